@@ -1,0 +1,140 @@
+"""Generation: prefill, chunks of steps, tokens streamed between chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jspec.config import PLAIN, Draft, ModelDraft, SamplingParams, StepConfig, StreamDraft
+from jspec.decode.programs import PROGRAMS
+from jspec.decode.state import DecodeState, StepRecord, least_sampling, per_row, start
+from jspec.decode.stats import Stats, Tally
+from jspec.decode.step import decode_chunk
+from jspec.typing import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Generated ``tokens`` of each row, why each ended (``stop``, ``length`` or ``interrupted``),
+    and the statistics."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    finished: tuple[str, ...]
+    stats: Stats
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    *,
+    gamma: int = 4,
+    draft: Draft | None = StreamDraft(),
+    draft_model: Model | None = None,
+    steps_per_chunk: int | None = None,
+    prefill_chunk: int = 256,
+    attention: str | None = None,
+    on_tokens: Callable[[int, tuple[int, ...]], bool | None] | None = None,
+    on_prefill: Callable[[int, int], None] | None = None,
+) -> Generation:
+    """Decode a ragged batch of requests, each with its own settings.
+
+    ``prompts`` are token ids, ``params`` one for all or one each. ``draft=None`` decodes plainly
+    through the same code. Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new
+    tokens go to ``on_tokens(row, tokens)``, which may return True to end the row;
+    ``on_prefill(done, total)`` hears of prompt tokens. The same request gives the same tokens in any row, with any
+    neighbours and any chunk size. Ctrl-C ends decoding with what was generated. Raises `ValueError`
+    as `jspec.start` does.
+    """
+    params = per_row(params, len(prompts))
+    config = StepConfig(gamma, draft, least_sampling(params), attention)
+    if draft is None:
+        config = dataclasses.replace(PLAIN, sampling=config.sampling, attention=attention)
+    if isinstance(draft, ModelDraft) == (draft_model is None):
+        raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
+    if steps_per_chunk is None:
+        steps_per_chunk = 4 if jax.default_backend() == "cpu" else 16
+
+    compiled_before, begin = PROGRAMS.compile_s, time.perf_counter()
+    state = start(
+        model,
+        prompts,
+        params,
+        draft_model=draft_model,
+        chunk=prefill_chunk,
+        attention=attention,
+        on_prefill=on_prefill,
+        run=PROGRAMS,
+    )
+    jax.block_until_ready(state)
+    prefill_s = time.perf_counter() - begin - (PROGRAMS.compile_s - compiled_before)
+
+    run = _Run(model, draft_model, config, steps_per_chunk, on_tokens, len(prompts))
+    run.decode(state)
+    return Generation(
+        tokens=tuple(map(tuple, run.tokens)),
+        finished=tuple(run.finished),
+        stats=run.tally.stats(
+            rows=len(prompts),
+            prompt_tokens=sum(map(len, prompts)),
+            compile_s=PROGRAMS.compile_s - compiled_before,
+            prefill_s=prefill_s,
+            decode_s=run.decode_s,
+        ),
+    )
+
+
+class _Run:
+    """The host's side of decoding one batch."""
+
+    def __init__(self, model, draft_model, config, steps, on_tokens, rows):
+        self.model, self.draft_model, self.config, self.steps = model, draft_model, config, steps
+        self.on_tokens = on_tokens
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.finished = ["interrupted"] * rows
+        self.tally = Tally(config.gamma)
+        self.decode_s = 0.0
+
+    def decode(self, state: DecodeState) -> None:
+        limits = np.asarray(state.limits - state.lengths)
+        ended = np.asarray(state.done)
+        try:
+            while not ended.all():
+                state, record = self._chunk(state)
+                done = np.array(state.done)
+                wanted = self._take(record, ended)
+                for row in np.flatnonzero(done & ~ended):
+                    full = len(self.tokens[row]) >= limits[row]
+                    self.finished[row] = "length" if full else "stop"
+                for row in np.flatnonzero(~wanted & ~done):
+                    self.finished[row] = "stop"
+                if (~wanted & ~done).any():
+                    done |= ~wanted
+                    state = dataclasses.replace(state, done=jax.numpy.asarray(done))
+                ended = done
+        except KeyboardInterrupt:
+            return
+
+    def _chunk(self, state: DecodeState) -> tuple[DecodeState, StepRecord]:
+        compiled, begin = PROGRAMS.compile_s, time.perf_counter()
+        args = (self.model, state, self.draft_model)
+        state, record = PROGRAMS(decode_chunk, *args, config=self.config, steps=self.steps)
+        record = jax.device_get(record)
+        self.decode_s += time.perf_counter() - begin - (PROGRAMS.compile_s - compiled)
+        return state, record
+
+    def _take(self, record: StepRecord, ended: np.ndarray) -> np.ndarray:
+        """Count a chunk's record and hand its tokens on; returns which rows want more, ``[B]``."""
+        self.tally.add(record.drafted, record.accepted, record.committed)
+        wanted = np.ones(ended.shape, bool)
+        for row in np.flatnonzero(~ended):
+            block = record.tokens[:, row]
+            new = tuple(block[block >= 0].tolist())
+            self.tokens[row].extend(new)
+            if self.on_tokens is not None and self.on_tokens(int(row), new):
+                wanted[row] = False
+        return wanted

@@ -1,0 +1,102 @@
+"""Statistics of decoding that stay true at stop tokens, ragged drafts and rows that end early."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionRate:
+    """Acceptance of one draft position: how often it was drafted, and how often it stood."""
+
+    attempts: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.attempts if self.attempts else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a generation did and how long it took; seconds are wall-clock.
+
+    A *step* is one verification of one row. ``committed`` tokens are what the caller got.
+    ``mean_accepted_length`` is committed tokens a step, the corrected or bonus token included, so 1
+    is plain decoding. Draft tokens behind a stop token count nowhere. ``compile_s`` is not part of
+    ``prefill_s`` or ``decode_s``.
+    """
+
+    rows: int
+    prompt_tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+    committed: int
+    acceptance_by_position: tuple[PositionRate, ...]
+    compile_s: float
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def mean_accepted_length(self) -> float:
+        return self.committed / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self.committed / self.decode_s if self.decode_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON, derived ones included."""
+        names = (
+            "rows prompt_tokens steps drafted accepted committed mean_accepted_length "
+            "acceptance_rate compile_s prefill_s prefill_tokens_per_s decode_s decode_tokens_per_s"
+        )
+        positions = [
+            {"attempts": p.attempts, "accepted": p.accepted, "rate": p.rate}
+            for p in self.acceptance_by_position
+        ]
+        return {n: getattr(self, n) for n in names.split()} | {"acceptance_by_position": positions}
+
+
+class Tally:
+    """Adds up step records, ``drafted``, ``accepted``, ``committed`` int32 ``[steps, B]``."""
+
+    def __init__(self, gamma: int):
+        self.steps = self.drafted = self.accepted = self.committed = 0
+        self.attempts_at = np.zeros(gamma, np.int64)
+        self.accepted_at = np.zeros(gamma, np.int64)
+
+    def add(self, drafted: np.ndarray, accepted: np.ndarray, committed: np.ndarray) -> None:
+        """A row that committed nothing was done: it took no step."""
+        live = committed > 0
+        self.steps += int(live.sum())
+        self.drafted += int(drafted[live].sum())
+        self.accepted += int(accepted[live].sum())
+        self.committed += int(committed.sum())
+        position = np.arange(len(self.attempts_at))
+        self.attempts_at += (drafted[live][:, None] > position).sum(axis=0)
+        self.accepted_at += (accepted[live][:, None] > position).sum(axis=0)
+
+    def stats(self, **rest: Any) -> Stats:
+        positions = zip(self.attempts_at.tolist(), self.accepted_at.tolist(), strict=True)
+        return Stats(
+            steps=self.steps,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            committed=self.committed,
+            acceptance_by_position=tuple(PositionRate(*p) for p in positions),
+            **rest,
+        )

@@ -1,0 +1,69 @@
+"""Which backend runs an operation, and why another cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+
+class BackendError(ValueError):
+    """A backend that was asked for by name, or every backend of an operation, refused."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One implementation of an operation.
+
+    ``supports(*args, **kwargs)`` gets the operation's arguments and returns the reason why this
+    backend refuses them, or None.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    supports: Callable[..., str | None]
+
+
+def always(*args: Any, **kwargs: Any) -> None:
+    """The ``supports`` of a backend that never refuses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation's backends, and the order to try them in on each platform.
+
+    ``preference(platform, *args, **kwargs)`` names backends from best to worst.
+    """
+
+    name: str
+    backends: Mapping[str, Backend]
+    preference: Callable[..., Sequence[str]]
+
+    def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
+        """The backend that ``implementation`` names, or the best one that does not refuse.
+
+        Raises `BackendError` with the reason of each backend that was asked.
+        """
+        if implementation is None:
+            asked = self.preference(jax.default_backend(), *args, **kwargs)
+        elif implementation in self.backends:
+            asked = [implementation]
+        else:
+            known = ", ".join(self.backends)
+            raise BackendError(
+                f"{self.name} has no implementation {implementation!r}; choose one of {known}, or "
+                "None for the best"
+            )
+        reasons = []
+        for name in asked:
+            backend = self.backends[name]
+            reason = backend.supports(*args, **kwargs)
+            if reason is None:
+                return backend
+            reasons.append(f"{name}: {reason}")
+        raise BackendError(f"{self.name} cannot run as asked; " + "; ".join(reasons))
+
+    def __call__(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
+        return self.choose(implementation, *args, **kwargs).run(*args, **kwargs)

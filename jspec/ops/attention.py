@@ -1,0 +1,172 @@
+"""Attention of T query tokens over a cache, with its log-sum-exp.
+
+`attention` is the public operation; ``xla`` is the reference, ``xla_blocked`` walks the cache in
+blocks with a running softmax and stops at the longest row, which suits CPUs and prefill.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.dispatch import Backend, Operation, always
+from jspec.typing import Array
+
+BLOCK = 512  # keys a step of xla_blocked: a block of keys and values stays in a core's L2
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    *,
+    key_positions: Array | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """Causal grouped-query attention of new tokens over a cache that already holds their keys.
+
+    ``q [B, T, N, H]``; ``k``, ``v [B, S, K, H]``; ``positions`` int32 ``[B, T]``, absolute, -1 for
+    padding. ``key_positions`` int32 ``[B, S]`` are the keys' absolute positions, -1 for an empty
+    slot; None means that a key's slot is its position. A query sees the keys at or before its
+    position. ``scale`` defaults to ``H ** -0.5``. What empty slots hold, NaN included, has no
+    effect. Returns the output ``[B, T, N, H]`` in the dtype of ``q`` and the log-sum-exp of the
+    scores, natural log, float32 ``[B, T, N]``; padding gives 0 and -inf.
+    """
+    _check(q, k, v, positions, key_positions)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _ATTENTION(
+        q, k, v, positions, key_positions=key_positions, scale=scale, implementation=implementation
+    )
+
+
+def _check(q: Array, k: Array, v: Array, positions: Array, key_positions: Array | None) -> None:
+    batch, tokens, heads, size = q.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != size or heads % k.shape[2]:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape} must be [B, T, N, H], [B, S, K, H] and "
+            "[B, S, K, H] with N a multiple of K"
+        )
+    if positions.shape != (batch, tokens):
+        raise ValueError(f"positions {positions.shape} must be [B, T] = {(batch, tokens)}")
+    if key_positions is not None and key_positions.shape != k.shape[:2]:
+        raise ValueError(f"key_positions {key_positions.shape} must be [B, S] = {k.shape[:2]}")
+
+
+def _grouped(q: Array, kv_heads: int) -> Array:
+    """``[B, T, N, H]`` to ``[B, K, T * G, H]``: the queries that share a key-value head."""
+    batch, tokens, heads, size = q.shape
+    q = q.reshape(batch, tokens, kv_heads, heads // kv_heads, size)
+    return q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, size)
+
+
+def _ungrouped(x: Array, tokens: int) -> Array:
+    """``[B, K, T * G, ...]`` back to ``[B, T, N, ...]``."""
+    batch, kv_heads, rows, *rest = x.shape
+    x = x.reshape(batch, kv_heads, tokens, rows // tokens, *rest)
+    return jnp.swapaxes(x, 1, 2).reshape(batch, tokens, kv_heads * (rows // tokens), *rest)
+
+
+def _accumulate(carry, q: Array, k: Array, v: Array, valid: Array):
+    """Add a block of keys to a running softmax ``(maximum, sum, weighted values)``.
+
+    ``q [B, K, T * G, H]`` scaled, ``k``, ``v [B, S, K, H]``, ``valid [B, T * G, S]``.
+    """
+    maximum, total, out = carry
+    valid = valid[:, None]
+    # Empty slots may hold anything, and 0 * NaN is NaN: their values must go too.
+    v = jnp.where(valid.any(axis=2)[:, 0, :, None, None], v, 0)
+    scores = jnp.einsum("bkmh,bskh->bkms", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(valid, scores, LOWEST)
+    highest = jnp.maximum(maximum, scores.max(axis=-1))
+    weights = jnp.where(valid, jnp.exp(scores - highest[..., None]), 0)
+    decay = jnp.exp(maximum - highest)
+    values = jnp.einsum(
+        "bkms,bskh->bkmh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return highest, total * decay + weights.sum(axis=-1), out * decay[..., None] + values
+
+
+def _start(q: Array):
+    rows = q.shape[:-1]
+    return jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros(q.shape, jnp.float32)
+
+
+def _finish(carry, tokens: int, dtype) -> tuple[Array, Array]:
+    maximum, total, out = carry
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    lse = jnp.where(total > 0, maximum + jnp.log(total), -jnp.inf)
+    return _ungrouped(out, tokens).astype(dtype), _ungrouped(lse, tokens)
+
+
+def _sees(positions: Array, key_positions: Array, group: int) -> Array:
+    """Which of ``[B, S]`` keys each grouped query row may read, bool ``[B, T * G, S]``."""
+    seen = (key_positions >= 0)[:, None] & (key_positions[:, None] <= positions[:, :, None])
+    return jnp.repeat(seen, group, axis=1)
+
+
+def _xla(q, k, v, positions, *, key_positions, scale):
+    kv_heads = k.shape[2]
+    if key_positions is None:
+        key_positions = jnp.arange(k.shape[1])[None]
+    valid = _sees(positions, key_positions, q.shape[2] // kv_heads)
+    grouped = _grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
+    return _finish(_accumulate(_start(grouped), grouped, k, v, valid), q.shape[1], q.dtype)
+
+
+def _xla_blocked(q, k, v, positions, *, key_positions, scale):
+    slots, kv_heads = k.shape[1:3]
+    group, block = q.shape[2] // kv_heads, min(BLOCK, slots)
+    if key_positions is None:
+        key_positions = jnp.arange(slots)[None]
+        blocks = (positions.max() + block) // block
+    else:
+        blocks = math.ceil(slots / block)
+    grouped = _grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
+
+    def body(index, carry):
+        # The last block starts early where it would run over the end; what it repeats is masked.
+        start = jnp.minimum(index * block, slots - block)
+        part_k, part_v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (k, v))
+        part_positions = lax.dynamic_slice_in_dim(key_positions, start, block, axis=1)
+        fresh = start + jnp.arange(block) >= index * block
+        valid = _sees(positions, part_positions, group) & fresh
+        return _accumulate(carry, grouped, part_k, part_v, valid)
+
+    return _finish(lax.fori_loop(0, blocks, body, _start(grouped)), q.shape[1], q.dtype)
+
+
+def _preference(platform: str, q: Array, *args, **kwargs) -> tuple[str, ...]:
+    # On a GPU a loop with a traced bound waits for the host in every round, which a long prefill
+    # chunk does not feel and a decoding step does.
+    if platform == "cpu" or q.shape[1] >= 64:
+        return ("xla_blocked", "xla")
+    return ("xla", "xla_blocked")
+
+
+_ATTENTION = Operation(
+    "attention",
+    {
+        b.name: b
+        for b in (Backend("xla", _xla, always), Backend("xla_blocked", _xla_blocked, always))
+    },
+    _preference,
+)
+
+
+def implementations() -> tuple[str, ...]:
+    """Names that ``implementation`` may take."""
+    return tuple(_ATTENTION.backends)
+
+
+def causal(q: Array, k: Array, v: Array) -> Array:
+    """Causal attention of a whole sequence over itself, without a cache: shapes as `attention`."""
+    positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+    return attention(q, k, v, positions, implementation="xla")[0]
+
+
+__all__ = ["attention", "causal", "implementations"]
