@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from jspec.decode.step import decode_chunk, speculative_step
     from jspec.dispatch import BackendError
     from jspec.models.bundled import load_bundled
-    from jspec.models.checkpoint import CheckpointError, load_model, save_model
+    from jspec.models.checkpoint import load_model, save_model
     from jspec.models.decoder import Decoder
+    from jspec.models.errors import CheckpointError
     from jspec.models.tokenizer import Tokenizer, load_tokenizer
     from jspec.ops.attention import attention
     from jspec.ops.sample import Rows
@@ -52,8 +53,9 @@ _HOMES = {
     "jspec.decode.step": ["decode_chunk", "speculative_step"],
     "jspec.dispatch": ["BackendError"],
     "jspec.models.bundled": ["load_bundled"],
-    "jspec.models.checkpoint": ["CheckpointError", "load_model", "save_model"],
+    "jspec.models.checkpoint": ["load_model", "save_model"],
     "jspec.models.decoder": ["Decoder"],
+    "jspec.models.errors": ["CheckpointError"],
     "jspec.models.tokenizer": ["Tokenizer", "load_tokenizer"],
     "jspec.ops.attention": ["attention"],
     "jspec.ops.sample": ["Rows"],

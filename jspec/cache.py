@@ -76,7 +76,7 @@ class Window:
         """Copy the first ``sinks`` and last ``recent`` slots of each row, with ``spare`` room."""
         sinks = min(sinks, cache.capacity)
         recent = min(recent, cache.capacity)
-        first = jnp.maximum(cache.lengths - recent, 0)[:, None] + jnp.arange(recent)
+        first = jnp.maximum(cache.lengths - recent, 0)[:, None] + jnp.arange(recent)[None]
         head = jnp.broadcast_to(jnp.arange(sinks), (first.shape[0], sinks))
         positions = jnp.concatenate([head, jnp.where(first >= sinks, first, -1)], axis=1)
         positions = jnp.where(positions < cache.lengths[:, None], positions, -1)

@@ -2,7 +2,8 @@
 
 B batch rows, T query tokens of a pass (gamma + 1 in verification), S cache capacity, N query
 heads, K key-value heads, G = N / K query heads per key-value head, H head size, D hidden size,
-V vocabulary. Caches are ``[B, S, K, H]``, token ids int32, log-sum-exp values natural log in float32.
+V vocabulary. Caches are ``[B, S, K, H]``, token ids int32, log-sum-exp values natural log in
+float32.
 """
 
 from collections.abc import Callable

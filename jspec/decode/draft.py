@@ -130,7 +130,7 @@ def _ngram(state: DecodeState, draft: NgramDraft, gamma: int) -> Drafted:
     """Prompt lookup: copy what followed the longest, then latest, earlier match of the suffix."""
     tokens, lengths = state.tokens, state.lengths
     batch, capacity = tokens.shape
-    ends = jnp.arange(capacity)
+    ends = jnp.arange(capacity)[None]
     matched = jnp.zeros((batch, capacity), jnp.int32)
     running = ends < lengths[:, None] - 1
     for back in range(draft.max_match):
@@ -138,13 +138,13 @@ def _ngram(state: DecodeState, draft: NgramDraft, gamma: int) -> Drafted:
         wanted = jnp.where(lengths > back, jnp.take_along_axis(tokens, at[:, None], 1)[:, 0], -2)
         shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, :capacity]
         running = running & (shifted == wanted[:, None])
-        matched = matched + running
+        matched = matched + running.astype(jnp.int32)
     best = matched.max(axis=1)
     end = capacity - 1 - jnp.argmax(jnp.flip(matched, axis=1), axis=1)
     # What follows may reach the end of the text before gamma tokens: it then goes on in a circle,
     # as a text that repeats itself does.
     period = jnp.maximum(lengths - 1 - end, 1)[:, None]
-    found = jnp.take_along_axis(tokens, end[:, None] + 1 + jnp.arange(gamma) % period, axis=1)
+    found = jnp.take_along_axis(tokens, end[:, None] + 1 + jnp.arange(gamma)[None] % period, axis=1)
     return Drafted(found, jnp.where(best >= draft.min_match, gamma, 0).astype(jnp.int32))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jspec.config import PLAIN, Draft, ModelDraft, SamplingParams, StepConfig, StreamDraft
+from jspec.config import Draft, ModelDraft, SamplingParams, StepConfig, StreamDraft
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.state import DecodeState, StepRecord, least_sampling, per_row, start
 from jspec.decode.stats import Stats, Tally
@@ -46,14 +46,13 @@ def generate(
     ``prompts`` are token ids, ``params`` one for all or one each. ``draft=None`` decodes plainly
     through the same code. Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new
     tokens go to ``on_tokens(row, tokens)``, which may return True to end the row;
-    ``on_prefill(done, total)`` hears of prompt tokens. The same request gives the same tokens in any row, with any
-    neighbours and any chunk size. Ctrl-C ends decoding with what was generated. Raises `ValueError`
-    as `jspec.start` does.
+    ``on_prefill(done, total)`` hears of prompt tokens. The same request gives the same tokens in
+    any row, with any neighbours and any chunk size. Ctrl-C ends decoding with what was generated.
+    Raises `ValueError` as `jspec.start` does.
     """
     params = per_row(params, len(prompts))
+    gamma = gamma if draft is not None else 0
     config = StepConfig(gamma, draft, least_sampling(params), attention)
-    if draft is None:
-        config = dataclasses.replace(PLAIN, sampling=config.sampling, attention=attention)
     if isinstance(draft, ModelDraft) == (draft_model is None):
         raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
     if steps_per_chunk is None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import KVCache, dense
-from jspec.config import Sampling, SamplingParams
+from jspec.config import ModelConfig, Sampling, SamplingParams
 from jspec.ops.sample import Rows
 from jspec.typing import Array, Model
 
@@ -126,25 +126,33 @@ def per_row(
     return tuple(params)
 
 
+def check_request(config: ModelConfig, prompt: Sequence[int], params: SamplingParams) -> None:
+    """Raise `ValueError` where a model cannot serve a request: no tokens, foreign ids, too long."""
+    if not len(prompt):
+        raise ValueError("the prompt is empty; give it at least one token")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= config.vocab_size:
+        raise ValueError(
+            f"the prompt holds token {low if low < 0 else high}, outside the vocabulary "
+            f"0..{config.vocab_size - 1}"
+        )
+    if len(prompt) + params.max_new_tokens > config.max_context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, which with max_new_tokens="
+            f"{params.max_new_tokens} exceeds the context of {config.max_context}; shorten the "
+            "prompt, lower max_new_tokens or raise the context"
+        )
+
+
 def _check(model: Model, prompts, params, draft_model: Model | None) -> None:
     config = model.config
     if not prompts:
         raise ValueError("no prompts were given; pass at least one")
     for index, (prompt, row) in enumerate(zip(prompts, params, strict=True)):
-        if not len(prompt):
-            raise ValueError(f"prompt {index} is empty; give it at least one token")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= config.vocab_size:
-            raise ValueError(
-                f"prompt {index} holds token {low if low < 0 else high}, outside the vocabulary "
-                f"0..{config.vocab_size - 1}"
-            )
-        if len(prompt) + row.max_new_tokens > config.max_context:
-            raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens, which with "
-                f"max_new_tokens={row.max_new_tokens} exceeds the context of {config.max_context}; "
-                "shorten the prompt, lower max_new_tokens or raise the context"
-            )
+        try:
+            check_request(config, prompt, row)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
     if draft_model is not None and draft_model.config.vocab_size != config.vocab_size:
         raise ValueError(
             f"the draft model's vocabulary of {draft_model.config.vocab_size} differs from the "

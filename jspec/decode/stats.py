@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,21 @@ class Stats:
     compile_s: float
     prefill_s: float
     decode_s: float
+
+    @classmethod
+    def merged(cls, parts: Sequence[Stats]) -> Stats:
+        """The sum over generations that ran one after another."""
+        longest = max((len(p.acceptance_by_position) for p in parts), default=0)
+        positions = []
+        for index in range(longest):
+            at = [p.acceptance_by_position[index] for p in parts]
+            positions.append(PositionRate(sum(a.attempts for a in at), sum(a.accepted for a in at)))
+        counts = {
+            f.name: sum(getattr(p, f.name) for p in parts)
+            for f in dataclasses.fields(cls)
+            if f.name != "acceptance_by_position"
+        }
+        return cls(**counts, acceptance_by_position=tuple(positions))
 
     @property
     def mean_accepted_length(self) -> float:

@@ -59,7 +59,7 @@ def _verify(
 ) -> tuple[Verified, KVCache]:
     """Run the target over the last token and the draft, and judge the draft by it."""
     tokens = jnp.concatenate([last_token(state)[:, None], drafted.tokens], axis=1)
-    index = jnp.arange(config.gamma + 1)
+    index = jnp.arange(config.gamma + 1)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
     positions = jnp.where(counts, state.cache.lengths[:, None] + index, -1)
     hidden, cache = model(tokens, positions, dense(positions, config.attention), state.cache)
@@ -111,6 +111,6 @@ def _commit(
 
 def _write(tokens: Array, block: Array, start: Array) -> Array:
     """Put ``block [B, T]`` into ``tokens [B, S]`` from ``start [B]`` on, -1 writing nothing."""
-    index = start[:, None] + jnp.arange(block.shape[1])
+    index = start[:, None] + jnp.arange(block.shape[1])[None]
     index = jnp.where(block >= 0, index, tokens.shape[1])
     return tokens.at[jnp.arange(tokens.shape[0])[:, None], index].set(block, mode="drop")

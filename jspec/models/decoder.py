@@ -25,7 +25,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         y = jnp.dot(x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + self.bias[None, None]
 
 
 class RMSNorm(nnx.Module):
@@ -38,7 +38,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Array) -> Array:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * self.scale[...]
+        return y.astype(x.dtype) * jnp.expand_dims(self.scale[...], range(x.ndim - 1))
 
 
 class Attention(nnx.Module):

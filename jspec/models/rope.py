@@ -59,7 +59,7 @@ def _yarn(
 
 def rope_angles(positions: Array, frequencies: Array, factor: float) -> tuple[Array, Array]:
     """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of absolute ``positions [B, T]``."""
-    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies[None, None, None]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

@@ -134,7 +134,7 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale):
         part_k, part_v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (k, v))
         part_positions = lax.dynamic_slice_in_dim(key_positions, start, block, axis=1)
         fresh = start + jnp.arange(block) >= index * block
-        valid = _sees(positions, part_positions, group) & fresh
+        valid = _sees(positions, part_positions, group) & fresh[None, None]
         return _accumulate(carry, grouped, part_k, part_v, valid)
 
     return _finish(lax.fori_loop(0, blocks, body, _start(grouped)), q.shape[1], q.dtype)

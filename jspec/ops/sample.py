@@ -74,7 +74,7 @@ def probabilities(logits: Array, rows: Rows, *, filtered: bool) -> Array:
     weights = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))
     weights = weights / _tiles(weights).sum(axis=-1).sum(axis=-1, keepdims=True)
     best = jnp.argmax(logits, axis=-1, keepdims=True)
-    greedy = (jnp.arange(logits.shape[-1]) == best).astype(jnp.float32)
+    greedy = (jnp.arange(logits.shape[-1])[None, None] == best).astype(jnp.float32)
     return jnp.where(temperature > 0, weights, greedy)
 
 

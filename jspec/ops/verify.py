@@ -80,7 +80,7 @@ def verify_stochastic(
         )
     p = probabilities(target_logits, rows, filtered=filtered)
     q = None if draft_logits is None else probabilities(draft_logits, rows, filtered=filtered)
-    where = positions[:, None] + jnp.arange(gamma)
+    where = positions[:, None] + jnp.arange(gamma)[None]
     u = uniform(rows.seeds, where, Role.ACCEPT)
     accepted = _leading(_accepts(u, p, q, draft_tokens), draft_lengths)
 
@@ -130,7 +130,7 @@ def _residual(p_here: Array, q: Array | None, tokens: Array, accepted: Array) ->
     if q is not None:
         return jnp.maximum(p_here - _row(q, at), 0)
     token = jnp.take_along_axis(tokens, at[:, None], axis=1)
-    return jnp.where(jnp.arange(p_here.shape[-1]) == token, 0, p_here)
+    return jnp.where(jnp.arange(p_here.shape[-1])[None] == token, 0, p_here)
 
 
 def _of_token(weights: Array, tokens: Array) -> Array:
@@ -146,13 +146,13 @@ def _row(weights: Array, index: Array) -> Array:
 
 def _leading(stands: Array, lengths: Array) -> Array:
     """Length of the leading run of True in ``[B, gamma]``, counted within ``lengths [B]``."""
-    stands = stands & (jnp.arange(stands.shape[1]) < lengths[:, None])
+    stands = stands & (jnp.arange(stands.shape[1])[None] < lengths[:, None])
     return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1)
 
 
 def _commit(draft_tokens: Array, accepted: Array, following: Array, stop_tokens: Array) -> Verified:
     """Put the block together and cut it behind the first stop token."""
-    index = jnp.arange(draft_tokens.shape[1] + 1)
+    index = jnp.arange(draft_tokens.shape[1] + 1)[None]
     padded = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
     block = jnp.where(index == accepted[:, None], following[:, None], padded)
     block = jnp.where(index <= accepted[:, None], block, -1)

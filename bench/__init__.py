@@ -1,0 +1,1 @@
+"""Benchmarks of jspec: `python -m bench list`."""

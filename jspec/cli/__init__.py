@@ -1,0 +1,82 @@
+"""The `jspec` command: its arguments, and errors as one line with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from jspec import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `jspec`; returns the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        # Each command imports what it needs itself: `jspec --help` must not wait for JAX.
+        if arguments.command == "doctor":
+            from jspec.cli.doctor import doctor
+
+            return doctor(arguments)
+        from jspec.cli.generate import generate
+
+        return generate(arguments)
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            return _silence_stdout()
+        print(f"jspec: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("jspec: interrupted", file=sys.stderr)
+        return 130
+
+
+def _silence_stdout() -> int:
+    """The reader went away (`jspec ... | head`): leave without a second error at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jspec", description="Fast, lossless long-context decoding in JAX."
+    )
+    parser.add_argument("--version", action="version", version=f"jspec {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands.add_parser("generate", help="continue text, speculatively"))
+    doctor = commands.add_parser("doctor", help="say what runs here, and what to do about the rest")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("stdin", nargs="?", choices=["-"], help="read the prompt from stdin")
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
+    prompt.add_argument("--prompt-file", metavar="F", help="read the prompt from a file")
+    prompt.add_argument(
+        "--requests",
+        metavar="FILE.jsonl",
+        help='one request a line: {"prompt": ..., "max_new_tokens": ..., "temperature": ..., ...}',
+    )
+    add("--model", metavar="DIR", help="Hugging Face or jspec model directory (default: bundled)")
+    add("--draft-model", metavar="DIR", help="the draft model of --draft model")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
+    add(
+        "--draft",
+        choices=["stream", "ngram", "model", "none"],
+        help="where draft tokens come from: the model over a window, earlier text, a second model, "
+        "or nowhere (plain decoding); default ngram",
+    )
+    add("--gamma", type=int, metavar="N", help="most draft tokens a step; default 8, stream 4")
+    add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
+    add("--top-k", type=int, default=0, metavar="N", help="0 (default) is off")
+    add("--top-p", type=float, default=1.0, metavar="X", help="1 (default) is off")
+    add("--min-p", type=float, default=0.0, metavar="X", help="0 (default) is off")
+    add("--seed", type=int, default=0, metavar="N", help="keys every random number; default 0")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
+    add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
+    add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
+    add("--json", action="store_true", help="print one JSON object instead of text and table")

@@ -1,0 +1,64 @@
+"""A row's text as its tokens come: whole characters only, cut before a stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jspec.models.tokenizer import Tokenizer
+
+
+class RowText:
+    """Turns tokens into text piece by piece.
+
+    Text that could be the beginning of a stop text is held back until that is decided.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], special: frozenset[int]):
+        self._decode = tokenizer.stream()
+        self._stop = stop
+        self._special = special
+        self._held = ""
+        self.text = ""
+        self.tokens: list[int] = []
+        self.stopped = False
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """New text of ``tokens``, which were committed in this order."""
+        shown = ""
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens.append(token)
+            if token not in self._special:
+                shown += self._add(self._decode([token], False))
+        return shown
+
+    def close(self) -> str:
+        """What was held back, now that no more tokens come."""
+        if self.stopped:
+            return ""
+        rest = self._add(self._decode([], True))
+        if not self.stopped:
+            rest += self._held
+            self.text += self._held
+            self._held = ""
+        return rest
+
+    def _add(self, new: str) -> str:
+        self._held += new
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            ready, self._held = self._held[: min(found)], ""
+        else:
+            keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+            cut = len(self._held) - keep
+            ready, self._held = self._held[:cut], self._held[cut:]
+        self.text += ready
+        return ready
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

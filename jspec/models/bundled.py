@@ -1,0 +1,25 @@
+"""The small byte-level model that ships with jspec."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jspec.models.decoder import Decoder
+    from jspec.models.tokenizer import Tokenizer
+
+
+def bundled_path() -> Path:
+    """The directory of the bundled model, in Hugging Face layout, with its MODEL_CARD.md."""
+    return Path(str(resources.files("jspec.models") / "bundled_model"))
+
+
+def load_bundled(dtype=None) -> tuple[Decoder, Tokenizer]:
+    """The bundled model and its tokenizer; ``dtype`` as in `jspec.load_model`."""
+    from jspec.models.checkpoint import load_model
+    from jspec.models.tokenizer import load_tokenizer
+
+    path = bundled_path()
+    return load_model(path, dtype=dtype), load_tokenizer(path)

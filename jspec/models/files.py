@@ -1,0 +1,274 @@
+"""Reading files from outside: JSON objects, their fields, and safetensors, all checked before use."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.models.errors import CheckpointError
+
+JSON_LIMIT = 64 << 20
+HEADER_LIMIT = 100_000_000  # the limit of the safetensors library
+INTEGER_LIMIT = 2**31 - 1
+
+_DTYPES = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": jnp.bfloat16,
+        "F8_E4M3": jnp.float8_e4m3fn,
+        "F8_E5M2": jnp.float8_e5m2,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U64": np.uint64,
+        "U32": np.uint32,
+        "U16": np.uint16,
+        "U8": np.uint8,
+        "BOOL": np.bool_,
+    }.items()
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; `CheckpointError` where it is missing, huge or malformed."""
+    try:
+        size = path.stat().st_size
+        if size > JSON_LIMIT:
+            raise CheckpointError(
+                f"{path} has {size} bytes, more than {JSON_LIMIT} for a JSON file"
+            )
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply to be a settings file") from None
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """A JSON object whose fields are read by type; ``source`` says where it is from in errors.
+
+    A field that is absent or null gives ``default``; without a default it is an error.
+    """
+
+    values: Mapping[str, Any]
+    source: str
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: {message}")
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def _read(self, key: str, kind: str, valid, default):
+        value = self.values.get(key)
+        if value is None:
+            if default is ...:
+                state = "null" if key in self.values else "missing"
+                raise self.error(f"{key} is {state}; it must be {kind}")
+            return default
+        if not valid(value):
+            raise self.error(f"{key}={_short(value)} must be {kind}")
+        return value
+
+    def integer(self, key: str, default: Any = ...) -> int:
+        """A positive int32."""
+        return self._read(key, "a positive integer", _is_size, default)
+
+    def number(self, key: str, default: Any = ...) -> float:
+        """A positive, finite number."""
+        return self._read(key, "a positive number", _is_positive, default)
+
+    def boolean(self, key: str, default: Any = ...) -> bool:
+        return self._read(key, "true or false", lambda value: isinstance(value, bool), default)
+
+    def text(self, key: str, default: Any = ...) -> str:
+        return self._read(key, "a string", lambda value: isinstance(value, str), default)
+
+    def object(self, key: str) -> Fields:
+        """A nested object; empty where the field is absent or null."""
+        value = self._read(key, "an object", lambda value: isinstance(value, dict), {})
+        return Fields(value, f"{self.source}: {key}")
+
+    def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id or a list of them; none where the field is absent or null."""
+
+        def valid(value) -> bool:
+            items = value if isinstance(value, list) else [value]
+            return all(type(item) is int and 0 <= item < vocab_size for item in items)
+
+        value = self._read(key, f"one or more token ids below {vocab_size}", valid, [])
+        return tuple(dict.fromkeys(value)) if isinstance(value, list) else (value,)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= INTEGER_LIMIT
+
+
+def _is_positive(value: Any) -> bool:
+    # The bound comes first: an int may be too large to become a float.
+    return type(value) in (int, float) and 0 < value < 1e300 and math.isfinite(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in its file: ``start`` is a byte offset from the file's beginning."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A safetensors file: its header checked against its size, its tensors read in blocks of rows.
+
+    The format is a little-endian uint64 header length, a JSON header, and the tensors' bytes
+    without holes. Raises `CheckpointError` naming the file for anything else.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                length = self._header_length(file.read(8), size)
+                header = file.read(length)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        self.entries = self._entries(header, 8 + length)
+        self._check_layout(8 + length, size)
+
+    def _header_length(self, prefix: bytes, size: int) -> int:
+        if len(prefix) < 8:
+            raise CheckpointError(
+                f"{self.path} has {size} bytes, fewer than the 8 that a safetensors file starts "
+                "with; copy or download it again"
+            )
+        length = int.from_bytes(prefix, "little")
+        if length > min(size - 8, HEADER_LIMIT):
+            raise CheckpointError(
+                f"{self.path}: its header claims {length} bytes, but the file has {size} and a "
+                f"header may have {HEADER_LIMIT}; it is truncated or no safetensors file"
+            )
+        return length
+
+    def _entries(self, header: bytes, base: int) -> dict[str, Entry]:
+        try:
+            items = json.loads(header, object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: its header is not valid JSON: {error}") from None
+        if not isinstance(items, dict):
+            raise CheckpointError(f"{self.path}: its header must be a JSON object")
+        items.pop("__metadata__", None)
+        return {name: self._entry(name, item, base) for name, item in items.items()}
+
+    def _entry(self, name: str, item: Any, base: int) -> Entry:
+        item = item if isinstance(item, dict) else {}
+        dtype, shape, offsets = (item.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
+            raise CheckpointError(
+                f"{self.path}: tensor {name} needs a dtype, a shape and two data_offsets, got "
+                f"{_short(item)}"
+            )
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has dtype {_short(dtype)}, which jspec does not read; "
+                "convert it to F32, F16 or BF16"
+            )
+        entry = Entry(_DTYPES[dtype], tuple(shape), base + offsets[0])
+        if offsets[1] - offsets[0] != entry.nbytes:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} of dtype {dtype} and shape {entry.shape} needs "
+                f"{entry.nbytes} bytes, but its data_offsets {offsets} span "
+                f"{offsets[1] - offsets[0]}"
+            )
+        return entry
+
+    def _check_layout(self, base: int, size: int) -> None:
+        end = base
+        for name, entry in sorted(self.entries.items(), key=lambda item: item[1].start):
+            if entry.start != end and entry.nbytes:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} starts at byte {entry.start}, but the tensor "
+                    f"before it ends at {end}; the file has a hole or an overlap"
+                )
+            end += entry.nbytes
+            if end > size:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} ends at byte {end}, but the file has {size}: it "
+                    "is truncated; copy or download it again"
+                )
+        if end != size:
+            raise CheckpointError(
+                f"{self.path} has {size} bytes, but its tensors end at byte {end}; copy or "
+                "download it again"
+            )
+
+    def blocks(self, name: str, nbytes: int = 1 << 20) -> Iterator[tuple[slice, np.ndarray]]:
+        """Blocks of rows of a tensor of rank 1 or more, about ``nbytes`` each, with their place.
+
+        A block is a view of one buffer: it holds until the next one is asked for.
+        """
+        entry = self.entries[name]
+        row = entry.nbytes // entry.shape[0] if entry.shape[0] else 0
+        step = max(1, nbytes // row) if row else 1
+        buffer = np.empty((min(step, entry.shape[0]), *entry.shape[1:]), entry.dtype)
+        with self.path.open("rb") as file:
+            file.seek(entry.start)
+            for first in range(0, entry.shape[0], step):
+                block = buffer[: entry.shape[0] - first]
+                if file.readinto(block.view(np.uint8).reshape(-1)) != block.nbytes:
+                    raise CheckpointError(f"{self.path} shrank while tensor {name} was read")
+                yield slice(first, first + len(block)), block
+
+    def same(self, name: str, file: TensorFile, other: str) -> bool:
+        """Whether two tensors agree in dtype, shape and every byte."""
+        a, b = self.entries[name], file.entries[other]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        pairs = zip(self.blocks(name), file.blocks(other), strict=True)
+        return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        for (first, _), (second, _) in itertools.pairwise(sorted(pairs, key=lambda pair: pair[0])):
+            if first == second:
+                raise ValueError(f"{first} appears twice")
+    return values

@@ -1,0 +1,217 @@
+"""The tensors of a Hugging Face directory: their names, shapes, quantisation and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.models.errors import CheckpointError
+from jspec.models.files import Entry, Fields, TensorFile, read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHOWN = 4  # names listed in an error
+
+_FLOATS = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, np.float64))
+_MODULES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+
+
+def stored_name(parameter: str) -> str:
+    """The Hugging Face name of a parameter: ``layers.0.mlp.up.kernel`` is
+    ``model.layers.0.mlp.up_proj.weight``."""
+    if parameter == "embedding":
+        return "model.embed_tokens.weight"
+    module, _, leaf = parameter.rpartition(".")
+    leaf = "bias" if leaf == "bias" else "weight"
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+        return f"model.layers.{layer}.{_MODULES[module]}.{leaf}"
+    return f"{_MODULES[module]}.{leaf}"
+
+
+def is_quantized(values: Mapping[str, Any], source: str) -> bool:
+    """Whether a config.json says int8 weights, symmetric with one scale a channel.
+
+    That is compressed-tensors' int-quantized format, whatever it does to activations: jspec
+    computes with the dequantised weights. Raises `CheckpointError` for any other quantisation.
+    """
+    fields = Fields(values, source).object("quantization_config")
+    if not fields.values:
+        return False
+    method, kind = fields.text("quant_method", "none"), fields.text("format", "none")
+    if (method, kind) != ("compressed-tensors", "int-quantized"):
+        raise fields.error(
+            f"quant_method={method!r} with format={kind!r} is not supported; jspec reads "
+            "compressed-tensors with int-quantized, and plain F32, F16 and BF16"
+        )
+    for key in ("kv_cache_scheme", "sparsity_config"):
+        if fields.object(key).text("format", "dense") != "dense" or (
+            key == "kv_cache_scheme" and fields.object(key).values
+        ):
+            raise fields.error(f"{key} is not supported; save the model without it")
+    groups = fields.object("config_groups")
+    for name in groups.values:
+        weights = groups.object(name).object("weights")
+        found = {key: weights.values.get(key) for key in _INT8}
+        if found != _INT8:
+            raise weights.error(f"{found} is not supported; jspec reads {_INT8}")
+    return True
+
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+
+
+class Weights:
+    """The tensors of ``directory``, found by name over all its shards."""
+
+    def __init__(self, directory: Path, *, quantized: bool):
+        self.directory = directory
+        self.quantized = quantized
+        self.files: dict[str, TensorFile] = {}
+        for path in self._paths(directory):
+            file = TensorFile(path)
+            for name in file.entries:
+                if name in self.files:
+                    raise CheckpointError(f"{self.files[name].path} and {path} both have {name}")
+                self.files[name] = file
+
+    def _paths(self, directory: Path) -> list[Path]:
+        single, index = directory / SINGLE, directory / INDEX
+        if single.is_file():
+            return [single]
+        if not index.is_file():
+            raise CheckpointError(
+                f"{directory} has neither {SINGLE} nor {INDEX}; jspec reads safetensors alone, "
+                "never pickles: convert other files with transformers' save_pretrained"
+            )
+        shards = Fields(read_json(index), str(index)).object("weight_map").values
+        if not shards:
+            raise CheckpointError(f"{index}: weight_map is missing or empty")
+        for name, shard in shards.items():
+            # A shard may be a link out of the directory, as in a hub cache, but is named within.
+            if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard:
+                raise CheckpointError(
+                    f"{index}: {name} is said to be in {shard!r:.80}, which is no file name in "
+                    f"{directory}"
+                )
+            if not (directory / shard).is_file():
+                raise CheckpointError(f"{directory / shard} is missing: {index} puts {name} there")
+        return [directory / shard for shard in sorted(set(shards.values()))]
+
+    def entry(self, name: str) -> Entry:
+        return self.files[name].entries[name]
+
+    def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+        """Compare names and shapes with ``wanted``, parameters and their shapes in jspec."""
+        stored = {stored_name(parameter): parameter for parameter in wanted}
+        missing = [name for name in stored if name not in self.files]
+        if missing:
+            raise CheckpointError(
+                f"{self.directory} lacks {_listed(missing)}, which config.json asks for with shape "
+                f"{_stored_shape(stored[missing[0]], wanted[stored[missing[0]]])} of the first"
+            )
+        used = set(stored)
+        for name, parameter in stored.items():
+            self._check_tensor(name, _stored_shape(parameter, wanted[parameter]))
+            if self.entry(name).dtype == np.int8:
+                used.add(self._check_scale(name, parameter))
+        extra = [name for name in self.files if name not in used and not _is_harmless(name)]
+        if tied and "lm_head.weight" in extra:
+            extra.remove("lm_head.weight")
+            self._check_tied()
+        if extra:
+            raise CheckpointError(
+                f"{self.files[extra[0]].path} has {_listed(extra)} that config.json does not ask "
+                f"for, the first with shape {self.entry(extra[0]).shape}; are they of one model?"
+            )
+
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        entry, path = self.entry(name), self.files[name].path
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name} has shape {entry.shape}, but config.json asks for {shape}; "
+                "are they of one model?"
+            )
+        if entry.dtype not in (*_FLOATS, np.int8):
+            raise CheckpointError(
+                f"{path}: tensor {name} has dtype {entry.dtype.name}, which is not supported; "
+                "convert it to F32, F16 or BF16"
+            )
+
+    def _check_scale(self, name: str, parameter: str) -> str:
+        scale, shape = f"{name}_scale", (self.entry(name).shape[0], 1)
+        path = self.files[name].path
+        if not self.quantized or not parameter.endswith(".kernel"):
+            raise CheckpointError(
+                f"{path}: tensor {name} with shape {self.entry(name).shape} is int8, but "
+                "config.json has no quantization_config that covers it"
+            )
+        if scale not in self.files:
+            raise CheckpointError(f"{path}: tensor {name} is int8, but {scale} {shape} is missing")
+        self._check_tensor(scale, shape)
+        if self.entry(scale).dtype not in _FLOATS:
+            raise CheckpointError(f"{self.files[scale].path}: tensor {scale} must be of floats")
+        return scale
+
+    def _check_tied(self) -> None:
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if not self.files[head].same(head, self.files[embedding], embedding):
+            raise CheckpointError(
+                f"{self.files[head].path}: tensor {head} {self.entry(head).shape} differs from "
+                f"{embedding} {self.entry(embedding).shape}, though config.json says "
+                "tie_word_embeddings=true; set it to false to use both"
+            )
+
+    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
+        """A parameter in jspec's layout and ``dtype``, in one host array and a block's worth."""
+        name = stored_name(parameter)
+        entry = self.entry(name)
+        scale = self._scale(name) if entry.dtype == np.int8 else None
+        transposed = parameter.endswith(".kernel")
+        out = np.empty(entry.shape[::-1] if transposed else entry.shape, dtype)
+        rows_of_out = out.T if transposed else out
+        for rows, block in self.files[name].blocks(name):
+            if scale is not None:
+                block = block.astype(np.float32) * scale[rows]
+            rows_of_out[rows] = block
+        return out
+
+    def _scale(self, name: str) -> np.ndarray:
+        name = f"{name}_scale"
+        scale = np.empty(self.entry(name).shape, np.float32)
+        for rows, block in self.files[name].blocks(name):
+            scale[rows] = block
+        return scale
+
+
+def _stored_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[::-1] if parameter.endswith(".kernel") else shape
+
+
+def _is_harmless(name: str) -> bool:
+    # Rotary frequencies follow from config.json; early Llama checkpoints stored them as well.
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
