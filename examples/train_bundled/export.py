@@ -1,0 +1,170 @@
+"""The trained parameters as a Hugging Face directory: int8 weights, settings, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from examples.train_bundled.checkpoint import named
+from jspec.config import ModelConfig
+from jspec.models.tokenizer import byte_alphabet
+
+MAX_FILE_BYTES = 16 * 2**20
+SPECIAL_TOKENS = ("<|bos|>", "<|end|>", "<|pad|>", "<|reserved|>")  # ids 256 and on
+
+BLOCKS = "layers/0/blocks/"  # the stacked layers among our parameters
+# Our name within a block -> the name in the file within a layer.
+LINEAR = {
+    "attention/q/kernel": "self_attn.q_proj",
+    "attention/k/kernel": "self_attn.k_proj",
+    "attention/v/kernel": "self_attn.v_proj",
+    "attention/out/kernel": "self_attn.o_proj",
+    "mlp/gate/kernel": "mlp.gate_proj",
+    "mlp/up/kernel": "mlp.up_proj",
+    "mlp/down/kernel": "mlp.down_proj",
+}
+NORMS = {
+    "attention_norm/scale": "input_layernorm",
+    "mlp_norm/scale": "post_attention_layernorm",
+    "attention/q_norm/scale": "self_attn.q_norm",
+    "attention/k_norm/scale": "self_attn.k_norm",
+}
+
+
+def quantise(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``(int8 [out, in], scale float32 [out, 1])`` of ``kernel [in, out]``, symmetric by output."""
+    weight = np.asarray(kernel, np.float32).T
+    scale = np.maximum(np.abs(weight).max(axis=1, keepdims=True), 1e-12) / np.float32(127)
+    return np.rint(weight / scale).clip(-127, 127).astype(np.int8), scale
+
+
+def shipped_tensors(parameters: nnx.State, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Tensors of ``model.safetensors`` by their names in the file."""
+    ours = named(parameters)
+    tensors = {
+        "model.embed_tokens.weight": ours["embedding"].astype(ml_dtypes.bfloat16),
+        "model.norm.weight": ours["norm/scale"].astype(ml_dtypes.bfloat16),
+    }
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, theirs in LINEAR.items():
+            weight, scale = quantise(ours[BLOCKS + name][layer])
+            tensors[f"{prefix}{theirs}.weight"] = np.ascontiguousarray(weight)
+            tensors[f"{prefix}{theirs}.weight_scale"] = scale
+        for name, theirs in NORMS.items():
+            norm = ours[BLOCKS + name][layer]
+            tensors[f"{prefix}{theirs}.weight"] = norm.astype(ml_dtypes.bfloat16)
+    return tensors
+
+
+def parameters_of(tensors: dict[str, np.ndarray], like: nnx.State) -> nnx.State:
+    """The float32 training parameters the shipped tensors stand for; ``like`` has their form."""
+
+    def stacked(name: str, layers: int) -> np.ndarray:
+        files = [f"model.layers.{i}.{(LINEAR | NORMS)[name]}.weight" for i in range(layers)]
+        if name in NORMS:
+            return np.stack([tensors[file] for file in files])
+        return np.stack([(tensors[file] * tensors[f"{file}_scale"]).T for file in files])
+
+    leaves = {
+        "embedding": tensors["model.embed_tokens.weight"],
+        "norm/scale": tensors["model.norm.weight"],
+    }
+    ours = named(like)
+    for name in LINEAR | NORMS:
+        leaves[BLOCKS + name] = stacked(name, len(ours[BLOCKS + name]))
+    flat = [leaves[name].astype(np.float32) for name in ours]
+    return jax.tree.unflatten(jax.tree.structure(like), flat)
+
+
+def export(folder: Path, parameters: nnx.State, config: ModelConfig) -> nnx.State:
+    """Write the directory, read it back, and return the parameters as shipped (float32 arrays)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = shipped_tensors(parameters, config)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(config), indent=2) + "\n")
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    stored = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if stored[name].dtype != tensor.dtype or not np.array_equal(stored[name], tensor):
+            raise RuntimeError(f"{folder}/model.safetensors does not give back {name}")
+    if (size := (folder / "model.safetensors").stat().st_size) >= MAX_FILE_BYTES:
+        raise RuntimeError(f"model.safetensors has {size} bytes; the limit is {MAX_FILE_BYTES}")
+    return parameters_of(stored, parameters)
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    """``config.json`` for `transformers`' Qwen3, with the quantisation of compressed-tensors."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": config.num_layers,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        "num_bits": 8,
+                        "type": "int",
+                        "symmetric": True,
+                        "strategy": "channel",
+                        "dynamic": False,
+                    },
+                    "input_activations": None,
+                    "output_activations": None,
+                }
+            },
+            "ignore": ["lm_head"],
+        },
+    }
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A BPE without merges: byte b is token b, the special tokens follow from 256 on.
+
+    A document opens with the first of them, as every training row does.
+    """
+    vocabulary = {character: byte for byte, character in enumerate(byte_alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    opening = SPECIAL_TOKENS[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{opening} $A", special_tokens=[(opening, 256)]
+    )
+    return tokenizer
