@@ -179,7 +179,7 @@ def _decode(job: Job, batch: Sequence[Request], rows: list[RowText], show: Show)
 
 def _with_stops(tokenizer: Tokenizer, request: Request) -> SamplingParams:
     """Stop texts of a single token end the row in the step itself; longer ones between chunks."""
-    encoded = [tokenizer.encode(text) for text in request.stop]
+    encoded = [tokenizer.encode(text, special=False) for text in request.stop]
     single = tuple(ids[0] for ids in encoded if len(ids) == 1)
     return dataclasses.replace(request.params, stop_tokens=single)
 

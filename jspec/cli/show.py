@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from jspec import __version__
 from jspec.decode.stats import Stats
 
 
@@ -98,7 +99,7 @@ def environment() -> dict[str, Any]:
     import jax
 
     device = jax.devices()[0]
-    packages = ("jspec", "jax", "jaxlib", "flax", "numpy")
+    packages = ("jax", "jaxlib", "flax", "numpy")
     return {
         "device": device.device_kind,
         "platform": device.platform,
@@ -106,5 +107,5 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {"jspec": __version__} | {name: version(name) for name in packages},
     }

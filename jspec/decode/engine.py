@@ -57,6 +57,8 @@ def generate(
         raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
     if steps_per_chunk is None:
         steps_per_chunk = 4 if jax.default_backend() == "cpu" else 16
+    if steps_per_chunk < 1:
+        raise ValueError(f"steps_per_chunk={steps_per_chunk} must be at least 1")
 
     compiled_before, begin = PROGRAMS.compile_s, time.perf_counter()
     state = start(
@@ -99,20 +101,20 @@ class _Run:
         self.decode_s = 0.0
 
     def decode(self, state: DecodeState) -> None:
-        limits = np.asarray(state.limits - state.lengths)
-        ended = np.asarray(state.done)
+        stops, ended = np.array(state.stop_tokens), np.array(state.done)
         try:
             while not ended.all():
                 state, record = self._chunk(state)
                 done = np.array(state.done)
-                wanted = self._take(record, ended)
+                new = self._take(record, ended)
                 for row in np.flatnonzero(done & ~ended):
-                    full = len(self.tokens[row]) >= limits[row]
-                    self.finished[row] = "length" if full else "stop"
-                for row in np.flatnonzero(~wanted & ~done):
+                    stopped = self.tokens[row][-1] in stops[row]
+                    self.finished[row] = "stop" if stopped else "length"
+                unwanted = self._hand_on(new) & ~done
+                for row in np.flatnonzero(unwanted):
                     self.finished[row] = "stop"
-                if (~wanted & ~done).any():
-                    done |= ~wanted
+                if unwanted.any():
+                    done |= unwanted
                     state = dataclasses.replace(state, done=jax.numpy.asarray(done))
                 ended = done
         except KeyboardInterrupt:
@@ -126,14 +128,20 @@ class _Run:
         self.decode_s += time.perf_counter() - begin - (PROGRAMS.compile_s - compiled)
         return state, record
 
-    def _take(self, record: StepRecord, ended: np.ndarray) -> np.ndarray:
-        """Count a chunk's record and hand its tokens on; returns which rows want more, ``[B]``."""
+    def _take(self, record: StepRecord, ended: np.ndarray) -> dict[int, tuple[int, ...]]:
+        """Count a chunk's record; returns the new tokens of the rows that had not ended."""
         self.tally.add(record.drafted, record.accepted, record.committed)
-        wanted = np.ones(ended.shape, bool)
-        for row in np.flatnonzero(~ended):
+        new = {}
+        for row in np.flatnonzero(~ended).tolist():
             block = record.tokens[:, row]
-            new = tuple(block[block >= 0].tolist())
-            self.tokens[row].extend(new)
-            if self.on_tokens is not None and self.on_tokens(int(row), new):
-                wanted[row] = False
-        return wanted
+            new[row] = tuple(block[block >= 0].tolist())
+            self.tokens[row].extend(new[row])
+        return new
+
+    def _hand_on(self, new: dict[int, tuple[int, ...]]) -> np.ndarray:
+        """Give new tokens to the caller; returns which rows it wants no more of, ``[B]``."""
+        unwanted = np.zeros(len(self.tokens), bool)
+        if self.on_tokens is not None:
+            for row, tokens in new.items():
+                unwanted[row] = bool(self.on_tokens(row, tokens))
+        return unwanted

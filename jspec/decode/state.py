@@ -94,6 +94,8 @@ def start(
             f"a request needs {needed} slots (prompt and max_new_tokens) but capacity={capacity}; "
             "raise the capacity or lower max_new_tokens"
         )
+    if chunk < 1:
+        raise ValueError(f"a prefill chunk of {chunk} tokens must be at least 1")
     tokens, lengths = _padded(prompts, capacity)
     fill = {"chunk": chunk, "attention": attention, "on_prefill": on_prefill, "run": run}
     cache = _prefill(model, tokens, lengths, **fill)
@@ -193,7 +195,8 @@ def prefill_chunk(
 def _prefill(model, tokens, lengths, *, chunk, attention, on_prefill, run) -> KVCache:
     """Cache every prompt token but the last of each row, which the first step feeds."""
     batch, capacity = tokens.shape
-    dtype = jax.tree.leaves(model)[0].dtype
+    dtypes = (leaf.dtype for leaf in jax.tree.leaves(model))
+    dtype = next(d for d in dtypes if jnp.issubdtype(d, jnp.floating))
     cache = KVCache.create(model.config, batch, capacity, dtype)
     total = int(lengths.max()) - 1
     # A power of two up to the chunk, so that short prompts pay little and share programs.

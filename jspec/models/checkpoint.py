@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jspec.config import ModelConfig
 from jspec.models.decoder import Decoder
 from jspec.models.errors import CheckpointError
 from jspec.models.families import model_config
-from jspec.models.files import read_json
+from jspec.models.files import Fields, read_json
 from jspec.models.weights import Weights, is_quantized
 
 Placing = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
@@ -52,13 +53,12 @@ def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing 
             f"{path} is no model: it has neither {SETTINGS} (Hugging Face) nor {saved.SETTINGS} "
             "(jspec.save_model)"
         )
-    config = saved.read_config(path)
-    graph, shapes = _abstract(config, dtype)
+    skeleton = _Skeleton(saved.read_config(path), dtype)
     wanted = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(name, shape, sharding))
-        for name, shape in shapes.items()
+        for name, shape in skeleton.shapes.items()
     }
-    return _assembled(graph, saved.read_arrays(path, wanted))
+    return skeleton.filled(saved.read_arrays(path, wanted))
 
 
 def save_model(model: Decoder, path: str | os.PathLike) -> None:
@@ -81,17 +81,18 @@ def save_model(model: Decoder, path: str | os.PathLike) -> None:
 def _load_hugging_face(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
     source = path / SETTINGS
     values = read_json(source)
+    config = model_config(values, source=str(source))
     if (path / GENERATION).is_file():
         # transformers stops generation at these, and instruct models list theirs only here.
-        stops = read_json(path / GENERATION).get("eos_token_id")
-        values = values if stops is None else {**values, "eos_token_id": stops}
-    config = model_config(values, source=str(source))
+        generation = Fields(read_json(path / GENERATION), str(path / GENERATION))
+        stops = generation.tokens("eos_token_id", config.vocab_size)
+        config = dataclasses.replace(config, stop_tokens=stops or config.stop_tokens)
     weights = Weights(path, quantized=is_quantized(values, str(source)))
-    graph, shapes = _abstract(config, dtype)
-    weights.check(shapes, tied=config.tie_embeddings)
-    placings = {name: _sharding(name, shape, sharding) for name, shape in shapes.items()}
-    return _assembled(
-        graph, {name: _place(weights.read(name, dtype), placings[name]) for name in shapes}
+    skeleton = _Skeleton(config, dtype)
+    weights.check(skeleton.shapes, tied=config.tie_embeddings)
+    placings = {n: _sharding(n, shape, sharding) for n, shape in skeleton.shapes.items()}
+    return skeleton.filled(
+        {name: _place(weights.read(name, dtype), to) for name, to in placings.items()}
     )
 
 
@@ -108,18 +109,20 @@ def _name(key: tuple) -> str:
     return ".".join(map(str, key))
 
 
-def _abstract(config: ModelConfig, dtype: np.dtype) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """A decoder without arrays (its graph and abstract state) and its parameters' shapes."""
-    model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(model)
-    shapes = {_name(key): value.get_value().shape for key, value in nnx.to_flat_state(state)}
-    return (graph, state), shapes
+class _Skeleton:
+    """A decoder without arrays: ``shapes`` of its parameters by name, to be filled."""
 
+    def __init__(self, config: ModelConfig, dtype: np.dtype):
+        model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        self._graph, state = nnx.split(model)
+        self._flat = list(nnx.to_flat_state(state))
+        self.shapes: dict[str, tuple[int, ...]] = {
+            _name(key): value.get_value().shape for key, value in self._flat
+        }
 
-def _assembled(abstract: Any, arrays) -> Decoder:
-    graph, state = abstract
-    flat = [(key, value.replace(arrays[_name(key)])) for key, value in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    def filled(self, arrays: Mapping[str, jax.Array]) -> Decoder:
+        flat = [(key, value.replace(arrays[_name(key)])) for key, value in self._flat]
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
 
 def _sharding(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.sharding.Sharding | None:
@@ -127,8 +130,8 @@ def _sharding(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.shard
     if chosen is not None:
         try:
             chosen.shard_shape(shape)
-        except ValueError as error:
-            raise ValueError(f"{name} {shape} cannot be placed as asked: {error}") from None
+        except (ValueError, IndexError) as error:  # IndexError: the spec has too many axes
+            raise ValueError(f"{name} {shape} cannot be placed by {chosen}: {error}") from None
     return chosen
 
 

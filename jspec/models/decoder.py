@@ -132,9 +132,13 @@ class Decoder(nnx.Module):
         )
         return rope_angles(positions, jnp.asarray(frequencies), factor)
 
+    def embed(self, tokens: Array) -> Array:
+        """Embeddings ``[B, T, D]`` of ``tokens [B, T]``; padding takes any."""
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+
     def __call__(self, tokens: Array, positions: Array, attend: Attend, cache):
         """Final hidden states ``[B, T, D]`` of ``tokens [B, T]``, and the cache ``attend`` left."""
-        x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        x = self.embed(tokens)
         angles = self.angles(positions)
         for index, block in enumerate(self.layers):
             x, cache = block(x, index, angles, attend, cache)

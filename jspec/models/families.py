@@ -11,7 +11,7 @@ from jspec.config import ModelConfig, RopeScaling
 from jspec.models.errors import CheckpointError
 from jspec.models.files import Fields
 
-LAYER_LIMIT = 4096
+LAYER_LIMIT = 1024
 _FULL = "full_attention"
 
 

@@ -1,4 +1,4 @@
-"""Reading files from outside: JSON objects, their fields, and safetensors, all checked before use."""
+"""Files from outside, checked before use: JSON objects, their fields, and safetensors."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ class TensorFile:
             file.seek(entry.start)
             for first in range(0, entry.shape[0], step):
                 block = buffer[: entry.shape[0] - first]
-                if file.readinto(block.view(np.uint8).reshape(-1)) != block.nbytes:
+                if file.readinto(block.reshape(-1).view(np.uint8).data) != block.nbytes:
                     raise CheckpointError(f"{self.path} shrank while tensor {name} was read")
                 yield slice(first, first + len(block)), block
 

@@ -61,6 +61,7 @@ def read_config(path: Path) -> ModelConfig:
 def _typed(kind: type, fields: Fields) -> dict[str, Any]:
     """The fields of dataclass ``kind``, each checked against its annotation."""
     known = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     unknown = sorted(set(fields.values) - set(known))
     if unknown:
         raise fields.error(f"fields {unknown} are unknown; the file is of a newer jspec")
@@ -70,13 +71,14 @@ def _typed(kind: type, fields: Fields) -> dict[str, Any]:
         "float | None": fields.number,
         "bool": fields.boolean,
         "str": fields.text,
-        'Literal["linear", "llama3", "yarn"]': fields.text,
     }
     values: dict[str, Any] = {
         name: readers[known[name]](name)
-        for name in fields.values
-        if known[name] in readers and fields.has(name)
+        for name, value in fields.values.items()
+        if known[name] in readers and value is not None and value != defaults[name]
     }
+    if "kind" in known:
+        values["kind"] = fields.text("kind")
     if "stop_tokens" in known:
         values["stop_tokens"] = fields.tokens("stop_tokens", fields.integer("vocab_size"))
     return values
@@ -94,7 +96,7 @@ def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mappi
             return checkpointer.restore(directory, dict(wanted))
     except CheckpointError:
         raise
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # orbax has no one type for what it cannot read
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
 
 

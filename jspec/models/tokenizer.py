@@ -24,10 +24,14 @@ class Tokenizer:
         self.byte_level = byte_level
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str | bytes) -> list[int]:
-        """Token ids of ``text``. Raises `ValueError` for bytes that this tokenizer cannot read."""
+    def encode(self, text: str | bytes, *, special: bool = True) -> list[int]:
+        """Token ids of ``text``, with the special tokens that open a document unless told not to.
+
+        Raises `ValueError` for bytes that this tokenizer cannot read.
+        """
         if self.byte_level:
-            return list(text.encode() if isinstance(text, str) else text)
+            opening = self._backend.encode("", add_special_tokens=special).ids
+            return [*opening, *(text.encode() if isinstance(text, str) else text)]
         if isinstance(text, bytes):
             try:
                 text = text.decode()
@@ -36,7 +40,7 @@ class Tokenizer:
                     f"byte {error.start} of the text is not UTF-8, which this model's tokenizer "
                     "needs; convert the text, or use a byte-level model"
                 ) from None
-        return self._backend.encode(text).ids
+        return self._backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of ``tokens``; special tokens vanish, bytes that are no UTF-8 become U+FFFD."""
@@ -100,12 +104,13 @@ def _is_byte_level(model: dict) -> bool:
     vocabulary = model.get("vocab")
     if model.get("type") != "BPE" or model.get("merges") or not isinstance(vocabulary, dict):
         return False
-    return [c for c, _ in sorted(vocabulary.items(), key=lambda item: item[1])][:256] == _alphabet()
+    in_order = sorted(vocabulary, key=vocabulary.__getitem__)
+    return in_order[:256] == byte_alphabet()
 
 
-def _alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level BPE: itself where it prints, else the
-    next unused one from U+0100 on."""
+def byte_alphabet() -> list[str]:
+    """The character that stands for each byte in byte-level BPE (GPT-2's table): itself where it
+    prints, else the next unused one from U+0100 on."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte if byte in prints else next(spare)) for byte in range(256)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from jspec.models.files import Entry, Fields, TensorFile, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 SHOWN = 4  # names listed in an error
 
 _FLOATS = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, np.float64))
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _MODULES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -48,13 +51,13 @@ def stored_name(parameter: str) -> str:
     return f"{_MODULES[module]}.{leaf}"
 
 
-def is_quantized(values: Mapping[str, Any], source: str) -> bool:
+def is_quantized(config: Mapping[str, Any], source: str) -> bool:
     """Whether a config.json says int8 weights, symmetric with one scale a channel.
 
     That is compressed-tensors' int-quantized format, whatever it does to activations: jspec
     computes with the dequantised weights. Raises `CheckpointError` for any other quantisation.
     """
-    fields = Fields(values, source).object("quantization_config")
+    fields = Fields(config, source).object("quantization_config")
     if not fields.values:
         return False
     method, kind = fields.text("quant_method", "none"), fields.text("format", "none")
@@ -63,21 +66,20 @@ def is_quantized(values: Mapping[str, Any], source: str) -> bool:
             f"quant_method={method!r} with format={kind!r} is not supported; jspec reads "
             "compressed-tensors with int-quantized, and plain F32, F16 and BF16"
         )
-    for key in ("kv_cache_scheme", "sparsity_config"):
-        if fields.object(key).text("format", "dense") != "dense" or (
-            key == "kv_cache_scheme" and fields.object(key).values
-        ):
+    for key in ("kv_cache_scheme", "transform_config", "sparsity_config", "moe_sparsity_config"):
+        values = fields.object(key).values
+        if values and values.get("format") != "dense":
             raise fields.error(f"{key} is not supported; save the model without it")
     groups = fields.object("config_groups")
     for name in groups.values:
+        kind = groups.object(name).text("format", kind)
+        if kind != "int-quantized":
+            raise groups.error(f"{name} has format={kind!r}; jspec reads int-quantized")
         weights = groups.object(name).object("weights")
         found = {key: weights.values.get(key) for key in _INT8}
         if found != _INT8:
             raise weights.error(f"{found} is not supported; jspec reads {_INT8}")
     return True
-
-
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
 class Weights:
@@ -108,10 +110,10 @@ class Weights:
             raise CheckpointError(f"{index}: weight_map is missing or empty")
         for name, shard in shards.items():
             # A shard may be a link out of the directory, as in a hub cache, but is named within.
-            if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard:
+            if not (isinstance(shard, str) and _SHARD.fullmatch(shard)):
                 raise CheckpointError(
                     f"{index}: {name} is said to be in {shard!r:.80}, which is no file name in "
-                    f"{directory}"
+                    f"{directory}; shards are named as in {SINGLE}"
                 )
             if not (directory / shard).is_file():
                 raise CheckpointError(f"{directory / shard} is missing: {index} puts {name} there")

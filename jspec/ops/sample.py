@@ -52,7 +52,7 @@ def uniform(seeds: Array, positions: Array, role: Role) -> Array:
 
     def one(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-        return jax.random.uniform(jax.random.fold_in(key, role))
+        return jax.random.uniform(jax.random.fold_in(key, role), dtype=jnp.float32)
 
     for _ in range(positions.ndim - 1):
         one = jax.vmap(one, in_axes=(None, 0))
@@ -68,10 +68,12 @@ def probabilities(logits: Array, rows: Rows, *, filtered: bool) -> Array:
     """
     logits = logits.astype(jnp.float32)
     temperature = rows.temperature[:, None, None]
-    scaled = logits / jnp.where(temperature > 0, temperature, 1)
+    # The largest becomes 0 first: divided by a tiny temperature it must not overflow.
+    scaled = logits - logits.max(axis=-1, keepdims=True)
+    scaled = scaled / jnp.where(temperature > 0, temperature, 1)
     if filtered:
         scaled = jnp.where(scaled >= _threshold(scaled, rows), scaled, -jnp.inf)
-    weights = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scaled)
     weights = weights / _tiles(weights).sum(axis=-1).sum(axis=-1, keepdims=True)
     best = jnp.argmax(logits, axis=-1, keepdims=True)
     greedy = (jnp.arange(logits.shape[-1])[None, None] == best).astype(jnp.float32)

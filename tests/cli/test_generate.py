@@ -1,0 +1,226 @@
+"""`jspec generate` end to end on the bundled model, in process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jspec.cli import main
+
+SOURCE = Path(json.__file__).read_text()[:600]
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run `jspec` with arguments; returns (exit code, stdout, stderr)."""
+
+    def call(*arguments: str, stdin: bytes | None = None):
+        if stdin is not None:
+            pipe = type("Stdin", (), {"buffer": type("B", (), {"read": lambda self: stdin})()})()
+            monkeypatch.setattr(sys, "stdin", pipe)
+        code = main(["generate", *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def source(tmp_path) -> str:
+    path = tmp_path / "source.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "stream", "none"])
+def test_compare_says_identical(run, source, draft):
+    code, out, _ = run(
+        "--prompt-file", source, "--draft", draft, "--max-new-tokens", "24", "--compare", "--json"
+    )
+    result = json.loads(out)
+    assert code == 0
+    assert result["compare"]["identical"] is True
+    assert result["compare"]["speedup"] > 0
+    assert len(result["tokens"]) == result["stats"]["committed"] == 24
+
+
+def test_text_goes_to_stdout_and_the_table_to_stderr(run, source):
+    code, out, err = run("--prompt-file", source, "--max-new-tokens", "24")
+    assert code == 0
+    assert out.endswith("\n")
+    assert "tokens/s" in err
+    assert "tokens/s" not in out
+    assert max(map(len, err.splitlines())) <= 100
+
+
+def test_json_names(run, source):
+    _, out, err = run("--prompt-file", source, "--max-new-tokens", "16", "--json")
+    result = json.loads(out)
+    assert set(result) == {"text", "tokens", "finished", "stats", "compare", "environment"}
+    assert result["compare"] is None
+    assert err == ""
+    stats = result["stats"]
+    assert stats["mean_accepted_length"] == stats["committed"] / stats["steps"]
+    for position in stats["acceptance_by_position"]:
+        assert set(position) == {"attempts", "accepted", "rate"}
+    assert stats["decode_tokens_per_s"] > 0
+    assert result["environment"]["platform"] == "cpu"
+
+
+def test_text_is_the_tokens(run, source):
+    _, out, _ = run("--prompt-file", source, "--max-new-tokens", "16", "--json")
+    result = json.loads(out)
+    assert result["text"] == bytes(t for t in result["tokens"] if t < 256).decode(errors="replace")
+
+
+def test_stdin_and_bytes_that_are_no_utf8(run):
+    code, out, _ = run("-", "--max-new-tokens", "8", "--json", stdin=b"\xff\xfe\x00 x = \x80")
+    assert code == 0
+    assert len(json.loads(out)["tokens"]) == 8
+
+
+def test_same_seed_same_text(run, source):
+    arguments = ["--prompt-file", source, "--max-new-tokens", "24", "--temperature", "1", "--json"]
+    first, again, other = (
+        json.loads(run(*arguments, "--seed", seed)[1])["tokens"] for seed in ("7", "7", "8")
+    )
+    assert first == again
+    assert first != other
+
+
+def test_stop_text_ends_before_it(run, source):
+    arguments = ["--prompt-file", source, "--max-new-tokens", "48", "--json"]
+    whole = json.loads(run(*arguments)[1])["text"]
+    stop = whole[20:24]
+    result = json.loads(run(*arguments, "--stop", stop)[1])
+    assert result["text"] == whole[: whole.index(stop)]
+    assert result["finished"] == "stop"
+
+
+def test_stop_of_one_byte_ends_in_the_step(run, source):
+    arguments = ["--prompt-file", source, "--max-new-tokens", "48", "--json"]
+    whole = json.loads(run(*arguments)[1])["text"]
+    stop = whole[20]
+    result = json.loads(run(*arguments, "--stop", stop)[1])
+    assert result["text"] == whole[: whole.index(stop)]
+    assert result["stats"]["committed"] == whole.index(stop) + 1
+
+
+def test_requests_file_serves_the_good_lines(run, tmp_path):
+    file = tmp_path / "requests.jsonl"
+    lines = [
+        json.dumps({"prompt": "def f(x):\n", "max_new_tokens": 5}),
+        "{broken",
+        json.dumps({"prompt": "import os\n", "max_new_tokens": 9, "temperature": 0.5, "seed": 3}),
+        json.dumps({"prompt": ""}),
+        json.dumps({"prompt": "x", "temperature": -1}),
+        json.dumps({"prompt": "x", "colour": 1}),
+        json.dumps({"prompt": "x" * 40000}),
+        json.dumps({"prompt": "x", "top_k": "3"}),
+        json.dumps([1]),
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    code, out, err = run("--requests", str(file), "--json")
+    result = json.loads(out)
+    assert code == 2
+    assert [(r["line"], len(r["tokens"])) for r in result["results"]] == [(1, 5), (3, 9)]
+    assert sorted(e["line"] for e in result["errors"]) == [2, 4, 5, 6, 7, 8, 9]
+    for number in (2, 4, 5, 6, 7, 8, 9):
+        assert f"line {number}:" in err
+
+
+def test_a_request_does_not_depend_on_its_neighbours(run, tmp_path):
+    wanted = {"prompt": "class A:\n", "max_new_tokens": 16, "temperature": 0.9, "seed": 5}
+    alone, among = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    alone.write_text(json.dumps(wanted))
+    others = [{"prompt": "import re\n" * n, "max_new_tokens": 8 * n} for n in (1, 4)]
+    among.write_text("\n".join(json.dumps(r) for r in (others[0], wanted, others[1])))
+    first = json.loads(run("--requests", str(alone), "--json")[1])["results"][0]
+    second = json.loads(run("--requests", str(among), "--json")[1])["results"][1]
+    assert first["tokens"] == second["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no prompt"),
+        (["--prompt", ""], "empty"),
+        (["--prompt", "x", "--gamma", "0"], "--gamma 0 must be at least 1"),
+        (["--prompt", "x", "--gamma", "-3"], "--gamma -3"),
+        (["--prompt", "x", "--gamma", "40000"], "less than the context of 32768"),
+        (["--prompt", "x", "--draft", "none", "--gamma", "4"], "drop --draft none"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
+        (["--prompt", "x", "--temperature", "nan"], "temperature=nan"),
+        (["--prompt", "x", "--top-p", "0"], "top_p=0.0"),
+        (["--prompt", "x", "--top-k", "-1"], "top_k=-1"),
+        (["--prompt", "x", "--min-p", "2"], "min_p=2.0"),
+        (["--prompt", "x", "--seed", "-1"], "seed=-1"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--prompt", "x" * 100, "--context", "64", "--max-new-tokens", "8"], "context of 64"),
+        (["--prompt", "x", "--context", "1"], "--context 1"),
+        (["--prompt", "x", "--draft", "model"], "--draft-model"),
+        (["--prompt", "x", "--stop", ""], "stop text is empty"),
+        (["--prompt-file", "no/such/file"], "no/such/file: cannot be read"),
+        (["--prompt-file", "/"], "cannot be read"),
+        (["--requests", "no/such/file"], "no/such/file"),
+        (["--prompt", "x", "--model", "no/such/model"], "no/such/model"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("jspec: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c_keeps_what_was_generated(run, source, monkeypatch):
+    from jspec.cli import generate
+
+    feed = generate.RowText.feed
+    calls = []
+
+    def interrupt(self, tokens):
+        calls.append(tokens)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return feed(self, tokens)
+
+    monkeypatch.setattr(generate.RowText, "feed", interrupt)
+    code, out, _ = run("--prompt-file", source, "--draft", "none", "--json")
+    result = json.loads(out)
+    assert code == 130
+    assert result["finished"] == "interrupted"
+    assert result["tokens"] == list(calls[0])
+
+
+def test_help_does_not_import_jax():
+    script = (
+        "import sys\nfrom jspec.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert 'jax' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_import_touches_no_device():
+    script = (
+        "import jspec, sys\nassert 'jax' not in sys.modules\n"
+        "jspec.generate, jspec.speculative_step, jspec.Decoder\n"
+        "from jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_public_names_load():
+    import jspec
+
+    for name in jspec.__all__:
+        assert getattr(jspec, name) is not None
+    assert set(jspec.__all__) <= set(dir(jspec))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = jspec.no_such_name
