@@ -36,7 +36,7 @@ def generate(
     draft: Draft | None = StreamDraft(),
     draft_model: Model | None = None,
     steps_per_chunk: int | None = None,
-    prefill_chunk: int = 256,
+    prefill_chunk: int | None = None,
     attention: str | None = None,
     on_tokens: Callable[[int, tuple[int, ...]], bool | None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,

@@ -73,12 +73,12 @@ def start(
     *,
     draft_model: Model | None = None,
     capacity: int | None = None,
-    chunk: int = 256,
+    chunk: int | None = None,
     attention: str | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
     run: Callable[..., Any] | None = None,
 ) -> DecodeState:
-    """Check a batch of requests and prefill their prompts in chunks of ``chunk`` tokens.
+    """Check a batch of requests and prefill their prompts in chunks of ``chunk`` tokens a row.
 
     ``capacity`` (slots a row) defaults to what the longest request needs. ``on_prefill(done,
     total)`` hears of prompt tokens a row; ``run(function, *args, **static)`` may stand between and
@@ -94,6 +94,7 @@ def start(
             f"a request needs {needed} slots (prompt and max_new_tokens) but capacity={capacity}; "
             "raise the capacity or lower max_new_tokens"
         )
+    chunk = _default_chunk(len(prompts)) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"a prefill chunk of {chunk} tokens must be at least 1")
     tokens, lengths = _padded(prompts, capacity)
@@ -160,6 +161,13 @@ def _check(model: Model, prompts, params, draft_model: Model | None) -> None:
             f"the draft model's vocabulary of {draft_model.config.vocab_size} differs from the "
             f"target's {config.vocab_size}; they must be the same"
         )
+
+
+def _default_chunk(batch: int) -> int:
+    """Prefill tokens a row: enough work to fill the device, and few enough to keep memory low."""
+    if jax.default_backend() == "cpu":
+        return 256
+    return max(256, min(2048, 16384 // batch))
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -54,8 +54,12 @@ def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing 
             "(jspec.save_model)"
         )
     skeleton = _Skeleton(saved.read_config(path), dtype)
+    # Left to itself, orbax would ask for the devices that the model was saved from.
+    default = jnp.zeros(()).sharding
     wanted = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=_sharding(name, shape, sharding))
+        name: jax.ShapeDtypeStruct(
+            shape, dtype, sharding=_sharding(name, shape, sharding) or default
+        )
         for name, shape in skeleton.shapes.items()
     }
     return skeleton.filled(saved.read_arrays(path, wanted))

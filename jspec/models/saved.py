@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 
 from jspec.config import ModelConfig, RopeScaling
 from jspec.models.errors import CheckpointError
+from jspec.models.families import LAYER_LIMIT
 from jspec.models.files import Fields, read_json
 
 SETTINGS = "jspec.json"
@@ -48,6 +49,8 @@ def read_config(path: Path) -> ModelConfig:
     config = fields.object("config")
     scaling = config.object("rope_scaling")
     values: dict[str, Any] = _typed(ModelConfig, config)
+    if values.get("num_layers", 0) > LAYER_LIMIT:
+        raise config.error(f"num_layers={values['num_layers']} must be at most {LAYER_LIMIT}")
     try:
         if scaling.values:
             values["rope_scaling"] = RopeScaling(**_typed(RopeScaling, scaling))

@@ -54,6 +54,10 @@ class Tokenizer:
             return bytes(token for token in tokens if token < 256)
         return self.decode(list(tokens)).encode()
 
+    def save(self, path: str | Path) -> None:
+        """Write tokenizer.json into the model directory ``path``."""
+        self._backend.save(str(Path(path) / "tokenizer.json"))
+
     def stream(self) -> Callable[[Sequence[int], bool], str]:
         """A function ``(new tokens, final) -> new text`` that never splits a character."""
         return self._stream_bytes() if self.byte_level else self._stream_text()

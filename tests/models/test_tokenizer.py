@@ -66,3 +66,8 @@ def test_bad_files(tmp_path, content):
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_save_and_load(merged, tmp_path):
+    merged.save(tmp_path)
+    assert load_tokenizer(tmp_path).encode("the cat") == merged.encode("the cat")

@@ -1,0 +1,69 @@
+"""The ground every test stands on: eight virtual CPU devices, strict promotion, tiny models."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _FLAGS:
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jspec.config import ModelConfig
+from jspec.models.decoder import Decoder
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+TINY = ModelConfig(
+    vocab_size=41,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_context=512,
+)
+
+
+def make_decoder(
+    config: ModelConfig = TINY, *, seed: int = 0, embedding: float = 1.0, head: float = 1.0
+) -> Decoder:
+    """A decoder with random weights, its embedding and its logits scaled.
+
+    A large embedding drowns what the layers add: the text then follows from its last token, runs in
+    circles, and is easy to draft.
+    """
+    model = Decoder(config, rngs=nnx.Rngs(seed))
+    model.embedding[...] = model.embedding[...] * jnp.float32(embedding)
+    assert model.head is not None
+    model.head.kernel[...] = model.head.kernel[...] * jnp.float32(head)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Decoder:
+    """Two layers of random weights: its text wanders, and drafts often fall."""
+    return make_decoder(seed=3)
+
+
+@pytest.fixture(scope="session")
+def sharp() -> Decoder:
+    """The same shape, but its text repeats itself, and drafts mostly stand."""
+    return make_decoder(seed=1, embedding=400.0, head=4.0)
+
+
+@pytest.fixture(scope="session")
+def other() -> Decoder:
+    """A second model of the same shape that agrees with `tiny` and `sharp` by chance only."""
+    return make_decoder(seed=2)

@@ -1,0 +1,168 @@
+"""Writes tests/golden/: tiny checkpoints of every family and scaling with transformers' logits.
+
+Run it with the extra "parity", and compressed-tensors for the int8 case:
+``python -m tests.models.goldens [name ...]``. Each directory holds
+config.json, safetensors and logits.npz (``tokens`` int32 [B, T], ``logits`` float32 [B, T, V]). All
+weights are random, biases and norms too, and wide enough that attention is far from uniform.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+TOKENS = (2, 72)
+
+SIZES = {
+    "vocab_size": 112,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# Scalings with short original contexts, so that 72 positions reach well beyond them.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_TUNED = {
+    **YARN,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+}
+
+CASES: dict[str, tuple[str, dict]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "eos_token_id": [2, 3]}),
+    "llama_linear": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "llama_int8": ("llama", {"num_hidden_layers": 1}),
+    "qwen2": ("qwen2", {"head_dim": None, "hidden_size": 64, "num_hidden_layers": 1}),
+    "qwen2_yarn": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3_yarn": ("qwen3", {"rope_parameters": YARN_TUNED, "num_key_value_heads": 1}),
+}
+SHARDED = "qwen2"
+OLD_KEYS = "llama_linear"
+INT8 = "llama_int8"
+
+
+def make_model(family: str, settings: dict, seed: int):
+    """A random transformers model in float32, in evaluation mode."""
+    import torch
+    import transformers
+
+    settings = {key: value for key, value in {**SIZES, **settings}.items() if value is not None}
+    config = transformers.AutoConfig.for_model(family, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            noise = torch.randn(value.shape, generator=generator)
+            if value.ndim == 2:
+                scale = 1.0 if "embed" in name else 1.5
+                value.copy_(noise * scale * value.shape[-1] ** -0.5)
+            else:
+                value.copy_(noise * 0.3 + (1.0 if "norm" in name else 0.0))
+    return model.eval()
+
+
+def logits_of(model, tokens: np.ndarray) -> np.ndarray:
+    """Logits float32 ``[B, T, V]`` of a transformers model."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()
+
+
+def _write(name: str) -> None:
+    family, settings = CASES[name]
+    seed = zlib.crc32(name.encode())
+    path = GOLDEN / name
+    shutil.rmtree(path, ignore_errors=True)
+    model = make_model(family, settings, seed)
+    tokens = np.random.default_rng(seed).integers(0, SIZES["vocab_size"], TOKENS, np.int32)
+    if name == INT8:
+        logits = _write_int8(model, path, tokens)
+    else:
+        logits = logits_of(model, tokens)
+        model.save_pretrained(path, max_shard_size="40KB" if name == SHARDED else "1GB")
+    (path / "generation_config.json").unlink(missing_ok=True)
+    if name == OLD_KEYS:
+        _use_old_keys(path / "config.json")
+    np.savez_compressed(path / "logits.npz", tokens=tokens, logits=logits)
+
+
+def _write_int8(model, path: Path, tokens: np.ndarray) -> np.ndarray:
+    """Quantise the linear layers but the head, save them as int8; logits of the same model."""
+    from compressed_tensors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+
+    weights = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel")
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            module.weight_scale.data = module.weight.data.abs().amax(1, keepdim=True) / 127
+            module.quantization_status = QuantizationStatus.FROZEN
+    logits = logits_of(model, tokens)
+    compressor = ModelCompressor.from_pretrained_model(model, "int-quantized")
+    compressor.compress_model(model)
+    model.save_pretrained(path)
+    compressor.update_config(path)
+    return logits
+
+
+def _use_old_keys(path: Path) -> None:
+    """Say rope as transformers 4 did: rope_theta at the top, and rope_scaling with a type."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or CASES:
+        _write(chosen)
+        print(chosen)

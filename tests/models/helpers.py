@@ -1,0 +1,148 @@
+"""What the tests of models share: logits through the cache, and making checkpoints by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jspec import Decoder, KVCache, dense
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+
+
+@nnx.jit
+def _step(model: Decoder, tokens: jax.Array, positions: jax.Array, cache: KVCache):
+    hidden, cache = model(tokens, positions, dense(positions), cache)
+    return model.logits(hidden), cache
+
+
+def logits_of(model: Decoder, tokens: np.ndarray, chunks: Sequence[Sequence[int]]) -> np.ndarray:
+    """Logits of ``tokens [B, T]`` through a cache whose unused slots hold NaN.
+
+    A chunk gives each row's number of new tokens, ragged; every row's sum must be T.
+    """
+    batch, length = tokens.shape
+    out = np.full((batch, length, model.config.vocab_size), np.nan, np.float32)
+    cache = KVCache.create(model.config, batch, length, model.dtype)
+    cache = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, jnp.nan), cache)
+    done = np.zeros(batch, np.int32)
+    width = max(max(chunk) for chunk in chunks)
+    for chunk in chunks:
+        new = np.asarray(chunk, np.int32)[:, None]
+        columns = np.arange(width, dtype=np.int32)[None]
+        positions = np.where(columns < new, done[:, None] + columns, -1)
+        taken = np.take_along_axis(tokens, np.maximum(positions, 0), axis=1)
+        logits, cache = _step(model, jnp.asarray(taken), jnp.asarray(positions), cache)
+        for row in range(batch):
+            count = chunk[row]
+            out[row, done[row] : done[row] + count] = logits[row, :count]
+        done += new[:, 0]
+        cache = cache.with_lengths(jnp.asarray(done))
+    assert (done == length).all()
+    return out
+
+
+def one_pass(tokens: np.ndarray) -> list[list[int]]:
+    return [[tokens.shape[1]] * tokens.shape[0]]
+
+
+def ragged(tokens: np.ndarray, seed: int = 0) -> list[list[int]]:
+    """A prompt of unequal lengths, then chunks of 0 to 5 tokens a row, then one by one."""
+    rng = np.random.default_rng(seed)
+    left = np.full(tokens.shape[0], tokens.shape[1])
+    chunks = []
+    while left.any():
+        new = np.minimum(rng.integers(0, 6 if left.max() > 24 else 2, len(left)), left)
+        chunks.append(new.tolist())
+        left -= new
+    return chunks
+
+
+def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama checkpoint without biases, written out from the sizes."""
+    hidden, wide, vocab = (
+        config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    queries, keys = (
+        config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads")
+    )
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        block = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
+    return shapes
+
+
+def write_checkpoint(path: Path, config: dict | None = None, **settings) -> Path:
+    """A checkpoint with random float32 weights; ``settings`` override those of `LLAMA`."""
+    config = {**(config or LLAMA), **settings}
+    rng = np.random.default_rng(0)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes_of(config).items()
+    }
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def edit_config(path: Path, **settings) -> None:
+    """Set fields of config.json; ``...`` removes one."""
+    config = json.loads((path / "config.json").read_text()) | settings
+    config = {key: value for key, value in config.items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(path: Path, **changes: np.ndarray | None) -> None:
+    """Replace tensors of model.safetensors by name; None removes one."""
+    tensors = load_file(path / "model.safetensors") | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, path / "model.safetensors")
+
+
+def parameters(model: Decoder) -> dict[str, np.ndarray]:
+    """Every parameter by its dotted name."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {".".join(map(str, key)): np.asarray(value.get_value()) for key, value in flat}
+
+
+def assert_equal(model: Decoder, expected: dict[str, np.ndarray]) -> None:
+    ours = parameters(model)
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert ours[name].dtype == value.dtype, name
+        np.testing.assert_array_equal(ours[name], value, err_msg=name)

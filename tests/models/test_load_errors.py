@@ -1,0 +1,248 @@
+"""Bad files are refused with an error that names the file, the tensor and the shapes."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jspec import CheckpointError, load_model
+from jspec.models.files import TensorFile, read_json
+from tests.models.helpers import LLAMA, edit_config, edit_tensors, shapes_of, write_checkpoint
+
+UP = "model.layers.1.mlp.up_proj.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_checkpoint(tmp_path / "model")
+
+
+def refused(path, *parts):
+    with pytest.raises(CheckpointError) as caught:
+        load_model(path)
+    for part in parts:
+        assert str(part) in str(caught.value)
+
+
+def test_paths_that_are_no_model(tmp_path):
+    refused(tmp_path / "absent", "absent does not exist; pass a local model directory")
+    (tmp_path / "file").touch()
+    refused(tmp_path / "file", "file is no directory")
+    refused(tmp_path, "is no model: it has neither config.json")
+
+
+def test_directories_without_safetensors(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    refused(checkpoint, checkpoint, "has neither model.safetensors nor", "never pickles")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "config.json is not valid JSON"),
+        (b"\xff\xfe", "config.json is not valid JSON"),
+        (b"[" * 100_000, "config.json"),
+        (b"[]", "config.json must hold a JSON object, got list"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "config.json is not valid JSON"),
+        (b"{}", "config.json: model_type is missing"),
+    ],
+)
+def test_bad_json(checkpoint, content, message):
+    (checkpoint / "config.json").write_bytes(content)
+    refused(checkpoint, message)
+
+
+def test_huge_json(tmp_path):
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 27)
+    with pytest.raises(CheckpointError, match=f"{path} has {1 << 27} bytes"):
+        read_json(path)
+
+
+def test_missing_tensor(checkpoint):
+    edit_tensors(checkpoint, **{UP: None})
+    refused(checkpoint, checkpoint, UP, "(20, 16)")
+
+
+def test_many_missing_tensors_are_counted(checkpoint):
+    edit_config(checkpoint, num_hidden_layers=4)
+    refused(checkpoint, "and 14 more")
+
+
+def test_misshapen_tensor(checkpoint):
+    edit_tensors(checkpoint, **{UP: np.zeros((16, 20), np.float32)})
+    refused(checkpoint, checkpoint / "model.safetensors", UP, "(16, 20)", "(20, 16)")
+
+
+def test_extra_tensor(checkpoint):
+    edit_tensors(checkpoint, **{"model.layers.0.mlp.up_proj.bias": np.zeros(20, np.float32)})
+    refused(checkpoint, checkpoint / "model.safetensors", "layers.0.mlp.up_proj.bias", "(20,)")
+
+
+def test_integer_tensor(checkpoint):
+    edit_tensors(checkpoint, **{UP: np.zeros((20, 16), np.int32)})
+    refused(checkpoint, checkpoint / "model.safetensors", UP, "int32")
+
+
+def test_harmless_extras(checkpoint):
+    frequencies = np.zeros(4, np.float32)
+    edit_tensors(checkpoint, **{"model.layers.0.self_attn.rotary_emb.inv_freq": frequencies})
+    load_model(checkpoint)
+
+
+def test_tied_head(checkpoint):
+    edit_config(checkpoint, tie_word_embeddings=True)
+    refused(checkpoint, "model.safetensors", HEAD, EMBEDDING, "(24, 16)", "tie_word_embeddings")
+    tensors = load_file(checkpoint / "model.safetensors")
+    edit_tensors(checkpoint, **{HEAD: tensors[EMBEDDING]})
+    assert load_model(checkpoint).head is None
+
+
+def test_unknown_family(checkpoint):
+    edit_config(checkpoint, model_type="gpt2")
+    refused(checkpoint, checkpoint / "config.json", "model_type='gpt2'", "qwen3")
+
+
+# safetensors files that lie
+
+
+def header(entries, data: int = 8, *, length: int | None = None) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + bytes(data)
+
+
+def tensor(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+LIES = {
+    "empty": (b"", "has 0 bytes"),
+    "short": (b"1234567", "has 7 bytes"),
+    "longer header than file": (header({}, 0, length=1 << 40), f"claims {1 << 40} bytes, but the"),
+    "header too long": (header({}, length=2**64 - 1), f"claims {2**64 - 1} bytes"),
+    "no json": (header(b"{" * 20), "its header is not valid JSON"),
+    "no utf-8": (header(b"\xff" * 20), "its header is not valid JSON"),
+    "deep json": (header(b"[" * 200_000), "its header is not valid JSON"),
+    "list": (header(b"[]"), "its header must be a JSON object"),
+    "entry": (header({"x": 1}), "tensor x needs a dtype, a shape and two data_offsets"),
+    "no shape": (header({"x": {"dtype": "F32"}}), "tensor x needs a dtype"),
+    "negative": (header({"x": tensor(shape=(-2,))}), "tensor x needs a dtype, a shape and two"),
+    "float": (header({"x": tensor(shape=(2.0,))}), "tensor x needs a dtype, a shape and two"),
+    "one offset": (header({"x": tensor(offsets=(8,))}), "tensor x needs a dtype, a shape and two"),
+    "dtype": (header({"x": tensor(dtype="F4")}), "tensor x has dtype 'F4', which jspec does not"),
+    "too small": (
+        header({"x": tensor(shape=(3,))}),
+        "x of dtype F32 and shape (3,) needs 12",
+    ),
+    "huge": (header({"x": tensor(shape=(2**62, 2**62))}), "tensor x of dtype F32"),
+    "past the end": (
+        header({"x": tensor(shape=(4,), offsets=(0, 16))}),
+        "tensor x ends at byte 86, but the file has 78",
+    ),
+    "overlap": (header({"x": tensor(), "y": tensor()}), "tensor y starts at byte"),
+    "hole": (header({"x": tensor(offsets=(4, 12))}, 12), "tensor x starts at byte"),
+    "trailing": (header({"x": tensor()}, 9), "has 78 bytes, but its tensors end at byte 77"),
+    "twice": (
+        header(b'{"x":%b,"x":%b}' % ((json.dumps(tensor()).encode(),) * 2)),
+        "its header is not valid JSON: x appears twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_lying_safetensors(tmp_path, name):
+    content, message = LIES[name]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        TensorFile(path)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_truncated_file(checkpoint):
+    path = checkpoint / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-4])
+    refused(checkpoint, path, f"the file has {len(content) - 4}: it is truncated")
+
+
+def test_any_bit_of_a_header_may_flip(tmp_path):
+    """Whatever a damaged header says, it is refused or describes tensors within the file."""
+    path = tmp_path / "model.safetensors"
+    save_file({"x": np.ones((2, 3), np.float32), "y": np.ones(4, np.float16)}, path)
+    content, rng = path.read_bytes(), np.random.default_rng(0)
+    for _ in range(500):
+        damaged = bytearray(content)
+        damaged[rng.integers(len(content) - 32)] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        try:
+            file = TensorFile(path)
+        except CheckpointError:
+            continue
+        for name, entry in file.entries.items():
+            if entry.shape:
+                assert sum(block.nbytes for _, block in file.blocks(name)) == entry.nbytes
+
+
+# shards
+
+
+@pytest.fixture
+def sharded(checkpoint):
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, checkpoint / file)
+    write_index(checkpoint, {name: file for file, part in halves.items() for name in part})
+    return checkpoint
+
+
+def write_index(path, weight_map):
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_shards_load(sharded):
+    load_model(sharded)
+
+
+def test_missing_shard(sharded):
+    (sharded / "b.safetensors").unlink()
+    refused(sharded, sharded / "b.safetensors", "is missing", "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../a.safetensors",
+        "/etc/passwd",
+        "sub/a.safetensors",
+        "..\\a",
+        "..",
+        "",
+        "a\0.safetensors",
+        3,
+    ],
+)
+def test_shards_outside_the_directory(sharded, shard):
+    write_index(sharded, dict.fromkeys(shapes_of(LLAMA), shard))
+    refused(sharded, "model.safetensors.index.json", repr(shard), "no file name in")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "{"])
+def test_bad_index(sharded, content):
+    (sharded / "model.safetensors.index.json").write_text(content)
+    refused(sharded, "model.safetensors.index.json")
+
+
+def test_a_tensor_in_two_shards(sharded):
+    tensors = load_file(sharded / "a.safetensors") | load_file(sharded / "b.safetensors")
+    save_file(tensors, sharded / "b.safetensors")
+    refused(sharded, sharded / "a.safetensors", sharded / "b.safetensors", "both have")

@@ -1,0 +1,90 @@
+"""Loading keeps one tensor on the host besides what is placed, measured in a fresh process."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.models.helpers import LLAMA, shapes_of, write_checkpoint
+
+# The largest tensor is among the last, when the others have been placed.
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+
+LOAD = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jspec import load_model
+
+def memory(field):
+    # ru_maxrss would also count the process that started this one.
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
+
+def place(name, shape):
+    axes = [None] * (len(shape) - 1) + ["x"] if len(shape) == 2 else []
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+small, large, dtype, sharded = sys.argv[1:]
+sharding = place if sharded == "sharded" else None
+load_model(small, dtype=dtype, sharding=sharding)
+before = memory("VmRSS")
+model = load_model(large, dtype=dtype, sharding=sharding)
+print(json.dumps(memory("VmHWM") - before))
+"""
+
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads its memory from Linux's /proc"
+)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """A small checkpoint to warm up with, and about 200 MB in float32 and 100 in bfloat16."""
+    root = tmp_path_factory.mktemp("memory")
+    config = {**LLAMA, **SIZES}
+    paths = {"small": write_checkpoint(root / "small", intermediate_size=24)}
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        name = np.dtype(dtype).name
+        paths[name] = root / name
+        paths[name].mkdir()
+        (paths[name] / "config.json").write_text(json.dumps(config))
+        # Ones, not zeros: pages of zeros could be shared and never count.
+        tensors = {key: np.ones(shape, dtype) for key, shape in shapes_of(config).items()}
+        save_file(tensors, paths[name] / "model.safetensors")
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "sharded"),
+    [
+        ("float32", "float32", "one"),
+        ("bfloat16", "float32", "sharded"),
+        ("float32", "bfloat16", "one"),
+        ("float32", "bfloat16", "sharded"),
+    ],
+)
+def test_peak_memory(paths, stored, dtype, sharded):
+    arguments = map(str, (paths["small"], paths[stored], dtype, sharded))
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *arguments], capture_output=True, text=True, check=True
+    )
+    itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+    sizes = [itemsize * math.prod(shape) for shape in shapes_of({**LLAMA, **SIZES}).values()]
+    assert json.loads(done.stdout) <= sum(sizes) + 1.3 * max(sizes)

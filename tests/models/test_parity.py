@@ -1,0 +1,122 @@
+"""Live comparison with transformers on random checkpoints; needs the extra "parity"."""
+
+import numpy as np
+import pytest
+
+from jspec import NgramDraft, SamplingParams, StreamDraft, generate, load_model
+from tests.models import goldens
+from tests.models.helpers import logits_of, one_pass, ragged
+
+pytestmark = [
+    pytest.mark.parity,
+    # torch and transformers warn about themselves; what jspec does is checked without them.
+    pytest.mark.filterwarnings("ignore"),
+]
+TOLERANCE = 1e-4
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0},
+    "llama3": goldens.LLAMA3,
+    "yarn": goldens.YARN,
+    "yarn-tuned": goldens.YARN_TUNED,
+    "yarn-attention": {**goldens.YARN, "attention_factor": 0.75, "beta_fast": 16.0},
+}
+SHAPES = {
+    "derived-head": {"head_dim": None, "hidden_size": 64},
+    "wide-head": {"head_dim": 24, "hidden_size": 48},
+    "narrow-head": {"head_dim": 4},
+    "one-kv-head": {"num_key_value_heads": 1},
+    "all-kv-heads": {"num_key_value_heads": 4},
+    "three-layers": {"num_hidden_layers": 3, "vocab_size": 97},
+}
+FAMILIES = {
+    "llama": {},
+    "llama-biased": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen2-tied": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3-biased": {"attention_bias": True, "tie_word_embeddings": True},
+}
+# Every rope with every kind of bias and norm, and every shape with every family.
+CASES = [
+    (family, rope, "three-layers")
+    for family in ("llama-biased", "qwen2", "qwen3-biased")
+    for rope in ROPES
+] + [(family, "default", shape) for family in FAMILIES for shape in list(SHAPES)[:-1]]
+
+
+def saved_model(tmp_path, family: str, rope: str, shape: str, seed: int):
+    """A random transformers model, and the same saved and loaded by jspec."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    settings = {"rope_parameters": dict(ROPES[rope]), **FAMILIES[family], **SHAPES[shape]}
+    if family.startswith("qwen3") and shape == "derived-head":
+        settings["head_dim"] = 32
+    theirs = goldens.make_model(family.split("-")[0], settings, seed)
+    # A shard of an odd size, so that the index is in use as well.
+    theirs.save_pretrained(tmp_path / "model", max_shard_size="60KB" if seed % 2 else "1GB")
+    return theirs, load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("family", "rope", "shape"), CASES)
+def test_logits(tmp_path, family, rope, shape):
+    seed = CASES.index((family, rope, shape))
+    theirs, ours = saved_model(tmp_path, family, rope, shape, seed)
+    tokens = np.random.default_rng(seed).integers(0, ours.config.vocab_size, (2, 90), np.int32)
+    expected = goldens.logits_of(theirs, tokens)
+    for chunks in (one_pass(tokens), ragged(tokens, seed)):
+        got = logits_of(ours, tokens, chunks)
+        np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("draft", [None, StreamDraft(sinks=4, window=16), NgramDraft()])
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [("llama", "llama3"), ("qwen2", "default"), ("qwen3", "yarn"), ("llama-biased", "linear")],
+)
+def test_greedy_generation(tmp_path, family, rope, draft):
+    import torch
+
+    theirs, ours = saved_model(tmp_path, family, rope, "one-kv-head", 7)
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(0, 112, size).tolist() for size in (1, 13, 40)]
+    result = generate(
+        ours,
+        prompts,
+        SamplingParams(max_new_tokens=48),
+        draft=draft,
+        gamma=4 if draft else 0,
+        prefill_chunk=16,
+    )
+    for prompt, tokens in zip(prompts, result.tokens, strict=True):
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            expected = theirs.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=48, pad_token_id=0
+            )
+        assert list(tokens) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_stopping(tmp_path, family):
+    """Generation ends with the same stop token, from a list of them."""
+    import torch
+
+    theirs, ours = saved_model(tmp_path, family, "default", "all-kv-heads", 3)
+    prompt = [5, 9, 17]
+    free = generate(ours, [prompt], SamplingParams(max_new_tokens=32), draft=None, gamma=0)
+    stop = free.tokens[0][9]
+    theirs.generation_config.eos_token_id = theirs.config.eos_token_id = [2, stop]
+    theirs.save_pretrained(tmp_path / "stopping")
+    ours = load_model(tmp_path / "stopping")
+    result = generate(ours, [prompt], SamplingParams(max_new_tokens=32))
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        expected = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32
+        )
+    assert list(result.tokens[0]) == expected[0, len(prompt) :].tolist()
+    assert result.tokens[0][-1] in (2, stop)
+    assert result.finished == ("stop",)
