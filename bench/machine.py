@@ -30,9 +30,10 @@ def _driver() -> str | None:
 
 
 def read_ceiling(repeats: int = 7) -> float:
-    """Bytes a second of summing a large bf16 array inside one program: what reading can reach."""
-    size = 2**30 if jax.default_backend() == "gpu" else 2**27
-    x = jnp.ones((size // 2,), jnp.bfloat16)
+    """Bytes a second of summing a large array inside one program: what reading can reach."""
+    gpu = jax.default_backend() == "gpu"
+    size, dtype = (2**30, jnp.bfloat16) if gpu else (2**28, jnp.float32)
+    x = jnp.ones((size // jnp.dtype(dtype).itemsize,), dtype)
     total = jax.jit(lambda x: jnp.sum(x.reshape(-1, 1024), axis=1, dtype=jnp.float32))
     total(x).block_until_ready()
     seconds = []

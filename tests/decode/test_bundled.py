@@ -1,0 +1,98 @@
+"""The bundled model on real text: speculation writes what plain decoding writes."""
+
+import dataclasses
+import sysconfig
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+import jspec
+from jspec.models.decoder import Decoder
+
+SOURCES = ("stream", "ngram", "model")
+NEW_TOKENS = 256
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return jspec.load_bundled()
+
+
+@pytest.fixture(scope="module")
+def draft_model(bundled) -> Decoder:
+    """The bundled model's first two layers: a real, if crude, draft model."""
+    model = bundled[0]
+    config = dataclasses.replace(model.config, num_layers=2)
+    graph, state = nnx.split(model)
+    short = nnx.merge(graph, state)
+    short.layers = nnx.List(list(short.layers)[:2])
+    short.config = config
+    return short
+
+
+def prompts(tokenizer: jspec.Tokenizer, count: int) -> list[list[int]]:
+    """Stretches of the standard library's source, of 20 to 403 bytes."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda p: p.name)
+    files = [path for path in files if path.stat().st_size > 4000]
+    lengths = [20 + index * 383 // max(count - 1, 1) for index in range(count)]
+    chosen = [files[index * len(files) // count] for index in range(count)]
+    # The lengths are dealt out so that a batch of neighbours is ragged.
+    order = [lengths[(index * 29) % count] for index in range(count)]
+    return [
+        tokenizer.encode(path.read_bytes()[1000 : 1000 + n])
+        for path, n in zip(chosen, order, strict=True)
+    ]
+
+
+def decode(model, prompts, batch, draft_model=None, new_tokens=NEW_TOKENS, **settings):
+    """Tokens of all prompts, decoded ``batch`` at a time."""
+    params = jspec.SamplingParams(max_new_tokens=new_tokens)
+    tokens: list[tuple[int, ...]] = []
+    for begin in range(0, len(prompts), batch):
+        group = prompts[begin : begin + batch]
+        result = jspec.generate(model, group, params, draft_model=draft_model, **settings)
+        tokens.extend(result.tokens)
+    return tokens
+
+
+def draft_of(source: str, draft_model):
+    drafts = {
+        "stream": (jspec.StreamDraft(sinks=8, window=56), None),
+        "ngram": (jspec.NgramDraft(), None),
+        "model": (jspec.ModelDraft(), draft_model),
+    }
+    return drafts[source]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_real_text_is_decoded_as_plainly(bundled, draft_model, source):
+    model, tokenizer = bundled
+    some = prompts(tokenizer, 8)
+    draft, second = draft_of(source, draft_model)
+    plain = decode(model, some, 8, draft=None, new_tokens=48)
+    assert decode(model, some, 8, second, draft=draft, gamma=4, new_tokens=48) == plain
+
+
+@pytest.fixture(scope="module")
+def plainly(bundled):
+    model, tokenizer = bundled
+    return decode(model, prompts(tokenizer, 64), 8, draft=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [8, 1])
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+@pytest.mark.parametrize("source", SOURCES)
+def test_64_prompts(bundled, draft_model, plainly, source, gamma, batch):
+    model, tokenizer = bundled
+    draft, second = draft_of(source, draft_model)
+    texts = prompts(tokenizer, 64)
+    tokens = decode(model, texts, batch, second, draft=draft, gamma=gamma)
+    assert [i for i, (a, b) in enumerate(zip(tokens, plainly, strict=True)) if a != b] == []
+
+
+@pytest.mark.slow
+def test_plain_decoding_in_batches_of_1(bundled, plainly):
+    model, tokenizer = bundled
+    assert decode(model, prompts(tokenizer, 64), 1, draft=None) == plainly
