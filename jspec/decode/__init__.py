@@ -1,0 +1,1 @@
+"""Drafting, the speculative step, and generation."""

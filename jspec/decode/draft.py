@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -57,9 +58,9 @@ def propose(
 def _autoregressive(
     state: DecodeState,
     config: StepConfig,
-    advance: Callable[[Array, Array, Array, object], tuple[Array, object]],
-    cache: object,
-) -> tuple[Drafted, object]:
+    advance: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
+    cache: Any,
+) -> tuple[Drafted, Any]:
     """Draw gamma tokens one by one from ``advance(step, tokens [B], positions [B], cache)``."""
 
     def body(carry, step):

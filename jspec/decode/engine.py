@@ -130,7 +130,8 @@ class _Run:
 
     def _take(self, record: StepRecord, ended: np.ndarray) -> dict[int, tuple[int, ...]]:
         """Count a chunk's record; returns the new tokens of the rows that had not ended."""
-        self.tally.add(record.drafted, record.accepted, record.committed)
+        counts = (record.drafted, record.accepted, record.committed)
+        self.tally.add(*map(np.asarray, counts))
         new = {}
         for row in np.flatnonzero(~ended).tolist():
             block = record.tokens[:, row]

@@ -122,6 +122,8 @@ def per_row(
     params: SamplingParams | Sequence[SamplingParams], batch: int
 ) -> tuple[SamplingParams, ...]:
     """One `SamplingParams` for each of ``batch`` rows."""
+    if not batch:
+        raise ValueError("no prompts were given; pass at least one")
     if isinstance(params, SamplingParams):
         return (params,) * batch
     if len(params) != batch:
@@ -149,8 +151,6 @@ def check_request(config: ModelConfig, prompt: Sequence[int], params: SamplingPa
 
 def _check(model: Model, prompts, params, draft_model: Model | None) -> None:
     config = model.config
-    if not prompts:
-        raise ValueError("no prompts were given; pass at least one")
     for index, (prompt, row) in enumerate(zip(prompts, params, strict=True)):
         try:
             check_request(config, prompt, row)

@@ -48,7 +48,7 @@ class Stats:
         longest = max((len(p.acceptance_by_position) for p in parts), default=0)
         positions = []
         for index in range(longest):
-            at = [p.acceptance_by_position[index] for p in parts]
+            at = [r for p in parts for r in p.acceptance_by_position[index : index + 1]]
             positions.append(PositionRate(sum(a.attempts for a in at), sum(a.accepted for a in at)))
         counts = {
             f.name: sum(getattr(p, f.name) for p in parts)

@@ -1,0 +1,1 @@
+"""The decoder, its families, checkpoints and the bundled model."""

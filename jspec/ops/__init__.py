@@ -1,0 +1,1 @@
+"""Operations: one file each with its signature, checks, jnp reference and choice of backend."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jspec.dispatch import Backend, Operation, always
 from jspec.typing import Array
 
-BLOCK = 512  # keys a step of xla_blocked: a block of keys and values stays in a core's L2
+# Keys a step of xla_blocked: on a CPU a block of keys and values stays in a core's L2; a GPU, which
+# waits for the host in every round, wants fewer and larger ones.
+BLOCK, GPU_BLOCK = 512, 2048
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -120,7 +123,8 @@ def _xla(q, k, v, positions, *, key_positions, scale):
 
 def _xla_blocked(q, k, v, positions, *, key_positions, scale):
     slots, kv_heads = k.shape[1:3]
-    group, block = q.shape[2] // kv_heads, min(BLOCK, slots)
+    group = q.shape[2] // kv_heads
+    block = min(BLOCK if jax.default_backend() == "cpu" else GPU_BLOCK, slots)
     if key_positions is None:
         key_positions = jnp.arange(slots)[None]
         blocks = (positions.max() + block) // block

@@ -1,0 +1,1 @@
+"""Pallas kernels on Mosaic GPU, called by `jspec.ops` alone. None yet: XLA serves everything."""
