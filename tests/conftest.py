@@ -1,5 +1,7 @@
 """The ground every test stands on: eight virtual CPU devices, strict promotion, tiny models."""
 
+# ruff: noqa: E402 - JAX reads its environment when it is imported
+
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

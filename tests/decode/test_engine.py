@@ -1,0 +1,283 @@
+"""`generate` and `start`: streams, stops, interruptions, errors, and a model of the user's own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jspec.config import ModelDraft, NgramDraft, SamplingParams, StreamDraft
+from jspec.decode.engine import generate
+from jspec.decode.state import start
+from jspec.ops.sample import Rows
+from tests.conftest import TINY, make_decoder
+from tests.decode.common import full_logits, prompts
+
+STREAM, NGRAM = StreamDraft(sinks=2, window=6), NgramDraft(min_match=1, max_match=4)
+TWELVE = SamplingParams(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def texts(sharp):
+    """What four prompts give, 12 tokens each."""
+    return generate(sharp, prompts()[:4], TWELVE, draft=STREAM).tokens
+
+
+# --- streams and ends ------------------------------------------------------------------------
+
+
+def test_tokens_are_handed_on_in_order_as_they_come(sharp, texts):
+    heard: dict[int, list[tuple[int, ...]]] = {row: [] for row in range(4)}
+    got = generate(
+        sharp,
+        prompts()[:4],
+        TWELVE,
+        draft=STREAM,
+        steps_per_chunk=1,
+        on_tokens=lambda row, tokens: heard[row].append(tokens),
+    )
+    assert got.tokens == texts
+    assert got.finished == ("length",) * 4
+    for row, parts in heard.items():
+        assert len(parts) > 1
+        assert all(parts)
+        assert sum(parts, ()) == texts[row]
+
+
+def test_a_caller_may_end_a_row(sharp, texts):
+    calls = []
+
+    def on_tokens(row, tokens):
+        calls.append(row)
+        return row == 2
+
+    got = generate(
+        sharp, prompts()[:4], TWELVE, draft=STREAM, steps_per_chunk=1, on_tokens=on_tokens
+    )
+    assert calls.count(2) == 1
+    assert got.finished == ("length", "length", "stop", "length")
+    assert got.tokens[2] == texts[2][: len(got.tokens[2])]
+    assert len(got.tokens[2]) < 12
+    assert [got.tokens[i] for i in (0, 1, 3)] == [texts[i] for i in (0, 1, 3)]
+    assert got.stats.committed == sum(map(len, got.tokens))
+
+
+def test_an_interrupt_returns_what_there_is(sharp, texts):
+    calls = []
+
+    def on_tokens(row, tokens):
+        calls.append(row)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+
+    got = generate(
+        sharp, prompts()[:4], TWELVE, draft=STREAM, steps_per_chunk=1, on_tokens=on_tokens
+    )
+    assert got.finished == ("interrupted",) * 4
+    for row in range(4):
+        assert 0 < len(got.tokens[row]) < 12
+        assert got.tokens[row] == texts[row][: len(got.tokens[row])]
+    # Two chunks were decoded and counted, and all rows have the tokens of both.
+    assert got.stats.committed == sum(map(len, got.tokens))
+    assert got.stats.steps == 8
+
+
+def test_a_row_that_ended_before_the_interrupt_says_so(sharp):
+    params = [dataclasses.replace(TWELVE, max_new_tokens=new) for new in (1, 12)]
+
+    def on_tokens(row, tokens):
+        raise KeyboardInterrupt
+
+    got = generate(
+        sharp, prompts()[:2], params, draft=STREAM, steps_per_chunk=1, on_tokens=on_tokens
+    )
+    assert got.finished == ("length", "interrupted")
+
+
+@pytest.mark.parametrize("draft", [STREAM, NGRAM, None], ids=["stream", "ngram", "plain"])
+@pytest.mark.parametrize("at", [0, 3, 11])
+def test_a_stop_token_ends_the_text_behind_itself(at, draft, sharp, texts):
+    stop = texts[0][at]
+    params = [
+        dataclasses.replace(TWELVE, stop_tokens=(40, stop)),
+        TWELVE,
+    ]
+    got = generate(sharp, prompts()[:2], params, draft=draft)
+    end = texts[0].index(stop) + 1
+    assert got.tokens == (texts[0][:end], texts[1])
+    assert got.finished == ("stop", "length")
+
+
+def test_a_stop_token_at_the_limit_is_a_stop(sharp, texts):
+    stop = texts[0][0]
+    params = SamplingParams(max_new_tokens=1, stop_tokens=(stop,))
+    assert generate(sharp, prompts()[:1], params, draft=STREAM).finished == ("stop",)
+
+
+def test_the_models_own_stop_tokens_count(texts):
+    stop = texts[1][2]
+    config = dataclasses.replace(TINY, stop_tokens=(stop,))
+    model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
+    got = generate(model, prompts()[:2], TWELVE, draft=STREAM)
+    assert got.tokens[1] == texts[1][: texts[1].index(stop) + 1]
+    assert got.finished[1] == "stop"
+
+
+def test_prefill_is_heard_of(sharp):
+    heard = []
+    generate(
+        sharp,
+        [[1] * 50, [2] * 3],
+        TWELVE,
+        draft=STREAM,
+        prefill_chunk=16,
+        on_prefill=lambda done, total: heard.append((done, total)),
+    )
+    assert heard == [(16, 49), (32, 49), (48, 49), (49, 49)]
+
+
+def test_a_prompt_of_one_token_needs_no_prefill(sharp):
+    heard = []
+    got = generate(
+        sharp, [[5]], TWELVE, draft=STREAM, on_prefill=lambda *counts: heard.append(counts)
+    )
+    assert len(got.tokens[0]) == 12
+    assert heard == []
+
+
+# --- start -----------------------------------------------------------------------------------
+
+
+def test_start_fills_the_state(tiny, other):
+    params = [
+        SamplingParams(max_new_tokens=7, temperature=0.5, top_k=3, seed=9, stop_tokens=(4, 5)),
+        SamplingParams(max_new_tokens=2, top_p=0.5, min_p=0.25, draft_limit=0),
+    ]
+    state = start(tiny, [[3, 1, 2], [7]], params, draft_model=other, capacity=12)
+    assert state.tokens.tolist() == [[3, 1, 2] + [-1] * 9, [7] + [-1] * 11]
+    assert state.lengths.tolist() == [3, 1]
+    assert state.limits.tolist() == [10, 3]
+    assert state.done.tolist() == [False, False]
+    assert state.stop_tokens.tolist() == [[4, 5], [-1, -1]]
+    assert state.draft_limits.tolist() == [2**31 - 1, 0]
+    assert state.cache.capacity == state.draft_cache.capacity == 12
+    assert state.cache.lengths.tolist() == state.draft_cache.lengths.tolist() == [2, 0]
+    expected = Rows(
+        np.array([0.5, 0.0], np.float32),
+        np.array([3, 0], np.int32),
+        np.array([1.0, 0.5], np.float32),
+        np.array([0.0, 0.25], np.float32),
+        np.array([9, 0], np.uint32),
+    )
+    jax.tree.map(np.testing.assert_array_equal, state.rows, expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 256])
+def test_any_prefill_chunk_gives_the_same_cache(chunk, tiny):
+    texts = prompts((50, 1, 17))
+    whole = start(tiny, texts, TWELVE, chunk=64).cache
+    cache = start(tiny, texts, TWELVE, chunk=chunk).cache
+    for expected, got in zip(whole.keys + whole.values, cache.keys + cache.values, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "message"),
+    [
+        ([], {}, "no prompts were given; pass at least one"),
+        ([[1], []], {}, "prompt 1: the prompt is empty; give it at least one token"),
+        ([[1, 41]], {}, r"prompt 0: the prompt holds token 41, outside the vocabulary 0\.\.40"),
+        ([[1], [3, -1]], {}, "prompt 1: the prompt holds token -1, outside the vocabulary"),
+        (
+            [[1] * 501],
+            {},
+            "has 501 tokens, which with max_new_tokens=12 exceeds the context of 512",
+        ),
+        ([[1]] * 2, {"params": [TWELVE] * 3}, "got 2 prompts but 3 sampling params"),
+        ([[1]], {"gamma": 0}, "gamma=0 must be at least 1; pass draft=None"),
+        ([[1]], {"gamma": -2, "draft": NGRAM}, "gamma=-2 must be at least 1"),
+        ([[1]], {"draft": ModelDraft()}, r"draft=ModelDraft\(\) and draft_model go together"),
+        ([[1]], {"steps_per_chunk": 0}, "steps_per_chunk=0 must be at least 1"),
+        ([[1]], {"prefill_chunk": 0}, "a prefill chunk of 0 tokens must be at least 1"),
+        ([[1]], {"attention": "fastest"}, "attention has no implementation 'fastest'"),
+    ],
+    ids=lambda value: "-".join(value.split()[:4]) if isinstance(value, str) else "",
+)
+def test_a_bad_request_is_refused(texts, settings, message, tiny):
+    with pytest.raises(ValueError, match=message):
+        generate(tiny, texts, **{"params": TWELVE} | settings)
+
+
+def test_a_draft_model_needs_its_setting(tiny, other):
+    with pytest.raises(ValueError, match="go together; pass both or neither"):
+        generate(tiny, [[1]], TWELVE, draft=STREAM, draft_model=other)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tiny):
+    foreign = make_decoder(dataclasses.replace(TINY, vocab_size=40))
+    with pytest.raises(ValueError, match=r"vocabulary of 40 differs from the\s+target's 41"):
+        generate(tiny, [[1]], TWELVE, draft=ModelDraft(), draft_model=foreign)
+
+
+def test_a_request_beyond_the_capacity_is_refused(tiny):
+    message = r"needs 22 slots .* but capacity=21; raise the capacity or lower max_new_tokens"
+    with pytest.raises(ValueError, match=message):
+        start(tiny, [[1] * 10], TWELVE, capacity=21)
+    assert start(tiny, [[1] * 10], TWELVE, capacity=22).cache.capacity == 22
+
+
+# --- a model of the user's own ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """All that a model's config must tell."""
+
+    vocab_size: int = 13
+    num_layers: int = 1
+    num_kv_heads: int = 1
+    head_size: int = 8
+    max_context: int = 64
+    stop_tokens: tuple[int, ...] = ()
+
+
+class OneLayer(nnx.Module):
+    """Plain Flax layers around ``attend``; the dropout's random state is the first leaf."""
+
+    def __init__(self, seed: int):
+        rngs = nnx.Rngs(seed)
+        self.config = Shape()
+        self.a_dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+        self.embed = nnx.Embed(13, 8, rngs=rngs)
+        self.places = nnx.Embed(64, 8, rngs=rngs)
+        self.qkv = nnx.Linear(8, 24, rngs=rngs)
+        self.head = nnx.Linear(8, 13, rngs=rngs)
+
+    def __call__(self, tokens, positions, attend, cache):
+        x = self.embed(tokens) + self.places(positions)
+        q, k, v = jnp.split(self.qkv(self.a_dropout(x))[:, :, None], 3, axis=-1)
+        out, cache = attend(0, q, k, v, cache)
+        return x + out[:, :, 0], cache
+
+    def logits(self, hidden):
+        return 8 * self.head(hidden)
+
+
+@pytest.mark.parametrize("source", ["stream", "ngram", "model", "plain"])
+def test_a_flax_model_of_ones_own(source):
+    model = OneLayer(0)
+    assert not jnp.issubdtype(jax.tree.leaves(model)[0].dtype, jnp.floating)
+    draft = {"stream": STREAM, "ngram": NGRAM, "model": ModelDraft(), "plain": None}[source]
+    texts = prompts((9, 1, 4), vocabulary=13)
+    got = generate(
+        model, texts, TWELVE, draft=draft, draft_model=OneLayer(1) if source == "model" else None
+    )
+    for text, tokens in zip(texts, got.tokens, strict=True):
+        logits = full_logits(model, jnp.asarray([[*text, *tokens]]))
+        choice = jnp.argmax(logits, axis=-1)[0, len(text) - 1 : -1]
+        assert choice.tolist() == list(tokens)

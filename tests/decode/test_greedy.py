@@ -1,0 +1,94 @@
+"""Greedy speculation gives the tokens of plain greedy decoding, whatever drafts them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.config import ModelDraft, NgramDraft, SamplingParams, StepConfig, StreamDraft
+from jspec.decode.engine import generate
+from jspec.decode.state import start
+from jspec.decode.step import decode_chunk
+from tests.decode.common import NEW, full_logits, prompts, requests
+
+STREAM, NGRAM = StreamDraft(sinks=2, window=6), NgramDraft(min_match=1, max_match=4)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, sharp):
+    """Plain decoding of the eight requests by both models."""
+    return {
+        name: generate(model, prompts(), requests(), draft=None)
+        for name, model in (("tiny", tiny), ("sharp", sharp))
+    }
+
+
+@pytest.mark.parametrize("name", ["tiny", "sharp"])
+def test_plain_decoding_follows_the_argmax_of_a_full_pass(name, plain, request):
+    model = request.getfixturevalue(name)
+    for prompt, tokens, new in zip(prompts(), plain[name].tokens, NEW, strict=True):
+        assert len(tokens) == new
+        text = np.zeros((1, 96), np.int32)
+        text[0, : len(prompt) + new] = [*prompt, *tokens]
+        choice = np.asarray(jnp.argmax(full_logits(model, jnp.asarray(text)), axis=-1))[0]
+        assert choice[len(prompt) - 1 :][:new].tolist() == list(tokens)
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+@pytest.mark.parametrize("draft", [STREAM, NGRAM], ids=["stream", "ngram"])
+def test_self_drafted_tokens_are_the_plain_ones(draft, gamma, plain, tiny, sharp):
+    rates = {}
+    for name, model in (("tiny", tiny), ("sharp", sharp)):
+        got = generate(model, prompts(), requests(), gamma=gamma, draft=draft)
+        assert got.tokens == plain[name].tokens
+        rates[name] = got.stats.acceptance_rate
+    # Both ways through the verification were taken.
+    assert rates["tiny"] < 0.9
+    assert rates["sharp"] > 0.5
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+def test_a_second_models_tokens_are_the_plain_ones(gamma, plain, tiny, sharp, other):
+    for name, model in (("tiny", tiny), ("sharp", sharp)):
+        got = generate(
+            model, prompts(), requests(), gamma=gamma, draft=ModelDraft(), draft_model=other
+        )
+        assert got.tokens == plain[name].tokens
+        assert got.stats.acceptance_rate < 0.5
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+def test_a_model_that_drafts_for_itself_is_never_rejected(gamma, plain, tiny):
+    got = generate(tiny, prompts(), requests(), gamma=gamma, draft=ModelDraft(), draft_model=tiny)
+    assert got.tokens == plain["tiny"].tokens
+    assert got.stats.accepted == got.stats.drafted > 40
+
+
+@pytest.mark.parametrize(
+    ("draft", "second"),
+    [(STREAM, False), (NGRAM, False), (ModelDraft(), True)],
+    ids=["stream", "ngram", "model"],
+)
+def test_a_request_alone_gets_the_same_tokens(draft, second, plain, sharp, other):
+    for row in (0, 1):
+        got = generate(
+            sharp,
+            prompts()[row : row + 1],
+            requests()[row],
+            draft=draft,
+            draft_model=other if second else None,
+        )
+        assert got.tokens == plain["sharp"].tokens[row : row + 1]
+
+
+def test_a_capacity_without_a_slot_to_spare(sharp, plain):
+    """Drafts that would run over the end of the cache are cut, not written."""
+    params = SamplingParams(max_new_tokens=40)
+    state = start(sharp, prompts()[:1], params, capacity=90)
+    state, _ = decode_chunk(sharp, state, None, StepConfig(8, STREAM), 40)
+    assert state.done.all()
+    assert tuple(state.tokens[0, 50:90].tolist()) == plain["sharp"].tokens[0]
+    before = jax.tree.map(np.array, state)
+    state, record = decode_chunk(sharp, state, None, StepConfig(8, STREAM), 40)
+    assert not record.committed.any()
+    jax.tree.map(np.testing.assert_array_equal, before, state)

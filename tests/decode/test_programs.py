@@ -1,0 +1,164 @@
+"""What compiles, when, and what a compiled step is made of."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jspec.config import ModelDraft, NgramDraft, SamplingParams, StepConfig, StreamDraft
+from jspec.decode.engine import generate
+from jspec.decode.programs import PROGRAMS, Programs
+from jspec.decode.state import start
+from jspec.decode.step import decode_chunk, speculative_step, step
+from tests.decode.common import LENGTHS, prompts, requests
+
+STREAM, NGRAM = StreamDraft(sinks=2, window=6), NgramDraft(min_match=1, max_match=4)
+COMPILED: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: COMPILED.append(event) if "backend_compile" in event else None
+)
+
+
+@pytest.fixture
+def compiled():
+    """How often XLA has compiled since the test began: ``compiled()``."""
+    before = len(COMPILED)
+    return lambda: len(COMPILED) - before
+
+
+def test_switching_gamma_and_limits_compiles_once_for_each_gamma(sharp, compiled):
+    speculative_step.clear_cache()
+    configs = [StepConfig(gamma, NGRAM) for gamma in (2, 3, 5)]
+    state = start(sharp, prompts(), SamplingParams(max_new_tokens=100))
+    for config in configs:
+        state = speculative_step(sharp, state, config)
+    limits = [jnp.full((8,), limit, jnp.int32) for limit in range(12)]
+    first = compiled()
+    assert first >= 3
+    for round_, limit in enumerate(limits):
+        state = dataclasses.replace(state, draft_limits=limit)
+        state = speculative_step(sharp, state, configs[round_ % 3])
+        assert compiled() == first, f"round {round_} compiled"
+    assert speculative_step._cache_size() == 3
+
+
+def test_other_requests_of_the_same_shapes_compile_nothing(sharp, compiled):
+    """Settings, seeds, limits, draft limits and prompts are traced."""
+
+    def run(seed: int, temperature: float, lengths, new: int):
+        params = [
+            SamplingParams(
+                max_new_tokens=new,
+                temperature=temperature + row % 2,
+                top_k=row,
+                seed=seed + row,
+                draft_limit=(seed + row) % 4,
+                stop_tokens=(seed,),
+            )
+            for row in range(4)
+        ]
+        return generate(sharp, prompts(lengths, seed=seed), params, draft=STREAM)
+
+    assert run(1, 0.5, (40, 2, 9, 3), 20).stats.compile_s >= 0
+    first = compiled()
+    assert first > 0
+    again = run(2, 1.5, (5, 33, 60, 1), 30)
+    assert compiled() == first
+    assert again.stats.compile_s == 0
+
+
+def test_ending_a_row_by_hand_compiles_nothing(sharp, compiled):
+    """The caller's end goes back into the state, which must stay the same to the program."""
+
+    def run(end: int):
+        def on_tokens(row, tokens):
+            return row == end
+
+        return generate(sharp, prompts(), requests(), draft=STREAM, on_tokens=on_tokens)
+
+    run(0)
+    first = compiled()
+    assert run(3).finished[3] == "stop"
+    assert compiled() == first
+
+
+def test_what_compiling_took_is_in_no_other_time(tiny, monkeypatch):
+    monkeypatch.setattr("jspec.decode.engine.PROGRAMS", Programs())
+    params = SamplingParams(max_new_tokens=6)
+    first = generate(tiny, [[1, 2, 3, 4, 5]], params, draft=STREAM).stats
+    second = generate(tiny, [[1, 2, 3, 4, 5]], params, draft=STREAM).stats
+    assert first.compile_s > 0.1
+    assert second.compile_s == 0
+    assert first.decode_s < first.compile_s
+
+
+def primitives(jaxpr) -> set[str]:
+    """Names of all primitives in a jaxpr, inner ones included."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(equation.primitive.name)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    names |= primitives(inner)
+    return names
+
+
+SOURCES = {"stream": STREAM, "ngram": NGRAM, "model": ModelDraft(), "plain": None}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_step_is_one_program_without_the_host(source, tiny, other):
+    draft = SOURCES[source]
+    config = StepConfig(4 if draft else 0, draft, "filtered", "xla")
+    second = other if source == "model" else None
+    state = start(tiny, [[1, 2, 3]], SamplingParams(max_new_tokens=8), draft_model=second)
+
+    traced = jax.make_jaxpr(lambda *args: step(*args[:2], config, args[2]))(tiny, state, second)
+    names = primitives(traced.jaxpr)
+    assert "dot_general" in names
+    assert not {name for name in names if "callback" in name}
+    # A condition or a loop of unknown length would make a GPU wait for the host.
+    assert not names & {"cond", "while"}
+
+    lowered = speculative_step.lower(tiny, state, config, second)
+    executable = lowered.compile().runtime_executable()
+    (module,) = executable.hlo_modules()
+    text = module.to_string()
+    assert "dot" in text
+    for host in ("callback", "infeed", "outfeed", " send(", " recv("):
+        assert host not in text
+
+
+def test_the_step_takes_its_state(tiny):
+    """The state is donated: its buffers serve the next one, and the old one is gone."""
+    state = start(tiny, [[1, 2, 3]], SamplingParams(max_new_tokens=8))
+    speculative_step(tiny, state, StepConfig(2, NGRAM))
+    assert state.cache.keys[0].is_deleted()
+
+
+def test_a_chunk_is_its_steps(sharp):
+    """A chunk of 5 steps and 5 single steps end in the same state."""
+    config = StepConfig(3, STREAM)
+    chunk = start(sharp, prompts(), SamplingParams(max_new_tokens=30))
+    chunk, record = decode_chunk(sharp, chunk, None, config, 5)
+    single = start(sharp, prompts(), SamplingParams(max_new_tokens=30))
+    for _ in range(5):
+        single = speculative_step(sharp, single, config)
+    assert record.tokens.shape == (5, 8, 4)
+    assert (chunk.tokens == single.tokens).all()
+    assert (chunk.lengths == single.lengths).all()
+    assert (chunk.lengths - record.committed.sum(axis=0)).tolist() == list(LENGTHS)
+
+
+def test_programs_tell_functions_settings_and_shapes_apart():
+    programs = Programs()
+    double = jax.jit(lambda x, times: x * times, static_argnames="times")
+    for _ in range(2):
+        assert programs(double, jnp.arange(3), times=2).tolist() == [0, 2, 4]
+        assert programs(double, jnp.arange(3), times=3).tolist() == [0, 3, 6]
+        assert programs(double, jnp.arange(2), times=2).tolist() == [0, 2]
+    assert len(programs._kept) == 3
+    assert PROGRAMS is not programs

@@ -1,0 +1,245 @@
+"""Sampled decoding: a request's tokens are its own, and their law is the target's.
+
+The law is tested over the whole pipeline, with a model of three tokens whose every text can be
+enumerated; the mutants at the end show that the check sees what may go wrong between steps.
+"""
+
+import functools
+import itertools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.config import ModelConfig, ModelDraft, NgramDraft, SamplingParams, StreamDraft
+from jspec.decode import draft as draft_module
+from jspec.decode import engine, state
+from jspec.decode import step as step_module
+from jspec.decode.engine import generate
+from jspec.decode.programs import Programs
+from jspec.ops import sample as sample_module
+from tests.conftest import make_decoder
+from tests.decode.common import full_logits, prompts
+from tests.ops.laws import check_counts, filtered_law
+
+STREAM, NGRAM = StreamDraft(sinks=2, window=6), NgramDraft(min_match=1, max_match=4)
+
+# --- a request's tokens are its own ----------------------------------------------------------
+
+MIXED = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.5},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 2.0, "top_k": 9, "top_p": 0.9},
+    {},
+]
+
+
+def mixed_requests() -> list[SamplingParams]:
+    return [
+        SamplingParams(max_new_tokens=24, seed=2**32 - 1 - row, **settings)
+        for row, settings in enumerate(MIXED)
+    ]
+
+
+@pytest.mark.parametrize("source", ["stream", "ngram", "model", "plain"])
+def test_a_request_has_its_own_tokens(source, sharp, other):
+    """In any row, beside any neighbours, alone, and however the work is cut."""
+    draft = {"stream": STREAM, "ngram": NGRAM, "model": ModelDraft(), "plain": None}[source]
+    second = other if source == "model" else None
+    run = functools.partial(generate, sharp, draft=draft, draft_model=second)
+    texts, params = prompts(), mixed_requests()
+    expected = run(texts, params).tokens
+    assert len({tokens[:3] for tokens in expected}) > 4
+
+    order = [5, 2, 7, 0, 1, 6, 4, 3]
+    turned = run([texts[i] for i in order], [params[i] for i in order])
+    assert turned.tokens == tuple(expected[i] for i in order)
+
+    strangers = [[7, 7, 7]] * 7
+    for row in (0, 3):
+        beside = run([*strangers, texts[row]], [params[1]] * 7 + [params[row]])
+        assert beside.tokens[-1] == expected[row]
+
+    cut = run(texts, params, steps_per_chunk=3, prefill_chunk=8)
+    assert cut.tokens == expected
+
+
+@pytest.mark.parametrize("settings", [MIXED[0], MIXED[2]], ids=["sampled", "greedy"])
+def test_a_request_alone_needs_less_machinery_for_the_same_tokens(settings, sharp):
+    """Alone it runs the greedy or the unfiltered program, in the batch the filtered one."""
+    row = MIXED.index(settings)
+    batch = generate(sharp, prompts(), mixed_requests(), draft=STREAM)
+    alone = generate(sharp, prompts()[row : row + 1], mixed_requests()[row], draft=STREAM)
+    assert alone.tokens[0] == batch.tokens[row]
+
+
+def test_another_seed_gives_other_tokens(sharp):
+    params = [SamplingParams(max_new_tokens=24, temperature=1.0, seed=seed) for seed in range(8)]
+    tokens = generate(sharp, prompts()[:1] * 8, params, draft=STREAM).tokens
+    assert len(set(tokens)) > 4
+
+
+# --- the law of generated texts --------------------------------------------------------------
+
+ROWS = 12_000
+THREE = ModelConfig(
+    vocab_size=3,
+    hidden_size=16,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=8,
+    max_context=64,
+)
+PROMPT = (0, 2, 1, 1, 0, 2)
+SAMPLED = SamplingParams(max_new_tokens=4, temperature=1.0)
+SOURCES = {
+    "stream": StreamDraft(sinks=0, window=1),
+    "ngram": NgramDraft(min_match=1, max_match=3),
+    "model": ModelDraft(),
+    "plain": None,
+}
+
+
+@functools.cache
+def target():
+    """A target that looks far back: with another context, its law is 0.4 away on average."""
+    return make_decoder(THREE, seed=1, head=1.5)
+
+
+@functools.cache
+def second():
+    return make_decoder(THREE, seed=5, embedding=30.0)
+
+
+def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The target's law of whole texts: all that ``max_new_tokens`` allow, ended by stop tokens."""
+    new = params.max_new_tokens
+    texts = list(itertools.product(range(3), repeat=new))
+    tokens = jnp.asarray([[*PROMPT, *text] for text in texts])
+    logits = np.asarray(full_logits(target(), tokens))[:, len(PROMPT) - 1 :]
+    law: dict[tuple[int, ...], float] = {}
+    for text, rows in zip(texts, logits, strict=True):
+        end = next((i + 1 for i, t in enumerate(text) if t in params.stop_tokens), new)
+        mass = [filtered_law(rows[i], params)[text[i]] for i in range(end)]
+        law[text[:end]] = float(np.prod(mass))
+    return law
+
+
+def check_law(source: str, params: SamplingParams, gamma: int = 2, seed: int = 0) -> float:
+    """Chi-square of 12,000 texts of one prompt, one seed each; returns the acceptance rate.
+
+    Everything is traced anew, so that a patched internal is seen.
+    """
+    draft, decode_chunk = SOURCES[source], step_module.decode_chunk.__wrapped__
+
+    def chunk(*args, **settings):
+        return decode_chunk(*args, **settings)
+
+    fresh = jax.jit(chunk, static_argnames=("config", "steps"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "decode_chunk", fresh)
+        patch.setattr(engine, "PROGRAMS", Programs())
+        patch.setattr(state, "CAPACITY_STEP", 2)
+        patch.setattr(sample_module, "TILE", 4)
+        got = generate(
+            target(),
+            [PROMPT] * ROWS,
+            [SamplingParams(**{**vars(params), "seed": seed * ROWS + row}) for row in range(ROWS)],
+            gamma=gamma,
+            draft=draft,
+            draft_model=second() if source == "model" else None,
+            steps_per_chunk=2,
+        )
+    check_counts(Counter(got.tokens), enumerated(params))
+    return got.stats.acceptance_rate
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_generated_texts_have_the_target_law(source):
+    """Four tokens by gamma 2, so that every text takes several steps; fails below p = 1e-4."""
+    rate = check_law(source, SAMPLED)
+    assert source == "plain" or 0.2 < rate < 0.95
+
+
+@pytest.mark.parametrize("source", ["stream", "ngram"])
+def test_filtered_texts_that_may_stop_have_the_target_law(source):
+    params = SamplingParams(max_new_tokens=4, temperature=1.4, top_p=0.9, stop_tokens=(2,))
+    check_law(source, params, gamma=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gamma", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("source", SOURCES)
+def test_generated_texts_have_the_target_law_in_more_rows(source, gamma, seed):
+    check_law(source, SAMPLED, gamma, seed)
+
+
+# --- mutants ---------------------------------------------------------------------------------
+
+
+def verify_with(change):
+    """The step's verification with changed arguments."""
+    right = step_module.verify_stochastic
+
+    def verify(tokens, logits, lengths, stops, rows, positions, *, draft_logits, filtered):
+        changed = {"positions": positions, "draft_logits": draft_logits, "target_logits": logits}
+        changed |= change(**changed)
+        return right(
+            tokens,
+            draft_lengths=lengths,
+            stop_tokens=stops,
+            rows=rows,
+            filtered=filtered,
+            **changed,
+        )
+
+    return step_module, "verify_stochastic", verify
+
+
+def draft_with(change):
+    """The draft's sampling with changed arguments."""
+    right = draft_module.sample
+
+    def sample(logits, rows, positions, role, *, filtered):
+        changed = {"logits": logits, "positions": positions} | change(logits, positions)
+        return right(rows=rows, role=role, filtered=filtered, **changed)
+
+    return draft_module, "sample", sample
+
+
+MUTANTS = {
+    "numbers of verification reused in every step": verify_with(
+        lambda positions, **_: {"positions": jnp.zeros_like(positions)}
+    ),
+    "one number for all tokens of a draft": draft_with(
+        lambda logits, positions: {"positions": jnp.zeros_like(positions)}
+    ),
+    "q of the position before": verify_with(
+        lambda draft_logits, **_: {"draft_logits": jnp.roll(draft_logits, 1, axis=1)}
+    ),
+    "q of another row": verify_with(
+        lambda draft_logits, **_: {"draft_logits": jnp.roll(draft_logits, 1, axis=0)}
+    ),
+    "p of the position before": verify_with(
+        lambda target_logits, **_: {"target_logits": jnp.roll(target_logits, 1, axis=1)}
+    ),
+    "draft drawn at another temperature": draft_with(
+        lambda logits, positions: {"logits": logits * 1.5}
+    ),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_is_caught(owner, name, mutant, monkeypatch):
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(AssertionError, match=r"p-value|seldom"):
+        check_law("stream", SAMPLED)

@@ -1,0 +1,123 @@
+"""Statistics against a count in plain Python that knows nothing of the step."""
+
+import numpy as np
+import pytest
+
+from jspec.config import NgramDraft, SamplingParams, StreamDraft
+from jspec.decode.engine import generate
+from jspec.decode.stats import PositionRate, Stats, Tally
+from tests.decode.common import DRAFT_LIMITS, NEW, prompts
+from tests.decode.test_draft import lookup
+
+NGRAM = NgramDraft(min_match=1, max_match=4)
+
+
+def counted(prompt, truth, stops, limit, draft_limit, gamma) -> list[tuple[int, int, int]]:
+    """(drafted, accepted, committed) of each step of one row, replayed on its greedy text.
+
+    A stop token inside the accepted run ends the row there, and draft tokens behind it count in
+    nothing.
+    """
+    text, steps = list(prompt), []
+    last = len(prompt) + limit
+    while len(text) < last and (len(text) == len(prompt) or text[-1] not in stops):
+        room = min(gamma, last - len(text) - 1, gamma if draft_limit is None else draft_limit)
+        draft = lookup(text, NGRAM, gamma)[:room]
+        ahead = truth[len(text) - len(prompt) :]
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == ahead[accepted]:
+            accepted += 1
+        block = ahead[: accepted + 1]
+        end = next((i + 1 for i, token in enumerate(block) if token in stops), len(block))
+        if end <= accepted:
+            draft, accepted = draft[:end], end
+        text += block[:end]
+        steps.append((len(draft), accepted, end))
+    return steps
+
+
+@pytest.mark.parametrize("gamma", [3, 6])
+def test_statistics_equal_an_independent_count(gamma, sharp):
+    # Prompts that end in the model's own circles: what is copied from them is accepted, and may
+    # hold the stop tokens, of which some come early, some late, some never.
+    own = SamplingParams(max_new_tokens=40)
+    begun = generate(sharp, prompts(), own, draft=None).tokens
+    texts = [[*text, *new] for text, new in zip(prompts(), begun, strict=True)]
+    truth = generate(sharp, texts, own, draft=None).tokens
+    stops = [(tokens[3 * row],) if row % 2 else () for row, tokens in enumerate(truth)]
+    params = [
+        SamplingParams(max_new_tokens=new, stop_tokens=stop, draft_limit=limit)
+        for new, stop, limit in zip(NEW, stops, DRAFT_LIMITS, strict=True)
+    ]
+    got = generate(sharp, texts, params, gamma=gamma, draft=NGRAM)
+
+    rows = [
+        counted(text, list(tokens), stop, new, limit, gamma)
+        for text, tokens, stop, new, limit in zip(
+            texts, truth, stops, NEW, DRAFT_LIMITS, strict=True
+        )
+    ]
+    steps = [step for row in rows for step in row]
+    stats = got.stats
+    assert [len(tokens) for tokens in got.tokens] == [sum(s[2] for s in row) for row in rows]
+    assert stats.steps == len(steps)
+    assert stats.drafted == sum(s[0] for s in steps)
+    assert stats.accepted == sum(s[1] for s in steps)
+    assert stats.committed == sum(s[2] for s in steps) == sum(map(len, got.tokens))
+    assert stats.acceptance_by_position == tuple(
+        PositionRate(sum(s[0] > i for s in steps), sum(s[1] > i for s in steps))
+        for i in range(gamma)
+    )
+    assert stats.mean_accepted_length == pytest.approx(stats.committed / len(steps))
+    assert stats.acceptance_rate == pytest.approx(stats.accepted / stats.drafted)
+    assert stats.rows == 8
+    assert stats.prompt_tokens == sum(map(len, texts))
+    # The cases this is about did occur.
+    assert any(s[2] == s[1] for s in steps), "no stop token stood inside an accepted run"
+    assert len({len(row) for row in rows}) > 3, "all rows ended together"
+
+
+def test_plain_decoding_commits_one_token_a_step(sharp):
+    stats = generate(sharp, prompts(), SamplingParams(max_new_tokens=5), draft=None).stats
+    assert (stats.steps, stats.committed, stats.drafted, stats.accepted) == (40, 40, 0, 0)
+    assert stats.mean_accepted_length == 1
+    assert stats.acceptance_rate == 0
+    assert stats.acceptance_by_position == ()
+
+
+def test_a_row_that_was_done_counts_nothing():
+    tally = Tally(2)
+    tally.add(
+        drafted=np.array([[2, 2], [1, 0]]),
+        accepted=np.array([[1, 2], [1, 0]]),
+        committed=np.array([[2, 3], [2, 0]]),
+    )
+    stats = tally.stats(rows=2, prompt_tokens=7, compile_s=1.0, prefill_s=0.5, decode_s=2.0)
+    assert (stats.steps, stats.drafted, stats.accepted, stats.committed) == (3, 5, 4, 7)
+    assert stats.acceptance_by_position == (PositionRate(3, 3), PositionRate(2, 1))
+    assert stats.acceptance_by_position[1].rate == 0.5
+    assert stats.decode_tokens_per_s == 3.5
+    assert stats.prefill_tokens_per_s == 14
+    plain = stats.as_dict()
+    assert plain["acceptance_by_position"][1] == {"attempts": 2, "accepted": 1, "rate": 0.5}
+    assert plain["mean_accepted_length"] == pytest.approx(7 / 3)
+
+
+def test_merged_statistics_are_the_sum(sharp):
+    params = SamplingParams(max_new_tokens=12)
+    parts = [
+        generate(sharp, prompts()[:2], params, gamma=2, draft=StreamDraft(2, 6)).stats,
+        generate(sharp, prompts()[2:4], params, gamma=4, draft=StreamDraft(2, 6)).stats,
+    ]
+    merged = Stats.merged(parts)
+    for name in "rows prompt_tokens steps drafted accepted committed decode_s".split():
+        assert getattr(merged, name) == sum(getattr(part, name) for part in parts)
+    for index, at in enumerate(merged.acceptance_by_position):
+        here = [p.acceptance_by_position[index] for p in parts if index < p_length(p)]
+        assert at.attempts == sum(p.attempts for p in here)
+        assert at.accepted == sum(p.accepted for p in here)
+    assert p_length(merged) == 4
+
+
+def p_length(stats: Stats) -> int:
+    return len(stats.acceptance_by_position)

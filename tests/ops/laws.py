@@ -1,0 +1,332 @@
+"""Laws written from their definitions in float64 numpy, and the checks against them.
+
+The checks are plain functions, so that the mutants in `tests.ops.test_mutants` face exactly what
+the library faces. Every seed is fixed; a check fails below ``P_VALUE``, which a correct program
+does once in 10,000 checks, and then always, since nothing here is drawn anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jspec.config import SamplingParams
+from jspec.ops import sample as sample_module
+from jspec.ops import verify as verify_module
+from jspec.ops.sample import Role, Rows, probabilities, sample
+from jspec.ops.verify import verify_stochastic
+
+P_VALUE = 1e-4
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=1.0)
+BELOW_ONE = np.float32(1 - 2**-24)
+
+
+def rows_of(params: list[SamplingParams], seeds=None) -> Rows:
+    """The `Rows` of ``params``, one each, with ``seeds`` 0, 1, ... unless given."""
+    seeds = np.arange(len(params)) if seeds is None else seeds
+
+    def column(name, dtype):
+        return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
+
+    return Rows(
+        column("temperature", np.float32),
+        column("top_k", np.int32),
+        column("top_p", np.float32),
+        column("min_p", np.float32),
+        jnp.asarray(seeds, jnp.uint32),
+    )
+
+
+def filtered_law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The law of one token, ``[V]`` to ``[V]``: temperature, top-k, top-p, min-p, ties kept."""
+    logits = np.asarray(logits, np.float64)
+    if params.temperature == 0:
+        return np.eye(logits.size)[logits.argmax()]
+    scaled = logits / params.temperature
+    keep = np.isfinite(scaled)
+    if params.top_k:
+        keep &= scaled >= np.sort(scaled)[::-1][min(params.top_k, scaled.size) - 1]
+    law = _softmax(scaled, keep)
+    if params.top_p < 1:
+        descending = np.sort(law)[::-1]
+        count = np.argmax(np.cumsum(descending) >= params.top_p * (1 - 1e-9))
+        keep &= law >= descending[count]
+        law = _softmax(scaled, keep)
+    if params.min_p > 0:
+        keep &= law >= params.min_p * law.max() * (1 - 1e-9)
+    return _softmax(scaled, keep)
+
+
+def _softmax(scaled: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    weights = np.where(keep, np.exp(scaled - scaled[keep].max()), 0)
+    return weights / weights.sum()
+
+
+def check_counts(observed: dict, law: dict) -> None:
+    """Chi-square of counts against probabilities that sum to 1; outcomes seldom expected share a
+    cell, and an outcome of probability 0 must not occur at all."""
+    total = sum(observed.values())
+    np.testing.assert_allclose(sum(law.values()), 1, rtol=1e-9)
+    impossible = {key: n for key, n in observed.items() if law.get(key, 0) == 0}
+    assert not impossible, f"impossible outcomes were seen: {impossible}"
+    common = [key for key, p in law.items() if p * total >= 10]
+    got = np.array([observed.get(key, 0) for key in common], float)
+    wanted = np.array([law[key] for key in common]) * total
+    seldom, rest = total - got.sum(), total - wanted.sum()
+    if rest >= 10:
+        got, wanted = np.append(got, seldom), np.append(wanted, rest)
+    elif seldom:
+        assert stats.poisson.sf(seldom - 1, rest) > P_VALUE, f"{seldom} seldom outcomes"
+    if len(wanted) > 1:
+        statistic = ((got - wanted) ** 2 / wanted).sum()
+        p = stats.chi2.sf(statistic, len(wanted) - 1)
+        assert p > P_VALUE, f"p-value {p:.1e} over {len(wanted)} outcomes of {total} draws"
+
+
+@dataclasses.dataclass(frozen=True)
+class Toy:
+    """A target and a draft as tables: ``target[t]``, ``draft[t]`` float32 ``[V] * t + [V]`` hold
+    the logits of token t after each prefix of t tokens. A ``one_hot`` draft takes its largest logit
+    and says that it was certain."""
+
+    name: str
+    target: tuple[np.ndarray, ...]
+    draft: tuple[np.ndarray, ...]
+    one_hot: bool = False
+    dtype: str = "float32"
+
+    @property
+    def gamma(self) -> int:
+        return len(self.draft)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.target[0].size
+
+    def draft_law(self, prefix: tuple[int, ...], params: SamplingParams) -> np.ndarray:
+        logits = self.draft[len(prefix)][prefix]
+        return filtered_law(logits, GREEDY if self.one_hot else params)
+
+    def target_law(self, prefix: tuple[int, ...], params: SamplingParams) -> np.ndarray:
+        return filtered_law(self.target[len(prefix)][prefix], params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows of one batch that share settings and a draft length."""
+
+    params: SamplingParams
+    length: int
+    rows: int
+
+
+def make_toy(
+    name: str,
+    *,
+    vocabulary: int,
+    gamma: int,
+    seed: int,
+    spread: float = 1.5,
+    like: float = 0.0,
+    zeros: float = 0.0,
+    disjoint: bool = False,
+    one_hot: bool = False,
+    dtype: str = "float32",
+) -> Toy:
+    """Random tables. ``like`` in [0, 1] mixes the target into the draft, ``zeros`` is the share of
+    logits at -inf in both, ``disjoint`` leaves target and draft no token in common."""
+    rng = np.random.default_rng(seed)
+
+    def table(t: int) -> np.ndarray:
+        drawn = spread * rng.standard_normal([vocabulary] * (t + 1)).astype(np.float32)
+        # Multiples of 1/8 are exact in bfloat16, and so make ties.
+        return np.round(drawn * 8) / 8
+
+    target = [table(t) for t in range(gamma + 1)]
+    draft = [like * target[t] + (1 - like) * table(t) for t in range(gamma)]
+
+    def with_holes(x: np.ndarray) -> np.ndarray:
+        holes = rng.random(x.shape) < zeros
+        holes[..., rng.integers(vocabulary)] = False
+        return np.where(holes, -np.inf, x)
+
+    target, draft = [with_holes(x) for x in target], [with_holes(x) for x in draft]
+    if disjoint:
+        odd = np.arange(vocabulary) % 2 == 1
+        target = [np.where(odd, -np.inf, x) for x in target]
+        draft = [np.where(odd, x, -np.inf) for x in draft]
+    draft = [x.astype(jnp.dtype(dtype)).astype(np.float32) for x in draft]
+    return Toy(
+        name,
+        tuple(x.astype(np.float32) for x in target),
+        tuple(draft),
+        one_hot=one_hot,
+        dtype=dtype,
+    )
+
+
+def block_law(toy: Toy, params: SamplingParams, length: int) -> dict[tuple, float]:
+    """The law of the committed block under ideal rejection sampling, enumerated.
+
+    A draft token d stands with probability min(1, p(d) / q(d)) and was drawn with q(d): together
+    min(p(d), q(d)). The first that falls is replaced by r with probability, drawn and rejected and
+    redrawn together, of max(p(r) - q(r), 0); the bonus token follows p.
+    """
+    law: dict[tuple, float] = {}
+
+    def walk(prefix: tuple[int, ...], mass: float) -> None:
+        p = toy.target_law(prefix, params)
+        if len(prefix) == length:
+            ends = p
+        else:
+            q = toy.draft_law(prefix, params)
+            ends = np.maximum(p - q, 0)
+            for token in np.flatnonzero(np.minimum(p, q)):
+                walk((*prefix, int(token)), mass * np.minimum(p, q)[token])
+        for token in np.flatnonzero(ends):
+            law[(*prefix, int(token))] = law.get((*prefix, int(token)), 0.0) + mass * ends[token]
+
+    # A block says how much of it was accepted: all of it but its last token.
+    walk((), 1.0)
+    return law
+
+
+def completed(toy: Toy, params: SamplingParams, law: dict[tuple, float]) -> dict[tuple, float]:
+    """The law of gamma + 1 tokens: blocks of ``law``, continued by the target itself."""
+    full: dict[tuple, float] = {}
+
+    def extend(prefix: tuple[int, ...], mass: float) -> None:
+        if len(prefix) == toy.gamma + 1:
+            full[prefix] = full.get(prefix, 0.0) + mass
+            return
+        p = toy.target_law(prefix, params)
+        for token in np.flatnonzero(p):
+            extend((*prefix, int(token)), mass * p[token])
+
+    for block, mass in law.items():
+        extend(block, mass)
+    return full
+
+
+def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0) -> np.ndarray:
+    """Draft and verify one block in each row of all groups, in one batch; ``tokens [N, gamma+1]``.
+
+    Draft tokens are drawn as `jspec.decode.draft` does. Traced anew on each call, so that a
+    patched internal is seen. Tiles of 4 save memory, and a vocabulary of 5 has two of them.
+    """
+    count = sum(group.rows for group in groups)
+    params = [group.params for group in groups for _ in range(group.rows)]
+    rows = rows_of(params, seed * 10_000_019 + np.arange(count))
+    lengths = np.repeat([g.length for g in groups], [g.rows for g in groups]).astype(np.int32)
+    filtered = any(group.params.sampling == "filtered" for group in groups)
+    first = (np.arange(count) % 50).astype(np.int32)
+    gamma, vocabulary = toy.gamma, toy.vocabulary
+
+    def at(tables, prefix):
+        table = tables[len(prefix)].reshape(-1, vocabulary)
+        index = jnp.zeros((count,), jnp.int32)
+        for token in prefix:
+            index = index * vocabulary + token
+        return table[index]
+
+    @jax.jit
+    def blocks(target, draft, rows, lengths, first):
+        drafted, draft_logits = [], []
+        for step in range(gamma):
+            logits = at(draft, drafted).astype(toy.dtype)
+            draft_logits.append(logits)
+            if toy.one_hot:
+                drafted.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
+            else:
+                where = first[:, None] + step
+                drawn = sample(logits[:, None], rows, where, Role.DRAFT, filtered=filtered)
+                drafted.append(drawn[:, 0])
+        target_logits = [at(target, drafted[:t]) for t in range(gamma + 1)]
+        return verify_stochastic(
+            jnp.stack(drafted, axis=1),
+            jnp.stack(target_logits, axis=1),
+            lengths,
+            jnp.full((count, 1), -1, jnp.int32),
+            rows,
+            first,
+            draft_logits=None if toy.one_hot else jnp.stack(draft_logits, axis=1),
+            filtered=filtered,
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_module, "TILE", 4)
+        verified = jax.device_get(blocks(toy.target, toy.draft, rows, lengths, first))
+    np.testing.assert_array_equal(verified.committed, verified.accepted + 1)
+    np.testing.assert_array_equal((verified.tokens >= 0).sum(axis=1), verified.committed)
+    return verified.tokens
+
+
+def check_block_law(toy: Toy, groups: list[Group], *, seed: int = 0) -> None:
+    """The joint law of (accepted, committed tokens) in every group against its enumeration."""
+    tokens = run_blocks(toy, groups, seed=seed)
+    bounds = np.cumsum([0] + [group.rows for group in groups])
+    for group, (begin, end) in zip(groups, itertools.pairwise(bounds), strict=True):
+        blocks, counts = np.unique(tokens[begin:end], axis=0, return_counts=True)
+        observed = {
+            tuple(t for t in block.tolist() if t >= 0): int(n)
+            for block, n in zip(blocks, counts, strict=True)
+        }
+        check_counts(observed, block_law(toy, group.params, group.length))
+
+
+def check_forced(toy: Toy, u: np.float32) -> None:
+    """Outcomes where every uniform number is ``u``, 0 or the last float below 1, against Python.
+
+    At 0 all that is possible stands and the first possible token is drawn; just below 1 only what
+    the target likes at least as much as the draft stands, and the last possible token is drawn.
+    Every draft is tried, those included that the draft model cannot make.
+    """
+    vocabulary, gamma = toy.vocabulary, toy.gamma
+    drafts = np.array(list(itertools.product(range(vocabulary), repeat=gamma)), np.int32)
+    count = len(drafts)
+    rows = rows_of([SAMPLED] * count)
+    target_logits = np.stack(
+        [toy.target[t][tuple(drafts[:, :t].T)] * np.ones((count, 1)) for t in range(gamma + 1)], 1
+    ).astype(np.float32)
+    draft_logits = np.stack(
+        [toy.draft[t][tuple(drafts[:, :t].T)] * np.ones((count, 1)) for t in range(gamma)], 1
+    ).astype(np.float32)
+    p = np.asarray(probabilities(jnp.asarray(target_logits), rows, filtered=False))
+    q = np.asarray(probabilities(jnp.asarray(draft_logits), rows, filtered=False))
+    if toy.one_hot:
+        q = np.eye(vocabulary, dtype=np.float32)[drafts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            verify_module, "uniform", lambda seeds, positions, role: jnp.full(positions.shape, u)
+        )
+        got = jax.jit(functools.partial(verify_stochastic, filtered=False))(
+            jnp.asarray(drafts),
+            jnp.asarray(target_logits),
+            jnp.full((count,), gamma, jnp.int32),
+            jnp.full((count, 1), -1, jnp.int32),
+            rows,
+            jnp.zeros((count,), jnp.int32),
+            draft_logits=None if toy.one_hot else jnp.asarray(draft_logits),
+        )
+    for row, draft in enumerate(drafts):
+        accepted = 0
+        while accepted < gamma:
+            here, token = (row, accepted), draft[accepted]
+            if p[here][token] == 0 or (u > 0 and p[here][token] < q[here][token]):
+                break
+            accepted += 1
+        weights = p[row, accepted]
+        if accepted < gamma:
+            weights = np.maximum(weights - q[row, accepted], 0)
+        possible = np.flatnonzero(weights)
+        following = possible[0] if u == 0 else possible[-1]
+        assert got.accepted[row] == accepted, f"draft {draft}"
+        assert got.next_token[row] == following, f"draft {draft}"

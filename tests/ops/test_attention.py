@@ -1,0 +1,199 @@
+"""Every implementation of attention against float64 numpy, written from the definition."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.dispatch import BackendError
+from jspec.ops import attention as module
+from jspec.ops.attention import attention, causal, implementations
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``lengths``: what each row's cache holds, the new tokens included; ``padded``: how many of
+    the ``tokens`` queries at the end of each row are padding; ``empty``: whether key positions are
+    given, shuffled and with empty slots among them."""
+
+    name: str
+    tokens: int
+    slots: int
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 16
+    padded: tuple[int, ...] = ()
+    empty: bool = False
+    dtype: str = "float32"
+    scale: float | None = None
+
+
+CASES = [
+    Case("one-token", 1, 40, (40, 1, 17)),
+    Case("one-slot", 1, 1, (1, 1)),
+    Case("two-tokens-mha", 2, 33, (33, 2), heads=3, kv_heads=3, size=8),
+    Case("three-tokens-mqa", 3, 24, (7, 24), heads=6, kv_heads=1),
+    Case("four-tokens-padding", 4, 37, (37, 30, 6, 4), padded=(0, 1, 3, 4)),
+    Case("five-tokens-gqa4", 5, 50, (50, 8, 31), heads=8, kv_heads=2, size=4),
+    Case("seven-tokens-holes", 7, 45, (45, 20, 7), empty=True),
+    Case("eight-tokens-scale", 8, 16, (16, 9), scale=0.7),
+    Case("nine-tokens-holes-padding", 9, 61, (61, 13, 40), padded=(2, 0, 9), empty=True),
+    Case("bfloat16", 5, 48, (48, 11), dtype="bfloat16"),
+    Case("bfloat16-holes", 1, 48, (48, 11), dtype="bfloat16", empty=True),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    positions: np.ndarray
+    key_positions: np.ndarray | None
+
+
+def inputs(case: Case, *, junk: float) -> Inputs:
+    """Random inputs; every slot that no query may read holds ``junk``."""
+    rng = np.random.default_rng(len(case.name))
+    batch = len(case.lengths)
+
+    def normal(*shape):
+        drawn = rng.standard_normal(shape).astype(np.float32)
+        return drawn.astype(jnp.dtype(case.dtype))
+
+    q = normal(batch, case.tokens, case.heads, case.size)
+    k, v = (normal(batch, case.slots, case.kv_heads, case.size) for _ in range(2))
+    lengths = np.array(case.lengths)[:, None]
+    positions = lengths - case.tokens + np.arange(case.tokens)
+    if case.padded:
+        kept = case.tokens - np.array(case.padded)[:, None]
+        positions = np.where(np.arange(case.tokens) < kept, positions, -1)
+    held = np.tile(np.arange(case.slots), (batch, 1))
+    held = np.where(held < lengths, held, -1)
+    if case.empty:
+        held = rng.permuted(np.where(rng.random(held.shape) < 0.3, -1, held), axis=1)
+    unread = (held < 0) | (held > positions.max(axis=1, keepdims=True))
+    k[unread] = v[unread] = junk
+    return Inputs(
+        q, k, v, positions.astype(np.int32), held.astype(np.int32) if case.empty else None
+    )
+
+
+def brute_force(x: Inputs, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Attention and its log-sum-exp, one query, head and key at a time."""
+    q, k, v = (np.asarray(a, np.float64) for a in (x.q, x.k, x.v))
+    batch, tokens, heads, _ = q.shape
+    group = heads // k.shape[2]
+    out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    for b, t, n in np.ndindex(batch, tokens, heads):
+        held = np.arange(k.shape[1]) if x.key_positions is None else x.key_positions[b]
+        seen = [s for s, at in enumerate(held) if 0 <= at <= x.positions[b, t]]
+        if not seen:
+            continue
+        scores = np.array([scale * q[b, t, n] @ k[b, s, n // group] for s in seen])
+        lse[b, t, n] = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
+        weights = np.exp(scores - lse[b, t, n])
+        out[b, t, n] = sum(w * v[b, s, n // group] for w, s in zip(weights, seen, strict=True))
+    return out, lse
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "scale", "block"))
+def _jitted(q, k, v, positions, key_positions, *, implementation, scale, block):
+    del block  # only here so that another block is another program
+    settings = {"key_positions": key_positions, "scale": scale, "implementation": implementation}
+    return attention(q, k, v, positions, **settings)
+
+
+def run(x: Inputs, implementation: str, scale: float | None = None):
+    arrays = [None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x)]
+    return _jitted(*arrays, implementation=implementation, scale=scale, block=module.BLOCK)
+
+
+@pytest.fixture(params=[*implementations(), "xla_blocked by 8"])
+def implementation(request, monkeypatch) -> str:
+    """Each implementation; blocks of 8 give most cases several blocks, the last one ragged."""
+    name, _, block = request.param.partition(" by ")
+    if block:
+        monkeypatch.setattr(module, "BLOCK", int(block))
+    return name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_definition(case, implementation):
+    x = inputs(case, junk=0.0)
+    out, lse = run(x, implementation, case.scale)
+    scale = case.size**-0.5 if case.scale is None else case.scale
+    expected_out, expected_lse = brute_force(x, scale)
+    tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-6
+    assert out.dtype == case.dtype
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_empty_slots_change_no_bit(case, implementation):
+    clean = run(inputs(case, junk=0.0), implementation, case.scale)
+    for junk in (np.nan, np.inf, 3e38):
+        poisoned = run(inputs(case, junk=junk), implementation, case.scale)
+        for expected, got in zip(clean, poisoned, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_padding_gives_zero_and_minus_infinity(implementation):
+    x = inputs(CASES[4], junk=np.nan)
+    out, lse = run(x, implementation)
+    padding = x.positions < 0
+    assert padding.sum() == 8
+    assert not np.asarray(out)[padding].any()
+    assert (np.asarray(lse)[padding] == -np.inf).all()
+
+
+def test_large_scores_do_not_overflow(implementation):
+    x = inputs(CASES[0], junk=0.0)
+    out, lse = run(x, implementation, scale=1e4)
+    expected_out, expected_lse = brute_force(x, 1e4)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+    np.testing.assert_allclose(out, expected_out, atol=2e-2)
+
+
+def test_causal_is_attention_of_a_sequence_over_itself():
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 6, 4, 8)).astype(np.float32)
+    k, v = (rng.standard_normal((2, 6, 2, 8)).astype(np.float32) for _ in range(2))
+    positions = np.tile(np.arange(6, dtype=np.int32), (2, 1))
+    expected, _ = brute_force(Inputs(q, k, v, positions, None), 8**-0.5)
+    np.testing.assert_allclose(causal(*map(jnp.asarray, (q, k, v))), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (2, 9, 3, 8)}, r"k \(2, 9, 3, 8\).*must be \[B, T, N, H\]"),
+        ({"k": (2, 9, 3, 8), "v": (2, 9, 3, 8)}, "N a multiple of K"),
+        ({"k": (3, 9, 2, 8), "v": (3, 9, 2, 8)}, "must be"),
+        ({"k": (2, 9, 2, 4), "v": (2, 9, 2, 4)}, "must be"),
+        ({"positions": (2, 3)}, r"positions \(2, 3\) must be \[B, T\] = \(2, 4\)"),
+        ({"key_positions": (2, 8)}, r"key_positions \(2, 8\) must be \[B, S\] = \(2, 9\)"),
+    ],
+    ids=["k-not-v", "heads", "batch", "head-size", "positions", "key-positions"],
+)
+def test_bad_shapes_are_refused(change, message):
+    shapes = {"q": (2, 4, 4, 8), "k": (2, 9, 2, 8), "v": (2, 9, 2, 8), "positions": (2, 4)}
+    shapes |= change
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, jnp.int32 if "positions" in name else jnp.float32)
+        for name, shape in shapes.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(attention, **arrays)
+
+
+def test_an_unknown_implementation_is_refused():
+    x = inputs(CASES[0], junk=0.0)
+    with pytest.raises(BackendError, match=r"attention has no implementation 'fastest'.*xla"):
+        run(x, "fastest")

@@ -1,0 +1,312 @@
+"""Verification: greedy against plain Python, stochastic against the enumerated law of its block."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.ops import verify as module
+from jspec.ops.sample import Role, inverse_cdf, probabilities
+from jspec.ops.verify import Verified, verify_greedy, verify_stochastic
+from tests.ops.laws import (
+    BELOW_ONE,
+    GREEDY,
+    SAMPLED,
+    Group,
+    Toy,
+    block_law,
+    check_block_law,
+    check_forced,
+    completed,
+    make_toy,
+    rows_of,
+)
+
+LAST_ID = 2**31 - 1
+
+
+def int32(x):
+    return jnp.asarray(x, jnp.int32)
+
+
+def outcome(draft: list[int], target: list[int], length: int, stops: list[int]) -> dict:
+    """What greedy verification of one row must give, step by step."""
+    accepted = 0
+    while accepted < length and draft[accepted] == target[accepted]:
+        accepted += 1
+    return cut([*draft[:accepted], target[accepted]], len(draft) + 1, stops)
+
+
+def cut(block: list[int], size: int, stops: list[int]) -> dict:
+    """The outcome for a block of accepted tokens and one more, ended behind its first stop."""
+    accepted = len(block) - 1
+    end = next((i + 1 for i, token in enumerate(block) if token in stops and token >= 0), None)
+    kept = block[:end]
+    return {
+        "accepted": min(accepted, len(kept)),
+        "committed": len(kept),
+        "next_token": kept[accepted] if len(kept) > accepted else -1,
+        "stopped": end is not None,
+        "tokens": kept + [-1] * (size - len(kept)),
+    }
+
+
+def assert_outcomes(got: Verified, expected: list[dict]) -> None:
+    for field in dataclasses.fields(Verified):
+        value = getattr(got, field.name)
+        assert value.dtype == (jnp.bool_ if field.name == "stopped" else jnp.int32)
+        np.testing.assert_array_equal(value, [e[field.name] for e in expected], field.name)
+
+
+# --- greedy ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4, 8])
+def test_greedy_equals_plain_python(gamma):
+    """2,000 random rows over three ids, so that runs of every length, ragged drafts and stop
+    tokens at every place occur; seed 0."""
+    rng = np.random.default_rng(0)
+    count = 2000
+    target = rng.integers(0, 3, (count, gamma + 1))
+    draft = np.where(rng.random((count, gamma)) < 0.8, target[:, :-1], rng.integers(0, 3, gamma))
+    lengths = rng.integers(0, gamma + 1, count)
+    draft = np.where(np.arange(gamma) < lengths[:, None], draft, -1)
+    stops = np.where(rng.random((count, 2)) < 0.3, rng.integers(0, 3, (count, 2)), -1)
+    inputs = [x.tolist() for x in (draft, target, lengths, stops)]
+    expected = [outcome(*row) for row in zip(*inputs, strict=True)]
+    assert {e["accepted"] for e in expected} == set(range(gamma + 1))
+    assert any(e["stopped"] and e["next_token"] == -1 for e in expected)
+    assert_outcomes(verify_greedy(*map(int32, (draft, target, lengths, stops))), expected)
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "length", "stops", "expected"),
+    [
+        ([5], [5, 6], 1, [-1], (1, 2, 6, False, [5, 6])),
+        ([5], [4, 6], 1, [-1], (0, 1, 4, False, [4, -1])),
+        ([5], [5, 6], 0, [-1], (0, 1, 5, False, [5, -1])),
+        ([1, 2, 3], [9, 2, 3, 4], 3, [-1], (0, 1, 9, False, [9, -1, -1, -1])),
+        ([1, 2, 3], [1, 2, 3, 4], 3, [-1], (3, 4, 4, False, [1, 2, 3, 4])),
+        ([1, 2, 3], [1, 2, 3, 4], 3, [1], (1, 1, -1, True, [1, -1, -1, -1])),
+        ([1, 2, 3], [1, 2, 3, 4], 3, [3], (3, 3, -1, True, [1, 2, 3, -1])),
+        ([1, 2, 3], [1, 2, 3, 4], 3, [4], (3, 4, 4, True, [1, 2, 3, 4])),
+        ([1, 2, 3], [1, 7, 3, 4], 3, [7], (1, 2, 7, True, [1, 7, -1, -1])),
+        ([1, 2, 3], [1, 7, 3, 4], 3, [2, 3], (1, 2, 7, False, [1, 7, -1, -1])),
+        ([1, 2, -1], [1, 2, 3, 4], 2, [-1], (2, 3, 3, False, [1, 2, 3, -1])),
+        ([0, LAST_ID], [0, LAST_ID, LAST_ID], 2, [-1], (2, 3, LAST_ID, False, [0] + [LAST_ID] * 2)),
+        ([0, LAST_ID], [0, LAST_ID, 0], 2, [LAST_ID], (2, 2, -1, True, [0, LAST_ID, -1])),
+    ],
+    ids=[
+        "one-stands",
+        "one-falls",
+        "no-draft",
+        "all-fall",
+        "all-stand",
+        "stop-first",
+        "stop-last-draft",
+        "stop-is-bonus",
+        "stop-is-correction",
+        "stop-was-rejected",
+        "padding",
+        "largest-id",
+        "largest-id-stops",
+    ],
+)
+def test_greedy_edges(draft, target, length, stops, expected):
+    got = verify_greedy(int32([draft]), int32([target]), int32([length]), int32([stops]))
+    names = [field.name for field in dataclasses.fields(Verified)]
+    assert_outcomes(got, [dict(zip(names, expected, strict=True))])
+
+
+# --- stochastic: outcomes that are certain ---------------------------------------------------
+
+verify = jax.jit(verify_stochastic, static_argnames="filtered")
+
+
+def random_verification(filtered_rows: list[SamplingParams], *, gamma=3, vocabulary=6, seed=0):
+    rng = np.random.default_rng(seed)
+    count = len(filtered_rows)
+    return {
+        "draft_tokens": int32(rng.integers(0, vocabulary, (count, gamma))),
+        "target_logits": jnp.asarray(
+            2 * rng.standard_normal((count, gamma + 1, vocabulary)), jnp.float32
+        ),
+        "draft_lengths": int32(rng.integers(0, gamma + 1, count)),
+        "stop_tokens": jnp.full((count, 1), -1, jnp.int32),
+        "rows": rows_of(filtered_rows),
+        "positions": int32(rng.integers(0, 100, count)),
+    }
+
+
+@pytest.mark.parametrize("source", ["distribution", "one-hot"])
+def test_rows_at_temperature_zero_are_greedy(source):
+    args = random_verification([GREEDY] * 300, vocabulary=3)
+    draft_logits = None
+    if source == "distribution":
+        # A greedy draft takes the largest of its logits.
+        draft_logits = 5 * jax.nn.one_hot(args["draft_tokens"], 3)
+    got = verify(**args, draft_logits=draft_logits, filtered=False)
+    choice = jnp.argmax(args["target_logits"], axis=-1).astype(jnp.int32)
+    expected = verify_greedy(
+        args["draft_tokens"], choice, args["draft_lengths"], args["stop_tokens"]
+    )
+    for field in dataclasses.fields(Verified):
+        np.testing.assert_array_equal(getattr(got, field.name), getattr(expected, field.name))
+    assert {0, 1, 2} <= set(got.accepted.tolist())
+
+
+def test_a_stop_token_only_cuts_the_block():
+    args = random_verification([SAMPLED] * 2000, vocabulary=3)
+    free = verify(**args, filtered=False)
+    stops = np.random.default_rng(1).integers(-1, 3, (2000, 1))
+    got = verify(**args | {"stop_tokens": int32(stops)}, filtered=False)
+    blocks = [[t for t in block if t >= 0] for block in free.tokens.tolist()]
+    expected = [cut(b, 4, s) for b, s in zip(blocks, stops.tolist(), strict=True)]
+    assert len({(e["committed"], e["stopped"]) for e in expected}) == 8
+    assert_outcomes(got, expected)
+
+
+def test_what_lies_beyond_the_draft_length_is_ignored():
+    args = random_verification([SAMPLED] * 200)
+    beyond = np.arange(3) >= np.asarray(args["draft_lengths"])[:, None]
+    draft_logits = np.random.default_rng(2).standard_normal((200, 3, 6)).astype(np.float32)
+    clean = verify(**args, draft_logits=jnp.asarray(draft_logits), filtered=False)
+    after = np.arange(4) > np.asarray(args["draft_lengths"])[:, None]
+    junk = {
+        "draft_tokens": int32(np.where(beyond, -1, args["draft_tokens"])),
+        "target_logits": jnp.asarray(np.where(after[:, :, None], np.nan, args["target_logits"])),
+        "draft_logits": jnp.asarray(np.where(beyond[:, :, None], np.nan, draft_logits)),
+    }
+    poisoned = verify(**args | junk, filtered=False)
+    for field in dataclasses.fields(Verified):
+        np.testing.assert_array_equal(getattr(poisoned, field.name), getattr(clean, field.name))
+
+
+def test_a_row_does_not_feel_its_neighbours():
+    params = [
+        SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.5, 1.0, 2.0) for k in (0, 3)
+    ] * 4
+    args = random_verification(params)
+    draft_logits = jnp.asarray(np.random.default_rng(3).standard_normal((32, 3, 6)), jnp.float32)
+    args["draft_logits"] = draft_logits
+    whole = verify(**args)
+    order = np.random.default_rng(4).permutation(32)[:11]
+    part = verify(**jax.tree.map(lambda x: x[order], args))
+    np.testing.assert_array_equal(part.tokens, np.asarray(whole.tokens)[order])
+
+
+FORCED = {
+    "mixed": make_toy("mixed", vocabulary=4, gamma=3, seed=0, zeros=0.3),
+    "disjoint": make_toy("disjoint", vocabulary=4, gamma=2, seed=1, disjoint=True),
+    "one-hot": make_toy("one-hot", vocabulary=5, gamma=2, seed=2, zeros=0.3, one_hot=True),
+}
+
+
+@pytest.mark.parametrize("u", [np.float32(0), BELOW_ONE], ids=["u=0", "u=1-2**-24"])
+@pytest.mark.parametrize("toy", FORCED.values(), ids=FORCED)
+def test_the_ends_of_u_have_certain_outcomes(toy, u):
+    check_forced(toy, u)
+
+
+def test_an_empty_residual_leaves_the_target(monkeypatch):
+    """A draft that equals the target and is rejected all the same, as rounding can make it."""
+    u = {Role.ACCEPT: 1.0, Role.RESIDUAL: 0.6, Role.BONUS: 0.0}
+    monkeypatch.setattr(module, "uniform", lambda s, at, role: jnp.full(at.shape, u[role]))
+    args = random_verification([SAMPLED] * 50) | {"draft_lengths": jnp.full((50,), 3, jnp.int32)}
+    got = verify_stochastic(**args, draft_logits=args["target_logits"][:, :3])
+    p = probabilities(args["target_logits"], args["rows"], filtered=False)[:, 0]
+    assert not got.accepted.any()
+    np.testing.assert_array_equal(got.next_token, inverse_cdf(p, jnp.full((50,), 0.6)))
+
+
+# --- stochastic: the law ---------------------------------------------------------------------
+
+RAGGED = [Group(SAMPLED, length, 30_000) for length in range(3)]
+MIXED = [
+    Group(SAMPLED, 2, 40_000),
+    Group(GREEDY, 2, 2_000),
+    Group(SamplingParams(temperature=0.5, top_k=3), 2, 40_000),
+    Group(SamplingParams(temperature=2.0, top_p=0.8), 2, 40_000),
+    Group(SamplingParams(temperature=1.3, min_p=0.2), 1, 40_000),
+    Group(SamplingParams(temperature=0.8, top_k=4, top_p=0.95, min_p=0.05), 2, 40_000),
+    Group(GREEDY, 1, 2_000),
+]
+LAWS: list[tuple[Toy, list[Group]]] = [
+    (make_toy("gamma-1", vocabulary=5, gamma=1, seed=10), [Group(SAMPLED, 1, 120_000)]),
+    (make_toy("gamma-2", vocabulary=4, gamma=2, seed=11), [Group(SAMPLED, 2, 120_000)]),
+    (make_toy("gamma-3", vocabulary=3, gamma=3, seed=12), [Group(SAMPLED, 3, 120_000)]),
+    (make_toy("near-equal", vocabulary=4, gamma=2, seed=13, like=0.97), RAGGED),
+    (make_toy("equal", vocabulary=4, gamma=2, seed=14, like=1.0), RAGGED),
+    (make_toy("zero-mass", vocabulary=5, gamma=2, seed=15, zeros=0.4), RAGGED),
+    (make_toy("disjoint", vocabulary=4, gamma=2, seed=16, disjoint=True), RAGGED),
+    (make_toy("one-hot", vocabulary=4, gamma=2, seed=17, one_hot=True), RAGGED),
+    (make_toy("one-hot-zero", vocabulary=5, gamma=2, seed=18, one_hot=True, zeros=0.4), RAGGED),
+    (make_toy("bfloat16", vocabulary=4, gamma=2, seed=19, dtype="bfloat16"), RAGGED),
+    (make_toy("settings", vocabulary=5, gamma=2, seed=20), MIXED),
+    (make_toy("settings-one-hot", vocabulary=5, gamma=2, seed=21, one_hot=True), MIXED),
+]
+NAMES = [toy.name for toy, _ in LAWS]
+
+
+@pytest.mark.parametrize(("toy", "groups"), LAWS, ids=NAMES)
+def test_the_enumerated_law_is_the_target_law(toy, groups):
+    """What the tests below compare with is itself lossless: its blocks, continued by the target,
+    have the target's own law of gamma + 1 tokens."""
+    for group in groups:
+        blocks = block_law(toy, group.params, group.length)
+        law = completed(toy, group.params, blocks)
+        own = completed(toy, group.params, {(): 1.0})
+        assert {k for k, p in law.items() if p > 1e-12} == {k for k, p in own.items() if p > 1e-12}
+        np.testing.assert_allclose([law[key] for key in own], list(own.values()), atol=1e-12)
+
+
+@pytest.mark.parametrize(("toy", "groups"), LAWS, ids=NAMES)
+def test_the_committed_block_has_the_ideal_law(toy, groups):
+    """Chi-square over all (accepted, tokens) at once; seeds 0, 1, ...; fails below p = 1e-4."""
+    check_block_law(toy, groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("toy", "groups"), LAWS, ids=NAMES)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_committed_block_has_the_ideal_law_in_more_rows(toy, groups, seed):
+    check_block_law(toy, [dataclasses.replace(g, rows=10 * g.rows) for g in groups], seed=seed)
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_logits": (2, 3, 5)}, r"needs a target for \[B, gamma \+ 1\] = \(2, 4\)"),
+        ({"draft_logits": (2, 4, 5)}, r"draft_logits \(2, 4, 5\) must be .* \(2, 3, 5\)"),
+        ({"draft_lengths": (3,)}, r"draft_lengths \(3,\) .* must be \[B\] and \[B, M\] with B=2"),
+        ({"stop_tokens": (2,)}, r"stop_tokens \(2,\) must be \[B\] and \[B, M\]"),
+    ],
+    ids=["target", "draft-logits", "lengths", "stops"],
+)
+def test_bad_shapes_are_refused(change, message):
+    shapes = {
+        "draft_tokens": (2, 3),
+        "target_logits": (2, 4, 5),
+        "draft_lengths": (2,),
+        "stop_tokens": (2, 1),
+        "positions": (2,),
+        "draft_logits": (2, 3, 5),
+    }
+    arrays = {
+        name: jnp.zeros(shape, jnp.float32 if "logits" in name else jnp.int32)
+        for name, shape in (shapes | change).items()
+    }
+    with pytest.raises(ValueError, match=message):
+        verify_stochastic(**arrays, rows=rows_of([SAMPLED] * 2))
+
+
+def test_greedy_refuses_a_target_without_the_bonus():
+    tokens = jnp.zeros((2, 3), jnp.int32)
+    with pytest.raises(ValueError, match=r"needs a target .* got \(2, 3\)"):
+        verify_greedy(tokens, tokens, jnp.zeros((2,), jnp.int32), tokens[:, :1])
