@@ -197,7 +197,7 @@ def test_export_quantises_within_half_a_step_and_reads_back(tmp_path):
     assert settings["head_dim"] == CONFIG.head_size
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "def π(x):\n\treturn  x\x0b é\n"
-    assert tokenizer.encode(text).ids == list(text.encode())
+    assert tokenizer.encode(text).ids == [256, *text.encode()]
     assert tokenizer.decode(list(text.encode())) == text
     special = [tokenizer.token_to_id(token) for token in export.SPECIAL_TOKENS]
     assert special == [256, 257, 258, 259]
