@@ -8,7 +8,6 @@ does once in 10,000 checks, and then always, since nothing here is drawn anew.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -216,62 +215,66 @@ def completed(toy: Toy, params: SamplingParams, law: dict[tuple, float]) -> dict
     return full
 
 
-def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0) -> np.ndarray:
+# Tiles of 4 save memory, and a vocabulary of 5 has two of them.
+draw = jax.jit(sample, static_argnames=("role", "filtered"))
+verify = jax.jit(verify_stochastic, static_argnames="filtered")
+
+
+def fresh_verify():
+    """`verify` traced anew, so that it sees a patched internal."""
+    return jax.jit(
+        lambda *args, **settings: verify_stochastic(*args, **settings), static_argnames="filtered"
+    )
+
+
+def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -> np.ndarray:
     """Draft and verify one block in each row of all groups, in one batch; ``tokens [N, gamma+1]``.
 
-    Draft tokens are drawn as `jspec.decode.draft` does. Traced anew on each call, so that a
-    patched internal is seen. Tiles of 4 save memory, and a vocabulary of 5 has two of them.
+    Draft tokens are drawn one by one, each from the logits behind those before it, as
+    `jspec.decode.draft` does.
     """
-    count = sum(group.rows for group in groups)
+    sizes = [group.rows for group in groups]
+    count = sum(sizes)
     params = [group.params for group in groups for _ in range(group.rows)]
     rows = rows_of(params, seed * 10_000_019 + np.arange(count))
-    lengths = np.repeat([g.length for g in groups], [g.rows for g in groups]).astype(np.int32)
+    lengths = np.repeat([group.length for group in groups], sizes).astype(np.int32)
     filtered = any(group.params.sampling == "filtered" for group in groups)
     first = (np.arange(count) % 50).astype(np.int32)
-    gamma, vocabulary = toy.gamma, toy.vocabulary
-
-    def at(tables, prefix):
-        table = tables[len(prefix)].reshape(-1, vocabulary)
-        index = jnp.zeros((count,), jnp.int32)
-        for token in prefix:
-            index = index * vocabulary + token
-        return table[index]
-
-    @jax.jit
-    def blocks(target, draft, rows, lengths, first):
-        drafted, draft_logits = [], []
-        for step in range(gamma):
-            logits = at(draft, drafted).astype(toy.dtype)
-            draft_logits.append(logits)
-            if toy.one_hot:
-                drafted.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-            else:
-                where = first[:, None] + step
-                drawn = sample(logits[:, None], rows, where, Role.DRAFT, filtered=filtered)
-                drafted.append(drawn[:, 0])
-        target_logits = [at(target, drafted[:t]) for t in range(gamma + 1)]
-        return verify_stochastic(
-            jnp.stack(drafted, axis=1),
-            jnp.stack(target_logits, axis=1),
-            lengths,
-            jnp.full((count, 1), -1, jnp.int32),
-            rows,
-            first,
-            draft_logits=None if toy.one_hot else jnp.stack(draft_logits, axis=1),
-            filtered=filtered,
-        )
-
+    drafted = np.zeros((count, toy.gamma), np.int32)
+    draft_logits = np.zeros((count, toy.gamma, toy.vocabulary), jnp.dtype(toy.dtype))
+    target_logits = np.zeros((count, toy.gamma + 1, toy.vocabulary), np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample_module, "TILE", 4)
-        verified = jax.device_get(blocks(toy.target, toy.draft, rows, lengths, first))
+        for t in range(toy.gamma + 1):
+            prefix = tuple(drafted[:, :t].T)
+            target_logits[:, t] = toy.target[t][prefix]
+            if t == toy.gamma:
+                break
+            draft_logits[:, t] = toy.draft[t][prefix]
+            if toy.one_hot:
+                drafted[:, t] = draft_logits[:, t].argmax(axis=-1)
+                continue
+            here, at = draft_logits[:, t : t + 1], first[:, None] + np.int32(t)
+            drafted[:, t] = draw(here, rows, at, Role.DRAFT, filtered=filtered)[:, 0]
+        verified = verify(
+            drafted,
+            target_logits,
+            lengths,
+            np.full((count, 1), -1, np.int32),
+            rows,
+            first,
+            draft_logits=None if toy.one_hot else draft_logits,
+            filtered=filtered,
+        )
+    verified = jax.device_get(verified)
     np.testing.assert_array_equal(verified.committed, verified.accepted + 1)
     np.testing.assert_array_equal((verified.tokens >= 0).sum(axis=1), verified.committed)
     return verified.tokens
 
 
-def check_block_law(toy: Toy, groups: list[Group], *, seed: int = 0) -> None:
+def check_block_law(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -> None:
     """The joint law of (accepted, committed tokens) in every group against its enumeration."""
-    tokens = run_blocks(toy, groups, seed=seed)
+    tokens = run_blocks(toy, groups, seed=seed, verify=verify)
     bounds = np.cumsum([0] + [group.rows for group in groups])
     for group, (begin, end) in zip(groups, itertools.pairwise(bounds), strict=True):
         blocks, counts = np.unique(tokens[begin:end], axis=0, return_counts=True)
@@ -307,7 +310,7 @@ def check_forced(toy: Toy, u: np.float32) -> None:
         patch.setattr(
             verify_module, "uniform", lambda seeds, positions, role: jnp.full(positions.shape, u)
         )
-        got = jax.jit(functools.partial(verify_stochastic, filtered=False))(
+        got = fresh_verify()(
             jnp.asarray(drafts),
             jnp.asarray(target_logits),
             jnp.full((count,), gamma, jnp.int32),
@@ -315,6 +318,7 @@ def check_forced(toy: Toy, u: np.float32) -> None:
             rows,
             jnp.zeros((count,), jnp.int32),
             draft_logits=None if toy.one_hot else jnp.asarray(draft_logits),
+            filtered=False,
         )
     for row, draft in enumerate(drafts):
         accepted = 0

@@ -11,7 +11,7 @@ import pytest
 
 from jspec.ops import verify as module
 from jspec.ops.sample import Role
-from tests.ops.laws import check_block_law, check_forced
+from tests.ops.laws import check_block_law, check_forced, fresh_verify
 from tests.ops.test_verify import BELOW_ONE, FORCED, LAWS
 
 RIGHT = {
@@ -22,7 +22,8 @@ RIGHT = {
 
 def by_law(name: str) -> Callable[[], None]:
     """The chi-square check of one of the toys."""
-    return lambda: check_block_law(*next((t, g) for t, g in LAWS if t.name == name))
+    toy, groups = next((t, g) for t, g in LAWS if t.name == name)
+    return lambda: check_block_law(toy, groups, verify=fresh_verify())
 
 
 def by_forced(name: str, u) -> Callable[[], None]:

@@ -21,8 +21,10 @@ from tests.ops.laws import (
     check_block_law,
     check_forced,
     completed,
+    fresh_verify,
     make_toy,
     rows_of,
+    verify,
 )
 
 LAST_ID = 2**31 - 1
@@ -123,8 +125,6 @@ def test_greedy_edges(draft, target, length, stops, expected):
 
 # --- stochastic: outcomes that are certain ---------------------------------------------------
 
-verify = jax.jit(verify_stochastic, static_argnames="filtered")
-
 
 def random_verification(filtered_rows: list[SamplingParams], *, gamma=3, vocabulary=6, seed=0):
     rng = np.random.default_rng(seed)
@@ -216,7 +216,7 @@ def test_an_empty_residual_leaves_the_target(monkeypatch):
     u = {Role.ACCEPT: 1.0, Role.RESIDUAL: 0.6, Role.BONUS: 0.0}
     monkeypatch.setattr(module, "uniform", lambda s, at, role: jnp.full(at.shape, u[role]))
     args = random_verification([SAMPLED] * 50) | {"draft_lengths": jnp.full((50,), 3, jnp.int32)}
-    got = verify_stochastic(**args, draft_logits=args["target_logits"][:, :3])
+    got = fresh_verify()(**args, draft_logits=args["target_logits"][:, :3], filtered=False)
     p = probabilities(args["target_logits"], args["rows"], filtered=False)[:, 0]
     assert not got.accepted.any()
     np.testing.assert_array_equal(got.next_token, inverse_cdf(p, jnp.full((50,), 0.6)))
