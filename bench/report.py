@@ -27,12 +27,13 @@ def write() -> None:
 def _step(path: Path, result: dict[str, Any]) -> str:
     machine = result["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+    driver = f"driver {machine['driver']}; " if machine["driver"] else ""
     picture = DOCS / f"{path.parent.name}-step.png"
     _plot(result, picture)
     lines = [
         f"## Plain and speculative decoding: {machine['device']}\n",
         f"Bundled model, {result['dtype']}, greedy, 256 new tokens on prompts of the standard "
-        f"library's source. {versions}; driver {machine['driver']}; {machine['cores']} cores; "
+        f"library's source. {versions}; {driver}{machine['cores']} cores; "
         f"{machine['date']}. Read ceiling measured in the same run: "
         f"{result['read_ceiling_bytes_per_s'] / 1e9:,.0f} GB/s.\n",
         f"![tokens a second]({picture.name})\n",
