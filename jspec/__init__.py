@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from jspec.models.errors import CheckpointError
     from jspec.models.tokenizer import Tokenizer, load_tokenizer
     from jspec.ops.attention import attention
+    from jspec.ops.fused import verify_and_append, verify_and_pack
+    from jspec.ops.pack import Packed, pack
     from jspec.ops.sample import Rows
     from jspec.ops.verify import Verified, verify_greedy, verify_stochastic
 
@@ -58,6 +60,8 @@ _HOMES = {
     "jspec.models.errors": ["CheckpointError"],
     "jspec.models.tokenizer": ["Tokenizer", "load_tokenizer"],
     "jspec.ops.attention": ["attention"],
+    "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
+    "jspec.ops.pack": ["Packed", "pack"],
     "jspec.ops.sample": ["Rows"],
     "jspec.ops.verify": ["Verified", "verify_greedy", "verify_stochastic"],
 }
@@ -74,6 +78,7 @@ __all__ = [
     "ModelConfig",
     "ModelDraft",
     "NgramDraft",
+    "Packed",
     "RopeScaling",
     "Rows",
     "SamplingParams",
@@ -89,9 +94,12 @@ __all__ = [
     "load_bundled",
     "load_model",
     "load_tokenizer",
+    "pack",
     "save_model",
     "speculative_step",
     "start",
+    "verify_and_append",
+    "verify_and_pack",
     "verify_greedy",
     "verify_stochastic",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -34,12 +35,21 @@ def always(*args: Any, **kwargs: Any) -> None:
 class Operation:
     """An operation's backends, and the order to try them in on each platform.
 
+    ``backends``: each a `Backend`, or ``"module:NAME"`` of one, imported when first asked.
     ``preference(platform, *args, **kwargs)`` names backends from best to worst.
     """
 
     name: str
-    backends: Mapping[str, Backend]
+    backends: Mapping[str, Backend | str]
     preference: Callable[..., Sequence[str]]
+
+    def backend(self, name: str) -> Backend:
+        """The backend of that name."""
+        found = self.backends[name]
+        if isinstance(found, str):
+            module, attribute = found.split(":")
+            found = getattr(import_module(module), attribute)
+        return found
 
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
         """The backend that ``implementation`` names, or the best one that does not refuse.
@@ -58,7 +68,7 @@ class Operation:
             )
         reasons = []
         for name in asked:
-            backend = self.backends[name]
+            backend = self.backend(name)
             reason = backend.supports(*args, **kwargs)
             if reason is None:
                 return backend

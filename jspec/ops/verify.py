@@ -13,6 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jspec.dispatch import Backend, Operation, always
 from jspec.ops.sample import Role, Rows, inverse_cdf, probabilities, uniform
 from jspec.typing import Array
 
@@ -24,32 +25,69 @@ class Verified:
 
     ``accepted`` int32 ``[B]``: draft tokens that stand, a stop token among them ending the count.
     ``committed`` int32 ``[B]``: tokens the caller gets: accepted + 1, or accepted where a stop
-    token stood inside the accepted run. ``next_token`` int32 ``[B]``: the corrected or bonus token,
-    -1 where a stop token came before it. ``stopped`` bool ``[B]``: a committed token is a stop
-    token. ``tokens`` int32 ``[B, gamma + 1]``: the committed block, -1 behind its end.
+    token stood inside the accepted run. ``mismatch`` bool ``[B]``: the last of them corrects a
+    rejected draft token. ``next_token`` ``[B]``: that token, or the bonus token behind a draft that
+    stood whole; -1 where a stop token came before it. ``stopped`` bool ``[B]``: a committed token
+    is a stop token. ``tokens`` ``[B, gamma + 1]``: the committed block, -1 behind its end. Tokens
+    have the dtype of the draft's.
     """
 
     accepted: Array
     committed: Array
+    mismatch: Array
     next_token: Array
     stopped: Array
     tokens: Array
 
 
 def verify_greedy(
-    draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
+    draft_tokens: Array,
+    target_tokens: Array,
+    draft_lengths: Array,
+    stop_tokens: Array,
+    *,
+    implementation: str | None = None,
 ) -> Verified:
     """Accept draft tokens while they equal the target's own choice.
 
-    ``draft_tokens`` int32 ``[B, gamma]``; ``target_tokens`` int32 ``[B, gamma + 1]``, the target's
-    argmax after each prefix; ``draft_lengths`` int32 ``[B]`` in 0..gamma, what lies beyond is
-    ignored; ``stop_tokens`` int32 ``[B, M]``, -1 for none.
+    ``draft_tokens`` int32 or int64 ``[B, gamma]``; ``target_tokens`` ``[B, gamma + 1]``, the
+    target's argmax after each prefix; ``draft_lengths`` int32 ``[B]`` in 0..gamma, what lies beyond
+    is ignored; ``stop_tokens`` ``[B, M]``, -1 for none. Token ids have one dtype.
     """
-    _check(draft_tokens, draft_lengths, stop_tokens, target_tokens.shape[:2])
+    check_greedy(draft_tokens, target_tokens, draft_lengths, stop_tokens)
+    arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens)
+    return Verified(*VERIFY_GREEDY(*arguments, implementation=implementation))
+
+
+def check_greedy(
+    draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
+) -> None:
+    """Raise `ValueError` where shapes or dtypes are not those of `verify_greedy`."""
+    _check(draft_tokens, draft_lengths, stop_tokens, target_tokens.shape)
+    dtypes = {x.dtype for x in (draft_tokens, target_tokens, stop_tokens)}
+    if len(dtypes) != 1 or dtypes.pop() not in (jnp.int32, jnp.int64):
+        raise ValueError(
+            f"draft_tokens {draft_tokens.dtype}, target_tokens {target_tokens.dtype} and "
+            f"stop_tokens {stop_tokens.dtype} must all be int32 or all int64"
+        )
+
+
+def greedy_xla(
+    draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
+) -> tuple[Array, ...]:
+    """The reference of `verify_greedy`: the fields of `Verified`."""
     matches = draft_tokens == target_tokens[:, : draft_tokens.shape[1]]
     accepted = _leading(matches, draft_lengths)
     following = jnp.take_along_axis(target_tokens, accepted[:, None], axis=1)[:, 0]
-    return _commit(draft_tokens, accepted, following, stop_tokens)
+    return _commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
+
+
+# Backends return the fields of `Verified` in order.
+VERIFY_GREEDY = Operation(
+    "verify_greedy",
+    {"xla": Backend("xla", greedy_xla, always)},
+    lambda platform, *args, **kwargs: ("xla",),
+)
 
 
 def verify_stochastic(
@@ -96,7 +134,8 @@ def verify_stochastic(
         uniform(rows.seeds, at, Role.RESIDUAL),
         uniform(rows.seeds, at, Role.BONUS),
     )
-    return _commit(draft_tokens, accepted, inverse_cdf(weights, u_next), stop_tokens)
+    following = inverse_cdf(weights, u_next)
+    return Verified(*_commit(draft_tokens, draft_lengths, accepted, following, stop_tokens))
 
 
 def _check(draft_tokens: Array, draft_lengths: Array, stop_tokens: Array, target: tuple) -> None:
@@ -111,6 +150,8 @@ def _check(draft_tokens: Array, draft_lengths: Array, stop_tokens: Array, target
             f"draft_lengths {draft_lengths.shape} and stop_tokens {stop_tokens.shape} must be "
             f"[B] and [B, M] with B={batch}"
         )
+    if draft_lengths.dtype != jnp.int32:
+        raise ValueError(f"draft_lengths {draft_lengths.dtype} must be int32")
 
 
 def _accepts(u: Array, p: Array, q: Array | None, tokens: Array) -> Array:
@@ -150,8 +191,14 @@ def _leading(stands: Array, lengths: Array) -> Array:
     return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1)
 
 
-def _commit(draft_tokens: Array, accepted: Array, following: Array, stop_tokens: Array) -> Verified:
-    """Put the block together and cut it behind the first stop token."""
+def _commit(
+    draft_tokens: Array,
+    draft_lengths: Array,
+    accepted: Array,
+    following: Array,
+    stop_tokens: Array,
+) -> tuple[Array, ...]:
+    """Put the block together and cut it behind the first stop token: the fields of `Verified`."""
     index = jnp.arange(draft_tokens.shape[1] + 1)[None]
     padded = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
     block = jnp.where(index == accepted[:, None], following[:, None], padded)
@@ -160,10 +207,11 @@ def _commit(draft_tokens: Array, accepted: Array, following: Array, stop_tokens:
     stopped = is_stop.any(axis=1)
     committed = jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, accepted + 1)
     cut = committed <= accepted
-    return Verified(
-        accepted=jnp.minimum(accepted, committed).astype(jnp.int32),
-        committed=committed.astype(jnp.int32),
-        next_token=jnp.where(cut, -1, following).astype(jnp.int32),
-        stopped=stopped,
-        tokens=jnp.where(index < committed[:, None], block, -1).astype(jnp.int32),
+    return (
+        jnp.minimum(accepted, committed).astype(jnp.int32),
+        committed.astype(jnp.int32),
+        ~cut & (accepted < jnp.minimum(draft_lengths, draft_tokens.shape[1])),
+        jnp.where(cut, -1, following),
+        stopped,
+        jnp.where(index < committed[:, None], block, -1),
     )

@@ -39,10 +39,11 @@ def outcome(draft: list[int], target: list[int], length: int, stops: list[int]) 
     accepted = 0
     while accepted < length and draft[accepted] == target[accepted]:
         accepted += 1
-    return cut([*draft[:accepted], target[accepted]], len(draft) + 1, stops)
+    block = [*draft[:accepted], target[accepted]]
+    return cut(block, len(draft) + 1, stops, mismatch=accepted < length)
 
 
-def cut(block: list[int], size: int, stops: list[int]) -> dict:
+def cut(block: list[int], size: int, stops: list[int], *, mismatch: bool) -> dict:
     """The outcome for a block of accepted tokens and one more, ended behind its first stop."""
     accepted = len(block) - 1
     end = next((i + 1 for i, token in enumerate(block) if token in stops and token >= 0), None)
@@ -50,6 +51,7 @@ def cut(block: list[int], size: int, stops: list[int]) -> dict:
     return {
         "accepted": min(accepted, len(kept)),
         "committed": len(kept),
+        "mismatch": mismatch and len(kept) > accepted,
         "next_token": kept[accepted] if len(kept) > accepted else -1,
         "stopped": end is not None,
         "tokens": kept + [-1] * (size - len(kept)),
@@ -59,7 +61,8 @@ def cut(block: list[int], size: int, stops: list[int]) -> dict:
 def assert_outcomes(got: Verified, expected: list[dict]) -> None:
     for field in dataclasses.fields(Verified):
         value = getattr(got, field.name)
-        assert value.dtype == (jnp.bool_ if field.name == "stopped" else jnp.int32)
+        flag = field.name in ("mismatch", "stopped")
+        assert value.dtype == (jnp.bool_ if flag else jnp.int32)
         np.testing.assert_array_equal(value, [e[field.name] for e in expected], field.name)
 
 
@@ -87,19 +90,25 @@ def test_greedy_equals_plain_python(gamma):
 @pytest.mark.parametrize(
     ("draft", "target", "length", "stops", "expected"),
     [
-        ([5], [5, 6], 1, [-1], (1, 2, 6, False, [5, 6])),
-        ([5], [4, 6], 1, [-1], (0, 1, 4, False, [4, -1])),
-        ([5], [5, 6], 0, [-1], (0, 1, 5, False, [5, -1])),
-        ([1, 2, 3], [9, 2, 3, 4], 3, [-1], (0, 1, 9, False, [9, -1, -1, -1])),
-        ([1, 2, 3], [1, 2, 3, 4], 3, [-1], (3, 4, 4, False, [1, 2, 3, 4])),
-        ([1, 2, 3], [1, 2, 3, 4], 3, [1], (1, 1, -1, True, [1, -1, -1, -1])),
-        ([1, 2, 3], [1, 2, 3, 4], 3, [3], (3, 3, -1, True, [1, 2, 3, -1])),
-        ([1, 2, 3], [1, 2, 3, 4], 3, [4], (3, 4, 4, True, [1, 2, 3, 4])),
-        ([1, 2, 3], [1, 7, 3, 4], 3, [7], (1, 2, 7, True, [1, 7, -1, -1])),
-        ([1, 2, 3], [1, 7, 3, 4], 3, [2, 3], (1, 2, 7, False, [1, 7, -1, -1])),
-        ([1, 2, -1], [1, 2, 3, 4], 2, [-1], (2, 3, 3, False, [1, 2, 3, -1])),
-        ([0, LAST_ID], [0, LAST_ID, LAST_ID], 2, [-1], (2, 3, LAST_ID, False, [0] + [LAST_ID] * 2)),
-        ([0, LAST_ID], [0, LAST_ID, 0], 2, [LAST_ID], (2, 2, -1, True, [0, LAST_ID, -1])),
+        ([5], [5, 6], 1, [-1], (1, 2, False, 6, False, [5, 6])),
+        ([5], [4, 6], 1, [-1], (0, 1, True, 4, False, [4, -1])),
+        ([5], [5, 6], 0, [-1], (0, 1, False, 5, False, [5, -1])),
+        ([1, 2, 3], [9, 2, 3, 4], 3, [-1], (0, 1, True, 9, False, [9, -1, -1, -1])),
+        ([1, 2, 3], [1, 2, 3, 4], 3, [-1], (3, 4, False, 4, False, [1, 2, 3, 4])),
+        ([1, 2, 3], [1, 2, 3, 4], 3, [1], (1, 1, False, -1, True, [1, -1, -1, -1])),
+        ([1, 2, 3], [1, 2, 3, 4], 3, [3], (3, 3, False, -1, True, [1, 2, 3, -1])),
+        ([1, 2, 3], [1, 2, 3, 4], 3, [4], (3, 4, False, 4, True, [1, 2, 3, 4])),
+        ([1, 2, 3], [1, 7, 3, 4], 3, [7], (1, 2, True, 7, True, [1, 7, -1, -1])),
+        ([1, 2, 3], [1, 7, 3, 4], 3, [2, 3], (1, 2, True, 7, False, [1, 7, -1, -1])),
+        ([1, 2, -1], [1, 2, 3, 4], 2, [-1], (2, 3, False, 3, False, [1, 2, 3, -1])),
+        (
+            [0, LAST_ID],
+            [0, LAST_ID, LAST_ID],
+            2,
+            [-1],
+            (2, 3, False, LAST_ID, False, [0] + [LAST_ID] * 2),
+        ),
+        ([0, LAST_ID], [0, LAST_ID, 0], 2, [LAST_ID], (2, 2, False, -1, True, [0, LAST_ID, -1])),
     ],
     ids=[
         "one-stands",
@@ -164,7 +173,8 @@ def test_a_stop_token_only_cuts_the_block():
     stops = np.random.default_rng(1).integers(-1, 3, (2000, 1))
     got = verify(**args | {"stop_tokens": int32(stops)}, filtered=False)
     blocks = [[t for t in block if t >= 0] for block in free.tokens.tolist()]
-    expected = [cut(b, 4, s) for b, s in zip(blocks, stops.tolist(), strict=True)]
+    inputs = zip(blocks, stops.tolist(), free.mismatch.tolist(), strict=True)
+    expected = [cut(b, 4, s, mismatch=m) for b, s, m in inputs]
     assert len({(e["committed"], e["stopped"]) for e in expected}) == 8
     assert_outcomes(got, expected)
 

@@ -1,0 +1,66 @@
+"""Packing: the accepted rows of a ragged batch, one behind the other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jspec.dispatch import Backend, Operation, always
+from jspec.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Rows packed without gaps, in a buffer of static capacity.
+
+    ``rows [B * gamma, D]``: those of batch row b begin at ``offsets[b]``; what lies at and past
+    ``total`` is unspecified. ``offsets`` int32 ``[B]``; ``total`` int32 ``[]``, on the device like
+    the rest: asking for it is what would make the host wait.
+    """
+
+    rows: Array
+    offsets: Array
+    total: Array
+
+
+def pack(rows: Array, accepted: Array, *, implementation: str | None = None) -> Packed:
+    """Pack the first ``accepted[b]`` of each ``rows[b]`` into one buffer.
+
+    ``rows [B, gamma, D]`` of any dtype; ``accepted`` int32 ``[B]`` in 0..gamma.
+    """
+    check_pack(rows, accepted)
+    return Packed(*PACK(rows, accepted, implementation=implementation))
+
+
+def check_pack(rows: Array, accepted: Array) -> None:
+    """Raise `ValueError` where shapes or dtypes are not those of `pack`."""
+    if rows.ndim != 3 or accepted.shape != rows.shape[:1]:
+        raise ValueError(
+            f"rows {rows.shape} and accepted {accepted.shape} must be [B, gamma, D], [B]"
+        )
+    if accepted.dtype != jnp.int32:
+        raise ValueError(f"accepted {accepted.dtype} must be int32")
+
+
+def pack_xla(rows: Array, accepted: Array) -> tuple[Array, Array, Array]:
+    """The reference of `pack`: the fields of `Packed`, zeros behind the last row."""
+    batch, gamma, width = rows.shape
+    accepted = jnp.clip(accepted, 0, gamma)
+    ends = jnp.cumsum(accepted, dtype=jnp.int32)
+    offsets = ends - accepted
+    index = jnp.arange(gamma)[None]
+    # What was rejected is sent past the end, where "drop" leaves it out.
+    target = jnp.where(index < accepted[:, None], offsets[:, None] + index, batch * gamma)
+    packed = jnp.zeros((batch * gamma, width), rows.dtype)
+    return packed.at[target].set(rows, mode="drop"), offsets, ends[-1]
+
+
+# Backends return the fields of `Packed` in order.
+PACK = Operation(
+    "pack",
+    {"xla": Backend("xla", pack_xla, always)},
+    lambda platform, *args, **kwargs: ("xla",),
+)
