@@ -51,21 +51,25 @@ class Operation:
             found = getattr(import_module(module), attribute)
         return found
 
-    def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
-        """The backend that ``implementation`` names, or the best one that does not refuse.
-
-        Raises `BackendError` with the reason of each backend that was asked.
-        """
-        if implementation is None:
-            asked = self.preference(jax.default_backend(), *args, **kwargs)
-        elif implementation in self.backends:
-            asked = [implementation]
-        else:
+    def check(self, implementation: str | None) -> None:
+        """Raise `BackendError` where ``implementation`` is no backend of this operation."""
+        if implementation is not None and implementation not in self.backends:
             known = ", ".join(self.backends)
             raise BackendError(
                 f"{self.name} has no implementation {implementation!r}; choose one of {known}, or "
                 "None for the best"
             )
+
+    def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
+        """The backend that ``implementation`` names, or the best one that does not refuse.
+
+        Raises `BackendError` with the reason of each backend that was asked.
+        """
+        self.check(implementation)
+        if implementation is None:
+            asked = self.preference(jax.default_backend(), *args, **kwargs)
+        else:
+            asked = [implementation]
         reasons = []
         for name in asked:
             backend = self.backend(name)

@@ -77,6 +77,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--min-p", type=float, default=0.0, metavar="X", help="0 (default) is off")
     add("--seed", type=int, default=0, metavar="N", help="keys every random number; default 0")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
+    add(
+        "--implementation",
+        metavar="NAME",
+        help="backend that verifies drafts; default the fastest here (jspec doctor lists them)",
+    )
     add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
     add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
     add("--json", action="store_true", help="print one JSON object instead of text and table")

@@ -41,6 +41,7 @@ class Job:
     draft: Draft | None
     gamma: int
     draft_model: Any
+    implementation: str | None
 
     def plain(self) -> Job:
         return dataclasses.replace(self, draft=None, gamma=0, draft_model=None)
@@ -102,7 +103,7 @@ def _load(arguments: argparse.Namespace, draft: Draft | None, gamma: int) -> Job
             "it (8 is usual) or raise --context"
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
-    return Job(model, tokenizer, draft, gamma, draft_model)
+    return Job(model, tokenizer, draft, gamma, draft_model, arguments.implementation)
 
 
 def _fits(job: Job, request: Request, refused: list[Refused]) -> bool:
@@ -172,6 +173,7 @@ def _decode(job: Job, batch: Sequence[Request], rows: list[RowText], show: Show)
             gamma=job.gamma,
             draft=job.draft,
             draft_model=job.draft_model,
+            implementation=job.implementation,
             on_tokens=on_tokens,
             on_prefill=on_prefill,
         )

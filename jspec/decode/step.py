@@ -66,7 +66,13 @@ def _verify(
     logits = model.logits(hidden)
     if config.sampling == "greedy":
         choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        judged = verify_greedy(drafted.tokens, choice, drafted.lengths, state.stop_tokens)
+        judged = verify_greedy(
+            drafted.tokens,
+            choice,
+            drafted.lengths,
+            state.stop_tokens,
+            implementation=config.implementation,
+        )
         return judged, cache
     judged = verify_stochastic(
         drafted.tokens,

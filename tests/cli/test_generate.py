@@ -161,6 +161,7 @@ def test_a_request_does_not_depend_on_its_neighbours(run, tmp_path):
         (["--prompt", "x" * 100, "--context", "64", "--max-new-tokens", "8"], "context of 64"),
         (["--prompt", "x", "--context", "1"], "--context 1"),
         (["--prompt", "x", "--draft", "model"], "--draft-model"),
+        (["--prompt", "x", "--implementation", "abacus"], "no implementation 'abacus'; choose"),
         (["--prompt", "x", "--stop", ""], "stop text is empty"),
         (["--prompt-file", "no/such/file"], "no/such/file: cannot be read"),
         (["--prompt-file", "/"], "cannot be read"),
