@@ -16,8 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from jspec.cli.show import console, environment, print_json
+from jspec.dispatch import Operation
 from jspec.models.bundled import bundled_path
 from jspec.ops.attention import attention, implementations
+from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
+from jspec.ops.pack import PACK
+from jspec.ops.verify import VERIFY_GREEDY
+from jspec.typing import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +38,9 @@ class Finding:
 def doctor(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0 if decoding works here, 1 otherwise."""
     findings = [_python(), *_packages(), _gpu(), _bundled(), *map(_attention, implementations())]
+    for operation, sample in _samples():
+        wanted = operation(*sample, implementation="xla")
+        findings += [_backend(operation, name, sample, wanted) for name in operation.backends]
     if arguments.json:
         found = [dataclasses.asdict(f) for f in findings]
         print_json({"environment": environment(), "findings": found})
@@ -43,7 +51,9 @@ def doctor(arguments: argparse.Namespace) -> int:
         for f in findings:
             table.add_row("ok" if f.works else "--", f.what, *map(escape, (f.seen, f.advice)))
         console().print(table)
-    needed = [f for f in findings if f.what.startswith(("bundled", "attention"))]
+    needed = [
+        f for f in findings if f.what.startswith(("bundled", "attention")) or ", xla" in f.what
+    ]
     return 0 if all(f.works for f in needed) else 1
 
 
@@ -101,3 +111,30 @@ def _attention(name: str) -> Finding:
     if error < 1e-2:
         return Finding(what, True, "right")
     return Finding(what, False, f"off by {error:.1e}", "report it, with this table")
+
+
+def _samples() -> list[tuple[Operation, tuple[Array, ...]]]:
+    """Each operation with small arguments; all is accepted, so that no output is unspecified."""
+    target = jnp.arange(30, dtype=jnp.int32).reshape(2, 15)
+    tokens = (target[:, :14], target, jnp.full((2,), 14, jnp.int32), target[:, :0])
+    rows = jnp.arange(2 * 14 * 8, dtype=jnp.float32).reshape(2, 14, 8)
+    held = jnp.array([1, 3], jnp.int32)
+    return [
+        (VERIFY_GREEDY, tokens),
+        (PACK, (rows, tokens[2])),
+        (VERIFY_AND_PACK, (*tokens, rows)),
+        (VERIFY_AND_APPEND, (*tokens, rows, jnp.zeros((2, 20, 8)), held)),
+    ]
+
+
+def _backend(
+    operation: Operation, name: str, sample: tuple[Array, ...], wanted: tuple[Array, ...]
+) -> Finding:
+    """Run a backend on a small case and compare it with the reference."""
+    what = f"{operation.name}, {name}"
+    if reason := operation.backend(name).supports(*sample):
+        return Finding(what, False, reason, "nothing, unless you want this one: others serve")
+    got = operation(*sample, implementation=name)
+    if all(jnp.array_equal(x, y) for x, y in zip(got, wanted, strict=True)):
+        return Finding(what, True, "right")
+    return Finding(what, False, "differs from the reference", "report it, with this table")

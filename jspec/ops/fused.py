@@ -74,21 +74,25 @@ def _pack_xla(*arguments: Array) -> tuple[Array, ...]:
 def _append_xla(*arguments: Array) -> tuple[Array, ...]:
     *tokens, rows, cache, lengths = arguments
     verified = greedy_xla(*tokens)
-    index = jnp.arange(rows.shape[1])[None]
+    index = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
     # What was rejected is sent past the end, where "drop" leaves it out.
     slots = jnp.where(index < verified[0][:, None], lengths[:, None] + index, cache.shape[1])
-    batch = jnp.arange(rows.shape[0])[:, None]
+    batch = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
     return *verified, cache.at[batch, slots].set(rows, mode="drop")
 
 
 # Backends return the fields of `Verified`, then those of `Packed` or the cache.
 VERIFY_AND_PACK = Operation(
     "verify_and_pack",
-    {"xla": Backend("xla", _pack_xla, always)},
-    lambda platform, *args, **kwargs: ("xla",),
+    {
+        "xla": Backend("xla", _pack_xla, always),
+        "cuda": "jspec.cuda_ffi.fused:PACK",
+        "cuda_single": "jspec.cuda_ffi.fused:PACK_SINGLE",
+    },
+    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
 )
 VERIFY_AND_APPEND = Operation(
     "verify_and_append",
-    {"xla": Backend("xla", _append_xla, always)},
-    lambda platform, *args, **kwargs: ("xla",),
+    {"xla": Backend("xla", _append_xla, always), "cuda": "jspec.cuda_ffi.fused:APPEND"},
+    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
 )

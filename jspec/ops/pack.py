@@ -51,7 +51,7 @@ def pack_xla(rows: Array, accepted: Array) -> tuple[Array, Array, Array]:
     accepted = jnp.clip(accepted, 0, gamma)
     ends = jnp.cumsum(accepted, dtype=jnp.int32)
     offsets = ends - accepted
-    index = jnp.arange(gamma)[None]
+    index = jnp.arange(gamma, dtype=jnp.int32)[None]
     # What was rejected is sent past the end, where "drop" leaves it out.
     target = jnp.where(index < accepted[:, None], offsets[:, None] + index, batch * gamma)
     packed = jnp.zeros((batch * gamma, width), rows.dtype)
@@ -61,6 +61,6 @@ def pack_xla(rows: Array, accepted: Array) -> tuple[Array, Array, Array]:
 # Backends return the fields of `Packed` in order.
 PACK = Operation(
     "pack",
-    {"xla": Backend("xla", pack_xla, always)},
-    lambda platform, *args, **kwargs: ("xla",),
+    {"xla": Backend("xla", pack_xla, always), "cuda": "jspec.cuda_ffi.pack:PACK"},
+    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
 )

@@ -85,8 +85,12 @@ def greedy_xla(
 # Backends return the fields of `Verified` in order.
 VERIFY_GREEDY = Operation(
     "verify_greedy",
-    {"xla": Backend("xla", greedy_xla, always)},
-    lambda platform, *args, **kwargs: ("xla",),
+    {
+        "xla": Backend("xla", greedy_xla, always),
+        "cuda": "jspec.cuda_ffi.verify:BALLOT",
+        "cuda_naive": "jspec.cuda_ffi.verify:NAIVE",
+    },
+    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
 )
 
 
@@ -187,8 +191,8 @@ def _row(weights: Array, index: Array) -> Array:
 
 def _leading(stands: Array, lengths: Array) -> Array:
     """Length of the leading run of True in ``[B, gamma]``, counted within ``lengths [B]``."""
-    stands = stands & (jnp.arange(stands.shape[1])[None] < lengths[:, None])
-    return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1)
+    stands = stands & (jnp.arange(stands.shape[1], dtype=jnp.int32)[None] < lengths[:, None])
+    return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def _commit(
@@ -199,17 +203,18 @@ def _commit(
     stop_tokens: Array,
 ) -> tuple[Array, ...]:
     """Put the block together and cut it behind the first stop token: the fields of `Verified`."""
-    index = jnp.arange(draft_tokens.shape[1] + 1)[None]
+    index = jnp.arange(draft_tokens.shape[1] + 1, dtype=jnp.int32)[None]
     padded = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
     block = jnp.where(index == accepted[:, None], following[:, None], padded)
     block = jnp.where(index <= accepted[:, None], block, -1)
     is_stop = (block[:, :, None] == stop_tokens[:, None]).any(axis=-1) & (block >= 0)
     stopped = is_stop.any(axis=1)
-    committed = jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, accepted + 1)
+    first = jnp.argmax(is_stop, axis=1).astype(jnp.int32)
+    committed = jnp.where(stopped, first, accepted) + 1
     cut = committed <= accepted
     return (
-        jnp.minimum(accepted, committed).astype(jnp.int32),
-        committed.astype(jnp.int32),
+        jnp.minimum(accepted, committed),
+        committed,
         ~cut & (accepted < jnp.minimum(draft_lengths, draft_tokens.shape[1])),
         jnp.where(cut, -1, following),
         stopped,

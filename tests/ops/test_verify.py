@@ -10,7 +10,8 @@ import pytest
 from jspec.config import SamplingParams
 from jspec.ops import verify as module
 from jspec.ops.sample import Role, inverse_cdf, probabilities
-from jspec.ops.verify import Verified, verify_greedy, verify_stochastic
+from jspec.ops.verify import VERIFY_GREEDY, Verified, verify_greedy, verify_stochastic
+from tests.ops.backends import every_backend, run_or_skip
 from tests.ops.laws import (
     BELOW_ONE,
     GREEDY,
@@ -36,6 +37,7 @@ def int32(x):
 
 def outcome(draft: list[int], target: list[int], length: int, stops: list[int]) -> dict:
     """What greedy verification of one row must give, step by step."""
+    length = min(length, len(draft))
     accepted = 0
     while accepted < length and draft[accepted] == target[accepted]:
         accepted += 1
@@ -58,19 +60,26 @@ def cut(block: list[int], size: int, stops: list[int], *, mismatch: bool) -> dic
     }
 
 
-def assert_outcomes(got: Verified, expected: list[dict]) -> None:
+def assert_outcomes(got: Verified, expected: list[dict], token=jnp.int32) -> None:
+    dtypes = {"mismatch": jnp.bool_, "stopped": jnp.bool_, "next_token": token, "tokens": token}
     for field in dataclasses.fields(Verified):
         value = getattr(got, field.name)
-        flag = field.name in ("mismatch", "stopped")
-        assert value.dtype == (jnp.bool_ if flag else jnp.int32)
+        assert value.dtype == dtypes.get(field.name, jnp.int32), field.name
         np.testing.assert_array_equal(value, [e[field.name] for e in expected], field.name)
 
 
 # --- greedy ----------------------------------------------------------------------------------
 
+over_backends = every_backend(VERIFY_GREEDY)
 
+
+def greedy(backend: str, *arguments) -> Verified:
+    return run_or_skip(verify_greedy, VERIFY_GREEDY, backend, *map(jnp.asarray, arguments))
+
+
+@over_backends
 @pytest.mark.parametrize("gamma", [1, 2, 4, 8])
-def test_greedy_equals_plain_python(gamma):
+def test_greedy_equals_plain_python(gamma, backend):
     """2,000 random rows over three ids, so that runs of every length, ragged drafts and stop
     tokens at every place occur; seed 0."""
     rng = np.random.default_rng(0)
@@ -84,9 +93,81 @@ def test_greedy_equals_plain_python(gamma):
     expected = [outcome(*row) for row in zip(*inputs, strict=True)]
     assert {e["accepted"] for e in expected} == set(range(gamma + 1))
     assert any(e["stopped"] and e["next_token"] == -1 for e in expected)
-    assert_outcomes(verify_greedy(*map(int32, (draft, target, lengths, stops))), expected)
+    assert_outcomes(greedy(backend, *map(int32, (draft, target, lengths, stops))), expected)
 
 
+@over_backends
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("gamma", [31, 32, 64, 128, 200])
+def test_greedy_of_long_drafts(gamma, dtype, backend):
+    """One row for each position that may fall, which is each length, and each that may stop: around
+    every multiple of 32, ids at the type's limits, draft lengths out of range, 0 to 40 stops."""
+    rng = np.random.default_rng(gamma)
+    last = np.iinfo(dtype).max
+    count = 4 * (gamma + 2)
+    at = np.arange(count) % (gamma + 2)
+    kind = np.arange(count) // (gamma + 2)
+    target = rng.choice([0, 1, last - 1], (count, gamma + 1))
+    draft = target[:, :-1].copy()
+    falls = (np.arange(gamma) == at[:, None]) & (kind == 0)[:, None]
+    draft[falls] ^= 1 if dtype == jnp.int32 else 1 << 32  # seen only by those who read all bits
+    lengths = np.where(kind == 1, at, rng.choice([gamma, gamma + 7, 2**31 - 1], count))
+    lengths = np.where((kind == 1) & (at == gamma + 1), -5, lengths)
+    stops = np.full((count, gamma % 41), -1)
+    ends = (np.arange(gamma + 1) == at[:, None]) & (kind == 2)[:, None]
+    if stops.size:
+        target[ends] = last
+        draft[ends[:, :-1]] = last
+        stops[kind >= 2, -1] = last
+    inputs = [x.tolist() for x in (draft, target, lengths.clip(0), stops)]
+    expected = [outcome(*row) for row in zip(*inputs, strict=True)]
+    assert {e["accepted"] for e in expected} == set(range(gamma + 1))
+    with jax.enable_x64(dtype == jnp.int64):
+        tokens = [jnp.asarray(x, dtype) for x in (draft, target, stops)]
+        got = greedy(backend, *tokens[:2], int32(lengths), tokens[2])
+    assert_outcomes(got, expected, dtype)
+
+
+@over_backends
+def test_greedy_under_vmap_and_without_stop_tokens(backend):
+    rng = np.random.default_rng(0)
+    target = rng.integers(0, 2, (3, 5, 9))
+    draft = np.where(rng.random((3, 5, 8)) < 0.8, target[..., :-1], 7)
+    arguments = [*map(int32, (draft, target, rng.integers(0, 9, (3, 5)), np.zeros((3, 5, 0))))]
+    flat = [x.reshape(15, *x.shape[2:]) for x in arguments]
+    expected = greedy(backend, *flat)
+    got = jax.vmap(lambda *x: verify_greedy(*x, implementation=backend))(*arguments)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.reshape(y.shape), y), got, expected)
+    # An argument that all members of the vmap share.
+    shared = jax.vmap(
+        lambda d, t: verify_greedy(d, t, *(x[0] for x in arguments[2:]), implementation=backend)
+    )(*arguments[:2])
+    np.testing.assert_array_equal(shared.tokens[0], got.tokens[0])
+
+
+@over_backends
+def test_greedy_inside_shard_map(backend):
+    """Each of eight devices verifies its own rows, and nothing is gathered."""
+    rng = np.random.default_rng(1)
+    target = rng.integers(0, 2, (24, 9))
+    draft = np.where(rng.random((24, 8)) < 0.8, target[:, :-1], 7)
+    arguments = [*map(int32, (draft, target, rng.integers(0, 9, 24), np.full((24, 1), -1)))]
+    expected = greedy(backend, *arguments)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.P("x")
+    sharded = jax.jit(
+        jax.shard_map(
+            lambda *x: verify_greedy(*x, implementation=backend),
+            mesh=mesh,
+            in_specs=rows,
+            out_specs=rows,
+        )
+    )
+    assert "all-gather" not in sharded.lower(*arguments).compile().as_text()
+    jax.tree.map(np.testing.assert_array_equal, sharded(*arguments), expected)
+
+
+@over_backends
 @pytest.mark.parametrize(
     ("draft", "target", "length", "stops", "expected"),
     [
@@ -126,8 +207,8 @@ def test_greedy_equals_plain_python(gamma):
         "largest-id-stops",
     ],
 )
-def test_greedy_edges(draft, target, length, stops, expected):
-    got = verify_greedy(int32([draft]), int32([target]), int32([length]), int32([stops]))
+def test_greedy_edges(draft, target, length, stops, expected, backend):
+    got = greedy(backend, int32([draft]), int32([target]), int32([length]), int32([stops]))
     names = [field.name for field in dataclasses.fields(Verified)]
     assert_outcomes(got, [dict(zip(names, expected, strict=True))])
 

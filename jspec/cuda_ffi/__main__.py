@@ -1,0 +1,36 @@
+"""``python -m jspec.cuda_ffi build``: compile the kernels ahead of their first use."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jspec.cuda_ffi.build import build
+from jspec.cuda_ffi.errors import BuildError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, or 1 if a library could not be built."""
+    parser = argparse.ArgumentParser(prog="python -m jspec.cuda_ffi")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("build", help="compile what the cache folder does not hold yet")
+    command.add_argument("--cuda", action="store_true", help="only the library for NVIDIA GPUs")
+    command.add_argument("--cpu", action="store_true", help="only the library for CPUs")
+    arguments = parser.parse_args(argv)
+    chosen = [name for name in ("cuda", "cpu") if getattr(arguments, name)] or ["cuda", "cpu"]
+    failed = 0
+    for name in chosen:
+        try:
+            built = build({"cuda": "CUDA", "cpu": "cpu"}[name])
+        except BuildError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            failed = 1
+            continue
+        how = "was there" if built.seconds is None else f"built in {built.seconds:.1f} s"
+        print(f"{name}: {how}, {built.path} ({built.path.stat().st_size / 1e6:.1f} MB)")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The kernels' libraries: loaded, checked and registered on first use, and the call of a target.
+
+A new kernel is: ``src/NAME_ffi.cc`` with its FFI handler, compiled into both libraries;
+``src/NAME.cu`` with the CUDA kernel and ``src/NAME_cpu.cc`` with its counterpart, which define the
+function that the handler calls, declared in ``src/NAME.h``; and the handler's name in `TARGETS`.
+Both libraries hold every target, so that one name serves both platforms.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspec.cuda_ffi.build import build
+from jspec.cuda_ffi.errors import BuildError
+from jspec.typing import Array
+
+# Names of the handlers; XLA knows each as jspec_NAME.
+TARGETS = (
+    "verify_greedy",
+    "verify_greedy_naive",
+    "pack",
+    "verify_and_pack",
+    "verify_and_pack_single",
+    "verify_and_append",
+)
+PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}
+
+
+def refusal() -> str | None:
+    """Why the kernels cannot run on the default backend, or None. Builds them if need be."""
+    return _refusal(jax.default_backend())
+
+
+def call(
+    target: str,
+    outputs: Sequence[Any],
+    *arguments: Array,
+    vmap_method: str,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> tuple[Array, ...]:
+    """Call a target of `TARGETS`.
+
+    ``outputs`` have the shapes and dtypes of its results; ``aliases`` maps an argument to the
+    output that takes its place; ``vmap_method`` as in `jax.ffi.ffi_call`. Attributes reach the
+    handler with their numpy dtypes.
+    """
+    if reason := refusal():
+        raise BuildError(reason)
+    function = jax.ffi.ffi_call(
+        f"jspec_{target}", outputs, vmap_method=vmap_method, input_output_aliases=aliases
+    )
+    return tuple(function(*arguments, **attributes))
+
+
+@functools.cache
+def _refusal(backend: str) -> str | None:
+    """Build, load and register the library for ``backend`` once, also if that fails."""
+    if backend not in PLATFORMS:
+        return f"there are kernels for NVIDIA GPUs and CPUs, not for {backend!r}"
+    try:
+        _register(PLATFORMS[backend])
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def _register(platform: str) -> None:
+    path = build(platform).path
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"cannot load {path}: {error}; delete it to build it again") from error
+    _check_abi(path, library.jspec_ffi_api_version())
+    for target in TARGETS:
+        capsule = jax.ffi.pycapsule(getattr(library, f"jspec_{target}"))
+        jax.ffi.register_ffi_target(f"jspec_{target}", capsule, platform=platform)
+
+
+def _check_abi(path: Path, built: int) -> None:
+    """Refuse a library that was compiled against a newer FFI than the running jaxlib has."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    running = (int(found["MAJOR"]), int(found["MINOR"]))
+    version = divmod(built, 1000)
+    if version[0] != running[0] or version > running:
+        raise BuildError(
+            f"{path} was built for XLA FFI {version[0]}.{version[1]}, but the running jaxlib has "
+            f"{running[0]}.{running[1]}; delete it to build it again"
+        )

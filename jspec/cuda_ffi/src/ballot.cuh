@@ -1,0 +1,104 @@
+// Greedy verification of one sequence by one warp: one lane a position, one ballot for each 32.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "verify.h"
+
+namespace jspec {
+
+constexpr unsigned kAllLanes = 0xffffffff;
+// The count of 32-position chunks that goes round in a loop, for gamma of any size.
+constexpr int kLoops = 4;
+
+// Verifies `row` and writes all that belongs to it; one lane calls accepted(count). A block ends at
+// the first position that falls or holds a stop token, and one ballot a chunk finds it. The time
+// does not depend on where that is: no lane leaves early.
+template <typename Token, int chunks, typename Accepted>
+__device__ void verify_warp(const Greedy& greedy, int row, Accepted accepted) {
+  const int lane = threadIdx.x % 32;
+  const int gamma = greedy.gamma;
+  const Token* target =
+      static_cast<const Token*>(greedy.target_tokens) + int64_t(row) * (gamma + 1);
+  const Token* draft = static_cast<const Token*>(greedy.draft_tokens) + int64_t(row) * gamma;
+  const Token* stops = static_cast<const Token*>(greedy.stop_tokens) + int64_t(row) * greedy.stops;
+  Token* tokens = static_cast<Token*>(greedy.tokens) + int64_t(row) * (gamma + 1);
+  // The first stop token is on its way with the rest: one wait for memory, not two.
+  const Token first_stop = greedy.stops ? stops[0] : Token(-1);
+  const int length = min(greedy.draft_lengths[row], gamma);
+  int end = INT32_MAX;
+
+  for (int start = 0; chunks == kLoops ? start <= gamma : start == 0; start += chunks * 32) {
+    // All loads are on their way before the first is waited for.
+    Token wanted[chunks], drafted[chunks];
+#pragma unroll
+    for (int c = 0; c < chunks; ++c) {
+      const int at = start + c * 32 + lane;
+      wanted[c] = at <= gamma ? target[at] : Token(-1);
+      drafted[c] = at < gamma ? draft[at] : Token(-1);
+    }
+    bool stop[chunks];
+#pragma unroll
+    for (int c = 0; c < chunks; ++c) stop[c] = wanted[c] == first_stop && first_stop >= 0;
+#pragma unroll 1
+    for (int i = 1; i < greedy.stops; ++i) {
+      const Token one = stops[i];
+#pragma unroll
+      for (int c = 0; c < chunks; ++c) stop[c] |= wanted[c] == one && one >= 0;
+    }
+    bool falls[chunks];
+    int first = INT32_MAX;
+#pragma unroll
+    for (int c = chunks - 1; c >= 0; --c) {
+      falls[c] = start + c * 32 + lane >= length || drafted[c] != wanted[c];
+      const unsigned ends = __ballot_sync(kAllLanes, falls[c] || stop[c]);
+      if (ends) first = start + c * 32 + __ffs(ends) - 1;
+    }
+    end = min(end, first);
+
+    bool fell = false, stopped = false;
+    Token next = -1;
+#pragma unroll
+    for (int c = 0; c < chunks; ++c) {
+      const int at = start + c * 32 + lane;
+      if (at <= gamma) tokens[at] = at <= end ? wanted[c] : Token(-1);
+      if (at == end) {
+        fell = falls[c];
+        stopped = stop[c];
+        if (fell) next = wanted[c];
+      }
+    }
+    if (end - start >= 0 && end - start < chunks * 32 && (end - start) % 32 == lane) {
+      const int count = fell ? end : end + 1;
+      greedy.accepted[row] = count;
+      greedy.committed[row] = end + 1;
+      greedy.mismatch[row] = fell && end < length;
+      static_cast<Token*>(greedy.next_token)[row] = next;
+      greedy.stopped[row] = stopped;
+      accepted(count);
+    }
+  }
+}
+
+// Calls `run(Token(), chunks)`, chunks an integral constant: those that cover gamma + 1 positions.
+template <typename Run>
+const char* for_greedy(const Greedy& greedy, Run run) {
+  const auto with_token = [&](auto token) {
+    const int needed = greedy.gamma / 32 + 1;
+    if (needed == 1) return run(token, std::integral_constant<int, 1>());
+    if (needed == 2) return run(token, std::integral_constant<int, 2>());
+    if (needed <= 5) return run(token, std::integral_constant<int, 5>());
+    return run(token, std::integral_constant<int, kLoops>());
+  };
+  return greedy.wide ? with_token(int64_t()) : with_token(int32_t());
+}
+
+// The message of the last launch's error, or null.
+inline const char* launch_error() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace jspec

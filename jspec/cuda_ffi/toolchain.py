@@ -1,0 +1,90 @@
+"""Compilers: where nvcc and the C++ compiler are found, and how each is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+from jspec.cuda_ffi.errors import BuildError
+
+# Platforms as XLA names them, and the files of src/ that go into each library.
+SOURCES = {"CUDA": ("*.cu", "*_ffi.cc"), "cpu": ("*_cpu.cc", "*_ffi.cc")}
+FLAGS = {
+    "CUDA": (
+        *"-std=c++17 -O3 -shared -cudart static --threads 0 -DJSPEC_CUDA".split(),
+        *"-Xcompiler -fPIC,-w -diag-suppress 940,2473".split(),
+        *"-gencode arch=compute_80,code=sm_80 -gencode arch=compute_89,code=sm_89".split(),
+        *"-gencode arch=compute_90,code=[sm_90,compute_90]".split(),
+    ),
+    "cpu": ("-std=c++17", "-O2", "-fPIC", "-shared", "-w"),
+}
+WAY_OUT = {
+    "CUDA": "install a CUDA toolkit and set CUDA_HOME, or pip install 'jspec[cuda13-build]'",
+    "cpu": "install g++ or clang++, or name one in CXX",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """A compiler for one platform, and the first thing it says about its version."""
+
+    platform: str
+    compiler: Path
+    version: str
+
+    def command(self, sources: list[Path], output: Path) -> list[str]:
+        """The command that compiles ``sources`` into the shared library ``output``."""
+        include = f"-I{jax.ffi.include_dir()}"
+        # The wheels keep the static runtime in lib, where nvcc does not look by itself.
+        wheel = self.compiler.parent.parent / "lib"
+        library = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
+        files = map(str, sources)
+        return [
+            str(self.compiler),
+            *FLAGS[self.platform],
+            include,
+            *library,
+            "-o",
+            str(output),
+            *files,
+        ]
+
+
+@functools.cache
+def find(platform: str) -> Toolchain:
+    """The compiler for ``platform``, "CUDA" or "cpu"; `BuildError` where there is none."""
+    for candidate in _nvcc() if platform == "CUDA" else _cxx():
+        if found := shutil.which(candidate):
+            return Toolchain(platform, Path(found), _version(found))
+    name = "nvcc" if platform == "CUDA" else "C++ compiler"
+    raise BuildError(f"no {name} found; {WAY_OUT[platform]}")
+
+
+def _nvcc() -> Iterator[str]:
+    if home := os.environ.get("CUDA_HOME"):
+        yield str(Path(home, "bin", "nvcc"))
+    yield "nvcc"
+    wheels = find_spec("nvidia")
+    for folder in (wheels and wheels.submodule_search_locations) or ():
+        yield str(Path(folder, "cu13", "bin", "nvcc"))
+
+
+def _cxx() -> Iterator[str]:
+    if named := os.environ.get("CXX"):
+        yield named
+    yield from ("g++", "clang++", "c++")
+
+
+def _version(compiler: str) -> str:
+    run = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    if run.returncode:
+        raise BuildError(f"{compiler} --version failed: {run.stderr.strip() or run.returncode}")
+    return run.stdout.strip()

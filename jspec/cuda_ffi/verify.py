@@ -1,0 +1,50 @@
+"""Greedy verification by CUDA kernels: a warp a sequence, or a thread a sequence."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cuda_ffi import library
+from jspec.dispatch import Backend
+from jspec.typing import Array
+
+# Warps of a block. The ballot kernel gives each a sequence, the naive one 32.
+WARPS = {"verify_greedy": 4, "verify_greedy_naive": 8}
+
+
+def supports(*arguments: Array) -> str | None:
+    """All arguments that pass the operation's checks will do, where the kernels can be built."""
+    return library.refusal()
+
+
+def verified_like(draft_tokens: Array, target_tokens: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of the fields of `jspec.Verified`."""
+    batch = draft_tokens.shape[:1]
+    token = draft_tokens.dtype
+    fields = (
+        (batch, jnp.int32),
+        (batch, jnp.int32),
+        (batch, jnp.bool_),
+        (batch, token),
+        (batch, jnp.bool_),
+        (target_tokens.shape, token),
+    )
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in fields)
+
+
+def _run(target: str, *arguments: Array) -> tuple[Array, ...]:
+    return library.call(
+        target,
+        verified_like(*arguments[:2]),
+        *arguments,
+        vmap_method="broadcast_all",
+        warps=np.int32(WARPS[target]),
+    )
+
+
+BALLOT = Backend("cuda", functools.partial(_run, "verify_greedy"), supports)
+NAIVE = Backend("cuda_naive", functools.partial(_run, "verify_greedy_naive"), supports)

@@ -1,0 +1,174 @@
+"""Building the kernels: cache folder, lock, rename, and each way in which it can fail."""
+
+import os
+import stat
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jspec.cuda_ffi import build as module
+from jspec.cuda_ffi import toolchain
+from jspec.cuda_ffi.__main__ import main
+from jspec.cuda_ffi.build import build, cache_folder
+from jspec.cuda_ffi.errors import BuildError
+
+# A compiler that writes its arguments into the library, and a line a run into $RUNS.
+COMPILER = """#!{python}
+import os, sys, time
+if sys.argv[1:] == ["--version"]:
+    sys.exit(print("toy 1.0"))
+open(os.environ["RUNS"], "a").write("run\\n")
+time.sleep(0.2)
+open(sys.argv[sys.argv.index("-o") + 1], "w").write(" ".join(sys.argv))
+"""
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """A cache folder of its own for every test, and compilers looked up anew."""
+    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
+    toolchain.find.cache_clear()
+    yield
+    toolchain.find.cache_clear()
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch) -> str:
+    """A C++ compiler that is quick and always succeeds."""
+    path = script(tmp_path / "toy++", COMPILER.format(python=sys.executable))
+    monkeypatch.setenv("CXX", path)
+    return path
+
+
+def runs(tmp_path) -> int:
+    return len((tmp_path / "runs").read_text().splitlines())
+
+
+def test_a_library_is_built_once_and_named_after_its_sources(tmp_path, toy, monkeypatch):
+    first, second = build("cpu"), build("cpu")
+    assert first.seconds is not None
+    assert second.seconds is None
+    assert first.path == second.path
+    assert first.path.parent == tmp_path / "cache" / "cuda_ffi"
+    sources = tmp_path / "src"
+    sources.mkdir()
+    for file in module.SRC.iterdir():
+        (sources / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(module, "SRC", sources)
+    assert build("cpu").path == first.path
+    (sources / "launch.h").write_text("// changed")
+    assert build("cpu").path != first.path
+    assert runs(tmp_path) == 2
+
+
+def test_the_versions_of_jaxlib_and_compiler_name_a_library(toy, monkeypatch):
+    first = build("cpu").path
+    Path(toy).write_text(Path(toy).read_text().replace("toy 1.0", "toy 2.0"))
+    toolchain.find.cache_clear()
+    second = build("cpu").path
+    monkeypatch.setattr(module, "version", lambda name: "99.0")
+    assert len({first, second, build("cpu").path}) == 3
+
+
+def test_those_who_need_it_at_once_wait_for_one_build(tmp_path, toy):
+    toolchain.find("cpu")
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(build("cpu"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert runs(tmp_path) == 1
+    assert sum(built.seconds is not None for built in found) == 1
+    # Nothing half-written stays behind.
+    assert {f.suffix for f in found[0].path.parent.iterdir()} == {".so", ".lock"}
+
+
+def test_without_a_compiler_an_earlier_build_serves(toy, monkeypatch):
+    path = build("cpu").path
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX")
+    toolchain.find.cache_clear()
+    assert build("cpu").path == path
+
+
+@pytest.mark.parametrize(
+    ("platform", "message"),
+    [
+        ("cpu", r"no C\+\+ compiler found; install g\+\+ or clang\+\+, or name one in CXX"),
+        ("CUDA", r"no nvcc found; install a CUDA toolkit .* pip install 'jspec\[cuda13-build\]'"),
+    ],
+)
+def test_a_missing_compiler_says_where_to_get_one(platform, message, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match=message):
+        build(platform)
+
+
+def test_nvcc_comes_from_cuda_home_then_path_then_the_wheel(tmp_path, monkeypatch):
+    nvcc = "#!/bin/sh\necho {}\n"
+    for name in ("home/bin", "path", "wheel/cu13/bin"):
+        (tmp_path / name).mkdir(parents=True)
+        script(tmp_path / name / "nvcc", nvcc.format(name))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}{os.pathsep}/bin")
+
+    class Wheels:
+        submodule_search_locations = (str(tmp_path / "wheel"),)
+
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: Wheels)
+    for wanted in ("home/bin", "path", "wheel/cu13/bin"):
+        toolchain.find.cache_clear()
+        assert toolchain.find("CUDA").version == wanted
+        (tmp_path / wanted / "nvcc").unlink()
+
+
+def test_a_failed_compile_shows_what_the_compiler_said(tmp_path, monkeypatch):
+    text = '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.h:1: no such thing" >&2\nexit 1\n'
+    monkeypatch.setenv("CXX", script(tmp_path / "bad++", text))
+    with pytest.raises(BuildError, match=r"(?s)cpu kernels failed \(.*\):\nx.h:1: no such thing"):
+        build("cpu")
+    assert not list((tmp_path / "cache" / "cuda_ffi").glob("*.so"))
+
+
+def test_a_folder_that_cannot_be_written_says_so(tmp_path, toy, monkeypatch):
+    # A file where the folder should be refuses root as well.
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "file"))
+    with pytest.raises(BuildError, match=r"cannot write the compiled kernels .* set JSPEC_CACHE"):
+        build("cpu")
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch):
+    assert str(cache_folder()) == os.environ["JSPEC_CACHE"]
+    monkeypatch.delenv("JSPEC_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_folder() == Path("/xdg/jspec")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "jspec"
+
+
+def test_the_command_builds_and_tells(toy, monkeypatch, capsys):
+    assert main(["build", "--cpu"]) == 0
+    assert "cpu: built in" in capsys.readouterr().out
+    assert main(["build", "--cpu"]) == 0
+    assert "cpu: was there" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
+    assert main(["build"]) == 1
+    told = capsys.readouterr()
+    assert "cuda: no nvcc found" in told.err
+    assert "cpu: was there" in told.out

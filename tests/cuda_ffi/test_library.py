@@ -1,0 +1,211 @@
+"""The FFI boundary: what a handler refuses, what cannot be loaded, and lowering for CUDA."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cuda_ffi import build as build_module
+from jspec.cuda_ffi import library, toolchain
+from jspec.cuda_ffi.build import Built, build
+from jspec.cuda_ffi.errors import BuildError
+from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
+from jspec.ops.pack import PACK
+from jspec.ops.verify import VERIFY_GREEDY, verify_greedy
+from tests.ops.test_fused import random_inputs
+
+
+@pytest.fixture
+def kernels():
+    if reason := library.refusal():
+        pytest.skip(reason)
+
+
+def like(*shapes) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+
+
+B, GAMMA, D, S = 2, 3, 8, 9
+VERIFIED = [
+    *[((B,), jnp.int32)] * 2,
+    ((B,), jnp.bool_),
+    ((B,), jnp.int32),
+    ((B,), jnp.bool_),
+    ((B, GAMMA + 1), jnp.int32),
+]
+TOKENS = [
+    ((B, GAMMA), jnp.int32),
+    ((B, GAMMA + 1), jnp.int32),
+    ((B,), jnp.int32),
+    ((B, 1), jnp.int32),
+]
+ROWS, CACHE, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B, S, D), jnp.float32), ((B,), jnp.int32)
+PACKED = [((B * GAMMA, D), jnp.float32), ((B,), jnp.int32), ((), jnp.int32)]
+LAYOUT = {"threads": np.int32(128), "eager": np.bool_(True), "recounts": np.bool_(False)}
+# A good call of each target: arguments, results, attributes, aliases.
+CALLS = {
+    "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
+    "verify_greedy_naive": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
+    "pack": ([ROWS, LENGTHS], PACKED, LAYOUT, None),
+    "verify_and_pack": ([*TOKENS, ROWS], [*VERIFIED, *PACKED], LAYOUT, None),
+    "verify_and_pack_single": ([*TOKENS, ROWS], [*VERIFIED, *PACKED], {}, None),
+    "verify_and_append": ([*TOKENS, ROWS, CACHE, LENGTHS], [*VERIFIED, CACHE], LAYOUT, {5: 6}),
+}
+
+
+def call(target, arguments, results, attributes, aliases):
+    function = jax.ffi.ffi_call(f"jspec_{target}", like(*results), input_output_aliases=aliases)
+    arrays = [jnp.zeros(shape, dtype) for shape, dtype in arguments]
+    return jax.block_until_ready(jax.jit(lambda *x: function(*x, **attributes))(*arrays))
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_a_good_call_is_taken(target, kernels):
+    call(target, *CALLS[target])
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_every_wrong_shape_and_dtype_is_an_invalid_argument(target, kernels):
+    """Each argument and result in turn gets a size too many, a row too many, or another dtype."""
+    arguments, results, attributes, aliases = CALLS[target]
+    both, count = [*arguments, *results], len(arguments)
+    for i, (shape, dtype) in enumerate(both):
+        if aliases and i in (5, count + 6):
+            continue  # JAX itself refuses aliases of different shapes
+        changes = [(shape, jnp.float16), ((*shape[:-1], shape[-1] + 1) if shape else (2,), dtype)]
+        if shape == TOKENS[3][0]:
+            changes.pop()  # there may be any number of stop tokens
+        if shape:
+            changes.append(((shape[0] + 1, *shape[1:]), dtype))
+        for change in changes:
+            bad = [*both[:i], change, *both[i + 1 :]]
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*\["):
+                call(target, bad[:count], bad[count:], attributes, aliases)
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
+    arguments, results, attributes, _ = CALLS[target]
+    message = rf"INVALID_ARGUMENT: got {len(arguments) + 1} arguments and {len(results)} results"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call(target, [*arguments, LENGTHS], results, attributes, None)
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "message"),
+    [
+        ("verify_greedy", {"warps": np.int32(33)}, r"warps=33 must be in 1\.\.32"),
+        ("pack", {"threads": np.int32(100)}, "threads=100 must be a multiple of 32 up to 256"),
+        ("verify_greedy", {"warps": np.int64(1)}, "expected S32 but got S64"),
+    ],
+    ids=["warps", "threads", "wrong-type"],
+)
+def test_attributes_are_checked_and_typed(target, change, message, kernels):
+    arguments, results, attributes, aliases = CALLS[target]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call(target, arguments, results, attributes | change, aliases)
+
+
+def test_a_cache_that_is_not_aliased_is_refused(kernels):
+    arguments, results, attributes, _ = CALLS["verify_and_append"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"cache F32\[2, 9, 8\] must be aliased"):
+        call("verify_and_append", arguments, results, attributes, None)
+
+
+def test_a_single_block_refuses_more_than_32(kernels):
+    shapes = [[((33, *shape[1:]), dtype) for shape, dtype in x] for x in (TOKENS, VERIFIED)]
+    rows = ((33, GAMMA, D), jnp.float32)
+    packed = [((33 * GAMMA, D), jnp.float32), ((33,), jnp.int32), ((), jnp.int32)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="B=33 must be at most 32"):
+        call("verify_and_pack_single", [*shapes[0], rows], [*shapes[1], *packed], {}, None)
+
+
+def fail_to_load(monkeypatch, path: Path) -> str:
+    """The reason the library at ``path`` is refused for."""
+    monkeypatch.setattr(library, "build", lambda platform: Built(path, None))
+    library._refusal.cache_clear()
+    try:
+        reason = VERIFY_GREEDY.backend("cuda").supports()
+        tokens = jnp.zeros((1, 2), jnp.int32)
+        arguments = (tokens[:, :1], tokens, jnp.ones((1,), jnp.int32), tokens)
+        # The other backends go on working.
+        assert verify_greedy(*arguments).accepted == 1
+        with pytest.raises(ValueError, match="verify_greedy cannot run as asked; cuda: "):
+            verify_greedy(*arguments, implementation="cuda")
+    finally:
+        library._refusal.cache_clear()
+    assert reason is not None
+    return reason
+
+
+def test_a_file_that_is_no_library_is_a_reason(tmp_path, monkeypatch):
+    path = tmp_path / "broken.so"
+    path.write_bytes(b"not a library")
+    assert f"cannot load {path}" in fail_to_load(monkeypatch, path)
+
+
+def test_a_library_for_a_newer_ffi_is_a_reason(tmp_path, monkeypatch, kernels):
+    headers = tmp_path / "xla" / "ffi" / "api"
+    headers.mkdir(parents=True)
+    text = "#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 1\n"
+    (headers / "c_api.h").write_text(text)
+    path = build("cpu").path
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    reason = fail_to_load(monkeypatch, path)
+    assert "was built for XLA FFI 0." in reason
+    assert "the running jaxlib has 0.1; delete it" in reason
+
+
+def test_a_platform_without_kernels_is_a_reason():
+    assert library._refusal("tpu") == "there are kernels for NVIDIA GPUs and CPUs, not for 'tpu'"
+
+
+@pytest.mark.parametrize(
+    ("operation", "target"),
+    [
+        (VERIFY_GREEDY, "verify_greedy"),
+        (PACK, "pack"),
+        (VERIFY_AND_PACK, "verify_and_pack"),
+        (VERIFY_AND_APPEND, "verify_and_append"),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_lowering_for_cuda(operation, target, kernels):
+    """Every operation becomes one custom call on a GPU, also where there is none."""
+    *tokens, rows = random_inputs(4, 8, 16, 1, np.float16, 0.9)
+    arguments = {
+        "verify_greedy": tokens,
+        "pack": [rows, tokens[2]],
+        "verify_and_pack": [*tokens, rows],
+        "verify_and_append": [*tokens, rows, jnp.zeros((4, 20, 16), rows.dtype), tokens[2]],
+    }[target]
+    check = jax.export.DisabledSafetyCheck.custom_call(f"jspec_{target}")
+    function = jax.jit(operation.backend("cuda").run)
+    exported = jax.export.export(function, platforms=["cuda"], disabled_checks=[check])(*arguments)
+    text = exported.mlir_module()
+    assert text.count("stablehlo.custom_call") == 1
+    assert f"@jspec_{target}" in text
+    assert ("output_operand_alias" in text) == (target == "verify_and_append")
+
+
+def test_the_cuda_sources_compile():
+    """For sm_80, sm_89 and sm_90, with every target among the library's symbols."""
+    try:
+        toolchain.find("CUDA")
+    except BuildError as error:
+        pytest.skip(str(error))
+    for arch in ("sm_80", "sm_89", "sm_90"):
+        assert any(arch in flag for flag in toolchain.FLAGS["CUDA"])
+    symbols = build("CUDA").path.read_bytes()
+    for target in library.TARGETS:
+        assert f"jspec_{target}".encode() in symbols
+
+
+def test_every_source_belongs_to_a_library():
+    """A file of src/ is a header, or one pattern or more picks it up."""
+    for file in build_module.SRC.iterdir():
+        patterns = {p for some in toolchain.SOURCES.values() for p in some}
+        header = file.suffix in (".h", ".cuh")
+        assert header or any(file.match(pattern) for pattern in patterns), file
