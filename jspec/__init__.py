@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from jspec.ops.fused import verify_and_append, verify_and_pack
     from jspec.ops.pack import Packed, pack
     from jspec.ops.sample import Rows
-    from jspec.ops.verify import Verified, verify_greedy, verify_stochastic
+    from jspec.ops.stochastic import verify_stochastic
+    from jspec.ops.verify import Verified, verify_greedy
 
 __version__ = "0.1.0"
 
@@ -63,7 +64,8 @@ _HOMES = {
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
     "jspec.ops.pack": ["Packed", "pack"],
     "jspec.ops.sample": ["Rows"],
-    "jspec.ops.verify": ["Verified", "verify_greedy", "verify_stochastic"],
+    "jspec.ops.stochastic": ["verify_stochastic"],
+    "jspec.ops.verify": ["Verified", "verify_greedy"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

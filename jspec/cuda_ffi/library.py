@@ -29,6 +29,8 @@ TARGETS = (
     "verify_and_pack",
     "verify_and_pack_single",
     "verify_and_append",
+    "verify_stochastic",
+    "sample",
 )
 PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}
 

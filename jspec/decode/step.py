@@ -12,7 +12,8 @@ from jspec.cache import KVCache, dense
 from jspec.config import StepConfig
 from jspec.decode.draft import Drafted, last_token, propose
 from jspec.decode.state import DecodeState, StepRecord
-from jspec.ops.verify import Verified, verify_greedy, verify_stochastic
+from jspec.ops.stochastic import verify_stochastic
+from jspec.ops.verify import Verified, verify_greedy
 from jspec.typing import Array, Model
 
 

@@ -1,9 +1,7 @@
 """Verification of drafted tokens: what is accepted, and the one token that follows.
 
-Greedy: a draft token stands while it equals the target's argmax. Stochastic: it stands with
-probability min(1, p / q), and the first that falls is replaced by a draw from max(p - q, 0)
-(Leviathan et al. 2023, algorithm 1; Chen et al. 2023), so that committed tokens follow the target's
-law exactly.
+Greedy: a draft token stands while it equals the target's argmax. For rejection sampling see
+`jspec.ops.stochastic`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jspec.dispatch import Backend, Operation, always
-from jspec.ops.sample import Role, Rows, inverse_cdf, probabilities, uniform
 from jspec.typing import Array
 
 
@@ -63,7 +60,7 @@ def check_greedy(
     draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
 ) -> None:
     """Raise `ValueError` where shapes or dtypes are not those of `verify_greedy`."""
-    _check(draft_tokens, draft_lengths, stop_tokens, target_tokens.shape)
+    check_draft(draft_tokens, draft_lengths, stop_tokens, target_tokens.shape)
     dtypes = {x.dtype for x in (draft_tokens, target_tokens, stop_tokens)}
     if len(dtypes) != 1 or dtypes.pop() not in (jnp.int32, jnp.int64):
         raise ValueError(
@@ -77,9 +74,9 @@ def greedy_xla(
 ) -> tuple[Array, ...]:
     """The reference of `verify_greedy`: the fields of `Verified`."""
     matches = draft_tokens == target_tokens[:, : draft_tokens.shape[1]]
-    accepted = _leading(matches, draft_lengths)
+    accepted = leading(matches, draft_lengths)
     following = jnp.take_along_axis(target_tokens, accepted[:, None], axis=1)[:, 0]
-    return _commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
+    return commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
 
 
 # Backends return the fields of `Verified` in order.
@@ -94,55 +91,10 @@ VERIFY_GREEDY = Operation(
 )
 
 
-def verify_stochastic(
-    draft_tokens: Array,
-    target_logits: Array,
-    draft_lengths: Array,
-    stop_tokens: Array,
-    rows: Rows,
-    positions: Array,
-    *,
-    draft_logits: Array | None = None,
-    filtered: bool = True,
-) -> Verified:
-    """Accept draft tokens by rejection sampling, so that what is committed follows the target.
-
-    As `verify_greedy`, with ``target_logits [B, gamma + 1, V]``; ``rows``: the sampling settings,
-    under which both distributions are taken (a row with temperature 0 is verified greedily);
-    ``positions`` int32 ``[B]``: absolute position of the first draft token, which keys the random
-    numbers; ``draft_logits [B, gamma, V]``: what the draft was drawn from under the same settings,
-    None for a draft that was certain of its tokens (one-hot). ``filtered`` as in `probabilities`.
-    """
-    batch, gamma = draft_tokens.shape
-    _check(draft_tokens, draft_lengths, stop_tokens, target_logits.shape[:2])
-    if draft_logits is not None and draft_logits.shape != (batch, gamma, target_logits.shape[2]):
-        raise ValueError(
-            f"draft_logits {draft_logits.shape} must be [B, gamma, V] = "
-            f"{(batch, gamma, target_logits.shape[2])}"
-        )
-    p = probabilities(target_logits, rows, filtered=filtered)
-    q = None if draft_logits is None else probabilities(draft_logits, rows, filtered=filtered)
-    where = positions[:, None] + jnp.arange(gamma)[None]
-    u = uniform(rows.seeds, where, Role.ACCEPT)
-    accepted = _leading(_accepts(u, p, q, draft_tokens), draft_lengths)
-
-    rejected = accepted < draft_lengths
-    p_here = _row(p, accepted)
-    residual = _residual(p_here, q, draft_tokens, accepted)
-    # p and q that differ by rounding alone can leave an empty residual: the target then serves.
-    empty = ~(residual > 0).any(axis=-1)
-    weights = jnp.where((rejected & ~empty)[:, None], residual, p_here)
-    at = positions + accepted
-    u_next = jnp.where(
-        rejected,
-        uniform(rows.seeds, at, Role.RESIDUAL),
-        uniform(rows.seeds, at, Role.BONUS),
-    )
-    following = inverse_cdf(weights, u_next)
-    return Verified(*_commit(draft_tokens, draft_lengths, accepted, following, stop_tokens))
-
-
-def _check(draft_tokens: Array, draft_lengths: Array, stop_tokens: Array, target: tuple) -> None:
+def check_draft(
+    draft_tokens: Array, draft_lengths: Array, stop_tokens: Array, target: tuple[int, ...]
+) -> None:
+    """Raise `ValueError` where a draft does not fit ``target``, the leading axes of its judge."""
     batch, gamma = draft_tokens.shape
     if target != (batch, gamma + 1):
         raise ValueError(
@@ -158,44 +110,13 @@ def _check(draft_tokens: Array, draft_lengths: Array, stop_tokens: Array, target
         raise ValueError(f"draft_lengths {draft_lengths.dtype} must be int32")
 
 
-def _accepts(u: Array, p: Array, q: Array | None, tokens: Array) -> Array:
-    """Whether each draft token stands: ``u < p / q`` without dividing, so that ``p = 0`` never
-    does and ``p >= q > 0`` always does."""
-    p_token = _of_token(p[:, : tokens.shape[1]], tokens)
-    q_token = jnp.ones_like(p_token) if q is None else _of_token(q, tokens)
-    return u * q_token < p_token
-
-
-def _residual(p_here: Array, q: Array | None, tokens: Array, accepted: Array) -> Array:
-    """``max(p - q, 0)`` at the first rejected position, ``[B, V]``, not normalised."""
-    gamma = tokens.shape[1]
-    if gamma == 0:
-        return p_here
-    at = jnp.minimum(accepted, gamma - 1)
-    if q is not None:
-        return jnp.maximum(p_here - _row(q, at), 0)
-    token = jnp.take_along_axis(tokens, at[:, None], axis=1)
-    return jnp.where(jnp.arange(p_here.shape[-1])[None] == token, 0, p_here)
-
-
-def _of_token(weights: Array, tokens: Array) -> Array:
-    """``[B, T, V]`` at ``tokens [B, T]``; a padding id gives the weight of token 0."""
-    index = jnp.clip(tokens, 0, weights.shape[-1] - 1)
-    return jnp.take_along_axis(weights, index[..., None], axis=-1)[..., 0]
-
-
-def _row(weights: Array, index: Array) -> Array:
-    """``[B, T, V]`` at position ``index [B]``: ``[B, V]``."""
-    return jnp.take_along_axis(weights, index[:, None, None], axis=1)[:, 0]
-
-
-def _leading(stands: Array, lengths: Array) -> Array:
+def leading(stands: Array, lengths: Array) -> Array:
     """Length of the leading run of True in ``[B, gamma]``, counted within ``lengths [B]``."""
     stands = stands & (jnp.arange(stands.shape[1], dtype=jnp.int32)[None] < lengths[:, None])
     return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
-def _commit(
+def commit(
     draft_tokens: Array,
     draft_lengths: Array,
     accepted: Array,

@@ -18,7 +18,7 @@ from jspec.decode import draft as draft_module
 from jspec.decode import engine, state
 from jspec.decode import step as step_module
 from jspec.decode.engine import generate
-from jspec.ops import sample as sample_module
+from jspec.ops import vocabulary as vocabulary_module
 from tests.conftest import make_decoder
 from tests.decode.common import full_logits, prompts
 from tests.ops.laws import check_counts, filtered_law
@@ -145,7 +145,7 @@ def check_law(source: str, params: SamplingParams, gamma: int = 2, seed: int = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "decode_chunk", fresh)
         patch.setattr(state, "CAPACITY_STEP", 2)
-        patch.setattr(sample_module, "TILE", 4)
+        patch.setattr(vocabulary_module, "TILE", 4)
         got = generate(
             target(),
             [PROMPT] * ROWS,

@@ -17,10 +17,12 @@ import pytest
 from scipy import stats
 
 from jspec.config import SamplingParams
-from jspec.ops import sample as sample_module
-from jspec.ops import verify as verify_module
-from jspec.ops.sample import Role, Rows, probabilities, sample
-from jspec.ops.verify import verify_stochastic
+from jspec.ops import stochastic as stochastic_module
+from jspec.ops import vocabulary as vocabulary_module
+from jspec.ops.distribution import ONE, distribution
+from jspec.ops.sample import Role, Rows, sample, settings_of
+from jspec.ops.stochastic import verify_stochastic
+from jspec.ops.vocabulary import Vocabulary
 
 P_VALUE = 1e-4
 GREEDY = SamplingParams()
@@ -42,6 +44,17 @@ def rows_of(params: list[SamplingParams], seeds=None) -> Rows:
         column("min_p", np.float32),
         jnp.asarray(seeds, jnp.uint32),
     )
+
+
+_distribution = jax.jit(distribution, static_argnames=("vocabulary", "filtered"))
+
+
+def probabilities(logits, rows: Rows, *, filtered: bool) -> np.ndarray:
+    """What each row samples from, float64 ``[B, T, V]``, of ``logits [B, T, V]``."""
+    size = logits.shape[-1]
+    p = _distribution(logits, settings_of(rows), vocabulary=Vocabulary(size), filtered=filtered)
+    whole = p.probabilities().reshape(*logits.shape[:2], -1)[..., :size]
+    return np.asarray(whole, np.float64) / ONE
 
 
 def filtered_law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -217,7 +230,7 @@ def completed(toy: Toy, params: SamplingParams, law: dict[tuple, float]) -> dict
 
 # Tiles of 4 save memory, and a vocabulary of 5 has two of them.
 draw = jax.jit(sample, static_argnames=("role", "filtered"))
-verify = jax.jit(verify_stochastic, static_argnames="filtered")
+verify = jax.jit(verify_stochastic, static_argnames=("filtered", "implementation"))
 
 
 def fresh_verify():
@@ -244,7 +257,7 @@ def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -
     draft_logits = np.zeros((count, toy.gamma, toy.vocabulary), jnp.dtype(toy.dtype))
     target_logits = np.zeros((count, toy.gamma + 1, toy.vocabulary), np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_module, "TILE", 4)
+        patch.setattr(vocabulary_module, "TILE", 4)
         for t in range(toy.gamma + 1):
             prefix = tuple(drafted[:, :t].T)
             target_logits[:, t] = toy.target[t][prefix]
@@ -302,13 +315,15 @@ def check_forced(toy: Toy, u: np.float32) -> None:
     draft_logits = np.stack(
         [toy.draft[t][tuple(drafts[:, :t].T)] * np.ones((count, 1)) for t in range(gamma)], 1
     ).astype(np.float32)
-    p = np.asarray(probabilities(jnp.asarray(target_logits), rows, filtered=False))
-    q = np.asarray(probabilities(jnp.asarray(draft_logits), rows, filtered=False))
+    p = probabilities(target_logits, rows, filtered=False)
+    q = probabilities(draft_logits, rows, filtered=False)
     if toy.one_hot:
-        q = np.eye(vocabulary, dtype=np.float32)[drafts]
+        q = np.eye(vocabulary)[drafts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            verify_module, "uniform", lambda seeds, positions, role: jnp.full(positions.shape, u)
+            stochastic_module,
+            "number",
+            lambda seeds, at, role: jnp.full(at.shape, np.uint32(u * 2**23)),
         )
         got = fresh_verify()(
             jnp.asarray(drafts),

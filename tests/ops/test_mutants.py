@@ -1,22 +1,25 @@
 """Wrong verifications that the checks of `tests.ops.test_verify` must tell from the right one.
 
-Each mutant replaces one internal of `jspec.ops.verify` and faces the check named beside it.
+Each mutant replaces one internal of `jspec.ops.stochastic` and faces the check named beside it.
 """
 
-import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jspec.ops import verify as module
+from jspec.ops import stochastic as module
+from jspec.ops.distribution import ONE, Distribution
 from jspec.ops.sample import Role
+from jspec.ops.vocabulary import NO_TOKEN
 from tests.ops.laws import check_block_law, check_forced, fresh_verify
 from tests.ops.test_verify import BELOW_ONE, FORCED, LAWS
 
 RIGHT = {
     name: getattr(module, name)
-    for name in ("uniform", "inverse_cdf", "probabilities", "_accepts", "_residual", "_row")
+    for name in ("number", "draw", "distribution", "_accepts", "_residual", "_row")
 }
 
 
@@ -34,68 +37,77 @@ def by_forced(name: str, u) -> Callable[[], None]:
 def roles(**instead: Role):
     """Random numbers of one role spent on another."""
 
-    def uniform(seeds, positions, role):
-        return RIGHT["uniform"](seeds, positions, instead.get(role.name, role))
+    def number(seeds, positions, role):
+        return RIGHT["number"](seeds, positions, instead.get(role.name, role))
 
-    return {"uniform": uniform}
-
-
-def or_equal(u, p, q, tokens):
-    p_token = module._of_token(p[:, : tokens.shape[1]], tokens)
-    q_token = jnp.ones_like(p_token) if q is None else module._of_token(q, tokens)
-    return u * q_token <= p_token
+    return {"number": number}
 
 
-def without_normalising(weights, u):
+def or_equal(u, p, q, tokens, vocabulary):
+    # At u = 0 alone can u * q <= p differ from u * q < p where p = 0.
+    return RIGHT["_accepts"](u, p, q, tokens, vocabulary) | (u == 0)
+
+
+def without_normalising(rows, number, vocabulary):
     """Draws with ``u`` itself instead of ``u`` times the total: the last token gets the rest."""
-    size = weights.shape[-1]
-    last = size - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-    rest = jnp.maximum(1 - weights.sum(axis=-1, keepdims=True), 0)
-    weights = weights + jnp.where(jnp.arange(size)[None] == last[:, None], rest, 0)
-    return RIGHT["inverse_cdf"](weights, u)
+    mass = rows.probabilities()
+    ids = vocabulary.ids_like(mass)
+    possible = jnp.where((mass > 0) & (ids < NO_TOKEN), ids, -1)
+    is_last = ids == possible.max(axis=(-2, -1), keepdims=True)
+    rest = ONE - mass.sum(axis=(-2, -1), keepdims=True)
+    whole = Distribution(
+        mass + jnp.where(is_last, rest, 0).astype(jnp.uint32), jnp.full_like(rows.scale, ONE)
+    )
+    return RIGHT["draw"](whole, number, vocabulary)
 
 
-def target_for_residual(p_here, q, tokens, accepted):
+def target_for_residual(p_here, q, tokens, accepted, vocabulary):
     return p_here
 
 
-def stale_q_accepts(u, p, q, tokens):
-    return RIGHT["_accepts"](u, p, jnp.roll(q, 1, axis=1), tokens)
+def stale(q):
+    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), q)
 
 
-def stale_q_residual(p_here, q, tokens, accepted):
-    return RIGHT["_residual"](p_here, jnp.roll(q, 1, axis=1), tokens, accepted)
+def stale_q_accepts(u, p, q, tokens, vocabulary):
+    return RIGHT["_accepts"](u, p, stale(q), tokens, vocabulary)
 
 
-def late_p_accepts(u, p, q, tokens):
-    return RIGHT["_accepts"](u, p[:, 1:], q, tokens)
+def stale_q_residual(p_here, q, tokens, accepted, vocabulary):
+    return RIGHT["_residual"](p_here, stale(q), tokens, accepted, vocabulary)
 
 
-def row_before(weights, index):
-    return RIGHT["_row"](weights, jnp.maximum(index - 1, 0))
+def late_p_accepts(u, p, q, tokens, vocabulary):
+    return RIGHT["_accepts"](u, jax.tree.map(lambda x: x[:, 1:], p), q, tokens, vocabulary)
 
 
-def q_at_temperature_one(logits, rows, *, filtered):
+def row_before(rows, index):
+    return RIGHT["_row"](rows, jnp.maximum(index - 1, 0))
+
+
+def q_at_temperature_one(logits, settings, vocabulary, *, filtered):
     if logits.shape[1] == 2:  # gamma of the toy "settings"; the target has one more
-        on = (rows.temperature > 0).astype(jnp.float32)
-        rows = dataclasses.replace(rows, temperature=on)
-    return RIGHT["probabilities"](logits, rows, filtered=filtered)
+        one = jnp.float32(np.log2(np.e))
+        settings = settings._replace(rate=jnp.where(settings.rate > 0, one, 0))
+    return RIGHT["distribution"](logits, settings, vocabulary, filtered=filtered)
 
 
-def q_without_filters(logits, rows, *, filtered):
-    return RIGHT["probabilities"](logits, rows, filtered=filtered and logits.shape[1] == 3)
+def q_without_filters(logits, settings, vocabulary, *, filtered):
+    filtered = filtered and logits.shape[1] == 3
+    return RIGHT["distribution"](logits, settings, vocabulary, filtered=filtered)
 
 
-def one_hot_as_p(u, p, q, tokens):
-    return RIGHT["_accepts"](u, p, p[:, : tokens.shape[1]] if q is None else q, tokens)
+def one_hot_as_p(u, p, q, tokens, vocabulary):
+    q = jax.tree.map(lambda x: x[:, : tokens.shape[1]], p) if q is None else q
+    return RIGHT["_accepts"](u, p, q, tokens, vocabulary)
 
 
-def rejected_token_stays(p_here, q, tokens, accepted):
-    return p_here if q is None else RIGHT["_residual"](p_here, q, tokens, accepted)
+def rejected_token_stays(p_here, q, tokens, accepted, vocabulary):
+    return p_here if q is None else RIGHT["_residual"](p_here, q, tokens, accepted, vocabulary)
 
 
-def q_forgotten(u, p, q, tokens):
-    return RIGHT["_accepts"](u, p, None, tokens)
+def q_forgotten(u, p, q, tokens, vocabulary):
+    return RIGHT["_accepts"](u, p, None, tokens, vocabulary)
 
 
 def lengths_forgotten(stands, lengths):
@@ -113,7 +125,7 @@ MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
     "<= for <": ({"_accepts": or_equal}, by_forced("mixed", 0.0)),
     "<= for <, disjoint": ({"_accepts": or_equal}, by_forced("disjoint", 0.0)),
     "<= for <, one-hot": ({"_accepts": or_equal}, by_forced("one-hot", 0.0)),
-    "residual not normalised": ({"inverse_cdf": without_normalising}, by_law("gamma-2")),
+    "residual not normalised": ({"draw": without_normalising}, by_law("gamma-2")),
     "residual is the target": ({"_residual": target_for_residual}, by_law("gamma-2")),
     "residual is the target, near-equal": (
         {"_residual": target_for_residual},
@@ -130,12 +142,12 @@ MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
     "stale q in the residual": ({"_residual": stale_q_residual}, by_law("gamma-2")),
     "p one position late": ({"_accepts": late_p_accepts}, by_law("gamma-2")),
     "correction one position early": ({"_row": row_before}, by_law("gamma-2")),
-    "temperature not applied to q": ({"probabilities": q_at_temperature_one}, by_law("settings")),
-    "filters not applied to q": ({"probabilities": q_without_filters}, by_law("settings")),
+    "temperature not applied to q": ({"distribution": q_at_temperature_one}, by_law("settings")),
+    "filters not applied to q": ({"distribution": q_without_filters}, by_law("settings")),
     "one-hot q treated as p": ({"_accepts": one_hot_as_p}, by_law("one-hot")),
     "one-hot residual keeps the rejected": ({"_residual": rejected_token_stays}, by_law("one-hot")),
     "accepted by p alone": ({"_accepts": q_forgotten}, by_law("gamma-1")),
-    "draft lengths forgotten": ({"_leading": lengths_forgotten}, by_law("bfloat16")),
+    "draft lengths forgotten": ({"leading": lengths_forgotten}, by_law("bfloat16")),
 }
 
 
@@ -153,11 +165,11 @@ def test_a_mutant_is_caught(patches, check, monkeypatch):
 def test_a_draft_that_was_not_drawn_from_its_logits_is_caught(monkeypatch):
     """The check itself: were it blind to this, it would not see what the draft is drawn from."""
 
-    def another_q(logits, rows, *, filtered):
+    def another_q(logits, settings, vocabulary, *, filtered):
         if logits.shape[1] == 1:
             logits = logits + 0.2 * jnp.arange(5.0)[None, None]
-        return RIGHT["probabilities"](logits, rows, filtered=filtered)
+        return RIGHT["distribution"](logits, settings, vocabulary, filtered=filtered)
 
-    monkeypatch.setattr(module, "probabilities", another_q)
+    monkeypatch.setattr(module, "distribution", another_q)
     with pytest.raises(AssertionError, match=CAUGHT):
         by_law("gamma-1")()

@@ -1,0 +1,124 @@
+"""Drawing and verifying by random numbers in CUDA kernels, in one pass over the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cuda_ffi import library
+from jspec.cuda_ffi.verify import verified_like
+from jspec.dispatch import Backend
+from jspec.ops.distribution import Settings
+from jspec.ops.sample import Role
+from jspec.ops.vocabulary import TILE
+from jspec.typing import Array
+
+
+def _refusal(
+    logits: Array, draft_logits: Array | None, tokens: tuple[Array, ...], axis_name: str | None
+) -> str | None:
+    for x in (logits, draft_logits):
+        if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16):
+            return f"logits are {x.dtype}; it reads float32 and bfloat16"
+    for x in tokens:
+        if x.dtype != jnp.int32:
+            return f"tokens are {x.dtype}; it takes int32"
+    if axis_name is not None:
+        return f"the vocabulary is sharded over {axis_name!r}; it takes a whole one"
+    return library.refusal()
+
+
+def supports_sample(
+    logits: Array,
+    settings: Settings,
+    positions: Array,
+    *,
+    axis_name: str | None,
+    **attributes: Any,
+) -> str | None:
+    """Why the kernel cannot draw from these logits, or None."""
+    return _refusal(logits, None, (positions,), axis_name)
+
+
+def supports_verify(
+    draft_tokens: Array,
+    target_logits: Array,
+    draft_lengths: Array,
+    stop_tokens: Array,
+    settings: Settings,
+    positions: Array,
+    draft_logits: Array | None,
+    *,
+    axis_name: str | None,
+    **attributes: Any,
+) -> str | None:
+    """Why the kernel cannot verify these tokens, or None."""
+    tokens = (draft_tokens, stop_tokens, positions)
+    return _refusal(target_logits, draft_logits, tokens, axis_name)
+
+
+def _workspace(batch: int, positions: int, vocabulary: int) -> jax.ShapeDtypeStruct:
+    """What the kernels keep between launches, for ``positions`` of target and draft together: 12
+    bytes a tile, and little more."""
+    words = (3 * positions + 1) * -(-vocabulary // TILE) + positions + 8
+    return jax.ShapeDtypeStruct((batch, words + words % 2), jnp.uint32)
+
+
+def _sample(
+    logits: Array,
+    settings: Settings,
+    positions: Array,
+    *,
+    role: Role,
+    filtered: bool,
+    axis_name: str | None,
+) -> Array:
+    tokens = jax.ShapeDtypeStruct(positions.shape, jnp.int32)
+    return library.call(
+        "sample",
+        (tokens, _workspace(*logits.shape)),
+        logits,
+        *settings,
+        positions,
+        vmap_method="broadcast_all",
+        filtered=np.bool_(filtered),
+        role=np.uint32(role),
+    )[0]
+
+
+def _verify(
+    draft_tokens: Array,
+    target_logits: Array,
+    draft_lengths: Array,
+    stop_tokens: Array,
+    settings: Settings,
+    positions: Array,
+    draft_logits: Array | None,
+    *,
+    filtered: bool,
+    axis_name: str | None,
+) -> tuple[Array, ...]:
+    batch, count, vocabulary = target_logits.shape
+    drafts = [] if draft_logits is None or count == 1 else [draft_logits]
+    positions_kept = count if not drafts else 2 * count - 1
+    verified = verified_like(draft_tokens, target_logits[:, :, 0])
+    return library.call(
+        "verify_stochastic",
+        (*verified, _workspace(batch, positions_kept, vocabulary)),
+        draft_tokens,
+        target_logits,
+        draft_lengths,
+        stop_tokens,
+        *settings,
+        positions,
+        *drafts,
+        vmap_method="broadcast_all",
+        filtered=np.bool_(filtered),
+    )[:-1]
+
+
+SAMPLE = Backend("cuda", _sample, supports_sample)
+VERIFY = Backend("cuda", _verify, supports_verify)

@@ -1,0 +1,249 @@
+"""Distributions in whole numbers, and drawing a token by inverse CDF.
+
+Sums of integers do not depend on the order of summation, so that every backend, and every split of
+the vocabulary over devices, draws the same token from the same random number:
+
+- A token's weight is ``2**((logit - m) * log2(e) / temperature)`` in units of 2**-30, rounded down,
+  where m is the largest logit of its tile of the vocabulary.
+- A tile's scale is the probability of a weight of 1 in it, in units of 2**-30. Random numbers are
+  multiples of 2**-23: theirs is the coarser grid.
+
+A logit that is NaN counts as minus infinity, plus infinity as the largest float32. A row without
+any finite logit gives token 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jspec.ops import wide
+from jspec.ops.vocabulary import NO_TOKEN, Vocabulary
+from jspec.ops.wide import Wide
+from jspec.typing import Array
+
+ONE = 2**30  # a probability of 1, and the weight of the largest logit of a tile
+LARGEST = float(np.finfo(np.float32).max)
+FARTHEST = -40  # a weight that far below another is less than one unit
+
+
+class Settings(NamedTuple):
+    """How rows sample, as backends get it, so that each starts from the same bits.
+
+    ``rate`` float32 ``[B]``: log2(e) / temperature, 0 for a greedy row; the rest as in
+    `jspec.ops.sample.Rows`. ``top_p`` and ``min_p`` count in units of 2**-30, rounded down.
+    """
+
+    rate: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    seeds: Array
+
+
+class Distribution(NamedTuple):
+    """Rows to draw from: ``weights`` uint32 ``[..., L, TILE]`` of the tokens and ``scale`` uint32
+    ``[..., L]`` of the tiles."""
+
+    weights: Array
+    scale: Array
+
+    def probabilities(self) -> Array:
+        """Of the tokens, uint32 ``[..., L, TILE]`` in units of 2**-30, rounded down."""
+        return wide.high(self.weights << 1, (self.scale << 1)[..., None])
+
+
+def distribution(
+    logits: Array, settings: Settings, vocabulary: Vocabulary, *, filtered: bool
+) -> Distribution:
+    """What each row samples from, of ``logits [B, T, size]``.
+
+    Temperature, then top-k, top-p over what top-k left, then min-p; ties at a threshold stay
+    together. A greedy row gets all mass on its first largest logit. ``filtered=False`` promises
+    that no row uses a filter and saves the search for thresholds.
+    """
+    logits = logits.astype(jnp.float32)
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, LARGEST))
+    tiles = vocabulary.tiles(logits, -jnp.inf)
+    top = jnp.maximum(vocabulary.tile_max(tiles.max(axis=-1)), -LARGEST)
+    largest = vocabulary.max(top.max(axis=-1, keepdims=True))
+    rate = settings.rate[:, None, None]
+    weights = _weights(tiles, top[..., None], rate[..., None])
+    factor = exp2((top - largest) * rate)
+    if filtered:
+        relative = _weights(tiles, largest[..., None], rate[..., None])
+        kept = relative >= _units(settings.min_p)
+        kept = kept & (_keys(tiles) >= _threshold(tiles, weights, factor, settings, vocabulary))
+        weights = jnp.where(kept, weights, 0)
+    scale = _scale(_sums(weights, vocabulary), factor, vocabulary)
+
+    ids = vocabulary.ids_like(tiles)
+    first = jnp.where(tiles == largest[..., None], ids, NO_TOKEN).min(axis=(-2, -1), keepdims=True)
+    first = vocabulary.min(first)
+    is_first = (ids == first) & (first != NO_TOKEN)
+    one = jnp.where(is_first, ONE, 0).astype(jnp.uint32)
+    greedy = rate == 0
+    return Distribution(
+        jnp.where(greedy[..., None], one, weights),
+        jnp.where(greedy, jnp.uint32(ONE), scale),
+    )
+
+
+def draw(rows: Distribution, number: Array, vocabulary: Vocabulary) -> Array:
+    """The first token whose cumulative mass exceeds ``number / 2**23`` of all, int32 ``[...]``.
+
+    ``number`` uint32 ``[...]`` below 2**23. A token without mass is never drawn.
+    """
+    mass = _mass(_sums(rows.weights, vocabulary), rows.scale)
+    own = vocabulary.own(mass)
+    in_shard = own.sum(axis=-1, dtype=jnp.uint32)
+    target = wide.high(number << 9, vocabulary.sum(in_shard))[..., None]
+    ends = vocabulary.before(in_shard)[..., None] + jnp.cumsum(own, axis=-1, dtype=jnp.uint32)
+    here = (ends - mass <= target) & (target < ends)
+    tile = jnp.argmax(here, axis=-1)[..., None]
+
+    weights, ids = (
+        jnp.take_along_axis(x, tile[..., None], axis=-2)[..., 0, :]
+        for x in (rows.weights, vocabulary.ids_like(rows.weights))
+    )
+    reached = wide.linear(lambda x: jnp.cumsum(x, axis=-1, dtype=jnp.uint32), *wide.halves(weights))
+    earlier = _sums(rows.weights, vocabulary, vocabulary.tile_before)
+    reached = wide.add(reached, Wide(*(jnp.take_along_axis(x, tile, axis=-1) for x in earlier)))
+    left = jnp.take_along_axis(target - (ends - mass), tile, axis=-1)
+    scale = jnp.take_along_axis(rows.scale, tile, axis=-1)
+    over = here.any(axis=-1)[..., None] & (_mass(reached, scale) > left)
+    token = vocabulary.min(jnp.where(over, ids, NO_TOKEN).min(axis=-1))
+    return jnp.where(token == NO_TOKEN, 0, token)
+
+
+def total(rows: Distribution, vocabulary: Vocabulary) -> Array:
+    """The mass of each row, uint32 ``[...]``."""
+    mass = _mass(_sums(rows.weights, vocabulary), rows.scale)
+    return vocabulary.sum(vocabulary.own(mass).sum(axis=-1, dtype=jnp.uint32))
+
+
+def exp2(y: Array) -> tuple[Array, Array]:
+    """``2**y`` for float32 ``y <= 0`` as ``mantissa * 2**-(23 + shift)``, y cut at `FARTHEST`.
+
+    ``mantissa`` uint32 in 2**23..2**24, ``shift`` uint32; off by less than 3e-7 of the value, and
+    never falling where y rises. In integers, since a compiler may fuse floating-point products and
+    sums or not; a float32 kernel whose fused products round towards zero finds the same bits.
+    """
+    fixed = jnp.floor(jnp.maximum(y, FARTHEST) * 2**24).astype(jnp.int32)
+    f = fixed.astype(jnp.uint32) & 0xFFFFFF
+    # Horner's rule; each sum keeps the 24 bits that a float32 of its size has.
+    p = 9653981 + wide.high(jnp.full_like(f, 16143315), f << 5)
+    p = _rounded(14983716 + wide.high(p, f << 6))
+    p = _rounded(16116816 + wide.high(p, f << 6))
+    p = 11629155 + wide.high(p, f << 6)
+    p = 2**23 + wide.high(p, f << 7)
+    return p, (-(fixed >> 24)).astype(jnp.uint32)
+
+
+def _rounded(p: Array) -> Array:
+    return jnp.where(p < 2**24, p, p & ~jnp.uint32(1))
+
+
+def _weights(logits: Array, largest: Array, rate: Array) -> Array:
+    mantissa, shift = exp2((logits - largest) * rate)
+    return lax.shift_right_logical(mantissa << 7, shift)
+
+
+def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Wide:
+    """Sums over whole tiles."""
+    over_shards = over_shards or vocabulary.tile_sum
+    return wide.linear(
+        lambda x: over_shards(x.sum(axis=-1, dtype=jnp.uint32)), *wide.halves(weights)
+    )
+
+
+def _mass(sums: Wide, scale: Array) -> Array:
+    """``sums * scale``, as a probability in units of 2**-30, rounded down."""
+    return wide.shift_right(wide.scale(sums, scale), jnp.full_like(scale, 30)).low
+
+
+def _scale(sums: Wide, factor: tuple[Array, Array], vocabulary: Vocabulary) -> Array:
+    """The scale of tiles whose weights sum to ``sums`` and count by ``factor``, from `exp2`."""
+    mantissa, shift = factor
+    mass = wide.shift_right(wide.scale(sums, mantissa), 23 + shift)
+
+    def over_row(x: Array) -> Array:
+        return vocabulary.sum(vocabulary.own(x).sum(axis=-1, keepdims=True, dtype=jnp.uint32))
+
+    row = wide.linear(over_row, *wide.halves(mass.low), mass.high)
+    empty = (row.high == 0) & (row.low == 0)
+    zeros = jnp.where(row.high > 0, lax.clz(row.high), 32 + lax.clz(row.low))
+    exponent = jnp.where(empty, 0, 33 - zeros)
+    normal = jnp.where(empty, jnp.uint32(ONE), wide.shift_right(row, exponent).low)
+    product = wide.multiply(mantissa, jnp.broadcast_to(_reciprocal(normal), mantissa.shape))
+    return jnp.where(empty, 0, wide.shift_right(product, 24 + shift + exponent).low)
+
+
+def _threshold(
+    logits: Array,
+    weights: Array,
+    factor: tuple[Array, Array],
+    settings: Settings,
+    vocabulary: Vocabulary,
+) -> Array:
+    """The key of the smallest logit that top-k and top-p keep, uint32 ``[B, T, 1, 1]``."""
+    keys = _keys(logits)
+    top_k, top_p = settings.top_k[:, None, None, None], _units(settings.top_p)
+
+    def enough_tokens(key: Array) -> Array:
+        kept = (keys >= key).sum(axis=(-2, -1), keepdims=True, dtype=jnp.int32)
+        return vocabulary.sum(kept) >= top_k
+
+    kth = jnp.where(top_k > 0, _largest_key(enough_tokens, keys, vocabulary), 0)
+    weights = jnp.where(keys >= kth, weights, 0)
+    left = Distribution(weights, _scale(_sums(weights, vocabulary), factor, vocabulary))
+    probabilities = left.probabilities()
+
+    def mass(key: Array) -> Array:
+        kept = jnp.where(keys >= key, probabilities, 0)
+        return vocabulary.sum(kept.sum(axis=(-2, -1), keepdims=True, dtype=jnp.uint32))
+
+    needed = wide.multiply(jnp.broadcast_to(jnp.maximum(top_p, 1), kth.shape), mass(kth))
+
+    def enough_mass(key: Array) -> Array:
+        here = mass(key)
+        return ~wide.less(wide.multiply(here, jnp.full_like(here, ONE)), needed)
+
+    pth = jnp.where(top_p < ONE, _largest_key(enough_mass, keys, vocabulary), 0)
+    return jnp.maximum(kth, pth)
+
+
+def _units(x: Array) -> Array:
+    """Float32 ``[B]`` in 0..1 in units of 2**-30, uint32 ``[B, 1, 1, 1]``."""
+    return (x * ONE).astype(jnp.uint32)[:, None, None, None]
+
+
+def _keys(logits: Array) -> Array:
+    """Float32 without NaN as uint32 of the same order; the two zeros are one."""
+    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(2**31))
+
+
+def _largest_key(holds, keys: Array, vocabulary: Vocabulary) -> Array:
+    """The largest key for which ``holds``, which does for 0, ``[B, T, 1, 1]``, by bisection."""
+
+    def decide(step: Array, found: Array) -> Array:
+        key = found | (jnp.uint32(2**31) >> step.astype(jnp.uint32))
+        return jnp.where(holds(key), key, found)
+
+    # A zero that varies over the mesh as the result does.
+    zero = vocabulary.max(keys.max(axis=(-2, -1), keepdims=True)) & 0
+    return lax.fori_loop(0, 32, decide, zero)
+
+
+def _reciprocal(x: Array) -> Array:
+    """``2**61 // x`` for ``x`` in 2**30..2**31, by long division, a bit at a time."""
+    quotient, rest = (x == ONE).astype(jnp.uint32), jnp.where(x == ONE, 0, jnp.uint32(ONE))
+    for _ in range(31):
+        rest = rest << 1
+        fits = rest >= x
+        quotient, rest = (quotient << 1) | fits.astype(jnp.uint32), jnp.where(fits, rest - x, rest)
+    return quotient

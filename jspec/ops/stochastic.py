@@ -1,0 +1,170 @@
+"""Verification by rejection sampling, so that committed tokens follow the target's law.
+
+A draft token stands with probability min(1, p / q), and the first that falls is replaced by a draw
+from max(p - q, 0) (Leviathan et al. 2023, algorithm 1; Chen et al. 2023).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jspec.dispatch import Backend, Operation, always
+from jspec.ops import wide
+from jspec.ops.distribution import ONE, Distribution, Settings, distribution, draw, total
+from jspec.ops.sample import Role, Rows, number, settings_of
+from jspec.ops.verify import Verified, check_draft, commit, leading
+from jspec.ops.vocabulary import Vocabulary
+from jspec.typing import Array
+
+
+def verify_stochastic(
+    draft_tokens: Array,
+    target_logits: Array,
+    draft_lengths: Array,
+    stop_tokens: Array,
+    rows: Rows,
+    positions: Array,
+    *,
+    draft_logits: Array | None = None,
+    filtered: bool = True,
+    axis_name: str | None = None,
+    implementation: str | None = None,
+) -> Verified:
+    """Accept draft tokens by rejection sampling, so that what is committed follows the target.
+
+    As `verify_greedy`, with ``target_logits [B, gamma + 1, V]``; ``rows``: the sampling settings,
+    under which both distributions are taken (a row with temperature 0 is verified greedily);
+    ``positions`` int32 ``[B]``: absolute position of the first draft token, which keys the random
+    numbers; ``draft_logits [B, gamma, V]``: what the draft was drawn from under the same settings,
+    None for a draft that was certain of its tokens (one-hot). ``filtered`` and ``axis_name`` as in
+    `sample`. A logit that is NaN counts as minus infinity.
+    """
+    batch, gamma = draft_tokens.shape
+    check_draft(draft_tokens, draft_lengths, stop_tokens, target_logits.shape[:2])
+    if draft_logits is not None and draft_logits.shape != (batch, gamma, target_logits.shape[2]):
+        raise ValueError(
+            f"draft_logits {draft_logits.shape} must be [B, gamma, V] = "
+            f"{(batch, gamma, target_logits.shape[2])}"
+        )
+    out = VERIFY_STOCHASTIC(
+        draft_tokens,
+        target_logits,
+        draft_lengths,
+        stop_tokens,
+        settings_of(rows),
+        positions,
+        draft_logits,
+        filtered=filtered,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
+    return Verified(*out)
+
+
+def stochastic_xla(
+    draft_tokens: Array,
+    target_logits: Array,
+    draft_lengths: Array,
+    stop_tokens: Array,
+    settings: Settings,
+    positions: Array,
+    draft_logits: Array | None,
+    *,
+    filtered: bool,
+    axis_name: str | None,
+) -> tuple[Array, ...]:
+    """The reference of `verify_stochastic`: the fields of `Verified`."""
+    gamma = draft_tokens.shape[1]
+    vocabulary = Vocabulary(target_logits.shape[2], axis_name)
+    p = distribution(target_logits, settings, vocabulary, filtered=filtered)
+    q = None
+    if draft_logits is not None and gamma > 0:
+        q = distribution(draft_logits, settings, vocabulary, filtered=filtered)
+    where = positions[:, None] + jnp.arange(gamma)[None]
+    u = number(settings.seeds, where, Role.ACCEPT)
+    tokens = draft_tokens.astype(jnp.int32)
+    accepted = leading(_accepts(u, p, q, tokens, vocabulary), draft_lengths)
+
+    rejected = accepted < jnp.minimum(draft_lengths, gamma)
+    p_here = _row(p, accepted)
+    residual = _residual(p_here, q, tokens, accepted, vocabulary)
+    # p and q that differ by rounding alone can leave an empty residual: the target then serves.
+    use_residual = rejected & (total(residual, vocabulary) > 0)
+    following = draw(
+        Distribution(
+            jnp.where(use_residual[:, None, None], residual.weights, p_here.weights),
+            jnp.where(use_residual[:, None], residual.scale, p_here.scale),
+        ),
+        jnp.where(
+            rejected,
+            number(settings.seeds, positions + accepted, Role.RESIDUAL),
+            number(settings.seeds, positions + accepted, Role.BONUS),
+        ),
+        vocabulary,
+    ).astype(draft_tokens.dtype)
+    return commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
+
+
+# Backends return the fields of `Verified` in order.
+VERIFY_STOCHASTIC = Operation(
+    "verify_stochastic",
+    {
+        "xla": Backend("xla", stochastic_xla, always),
+        "cuda": "jspec.cuda_ffi.stochastic:VERIFY",
+    },
+    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
+)
+
+
+def _accepts(
+    u: Array, p: Distribution, q: Distribution | None, tokens: Array, vocabulary: Vocabulary
+) -> Array:
+    """Whether each draft token stands: ``u < p / q`` without dividing, so that ``p = 0`` never
+    does and ``p >= q > 0`` always does."""
+    gamma = tokens.shape[1]
+    p_token = _of_token(jax.tree.map(lambda x: x[:, :gamma], p), tokens, vocabulary)
+    q_token = jnp.full_like(p_token, ONE)
+    if q is not None:
+        q_token = _of_token(q, tokens, vocabulary)
+    return wide.less(
+        wide.multiply(u, q_token), wide.multiply(p_token, jnp.full_like(p_token, 2**23))
+    )
+
+
+def _residual(
+    p_here: Distribution,
+    q: Distribution | None,
+    tokens: Array,
+    accepted: Array,
+    vocabulary: Vocabulary,
+) -> Distribution:
+    """``max(p - q, 0)`` at the first rejected position, not normalised."""
+    gamma = tokens.shape[1]
+    if gamma == 0:
+        return p_here
+    at = jnp.minimum(accepted, gamma - 1)
+    if q is not None:
+        p_tokens, q_tokens = p_here.probabilities(), _row(q, at).probabilities()
+        over = jnp.where(p_tokens > q_tokens, p_tokens - q_tokens, 0)
+        return Distribution(over, jnp.full_like(p_here.scale, ONE))
+    token = jnp.take_along_axis(tokens, at[:, None], axis=1)[..., None]
+    is_token = vocabulary.ids_like(p_here.weights) == token
+    return p_here._replace(weights=jnp.where(is_token, 0, p_here.weights))
+
+
+def _of_token(rows: Distribution, tokens: Array, vocabulary: Vocabulary) -> Array:
+    """Probabilities of ``tokens [B, T]``; a padding id gives that of token 0."""
+    tokens = jnp.clip(tokens, 0, None)
+    probability, here = vocabulary.at(rows.probabilities(), tokens)
+    return vocabulary.sum(jnp.where(here, probability, 0))
+
+
+def _row(rows: Distribution, index: Array) -> Distribution:
+    """The row at position ``index [B]`` of each of ``[B, T, ...]``."""
+
+    def at(x: Array) -> Array:
+        index_like = index.reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.take_along_axis(x, index_like, axis=1)[:, 0]
+
+    return jax.tree.map(at, rows)

@@ -1,0 +1,112 @@
+"""A vocabulary sharded over devices gives the tokens of the whole one, and is not gathered."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jspec.ops import vocabulary as module
+from jspec.ops.sample import Role, sample
+from jspec.ops.stochastic import verify_stochastic
+from jspec.ops.verify import Verified
+from tests.ops.laws import GREEDY, SAMPLED, rows_of
+from tests.ops.test_stochastic import FILTERS, GAMMA, PLAIN, drafted
+
+DEVICES = 8
+
+
+def sharded(function, vocabulary_arguments: list[str]):
+    """``function`` of keyword arguments, those named sharded over their last axis on 8 devices."""
+    mesh = jax.make_mesh((DEVICES,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
+    function = functools.partial(function, axis_name="shards")
+
+    def run(**arguments):
+        specs = {
+            name: P(None, None, "shards") if name in vocabulary_arguments else P()
+            for name in arguments
+        }
+        body = jax.shard_map(
+            lambda x: function(**x), mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=True
+        )
+        return body(arguments)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(
+    ("count", "vocabulary", "tile", "params", "one_hot"),
+    [
+        (2000, 64, 4, PLAIN, False),
+        (1000, 80, 4, FILTERS, False),
+        (1000, 80, 4, PLAIN, True),
+        (1000, 24, 7, PLAIN, False),
+        (1000, 24, 7, FILTERS, True),
+        (64, 8 * 1500, 1024, PLAIN, False),
+    ],
+    ids=["fit", "shared", "shared-one-hot", "over-three", "over-three-one-hot", "large"],
+)
+def test_sharded_is_the_same_as_whole(count, vocabulary, tile, params, one_hot, monkeypatch):
+    """Tiles that shards hold whole, that two shards share, and that lie over three."""
+    filtered = params is FILTERS
+    args = drafted(count, vocabulary, params, one_hot=one_hot)
+    monkeypatch.setattr(module, "TILE", tile)
+    verify = functools.partial(verify_stochastic, filtered=filtered)
+    whole = jax.jit(verify)(**args)
+    parts = sharded(verify, ["target_logits", "draft_logits"])(**args)
+    for field in dataclasses.fields(Verified):
+        np.testing.assert_array_equal(getattr(parts, field.name), getattr(whole, field.name))
+    assert whole.mismatch.any()
+    assert whole.stopped.any()
+    assert count < 100 or set(whole.accepted.tolist()) == set(range(GAMMA + 1))
+
+
+def test_logits_that_are_no_numbers_sharded():
+    logits = np.random.default_rng(0).standard_normal((40, 1, 80)).astype(np.float32)
+    logits[:10, :, 30:] = -np.inf
+    logits[10:20, :, ::3] = np.nan
+    logits[20:30, :, [17, 40, 79]] = np.inf
+    logits[30:] = -np.inf
+    args = {
+        "logits": jnp.asarray(logits),
+        "rows": rows_of([SAMPLED, GREEDY] * 20),
+        "positions": jnp.zeros((40, 1), jnp.int32),
+    }
+    draw = functools.partial(sample, role=Role.DRAFT, filtered=False)
+    np.testing.assert_array_equal(sharded(draw, ["logits"])(**args), draw(**args))
+
+
+def test_the_axis_must_divide_the_vocabulary():
+    args = drafted(8, 42, PLAIN, one_hot=True)
+    with pytest.raises(ValueError, match="42"):
+        sharded(verify_stochastic, ["target_logits"])(**args)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_what_is_exchanged_does_not_grow_with_the_vocabulary(filtered):
+    """Bytes of all collectives of the compiled program, for two vocabularies and against both."""
+    count, moved = 4, []
+    for vocabulary in (8 * 1500, 8 * 6500):
+        args = drafted(count, vocabulary, FILTERS, one_hot=False)
+        verify = functools.partial(verify_stochastic, filtered=filtered)
+        program = sharded(verify, ["target_logits", "draft_logits"]).lower(**args).compile()
+        moved.append(sum(collective_bytes(program.as_text())))
+    assert moved[0] == moved[1]
+    assert 0 < moved[0] < 0.05 * args["target_logits"].nbytes
+
+
+def collective_bytes(hlo: str) -> list[int]:
+    """Sizes of what the collectives of a program give."""
+    sizes = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
+    found = []
+    for line in hlo.splitlines():
+        left, collective, _ = line.partition("all-")
+        if collective and re.search(r"= .* $|= .*\) $", left):
+            for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", left.partition("=")[2]):
+                count = np.prod([int(n) for n in shape.split(",") if n], dtype=int)
+                found.append(sizes[dtype] * int(count))
+    return found

@@ -1,0 +1,191 @@
+"""Drawing and rejection sampling: every backend gives the tokens of the reference, all of them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.dispatch import BackendError
+from jspec.ops.sample import SAMPLE, Role, sample, settings_of
+from jspec.ops.stochastic import VERIFY_STOCHASTIC, verify_stochastic
+from jspec.ops.verify import Verified
+from tests.ops.laws import GREEDY, SAMPLED, rows_of
+
+GAMMA = 3
+FILTERS = [
+    SAMPLED,
+    GREEDY,
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=1.5, top_p=0.8),
+    SamplingParams(temperature=1.0, min_p=0.05),
+    SamplingParams(temperature=2.0, top_k=40, top_p=0.9, min_p=0.01),
+]
+PLAIN = [SAMPLED, GREEDY, SamplingParams(temperature=0.01), SamplingParams(temperature=30.0)]
+
+
+def drafted(
+    count: int,
+    vocabulary: int,
+    params: list[SamplingParams],
+    *,
+    one_hot: bool,
+    dtype: str = "float32",
+) -> dict:
+    """Arguments of `verify_stochastic`: drafts of every length that mostly stand, stop tokens, and
+    logits of minus infinity here and there; seed 0."""
+    rng = np.random.default_rng(0)
+    target = 2.5 * rng.standard_normal((count, GAMMA + 1, vocabulary))
+    # A few tokens hold most of the mass, as in a language model.
+    target[:, :, rng.permutation(vocabulary)[:5]] += 3 + np.log(vocabulary)
+    draft = target[:, :GAMMA] + 0.5 * rng.standard_normal((count, GAMMA, vocabulary))
+    target[rng.random(target.shape) < 0.02] = -np.inf
+    rows = rows_of([params[i % len(params)] for i in range(count)], rng.integers(0, 2**32, count))
+    draft, target = jnp.asarray(draft, jnp.bfloat16), jnp.asarray(target, jnp.dtype(dtype))
+    positions = jnp.asarray(rng.integers(0, 1000, count), jnp.int32)
+    where = positions[:, None] + jnp.arange(GAMMA)[None]
+    draw = by(sample, "xla", role=Role.DRAFT, filtered=params is FILTERS)
+    tokens = np.array(draw(draft, rows, where))
+    lengths = rng.integers(0, GAMMA + 1, count)
+    tokens[np.arange(GAMMA) >= lengths[:, None]] = -1
+    stops = rng.integers(-1, vocabulary, (count, 3))
+    stops[::5, 1] = tokens[::5, 1]
+    out = {
+        "draft_tokens": jnp.asarray(tokens),
+        "target_logits": target,
+        "draft_lengths": jnp.asarray(lengths, jnp.int32),
+        "stop_tokens": jnp.asarray(stops, jnp.int32),
+        "rows": rows,
+        "positions": positions,
+    }
+    return out if one_hot else out | {"draft_logits": draft}
+
+
+def kernels(operation) -> pytest.MarkDecorator:
+    """Runs a test over all backends of ``operation`` but the reference."""
+    return pytest.mark.parametrize("backend", [x for x in operation.backends if x != "xla"])
+
+
+@functools.cache
+def by(function, backend: str, **settings):
+    """``function`` jitted, by one backend; a skip where it cannot run at all."""
+    logits, tokens = jnp.zeros((1, 1, 4)), jnp.zeros((1, 1), jnp.int32)
+    of_rows = settings_of(rows_of([SAMPLED]))
+    if function is sample:
+        reason = SAMPLE.backend(backend).supports(logits, of_rows, tokens, axis_name=None)
+    else:
+        arguments = (tokens[:, :0], logits, tokens[0], tokens, of_rows, tokens[0], None)
+        reason = VERIFY_STOCHASTIC.backend(backend).supports(*arguments, axis_name=None)
+    if reason:
+        pytest.skip(f"{backend}: {reason}")
+    return jax.jit(functools.partial(function, implementation=backend, **settings))
+
+
+def assert_same(got: Verified, expected: Verified) -> None:
+    for field in dataclasses.fields(Verified):
+        value, wanted = getattr(got, field.name), getattr(expected, field.name)
+        assert value.dtype == wanted.dtype
+        np.testing.assert_array_equal(value, wanted, field.name)
+
+
+def with_holes(logits: jax.Array) -> jax.Array:
+    """The same with NaN, plus infinity, and rows of minus infinity or NaN alone."""
+    x = np.array(logits, np.float32)
+    x[0::9, :, 0] = np.nan
+    x[1::9, :, [0, -1]] = np.inf
+    x[2::9] = -np.inf
+    x[3::9] = np.nan
+    return jnp.asarray(x, logits.dtype)
+
+
+CASES = {
+    "filters": (500, 37, FILTERS, "float32"),
+    "ragged-tiles": (40, 1100, FILTERS, "bfloat16"),
+    "tiles": (48, 3072, PLAIN, "bfloat16"),
+    "one-token": (3, 1, PLAIN, "float32"),
+}
+every_case = pytest.mark.parametrize(
+    ("count", "vocabulary", "params", "dtype"), CASES.values(), ids=list(CASES)
+)
+
+
+@kernels(VERIFY_STOCHASTIC)
+@pytest.mark.parametrize("one_hot", [False, True], ids=["distribution", "one-hot"])
+@every_case
+def test_verification_is_that_of_the_reference(backend, count, vocabulary, params, dtype, one_hot):
+    filtered = params is FILTERS
+    run = by(verify_stochastic, backend, filtered=filtered)
+    reference = by(verify_stochastic, "xla", filtered=filtered)
+    args = drafted(count, vocabulary, params, one_hot=one_hot, dtype=dtype)
+    expected = reference(**args)
+    assert_same(run(**args), expected)
+    if count > 50:
+        assert set(expected.accepted.tolist()) == set(range(GAMMA + 1))
+        assert expected.stopped.any()
+    args["target_logits"] = with_holes(args["target_logits"])
+    assert_same(run(**args), reference(**args))
+
+
+@kernels(SAMPLE)
+@every_case
+def test_drawing_is_that_of_the_reference(backend, count, vocabulary, params, dtype):
+    settings = {"filtered": params is FILTERS, "role": Role.BONUS}
+    run = by(sample, backend, **settings)
+    reference = by(sample, "xla", **settings)
+    args = drafted(count, vocabulary, params, one_hot=True, dtype=dtype)
+    logits, rows = args["target_logits"], args["rows"]
+    positions = args["positions"][:, None] + jnp.arange(GAMMA + 1)[None]
+    for x in (logits, with_holes(logits)):
+        expected = reference(x, rows, positions)
+        np.testing.assert_array_equal(run(x, rows, positions), expected)
+
+
+@kernels(SAMPLE)
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [4.0, 0.05], ids=["peaked", "flat"])
+def test_a_million_draws_are_those_of_the_reference(backend, spread):
+    """Seeds 0..999,999, each over one of 1,000 rows of logits."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(spread * rng.standard_normal((1000, 1, 1500)), jnp.float32)
+    settings = {"filtered": False, "role": Role.BONUS}
+    run, reference = (by(sample, name, **settings) for name in (backend, "xla"))
+    for block in range(1000):
+        rows = rows_of([SAMPLED] * 1000, 1000 * block + np.arange(1000))
+        positions = jnp.full((1000, 1), block, jnp.int32)
+        expected = reference(logits, rows, positions)
+        np.testing.assert_array_equal(run(logits, rows, positions), expected)
+
+
+@kernels(VERIFY_STOCHASTIC)
+def test_verification_under_vmap(backend):
+    run = by(verify_stochastic, backend, filtered=False)
+    args = drafted(24, 37, PLAIN, one_hot=False)
+    expected = run(**args)
+    split = jax.tree.map(lambda x: x.reshape(4, 6, *x.shape[1:]), args)
+    got = jax.vmap(lambda args: run(**args))(split)
+    assert_same(jax.tree.map(lambda x: x.reshape(24, *x.shape[2:]), got), expected)
+
+
+def test_a_backend_says_what_it_refuses():
+    args = drafted(2, 37, PLAIN, one_hot=True)
+    for change, reason in (
+        ({"target_logits": args["target_logits"].astype(jnp.float16)}, "float16"),
+        ({"axis_name": "shards"}, "sharded over 'shards'"),
+    ):
+        with pytest.raises(BackendError, match=reason):
+            verify_stochastic(**args | change, filtered=False, implementation="cuda")
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    args = drafted(2, 37, PLAIN, one_hot=True)
+    with pytest.raises(ValueError, match=r"positions \(2, 3\) must be .* with B=2"):
+        sample(
+            args["target_logits"],
+            args["rows"],
+            jnp.zeros((2, 3), jnp.int32),
+            Role.BONUS,
+            filtered=False,
+        )
