@@ -86,10 +86,13 @@ VERIFY_AND_PACK = Operation(
     "verify_and_pack",
     {
         "xla": Backend("xla", _pack_xla, always),
+        "triton": "jspec.triton.fused:VERIFY_AND_PACK",
         "cuda": "jspec.cuda_ffi.fused:PACK",
         "cuda_single": "jspec.cuda_ffi.fused:PACK_SINGLE",
     },
-    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
+    lambda platform, *args, **kwargs: (
+        ("triton", "cuda", "xla") if platform == "gpu" else ("xla",)
+    ),
 )
 VERIFY_AND_APPEND = Operation(
     "verify_and_append",

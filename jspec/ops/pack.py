@@ -61,6 +61,13 @@ def pack_xla(rows: Array, accepted: Array) -> tuple[Array, Array, Array]:
 # Backends return the fields of `Packed` in order.
 PACK = Operation(
     "pack",
-    {"xla": Backend("xla", pack_xla, always), "cuda": "jspec.cuda_ffi.pack:PACK"},
-    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
+    {
+        "xla": Backend("xla", pack_xla, always),
+        "triton": "jspec.triton.pack:PACK",
+        "pallas": "jspec.pallas.pack:PACK",
+        "cuda": "jspec.cuda_ffi.pack:PACK",
+    },
+    lambda platform, *args, **kwargs: (
+        ("triton", "pallas", "cuda", "xla") if platform == "gpu" else ("xla",)
+    ),
 )

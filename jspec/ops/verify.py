@@ -86,8 +86,12 @@ VERIFY_GREEDY = Operation(
         "xla": Backend("xla", greedy_xla, always),
         "cuda": "jspec.cuda_ffi.verify:BALLOT",
         "cuda_naive": "jspec.cuda_ffi.verify:NAIVE",
+        "pallas": "jspec.pallas.verify:VERIFY_GREEDY",
+        "triton": "jspec.triton.verify:VERIFY_GREEDY",
     },
-    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
+    lambda platform, *args, **kwargs: (
+        ("cuda", "pallas", "triton", "xla") if platform == "gpu" else ("xla",)
+    ),
 )
 
 

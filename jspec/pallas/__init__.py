@@ -1,1 +1,1 @@
-"""Pallas kernels on Mosaic GPU, called by `jspec.ops` alone. None yet: XLA serves everything."""
+"""Pallas kernels on Mosaic GPU, called by `jspec.ops` alone; nothing here imports Pallas early."""

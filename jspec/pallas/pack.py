@@ -1,0 +1,135 @@
+"""Packing on Mosaic GPU: one launch, every program finding its place for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jspec.dispatch import Backend
+from jspec.pallas.mosaic import Spread, floor_power, iota, load, refuses_pallas, starts, store
+from jspec.typing import Array
+
+WORD = 16  # bytes a lane moves at once
+MOST_ROWS = 4096  # of the batch: every program adds up their counts
+
+# Elements are moved, not understood: any type of these sizes is moved as an integer.
+_CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut: ``span`` bytes a program, a power of 2 and at least a word."""
+
+    span: int
+
+
+def blocks_for(run: int) -> Blocks:
+    """The cut that serves rows of up to ``run`` bytes well."""
+    return Blocks(span=min(8192, floor_power(run)))
+
+
+def pack_pallas(
+    rows: Array, accepted: Array, *, blocks: Blocks | None = None
+) -> tuple[Array, Array, Array]:
+    """As `jspec.ops.pack.pack_xla`; what lies past the total is whatever was there."""
+    batch, gamma, width = rows.shape
+    size = rows.dtype.itemsize
+    span = (blocks or blocks_for(gamma * width * size)).span // size
+    word = WORD // size
+    counted = Spread(min(256, floor_power(batch)))
+
+    def pack(source, accepted, packed, offsets, total):
+        row, chunk = lax.axis_index("row"), lax.axis_index("chunk")
+        kept = jnp.clip(accepted[row], 0, gamma)
+        run = kept * width
+
+        @pl.when((chunk == 0) | (chunk * span < run))
+        def _():
+            # Summing the counts again costs each program less than a second launch would.
+            offset = jnp.int32(0)
+            seen = 0
+            for start in starts(batch, counted.size) if batch > 1 else ():
+                index = start + iota(counted)
+                here = pl.ds(start, counted.size)
+                counts = jnp.clip(load(accepted.at[here], counted), 0, gamma)
+                counts = jnp.where((index >= seen) & (index < row), counts, 0)
+                offset += jnp.sum(counts)
+                seen = start + counted.size
+
+            def copy(begin, length: int) -> None:
+                """Move ``length`` elements of the run, from ``begin`` on."""
+                piece = Spread(floor_power(length // word) * word, vector=word, warps=4)
+                moved = []
+                for start in starts(length, piece.size):
+                    at = begin + start
+                    here = source.at[row, pl.ds(at, piece.size)]
+                    moved.append((at, load(here, piece)))
+                for at, elements in moved:
+                    store(packed.at[pl.ds(offset * width + at, piece.size)], elements)
+
+            # The last chunk of a run is laid so that it ends with the run.
+            @pl.when(run >= span)
+            def _():
+                copy(jnp.minimum(chunk * span, run - span), span)
+
+            # A run shorter than a chunk is two copies of as many rows as the power of 2 below it.
+            few = 1
+            while few <= gamma and few * width < span:
+                last = min(2 * few - 1, (span - 1) // width)
+
+                @pl.when((kept >= few) & (kept <= last))
+                def _(few=few):
+                    copy(0, few * width)
+                    copy((kept - few) * width, few * width)
+
+                few *= 2
+
+            @pl.when(chunk == 0)
+            def _():
+                offsets[row] = offset
+
+                @pl.when(row == batch - 1)
+                def _():
+                    total[0] = offset + kept
+
+    carrier = lax.bitcast_convert_type(rows, _CARRIERS[size])
+    call = plgpu.kernel(
+        pack,
+        out_type=(
+            jax.ShapeDtypeStruct((batch * gamma * width,), carrier.dtype),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ),
+        grid=(batch, -(-gamma * width // span)),
+        grid_names=("row", "chunk"),
+        # No memory is both read and written, so nothing has to wait for a write.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    packed, offsets, total = call(carrier.reshape(batch, gamma * width), accepted)
+    packed = packed.reshape(batch * gamma, width)
+    return lax.bitcast_convert_type(packed, rows.dtype), offsets, total[0]
+
+
+def _supports(rows: Array, accepted: Array) -> str | None:
+    batch, _, width = rows.shape
+    if 0 in rows.shape:
+        return f"rows {rows.shape} leave nothing to launch"
+    if batch > MOST_ROWS:
+        return f"B={batch} is over {MOST_ROWS}"
+    if jax.dtypes.itemsize_bits(rows.dtype) not in (8, 16, 32) or rows.dtype == jnp.bool_:
+        return f"rows of {rows.dtype} are not elements of 1, 2 or 4 bytes"
+    if width * rows.dtype.itemsize % WORD:
+        return (
+            f"D={width} of {rows.dtype} is {width * rows.dtype.itemsize} bytes, not words of {WORD}"
+        )
+    if rows.size >= 2**31:
+        return f"rows {rows.shape} have more elements than int32 counts"
+    return refuses_pallas()
+
+
+PACK = Backend("pallas", pack_pallas, _supports)

@@ -1,0 +1,145 @@
+"""Greedy verification on Mosaic GPU: one launch, flat in the acceptance rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jspec.dispatch import Backend
+from jspec.pallas.mosaic import (
+    Spread,
+    floor_power,
+    iota,
+    largest,
+    load,
+    refuses_pallas,
+    starts,
+    store,
+)
+from jspec.typing import Array
+
+MOST_STOPS = 32  # the kernel unrolls over them
+MOST_GAMMA = 1024  # a row stays in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut: ``rows`` of the batch a program, ``piece`` positions (a power of 2, at
+    most gamma) a vector."""
+
+    rows: int
+    piece: int
+
+
+def blocks_for(batch: int, gamma: int) -> Blocks:
+    """The cut that serves ``[batch, gamma]`` draft tokens well."""
+    # A program has four warps that all do the same: many small ones cost more than a few longer.
+    return Blocks(rows=max(1, min(8, batch // 128)), piece=min(128, floor_power(gamma)))
+
+
+def verify_pallas(
+    draft_tokens: Array,
+    target_tokens: Array,
+    draft_lengths: Array,
+    stop_tokens: Array,
+    *,
+    blocks: Blocks | None = None,
+) -> tuple[Array, ...]:
+    """As `jspec.ops.verify.greedy_xla`."""
+    batch, gamma = draft_tokens.shape
+    stops = stop_tokens.shape[1]
+    blocks = blocks or blocks_for(batch, gamma)
+    spread = Spread(blocks.piece)
+
+    # A token that is committed is the target's own, so the draft serves to count and no more. What
+    # ends a block is its first position where the draft falls or the target stops: one maximum (a
+    # warp has no instruction for a minimum) finds it, over the distance from the end with the two
+    # flags in the lowest bits.
+    def verify(draft, target, lengths, *refs):
+        *stop_refs, accepted_out, committed_out, mismatch_out, next_out, stopped_out, block_out = (
+            refs
+        )
+
+        def read(row):
+            length = jnp.minimum(lengths[row], gamma)
+            stop_ids = [ref[row, m] for ref in stop_refs for m in range(stops)]
+            pieces = []
+            for start in starts(gamma, spread.size):
+                here = (row, pl.ds(start, spread.size)) if spread.size > 1 else (row, start)
+                wanted = load(target.at[here], spread)
+                pieces.append((here, start + iota(spread), load(draft.at[here], spread), wanted))
+            return row, length, stop_ids, target[row, gamma], pieces
+
+        def is_stop(tokens, stop_ids):
+            """0 or 1. An id of -1 is padding, among the stop tokens as elsewhere."""
+            found = [(tokens == stop) & (tokens >= 0) for stop in stop_ids]
+            return functools.reduce(jnp.logical_or, found).astype(jnp.int32) if found else 0
+
+        def judge(length, stop_ids, bonus, pieces):
+            # Behind a draft that stood whole comes the bonus token, as if one had fallen there.
+            event = 2 + is_stop(bonus, stop_ids)
+            for _, index, drafted, wanted in pieces:
+                falls = (drafted != wanted) | (index >= length)
+                flags = 2 * falls.astype(jnp.int32) + is_stop(wanted, stop_ids)
+                found = jnp.where(flags > 0, 4 * (gamma - index) + flags, 0)
+                event = jnp.maximum(event, largest(found))
+            return event
+
+        def write(row, length, bonus, pieces, event):
+            end = gamma - (event >> 2)
+            falls = (event & 2) != 0
+            accepted_out[row] = jnp.where(falls, end, end + 1)
+            committed_out[row] = end + 1
+            mismatch_out[row] = falls & (end < length)
+            next_out[row] = jnp.where(falls, target[row, end], -1)
+            stopped_out[row] = (event & 1) != 0
+            for here, index, _, wanted in pieces:
+                store(block_out.at[here], jnp.where(index <= end, wanted, -1))
+            block_out[row, gamma] = jnp.where(end == gamma, bonus, -1)
+
+        # The last program's rows end with the batch, some of them done twice and alike. All is
+        # read before anything is written, so that the reads of several rows wait together.
+        first = jnp.minimum(lax.axis_index("rows") * blocks.rows, batch - blocks.rows)
+        held = [read(first + i) for i in range(blocks.rows)]
+        events = [judge(*x[1:]) for x in held]
+        for (row, length, _, bonus, pieces), event in zip(held, events, strict=True):
+            write(row, length, bonus, pieces, event)
+
+    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    flag = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    token = jax.ShapeDtypeStruct((batch,), draft_tokens.dtype)
+    block = jax.ShapeDtypeStruct((batch, gamma + 1), draft_tokens.dtype)
+    call = plgpu.kernel(
+        verify,
+        out_type=(count, count, flag, token, flag, block),
+        grid=(-(-batch // blocks.rows),),
+        grid_names=("rows",),
+        # No memory is both read and written, so nothing has to wait for a write.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    # An array without elements has no pointer to give.
+    given = (draft_tokens, target_tokens, draft_lengths, stop_tokens)
+    return call(*given[: 4 if stops else 3])
+
+
+def _supports(
+    draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
+) -> str | None:
+    batch, gamma = draft_tokens.shape
+    stops = stop_tokens.shape[1]
+    if batch == 0 or gamma == 0:
+        return f"B={batch}, gamma={gamma} leave nothing to compare"
+    if gamma > MOST_GAMMA:
+        return f"gamma={gamma} is over {MOST_GAMMA}"
+    if stops > MOST_STOPS:
+        return f"{stops} stop tokens a row are over {MOST_STOPS}"
+    return refuses_pallas()
+
+
+VERIFY_GREEDY = Backend("pallas", verify_pallas, _supports)

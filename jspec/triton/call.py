@@ -1,0 +1,58 @@
+"""Calling a Triton kernel from JAX, under jax-triton 0.3 and 0.4 alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+
+from jspec.gpu import refuses_gpu
+from jspec.typing import Array
+
+
+def not_installed() -> str | None:
+    """Which packages are missing and how to get them, or None."""
+    missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
+    if not missing:
+        return None
+    return f"{' and '.join(missing)} not installed; pip install 'jspec[cuda13]', Python >= 3.12"
+
+
+def refuses_triton() -> str | None:
+    """Why no Triton kernel can run here, or None."""
+    return not_installed() or refuses_gpu((8, 0), "Triton")
+
+
+def next_power(n: int) -> int:
+    """The smallest power of 2 that is at least ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def triton_call(
+    kernel: Any,
+    *arrays: Array,
+    out: Sequence[jax.ShapeDtypeStruct],
+    programs: int,
+    warps: int,
+    **constants: Any,
+) -> tuple[Array, ...]:
+    """Launch ``programs`` programs of ``kernel`` on a line.
+
+    The kernel gets pointers to ``arrays``, then to the arrays it returns, which are as ``out``
+    says, and ``constants`` as its ``tl.constexpr`` parameters.
+    """
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
+    # 0.4 renamed out_shape to out_type and warns of the old name.
+    parameters = inspect.signature(jax_triton.triton_call).parameters
+    name = "out_type" if "out_type" in parameters else "out_shape"
+    settings = {name: tuple(out), "grid": (programs,), "num_warps": warps}
+
+    @jax.custom_batching.sequential_vmap  # jax-triton itself has no rule for vmap
+    def launch(*arrays: Array) -> tuple[Array, ...]:
+        return jax_triton.triton_call(*arrays, kernel=kernel, **settings, **constants)
+
+    return launch(*arrays)

@@ -1,0 +1,97 @@
+"""Verification with packing in Triton: one launch, for batches small enough to verify twice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jspec.dispatch import Backend
+from jspec.triton import pack, verify
+from jspec.triton.call import next_power, refuses_triton, triton_call
+from jspec.typing import Array
+
+MOST_TOKENS = 8192  # drafted in a batch: a program verifies all of the rows before its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut: ``span`` bytes a program copies at a time, ``most`` programs a batch
+    row, ``scan`` earlier rows verified at a time, ``tile`` positions of each at a time, ``warps``
+    to run a program; ``span``, ``scan`` and ``tile`` are powers of 2.
+
+    ``eager``: a program's first bytes are read before it is known whether they are kept.
+    """
+
+    span: int
+    most: int
+    scan: int
+    tile: int
+    warps: int
+    eager: bool
+
+
+def blocks_for(batch: int, gamma: int, run: int) -> Blocks:
+    """The cut that serves ``[batch, gamma]`` draft tokens with rows of up to ``run`` bytes well."""
+    return Blocks(
+        span=16384,
+        most=max(1, 512 // batch),
+        scan=min(32, next_power(batch)),
+        tile=min(32, next_power(gamma)),
+        warps=4,
+        eager=batch * run <= 2**22,
+    )
+
+
+def verify_and_pack_triton(
+    draft_tokens: Array,
+    target_tokens: Array,
+    draft_lengths: Array,
+    stop_tokens: Array,
+    rows: Array,
+    *,
+    blocks: Blocks | None = None,
+) -> tuple[Array, ...]:
+    """As the reference of `jspec.ops.fused.verify_and_pack`; what lies past the total is whatever
+    was there."""
+    from jspec.triton.fused_kernel import verify_and_pack_kernel
+
+    batch, gamma, width = rows.shape
+    size = rows.dtype.itemsize
+    blocks = blocks or blocks_for(batch, gamma, gamma * width * size)
+    carried = pack.carry(rows)
+    span = min(blocks.span // size, next_power(gamma * width))
+    chunks = min(-(-gamma * width // span), blocks.most)
+    *verified, packed, offsets, total = triton_call(
+        verify_and_pack_kernel,
+        *(draft_tokens, target_tokens, draft_lengths, stop_tokens, carried),
+        out=(*verify.outputs(draft_tokens), *pack.outputs(carried)),
+        programs=batch * chunks,
+        warps=blocks.warps,
+        BATCH=batch,
+        GAMMA=gamma,
+        STOPS=stop_tokens.shape[1],
+        TILE=blocks.tile,
+        WIDTH=width,
+        CHUNKS=chunks,
+        SPAN=span,
+        SCAN=blocks.scan,
+        EAGER=blocks.eager,
+    )
+    return *verified, pack.uncarry(packed, rows.dtype), offsets, total
+
+
+def _supports(
+    draft_tokens: Array,
+    target_tokens: Array,
+    draft_lengths: Array,
+    stop_tokens: Array,
+    rows: Array,
+) -> str | None:
+    if draft_tokens.size > MOST_TOKENS:
+        return (
+            f"B * gamma = {draft_tokens.size} draft tokens are over {MOST_TOKENS}; verify them, "
+            "then pack"
+        )
+    return verify.refuses(draft_tokens, stop_tokens) or pack.refuses(rows) or refuses_triton()
+
+
+VERIFY_AND_PACK = Backend("triton", verify_and_pack_triton, _supports)

@@ -1,0 +1,96 @@
+"""Packing in Triton: one launch, every program finding its place for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.dispatch import Backend
+from jspec.triton.call import next_power, refuses_triton, triton_call
+from jspec.typing import Array
+
+# Elements are moved, not understood: any type of these sizes is moved as an integer.
+_CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut: ``span`` bytes a program (a power of 2), ``warps`` to copy them."""
+
+    span: int
+    warps: int
+
+
+# The best where there is much to move; below 8 MB of rows smaller spans are up to 10 % ahead.
+BLOCKS = Blocks(span=16384, warps=4)
+
+
+def carry(rows: Array) -> Array:
+    """``rows`` as the integers they are moved as; nothing is copied."""
+    if rows.dtype == jnp.bool_:
+        return rows
+    return lax.bitcast_convert_type(rows, _CARRIERS[rows.dtype.itemsize])
+
+
+def uncarry(packed: Array, dtype: jnp.dtype) -> Array:
+    """What `carry` made of elements of ``dtype``, as such elements again."""
+    return packed if packed.dtype == dtype else lax.bitcast_convert_type(packed, dtype)
+
+
+def outputs(rows: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The arrays that packing ``rows [B, gamma, D]`` gives."""
+    batch, gamma, width = rows.shape
+    return (
+        jax.ShapeDtypeStruct((batch * gamma, width), rows.dtype),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+
+
+def pack_triton(
+    rows: Array, accepted: Array, *, blocks: Blocks = BLOCKS
+) -> tuple[Array, Array, Array]:
+    """As `jspec.ops.pack.pack_xla`; what lies past the total is whatever was there."""
+    from jspec.triton.pack_kernel import pack_kernel
+
+    batch, gamma, width = rows.shape
+    carried = carry(rows)
+    span = min(blocks.span // rows.dtype.itemsize, next_power(gamma * width))
+    chunks = -(-gamma * width // span)
+    packed, offsets, total = triton_call(
+        pack_kernel,
+        *(carried, accepted),
+        out=outputs(carried),
+        programs=batch * chunks,
+        warps=blocks.warps,
+        BATCH=batch,
+        GAMMA=gamma,
+        WIDTH=width,
+        CHUNKS=chunks,
+        SPAN=span,
+        COUNTS=min(1024, next_power(batch)),
+    )
+    return uncarry(packed, rows.dtype), offsets, total
+
+
+def refuses(rows: Array) -> str | None:
+    """Why the kernel cannot take rows of this shape and type, or None."""
+    _, gamma, width = rows.shape
+    if 0 in rows.shape:
+        return f"rows {rows.shape} leave nothing to launch"
+    bits = jax.dtypes.itemsize_bits(rows.dtype)
+    if bits not in (8, 16, 32, 64) or jnp.issubdtype(rows.dtype, jnp.complexfloating):
+        return f"rows of {rows.dtype} are not elements of 1, 2, 4 or 8 bytes"
+    if gamma * width > 2**30:
+        return f"gamma * D = {gamma * width} elements a batch row are over {2**30}"
+    return None
+
+
+def _supports(rows: Array, accepted: Array) -> str | None:
+    return refuses(rows) or refuses_triton()
+
+
+PACK = Backend("triton", pack_triton, _supports)

@@ -1,0 +1,94 @@
+"""Greedy verification in Triton: one launch, flat in the acceptance rate."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jspec.dispatch import Backend
+from jspec.triton.call import next_power, refuses_triton, triton_call
+from jspec.typing import Array
+
+MOST_STOPS = 32  # the kernel unrolls over them
+MOST_GAMMA = 1024  # a row stays in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut: ``rows`` of the batch a program and ``tile`` positions at a time, both
+    powers of 2, and ``warps`` to run a program."""
+
+    rows: int
+    tile: int
+    warps: int = 1
+
+
+def blocks_for(batch: int, gamma: int) -> Blocks:
+    """The cut that serves ``[batch, gamma]`` draft tokens well."""
+    # A row to a warp while there are about as many as the GPU has places for; then several rows, as
+    # long as a lane keeps to some eight positions.
+    rows = max(1, min(8, batch // 128, 256 // max(gamma, 1)))
+    if rows == 1:
+        return Blocks(rows=1, tile=32)  # one instruction finds the maximum of 32 lanes
+    return Blocks(rows=next_power(rows), tile=min(32, next_power(gamma)))
+
+
+def outputs(draft_tokens: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The fields of `jspec.Verified` for ``draft_tokens [B, gamma]``."""
+    batch, gamma = draft_tokens.shape
+    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    flag = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    token = jax.ShapeDtypeStruct((batch,), draft_tokens.dtype)
+    block = jax.ShapeDtypeStruct((batch, gamma + 1), draft_tokens.dtype)
+    return count, count, flag, token, flag, block
+
+
+def verify_triton(
+    draft_tokens: Array,
+    target_tokens: Array,
+    draft_lengths: Array,
+    stop_tokens: Array,
+    *,
+    blocks: Blocks | None = None,
+) -> tuple[Array, ...]:
+    """As `jspec.ops.verify.greedy_xla`."""
+    from jspec.triton.verify_kernel import verify_kernel
+
+    batch, gamma = draft_tokens.shape
+    blocks = blocks or blocks_for(batch, gamma)
+    return triton_call(
+        verify_kernel,
+        *(draft_tokens, target_tokens, draft_lengths, stop_tokens),
+        out=outputs(draft_tokens),
+        programs=-(-batch // blocks.rows),
+        warps=blocks.warps,
+        BATCH=batch,
+        GAMMA=gamma,
+        STOPS=stop_tokens.shape[1],
+        ROWS=blocks.rows,
+        TILE=blocks.tile,
+    )
+
+
+def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:
+    """Why the kernel cannot take these shapes, or None."""
+    batch, gamma = draft_tokens.shape
+    stops = stop_tokens.shape[1]
+    if batch == 0:
+        return "B=0 leaves nothing to launch"
+    if gamma > MOST_GAMMA:
+        return f"gamma={gamma} is over {MOST_GAMMA}"
+    if stops > MOST_STOPS:
+        return f"{stops} stop tokens a row are over {MOST_STOPS}"
+    return None
+
+
+def _supports(
+    draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
+) -> str | None:
+    return refuses(draft_tokens, stop_tokens) or refuses_triton()
+
+
+VERIFY_GREEDY = Backend("triton", verify_triton, _supports)

@@ -1,0 +1,136 @@
+"""The Triton body of greedy verification, in two halves that other kernels share."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_ends(
+    draft,
+    target,
+    lengths,
+    stops,
+    row,
+    live,
+    GAMMA: tl.constexpr,
+    STOPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Where the blocks of ROWS batch rows end: the event there, the length, the tokens, the bonus.
+
+    A token that is committed is the target's own, so the draft serves to count and no more. What
+    ends a block is its first position where the draft falls or the target stops: one maximum finds
+    it, over the distance from the end with the two flags in the lowest bits.
+    """
+    length = tl.minimum(tl.load(lengths + row, mask=live, other=0), GAMMA)
+    bonus = tl.load(target + row * (GAMMA + 1) + GAMMA, mask=live, other=-1)
+    stop_ids = ()
+    bonus_stops = tl.zeros([ROWS], tl.int1)
+    for m in tl.static_range(STOPS):
+        stop_ids += (tl.load(stops + row * STOPS + m, mask=live, other=-1),)
+        bonus_stops |= bonus == stop_ids[m]
+    # Behind a draft that stood whole comes the bonus token, as if a draft token had fallen there.
+    # An id of -1 is padding, among the stop tokens as elsewhere.
+    bonus_event = 2 + (bonus_stops & (bonus >= 0)).to(tl.int32)
+
+    events = tl.zeros([ROWS, TILE], tl.int32)
+    tokens = ()
+    for start in tl.static_range(0, GAMMA, TILE):
+        index = start + tl.arange(0, TILE)[None, :]
+        inside = live[:, None] & (index < GAMMA)
+        drafted = tl.load(draft + row[:, None] * GAMMA + index, mask=inside, other=-1)
+        wanted = tl.load(target + row[:, None] * (GAMMA + 1) + index, mask=inside, other=-1)
+        tokens += (wanted,)
+        is_stop = tl.zeros([ROWS, TILE], tl.int1)
+        for m in tl.static_range(STOPS):
+            is_stop |= wanted == stop_ids[m][:, None]
+        falls = (drafted != wanted) | (index >= length[:, None])
+        flags = falls.to(tl.int32) * 2 + (is_stop & (wanted >= 0)).to(tl.int32)
+        event = tl.where(inside & (flags > 0), (GAMMA - index) * 4 + flags, 0)
+        events = tl.maximum(events, event)
+    return tl.maximum(tl.max(events, axis=1), bonus_event), length, tokens, bonus
+
+
+@triton.jit
+def accepted_of(event, GAMMA: tl.constexpr):
+    """How many draft tokens stand in a block that ends with ``event``: a stop token among them."""
+    return GAMMA - event // 4 + tl.where((event & 2) != 0, 0, 1)
+
+
+@triton.jit
+def write_blocks(
+    target,
+    row,
+    live,
+    event,
+    length,
+    tokens,
+    bonus,
+    accepted_out,
+    committed_out,
+    mismatch_out,
+    next_out,
+    stopped_out,
+    tokens_out,
+    GAMMA: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write what `find_ends` found as the fields of `Verified`."""
+    end = GAMMA - event // 4
+    falls = (event & 2) != 0
+    following = tl.load(target + row * (GAMMA + 1) + end, mask=live, other=-1)
+    tl.store(accepted_out + row, accepted_of(event, GAMMA), mask=live)
+    tl.store(committed_out + row, end + 1, mask=live)
+    tl.store(mismatch_out + row, falls & (end < length), mask=live)
+    tl.store(next_out + row, tl.where(falls, following, -1), mask=live)
+    tl.store(stopped_out + row, (event & 1) != 0, mask=live)
+    for start in tl.static_range(0, GAMMA, TILE):
+        index = start + tl.arange(0, TILE)[None, :]
+        block = tl.where(index <= end[:, None], tokens[start // TILE], -1)
+        inside = live[:, None] & (index < GAMMA)
+        tl.store(tokens_out + row[:, None] * (GAMMA + 1) + index, block, mask=inside)
+    tl.store(tokens_out + row * (GAMMA + 1) + GAMMA, tl.where(end == GAMMA, bonus, -1), mask=live)
+
+
+@triton.jit
+def verify_kernel(
+    draft,
+    target,
+    lengths,
+    stops,
+    accepted_out,
+    committed_out,
+    mismatch_out,
+    next_out,
+    stopped_out,
+    tokens_out,
+    BATCH: tl.constexpr,
+    GAMMA: tl.constexpr,
+    STOPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """ROWS rows a program, their positions side by side in tiles of TILE columns."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < BATCH
+    event, length, tokens, bonus = find_ends(
+        draft, target, lengths, stops, row, live, GAMMA, STOPS, ROWS, TILE
+    )
+    write_blocks(
+        target,
+        row,
+        live,
+        event,
+        length,
+        tokens,
+        bonus,
+        accepted_out,
+        committed_out,
+        mismatch_out,
+        next_out,
+        stopped_out,
+        tokens_out,
+        GAMMA,
+        TILE,
+    )

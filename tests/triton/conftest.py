@@ -1,0 +1,36 @@
+"""Triton's interpreter and its compiler for CUDA, where they are installed."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+
+from jspec.triton.call import not_installed
+from tests.triton.interpreter import interpret
+
+
+@pytest.fixture(scope="session")
+def process():
+    """One process in which Triton interprets."""
+    if reason := not_installed():
+        pytest.skip(reason)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture
+def interpreted(process):
+    """Stands in for `jspec.triton.call.triton_call`: runs the body in Triton's interpreter."""
+
+    def call(kernel, *arrays, out, programs, warps, **constants):
+        del warps  # the interpreter has none
+        name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
+        # What the kernel does not write must not look like what it should have written.
+        empty = [np.full(x.shape, 99, x.dtype) for x in out]
+        future = process.submit(
+            interpret, name, list(map(np.asarray, arrays)), empty, programs, constants
+        )
+        return future.result()
+
+    return call

@@ -1,0 +1,90 @@
+"""Verification with packing in Triton: interpreted, lowered for CUDA, and on a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.triton import fused as module
+from jspec.triton.call import refuses_triton
+from jspec.triton.fused import VERIFY_AND_PACK, blocks_for, verify_and_pack_triton
+from tests.kernels import assert_greedy, assert_packed, greedy_arguments, pack_arguments
+from tests.triton.lowering import lower
+
+CASES = {
+    "one-row": (1, 3, 2, 8, "float32"),
+    "odd": (5, 7, 1, 33, "float16"),
+    "over-a-scan": (37, 4, 2, 16, "bfloat16"),
+    "over-a-tile": (3, 40, 1, 16, "int8"),
+}
+"""``(B, gamma, M, D, dtype)`` by name."""
+
+LARGE = (32, 128, 1, 2048, "float16")  # over the size to which the first bytes are read eagerly
+
+
+def random_arguments(seed, batch, gamma, stops, width, dtype):
+    rng = np.random.default_rng(seed)
+    tokens = greedy_arguments(rng, batch, gamma, stops)
+    rows, _ = pack_arguments(rng, batch, gamma, width, dtype)
+    return [jnp.asarray(x) for x in (*tokens, rows)]
+
+
+def assert_fused(got, arguments):
+    *tokens, rows = arguments
+    assert_greedy(got[:6], tokens)
+    assert_packed(got[6:], (rows, jnp.asarray(got[0])))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("eager", "most"), [(False, 99), (True, 2)], ids=["lazy-alone", "eager-in-turns"]
+)
+def test_equals_the_reference_in_the_interpreter(case, eager, most, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    arguments = random_arguments(0, *case)
+    batch, gamma, _, _, _ = case
+    blocks = dataclasses.replace(blocks_for(batch, gamma, 0), eager=eager, span=64, most=most)
+    assert_fused(verify_and_pack_triton(*arguments, blocks=blocks), arguments)
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("case", [*CASES.values(), LARGE], ids=[*CASES, "large"])
+def test_equals_the_reference_on_a_gpu(case, warps):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    arguments = random_arguments(1, *case)
+    batch, gamma, _, width, dtype = case
+    blocks = blocks_for(batch, gamma, gamma * width * jnp.dtype(dtype).itemsize)
+    blocks = dataclasses.replace(blocks, warps=warps)
+    got = jax.jit(lambda *x: verify_and_pack_triton(*x, blocks=blocks))(*arguments)
+    assert_fused(got, arguments)
+
+
+@pytest.mark.parametrize("gamma", [4, 128])
+def test_is_one_launch(gamma):
+    text = lower(
+        verify_and_pack_triton,
+        jax.ShapeDtypeStruct((32, gamma), jnp.int32),
+        jax.ShapeDtypeStruct((32, gamma + 1), jnp.int32),
+        jax.ShapeDtypeStruct((32,), jnp.int32),
+        jax.ShapeDtypeStruct((32, 1), jnp.int32),
+        jax.ShapeDtypeStruct((32, gamma, 128), jnp.bfloat16),
+    )
+    assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
+    # To call elements by another name moves nothing.
+    assert text.count("stablehlo.") == 1 + text.count("stablehlo.bitcast_convert")
+
+
+def test_refuses_what_either_half_refuses():
+    tokens = [jnp.zeros(s, jnp.int32) for s in ((2, 3), (2, 4), (2,), (2, 33))]
+    assert "33 stop tokens" in VERIFY_AND_PACK.supports(*tokens, jnp.zeros((2, 3, 4)))
+    tokens[3] = tokens[3][:, :1]
+    assert "nothing to launch" in VERIFY_AND_PACK.supports(*tokens, jnp.zeros((2, 3, 0)))
+
+
+def test_refuses_what_it_would_verify_too_often():
+    tokens = [jnp.zeros(s, jnp.int32) for s in ((1025, 8), (1025, 9), (1025,), (1025, 1))]
+    reason = VERIFY_AND_PACK.supports(*tokens, jnp.zeros((1025, 8, 4)))
+    assert reason == "B * gamma = 8200 draft tokens are over 8192; verify them, then pack"
