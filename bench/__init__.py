@@ -1,1 +1,6 @@
 """Benchmarks of jspec: `python -m bench list`."""
+
+import os
+
+# The rivals live in the same process: JAX must not take the whole device before they start.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

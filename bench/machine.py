@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import time
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -14,11 +15,23 @@ import jax.numpy as jnp
 
 from jspec.cli.show import environment
 
+OPTIONAL = ("jax-triton", "triton", "torch", "flashinfer-python")  # kernels' and rivals' packages
+
 
 def describe() -> dict[str, Any]:
     """Device, driver, versions and the date (UTC)."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return environment() | {"driver": _driver(), "date": now}
+    found = environment()
+    found["versions"] |= {name: v for name in OPTIONAL if (v := _version(name)) is not None}
+    return found | {"driver": _driver(), "date": now}
+
+
+def _version(package: str) -> str | None:
+    """None where the package is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _driver() -> str | None:

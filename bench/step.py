@@ -21,6 +21,7 @@ from rich.table import Table
 
 import jspec
 from bench.machine import read_ceiling
+from bench.settings import Settings
 from jspec.cache import KVCache
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.stats import Tally
@@ -37,11 +38,11 @@ SOURCES = {
 }
 
 
-def run(quick: bool) -> dict[str, Any]:
+def run(settings: Settings) -> dict[str, Any]:
     """Every source at every batch and context; each output is checked against plain decoding."""
     model, tokenizer = jspec.load_bundled()
-    cases = [(1, 2048)] if quick else [(1, 8192), (1, 32768), (32, 8192), (32, 32768)]
-    if jax.default_backend() == "cpu" and not quick:
+    cases = [(1, 2048)] if settings.quick else [(1, 8192), (1, 32768), (32, 8192), (32, 32768)]
+    if jax.default_backend() == "cpu" and not settings.quick:
         cases = [(1, 8192)]
     ceiling = read_ceiling()
     rows = []
@@ -60,6 +61,8 @@ def run(quick: bool) -> dict[str, Any]:
             row |= {"speedup": speedup, "read_floor_ms": floor_s * 1e3}
             row |= {"prefill_tokens_per_s": sum(map(len, prompts)) / prefill_s}
             row |= _check(model, prompts, tokens, plain[1])
+            if not settings.check:
+                row["checked"] = None
             rows.append(row)
             print(*(f"{k}={row[k]}" for k in SHOWN), flush=True)
         del state
@@ -179,12 +182,28 @@ def _logits_of_next(model: jspec.Decoder, state: jspec.DecodeState) -> jax.Array
     return model.logits(hidden)[:, 0]
 
 
+def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """Write each row's time of a step over that of the earlier result into it; how many had one."""
+    where = ("source", "gamma", "batch", "context")
+    before = {tuple(row[key] for key in where): row["step_ms"] for row in earlier["rows"]}
+    met = 0
+    for row in result["rows"]:
+        then = before.get(tuple(row[key] for key in where))
+        if then is not None:
+            row["ratio"] = row["step_ms"] / then
+            met += 1
+    return met
+
+
 def show(result: dict[str, Any]) -> None:
     """One line a case, at most 100 columns."""
     table = Table(title=f"{result['machine']['device']}, {result['dtype']}", title_justify="left")
     for heading in ("B", "context", "draft", "tok/s", "vs plain", "mean len", "ms/step", "floor"):
         table.add_column(heading, justify="left" if heading == "draft" else "right")
     table.add_column("identical", justify="right")
+    compared = any("ratio" in row for row in result["rows"])
+    if compared:
+        table.add_column("before", justify="right")
     for row in result["rows"]:
         speed = f"{row['decode_tokens_per_s']:,.0f}" if row["checked"] else "unchecked"
         table.add_row(
@@ -197,5 +216,6 @@ def show(result: dict[str, Any]) -> None:
             f"{row['step_ms']:.2f}",
             f"{row['read_floor_ms']:.2f}",
             f"{row['identical_rows']}/{row['rows']}",
+            *([f"{row['ratio']:.2f}x" if "ratio" in row else ""] if compared else []),
         )
     Console(width=100).print(table)

@@ -1,0 +1,232 @@
+"""Three clocks: device time of kernels, wall time of a call, marginal time of a step in a loop.
+
+*device*: the sum of the kernels' own durations as CUPTI records them, without the gaps between
+them; copies and fills by the driver are no kernels and do not count. *wall*: from Python's call to
+outputs that are there, launch included. *step*: what one more step costs inside a jitted
+`lax.scan`, from two lengths, above a step that only counts. All in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.program import Program, Source
+
+WARMUPS = 3
+FLUSH_BYTES = 2**27  # read between calls for a cold L2: more than any GPU's L2 holds
+Kernel = tuple[str, int]  # its name and its nanoseconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """``samples`` of a program's device time, and how many ``kernels`` a call launches."""
+
+    samples: list[int]
+    kernels: int
+
+
+class DeviceClock:
+    """Device time by CUPTI; ``reason`` says why it cannot be had here, or is None."""
+
+    @cached_property
+    def reason(self) -> str | None:
+        if jax.default_backend() != "gpu":
+            return "CUPTI times the kernels of NVIDIA GPUs, and JAX sees none here"
+        try:
+            self._marker_name  # noqa: B018 - the first session tells whether CUPTI works
+        except RuntimeError as error:
+            return f"CUPTI does not work here: {error}"
+        return None
+
+    def time(self, programs: Sequence[Program], repeats: int, *, cold: bool) -> list[Times]:
+        """Device time of each program, ``repeats`` times in a row; call only where it can be had.
+
+        Warm calls follow each other at once, so that code and data are where the call before left
+        them. ``cold``: `FLUSH_BYTES` of other data pass through L2 before each call.
+        """
+
+        def calls(count: int) -> None:
+            for program in programs:
+                split = cold or program.alone
+                for repeat in range(count):
+                    if cold:
+                        self._mark()
+                        self._flush(self._other)
+                    if split or repeat == 0:
+                        self._mark(wait=program.alone)
+                    outputs = program.start()
+                    if program.alone:
+                        program.wait(outputs)
+                    del outputs  # its memory serves the next call, which keeps L2 as warm as it is
+                self._mark(wait=True)
+
+        groups = self._groups(calls, repeats)
+        per_call = 2 if cold else 1
+        counts = [repeats * per_call if cold or p.alone else 1 for p in programs]
+        expected = sum(counts) + len(programs)
+        if len(groups) != expected:
+            raise RuntimeError(f"CUPTI recorded {len(groups)} of {expected} marks between calls")
+        times = []
+        for program, count in zip(programs, counts, strict=True):
+            own, groups = groups[:count], groups[count + 1 :]
+            times.append(_times(own[per_call - 1 :: per_call], repeats, program.name))
+        return times
+
+    def _groups(self, calls: Callable[[int], None], repeats: int) -> list[list[Kernel]]:
+        """The kernels behind each mark: a kernel that is nothing else separates the others."""
+        groups: list[list[Kernel]] = []
+        for kernel in _session(calls, repeats):
+            if kernel[0] == self._marker_name:
+                groups.append([])
+            else:
+                groups[-1].append(kernel)
+        return groups
+
+    def _mark(self, *, wait: bool = False) -> None:
+        out = self._marker(self._one)
+        if wait:
+            out.block_until_ready()
+
+    @cached_property
+    def _one(self) -> jax.Array:
+        return jnp.ones((1,), jnp.float16)
+
+    @cached_property
+    def _marker(self) -> jax.stages.Compiled:
+        return jax.jit(jnp.tan).lower(self._one).compile()
+
+    @cached_property
+    def _marker_name(self) -> str:
+        names = {name for name, _ in _session(lambda count: self._mark(wait=True), 1)}
+        if len(names) != 1:
+            raise RuntimeError(f"a program of one kernel gave the kernels {names}")
+        return names.pop()
+
+    @cached_property
+    def _other(self) -> jax.Array:
+        return jnp.ones((FLUSH_BYTES // 4096, 1024), jnp.float32)
+
+    @cached_property
+    def _flush(self) -> jax.stages.Compiled:
+        return jax.jit(lambda x: x.sum(axis=1)).lower(self._other).compile()
+
+
+def _times(groups: list[list[Kernel]], repeats: int, name: str) -> Times:
+    """Of a group a call, or of one group of equal calls."""
+    if len(groups) == 1:
+        size, rest = divmod(len(groups[0]), repeats)
+        groups = [groups[0][i * size : (i + 1) * size] for i in range(repeats)]
+        names = {tuple(kernel for kernel, _ in group) for group in groups}
+        if rest or len(names) != 1:
+            raise RuntimeError(f"{name}: CUPTI recorded other kernels from call to call")
+    return Times([sum(ns for _, ns in group) for group in groups], len(groups[0]))
+
+
+class _Host:
+    """A function of the host in the form that `profiler.measure` calls without jitting it.
+
+    `measure` calls twice: first to warm up, which takes but a few repeats, then to record.
+    """
+
+    def __init__(self, calls: Callable[[int], None], repeats: int):
+        self._calls = calls
+        self._counts = iter((min(WARMUPS, repeats), repeats))
+
+    def __call__(self) -> None:
+        self._calls(next(self._counts))
+
+    def trace(self) -> None:
+        """Only a jitted function has one."""
+
+    def lower(self) -> None:
+        """Only a jitted function has one."""
+
+
+def _session(calls: Callable[[int], None], repeats: int) -> list[Kernel]:
+    """The kernels that ``calls(repeats)`` launches, in order."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, timings = profiler.measure(_Host(calls, repeats), aggregate=False)()
+    return [(name, round(milliseconds * 1e6)) for name, milliseconds in timings or []]
+
+
+def wall(program: Program, repeats: int) -> list[int]:
+    """From the call to outputs that are there."""
+    for _ in range(WARMUPS):
+        program.wait(program.start())
+    samples = []
+    for _ in range(repeats):
+        begin = time.perf_counter_ns()
+        program.wait(program.start())
+        samples.append(time.perf_counter_ns() - begin)
+    return samples
+
+
+LENGTHS = (64, 320)  # steps of the two loops
+UNROLL = 16  # steps of a turn, so that XLA sees many kernels at once, as a decoding step has
+
+
+def loops(source: Source) -> list[Source]:
+    """The two loops around a verification: each step's accepted counts are the draft lengths of
+    the next, which then accepts as many again.
+
+    So no step can be left out, and none needs a kernel more than alone. What does not depend on the
+    lengths XLA may still move out of the loop: of its own code, not of a kernel.
+    """
+    lengths = 2  # the position of draft_lengths among the arguments; accepted counts come first
+
+    def loop(count: int) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            def step(before: Any, _: None) -> tuple[Any, None]:
+                fed = (*arguments[:lengths], before[0], *arguments[lengths + 1 :])
+                return source.function(*fed), None
+
+            first = source.function(*arguments)
+            return jax.lax.scan(step, first, length=count, unroll=UNROLL)[0]
+
+        return run
+
+    return [Source(loop(count), source.arguments) for count in LENGTHS]
+
+
+def counting_loops() -> list[Source]:
+    """The two loops around a step that only counts."""
+
+    def loop(length: int) -> Callable[[jax.Array], jax.Array]:
+        def run(x: jax.Array) -> jax.Array:
+            return jax.lax.scan(lambda n, _: (n + 1, None), x, length=length, unroll=UNROLL)[0]
+
+        return run
+
+    one = jax.ShapeDtypeStruct((), np.int32)
+    return [Source(loop(length), (one,)) for length in LENGTHS]
+
+
+def step(
+    short: Callable[[], Any], long: Callable[[], Any], empty: float, repeats: int
+) -> list[int]:
+    """A step's marginal time above ``empty``, from the loops of `LENGTHS` timed by turns."""
+    samples = []
+    for repeat in range(WARMUPS + repeats):
+        seconds = []
+        for run in (short, long):
+            begin = time.perf_counter_ns()
+            jax.block_until_ready(run())
+            seconds.append(time.perf_counter_ns() - begin)
+        if repeat >= WARMUPS:
+            samples.append(round((seconds[1] - seconds[0]) / (LENGTHS[1] - LENGTHS[0]) - empty))
+    return samples
+
+
+def empty_step(short: Callable[[], Any], long: Callable[[], Any], repeats: int) -> float:
+    """The marginal time of a step that only counts."""
+    return statistics.median(step(short, long, 0.0, repeats))

@@ -1,0 +1,237 @@
+"""Verification fused with packing or appending, against every pipeline of two steps.
+
+Every backend of verification may be followed by every backend of packing. All are timed alone at
+each shape; the `PAIRS` whose parts add up to the least then run as one jitted program and are what
+a fused backend has to beat.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from bench import ceilings, pack, point, regret, rivals, table, workload
+from bench.program import (
+    Absent,
+    Program,
+    Source,
+    bound,
+    chosen,
+    compile_all,
+    shapes,
+    sources,
+)
+from bench.settings import Settings, bar
+from bench.verify import checks, compiled_verifies
+from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
+from jspec.ops.pack import PACK
+from jspec.ops.verify import VERIFY_GREEDY
+
+TITLE = "verification fused with packing or appending, against every pipeline of two steps"
+COLUMNS = pack.COLUMNS
+PAIRS = 2
+PAPERS_BATCHES = (4, 32)  # whose times at alpha 0.3 are among the paper's
+SLOTS = 1024  # of a cache that is appended to
+Shape = pack.Shape
+
+
+def grid(settings: Settings) -> list[Shape]:
+    if settings.quick:
+        return list(itertools.product((32,), (8, 128), (128, 2048)))
+    whole = itertools.product((1, 4, 32, 256, 1024), (8, 128), (128, 512, 1024, 2048))
+    between = itertools.product((32,), (4, 16, 32, 64), (1024,))
+    return [shape for shape in (*whole, *between) if pack.fits(shape)]
+
+
+def append_grid(settings: Settings) -> list[Shape]:
+    if settings.quick:
+        return [(4, 8, 128)]
+    whole = itertools.product((1, 32, 256), (8, 128), (1024,))
+    return [shape for shape in whole if pack.fits((shape[0], SLOTS, shape[2]))]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    rows = itertools.chain(_appending(settings), _packing(settings))
+    return {"ceilings": ceilings.rows(settings), "rows": rows}
+
+
+def _inputs(shape: Shape, alpha: float) -> tuple[workload.Tokens, np.ndarray]:
+    return workload.make_tokens(*shape[:2], alpha), workload.make_rows(*shape)
+
+
+def _shapes(shape: Shape) -> tuple[Any, ...]:
+    """Of the arguments of `jspec.verify_and_pack`."""
+    tokens = workload.make_tokens(*shape[:2], 0.5)
+    return *shapes(tokens.inputs), jax.ShapeDtypeStruct(shape, np.float16)
+
+
+def _packing(settings: Settings) -> Iterator[point.Row]:
+    shapes_here = grid(settings)
+    wanted: dict[tuple[Shape, str], Source | Absent] = {}
+    for shape in shapes_here:
+        for name, source in sources(VERIFY_AND_PACK, _shapes(shape), settings).items():
+            wanted[shape, name] = source
+    programs = compile_all("fused", wanted)
+    verifies = compiled_verifies(sorted({shape[:2] for shape in shapes_here}), settings)
+    programs |= compile_all("pairs", _pairs(shapes_here, verifies, settings))
+
+    cases = list(itertools.product(shapes_here, pack.alphas(settings)))
+    with bar("fused", len(cases)) as advance:
+        for shape, alpha in cases:
+            tokens, own_rows = _inputs(shape, alpha)
+            expected = workload.expected_packed(own_rows, tokens.accepted)
+            arguments = tuple(map(jax.device_put, (*tokens.inputs, own_rows)))
+            best = chosen(VERIFY_AND_PACK, arguments)
+            check = _both(checks(tokens), pack.checks(expected))
+            here = [
+                bound(name, program, arguments, check, chosen=name == best)
+                for (where, name), program in programs.items()
+                if where == shape
+            ]
+            if alpha == pack.RIVALS_ALPHA or (shape[0] in PAPERS_BATCHES and alpha == 0.3):
+                ready = verifies.get((*shape[:2], "cuda"))
+                start = partial(ready, *arguments[:4]) if callable(ready) else None
+                here += rivals.two_step(tokens, own_rows, expected[0], start, settings)
+            yield from point.measure(
+                "verify_and_pack",
+                _case(shape, alpha),
+                here,
+                settings,
+                states=pack.STATES,
+                clocks=pack.clocks(alpha),
+                moved=2 * expected[0].nbytes,
+            )
+            advance()
+
+
+def _case(shape: Shape, alpha: float) -> dict[str, Any]:
+    return dict(zip(("B", "gamma", "alpha", "D"), (*shape[:2], alpha, shape[2]), strict=True))
+
+
+def _both(*parts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda outputs: all(part(outputs) for part in parts)
+
+
+def _pairs(
+    shapes_here: list[Shape],
+    verifies: dict[tuple[int, int, str], Any],
+    settings: Settings,
+) -> dict[tuple[Shape, str], Source | Absent]:
+    """The pipelines whose parts, each timed alone at alpha 0.6, take the least time."""
+    packs = pack.compiled_packs(shapes_here, settings)
+    quickly = Settings(quick=True, check=settings.check)
+    wanted: dict[tuple[Shape, str], Source | Absent] = {}
+    verify_times: dict[tuple[int, int], dict[str, float]] = {}
+    with bar("time parts", len(shapes_here)) as advance:
+        for shape in shapes_here:
+            tokens, own_rows = _inputs(shape, 0.6)
+            arguments = tuple(map(jax.device_put, tokens.inputs))
+            if shape[:2] not in verify_times:
+                here = [
+                    bound(name, program, arguments, checks(tokens))
+                    for (*where, name), program in verifies.items()
+                    if tuple(where) == shape[:2]
+                ]
+                verify_times[shape[:2]] = _medians(here, quickly)
+            expected = workload.expected_packed(own_rows, tokens.accepted)
+            rows_and_counts = (jax.device_put(own_rows), jax.device_put(tokens.accepted))
+            here = [
+                bound(name, program, rows_and_counts, pack.checks(expected))
+                for (where, name), program in packs.items()
+                if where == shape
+            ]
+            pack_times = _medians(here, quickly)
+            product = itertools.product(verify_times[shape[:2]].items(), pack_times.items())
+            ranked = sorted((a[1] + b[1], a[0], b[0]) for a, b in product)
+            for _, first, second in ranked[:PAIRS]:
+                name = f"{first}+{second}"
+                wanted[shape, name] = Source(_pipeline(first, second), _shapes(shape))
+            advance()
+    return wanted
+
+
+def _medians(programs: list[Program | Absent], settings: Settings) -> dict[str, float]:
+    """Microseconds of each program that ran and was right."""
+    clocks = ("device",) if point.DEVICE.reason is None else ("wall",)
+    rows = point.measure("part", {}, programs, settings, clocks=clocks)
+    times = {r["name"]: point.best_clock(r) for r in rows if r["checked"]}
+    return {name: time.median for name, time in times.items() if time is not None}
+
+
+def _pipeline(first: str, second: str) -> Callable[..., Any]:
+    def run(*arguments: Any) -> tuple[Any, ...]:
+        verified = VERIFY_GREEDY.backend(first).run(*arguments[:4])
+        return *verified, *PACK.backend(second).run(arguments[4], verified[0])
+
+    return run
+
+
+def _appending(settings: Settings) -> Iterator[point.Row]:
+    wanted: dict[tuple[Shape, str], Source | Absent] = {}
+    for shape in append_grid(settings):
+        batch, _, width = shape
+        cache = jax.ShapeDtypeStruct((batch, SLOTS, width), np.float16)
+        arguments = (*_shapes(shape), cache, jax.ShapeDtypeStruct((batch,), np.int32))
+        for name, source in sources(VERIFY_AND_APPEND, arguments, settings, donated=(5,)).items():
+            wanted[shape, name] = source
+    programs = compile_all("append", wanted)
+    with bar("append", len(append_grid(settings))) as advance:
+        for shape in append_grid(settings):
+            tokens, own_rows, inputs = _append_inputs(shape)
+            best = chosen(VERIFY_AND_APPEND, inputs)
+            expected = inputs[5].copy()
+            for row, (count, length) in enumerate(zip(tokens.accepted, inputs[6], strict=True)):
+                expected[row, length : length + count] = own_rows[row, :count]
+
+            def right(outputs: Any, expected: np.ndarray = expected) -> bool:
+                return np.array_equal(outputs[6], expected)
+
+            here = [
+                program
+                if isinstance(program, Absent)
+                else Program(
+                    name,
+                    _Appender(program, inputs),
+                    _both(checks(tokens), right),
+                    chosen=name == best,
+                )
+                for (where, name), program in programs.items()
+                if where == shape
+            ]
+            moved = 2 * int(tokens.accepted.sum()) * own_rows[0, 0].nbytes
+            yield from point.measure(
+                "verify_and_append", _case(shape, 0.6), here, settings, moved=moved
+            )
+            advance()
+
+
+def _append_inputs(shape: Shape) -> tuple[workload.Tokens, np.ndarray, tuple[Any, ...]]:
+    """Tokens, rows, and the arguments: a cache of zeros that is filled to another length a row."""
+    tokens, own_rows = _inputs(shape, 0.6)
+    batch, gamma, width = shape
+    cache = np.zeros((batch, SLOTS, width), np.float16)
+    lengths = np.random.default_rng(workload.SEED).integers(0, SLOTS - gamma, batch, np.int32)
+    return tokens, own_rows, (*tokens.inputs, own_rows, cache, lengths)
+
+
+class _Appender:
+    """Calls a program that overwrites its cache, giving each call the cache of the one before."""
+
+    def __init__(self, compiled: jax.stages.Compiled, inputs: tuple[Any, ...]):
+        self._compiled = compiled
+        self._inputs = list(map(jax.device_put, inputs))
+
+    def __call__(self) -> Any:
+        outputs = self._compiled(*self._inputs)
+        self._inputs[5] = outputs[6]
+        return outputs
+
+
+def show(result: dict[str, Any]) -> None:
+    table.show(result, COLUMNS)
+    regret.show(result["rows"])

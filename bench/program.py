@@ -1,0 +1,158 @@
+"""What can be timed: programs compiled from an operation's backends, and rivals' functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import jax
+
+from bench.settings import Settings, bar
+from jspec.dispatch import BackendError, Operation
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Something to time, with its inputs in place.
+
+    ``start()`` begins it and returns its outputs, ``wait(outputs)`` returns when they are there,
+    ``check(outputs)`` tells whether they are right. ``alone``: it runs on streams that JAX does not
+    know, so that nothing may be queued around it. ``chosen``: `implementation=None` takes it.
+    """
+
+    name: str
+    start: Callable[[], Any]
+    check: Callable[[Any], bool]
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    alone: bool = False
+    chosen: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Absent:
+    """Something that cannot be timed: it refused, or ``failed`` where it should have run."""
+
+    name: str
+    reason: str
+    failed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A function to jit, the shapes of its arguments, and which of them it may overwrite."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for two that compile to the same program."""
+        leaves, tree = jax.tree.flatten(self.arguments)
+        return self.function, tuple((x.shape, x.dtype) for x in leaves), tree, self.donated
+
+
+_COMPILED: dict[Hashable, jax.stages.Compiled] = {}
+
+
+def compile_all(
+    label: str, sources: Mapping[Key, Source | Absent]
+) -> dict[Key, jax.stages.Compiled | Absent]:
+    """Compile each source, lowering one after the other and compiling on all cores.
+
+    What fails becomes an `Absent`: one broken backend must not end the run. What an earlier suite
+    of the run compiled is taken from there.
+    """
+    done: dict[Key, jax.stages.Compiled | Absent] = {}
+    pending = {}
+    with ThreadPoolExecutor() as pool, bar(f"compile {label}", 2 * len(sources)) as advance:
+        for key, source in sources.items():
+            if isinstance(source, Absent):
+                done[key] = source
+            elif source.identity in _COMPILED:
+                done[key] = _COMPILED[source.identity]
+            else:
+                jitted = jax.jit(source.function, donate_argnums=source.donated)
+                try:
+                    lowered = jitted.lower(*source.arguments)
+                    pending[key] = source.identity, pool.submit(lowered.compile)
+                except Exception as error:
+                    done[key] = failure(key, error)
+            advance()
+        for key, (identity, future) in pending.items():
+            try:
+                done[key] = _COMPILED[identity] = future.result()
+            except Exception as error:
+                done[key] = failure(key, error)
+            advance()
+    return {key: done[key] for key in sources}
+
+
+def failure(key: Any, error: Exception) -> Absent:
+    """What is left of a program that raised; the last part of its key is its name."""
+    name = key[-1] if isinstance(key, tuple) else str(key)
+    first = next(iter(str(error).splitlines()), "")
+    return Absent(str(name), f"failed: {type(error).__name__}: {first[:200]}", failed=True)
+
+
+def shapes(arguments: Any) -> Any:
+    """The shapes and dtypes of a tree of arrays, for lowering."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+
+
+def sources(
+    operation: Operation,
+    arguments: tuple[Any, ...],
+    settings: Settings,
+    *,
+    donated: tuple[int, ...] = (),
+    **static: Any,
+) -> dict[str, Source | Absent]:
+    """Every backend of an operation that the settings want, for arguments of these shapes."""
+    found: dict[str, Source | Absent] = {}
+    for name in filter(settings.wants, operation.backends):
+        try:
+            backend = operation.backend(name)
+        except ImportError as error:
+            found[name] = failure(name, error)
+            continue
+        reason = backend.supports(*arguments, **static)
+        if reason:
+            found[name] = Absent(name, reason)
+        else:
+            run = _with(backend.run, tuple(static.items()))
+            found[name] = Source(run, arguments, donated)
+    return found
+
+
+@cache
+def _with(run: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """A backend's function with these arguments, the same object for the same ones."""
+    return partial(run, **dict(static))
+
+
+def bound(
+    name: str,
+    compiled: jax.stages.Compiled | Absent,
+    arguments: tuple[Any, ...],
+    check: Callable[[Any], bool],
+    *,
+    chosen: bool = False,
+) -> Program | Absent:
+    """A compiled program with its arguments."""
+    if isinstance(compiled, Absent):
+        return compiled
+    return Program(name, lambda: compiled(*arguments), check, chosen=chosen)
+
+
+def chosen(operation: Operation, arguments: Sequence[Any], **static: Any) -> str | None:
+    """The backend that `implementation=None` takes."""
+    try:
+        return operation.choose(None, *arguments, **static).name
+    except BackendError:
+        return None

@@ -1,0 +1,45 @@
+"""docs/RESULTS.md and its pictures, from the JSON under bench/results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.report import ceilings, figures, packing, sampling, step, verification
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+DOCS = ROOT.parent / "docs"
+PAPER = ROOT / "paper_l40s.json"
+
+# Suites in the order of their sections; each writes its section from a result, the names of its
+# pictures and the paper's figures.
+SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], str]] = {
+    "ceilings": ceilings.section,
+    "verify": verification.section,
+    "pack": packing.alone,
+    "fused": packing.fused,
+    "sampling": sampling.section,
+    "step": step.section,
+}
+
+
+def write(results: Path = RESULTS, docs: Path = DOCS) -> None:
+    """Write RESULTS.md and its pictures into ``docs``, a chapter a folder of ``results``."""
+    paper = json.loads(PAPER.read_text())
+    parts = [
+        "# Results\n\nWritten by `python -m bench report` from `bench/results/`; edit neither by "
+        "hand.\n"
+    ]
+    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+        found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        for suite in filter(found.get, SECTIONS):
+            result = found[suite]
+            pictures = {
+                picture.stem.removeprefix(f"{folder.name}-"): picture.name
+                for picture in figures.write(result, docs, prefix=f"{folder.name}-")
+            }
+            parts.append(SECTIONS[suite](result, pictures, paper))
+    (docs / "RESULTS.md").write_text("\n".join(parts))

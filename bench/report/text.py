@@ -1,0 +1,97 @@
+"""Pieces of the report that every section uses: tables, headers, and numbers as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bench.point import Row, Spread, best_clock
+from bench.table import number
+
+CLOCKS = (
+    "*Device* time is the sum of a call's kernels as CUPTI records them; *wall* is from Python's "
+    "call to outputs that are there; *step* is what one more step costs inside a jitted loop, "
+    "above a step that only counts. All are medians in microseconds, with the 10th and 90th "
+    "percentile in brackets where there is room. No output was timed that had not been checked."
+)
+
+
+def header(title: str, result: dict[str, Any]) -> str:
+    """A section's heading and the machine it was measured on."""
+    machine = result["machine"]
+    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
+    driver = f"driver {machine['driver']}; " if machine["driver"] else ""
+    return (
+        f"## {title}: {machine['device']}\n\n{versions}; {driver}{machine['cores']} cores; "
+        f"{machine['date']}.\n"
+    )
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """A Markdown table; the first ``left`` columns are words, the others numbers."""
+    rule = ["---" if i < left else "---:" for i in range(len(headings))]
+    lines = [headings, rule, *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def picture(pictures: dict[str, str], name: str, words: str) -> str:
+    """A picture where it was drawn, nothing where not."""
+    return f"![{words}]({pictures[name]})\n" if name in pictures else ""
+
+
+def paragraphs(*parts: str) -> str:
+    """The parts that say something, an empty line between them."""
+    return "\n".join(part if part.endswith("\n") else f"{part}\n" for part in parts if part)
+
+
+def pick(result: dict[str, Any], operation: str, **case: Any) -> dict[str, Row]:
+    """The rows with times whose case has these values, by name."""
+    return {
+        row["name"]: row
+        for row in result["rows"]
+        if row["operation"] == operation
+        and best_clock(row) is not None
+        and all(row["case"].get(key) == value for key, value in case.items())
+    }
+
+
+def names(result: dict[str, Any], operation: str) -> list[str]:
+    """Of everything that has times for an operation, in the order of the result."""
+    rows = (r for r in result["rows"] if r["operation"] == operation)
+    return list(dict.fromkeys(r["name"] for r in rows if best_clock(r) is not None))
+
+
+def values(result: dict[str, Any], operation: str, key: str) -> list[Any]:
+    """What a part of the case takes among the rows that have times."""
+    rows = (r for r in result["rows"] if r["operation"] == operation)
+    return sorted({r["case"][key] for r in rows if best_clock(r) is not None and key in r["case"]})
+
+
+def median(rows: dict[str, Row], name: str) -> float | None:
+    """Of the best clock of that row, None where there is no such row."""
+    time = best_clock(rows[name]) if name in rows else None
+    return None if time is None else time.median
+
+
+def time(found: Spread | None, *, spread: bool = False) -> str:
+    if found is None:
+        return ""
+    inside = f" ({number(found.low)}-{number(found.high)})" if spread else ""
+    return number(found.median) + inside
+
+
+def ratio(a: float | None, b: float | None) -> str:
+    """How many times b goes into a."""
+    return "" if a is None or b is None else f"{a / b:.2f}x"
+
+
+def absent(result: dict[str, Any]) -> str:
+    """What did not run, and why, each reason once."""
+    reasons = dict.fromkeys(
+        f"{row['name']}, {row['operation']}: {row['reason']}"
+        for row in result["rows"]
+        if row.get("reason")
+    )
+    clocks = [f"the {clock} clock: {reason}" for clock, reason in result.get("clocks", {}).items()]
+    lines = [*clocks, *reasons]
+    return "" if not lines else "Not run here:\n\n" + "\n".join(f"- {x}" for x in lines) + "\n"

@@ -1,0 +1,137 @@
+"""Stochastic verification: every backend, FlashInfer and PyTorch, over batch and vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import ceilings, point, regret, rivals, table, workload
+from bench.program import Absent, bound, chosen, compile_all, shapes, sources
+from bench.settings import Settings, bar
+from jspec.ops.sample import Role, Rows, settings_of, uniform
+from jspec.ops.stochastic import VERIFY_STOCHASTIC
+
+TITLE = "stochastic verification: every backend, FlashInfer, and PyTorch's softmax and rejection"
+COLUMNS = ("B", "V", "draft", "l2")
+GAMMA = 5
+STATES = ("warm", "cold")
+STATIC = {"filtered": False, "axis_name": None}
+Case = tuple[int, int, str]  # batch, vocabulary, draft: "one-hot" or "logits"
+
+
+def grid(settings: Settings) -> list[Case]:
+    if settings.quick:
+        return list(itertools.product((4,), (32000,), ("one-hot", "logits")))
+    batches = (1, 32, 128) if jax.default_backend() == "gpu" else (1,)
+    return list(itertools.product(batches, (32000, 128256, 152064), ("one-hot", "logits")))
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    return {"ceilings": ceilings.rows(settings), "rows": _rows(settings)}
+
+
+def _rows(settings: Settings) -> Iterator[point.Row]:
+    programs = _compiled(settings)
+    with bar("sampling", len(grid(settings))) as advance:
+        for case in grid(settings):
+            batch, vocabulary, draft = case
+            logits, arguments = _inputs(case)
+            arguments = jax.device_put(arguments)
+            best = chosen(VERIFY_STOCHASTIC, arguments, **STATIC)
+            uniforms = _uniforms(arguments)
+            check = _checks(logits, uniforms, programs[case, "xla"], arguments)
+            here = [
+                bound(name, program, arguments, check, chosen=name == best)
+                for (where, name), program in programs.items()
+                if where == case and settings.wants(name)
+            ]
+            here += rivals.sampling(logits, uniforms, settings)
+            draft_bytes = 0 if logits.draft_logits is None else logits.draft_logits.nbytes
+            yield from point.measure(
+                "verify_stochastic",
+                {"B": batch, "V": vocabulary, "draft": draft},
+                here,
+                settings,
+                states=STATES,
+                moved=logits.target.nbytes + draft_bytes,
+            )
+            del arguments, check, here  # before the next case takes its memory
+            advance()
+
+
+def _compiled(settings: Settings) -> dict[tuple[Case, str], Any]:
+    """Each backend at each case, the reference whether it is wanted or not."""
+    if not settings.wants("xla"):
+        settings = dataclasses.replace(settings, only=(*settings.only, "xla"))
+    wanted = {}
+    for case in grid(settings):
+        for name, source in sources(VERIFY_STOCHASTIC, _shapes(case), settings, **STATIC).items():
+            wanted[case, name] = source
+    return compile_all("sampling", wanted)
+
+
+def _shapes(case: Case) -> tuple[Any, ...]:
+    """Of the arguments at a case, without making its logits."""
+    batch, vocabulary, draft = case
+    few = shapes(_inputs((batch, 1, draft))[1])
+    return tuple(
+        x
+        if not isinstance(x, jax.ShapeDtypeStruct) or x.ndim != 3
+        else jax.ShapeDtypeStruct((*x.shape[:2], vocabulary), x.dtype)
+        for x in few
+    )
+
+
+def _inputs(case: Case) -> tuple[workload.Logits, tuple[Any, ...]]:
+    """The logits, and the arguments of the backends of `jspec.verify_stochastic`."""
+    batch, vocabulary, draft = case
+    logits = workload.make_logits(batch, GAMMA, vocabulary, one_hot=draft == "one-hot")
+    lengths, stops = np.full(batch, GAMMA, np.int32), np.full((batch, 1), -1, np.int32)
+    positions = np.arange(batch, dtype=np.int32) * 100
+    rows = Rows(
+        temperature=jnp.ones(batch, jnp.float32),
+        top_k=jnp.zeros(batch, jnp.int32),
+        top_p=jnp.ones(batch, jnp.float32),
+        min_p=jnp.zeros(batch, jnp.float32),
+        seeds=jnp.arange(batch, dtype=jnp.uint32),
+    )
+    drafted = (logits.draft, logits.target, lengths, stops)
+    return logits, (*drafted, settings_of(rows), positions, logits.draft_logits)
+
+
+def _uniforms(arguments: tuple[Any, ...]) -> np.ndarray:
+    """The numbers that verification draws: to accept, for a residual, for a bonus token."""
+    seeds, positions = arguments[4].seeds, arguments[5]
+    where = positions[:, None] + jnp.arange(GAMMA + 1, dtype=jnp.int32)[None]
+    draw = jax.jit(uniform)
+    roles = (Role.ACCEPT, Role.RESIDUAL, Role.BONUS)
+    return np.stack([np.asarray(draw(seeds, where, np.uint32(role))) for role in roles])
+
+
+def _checks(
+    logits: workload.Logits, uniforms: np.ndarray, reference: Any, arguments: tuple[Any, ...]
+) -> Callable[[Any], bool]:
+    """Whether the outputs are the reference's, and the reference's what float64 sums allow.
+
+    Where the reference failed, whether float64 sums allow the outputs.
+    """
+
+    def allowed(outputs: Any) -> bool:
+        return workload.plausible(logits, uniforms, np.asarray(outputs[0]), np.asarray(outputs[3]))
+
+    if isinstance(reference, Absent):
+        return allowed
+    expected = [np.asarray(x) for x in reference(*arguments)]
+    right = allowed(expected)
+    return lambda outputs: right and all(map(np.array_equal, outputs, expected))
+
+
+def show(result: dict[str, Any]) -> None:
+    table.show(result, COLUMNS)
+    regret.show(result["rows"])

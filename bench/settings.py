@@ -1,0 +1,60 @@
+"""What a run was asked for, and the bars that show how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """``quick``: fewer and smaller cases. ``check``: compare outputs, without which nothing is
+    timed. ``only``: the names of the backends and rivals to run, empty for all."""
+
+    quick: bool = False
+    check: bool = True
+    only: tuple[str, ...] = ()
+
+    def wants(self, name: str) -> bool:
+        return not self.only or name in self.only
+
+    @property
+    def repeats(self) -> int:
+        return 10 if self.quick and jax.default_backend() == "cpu" else 50
+
+
+def console(**kwargs: Any) -> Console:
+    """Tables in 100 columns, wherever they go."""
+    return Console(width=100, highlight=False, **kwargs)
+
+
+@contextlib.contextmanager
+def bar(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr; call what it yields after each part.
+
+    Where stderr is no terminal, a line that says how long it took, at the end.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shown = sys.stderr.isatty()
+    begin = time.perf_counter()
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console(stderr=True),
+        transient=True,
+        disable=not shown,
+    ) as bars:
+        task = bars.add_task(label, total=total)
+        yield lambda: bars.advance(task)
+    if not shown:
+        print(
+            f"{label}: {total} in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True
+        )

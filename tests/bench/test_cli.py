@@ -1,0 +1,177 @@
+"""`python -m bench`: arguments, what is printed, what is written, and the exit code."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from bench import fused, pack, sampling, step, verify
+from bench.__main__ import SUITES, main
+from jspec.dispatch import Backend, always
+from jspec.ops.verify import VERIFY_GREEDY, greedy_xla
+
+SMALL = {verify: [(2, 8, 0.6), (3, 40, 0.3)], pack: [(2, 8, 16)], fused: [(2, 8, 16)]}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for suite, cases in SMALL.items():
+        monkeypatch.setattr(suite, "grid", lambda settings, cases=cases: cases)
+    monkeypatch.setattr(fused, "append_grid", lambda settings: [(2, 8, 16)])
+    monkeypatch.setattr(fused, "SLOTS", 32)
+    monkeypatch.setattr(sampling, "grid", lambda settings: [(2, 300, "logits")])
+    monkeypatch.setattr("bench.ceilings.SMALL", 2**16)
+
+
+def add(monkeypatch, name: str, change, reason: str | None = None) -> None:
+    """Another backend of greedy verification: the reference with its outputs changed."""
+    backend = Backend(name, lambda *arguments: change(greedy_xla(*arguments)), lambda *a: reason)
+    backends = {"xla": Backend("xla", greedy_xla, always), name: backend}
+    for module in (verify, fused):
+        operation = dataclasses.replace(VERIFY_GREEDY, backends=backends)
+        monkeypatch.setattr(module, "VERIFY_GREEDY", operation)
+
+
+def test_list_names_every_suite(capsys):
+    assert main(["list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(SUITES)
+
+
+def test_env_is_json(capsys):
+    assert main(["env"]) == 0
+    assert json.loads(capsys.readouterr().out)["platform"] == "cpu"
+
+
+@pytest.mark.parametrize("suite", ["ceilings", "verify", "pack", "fused", "sampling"])
+def test_a_suite_checks_times_prints_and_writes(suite, capsys, tmp_path):
+    path = tmp_path / "deep" / "result.json"
+    only = [] if suite == "ceilings" else ["--backend", "xla"]
+    assert main([suite, "--quick", *only, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "xla" in out
+    assert "no device clock" in out
+    assert max(map(len, out.splitlines())) <= 100
+    result = json.loads(path.read_text())
+    assert (result["suite"], result["quick"]) == (suite, True)
+    assert all(row["checked"] and len(row["wall_ns"]) >= 10 for row in result["rows"])
+    assert {row["name"] for row in result["rows"]} <= {"xla", "xla+xla"}
+
+
+def test_a_wrong_backend_is_named_not_timed_and_fails_the_run(monkeypatch, capsys, tmp_path):
+    add(monkeypatch, "wrong", lambda out: (out[0] + 1, *out[1:]))
+    path = tmp_path / "result.json"
+    assert main(["verify", "--quick", "--json", str(path)]) == 1
+    assert "wrong: its output is wrong" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    wrong = [row for row in rows if row["name"] == "wrong"]
+    assert wrong
+    assert all(row["checked"] is False and "wall_ns" not in row for row in wrong)
+    assert any(row["name"] == "xla" and row["wall_ns"] for row in rows)
+
+
+@pytest.mark.parametrize("field", range(6))
+def test_every_field_is_checked(monkeypatch, field):
+    def change(out):
+        changed = ~out[field] if out[field].dtype == bool else out[field] + 1
+        return (*out[:field], changed, *out[field + 1 :])
+
+    add(monkeypatch, "wrong", change)
+    assert main(["verify", "--quick", "--backend", "wrong"]) == 1
+
+
+def test_a_wrong_row_is_found_in_packing(monkeypatch):
+    def run(rows, accepted):
+        packed, *rest = pack.PACK.backend("xla").run(rows, accepted)
+        return packed.at[0, 0].add(jnp.float16(1)), *rest
+
+    wrong = {"wrong": Backend("wrong", run, always)}
+    operation = dataclasses.replace(pack.PACK, backends=wrong | dict(pack.PACK.backends))
+    monkeypatch.setattr(pack, "PACK", operation)
+    assert main(["pack", "--quick", "--backend", "wrong"]) == 1
+
+
+def test_a_backend_that_raises_fails_the_run_and_a_refusal_does_not(monkeypatch, capsys):
+    def broken(out):
+        raise TypeError("not today")
+
+    add(monkeypatch, "broken", broken)
+    assert main(["verify", "--quick"]) == 1
+    assert "broken: failed: TypeError: not today" in capsys.readouterr().out
+    add(monkeypatch, "broken", broken, "needs sm_90")
+    assert main(["verify", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("broken: needs sm_90") == out.count("broken [") == 1
+
+
+def test_without_the_check_no_speed_is_shown_or_written(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    assert main(["verify", "--quick", "--backend", "xla", "--no-check", "--json", str(path)]) == 0
+    assert "not checked, so not timed" in capsys.readouterr().out
+    assert not any(key.endswith("_ns") for r in json.loads(path.read_text())["rows"] for key in r)
+
+
+def test_an_interrupted_run_keeps_what_it_measured(monkeypatch, capsys, tmp_path):
+    measure, calls = verify.point.measure, []
+
+    def interrupted(*arguments, **settings):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*arguments, **settings)
+
+    monkeypatch.setattr(verify.point, "measure", interrupted)
+    path = tmp_path / "result.json"
+    assert main(["verify", "--quick", "--backend", "xla", "--json", str(path)]) == 130
+    assert "interrupted: verify has only" in capsys.readouterr().out
+    result = json.loads(path.read_text())
+    assert result["interrupted"]
+    assert [row["case"]["B"] for row in result["rows"]] == [2]
+
+
+def test_an_unknown_backend_lists_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["verify", "--backend", "cuba"])
+    assert error.value.code == 2
+    assert "--backend cuba is none of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ceilings", "--backend", "xla"], "--backend says nothing to ceilings"),
+        (["verify", "--compare", "no/such.json"], "--compare cannot read no/such.json"),
+        (["all", "--compare", "no/such"], "--compare cannot read no/such/ceilings.json"),
+    ],
+    ids=["backend-of-none", "no-file", "no-folder"],
+)
+def test_what_cannot_be_done_is_said_before_anything_runs(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_decoding_is_compared_by_the_time_of_a_step():
+    case = {"source": "none", "gamma": 0, "batch": 1}
+    result = {"rows": [case | {"context": c, "step_ms": 3.0} for c in (2048, 8192)]}
+    assert step.compare(result, {"rows": [case | {"context": 8192, "step_ms": 2.0}]}) == 1
+    assert [row.get("ratio") for row in result["rows"]] == [None, 1.5]
+
+
+def test_compare_gives_the_ratio_of_each_row(capsys, tmp_path):
+    path = tmp_path / "result.json"
+    arguments = ["verify", "--quick", "--backend", "xla"]
+    assert main([*arguments, "--json", str(path)]) == 0
+    earlier = json.loads(path.read_text())
+    for row in earlier["rows"]:
+        row["wall_ns"] = [ns // 1000 for ns in row["wall_ns"]]
+    earlier["rows"] = earlier["rows"][:1]
+    path.write_text(json.dumps(earlier))
+    capsys.readouterr()
+    again = tmp_path / "again.json"
+    assert main([*arguments, "--compare", str(path), "--json", str(again)]) == 0
+    assert "1 rows compared" in capsys.readouterr().out
+    ratios = [row.get("ratio") for row in json.loads(again.read_text())["rows"]]
+    assert ratios[0] > 100
+    assert ratios[1:] == [None]

@@ -1,0 +1,130 @@
+"""The clocks: what each counts, with a recorder in the place of CUPTI."""
+
+import jax
+import numpy as np
+import pytest
+
+from bench import clocks, point, workload
+from bench.clocks import DeviceClock
+from bench.program import Program, Source, compile_all, shapes, sources
+from bench.settings import Settings
+from jspec.ops.verify import VERIFY_GREEDY
+
+
+class Recorder(DeviceClock):
+    """A device clock whose kernels are lines of a log."""
+
+    def __init__(self, monkeypatch, lost: int | None = None):
+        self.log: list[tuple[str, int]] = []
+        monkeypatch.setattr(clocks, "_session", self._session)
+        self.__dict__ |= {"_marker_name": "marker", "_other": None, "_lost": lost}
+        self.__dict__["_flush"] = lambda x: self.log.append(("flush", 1000))
+
+    def _mark(self, *, wait=False):
+        self.log.append(("marker", 1))
+
+    def _session(self, calls, repeats):
+        calls(repeats)
+        return [kernel for i, kernel in enumerate(self.log) if i != self._lost]
+
+    def program(self, name: str, *kernels: int, alone: bool = False) -> Program:
+        def start():
+            self.log.extend((name, kernel) for kernel in kernels)
+
+        return Program(name, start, lambda outputs: True, lambda outputs: outputs, alone)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["queued", "alone"])
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+def test_device_time_is_the_sum_of_a_calls_own_kernels(monkeypatch, cold, alone):
+    clock = Recorder(monkeypatch)
+    programs = [clock.program("one", 7), clock.program("two", 5, 6, alone=alone)]
+    times = clock.time([*programs, clock.program("none")], 4, cold=cold)
+    assert [t.samples for t in times] == [[7] * 4, [11] * 4, [0] * 4]
+    assert [t.kernels for t in times] == [1, 2, 0]
+    assert sum(name == "flush" for name, _ in clock.log) == (12 if cold else 0)
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+def test_lost_kernels_are_an_error(monkeypatch, cold):
+    clock = Recorder(monkeypatch, lost=5)
+    with pytest.raises(RuntimeError, match="CUPTI recorded"):
+        clock.time([clock.program("one", 7, 8)], 4, cold=cold)
+
+
+def test_where_the_device_clock_fails_the_point_is_a_row_and_the_run_goes_on(monkeypatch):
+    clock = Recorder(monkeypatch, lost=5)
+    clock.__dict__["reason"] = None
+    monkeypatch.setattr(point, "DEVICE", clock)
+    states = ("warm", "cold")
+    rows = point.measure("x", {"B": 1}, [clock.program("one", 7, 8)], Settings(), states=states)
+    warm, cold = rows
+    assert (warm["name"], warm["checked"], warm["case"]) == (
+        "device clock",
+        False,
+        {"B": 1, "l2": "warm"},
+    )
+    assert "CUPTI recorded" in warm["reason"]
+    assert cold["name"] == "device clock"
+
+
+def test_without_a_gpu_the_device_clock_says_why():
+    assert "NVIDIA" in str(DeviceClock().reason)
+
+
+def test_a_loop_repeats_the_verification_and_feeds_it_its_own_accepted_counts():
+    tokens = workload.make_tokens(5, 8, 0.6)
+    seen = []
+
+    def counting(*arguments):
+        jax.debug.callback(lambda x: seen.append(x.tolist()), arguments[2])
+        return VERIFY_GREEDY(*arguments)
+
+    source = Source(counting, shapes(tokens.inputs))
+    for count, loop in zip(clocks.LENGTHS, clocks.loops(source), strict=True):
+        seen.clear()
+        outputs = jax.jit(loop.function)(*tokens.inputs)
+        jax.effects_barrier()
+        assert seen == [[8] * 5] + [tokens.accepted.tolist()] * count
+        np.testing.assert_array_equal(outputs[0], tokens.accepted)
+
+
+def test_step_time_is_the_difference_of_two_loops(monkeypatch):
+    now = [0]
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: now[0])
+
+    def loop(steps):
+        def run():
+            now[0] += 5000 + 30 * steps
+
+        return run
+
+    samples = clocks.step(*map(loop, clocks.LENGTHS), empty=10.0, repeats=6)
+    assert samples == [20] * 6
+
+
+def test_spread_is_in_microseconds():
+    found = point.spread({"wall_ns": list(range(1000, 12000, 1000))}, "wall")
+    assert found == point.Spread(6.0, 2.0, 10.0)
+    assert point.spread({}, "wall") is None
+
+
+def test_what_fails_to_compile_is_a_row_and_the_rest_goes_on():
+    def broken(*arguments):
+        raise ValueError("no such tile\nand more")
+
+    arguments = shapes(workload.make_tokens(2, 4, 0.5).inputs)
+    found = sources(VERIFY_GREEDY, arguments, Settings(only=("xla",)))
+    done = compile_all("x", {("good",): found["xla"], ("bad",): Source(broken, arguments)})
+    assert callable(done["good",])
+    bad = done["bad",]
+    assert (bad.name, bad.reason, bad.failed) == ("bad", "failed: ValueError: no such tile", True)
+
+
+def test_what_one_suite_compiled_serves_the_next():
+    arguments = shapes(workload.make_tokens(2, 4, 0.5).inputs)
+    wanted = Settings(only=("xla",))
+    first = compile_all("x", sources(VERIFY_GREEDY, arguments, wanted))["xla"]
+    assert compile_all("y", sources(VERIFY_GREEDY, arguments, wanted))["xla"] is first
+    other = shapes(workload.make_tokens(3, 4, 0.5).inputs)
+    assert compile_all("z", sources(VERIFY_GREEDY, other, wanted))["xla"] is not first

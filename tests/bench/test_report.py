@@ -1,0 +1,166 @@
+"""RESULTS.md from a small stored result whose times are known."""
+
+import itertools
+import json
+import re
+
+import pytest
+
+from bench import regret, report
+
+MACHINE = {
+    "device": "NVIDIA Test",
+    "cores": 2,
+    "driver": "1.2",
+    "date": "2026-01-01T00:00:00+00:00",
+    "versions": {"jspec": "0"},
+}
+
+
+def row(operation, case, name, microseconds, **rest):
+    samples = [round(1000 * microseconds)] * 5
+    clocks = {"device_ns": samples, "wall_ns": [10 * ns for ns in samples], "kernels": 1}
+    own = {"operation": operation, "case": case, "name": name, "checked": True}
+    return own | {"backend": "torch" not in name, "chosen": False, "bytes": None} | clocks | rest
+
+
+def verify_rows():
+    """Ballot 1 us, eager 9 us; naive 2 us, and at alpha .9 gamma / 32 more."""
+    grid = itertools.product((1, 32), (8, 64, 128), (0.3, 0.6, 0.9))
+    for batch, gamma, alpha in grid:
+        case = {"B": batch, "gamma": gamma, "alpha": alpha, "l2": "warm"}
+        yield row("verify_greedy", case, "cuda", 1.0, chosen=True, step_ns=[1500] * 3)
+        yield row("verify_greedy", case, "cuda_naive", 2 + (alpha == 0.9) * gamma / 32)
+        yield row("verify_greedy", case, "torch", 9.0)
+    absent = {"operation": "verify_greedy", "case": {}, "name": "pallas", "checked": None}
+    yield absent | {"reason": "needs sm_90"}
+
+
+def ceilings():
+    for work, microseconds in (("read", 50.0), ("copy", 100.0), ("launch", 1.0)):
+        size = 8 if work == "launch" else 10**8
+        case = {"work": work, "bytes": size, "l2": "warm"}
+        yield row("ceilings", case, "xla", microseconds, bytes=size)
+
+
+def pack_rows():
+    for width, l2 in itertools.product((128, 2048), ("warm", "cold")):
+        case = {"B": 32, "gamma": 128, "alpha": 0.9, "D": width, "l2": l2}
+        yield row("pack", case, "cuda", 20.0, bytes=10**7, chosen=True)
+        yield row("pack", case, "torch", 40.0, bytes=10**7)
+
+
+def fused_rows():
+    """Fused takes 4 us, the best two steps 6; at D=2048 fused 8 and the two steps 5."""
+    grid = itertools.product((8, 128), (0.3, 0.9), (128, 2048), ("warm", "cold"))
+    for gamma, alpha, width, l2 in grid:
+        case = {"B": 32, "gamma": gamma, "alpha": alpha, "D": width, "l2": l2}
+        wide = width == 2048
+        times = {"cuda": 8 if wide else 4, "cuda+triton": 5 if wide else 6, "cuda+torch": 12}
+        for name, microseconds in times.items():
+            more = {"bytes": 10**6, "chosen": name == "cuda"}
+            yield row("verify_and_pack", case, name, microseconds, **more)
+    case = {"B": 32, "gamma": 8, "alpha": 0.6, "D": 128, "l2": "warm"}
+    yield row("verify_and_append", case, "xla", 7.0, bytes=10**6, chosen=True)
+
+
+def sampling_rows():
+    for draft, batch, size in itertools.product(("one-hot", "logits"), (1, 32), (32000, 128256)):
+        case = {"B": batch, "V": size, "draft": draft, "l2": "cold"}
+        yield row("verify_stochastic", case, "cuda", 75.0, bytes=10**8, chosen=True)
+        yield row("verify_stochastic", case, "xla", 500.0, bytes=10**8)
+
+
+RESULTS = {
+    "ceilings": ceilings,
+    "verify": verify_rows,
+    "pack": pack_rows,
+    "fused": fused_rows,
+    "sampling": sampling_rows,
+}
+
+
+def written(tmp_path, *suites: str) -> str:
+    """The text of the report on these results, and every picture that it names is there."""
+    folder, docs = tmp_path / "results" / "test", tmp_path / "docs"
+    folder.mkdir(parents=True)
+    for suite in suites:
+        result = {"suite": suite, "machine": MACHINE, "rows": list(RESULTS[suite]())}
+        result["ceilings"] = list(ceilings())
+        (folder / f"{suite}.json").write_text(json.dumps(result))
+    report.write(folder.parent, docs)
+    text = (docs / "RESULTS.md").read_text()
+    assert {path.name for path in docs.glob("*.png")} == set(re.findall(r"\]\((.*?\.png)\)", text))
+    return text
+
+
+@pytest.fixture(autouse=True)
+def _matplotlib():
+    pytest.importorskip("matplotlib")
+
+
+def lines(text: str, start: str) -> list[list[str]]:
+    """The cells of table lines that begin so."""
+    found = [line for line in text.splitlines() if line.startswith(f"| {start} |")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found]
+
+
+def test_the_findings_of_verification_stand_beside_the_papers(tmp_path):
+    text = written(tmp_path, "verify")
+    assert "## Greedy verification: NVIDIA Test" in text
+    # F1: wall 10 and 90; the paper's 12.80 and 84.38.
+    assert lines(text, "cuda")[0][3:] == ["10.0", "9.00x", "12.8", "6.59x"]
+    # F2: naive is 2 at the low end, 6 at the high; the paper's 14.69 and 23.84.
+    slope = next(cells for cells in lines(text, "128") if "+4.00 (+200%)" in cells)
+    assert slope[1:3] == ["+0.00 (+0%)", "+4.00 (+200%)"]
+    assert slope[-2] == "+9.15 (+62%)"
+    # F3: 6 over 1; the paper's 23.84 over 12.93.
+    third = next(cells for cells in lines(text, "128") if cells[1] == "0.9")
+    assert third[-2:] == ["6.00x", "1.84x"]
+    assert "Inside a jitted loop" in text
+    assert "fastest backend: mean 1.00, worst 1.00" in text
+    assert "- pallas, verify_greedy: needs sm_90" in text
+    assert text.count("![") == 4
+
+
+def test_packing_is_measured_by_the_copy_ceiling(tmp_path):
+    text = written(tmp_path, "pack")
+    # 10 MB in 20 us is 500 GB/s, half of 100 MB in 100 us; the paper's kernel lost 2.75x.
+    assert lines(text, "warm")[1][:4] == ["warm", "2048", "20.0 (50%)", "40.0 (25%)"]
+    assert lines(text, "warm")[1][-1] == "2.75x"
+
+
+def test_the_fused_section_names_the_best_pipeline_and_the_regret(tmp_path):
+    text = written(tmp_path, "fused")
+    at = next(cells for cells in lines(text, "32") if cells[:4] == ["32", "128", "2048", "0.9"])
+    assert at[4:6] == ["8.00", "5.00"]
+    assert at[8:10] == ["0.62x", "1.50x"]
+    assert at[-1] == "0.28x"
+    assert "pipeline: mean 1.13, worst 1.60 (B=32, gamma=8, alpha=0.3, D=2048, l2=warm)" in text
+    assert "### Appending to a cache" in text
+
+
+def test_sampling_is_measured_by_the_bytes_of_its_logits(tmp_path):
+    text = written(tmp_path, "sampling")
+    assert lines(text, "one-hot")[0][4:] == ["50.0", "75.0 (1.50x)", "500 (10.00x)"]
+
+
+def test_every_suite_has_its_section_and_another_run_writes_the_same(tmp_path):
+    once = written(tmp_path / "a", *RESULTS)
+    assert once == written(tmp_path / "b", *RESULTS)
+    assert once.count("\n## ") == len(RESULTS)
+
+
+def test_the_committed_results_give_the_committed_report(tmp_path):
+    report.write(docs=tmp_path)
+    assert (tmp_path / "RESULTS.md").read_text() == (report.DOCS / "RESULTS.md").read_text()
+
+
+def test_regret_is_over_points_that_have_both():
+    found = regret.of_fusion(list(fused_rows()))
+    assert found is not None
+    assert (found.points, found.worst) == (16, 1.6)
+    assert regret.of_choice(list(fused_rows()), "verify_and_append") == regret.Regret(
+        1, 1.0, 1.0, {"B": 32, "gamma": 8, "alpha": 0.6, "D": 128, "l2": "warm"}
+    )
+    assert regret.of_choice([], "pack") is None

@@ -1,0 +1,78 @@
+"""The rivals: right on the bench's workload where PyTorch is installed, a reason where not."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from bench import rivals, workload
+from bench.program import Absent, Program
+from bench.settings import Settings
+from jspec.ops.verify import greedy_xla
+
+EVERY = Settings()
+TOKENS = workload.make_tokens(9, 8, 0.9)  # in some rows all eight stand
+ROWS = workload.make_rows(9, 8, 16)
+PACKED = workload.expected_packed(ROWS, TOKENS.accepted)[0]
+VERIFIES = partial(jax.jit(greedy_xla), *TOKENS.inputs)
+NAMES = {
+    "verify": ["torch", "torch_graph"],
+    "pack": ["torch"],
+    "two_step": ["torch+torch", "cuda+torch"],
+    "sampling-one-hot": ["torch", "flashinfer"],
+    "sampling-logits": ["torch", "flashinfer"],
+}
+
+
+def make(which: str, settings: Settings = EVERY, *, wrong: bool = False):
+    """The rivals of an operation, or the same with something else expected of them."""
+    packed = PACKED + 1 if wrong else PACKED
+    if which == "verify":
+        accepted = (TOKENS.accepted + wrong) % 9
+        return rivals.verify(dataclasses.replace(TOKENS, accepted=accepted), settings)
+    if which == "pack":
+        return rivals.pack(ROWS, TOKENS.accepted, packed, settings)
+    if which == "two_step":
+        return rivals.two_step(TOKENS, ROWS, packed, VERIFIES, settings)
+    logits = workload.make_logits(40, 5, 500, one_hot=which == "sampling-one-hot")
+    uniforms = np.random.default_rng(0).random((3, 40, 6), np.float32)
+    found = rivals.sampling(logits, uniforms, settings)
+    if wrong:
+        uniforms[:] = 1 - uniforms
+    return found
+
+
+@pytest.mark.parametrize("which", NAMES)
+def test_where_a_package_is_missing_each_rival_is_a_row_with_its_reason(which, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr("bench.rivals.importlib.import_module", missing)
+    found = make(which)
+    assert [rival.name for rival in found] == NAMES[which]
+    assert all(isinstance(r, Absent) and "not installed" in r.reason for r in found)
+    assert not any(rival.failed for rival in found)
+
+
+def test_only_the_rivals_that_are_wanted_are_made():
+    assert make("verify", Settings(only=("xla", "torch_graph")))[0].name == "torch_graph"
+    assert [rival.name for rival in make("two_step", Settings(only=("torch",)))] == NAMES[
+        "two_step"
+    ]
+    assert make("pack", Settings(only=("xla",))) == []
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("which", NAMES)
+def test_rivals_pass_the_check_and_the_check_can_fail(which):
+    pytest.importorskip("torch")
+    for right, wrong in zip(make(which), make(which, wrong=True), strict=True):
+        if isinstance(right, Absent):
+            assert right.name in ("torch_graph", "flashinfer")
+            continue
+        assert isinstance(wrong, Program)
+        outputs = right.wait(right.start())
+        assert right.check(outputs)
+        assert not wrong.check(outputs)
