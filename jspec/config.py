@@ -184,7 +184,8 @@ class StepConfig:
     ``draft=None`` with ``gamma=0`` is plain decoding through the same code. ``sampling`` says which
     machinery the batch needs: ``greedy`` (argmax only), ``sampled`` or ``filtered`` (any row with
     top-k, top-p or min-p); a row's tokens do not depend on which of the sufficient ones runs.
-    ``attention`` and ``implementation`` (of verification) name a backend, None for the best.
+    ``attention`` and ``implementation`` (of verifying and drawing) name a backend, None for the
+    best.
     """
 
     gamma: int = 4

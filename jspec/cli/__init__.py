@@ -80,7 +80,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add(
         "--implementation",
         metavar="NAME",
-        help="backend that verifies drafts; default the fastest here (jspec doctor lists them)",
+        help="backend that verifies and draws; default the fastest here (jspec doctor lists them)",
     )
     add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
     add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")

@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from jspec.models.bundled import bundled_path
 from jspec.ops.attention import attention, implementations
 from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
 from jspec.ops.pack import PACK
+from jspec.ops.sample import SAMPLE, Role, Rows, settings_of
+from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.typing import Array
 
@@ -38,9 +41,9 @@ class Finding:
 def doctor(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0 if decoding works here, 1 otherwise."""
     findings = [_python(), *_packages(), _gpu(), _bundled(), *map(_attention, implementations())]
-    for operation, sample in _samples():
-        wanted = operation(*sample, implementation="xla")
-        findings += [_backend(operation, name, sample, wanted) for name in operation.backends]
+    for call in _calls():
+        wanted = call.run("xla")
+        findings += [_backend(call, name, wanted) for name in call.operation.backends]
     if arguments.json:
         found = [dataclasses.asdict(f) for f in findings]
         print_json({"environment": environment(), "findings": found})
@@ -113,28 +116,48 @@ def _attention(name: str) -> Finding:
     return Finding(what, False, f"off by {error:.1e}", "report it, with this table")
 
 
-def _samples() -> list[tuple[Operation, tuple[Array, ...]]]:
-    """Each operation with small arguments; all is accepted, so that no output is unspecified."""
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """An operation with small arguments."""
+
+    operation: Operation
+    arguments: tuple[Any, ...]
+    static: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, backend: str) -> list[Array]:
+        """What that backend returns."""
+        out = self.operation(*self.arguments, **self.static, implementation=backend)
+        return jax.tree.leaves(out)
+
+
+def _calls() -> list[Call]:
+    """A call of each operation in which all is accepted, so that no output is unspecified."""
     target = jnp.arange(30, dtype=jnp.int32).reshape(2, 15)
     tokens = (target[:, :14], target, jnp.full((2,), 14, jnp.int32), target[:, :0])
     rows = jnp.arange(2 * 14 * 8, dtype=jnp.float32).reshape(2, 14, 8)
     held = jnp.array([1, 3], jnp.int32)
+    certain = 40 * jax.nn.one_hot(target, 30)
+    ones, zeros = jnp.ones(2), jnp.zeros(2, jnp.int32)
+    settings = settings_of(Rows(ones, zeros, ones, 0 * ones, zeros.astype(jnp.uint32)))
+    unsharded = {"filtered": False, "axis_name": None}
     return [
-        (VERIFY_GREEDY, tokens),
-        (PACK, (rows, tokens[2])),
-        (VERIFY_AND_PACK, (*tokens, rows)),
-        (VERIFY_AND_APPEND, (*tokens, rows, jnp.zeros((2, 20, 8)), held)),
+        Call(VERIFY_GREEDY, tokens),
+        Call(
+            VERIFY_STOCHASTIC, (tokens[0], certain, *tokens[2:], settings, zeros, None), unsharded
+        ),
+        Call(SAMPLE, (certain, settings, target), {"role": Role.DRAFT} | unsharded),
+        Call(PACK, (rows, tokens[2])),
+        Call(VERIFY_AND_PACK, (*tokens, rows)),
+        Call(VERIFY_AND_APPEND, (*tokens, rows, jnp.zeros((2, 20, 8)), held)),
     ]
 
 
-def _backend(
-    operation: Operation, name: str, sample: tuple[Array, ...], wanted: tuple[Array, ...]
-) -> Finding:
+def _backend(call: Call, name: str, wanted: list[Array]) -> Finding:
     """Run a backend on a small case and compare it with the reference."""
-    what = f"{operation.name}, {name}"
-    if reason := operation.backend(name).supports(*sample):
+    what = f"{call.operation.name}, {name}"
+    if reason := call.operation.backend(name).supports(*call.arguments, **call.static):
         return Finding(what, False, reason, "nothing, unless you want this one: others serve")
-    got = operation(*sample, implementation=name)
+    got = call.run(name)
     if all(jnp.array_equal(x, y) for x, y in zip(got, wanted, strict=True)):
         return Finding(what, True, "right")
     return Finding(what, False, "differs from the reference", "report it, with this table")

@@ -70,9 +70,13 @@ def _autoregressive(
         if config.sampling == "greedy":
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return (token, cache), (token, None)
-        filtered = config.sampling == "filtered"
         token = sample(
-            logits[:, None], state.rows, positions[:, None], Role.DRAFT, filtered=filtered
+            logits[:, None],
+            state.rows,
+            positions[:, None],
+            Role.DRAFT,
+            filtered=config.sampling == "filtered",
+            implementation=config.implementation,
         )[:, 0]
         return (token, cache), (token, logits)
 

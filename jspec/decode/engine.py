@@ -14,6 +14,7 @@ from jspec.decode.programs import PROGRAMS
 from jspec.decode.state import DecodeState, StepRecord, least_sampling, per_row, start
 from jspec.decode.stats import Stats, Tally
 from jspec.decode.step import decode_chunk
+from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.typing import Model
 
@@ -49,14 +50,16 @@ def generate(
     through the same code. Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new
     tokens go to ``on_tokens(row, tokens)``, which may return True to end the row;
     ``on_prefill(done, total)`` hears of prompt tokens. ``attention`` and ``implementation`` (of
-    verification) name a backend, None for the best. The same request gives the same tokens in
-    any row, with any neighbours and any chunk size. Ctrl-C ends decoding with what was generated.
+    verifying and drawing) name a backend, None for the best. The same request gives the same tokens
+    in any row, with any neighbours and any chunk size. Ctrl-C ends decoding with what was
+    generated.
     Raises `ValueError` as `jspec.start` does.
     """
     params = per_row(params, len(prompts))
     gamma = gamma if draft is not None else 0
     config = StepConfig(gamma, draft, least_sampling(params), attention, implementation)
-    VERIFY_GREEDY.check(implementation)  # before a long prefill rather than behind it
+    # Before a long prefill rather than behind it.
+    (VERIFY_GREEDY if config.sampling == "greedy" else VERIFY_STOCHASTIC).check(implementation)
     if isinstance(draft, ModelDraft) == (draft_model is None):
         raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
     if steps_per_chunk is None:

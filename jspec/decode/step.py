@@ -72,7 +72,8 @@ def _verify(
             choice,
             drafted.lengths,
             state.stop_tokens,
-            implementation=config.implementation,
+            # Without a draft there is nothing to verify, and some kernels refuse that.
+            implementation=config.implementation if config.gamma else None,
         )
         return judged, cache
     judged = verify_stochastic(
@@ -84,6 +85,7 @@ def _verify(
         state.lengths,
         draft_logits=drafted.logits,
         filtered=config.sampling == "filtered",
+        implementation=config.implementation,
     )
     return judged, cache
 

@@ -90,9 +90,7 @@ VERIFY_AND_PACK = Operation(
         "cuda": "jspec.cuda_ffi.fused:PACK",
         "cuda_single": "jspec.cuda_ffi.fused:PACK_SINGLE",
     },
-    lambda platform, *args, **kwargs: (
-        ("triton", "cuda", "xla") if platform == "gpu" else ("xla",)
-    ),
+    lambda platform, *args, **kwargs: ("triton", "cuda", "xla") if platform == "gpu" else ("xla",),
 )
 VERIFY_AND_APPEND = Operation(
     "verify_and_append",

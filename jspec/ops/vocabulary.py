@@ -76,7 +76,7 @@ class Vocabulary:
         local = tokens - self._start
         inside = (local >= 0) & (local < self.size)
         index = jnp.where(inside, tokens - self._tile_ids[0] * TILE, 0)
-        flat = tiles.reshape(*tiles.shape[:-2], -1)
+        flat = tiles.reshape(*tiles.shape[:-2], tiles.shape[-2] * TILE)
         return jnp.take_along_axis(flat, index[..., None], axis=-1)[..., 0], inside
 
     def max(self, x: Array) -> Array:

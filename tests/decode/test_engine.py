@@ -206,6 +206,11 @@ def test_any_prefill_chunk_gives_the_same_cache(chunk, tiny):
         ([[1]], {"prefill_chunk": 0}, "a prefill chunk of 0 tokens must be at least 1"),
         ([[1]], {"attention": "fastest"}, "attention has no implementation 'fastest'"),
         ([[1]], {"implementation": "slow"}, "verify_greedy has no implementation 'slow'"),
+        (
+            [[1]],
+            {"implementation": "triton", "params": SamplingParams(temperature=1.0)},
+            "verify_stochastic has no implementation 'triton'; choose one of xla",
+        ),
     ],
     ids=lambda value: "-".join(value.split()[:4]) if isinstance(value, str) else "",
 )

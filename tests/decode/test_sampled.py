@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jspec.config import ModelConfig, ModelDraft, NgramDraft, SamplingParams, StreamDraft
+from jspec.cuda_ffi import library
 from jspec.decode import draft as draft_module
 from jspec.decode import engine, state
 from jspec.decode import step as step_module
@@ -44,6 +45,18 @@ def mixed_requests() -> list[SamplingParams]:
         SamplingParams(max_new_tokens=24, seed=2**32 - 1 - row, **settings)
         for row, settings in enumerate(MIXED)
     ]
+
+
+@pytest.mark.parametrize("source", ["stream", "plain"])
+@pytest.mark.parametrize("hot", [True, False], ids=["sampled", "greedy"])
+def test_every_backend_gives_the_same_tokens(source, hot, sharp):
+    reason = library.refusal()
+    if reason:
+        pytest.skip(reason)
+    params = mixed_requests() if hot else SamplingParams(max_new_tokens=24)
+    draft = STREAM if source == "stream" else None
+    run = functools.partial(generate, sharp, prompts(), params, draft=draft)
+    assert run(implementation="cuda").tokens == run(implementation="xla").tokens
 
 
 @pytest.mark.parametrize("source", ["stream", "ngram", "model", "plain"])
