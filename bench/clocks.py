@@ -87,6 +87,8 @@ class DeviceClock:
         for kernel in _session(calls, repeats):
             if kernel[0] == self._marker_name:
                 groups.append([])
+            elif not groups:
+                raise RuntimeError(f"CUPTI recorded {kernel[0]} but not the mark before it")
             else:
                 groups[-1].append(kernel)
         return groups

@@ -73,7 +73,6 @@ def measure(
                 own["wall_ns"] = wall(program, settings.repeats)
         for own, program in zip(timed, right, strict=True):
             if own:
-                at = {**case, "l2": state}
                 rest = {
                     "backend": not program.alone,
                     "chosen": program.chosen,
