@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import jspec.cuda_ffi.stochastic  # noqa: F401 - it takes TILE, which `run_blocks` patches
 from jspec.config import SamplingParams
 from jspec.ops import stochastic as stochastic_module
 from jspec.ops import vocabulary as vocabulary_module
@@ -233,10 +234,13 @@ draw = jax.jit(sample, static_argnames=("role", "filtered"))
 verify = jax.jit(verify_stochastic, static_argnames=("filtered", "implementation"))
 
 
-def fresh_verify():
-    """`verify` traced anew, so that it sees a patched internal."""
+def fresh_verify(implementation: str = "xla"):
+    """`verify` by one backend, traced anew, so that it sees a patched internal."""
     return jax.jit(
-        lambda *args, **settings: verify_stochastic(*args, **settings), static_argnames="filtered"
+        lambda *args, **settings: verify_stochastic(
+            *args, **settings, implementation=implementation
+        ),
+        static_argnames="filtered",
     )
 
 
