@@ -179,7 +179,10 @@ def _scale(sums: Wide, factor: tuple[Array, Array], vocabulary: Vocabulary) -> A
     exponent = jnp.where(empty, 0, 33 - zeros)
     normal = jnp.where(empty, jnp.uint32(ONE), wide.shift_right(row, exponent).low)
     product = wide.multiply(mantissa, jnp.broadcast_to(_reciprocal(normal), mantissa.shape))
-    return jnp.where(empty, 0, wide.shift_right(product, 24 + shift + exponent).low)
+    scale = jnp.where(empty, 0, wide.shift_right(product, 24 + shift + exponent).low)
+    # Where a row is one tile, XLA for CPUs would copy all these steps into each of the scale's
+    # uses, and into theirs again: compiling took minutes under jax 0.11.
+    return lax.optimization_barrier(scale)
 
 
 def _threshold(
