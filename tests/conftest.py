@@ -20,6 +20,8 @@ from jspec.models.decoder import Decoder
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# On a GPU too, where float32 products are TF32 by default.
+jax.config.update("jax_default_matmul_precision", "highest")
 
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)

@@ -135,7 +135,7 @@ def test_verify_and_append_under_vmap_and_shard_map(backend):
     folded = [x.reshape(2, 8, *x.shape[1:]) for x in arguments]
     got = jax.vmap(run)(*folded)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x.reshape(y.shape), y), got, expected)
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.shard_map(run, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
     jax.tree.map(np.testing.assert_array_equal, jax.jit(sharded)(*arguments), expected)
 
