@@ -200,7 +200,7 @@ def verify_with(change):
     """The step's verification with changed arguments."""
     right = step_module.verify_stochastic
 
-    def verify(tokens, logits, lengths, stops, rows, positions, *, draft_logits, filtered):
+    def verify(tokens, logits, lengths, stops, rows, positions, *, draft_logits, **static):
         changed = {"positions": positions, "draft_logits": draft_logits, "target_logits": logits}
         changed |= change(**changed)
         return right(
@@ -208,7 +208,7 @@ def verify_with(change):
             draft_lengths=lengths,
             stop_tokens=stops,
             rows=rows,
-            filtered=filtered,
+            **static,
             **changed,
         )
 
@@ -219,9 +219,9 @@ def draft_with(change):
     """The draft's sampling with changed arguments."""
     right = draft_module.sample
 
-    def sample(logits, rows, positions, role, *, filtered):
+    def sample(logits, rows, positions, role, **static):
         changed = {"logits": logits, "positions": positions} | change(logits, positions)
-        return right(rows=rows, role=role, filtered=filtered, **changed)
+        return right(rows=rows, role=role, **static, **changed)
 
     return draft_module, "sample", sample
 
