@@ -12,8 +12,12 @@ from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
 from jspec.typing import Array
 
-# Warps of a block. The ballot kernel gives each a sequence, the naive one 32.
-WARPS = {"verify_greedy": 4, "verify_greedy_naive": 8}
+BALLOT_TARGET, NAIVE_TARGET = "verify_greedy", "verify_greedy_naive"
+
+
+def warps(target: str, batch: int) -> int:
+    """Warps of a block. The ballot kernel gives each a sequence, the naive one 32."""
+    return 4 if target == BALLOT_TARGET and batch <= 512 else 8
 
 
 def supports(*arguments: Array) -> str | None:
@@ -42,9 +46,9 @@ def _run(target: str, *arguments: Array) -> tuple[Array, ...]:
         verified_like(*arguments[:2]),
         *arguments,
         vmap_method="broadcast_all",
-        warps=np.int32(WARPS[target]),
+        warps=np.int32(warps(target, arguments[0].shape[0])),
     )
 
 
-BALLOT = Backend("cuda", functools.partial(_run, "verify_greedy"), supports)
-NAIVE = Backend("cuda_naive", functools.partial(_run, "verify_greedy_naive"), supports)
+BALLOT = Backend("cuda", functools.partial(_run, BALLOT_TARGET), supports)
+NAIVE = Backend("cuda_naive", functools.partial(_run, NAIVE_TARGET), supports)

@@ -11,7 +11,7 @@ namespace jspec {
 
 constexpr unsigned kAllLanes = 0xffffffff;
 // The count of 32-position chunks that goes round in a loop, for gamma of any size.
-constexpr int kLoops = 4;
+constexpr int kLoops = 3;
 
 // Verifies `row` and writes all that belongs to it; one lane calls accepted(count). A block ends at
 // the first position that falls or holds a stop token, and one ballot a chunk finds it. The time
@@ -20,36 +20,42 @@ template <typename Token, int chunks, typename Accepted>
 __device__ void verify_warp(const Greedy& greedy, int row, Accepted accepted) {
   const int lane = threadIdx.x % 32;
   const int gamma = greedy.gamma;
+  // The first of this lane: its others lie at distances that the instructions themselves hold.
   const Token* target =
-      static_cast<const Token*>(greedy.target_tokens) + int64_t(row) * (gamma + 1);
-  const Token* draft = static_cast<const Token*>(greedy.draft_tokens) + int64_t(row) * gamma;
-  const Token* stops = static_cast<const Token*>(greedy.stop_tokens) + int64_t(row) * greedy.stops;
-  Token* tokens = static_cast<Token*>(greedy.tokens) + int64_t(row) * (gamma + 1);
+      static_cast<const Token*>(greedy.target_tokens) + row * (gamma + 1) + lane;
+  const Token* draft = static_cast<const Token*>(greedy.draft_tokens) + row * gamma + lane;
+  const Token* stops = static_cast<const Token*>(greedy.stop_tokens) + row * greedy.stops;
+  Token* tokens = static_cast<Token*>(greedy.tokens) + row * (gamma + 1) + lane;
   // The first stop token is on its way with the rest: one wait for memory, not two.
   const Token first_stop = greedy.stops ? stops[0] : Token(-1);
+  const Token bonus = target[gamma - lane];
   const int length = min(greedy.draft_lengths[row], gamma);
-  int end = INT32_MAX;
+  // Behind a draft that stood whole comes the bonus token, as if a draft token had fallen there.
+  int end = gamma;
+  bool fell = true, stopped = false;
+  Token next = bonus;
 
-  for (int start = 0; chunks == kLoops ? start <= gamma : start == 0; start += chunks * 32) {
+  for (int start = 0; start == 0 || (chunks == kLoops && start < gamma); start += chunks * 32) {
     // All loads are on their way before the first is waited for.
     Token wanted[chunks], drafted[chunks];
 #pragma unroll
     for (int c = 0; c < chunks; ++c) {
-      const int at = start + c * 32 + lane;
-      wanted[c] = at <= gamma ? target[at] : Token(-1);
-      drafted[c] = at < gamma ? draft[at] : Token(-1);
+      const bool reads = lane < gamma - start - c * 32;
+      wanted[c] = reads ? target[start + c * 32] : Token(-1);
+      drafted[c] = reads ? draft[start + c * 32] : Token(-1);
     }
-    bool stop[chunks];
+    bool stop[chunks], bonus_stops = bonus == first_stop && first_stop >= 0;
 #pragma unroll
     for (int c = 0; c < chunks; ++c) stop[c] = wanted[c] == first_stop && first_stop >= 0;
 #pragma unroll 1
     for (int i = 1; i < greedy.stops; ++i) {
       const Token one = stops[i];
+      bonus_stops |= bonus == one && one >= 0;
 #pragma unroll
       for (int c = 0; c < chunks; ++c) stop[c] |= wanted[c] == one && one >= 0;
     }
     bool falls[chunks];
-    int first = INT32_MAX;
+    int first = gamma;
 #pragma unroll
     for (int c = chunks - 1; c >= 0; --c) {
       falls[c] = start + c * 32 + lane >= length || drafted[c] != wanted[c];
@@ -57,39 +63,37 @@ __device__ void verify_warp(const Greedy& greedy, int row, Accepted accepted) {
       if (ends) first = start + c * 32 + __ffs(ends) - 1;
     }
     end = min(end, first);
-
-    bool fell = false, stopped = false;
-    Token next = -1;
+    if (end == gamma) stopped = bonus_stops;
 #pragma unroll
     for (int c = 0; c < chunks; ++c) {
       const int at = start + c * 32 + lane;
-      if (at <= gamma) tokens[at] = at <= end ? wanted[c] : Token(-1);
-      if (at == end) {
+      if (at < gamma) tokens[start + c * 32] = at <= end ? wanted[c] : Token(-1);
+      if (at < gamma && at == end) {
         fell = falls[c];
         stopped = stop[c];
-        if (fell) next = wanted[c];
+        next = wanted[c];
       }
     }
-    if (end - start >= 0 && end - start < chunks * 32 && (end - start) % 32 == lane) {
-      const int count = fell ? end : end + 1;
-      greedy.accepted[row] = count;
-      greedy.committed[row] = end + 1;
-      greedy.mismatch[row] = fell && end < length;
-      static_cast<Token*>(greedy.next_token)[row] = next;
-      greedy.stopped[row] = stopped;
-      accepted(count);
-    }
+  }
+  if (end % 32 == lane) {
+    const int count = fell ? end : end + 1;
+    greedy.accepted[row] = count;
+    greedy.committed[row] = end + 1;
+    greedy.mismatch[row] = fell && end < length;
+    static_cast<Token*>(greedy.next_token)[row] = fell ? next : Token(-1);
+    greedy.stopped[row] = stopped;
+    tokens[gamma - lane] = end == gamma ? bonus : Token(-1);
+    accepted(count);
   }
 }
 
-// Calls `run(Token(), chunks)`, chunks an integral constant: those that cover gamma + 1 positions.
+// Calls `run(Token(), chunks)`, chunks an integral constant: those that cover gamma positions.
 template <typename Run>
 const char* for_greedy(const Greedy& greedy, Run run) {
   const auto with_token = [&](auto token) {
-    const int needed = greedy.gamma / 32 + 1;
-    if (needed == 1) return run(token, std::integral_constant<int, 1>());
-    if (needed == 2) return run(token, std::integral_constant<int, 2>());
-    if (needed <= 5) return run(token, std::integral_constant<int, 5>());
+    if (greedy.gamma <= 32) return run(token, std::integral_constant<int, 1>());
+    if (greedy.gamma <= 64) return run(token, std::integral_constant<int, 2>());
+    if (greedy.gamma <= 128) return run(token, std::integral_constant<int, 4>());
     return run(token, std::integral_constant<int, kLoops>());
   };
   return greedy.wide ? with_token(int64_t()) : with_token(int32_t());

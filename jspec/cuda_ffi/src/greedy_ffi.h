@@ -21,9 +21,10 @@ inline ffi::Error greedy_of(const Buffers& buffers, size_t results, Greedy* gree
   const int64_t stops = stop_shape.size() ? stop_shape.back() : -1;
   int64_t batch = 1;
   for (size_t i = 0; i + 1 < shape.size(); ++i) batch *= shape[i];
-  if (stops < 0 || std::max({gamma, stops, batch}) >= INT32_MAX) {
+  if (stops < 0 || std::max(batch, std::max(gamma, stops)) >= INT32_MAX ||
+      batch * std::max(gamma + 1, stops) > INT32_MAX) {
     return invalid("draft_tokens ", buffers[0], " and stop_tokens ", buffers[3],
-                   " must be [B, gamma] and [B, M] with each below 2^31 - 1");
+                   " must be [B, gamma] and [B, M] with B * (gamma + 1) and B * M below 2^31");
   }
 
   const auto S32 = ffi::DataType::S32, PRED = ffi::DataType::PRED;

@@ -6,7 +6,7 @@
 
 namespace jspec {
 
-// Tokens are int32, or int64 where `wide`.
+// Tokens are int32, or int64 where `wide`. Every array of them has fewer than 2^31.
 struct Greedy {
   const void* draft_tokens;      // [batch, gamma]
   const void* target_tokens;     // [batch, gamma + 1]
