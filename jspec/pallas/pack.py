@@ -28,9 +28,10 @@ class Blocks:
     span: int
 
 
-def blocks_for(run: int) -> Blocks:
-    """The cut that serves rows of up to ``run`` bytes well."""
-    return Blocks(span=min(8192, floor_power(run)))
+def blocks_for(batch: int, run: int) -> Blocks:
+    """The cut that serves ``batch`` rows of up to ``run`` bytes well."""
+    span = 4096 if batch * run <= 2**23 else 8192
+    return Blocks(span=min(span, floor_power(run)))
 
 
 def pack_pallas(
@@ -39,7 +40,7 @@ def pack_pallas(
     """As `jspec.ops.pack.pack_xla`; what lies past the total is whatever was there."""
     batch, gamma, width = rows.shape
     size = rows.dtype.itemsize
-    span = (blocks or blocks_for(gamma * width * size)).span // size
+    span = (blocks or blocks_for(batch, gamma * width * size)).span // size
     word = WORD // size
     counted = Spread(min(256, floor_power(batch)))
 

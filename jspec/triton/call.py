@@ -42,7 +42,8 @@ def triton_call(
     """Launch ``programs`` programs of ``kernel`` on a line.
 
     The kernel gets pointers to ``arrays``, then to the arrays it returns, which are as ``out``
-    says, and ``constants`` as its ``tl.constexpr`` parameters.
+    says, and ``constants`` as its ``tl.constexpr`` parameters. Before jax-triton 0.4, XLA takes no
+    such call into a command buffer: in a jitted loop it costs the host 5 us more.
     """
     import jax_triton  # pyright: ignore[reportMissingImports]
 

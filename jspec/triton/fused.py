@@ -31,13 +31,21 @@ class Blocks:
 
 def blocks_for(batch: int, gamma: int, run: int) -> Blocks:
     """The cut that serves ``[batch, gamma]`` draft tokens with rows of up to ``run`` bytes well."""
+    tokens, span, tile = batch * gamma, 16384, min(32, next_power(gamma))
+    # Each program verifies what comes before its rows: the more that is, the fewer programs, unless
+    # there is so much to copy that it takes more of them.
+    programs = min(512, max(128, 2**19 // max(tokens, 1)))
+    if batch * run > 2**23:
+        programs = max(programs, 256)
+    most = max(1, programs // batch)
     return Blocks(
-        span=16384,
-        most=max(1, 512 // batch),
-        scan=min(32, next_power(batch)),
-        tile=min(32, next_power(gamma)),
-        warps=4,
-        eager=batch * run <= 2**22,
+        span=span,
+        most=most,
+        scan=min(2048 // tile, next_power(batch)),
+        tile=tile,
+        warps=4 if tokens < 1024 else 8,
+        # What is read in vain is then no more than a GPU has on its way in any case.
+        eager=batch * min(run, most * span) <= 2**21,
     )
 
 

@@ -45,7 +45,8 @@ def test_equals_the_reference_in_the_interpreter(case, eager, most, interpreted,
     monkeypatch.setattr(module, "triton_call", interpreted)
     arguments = random_arguments(0, *case)
     batch, gamma, _, _, _ = case
-    blocks = dataclasses.replace(blocks_for(batch, gamma, 0), eager=eager, span=64, most=most)
+    cut = {"eager": eager, "span": 64, "most": most, "scan": 16}
+    blocks = dataclasses.replace(blocks_for(batch, gamma, 0), **cut)
     assert_fused(verify_and_pack_triton(*arguments, blocks=blocks), arguments)
 
 
@@ -60,6 +61,18 @@ def test_equals_the_reference_on_a_gpu(case, warps):
     blocks = dataclasses.replace(blocks, warps=warps)
     got = jax.jit(lambda *x: verify_and_pack_triton(*x, blocks=blocks))(*arguments)
     assert_fused(got, arguments)
+
+
+@pytest.mark.parametrize(
+    ("batch", "gamma", "width"), [(1, 8, 512), (32, 128, 2048), (256, 8, 128), (1000, 9, 7)]
+)
+def test_the_cut_is_one_that_the_kernel_can_run(batch, gamma, width):
+    blocks = blocks_for(batch, gamma, 2 * gamma * width)
+    for size in (blocks.span, blocks.scan, blocks.tile, blocks.warps):
+        assert size.bit_count() == 1
+    assert blocks.most >= 1
+    # A thread holds no more than 16 positions of the rows before its own.
+    assert blocks.scan * blocks.tile <= 16 * 32 * blocks.warps
 
 
 @pytest.mark.parametrize("gamma", [4, 128])
