@@ -60,11 +60,11 @@ def supports_verify(
     return _refusal(target_logits, draft_logits, tokens, axis_name)
 
 
-def _workspace(batch: int, positions: int, vocabulary: int) -> jax.ShapeDtypeStruct:
-    """What the kernels keep between launches, for ``positions`` of target and draft together: 12
-    bytes a tile, and little more."""
-    words = (3 * positions + 1) * -(-vocabulary // TILE) + positions + 8
-    return jax.ShapeDtypeStruct((batch, words + words % 2), jnp.uint32)
+def _workspace(batch: int, targets: int, drafted: int, vocabulary: int) -> jax.ShapeDtypeStruct:
+    """What the kernels keep between launches: 16 bytes a tile, and little more."""
+    positions = targets + drafted
+    words = 4 * positions * -(-vocabulary // TILE) + 13 + positions + 5 * targets
+    return jax.ShapeDtypeStruct((batch, words), jnp.uint32)
 
 
 def _sample(
@@ -76,10 +76,11 @@ def _sample(
     filtered: bool,
     axis_name: str | None,
 ) -> Array:
+    batch, count, vocabulary = logits.shape
     tokens = jax.ShapeDtypeStruct(positions.shape, jnp.int32)
     return library.call(
         "sample",
-        (tokens, _workspace(*logits.shape)),
+        (tokens, _workspace(batch, count, 0, vocabulary)),
         logits,
         *settings,
         positions,
@@ -103,11 +104,10 @@ def _verify(
 ) -> tuple[Array, ...]:
     batch, count, vocabulary = target_logits.shape
     drafts = [] if draft_logits is None or count == 1 else [draft_logits]
-    positions_kept = count if not drafts else 2 * count - 1
     verified = verified_like(draft_tokens, target_logits[:, :, 0])
     return library.call(
         "verify_stochastic",
-        (*verified, _workspace(batch, positions_kept, vocabulary)),
+        (*verified, _workspace(batch, count, (count - 1) * len(drafts), vocabulary)),
         draft_tokens,
         target_logits,
         draft_lengths,

@@ -3,8 +3,9 @@
 Sums of integers do not depend on the order of summation, so that every backend, and every split of
 the vocabulary over devices, draws the same token from the same random number:
 
-- A token's weight is ``2**((logit - m) * log2(e) / temperature)`` in units of 2**-30, rounded down,
-  where m is the largest logit of its tile of the vocabulary.
+- A token's weight is ``2**(logit * rate - n)`` in units of 2**-29, rounded down, where rate is
+  log2(e) / temperature and n the whole number at or below the largest ``logit * rate`` of its tile
+  of the vocabulary: the tile's exponent. The largest weight of a tile is in 1..2.
 - A tile's scale is the probability of a weight of 1 in it, in units of 2**-30. Random numbers are
   multiples of 2**-23: theirs is the coarser grid.
 
@@ -25,9 +26,10 @@ from jspec.ops.vocabulary import NO_TOKEN, Vocabulary
 from jspec.ops.wide import Wide
 from jspec.typing import Array
 
-ONE = 2**30  # a probability of 1, and the weight of the largest logit of a tile
+ONE = 2**30  # a probability of 1
+WEIGHT = 2**29  # a weight of 1
 LARGEST = float(np.finfo(np.float32).max)
-FARTHEST = -40  # a weight that far below another is less than one unit
+BOUND = 2.0**100  # of logit * rate: 2**23 of it is still a float32
 
 
 class Settings(NamedTuple):
@@ -53,7 +55,7 @@ class Distribution(NamedTuple):
 
     def probabilities(self) -> Array:
         """Of the tokens, uint32 ``[..., L, TILE]`` in units of 2**-30, rounded down."""
-        return wide.high(self.weights << 1, (self.scale << 1)[..., None])
+        return wide.high(self.weights << 2, (self.scale << 1)[..., None])
 
 
 def distribution(
@@ -70,22 +72,23 @@ def distribution(
     tiles = vocabulary.tiles(logits, -jnp.inf)
     top = jnp.maximum(vocabulary.tile_max(tiles.max(axis=-1)), -LARGEST)
     largest = vocabulary.max(top.max(axis=-1, keepdims=True))
-    rate = settings.rate[:, None, None]
-    weights = _weights(tiles, top[..., None], rate[..., None])
-    factor = exp2((top - largest) * rate)
+    greedy = settings.rate[:, None, None] == 0
+    rate = jnp.where(greedy, 1, settings.rate[:, None, None])
+    exponent = jnp.floor(_power(top, rate))
+    weights = _weights(_power(tiles, rate[..., None]), exponent[..., None])
+    below = vocabulary.max(exponent.max(axis=-1, keepdims=True)) - exponent
     if filtered:
-        relative = _weights(tiles, largest[..., None], rate[..., None])
-        kept = relative >= _units(settings.min_p)
-        kept = kept & (_keys(tiles) >= _threshold(tiles, weights, factor, settings, vocabulary))
+        relative = _weights(_power(tiles - largest[..., None], rate[..., None]), jnp.float32(0))
+        kept = relative >= _units(settings.min_p) >> 1
+        kept = kept & (_keys(tiles) >= _threshold(tiles, weights, below, settings, vocabulary))
         weights = jnp.where(kept, weights, 0)
-    scale = _scale(_sums(weights, vocabulary), factor, vocabulary)
+    scale = _scale(_sums(weights, vocabulary), below, vocabulary)
 
     ids = vocabulary.ids_like(tiles)
     first = jnp.where(tiles == largest[..., None], ids, NO_TOKEN).min(axis=(-2, -1), keepdims=True)
     first = vocabulary.min(first)
     is_first = (ids == first) & (first != NO_TOKEN)
-    one = jnp.where(is_first, ONE, 0).astype(jnp.uint32)
-    greedy = rate == 0
+    one = jnp.where(is_first, WEIGHT, 0).astype(jnp.uint32)
     return Distribution(
         jnp.where(greedy[..., None], one, weights),
         jnp.where(greedy, jnp.uint32(ONE), scale),
@@ -126,30 +129,41 @@ def total(rows: Distribution, vocabulary: Vocabulary) -> Array:
 
 
 def exp2(y: Array) -> tuple[Array, Array]:
-    """``2**y`` for float32 ``y <= 0`` as ``mantissa * 2**-(23 + shift)``, y cut at `FARTHEST`.
+    """``2**y`` for float32 y within `BOUND`, as ``mantissa * 2**(whole - 23)``.
 
-    ``mantissa`` uint32 in 2**23..2**24, ``shift`` uint32; off by less than 3e-7 of the value, and
-    never falling where y rises. In integers, since a compiler may fuse floating-point products and
-    sums or not; a float32 kernel whose fused products round towards zero finds the same bits.
+    ``mantissa`` uint32 in 2**23..2**24, ``whole`` float32, the floor of y; off by less than 4e-7 of
+    the value, and never falling where y rises. In integers, since a compiler may fuse
+    floating-point products and sums or not; a float32 kernel whose fused products round towards
+    zero finds the same bits.
     """
-    fixed = jnp.floor(jnp.maximum(y, FARTHEST) * 2**24).astype(jnp.int32)
-    f = fixed.astype(jnp.uint32) & 0xFFFFFF
-    # Horner's rule; each sum keeps the 24 bits that a float32 of its size has.
-    p = 9653981 + wide.high(jnp.full_like(f, 16143315), f << 5)
-    p = _rounded(14983716 + wide.high(p, f << 6))
-    p = _rounded(16116816 + wide.high(p, f << 6))
-    p = 11629155 + wide.high(p, f << 6)
-    p = 2**23 + wide.high(p, f << 7)
-    return p, (-(fixed >> 24)).astype(jnp.uint32)
+    fixed = jnp.floor(y * 2**23)
+    whole = jnp.floor(fixed * 2.0**-23)
+    u = (fixed - whole * 2**23).astype(jnp.uint32) | 2**23
+    # Horner's rule in 1 + y - whole; each sum keeps the 24 bits that a float32 of its size has.
+    p = 635475 + wide.high(jnp.full_like(u, 15506256), u << 8)
+    p = 9936488 + wide.high(p, u << 5)
+    p = 7397238 + wide.high(p, u << 7)
+    p = 5905978 + wide.high(p, u << 7)
+    p = 4184066 + wide.high(p, u << 8)
+    return p, whole
 
 
-def _rounded(p: Array) -> Array:
-    return jnp.where(p < 2**24, p, p & ~jnp.uint32(1))
+def _power(logits: Array, rate: Array) -> Array:
+    """``logits * rate``, within `BOUND` unless a logit is minus infinity."""
+    # Its place is taken before the product: 0 * infinity is no number.
+    power = jnp.clip(jnp.maximum(logits, -LARGEST) * rate, -BOUND, BOUND)
+    return jnp.where(logits == -jnp.inf, logits, power)
 
 
-def _weights(logits: Array, largest: Array, rate: Array) -> Array:
-    mantissa, shift = exp2((logits - largest) * rate)
-    return lax.shift_right_logical(mantissa << 7, shift)
+def _weights(power: Array, exponent: Array) -> Array:
+    mantissa, whole = exp2(jnp.maximum(power, -BOUND))
+    weights = lax.shift_right_logical(mantissa << 6, _shift(exponent - whole))
+    return jnp.where(power == -jnp.inf, 0, weights)
+
+
+def _shift(below: Array) -> Array:
+    """Whole float32 from 0 on as a count of bits to shift by: none of 64 is left from 63 on."""
+    return jnp.minimum(below, 63).astype(jnp.uint32)
 
 
 def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Wide:
@@ -162,13 +176,14 @@ def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Wide:
 
 def _mass(sums: Wide, scale: Array) -> Array:
     """``sums * scale``, as a probability in units of 2**-30, rounded down."""
-    return wide.shift_right(wide.scale(sums, scale), jnp.full_like(scale, 30)).low
+    return wide.shift_right(wide.scale(sums, scale), jnp.full_like(scale, 29)).low
 
 
-def _scale(sums: Wide, factor: tuple[Array, Array], vocabulary: Vocabulary) -> Array:
-    """The scale of tiles whose weights sum to ``sums`` and count by ``factor``, from `exp2`."""
-    mantissa, shift = factor
-    mass = wide.shift_right(wide.scale(sums, mantissa), 23 + shift)
+def _scale(sums: Wide, below: Array, vocabulary: Vocabulary) -> Array:
+    """The scale of tiles whose weights sum to ``sums``, and whose exponents lie ``below`` the
+    largest of the row."""
+    shift = _shift(below)
+    mass = wide.shift_right(wide.scale(sums, jnp.full_like(shift, ONE // WEIGHT)), shift)
 
     def over_row(x: Array) -> Array:
         return vocabulary.sum(vocabulary.own(x).sum(axis=-1, keepdims=True, dtype=jnp.uint32))
@@ -178,17 +193,14 @@ def _scale(sums: Wide, factor: tuple[Array, Array], vocabulary: Vocabulary) -> A
     zeros = jnp.where(row.high > 0, lax.clz(row.high), 32 + lax.clz(row.low))
     exponent = jnp.where(empty, 0, 33 - zeros)
     normal = jnp.where(empty, jnp.uint32(ONE), wide.shift_right(row, exponent).low)
-    product = wide.multiply(mantissa, jnp.broadcast_to(_reciprocal(normal), mantissa.shape))
-    scale = jnp.where(empty, 0, wide.shift_right(product, 24 + shift + exponent).low)
-    # Where a row is one tile, XLA for CPUs would copy all these steps into each of the scale's
-    # uses, and into theirs again: compiling took minutes under jax 0.11.
-    return lax.optimization_barrier(scale)
+    scale = lax.shift_right_logical(_reciprocal(normal), 1 + shift + exponent)
+    return jnp.where(empty, 0, scale)
 
 
 def _threshold(
     logits: Array,
     weights: Array,
-    factor: tuple[Array, Array],
+    below: Array,
     settings: Settings,
     vocabulary: Vocabulary,
 ) -> Array:
@@ -202,7 +214,7 @@ def _threshold(
 
     kth = jnp.where(top_k > 0, _largest_key(enough_tokens, keys, vocabulary), 0)
     weights = jnp.where(keys >= kth, weights, 0)
-    left = Distribution(weights, _scale(_sums(weights, vocabulary), factor, vocabulary))
+    left = Distribution(weights, _scale(_sums(weights, vocabulary), below, vocabulary))
     probabilities = left.probabilities()
 
     def mass(key: Array) -> Array:

@@ -70,8 +70,8 @@ def settings_of(rows: Rows) -> Settings:
     """``rows`` as backends get them."""
     hot = rows.temperature > 0
     rate = np.float32(np.log2(np.e)) / jnp.where(hot, rows.temperature, 1)
-    # Within these bounds, a difference of 0 or of minus infinity stays what it is.
-    rate = jnp.where(hot, jnp.clip(rate, 2.0**-126, 2.0**100), 0)
+    # Within these bounds, so are products with logits up to 2**40 within those of a distribution.
+    rate = jnp.where(hot, jnp.clip(rate, 2.0**-126, 2.0**60), 0)
     return Settings(rate, rows.top_k, rows.top_p, rows.min_p, rows.seeds)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jspec.dispatch import Backend, Operation, always
 from jspec.ops import wide
-from jspec.ops.distribution import ONE, Distribution, Settings, distribution, draw, total
+from jspec.ops.distribution import ONE, WEIGHT, Distribution, Settings, distribution, draw, total
 from jspec.ops.sample import Role, Rows, number, settings_of
 from jspec.ops.verify import Verified, check_draft, commit, leading
 from jspec.ops.vocabulary import Vocabulary
@@ -147,7 +147,7 @@ def _residual(
     if q is not None:
         p_tokens, q_tokens = p_here.probabilities(), _row(q, at).probabilities()
         over = jnp.where(p_tokens > q_tokens, p_tokens - q_tokens, 0)
-        return Distribution(over, jnp.full_like(p_here.scale, ONE))
+        return Distribution(over, jnp.full_like(p_here.scale, WEIGHT))
     token = jnp.take_along_axis(tokens, at[:, None], axis=1)[..., None]
     is_token = vocabulary.ids_like(p_here.weights) == token
     return p_here._replace(weights=jnp.where(is_token, 0, p_here.weights))

@@ -10,9 +10,15 @@ import pytest
 from jspec.cuda_ffi import build, toolchain
 from jspec.cuda_ffi.errors import BuildError
 
+# Programs of this folder, and the kernels that each launches.
+PROGRAMS = {
+    "driver.cu": ("verify.cu", "pack.cu", "fused.cu"),
+    "stochastic.cu": ("stochastic.cu",),
+}
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory) -> Path:
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def driver(request, tmp_path_factory) -> Path:
     if jax.default_backend() != "gpu":
         pytest.skip("needs an NVIDIA GPU")
     try:
@@ -20,14 +26,14 @@ def driver(tmp_path_factory) -> Path:
     except BuildError as error:
         pytest.skip(str(error))
     program = tmp_path_factory.mktemp("driver") / "driver"
-    kernels = [build.SRC / name for name in ("verify.cu", "pack.cu", "fused.cu")]
-    sources = [Path(__file__).parent / "driver.cu", *kernels]
+    kernels = [build.SRC / name for name in PROGRAMS[request.param]]
+    sources = [Path(__file__).parent / request.param, *kernels]
     options = ["-std=c++17", "-O3", "-arch=native", "-lineinfo", f"-I{build.SRC}", "-o", program]
     subprocess.run([nvcc, *options, *sources], check=True)
     return program
 
 
-def test_kernels_equal_the_serial_scan(driver):
+def test_kernels_equal_the_host(driver):
     subprocess.run([driver], check=True)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jspec.ops import stochastic as module
-from jspec.ops.distribution import ONE, Distribution
+from jspec.ops.distribution import ONE, WEIGHT, Distribution
 from jspec.ops.sample import Role
 from jspec.ops.vocabulary import NO_TOKEN
 from tests.ops.laws import check_block_law, check_forced, fresh_verify
@@ -56,7 +56,7 @@ def without_normalising(rows, number, vocabulary):
     is_last = ids == possible.max(axis=(-2, -1), keepdims=True)
     rest = ONE - mass.sum(axis=(-2, -1), keepdims=True)
     whole = Distribution(
-        mass + jnp.where(is_last, rest, 0).astype(jnp.uint32), jnp.full_like(rows.scale, ONE)
+        mass + jnp.where(is_last, rest, 0).astype(jnp.uint32), jnp.full_like(rows.scale, WEIGHT)
     )
     return RIGHT["draw"](whole, number, vocabulary)
 

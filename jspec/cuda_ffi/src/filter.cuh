@@ -8,10 +8,32 @@ namespace jspec {
 constexpr int kFilterThreads = 1024;
 constexpr int kBins = 2048;
 
+// The sum over the threads before this one, and over all of the block in `total`.
+template <int threads>
+__device__ uint64_t block_before(uint64_t x, uint64_t (&sums)[threads / 32], uint64_t* total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint64_t reached = x;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const uint64_t other = __shfl_up_sync(kAllLanes, reached, by);
+    if (lane >= by) reached += other;
+  }
+  __syncthreads();
+  if (lane == 31) sums[warp] = reached;
+  __syncthreads();
+  uint64_t before = reached - x;
+  *total = 0;
+  for (int i = 0; i < threads / 32; ++i) {
+    if (i < warp) before += sums[i];
+    *total += sums[i];
+  }
+  return before;
+}
+
 // The largest key such that the amounts of all logits from it on sum to at least `needed`, or 0.
-// `amount(x, tile, scale)` is that of a logit. By a block: 11, 11 and 10 bits at a time.
+// `amount(x, tile)` is that of a logit. By a block: 11, 11 and 10 bits at a time.
 template <typename Amount>
-__device__ uint32_t largest_key(const Row& row, const Norm& norm, uint32_t needed, Amount amount) {
+__device__ uint32_t largest_key(const Row& row, uint32_t needed, Amount amount) {
   __shared__ uint32_t bins[kBins];
   __shared__ uint64_t sums[kFilterThreads / 32];
   __shared__ uint32_t found, rest;
@@ -23,13 +45,12 @@ __device__ uint32_t largest_key(const Row& row, const Norm& norm, uint32_t neede
     if (threadIdx.x == 0) found = kNone;
     __syncthreads();
     for (int tile = threadIdx.x / 32; tile < row.tiles; tile += kFilterThreads / 32) {
-      const uint32_t scale = row.scale(tile, norm);
       const int end = min((tile + 1) * kTile, row.vocabulary);
       for (int token = tile * kTile + threadIdx.x % 32; token < end; token += 32) {
         const float x = logit(row.logits, row.bfloat16, token);
         const uint32_t key = key_of(x);
         if ((key & above) != prefix) continue;
-        if (const uint32_t more = amount(x, tile, scale)) {
+        if (const uint32_t more = amount(x, tile)) {
           atomicAdd(&bins[(key >> shift) & (count - 1)], more);
         }
       }
@@ -56,84 +77,80 @@ __device__ uint32_t largest_key(const Row& row, const Norm& norm, uint32_t neede
   }
 }
 
-// The sums of what is kept of each tile, a warp a tile.
+// Replaces the sum of each tile by that of what is kept of it, a warp a tile.
 template <typename Kept>
-__device__ void sum_kept(const Row& row, uint64_t* sums, Kept kept) {
+__device__ void sum_kept(const Row& row, Kept kept) {
   for (int tile = threadIdx.x / 32; tile < row.tiles; tile += kFilterThreads / 32) {
+    const Weigher weigher{row.rate, row.cells[tile].exponent};
     const int end = min((tile + 1) * kTile, row.vocabulary);
     uint64_t sum = 0;
     for (int token = tile * kTile + threadIdx.x % 32; token < end; token += 32) {
       const float x = logit(row.logits, row.bfloat16, token);
-      if (kept(x)) sum += weight_in_tile((x - row.tops[tile]) * row.rate);
+      if (kept(x)) sum += weigher(x);
     }
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) sums[tile] = sum;
+    if (threadIdx.x % 32 == 0) row.cells[tile].sum = sum;
   }
   __syncthreads();
 }
 
-// Finds the threshold of each position of a row that filters, and replaces its sums; a block a
-// position.
-__global__ void __launch_bounds__(kFilterThreads) filter_kernel(const Sampling sampling) {
+// The norm of a row, by a block.
+__device__ inline Norm block_norm(const Row& row) {
   __shared__ Norm norm;
-  const Settings& settings = sampling.settings;
-  const bool drafted = int(blockIdx.x) >= sampling.target.positions;
-  const Source& source = drafted ? sampling.draft : sampling.target;
-  const int position = blockIdx.x - source.first;
-  for (int64_t batch = blockIdx.y; batch < sampling.batch; batch += gridDim.y) {
-    const int32_t top_k = settings.top_k[batch];
-    const uint32_t top_p = units(settings.top_p[batch]);
-    const int last = sampling.lengths ? sampling.lengths[batch] : INT32_MAX;
-    const Workspace workspace(sampling, batch);
-    if (threadIdx.x == 0) workspace.thresholds[blockIdx.x] = 0;
-    __syncthreads();
-    const bool bfloat16 = drafted ? sampling.draft_bfloat16 : sampling.bfloat16;
-    Row row(sampling, source, bfloat16, batch, position);
-    const bool filters = top_k > 0 || top_p < kOne || row.min_p > 0;
-    const bool read = drafted ? position < last : position == 0 || position <= last;
-    if (!filters || !read || row.greedy()) continue;
-    uint64_t* sums = workspace.sums + int64_t(blockIdx.x) * row.tiles;
-    uint32_t best;
-    if (threadIdx.x < 32) {
-      const Norm all = warp_norm(row, &best);
-      if (threadIdx.x == 0) norm = all;
-    }
-    __syncthreads();
-
-    if (top_k > 0) {
-      row.threshold = largest_key(row, norm, top_k, [](float, int, uint32_t) { return 1u; });
-      sum_kept(row, sums, [&](float x) { return key_of(x) >= row.threshold; });
-    }
-    if (top_p < kOne) {
-      if (threadIdx.x < 32) {
-        const Norm left = warp_norm(row, &best);
-        if (threadIdx.x == 0) norm = left;
-      }
-      __syncthreads();
-      const auto probability = [&](float x, int tile, uint32_t scale) {
-        if (key_of(x) < row.threshold) return 0u;
-        return scaled(weight_in_tile((x - row.tops[tile]) * row.rate), scale);
-      };
-      __shared__ unsigned long long total;
-      if (threadIdx.x == 0) total = 0;
-      __syncthreads();
-      uint64_t own = 0;
-      for (int tile = threadIdx.x / 32; tile < row.tiles; tile += kFilterThreads / 32) {
-        const uint32_t scale = row.scale(tile, norm);
-        const int end = min((tile + 1) * kTile, row.vocabulary);
-        for (int token = tile * kTile + threadIdx.x % 32; token < end; token += 32) {
-          own += probability(logit(row.logits, row.bfloat16, token), tile, scale);
-        }
-      }
-      atomicAdd(&total, own);
-      __syncthreads();
-      const uint64_t needed = (total * max(top_p, 1u) + kOne - 1) >> 30;
-      const uint32_t pth = largest_key(row, norm, static_cast<uint32_t>(needed), probability);
-      row.threshold = max(row.threshold, pth);
-    }
-    sum_kept(row, sums, [&](float x) { return kept(row, norm, x); });
-    if (threadIdx.x == 0) workspace.thresholds[blockIdx.x] = row.threshold;
+  if (threadIdx.x < 32) {
+    const Norm found = warp_norm(row);
+    if (threadIdx.x == 0) norm = found;
   }
+  __syncthreads();
+  const Norm found = norm;
+  __syncthreads();
+  return found;
+}
+
+// Finds the threshold of a position and replaces its sums where its row filters, by a block.
+__device__ inline void filter(const Sampling& sampling, const Source& source, int64_t batch,
+                              int position) {
+  const Settings& settings = sampling.settings;
+  const int32_t top_k = settings.top_k[batch];
+  const uint32_t top_p = units(settings.top_p[batch]);
+  const Workspace& workspace = sampling.workspace;
+  uint32_t* threshold =
+      workspace.thresholds + batch * workspace.positions + source.first + position;
+  if (threadIdx.x == 0) *threshold = 0;
+  __syncthreads();
+  Row row(sampling, source, batch, position);
+  if (row.greedy() || (top_k <= 0 && top_p >= kOne && row.min_p == 0)) return;
+  const Norm norm = block_norm(row);
+
+  if (top_k > 0) {
+    row.threshold = largest_key(row, top_k, [](float, int) { return 1u; });
+    sum_kept(row, [&](float x) { return key_of(x) >= row.threshold; });
+  }
+  if (top_p < kOne) {
+    const Norm left = block_norm(row);
+    const auto probability = [&](float x, int tile) {
+      if (key_of(x) < row.threshold) return 0u;
+      const float exponent = row.cells[tile].exponent;
+      return scaled(weight_of(power_of(x, row.rate), exponent), scale_of(left, exponent));
+    };
+    __shared__ unsigned long long total;
+    if (threadIdx.x == 0) total = 0;
+    __syncthreads();
+    uint64_t own = 0;
+    for (int tile = threadIdx.x / 32; tile < row.tiles; tile += kFilterThreads / 32) {
+      const int end = min((tile + 1) * kTile, row.vocabulary);
+      for (int token = tile * kTile + threadIdx.x % 32; token < end; token += 32) {
+        own += probability(logit(row.logits, row.bfloat16, token), tile);
+      }
+    }
+    atomicAdd(&total, own);
+    __syncthreads();
+    const uint64_t needed = (total * max(top_p, 1u) + kOne - 1) >> 30;
+    const uint32_t pth = largest_key(row, static_cast<uint32_t>(needed), probability);
+    row.threshold = max(row.threshold, pth);
+  }
+  sum_kept(row, [&](float x) { return row.keeps(x, norm); });
+  if (threadIdx.x == 0) *threshold = row.threshold;
 }
 
 }  // namespace jspec

@@ -15,7 +15,8 @@
 
 namespace jspec {
 
-constexpr uint32_t kOne = 1u << 30;      // a probability of 1, and the largest weight
+constexpr uint32_t kOne = 1u << 30;      // a probability of 1
+constexpr uint32_t kWeight = 1u << 29;   // a weight of 1
 constexpr uint32_t kNone = 0xFFFFFFFFu;  // no token
 enum Role : uint32_t { kDraft, kAccept, kResidual, kBonus };
 
@@ -57,30 +58,38 @@ JSPEC_INLINE uint32_t key_of(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// 2^y = mantissa * 2^-(23 + shift) for y <= 0, cut at -40.
+JSPEC_INLINE uint32_t product(uint32_t p, uint32_t u) { return (uint64_t(p) * u) >> 32; }
+
+// 2^y = mantissa * 2^(whole - 23).
 struct Power {
   uint32_t mantissa;
-  uint32_t shift;
+  float whole;
 };
 
-JSPEC_INLINE uint32_t product(uint32_t p, uint32_t f) { return (uint64_t(p) * f) >> 32; }
-
 JSPEC_INLINE Power exp2_of(float y) {
-  const int32_t fixed = static_cast<int32_t>(floorf((y > -40 ? y : -40) * 16777216.0f));
-  const uint32_t f = fixed & 0xFFFFFF;
-  uint32_t p = 9653981 + product(16143315, f << 5);
-  p = 14983716 + product(p, f << 6);
-  p &= ~uint32_t(p >= 1 << 24);
-  p = 16116816 + product(p, f << 6);
-  p &= ~uint32_t(p >= 1 << 24);
-  p = 11629155 + product(p, f << 6);
-  p = (1 << 23) + product(p, f << 7);
-  return {p, uint32_t(-(fixed >> 24))};
+  const float fixed = floorf(y * 0x1p23f), whole = floorf(fixed * 0x1p-23f);
+  const uint32_t u = static_cast<uint32_t>(fixed - whole * 0x1p23f) | 1 << 23;
+  uint32_t p = 635475 + product(15506256, u << 8);
+  p = 9936488 + product(p, u << 5);
+  p = 7397238 + product(p, u << 7);
+  p = 5905978 + product(p, u << 7);
+  p = 4184066 + product(p, u << 8);
+  return {p, whole};
 }
 
-JSPEC_INLINE uint32_t weight_of(float y) {
-  const Power power = exp2_of(y);
-  return power.shift < 32 ? (power.mantissa << 7) >> power.shift : 0;
+// The exponent of 2 that a logit stands for; minus infinity stays.
+JSPEC_INLINE float power_of(float logit, float rate) {
+  if (logit == -INFINITY) return logit;
+  return fminf(fmaxf(logit * rate, -0x1p100f), 0x1p100f);
+}
+
+JSPEC_INLINE float exponent_of(float top, float rate) { return floorf(power_of(top, rate)); }
+
+JSPEC_INLINE uint32_t weight_of(float power, float exponent) {
+  if (power == -INFINITY) return 0;
+  const Power value = exp2_of(power);
+  const float below = exponent - value.whole;
+  return below < 32 ? (value.mantissa << 6) >> static_cast<uint32_t>(below) : 0;
 }
 
 JSPEC_INLINE uint32_t bit_width(uint64_t x) {
@@ -91,36 +100,36 @@ JSPEC_INLINE uint32_t bit_width(uint64_t x) {
 #endif
 }
 
-JSPEC_INLINE uint64_t shift_right(uint64_t x, uint32_t count) { return count < 64 ? x >> count : 0; }
-
-// A row's normalisation: its largest logit, and 2^61 / (sum * 2^-exponent) of its weights.
-struct Norm {
-  float largest;
-  uint32_t reciprocal;  // 0 for a row without mass
-  uint32_t exponent;
-};
-
-// What a tile adds to the row's sum.
-JSPEC_INLINE uint64_t mass_in_row(uint64_t sum, float top, float largest, float rate) {
-  const Power factor = exp2_of((top - largest) * rate);
-  return shift_right(sum * factor.mantissa, 23 + factor.shift);
+// The distance of a tile's exponent from the row's, as a count of bits.
+JSPEC_INLINE uint32_t bits_below(float exponent, float largest) {
+  return static_cast<uint32_t>(fminf(largest - exponent, 63));
 }
 
-JSPEC_INLINE Norm norm_of(float largest, uint64_t sum) {
-  if (sum == 0) return {largest, 0, 0};
-  const uint32_t exponent = bit_width(sum) - 31;
-  return {largest, static_cast<uint32_t>((uint64_t(1) << 61) / (sum >> exponent)), exponent};
+// What a tile adds to the row's sum.
+JSPEC_INLINE uint64_t mass_in_row(uint64_t sum, float exponent, float largest) {
+  return sum * (kOne / kWeight) >> bits_below(exponent, largest);
+}
+
+JSPEC_INLINE Norm norm_of(float largest, float exponent, uint64_t sum) {
+  if (sum == 0) return {largest, exponent, 0, 0, kNone};
+  const uint32_t shift = bit_width(sum) - 31;
+  // Rounded down: of double as of integers.
+#ifdef __CUDA_ARCH__
+  const uint32_t reciprocal = __double2uint_rz(__ddiv_rd(0x1p61, double(sum >> shift)));
+#else
+  const uint32_t reciprocal = (uint64_t(1) << 61) / (sum >> shift);
+#endif
+  return {largest, exponent, reciprocal, shift, kNone};
 }
 
 // The scale of a tile.
-JSPEC_INLINE uint32_t scale_of(const Norm& norm, float top, float rate) {
-  const Power factor = exp2_of((top - norm.largest) * rate);
-  const uint64_t scaled = uint64_t(factor.mantissa) * norm.reciprocal;
-  return static_cast<uint32_t>(shift_right(scaled, 24 + factor.shift + norm.exponent));
+JSPEC_INLINE uint32_t scale_of(const Norm& norm, float exponent) {
+  const uint32_t shift = 1 + bits_below(exponent, norm.exponent) + norm.shift;
+  return shift < 32 ? norm.reciprocal >> shift : 0;
 }
 
 JSPEC_INLINE uint32_t scaled(uint64_t weights, uint32_t scale) {
-  return static_cast<uint32_t>((weights * scale) >> 30);
+  return static_cast<uint32_t>((weights * scale) >> 29);
 }
 
 JSPEC_INLINE uint32_t rotated(uint32_t x, int by) { return x << by | x >> (32 - by); }
@@ -161,106 +170,44 @@ JSPEC_INLINE uint32_t target_of(uint32_t number, uint32_t total) {
   return static_cast<uint32_t>((uint64_t(number) * total) >> 23);
 }
 
-// Where the workspace of a batch row keeps what: for each position of the sources and each tile, the
-// sum of the weights and the largest logit; the threshold of each position; then for a draft with
-// logits the norms at the first rejected position, and the residual's mass in each tile.
-struct Workspace {
-  uint64_t* sums;        // [positions, tiles]; a greedy row's: the first largest token, or kNone
-  float* tops;           // [positions, tiles]
-  uint32_t* thresholds;  // [positions]
-  uint32_t* accepted;    // [1]
-  uint32_t* rejected;    // [1]
-  Norm* norms;           // [2]: the target's and the draft's
-  uint32_t* residual;    // [tiles]
-
-  JSPEC_INLINE Workspace(const Sampling& sampling, int64_t row) {
-    const int64_t positions = sampling.target.positions + sampling.draft.positions;
-    const int64_t cells = positions * sampling.tiles;
-    uint32_t* words = sampling.workspace + row * sampling.words;
-    sums = reinterpret_cast<uint64_t*>(words);
-    tops = reinterpret_cast<float*>(words + 2 * cells);
-    thresholds = words + 3 * cells;
-    accepted = thresholds + positions;
-    rejected = accepted + 1;
-    norms = reinterpret_cast<Norm*>(rejected + 1);
-    residual = rejected + 7;
-  }
-
-  static int64_t words(int64_t positions, int64_t tiles) {
-    const int64_t count = (3 * positions + 1) * tiles + positions + 8;
-    return count + count % 2;
-  }
-};
-
 // A position's distribution as the workspace holds it.
 struct Row {
   const void* logits;  // [vocabulary]
-  const uint64_t* sums;
-  const float* tops;
+  Cell* cells;         // [tiles]
   uint32_t threshold;
-  uint32_t min_p;
+  uint32_t min_p;  // as a weight beside the largest logit
   float rate;
   bool bfloat16;
   int32_t vocabulary;
   int32_t tiles;
 
-  JSPEC_INLINE Row(const Sampling& sampling, const Source& source, bool bfloat16, int64_t batch,
-                   int32_t position)
-      : rate(sampling.settings.rate[batch]),
-        bfloat16(bfloat16),
+  JSPEC_INLINE Row(const Sampling& sampling, const Source& source, int64_t batch, int32_t position)
+      : threshold(0),
+        min_p(0),
+        rate(sampling.settings.rate[batch]),
+        bfloat16(source.bfloat16),
         vocabulary(sampling.vocabulary),
         tiles(sampling.tiles) {
-    const Workspace workspace(sampling, batch);
+    const Workspace& workspace = sampling.workspace;
+    const int64_t kept = batch * workspace.positions + source.first + position;
     const int64_t begin = (batch * source.positions + position) * int64_t(vocabulary);
     logits = static_cast<const char*>(source.logits) + begin * (bfloat16 ? 2 : 4);
-    sums = workspace.sums + int64_t(source.first + position) * tiles;
-    tops = workspace.tops + int64_t(source.first + position) * tiles;
-    threshold = sampling.filtered ? workspace.thresholds[source.first + position] : 0;
-    min_p = sampling.filtered ? units(sampling.settings.min_p[batch]) : 0;
+    cells = workspace.cells + kept * tiles;
+    if (sampling.filtered) {
+      threshold = workspace.thresholds[kept];
+      min_p = units(sampling.settings.min_p[batch]) / (kOne / kWeight);
+    }
   }
 
   JSPEC_INLINE bool greedy() const { return rate == 0; }
 
-  // The weight of a token, filters applied.
-  JSPEC_INLINE uint32_t weight(int32_t token, const Norm& norm) const {
-    const float x = logit(logits, bfloat16, token);
-    if (key_of(x) < threshold) return 0;
-    if (min_p > 0 && weight_of((x - norm.largest) * rate) < min_p) return 0;
-    return weight_of((x - tops[token / kTile]) * rate);
-  }
+  JSPEC_INLINE bool filters() const { return threshold > 0 || min_p > 0; }
 
-  JSPEC_INLINE uint32_t scale(int32_t tile, const Norm& norm) const {
-    return scale_of(norm, tops[tile], rate);
-  }
-
-  // A token's probability; `best` is the token of a greedy row.
-  JSPEC_INLINE uint32_t probability(int32_t token, const Norm& norm, uint32_t best) const {
-    if (greedy()) return uint32_t(token) == best ? kOne : 0;
-    if (token >= vocabulary) return 0;
-    return scaled(weight(token, norm), scale(token / kTile, norm));
+  // Whether the filters keep a logit.
+  JSPEC_INLINE bool keeps(float x, const Norm& norm) const {
+    if (key_of(x) < threshold) return false;
+    return min_p == 0 || weight_of(power_of(x - norm.largest, rate), 0) >= min_p;
   }
 };
-
-// Writes all results of a row, which `following` ends.
-JSPEC_INLINE void commit(const Stochastic& stochastic, int64_t row, int32_t length,
-                         int32_t accepted, int32_t following) {
-  const int32_t* draft = stochastic.draft_tokens + row * stochastic.gamma;
-  const int32_t* stops = stochastic.stop_tokens + row * stochastic.stops;
-  int32_t* tokens = stochastic.tokens + row * (stochastic.gamma + 1);
-  int32_t committed = 0;
-  bool stopped = false;
-  while (!stopped && committed <= accepted) {
-    const int32_t token = committed < accepted ? draft[committed] : following;
-    for (int32_t i = 0; i < stochastic.stops; ++i) stopped |= token >= 0 && token == stops[i];
-    tokens[committed++] = token;
-  }
-  for (int32_t i = committed; i <= stochastic.gamma; ++i) tokens[i] = -1;
-  const bool cut = committed <= accepted;
-  stochastic.accepted[row] = cut ? committed : accepted;
-  stochastic.committed[row] = committed;
-  stochastic.mismatch[row] = !cut && accepted < length;
-  stochastic.next_token[row] = cut ? -1 : following;
-  stochastic.stopped[row] = stopped;
-}
 
 }  // namespace jspec

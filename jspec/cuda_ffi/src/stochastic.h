@@ -7,13 +7,14 @@
 namespace jspec {
 
 constexpr int32_t kTile = 1024;
+constexpr int32_t kRoles = 4;  // of random numbers: see jspec/ops/sample.py
 
-// Logits [batch, positions, vocabulary], and what is kept of each position in the workspace of its
-// batch row: see `Workspace`.
+// Logits [batch, positions, vocabulary].
 struct Source {
   const void* logits;
   int32_t positions;
   int32_t first;  // index of the first position among those of the workspace
+  bool bfloat16;
 };
 
 // How rows sample: `jspec.ops.distribution.Settings`.
@@ -25,18 +26,69 @@ struct Settings {
   const uint32_t* seeds;  // [batch]
 };
 
+// What is kept of a tile: the sum of its weights, its largest logit and its exponent. In a greedy
+// row the sum is the first token of the largest logit, counted from the tile's first, or kNone. At
+// a rejected position the draft's sum gives way to the residual's mass.
+struct alignas(16) Cell {
+  uint64_t sum;
+  float top;
+  float exponent;
+};
+
+// A position's normalisation: its largest logit, the exponent of that logit's tile, and 2^61 / (sum
+// * 2^-shift) of the weights.
+struct Norm {
+  float largest;
+  float exponent;
+  uint32_t reciprocal;  // 0 for a position without mass
+  uint32_t shift;
+  uint32_t best;  // the token of a greedy row
+};
+
+// How far a row has got; all 0 before the first kernel.
+struct Progress {
+  uint32_t rejected;  // the target's positions from the first rejected one on
+  uint32_t judged;    // draft tokens, and behind them tiles
+  uint32_t summed;    // tiles of the residual
+};
+
+// What the kernels keep in one buffer, for the positions of target and draft together.
+struct Workspace {
+  Cell* cells;           // [batch, positions, tiles]
+  Norm* norms;           // [batch, 2]: target and draft where a draft token was rejected
+  uint32_t* thresholds;  // [batch, positions]
+  uint32_t* numbers;     // [batch, target positions, kRoles]: random
+  Progress* progress;    // [batch]
+  uint32_t* arrived;     // [batch, target positions], behind `progress`: tiles that are summed
+  int32_t positions;
+
+  // 32-bit words for a row.
+  static int64_t words(int64_t targets, int64_t drafted, int64_t tiles) {
+    const int64_t positions = targets + drafted;
+    return (positions * tiles * sizeof(Cell) + 2 * sizeof(Norm) + sizeof(Progress)) / 4 +
+           positions + (1 + kRoles) * targets;
+  }
+
+  Workspace() = default;
+  Workspace(void* buffer, int64_t batch, int64_t targets, int64_t drafted, int64_t tiles)
+      : cells(static_cast<Cell*>(buffer)),
+        norms(reinterpret_cast<Norm*>(cells + batch * (targets + drafted) * tiles)),
+        thresholds(reinterpret_cast<uint32_t*>(norms + 2 * batch)),
+        numbers(thresholds + batch * (targets + drafted)),
+        progress(reinterpret_cast<Progress*>(numbers + batch * targets * kRoles)),
+        arrived(reinterpret_cast<uint32_t*>(progress + batch)),
+        positions(static_cast<int32_t>(targets + drafted)) {}
+};
+
 struct Sampling {
   Settings settings;
   Source target;
   Source draft;  // without positions where the draft was certain of its tokens
   const int32_t* lengths;  // [batch] drafted tokens; null where every position counts
-  uint32_t* workspace;     // [batch, words]
+  Workspace workspace;
   int64_t batch;
-  int64_t words;
   int32_t vocabulary;
   int32_t tiles;
-  bool bfloat16;
-  bool draft_bfloat16;
   bool filtered;
 };
 

@@ -30,28 +30,28 @@ uint32_t largest_key(Holds holds) {
 
 class Position {
  public:
-  Position(const Sampling& sampling, const void* logits, bool bfloat16, int64_t begin, int64_t row)
+  Position(const Sampling& sampling, const Source& source, int64_t begin, int64_t row)
       : settings_(sampling.settings), row_(row), rate_(settings_.rate[row]), tiles_(sampling.tiles) {
     for (int32_t i = 0; i < sampling.vocabulary; ++i) {
-      logits_.push_back(logit(logits, bfloat16, begin + i));
+      logits_.push_back(logit(source.logits, source.bfloat16, begin + i));
     }
     for (int32_t tile = 0; tile < tiles_; ++tile) {
       const auto first = logits_.begin() + tile * kTile;
       const auto last = logits_.begin() + std::min((tile + 1) * kTile, sampling.vocabulary);
-      tops_.push_back(std::max(*std::max_element(first, last), -FLT_MAX));
+      largest_ = std::max(largest_, *std::max_element(first, last));
+      exponents_.push_back(exponent_of(std::max(*std::max_element(first, last), -FLT_MAX), rate_));
     }
-    largest_ = *std::max_element(tops_.begin(), tops_.end());
   }
 
   Distribution distribution(bool filtered) const {
     Distribution out{std::vector<uint32_t>(logits_.size()), std::vector<uint32_t>(tiles_, kOne)};
     if (rate_ == 0) {
       const auto best = std::find(logits_.begin(), logits_.end(), largest_);
-      if (best != logits_.end()) out.weights[best - logits_.begin()] = kOne;
+      if (best != logits_.end()) out.weights[best - logits_.begin()] = kWeight;
       return out;
     }
     for (size_t i = 0; i < logits_.size(); ++i) {
-      out.weights[i] = weight_of((logits_[i] - tops_[i / kTile]) * rate_);
+      out.weights[i] = weight_of(power_of(logits_[i], rate_), exponents_[i / kTile]);
     }
     if (filtered) filter(out);
     out.scales = scales(out.weights);
@@ -82,21 +82,21 @@ class Position {
       const uint64_t needed = mass(0) * std::max(top_p, 1u);
       keep(largest_key([&](uint32_t key) { return mass(key) * kOne >= needed; }));
     }
-    if (const uint32_t min_p = units(settings_.min_p[row_]); min_p > 0) {
-      for (size_t i = 0; i < keys.size(); ++i) {
-        if (weight_of((logits_[i] - largest_) * rate_) < min_p) out.weights[i] = 0;
-      }
+    const uint32_t min_p = units(settings_.min_p[row_]) / (kOne / kWeight);
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (weight_of(power_of(logits_[i] - largest_, rate_), 0) < min_p) out.weights[i] = 0;
     }
   }
 
   std::vector<uint32_t> scales(const std::vector<uint32_t>& weights) const {
     std::vector<uint64_t> sums(tiles_);
     for (size_t i = 0; i < weights.size(); ++i) sums[i / kTile] += weights[i];
+    const float exponent = *std::max_element(exponents_.begin(), exponents_.end());
     uint64_t sum = 0;
-    for (int32_t i = 0; i < tiles_; ++i) sum += mass_in_row(sums[i], tops_[i], largest_, rate_);
-    const Norm norm = norm_of(largest_, sum);
+    for (int32_t i = 0; i < tiles_; ++i) sum += mass_in_row(sums[i], exponents_[i], exponent);
+    const Norm norm = norm_of(largest_, exponent, sum);
     std::vector<uint32_t> scales;
-    for (float top : tops_) scales.push_back(scale_of(norm, top, rate_));
+    for (float here : exponents_) scales.push_back(scale_of(norm, here));
     return scales;
   }
 
@@ -104,15 +104,15 @@ class Position {
   int64_t row_;
   float rate_;
   int32_t tiles_;
-  float largest_;
+  float largest_ = -FLT_MAX;
   std::vector<float> logits_;
-  std::vector<float> tops_;
+  std::vector<float> exponents_;
 };
 
-Distribution distribution(const Sampling& sampling, const Source& source, bool bfloat16, int64_t row,
+Distribution distribution(const Sampling& sampling, const Source& source, int64_t row,
                           int32_t position) {
   const int64_t begin = (row * source.positions + position) * int64_t(sampling.vocabulary);
-  return Position(sampling, source.logits, bfloat16, begin, row).distribution(sampling.filtered);
+  return Position(sampling, source, begin, row).distribution(sampling.filtered);
 }
 
 std::vector<uint64_t> masses(const Distribution& from) {
@@ -146,11 +146,33 @@ int32_t draw(const Distribution& from, uint32_t number) {
 }
 
 Distribution residual(const Distribution& p, const Distribution& q) {
-  Distribution out{p.weights, std::vector<uint32_t>(p.scales.size(), kOne)};
+  Distribution out{p.weights, std::vector<uint32_t>(p.scales.size(), kWeight)};
   for (size_t i = 0; i < p.weights.size(); ++i) {
     out.weights[i] = p.probability(i) - std::min(p.probability(i), q.probability(i));
   }
   return out;
+}
+
+// Writes all results of a row, which `following` ends.
+void commit(const Stochastic& stochastic, int64_t row, int32_t length,
+                         int32_t accepted, int32_t following) {
+  const int32_t* draft = stochastic.draft_tokens + row * stochastic.gamma;
+  const int32_t* stops = stochastic.stop_tokens + row * stochastic.stops;
+  int32_t* tokens = stochastic.tokens + row * (stochastic.gamma + 1);
+  int32_t committed = 0;
+  bool stopped = false;
+  while (!stopped && committed <= accepted) {
+    const int32_t token = committed < accepted ? draft[committed] : following;
+    for (int32_t i = 0; i < stochastic.stops; ++i) stopped |= token >= 0 && token == stops[i];
+    tokens[committed++] = token;
+  }
+  for (int32_t i = committed; i <= stochastic.gamma; ++i) tokens[i] = -1;
+  const bool cut = committed <= accepted;
+  stochastic.accepted[row] = cut ? committed : accepted;
+  stochastic.committed[row] = committed;
+  stochastic.mismatch[row] = !cut && accepted < length;
+  stochastic.next_token[row] = cut ? -1 : following;
+  stochastic.stopped[row] = stopped;
 }
 
 void verify_row(const Stochastic& stochastic, int64_t row) {
@@ -161,7 +183,7 @@ void verify_row(const Stochastic& stochastic, int64_t row) {
   const uint32_t seed = sampling.settings.seeds[row];
   const int32_t first = stochastic.positions[row];
   const auto target = [&](int32_t at) {
-    return distribution(sampling, sampling.target, sampling.bfloat16, row, at);
+    return distribution(sampling, sampling.target, row, at);
   };
   for (int32_t at = 0;; ++at) {
     Distribution p = target(at);
@@ -171,7 +193,7 @@ void verify_row(const Stochastic& stochastic, int64_t row) {
     const int32_t token = std::max(draft[at], 0);
     const bool one_hot = sampling.draft.positions == 0;
     Distribution q;
-    if (!one_hot) q = distribution(sampling, sampling.draft, sampling.draft_bfloat16, row, at);
+    if (!one_hot) q = distribution(sampling, sampling.draft, row, at);
     const uint32_t q_token = one_hot ? kOne : q.probability(token);
     if (stands(number_of(seed, first + at, kAccept), q_token, p.probability(token))) continue;
     Distribution rest = p;
@@ -199,8 +221,7 @@ const char* sample(const Draws& draws, Stream) {
   for (int64_t i = 0; i < sampling.batch * count; ++i) {
     const int64_t row = i / count;
     const uint32_t seed = sampling.settings.seeds[row];
-    const Distribution p =
-        distribution(sampling, sampling.target, sampling.bfloat16, row, i % count);
+    const Distribution p = distribution(sampling, sampling.target, row, i % count);
     draws.tokens[i] = draw(p, number_of(seed, draws.positions[i], draws.role));
   }
   return nullptr;

@@ -22,7 +22,7 @@ inline ffi::Error sampling_of(const Buffers& buffers, size_t logits, size_t sett
   for (size_t i = 0; i + 2 < shape.size(); ++i) batch *= shape[i];
   const int64_t tiles = (vocabulary + kTile - 1) / kTile;
   const int64_t drafted = draft ? positions - 1 : 0;
-  const int64_t words = Workspace::words(positions + drafted, tiles);
+  const int64_t words = Workspace::words(positions, drafted, tiles);
   ffi::Error error = buffers.check(settings, batch,
                                    {{"rate", Type::F32, {}},
                                     {"top_k", Type::S32, {}},
@@ -35,16 +35,16 @@ inline ffi::Error sampling_of(const Buffers& buffers, size_t logits, size_t sett
   *sampling = Sampling{{buffers.data<float>(settings), buffers.data<int32_t>(settings + 1),
                         buffers.data<float>(settings + 2), buffers.data<float>(settings + 3),
                         buffers.data<uint32_t>(settings + 4)},
-                       {buffers.data<void>(logits), static_cast<int32_t>(positions), 0},
-                       {nullptr, static_cast<int32_t>(drafted), static_cast<int32_t>(positions)},
+                       {buffers.data<void>(logits), static_cast<int32_t>(positions), 0,
+                        type == Type::BF16},
+                       {nullptr, static_cast<int32_t>(drafted), static_cast<int32_t>(positions),
+                        false},
                        nullptr,
-                       buffers.data<uint32_t>(buffers.size() - 1),
+                       Workspace(buffers.data<void>(buffers.size() - 1), batch, positions, drafted,
+                                 tiles),
                        batch,
-                       words,
                        static_cast<int32_t>(vocabulary),
                        static_cast<int32_t>(tiles),
-                       type == Type::BF16,
-                       false,
                        filtered};
   return ffi::Error::Success();
 }
@@ -81,7 +81,7 @@ ffi::Error verify_stochastic_call(Stream stream, ffi::RemainingArgs arguments,
     error = buffers.check(10, batch, {{"draft_logits", type, {gamma, sampling.vocabulary}}});
     if (error.failure()) return error;
     sampling.draft.logits = buffers.data<void>(10);
-    sampling.draft_bfloat16 = type == Type::BF16;
+    sampling.draft.bfloat16 = type == Type::BF16;
   }
   error = buffers.check(count, batch,
                         {{"accepted", Type::S32, {}},

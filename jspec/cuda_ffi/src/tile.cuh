@@ -1,4 +1,4 @@
-// One tile of logits in the registers of a warp, and sums over warps and blocks.
+// One tile of logits in the registers of a warp, its weights, and sums over a warp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,94 +10,35 @@
 
 namespace jspec {
 
-// The weight 2^y of `exp2_of` for y <= 0 or NaN, which gives 0. Here float32 sums and products round
-// as the integers of `exp2_of` do: down, or towards zero, and fused.
-__device__ __forceinline__ uint32_t weight_in_tile(float y) {
-  constexpr float kShift = 12582912.0f + 31;  // adding it leaves floor(y) + 31 in the last bits
-  y = fmaxf(y, -31.0f);
-  const float floor = __fadd_rd(y, kShift);
-  const float f = __fsub_rz(y, __fsub_rn(floor, kShift));
-  float p = __fmaf_rz(16143315 * 0x1p-33f, f, 9653981 * 0x1p-30f);
-  p = __fmaf_rz(p, f, 14983716 * 0x1p-28f);
-  p = __fmaf_rz(p, f, 16116816 * 0x1p-26f);
-  p = __fmaf_rz(p, f, 11629155 * 0x1p-24f);
-  p = __fmaf_rz(p, f, 1.0f);
-  // p is in [1, 2): shifted by 8, its last exponent bit leads its mantissa.
-  return __funnelshift_l(__float_as_uint(p) << 8, 0, __float_as_uint(floor));
-}
+// The weights of a tile's tokens.
+struct Weigher {
+  float rate;
+  float exponent;
 
-// Elements of one 16-byte load.
-template <typename Logit>
-constexpr int kVector = 16 / sizeof(Logit);
+  // Whether `quick` may serve, which it may but for a temperature near 0.
+  __device__ bool near() const { return fabsf(exponent) <= 0x1p21f; }
 
-// The token within its tile of element i of a lane.
-template <typename Logit>
-__device__ int token_of(int i) {
-  constexpr int vector = kVector<Logit>;
-  return (i / vector * 32 + threadIdx.x % 32) * vector + i % vector;
-}
-
-// Loads the tile of the row that begins at `begin`, as it stands; minus infinity behind the end.
-template <typename Logit, bool aligned>
-__device__ __forceinline__ void load_tile(const void* logits, int64_t begin, int vocabulary, int tile,
-                                          float (&x)[kTile / 32]) {
-  constexpr int vector = kVector<Logit>;
-  const Logit* row = static_cast<const Logit*>(logits) + begin;
-  if (aligned && (tile + 1) * kTile <= vocabulary) {
-    const int4* from = reinterpret_cast<const int4*>(row + tile * kTile) + threadIdx.x % 32;
-    int4 loaded[kTile / 32 / vector];
-#pragma unroll
-    for (int i = 0; i < kTile / 32 / vector; ++i) loaded[i] = __ldg(from + i * 32);
-#pragma unroll
-    for (int i = 0; i < kTile / 32 / vector; ++i) {
-      const uint32_t words[4] = {uint32_t(loaded[i].x), uint32_t(loaded[i].y),
-                                 uint32_t(loaded[i].z), uint32_t(loaded[i].w)};
-#pragma unroll
-      for (int j = 0; j < vector; ++j) {
-        if constexpr (std::is_same_v<Logit, float>) {
-          x[i * vector + j] = __uint_as_float(words[j]);
-        } else {
-          const uint32_t word = words[j / 2];
-          x[i * vector + j] = __uint_as_float(j % 2 ? word & 0xFFFF0000u : word << 16);
-        }
-      }
-    }
-    return;
+  // As below, where `near`: float32 sums and products round here as the integers of `exp2_of` do:
+  // down, or towards zero, and fused. NaN has no weight.
+  __device__ __forceinline__ uint32_t quick(float x) const {
+    constexpr float kLeast = 12582912;  // from it on, the last bits hold a float32's whole part
+    const float offset = kLeast + 30 - exponent;
+    const float power = __fmul_rn(x, rate);
+    const float whole = fmaxf(__fadd_rd(power, offset), kLeast);
+    const float u = __fadd_rz(power, __fsub_rn(offset + 1, whole));  // in [1, 2)
+    float p = __fmaf_rz(15506256 * 0x1p-33f, u, 635475 * 0x1p-32f);
+    p = __fmaf_rz(p, u, 9936488 * 0x1p-28f);
+    p = __fmaf_rz(p, u, 7397238 * 0x1p-26f);
+    p = __fmaf_rz(p, u, 5905978 * 0x1p-24f);
+    p = __fmaf_rz(p, u, 4184066 * 0x1p-23f);
+    // p is in [1, 2): shifted by 8, its last exponent bit leads its mantissa.
+    return __funnelshift_l(__float_as_uint(p) << 8, 0, __float_as_uint(whole));
   }
-#pragma unroll
-  for (int i = 0; i < kTile / 32; ++i) {
-    const int token = tile * kTile + token_of<Logit>(i);
-    x[i] = token < vocabulary ? logit_of(row[token]) : -INFINITY;
-  }
-}
 
-// The largest of a tile as the reference has it; cleans x where plus infinity is among it. What NaN
-// is left has no weight.
-__device__ __forceinline__ float top_of(float (&x)[kTile / 32]) {
-  float largest = -FLT_MAX;
-#pragma unroll
-  for (int i = 0; i < kTile / 32; ++i) largest = fmaxf(largest, x[i]);
-  const auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); };
-  const int key = __reduce_max_sync(kAllLanes, ordered(__float_as_int(largest)));
-  largest = __int_as_float(ordered(key));
-  if (largest == INFINITY) {
-    largest = FLT_MAX;
-#pragma unroll
-    for (int i = 0; i < kTile / 32; ++i) x[i] = logit_of(x[i]);
+  __device__ uint32_t operator()(float x) const {
+    return near() ? quick(x) : weight_of(power_of(x, rate), exponent);
   }
-  return largest;
-}
-
-// The first token of a tile whose logit is `top`, or kNone.
-template <typename Logit>
-__device__ uint32_t first_of(const float (&x)[kTile / 32], float top, int tile) {
-  uint32_t first = kNone;
-#pragma unroll
-  for (int i = 0; i < kTile / 32; ++i) {
-    if (x[i] == top) first = min(first, tile * kTile + token_of<Logit>(i));
-  }
-  return __reduce_min_sync(kAllLanes, first);
-}
+};
 
 // The sum over a warp, of numbers below 2^51.
 __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
@@ -106,55 +47,178 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
   return (uint64_t(high) << 24) + low;
 }
 
-// The sum over the threads before this one, and over all of the block in `total`.
-template <int threads>
-__device__ uint64_t block_before(uint64_t x, uint64_t (&sums)[threads / 32], uint64_t* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint64_t reached = x;
+// The largest over a warp; NaN counts as minus infinity.
+__device__ __forceinline__ float warp_max(float x) {
+  const auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); };
+  const int key = ordered(__float_as_int(fmaxf(x, -INFINITY)));
+  return __int_as_float(ordered(__reduce_max_sync(kAllLanes, key)));
+}
+
+// The sum over the lanes up to this one.
+template <typename Number>
+__device__ __forceinline__ Number warp_reached(Number x) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
-    const uint64_t other = __shfl_up_sync(kAllLanes, reached, by);
-    if (lane >= by) reached += other;
+    const Number other = __shfl_up_sync(kAllLanes, x, by);
+    if (lane >= by) x += other;
   }
-  __syncthreads();
-  if (lane == 31) sums[warp] = reached;
-  __syncthreads();
-  uint64_t before = reached - x;
-  *total = 0;
-  for (int i = 0; i < threads / 32; ++i) {
-    if (i < warp) before += sums[i];
-    *total += sums[i];
-  }
-  return before;
+  return x;
 }
 
-// The norm of a row from the sums of its tiles, by a warp; of a greedy row `best` is its token.
-__device__ inline Norm warp_norm(const Row& row, uint32_t* best) {
-  const int lane = threadIdx.x % 32;
-  float largest = -FLT_MAX;
-  for (int tile = lane; tile < row.tiles; tile += 32) largest = fmaxf(largest, row.tops[tile]);
+__device__ __forceinline__ bool is_aligned(const void* logits) {
+  return reinterpret_cast<uintptr_t>(logits) % 16 == 0;
+}
+
+// The logits of one tile, 32 neighbours a lane, as they stand in memory.
+template <typename Logit>
+struct Tile {
+  static constexpr int kEach = kTile / 32;
+  static constexpr int kVector = 16 / sizeof(Logit);
+  uint32_t words[kEach * sizeof(Logit) / 4];
+
+  // Loads the tile that begins at `logits`; minus infinity behind the `left` tokens that are left.
+  __device__ __forceinline__ Tile(const Logit* logits, int left) {
+    logits += threadIdx.x % 32 * kEach;
+    left -= threadIdx.x % 32 * kEach;
+    if (is_aligned(logits) && left >= kEach) {
 #pragma unroll
-  for (int by = 16; by; by /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, by));
-  uint64_t sum = 0;
-  uint32_t first = kNone;
-  for (int tile = lane; tile < row.tiles; tile += 32) {
-    const float top = row.tops[tile];
-    if (!row.greedy()) {
-      sum += mass_in_row(row.sums[tile], top, largest, row.rate);
-    } else if (top == largest) {
-      first = min(first, uint32_t(row.sums[tile]));
+      for (int i = 0; i < kEach / kVector; ++i) {
+        const uint4 loaded = __ldg(reinterpret_cast<const uint4*>(logits) + i);
+        words[4 * i] = loaded.x;
+        words[4 * i + 1] = loaded.y;
+        words[4 * i + 2] = loaded.z;
+        words[4 * i + 3] = loaded.w;
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint32_t bits = bits_of(i < left ? logit_of(logits[i]) : -INFINITY);
+      if constexpr (std::is_same_v<Logit, float>) {
+        words[i] = bits;
+      } else if (i % 2) {
+        words[i / 2] |= bits & 0xFFFF0000u;
+      } else {
+        words[i / 2] = bits >> 16;
+      }
     }
   }
-  *best = __reduce_min_sync(kAllLanes, first);
+
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (std::is_same_v<Logit, float>) return float_of(words[i]);
+    return float_of(i % 2 ? words[i / 2] & 0xFFFF0000u : words[i / 2] << 16);
+  }
+
+  // The largest of the tile; minus infinity where there is none.
+  __device__ __forceinline__ float largest() const {
+    if constexpr (std::is_same_v<Logit, float>) {
+      float most = -INFINITY;
 #pragma unroll
-  for (int by = 16; by; by /= 2) sum += __shfl_xor_sync(kAllLanes, sum, by);
-  return norm_of(largest, sum);
+      for (uint32_t word : words) most = fmaxf(most, float_of(word));
+      return warp_max(most);
+    } else {
+      uint32_t most = words[0];
+#pragma unroll
+      for (uint32_t word : words) asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(word));
+      return warp_max(fmaxf(float_of(most << 16), float_of(most & 0xFFFF0000u)));
+    }
+  }
+
+  // The first token of the lane, counted from the tile's first, whose logit is `top`, or kNone.
+  __device__ uint32_t first(float top) const {
+    uint32_t found = kNone;
+#pragma unroll
+    for (int i = kEach - 1; i >= 0; --i) {
+      if (fminf((*this)[i], FLT_MAX) == top) found = threadIdx.x % 32 * kEach + i;
+    }
+    return found;
+  }
+};
+
+// The sum of a lane's weights, and the largest logit and the exponent of the tile; for rate 0 the
+// lane's first token with that logit, or kNone. Its code is no part of its callers, so that what
+// sums all tiles is at hand when one is drawn from.
+struct Lane {
+  uint64_t sum;
+  float top;
+  float exponent;
+};
+
+template <typename Logit>
+__device__ __noinline__ Lane sum_lane(const Logit* logits, int left, float rate) {
+  const Tile<Logit> x(logits, left);
+  const float largest = x.largest();
+  const float top = fmaxf(fminf(largest, FLT_MAX), -FLT_MAX);
+  if (rate == 0) return {x.first(top), top, 0};
+  const Weigher weigher{rate, exponent_of(top, rate)};
+  uint64_t sum = 0;
+  if (weigher.near()) {
+#pragma unroll
+    for (int i = 0; i < x.kEach; i += 4) {
+      uint32_t four = 0;  // each is below 2^30
+#pragma unroll
+      for (int j = i; j < i + 4; ++j) four += weigher.quick(x[j]);
+      sum += four;
+    }
+  } else if (largest > -INFINITY) {
+    const int begin = threadIdx.x % 32 * x.kEach;
+#pragma unroll 1
+    for (int i = begin; i < min(left, begin + x.kEach); ++i) sum += weigher(logit_of(logits[i]));
+  }
+  return {sum, top, weigher.exponent};
 }
 
-// Whether the filters of a row keep a logit.
-__device__ inline bool kept(const Row& row, const Norm& norm, float x) {
-  return key_of(x) >= row.threshold &&
-         (row.min_p == 0 || weight_of((x - norm.largest) * row.rate) >= row.min_p);
+// The cells of 128 tiles from tile `begin` on, 4 neighbours a lane; without mass behind the end.
+constexpr int kCells = 128;
+
+struct Cells {
+  Cell cell[4];
+  int first;
+
+  __device__ __forceinline__ Cells(const Cell* cells, int tiles, int begin)
+      : first(begin + threadIdx.x % 32 * 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) cell[i] = cells[min(first + i, tiles - 1)];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + i >= tiles) cell[i] = {0, -INFINITY, -FLT_MAX};
+    }
+  }
+};
+
+// The norm of a position from its tiles, by a warp.
+__device__ __noinline__ Norm warp_norm(const Cell* cells, int tiles, float rate) {
+  float largest = -FLT_MAX, exponent = -FLT_MAX;
+#pragma unroll 1
+  for (int begin = 0; begin < tiles; begin += kCells) {
+    for (const Cell& cell : Cells(cells, tiles, begin).cell) {
+      largest = fmaxf(largest, cell.top);
+      exponent = fmaxf(exponent, cell.exponent);
+    }
+  }
+  largest = warp_max(largest);
+  exponent = warp_max(exponent);
+  uint64_t sum = 0;
+  uint32_t best = kNone;
+#pragma unroll 1
+  for (int begin = 0; begin < tiles; begin += kCells) {
+    const Cells here(cells, tiles, begin);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Cell& cell = here.cell[i];
+      sum += mass_in_row(cell.sum, cell.exponent, exponent);
+      const bool is_best = rate == 0 && cell.top == largest && cell.sum < kTile;
+      if (is_best) best = min(best, (here.first + i) * kTile + uint32_t(cell.sum));
+    }
+  }
+  Norm norm = norm_of(largest, exponent, warp_sum(sum));
+  norm.best = __reduce_min_sync(kAllLanes, best);
+  return norm;
+}
+
+__device__ __forceinline__ Norm warp_norm(const Row& row) {
+  return warp_norm(row.cells, row.tiles, row.rate);
 }
 
 }  // namespace jspec
