@@ -89,10 +89,12 @@ def distribution(
     first = vocabulary.min(first)
     is_first = (ids == first) & (first != NO_TOKEN)
     one = jnp.where(is_first, WEIGHT, 0).astype(jnp.uint32)
-    return Distribution(
+    rows = Distribution(
         jnp.where(greedy[..., None], one, weights),
         jnp.where(greedy, jnp.uint32(ONE), scale),
     )
+    # XLA would work out the weights anew for each of their uses, and take minutes to compile that.
+    return lax.optimization_barrier(rows)
 
 
 def draw(rows: Distribution, number: Array, vocabulary: Vocabulary) -> Array:

@@ -43,12 +43,11 @@ def sharded(function, vocabulary_arguments: list[str]):
     [
         (2000, 64, 4, PLAIN, False),
         (1000, 80, 4, FILTERS, False),
-        (1000, 80, 4, PLAIN, True),
         (1000, 24, 7, PLAIN, False),
         (1000, 24, 7, FILTERS, True),
         (64, 8 * 1500, 1024, PLAIN, False),
     ],
-    ids=["fit", "shared", "shared-one-hot", "over-three", "over-three-one-hot", "large"],
+    ids=["fit", "shared", "over-three", "over-three-one-hot", "large"],
 )
 def test_sharded_is_the_same_as_whole(count, vocabulary, tile, params, one_hot, monkeypatch):
     """Tiles that shards hold whole, that two shards share, and that lie over three."""
@@ -77,7 +76,7 @@ def test_logits_that_are_no_numbers_sharded():
         "positions": jnp.zeros((40, 1), jnp.int32),
     }
     draw = functools.partial(sample, role=Role.DRAFT, filtered=False)
-    np.testing.assert_array_equal(sharded(draw, ["logits"])(**args), draw(**args))
+    np.testing.assert_array_equal(sharded(draw, ["logits"])(**args), jax.jit(draw)(**args))
 
 
 def test_the_axis_must_divide_the_vocabulary():
@@ -89,14 +88,17 @@ def test_the_axis_must_divide_the_vocabulary():
 @pytest.mark.parametrize("filtered", [False, True])
 def test_what_is_exchanged_does_not_grow_with_the_vocabulary(filtered):
     """Bytes of all collectives of the compiled program, for two vocabularies and against both."""
-    count, moved = 4, []
+    args, moved = drafted(4, 8, FILTERS, one_hot=False), []
+    verify = sharded(
+        functools.partial(verify_stochastic, filtered=filtered), ["target_logits", "draft_logits"]
+    )
     for vocabulary in (8 * 1500, 8 * 6500):
-        args = drafted(count, vocabulary, FILTERS, one_hot=False)
-        verify = functools.partial(verify_stochastic, filtered=filtered)
-        program = sharded(verify, ["target_logits", "draft_logits"]).lower(**args).compile()
-        moved.append(sum(collective_bytes(program.as_text())))
+        for name in ("target_logits", "draft_logits"):
+            shape = (*args[name].shape[:2], vocabulary)
+            args[name] = jax.ShapeDtypeStruct(shape, args[name].dtype)
+        moved.append(sum(collective_bytes(verify.lower(**args).compile().as_text())))
     assert moved[0] == moved[1]
-    assert 0 < moved[0] < 0.05 * args["target_logits"].nbytes
+    assert 0 < moved[0] < 0.05 * args["target_logits"].size * 4
 
 
 def collective_bytes(hlo: str) -> list[int]:
