@@ -40,7 +40,7 @@ MUTANTS = {
     ),
     "residual is the target": Mutant("draw(total(rest) ? rest : p,", "draw(p,", "gamma-2"),
     "stale q": Mutant(
-        "draft_bfloat16, row, at)", "draft_bfloat16, row, at ? at - 1 : 0)", "gamma-3"
+        "sampling.draft, row, at)", "sampling.draft, row, at ? at - 1 : 0)", "gamma-3"
     ),
     "accepted by p alone": Mutant("one_hot ? kOne : q.probability(token)", "kOne", "gamma-1"),
     "one-hot residual keeps the rejected": Mutant("rest.weights[draft[at]] = 0;", "", "one-hot"),
