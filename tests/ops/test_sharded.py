@@ -17,11 +17,11 @@ from jspec.ops.verify import Verified
 from tests.ops.laws import GREEDY, SAMPLED, rows_of
 from tests.ops.test_stochastic import FILTERS, GAMMA, PLAIN, drafted
 
-DEVICES = 8
+DEVICES = jax.device_count()
 
 
 def sharded(function, vocabulary_arguments: list[str]):
-    """``function`` of keyword arguments, those named sharded over their last axis on 8 devices."""
+    """``function`` of keyword arguments, those named sharded over their last axis on all devices."""
     mesh = jax.make_mesh((DEVICES,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
     function = functools.partial(function, axis_name="shards")
 
