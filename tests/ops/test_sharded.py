@@ -21,7 +21,7 @@ DEVICES = jax.device_count()
 
 
 def sharded(function, vocabulary_arguments: list[str]):
-    """``function`` of keyword arguments, those named sharded over their last axis on all devices."""
+    """``function`` of keyword arguments, those named sharded over their last axis."""
     mesh = jax.make_mesh((DEVICES,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
     function = functools.partial(function, axis_name="shards")
 
