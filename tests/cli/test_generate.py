@@ -46,6 +46,13 @@ def test_compare_says_identical(run, source, draft):
     assert len(result["tokens"]) == result["stats"]["committed"] == 24
 
 
+def test_compare_expects_of_sampled_tokens_the_same_law_alone(run, source):
+    asked = ("--prompt-file", source, "--max-new-tokens", "24", "--compare", "--temperature", "1")
+    code, _, err = run(*asked)
+    assert code == 0
+    assert "other tokens of the same law" in err
+
+
 def test_text_goes_to_stdout_and_the_table_to_stderr(run, source):
     code, out, err = run("--prompt-file", source, "--max-new-tokens", "24")
     assert code == 0
