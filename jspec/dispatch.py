@@ -31,6 +31,11 @@ def always(*args: Any, **kwargs: Any) -> None:
     """The ``supports`` of a backend that never refuses."""
 
 
+def cuda_first(platform: str, *args: Any, **kwargs: Any) -> Sequence[str]:
+    """The ``preference`` of an operation whose one kernel is in CUDA: it on a GPU, else XLA."""
+    return ("cuda", "xla") if platform == "gpu" else ("xla",)
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """An operation's backends, and the order to try them in on each platform.

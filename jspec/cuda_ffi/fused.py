@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jspec.cuda_ffi import library, pack
-from jspec.cuda_ffi.pack import Layout, packed_like
-from jspec.cuda_ffi.verify import verified_like
+from jspec.cuda_ffi.pack import Layout
 from jspec.dispatch import Backend
+from jspec.ops.pack import packed_like
+from jspec.ops.verify import verified_like
 from jspec.typing import Array
 
 
@@ -36,24 +39,22 @@ def _supports_single(*arguments: Array) -> str | None:
     return pack.supports(arguments[4])
 
 
+def _pack(target: str, *arguments: Array, **attributes: Any) -> tuple[Array, ...]:
+    outputs = (*verified_like(arguments[0]), *packed_like(arguments[4]))
+    return library.call(target, outputs, *arguments, vmap_method="sequential", **attributes)
+
+
 def _run(*arguments: Array) -> tuple[Array, ...]:
-    draft_tokens, target_tokens, _, _, rows = arguments
-    outputs = (*verified_like(draft_tokens, target_tokens), *packed_like(rows))
-    attributes = layout(draft_tokens, rows).attributes
-    return library.call(
-        "verify_and_pack", outputs, *arguments, vmap_method="sequential", **attributes
-    )
+    return _pack("verify_and_pack", *arguments, **layout(arguments[0], arguments[4]).attributes)
 
 
 def _run_single(*arguments: Array) -> tuple[Array, ...]:
-    draft_tokens, target_tokens, _, _, rows = arguments
-    outputs = (*verified_like(draft_tokens, target_tokens), *packed_like(rows))
-    return library.call("verify_and_pack_single", outputs, *arguments, vmap_method="sequential")
+    return _pack("verify_and_pack_single", *arguments)
 
 
 def _append(*arguments: Array) -> tuple[Array, ...]:
-    draft_tokens, target_tokens, _, _, rows, cache, _ = arguments
-    outputs = (*verified_like(draft_tokens, target_tokens), cache)
+    draft_tokens, _, _, _, rows, cache, _ = arguments
+    outputs = (*verified_like(draft_tokens), cache)
     return library.call(
         "verify_and_append",
         outputs,

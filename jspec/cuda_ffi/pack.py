@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
+from jspec.ops.pack import packed_like
 from jspec.typing import Array
 
 
@@ -51,16 +51,6 @@ def supports(rows: Array, *arguments: Array) -> str | None:
     if not rows.dtype.itemsize or jnp.dtype(rows.dtype).name in ("int2", "int4", "uint2", "uint4"):
         return f"rows {rows.dtype} must have elements of whole bytes"
     return library.refusal()
-
-
-def packed_like(rows: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of the fields of `jspec.Packed`."""
-    batch, gamma, *width = rows.shape
-    return (
-        jax.ShapeDtypeStruct((batch * gamma, *width), rows.dtype),
-        jax.ShapeDtypeStruct((batch,), jnp.int32),
-        jax.ShapeDtypeStruct((), jnp.int32),
-    )
 
 
 def _run(rows: Array, accepted: Array) -> tuple[Array, ...]:

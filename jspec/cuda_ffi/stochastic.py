@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cuda_ffi import library
-from jspec.cuda_ffi.verify import verified_like
 from jspec.dispatch import Backend
 from jspec.ops.distribution import Settings
 from jspec.ops.sample import Role
+from jspec.ops.verify import verified_like
 from jspec.ops.vocabulary import TILE
 from jspec.typing import Array
 
@@ -61,7 +61,10 @@ def supports_verify(
 
 
 def _workspace(batch: int, targets: int, drafted: int, vocabulary: int) -> jax.ShapeDtypeStruct:
-    """What the kernels keep between launches: 16 bytes a tile, and little more."""
+    """What the kernels keep between launches: 16 bytes a tile, and little more.
+
+    In words as `Workspace::words` counts them; the handler refuses another size.
+    """
     positions = targets + drafted
     words = 4 * positions * -(-vocabulary // TILE) + 13 + positions + 5 * targets
     return jax.ShapeDtypeStruct((batch, words), jnp.uint32)
@@ -104,10 +107,10 @@ def _verify(
 ) -> tuple[Array, ...]:
     batch, count, vocabulary = target_logits.shape
     drafts = [] if draft_logits is None or count == 1 else [draft_logits]
-    verified = verified_like(draft_tokens, target_logits[:, :, 0])
+    workspace = _workspace(batch, count, (count - 1) * len(drafts), vocabulary)
     return library.call(
         "verify_stochastic",
-        (*verified, _workspace(batch, count, (count - 1) * len(drafts), vocabulary)),
+        (*verified_like(draft_tokens), workspace),
         draft_tokens,
         target_logits,
         draft_lengths,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
+from jspec.ops.verify import verified_like
 from jspec.typing import Array
 
 BALLOT_TARGET, NAIVE_TARGET = "verify_greedy", "verify_greedy_naive"
@@ -25,25 +24,10 @@ def supports(*arguments: Array) -> str | None:
     return library.refusal()
 
 
-def verified_like(draft_tokens: Array, target_tokens: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of the fields of `jspec.Verified`."""
-    batch = draft_tokens.shape[:1]
-    token = draft_tokens.dtype
-    fields = (
-        (batch, jnp.int32),
-        (batch, jnp.int32),
-        (batch, jnp.bool_),
-        (batch, token),
-        (batch, jnp.bool_),
-        (target_tokens.shape, token),
-    )
-    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in fields)
-
-
 def _run(target: str, *arguments: Array) -> tuple[Array, ...]:
     return library.call(
         target,
-        verified_like(*arguments[:2]),
+        verified_like(arguments[0]),
         *arguments,
         vmap_method="broadcast_all",
         warps=np.int32(warps(target, arguments[0].shape[0])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jspec.dispatch import Backend, Operation, always
+from jspec.dispatch import Backend, Operation, always, cuda_first
 from jspec.ops.pack import PACK, Packed, pack_xla
 from jspec.ops.verify import VERIFY_GREEDY, Verified, check_greedy, greedy_xla
 from jspec.typing import Array
@@ -119,5 +119,5 @@ VERIFY_AND_PACK = Operation(
 VERIFY_AND_APPEND = Operation(
     "verify_and_append",
     {"xla": Backend("xla", _append_xla, always), "cuda": "jspec.cuda_ffi.fused:APPEND"},
-    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
+    cuda_first,
 )

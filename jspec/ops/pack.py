@@ -26,6 +26,16 @@ class Packed:
     total: Array
 
 
+def packed_like(rows: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of the fields of `Packed` for ``rows [B, gamma, D]``."""
+    batch, gamma, width = rows.shape
+    return (
+        jax.ShapeDtypeStruct((batch * gamma, width), rows.dtype),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+
+
 def pack(rows: Array, accepted: Array, *, implementation: str | None = None) -> Packed:
     """Pack the first ``accepted[b]`` of each ``rows[b]`` into one buffer.
 

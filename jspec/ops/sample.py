@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.dispatch import Backend, Operation, always
+from jspec.dispatch import Backend, Operation, always, cuda_first
 from jspec.ops.distribution import Settings, distribution, draw
 from jspec.ops.vocabulary import Vocabulary
 from jspec.typing import Array
@@ -125,5 +125,5 @@ def sample_xla(
 SAMPLE = Operation(
     "sample",
     {"xla": Backend("xla", sample_xla, always), "cuda": "jspec.cuda_ffi.stochastic:SAMPLE"},
-    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
+    cuda_first,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jspec.dispatch import Backend, Operation, always
+from jspec.dispatch import Backend, Operation, always, cuda_first
 from jspec.ops import wide
 from jspec.ops.distribution import ONE, WEIGHT, Distribution, Settings, distribution, draw, total
 from jspec.ops.sample import Role, Rows, number, settings_of
@@ -113,7 +113,7 @@ VERIFY_STOCHASTIC = Operation(
         "xla": Backend("xla", stochastic_xla, always),
         "cuda": "jspec.cuda_ffi.stochastic:VERIFY",
     },
-    lambda platform, *args, **kwargs: ("cuda", "xla") if platform == "gpu" else ("xla",),
+    cuda_first,
 )
 
 

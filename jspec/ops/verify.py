@@ -37,6 +37,16 @@ class Verified:
     tokens: Array
 
 
+def verified_like(draft_tokens: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of the fields of `Verified` for ``draft_tokens [B, gamma]``."""
+    batch, gamma = draft_tokens.shape
+    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    flag = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    token = jax.ShapeDtypeStruct((batch,), draft_tokens.dtype)
+    block = jax.ShapeDtypeStruct((batch, gamma + 1), draft_tokens.dtype)
+    return count, count, flag, token, flag, block
+
+
 def verify_greedy(
     draft_tokens: Array,
     target_tokens: Array,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.dispatch import Backend
+from jspec.ops.verify import verified_like
 from jspec.pallas.mosaic import (
     Spread,
     floor_power,
@@ -111,13 +111,9 @@ def verify_pallas(
         for (row, length, _, bonus, pieces), event in zip(held, events, strict=True):
             write(row, length, bonus, pieces, event)
 
-    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    flag = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-    token = jax.ShapeDtypeStruct((batch,), draft_tokens.dtype)
-    block = jax.ShapeDtypeStruct((batch, gamma + 1), draft_tokens.dtype)
     call = plgpu.kernel(
         verify,
-        out_type=(count, count, flag, token, flag, block),
+        out_type=verified_like(draft_tokens),
         grid=(-(-batch // blocks.rows),),
         grid_names=("rows",),
         # No memory is both read and written, so nothing has to wait for a write.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from jspec.dispatch import Backend
+from jspec.ops.pack import packed_like
+from jspec.ops.verify import verified_like
 from jspec.triton import pack, verify
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
@@ -71,7 +73,7 @@ def verify_and_pack_triton(
     *verified, packed, offsets, total = triton_call(
         verify_and_pack_kernel,
         *(draft_tokens, target_tokens, draft_lengths, stop_tokens, carried),
-        out=(*verify.outputs(draft_tokens), *pack.outputs(carried)),
+        out=(*verified_like(draft_tokens), *packed_like(carried)),
         programs=batch * chunks,
         warps=blocks.warps,
         BATCH=batch,

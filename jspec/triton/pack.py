@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.dispatch import Backend
+from jspec.ops.pack import packed_like
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
@@ -40,16 +41,6 @@ def uncarry(packed: Array, dtype: jnp.dtype) -> Array:
     return packed if packed.dtype == dtype else lax.bitcast_convert_type(packed, dtype)
 
 
-def outputs(rows: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The arrays that packing ``rows [B, gamma, D]`` gives."""
-    batch, gamma, width = rows.shape
-    return (
-        jax.ShapeDtypeStruct((batch * gamma, width), rows.dtype),
-        jax.ShapeDtypeStruct((batch,), jnp.int32),
-        jax.ShapeDtypeStruct((), jnp.int32),
-    )
-
-
 def pack_triton(
     rows: Array, accepted: Array, *, blocks: Blocks = BLOCKS
 ) -> tuple[Array, Array, Array]:
@@ -63,7 +54,7 @@ def pack_triton(
     packed, offsets, total = triton_call(
         pack_kernel,
         *(carried, accepted),
-        out=outputs(carried),
+        out=packed_like(carried),
         programs=batch * chunks,
         warps=blocks.warps,
         BATCH=batch,

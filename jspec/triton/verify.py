@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-
 from jspec.dispatch import Backend
+from jspec.ops.verify import verified_like
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
@@ -35,16 +33,6 @@ def blocks_for(batch: int, gamma: int) -> Blocks:
     return Blocks(rows=next_power(rows), tile=min(32, next_power(gamma)))
 
 
-def outputs(draft_tokens: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The fields of `jspec.Verified` for ``draft_tokens [B, gamma]``."""
-    batch, gamma = draft_tokens.shape
-    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    flag = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-    token = jax.ShapeDtypeStruct((batch,), draft_tokens.dtype)
-    block = jax.ShapeDtypeStruct((batch, gamma + 1), draft_tokens.dtype)
-    return count, count, flag, token, flag, block
-
-
 def verify_triton(
     draft_tokens: Array,
     target_tokens: Array,
@@ -61,7 +49,7 @@ def verify_triton(
     return triton_call(
         verify_kernel,
         *(draft_tokens, target_tokens, draft_lengths, stop_tokens),
-        out=outputs(draft_tokens),
+        out=verified_like(draft_tokens),
         programs=-(-batch // blocks.rows),
         warps=blocks.warps,
         BATCH=batch,
