@@ -1,4 +1,4 @@
-"""Wrong kernels that the checks of `tests.ops.test_verify` must tell from the right one.
+"""Wrong kernels that the checks of `tests.ops.test_block_law` must tell from the right one.
 
 Each mutant is the CPU handler with one piece of its source replaced, compiled and called in its
 place.
@@ -7,7 +7,6 @@ place.
 import ctypes
 import dataclasses
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,8 +16,8 @@ from jspec.cuda_ffi import library
 from jspec.cuda_ffi.build import SRC
 from jspec.cuda_ffi.toolchain import FLAGS, find
 from tests.ops.laws import check_block_law, fresh_verify
+from tests.ops.test_block_law import LAWS
 from tests.ops.test_mutants import CAUGHT
-from tests.ops.test_verify import LAWS
 
 HANDLER, SOURCE = "stochastic_ffi.cc", "stochastic_cpu.cc"
 
@@ -33,7 +32,6 @@ class Mutant:
 
 
 MUTANTS = {
-    "none": Mutant("", "", "gamma-2"),
     "accept shares with draft": Mutant("first + at, kAccept", "first + at, kDraft", "gamma-1"),
     "residual shares with accept": Mutant(
         "first + at, kResidual", "first + at, kAccept", "gamma-2"
@@ -67,31 +65,49 @@ def _compile(*arguments) -> None:
     subprocess.run([find("cpu").compiler, *flags, *arguments], check=True)
 
 
+@pytest.fixture
+def call_built_from(folder, monkeypatch):
+    """Puts a handler compiled from the text given in the place of the library's; returns the list
+    of its calls."""
+
+    def instead(name: str, text: str) -> list[str]:
+        stem = name.replace(" ", "_")
+        source, built = folder / f"{stem}.cc", folder / f"{stem}.so"
+        source.write_text(text)
+        _compile(source, folder / "handler.o", "-o", built)
+        capsule = jax.ffi.pycapsule(ctypes.CDLL(str(built)).jspec_verify_stochastic)
+        jax.ffi.register_ffi_target(f"mutant_{stem}", capsule, platform="cpu")
+        right, called = jax.ffi.ffi_call, []
+
+        def call(target, *arguments, **keywords):
+            if target == "jspec_verify_stochastic":
+                target = f"mutant_{stem}"
+                called.append(target)
+            return right(target, *arguments, **keywords)
+
+        monkeypatch.setattr(jax.ffi, "ffi_call", call)
+        return called
+
+    return instead
+
+
+def check(name: str) -> None:
+    """The chi-square check of one of the toys."""
+    toy, groups = next((t, g) for t, g in LAWS if t.name == name)
+    check_block_law(toy, groups, verify=fresh_verify("cuda"))
+
+
+def test_the_handler_as_it_is_passes(call_built_from):
+    called = call_built_from("as it is", (SRC / SOURCE).read_text())
+    check("gamma-2")
+    assert called
+
+
 @pytest.mark.parametrize(("name", "mutant"), MUTANTS.items(), ids=MUTANTS)
-def test_a_mutant_is_caught(name, mutant, folder, monkeypatch):
+def test_a_mutant_is_caught(name, mutant, call_built_from):
     text = (SRC / SOURCE).read_text()
-    assert not mutant.old or text.count(mutant.old) == 1
-    stem = name.replace(" ", "_")
-    source, built = folder / f"{stem}.cc", folder / f"{stem}.so"
-    source.write_text(text.replace(mutant.old, mutant.new) if mutant.old else text)
-    _compile(source, folder / "handler.o", "-o", built)
-    capsule = jax.ffi.pycapsule(ctypes.CDLL(str(built)).jspec_verify_stochastic)
-    jax.ffi.register_ffi_target(f"mutant_{stem}", capsule, platform="cpu")
-
-    call, called = jax.ffi.ffi_call, []
-
-    def instead(target, *arguments, **keywords):
-        if target == "jspec_verify_stochastic":
-            target = f"mutant_{stem}"
-            called.append(target)
-        return call(target, *arguments, **keywords)
-
-    monkeypatch.setattr(jax.ffi, "ffi_call", instead)
-    toy, groups = next((t, g) for t, g in LAWS if t.name == mutant.toy)
-    check = partial(check_block_law, toy, groups, verify=fresh_verify("cuda"))
-    if mutant.old:
-        with pytest.raises(AssertionError, match=CAUGHT):
-            check()
-    else:
-        check()
+    assert text.count(mutant.old) == 1
+    called = call_built_from(name, text.replace(mutant.old, mutant.new))
+    with pytest.raises(AssertionError, match=CAUGHT):
+        check(mutant.toy)
     assert called

@@ -1,4 +1,4 @@
-"""Wrong verifications that the checks of `tests.ops.test_verify` must tell from the right one.
+"""Wrong verifications that the checks of `tests.ops.test_block_law` must tell from the right one.
 
 Each mutant replaces one internal of `jspec.ops.stochastic` and faces the check named beside it.
 """
@@ -15,7 +15,7 @@ from jspec.ops.distribution import ONE, WEIGHT, Distribution
 from jspec.ops.sample import Role
 from jspec.ops.vocabulary import NO_TOKEN
 from tests.ops.laws import check_block_law, check_forced, fresh_verify
-from tests.ops.test_verify import BELOW_ONE, FORCED, LAWS
+from tests.ops.test_block_law import BELOW_ONE, FORCED, LAWS
 
 RIGHT = {
     name: getattr(module, name)
