@@ -49,14 +49,26 @@ def mixed_requests() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("source", ["stream", "plain"])
 @pytest.mark.parametrize("hot", [True, False], ids=["sampled", "greedy"])
-def test_every_backend_gives_the_same_tokens(source, hot, sharp):
+def test_every_backend_gives_the_same_tokens(source, hot, sharp, monkeypatch):
     reason = library.refusal()
     if reason:
         pytest.skip(reason)
     params = mixed_requests() if hot else SamplingParams(max_new_tokens=24)
     draft = STREAM if source == "stream" else None
     run = functools.partial(generate, sharp, prompts(), params, draft=draft)
-    assert run(implementation="cuda").tokens == run(implementation="xla").tokens
+    called, call = set(), library.call
+
+    def listening(target, *arguments, **settings):
+        called.add(target)
+        return call(target, *arguments, **settings)
+
+    monkeypatch.setattr(library, "call", listening)
+    kernels = run(implementation="cuda").tokens
+    drawn = {"sample"} if hot and draft else set()
+    # Greedy decoding without a draft has nothing to verify.
+    verified = {"verify_stochastic"} if hot else {"verify_greedy"} if draft else set()
+    assert called == drawn | verified
+    assert run(implementation="xla").tokens == kernels
 
 
 @pytest.mark.parametrize("source", ["stream", "ngram", "model", "plain"])
