@@ -9,21 +9,16 @@ constexpr int kFilterThreads = 1024;
 constexpr int kBins = 2048;
 
 // The sum over the threads before this one, and over all of the block in `total`.
-template <int threads>
-__device__ uint64_t block_before(uint64_t x, uint64_t (&sums)[threads / 32], uint64_t* total) {
+__device__ inline uint64_t block_before(uint64_t x, uint64_t (&sums)[kFilterThreads / 32],
+                                        uint64_t* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint64_t reached = x;
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    const uint64_t other = __shfl_up_sync(kAllLanes, reached, by);
-    if (lane >= by) reached += other;
-  }
+  const uint64_t reached = warp_reached(x);
   __syncthreads();
   if (lane == 31) sums[warp] = reached;
   __syncthreads();
   uint64_t before = reached - x;
   *total = 0;
-  for (int i = 0; i < threads / 32; ++i) {
+  for (int i = 0; i < kFilterThreads / 32; ++i) {
     if (i < warp) before += sums[i];
     *total += sums[i];
   }
@@ -59,8 +54,7 @@ __device__ uint32_t largest_key(const Row& row, uint32_t needed, Amount amount) 
     // Threads take pairs of bins from the last one down.
     const uint32_t high = kBins - 1 - 2 * threadIdx.x, low = high - 1;
     uint64_t total;
-    const uint64_t before =
-        block_before<kFilterThreads>(uint64_t(bins[high]) + bins[low], sums, &total);
+    const uint64_t before = block_before(uint64_t(bins[high]) + bins[low], sums, &total);
     if (before < needed && needed <= before + bins[high]) {
       found = high;
       rest = needed - static_cast<uint32_t>(before);
