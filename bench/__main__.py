@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ SUITES: dict[str, Any] = {
     "sampling": sampling,
     "step": step,
 }
+_INTERRUPTED = threading.Event()
 UNNAMED = ("ceilings", "step")  # suites without backends to choose from
 
 
@@ -122,12 +125,20 @@ def _run(name: str, settings: Settings) -> dict[str, Any]:
     try:
         for row in result["rows"]:
             rows.append(row)
+            if _INTERRUPTED.is_set():
+                raise KeyboardInterrupt
     except KeyboardInterrupt:
         result["interrupted"] = True
     result["rows"] = rows
     if name != "step" and point.DEVICE.reason is not None:
         result["clocks"] = {"device": point.DEVICE.reason}
     return result | {"seconds": round(time.perf_counter() - begin, 1)}
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    # What is raised inside a callback of the garbage collector is lost: the flag is not.
+    _INTERRUPTED.set()
+    raise KeyboardInterrupt
 
 
 def _save(path: Path, result: dict[str, Any]) -> None:
@@ -139,4 +150,8 @@ def _save(path: Path, result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    # SIGTERM is how schedulers end a job, and a job in the background of a shell is deaf to SIGINT
+    # until it asks for it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     sys.exit(main())
