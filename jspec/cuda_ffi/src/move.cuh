@@ -2,7 +2,7 @@
 //
 // A Place has `find(row)`: called by all threads of a block, it returns where the rows of `row` go
 // and how many bytes; `record(row, target)` for the one thread that writes down what it returned;
-// and, where `verifies`, `verify(row)` for a warp.
+// where it `verifies`, `verify(row)` for a warp; where it does not, `bytes(row)`, which are known.
 #pragma once
 
 #include "copy.cuh"
@@ -51,14 +51,13 @@ struct Packing {
 struct Given : Packing {
   static constexpr bool verifies = false;
 
-  __device__ void verify(int) const {}
+  __device__ int count(int row) const { return max(0, min(pack.accepted[row], pack.gamma)); }
+
+  __device__ int64_t bytes(int row) const { return count(row) * pack.row_bytes; }
 
   __device__ Target find(int row) const {
     int before = 0, own = 0;
-    for (int r = threadIdx.x; r <= row; r += blockDim.x) {
-      const int count = max(0, min(pack.accepted[r], pack.gamma));
-      (r < row ? before : own) += count;
-    }
+    for (int r = threadIdx.x; r <= row; r += blockDim.x) (r < row ? before : own) += count(r);
     const int2 found = share(before, own);
     return target(found.x, found.y);
   }
@@ -109,26 +108,35 @@ struct Behind {
 
 // The first blocks of a Place that verifies do that, a warp a row. Each of the others moves one
 // piece of what was accepted of one row, `capacity` bytes at most. With `eager` it loads the piece
-// before it knows whether it was.
+// before it knows whether it was; where that is known, before it knows where it goes.
 template <typename Place>
 __global__ void __launch_bounds__(kMostThreads, 1)
     move_kernel(const Place place, const char* rows, int batch, int64_t capacity, bool eager,
-                int access) {
+                int pieces, int access) {
   const int warps = blockDim.x / 32;
   const int verifying = Place::verifies ? (batch + warps - 1) / warps : 0;
   const int block = blockIdx.x - verifying;
   if (block < 0) {
-    const int row = blockIdx.x * warps + threadIdx.x / 32;
-    if (row < batch) place.verify(row);
+    if constexpr (Place::verifies) {
+      const int row = blockIdx.x * warps + threadIdx.x / 32;
+      if (row < batch) place.verify(row);
+    }
   } else {
-    const int row = block % batch, piece = block / batch;
+    const int row = block / pieces, piece = block % pieces;
     const int64_t start = piece * Piece::bytes(blockDim.x);
     const char* from = rows + row * capacity + start;
+    int64_t most = capacity;
+    bool early = eager;
+    if constexpr (!Place::verifies) {
+      if (!eager) most = place.bytes(row);
+      if (piece > 0 && start >= most) return;
+      early = access == 16;
+    }
     Piece held;
-    if (eager) held.load(from, capacity - start);
+    if (early) held.load(from, most - start);
     const Target target = place.find(row);
     if (access == 16) {
-      if (!eager) held.load(from, target.bytes - start);
+      if (!early) held.load(from, target.bytes - start);
       held.store(target.to + start, target.bytes - start);
     } else {
       const int64_t bytes = min(Piece::bytes(blockDim.x), target.bytes - start);
@@ -149,7 +157,8 @@ const char* launch_move(const Place& place, const char* rows, const void* to, in
   const int64_t blocks = batch * pieces + (Place::verifies ? (batch + warps - 1) / warps : 0);
   if (blocks > INT32_MAX) return "rows of more than 2^31 blocks: cut the batch";
   move_kernel<<<blocks, layout.threads, 0, stream>>>(place, rows, batch, capacity,
-                                                     layout.eager && access == 16, access);
+                                                     layout.eager && access == 16,
+                                                     static_cast<int>(pieces), access);
   return launch_error();
 }
 
