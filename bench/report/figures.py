@@ -17,6 +17,8 @@ COLOURS = {
     "cuda": "#2b6cb0",
     "cuda_naive": "#e53e3e",
     "cuda_single": "#e53e3e",
+    "cuda+torch": "#718096",
+    "two_steps": "#00a3c4",
     "triton": "#38a169",
     "pallas": "#d69e2e",
     "torch": "#718096",
@@ -128,11 +130,14 @@ def _ablation(figure: Any, result: dict[str, Any]) -> bool:
 
 
 def _crossover(figure: Any, result: dict[str, Any]) -> bool:
-    """Fused and two-step against the width of a row at B=32, a panel a gamma; warm L2."""
+    """Fused and two-step against the width of a row at B=32, a panel a gamma that was run at
+    several; warm L2."""
     widths = values(result, "verify_and_pack", "D")
     panels = []
     for gamma in values(result, "verify_and_pack", "gamma"):
         at = {"B": 32, "gamma": gamma, "alpha": 0.9, "l2": "warm"}
+        if sum(bool(pick(result, "verify_and_pack", D=width, **at)) for width in widths) < 2:
+            continue
         lines = _series(result, "D", widths, operation="verify_and_pack", **at)
         fused = {name: line for name, line in lines.items() if "+" not in name}
         best: list[tuple[float, float]] = []
