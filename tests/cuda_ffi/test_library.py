@@ -1,5 +1,6 @@
 """The FFI boundary: what a handler refuses, what cannot be loaded, and lowering for CUDA."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -7,13 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec import SamplingParams
 from jspec.cuda_ffi import build as build_module
 from jspec.cuda_ffi import library, toolchain
 from jspec.cuda_ffi.build import Built, build
 from jspec.cuda_ffi.errors import BuildError
 from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
 from jspec.ops.pack import PACK
+from jspec.ops.sample import SAMPLE, Role, settings_of
+from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY, verify_greedy
+from tests.ops.laws import rows_of
 from tests.ops.test_fused import random_inputs
 
 
@@ -162,27 +167,44 @@ def test_a_platform_without_kernels_is_a_reason():
     assert library._refusal("tpu") == "there are kernels for NVIDIA GPUs and CPUs, not for 'tpu'"
 
 
+def stochastic_arguments(batch: int, vocabulary: int, *, drafted: bool) -> tuple:
+    """Of the backends of `jspec.verify_stochastic`: bfloat16 logits and 5 draft tokens a row."""
+    settings = settings_of(rows_of([SamplingParams(temperature=1.0)] * batch, range(batch)))
+    tokens, logits, lengths, stops, positions, draft = like(
+        ((batch, 5), jnp.int32),
+        ((batch, 6, vocabulary), jnp.bfloat16),
+        ((batch,), jnp.int32),
+        ((batch, 1), jnp.int32),
+        ((batch,), jnp.int32),
+        ((batch, 5, vocabulary), jnp.bfloat16),
+    )
+    return tokens, logits, lengths, stops, settings, positions, draft if drafted else None
+
+
 @pytest.mark.parametrize(
-    ("operation", "target"),
-    [
-        (VERIFY_GREEDY, "verify_greedy"),
-        (PACK, "pack"),
-        (VERIFY_AND_PACK, "verify_and_pack"),
-        (VERIFY_AND_APPEND, "verify_and_append"),
-    ],
-    ids=lambda x: getattr(x, "name", None),
+    "operation",
+    [VERIFY_GREEDY, PACK, VERIFY_AND_PACK, VERIFY_AND_APPEND, VERIFY_STOCHASTIC, SAMPLE],
+    ids=lambda x: x.name,
 )
-def test_lowering_for_cuda(operation, target, kernels):
+def test_lowering_for_cuda(operation, kernels):
     """Every operation becomes one custom call on a GPU, also where there is none."""
     *tokens, rows = random_inputs(4, 8, 16, 1, np.float16, 0.9)
+    stochastic = stochastic_arguments(4, 300, drafted=True)
     arguments = {
         "verify_greedy": tokens,
         "pack": [rows, tokens[2]],
         "verify_and_pack": [*tokens, rows],
         "verify_and_append": [*tokens, rows, jnp.zeros((4, 20, 16), rows.dtype), tokens[2]],
-    }[target]
+        "verify_stochastic": stochastic,
+        "sample": (stochastic[1], stochastic[4], jnp.zeros((4, 6), jnp.int32)),
+    }[operation.name]
+    static = {
+        "verify_stochastic": {"filtered": True, "axis_name": None},
+        "sample": {"filtered": True, "axis_name": None, "role": Role.DRAFT},
+    }.get(operation.name, {})
+    target = operation.name
     check = jax.export.DisabledSafetyCheck.custom_call(f"jspec_{target}")
-    function = jax.jit(operation.backend("cuda").run)
+    function = jax.jit(partial(operation.backend("cuda").run, **static))
     exported = jax.export.export(function, platforms=["cuda"], disabled_checks=[check])(*arguments)
     text = exported.mlir_module()
     assert text.count("stablehlo.custom_call") == 1
@@ -209,3 +231,13 @@ def test_every_source_belongs_to_a_library():
         patterns = {p for some in toolchain.SOURCES.values() for p in some}
         header = file.suffix in (".h", ".cuh")
         assert header or any(file.match(pattern) for pattern in patterns), file
+
+
+@pytest.mark.parametrize("drafted", [False, True], ids=["one-hot", "logits"])
+def test_stochastic_verification_keeps_two_percent_of_the_logits(drafted, kernels):
+    """What the compiled program needs beside its arguments and results."""
+    arguments = stochastic_arguments(4, 128256, drafted=drafted)
+    run = partial(VERIFY_STOCHASTIC.backend("cuda").run, filtered=False, axis_name=None)
+    needed = jax.jit(run).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    read = sum(x.size * 2 for x in (arguments[1], arguments[-1]) if x is not None)
+    assert 0.005 * read < needed <= 0.02 * read
