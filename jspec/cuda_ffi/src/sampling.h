@@ -102,7 +102,8 @@ JSPEC_INLINE uint32_t bit_width(uint64_t x) {
 
 // The distance of a tile's exponent from the row's, as a count of bits.
 JSPEC_INLINE uint32_t bits_below(float exponent, float largest) {
-  return static_cast<uint32_t>(fminf(largest - exponent, 63));
+  // The last bits of a float32 from 2^23 on hold its whole part.
+  return bits_of(fminf(largest - exponent, 63) + 0x1p23f) % 64;
 }
 
 // What a tile adds to the row's sum.

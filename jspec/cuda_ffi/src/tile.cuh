@@ -170,55 +170,64 @@ __device__ __noinline__ Lane sum_lane(const Logit* logits, int left, float rate)
 }
 
 // The cells of 128 tiles from tile `begin` on, 4 neighbours a lane; without mass behind the end.
-constexpr int kCells = 128;
-
 struct Cells {
   Cell cell[4];
   int first;
 
-  __device__ __forceinline__ Cells(const Cell* cells, int tiles, int begin)
+  __device__ __forceinline__ Cells(const Row& row, int begin)
       : first(begin + threadIdx.x % 32 * 4) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) cell[i] = cells[min(first + i, tiles - 1)];
+    for (int i = 0; i < 4; ++i) {
+      uint4 words;  // volatile: not to be put off until they are needed
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                   : "l"(row.cells + min(first + i, row.tiles - 1)));
+      memcpy(&cell[i], &words, sizeof words);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + i >= tiles) cell[i] = {0, -INFINITY, -FLT_MAX};
+      if (first + i >= row.tiles) cell[i] = {0, -INFINITY, -FLT_MAX};
     }
   }
 };
 
-// The norm of a position from its tiles, by a warp.
-__device__ __noinline__ Norm warp_norm(const Cell* cells, int tiles, float rate) {
-  float largest = -FLT_MAX, exponent = -FLT_MAX;
+// Calls `visit` with all cells of a row, 128 at a time, while it says so; `first` are the first.
+template <typename Visit>
+__device__ __forceinline__ void for_cells(const Row& row, const Cells& first, Visit visit) {
+  if (!visit(first)) return;
 #pragma unroll 1
-  for (int begin = 0; begin < tiles; begin += kCells) {
-    for (const Cell& cell : Cells(cells, tiles, begin).cell) {
+  for (int begin = 128; begin < row.tiles && visit(Cells(row, begin)); begin += 128) {
+  }
+}
+
+// The norm of a position from its tiles, by a warp; `first` are the first of its cells.
+__device__ __forceinline__ Norm warp_norm(const Row& row, const Cells& first) {
+  float largest = -FLT_MAX, exponent = -FLT_MAX;
+  for_cells(row, first, [&](const Cells& here) {
+#pragma unroll
+    for (const Cell& cell : here.cell) {
       largest = fmaxf(largest, cell.top);
       exponent = fmaxf(exponent, cell.exponent);
     }
-  }
+    return true;
+  });
   largest = warp_max(largest);
   exponent = warp_max(exponent);
   uint64_t sum = 0;
   uint32_t best = kNone;
-#pragma unroll 1
-  for (int begin = 0; begin < tiles; begin += kCells) {
-    const Cells here(cells, tiles, begin);
+  for_cells(row, first, [&](const Cells& here) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Cell& cell = here.cell[i];
       sum += mass_in_row(cell.sum, cell.exponent, exponent);
-      const bool is_best = rate == 0 && cell.top == largest && cell.sum < kTile;
+      const bool is_best = row.greedy() && cell.top == largest && cell.sum < kTile;
       if (is_best) best = min(best, (here.first + i) * kTile + uint32_t(cell.sum));
     }
-  }
+    return true;
+  });
   Norm norm = norm_of(largest, exponent, warp_sum(sum));
   norm.best = __reduce_min_sync(kAllLanes, best);
   return norm;
-}
-
-__device__ __forceinline__ Norm warp_norm(const Row& row) {
-  return warp_norm(row.cells, row.tiles, row.rate);
 }
 
 }  // namespace jspec
