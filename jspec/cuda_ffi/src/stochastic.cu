@@ -52,8 +52,12 @@ __global__ void __launch_bounds__(kThreads, 8)
   const int begin = blockIdx.x * kWarps * each + threadIdx.x / 32;
   const int count = min(each, (sampling.tiles - begin + kWarps - 1) / kWarps);
   const bool one_hot = sampling.draft.positions == 0;
-  const int position = one_hot ? blockIdx.z : blockIdx.z / 2;
-  const bool drafted = !one_hot && blockIdx.z % 2;
+  // The bonus token's position comes before the last draft token's, which takes less to follow up.
+  const int sources = one_hot ? 1 : 2, gamma = sampling.target.positions - 1;
+  const int bonus = sources * max(gamma - 1, 0), z = blockIdx.z;
+  const int turn = z == bonus ? sources * gamma : z - (z > bonus);
+  const int position = one_hot ? turn : turn / 2;
+  const bool drafted = !one_hot && turn % 2;
   const int length = length_of(sampling, row);
   if (position + drafted > length) return;
   if (begin == 0 && !drafted) draw_numbers(sampling, row, position, keyed_by(task, row, position));
