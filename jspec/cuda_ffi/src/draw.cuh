@@ -33,19 +33,12 @@ struct Plain {
   }
   // The sum of the weights of this lane's tokens of a tile.
   __device__ uint64_t sum(int tile) const {
-    const int32_t first = tile * kTile;
+    const int32_t begin = tile * kTile + threadIdx.x % 32 * 32;
+    const int32_t end = min(begin + 32, row.vocabulary);
     uint64_t sum = 0;
-    if (row.filters()) {
-      const int32_t begin = first + threadIdx.x % 32 * 32;
-      const int32_t end = min(begin + 32, row.vocabulary);
-#pragma unroll 1
-      for (int32_t token = begin; token < end; ++token) sum += all(token);
-    } else {
-      const Logit* logits = static_cast<const Logit*>(row.logits) + first;
-      sum = sum_lane(logits, row.vocabulary - first, row.rate).sum;
-    }
-    const int lane = first / 32 + threadIdx.x % 32;
-    return without >= 0 && without / 32 == lane ? sum - without_weight : sum;
+#pragma unroll 4
+    for (int32_t token = begin; token < end; ++token) sum += weight(token);
+    return sum;
   }
   __device__ uint32_t weight(int32_t token) const { return token == without ? 0 : all(token); }
 
@@ -73,36 +66,51 @@ struct Residual {
     return over(kept_weight(p, p_norm, p_weigher, x), scale_of(p_norm, p_weigher.exponent),
                 kept_weight(q, q_norm, q_weigher, y), scale_of(q_norm, q_weigher.exponent));
   }
-  // Of this lane's tokens of a tile. No part of its callers: see `sum_lane`.
-  __device__ __noinline__ uint64_t sum(int tile) const {
-    const int first = tile * kTile;
+  // Of this lane's tokens of a tile.
+  __device__ uint64_t sum(int tile) const {
+    const int32_t begin = tile * kTile + threadIdx.x % 32 * 32;
+    const int32_t end = min(begin + 32, p.vocabulary);
+    uint64_t sum = 0;
+#pragma unroll 4
+    for (int32_t token = begin; token < end; ++token) sum += weight(token);
+    return sum;
+  }
+  // Of this thread's tokens of a tile, by a block of `threads`.
+  template <int threads>
+  __device__ __forceinline__ uint64_t share(int tile) const {
+    const int first = tile * kTile, left = min(p.vocabulary - first, kTile);
     const Weigher p_weigher{p.rate, p.cells[tile].exponent};
     const Weigher q_weigher{q.rate, q.cells[tile].exponent};
     uint64_t sum = 0;
     if (p_weigher.near() && q_weigher.near() && !p.filters() && !q.filters()) {
-      const Tile<Target> x(static_cast<const Target*>(p.logits) + first, p.vocabulary - first);
-      const Tile<Draft> y(static_cast<const Draft*>(q.logits) + first, p.vocabulary - first);
+      Tile<Target, threads> x;
+      Tile<Draft, threads> y;
+      x.load(static_cast<const Target*>(p.logits) + first, left);
+      y.load(static_cast<const Draft*>(q.logits) + first, left);
+      x.raise(p_weigher.least());
+      y.raise(q_weigher.least());
       const uint32_t p_scale = scale_of(p_norm, p_weigher.exponent);
       const uint32_t q_scale = scale_of(q_norm, q_weigher.exponent);
+      // A tile has at most 2^30 of probability.
+      uint32_t near = 0;
 #pragma unroll
       for (int i = 0; i < x.kEach; ++i) {
-        sum += over(p_weigher.quick(x[i]), p_scale, q_weigher.quick(y[i]), q_scale);
+        near += over(p_weigher.template raised<Target>(x[i]), p_scale,
+                     q_weigher.template raised<Draft>(y[i]), q_scale);
       }
-    } else {
-      const int32_t begin = first + threadIdx.x % 32 * 32;
-      const int32_t end = min(begin + 32, p.vocabulary);
-#pragma unroll 1
-      for (int32_t token = begin; token < end; ++token) sum += weight(token);
+      return near;
     }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < left; i += threads) sum += weight(first + i);
     return sum;
   }
 
  private:
-  // Of a token's weights, below 2^30, and scales.
+  // Of a token's weights, below 2^27, and scales.
   __device__ __forceinline__ static uint32_t over(uint32_t p, uint32_t p_scale, uint32_t q,
                                                   uint32_t q_scale) {
-    const uint32_t target = __umulhi(p << 2, p_scale << 1);
-    return target - min(target, __umulhi(q << 2, q_scale << 1));
+    const uint32_t target = __umulhi(p << 5, p_scale << 1);
+    return target - min(target, __umulhi(q << 5, q_scale << 1));
   }
 };
 

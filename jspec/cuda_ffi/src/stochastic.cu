@@ -20,33 +20,43 @@ unsigned blocks_of(const Sampling& sampling, int each) {
   return (sampling.tiles + kWarps * each - 1) / (kWarps * each);
 }
 
-// The cells of `count` tiles of a position, every kWarps-th from tile `begin` on.
-template <typename Logit>
+// The cells of `count` tiles of a position, every kWarps-th from tile `begin` on; each tile is on its
+// way while the one before it is summed. Calls `meanwhile()` while the first one is.
+template <typename Logit, typename Meanwhile>
 __device__ __forceinline__ void sum_tiles(const Sampling& sampling, const Source& source,
-                                          int64_t row, int position, int begin, int count) {
+                                          int64_t row, int position, int begin, int count,
+                                          Meanwhile meanwhile) {
   const Logit* logits = static_cast<const Logit*>(source.logits) +
-                        (row * source.positions + position) * int64_t(sampling.vocabulary);
+                        (row * source.positions + position) * int64_t(sampling.vocabulary) +
+                        begin * kTile;
   const int64_t kept = row * sampling.workspace.positions + source.first + position;
   Cell* cell = sampling.workspace.cells + kept * sampling.tiles + begin;
-  const float rate = sampling.settings.rate[row];
   int left = sampling.vocabulary - begin * kTile;
-  logits += begin * kTile;
+  Tile<Logit> next;
+  next.load(logits, left);
+  const float rate = sampling.settings.rate[row];
+  meanwhile();
 #pragma unroll 1
-  for (; count > 0; --count) {
-    const Lane lane = sum_lane(logits, left, rate);
-    const uint64_t sum =
-        rate == 0 ? __reduce_min_sync(kAllLanes, uint32_t(lane.sum)) : warp_sum(lane.sum);
-    if (threadIdx.x % 32 == 0) *cell = {sum, lane.top, lane.exponent};
+  while (true) {
+    const Tile<Logit> x = next;
+    if (count > 1) next.load(logits + kWarps * kTile, left - kWarps * kTile);
+    const Cell kept = cell_of(x, logits, left, rate);
+    if (threadIdx.x % 32 == 0) *cell = kept;
+    if (--count == 0) return;
     logits += kWarps * kTile;
     left -= kWarps * kTile;
     cell += kWarps;
   }
 }
 
+// Blocks of a multiprocessor: two tiles of logits must fit a warp's registers.
+template <typename Target, typename Draft>
+constexpr int kBlocks = std::is_same_v<Target, Half> && std::is_same_v<Draft, Half> ? 8 : 5;
+
 // Positions of target and draft by turns, so that the first ones are judged first. A block has
 // `each` tiles for each of its warps.
 template <typename Task, typename Target, typename Draft>
-__global__ void __launch_bounds__(kWarps * 32, 8)
+__global__ void __launch_bounds__(kWarps * 32, kBlocks<Target, Draft>)
     tiles_kernel(const __grid_constant__ Task task, int64_t first_row, int each) {
   const Sampling& sampling = task.sampling;
   const int64_t row = first_row + blockIdx.y;
@@ -56,20 +66,24 @@ __global__ void __launch_bounds__(kWarps * 32, 8)
   const int position = one_hot ? blockIdx.z : blockIdx.z / 2;
   const bool drafted = !one_hot && blockIdx.z % 2;
   const int length = length_of(sampling, row);
-  if (count <= 0 || position + drafted > length) return;
-  if (begin == 0 && !drafted) draw_numbers(sampling, row, position, keyed_by(task, row, position));
-  // What begins before any position can be judged need not wait to know.
-  if (position < 2 || !is_past(sampling, row, position)) {
+  if (count <= 0) return;
+  const auto numbers = [&] {
+    if (begin == 0 && !drafted) {
+      draw_numbers(sampling, row, position, keyed_by(task, row, position));
+    }
+  };
+  // What begins before any position can be judged need not wait to know that it counts.
+  if (position < 2 || (position + drafted <= length && !is_past(sampling, row, position))) {
     if constexpr (std::is_same_v<Target, Draft>) {
       const Source& source = drafted ? sampling.draft : sampling.target;
-      sum_tiles<Target>(sampling, source, row, position, begin, count);
+      sum_tiles<Target>(sampling, source, row, position, begin, count, numbers);
     } else if (drafted) {
-      sum_tiles<Draft>(sampling, sampling.draft, row, position, begin, count);
+      sum_tiles<Draft>(sampling, sampling.draft, row, position, begin, count, numbers);
     } else {
-      sum_tiles<Target>(sampling, sampling.target, row, position, begin, count);
+      sum_tiles<Target>(sampling, sampling.target, row, position, begin, count, numbers);
     }
   }
-  if (sampling.filtered) return;
+  if (position + drafted > length || sampling.filtered) return;
   arrive<Target, Draft>(task, row, position, count, sampling.tiles);
 }
 
@@ -89,23 +103,30 @@ __global__ void __launch_bounds__(kFilterThreads)
   if (threadIdx.x < 32) arrive<Target, Draft>(task, row, position, 1, 1);
 }
 
-// The residual's mass in each tile of the rejected rows, a warp a tile; the last of a row draws.
+// The residual's mass in each tile of the rejected rows, a block a tile; the last of a row draws.
 template <typename Target, typename Draft>
 __global__ void __launch_bounds__(kWarps * 32)
     residual_kernel(const __grid_constant__ Stochastic stochastic, int64_t first_row) {
   const Sampling& sampling = stochastic.sampling;
   const int64_t row = first_row + blockIdx.y;
-  const int tile = blockIdx.x * kWarps + threadIdx.x / 32;
+  const int tile = blockIdx.x;
   Progress* progress = sampling.workspace.progress + row;
   const uint32_t behind = progress->rejected;
-  if (tile >= sampling.tiles || behind == 0 || sampling.settings.rate[row] == 0) return;
+  if (behind == 0 || sampling.settings.rate[row] == 0) return;
   const int at = sampling.target.positions - behind;
   const Row p(sampling, sampling.target, row, at), q(sampling, sampling.draft, row, at);
   const Norm p_norm = sampling.workspace.norms[2 * row];
   const Norm q_norm = sampling.workspace.norms[2 * row + 1];
   const Residual<Target, Draft> residual{p, q, p_norm, q_norm};
-  const uint64_t sum = warp_sum(residual.sum(tile));
-  if (threadIdx.x % 32 == 0) q.cells[tile].sum = sum;
+  __shared__ uint64_t sums[kWarps];
+  const uint64_t sum = warp_sum(residual.template share<kWarps * 32>(tile));
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < kWarps; ++i) sums[0] += sums[i];
+    q.cells[tile].sum = sums[0];
+  }
   if (!comes_last(&progress->summed, 1, sampling.tiles)) return;
 
   const uint32_t number = number_at(sampling, row, at, kResidual);
@@ -165,7 +186,7 @@ const char* verify_stochastic(const Stochastic& stochastic, Stream stream) {
     using Draft = decltype(draft);
     const char* error = launch<Stochastic, Target, Draft>(stochastic, stream);
     if (error || sampling.draft.positions == 0) return error;
-    return for_rows(sampling, blocks_of(sampling, 1), 1, [&](dim3 grid, int64_t first) {
+    return for_rows(sampling, sampling.tiles, 1, [&](dim3 grid, int64_t first) {
       residual_kernel<Target, Draft><<<grid, kWarps * 32, 0, stream>>>(stochastic, first);
     });
   });
