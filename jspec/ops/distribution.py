@@ -36,7 +36,7 @@ BOUND = 2.0**100  # of logit * rate: 2**23 of it is still a float32
 class Settings(NamedTuple):
     """How rows sample, as backends get it, so that each starts from the same bits.
 
-    ``rate`` float32 ``[B]``: log2(e) / temperature, 0 for a greedy row; the rest as in
+    ``rate`` float32 ``[B]``: log2(e) / temperature to 16 bits, 0 for a greedy row; the rest as in
     `jspec.ops.sample.Rows`. ``top_p`` and ``min_p`` count in units of 2**-30, rounded down.
     """
 

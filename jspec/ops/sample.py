@@ -70,8 +70,8 @@ def number(seeds: Array, positions: Array, role: Role) -> Array:
 def settings_of(rows: Rows) -> Settings:
     """``rows`` as backends get them.
 
-    A rate has 16 significant bits, so that its product with a bfloat16 logit is exact: a temperature
-    counts as one that differs from it by at most 2**-16 of itself.
+    A rate has 16 significant bits, so that its product with a bfloat16 logit is exact. So a
+    temperature counts as one that differs from it by at most 2**-16 of itself.
     """
     hot = rows.temperature > 0
     rate = np.float32(np.log2(np.e)) / jnp.where(hot, rows.temperature, 1)

@@ -75,34 +75,31 @@ struct Residual {
     for (int32_t token = begin; token < end; ++token) sum += weight(token);
     return sum;
   }
-  // Of this thread's tokens of a tile, by a block of `threads`.
-  template <int threads>
-  __device__ __forceinline__ uint64_t share(int tile) const {
-    const int first = tile * kTile, left = min(p.vocabulary - first, kTile);
+  // Of a whole tile, by a warp.
+  __device__ __forceinline__ uint32_t total(int tile) const {
+    const int first = tile * kTile, left = p.vocabulary - first;
     const Weigher p_weigher{p.rate, p.cells[tile].exponent};
     const Weigher q_weigher{q.rate, q.cells[tile].exponent};
-    uint64_t sum = 0;
+    Tile<Target> x;
+    Tile<Draft> y;
+    x.load(static_cast<const Target*>(p.logits) + first, left);
+    y.load(static_cast<const Draft*>(q.logits) + first, left);
+    uint32_t sum = 0;  // of at most 2^30
     if (p_weigher.near() && q_weigher.near() && !p.filters() && !q.filters()) {
-      Tile<Target, threads> x;
-      Tile<Draft, threads> y;
-      x.load(static_cast<const Target*>(p.logits) + first, left);
-      y.load(static_cast<const Draft*>(q.logits) + first, left);
       x.raise(p_weigher.least());
       y.raise(q_weigher.least());
       const uint32_t p_scale = scale_of(p_norm, p_weigher.exponent);
       const uint32_t q_scale = scale_of(q_norm, q_weigher.exponent);
-      // A tile has at most 2^30 of probability.
-      uint32_t near = 0;
 #pragma unroll
       for (int i = 0; i < x.kEach; ++i) {
-        near += over(p_weigher.template raised<Target>(x[i]), p_scale,
-                     q_weigher.template raised<Draft>(y[i]), q_scale);
+        sum += over(p_weigher.template raised<Target>(x[i]), p_scale,
+                    q_weigher.template raised<Draft>(y[i]), q_scale);
       }
-      return near;
-    }
+    } else {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < left; i += threads) sum += weight(first + i);
-    return sum;
+      for (int i = threadIdx.x % 32; i < min(left, kTile); i += 32) sum += weight(first + i);
+    }
+    return __reduce_add_sync(kAllLanes, sum);
   }
 
  private:

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWarps = 4;             // of a block
 constexpr int64_t kMostRows = 65535;  // of a grid
-constexpr int64_t kFewWarps = 8192;   // as many as an H100 holds at once
+constexpr int64_t kFewWarps = 12000;  // nearly three times what an H100 holds at once
 
 // Blocks for a row, whose warps have `each` tiles.
 unsigned blocks_of(const Sampling& sampling, int each) {
@@ -103,30 +103,24 @@ __global__ void __launch_bounds__(kFilterThreads)
   if (threadIdx.x < 32) arrive<Target, Draft>(task, row, position, 1, 1);
 }
 
-// The residual's mass in each tile of the rejected rows, a block a tile; the last of a row draws.
+// The residual's mass in each tile of the rejected rows, a warp a tile; the last of a row draws.
 template <typename Target, typename Draft>
 __global__ void __launch_bounds__(kWarps * 32)
     residual_kernel(const __grid_constant__ Stochastic stochastic, int64_t first_row) {
   const Sampling& sampling = stochastic.sampling;
   const int64_t row = first_row + blockIdx.y;
-  const int tile = blockIdx.x;
+  const int tile = blockIdx.x * kWarps + threadIdx.x / 32;
   Progress* progress = sampling.workspace.progress + row;
   const uint32_t behind = progress->rejected;
-  if (behind == 0 || sampling.settings.rate[row] == 0) return;
+  const float rate = sampling.settings.rate[row];
+  if (tile >= sampling.tiles || behind == 0 || rate == 0) return;
   const int at = sampling.target.positions - behind;
   const Row p(sampling, sampling.target, row, at), q(sampling, sampling.draft, row, at);
   const Norm p_norm = sampling.workspace.norms[2 * row];
   const Norm q_norm = sampling.workspace.norms[2 * row + 1];
   const Residual<Target, Draft> residual{p, q, p_norm, q_norm};
-  __shared__ uint64_t sums[kWarps];
-  const uint64_t sum = warp_sum(residual.template share<kWarps * 32>(tile));
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  if (threadIdx.x == 0) {
-    for (int i = 1; i < kWarps; ++i) sums[0] += sums[i];
-    q.cells[tile].sum = sums[0];
-  }
+  const uint32_t total = residual.total(tile);
+  if (threadIdx.x % 32 == 0) q.cells[tile].sum = total;
   if (!comes_last(&progress->summed, 1, sampling.tiles)) return;
 
   const uint32_t number = number_at(sampling, row, at, kResidual);
@@ -186,7 +180,7 @@ const char* verify_stochastic(const Stochastic& stochastic, Stream stream) {
     using Draft = decltype(draft);
     const char* error = launch<Stochastic, Target, Draft>(stochastic, stream);
     if (error || sampling.draft.positions == 0) return error;
-    return for_rows(sampling, sampling.tiles, 1, [&](dim3 grid, int64_t first) {
+    return for_rows(sampling, blocks_of(sampling, 1), 1, [&](dim3 grid, int64_t first) {
       residual_kernel<Target, Draft><<<grid, kWarps * 32, 0, stream>>>(stochastic, first);
     });
   });

@@ -26,7 +26,9 @@ struct Weigher {
   // A logit whose weight is 0, but not by so much that `raised` could not tell: where `near`, even
   // the nearest bfloat16 is one.
   __device__ __forceinline__ float least() const {
-    return (exponent - 28.5f) * __frcp_rn(rate);
+    float quotient;
+    asm("div.approx.f32 %0, %1, %2;" : "=f"(quotient) : "f"(exponent - 28.5f), "f"(rate));
+    return quotient;
   }
 
   // As `quick`, of a logit from `least` on. Float32 sums and products round here as the integers of
@@ -89,21 +91,22 @@ __device__ __forceinline__ bool is_aligned(const void* logits) {
   return reinterpret_cast<uintptr_t>(logits) % 16 == 0;
 }
 
-// The logits of one tile, as they stand in memory, in the registers of `threads` threads.
-template <typename Logit, int threads = 32>
+// The logits of one tile in the registers of a warp, as they stand in memory.
+template <typename Logit>
 struct Tile {
-  static constexpr int kEach = kTile / threads;
-  static constexpr int kVector = 16 / sizeof(Logit);
+  static constexpr int kEach = kTile / 32;
+  static constexpr int kRun = 8;  // neighbours of a lane; the next ones are the next lane's
   uint32_t words[kEach * sizeof(Logit) / 4];
 
-  // Where in the tile this thread's logit `i` stands: neighbours load neighbouring vectors.
+  // Where in the tile this lane's logit `i` stands.
   __device__ __forceinline__ static int place(int i) {
-    return (i / kVector * threads + threadIdx.x % threads) * kVector + i % kVector;
+    return (i / kRun * 32 + threadIdx.x % 32) * kRun + i % kRun;
   }
 
   // Loads the tile that begins at `logits`; minus infinity behind the `left` tokens that are left.
   __device__ __forceinline__ void load(const Logit* logits, int left) {
     if (is_aligned(logits) && left >= kTile) {
+      constexpr int kVector = 16 / sizeof(Logit);
 #pragma unroll
       for (int i = 0; i < kEach / kVector; ++i) {
         const Logit* vector = logits + place(i * kVector);
@@ -133,7 +136,7 @@ struct Tile {
     return float_of(i % 2 ? words[i / 2] & 0xFFFF0000u : words[i / 2] << 16);
   }
 
-  // The largest of a warp's; NaN counts as minus infinity.
+  // The largest; NaN counts as minus infinity.
   __device__ __forceinline__ float largest() const {
     if constexpr (std::is_same_v<Logit, float>) {
       float most = -INFINITY;
@@ -161,7 +164,7 @@ struct Tile {
     }
   }
 
-  // The first token of this thread, counted from the tile's first, whose logit is `top`, or kNone.
+  // The first token of the lane, counted from the tile's first, whose logit is `top`, or kNone.
   __device__ uint32_t first(float top) const {
     uint32_t found = kNone;
 #pragma unroll
