@@ -98,11 +98,6 @@ struct Residual {
   const Norm &p_norm, &q_norm;
 
   __device__ uint32_t mass(const Cell& cell, int) const { return static_cast<uint32_t>(cell.sum); }
-  __device__ uint32_t weight(int32_t token) const {
-    const float x = logit_of(static_cast<const Target*>(p.logits)[token]);
-    const float y = logit_of(static_cast<const Draft*>(q.logits)[token]);
-    return weight(p_weigher(token / kTile), q_weigher(token / kTile), x, y);
-  }
   // The weights of this thread's share of a tile; returns the tile's scale.
   __device__ uint32_t weigh(int tile, uint32_t (&weights)[kShare]) const {
     const int32_t first = tile * kTile + threadIdx.x * kShare;
@@ -115,43 +110,51 @@ struct Residual {
     }
     return kWeight;
   }
-  // Of this lane's tokens of a tile. No part of its callers: see `sum_lane`.
-  __device__ __noinline__ uint64_t sum(int tile) const {
-    const int first = tile * kTile;
+  // Of a whole tile, by a warp.
+  __device__ __forceinline__ uint32_t total(int tile) const {
+    const int first = tile * kTile, left = p.vocabulary - first;
     const Weigher p_weigher = this->p_weigher(tile), q_weigher = this->q_weigher(tile);
-    uint64_t sum = 0;
+    Tile<Target> x;
+    Tile<Draft> y;
+    x.load(static_cast<const Target*>(p.logits) + first, left);
+    y.load(static_cast<const Draft*>(q.logits) + first, left);
+    uint32_t sum = 0;  // of at most 2^30
     if (p_weigher.near() && q_weigher.near() && !p.filters() && !q.filters()) {
-      const Tile<Target> x(static_cast<const Target*>(p.logits) + first, p.vocabulary - first);
-      const Tile<Draft> y(static_cast<const Draft*>(q.logits) + first, p.vocabulary - first);
+      x.raise(p_weigher.least());
+      y.raise(q_weigher.least());
       const uint32_t p_scale = scale_of(p_norm, p_weigher.exponent);
       const uint32_t q_scale = scale_of(q_norm, q_weigher.exponent);
 #pragma unroll
       for (int i = 0; i < x.kEach; ++i) {
-        sum += over(p_weigher.quick(x[i]), p_scale, q_weigher.quick(y[i]), q_scale);
+        sum += over(p_weigher.template raised<Target>(x[i]), p_scale,
+                    q_weigher.template raised<Draft>(y[i]), q_scale);
       }
     } else {
-      const int32_t begin = first + threadIdx.x % 32 * 32;
-      const int32_t end = min(begin + 32, p.vocabulary);
 #pragma unroll 1
-      for (int32_t token = begin; token < end; ++token) sum += weight(token);
+      for (int i = threadIdx.x % 32; i < min(left, kTile); i += 32) sum += weight(first + i);
     }
-    return sum;
+    return __reduce_add_sync(kAllLanes, sum);
   }
 
  private:
   __device__ Weigher p_weigher(int tile) const { return {p.rate, p.cells[tile].exponent}; }
   __device__ Weigher q_weigher(int tile) const { return {q.rate, q.cells[tile].exponent}; }
+  __device__ uint32_t weight(int32_t token) const {
+    const float x = logit_of(static_cast<const Target*>(p.logits)[token]);
+    const float y = logit_of(static_cast<const Draft*>(q.logits)[token]);
+    return weight(p_weigher(token / kTile), q_weigher(token / kTile), x, y);
+  }
   // Of a token with logits x and y.
   __device__ __forceinline__ uint32_t weight(const Weigher& p_weigher, const Weigher& q_weigher,
                                              float x, float y) const {
     return over(kept_weight(p, p_norm, p_weigher, x), scale_of(p_norm, p_weigher.exponent),
                 kept_weight(q, q_norm, q_weigher, y), scale_of(q_norm, q_weigher.exponent));
   }
-  // Of a token's weights, below 2^30, and scales.
+  // Of a token's weights, below 2^27, and scales.
   __device__ __forceinline__ static uint32_t over(uint32_t p, uint32_t p_scale, uint32_t q,
                                                   uint32_t q_scale) {
-    const uint32_t target = __umulhi(p << 2, p_scale << 1);
-    return target - min(target, __umulhi(q << 2, q_scale << 1));
+    const uint32_t target = __umulhi(p << 5, p_scale << 1);
+    return target - min(target, __umulhi(q << 5, q_scale << 1));
   }
 };
 

@@ -12,40 +12,50 @@ namespace jspec {
 namespace {
 
 constexpr int64_t kMostRows = 65535;  // of a grid
-constexpr int64_t kFewWarps = 8192;   // as many as an H100 holds at once
+constexpr int64_t kFewWarps = 12000;  // nearly three times what an H100 holds at once
 
 // Blocks for a row, whose warps have `each` tiles.
 unsigned blocks_of(const Sampling& sampling, int each) {
   return (sampling.tiles + kWarps * each - 1) / (kWarps * each);
 }
 
-// The cells of `count` tiles of a position, every kWarps-th from tile `begin` on.
-template <typename Logit>
+// The cells of `count` tiles of a position, every kWarps-th from tile `begin` on; each tile is on its
+// way while the one before it is summed. Calls `meanwhile()` while the first one is.
+template <typename Logit, typename Meanwhile>
 __device__ __forceinline__ void sum_tiles(const Sampling& sampling, const Source& source,
-                                          int64_t row, int position, int begin, int count) {
+                                          int64_t row, int position, int begin, int count,
+                                          Meanwhile meanwhile) {
   const Logit* logits = static_cast<const Logit*>(source.logits) +
-                        (row * source.positions + position) * int64_t(sampling.vocabulary);
+                        (row * source.positions + position) * int64_t(sampling.vocabulary) +
+                        begin * kTile;
   const int64_t kept = row * sampling.workspace.positions + source.first + position;
   Cell* cell = sampling.workspace.cells + kept * sampling.tiles + begin;
-  const float rate = sampling.settings.rate[row];
   int left = sampling.vocabulary - begin * kTile;
-  logits += begin * kTile;
+  Tile<Logit> next;
+  next.load(logits, left);
+  const float rate = sampling.settings.rate[row];
+  meanwhile();
 #pragma unroll 1
-  for (; count > 0; --count) {
-    const Lane lane = sum_lane(logits, left, rate);
-    const uint64_t sum =
-        rate == 0 ? __reduce_min_sync(kAllLanes, uint32_t(lane.sum)) : warp_sum(lane.sum);
-    if (threadIdx.x % 32 == 0) *cell = {sum, lane.top, lane.exponent};
+  while (true) {
+    const Tile<Logit> x = next;
+    if (count > 1) next.load(logits + kWarps * kTile, left - kWarps * kTile);
+    const Cell kept = cell_of(x, logits, left, rate);
+    if (threadIdx.x % 32 == 0) *cell = kept;
+    if (--count == 0) return;
     logits += kWarps * kTile;
     left -= kWarps * kTile;
     cell += kWarps;
   }
 }
 
+// Blocks of a multiprocessor: two tiles of logits must fit a warp's registers.
+template <typename Target, typename Draft>
+constexpr int kBlocks = std::is_same_v<Target, Half> && std::is_same_v<Draft, Half> ? 8 : 5;
+
 // Positions of target and draft by turns, so that the first ones are judged first. A block has
 // `each` tiles for each of its warps.
 template <typename Task, typename Target, typename Draft>
-__global__ void __launch_bounds__(kThreads, 8)
+__global__ void __launch_bounds__(kThreads, kBlocks<Target, Draft>)
     tiles_kernel(const __grid_constant__ Task task, int64_t first_row, int each) {
   const Sampling& sampling = task.sampling;
   const int64_t row = first_row + blockIdx.y;
@@ -59,20 +69,25 @@ __global__ void __launch_bounds__(kThreads, 8)
   const int position = one_hot ? turn : turn / 2;
   const bool drafted = !one_hot && turn % 2;
   const int length = length_of(sampling, row);
-  if (position + drafted > length) return;
-  if (begin == 0 && !drafted) draw_numbers(sampling, row, position, keyed_by(task, row, position));
-  // What begins before any position can be judged need not wait to know.
-  if (position < 2 || !is_past(sampling, row, position)) {
+  const auto numbers = [&] {
+    if (begin == 0 && !drafted) {
+      draw_numbers(sampling, row, position, keyed_by(task, row, position));
+    }
+  };
+  // What begins before any position can be judged need not wait to know that it counts.
+  const bool reads =
+      position < 2 || (position + drafted <= length && !is_past(sampling, row, position));
+  if (count > 0 && reads) {
     if constexpr (std::is_same_v<Target, Draft>) {
       const Source& source = drafted ? sampling.draft : sampling.target;
-      sum_tiles<Target>(sampling, source, row, position, begin, count);
+      sum_tiles<Target>(sampling, source, row, position, begin, count, numbers);
     } else if (drafted) {
-      sum_tiles<Draft>(sampling, sampling.draft, row, position, begin, count);
+      sum_tiles<Draft>(sampling, sampling.draft, row, position, begin, count, numbers);
     } else {
-      sum_tiles<Target>(sampling, sampling.target, row, position, begin, count);
+      sum_tiles<Target>(sampling, sampling.target, row, position, begin, count, numbers);
     }
   }
-  if (sampling.filtered) return;
+  if (position + drafted > length || sampling.filtered) return;
   arrive<Target, Draft>(task, row, position, gridDim.x);
 }
 
@@ -102,15 +117,16 @@ __global__ void __launch_bounds__(kThreads)
   const int tile = blockIdx.x * kWarps + threadIdx.x / 32;
   Progress* progress = sampling.workspace.progress + row;
   const uint32_t behind = progress->rejected;
-  if (behind == 0 || sampling.settings.rate[row] == 0) return;
+  const float rate = sampling.settings.rate[row];
+  if (behind == 0 || rate == 0) return;
   const int at = sampling.target.positions - behind;
   const Row p(sampling, sampling.target, row, at), q(sampling, sampling.draft, row, at);
   const Norm* norms = sampling.workspace.norms + row * sampling.workspace.positions + at;
   const Norm p_norm = norms[0], q_norm = norms[sampling.draft.first];
   const Residual<Target, Draft> residual{p, q, p_norm, q_norm};
   if (tile < sampling.tiles) {
-    const uint64_t sum = warp_sum(residual.sum(tile));
-    if (threadIdx.x % 32 == 0) q.cells[tile].sum = sum;
+    const uint32_t total = residual.total(tile);
+    if (threadIdx.x % 32 == 0) q.cells[tile].sum = total;
   }
   if (!comes_last(&progress->summed, gridDim.x)) return;
 
