@@ -3,9 +3,10 @@
 Sums of integers do not depend on the order of summation, so that every backend, and every split of
 the vocabulary over devices, draws the same token from the same random number:
 
-- A token's weight is ``2**(logit * rate - n)`` in units of 2**-29, rounded down, where rate is
+- A token's weight is ``2**(logit * rate - n)`` in units of 2**-26, rounded down, where rate is
   log2(e) / temperature and n the whole number at or below the largest ``logit * rate`` of its tile
-  of the vocabulary: the tile's exponent. The largest weight of a tile is in 1..2.
+  of the vocabulary: the tile's exponent. The largest weight of a tile is in 1..2. A weight is off
+  by less than 4e-7 of itself and a unit.
 - A tile's scale is the probability of a weight of 1 in it, in units of 2**-30. Random numbers are
   multiples of 2**-23: theirs is the coarser grid.
 
@@ -27,7 +28,7 @@ from jspec.ops.wide import Wide
 from jspec.typing import Array
 
 ONE = 2**30  # a probability of 1
-WEIGHT = 2**29  # a weight of 1
+WEIGHT = 2**26  # a weight of 1
 LARGEST = float(np.finfo(np.float32).max)
 BOUND = 2.0**100  # of logit * rate: 2**23 of it is still a float32
 
@@ -35,7 +36,7 @@ BOUND = 2.0**100  # of logit * rate: 2**23 of it is still a float32
 class Settings(NamedTuple):
     """How rows sample, as backends get it, so that each starts from the same bits.
 
-    ``rate`` float32 ``[B]``: log2(e) / temperature, 0 for a greedy row; the rest as in
+    ``rate`` float32 ``[B]``: log2(e) / temperature to 16 bits, 0 for a greedy row; the rest as in
     `jspec.ops.sample.Rows`. ``top_p`` and ``min_p`` count in units of 2**-30, rounded down.
     """
 
@@ -55,7 +56,7 @@ class Distribution(NamedTuple):
 
     def probabilities(self) -> Array:
         """Of the tokens, uint32 ``[..., L, TILE]`` in units of 2**-30, rounded down."""
-        return wide.high(self.weights << 2, (self.scale << 1)[..., None])
+        return wide.high(self.weights << 5, (self.scale << 1)[..., None])
 
 
 def distribution(
@@ -79,7 +80,7 @@ def distribution(
     below = vocabulary.max(exponent.max(axis=-1, keepdims=True)) - exponent
     if filtered:
         relative = _weights(_power(tiles - largest[..., None], rate[..., None]), jnp.float32(0))
-        kept = relative >= _units(settings.min_p) >> 1
+        kept = relative >= _units(settings.min_p) // (ONE // WEIGHT)
         kept = kept & (_keys(tiles) >= _threshold(tiles, weights, below, settings, vocabulary))
         weights = jnp.where(kept, weights, 0)
     scale = _scale(_sums(weights, vocabulary), below, vocabulary)
@@ -136,17 +137,15 @@ def exp2(y: Array) -> tuple[Array, Array]:
     ``mantissa`` uint32 in 2**23..2**24, ``whole`` float32, the floor of y; off by less than 4e-7 of
     the value, and never falling where y rises. In integers, since a compiler may fuse
     floating-point products and sums or not; a float32 kernel whose fused products round towards
-    zero finds the same bits.
+    zero finds the same bits in numbers so small that all have the same last place.
     """
     fixed = jnp.floor(y * 2**23)
     whole = jnp.floor(fixed * 2.0**-23)
     u = (fixed - whole * 2**23).astype(jnp.uint32) | 2**23
-    # Horner's rule in 1 + y - whole; each sum keeps the 24 bits that a float32 of its size has.
-    p = 635475 + wide.high(jnp.full_like(u, 15506256), u << 8)
-    p = 9936488 + wide.high(p, u << 5)
-    p = 7397238 + wide.high(p, u << 7)
-    p = 5905978 + wide.high(p, u << 7)
-    p = 4184066 + wide.high(p, u << 8)
+    # Horner's rule in u * 2**-24, which is in 1/2..1; without a fourth power.
+    p = wide.high(jnp.full_like(u, 489975), u << 8)
+    for c in (2512872, 3678130, 5913167, 4183072):
+        p = c + wide.high(p, u << 8)
     return p, whole
 
 
@@ -159,7 +158,7 @@ def _power(logits: Array, rate: Array) -> Array:
 
 def _weights(power: Array, exponent: Array) -> Array:
     mantissa, whole = exp2(jnp.maximum(power, -BOUND))
-    weights = lax.shift_right_logical(mantissa << 6, _shift(exponent - whole))
+    weights = lax.shift_right_logical(mantissa * (WEIGHT >> 23), _shift(exponent - whole))
     return jnp.where(power == -jnp.inf, 0, weights)
 
 
@@ -178,7 +177,7 @@ def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Wide:
 
 def _mass(sums: Wide, scale: Array) -> Array:
     """``sums * scale``, as a probability in units of 2**-30, rounded down."""
-    return wide.shift_right(wide.scale(sums, scale), jnp.full_like(scale, 29)).low
+    return wide.shift_right(wide.scale(sums, scale), jnp.full_like(scale, 26)).low
 
 
 def _scale(sums: Wide, below: Array, vocabulary: Vocabulary) -> Array:

@@ -12,6 +12,7 @@ import enum
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jspec.dispatch import Backend, Operation, always, cuda_first
 from jspec.ops.distribution import Settings, distribution, draw
@@ -67,11 +68,16 @@ def number(seeds: Array, positions: Array, role: Role) -> Array:
 
 
 def settings_of(rows: Rows) -> Settings:
-    """``rows`` as backends get them."""
+    """``rows`` as backends get them.
+
+    A rate has 16 significant bits, so that its product with a bfloat16 logit is exact. So a
+    temperature counts as one that differs from it by at most 2**-16 of itself.
+    """
     hot = rows.temperature > 0
     rate = np.float32(np.log2(np.e)) / jnp.where(hot, rows.temperature, 1)
     # Within these bounds, so are products with logits up to 2**40 within those of a distribution.
-    rate = jnp.where(hot, jnp.clip(rate, 2.0**-126, 2.0**60), 0)
+    rate = lax.reduce_precision(jnp.clip(rate, 2.0**-100, 2.0**60), 8, 15)
+    rate = jnp.where(hot, rate, 0)
     return Settings(rate, rows.top_k, rows.top_p, rows.min_p, rows.seeds)
 
 

@@ -99,6 +99,7 @@ void run(const Case& c) {
   for (int row = 0; row < c.batch; ++row) {
     rate[row] = row % 4 == 3 ? 0 : static_cast<float>(random_in(0.3, 3));
     if (row % 8 == 6) rate[row] = 1e7;
+    rate[row] = float_of(bits_of(rate[row]) & 0xFFFFFF00);  // 16 bits, as settings have
     seeds[row] = std::rand();
     lengths[row] = std::rand() % 3 ? c.gamma : std::rand() % (c.gamma + 1);
     if (c.filtered && row % 3) top_k[row] = 1 + std::rand() % c.vocabulary;

@@ -58,12 +58,18 @@ def probabilities(logits, rows: Rows, *, filtered: bool) -> np.ndarray:
     return np.asarray(whole, np.float64) / ONE
 
 
+def rate_of(temperature: float) -> float:
+    """log2(e) / temperature, to 16 bits."""
+    mantissa, exponent = np.frexp(np.log2(np.e) / temperature)
+    return np.ldexp(np.round(mantissa * 2**16), exponent - 16)
+
+
 def filtered_law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """The law of one token, ``[V]`` to ``[V]``: temperature, top-k, top-p, min-p, ties kept."""
     logits = np.asarray(logits, np.float64)
     if params.temperature == 0:
         return np.eye(logits.size)[logits.argmax()]
-    scaled = logits / params.temperature
+    scaled = logits * rate_of(params.temperature) * np.log(2)
     keep = np.isfinite(scaled)
     if params.top_k:
         keep &= scaled >= np.sort(scaled)[::-1][min(params.top_k, scaled.size) - 1]

@@ -105,6 +105,7 @@ CASES = {
     "filters": (500, 37, FILTERS, "float32"),
     "ragged-tiles": (40, 1100, FILTERS, "bfloat16"),
     "tiles": (48, 3072, PLAIN, "bfloat16"),
+    "many-tiles": (4, 133_000, PLAIN, "bfloat16"),  # a warp of the kernel holds 128
     "one-token": (3, 1, PLAIN, "float32"),
 }
 every_case = pytest.mark.parametrize(

@@ -1,25 +1,36 @@
-// What follows when a position's tiles are all summed: its draft token is judged, and what the row
-// commits is drawn; by the warp that was the last to come.
+// What follows when a position's tiles are all summed: its draft token is judged, and what would
+// end the row there is drawn, by the block that was the last to come.
 #pragma once
 
 #include "draw.cuh"
 
 namespace jspec {
 
-// Adds to `counter`, by a warp. Whether that made it `expected`: the warp then sees all that others
-// had written before they added.
-__device__ __forceinline__ bool comes_last(uint32_t* counter, uint32_t count, uint32_t expected) {
-  uint32_t before = 0;
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counter), "r"(count)
-                 : "memory");
-  }
-  if (__shfl_sync(kAllLanes, before, 0) + count < expected) return false;
+// Has loads see all that others had written before what this thread knows of.
+__device__ __forceinline__ void acquire() {
+#if __CUDACC_VER_MAJOR__ >= 13
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  return true;
+#endif
+}
+
+// Counts this block in `counter`. Whether it is the last of `expected`: it then sees all that the
+// others had written before they were counted.
+__device__ __forceinline__ bool comes_last(uint32_t* counter, uint32_t expected) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint32_t before;
+    asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter), "r"(1)
+                 : "memory");
+    last = before + 1 == expected;
+    if (last) acquire();
+  }
+  __syncthreads();
+  return last;
 }
 
 // Positions of the target that count in a row, but for the first.
@@ -59,97 +70,137 @@ __device__ __forceinline__ int32_t keyed_by(const Stochastic& stochastic, int64_
   return stochastic.positions[row] + position;
 }
 
-// Counts `count` of the `units` that a position has for each source. The last one draws.
+// The token of a greedy row, for the first warp.
+__device__ __forceinline__ uint32_t best_of(const Norm& norm) {
+  return by_first_warp(norm.best == kNone ? 0 : norm.best);
+}
+
+// Counts one of the `units` that a position has for each source, by a block. The last one draws.
 template <typename Target, typename Draft>
-__device__ __forceinline__ void arrive(const Draws& draws, int64_t row, int position, int count,
-                                       int units) {
+__device__ __forceinline__ void arrive(const Draws& draws, int64_t row, int position, int units) {
   const Sampling& sampling = draws.sampling;
-  uint32_t* arrived = sampling.workspace.arrived + row * sampling.target.positions + position;
-  if (!comes_last(arrived, count, units)) return;
+  const int64_t at = row * sampling.target.positions + position;
+  if (!comes_last(sampling.workspace.arrived + at, units)) return;
   const Row p(sampling, sampling.target, row, position);
+  const Cells cells(p, 0);
   const uint32_t number = number_at(sampling, row, position, draws.role);
-  const Norm norm = warp_norm(p);
-  int32_t token = norm.best == kNone ? 0 : norm.best;
-  if (!p.greedy()) token = draw_row<Target>(p, norm, -1, number);
-  if (threadIdx.x % 32 == 0) draws.tokens[row * sampling.target.positions + position] = token;
+  const Norm norm = warp_norm(p, cells);
+  const uint32_t token =
+      p.greedy() ? best_of(norm) : draw_row<Target>(p, norm, cells, -1, number);
+  if (token != kElsewhere && threadIdx.x % 32 == 0) draws.tokens[at] = token;
 }
 
-// The probability of a token at a position of target or draft.
-template <typename Logit>
-__device__ __forceinline__ uint32_t probability(const Sampling& sampling, const Source& source,
-                                                int64_t row, int at, int32_t token) {
-  const Row here(sampling, source, row, at);
-  const bool inside = token < here.vocabulary;
-  const int tile = inside ? token / kTile : 0;
-  const float x = inside ? logit_of(static_cast<const Logit*>(here.logits)[token]) : -INFINITY;
-  const Weigher weigher{here.rate, here.cells[tile].exponent};
-  const Norm norm = warp_norm(here);
-  if (here.greedy()) return uint32_t(token) == norm.best ? kOne : 0;
-  return scaled(kept_weight(here, norm, weigher, x), scale_of(norm, weigher.exponent));
-}
+// A token at a position of target or draft, read before the position's norm is known.
+template <typename Target, typename Draft>
+struct Candidate {
+  const Row& row;
+  uint32_t token;
+  float x, exponent;
 
-// Has data come to L1 that `commit` needs.
-__device__ __forceinline__ void prefetch(const void* data) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(data));
-}
-
-// Ends a row, but for the residual of a draft with logits.
-template <typename Target>
-__device__ __forceinline__ void finish(const Stochastic& stochastic, int64_t row, int length) {
-  const Sampling& sampling = stochastic.sampling;
-  const uint32_t behind = sampling.workspace.progress[row].rejected;
-  const bool rejected = behind > 0;
-  const int at = rejected ? sampling.target.positions - behind : length;
-  const Row p(sampling, sampling.target, row, at);
-  const uint32_t number = number_at(sampling, row, at, rejected ? kResidual : kBonus);
-  const int32_t without = rejected ? stochastic.draft_tokens[row * stochastic.gamma + at] : -1;
-  if (stochastic.gamma) prefetch(stochastic.draft_tokens + row * stochastic.gamma);
-  if (stochastic.stops) prefetch(stochastic.stop_tokens + row * stochastic.stops);
-  const Norm norm = warp_norm(p);
-  int32_t token = norm.best == kNone ? 0 : norm.best;
-  if (!p.greedy()) {
-    if (rejected && sampling.draft.positions > 0) {
-      const Norm q_norm = warp_norm(Row(sampling, sampling.draft, row, at));
-      Norm* norms = sampling.workspace.norms + 2 * row;
-      if (threadIdx.x % 32 == 0) norms[0] = norm, norms[1] = q_norm;
-      return;
+  __device__ __forceinline__ Candidate(const Row& row, bool in_draft, uint32_t token)
+      : row(row), token(token), x(-INFINITY) {
+    const bool inside = token < row.vocabulary;
+    if (inside) {
+      x = in_draft ? logit_of(static_cast<const Draft*>(row.logits)[token])
+                   : logit_of(static_cast<const Target*>(row.logits)[token]);
     }
-    token = draw_row<Target>(p, norm, without, number);
+    exponent = row.cells[inside ? token / kTile : 0].exponent;
   }
-  commit(stochastic, row, length, at, token);
+
+  __device__ __forceinline__ uint32_t probability(const Norm& norm) const {
+    if (row.greedy()) return token == norm.best ? kOne : 0;
+    return scaled(kept_weight(row, norm, {row.rate, exponent}, x), scale_of(norm, exponent));
+  }
+};
+
+// How far a row has got, in one word, so that one atomic operation says all and nothing need be
+// ordered: in the lowest bits how many positions are done; above them the first position known to
+// end the row, as the target's positions from there on, and the token that ends it.
+struct Ended {
+  unsigned long long word;
+
+  __device__ Ended(unsigned long long word) : word(word) {}
+  __device__ Ended(int behind, uint32_t token)
+      : word(uint64_t(behind) << 48 | uint64_t(token) << 16) {}
+
+  __device__ int behind() const { return word >> 48; }
+  __device__ uint32_t token() const { return uint32_t(word >> 16); }
+  __device__ int done() const { return word & 0xFFFF; }
+};
+
+// Adds to `*ended`, lately `seen`, one of `positions` that is done; it is 0 where the row does not
+// end there. Returns what `*ended` then says.
+__device__ __forceinline__ Ended add(unsigned long long* ended, Ended seen, Ended position,
+                                     int positions) {
+  while (true) {
+    const Ended now = max(seen.word, position.word | seen.done()) + 1;
+    if (now.done() == positions) return now;  // The others are done: nobody will ask.
+    if (position.word == 0) return atomicAdd(ended, 1) + 1;
+    const Ended before = atomicCAS(ended, seen.word, now.word);
+    if (before.word == seen.word) return now;
+    seen = before;
+  }
 }
 
-// Counts `count` of the `units` that a position has for each source. The last one judges the
-// position's draft token, and the last of a row ends it: what is behind the draft is not judged.
+// Counts one of the `units` that a position has for each source, by a block. The last one judges
+// the position's draft token and draws what would end the row there, and the last of a row commits.
 template <typename Target, typename Draft>
 __device__ __forceinline__ void arrive(const Stochastic& stochastic, int64_t row, int position,
-                                       int count, int units) {
+                                       int units) {
   const Sampling& sampling = stochastic.sampling;
-  const int length = length_of(sampling, row);
-  const int sources = sampling.draft.positions ? 2 : 1;
-  uint32_t* arrived = sampling.workspace.arrived + row * sampling.target.positions + position;
-  Progress* progress = sampling.workspace.progress + row;
-  if (position < length) {
-    if (!comes_last(arrived, count, sources * units)) return;
-    count = 1;
-  }
-  // Tiles of a position that is past may be missing.
-  if (position < length && !is_past(sampling, row, position)) {
-    const int32_t token = max(stochastic.draft_tokens[row * stochastic.gamma + position], 0);
-    const uint32_t number = number_at(sampling, row, position, kAccept);
-    uint32_t q = kOne;
-    if (sampling.draft.positions) {
-      q = probability<Draft>(sampling, sampling.draft, row, position, token);
+  const Workspace& workspace = sampling.workspace;
+  const int targets = sampling.target.positions, length = length_of(sampling, row);
+  const bool judges = position < length, drafted = judges && sampling.draft.positions > 0;
+  const int32_t token = judges ? stochastic.draft_tokens[row * stochastic.gamma + position] : -1;
+  uint32_t* arrived = workspace.arrived + row * targets + position;
+  if (!comes_last(arrived, drafted ? 2 * units : units)) return;
+
+  // All that is needed is on its way before the first is waited for. Where the draft has logits,
+  // half of the warps see to them.
+  Progress* progress = workspace.progress + row;
+  const bool in_draft = drafted && threadIdx.x >= kThreads / 2;
+  const Source& source = in_draft ? sampling.draft : sampling.target;
+  const Row here(sampling, source, row, position);
+  const Cells cells(here, 0);
+  const Candidate<Target, Draft> candidate(here, in_draft, max(token, 0));
+  const uint32_t accept = number_at(sampling, row, position, kAccept);
+  const uint32_t number = number_at(sampling, row, position, judges ? kResidual : kBonus);
+  const Ended seen = *static_cast<volatile unsigned long long*>(&progress->ended);
+  const int32_t draft = draft_at(stochastic, row, 0), stop = stop_at(stochastic, row, 0);
+
+  uint32_t ending = by_first_warp(kNone);
+  // Tiles of a position that is past may be missing. It may become so right now: all take one view.
+  if (!__syncthreads_or(is_past(sampling, row, position))) {
+    const Norm norm = warp_norm(here, cells);
+    uint32_t p = judges ? candidate.probability(norm) : 0, q = kOne;
+    if (drafted) {
+      __shared__ uint32_t probabilities[2];
+      if (threadIdx.x % (kThreads / 2) == 0) probabilities[in_draft] = p;
+      __syncthreads();
+      p = probabilities[0], q = probabilities[1];
     }
-    const uint32_t p = probability<Target>(sampling, sampling.target, row, position, token);
-    if (!stands(number, q, p) && threadIdx.x % 32 == 0) {
-      atomicMax(&progress->rejected, sampling.target.positions - position);
+    const bool falls = judges && !stands(accept, q, p);
+    if (falls && threadIdx.x == 0) atomicMax(&progress->rejected, targets - position);
+    if (falls && drafted && threadIdx.x % (kThreads / 2) == 0) {
+      workspace.norms[row * workspace.positions + source.first + position] = norm;
     }
-    __syncwarp();
+    if (falls || !judges) {
+      ending = here.greedy() || drafted ? best_of(norm)
+                                        : draw_row<Target>(here, norm, cells, token, number);
+    }
   }
-  if (comes_last(&progress->judged, count, length + units)) {
-    finish<Target>(stochastic, row, length);
+  if (ending == kElsewhere) return;
+  Ended now = 0;
+  if (threadIdx.x % 32 == 0) {
+    const Ended own = ending == kNone ? 0 : Ended(targets - position, ending);
+    now = add(&progress->ended, seen, own, length + 1);
   }
+  now = __shfl_sync(kAllLanes, now.word, 0);
+  if (now.done() <= length) return;
+  const int at = targets - now.behind();
+  // What a draft with logits leaves is for the residual's kernel to draw.
+  if (at < length && sampling.draft.positions > 0 && !here.greedy()) return;
+  commit(stochastic, row, length, at, now.token(), draft, stop);
 }
 
 }  // namespace jspec

@@ -88,17 +88,11 @@ __device__ void sum_kept(const Row& row, Kept kept) {
   __syncthreads();
 }
 
-// The norm of a row, by a block.
+// The norm of a row, by every warp of a block, before any goes on to change its cells.
 __device__ inline Norm block_norm(const Row& row) {
-  __shared__ Norm norm;
-  if (threadIdx.x < 32) {
-    const Norm found = warp_norm(row);
-    if (threadIdx.x == 0) norm = found;
-  }
+  const Norm norm = warp_norm(row, Cells(row, 0));
   __syncthreads();
-  const Norm found = norm;
-  __syncthreads();
-  return found;
+  return norm;
 }
 
 // Finds the threshold of a position and replaces its sums where its row filters, by a block.

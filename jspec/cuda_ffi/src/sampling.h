@@ -16,7 +16,7 @@
 namespace jspec {
 
 constexpr uint32_t kOne = 1u << 30;      // a probability of 1
-constexpr uint32_t kWeight = 1u << 29;   // a weight of 1
+constexpr uint32_t kWeight = 1u << 26;   // a weight of 1
 constexpr uint32_t kNone = 0xFFFFFFFFu;  // no token
 enum Role : uint32_t { kDraft, kAccept, kResidual, kBonus };
 
@@ -66,14 +66,21 @@ struct Power {
   float whole;
 };
 
+// The polynomial of `exp2_of`, by powers.
+constexpr uint32_t kPower5 = 489975;
+constexpr uint32_t kPower3 = 2512872;
+constexpr uint32_t kPower2 = 3678130;
+constexpr uint32_t kPower1 = 5913167;
+constexpr uint32_t kPower0 = 4183072;
+
 JSPEC_INLINE Power exp2_of(float y) {
   const float fixed = floorf(y * 0x1p23f), whole = floorf(fixed * 0x1p-23f);
-  const uint32_t u = static_cast<uint32_t>(fixed - whole * 0x1p23f) | 1 << 23;
-  uint32_t p = 635475 + product(15506256, u << 8);
-  p = 9936488 + product(p, u << 5);
-  p = 7397238 + product(p, u << 7);
-  p = 5905978 + product(p, u << 7);
-  p = 4184066 + product(p, u << 8);
+  const uint32_t u = static_cast<uint32_t>(fixed - whole * 0x1p23f) << 8 | 1u << 31;
+  uint32_t p = product(kPower5, u);
+  p = kPower3 + product(p, u);
+  p = kPower2 + product(p, u);
+  p = kPower1 + product(p, u);
+  p = kPower0 + product(p, u);
   return {p, whole};
 }
 
@@ -89,7 +96,8 @@ JSPEC_INLINE uint32_t weight_of(float power, float exponent) {
   if (power == -INFINITY) return 0;
   const Power value = exp2_of(power);
   const float below = exponent - value.whole;
-  return below < 32 ? (value.mantissa << 6) >> static_cast<uint32_t>(below) : 0;
+  const uint32_t weight = value.mantissa * (kWeight >> 23);
+  return below < 32 ? weight >> static_cast<uint32_t>(below) : 0;
 }
 
 JSPEC_INLINE uint32_t bit_width(uint64_t x) {
@@ -102,7 +110,8 @@ JSPEC_INLINE uint32_t bit_width(uint64_t x) {
 
 // The distance of a tile's exponent from the row's, as a count of bits.
 JSPEC_INLINE uint32_t bits_below(float exponent, float largest) {
-  return static_cast<uint32_t>(fminf(largest - exponent, 63));
+  // The last bits of a float32 from 2^23 on hold its whole part.
+  return bits_of(fminf(largest - exponent, 63) + 0x1p23f) % 64;
 }
 
 // What a tile adds to the row's sum.
@@ -129,7 +138,7 @@ JSPEC_INLINE uint32_t scale_of(const Norm& norm, float exponent) {
 }
 
 JSPEC_INLINE uint32_t scaled(uint64_t weights, uint32_t scale) {
-  return static_cast<uint32_t>((weights * scale) >> 29);
+  return static_cast<uint32_t>(weights * scale / kWeight);
 }
 
 JSPEC_INLINE uint32_t rotated(uint32_t x, int by) { return x << by | x >> (32 - by); }

@@ -47,36 +47,36 @@ struct Norm {
 
 // How far a row has got; all 0 before the first kernel.
 struct Progress {
-  uint32_t rejected;  // the target's positions from the first rejected one on
-  uint32_t judged;    // draft tokens, and behind them tiles
-  uint32_t summed;    // tiles of the residual
+  unsigned long long ended;  // see `Ended` in arrive.cuh
+  uint32_t rejected;         // the target's positions from the first rejected one on
+  uint32_t summed;           // blocks of the residual
 };
 
 // What the kernels keep in one buffer, for the positions of target and draft together.
 struct Workspace {
   Cell* cells;           // [batch, positions, tiles]
-  Norm* norms;           // [batch, 2]: target and draft where a draft token was rejected
-  uint32_t* thresholds;  // [batch, positions]
-  uint32_t* numbers;     // [batch, target positions, kRoles]: random
   Progress* progress;    // [batch]
-  uint32_t* arrived;     // [batch, target positions], behind `progress`: tiles that are summed
+  uint32_t* arrived;     // [batch, target positions], behind `progress`: blocks that are done
+  uint32_t* numbers;     // [batch, target positions, kRoles]: random
+  uint32_t* thresholds;  // [batch, positions]
+  Norm* norms;           // [batch, positions]: where a draft token is rejected
   int32_t positions;
 
   // 32-bit words for a row.
   static int64_t words(int64_t targets, int64_t drafted, int64_t tiles) {
     const int64_t positions = targets + drafted;
-    return (positions * tiles * sizeof(Cell) + 2 * sizeof(Norm) + sizeof(Progress)) / 4 +
-           positions + (1 + kRoles) * targets;
+    return (positions * (tiles * sizeof(Cell) + sizeof(Norm)) + sizeof(Progress)) / 4 + positions +
+           (1 + kRoles) * targets;
   }
 
   Workspace() = default;
   Workspace(void* buffer, int64_t batch, int64_t targets, int64_t drafted, int64_t tiles)
       : cells(static_cast<Cell*>(buffer)),
-        norms(reinterpret_cast<Norm*>(cells + batch * (targets + drafted) * tiles)),
-        thresholds(reinterpret_cast<uint32_t*>(norms + 2 * batch)),
-        numbers(thresholds + batch * (targets + drafted)),
-        progress(reinterpret_cast<Progress*>(numbers + batch * targets * kRoles)),
+        progress(reinterpret_cast<Progress*>(cells + batch * (targets + drafted) * tiles)),
         arrived(reinterpret_cast<uint32_t*>(progress + batch)),
+        numbers(arrived + batch * targets),
+        thresholds(numbers + batch * targets * kRoles),
+        norms(reinterpret_cast<Norm*>(thresholds + batch * (targets + drafted))),
         positions(static_cast<int32_t>(targets + drafted)) {}
 };
 
