@@ -56,7 +56,7 @@ class Distribution(NamedTuple):
 
     def probabilities(self) -> Array:
         """Of the tokens, uint32 ``[..., L, TILE]`` in units of 2**-30, rounded down."""
-        return wide.high(self.weights << 5, (self.scale << 1)[..., None])
+        return wide.high(self.weights * (2 * ONE // WEIGHT), (self.scale << 1)[..., None])
 
 
 def distribution(
@@ -177,7 +177,8 @@ def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Wide:
 
 def _mass(sums: Wide, scale: Array) -> Array:
     """``sums * scale``, as a probability in units of 2**-30, rounded down."""
-    return wide.shift_right(wide.scale(sums, scale), jnp.full_like(scale, 26)).low
+    bits = jnp.full_like(scale, WEIGHT.bit_length() - 1)
+    return wide.shift_right(wide.scale(sums, scale), bits).low
 
 
 def _scale(sums: Wide, below: Array, vocabulary: Vocabulary) -> Array:

@@ -150,11 +150,12 @@ struct Residual {
     return over(kept_weight(p, p_norm, p_weigher, x), scale_of(p_norm, p_weigher.exponent),
                 kept_weight(q, q_norm, q_weigher, y), scale_of(q_norm, q_weigher.exponent));
   }
-  // Of a token's weights, below 2^27, and scales.
+  // Of a token's weights, below 2 * kWeight, and scales.
   __device__ __forceinline__ static uint32_t over(uint32_t p, uint32_t p_scale, uint32_t q,
                                                   uint32_t q_scale) {
-    const uint32_t target = __umulhi(p << 5, p_scale << 1);
-    return target - min(target, __umulhi(q << 5, q_scale << 1));
+    constexpr uint32_t kUp = 2 * kOne / kWeight;
+    const uint32_t target = __umulhi(p * kUp, p_scale << 1);
+    return target - min(target, __umulhi(q * kUp, q_scale << 1));
   }
 };
 

@@ -39,8 +39,8 @@ __device__ __forceinline__ void sum_tiles(const Sampling& sampling, const Source
   while (true) {
     const Tile<Logit> x = next;
     if (count > 1) next.load(logits + kWarps * kTile, left - kWarps * kTile);
-    const Cell kept = cell_of(x, logits, left, rate);
-    if (threadIdx.x % 32 == 0) *cell = kept;
+    const Cell sums = cell_of(x, logits, left, rate);
+    if (threadIdx.x % 32 == 0) *cell = sums;
     if (--count == 0) return;
     logits += kWarps * kTile;
     left -= kWarps * kTile;

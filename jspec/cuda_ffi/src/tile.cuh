@@ -35,8 +35,8 @@ struct Weigher {
   // `exp2_of` do: down, or towards zero, and fused.
   template <typename Logit>
   __device__ __forceinline__ uint32_t raised(float x) const {
-    constexpr float kWhole = 6291456;  // float32 of its size are half whole numbers
-    const float half = rate / 2, offset = kWhole + exponent / 2;
+    constexpr float kHalves = 6291456;  // a float32 of its size counts halves
+    const float half = rate / 2, offset = kHalves + exponent / 2;
     float below, u;  // the last bits of `below` hold the distance from the exponent; u in [1/2, 1)
     if constexpr (std::is_same_v<Logit, float>) {
       const float power = __fmul_rn(x, half);
@@ -197,10 +197,10 @@ __device__ __forceinline__ Cell cell_of(Tile<Logit> x, const Logit* logits, int 
   uint64_t sum = 0;
   if (weigher.near()) {
     x.raise(weigher.least());
-    uint32_t near = 0;  // the weights are below 2^27
+    uint32_t weights = 0;  // each is below 2^27
 #pragma unroll
-    for (int i = 0; i < x.kEach; ++i) near += weigher.template raised<Logit>(x[i]);
-    sum = near;
+    for (int i = 0; i < x.kEach; ++i) weights += weigher.template raised<Logit>(x[i]);
+    sum = weights;
   } else if (largest > -INFINITY) {
     sum = sum_far(logits, left, weigher);
   }
