@@ -136,9 +136,9 @@ def _crossover(figure: Any, result: dict[str, Any]) -> bool:
     panels = []
     for gamma in values(result, "verify_and_pack", "gamma"):
         at = {"B": 32, "gamma": gamma, "alpha": 0.9, "l2": "warm"}
-        if sum(bool(pick(result, "verify_and_pack", D=width, **at)) for width in widths) < 2:
-            continue
         lines = _series(result, "D", widths, operation="verify_and_pack", **at)
+        if max(map(len, lines.values()), default=0) < 2:
+            continue
         fused = {name: line for name, line in lines.items() if "+" not in name}
         best: list[tuple[float, float]] = []
         for width in widths:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from bench import regret, report
+from bench.report import figures
 
 MACHINE = {
     "device": "NVIDIA Test",
@@ -138,6 +139,18 @@ def test_the_fused_section_names_the_best_pipeline_and_the_regret(tmp_path):
     assert at[-1] == "0.28x"
     assert "pipeline: mean 1.13, worst 1.60 (B=32, gamma=8, alpha=0.3, D=2048, l2=warm)" in text
     assert "### Appending to a cache" in text
+
+
+def test_the_crossover_shows_the_gammas_that_ran_at_several_widths():
+    from matplotlib.figure import Figure
+
+    case = {"B": 32, "gamma": 16, "alpha": 0.9, "D": 128, "l2": "warm"}
+    rows = [*fused_rows(), row("verify_and_pack", case, "cuda", 4.0)]
+    draw, _ = figures.FIGURES["fused"]["fused-crossover"]
+    figure = Figure()
+    assert draw(figure, {"rows": rows})
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["B=32, gamma=8, alpha=0.9", "B=32, gamma=128, alpha=0.9"]
 
 
 def test_sampling_is_measured_by_the_bytes_of_its_logits(tmp_path):
