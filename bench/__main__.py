@@ -25,8 +25,8 @@ SUITES: dict[str, Any] = {
     "sampling": sampling,
     "step": step,
 }
-_INTERRUPTED = threading.Event()
 UNNAMED = ("ceilings", "step")  # suites without backends to choose from
+_INTERRUPTED = threading.Event()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
