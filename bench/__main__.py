@@ -146,7 +146,9 @@ def _save(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = ",\n".join(json.dumps(row) for row in result["rows"])
     head = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1)
-    path.write_text(f'{head[:-2]},\n "rows": [\n{rows}\n]}}\n')
+    part = path.with_name(path.name + ".part")
+    part.write_text(f'{head[:-2]},\n "rows": [\n{rows}\n]}}\n')
+    part.replace(path)
 
 
 if __name__ == "__main__":

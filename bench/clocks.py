@@ -12,14 +12,16 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.program import Program, Source
+from bench.program import Absent, Program, Source, compile_all, shapes, sources
+from bench.settings import Settings
+from jspec.dispatch import Operation
 
 WARMUPS = 3
 FLUSH_BYTES = 2**27  # read between calls for a cold L2: more than any GPU's L2 holds
@@ -175,21 +177,21 @@ def wall(program: Program, repeats: int) -> list[int]:
 
 LENGTHS = (64, 320)  # steps of the two loops
 UNROLL = 16  # steps of a turn, so that XLA sees many kernels at once, as a decoding step has
+Feed = tuple[int, int]  # which output of a step is which argument of the next
 
 
-def loops(source: Source) -> list[Source]:
-    """The two loops around a verification: each step's accepted counts are the draft lengths of
-    the next, which then accepts as many again.
+def loops(source: Source, feed: Feed) -> list[Source]:
+    """The two loops around an operation, each step of which gets an output of the one before.
 
-    So no step can be left out, and none needs a kernel more than alone. What does not depend on the
-    lengths XLA may still move out of the loop: of its own code, not of a kernel.
+    So no step can be left out, and none needs a kernel more than alone. What does not depend on
+    that argument XLA may still move out of the loop: of its own code, not of a kernel.
     """
-    lengths = 2  # the position of draft_lengths among the arguments; accepted counts come first
+    output, argument = feed
 
     def loop(count: int) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             def step(before: Any, _: None) -> tuple[Any, None]:
-                fed = (*arguments[:lengths], before[0], *arguments[lengths + 1 :])
+                fed = (*arguments[:argument], before[output], *arguments[argument + 1 :])
                 return source.function(*fed), None
 
             first = source.function(*arguments)
@@ -229,6 +231,46 @@ def step(
     return samples
 
 
-def empty_step(short: Callable[[], Any], long: Callable[[], Any], repeats: int) -> float:
-    """The marginal time of a step that only counts."""
-    return statistics.median(step(short, long, 0.0, repeats))
+class StepClock:
+    """Gives the rows of an operation's backends the marginal time of its step in a jitted loop."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+
+    def add(
+        self,
+        rows: Sequence[dict[str, Any]],
+        operation: Operation,
+        arguments: tuple[Any, ...],
+        feed: Feed,
+        **static: Any,
+    ) -> None:
+        """Give the rows of backends that were right with these arguments their step samples."""
+        here: dict[str, dict[str, Any]] = {}  # of each its first row, that of a warm L2
+        for row in rows:
+            if row["checked"]:
+                here.setdefault(row["name"], row)
+        wanted = {}
+        found = sources(operation, shapes(arguments), self._settings, **static)
+        for name, source in found.items():
+            if name in here and isinstance(source, Source):
+                short, long = loops(source, feed)
+                wanted |= {(name, "short"): short, (name, "long"): long}
+        compiled = compile_all("loops", wanted)
+        for name in {name for name, _ in wanted}:
+            calls = [
+                partial(loop, *arguments)
+                for which in ("short", "long")
+                if not isinstance(loop := compiled[name, which], Absent)
+            ]
+            if len(calls) == 2:
+                here[name]["step_ns"] = step(
+                    *calls, empty=self._empty, repeats=self._settings.repeats
+                )
+
+    @cached_property
+    def _empty(self) -> float:
+        """The marginal time of a step that only counts."""
+        one = jax.device_put(np.int32(0))
+        short, long = (partial(jax.jit(source.function), one) for source in counting_loops())
+        return statistics.median(step(short, long, 0.0, self._settings.repeats))

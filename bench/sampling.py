@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import ceilings, point, regret, rivals, table, workload
+from bench.clocks import StepClock
 from bench.program import Absent, bound, chosen, compile_all, shapes, sources
 from bench.settings import Settings, bar
 from jspec.ops.sample import Role, Rows, settings_of, uniform
@@ -22,6 +23,8 @@ COLUMNS = ("B", "V", "draft", "l2")
 GAMMA = 5
 STATES = ("warm", "cold")
 STATIC = {"filtered": False, "axis_name": None}
+LOOPED = tuple(itertools.product((1, 32), (128256,), ("one-hot", "logits")))  # by the step clock
+FEED = (3, 5)  # next tokens as the next positions: other random numbers for the same logits
 Case = tuple[int, int, str]  # batch, vocabulary, draft: "one-hot" or "logits"
 
 
@@ -38,6 +41,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
     programs = _compiled(settings)
+    clock = StepClock(settings)
     with bar("sampling", len(grid(settings))) as advance:
         for case in grid(settings):
             batch, vocabulary, draft = case
@@ -53,7 +57,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
             ]
             here += rivals.sampling(logits, uniforms, settings)
             draft_bytes = 0 if logits.draft_logits is None else logits.draft_logits.nbytes
-            yield from point.measure(
+            rows = point.measure(
                 "verify_stochastic",
                 {"B": batch, "V": vocabulary, "draft": draft},
                 here,
@@ -61,7 +65,10 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
                 states=STATES,
                 moved=logits.target.nbytes + draft_bytes,
             )
-            del arguments, check, here  # before the next case takes its memory
+            if case in LOOPED and settings.check and point.DEVICE.reason is None:
+                clock.add(rows, VERIFY_STOCHASTIC, arguments, FEED, **STATIC)
+            yield from rows
+            del arguments, check, here, rows  # before the next case takes its memory
             advance()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rich.table import Table
 
 import jspec
 from bench.machine import read_ceiling
-from bench.settings import Settings
+from bench.settings import Settings, bar
 from jspec.cache import KVCache
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.stats import Tally
@@ -29,7 +30,6 @@ from jspec.decode.stats import Tally
 TITLE = "plain and speculative decoding of the bundled model, end to end"
 NEW_TOKENS = 256
 CHUNK = 16  # steps of a program while decoding
-SHOWN = ("source", "batch", "context", "decode_tokens_per_s", "step_ms", "checked")
 NEAR_TIE = 0.25  # logits apart: what bf16 rounding of a long sum may turn around
 SOURCES = {
     "none": (None, 0),
@@ -41,32 +41,41 @@ SOURCES = {
 def run(settings: Settings) -> dict[str, Any]:
     """Every source at every batch and context; each output is checked against plain decoding."""
     model, tokenizer = jspec.load_bundled()
+    ceiling = read_ceiling()
+    return {
+        "read_ceiling_bytes_per_s": ceiling,
+        "dtype": str(model.dtype),
+        "rows": _rows(model, tokenizer, ceiling, settings),
+    }
+
+
+def _rows(
+    model: jspec.Decoder, tokenizer: jspec.Tokenizer, ceiling: float, settings: Settings
+) -> Iterator[dict[str, Any]]:
     cases = [(1, 2048)] if settings.quick else [(1, 8192), (1, 32768), (32, 8192), (32, 32768)]
     if jax.default_backend() == "cpu" and not settings.quick:
         cases = [(1, 8192)]
-    ceiling = read_ceiling()
-    rows = []
-    for batch, context in cases:
-        prompts = _prompts(tokenizer, batch, context - NEW_TOKENS - 1)
-        prefill_s, state = _prefill(model, prompts)
-        floor_s = _step_bytes(model, prompts) / ceiling
-        plain = None
-        for name, (draft, gamma) in SOURCES.items():
-            config = jspec.StepConfig(gamma, draft)
-            figures, tokens = _decode(model, state, config)
-            plain = (figures, tokens) if plain is None else plain
-            speedup = figures["decode_tokens_per_s"] / plain[0]["decode_tokens_per_s"]
-            row = {"source": name, "gamma": gamma, "batch": batch, "context": context}
-            row |= figures | _marginal(model, state, config)
-            row |= {"speedup": speedup, "read_floor_ms": floor_s * 1e3}
-            row |= {"prefill_tokens_per_s": sum(map(len, prompts)) / prefill_s}
-            row |= _check(model, prompts, tokens, plain[1])
-            if not settings.check:
-                row["checked"] = None
-            rows.append(row)
-            print(*(f"{k}={row[k]}" for k in SHOWN), flush=True)
-        del state
-    return {"read_ceiling_bytes_per_s": ceiling, "dtype": str(model.dtype), "rows": rows}
+    with bar("step", len(cases) * len(SOURCES)) as advance:
+        for batch, context in cases:
+            prompts = _prompts(tokenizer, batch, context - NEW_TOKENS - 1)
+            prefill_s, state = _prefill(model, prompts)
+            floor_s = _step_bytes(model, prompts) / ceiling
+            plain = None
+            for name, (draft, gamma) in SOURCES.items():
+                config = jspec.StepConfig(gamma, draft)
+                figures, tokens = _decode(model, state, config)
+                plain = (figures, tokens) if plain is None else plain
+                speedup = figures["decode_tokens_per_s"] / plain[0]["decode_tokens_per_s"]
+                row = {"source": name, "gamma": gamma, "batch": batch, "context": context}
+                row |= figures | _marginal(model, state, config)
+                row |= {"speedup": speedup, "read_floor_ms": floor_s * 1e3}
+                row |= {"prefill_tokens_per_s": sum(map(len, prompts)) / prefill_s}
+                row |= _check(model, prompts, tokens, plain[1])
+                if not settings.check:
+                    row["checked"] = None
+                yield row
+                advance()
+            del state
 
 
 def _prompts(tokenizer: jspec.Tokenizer, batch: int, length: int) -> list[list[int]]:

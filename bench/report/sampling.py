@@ -8,7 +8,7 @@ from bench import regret
 from bench.ceilings import bandwidth
 from bench.point import best_clock
 from bench.report.ceilings import rates
-from bench.report.text import absent, header, names, paragraphs, picture, table, time
+from bench.report.text import absent, header, loops, names, paragraphs, picture, table, time
 
 OPERATION = "verify_stochastic"
 
@@ -36,6 +36,12 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         table(("draft", "L2", "B", "V", "floor", *everyone), rows, left=2),
         picture(pictures, "sampling-vocabulary", "time against vocabulary"),
         _choice(result),
+        loops(
+            result,
+            ("B", "V", "draft"),
+            "Each step draws from the same logits with other random numbers: the next tokens are "
+            "the positions of the step that follows.",
+        ),
         rates(result["ceilings"]),
         absent(result),
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench.point import Row, Spread, best_clock
+from bench.point import Row, Spread, best_clock, spread
 from bench.table import number
 
 CLOCKS = (
-    "*Device* time is the sum of a call's kernels as CUPTI records them; *wall* is from Python's "
-    "call to outputs that are there; *step* is what one more step costs inside a jitted loop, "
-    "above a step that only counts. All are medians in microseconds, with the 10th and 90th "
+    "*Device* time is the sum of a call's kernels as CUPTI records them, without what lies between "
+    "them and without the driver's fills and copies; *wall* is from Python's call to outputs that "
+    "are there; *step* is what one more step costs inside a jitted loop, above a step that only "
+    "counts, everything included. All are medians in microseconds, with the 10th and 90th "
     "percentile in brackets where there is room. No output was timed that had not been checked."
 )
 
@@ -32,6 +33,23 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int =
     rule = ["---" if i < left else "---:" for i in range(len(headings))]
     lines = [headings, rule, *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def loops(result: dict[str, Any], columns: Sequence[str], words: str) -> str:
+    """What a step costs in a jitted loop, of every row that says, beside the row's other clocks."""
+    rows = [
+        (
+            row["name"],
+            *(str(row["case"][column]) for column in columns),
+            *(time(spread(row, "device")), time(spread(row, "step"), spread=True)),
+            time(spread(row, "wall")),
+        )
+        for row in result["rows"]
+        if spread(row, "step") is not None
+    ]
+    headings = ("", *columns, "device", "step", "wall")
+    own = f"### Inside a jitted loop\n\n{words}\n\n" + table(headings, rows)
+    return own if rows else ""
 
 
 def picture(pictures: dict[str, str], name: str, words: str) -> str:

@@ -9,6 +9,7 @@ from bench.point import spread
 from bench.report.text import (
     absent,
     header,
+    loops,
     median,
     names,
     paragraphs,
@@ -41,7 +42,13 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         picture(pictures, "verify-ablation", "the point of largest divergence"),
         picture(pictures, "verify-speedup", "the ballot kernel over the naive one"),
         _beyond(result),
-        _steps(result),
+        loops(
+            result,
+            ("B", "gamma"),
+            "At alpha 0.6. Each step is a verification whose draft lengths are the accepted counts "
+            "of the one before; XLA moves out of the loop what of its own code does not depend on "
+            "them.",
+        ),
         _regret(result),
         absent(result),
     )
@@ -141,28 +148,6 @@ def _beyond(result: dict[str, Any]) -> str:
             if any(cells):
                 rows.append((str(batch), str(gamma), *cells))
     return "### Other batches\n\nAt alpha=0.9.\n\n" + table(("B", "gamma", *everyone), rows, left=0)
-
-
-def _steps(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            row["name"],
-            str(row["case"]["B"]),
-            str(row["case"]["gamma"]),
-            time(spread(row, "device")),
-            time(spread(row, "step"), spread=True),
-            time(spread(row, "wall")),
-        )
-        for row in result["rows"]
-        if spread(row, "step") is not None
-    ]
-    headings = ("", "B", "gamma", "device", "step", "wall")
-    words = (
-        "At alpha 0.6. Each step is a verification whose draft lengths are the accepted counts of "
-        "the one before; XLA moves out of the loop what of its own code does not depend on "
-        "them.\n\n"
-    )
-    return "" if not rows else "### Inside a jitted loop\n\n" + words + table(headings, rows)
 
 
 def _regret(result: dict[str, Any]) -> str:

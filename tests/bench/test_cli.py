@@ -137,6 +137,26 @@ def test_an_interrupted_run_keeps_what_it_measured(monkeypatch, capsys, tmp_path
     assert [row["case"]["B"] for row in result["rows"]] == [2]
 
 
+def test_an_interrupted_decoding_keeps_what_it_measured(monkeypatch, tmp_path):
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            command._interrupt(signal.SIGTERM, None)
+        return {"decode_tokens_per_s": 2.0, "mean_accepted_length": 1.0}, [(1, 2)]
+
+    monkeypatch.setattr(command, "_INTERRUPTED", threading.Event())
+    monkeypatch.setattr(step, "_decode", interrupted)
+    monkeypatch.setattr(step, "_prompts", lambda *arguments: [[1, 2, 3]])
+    monkeypatch.setattr(step, "_marginal", lambda *arguments: {"step_ms": 0.5})
+    path = tmp_path / "result.json"
+    assert main(["step", "--quick", "--json", str(path)]) == 130
+    result = json.loads(path.read_text())
+    assert result["interrupted"]
+    assert [row["source"] for row in result["rows"]] == ["none"]
+
+
 def test_an_unknown_backend_lists_the_known_ones(capsys):
     with pytest.raises(SystemExit) as error:
         main(["verify", "--backend", "cuba"])

@@ -1,13 +1,16 @@
 """The clocks: what each counts, with a recorder in the place of CUPTI."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 
-from bench import clocks, point, workload
+from bench import clocks, point, sampling, verify, workload
 from bench.clocks import DeviceClock
 from bench.program import Program, Source, compile_all, shapes, sources
 from bench.settings import Settings
+from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 
 
@@ -83,12 +86,33 @@ def test_a_loop_repeats_the_verification_and_feeds_it_its_own_accepted_counts():
         return VERIFY_GREEDY(*arguments)
 
     source = Source(counting, shapes(tokens.inputs))
-    for count, loop in zip(clocks.LENGTHS, clocks.loops(source), strict=True):
+    for count, loop in zip(clocks.LENGTHS, clocks.loops(source, verify.FEED), strict=True):
         seen.clear()
         outputs = jax.jit(loop.function)(*tokens.inputs)
         jax.effects_barrier()
         assert seen == [[8] * 5] + [tokens.accepted.tolist()] * count
         np.testing.assert_array_equal(outputs[0], tokens.accepted)
+
+
+def test_a_loop_draws_each_step_at_the_positions_that_the_one_before_drew(monkeypatch):
+    monkeypatch.setattr(clocks, "LENGTHS", (6, 12))
+    monkeypatch.setattr(clocks, "UNROLL", 2)
+    _, arguments = sampling._inputs((3, 40, "one-hot"))
+    seen = []
+
+    def counting(*arguments):
+        jax.debug.callback(lambda x: seen.append(x.tolist()), arguments[5])
+        return VERIFY_STOCHASTIC(*arguments, **sampling.STATIC)
+
+    loop = clocks.loops(Source(counting, shapes(arguments)), sampling.FEED)[0]
+    jax.jit(loop.function)(*arguments)
+    jax.effects_barrier()
+    drawn = jax.jit(partial(VERIFY_STOCHASTIC, **sampling.STATIC))
+    expected = [arguments[5]]
+    for _ in range(clocks.LENGTHS[0]):
+        expected.append(drawn(*arguments[:5], expected[-1], *arguments[6:])[3])
+    assert seen == [x.tolist() for x in expected]
+    assert len(set(map(tuple, seen))) > 1
 
 
 def test_step_time_is_the_difference_of_two_loops(monkeypatch):
