@@ -23,7 +23,7 @@ COLUMNS = ("B", "V", "draft", "l2")
 GAMMA = 5
 STATES = ("warm", "cold")
 STATIC = {"filtered": False, "axis_name": None}
-LOOPED = tuple(itertools.product((1, 32), (128256,), ("one-hot", "logits")))  # by the step clock
+LOOPED = ((32, 128256, "one-hot"), (32, 128256, "logits"))  # where the step clock runs too
 FEED = (3, 5)  # next tokens as the next positions: other random numbers for the same logits
 Case = tuple[int, int, str]  # batch, vocabulary, draft: "one-hot" or "logits"
 
@@ -66,7 +66,9 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
                 moved=logits.target.nbytes + draft_bytes,
             )
             if case in LOOPED and settings.check and point.DEVICE.reason is None:
-                clock.add(rows, VERIFY_STOCHASTIC, arguments, FEED, **STATIC)
+                # XLA moves out of the loop what stays the same of its own code: here, the sums.
+                kernels = [row for row in rows if row["name"] != "xla"]
+                clock.add(kernels, VERIFY_STOCHASTIC, arguments, FEED, **STATIC)
             yield from rows
             del arguments, check, here, rows  # before the next case takes its memory
             advance()

@@ -235,7 +235,9 @@ def _panels(
             axis.plot(xs, ys, style, marker=".", color=colour, label=name)
         axis.set(title=title, xlabel=xlabel, xscale=scales[0], yscale=scales[1])
         ticks = sorted({x for line in lines.values() for x, _ in line})
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=7)
+        labels = [f"{tick:g}" for tick in ticks]
+        slant = 45 if max(map(len, labels)) > 4 else 0
+        axis.set_xticks(ticks, labels, fontsize=7, rotation=slant)
         axis.minorticks_off()
         if scales[1] == "log":
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -40,7 +40,8 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
             result,
             ("B", "V", "draft"),
             "Each step draws from the same logits with other random numbers: the next tokens are "
-            "the positions of the step that follows.",
+            "the positions of the step that follows. XLA is left out: what stays the same of its "
+            "own code, the sums, it moves out of the loop.",
         ),
         rates(result["ceilings"]),
         absent(result),
