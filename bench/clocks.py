@@ -250,23 +250,19 @@ class StepClock:
         for row in rows:
             if row["checked"]:
                 here.setdefault(row["name"], row)
-        wanted = {}
         found = sources(operation, shapes(arguments), self._settings, **static)
-        for name, source in found.items():
-            if name in here and isinstance(source, Source):
-                short, long = loops(source, feed)
-                wanted |= {(name, "short"): short, (name, "long"): long}
+        pairs = {
+            name: loops(source, feed)
+            for name, source in found.items()
+            if name in here and isinstance(source, Source)
+        }
+        wanted = {(i, name): loop for name, pair in pairs.items() for i, loop in enumerate(pair)}
         compiled = compile_all("loops", wanted)
-        for name in {name for name, _ in wanted}:
-            calls = [
-                partial(loop, *arguments)
-                for which in ("short", "long")
-                if not isinstance(loop := compiled[name, which], Absent)
-            ]
-            if len(calls) == 2:
-                here[name]["step_ns"] = step(
-                    *calls, empty=self._empty, repeats=self._settings.repeats
-                )
+        for name in pairs:
+            short, long = compiled[0, name], compiled[1, name]
+            if not isinstance(short, Absent) and not isinstance(long, Absent):
+                calls = partial(short, *arguments), partial(long, *arguments)
+                here[name]["step_ns"] = step(*calls, self._empty, self._settings.repeats)
 
     @cached_property
     def _empty(self) -> float:

@@ -15,8 +15,8 @@ from jspec.typing import Array
 def layout(draft_tokens: Array, rows: Array) -> Layout:
     """The layout of `jspec.verify_and_pack`.
 
-    Counting in each block spares a launch and the wait for it, 1.2 us on an H100, and costs half
-    of that for each pass over the tokens: 8 warps take 512 positions in two passes where a row has
+    Counting in each block spares a launch and the wait for it, and costs, on an H100, half of
+    that for each pass over the tokens: 8 warps take 512 positions in two passes where a row has
     fewer than 32, and 32 rows in one where it has more.
     """
     batch, gamma = draft_tokens.shape

@@ -91,8 +91,8 @@ def _two_steps(*arguments: Array) -> tuple[Array, ...]:
 def _preference(platform: str, draft_tokens: Array, *rest: Array) -> tuple[str, ...]:
     """By device time on an H100.
 
-    One launch spares 1.2 us, but each of its programs counts for itself what goes before its rows:
-    more work for more programs the more tokens there are.
+    One launch spares another, but each of its programs counts for itself what goes before its
+    rows: more work for more programs the more tokens there are.
     """
     if platform != "gpu":
         return ("xla",)

@@ -43,7 +43,7 @@ def triton_call(
 
     The kernel gets pointers to ``arrays``, then to the arrays it returns, which are as ``out``
     says, and ``constants`` as its ``tl.constexpr`` parameters. Before jax-triton 0.4, XLA takes no
-    such call into a command buffer: in a jitted loop it costs the host 5 us more.
+    such call into a command buffer: in a jitted loop it costs the host a launch each time.
     """
     import jax_triton  # pyright: ignore[reportMissingImports]
 

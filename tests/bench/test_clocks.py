@@ -129,6 +129,20 @@ def test_step_time_is_the_difference_of_two_loops(monkeypatch):
     assert samples == [20] * 6
 
 
+@pytest.mark.parametrize("checked", [True, None], ids=["checked", "unchecked"])
+def test_the_step_clock_times_each_backend_that_was_right_once(monkeypatch, checked):
+    monkeypatch.setattr(clocks, "LENGTHS", (2, 4))
+    arguments = tuple(map(jax.device_put, workload.make_tokens(2, 4, 0.5).inputs))
+    settings = Settings(only=("xla",), quick=True)
+    rows = [
+        point.row("verify_greedy", {"l2": l2}, name, checked=checked)
+        for l2, name in [("warm", "xla"), ("cold", "xla"), ("warm", "torch")]
+    ]
+    clocks.StepClock(settings).add(rows, VERIFY_GREEDY, arguments, verify.FEED)
+    counts = [len(row.get("step_ns", ())) for row in rows]
+    assert counts == ([settings.repeats, 0, 0] if checked else [0, 0, 0])
+
+
 def test_spread_is_in_microseconds():
     found = point.spread({"wall_ns": list(range(1000, 12000, 1000))}, "wall")
     assert found == point.Spread(6.0, 2.0, 10.0)
