@@ -15,7 +15,7 @@ from bench import ceilings, point, regret, rivals, table, workload
 from bench.clocks import StepClock
 from bench.program import Absent, bound, chosen, compile_all, shapes, sources
 from bench.settings import Settings, bar
-from jspec.ops.sample import Role, Rows, settings_of, uniform
+from jspec.ops.sample import Role, Sampling, settings_of, uniform
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 
 TITLE = "stochastic verification: every backend, FlashInfer, and PyTorch's softmax and rejection"
@@ -103,7 +103,7 @@ def _inputs(case: Case) -> tuple[workload.Logits, tuple[Any, ...]]:
     logits = workload.make_logits(batch, GAMMA, vocabulary, one_hot=draft == "one-hot")
     lengths, stops = np.full(batch, GAMMA, np.int32), np.full((batch, 1), -1, np.int32)
     positions = np.arange(batch, dtype=np.int32) * 100
-    rows = Rows(
+    rows = Sampling(
         temperature=jnp.ones(batch, jnp.float32),
         top_k=jnp.zeros(batch, jnp.int32),
         top_p=jnp.ones(batch, jnp.float32),

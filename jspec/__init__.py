@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jspec.ops.attention import attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
     from jspec.ops.pack import Packed, pack
-    from jspec.ops.sample import Rows
+    from jspec.ops.sample import Sampling
     from jspec.ops.stochastic import verify_stochastic
     from jspec.ops.verify import Verified, verify_greedy
 
@@ -63,7 +63,7 @@ _HOMES = {
     "jspec.ops.attention": ["attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
     "jspec.ops.pack": ["Packed", "pack"],
-    "jspec.ops.sample": ["Rows"],
+    "jspec.ops.sample": ["Sampling"],
     "jspec.ops.stochastic": ["verify_stochastic"],
     "jspec.ops.verify": ["Verified", "verify_greedy"],
 }
@@ -82,7 +82,7 @@ __all__ = [
     "NgramDraft",
     "Packed",
     "RopeScaling",
-    "Rows",
+    "Sampling",
     "SamplingParams",
     "Stats",
     "StepConfig",

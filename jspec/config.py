@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-Sampling = Literal["greedy", "sampled", "filtered"]
+SamplingMode = Literal["greedy", "sampled", "filtered"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -128,7 +128,7 @@ class SamplingParams:
         )
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingMode:
         """The least machinery that serves this request."""
         if self.temperature == 0:
             return "greedy"
@@ -190,7 +190,7 @@ class StepConfig:
 
     gamma: int = 4
     draft: Draft | None = StreamDraft()
-    sampling: Sampling = "greedy"
+    sampling: SamplingMode = "greedy"
     attention: str | None = None
     implementation: str | None = None
 

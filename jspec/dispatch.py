@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +12,40 @@ import jax
 
 class BackendError(ValueError):
     """A backend that was asked for by name, or every backend of an operation, refused."""
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Backends(Mapping[str, str]):
+    """Which backend serves which operation, as in ``Backends(verify_greedy="cuda")``.
+
+    A frozen, hashable map from an operation's name to a backend's; an operation that is not named
+    takes its best one. Names are checked where the map is used: `check` says what there is.
+    """
+
+    _named: tuple[tuple[str, str], ...]
+
+    def __init__(self, named: Mapping[str, str] | None = None, /, **more: str):
+        pairs = {**(named or {}), **more}
+        object.__setattr__(self, "_named", tuple(sorted(pairs.items())))
+
+    def __getitem__(self, operation: str) -> str:
+        return dict(self._named)[operation]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self._named))
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def check(self, operations: Iterable[Operation]) -> None:
+        """Raise `BackendError` for a name that is none of ``operations`` or of their backends."""
+        known = {operation.name: operation for operation in operations}
+        for name, backend in self._named:
+            if name not in known:
+                raise BackendError(
+                    f"there is no operation {name!r}; name one of {', '.join(known)}"
+                )
+            known[name].check(backend)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jspec.models.bundled import bundled_path
 from jspec.ops.attention import attention, implementations
 from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
 from jspec.ops.pack import PACK
-from jspec.ops.sample import SAMPLE, Role, Rows, settings_of
+from jspec.ops.sample import SAMPLE, Role, Sampling, settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.typing import Array
@@ -138,7 +138,7 @@ def _calls() -> list[Call]:
     held = jnp.array([1, 3], jnp.int32)
     certain = 40 * jax.nn.one_hot(target, 30)
     ones, zeros = jnp.ones(2), jnp.zeros(2, jnp.int32)
-    settings = settings_of(Rows(ones, zeros, ones, 0 * ones, zeros.astype(jnp.uint32)))
+    settings = settings_of(Sampling(ones, zeros, ones, 0 * ones, zeros.astype(jnp.uint32)))
     unsharded = {"filtered": False, "axis_name": None}
     return [
         Call(VERIFY_GREEDY, tokens),

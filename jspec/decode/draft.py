@@ -72,7 +72,7 @@ def _autoregressive(
             return (token, cache), (token, None)
         token = sample(
             logits[:, None],
-            state.rows,
+            state.sampling,
             positions[:, None],
             Role.DRAFT,
             filtered=config.sampling == "filtered",

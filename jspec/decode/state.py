@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import KVCache, dense
-from jspec.config import ModelConfig, Sampling, SamplingParams
-from jspec.ops.sample import Rows
+from jspec.config import ModelConfig, SamplingMode, SamplingParams
+from jspec.ops.sample import Sampling
 from jspec.typing import Array, Model
 
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
@@ -40,8 +40,8 @@ class DecodeState:
 
     ``cache``: the target's; it holds every known token of a row but the last, which the next step
     feeds. ``tokens`` int32 ``[B, S]``: prompt and committed tokens, -1 behind them. ``limits``
-    int32 ``[B]``: most tokens a row may know, prompt included. ``done`` bool ``[B]``. ``rows``:
-    sampling settings. ``stop_tokens`` int32 ``[B, M]``, -1 for none. ``draft_limits`` int32
+    int32 ``[B]``: most tokens a row may know, prompt included. ``done`` bool ``[B]``. ``sampling``:
+    settings. ``stop_tokens`` int32 ``[B, M]``, -1 for none. ``draft_limits`` int32
     ``[B]``. ``draft_cache``: a separate draft model's, or None.
     """
 
@@ -49,7 +49,7 @@ class DecodeState:
     tokens: Array
     limits: Array
     done: Array
-    rows: Rows
+    sampling: Sampling
     stop_tokens: Array
     draft_limits: Array
     draft_cache: KVCache | None = None
@@ -60,7 +60,7 @@ class DecodeState:
         return self.cache.lengths + 1
 
 
-def least_sampling(params: Sequence[SamplingParams]) -> Sampling:
+def least_sampling(params: Sequence[SamplingParams]) -> SamplingMode:
     """The least machinery that serves every request of a batch."""
     kinds = {p.sampling for p in params}
     return next(k for k in ("filtered", "sampled", "greedy") if k in kinds)
@@ -109,7 +109,7 @@ def start(
         tokens=jnp.asarray(tokens),
         limits=jnp.asarray(limits),
         done=jnp.zeros((len(prompts),), bool),
-        rows=_rows(params),
+        sampling=sampling_of(params),
         stop_tokens=jnp.asarray(_padded(stops, max(1, *map(len, stops)))[0]),
         draft_limits=jnp.asarray(
             [no_limit if p.draft_limit is None else p.draft_limit for p in params], jnp.int32
@@ -178,11 +178,13 @@ def _padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.n
     return out, np.array([len(row) for row in rows], np.int32)
 
 
-def _rows(params: Sequence[SamplingParams]) -> Rows:
+def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
+    """The settings of a batch of requests, as arrays."""
+
     def column(name: str, dtype) -> Array:
         return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
 
-    return Rows(
+    return Sampling(
         temperature=column("temperature", np.float32),
         top_k=column("top_k", np.int32),
         top_p=column("top_p", np.float32),

@@ -81,7 +81,7 @@ def _verify(
         logits,
         drafted.lengths,
         state.stop_tokens,
-        state.rows,
+        state.sampling,
         state.lengths,
         draft_logits=drafted.logits,
         filtered=config.sampling == "filtered",

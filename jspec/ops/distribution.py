@@ -37,7 +37,7 @@ class Settings(NamedTuple):
     """How rows sample, as backends get it, so that each starts from the same bits.
 
     ``rate`` float32 ``[B]``: log2(e) / temperature to 16 bits, 0 for a greedy row; the rest as in
-    `jspec.ops.sample.Rows`. ``top_p`` and ``min_p`` count in units of 2**-30, rounded down.
+    `jspec.ops.sample.Sampling`. ``top_p`` and ``min_p`` count in units of 2**-30, rounded down.
     """
 
     rate: Array

@@ -31,7 +31,7 @@ class Role(enum.IntEnum):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Sampling:
     """Sampling settings of each row; meanings as in `jspec.SamplingParams`.
 
     ``temperature``, ``top_p``, ``min_p`` float32 ``[B]``, ``top_k`` int32 ``[B]``, ``seeds`` uint32
@@ -67,23 +67,23 @@ def number(seeds: Array, positions: Array, role: Role) -> Array:
     return (uniform(seeds, positions, role) * 2**23).astype(jnp.uint32)
 
 
-def settings_of(rows: Rows) -> Settings:
-    """``rows`` as backends get them.
+def settings_of(sampling: Sampling) -> Settings:
+    """``sampling`` as backends get them.
 
     A rate has 16 significant bits, so that its product with a bfloat16 logit is exact. So a
     temperature counts as one that differs from it by at most 2**-16 of itself.
     """
-    hot = rows.temperature > 0
-    rate = np.float32(np.log2(np.e)) / jnp.where(hot, rows.temperature, 1)
+    hot = sampling.temperature > 0
+    rate = np.float32(np.log2(np.e)) / jnp.where(hot, sampling.temperature, 1)
     # Within these bounds, so are products with logits up to 2**40 within those of a distribution.
     rate = lax.reduce_precision(jnp.clip(rate, 2.0**-100, 2.0**60), 8, 15)
     rate = jnp.where(hot, rate, 0)
-    return Settings(rate, rows.top_k, rows.top_p, rows.min_p, rows.seeds)
+    return Settings(rate, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seeds)
 
 
 def sample(
     logits: Array,
-    rows: Rows,
+    sampling: Sampling,
     positions: Array,
     role: Role,
     *,
@@ -96,15 +96,15 @@ def sample(
     ``filtered=False`` promises that no row uses top-k, top-p or min-p. ``axis_name``: the axis of
     an enclosing `jax.shard_map` over which V is sharded, everything else being replicated.
     """
-    batch = rows.seeds.shape[0]
+    batch = sampling.seeds.shape[0]
     if logits.ndim != 3 or positions.shape != logits.shape[:2] or logits.shape[0] != batch:
         raise ValueError(
             f"logits {logits.shape} and positions {positions.shape} must be [B, T, V] and [B, T] "
-            f"with B={batch}, as the rows are"
+            f"with B={batch}, as the settings are"
         )
     return SAMPLE(
         logits,
-        settings_of(rows),
+        settings_of(sampling),
         positions,
         role=role,
         filtered=filtered,

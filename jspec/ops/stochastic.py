@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jspec.dispatch import Backend, Operation, always, cuda_first
 from jspec.ops import wide
 from jspec.ops.distribution import ONE, WEIGHT, Distribution, Settings, distribution, draw, total
-from jspec.ops.sample import Role, Rows, number, settings_of
+from jspec.ops.sample import Role, Sampling, number, settings_of
 from jspec.ops.verify import Verified, check_draft, commit, leading
 from jspec.ops.vocabulary import Vocabulary
 from jspec.typing import Array
@@ -23,7 +23,7 @@ def verify_stochastic(
     target_logits: Array,
     draft_lengths: Array,
     stop_tokens: Array,
-    rows: Rows,
+    sampling: Sampling,
     positions: Array,
     *,
     draft_logits: Array | None = None,
@@ -33,7 +33,7 @@ def verify_stochastic(
 ) -> Verified:
     """Accept draft tokens by rejection sampling, so that what is committed follows the target.
 
-    As `verify_greedy`, with ``target_logits [B, gamma + 1, V]``; ``rows``: the sampling settings,
+    As `verify_greedy`, with ``target_logits [B, gamma + 1, V]``; ``sampling``: the settings,
     under which both distributions are taken (a row with temperature 0 is verified greedily);
     ``positions`` int32 ``[B]``: absolute position of the first draft token, which keys the random
     numbers; ``draft_logits [B, gamma, V]``: what the draft was drawn from under the same settings,
@@ -52,7 +52,7 @@ def verify_stochastic(
         target_logits,
         draft_lengths,
         stop_tokens,
-        settings_of(rows),
+        settings_of(sampling),
         positions,
         draft_logits,
         filtered=filtered,

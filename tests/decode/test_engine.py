@@ -11,7 +11,7 @@ from flax import nnx
 from jspec.config import ModelDraft, NgramDraft, SamplingParams, StreamDraft
 from jspec.decode.engine import generate
 from jspec.decode.state import start
-from jspec.ops.sample import Rows
+from jspec.ops.sample import Sampling
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import full_logits, prompts
 
@@ -164,14 +164,14 @@ def test_start_fills_the_state(tiny, other):
     assert state.draft_limits.tolist() == [2**31 - 1, 0]
     assert state.cache.capacity == state.draft_cache.capacity == 12
     assert state.cache.lengths.tolist() == state.draft_cache.lengths.tolist() == [2, 0]
-    expected = Rows(
+    expected = Sampling(
         np.array([0.5, 0.0], np.float32),
         np.array([3, 0], np.int32),
         np.array([1.0, 0.5], np.float32),
         np.array([0.0, 0.25], np.float32),
         np.array([9, 0], np.uint32),
     )
-    jax.tree.map(np.testing.assert_array_equal, state.rows, expected)
+    jax.tree.map(np.testing.assert_array_equal, state.sampling, expected)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 256])

@@ -212,14 +212,14 @@ def verify_with(change):
     """The step's verification with changed arguments."""
     right = step_module.verify_stochastic
 
-    def verify(tokens, logits, lengths, stops, rows, positions, *, draft_logits, **static):
+    def verify(tokens, logits, lengths, stops, sampling, positions, *, draft_logits, **static):
         changed = {"positions": positions, "draft_logits": draft_logits, "target_logits": logits}
         changed |= change(**changed)
         return right(
             tokens,
             draft_lengths=lengths,
             stop_tokens=stops,
-            rows=rows,
+            sampling=sampling,
             **static,
             **changed,
         )
@@ -231,9 +231,9 @@ def draft_with(change):
     """The draft's sampling with changed arguments."""
     right = draft_module.sample
 
-    def sample(logits, rows, positions, role, **static):
+    def sample(logits, sampling, positions, role, **static):
         changed = {"logits": logits, "positions": positions} | change(logits, positions)
-        return right(rows=rows, role=role, **static, **changed)
+        return right(sampling=sampling, role=role, **static, **changed)
 
     return draft_module, "sample", sample
 

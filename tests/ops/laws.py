@@ -21,7 +21,7 @@ from jspec.config import SamplingParams
 from jspec.ops import stochastic as stochastic_module
 from jspec.ops import vocabulary as vocabulary_module
 from jspec.ops.distribution import ONE, distribution
-from jspec.ops.sample import Role, Rows, sample, settings_of
+from jspec.ops.sample import Role, Sampling, sample, settings_of
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.vocabulary import Vocabulary
 
@@ -31,14 +31,14 @@ SAMPLED = SamplingParams(temperature=1.0)
 BELOW_ONE = np.float32(1 - 2**-24)
 
 
-def rows_of(params: list[SamplingParams], seeds=None) -> Rows:
-    """The `Rows` of ``params``, one each, with ``seeds`` 0, 1, ... unless given."""
+def sampling_of(params: list[SamplingParams], seeds=None) -> Sampling:
+    """The `Sampling` of ``params``, one each, with ``seeds`` 0, 1, ... unless given."""
     seeds = np.arange(len(params)) if seeds is None else seeds
 
     def column(name, dtype):
         return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
 
-    return Rows(
+    return Sampling(
         column("temperature", np.float32),
         column("top_k", np.int32),
         column("top_p", np.float32),
@@ -50,7 +50,7 @@ def rows_of(params: list[SamplingParams], seeds=None) -> Rows:
 _distribution = jax.jit(distribution, static_argnames=("vocabulary", "filtered"))
 
 
-def probabilities(logits, rows: Rows, *, filtered: bool) -> np.ndarray:
+def probabilities(logits, rows: Sampling, *, filtered: bool) -> np.ndarray:
     """What each row samples from, float64 ``[B, T, V]``, of ``logits [B, T, V]``."""
     size = logits.shape[-1]
     p = _distribution(logits, settings_of(rows), vocabulary=Vocabulary(size), filtered=filtered)
@@ -259,7 +259,7 @@ def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -
     sizes = [group.rows for group in groups]
     count = sum(sizes)
     params = [group.params for group in groups for _ in range(group.rows)]
-    rows = rows_of(params, seed * 10_000_019 + np.arange(count))
+    rows = sampling_of(params, seed * 10_000_019 + np.arange(count))
     lengths = np.repeat([group.length for group in groups], sizes).astype(np.int32)
     filtered = any(group.params.sampling == "filtered" for group in groups)
     first = (np.arange(count) % 50).astype(np.int32)
@@ -318,7 +318,7 @@ def check_forced(toy: Toy, u: np.float32) -> None:
     vocabulary, gamma = toy.vocabulary, toy.gamma
     drafts = np.array(list(itertools.product(range(vocabulary), repeat=gamma)), np.int32)
     count = len(drafts)
-    rows = rows_of([SAMPLED] * count)
+    rows = sampling_of([SAMPLED] * count)
     target_logits = np.stack(
         [toy.target[t][tuple(drafts[:, :t].T)] * np.ones((count, 1)) for t in range(gamma + 1)], 1
     ).astype(np.float32)

@@ -28,7 +28,7 @@ from tests.ops.laws import (
     fresh_verify,
     make_toy,
     probabilities,
-    rows_of,
+    sampling_of,
     verify,
 )
 from tests.ops.test_verify import assert_outcomes, cut, int32
@@ -46,7 +46,7 @@ def random_verification(filtered_rows: list[SamplingParams], *, gamma=3, vocabul
         ),
         "draft_lengths": int32(rng.integers(0, gamma + 1, count)),
         "stop_tokens": jnp.full((count, 1), -1, jnp.int32),
-        "rows": rows_of(filtered_rows),
+        "sampling": sampling_of(filtered_rows),
         "positions": int32(rng.integers(0, 100, count)),
     }
 
@@ -130,7 +130,7 @@ def test_an_empty_residual_leaves_the_target(monkeypatch):
     )
     args = random_verification([SAMPLED] * 50) | {"draft_lengths": jnp.full((50,), 3, jnp.int32)}
     got = fresh_verify()(**args, draft_logits=args["target_logits"][:, :3], filtered=False)
-    p = probabilities(args["target_logits"], args["rows"], filtered=False)[:, 0]
+    p = probabilities(args["target_logits"], args["sampling"], filtered=False)[:, 0]
     assert not got.accepted.any()
     np.testing.assert_array_equal(got.next_token, (p.cumsum(axis=-1) <= 0.6).sum(axis=-1))
 
@@ -230,4 +230,4 @@ def test_bad_shapes_are_refused(change, message):
         for name, shape in (shapes | change).items()
     }
     with pytest.raises(ValueError, match=message):
-        verify_stochastic(**arrays, rows=rows_of([SAMPLED] * 2))
+        verify_stochastic(**arrays, sampling=sampling_of([SAMPLED] * 2))

@@ -25,7 +25,7 @@ from tests.ops.laws import (
     filtered_law,
     probabilities,
     rate_of,
-    rows_of,
+    sampling_of,
 )
 
 # --- uniform ---------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def tied_logits(vocabulary: int) -> np.ndarray:
 def test_filters_follow_their_definition():
     """A token is lost where its mass is below the units of 2**-26 alone."""
     logits = tied_logits(37)
-    got = probabilities(jnp.asarray(logits), rows_of(SETTINGS), filtered=True)
+    got = probabilities(jnp.asarray(logits), sampling_of(SETTINGS), filtered=True)
     for row, params in enumerate(SETTINGS):
         for t in range(2):
             expected = filtered_law(logits[row, t], params)
@@ -122,7 +122,7 @@ def test_filters_follow_their_definition():
 
 
 def kept(logits: list[float], **settings) -> list[int]:
-    rows = rows_of([SamplingParams(**{"temperature": 1.0, **settings})])
+    rows = sampling_of([SamplingParams(**{"temperature": 1.0, **settings})])
     weights = probabilities(jnp.asarray(logits, jnp.float32)[None, None], rows, filtered=True)
     return np.flatnonzero(weights[0, 0]).tolist()
 
@@ -149,13 +149,15 @@ def test_filters_come_after_the_temperature():
 def test_rows_without_filters_are_the_same_bits_in_a_filtered_batch():
     params = [p for p in SETTINGS if p.sampling != "filtered"]
     logits = jnp.asarray(tied_logits(37)[: len(params)] * 1.37)
-    plain, filtered = (probabilities(logits, rows_of(params), filtered=f) for f in (False, True))
+    plain, filtered = (
+        probabilities(logits, sampling_of(params), filtered=f) for f in (False, True)
+    )
     assert len(params) > 20
     np.testing.assert_array_equal(plain, filtered)
 
 
 def test_temperature_zero_takes_the_first_largest():
-    rows = rows_of([SamplingParams(top_k=3)])
+    rows = sampling_of([SamplingParams(top_k=3)])
     weights = probabilities(jnp.asarray([[[1.0, 5.0, 5.0, 0.0]]]), rows, filtered=True)
     np.testing.assert_array_equal(weights[0, 0], [0, 1, 0, 0])
 
@@ -164,7 +166,7 @@ def test_temperature_zero_takes_the_first_largest():
 def test_extreme_temperatures_stay_finite(filtered):
     params = [SamplingParams(temperature=t) for t in (1e-45, 2e-38, 1e-30, 1e38)]
     logits = jnp.tile(jnp.asarray([[30.0, -40.0, 20.0, 30.0]]), (4, 1))[:, None]
-    weights = probabilities(logits, rows_of(params), filtered=filtered)[:, 0]
+    weights = probabilities(logits, sampling_of(params), filtered=filtered)[:, 0]
     np.testing.assert_array_equal(weights[1:3], [[0.5, 0, 0, 0.5]] * 2)
     np.testing.assert_allclose(weights[3], 0.25, rtol=1e-6)
     np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-6)
@@ -173,7 +175,7 @@ def test_extreme_temperatures_stay_finite(filtered):
 def test_minus_infinity_has_no_mass():
     weights = probabilities(
         jnp.asarray([[[-np.inf, 0.0, -np.inf, 0.0]]]),
-        rows_of([SamplingParams(temperature=0.7, top_k=3)]),
+        sampling_of([SamplingParams(temperature=0.7, top_k=3)]),
         filtered=True,
     )
     np.testing.assert_array_equal(weights[0, 0], [0, 0.5, 0, 0.5])
@@ -186,7 +188,7 @@ def test_logits_that_are_no_numbers():
     logits[1, 0, [7, 2050]] = np.inf
     logits[2] = -np.inf
     logits[3, 0, 5:] = -np.inf
-    got = probabilities(jnp.asarray(logits), rows_of([SAMPLED] * 4), filtered=False)[:, 0]
+    got = probabilities(jnp.asarray(logits), sampling_of([SAMPLED] * 4), filtered=False)[:, 0]
     np.testing.assert_allclose(got[0], np.where(np.isnan(logits[0, 0]), 0, 1 / 2098), atol=2**-29)
     np.testing.assert_array_equal(np.flatnonzero(got[1]), [7, 2050])
     assert not got[2].any()
@@ -194,7 +196,7 @@ def test_logits_that_are_no_numbers():
     for params in (SAMPLED, GREEDY):
         positions = jnp.zeros((4, 1), jnp.int32)
         token = sample(
-            jnp.asarray(logits), rows_of([params] * 4), positions, Role.BONUS, filtered=False
+            jnp.asarray(logits), sampling_of([params] * 4), positions, Role.BONUS, filtered=False
         )
         assert token[2, 0] == 0
 
@@ -205,7 +207,7 @@ def test_minus_infinity_is_nothing_beside_any_number(vocabulary):
     logits = np.full((3, 1, vocabulary), -np.inf, np.float32)
     logits[:, 0, 5] = [-3e38, 0, 3e38]
     for temperature in (1e-30, 1.0, 1e38):
-        rows = rows_of([SamplingParams(temperature=temperature)] * 3)
+        rows = sampling_of([SamplingParams(temperature=temperature)] * 3)
         got = probabilities(jnp.asarray(logits), rows, filtered=False)[:, 0]
         expected = np.tile(np.arange(vocabulary) == 5, (3, 1))
         np.testing.assert_array_equal(got > 0, expected)
@@ -251,7 +253,7 @@ def test_exp2_has_the_bits_of_a_float32_kernel():
 def test_a_rate_times_a_bfloat16_is_exact():
     """For any temperature, which is met to 2**-16 of itself; beyond the bounds, these serve."""
     temperature = np.concatenate([np.geomspace(1e-17, 1e30, 999), [1e-30, 1e38, 0]])
-    rows = rows_of([SamplingParams(temperature=t) for t in temperature])
+    rows = sampling_of([SamplingParams(temperature=t) for t in temperature])
     rate = np.asarray(settings_of(rows).rate, np.float64)
     np.testing.assert_allclose(rate[:-3] * temperature[:-3], np.log2(np.e), rtol=1.01 * 2**-16)
     np.testing.assert_array_equal(rate[-3:], [2.0**60, 2.0**-100, 0])
@@ -289,7 +291,7 @@ def test_a_draw_is_a_search_in_the_sums(vocabulary):
 def test_a_draw_from_scaled_tiles_is_near_the_float64_one():
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((256, 1, 2600)) * 3 + np.arange(2600) / 600
-    rows = rows_of([SAMPLED] * 256)
+    rows = sampling_of([SAMPLED] * 256)
     vocabulary = Vocabulary(2600)
     p = distribution(
         jnp.asarray(logits, jnp.float32), settings_of(rows), vocabulary, filtered=False
@@ -343,7 +345,7 @@ def test_sample_draws_from_the_filtered_law(monkeypatch):
         SamplingParams(temperature=1.5, top_k=4, top_p=0.9, min_p=0.1),
     ]
     half = 100_000
-    rows = rows_of([p for p in params for _ in range(half)])
+    rows = sampling_of([p for p in params for _ in range(half)])
     stacked = jnp.tile(jnp.asarray(logits), (2 * half, 1, 1))
     positions = jnp.full((2 * half, 1), 9, jnp.int32)
     monkeypatch.setattr(module, "TILE", 4)

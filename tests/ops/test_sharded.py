@@ -14,7 +14,7 @@ from jspec.ops import vocabulary as module
 from jspec.ops.sample import Role, sample
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified
-from tests.ops.laws import GREEDY, SAMPLED, rows_of
+from tests.ops.laws import GREEDY, SAMPLED, sampling_of
 from tests.ops.test_stochastic import FILTERS, GAMMA, PLAIN, drafted
 
 DEVICES = jax.device_count()
@@ -73,7 +73,7 @@ def test_logits_that_are_no_numbers_sharded():
     logits[30:] = -np.inf
     args = {
         "logits": jnp.asarray(logits),
-        "rows": rows_of([SAMPLED, GREEDY] * 20),
+        "sampling": sampling_of([SAMPLED, GREEDY] * 20),
         "positions": jnp.zeros((40, 1), jnp.int32),
     }
     draw = functools.partial(sample, role=Role.DRAFT, filtered=False)

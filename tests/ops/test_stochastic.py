@@ -13,7 +13,7 @@ from jspec.dispatch import BackendError
 from jspec.ops.sample import SAMPLE, Role, sample, settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC, verify_stochastic
 from jspec.ops.verify import Verified
-from tests.ops.laws import GREEDY, SAMPLED, rows_of
+from tests.ops.laws import GREEDY, SAMPLED, sampling_of
 
 GAMMA = 3
 FILTERS = [
@@ -43,7 +43,9 @@ def drafted(
     target[:, :, rng.permutation(vocabulary)[:5]] += 3 + np.log(vocabulary)
     draft = target[:, :GAMMA] + 0.5 * rng.standard_normal((count, GAMMA, vocabulary))
     target[rng.random(target.shape) < 0.02] = -np.inf
-    rows = rows_of([params[i % len(params)] for i in range(count)], rng.integers(0, 2**32, count))
+    rows = sampling_of(
+        [params[i % len(params)] for i in range(count)], rng.integers(0, 2**32, count)
+    )
     draft, target = jnp.asarray(draft, jnp.bfloat16), jnp.asarray(target, jnp.dtype(dtype))
     positions = jnp.asarray(rng.integers(0, 1000, count), jnp.int32)
     where = positions[:, None] + jnp.arange(GAMMA)[None]
@@ -58,7 +60,7 @@ def drafted(
         "target_logits": target,
         "draft_lengths": jnp.asarray(lengths, jnp.int32),
         "stop_tokens": jnp.asarray(stops, jnp.int32),
-        "rows": rows,
+        "sampling": rows,
         "positions": positions,
     }
     return out if one_hot else out | {"draft_logits": draft}
@@ -73,7 +75,7 @@ def kernels(operation) -> pytest.MarkDecorator:
 def by(function, backend: str, **settings):
     """``function`` jitted, by one backend; a skip where it cannot run at all."""
     logits, tokens = jnp.zeros((1, 1, 4)), jnp.zeros((1, 1), jnp.int32)
-    of_rows = settings_of(rows_of([SAMPLED]))
+    of_rows = settings_of(sampling_of([SAMPLED]))
     if function is sample:
         reason = SAMPLE.backend(backend).supports(logits, of_rows, tokens, axis_name=None)
     else:
@@ -137,7 +139,7 @@ def test_drawing_is_that_of_the_reference(backend, count, vocabulary, params, dt
     run = by(sample, backend, **settings)
     reference = by(sample, "xla", **settings)
     args = drafted(count, vocabulary, params, one_hot=True, dtype=dtype)
-    logits, rows = args["target_logits"], args["rows"]
+    logits, rows = args["target_logits"], args["sampling"]
     positions = args["positions"][:, None] + jnp.arange(GAMMA + 1)[None]
     for x in (logits, with_holes(logits)):
         expected = reference(x, rows, positions)
@@ -154,7 +156,7 @@ def test_a_million_draws_are_those_of_the_reference(backend, spread):
     settings = {"filtered": False, "role": Role.BONUS}
     run, reference = (by(sample, name, **settings) for name in (backend, "xla"))
     for block in range(1000):
-        rows = rows_of([SAMPLED] * 1000, 1000 * block + np.arange(1000))
+        rows = sampling_of([SAMPLED] * 1000, 1000 * block + np.arange(1000))
         positions = jnp.full((1000, 1), block, jnp.int32)
         expected = reference(logits, rows, positions)
         np.testing.assert_array_equal(run(logits, rows, positions), expected)
@@ -185,7 +187,7 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"positions \(2, 3\) must be .* with B=2"):
         sample(
             args["target_logits"],
-            args["rows"],
+            args["sampling"],
             jnp.zeros((2, 3), jnp.int32),
             Role.BONUS,
             filtered=False,
