@@ -23,7 +23,7 @@ from rich.table import Table
 import jspec
 from bench.machine import read_ceiling
 from bench.settings import Settings, bar
-from jspec.cache import KVCache
+from jspec.cache import Cache, Linear
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.stats import Tally
 
@@ -32,9 +32,9 @@ NEW_TOKENS = 256
 CHUNK = 16  # steps of a program while decoding
 NEAR_TIE = 0.25  # logits apart: what bf16 rounding of a long sum may turn around
 SOURCES = {
-    "none": (None, 0),
-    "ngram": (jspec.NgramDraft(), 8),
-    "stream": (jspec.StreamDraft(), 4),
+    "none": jspec.PLAIN,
+    "ngram": jspec.StepConfig(8, jspec.NgramDraft()),
+    "stream": jspec.StepConfig(4, jspec.SelfDraft(jspec.Streaming())),
 }
 
 
@@ -61,12 +61,11 @@ def _rows(
             prefill_s, state = _prefill(model, prompts)
             floor_s = _step_bytes(model, prompts) / ceiling
             plain = None
-            for name, (draft, gamma) in SOURCES.items():
-                config = jspec.StepConfig(gamma, draft)
+            for name, config in SOURCES.items():
                 figures, tokens = _decode(model, state, config)
                 plain = (figures, tokens) if plain is None else plain
                 speedup = figures["decode_tokens_per_s"] / plain[0]["decode_tokens_per_s"]
-                row = {"source": name, "gamma": gamma, "batch": batch, "context": context}
+                row = {"source": name, "gamma": config.gamma, "batch": batch, "context": context}
                 row |= figures | _marginal(model, state, config)
                 row |= {"speedup": speedup, "read_floor_ms": floor_s * 1e3}
                 row |= {"prefill_tokens_per_s": sum(map(len, prompts)) / prefill_s}
@@ -88,10 +87,10 @@ def _prompts(tokenizer: jspec.Tokenizer, batch: int, length: int) -> list[list[i
 
 def _prefill(model: jspec.Decoder, prompts: list[list[int]]) -> tuple[float, jspec.DecodeState]:
     """Seconds of a prefill whose programs are compiled, and the state it leaves."""
-    params = jspec.SamplingParams(max_new_tokens=NEW_TOKENS)
-    jax.block_until_ready(jspec.start(model, prompts, params))
+    params, longest = jspec.SamplingParams(max_new_tokens=NEW_TOKENS), SOURCES["ngram"]
+    jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
     begin = time.perf_counter()
-    state = jax.block_until_ready(jspec.start(model, prompts, params))
+    state = jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
     return time.perf_counter() - begin, state
 
 
@@ -104,7 +103,7 @@ def _decode(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.StepCo
         begin = time.perf_counter()
         while not ended.all():
             current, record = PROGRAMS(
-                jspec.decode_chunk, model, current, None, config=config, steps=CHUNK
+                jspec.decode_chunk, model, current, config=config, steps=CHUNK
             )
             records.append(jax.device_get(record))
             ended = np.asarray(current.done)
@@ -135,9 +134,7 @@ def _marginal(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.Step
         for steps, samples in seconds.items():
             current = jax.block_until_ready(jax.tree.map(jnp.copy, state))
             begin = time.perf_counter()
-            current, _ = PROGRAMS(
-                jspec.decode_chunk, model, current, None, config=config, steps=steps
-            )
+            current, _ = PROGRAMS(jspec.decode_chunk, model, current, config=config, steps=steps)
             jax.block_until_ready(current.cache.lengths)
             if repeat >= 2:
                 samples.append(time.perf_counter() - begin)
@@ -152,7 +149,8 @@ def _marginal(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.Step
 def _step_bytes(model: jspec.Decoder, prompts: list[list[int]]) -> int:
     """Bytes that a plain step must read: every weight once and every cached token once."""
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model))
-    one = jax.eval_shape(lambda: KVCache.create(model.config, 1, 1, model.dtype))
+    specs = model.config.layers
+    one = jax.eval_shape(lambda: Cache.create(specs, [Linear(1)] * len(specs), 1, model.dtype))
     return weights + sum(map(len, prompts)) * one.nbytes
 
 
@@ -170,7 +168,9 @@ def _check(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]:
             parted.append(([*prompt, *row[:at]], *pairs[at]))
     margins = []
     if parted:
-        state = jspec.start(model, [p[0] for p in parted], jspec.SamplingParams(max_new_tokens=1))
+        state = jspec.start_decoding(
+            model, [p[0] for p in parted], jspec.SamplingParams(max_new_tokens=1)
+        )
         logits = np.asarray(_logits_of_next(model, state))
         for own, (_, a, b) in zip(logits, parted, strict=True):
             margins.append(abs(float(own[a] - own[b])))
@@ -185,9 +185,9 @@ def _check(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]:
 
 @jax.jit
 def _logits_of_next(model: jspec.Decoder, state: jspec.DecodeState) -> jax.Array:
-    last = jnp.take_along_axis(state.tokens, state.cache.lengths[:, None], axis=1)
     positions = state.cache.lengths[:, None]
-    hidden, _ = model(last, positions, jspec.dense(positions), state.cache)
+    attend = jspec.dense_attend(positions)
+    hidden, _ = model(state.last_token[:, None], positions, attend, state.cache)
     return model.logits(hidden)[:, 0]
 
 

@@ -16,10 +16,8 @@ import jspec
 class Shape:
     """What jspec must know of a model."""
 
-    num_layers: int = 2
-    num_kv_heads: int = 2
-    head_size: int = 32
     vocab_size: int = 256
+    layers: tuple[jspec.LayerSpec, ...] = (jspec.LayerSpec(2, key_size=32, value_size=32),) * 2
     max_context: int = 1024
     stop_tokens: tuple[int, ...] = ()
 
@@ -34,6 +32,11 @@ class MyModel(nnx.Module):
         self.place = nnx.Embed(self.config.max_context, width, rngs=rngs)
         self.qkv = nnx.List([nnx.Linear(width, 6 * 32, rngs=rngs) for _ in range(2)])
         self.out = nnx.List([nnx.Linear(2 * 32, width, rngs=rngs) for _ in range(2)])
+
+    @property
+    def dtype(self):
+        """Of the keys and values that `attend` gets, which the cache is made of."""
+        return jnp.float32
 
     def __call__(self, tokens, positions, attend, cache):
         x = self.embed(jnp.maximum(tokens, 0)) + self.place(jnp.maximum(positions, 0))
@@ -52,8 +55,8 @@ def main() -> None:
     prompts = [list(b"a ragged batch"), list(b"of two prompts of different lengths")]
     params = jspec.SamplingParams(max_new_tokens=40)
 
-    state = jspec.start(model, prompts, params)
     config = jspec.StepConfig(gamma=4, draft=jspec.NgramDraft())
+    state = jspec.start_decoding(model, prompts, params, config)
     steps = 0
     while not bool(state.done.all()):
         state = jspec.speculative_step(model, state, config)

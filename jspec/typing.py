@@ -6,29 +6,42 @@ V vocabulary. Caches are ``[B, S, K, H]``, token ids int32, log-sum-exp values n
 float32.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from __future__ import annotations
+
+from typing import Any, Protocol
 
 import jax
 
+from jspec.config import LayerSpec
+
 Array = jax.Array
 
-# attend(layer, q [B, T, N, H], k [B, T, K, H], v [B, T, K, H], cache) -> (out [B, T, N, H], cache)
-Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
+
+class Attend(Protocol):
+    def __call__(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array | None,
+        cache: Any,
+        *,
+        sinks: Array | None = None,
+        up: Array | None = None,
+    ) -> tuple[Array, Any]: ...
 
 
-@runtime_checkable
-class CacheShape(Protocol):
-    """What a cache must know of a model; `ModelConfig` is one."""
+class ModelSettings(Protocol):
+    """What jspec reads of a model's settings; `ModelConfig` is one."""
 
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def stop_tokens(self) -> tuple[int, ...]: ...
 
 
 class Model(Protocol):
@@ -39,7 +52,10 @@ class Model(Protocol):
     float32 ``[..., V]``. A position of -1 marks padding: what the model computes there is ignored.
     """
 
-    config: Any
+    config: ModelSettings
+
+    @property
+    def dtype(self) -> Any: ...
 
     def __call__(
         self, tokens: Array, positions: Array, attend: Attend, cache: Any

@@ -6,23 +6,17 @@ import re
 
 import pytest
 
-from jspec.config import (
-    PLAIN,
-    ModelConfig,
-    ModelDraft,
-    NgramDraft,
-    RopeScaling,
-    SamplingParams,
-    StepConfig,
-    StreamDraft,
-)
+from jspec.config import ModelConfig, RopeScaling, SamplingParams
 from tests.conftest import TINY
 
 MODEL = {
-    name: getattr(TINY, name)
-    for name in (
-        "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_size"
-    ).split()
+    "vocab_size": 41,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 16,
 }
 
 BAD = [
@@ -40,29 +34,30 @@ BAD = [
     (SamplingParams, {"seed": 2**32}, "seed=4294967296 must be in [0, 2**32)"),
     (SamplingParams, {"stop_tokens": (3, -1)}, "stop_tokens=(3, -1) must be token ids"),
     (SamplingParams, {"draft_limit": -1}, "draft_limit=-1 must be at least 0; None leaves it"),
-    (StepConfig, {"gamma": 0}, "gamma=0 must be at least 1; pass draft=None, gamma=0 for plain"),
-    (StepConfig, {"draft": None}, "gamma=4 needs a draft source; got draft=None"),
-    (StepConfig, {"sampling": "beam"}, "sampling='beam' must be greedy, sampled or filtered"),
-    (StreamDraft, {"sinks": -1}, "sinks=-1 must be at least 0"),
-    (StreamDraft, {"window": 0}, "window=0 must be at least 1"),
-    (NgramDraft, {"min_match": 0}, "min_match=0 must be in [1, max_match=16]"),
-    (NgramDraft, {"min_match": 5, "max_match": 4}, "min_match=5 must be in [1, max_match=4]"),
     (RopeScaling, {"kind": "ntk", "factor": 2.0}, "rope scaling 'ntk' is unknown; jspec has"),
     (RopeScaling, {"kind": "linear", "factor": 0.5}, "factor=0.5 must be a finite number"),
     (RopeScaling, {"kind": "linear", "factor": math.inf}, "factor=inf must be a finite number"),
     (RopeScaling, {"kind": "yarn", "factor": 2.0}, "rope scaling yarn needs original_context"),
     (RopeScaling, {"kind": "llama3", "factor": 2.0}, "rope scaling llama3 needs original_context"),
-    (ModelConfig, MODEL | {"num_layers": 0}, "num_layers=0 must be a positive int"),
-    (ModelConfig, MODEL | {"hidden_size": 8.0}, "hidden_size=8.0 must be a positive int"),
-    (ModelConfig, MODEL | {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
-    (ModelConfig, MODEL | {"head_size": 15}, "head_size=15 must be even for RoPE"),
+    (ModelConfig.uniform, MODEL | {"num_layers": 0}, "num_layers=0 must be a positive int"),
+    (ModelConfig.uniform, MODEL | {"hidden_size": 8.0}, "hidden_size=8.0 must be a positive int"),
+    (
+        ModelConfig.uniform,
+        MODEL | {"num_kv_heads": 3},
+        "layers[0]: num_heads=4 must be a multiple of kv_heads=3",
+    ),
+    (
+        ModelConfig.uniform,
+        MODEL | {"head_size": 15},
+        "layers[0]: key_size=15 must be even for RoPE",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     BAD,
-    ids=[f"{kind.__name__}-{message.split()[0]}" for kind, _, message in BAD],
+    ids=[f"{kind.__qualname__}-{message.split()[0]}" for kind, _, message in BAD],
 )
 def test_a_bad_setting_is_named_with_its_value(kind, settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -81,28 +76,17 @@ def test_a_bad_setting_is_named_with_its_value(kind, settings, message):
     ],
 )
 def test_a_request_asks_for_the_least_machinery(settings, expected):
-    assert SamplingParams(**settings).sampling == expected
+    assert SamplingParams(**settings).mode == expected
 
 
 def test_the_borders_are_allowed():
     SamplingParams(max_new_tokens=1, top_p=1.0, min_p=1.0, seed=2**32 - 1, draft_limit=0)
-    StreamDraft(sinks=0, window=1)
-    NgramDraft(min_match=1, max_match=1)
     RopeScaling("linear", 1.0)
-    assert StepConfig(gamma=0, draft=None) == PLAIN
 
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        TINY,
-        SamplingParams(),
-        StepConfig(),
-        StreamDraft(),
-        NgramDraft(),
-        ModelDraft(),
-        RopeScaling("linear", 2.0),
-    ],
+    [TINY, SamplingParams(), RopeScaling("linear", 2.0)],
     ids=lambda setting: type(setting).__name__,
 )
 def test_settings_are_frozen_and_hashable(setting):

@@ -19,7 +19,7 @@ from rich.table import Table
 from jspec.cli.show import console, environment, print_json
 from jspec.dispatch import Operation
 from jspec.models.bundled import bundled_path
-from jspec.ops.attention import attention, implementations
+from jspec.ops.attention import ATTENTION, attention
 from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
 from jspec.ops.pack import PACK
 from jspec.ops.sample import SAMPLE, Role, Sampling, settings_of
@@ -40,7 +40,7 @@ class Finding:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0 if decoding works here, 1 otherwise."""
-    findings = [_python(), *_packages(), _gpu(), _bundled(), *map(_attention, implementations())]
+    findings = [_python(), *_packages(), _gpu(), _bundled(), *map(_attention, ATTENTION.backends)]
     for call in _calls():
         wanted = call.run("xla")
         findings += [_backend(call, name, wanted) for name in call.operation.backends]

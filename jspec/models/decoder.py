@@ -45,19 +45,19 @@ class Attention(nnx.Module):
     """Projections, optional QK norm and rotation around ``attend``."""
 
     def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs):
-        queries = config.num_heads * config.head_size
-        keys = config.num_kv_heads * config.head_size
+        queries = config.num_heads * config.layers[0].key_size
+        keys = config.layers[0].kv_heads * config.layers[0].key_size
         bias = config.qkv_bias
         self.q = Linear(config.hidden_size, queries, bias=bias, dtype=dtype, rngs=rngs)
         self.k = Linear(config.hidden_size, keys, bias=bias, dtype=dtype, rngs=rngs)
         self.v = Linear(config.hidden_size, keys, bias=bias, dtype=dtype, rngs=rngs)
         self.out = Linear(queries, config.hidden_size, bias=config.out_bias, dtype=dtype, rngs=rngs)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps, dtype=dtype)
+            self.q_norm = RMSNorm(config.layers[0].key_size, eps=config.norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.layers[0].key_size, eps=config.norm_eps, dtype=dtype)
         else:
             self.q_norm = self.k_norm = None
-        self.head_size = config.head_size
+        self.head_size = config.layers[0].key_size
 
     def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
         def heads(y: Array) -> Array:
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
         """Rotary cosine and sine of ``positions [B, T]``."""
         config = self.config
         frequencies, factor = rope_frequencies(
-            config.head_size, config.rope_theta, config.rope_scaling
+            config.layers[0].key_size, config.ropes[0].theta, config.ropes[0].scaling
         )
         return rope_angles(positions, jnp.asarray(frequencies), factor)
 

@@ -64,7 +64,7 @@ def model_config(values: Mapping[str, Any], *, source: str = "config.json") -> M
     mlp_bias = fields.boolean("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
     theta, scaling = _rope(fields)
     try:
-        return ModelConfig(
+        return ModelConfig.uniform(
             vocab_size=vocab,
             hidden_size=hidden,
             intermediate_size=fields.integer("intermediate_size"),
