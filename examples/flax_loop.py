@@ -1,4 +1,4 @@
-"""A Flax model of your own in a jitted speculative loop: give it `attend` and three members.
+"""A Flax model of your own in a jitted speculative loop: give it `attend` and four members.
 
 Run: python examples/flax_loop.py
 """
@@ -16,9 +16,9 @@ import jspec
 class Shape:
     """What jspec must know of a model."""
 
-    num_layers: int = 2
-    num_kv_heads: int = 2
-    head_size: int = 32
+    layers: tuple[jspec.LayerSpec, ...] = (
+        jspec.LayerSpec(kv_heads=2, key_size=32, value_size=32),
+    ) * 2
     vocab_size: int = 256
     max_context: int = 1024
     stop_tokens: tuple[int, ...] = ()
@@ -26,6 +26,8 @@ class Shape:
 
 class MyModel(nnx.Module):
     """Two layers of attention with learned positions: nothing of it comes from jspec."""
+
+    dtype = jnp.float32
 
     def __init__(self, rngs: nnx.Rngs):
         self.config = Shape()

@@ -13,8 +13,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jspec.config import LayerSpec
 from jspec.ops.attention import attention
-from jspec.typing import Array, Attend, CacheShape
+from jspec.typing import Array, Attend, ModelShape
 
 
 @jax.tree_util.register_dataclass
@@ -27,12 +28,17 @@ class KVCache:
     lengths: Array
 
     @classmethod
-    def create(cls, shape: CacheShape, batch: int, capacity: int, dtype) -> KVCache:
+    def create(cls, shape: ModelShape, batch: int, capacity: int, dtype) -> KVCache:
         """An empty cache of ``capacity`` slots a row."""
-        size = (batch, capacity, shape.num_kv_heads, shape.head_size)
-        keys, values = (
-            tuple(jnp.zeros(size, dtype) for _ in range(shape.num_layers)) for _ in range(2)
-        )
+        for index, spec in enumerate(shape.layers):
+            plain = LayerSpec(spec.kv_heads, spec.key_size, spec.key_size, rope=spec.rope)
+            if spec != plain:
+                raise ValueError(
+                    f"layers[{index}]={spec} asks for what attention over a KVCache does not have; "
+                    f"it has {plain}"
+                )
+        sizes = [(batch, capacity, spec.kv_heads, spec.key_size) for spec in shape.layers]
+        keys, values = (tuple(jnp.zeros(size, dtype) for size in sizes) for _ in range(2))
         return cls(keys, values, jnp.zeros((batch,), jnp.int32))
 
     @property
@@ -105,7 +111,8 @@ class Window:
 def dense(positions: Array, implementation: str | None = None) -> Attend:
     """The ``attend`` that appends to a `KVCache` at ``positions [B, T]`` and reads all of it."""
 
-    def attend(layer: int, q: Array, k: Array, v: Array, cache: KVCache):
+    def attend(layer, q, k, v, cache, *, sinks=None, up=None):
+        _refuse_extras(v, sinks, up)
         cache = cache.append(layer, k, v, positions)
         keys, values = cache.keys[layer], cache.values[layer]
         out, _ = attention(q, keys, values, positions, implementation=implementation)
@@ -120,7 +127,8 @@ def windowed(positions: Array, slot: Array, implementation: str | None = None) -
     The caller marks ``slot`` in the window's positions beforehand.
     """
 
-    def attend(layer: int, q: Array, k: Array, v: Array, window: Window):
+    def attend(layer, q, k, v, window, *, sinks=None, up=None):
+        _refuse_extras(v, sinks, up)
         window = window.append(layer, k, v, slot)
         out, _ = attention(
             q,
@@ -133,6 +141,11 @@ def windowed(positions: Array, slot: Array, implementation: str | None = None) -
         return out, window
 
     return attend
+
+
+def _refuse_extras(v: Array | None, sinks: Array | None, up: Array | None) -> None:
+    if v is None or sinks is not None or up is not None:
+        raise NotImplementedError("attention over a KVCache has neither v=None nor sinks nor up")
 
 
 def _replaced(items: tuple[Array, ...], index: int, item: Array) -> tuple[Array, ...]:

@@ -11,7 +11,7 @@ from jspec.cache import KVCache, Window, dense, windowed
 from jspec.ops.attention import attention
 from tests.conftest import TINY
 
-BATCH, CAPACITY, HEADS, SIZE = 3, 20, TINY.num_kv_heads, TINY.head_size
+BATCH, CAPACITY, HEADS, SIZE = 3, 20, TINY.layers[0].kv_heads, TINY.layers[0].key_size
 
 
 def random(*shape, seed=0):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import KVCache, dense
-from jspec.config import ModelConfig, SamplingMode, SamplingParams
+from jspec.config import SamplingMode, SamplingParams
 from jspec.ops.sample import Sampling
-from jspec.typing import Array, Model
+from jspec.typing import Array, Model, ModelShape
 
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
 
@@ -131,7 +131,7 @@ def per_row(
     return tuple(params)
 
 
-def check_request(config: ModelConfig, prompt: Sequence[int], params: SamplingParams) -> None:
+def check_request(config: ModelShape, prompt: Sequence[int], params: SamplingParams) -> None:
     """Raise `ValueError` where a model cannot serve a request: no tokens, foreign ids, too long."""
     if not len(prompt):
         raise ValueError("the prompt is empty; give it at least one token")

@@ -23,7 +23,7 @@ def bundled():
 def draft_model(bundled) -> Decoder:
     """The bundled model's first two layers: a real, if crude, draft model."""
     model = bundled[0]
-    config = dataclasses.replace(model.config, num_layers=2)
+    config = dataclasses.replace(model.config, layers=model.config.layers[:2])
     graph, state = nnx.split(model)
     short = nnx.merge(graph, state)
     short.layers = nnx.List(list(short.layers)[:2])

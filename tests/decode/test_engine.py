@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jspec.config import ModelDraft, NgramDraft, SamplingParams, StreamDraft
+from jspec.config import LayerSpec, ModelDraft, NgramDraft, SamplingParams, StreamDraft
 from jspec.decode.engine import generate
 from jspec.decode.state import start
 from jspec.ops.sample import Sampling
@@ -245,15 +245,15 @@ class Shape:
     """All that a model's config must tell."""
 
     vocab_size: int = 13
-    num_layers: int = 1
-    num_kv_heads: int = 1
-    head_size: int = 8
+    layers: tuple[LayerSpec, ...] = (LayerSpec(kv_heads=1, key_size=8, value_size=8),)
     max_context: int = 64
     stop_tokens: tuple[int, ...] = ()
 
 
 class OneLayer(nnx.Module):
     """Plain Flax layers around ``attend``; the dropout's random state is the first leaf."""
+
+    dtype = jnp.float32
 
     def __init__(self, seed: int):
         rngs = nnx.Rngs(seed)

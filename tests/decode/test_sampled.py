@@ -111,7 +111,7 @@ def test_another_seed_gives_other_tokens(sharp):
 # --- the law of generated texts --------------------------------------------------------------
 
 ROWS = 12_000
-THREE = ModelConfig(
+THREE = ModelConfig.uniform(
     vocab_size=3,
     hidden_size=16,
     intermediate_size=16,
