@@ -1,10 +1,18 @@
 """config.json of each family: what it becomes, and what is refused."""
 
-import pytest
+import dataclasses
+import sys
+import types
 
-from jspec import CheckpointError, LayerSpec, Rope, RopeScaling
-from jspec.models.families import model_config
-from tests.models.helpers import LLAMA
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jspec import CheckpointError, LayerSpec, Rope, RopeScaling, load_model
+from jspec.models import families
+from jspec.models.families import FAMILIES, family, llama, model_config
+from jspec.models.families.family import Family
+from jspec.models.files import Fields
+from tests.models.helpers import LLAMA, assert_equal, parameters, write_checkpoint
 
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "model_type": "qwen3"}
@@ -164,3 +172,32 @@ def test_refused(change, message):
 def test_qwen3_needs_its_sizes(key):
     with pytest.raises(CheckpointError, match=f"{key} is missing"):
         model_config(without(QWEN3, key))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_says_its_name(name):
+    assert family(name).read(Fields({**LLAMA, "model_type": name}, "here")).family == name
+
+
+def test_a_family_is_a_file_and_a_line(tmp_path, monkeypatch):
+    """A Llama with other tensor names, as a file of the folder would have it."""
+
+    def read(fields: Fields):
+        return dataclasses.replace(llama.read(fields), family="toy")
+
+    toy = types.ModuleType("jspec.models.families.toy")
+    toy.FAMILY = Family(read, {**llama.MODULES, "mlp.up": "mlp.wide", "head": "out_head"})
+    monkeypatch.setitem(sys.modules, toy.__name__, toy)
+    monkeypatch.setattr(families, "FAMILIES", (*FAMILIES, "toy"))
+
+    expected = parameters(load_model(write_checkpoint(tmp_path / "llama")))
+    path = write_checkpoint(tmp_path / "toy", model_type="toy")
+    tensors = load_file(path / "model.safetensors")
+    renamed = {
+        name.replace("mlp.up_proj", "mlp.wide").replace("lm_head", "out_head"): value
+        for name, value in tensors.items()
+    }
+    save_file(renamed, path / "model.safetensors")
+    model = load_model(path)
+    assert model.config.family == "toy"
+    assert_equal(model, expected)
