@@ -75,10 +75,13 @@ class RopeScaling:
             _is_number(self.factor) and self.factor >= 1,
             f"rope scaling factor={self.factor!r:.80} must be a finite number of at least 1",
         )
-        needed = self.kind != "linear"
         _require(
-            type(self.original_context) is int and needed <= self.original_context < 2**31,
-            f"rope scaling {self.kind} needs original_context, got {self.original_context!r:.80}",
+            type(self.original_context) is int and 0 <= self.original_context < 2**31,
+            f"original_context={self.original_context!r:.80} must be an int32, at least 0",
+        )
+        _require(
+            self.kind == "linear" or self.original_context > 0,
+            f"rope scaling {self.kind} needs original_context, got {self.original_context}",
         )
         _check_numbers(self, "low_frequency_factor", "high_frequency_factor")
         _check_numbers(self, "beta_fast", "beta_slow", *_given(self, "attention_factor"))
@@ -183,7 +186,7 @@ class ModelConfig:
 
         ``settings`` are the other fields: all but ``layers`` and ``ropes``.
         """
-        # A huge tuple is made otherwise before anything looks at its length.
+        # Checked here, before a tuple of this length is made.
         _require(
             type(num_layers) is int and num_layers >= 1,
             f"num_layers={num_layers!r:.80} must be a positive int",

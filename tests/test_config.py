@@ -69,7 +69,7 @@ BAD = [
     (RopeScaling, {"kind": "yarn", "factor": 2.0}, "rope scaling yarn needs original_context"),
     (RopeScaling, {"kind": "llama3", "factor": 2.0}, "rope scaling llama3 needs original_context"),
     (RopeScaling, LINEAR | {"factor": True}, "factor=True must be a finite number"),
-    (RopeScaling, YARN | {"original_context": 2.5}, "needs original_context, got 2.5"),
+    (RopeScaling, YARN | {"original_context": 2.5}, "original_context=2.5 must be an int32"),
     (RopeScaling, YARN | {"high_frequency_factor": 1.0}, "high_frequency_factor=1.0 must be above"),
     (RopeScaling, YARN | {"beta_slow": 33.0}, "beta_fast=32.0 must be at least beta_slow=33.0"),
     (RopeScaling, YARN | {"attention_factor": math.nan}, "attention_factor=nan must be a positive"),
