@@ -1,4 +1,4 @@
-"""A Flax model of your own in a jitted speculative loop: give it `attend` and three members.
+"""A Flax model of your own in a jitted speculative loop: give it `attend` and four members.
 
 Run: python examples/flax_loop.py
 """
@@ -25,6 +25,8 @@ class Shape:
 class MyModel(nnx.Module):
     """Two layers of attention with learned positions: nothing of it comes from jspec."""
 
+    dtype = jnp.float32
+
     def __init__(self, rngs: nnx.Rngs):
         self.config = Shape()
         width = 64
@@ -32,11 +34,6 @@ class MyModel(nnx.Module):
         self.place = nnx.Embed(self.config.max_context, width, rngs=rngs)
         self.qkv = nnx.List([nnx.Linear(width, 6 * 32, rngs=rngs) for _ in range(2)])
         self.out = nnx.List([nnx.Linear(2 * 32, width, rngs=rngs) for _ in range(2)])
-
-    @property
-    def dtype(self):
-        """Of the keys and values that `attend` gets, which the cache is made of."""
-        return jnp.float32
 
     def __call__(self, tokens, positions, attend, cache):
         x = self.embed(jnp.maximum(tokens, 0)) + self.place(jnp.maximum(positions, 0))

@@ -26,20 +26,20 @@ def _check_sizes(setting: Any, *names: str) -> None:
     for name in names:
         value = getattr(setting, name)
         valid = type(value) is int and 1 <= value < 2**31
-        _require(valid, f"{name}={value!r} must be a positive int32")
+        _require(valid, f"{name}={value!r:.80} must be a positive int32")
 
 
 def _check_numbers(setting: Any, *names: str) -> None:
     for name in names:
         value = getattr(setting, name)
         valid = _is_number(value) and value > 0
-        _require(valid, f"{name}={value!r} must be a positive, finite number")
+        _require(valid, f"{name}={value!r:.80} must be a positive, finite number")
 
 
 def _check_flags(setting: Any, *names: str) -> None:
     for name in names:
         value = getattr(setting, name)
-        _require(type(value) is bool, f"{name}={value!r} must be True or False")
+        _require(type(value) is bool, f"{name}={value!r:.80} must be True or False")
 
 
 def _given(setting: Any, *names: str) -> tuple[str, ...]:
@@ -69,16 +69,19 @@ class RopeScaling:
     def __post_init__(self) -> None:
         _require(
             self.kind in ("linear", "llama3", "yarn"),
-            f"rope scaling {self.kind!r} is unknown; jspec has linear, llama3 and yarn",
+            f"rope scaling {self.kind!r:.80} is unknown; jspec has linear, llama3 and yarn",
         )
         _require(
             _is_number(self.factor) and self.factor >= 1,
-            f"rope scaling factor={self.factor!r} must be a finite number of at least 1",
+            f"rope scaling factor={self.factor!r:.80} must be a finite number of at least 1",
         )
-        needed = self.kind != "linear"
         _require(
-            type(self.original_context) is int and needed <= self.original_context < 2**31,
-            f"rope scaling {self.kind} needs original_context, got {self.original_context!r}",
+            type(self.original_context) is int and 0 <= self.original_context < 2**31,
+            f"original_context={self.original_context!r:.80} must be an int32, at least 0",
+        )
+        _require(
+            self.kind == "linear" or self.original_context > 0,
+            f"rope scaling {self.kind} needs original_context, got {self.original_context}",
         )
         _check_numbers(self, "low_frequency_factor", "high_frequency_factor")
         _check_numbers(self, "beta_fast", "beta_slow", *_given(self, "attention_factor"))
@@ -100,10 +103,10 @@ class Rope:
 
     def __post_init__(self) -> None:
         valid = _is_number(self.theta) and self.theta > 1
-        _require(valid, f"theta={self.theta!r} must be a finite number above 1")
+        _require(valid, f"theta={self.theta!r:.80} must be a finite number above 1")
         _require(
             self.scaling is None or isinstance(self.scaling, RopeScaling),
-            f"scaling={self.scaling!r} must be a RopeScaling or None",
+            f"scaling={self.scaling!r:.80} must be a RopeScaling or None",
         )
 
 
@@ -133,7 +136,8 @@ class LayerSpec:
         _check_numbers(self, *_given(self, "scale", "softcap"))
         _check_flags(self, "values_in_keys")
         _require(
-            type(self.rope) is int and self.rope >= 0, f"rope={self.rope!r} must be an index from 0"
+            type(self.rope) is int and self.rope >= 0,
+            f"rope={self.rope!r:.80} must be an index, at least 0",
         )
         _require(
             not self.values_in_keys or self.value_size <= self.key_size,
@@ -182,10 +186,10 @@ class ModelConfig:
 
         ``settings`` are the other fields: all but ``layers`` and ``ropes``.
         """
-        # A huge tuple is made otherwise before anything looks at its length.
+        # Checked here, before a tuple of this length is made.
         _require(
             type(num_layers) is int and num_layers >= 1,
-            f"num_layers={num_layers!r} must be a positive int",
+            f"num_layers={num_layers!r:.80} must be a positive int",
         )
         _require(
             num_layers <= LAYER_LIMIT, f"num_layers={num_layers} must be at most {LAYER_LIMIT}"
@@ -203,7 +207,7 @@ class ModelConfig:
         _check_sizes(self, "max_context")
         _check_numbers(self, "norm_eps")
         _check_flags(self, "tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
-        _require(isinstance(self.family, str), f"family={self.family!r} must be a string")
+        _require(isinstance(self.family, str), f"family={self.family!r:.80} must be a string")
         for name, kind in (("layers", LayerSpec), ("ropes", Rope)):
             items = getattr(self, name)
             _require(

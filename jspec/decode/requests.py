@@ -12,7 +12,7 @@ import numpy as np
 from jspec.config import SamplingMode, SamplingParams
 from jspec.decode.state import Models
 from jspec.ops.sample import Sampling
-from jspec.typing import Array, ModelSettings
+from jspec.typing import Array, ModelShape
 
 MODES: tuple[SamplingMode, ...] = ("greedy", "sampled", "filtered")  # each serves those before it
 
@@ -49,7 +49,7 @@ def check_request(models: Models, prompt: Sequence[int], params: SamplingParams)
             raise ValueError(f"for the draft model: {error}") from None
 
 
-def _check_for(config: ModelSettings, prompt: Sequence[int], params: SamplingParams) -> None:
+def _check_for(config: ModelShape, prompt: Sequence[int], params: SamplingParams) -> None:
     if not len(prompt):
         raise ValueError("the prompt is empty; give it at least one token")
     low, high = min(prompt), max(prompt)

@@ -293,6 +293,8 @@ class Shape:
 class OneLayer(nnx.Module):
     """Plain Flax layers around ``attend``; the dropout's random state is the first leaf."""
 
+    dtype = jnp.float32
+
     def __init__(self, seed: int):
         rngs = nnx.Rngs(seed)
         self.config = Shape()
@@ -301,10 +303,6 @@ class OneLayer(nnx.Module):
         self.places = nnx.Embed(64, 8, rngs=rngs)
         self.qkv = nnx.Linear(8, 24, rngs=rngs)
         self.head = nnx.Linear(8, 13, rngs=rngs)
-
-    @property
-    def dtype(self):
-        return jnp.float32
 
     def __call__(self, tokens, positions, attend, cache):
         x = self.embed(tokens) + self.places(positions)
