@@ -50,7 +50,7 @@ def supports(rows: Array, *arguments: Array) -> str | None:
     """Refuses dtypes of less than a byte, and machines where the kernels cannot be built."""
     if not rows.dtype.itemsize or jnp.dtype(rows.dtype).name in ("int2", "int4", "uint2", "uint4"):
         return f"rows {rows.dtype} must have elements of whole bytes"
-    return library.refusal()
+    return library.refusal("pack")
 
 
 def _run(rows: Array, accepted: Array) -> tuple[Array, ...]:

@@ -24,8 +24,10 @@ from tests.ops.test_fused import random_inputs
 
 @pytest.fixture
 def kernels():
-    if reason := library.refusal():
-        pytest.skip(reason)
+    """Every library, built and registered."""
+    for subject in library.TARGETS:
+        if reason := library.refusal(subject):
+            pytest.skip(reason)
 
 
 def like(*shapes) -> list[jax.ShapeDtypeStruct]:
@@ -129,7 +131,7 @@ def test_a_single_block_refuses_more_than_32(kernels):
 
 def fail_to_load(monkeypatch, path: Path) -> str:
     """The reason the library at ``path`` is refused for."""
-    monkeypatch.setattr(library, "build", lambda platform: Built(path, None))
+    monkeypatch.setattr(library, "build", lambda subject, platform: Built(path, None))
     library._refusal.cache_clear()
     try:
         reason = VERIFY_GREEDY.backend("cuda").supports()
@@ -156,7 +158,7 @@ def test_a_library_for_a_newer_ffi_is_a_reason(tmp_path, monkeypatch, kernels):
     headers.mkdir(parents=True)
     text = "#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 1\n"
     (headers / "c_api.h").write_text(text)
-    path = build("cpu").path
+    path = build("verify", "cpu").path
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
     reason = fail_to_load(monkeypatch, path)
     assert "was built for XLA FFI 0." in reason
@@ -164,7 +166,10 @@ def test_a_library_for_a_newer_ffi_is_a_reason(tmp_path, monkeypatch, kernels):
 
 
 def test_a_platform_without_kernels_is_a_reason():
-    assert library._refusal("tpu") == "there are kernels for NVIDIA GPUs and CPUs, not for 'tpu'"
+    assert (
+        library._refusal("verify", "tpu")
+        == "there are kernels for NVIDIA GPUs and CPUs, not for 'tpu'"
+    )
 
 
 def stochastic_arguments(batch: int, vocabulary: int, *, drafted: bool) -> tuple:
@@ -213,24 +218,31 @@ def test_lowering_for_cuda(operation, kernels):
 
 
 def test_the_cuda_sources_compile():
-    """For sm_80, sm_89 and sm_90, with every target among the library's symbols."""
+    """For sm_80, sm_89 and sm_90, with every target among the symbols of its library."""
     try:
         toolchain.find("CUDA")
     except BuildError as error:
         pytest.skip(str(error))
     for arch in ("sm_80", "sm_89", "sm_90"):
         assert any(arch in flag for flag in toolchain.FLAGS["CUDA"])
-    symbols = build("CUDA").path.read_bytes()
-    for target in library.TARGETS:
-        assert f"jspec_{target}".encode() in symbols
+    for _, subject, built in build_module.build_all(["CUDA"]):
+        assert isinstance(built, Built), built
+        symbols = built.path.read_bytes()
+        for target in library.TARGETS[subject]:
+            assert f"jspec_{target}".encode() in symbols
 
 
 def test_every_source_belongs_to_a_library():
-    """A file of src/ is a header, or one pattern or more picks it up."""
-    for file in build_module.SRC.iterdir():
-        patterns = {p for some in toolchain.SOURCES.values() for p in some}
-        header = file.suffix in (".h", ".cuh")
-        assert header or any(file.match(pattern) for pattern in patterns), file
+    """A file of src/ is a header, or is compiled for a platform; every folder is a subject's."""
+    compiled = {
+        file
+        for platform in library.PLATFORMS.values()
+        for subject in build_module.SUBJECTS
+        for file in build_module.sources(subject, platform)
+    }
+    files = {file for file in build_module.SRC.rglob("*") if file.is_file()}
+    assert {file for file in files if file.suffix not in (".h", ".cuh")} == compiled
+    assert list(library.TARGETS) == list(build_module.SUBJECTS)
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["one-hot", "logits"])

@@ -2,7 +2,7 @@
 // is said in jspec/ops/verify.py.
 #pragma once
 
-#include "launch.h"
+#include "common/launch.h"
 
 namespace jspec {
 

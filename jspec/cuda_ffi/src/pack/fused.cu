@@ -1,5 +1,5 @@
 // Verification fused with packing or appending on a GPU.
-#include "move.cuh"
+#include "pack/move.cuh"
 
 namespace jspec {
 namespace {
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(1024) single_kernel(const Greedy greedy, const
     if (lane == 31) *pack.total = end;
   }
   __syncthreads();
-  const char* from = pack.rows + warp * pack.gamma * pack.row_bytes;
+  const char* from = pack.kv + warp * pack.gamma * pack.row_bytes;
   char* to = pack.packed + offsets[warp] * pack.row_bytes;
   copy(from, to, counts[warp] * pack.row_bytes, access, lane, 32);
 }
@@ -44,14 +44,14 @@ const char* verify_and_pack(const Greedy& greedy, const Pack& given, const Layou
     return pack(packing, layout, stream);
   }
   return for_greedy(greedy, [&](auto token, auto chunks) {
-    return launch_move(Counting<decltype(token), chunks.value>{{given}, greedy}, given.rows,
+    return launch_move(Counting<decltype(token), chunks.value>{{given}, greedy}, given.kv,
                        given.packed, given.batch, given.gamma * given.row_bytes,
                        given.row_bytes, layout, stream);
   });
 }
 
 const char* verify_and_pack_single(const Greedy& greedy, const Pack& pack, Stream stream) {
-  const int access = access_bytes(pack.rows, pack.packed, pack.row_bytes);
+  const int access = access_bytes(pack.kv, pack.packed, pack.row_bytes);
   return for_greedy(greedy, [&](auto token, auto chunks) {
     single_kernel<decltype(token), chunks.value><<<1, 1024, 0, stream>>>(greedy, pack, access);
     return launch_error();
@@ -61,7 +61,7 @@ const char* verify_and_pack_single(const Greedy& greedy, const Pack& pack, Strea
 const char* verify_and_append(const Greedy& greedy, const Append& append, const Layout& layout,
                               Stream stream) {
   return for_greedy(greedy, [&](auto token, auto chunks) {
-    return launch_move(Behind<decltype(token), chunks.value>{append, greedy}, append.rows,
+    return launch_move(Behind<decltype(token), chunks.value>{append, greedy}, append.kv,
                        append.cache, greedy.batch, greedy.gamma * append.row_bytes,
                        append.row_bytes, layout, stream);
   });

@@ -1,5 +1,5 @@
 // Greedy verification on a CPU: the serial scan, a row after the other, for both kernels.
-#include "row.h"
+#include "verify/row.h"
 
 namespace jspec {
 

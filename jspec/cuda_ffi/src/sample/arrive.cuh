@@ -2,7 +2,7 @@
 // end the row there is drawn, by the block that was the last to come.
 #pragma once
 
-#include "draw.cuh"
+#include "sample/draw.cuh"
 
 namespace jspec {
 

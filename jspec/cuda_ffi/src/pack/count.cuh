@@ -1,7 +1,7 @@
-// Accepted counts alone, for the blocks that move rows and need to know where theirs go.
+// Accepted counts alone, for the blocks that move KV rows and need to know where theirs go.
 #pragma once
 
-#include "ballot.cuh"
+#include "verify/ballot.cuh"
 
 namespace jspec {
 

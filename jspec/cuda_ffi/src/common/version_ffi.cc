@@ -1,5 +1,5 @@
 // The FFI version this library was compiled against, asked before anything is registered.
-#include "ffi.h"
+#include "common/ffi.h"
 
 extern "C" int jspec_ffi_api_version() {
   return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR;

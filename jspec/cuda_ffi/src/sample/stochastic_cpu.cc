@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "sampling.h"
+#include "sample/sampling.h"
 
 namespace jspec {
 namespace {

@@ -1,8 +1,8 @@
 // The arguments and results of greedy verification, read and checked for the handlers that do it.
 #pragma once
 
-#include "ffi.h"
-#include "verify.h"
+#include "common/ffi.h"
+#include "verify/verify.h"
 
 namespace jspec {
 

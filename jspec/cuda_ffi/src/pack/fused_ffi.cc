@@ -1,11 +1,11 @@
 // The FFI handlers of verification fused with packing or appending.
-#include "greedy_ffi.h"
-#include "rows_ffi.h"
+#include "verify/greedy_ffi.h"
+#include "pack/kv_ffi.h"
 
 namespace jspec {
 namespace {
 
-// Reads greedy verification and the rows behind its arguments, and checks the results of packing.
+// Reads greedy verification and the KV rows behind its arguments; checks the results of packing.
 ffi::Error read_pack(ffi::RemainingArgs arguments, ffi::RemainingRets results, Greedy* greedy,
                      Pack* pack) {
   ffi::Error error =
@@ -15,20 +15,20 @@ ffi::Error read_pack(ffi::RemainingArgs arguments, ffi::RemainingRets results, G
   const size_t first = arguments.size(), packed = first + kGreedyResults;
   error = greedy_of(buffers, first, greedy);
   if (error.failure()) return error;
-  const ffi::AnyBuffer& rows = buffers[kGreedyArguments];
-  error = check_rows(rows);
+  const ffi::AnyBuffer& kv = buffers[kGreedyArguments];
+  error = check_kv(kv);
   if (error.failure()) return error;
   const auto S32 = ffi::DataType::S32;
-  const int64_t batch = greedy->batch, gamma = greedy->gamma, width = rows.dimensions().back();
+  const int64_t batch = greedy->batch, gamma = greedy->gamma, width = kv.dimensions().back();
   error = buffers.check(kGreedyArguments, 1,
-                        {{"rows", rows.element_type(), {batch, gamma, width}}});
+                        {{"kv", kv.element_type(), {batch, gamma, width}}});
   if (error.failure()) return error;
   error = buffers.check(packed, 1,
-                        {{"packed", rows.element_type(), {batch * gamma, width}},
+                        {{"packed", kv.element_type(), {batch * gamma, width}},
                          {"offsets", S32, {batch}},
                          {"total", S32, {}}});
   if (error.failure()) return error;
-  if (batch < 1) return invalid("rows ", rows, " must have B at least 1");
+  if (batch < 1) return invalid("kv ", kv, " must have B at least 1");
   *pack = Pack{buffers.data<char>(kGreedyArguments),
                nullptr,
                buffers.data<char>(packed),
@@ -36,7 +36,7 @@ ffi::Error read_pack(ffi::RemainingArgs arguments, ffi::RemainingRets results, G
                buffers.data<int32_t>(packed + 2),
                batch,
                greedy->gamma,
-               row_bytes(rows)};
+               row_bytes(kv)};
   return ffi::Error::Success();
 }
 
@@ -73,15 +73,15 @@ ffi::Error append_fused(Stream stream, ffi::RemainingArgs arguments, ffi::Remain
   Greedy greedy;
   error = greedy_of(buffers, first, &greedy);
   if (error.failure()) return error;
-  const ffi::AnyBuffer &rows = buffers[kGreedyArguments], &cache = buffers[kGreedyArguments + 1];
-  error = check_rows(rows);
+  const ffi::AnyBuffer &kv = buffers[kGreedyArguments], &cache = buffers[kGreedyArguments + 1];
+  error = check_kv(kv);
   if (error.failure()) return error;
   if (cache.dimensions().size() < 3) return invalid("cache ", cache, " must be [B, S, D]");
-  const int64_t width = rows.dimensions().back();
+  const int64_t width = kv.dimensions().back();
   const int64_t slots = cache.dimensions()[cache.dimensions().size() - 2];
-  const ffi::DataType dtype = rows.element_type();
+  const ffi::DataType dtype = kv.element_type();
   error = buffers.check(kGreedyArguments, greedy.batch,
-                        {{"rows", dtype, {greedy.gamma, width}},
+                        {{"kv", dtype, {greedy.gamma, width}},
                          {"cache", dtype, {slots, width}},
                          {"lengths", ffi::DataType::S32, {}}});
   if (error.failure()) return error;
@@ -93,7 +93,7 @@ ffi::Error append_fused(Stream stream, ffi::RemainingArgs arguments, ffi::Remain
   if (greedy.batch == 0) return ffi::Error::Success();
   const Append append{buffers.data<char>(kGreedyArguments),
                       buffers.data<int32_t>(kGreedyArguments + 2), buffers.data<char>(cache_out),
-                      slots, row_bytes(rows)};
+                      slots, row_bytes(kv)};
   return launched(verify_and_append(greedy, append, layout, stream));
 }
 

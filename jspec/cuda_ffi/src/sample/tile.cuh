@@ -5,8 +5,8 @@
 
 #include <type_traits>
 
-#include "ballot.cuh"
-#include "sampling.h"
+#include "common/warp.cuh"
+#include "sample/sampling.h"
 
 namespace jspec {
 

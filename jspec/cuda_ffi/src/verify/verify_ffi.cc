@@ -1,5 +1,5 @@
 // The FFI handlers of greedy verification.
-#include "greedy_ffi.h"
+#include "verify/greedy_ffi.h"
 
 namespace jspec {
 

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "stochastic.h"
+#include "sample/stochastic.h"
 
 #ifdef __CUDACC__
 #define JSPEC_INLINE __host__ __device__ __forceinline__

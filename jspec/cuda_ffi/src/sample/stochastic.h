@@ -2,7 +2,7 @@
 // each field means is said in jspec/ops/stochastic.py and jspec/ops/sample.py.
 #pragma once
 
-#include "launch.h"
+#include "common/launch.h"
 
 namespace jspec {
 

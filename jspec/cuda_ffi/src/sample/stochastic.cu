@@ -5,8 +5,8 @@
 // position read again as well, for its residual.
 #include <algorithm>
 
-#include "arrive.cuh"
-#include "filter.cuh"
+#include "sample/arrive.cuh"
+#include "sample/filter.cuh"
 
 namespace jspec {
 namespace {

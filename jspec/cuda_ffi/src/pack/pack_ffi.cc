@@ -1,9 +1,9 @@
 // The FFI handler of packing.
-#include "rows_ffi.h"
+#include "pack/kv_ffi.h"
 
 namespace jspec {
 
-ffi::Error pack_rows(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+ffi::Error pack_kv(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
                      int32_t threads, bool eager, bool recounts) {
   ffi::Error error = check_count(arguments, 2, results, 3);
   if (error.failure()) return error;
@@ -11,11 +11,11 @@ ffi::Error pack_rows(Stream stream, ffi::RemainingArgs arguments, ffi::Remaining
   error = check_layout(layout);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
-  error = check_rows(buffers[0]);
+  error = check_kv(buffers[0]);
   if (error.failure()) return error;
   const auto shape = buffers[0].dimensions();
   if (shape.size() != 3 || shape[0] < 1 || std::max(shape[0], shape[1]) >= INT32_MAX) {
-    return invalid("rows ", buffers[0],
+    return invalid("kv ", buffers[0],
                    " must be [B, gamma, D] with B at least 1, and B and gamma below 2^31 - 1");
   }
   const auto S32 = ffi::DataType::S32;
@@ -34,5 +34,5 @@ ffi::Error pack_rows(Stream stream, ffi::RemainingArgs arguments, ffi::Remaining
 
 }  // namespace jspec
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_pack, jspec::pack_rows, JSPEC_BIND_LAYOUT(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_pack, jspec::pack_kv, JSPEC_BIND_LAYOUT(),
                               {jspec::ffi::Traits::kCmdBufferCompatible});

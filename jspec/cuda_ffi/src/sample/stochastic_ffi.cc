@@ -1,6 +1,6 @@
 // The FFI handlers of drawing and verifying by random numbers.
-#include "ffi.h"
-#include "sampling.h"
+#include "common/ffi.h"
+#include "sample/sampling.h"
 
 namespace jspec {
 

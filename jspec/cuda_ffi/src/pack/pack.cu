@@ -1,10 +1,10 @@
 // Packing on a GPU by counts that are given.
-#include "move.cuh"
+#include "pack/move.cuh"
 
 namespace jspec {
 
 const char* pack(const Pack& pack, const Layout& layout, Stream stream) {
-  return launch_move(Given{{pack}}, pack.rows, pack.packed, pack.batch,
+  return launch_move(Given{{pack}}, pack.kv, pack.packed, pack.batch,
                      pack.gamma * pack.row_bytes, pack.row_bytes, layout, stream);
 }
 

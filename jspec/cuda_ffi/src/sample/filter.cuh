@@ -1,7 +1,7 @@
 // Top-k, top-p and min-p: the threshold of a position, and the sums of what it keeps.
 #pragma once
 
-#include "tile.cuh"
+#include "sample/tile.cuh"
 
 namespace jspec {
 

@@ -2,7 +2,7 @@
 // The naive CUDA kernel and the CPU handlers run it.
 #pragma once
 
-#include "verify.h"
+#include "verify/verify.h"
 
 #ifdef __CUDACC__
 #define JSPEC_HOST_DEVICE __host__ __device__

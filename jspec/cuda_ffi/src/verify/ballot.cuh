@@ -1,15 +1,13 @@
 // Greedy verification of one sequence by one warp: one lane a position, one ballot for each 32.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <type_traits>
 
-#include "verify.h"
+#include "common/warp.cuh"
+#include "verify/verify.h"
 
 namespace jspec {
 
-constexpr unsigned kAllLanes = 0xffffffff;
 // The count of 32-position chunks that goes round in a loop, for gamma of any size.
 constexpr int kLoops = 3;
 
@@ -97,12 +95,6 @@ const char* for_greedy(const Greedy& greedy, Run run) {
     return run(token, std::integral_constant<int, kLoops>());
   };
   return greedy.wide ? with_token(int64_t()) : with_token(int32_t());
-}
-
-// The message of the last launch's error, or null.
-inline const char* launch_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 }  // namespace jspec

@@ -1,14 +1,14 @@
-// Accepted rows on their way into a packed buffer or a cache: arguments, and the launches behind
+// Accepted KV rows on their way into a packed buffer or a cache: arguments, and the launches behind
 // the handlers. What each field means is said in jspec/ops/pack.py and jspec/ops/fused.py.
 #pragma once
 
-#include "launch.h"
-#include "verify.h"
+#include "common/launch.h"
+#include "verify/verify.h"
 
 namespace jspec {
 
 struct Pack {
-  const char* rows;         // [batch, gamma, row_bytes]
+  const char* kv;           // [batch, gamma, row_bytes]
   const int32_t* accepted;  // [batch], null where the kernel verifies
   char* packed;             // [batch * gamma, row_bytes]
   int32_t* offsets;         // [batch]
@@ -19,19 +19,19 @@ struct Pack {
 };
 
 struct Append {
-  const char* rows;        // [batch, gamma, row_bytes]
+  const char* kv;          // [batch, gamma, row_bytes]
   const int32_t* lengths;  // [batch]
   char* cache;             // [batch, slots, row_bytes]
   int64_t slots;
   int64_t row_bytes;
 };
 
-// Most threads of a block that moves rows.
+// Most threads of a block that moves KV rows.
 constexpr int kMostThreads = 256;
 
-// How the moving of rows is laid out over a GPU: blocks of so many threads. `eager`: a block loads
-// its rows before it knows whether they were accepted. `recounts`: each block counts for itself
-// what was accepted before its rows, in one launch; otherwise a launch before has counted.
+// How the moving of KV rows is laid out over a GPU: blocks of so many threads. `eager`: a block
+// loads its rows before it knows whether they were accepted. `recounts`: each block counts for
+// itself what was accepted before its rows, in one launch; otherwise a launch before has counted.
 struct Layout {
   int32_t threads;
   bool eager;

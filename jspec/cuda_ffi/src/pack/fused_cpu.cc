@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "rows.h"
+#include "pack/kv.h"
 
 namespace jspec {
 
@@ -28,7 +28,7 @@ const char* verify_and_append(const Greedy& greedy, const Append& append, const 
     const int64_t count = std::min<int64_t>(greedy.accepted[row], fits);
     if (count == 0) continue;
     std::memcpy(append.cache + (row * append.slots + length) * append.row_bytes,
-                append.rows + row * greedy.gamma * append.row_bytes, count * append.row_bytes);
+                append.kv + row * greedy.gamma * append.row_bytes, count * append.row_bytes);
   }
   return nullptr;
 }

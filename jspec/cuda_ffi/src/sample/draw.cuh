@@ -2,7 +2,7 @@
 // then the thread in whose share of the tile the token is, and the token.
 #pragma once
 
-#include "tile.cuh"
+#include "sample/tile.cuh"
 
 namespace jspec {
 

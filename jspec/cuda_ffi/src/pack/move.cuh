@@ -1,13 +1,13 @@
-// The kernel that moves accepted rows, and what tells it where they go.
+// The kernel that moves accepted KV rows, and what tells it where they go.
 //
 // A Place has `find(row)`: called by all threads of a block, it returns where the rows of `row` go
 // and how many bytes; `record(row, target)` for the one thread that writes down what it returned;
 // where it `verifies`, `verify(row)` for a warp; where it does not, `bytes(row)`, which are known.
 #pragma once
 
-#include "copy.cuh"
-#include "count.cuh"
-#include "rows.h"
+#include "common/copy.cuh"
+#include "pack/count.cuh"
+#include "pack/kv.h"
 
 namespace jspec {
 
@@ -111,7 +111,7 @@ struct Behind {
 // before it knows whether it was; where that is known, before it knows where it goes.
 template <typename Place>
 __global__ void __launch_bounds__(kMostThreads, 1)
-    move_kernel(const Place place, const char* rows, int batch, int64_t capacity, bool eager,
+    move_kernel(const Place place, const char* kv, int batch, int64_t capacity, bool eager,
                 int pieces, int access) {
   const int warps = blockDim.x / 32;
   const int verifying = Place::verifies ? (batch + warps - 1) / warps : 0;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   } else {
     const int row = block / pieces, piece = block % pieces;
     const int64_t start = piece * Piece::bytes(blockDim.x);
-    const char* from = rows + row * capacity + start;
+    const char* from = kv + row * capacity + start;
     int64_t most = capacity;
     bool early = eager;
     if constexpr (!Place::verifies) {
@@ -148,15 +148,15 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
 // Launches the kernel over `batch` rows of up to `capacity` bytes.
 template <typename Place>
-const char* launch_move(const Place& place, const char* rows, const void* to, int64_t batch,
+const char* launch_move(const Place& place, const char* kv, const void* to, int64_t batch,
                         int64_t capacity, int64_t row_bytes, const Layout& layout, Stream stream) {
-  const int access = access_bytes(rows, to, row_bytes);
+  const int access = access_bytes(kv, to, row_bytes);
   const int64_t bytes = Piece::bytes(layout.threads);
   const int64_t pieces = capacity > bytes ? (capacity + bytes - 1) / bytes : 1;
   const int warps = layout.threads / 32;
   const int64_t blocks = batch * pieces + (Place::verifies ? (batch + warps - 1) / warps : 0);
-  if (blocks > INT32_MAX) return "rows of more than 2^31 blocks: cut the batch";
-  move_kernel<<<blocks, layout.threads, 0, stream>>>(place, rows, batch, capacity,
+  if (blocks > INT32_MAX) return "KV rows of more than 2^31 blocks: cut the batch";
+  move_kernel<<<blocks, layout.threads, 0, stream>>>(place, kv, batch, capacity,
                                                      layout.eager && access == 16,
                                                      static_cast<int>(pieces), access);
   return launch_error();

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "launch.h"
+#include "common/launch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jspec {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "rows.h"
+#include "pack/kv.h"
 
 namespace jspec {
 
@@ -11,7 +11,7 @@ const char* pack(const Pack& pack, const Layout&, Stream) {
   for (int64_t row = 0; row < pack.batch; ++row) {
     const int32_t count = std::clamp(pack.accepted[row], 0, pack.gamma);
     std::memcpy(pack.packed + offset * pack.row_bytes,
-                pack.rows + row * pack.gamma * pack.row_bytes, count * pack.row_bytes);
+                pack.kv + row * pack.gamma * pack.row_bytes, count * pack.row_bytes);
     pack.offsets[row] = offset;
     offset += count;
   }

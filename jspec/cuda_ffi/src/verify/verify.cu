@@ -1,6 +1,6 @@
 // Greedy verification on a GPU: a warp a sequence, or, as the baseline, a thread a sequence.
-#include "ballot.cuh"
-#include "row.h"
+#include "verify/ballot.cuh"
+#include "verify/row.h"
 
 namespace jspec {
 namespace {
