@@ -7,11 +7,13 @@ Greedy: a draft token stands while it equals the target's argmax. For rejection 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from jspec.dispatch import Backend, Operation, always
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.cases import accepted_tokens, ragged_tokens
 from jspec.typing import Array
 
 
@@ -89,16 +91,32 @@ def greedy_xla(
     return commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
 
 
-def _preference(platform: str, draft_tokens: Array, *rest: Array) -> tuple[str, ...]:
-    """By device time on an H100: four warps a row, then one, then several rows a warp."""
-    if platform != "gpu":
-        return ("xla",)
-    batch = draft_tokens.shape[0]
-    if batch <= 64:
-        return ("pallas", "cuda", "triton", "xla")
-    if batch <= 512:
-        return ("cuda", "triton", "pallas", "xla")
-    return ("triton", "cuda", "pallas", "xla")
+def greedy_sizes(draft_tokens: Array, *rest: Array) -> dict[str, int]:
+    """What backends are ordered and cut by: the batch, gamma, and all draft tokens."""
+    batch, gamma = draft_tokens.shape
+    return {"batch": batch, "gamma": gamma, "drafted": batch * gamma}
+
+
+# ``(B, gamma, M)`` by name.
+_SHAPES = {
+    "gamma-1": (5, 1, 1),
+    "no-stops": (7, 2, 0),
+    "odd": (5, 5, 2),
+    "one-row": (1, 8, 1),
+    "warp": (9, 32, 3),
+    "over-a-warp": (6, 33, 1),
+    "two-pieces": (6, 100, 2),
+    "largest": (6, 128, 1),
+    "three-pieces": (3, 200, 1),
+}
+
+
+def greedy_cases() -> list[Case]:
+    """A case of which all is accepted, and ragged ones of every kind of length."""
+    ragged = [
+        Case(name, functools.partial(ragged_tokens, *shape)) for name, shape in _SHAPES.items()
+    ]
+    return [Case("all-accepted", lambda: accepted_tokens(2, 14), small=True), *ragged]
 
 
 # Backends return the fields of `Verified` in order.
@@ -111,7 +129,8 @@ VERIFY_GREEDY = Operation(
         "pallas": "jspec.pallas.verify:VERIFY_GREEDY",
         "triton": "jspec.triton.verify:VERIFY_GREEDY",
     },
-    _preference,
+    greedy_sizes,
+    greedy_cases,
 )
 
 

@@ -1,6 +1,5 @@
 """Building the kernels: cache folder, lock, rename, and each way in which it can fail."""
 
-import functools
 import os
 import shutil
 import stat
