@@ -13,13 +13,11 @@ from jspec.cuda_ffi import build as build_module
 from jspec.cuda_ffi import library, toolchain
 from jspec.cuda_ffi.build import Built, build
 from jspec.cuda_ffi.errors import BuildError
-from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
-from jspec.ops.pack import PACK
-from jspec.ops.sample import SAMPLE, Role, settings_of
+from jspec.ops import operations
+from jspec.ops.sample import settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY, verify_greedy
 from tests.ops.laws import rows_of
-from tests.ops.test_fused import random_inputs
 
 
 @pytest.fixture
@@ -48,17 +46,17 @@ TOKENS = [
     ((B,), jnp.int32),
     ((B, 1), jnp.int32),
 ]
-ROWS, CACHE, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B, S, D), jnp.float32), ((B,), jnp.int32)
+KV, CACHE, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B, S, D), jnp.float32), ((B,), jnp.int32)
 PACKED = [((B * GAMMA, D), jnp.float32), ((B,), jnp.int32), ((), jnp.int32)]
 LAYOUT = {"threads": np.int32(128), "eager": np.bool_(True), "recounts": np.bool_(False)}
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
     "verify_greedy_naive": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
-    "pack": ([ROWS, LENGTHS], PACKED, LAYOUT, None),
-    "verify_and_pack": ([*TOKENS, ROWS], [*VERIFIED, *PACKED], LAYOUT, None),
-    "verify_and_pack_single": ([*TOKENS, ROWS], [*VERIFIED, *PACKED], {}, None),
-    "verify_and_append": ([*TOKENS, ROWS, CACHE, LENGTHS], [*VERIFIED, CACHE], LAYOUT, {5: 6}),
+    "pack": ([KV, LENGTHS], PACKED, LAYOUT, None),
+    "verify_and_pack": ([*TOKENS, KV], [*VERIFIED, *PACKED], LAYOUT, None),
+    "verify_and_pack_single": ([*TOKENS, KV], [*VERIFIED, *PACKED], {}, None),
+    "verify_and_append": ([*TOKENS, KV, CACHE, LENGTHS], [*VERIFIED, CACHE], LAYOUT, {5: 6}),
 }
 
 
@@ -123,10 +121,10 @@ def test_a_cache_that_is_not_aliased_is_refused(kernels):
 
 def test_a_single_block_refuses_more_than_32(kernels):
     shapes = [[((33, *shape[1:]), dtype) for shape, dtype in x] for x in (TOKENS, VERIFIED)]
-    rows = ((33, GAMMA, D), jnp.float32)
+    kv = ((33, GAMMA, D), jnp.float32)
     packed = [((33 * GAMMA, D), jnp.float32), ((33,), jnp.int32), ((), jnp.int32)]
     with pytest.raises(jax.errors.JaxRuntimeError, match="B=33 must be at most 32"):
-        call("verify_and_pack_single", [*shapes[0], rows], [*shapes[1], *packed], {}, None)
+        call("verify_and_pack_single", [*shapes[0], kv], [*shapes[1], *packed], {}, None)
 
 
 def fail_to_load(monkeypatch, path: Path) -> str:
@@ -186,35 +184,21 @@ def stochastic_arguments(batch: int, vocabulary: int, *, drafted: bool) -> tuple
     return tokens, logits, lengths, stops, settings, positions, draft if drafted else None
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [VERIFY_GREEDY, PACK, VERIFY_AND_PACK, VERIFY_AND_APPEND, VERIFY_STOCHASTIC, SAMPLE],
-    ids=lambda x: x.name,
-)
+WITH_CUDA = [operation for operation in operations() if "cuda" in operation.backends]
+
+
+@pytest.mark.parametrize("operation", WITH_CUDA, ids=lambda x: x.name)
 def test_lowering_for_cuda(operation, kernels):
     """Every operation becomes one custom call on a GPU, also where there is none."""
-    *tokens, rows = random_inputs(4, 8, 16, 1, np.float16, 0.9)
-    stochastic = stochastic_arguments(4, 300, drafted=True)
-    arguments = {
-        "verify_greedy": tokens,
-        "pack": [rows, tokens[2]],
-        "verify_and_pack": [*tokens, rows],
-        "verify_and_append": [*tokens, rows, jnp.zeros((4, 20, 16), rows.dtype), tokens[2]],
-        "verify_stochastic": stochastic,
-        "sample": (stochastic[1], stochastic[4], jnp.zeros((4, 6), jnp.int32)),
-    }[operation.name]
-    static = {
-        "verify_stochastic": {"filtered": True, "axis_name": None},
-        "sample": {"filtered": True, "axis_name": None, "role": Role.DRAFT},
-    }.get(operation.name, {})
     target = operation.name
     check = jax.export.DisabledSafetyCheck.custom_call(f"jspec_{target}")
-    function = jax.jit(partial(operation.backend("cuda").run, **static))
-    exported = jax.export.export(function, platforms=["cuda"], disabled_checks=[check])(*arguments)
-    text = exported.mlir_module()
-    assert text.count("stablehlo.custom_call") == 1
-    assert f"@jspec_{target}" in text
-    assert ("output_operand_alias" in text) == (target == "verify_and_append")
+    for case in operation.cases():
+        function = jax.jit(partial(operation.backend("cuda").run, **case.static))
+        export = jax.export.export(function, platforms=["cuda"], disabled_checks=[check])
+        text = export(*case.arguments).mlir_module()
+        assert text.count("stablehlo.custom_call") == 1, case.name
+        assert f"@jspec_{target}" in text
+        assert ("output_operand_alias" in text) == (target == "verify_and_append")
 
 
 def test_the_cuda_sources_compile():

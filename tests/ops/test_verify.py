@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.ops.verify import VERIFY_GREEDY, Verified, verify_greedy
-from tests.ops.backends import every_backend, run_or_skip
+from tests.ops.backends import every_backend, every_case, run_or_skip
 
 LAST_ID = 2**31 - 1
 
@@ -57,6 +57,15 @@ over_backends = every_backend(VERIFY_GREEDY)
 
 def greedy(backend: str, *arguments) -> Verified:
     return run_or_skip(verify_greedy, VERIFY_GREEDY, backend, *map(jnp.asarray, arguments))
+
+
+@over_backends
+@every_case(VERIFY_GREEDY)
+def test_greedy_cases_equal_plain_python(case, backend):
+    draft, target, lengths, stops = case.build()
+    inputs = [x.tolist() for x in (draft, target, lengths.clip(0), stops)]
+    expected = [outcome(*row) for row in zip(*inputs, strict=True)]
+    assert_outcomes(greedy(backend, *case.arguments), expected)
 
 
 @over_backends
