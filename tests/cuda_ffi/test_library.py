@@ -17,7 +17,7 @@ from jspec.ops import operations
 from jspec.ops.sample import settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY, verify_greedy
-from tests.ops.laws import rows_of
+from tests.ops.laws import sampling_of
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_platform_without_kernels_is_a_reason():
 
 def stochastic_arguments(batch: int, vocabulary: int, *, drafted: bool) -> tuple:
     """Of the backends of `jspec.verify_stochastic`: bfloat16 logits and 5 draft tokens a row."""
-    settings = settings_of(rows_of([SamplingParams(temperature=1.0)] * batch, range(batch)))
+    settings = settings_of(sampling_of([SamplingParams(temperature=1.0)] * batch, range(batch)))
     tokens, logits, lengths, stops, positions, draft = like(
         ((batch, 5), jnp.int32),
         ((batch, 6, vocabulary), jnp.bfloat16),

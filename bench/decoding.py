@@ -23,11 +23,11 @@ from rich.table import Table
 import jspec
 from bench.machine import read_ceiling
 from bench.settings import Settings, bar
+from bench.suite import Suite
 from jspec.cache import KVCache
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.stats import Tally
 
-TITLE = "plain and speculative decoding of the bundled model, end to end"
 NEW_TOKENS = 256
 CHUNK = 16  # steps of a program while decoding
 NEAR_TIE = 0.25  # logits apart: what bf16 rounding of a long sum may turn around
@@ -228,3 +228,14 @@ def show(result: dict[str, Any]) -> None:
             *([f"{row['ratio']:.2f}x" if "ratio" in row else ""] if compared else []),
         )
     Console(width=100).print(table)
+
+
+# Results that are committed have the name "step".
+SUITE = Suite(
+    "step",
+    "plain and speculative decoding of the bundled model, end to end",
+    run,
+    show,
+    compare=compare,
+    own_clocks=True,
+)
