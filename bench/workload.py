@@ -1,6 +1,6 @@
 """The synthetic workload of the verification paper, and what each operation must make of it.
 
-The number of draft tokens that stand is Binomial(gamma, alpha); the target agrees with the draft
+The number of accepted draft tokens is Binomial(gamma, alpha); the target agrees with the draft
 before that position and disagrees at it. The vocabulary has 4096 tokens, the rows of keys and
 values are float16. Everything is NumPy, and what is expected follows from how the inputs were made,
 not from looking at them.
@@ -26,7 +26,7 @@ SLACK = 1e-4  # of the mass: what float32 sums over 150,000 tokens may be off by
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     """``draft`` int32 ``[B, gamma]``, ``target`` ``[B, gamma + 1]``, ``lengths`` ``[B]`` (all
-    gamma), ``stops`` ``[B, 1]`` (none); ``accepted`` int32 ``[B]``: how many were made to stand."""
+    gamma), ``stops`` ``[B, 1]`` (none); ``accepted`` int32 ``[B]``: how many are to be accepted."""
 
     draft: np.ndarray
     target: np.ndarray
@@ -89,7 +89,7 @@ class Logits:
 
 
 def make_logits(batch: int, gamma: int, vocabulary: int, *, one_hot: bool) -> Logits:
-    """Peaked logits under which about four of five draft tokens stand.
+    """Peaked logits under which about four of five draft tokens are accepted.
 
     At each position one token has 0.8 of the target's mass, and of the draft's. The draft proposes
     it four times of five (always where it is one-hot), and any other token else.

@@ -1,6 +1,6 @@
 """Verification of drafted tokens: what is accepted, and the one token that follows.
 
-Greedy: a draft token stands while it equals the target's argmax. For rejection sampling see
+Greedy: draft tokens are accepted while they equal the target's argmax. For rejection sampling see
 `jspec.ops.stochastic`.
 """
 
@@ -20,15 +20,16 @@ from jspec.typing import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """The outcome for each row.
+    """The outcome for each row; tokens have the dtype of the draft's.
 
-    ``accepted`` int32 ``[B]``: draft tokens that stand, a stop token among them ending the count.
+    ``accepted`` int32 ``[B]``: accepted draft tokens, a stop token among them ending the count.
     ``committed`` int32 ``[B]``: tokens the caller gets: accepted + 1, or accepted where a stop
-    token stood inside the accepted run. ``mismatch`` bool ``[B]``: the last of them corrects a
-    rejected draft token. ``next_token`` ``[B]``: that token, or the bonus token behind a draft that
-    stood whole; -1 where a stop token came before it. ``stopped`` bool ``[B]``: a committed token
-    is a stop token. ``tokens`` ``[B, gamma + 1]``: the committed block, -1 behind its end. Tokens
-    have the dtype of the draft's.
+    token is inside the accepted run.
+    ``mismatch`` bool ``[B]``: the last of them corrects a rejected draft token.
+    ``next_token`` ``[B]``: the corrected token, or the bonus token behind a draft that is accepted
+    whole; -1 where a stop token came before it.
+    ``stopped`` bool ``[B]``: a committed token is a stop token.
+    ``tokens`` ``[B, gamma + 1]``: the committed block, -1 behind its end.
     """
 
     accepted: Array
@@ -153,10 +154,10 @@ def check_draft(
         raise ValueError(f"draft_lengths {draft_lengths.dtype} must be int32")
 
 
-def leading(stands: Array, lengths: Array) -> Array:
+def leading(accepts: Array, lengths: Array) -> Array:
     """Length of the leading run of True in ``[B, gamma]``, counted within ``lengths [B]``."""
-    stands = stands & (jnp.arange(stands.shape[1], dtype=jnp.int32)[None] < lengths[:, None])
-    return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    accepts = accepts & (jnp.arange(accepts.shape[1], dtype=jnp.int32)[None] < lengths[:, None])
+    return jnp.cumprod(accepts.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def commit(

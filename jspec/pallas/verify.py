@@ -60,10 +60,10 @@ def verify_pallas(
     blocks = blocks or blocks_for(greedy_sizes(draft_tokens))
     spread = Spread(blocks.piece)
 
-    # A token that is committed is the target's own, so the draft serves to count and no more. What
-    # ends a block is its first position where the draft falls or the target stops: one maximum (a
-    # warp has no instruction for a minimum) finds it, over the distance from the end with the two
-    # flags in the lowest bits.
+    # A committed token is the target's own: the draft serves only to count. A block ends at its
+    # first position where the draft is rejected or the target stops. One maximum finds it (a warp
+    # has no instruction for a minimum), over the distance from the end with the two flags in the
+    # lowest bits.
     def verify(draft, target, lengths, *refs):
         *stop_refs, accepted_out, committed_out, mismatch_out, next_out, stopped_out, block_out = (
             refs
@@ -85,22 +85,22 @@ def verify_pallas(
             return functools.reduce(jnp.logical_or, found).astype(jnp.int32) if found else 0
 
         def judge(length, stop_ids, bonus, pieces):
-            # Behind a draft that stood whole comes the bonus token, as if one had fallen there.
+            # The bonus token follows a whole accepted draft, as if one had been rejected there.
             event = 2 + is_stop(bonus, stop_ids)
             for _, index, drafted, wanted in pieces:
-                falls = (drafted != wanted) | (index >= length)
-                flags = 2 * falls.astype(jnp.int32) + is_stop(wanted, stop_ids)
+                rejected = (drafted != wanted) | (index >= length)
+                flags = 2 * rejected.astype(jnp.int32) + is_stop(wanted, stop_ids)
                 found = jnp.where(flags > 0, 4 * (gamma - index) + flags, 0)
                 event = jnp.maximum(event, largest(found))
             return event
 
         def write(row, length, bonus, pieces, event):
             end = gamma - (event >> 2)
-            falls = (event & 2) != 0
-            accepted_out[row] = jnp.where(falls, end, end + 1)
+            rejected = (event & 2) != 0
+            accepted_out[row] = jnp.where(rejected, end, end + 1)
             committed_out[row] = end + 1
-            mismatch_out[row] = falls & (end < length)
-            next_out[row] = jnp.where(falls, target[row, end], -1)
+            mismatch_out[row] = rejected & (end < length)
+            next_out[row] = jnp.where(rejected, target[row, end], -1)
             stopped_out[row] = (event & 1) != 0
             for here, index, _, wanted in pieces:
                 store(block_out.at[here], jnp.where(index <= end, wanted, -1))

@@ -13,7 +13,8 @@ from jspec.ops.attention import ATTENTION
 from jspec.ops.pack import PACK, pack_xla
 
 
-def test_doctor_finds_what_decoding_needs(capsys):
+def test_doctor_finds_what_decoding_needs(capsys, monkeypatch):
+    monkeypatch.setattr("jspec.cli.doctor.operations", lambda: (ATTENTION,))
     assert main(["doctor"]) == 0
     assert "attention, xla_blocked" in capsys.readouterr().err
 
@@ -90,6 +91,7 @@ def test_every_operation_has_a_case_that_doctor_runs():
 
 
 def test_doctor_says_when_the_model_is_missing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("jspec.cli.doctor.operations", lambda: ())
     monkeypatch.setattr("jspec.cli.doctor.bundled_path", lambda: tmp_path)
     assert main(["doctor"]) == 1
     assert "install jspec again" in capsys.readouterr().err

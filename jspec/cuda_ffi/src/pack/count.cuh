@@ -6,7 +6,7 @@
 namespace jspec {
 
 // Calls found(row, accepted) with one lane for each of the rows [begin, end), which `workers` warps
-// share: this one is `worker`. A count is the first position that falls, or one more than the
+// share: this one is `worker`. A count is the first rejected position, or one more than the
 // first that holds a stop token. Of long rows, a warp has the tokens of `together` on their way.
 template <typename Token, int chunks, int together, typename Found>
 __device__ void count_rows(const Greedy& greedy, int begin, int end, int worker, int workers,
@@ -36,12 +36,12 @@ __device__ void count_rows(const Greedy& greedy, int begin, int end, int worker,
         const Token one = reads ? stops[stop_row + i] : Token(-1);
         stop |= wanted == one && one >= 0;
       }
-      const bool falls = at >= length || drafted != wanted;
-      const unsigned fall = __ballot_sync(kAllLanes, falls) >> begins & mask;
-      const unsigned either = __ballot_sync(kAllLanes, falls || stop) >> begins & mask;
-      // At the first of either, it stands if it does not fall.
+      const bool rejects = at >= length || drafted != wanted;
+      const unsigned rejected = __ballot_sync(kAllLanes, rejects) >> begins & mask;
+      const unsigned either = __ballot_sync(kAllLanes, rejects || stop) >> begins & mask;
+      // At the first of either, it is accepted if it is not rejected.
       const int last = either ? __ffs(either) - 1 : gamma;
-      const int count = either && !(fall >> last & 1) ? last + 1 : last;
+      const int count = either && !(rejected >> last & 1) ? last + 1 : last;
       if (at == 0 && row < end) found(row, count);
     }
   } else {

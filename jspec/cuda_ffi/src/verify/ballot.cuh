@@ -12,8 +12,8 @@ namespace jspec {
 constexpr int kLoops = 3;
 
 // Verifies `row` and writes all that belongs to it; one lane calls accepted(count). A block ends at
-// the first position that falls or holds a stop token, and one ballot a chunk finds it. The time
-// does not depend on where that is: no lane leaves early.
+// the first position that is rejected or holds a stop token, and one ballot a chunk finds it. The
+// time does not depend on where that is: no lane leaves early.
 template <typename Token, int chunks, typename Accepted>
 __device__ void verify_warp(const Greedy& greedy, int row, Accepted accepted) {
   const int lane = threadIdx.x % 32;
@@ -28,9 +28,9 @@ __device__ void verify_warp(const Greedy& greedy, int row, Accepted accepted) {
   const Token first_stop = greedy.stops ? stops[0] : Token(-1);
   const Token bonus = target[gamma - lane];
   const int length = min(greedy.draft_lengths[row], gamma);
-  // Behind a draft that stood whole comes the bonus token, as if a draft token had fallen there.
+  // The bonus token follows a whole accepted draft, as if a draft token had been rejected there.
   int end = gamma;
-  bool fell = true, stopped = false;
+  bool rejected = true, stopped = false;
   Token next = bonus;
 
   for (int start = 0; start == 0 || (chunks == kLoops && start < gamma); start += chunks * 32) {
@@ -52,12 +52,12 @@ __device__ void verify_warp(const Greedy& greedy, int row, Accepted accepted) {
 #pragma unroll
       for (int c = 0; c < chunks; ++c) stop[c] |= wanted[c] == one && one >= 0;
     }
-    bool falls[chunks];
+    bool rejects[chunks];
     int first = gamma;
 #pragma unroll
     for (int c = chunks - 1; c >= 0; --c) {
-      falls[c] = start + c * 32 + lane >= length || drafted[c] != wanted[c];
-      const unsigned ends = __ballot_sync(kAllLanes, falls[c] || stop[c]);
+      rejects[c] = start + c * 32 + lane >= length || drafted[c] != wanted[c];
+      const unsigned ends = __ballot_sync(kAllLanes, rejects[c] || stop[c]);
       if (ends) first = start + c * 32 + __ffs(ends) - 1;
     }
     end = min(end, first);
@@ -67,18 +67,18 @@ __device__ void verify_warp(const Greedy& greedy, int row, Accepted accepted) {
       const int at = start + c * 32 + lane;
       if (at < gamma) tokens[start + c * 32] = at <= end ? wanted[c] : Token(-1);
       if (at < gamma && at == end) {
-        fell = falls[c];
+        rejected = rejects[c];
         stopped = stop[c];
         next = wanted[c];
       }
     }
   }
   if (end % 32 == lane) {
-    const int count = fell ? end : end + 1;
+    const int count = rejected ? end : end + 1;
     greedy.accepted[row] = count;
     greedy.committed[row] = end + 1;
-    greedy.mismatch[row] = fell && end < length;
-    static_cast<Token*>(greedy.next_token)[row] = fell ? next : Token(-1);
+    greedy.mismatch[row] = rejected && end < length;
+    static_cast<Token*>(greedy.next_token)[row] = rejected ? next : Token(-1);
     greedy.stopped[row] = stopped;
     tokens[gamma - lane] = end == gamma ? bonus : Token(-1);
     accepted(count);

@@ -33,15 +33,15 @@ JSPEC_HOST_DEVICE int32_t verify_row(const Greedy& greedy, int64_t row) {
     if (stopped || at >= length || draft[at] != token) break;
     ++at;
   }
-  const bool stands = at < length && draft[at] == target[at];  // then a stop token ended the scan
+  const bool accepts = at < length && draft[at] == target[at];  // then a stop token ended the scan
   const int32_t committed = at + 1;
   for (int32_t i = committed; i <= gamma; ++i) tokens[i] = -1;
 
-  const int32_t accepted = stands ? committed : at;
+  const int32_t accepted = accepts ? committed : at;
   greedy.accepted[row] = accepted;
   greedy.committed[row] = committed;
-  greedy.mismatch[row] = !stands && at < length;
-  static_cast<Token*>(greedy.next_token)[row] = stands ? Token(-1) : target[at];
+  greedy.mismatch[row] = !accepts && at < length;
+  static_cast<Token*>(greedy.next_token)[row] = accepts ? Token(-1) : target[at];
   greedy.stopped[row] = stopped;
   return accepted;
 }
