@@ -10,6 +10,12 @@ from jspec.ops import operations
 from jspec.tuned import Rule, Serving, Table
 
 
+@pytest.fixture(autouse=True)
+def _off_gpu(monkeypatch):
+    """A toy's order is that of a machine without a GPU, unless a test says otherwise."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+
+
 def backend(name: str, reason: str | None = None) -> Backend:
     return Backend(name, lambda x, **settings: (name, x, settings), lambda x, **settings: reason)
 
