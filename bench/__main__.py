@@ -43,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if asked.suite == "tune":
         return _tune(parser, asked)
+    return _measure(parser, asked)
+
+
+def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
+    """Run the suites that were asked for; 0 if every output that was checked was right."""
     whole = asked.suite == "all"
     names = list(SUITES) if whole else [asked.suite]
     if asked.backend:
@@ -58,23 +63,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     good = True
     for name in names:
         result = _run(name, settings)
-        suite = SUITES[name]
-        if name in earlier:
-            met = suite.compare(result, earlier[name])
-            console().print(f"{met} rows compared with that of {earlier[name]['machine']['date']}")
-        suite.show(result)
-        if asked.json:
-            _save(asked.json / f"{name}.json" if whole else asked.json, result)
-        if asked.plot:
-            from bench.report import figures
-
-            for path in figures.write(result, asked.plot):
-                console().print(f"wrote {path}")
+        _tell(result, earlier.get(name), asked)
         if result.get("interrupted"):
             console().print(f"interrupted: {name} has only what was measured until then")
             return 130
         good = good and all(row["checked"] is not False for row in result["rows"])
     return 0 if good else 1
+
+
+def _tell(
+    result: dict[str, Any], earlier: dict[str, Any] | None, asked: argparse.Namespace
+) -> None:
+    """Compare, show, save and draw a result, as far as that was asked for."""
+    name = result["suite"]
+    if earlier is not None:
+        met = SUITES[name].compare(result, earlier)
+        console().print(f"{met} rows compared with that of {earlier['machine']['date']}")
+    SUITES[name].show(result)
+    if asked.json:
+        _save(asked.json / f"{name}.json" if asked.suite == "all" else asked.json, result)
+    if asked.plot:
+        from bench.report import figures
+
+        for path in figures.write(result, asked.plot):
+            console().print(f"wrote {path}")
 
 
 def _parser() -> argparse.ArgumentParser:

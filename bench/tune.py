@@ -24,7 +24,7 @@ from bench import regret, sampling
 from bench.point import best_clock
 from bench.settings import console
 from jspec import tuned
-from jspec.dispatch import Backend, Operation, always
+from jspec.dispatch import Operation
 from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
 from jspec.ops.pack import PACK
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
@@ -145,12 +145,8 @@ def _best_order(points: Sequence[Point], operation: Operation) -> list[str]:
     ranked = sorted(ran, key=lambda name: sum(ran[name]) / len(ran[name]))
     orders = [[name, *(x for x in ranked if x != name)] for name in ranked]
     best = [*min(orders, key=lambda order: _cost(points, order)), "xla"]
-    last = next(i for i, name in enumerate(best) if _never_refuses(operation.backends[name]))
+    last = next(i for i, name in enumerate(best) if name in operation.never_refusing)
     return best[: last + 1]
-
-
-def _never_refuses(backend: Backend | str) -> bool:
-    return isinstance(backend, Backend) and backend.supports is always
 
 
 def _costs(points: Sequence[Point], rules: Sequence[Rule]) -> list[float]:

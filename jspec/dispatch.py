@@ -113,6 +113,12 @@ class Operation:
             found = getattr(import_module(module), attribute)
         return found
 
+    @property
+    def never_refusing(self) -> tuple[str, ...]:
+        """The names of the backends that take all arguments, on every machine."""
+        pairs = self.backends.items()
+        return tuple(n for n, b in pairs if isinstance(b, Backend) and b.supports is always)
+
     def check(self, implementation: str | None) -> None:
         """Raise `BackendError` where ``implementation`` is no backend of this operation."""
         if implementation is not None and implementation not in self.backends:

@@ -134,3 +134,8 @@ def test_the_operations_have_names_of_their_own():
     names = [operation.name for operation in operations()]
     assert len(set(names)) == len(names)
     assert {"attention", "verify_greedy", "sample"} <= set(names)
+
+
+def test_the_last_resorts_are_those_that_take_all_arguments():
+    toy = operation(backend("a"), Backend("b", print, always), Backend("c", print, always))
+    assert toy.never_refusing == ("b", "c")

@@ -50,8 +50,8 @@ def doctor(arguments: argparse.Namespace) -> int:
         for f in findings:
             table.add_row("ok" if f.works else "--", f.what, *map(escape, (f.seen, f.advice)))
         console().print(table)
-    needed = [f for f in findings if f.what.startswith("bundled") or f.what.endswith(", xla")]
-    return 0 if all(f.works for f in needed) else 1
+    needed = {"bundled model"} | {f"{x.name}, {n}" for x in operations() for n in x.never_refusing}
+    return 0 if all(f.works for f in findings if f.what in needed) else 1
 
 
 def _python() -> Finding:
