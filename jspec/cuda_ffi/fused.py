@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.cuda_ffi import library, pack
-from jspec.cuda_ffi.pack import layout
+from jspec.cuda_ffi.pack import cut_for
 from jspec.dispatch import Backend
 from jspec.ops.fused import fused_sizes
 from jspec.ops.pack import packed_like
@@ -32,7 +32,7 @@ def _run(*arguments: Array) -> tuple[Array, ...]:
     # Counting in each block spares a launch and the wait for it, and costs half of that for each
     # pass over the tokens: 8 warps take 512 positions in two passes where a row has fewer than 32,
     # and 32 rows in one where it has more.
-    own = layout("verify_and_pack", fused_sizes(*arguments))
+    own = cut_for("verify_and_pack", fused_sizes(*arguments))
     return _pack("verify_and_pack", *arguments, **own.attributes)
 
 
@@ -48,7 +48,7 @@ def _append(*arguments: Array) -> tuple[Array, ...]:
         *arguments,
         vmap_method="broadcast_all",
         aliases={5: 6},
-        **layout("verify_and_append", fused_sizes(*arguments)).attributes,
+        **cut_for("verify_and_append", fused_sizes(*arguments)).attributes,
     )
 
 

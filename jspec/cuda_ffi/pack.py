@@ -1,4 +1,4 @@
-"""Packing by a CUDA kernel, and how it and its fused form are laid out over a GPU."""
+"""Packing by a CUDA kernel, and how it and its fused form are cut for a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jspec.typing import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """How the moving of KV rows is laid out over a GPU.
+class Cut:
+    """How the moving of KV rows is cut for a GPU.
 
     ``threads`` of a block, a multiple of 32 up to 256. ``eager``: a block loads its rows before it
     knows whether they were accepted. ``recounts``: in the fused form, each block counts for itself
@@ -39,15 +39,15 @@ class Layout:
         }
 
 
-def layout(operation: str, sizes: Mapping[str, int]) -> Layout:
-    """The layout of packing or appending for arguments of these sizes.
+def cut_for(operation: str, sizes: Mapping[str, int]) -> Cut:
+    """The cut that serves packing or appending of these sizes well.
 
     Loading early gains a little while there is little to load. Beyond, where few rows are accepted,
     it costs what reading the others does.
     """
     block = tuned.block(operation, "cuda", sizes)
     eager = sizes["bytes"] <= block.pop("eager_bytes")
-    return Layout(eager=eager, **block)
+    return Cut(eager=eager, **block)
 
 
 def supports(kv: Array, *arguments: Array) -> str | None:
@@ -64,7 +64,7 @@ def _run(kv: Array, accepted: Array) -> tuple[Array, ...]:
         kv,
         accepted,
         vmap_method="sequential",
-        **layout("pack", kv_sizes(kv)).attributes,
+        **cut_for("pack", kv_sizes(kv)).attributes,
     )
 
 

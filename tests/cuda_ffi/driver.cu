@@ -99,16 +99,16 @@ void run(int batch, int gamma, int stops, int row_bytes) {
   };
   for (const bool eager : {false, true}) {
     for (const int threads : {32, 128, 256}) {
-      launched(pack(packing, Layout{threads, eager, false}, nullptr));
+      launched(pack(packing, Cut{threads, eager, false}, nullptr));
       is_packed("pack");
       for (const bool recounts : {false, true}) {
-        launched(verify_and_pack(device, packing, Layout{threads, eager, recounts}, nullptr));
+        launched(verify_and_pack(device, packing, Cut{threads, eager, recounts}, nullptr));
         is_packed(recounts ? "fused, one launch" : "fused, two");
         verified("fused");
       }
       d_cache.fill(0);
       const Append append{d_kv.data, d_held.data, d_cache.data, gamma + 3, row_bytes};
-      launched(verify_and_append(device, append, Layout{threads, eager, false}, nullptr));
+      launched(verify_and_append(device, append, Cut{threads, eager, false}, nullptr));
       verified("append");
       expect(d_cache.holds(cache), "append", batch, gamma, row_bytes);
     }

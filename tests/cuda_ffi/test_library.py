@@ -48,15 +48,15 @@ TOKENS = [
 ]
 KV, CACHE, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B, S, D), jnp.float32), ((B,), jnp.int32)
 PACKED = [((B * GAMMA, D), jnp.float32), ((B,), jnp.int32), ((), jnp.int32)]
-LAYOUT = {"threads": np.int32(128), "eager": np.bool_(True), "recounts": np.bool_(False)}
+CUT = {"threads": np.int32(128), "eager": np.bool_(True), "recounts": np.bool_(False)}
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
     "verify_greedy_naive": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
-    "pack": ([KV, LENGTHS], PACKED, LAYOUT, None),
-    "verify_and_pack": ([*TOKENS, KV], [*VERIFIED, *PACKED], LAYOUT, None),
+    "pack": ([KV, LENGTHS], PACKED, CUT, None),
+    "verify_and_pack": ([*TOKENS, KV], [*VERIFIED, *PACKED], CUT, None),
     "verify_and_pack_single": ([*TOKENS, KV], [*VERIFIED, *PACKED], {}, None),
-    "verify_and_append": ([*TOKENS, KV, CACHE, LENGTHS], [*VERIFIED, CACHE], LAYOUT, {5: 6}),
+    "verify_and_append": ([*TOKENS, KV, CACHE, LENGTHS], [*VERIFIED, CACHE], CUT, {5: 6}),
 }
 
 

@@ -35,18 +35,18 @@ __global__ void __launch_bounds__(1024) single_kernel(const Greedy greedy, const
 
 }  // namespace
 
-const char* verify_and_pack(const Greedy& greedy, const Pack& given, const Layout& layout,
+const char* verify_and_pack(const Greedy& greedy, const Pack& given, const Cut& cut,
                             Stream stream) {
-  if (!layout.recounts) {
+  if (!cut.recounts) {
     if (const char* error = verify_ballot(greedy, 4, stream)) return error;
     Pack packing = given;
     packing.accepted = greedy.accepted;
-    return pack(packing, layout, stream);
+    return pack(packing, cut, stream);
   }
   return for_greedy(greedy, [&](auto token, auto chunks) {
     return launch_move(Counting<decltype(token), chunks.value>{{given}, greedy}, given.kv,
                        given.packed, given.batch, given.gamma * given.row_bytes,
-                       given.row_bytes, layout, stream);
+                       given.row_bytes, cut, stream);
   });
 }
 
@@ -58,12 +58,12 @@ const char* verify_and_pack_single(const Greedy& greedy, const Pack& pack, Strea
   });
 }
 
-const char* verify_and_append(const Greedy& greedy, const Append& append, const Layout& layout,
+const char* verify_and_append(const Greedy& greedy, const Append& append, const Cut& cut,
                               Stream stream) {
   return for_greedy(greedy, [&](auto token, auto chunks) {
     return launch_move(Behind<decltype(token), chunks.value>{append, greedy}, append.kv,
                        append.cache, greedy.batch, greedy.gamma * append.row_bytes,
-                       append.row_bytes, layout, stream);
+                       append.row_bytes, cut, stream);
   });
 }
 

@@ -6,19 +6,19 @@
 
 namespace jspec {
 
-const char* verify_and_pack(const Greedy& greedy, const Pack& given, const Layout& layout,
+const char* verify_and_pack(const Greedy& greedy, const Pack& given, const Cut& cut,
                             Stream stream) {
   verify_naive(greedy, 1, stream);
   Pack packing = given;
   packing.accepted = greedy.accepted;
-  return pack(packing, layout, stream);
+  return pack(packing, cut, stream);
 }
 
 const char* verify_and_pack_single(const Greedy& greedy, const Pack& pack, Stream stream) {
-  return verify_and_pack(greedy, pack, Layout{}, stream);
+  return verify_and_pack(greedy, pack, Cut{}, stream);
 }
 
-const char* verify_and_append(const Greedy& greedy, const Append& append, const Layout&,
+const char* verify_and_append(const Greedy& greedy, const Append& append, const Cut&,
                               Stream stream) {
   verify_naive(greedy, 1, stream);
   for (int64_t row = 0; row < greedy.batch; ++row) {

@@ -42,14 +42,14 @@ ffi::Error read_pack(ffi::RemainingArgs arguments, ffi::RemainingRets results, G
 
 ffi::Error pack_fused(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
                       int32_t threads, bool eager, bool recounts) {
-  const Layout layout{threads, eager, recounts};
-  ffi::Error error = check_layout(layout);
+  const Cut cut{threads, eager, recounts};
+  ffi::Error error = check_cut(cut);
   if (error.failure()) return error;
   Greedy greedy;
   Pack pack;
   error = read_pack(arguments, results, &greedy, &pack);
   if (error.failure()) return error;
-  return launched(verify_and_pack(greedy, pack, layout, stream));
+  return launched(verify_and_pack(greedy, pack, cut, stream));
 }
 
 ffi::Error pack_single(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results) {
@@ -63,8 +63,8 @@ ffi::Error pack_single(Stream stream, ffi::RemainingArgs arguments, ffi::Remaini
 
 ffi::Error append_fused(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
                         int32_t threads, bool eager, bool recounts) {
-  const Layout layout{threads, eager, recounts};
-  ffi::Error error = check_layout(layout);
+  const Cut cut{threads, eager, recounts};
+  ffi::Error error = check_cut(cut);
   if (error.failure()) return error;
   error = check_count(arguments, kGreedyArguments + 3, results, kGreedyResults + 1);
   if (error.failure()) return error;
@@ -94,17 +94,17 @@ ffi::Error append_fused(Stream stream, ffi::RemainingArgs arguments, ffi::Remain
   const Append append{buffers.data<char>(kGreedyArguments),
                       buffers.data<int32_t>(kGreedyArguments + 2), buffers.data<char>(cache_out),
                       slots, row_bytes(kv)};
-  return launched(verify_and_append(greedy, append, layout, stream));
+  return launched(verify_and_append(greedy, append, cut, stream));
 }
 
 }  // namespace
 }  // namespace jspec
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_verify_and_pack, jspec::pack_fused, JSPEC_BIND_LAYOUT(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_verify_and_pack, jspec::pack_fused, JSPEC_BIND_CUT(),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_verify_and_pack_single, jspec::pack_single, JSPEC_BIND(),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_verify_and_append, jspec::append_fused, JSPEC_BIND_LAYOUT(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_verify_and_append, jspec::append_fused, JSPEC_BIND_CUT(),
                               {jspec::ffi::Traits::kCmdBufferCompatible});

@@ -29,21 +29,21 @@ struct Append {
 // Most threads of a block that moves KV rows.
 constexpr int kMostThreads = 256;
 
-// How the moving of KV rows is laid out over a GPU: blocks of so many threads. `eager`: a block
+// How the moving of KV rows is cut for a GPU: blocks of so many threads. `eager`: a block
 // loads its rows before it knows whether they were accepted. `recounts`: each block counts for
 // itself what was accepted before its rows, in one launch; otherwise a launch before has counted.
-struct Layout {
+struct Cut {
   int32_t threads;
   bool eager;
   bool recounts;
 };
 
 // Each returns what went wrong, or null.
-const char* pack(const Pack& pack, const Layout& layout, Stream stream);
-const char* verify_and_pack(const Greedy& greedy, const Pack& pack, const Layout& layout,
+const char* pack(const Pack& pack, const Cut& cut, Stream stream);
+const char* verify_and_pack(const Greedy& greedy, const Pack& pack, const Cut& cut,
                             Stream stream);
 const char* verify_and_pack_single(const Greedy& greedy, const Pack& pack, Stream stream);
-const char* verify_and_append(const Greedy& greedy, const Append& append, const Layout& layout,
+const char* verify_and_append(const Greedy& greedy, const Append& append, const Cut& cut,
                               Stream stream);
 
 }  // namespace jspec

@@ -20,15 +20,15 @@ inline ffi::Error check_kv(const ffi::AnyBuffer& kv) {
   return ffi::Error::Success();
 }
 
-inline ffi::Error check_layout(const Layout& layout) {
-  if (layout.threads % 32 == 0 && layout.threads >= 32 && layout.threads <= kMostThreads) {
+inline ffi::Error check_cut(const Cut& cut) {
+  if (cut.threads % 32 == 0 && cut.threads >= 32 && cut.threads <= kMostThreads) {
     return ffi::Error::Success();
   }
-  return invalid("threads=", layout.threads, " must be a multiple of 32 up to ", kMostThreads);
+  return invalid("threads=", cut.threads, " must be a multiple of 32 up to ", kMostThreads);
 }
 
 }  // namespace jspec
 
-// Binds a handler that takes the fields of a Layout as attributes.
-#define JSPEC_BIND_LAYOUT() \
+// Binds a handler that takes the fields of a Cut as attributes.
+#define JSPEC_BIND_CUT() \
   JSPEC_BIND().Attr<int32_t>("threads").Attr<bool>("eager").Attr<bool>("recounts")

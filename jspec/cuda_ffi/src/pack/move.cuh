@@ -149,16 +149,16 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 // Launches the kernel over `batch` rows of up to `capacity` bytes.
 template <typename Place>
 const char* launch_move(const Place& place, const char* kv, const void* to, int64_t batch,
-                        int64_t capacity, int64_t row_bytes, const Layout& layout, Stream stream) {
+                        int64_t capacity, int64_t row_bytes, const Cut& cut, Stream stream) {
   const int access = access_bytes(kv, to, row_bytes);
-  const int64_t bytes = Piece::bytes(layout.threads);
+  const int64_t bytes = Piece::bytes(cut.threads);
   const int64_t pieces = capacity > bytes ? (capacity + bytes - 1) / bytes : 1;
-  const int warps = layout.threads / 32;
+  const int warps = cut.threads / 32;
   const int64_t blocks = batch * pieces + (Place::verifies ? (batch + warps - 1) / warps : 0);
   if (blocks > INT32_MAX) return "KV rows of more than 2^31 blocks: cut the batch";
-  move_kernel<<<blocks, layout.threads, 0, stream>>>(place, kv, batch, capacity,
-                                                     layout.eager && access == 16,
-                                                     static_cast<int>(pieces), access);
+  move_kernel<<<blocks, cut.threads, 0, stream>>>(place, kv, batch, capacity,
+                                                  cut.eager && access == 16,
+                                                  static_cast<int>(pieces), access);
   return launch_error();
 }
 

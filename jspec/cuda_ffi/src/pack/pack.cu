@@ -3,9 +3,9 @@
 
 namespace jspec {
 
-const char* pack(const Pack& pack, const Layout& layout, Stream stream) {
+const char* pack(const Pack& pack, const Cut& cut, Stream stream) {
   return launch_move(Given{{pack}}, pack.kv, pack.packed, pack.batch,
-                     pack.gamma * pack.row_bytes, pack.row_bytes, layout, stream);
+                     pack.gamma * pack.row_bytes, pack.row_bytes, cut, stream);
 }
 
 }  // namespace jspec

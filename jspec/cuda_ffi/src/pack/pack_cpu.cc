@@ -6,7 +6,7 @@
 
 namespace jspec {
 
-const char* pack(const Pack& pack, const Layout&, Stream) {
+const char* pack(const Pack& pack, const Cut&, Stream) {
   int32_t offset = 0;
   for (int64_t row = 0; row < pack.batch; ++row) {
     const int32_t count = std::clamp(pack.accepted[row], 0, pack.gamma);

@@ -7,8 +7,8 @@ ffi::Error pack_kv(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRe
                      int32_t threads, bool eager, bool recounts) {
   ffi::Error error = check_count(arguments, 2, results, 3);
   if (error.failure()) return error;
-  const Layout layout{threads, eager, recounts};
-  error = check_layout(layout);
+  const Cut cut{threads, eager, recounts};
+  error = check_cut(cut);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
   error = check_kv(buffers[0]);
@@ -29,10 +29,10 @@ ffi::Error pack_kv(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRe
                             buffers.data<char>(2), buffers.data<int32_t>(3),
                             buffers.data<int32_t>(4), shape[0], static_cast<int32_t>(shape[1]),
                             row_bytes(buffers[0])},
-                       layout, stream));
+                       cut, stream));
 }
 
 }  // namespace jspec
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_pack, jspec::pack_kv, JSPEC_BIND_LAYOUT(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_pack, jspec::pack_kv, JSPEC_BIND_CUT(),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
