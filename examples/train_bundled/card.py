@@ -118,7 +118,9 @@ def _training(record: dict[str, Any]) -> str:
     for run in record["invocations"]:
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
         lines += ["", f"Ran on {run['device']}, {versions}; {run['note']}."]
-    lines += ["", "The loss is in `loss.png`, its numbers in `training.json`.", ""]
+    # An installed package has the card without them.
+    where = "jspec's repository has the loss beside this card"
+    lines += ["", f"{where}: `loss.png`, and its numbers in `training.json`.", ""]
     return "\n".join(lines)
 
 

@@ -10,9 +10,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jspec.dispatch import Backend, Operation, always
+from jspec.dispatch import Backend, Case, Operation, always
 from jspec.typing import Array
 
 # Keys a step of xla_blocked: on a CPU a block of keys and values stays in a core's L2; a GPU, which
@@ -162,21 +163,42 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap):
     return _finish(sums, q.shape[1], q.dtype)
 
 
-def _preference(platform: str, q: Array, *args, **kwargs) -> tuple[str, ...]:
-    # On a GPU a loop with a traced bound waits for the host in every round, which a long prefill
-    # chunk does not feel and a decoding step does.
-    if platform == "cpu" or q.shape[1] >= 64:
-        return ("xla_blocked", "xla")
-    return ("xla", "xla_blocked")
+def _sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
+    """What backends are ordered by."""
+    return {"batch": q.shape[0], "tokens": q.shape[1], "slots": k.shape[1]}
 
 
+def _cases() -> list[Case]:
+    """Three tokens at the end of a cache, and what numpy makes of them."""
+
+    def build() -> tuple[np.ndarray, ...]:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, n, 2, 16), np.float32) for n in (3, 40, 40))
+        return q, k, v, np.array([[37, 38, 39]], np.int32)
+
+    def wanted() -> tuple[np.ndarray, np.ndarray]:
+        q, k, v, positions = build()
+        scores = np.einsum("btnh,bsnh->bnts", q, k) / 4
+        scores = np.where(np.arange(40) <= positions[0][:, None], scores, -np.inf)
+        lse = np.log(np.exp(scores).sum(axis=-1))
+        out = np.einsum("bnts,bsnh->btnh", np.exp(scores - lse[..., None]), v)
+        return out, np.swapaxes(lse, 1, 2)
+
+    static = {"key_positions": None, "scale": 0.25, "window": None, "softcap": None}
+    return [Case("three-tokens", build, static, small=True, wanted=wanted)]
+
+
+# On a GPU a loop with a traced bound waits for the host in every round, which a long prefill chunk
+# does not feel and a decoding step does.
 ATTENTION = Operation(
     "attention",
     {
         "xla": Backend("xla", _xla, always),
         "xla_blocked": Backend("xla_blocked", _xla_blocked, always),
     },
-    _preference,
+    _sizes,
+    _cases,
+    off_gpu=("xla_blocked", "xla"),
 )
 
 
