@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jspec.models.tokenizer import Tokenizer, load_tokenizer
     from jspec.ops.attention import attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
+    from jspec.ops.law import law
     from jspec.ops.pack import Packed, pack
     from jspec.ops.sample import Sampling
     from jspec.ops.stochastic import verify_stochastic
@@ -62,6 +63,7 @@ _HOMES = {
     "jspec.models.tokenizer": ["Tokenizer", "load_tokenizer"],
     "jspec.ops.attention": ["attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
+    "jspec.ops.law": ["law"],
     "jspec.ops.pack": ["Packed", "pack"],
     "jspec.ops.sample": ["Sampling"],
     "jspec.ops.stochastic": ["verify_stochastic"],
@@ -93,6 +95,7 @@ __all__ = [
     "decode_chunk",
     "dense",
     "generate",
+    "law",
     "load_bundled",
     "load_model",
     "load_tokenizer",
