@@ -185,7 +185,7 @@ struct Tile {
     uint32_t found = kNone;
 #pragma unroll
     for (int i = kEach - 1; i >= 0; --i) {
-      if (fminf((*this)[i], FLT_MAX) == top) found = place(i);
+      if (cleaned((*this)[i]) == top) found = place(i);
     }
     return found;
   }
