@@ -23,12 +23,31 @@ def law(logits: ArrayLike, params: SamplingParams) -> NDArray[np.float64]:
     and a row without a finite logit have all mass on one token.
     """
     logits = np.asarray(logits).astype(np.float32)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"logits {logits.shape} must be [..., V] with at least one token")
-    largest = np.finfo(np.float32).max
-    logits = np.where(np.isnan(logits), -np.inf, np.minimum(logits, largest))
-    rows = [_law(row, params) for row in logits.reshape(-1, logits.shape[-1])]
-    return np.stack(rows).reshape(logits.shape)
+    if logits.ndim == 0 or 0 in logits.shape:
+        raise ValueError(f"logits {logits.shape} must be [..., V] with at least one row and token")
+    rows = [masses(row, params) for row in logits.reshape(-1, logits.shape[-1])]
+    return np.stack([row / np.float64(row.sum()) for row in rows]).reshape(logits.shape)
+
+
+def masses(logits: NDArray[np.float32], params: SamplingParams) -> Integers:
+    """The law of one row, ``[V]`` to ``[V]``, as masses in whole numbers below 2**64."""
+    logits = np.where(np.isnan(logits), -np.inf, np.minimum(logits, np.finfo(np.float32).max))
+    rate = rate_of(params.temperature)
+    if rate == 0 or not np.isfinite(logits).any():
+        return np.eye(1, logits.size, int(logits.argmax()), dtype=np.uint64)[0]
+    # 24 bits by 16: the product is exact in float64, and so is all that follows.
+    power = np.maximum(logits, np.finfo(np.float32).min) * np.float64(rate)
+    fixed = np.floor(np.clip(power, -(2**30), 2**30) * 2**23).astype(np.int64)
+    tiles, keep = _Tiles(fixed), np.isfinite(logits)
+    if params.top_k:
+        keep &= logits >= np.sort(logits)[::-1][min(params.top_k, logits.size) - 1]
+    if np.float32(params.top_p) < 1:
+        keep &= logits >= _top_p(logits, tiles.probabilities(keep), params.top_p)
+    if params.min_p > 0:
+        below = fixed - fixed.max()
+        ratio = np.ldexp(exp2(below & (2**23 - 1)).astype(np.float64), (below >> 23) - 22)
+        keep &= ratio >= np.float32(params.min_p)
+    return tiles.masses(keep)
 
 
 def rate_of(temperature: float) -> np.float32:
@@ -38,29 +57,6 @@ def rate_of(temperature: float) -> np.float32:
     rate = np.float32(np.log2(np.e)) / np.float32(max(temperature, 1e-6))
     mantissa, exponent = np.frexp(np.clip(rate, np.float32(2.0**-100), np.float32(2.0**20)))
     return np.ldexp(np.rint(mantissa * 2**16), exponent - 16).astype(np.float32)
-
-
-def _law(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
-    rate = rate_of(params.temperature)
-    if rate == 0 or not np.isfinite(logits).any():
-        return np.eye(1, logits.size, int(logits.argmax()))[0]
-    # 24 bits by 16: the product is exact in float64, and so is all that follows.
-    power = np.maximum(logits, np.finfo(np.float32).min) * np.float64(rate)
-    power = np.clip(power, -(2**30), 2**30)
-    fixed = np.floor(power * 2**23).astype(np.int64)
-    finite = np.isfinite(logits)
-    keep = finite.copy()
-    if params.top_k:
-        keep &= logits >= np.sort(logits)[::-1][min(params.top_k, logits.size) - 1]
-    tiles = _Tiles(fixed)
-    if np.float32(params.top_p) < 1:
-        keep &= logits >= _top_p(logits, tiles.probabilities(keep), params.top_p)
-    if params.min_p > 0:
-        below = fixed - fixed.max()
-        ratio = np.ldexp(exp2(below & (2**23 - 1)).astype(np.float64), (below >> 23) - 22)
-        keep &= ratio >= np.float32(params.min_p)
-    masses = tiles.masses(keep)
-    return masses / np.float64(masses.sum())
 
 
 def _top_p(logits: NDArray[np.float32], probabilities: Integers, top_p: float) -> np.float32:

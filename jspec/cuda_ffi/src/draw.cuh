@@ -117,10 +117,10 @@ struct Prober {
   }
 
   __device__ __forceinline__ uint64_t quick(float x) const {
+    // As `probability_of`, of a mantissa: one shift for its distance and the tile's.
     const Weight weight = weigher.quick(x);
-    // As `probability_of`, of a factor that is 0 or 2^(31 - below).
-    const uint64_t scaled = uint64_t(weight.mantissa) * scale.reciprocal;
-    return shifted(scaled, weight.factor ? weight.below + shift + scale.rescale : 64);
+    const uint32_t tile = shift + scale.rescale, count = weight.place + (tile - Weight::kNear);
+    return shifted(uint64_t(weight.mantissa) * scale.reciprocal, count < tile + 32 ? count : 64);
   }
 
   __device__ uint64_t operator()(uint32_t token, float x) const {
@@ -161,7 +161,10 @@ struct Residual {
     uint64_t sum = 0;
     if (p_prober.near() && q_prober.near()) {
 #pragma unroll
-      for (int i = 0; i < x.kEach; ++i) sum += over(p_prober.quick(x[i]), q_prober.quick(y[i]));
+      for (int i = 0; i < x.kEach; ++i) {
+        const uint64_t p_token = p_prober.quick(x[i]), q_token = q_prober.quick(y[i]);
+        if (p_token > q_token) sum += p_token - q_token;
+      }
     } else {
 #pragma unroll 1
       for (int i = threadIdx.x % 32; i < min(left, kTile); i += 32) {

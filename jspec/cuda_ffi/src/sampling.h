@@ -42,8 +42,12 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
+// The bits of a logit as float32.
+JSPEC_INLINE uint32_t raw_bits(float x) { return bits_of(x); }
+JSPEC_INLINE uint32_t raw_bits(Bfloat16 x) { return uint32_t(x.bits) << 16; }
+
 JSPEC_INLINE float logit_of(float x) { return cleaned(x); }
-JSPEC_INLINE float logit_of(Bfloat16 x) { return cleaned(float_of(uint32_t(x.bits) << 16)); }
+JSPEC_INLINE float logit_of(Bfloat16 x) { return cleaned(float_of(raw_bits(x))); }
 
 JSPEC_INLINE float logit(const void* logits, bool bfloat16, int64_t index) {
   return bfloat16 ? logit_of(static_cast<const Bfloat16*>(logits)[index])

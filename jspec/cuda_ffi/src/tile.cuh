@@ -41,11 +41,18 @@ struct Position {
   __device__ bool keeps(float x) const { return key_of(x) >= threshold; }
 };
 
-// A weight in two factors: mantissa * factor, of which the second is 0 or 2^(31 - below).
+// A weight of `Weigher::quick`: mantissa * 2^(31 - distance), or 0 from a distance of 32 on.
 struct Weight {
-  uint32_t mantissa, factor, below;
+  uint32_t mantissa;
+  uint32_t place;  // distance + kNear
 
-  __device__ __forceinline__ uint64_t value() const { return uint64_t(mantissa) * factor; }
+  static constexpr uint32_t kNear = 0x4A400000;  // the bits of 3145728.f
+
+  __device__ __forceinline__ uint64_t value() const {
+    uint32_t factor;  // 0 for shifts from 32 on
+    asm("shr.u32 %0, %1, %2;" : "=r"(factor) : "r"(0x80000000u), "r"(place - kNear));
+    return uint64_t(mantissa) * factor;
+  }
 };
 
 // The weights of a tile's tokens.
@@ -70,21 +77,13 @@ struct Weigher {
     p = __fmaf_rz(p, v, kPower2 * 0x1p-149f);
     p = __fmaf_rz(p, v, kPower1 * 0x1p-149f);
     p = __fmaf_rz(p, v, kPower0 * 0x1p-149f);
-    // Whole powers from the tile's exponent down, and above 31 for all that has no weight.
-    const uint32_t distance = __float_as_uint(below) - __float_as_uint(kQuarters);
-    return {__float_as_uint(p), shift_right(0x80000000u, distance), distance};
+    // `below` counts whole powers from the tile's exponent down; its bits are larger than those of
+    // any weight for NaN and infinities.
+    return {__float_as_uint(p), __float_as_uint(below)};
   }
 
   __device__ uint64_t operator()(float x) const {
     return near() ? quick(x).value() : weight_of(x, rate, exponent);
-  }
-
- private:
-  // x / 2^count, 0 from 32 on.
-  __device__ __forceinline__ static uint32_t shift_right(uint32_t x, uint32_t count) {
-    uint32_t y;
-    asm("shr.u32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(count));
-    return y;
   }
 };
 
@@ -149,7 +148,7 @@ struct Tile {
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const uint32_t bits = bits_of(place(i) < left ? logit_of(logits[place(i)]) : -INFINITY);
+      const uint32_t bits = place(i) < left ? raw_bits(logits[place(i)]) : 0xFF800000u;
       if constexpr (std::is_same_v<Logit, float>) {
         words[i] = bits;
       } else if (i % 2) {
@@ -180,7 +179,8 @@ struct Tile {
     }
   }
 
-  // The first token of the lane, counted from the tile's first, whose logit is `top`, or kNone.
+  // The first token of the lane, counted from the tile's first, whose logit is `top`, which none is
+  // above but plus infinity, or kNone.
   __device__ uint32_t first(float top) const {
     uint32_t found = kNone;
 #pragma unroll
