@@ -122,6 +122,32 @@ __device__ inline uint32_t top_p_threshold(const Position& from, float top_p) {
   return largest_key(from, needed_of(total, top_p), probability);
 }
 
+// The threshold of min-p beside the largest logit, by a warp: 2 bits of the key, then 5 at a time.
+__device__ inline uint32_t warp_min_p_threshold(float largest, float min_p, float rate) {
+  const uint32_t lane = threadIdx.x % 32, top = key_of(largest);
+  uint32_t dropped = 0;  // the largest key that is known to be dropped
+#pragma unroll 1
+  for (int shift = 30; shift >= 0; shift -= 5) {
+    const bool counts = shift < 30 || lane < 4;
+    const uint32_t key = dropped | lane << shift;
+    const bool drops = counts && min_p_drops(key, top, min_p, rate);
+    dropped |= (31 - __clz(__ballot_sync(kAllLanes, drops))) << shift;
+  }
+  return dropped + 1;
+}
+
+// The threshold of min-p, by a block.
+__device__ inline uint32_t min_p_threshold(const Position& from, float min_p) {
+  __shared__ uint32_t threshold;
+  if (threadIdx.x < 32) {
+    const float largest = warp_largest(from, Cells(from, 0));
+    const uint32_t found = warp_min_p_threshold(largest, min_p, from.rate);
+    if (threadIdx.x == 0) threshold = found;
+  }
+  __syncthreads();
+  return threshold;
+}
+
 // Finds the threshold of a position and replaces its sums where its row filters, by a block.
 __device__ inline void filter(const Sampling& sampling, const Source& source, int64_t batch,
                               int position) {
@@ -137,7 +163,7 @@ __device__ inline void filter(const Sampling& sampling, const Source& source, in
   if (from.greedy() || (top_k <= 0 && top_p >= 1 && min_p <= 0)) return;
   if (block_scale(from).certain != kNone) return;
 
-  const uint32_t least = min_p_threshold(min_p, warp_largest(from, Cells(from, 0)), from.rate);
+  const uint32_t least = min_p > 0 ? min_p_threshold(from, min_p) : 0;
   if (top_k > 0) {
     from.threshold = largest_key(from, top_k, [](int, float) { return uint64_t(1); });
     sum_kept(from);

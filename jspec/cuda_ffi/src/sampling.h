@@ -193,16 +193,9 @@ JSPEC_INLINE uint64_t needed_of(uint64_t total, float top_p) {
   return needed ? needed : 1;
 }
 
-// The key of the smallest logit that min-p keeps.
-JSPEC_INLINE uint32_t min_p_threshold(float min_p, float largest, float rate) {
-  if (min_p <= 0) return 0;
-  const uint32_t top = key_of(largest);
-  uint32_t found = 0;  // the largest key that is too small
-  for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
-    const uint32_t key = found | bit;
-    if (key <= top && relative_of(logit_of_key(key), largest, rate) < min_p) found = key;
-  }
-  return found + 1;
+// Whether min-p drops the logit of a key, where `top` is the key of the largest.
+JSPEC_INLINE bool min_p_drops(uint32_t key, uint32_t top, float min_p, float rate) {
+  return key <= top && relative_of(logit_of_key(key), logit_of_key(top), rate) < min_p;
 }
 
 JSPEC_INLINE uint32_t rotated(uint32_t x, int by) { return x << by | x >> (32 - by); }

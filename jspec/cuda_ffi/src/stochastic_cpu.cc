@@ -52,16 +52,14 @@ struct Position {
 // Drops the tokens that top-k, top-p or min-p do not keep.
 void filter(const Settings& settings, int64_t row, const std::vector<float>& logits,
             Position& position) {
-  const float largest = *std::max_element(logits.begin(), logits.end());
   std::vector<uint32_t> keys;
   for (float x : logits) keys.push_back(key_of(x));
+  const uint32_t top = *std::max_element(keys.begin(), keys.end());
   const auto keep = [&](uint32_t threshold) {
     for (size_t i = 0; i < keys.size(); ++i) {
       if (keys[i] < threshold) position.weights[i] = 0;
     }
   };
-  const uint32_t min_p =
-      min_p_threshold(settings.min_p[row], std::max(largest, -FLT_MAX), settings.rate[row]);
   if (const int32_t top_k = settings.top_k[row]; top_k > 0) {
     keep(largest_key([&](uint32_t key) {
       return std::count_if(keys.begin(), keys.end(), [&](uint32_t x) { return x >= key; }) >= top_k;
@@ -79,7 +77,10 @@ void filter(const Settings& settings, int64_t row, const std::vector<float>& log
     const uint64_t needed = needed_of(mass(0), top_p);
     keep(largest_key([&](uint32_t key) { return mass(key) >= needed; }));
   }
-  keep(min_p);
+  if (const float min_p = settings.min_p[row]; min_p > 0) {
+    const float rate = settings.rate[row];
+    keep(largest_key([&](uint32_t key) { return min_p_drops(key, top, min_p, rate); }) + 1);
+  }
 }
 
 Position position_of(const Sampling& sampling, const Source& source, int64_t row, int32_t at) {
