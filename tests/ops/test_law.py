@@ -121,7 +121,7 @@ def test_the_law_filters_by_definition(params):
         np.testing.assert_allclose(shares, expected, rtol=2e-6, atol=2**-30)
 
 
-def test_what_is_judged_is_what_is_drawn():
+def test_acceptance_uses_the_law_of_the_draws():
     """Probabilities that acceptance compares, against the law of the draws."""
     logits = corners(2500)
     for params in SETTINGS:

@@ -147,8 +147,8 @@ __device__ __forceinline__ void arrive(const Stochastic& stochastic, int64_t row
   const Sampling& sampling = stochastic.sampling;
   const Workspace& workspace = sampling.workspace;
   const int targets = sampling.target.positions, length = length_of(sampling, row);
-  const bool judges = position < length, drafted = judges && sampling.draft.positions > 0;
-  const int32_t token = judges ? stochastic.draft_tokens[row * stochastic.gamma + position] : -1;
+  const bool verifies = position < length, drafted = verifies && sampling.draft.positions > 0;
+  const int32_t token = verifies ? stochastic.draft_tokens[row * stochastic.gamma + position] : -1;
   uint32_t* arrived = workspace.arrived + row * targets + position;
   if (!comes_last(arrived, drafted ? 2 * units : units)) return;
 
@@ -161,7 +161,7 @@ __device__ __forceinline__ void arrive(const Stochastic& stochastic, int64_t row
   const Cells cells(here, 0);
   const Candidate<Target, Draft> candidate(here, in_draft, max(token, 0));
   const uint64_t accept = number_at(sampling, row, position, kAccept);
-  const uint64_t number = number_at(sampling, row, position, judges ? kResidual : kBonus);
+  const uint64_t number = number_at(sampling, row, position, verifies ? kResidual : kBonus);
   const Ended seen = *static_cast<volatile unsigned long long*>(&progress->ended);
   const int32_t draft = draft_at(stochastic, row, 0), stop = stop_at(stochastic, row, 0);
 
@@ -169,19 +169,19 @@ __device__ __forceinline__ void arrive(const Stochastic& stochastic, int64_t row
   // Tiles of a position that is past may be missing. It may become so right now: all take one view.
   if (!__syncthreads_or(is_past(sampling, row, position))) {
     const Scale scale = warp_scale(here, cells);
-    uint64_t p = judges ? candidate.probability(scale) : 0, q = kOne;
+    uint64_t p = verifies ? candidate.probability(scale) : 0, q = kOne;
     if (drafted) {
       __shared__ uint64_t probabilities[2];
       if (threadIdx.x % (kThreads / 2) == 0) probabilities[in_draft] = p;
       __syncthreads();
       p = probabilities[0], q = probabilities[1];
     }
-    const bool rejects = judges && !accepts(accept, q, p);
+    const bool rejects = verifies && !accepts(accept, q, p);
     if (rejects && threadIdx.x == 0) atomicMax(&progress->rejected, targets - position);
     if (rejects && drafted && threadIdx.x % (kThreads / 2) == 0) {
       workspace.scales[row * workspace.positions + source.first + position] = scale;
     }
-    if (rejects || !judges) {
+    if (rejects || !verifies) {
       if (scale.certain != kNone) {
         ending = by_first_warp(scale.certain);
       } else if (drafted) {

@@ -6,7 +6,7 @@
 
 namespace jspec {
 
-constexpr int kWarps = 4;  // of a block that sums tiles, judges and draws
+constexpr int kWarps = 4;  // of a block that sums tiles, verifies and draws
 constexpr int kThreads = kWarps * 32;
 
 constexpr int kShare = kTile / kThreads;  // tokens of a tile for a thread

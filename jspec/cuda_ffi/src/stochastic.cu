@@ -53,7 +53,7 @@ template <typename Target, typename Draft>
 constexpr int kBlocks =
     std::is_same_v<Target, Bfloat16> && std::is_same_v<Draft, Bfloat16> ? 8 : 5;
 
-// Positions of target and draft by turns, so that the first ones are judged first. A block has
+// Positions of target and draft by turns, so that the first ones are verified first. A block has
 // `each` tiles for each of its warps.
 template <typename Task, typename Target, typename Draft>
 __global__ void __launch_bounds__(kThreads, kBlocks<Target, Draft>)
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Target, Draft>)
       draw_numbers(sampling, row, position, keyed_by(task, row, position));
     }
   };
-  // What begins before any position can be judged need not wait to know that it counts.
+  // What begins before any position can be verified need not wait to know that it counts.
   const bool reads =
       position < 2 || (position + drafted <= length && !is_past(sampling, row, position));
   if (count > 0 && reads) {
