@@ -17,7 +17,7 @@ from bench.program import Absent, bound, chosen, compile_all, shapes, sources
 from bench.rivals import sampling as rivals
 from bench.settings import Settings, bar
 from bench.suite import Suite
-from jspec.ops.sample import Role, Sampling, settings_of, uniform
+from jspec.ops.sample import Role, Sampling, number, settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 
 COLUMNS = ("B", "V", "draft", "l2")
@@ -116,12 +116,15 @@ def _inputs(case: Case) -> tuple[workload.Logits, tuple[Any, ...]]:
 
 
 def _uniforms(arguments: tuple[Any, ...]) -> np.ndarray:
-    """The numbers that verification draws: to accept, for a residual, for a bonus token."""
+    """The numbers that verification draws, float32: to accept, for a residual, for a bonus token.
+
+    They lie in 0..1 and keep the upper 24 of 64 bits.
+    """
     seeds, positions = arguments[4].seeds, arguments[5]
     where = positions[:, None] + jnp.arange(GAMMA + 1, dtype=jnp.int32)[None]
-    draw = jax.jit(uniform)
+    draw = jax.jit(lambda role: number(seeds, where, role).high)
     roles = (Role.ACCEPT, Role.RESIDUAL, Role.BONUS)
-    return np.stack([np.asarray(draw(seeds, where, np.uint32(role))) for role in roles])
+    return np.stack([(np.asarray(draw(np.uint32(r))) >> 8) / np.float32(2**24) for r in roles])
 
 
 def _checks(

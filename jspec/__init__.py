@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jspec.models.tokenizer import Tokenizer, load_tokenizer
     from jspec.ops.attention import attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
+    from jspec.ops.law import law
     from jspec.ops.pack import Packed, pack
     from jspec.ops.sample import Sampling
     from jspec.ops.stochastic import verify_stochastic
@@ -68,6 +69,7 @@ _HOMES = {
     "jspec.models.tokenizer": ["Tokenizer", "load_tokenizer"],
     "jspec.ops.attention": ["attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
+    "jspec.ops.law": ["law"],
     "jspec.ops.pack": ["Packed", "pack"],
     "jspec.ops.sample": ["Sampling"],
     "jspec.ops.stochastic": ["verify_stochastic"],
@@ -116,6 +118,7 @@ __all__ = [
     "dense_attend",
     "fill_slot",
     "generate",
+    "law",
     "load_bundled",
     "load_model",
     "load_tokenizer",

@@ -66,7 +66,7 @@ def _workspace(batch: int, targets: int, drafted: int, vocabulary: int) -> jax.S
     In words as `Workspace::words` counts them; the handler refuses another size.
     """
     positions = targets + drafted
-    words = positions * (4 * -(-vocabulary // TILE) + 6) + 4 + 5 * targets
+    words = positions * (4 * -(-vocabulary // TILE) + 5) + 4 + 9 * targets
     return jax.ShapeDtypeStruct((batch, words), jnp.uint32)
 
 

@@ -12,6 +12,7 @@ from jspec.cache.layout import check_rings
 from jspec.decode.draft import Drafted, Seen
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models, StepRecord
+from jspec.ops.sample import greedy
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.policies.attend import dense_attend
@@ -78,7 +79,7 @@ def verify(
     if state.mode == "greedy":
         verified = verify_greedy(
             drafted.tokens,
-            jnp.argmax(logits, axis=-1).astype(jnp.int32),
+            greedy(logits),
             drafted.lengths,
             state.stop_tokens,
             # Without a draft there is nothing to verify, and some kernels refuse that.

@@ -1,17 +1,18 @@
-"""Distributions in whole numbers, and drawing a token by inverse CDF.
+"""A position's distribution in whole numbers, and drawing a token from it by inverse CDF.
 
-Sums of integers do not depend on the order of summation, so that every backend, and every split of
-the vocabulary over devices, draws the same token from the same random number:
+Sums of integers do not depend on the order of summation. So every backend, and every split of the
+vocabulary over devices, draws the same token from the same random number. `docs/sampling.md` has
+the bit layouts, the error bounds and their proofs; in short:
 
-- A token's weight is ``2**(logit * rate - n)`` in units of 2**-26, rounded down, where rate is
-  log2(e) / temperature and n the whole number at or below the largest ``logit * rate`` of its tile
-  of the vocabulary: the tile's exponent. The largest weight of a tile is in 1..2. A weight is off
-  by less than 4e-7 of itself and a unit.
-- A tile's scale is the probability of a weight of 1 in it, in units of 2**-30. Random numbers are
-  multiples of 2**-23: theirs is the coarser grid.
+- The power of a logit is ``logit * rate``, exact, with rate = log2(e) / temperature.
+- The weight of a token is ``2**(power - n)`` in units of 2**-53, where n is the tile's exponent:
+  the floor of the largest power among the 1024 tokens of its tile. A weight is right to 4e-7 of
+  itself, and 0 where it is below 2**-31.
+- The mass of a tile is the sum of its weights, shifted right by what its exponent lies below the
+  largest of the row, and by a few bits more, so that the sum over the row fits 64 bits.
 
 A logit that is NaN counts as minus infinity, plus infinity as the largest float32. A row without
-any finite logit gives token 0.
+any finite logit is certain of token 0.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.ops import wide
+from jspec.ops import uint64
+from jspec.ops.uint64 import UInt64
 from jspec.ops.vocabulary import NO_TOKEN, Vocabulary
-from jspec.ops.wide import Wide
 from jspec.typing import Array
 
-ONE = 2**30  # a probability of 1
-WEIGHT = 2**26  # a weight of 1
+ONE_BITS = 53
+ONE = 2**ONE_BITS  # a probability of 1, and a weight of 1
 LARGEST = float(np.finfo(np.float32).max)
-BOUND = 2.0**100  # of logit * rate: 2**23 of it is still a float32
+BELOW_ONE = np.float32(1 - 2**-24)
+# Of 2**u as a polynomial in (1 + u) / 4: the fifth power, the third, and down to the constant.
+POLYNOMIAL = (7839600, 10051532, 7356243, 5913159, 2091539)
 
 
 class Settings(NamedTuple):
     """How rows sample, as backends get it, so that each starts from the same bits.
 
     ``rate`` float32 ``[B]``: log2(e) / temperature to 16 bits, 0 for a greedy row; the rest as in
-    `jspec.ops.sample.Sampling`. ``top_p`` and ``min_p`` count in units of 2**-30, rounded down.
+    `jspec.ops.sample.Sampling`.
     """
 
     rate: Array
@@ -47,220 +50,289 @@ class Settings(NamedTuple):
     seeds: Array
 
 
-class Distribution(NamedTuple):
-    """Rows to draw from: ``weights`` uint32 ``[..., L, TILE]`` of the tokens and ``scale`` uint32
-    ``[..., L]`` of the tiles."""
+class Position(NamedTuple):
+    """Distributions of positions, one for each of ``[...]``.
 
-    weights: Array
-    scale: Array
+    ``weights`` uint64 ``[..., L, TILE]`` of the tokens; ``shift`` uint32 ``[..., L]``: the mass of
+    a tile is the sum of its weights, shifted right by it; ``reciprocal`` and ``rescale`` uint32
+    ``[..., 1]``: what makes weights probabilities.
+    """
 
-    def probabilities(self) -> Array:
-        """Of the tokens, uint32 ``[..., L, TILE]`` in units of 2**-30, rounded down."""
-        return wide.high(self.weights * (2 * ONE // WEIGHT), (self.scale << 1)[..., None])
+    weights: UInt64
+    shift: Array
+    reciprocal: Array
+    rescale: Array
+
+    def probabilities(self) -> UInt64:
+        """Of the tokens, ``[..., L, TILE]`` in units of 2**-53, right to 2**-29 and a unit."""
+        one = jnp.ones_like(self.weights.low)
+        scaled = uint64.scale(uint64.shift_left(self.weights, one), self.reciprocal[..., None])
+        return uint64.shift_right(scaled, (self.shift + self.rescale)[..., None])
+
+
+def cleaned(logits: Array) -> Array:
+    """``logits`` as float32 without NaN and plus infinity."""
+    logits = logits.astype(jnp.float32)
+    return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, LARGEST))
 
 
 def distribution(
     logits: Array, settings: Settings, vocabulary: Vocabulary, *, filtered: bool
-) -> Distribution:
+) -> Position:
     """What each row samples from, of ``logits [B, T, size]``.
 
     Temperature, then top-k, top-p over what top-k left, then min-p; ties at a threshold stay
     together. A greedy row gets all mass on its first largest logit. ``filtered=False`` promises
     that no row uses a filter and saves the search for thresholds.
     """
-    logits = logits.astype(jnp.float32)
-    logits = jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, LARGEST))
-    tiles = vocabulary.tiles(logits, -jnp.inf)
+    tiles = vocabulary.tiles(cleaned(logits), -jnp.inf)
     top = jnp.maximum(vocabulary.tile_max(tiles.max(axis=-1)), -LARGEST)
     largest = vocabulary.max(top.max(axis=-1, keepdims=True))
     greedy = settings.rate[:, None, None] == 0
     rate = jnp.where(greedy, 1, settings.rate[:, None, None])
-    exponent = jnp.floor(_power(top, rate))
-    weights = _weights(_power(tiles, rate[..., None]), exponent[..., None])
+    exponent = power(top, rate).whole
+    weights = _weights(power(tiles, rate[..., None]), exponent[..., None])
+    weights = uint64.select(tiles > -jnp.inf, weights)
     below = vocabulary.max(exponent.max(axis=-1, keepdims=True)) - exponent
+    shift = lax.bitcast_convert_type(below, jnp.uint32) + vocabulary.guard_bits
     if filtered:
-        relative = _weights(_power(tiles - largest[..., None], rate[..., None]), jnp.float32(0))
-        kept = relative >= _units(settings.min_p) // (ONE // WEIGHT)
-        kept = kept & (_keys(tiles) >= _threshold(tiles, weights, below, settings, vocabulary))
-        weights = jnp.where(kept, weights, 0)
-    scale = _scale(_sums(weights, vocabulary), below, vocabulary)
+        threshold = _threshold(tiles, largest, weights, shift, rate, settings, vocabulary)
+        weights = uint64.select(keys(tiles) >= threshold, weights)
+    sampled, total = _normalised(weights, shift, vocabulary)
 
+    certain = greedy | uint64.is_zero(total)
     ids = vocabulary.ids_like(tiles)
     first = jnp.where(tiles == largest[..., None], ids, NO_TOKEN).min(axis=(-2, -1), keepdims=True)
     first = vocabulary.min(first)
-    is_first = (ids == first) & (first != NO_TOKEN)
-    one = jnp.where(is_first, WEIGHT, 0).astype(jnp.uint32)
-    rows = Distribution(
-        jnp.where(greedy[..., None], one, weights),
-        jnp.where(greedy, jnp.uint32(ONE), scale),
+    is_first = ids == jnp.where(first == NO_TOKEN, 0, first)
+    one = UInt64(jnp.where(is_first, jnp.uint32(ONE >> 32), 0), jnp.zeros_like(weights.low))
+    rows = Position(
+        uint64.where(certain[..., None], one, weights),
+        jnp.where(certain, 0, shift),
+        jnp.where(certain, jnp.uint32(2**31), sampled.reciprocal),
+        jnp.where(certain, 0, sampled.rescale),
     )
     # XLA would work out the weights anew for each of their uses, and take minutes to compile that.
     return lax.optimization_barrier(rows)
 
 
-def draw(rows: Distribution, number: Array, vocabulary: Vocabulary) -> Array:
-    """The first token whose cumulative mass exceeds ``number / 2**23`` of all, int32 ``[...]``.
+def draw(weights: UInt64, shift: Array, number: UInt64, vocabulary: Vocabulary) -> Array:
+    """The first token whose cumulative mass exceeds ``number / 2**64`` of all, int32 ``[...]``.
 
-    ``number`` uint32 ``[...]`` below 2**23. A token without mass is never drawn.
+    ``weights`` and ``shift`` as in `Position`, ``number`` uint64 ``[...]``. A token without mass is
+    never drawn; 0 where no token has any.
     """
-    mass = _mass(_sums(rows.weights, vocabulary), rows.scale)
-    own = vocabulary.own(mass)
-    in_shard = own.sum(axis=-1, dtype=jnp.uint32)
-    target = wide.high(number << 9, vocabulary.sum(in_shard))[..., None]
-    ends = vocabulary.before(in_shard)[..., None] + jnp.cumsum(own, axis=-1, dtype=jnp.uint32)
-    here = (ends - mass <= target) & (target < ends)
+    mass = uint64.shift_right(_sums(weights, vocabulary), shift)
+    own = UInt64(vocabulary.own(mass.high), vocabulary.own(mass.low))
+    in_shard = uint64.linear(lambda x: x.sum(axis=-1, dtype=jnp.uint32), own)
+    target = _each(uint64.high64(number, uint64.linear(vocabulary.sum, in_shard)))
+    ends = uint64.add(_each(uint64.linear(vocabulary.before, in_shard)), _reached(own))
+    begins = uint64.subtract(ends, mass)
+    here = ~uint64.less(target, begins) & uint64.less(target, ends)
     tile = jnp.argmax(here, axis=-1)[..., None]
 
-    weights, ids = (
-        jnp.take_along_axis(x, tile[..., None], axis=-2)[..., 0, :]
-        for x in (rows.weights, vocabulary.ids_like(rows.weights))
-    )
-    reached = wide.linear(lambda x: jnp.cumsum(x, axis=-1, dtype=jnp.uint32), *wide.halves(weights))
-    earlier = _sums(rows.weights, vocabulary, vocabulary.tile_before)
-    reached = wide.add(reached, Wide(*(jnp.take_along_axis(x, tile, axis=-1) for x in earlier)))
-    left = jnp.take_along_axis(target - (ends - mass), tile, axis=-1)
-    scale = jnp.take_along_axis(rows.scale, tile, axis=-1)
-    over = here.any(axis=-1)[..., None] & (_mass(reached, scale) > left)
+    def at_tile(x: Array) -> Array:
+        return jnp.take_along_axis(x, tile, axis=-1)
+
+    def in_tile(x: Array) -> Array:
+        return jnp.take_along_axis(x, tile[..., None], axis=-2)[..., 0, :]
+
+    reached = _reached(UInt64(*map(in_tile, weights)))
+    earlier = _sums(weights, vocabulary, vocabulary.tile_before)
+    reached = uint64.add(reached, UInt64(*map(at_tile, earlier)))
+    rest = UInt64(*map(at_tile, uint64.subtract(target, begins)))
+    over = uint64.less(rest, uint64.shift_right(reached, at_tile(shift)))
+    over = over & here.any(axis=-1)[..., None]
+    ids = in_tile(vocabulary.ids_like(weights.low))
     token = vocabulary.min(jnp.where(over, ids, NO_TOKEN).min(axis=-1))
     return jnp.where(token == NO_TOKEN, 0, token)
 
 
-def total(rows: Distribution, vocabulary: Vocabulary) -> Array:
-    """The mass of each row, uint32 ``[...]``."""
-    mass = _mass(_sums(rows.weights, vocabulary), rows.scale)
-    return vocabulary.sum(vocabulary.own(mass).sum(axis=-1, dtype=jnp.uint32))
-
-
-def exp2(y: Array) -> tuple[Array, Array]:
-    """``2**y`` for float32 y within `BOUND`, as ``mantissa * 2**(whole - 23)``.
-
-    ``mantissa`` uint32 in 2**23..2**24, ``whole`` float32, the floor of y; off by less than 4e-7 of
-    the value, and never falling where y rises. In integers, since a compiler may fuse
-    floating-point products and sums or not; a float32 kernel whose fused products round towards
-    zero finds the same bits in numbers so small that all have the same last place.
-    """
-    fixed = jnp.floor(y * 2**23)
-    whole = jnp.floor(fixed * 2.0**-23)
-    u = (fixed - whole * 2**23).astype(jnp.uint32) | 2**23
-    # Horner's rule in u * 2**-24, which is in 1/2..1; without a fourth power.
-    p = wide.high(jnp.full_like(u, 489975), u << 8)
-    for c in (2512872, 3678130, 5913167, 4183072):
-        p = c + wide.high(p, u << 8)
-    return p, whole
-
-
-def _power(logits: Array, rate: Array) -> Array:
-    """``logits * rate``, within `BOUND` unless a logit is minus infinity."""
-    # Its place is taken before the product: 0 * infinity is no number.
-    power = jnp.clip(jnp.maximum(logits, -LARGEST) * rate, -BOUND, BOUND)
-    return jnp.where(logits == -jnp.inf, logits, power)
-
-
-def _weights(power: Array, exponent: Array) -> Array:
-    mantissa, whole = exp2(jnp.maximum(power, -BOUND))
-    weights = lax.shift_right_logical(mantissa * (WEIGHT >> 23), _shift(exponent - whole))
-    return jnp.where(power == -jnp.inf, 0, weights)
-
-
-def _shift(below: Array) -> Array:
-    """Whole float32 from 0 on as a count of bits to shift by: none of 64 is left from 63 on."""
-    return jnp.minimum(below, 63).astype(jnp.uint32)
-
-
-def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Wide:
-    """Sums over whole tiles."""
-    over_shards = over_shards or vocabulary.tile_sum
-    return wide.linear(
-        lambda x: over_shards(x.sum(axis=-1, dtype=jnp.uint32)), *wide.halves(weights)
+def total(weights: UInt64, shift: Array, vocabulary: Vocabulary) -> UInt64:
+    """The mass of all tokens, uint64 ``[..., 1]``."""
+    mass = uint64.shift_right(_sums(weights, vocabulary), shift)
+    return uint64.linear(
+        lambda x: vocabulary.sum(vocabulary.own(x).sum(axis=-1, keepdims=True, dtype=jnp.uint32)),
+        mass,
     )
 
 
-def _mass(sums: Wide, scale: Array) -> Array:
-    """``sums * scale``, as a probability in units of 2**-30, rounded down."""
-    bits = jnp.full_like(scale, WEIGHT.bit_length() - 1)
-    return wide.shift_right(wide.scale(sums, scale), bits).low
+class Power(NamedTuple):
+    """``whole + fraction * 2**-23``: int32, within 2**30 of 0, and uint32 below 2**23."""
+
+    whole: Array
+    fraction: Array
 
 
-def _scale(sums: Wide, below: Array, vocabulary: Vocabulary) -> Array:
-    """The scale of tiles whose weights sum to ``sums``, and whose exponents lie ``below`` the
-    largest of the row."""
-    shift = _shift(below)
-    mass = wide.shift_right(wide.scale(sums, jnp.full_like(shift, ONE // WEIGHT)), shift)
+def power(logits: Array, rate: Array) -> Power:
+    """``logits * rate``, exact but for what lies below 2**-23, which is rounded down.
 
-    def over_row(x: Array) -> Array:
-        return vocabulary.sum(vocabulary.own(x).sum(axis=-1, keepdims=True, dtype=jnp.uint32))
-
-    row = wide.linear(over_row, *wide.halves(mass.low), mass.high)
-    empty = (row.high == 0) & (row.low == 0)
-    zeros = jnp.where(row.high > 0, lax.clz(row.high), 32 + lax.clz(row.low))
-    exponent = jnp.where(empty, 0, 33 - zeros)
-    normal = jnp.where(empty, jnp.uint32(ONE), wide.shift_right(row, exponent).low)
-    scale = lax.shift_right_logical(_reciprocal(normal), 1 + shift + exponent)
-    return jnp.where(empty, 0, scale)
-
-
-def _threshold(
-    logits: Array,
-    weights: Array,
-    below: Array,
-    settings: Settings,
-    vocabulary: Vocabulary,
-) -> Array:
-    """The key of the smallest logit that top-k and top-p keep, uint32 ``[B, T, 1, 1]``."""
-    keys = _keys(logits)
-    top_k, top_p = settings.top_k[:, None, None, None], _units(settings.top_p)
-
-    def enough_tokens(key: Array) -> Array:
-        kept = (keys >= key).sum(axis=(-2, -1), keepdims=True, dtype=jnp.int32)
-        return vocabulary.sum(kept) >= top_k
-
-    kth = jnp.where(top_k > 0, _largest_key(enough_tokens, keys, vocabulary), 0)
-    weights = jnp.where(keys >= kth, weights, 0)
-    left = Distribution(weights, _scale(_sums(weights, vocabulary), below, vocabulary))
-    probabilities = left.probabilities()
-
-    def mass(key: Array) -> Array:
-        kept = jnp.where(keys >= key, probabilities, 0)
-        return vocabulary.sum(kept.sum(axis=(-2, -1), keepdims=True, dtype=jnp.uint32))
-
-    needed = wide.multiply(jnp.broadcast_to(jnp.maximum(top_p, 1), kth.shape), mass(kth))
-
-    def enough_mass(key: Array) -> Array:
-        here = mass(key)
-        return ~wide.less(wide.multiply(here, jnp.full_like(here, ONE)), needed)
-
-    pth = jnp.where(top_p < ONE, _largest_key(enough_mass, keys, vocabulary), 0)
-    return jnp.maximum(kth, pth)
+    ``rate`` float32 of 16 significant bits, at least 2**-100. In integers: a product of float32
+    would be rounded, or not where a compiler fuses it with what follows.
+    """
+    x = lax.bitcast_convert_type(logits, jnp.uint32)
+    r = lax.bitcast_convert_type(rate, jnp.uint32)
+    biased = x >> 23 & 0xFF
+    mantissa = x & 0x7FFFFF | jnp.where(biased > 0, jnp.uint32(2**23), 0)
+    product = uint64.multiply(mantissa, (r & 0x7FFFFF | 2**23) >> 8)
+    # The exponents count from -150 and, behind the shift above, from -142; 23 bits are fraction.
+    up = jnp.maximum(biased, 1) + (r >> 23) - jnp.uint32(150 + 142 - 23)
+    rises = up >> 31 == 0
+    # -n is ~(n - 1), and rounding n - 1 down rounds -n down.
+    negative = ((x >> 31) == 1) & ~uint64.is_zero(product)
+    less_one = uint64.widen(negative.astype(jnp.uint32))
+    whole = uint64.subtract(uint64.shift_left(product, up), less_one)
+    rounded = uint64.shift_right(uint64.subtract(product, less_one), -up)
+    bound = UInt64(jnp.full_like(product.high, 2**21), jnp.zeros_like(product.low))
+    beyond = rises & (uint64.bit_width(product) + up > 53)
+    fixed = uint64.where(rises, whole, rounded)
+    fixed = uint64.where(beyond, uint64.subtract(bound, less_one), fixed)
+    flip = jnp.where(negative, jnp.uint32(0xFFFFFFFF), 0)
+    high, low = fixed.high ^ flip, fixed.low ^ flip
+    return Power(lax.bitcast_convert_type(high << 9 | low >> 23, jnp.int32), low & 0x7FFFFF)
 
 
-def _units(x: Array) -> Array:
-    """Float32 ``[B]`` in 0..1 in units of 2**-30, uint32 ``[B, 1, 1, 1]``."""
-    return (x * ONE).astype(jnp.uint32)[:, None, None, None]
+def exp2(fraction: Array) -> Array:
+    """``2**(fraction * 2**-23)`` in units of 2**-22, uint32 in 2**22..2**23, never falling.
+
+    Off by less than 3.1e-7 of the value. A kernel finds the same bits in float32 by fused products
+    that round towards zero, of numbers so small that all have the same last place.
+    """
+    v = (fraction | 2**23) << 7
+    fifth, *others = POLYNOMIAL
+    p = uint64.high(jnp.full_like(v, fifth), v)
+    for coefficient in others:
+        p = coefficient + uint64.high(p, v)
+    return p
 
 
-def _keys(logits: Array) -> Array:
+def keys(logits: Array) -> Array:
     """Float32 without NaN as uint32 of the same order; the two zeros are one."""
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0, logits), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(2**31))
 
 
-def _largest_key(holds, keys: Array, vocabulary: Vocabulary) -> Array:
+def _weights(power: Power, exponent: Array) -> UInt64:
+    mantissa = exp2(power.fraction)
+    below = lax.bitcast_convert_type(exponent - power.whole, jnp.uint32)
+    # Shifts by 32 or more give 0, so that nothing is left from 32 bits below the exponent on.
+    return UInt64(
+        lax.shift_right_logical(mantissa, below + 1), lax.shift_left(mantissa, 31 - below)
+    )
+
+
+def _sums(weights: UInt64, vocabulary: Vocabulary, over_shards=None) -> UInt64:
+    """Sums over whole tiles."""
+    over_shards = over_shards or vocabulary.tile_sum
+    return uint64.linear(lambda x: over_shards(x.sum(axis=-1, dtype=jnp.uint32)), weights)
+
+
+def _reached(x: UInt64) -> UInt64:
+    """Sums over the last axis up to each of its elements."""
+    return uint64.linear(lambda x: jnp.cumsum(x, axis=-1, dtype=jnp.uint32), x)
+
+
+def _each(x: UInt64) -> UInt64:
+    """``[...]`` as ``[..., 1]``."""
+    return UInt64(x.high[..., None], x.low[..., None])
+
+
+def _normalised(weights: UInt64, shift: Array, vocabulary: Vocabulary) -> tuple[Position, UInt64]:
+    """A position of these weights, and the mass of all of it."""
+    mass = total(weights, shift, vocabulary)
+    width = uint64.bit_width(mass)
+    upper = uint64.shift_right(mass, width - 32).low
+    return Position(weights, shift, _reciprocal(upper), width - (ONE_BITS + 1)), mass
+
+
+def _reciprocal(x: Array) -> Array:
+    """``2**62 // x`` for ``x`` from 2**31 on, by long division, a bit at a time."""
+    quotient, rest = jnp.zeros_like(x), jnp.full_like(x, 2**30)
+    for _ in range(32):
+        carry, rest = rest >> 31, rest << 1
+        fits = (carry == 1) | (rest >= x)
+        quotient, rest = (quotient << 1) | fits.astype(jnp.uint32), jnp.where(fits, rest - x, rest)
+    return quotient
+
+
+def _threshold(
+    logits: Array,
+    largest: Array,
+    weights: UInt64,
+    shift: Array,
+    rate: Array,
+    settings: Settings,
+    vocabulary: Vocabulary,
+) -> Array:
+    """The key of the smallest logit that all filters keep, uint32 ``[B, T, 1, 1]``."""
+    of_tokens = keys(logits)
+    top_k, top_p, min_p = (
+        x[:, None, None, None] for x in (settings.top_k, settings.top_p, settings.min_p)
+    )
+    # A zero that varies over the mesh as the results do.
+    zero = vocabulary.max(of_tokens.max(axis=(-2, -1), keepdims=True)) & 0
+
+    def enough_tokens(key: Array) -> Array:
+        kept = (of_tokens >= key).sum(axis=(-2, -1), keepdims=True, dtype=jnp.int32)
+        return vocabulary.sum(kept) >= top_k
+
+    kth = jnp.where(top_k > 0, _largest_key(enough_tokens, zero), 0)
+    left, _ = _normalised(uint64.select(of_tokens >= kth, weights), shift, vocabulary)
+    probabilities = left.probabilities()
+
+    def mass(key: Array) -> UInt64:
+        kept = uint64.select(of_tokens >= key, probabilities)
+        # A sum of 2**16 numbers at most at a time: first over tiles, then over the rest.
+        kept = uint64.linear(lambda x: x.sum(axis=-1, keepdims=True, dtype=jnp.uint32), kept)
+        return uint64.linear(
+            lambda x: vocabulary.sum(x.sum(axis=-2, keepdims=True, dtype=jnp.uint32)), kept
+        )
+
+    share = (jnp.minimum(top_p, BELOW_ONE) * np.float32(2.0**32)).astype(jnp.uint32)
+    needed = uint64.scale(mass(kth), share)
+    none = uint64.is_zero(needed)
+    needed = needed._replace(low=jnp.where(none, 1, needed.low))
+    pth = _largest_key(lambda key: ~uint64.less(mass(key), needed), zero)
+    pth = jnp.where(top_p < 1, pth, 0)
+
+    top = largest[..., None]
+    least = lax.bitcast_convert_type(min_p, jnp.uint32)
+
+    def too_small(key: Array) -> Array:
+        share = _relative(_logit_of(key), top, rate[..., None])
+        return (key <= keys(top)) & (share < least)
+
+    mth = jnp.where(min_p > 0, _largest_key(too_small, zero) + 1, 0)
+    return jnp.maximum(jnp.maximum(kth, pth), mth)
+
+
+def _largest_key(holds, zero: Array) -> Array:
     """The largest key for which ``holds``, which does for 0, ``[B, T, 1, 1]``, by bisection."""
 
     def decide(step: Array, found: Array) -> Array:
         key = found | (jnp.uint32(2**31) >> step.astype(jnp.uint32))
         return jnp.where(holds(key), key, found)
 
-    # A zero that varies over the mesh as the result does.
-    zero = vocabulary.max(keys.max(axis=(-2, -1), keepdims=True)) & 0
     return lax.fori_loop(0, 32, decide, zero)
 
 
-def _reciprocal(x: Array) -> Array:
-    """``2**61 // x`` for ``x`` in 2**30..2**31, by long division, a bit at a time."""
-    quotient, rest = (x == ONE).astype(jnp.uint32), jnp.where(x == ONE, 0, jnp.uint32(ONE))
-    for _ in range(31):
-        rest = rest << 1
-        fits = rest >= x
-        quotient, rest = (quotient << 1) | fits.astype(jnp.uint32), jnp.where(fits, rest - x, rest)
-    return quotient
+def _logit_of(key: Array) -> Array:
+    """The float32 of a key; minus infinity for what is the key of none."""
+    logit = lax.bitcast_convert_type(
+        jnp.where(key >> 31 == 1, key ^ jnp.uint32(2**31), ~key), jnp.float32
+    )
+    return jnp.where(jnp.isnan(logit), -jnp.inf, logit)
+
+
+def _relative(logits: Array, largest: Array, rate: Array) -> Array:
+    """The bits of a float32: ``2**(power - power of the largest)``, 0 where that is below 2**-126.
+
+    A weight is such a number too, but only down to 2**-31.
+    """
+    here, top = power(logits, rate), power(largest, rate)
+    borrow = here.fraction < top.fraction
+    whole = top.whole - here.whole + borrow.astype(jnp.int32)
+    below = lax.bitcast_convert_type(whole, jnp.uint32)
+    mantissa = exp2((here.fraction - top.fraction) & 0x7FFFFF)
+    bits = ((127 - below) << 23) + ((mantissa - 2**22) << 1)
+    return jnp.where((below > 126) | (logits == -jnp.inf), 0, bits)

@@ -15,13 +15,14 @@ import numpy as np
 from jax import lax
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.distribution import Settings, distribution, draw
+from jspec.ops.distribution import Settings, cleaned, distribution, draw
+from jspec.ops.uint64 import UInt64
 from jspec.ops.vocabulary import Vocabulary
 from jspec.typing import Array
 
 
 class Role(enum.IntEnum):
-    """What a uniform number is spent on; numbers of different roles are independent."""
+    """What a random number is spent on; numbers of different roles are independent."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -45,38 +46,35 @@ class Sampling:
     seeds: Array
 
 
-def uniform(seeds: Array, positions: Array, role: Role) -> Array:
-    """Uniform float32 in [0, 1), one for each of ``positions [B, ...]`` of the rows' ``seeds [B]``.
+def number(seeds: Array, positions: Array, role: Role) -> UInt64:
+    """64 random bits for each of ``positions [B, ...]`` of the rows' ``seeds [B]``.
 
-    The key is ``fold_in(fold_in(key(seed), position), role)`` of partitionable Threefry, whatever
-    JAX's settings are.
+    They are ``jax.random.bits(key, dtype=uint64)`` of partitionable Threefry, whatever JAX's
+    settings are, where key is ``fold_in(fold_in(jax.random.key(seed), position), role)``.
     """
 
     def one(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-        return jax.random.uniform(jax.random.fold_in(key, role), dtype=jnp.float32)
+        # 64 random bits are the block that a key makes of 0, and so is the key folded with 0.
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, role), 0))
 
     for _ in range(positions.ndim - 1):
         one = jax.vmap(one, in_axes=(None, 0))
-    with jax.threefry_partitionable(True):
-        return jax.vmap(one)(seeds, positions)
-
-
-def number(seeds: Array, positions: Array, role: Role) -> Array:
-    """`uniform` in units of 2**-23, uint32, which is exact."""
-    return (uniform(seeds, positions, role) * 2**23).astype(jnp.uint32)
+    words = jax.vmap(one)(seeds, positions)
+    return UInt64(words[..., 0], words[..., 1])
 
 
 def settings_of(sampling: Sampling) -> Settings:
     """``sampling`` as backends get them.
 
-    A rate has 16 significant bits, so that its product with a bfloat16 logit is exact. So a
-    temperature counts as one that differs from it by at most 2**-16 of itself.
+    A rate has 16 significant bits, so that a kernel can multiply it with a logit exactly. So a
+    temperature counts as one that differs from it by at most 2**-16 of itself; one below 1.4e-6
+    counts as that.
     """
-    hot = sampling.temperature > 0
-    rate = np.float32(np.log2(np.e)) / jnp.where(hot, sampling.temperature, 1)
-    # Within these bounds, so are products with logits up to 2**40 within those of a distribution.
-    rate = lax.reduce_precision(jnp.clip(rate, 2.0**-100, 2.0**60), 8, 15)
+    # By its bits: XLA may take the smallest of all numbers for 0.
+    hot = lax.bitcast_convert_type(sampling.temperature, jnp.int32) > 0
+    rate = np.float32(np.log2(np.e)) / jnp.maximum(sampling.temperature, np.float32(1e-6))
+    rate = lax.reduce_precision(jnp.clip(rate, 2.0**-100, 2.0**20), 8, 15)
     rate = jnp.where(hot, rate, 0)
     return Settings(rate, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seeds)
 
@@ -125,7 +123,16 @@ def sample_xla(
     """The reference of `sample`."""
     vocabulary = Vocabulary(logits.shape[-1], axis_name)
     rows = distribution(logits, settings, vocabulary, filtered=filtered)
-    return draw(rows, number(settings.seeds, positions, role), vocabulary)
+    return draw(rows.weights, rows.shift, number(settings.seeds, positions, role), vocabulary)
+
+
+def greedy(logits: Array) -> Array:
+    """The token that temperature 0 takes from ``logits [..., V]``; int32 ``[...]``.
+
+    The first of the largest. NaN counts as minus infinity, plus infinity as the largest float32; 0
+    where no logit is finite. Every backend and every sampling mode takes the same.
+    """
+    return jnp.argmax(cleaned(logits), axis=-1).astype(jnp.int32)
 
 
 def _sizes(logits: Array, *rest: Array, **static: object) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Verification by rejection sampling, so that committed tokens follow the target's law.
 
-A draft token stands with probability min(1, p / q), and the first that falls is replaced by a draw
-from max(p - q, 0) (Leviathan et al. 2023, algorithm 1; Chen et al. 2023).
+A draft token is accepted with probability min(1, p / q), and the first that is rejected is replaced
+by a draw from max(p - q, 0) (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). The law of both
+is in `docs/sampling.md`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops import wide
+from jspec.ops import uint64
 from jspec.ops.cases import accepted_tokens
-from jspec.ops.distribution import ONE, WEIGHT, Distribution, Settings, distribution, draw, total
+from jspec.ops.distribution import ONE, Position, Settings, distribution, draw, total
 from jspec.ops.sample import Role, Sampling, number, settings_of, unfiltered
+from jspec.ops.uint64 import UInt64
 from jspec.ops.verify import Verified, check_draft, commit, leading
 from jspec.ops.vocabulary import Vocabulary
 from jspec.typing import Array
@@ -40,7 +42,8 @@ def verify_stochastic(
     ``positions`` int32 ``[B]``: absolute position of the first draft token, which keys the random
     numbers; ``draft_logits [B, gamma, V]``: what the draft was drawn from under the same settings,
     None for a draft that was certain of its tokens (one-hot). ``filtered`` and ``axis_name`` as in
-    `sample`. A logit that is NaN counts as minus infinity.
+    `sample`. A logit that is NaN counts as minus infinity, plus infinity as the largest float32; a
+    row without a finite logit is certain of token 0, of target and draft alike.
     """
     batch, gamma = draft_tokens.shape
     check_draft(draft_tokens, draft_lengths, stop_tokens, target_logits.shape[:2])
@@ -91,14 +94,13 @@ def stochastic_xla(
     rejected = accepted < jnp.minimum(draft_lengths, gamma)
     p_here = _row(p, accepted)
     residual = _residual(p_here, q, tokens, accepted, vocabulary)
-    # p and q that differ by rounding alone can leave an empty residual: the target then serves.
-    use_residual = rejected & (total(residual, vocabulary) > 0)
+    # p and q that differ by rounding alone can leave an empty residual: then the target's serves.
+    empty = uint64.is_zero(total(residual.weights, residual.shift, vocabulary))
+    use_residual = rejected[:, None] & ~empty
     following = draw(
-        Distribution(
-            jnp.where(use_residual[:, None, None], residual.weights, p_here.weights),
-            jnp.where(use_residual[:, None], residual.scale, p_here.scale),
-        ),
-        jnp.where(
+        uint64.where(use_residual[..., None], residual.weights, p_here.weights),
+        jnp.where(use_residual, residual.shift, p_here.shift),
+        uint64.where(
             rejected,
             number(settings.seeds, positions + accepted, Role.RESIDUAL),
             number(settings.seeds, positions + accepted, Role.BONUS),
@@ -138,49 +140,50 @@ VERIFY_STOCHASTIC = Operation(
 
 
 def _accepts(
-    u: Array, p: Distribution, q: Distribution | None, tokens: Array, vocabulary: Vocabulary
+    u: UInt64, p: Position, q: Position | None, tokens: Array, vocabulary: Vocabulary
 ) -> Array:
-    """Whether each draft token stands: ``u < p / q`` without dividing, so that ``p = 0`` never
-    does and ``p >= q > 0`` always does."""
+    """Whether each draft token is accepted: ``u < p / q`` without dividing, so that ``p = 0`` never
+    is and ``p >= q > 0`` always is."""
     gamma = tokens.shape[1]
     p_token = _of_token(jax.tree.map(lambda x: x[:, :gamma], p), tokens, vocabulary)
-    q_token = jnp.full_like(p_token, ONE)
-    if q is not None:
+    if q is None:
+        one = jnp.full_like(p_token.high, ONE >> 32)
+        q_token = UInt64(one, jnp.zeros_like(one))
+    else:
         q_token = _of_token(q, tokens, vocabulary)
-    return wide.less(
-        wide.multiply(u, q_token), wide.multiply(p_token, jnp.full_like(p_token, 2**23))
-    )
+    return uint64.less(uint64.high64(u, q_token), p_token)
 
 
 def _residual(
-    p_here: Distribution,
-    q: Distribution | None,
-    tokens: Array,
-    accepted: Array,
-    vocabulary: Vocabulary,
-) -> Distribution:
-    """``max(p - q, 0)`` at the first rejected position, not normalised."""
+    p_here: Position, q: Position | None, tokens: Array, accepted: Array, vocabulary: Vocabulary
+) -> Position:
+    """``max(p - q, 0)`` at the first rejected position, not normalised: to draw from alone."""
     gamma = tokens.shape[1]
     if gamma == 0:
         return p_here
     at = jnp.minimum(accepted, gamma - 1)
     if q is not None:
         p_tokens, q_tokens = p_here.probabilities(), _row(q, at).probabilities()
-        over = jnp.where(p_tokens > q_tokens, p_tokens - q_tokens, 0)
-        return Distribution(over, jnp.full_like(p_here.scale, WEIGHT))
+        over = uint64.subtract(p_tokens, q_tokens)
+        over = uint64.select(uint64.less(q_tokens, p_tokens), over)
+        return p_here._replace(weights=over, shift=jnp.zeros_like(p_here.shift))
     token = jnp.take_along_axis(tokens, at[:, None], axis=1)[..., None]
-    is_token = vocabulary.ids_like(p_here.weights) == token
-    return p_here._replace(weights=jnp.where(is_token, 0, p_here.weights))
+    is_token = vocabulary.ids_like(p_here.weights.low) == token
+    return p_here._replace(weights=uint64.select(~is_token, p_here.weights))
 
 
-def _of_token(rows: Distribution, tokens: Array, vocabulary: Vocabulary) -> Array:
+def _of_token(rows: Position, tokens: Array, vocabulary: Vocabulary) -> UInt64:
     """Probabilities of ``tokens [B, T]``; a padding id gives that of token 0."""
     tokens = jnp.clip(tokens, 0, None)
-    probability, here = vocabulary.at(rows.probabilities(), tokens)
-    return vocabulary.sum(jnp.where(here, probability, 0))
+
+    def at(x: Array) -> Array:
+        probability, here = vocabulary.at(x, tokens)
+        return vocabulary.sum(jnp.where(here, probability, 0))
+
+    return UInt64(*map(at, rows.probabilities()))
 
 
-def _row(rows: Distribution, index: Array) -> Distribution:
+def _row(rows: Position, index: Array) -> Position:
     """The row at position ``index [B]`` of each of ``[B, T, ...]``."""
 
     def at(x: Array) -> Array:

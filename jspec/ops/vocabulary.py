@@ -48,6 +48,14 @@ class Vocabulary:
         """Index of the last tile with a token of this shard."""
         return (self._start + self.size - 1) // TILE - self._start // TILE
 
+    @property
+    def guard_bits(self) -> int:
+        """Bits by which the mass of a tile must shrink for the sum over all tiles to fit: their
+        number's logarithm, rounded up."""
+        shards = 1 if self.axis is None else lax.axis_size(self.axis)
+        tiles = -(-self.size * shards // TILE)
+        return (tiles - 1).bit_length()
+
     def ids_like(self, tiles: Array) -> Array:
         """Token ids int32 for ``[..., L, TILE]``, `NO_TOKEN` for padding."""
         ids = self._tile_ids[:, None] * TILE + jnp.arange(TILE)[None]

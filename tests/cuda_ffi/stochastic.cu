@@ -27,11 +27,13 @@ int failures = 0;
 
 double random_in(double low, double high) { return low + (high - low) * std::rand() / RAND_MAX; }
 
-std::vector<char> logits_of(size_t count, bool bfloat16) {
-  std::vector<char> bytes(count * (bfloat16 ? 2 : 4));
-  for (size_t i = 0; i < count; ++i) {
+// Of `count` positions, of which one in eight has no finite logit.
+std::vector<char> logits_of(size_t count, int vocabulary, bool bfloat16) {
+  std::vector<char> bytes(count * vocabulary * (bfloat16 ? 2 : 4));
+  for (size_t i = 0; i < count * vocabulary; ++i) {
     float x = static_cast<float>(random_in(-6, 6) + (std::rand() % 40 ? 0 : 6));
-    if (std::rand() % 50 == 0) x = std::rand() % 2 ? -INFINITY : NAN;
+    if (std::rand() % 50 == 0 || i / vocabulary % 8 == 5) x = std::rand() % 2 ? -INFINITY : NAN;
+    if (std::rand() % (10 * vocabulary) == 0) x = INFINITY;
     uint32_t bits = bits_of(x);
     if (bfloat16) bits >>= 16;
     std::memcpy(&bytes[i * (bfloat16 ? 2 : 4)], &bits, bfloat16 ? 2 : 4);
@@ -49,9 +51,8 @@ void check(bool right, const char* what, const Case& c) {
 void run(const Case& c) {
   const int targets = c.gamma + 1, drafted = c.draft ? c.gamma : 0, stops = 2;
   const int tiles = (c.vocabulary + kTile - 1) / kTile;
-  const std::vector<char> target = logits_of(size_t(c.batch) * targets * c.vocabulary, c.bfloat16);
-  const std::vector<char> draft =
-      logits_of(size_t(c.batch) * drafted * c.vocabulary, c.draft_bfloat16);
+  const std::vector<char> target = logits_of(c.batch * targets, c.vocabulary, c.bfloat16);
+  const std::vector<char> draft = logits_of(c.batch * drafted, c.vocabulary, c.draft_bfloat16);
   std::vector<float> rate(c.batch), top_p(c.batch, 1), min_p(c.batch, 0);
   std::vector<int32_t> top_k(c.batch, 0), lengths(c.batch), positions(c.batch * targets);
   std::vector<int32_t> tokens(c.batch * c.gamma), stop_tokens(c.batch * stops);

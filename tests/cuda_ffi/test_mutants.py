@@ -36,11 +36,14 @@ MUTANTS = {
     "residual shares with accept": Mutant(
         "first + at, kResidual", "first + at, kAccept", "gamma-2"
     ),
-    "residual is the target": Mutant("draw(total(rest) ? rest : p,", "draw(p,", "gamma-2"),
+    "residual is the target": Mutant("draw(rest.total() ? rest : p,", "draw(p,", "gamma-2"),
     "stale q": Mutant(
         "sampling.draft, row, at)", "sampling.draft, row, at ? at - 1 : 0)", "gamma-3"
     ),
     "accepted by p alone": Mutant("one_hot ? kOne : q.probability(token)", "kOne", "gamma-1"),
+    "empty rows without mass": Mutant(
+        "weights[token] = kOne;", "if (scale.exponent) weights[token] = kOne;", "empty"
+    ),
     "one-hot residual keeps the rejected": Mutant("rest.weights[draft[at]] = 0;", "", "one-hot"),
     "draft lengths forgotten": Mutant(
         "std::min(sampling.lengths[row], gamma)", "gamma", "bfloat16"

@@ -8,6 +8,7 @@ does once in 10,000 checks, and then always, since nothing here is drawn anew.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -21,14 +22,16 @@ from jspec.config import SamplingParams
 from jspec.ops import stochastic as stochastic_module
 from jspec.ops import vocabulary as vocabulary_module
 from jspec.ops.distribution import ONE, distribution
-from jspec.ops.sample import Role, Sampling, sample, settings_of
+from jspec.ops.law import law, rate_of
+from jspec.ops.sample import Role, Sampling, greedy, sample, settings_of
 from jspec.ops.stochastic import verify_stochastic
+from jspec.ops.uint64 import UInt64
 from jspec.ops.vocabulary import Vocabulary
 
 P_VALUE = 1e-4
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0)
-BELOW_ONE = np.float32(1 - 2**-24)
+LAST_NUMBER = 2**64 - 1
 
 
 def sampling_of(params: list[SamplingParams], seeds=None) -> Sampling:
@@ -54,23 +57,29 @@ def probabilities(logits, rows: Sampling, *, filtered: bool) -> np.ndarray:
     """What each row samples from, float64 ``[B, T, V]``, of ``logits [B, T, V]``."""
     size = logits.shape[-1]
     p = _distribution(logits, settings_of(rows), vocabulary=Vocabulary(size), filtered=filtered)
-    whole = p.probabilities().reshape(*logits.shape[:2], -1)[..., :size]
-    return np.asarray(whole, np.float64) / ONE
+    return to_numpy(p.probabilities()).reshape(*logits.shape[:2], -1)[..., :size] / ONE
 
 
-def rate_of(temperature: float) -> float:
-    """log2(e) / temperature, to 16 bits."""
-    mantissa, exponent = np.frexp(np.log2(np.e) / temperature)
-    return np.ldexp(np.round(mantissa * 2**16), exponent - 16)
+def to_numpy(x: UInt64) -> np.ndarray:
+    """As numpy's own uint64."""
+    return np.asarray(x.high, np.uint64) << np.uint64(32) | np.asarray(x.low, np.uint64)
+
+
+def to_uint64(x, shape: tuple[int, ...] = ()) -> UInt64:
+    """Integers below 2**64 as a pair, those of one value in the shape given."""
+    x = np.broadcast_to(np.asarray(x, np.uint64), np.shape(x) or shape)
+    return UInt64(jnp.asarray(x >> np.uint64(32), jnp.uint32), jnp.asarray(x, jnp.uint32))
 
 
 def filtered_law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """The law of one token, ``[V]`` to ``[V]``: temperature, top-k, top-p, min-p, ties kept."""
     logits = np.asarray(logits, np.float64)
     if params.temperature == 0:
-        return np.eye(logits.size)[logits.argmax()]
-    scaled = logits * rate_of(params.temperature) * np.log(2)
+        return np.eye(logits.size)[np.nan_to_num(logits, nan=-np.inf, posinf=np.inf).argmax()]
+    scaled = logits * np.float64(rate_of(params.temperature)) * np.log(2)
     keep = np.isfinite(scaled)
+    if not keep.any():
+        return np.eye(1, logits.size)[0]
     if params.top_k:
         keep &= scaled >= np.sort(scaled)[::-1][min(params.top_k, scaled.size) - 1]
     law = _softmax(scaled, keep)
@@ -108,6 +117,27 @@ def check_counts(observed: dict, law: dict) -> None:
         statistic = ((got - wanted) ** 2 / wanted).sum()
         p = stats.chi2.sf(statistic, len(wanted) - 1)
         assert p > P_VALUE, f"p-value {p:.1e} over {len(wanted)} outcomes of {total} draws"
+
+
+def gaussian_logits(vocabulary: int, spread: float = 3.0) -> np.ndarray:
+    """Float32 ``[V]``, seed 0."""
+    return (spread * np.random.default_rng(0).standard_normal(vocabulary)).astype(np.float32)
+
+
+@functools.cache
+def unreachable() -> tuple[np.ndarray, np.ndarray]:
+    """Where each token ends, in 0..1, and which no number of 24 bits can draw: V = 128256."""
+    ends = np.cumsum(law(gaussian_logits(128256), SAMPLED))
+    return ends, np.diff(np.floor(ends * 2**24), prepend=-1) == 0
+
+
+def check_tail(numbers: np.ndarray) -> None:
+    """Numbers uint64 draw tokens that take more than 24 bits as often as they should."""
+    ends, tail = unreachable()
+    tokens = np.searchsorted(ends, numbers / 2.0**64, side="right")
+    share = np.diff(ends, prepend=0)[tail].sum()
+    p = stats.binomtest(int(tail[tokens].sum()), numbers.size, share).pvalue
+    assert p > P_VALUE, f"p-value {p:.1e} of the tail's share {share:.1e}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,11 +187,14 @@ def make_toy(
     like: float = 0.0,
     zeros: float = 0.0,
     disjoint: bool = False,
+    empty: bool = False,
     one_hot: bool = False,
     dtype: str = "float32",
 ) -> Toy:
     """Random tables. ``like`` in [0, 1] mixes the target into the draft, ``zeros`` is the share of
-    logits at -inf in both, ``disjoint`` leaves target and draft no token in common."""
+    logits at -inf in both, ``disjoint`` leaves target and draft no token in common, ``empty``
+    leaves the draft's first position, and the target's last one behind token 1, no finite
+    logit."""
     rng = np.random.default_rng(seed)
 
     def table(t: int) -> np.ndarray:
@@ -182,6 +215,9 @@ def make_toy(
         odd = np.arange(vocabulary) % 2 == 1
         target = [np.where(odd, -np.inf, x) for x in target]
         draft = [np.where(odd, x, -np.inf) for x in draft]
+    if empty:
+        draft[0] = np.where(np.arange(vocabulary) % 2 == 1, -np.inf, np.nan)
+        target[-1][..., 1, :] = np.nan
     draft = [x.astype(jnp.dtype(dtype)).astype(np.float32) for x in draft]
     return Toy(
         name,
@@ -195,9 +231,9 @@ def make_toy(
 def block_law(toy: Toy, params: SamplingParams, length: int) -> dict[tuple, float]:
     """The law of the committed block under ideal rejection sampling, enumerated.
 
-    A draft token d stands with probability min(1, p(d) / q(d)) and was drawn with q(d): together
-    min(p(d), q(d)). The first that falls is replaced by r with probability, drawn and rejected and
-    redrawn together, of max(p(r) - q(r), 0); the bonus token follows p.
+    A draft token d is accepted with probability min(1, p(d) / q(d)) and was drawn with q(d):
+    together min(p(d), q(d)). The first that is rejected is replaced by r with probability, drawn
+    and rejected and redrawn together, of max(p(r) - q(r), 0); the bonus token follows p.
     """
     law: dict[tuple, float] = {}
 
@@ -275,7 +311,7 @@ def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -
                 break
             draft_logits[:, t] = toy.draft[t][prefix]
             if toy.one_hot:
-                drafted[:, t] = draft_logits[:, t].argmax(axis=-1)
+                drafted[:, t] = greedy(draft_logits[:, t])
                 continue
             here, at = draft_logits[:, t : t + 1], first[:, None] + np.int32(t)
             drafted[:, t] = draw(here, rows, at, Role.DRAFT, filtered=filtered)[:, 0]
@@ -308,12 +344,12 @@ def check_block_law(toy: Toy, groups: list[Group], *, seed: int = 0, verify=veri
         check_counts(observed, block_law(toy, group.params, group.length))
 
 
-def check_forced(toy: Toy, u: np.float32) -> None:
-    """Outcomes where every uniform number is ``u``, 0 or the last float below 1, against Python.
+def check_forced(toy: Toy, number: int) -> None:
+    """Outcomes where every random number is ``number``, 0 or `LAST_NUMBER`, against Python.
 
-    At 0 all that is possible stands and the first possible token is drawn; just below 1 only what
-    the target likes at least as much as the draft stands, and the last possible token is drawn.
-    Every draft is tried, those included that the draft model cannot make.
+    At 0 all that is possible is accepted and the first possible token is drawn; at the last number
+    only what the target likes at least as much as the draft is accepted, and the last possible
+    token is drawn. Every draft is tried, those included that the draft model cannot make.
     """
     vocabulary, gamma = toy.vocabulary, toy.gamma
     drafts = np.array(list(itertools.product(range(vocabulary), repeat=gamma)), np.int32)
@@ -333,7 +369,7 @@ def check_forced(toy: Toy, u: np.float32) -> None:
         patch.setattr(
             stochastic_module,
             "number",
-            lambda seeds, at, role: jnp.full(at.shape, np.uint32(u * 2**23)),
+            lambda seeds, at, role: to_uint64(number, at.shape),
         )
         got = fresh_verify()(
             jnp.asarray(drafts),
@@ -349,13 +385,13 @@ def check_forced(toy: Toy, u: np.float32) -> None:
         accepted = 0
         while accepted < gamma:
             here, token = (row, accepted), draft[accepted]
-            if p[here][token] == 0 or (u > 0 and p[here][token] < q[here][token]):
+            if p[here][token] == 0 or (number > 0 and p[here][token] < q[here][token]):
                 break
             accepted += 1
         weights = p[row, accepted]
         if accepted < gamma:
             weights = np.maximum(weights - q[row, accepted], 0)
         possible = np.flatnonzero(weights)
-        following = possible[0] if u == 0 else possible[-1]
+        following = possible[0] if number == 0 else possible[-1]
         assert got.accepted[row] == accepted, f"draft {draft}"
         assert got.next_token[row] == following, f"draft {draft}"

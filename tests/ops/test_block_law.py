@@ -16,8 +16,8 @@ from jspec.ops.stochastic import VERIFY_STOCHASTIC, verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
 from tests.ops.backends import every_backend
 from tests.ops.laws import (
-    BELOW_ONE,
     GREEDY,
+    LAST_NUMBER,
     SAMPLED,
     Group,
     Toy,
@@ -29,6 +29,7 @@ from tests.ops.laws import (
     make_toy,
     probabilities,
     sampling_of,
+    to_uint64,
     verify,
 )
 from tests.ops.test_verify import assert_outcomes, cut, int32
@@ -116,17 +117,19 @@ FORCED = {
 }
 
 
-@pytest.mark.parametrize("u", [np.float32(0), BELOW_ONE], ids=["u=0", "u=1-2**-24"])
+@pytest.mark.parametrize("number", [0, LAST_NUMBER], ids=["first", "last"])
 @pytest.mark.parametrize("toy", FORCED.values(), ids=FORCED)
-def test_the_ends_of_u_have_certain_outcomes(toy, u):
-    check_forced(toy, u)
+def test_the_ends_of_the_numbers_have_certain_outcomes(toy, number):
+    check_forced(toy, number)
 
 
 def test_an_empty_residual_leaves_the_target(monkeypatch):
     """A draft that equals the target and is rejected all the same, as rounding can make it."""
-    u = {Role.ACCEPT: 1.0, Role.RESIDUAL: 0.6, Role.BONUS: 0.0}
+    residual = int(0.6 * 2**64)
+    numbers = {Role.ACCEPT: LAST_NUMBER, Role.RESIDUAL: residual, Role.BONUS: 0}
+    monkeypatch.setattr(module, "number", lambda s, at, role: to_uint64(numbers[role], at.shape))
     monkeypatch.setattr(
-        module, "number", lambda s, at, role: jnp.full(at.shape, np.uint32(u[role] * 2**23))
+        module, "_accepts", lambda u, p, q, tokens, vocabulary: jnp.zeros(tokens.shape, bool)
     )
     args = random_verification([SAMPLED] * 50) | {"draft_lengths": jnp.full((50,), 3, jnp.int32)}
     got = fresh_verify()(**args, draft_logits=args["target_logits"][:, :3], filtered=False)
@@ -155,6 +158,7 @@ LAWS: list[tuple[Toy, list[Group]]] = [
     (make_toy("equal", vocabulary=4, gamma=2, seed=14, like=1.0), RAGGED),
     (make_toy("zero-mass", vocabulary=5, gamma=2, seed=15, zeros=0.4), RAGGED),
     (make_toy("disjoint", vocabulary=4, gamma=2, seed=16, disjoint=True), RAGGED),
+    (make_toy("empty", vocabulary=5, gamma=2, seed=22, empty=True), RAGGED),
     (make_toy("one-hot", vocabulary=4, gamma=2, seed=17, one_hot=True), RAGGED),
     (make_toy("one-hot-zero", vocabulary=5, gamma=2, seed=18, one_hot=True, zeros=0.4), RAGGED),
     (make_toy("bfloat16", vocabulary=4, gamma=2, seed=19, dtype="bfloat16"), RAGGED),

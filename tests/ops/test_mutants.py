@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from jspec.ops import stochastic as module
-from jspec.ops.distribution import ONE, WEIGHT, Distribution
+from jspec.ops import uint64
+from jspec.ops.distribution import ONE, total
 from jspec.ops.sample import Role
+from jspec.ops.uint64 import UInt64
 from jspec.ops.vocabulary import NO_TOKEN
-from tests.ops.laws import check_block_law, check_forced, fresh_verify
-from tests.ops.test_block_law import BELOW_ONE, FORCED, LAWS
+from tests.ops.laws import LAST_NUMBER, check_block_law, check_forced, fresh_verify
+from tests.ops.test_block_law import FORCED, LAWS
 
 RIGHT = {
     name: getattr(module, name)
@@ -29,9 +31,9 @@ def by_law(name: str) -> Callable[[], None]:
     return lambda: check_block_law(toy, groups, verify=fresh_verify())
 
 
-def by_forced(name: str, u) -> Callable[[], None]:
+def by_forced(name: str, number: int) -> Callable[[], None]:
     """The check of certain outcomes."""
-    return lambda: check_forced(FORCED[name], u)
+    return lambda: check_forced(FORCED[name], number)
 
 
 def roles(**instead: Role):
@@ -45,20 +47,22 @@ def roles(**instead: Role):
 
 def or_equal(u, p, q, tokens, vocabulary):
     # At u = 0 alone can u * q <= p differ from u * q < p where p = 0.
-    return RIGHT["_accepts"](u, p, q, tokens, vocabulary) | (u == 0)
+    return RIGHT["_accepts"](u, p, q, tokens, vocabulary) | uint64.is_zero(u)
 
 
-def without_normalising(rows, number, vocabulary):
-    """Draws with ``u`` itself instead of ``u`` times the total: the last token gets the rest."""
-    mass = rows.probabilities()
-    ids = vocabulary.ids_like(mass)
-    possible = jnp.where((mass > 0) & (ids < NO_TOKEN), ids, -1)
+def without_normalising(weights, shift, number, vocabulary):
+    """Draws from a residual with ``u`` itself instead of ``u`` times its total: the last token gets
+    the rest."""
+    ids = vocabulary.ids_like(weights.low)
+    possible = jnp.where(~uint64.is_zero(weights) & (ids < NO_TOKEN), ids, -1)
     is_last = ids == possible.max(axis=(-2, -1), keepdims=True)
-    rest = ONE - mass.sum(axis=(-2, -1), keepdims=True)
-    whole = Distribution(
-        mass + jnp.where(is_last, rest, 0).astype(jnp.uint32), jnp.full_like(rows.scale, WEIGHT)
-    )
-    return RIGHT["draw"](whole, number, vocabulary)
+    mass = total(weights, shift, vocabulary)
+    one = UInt64(jnp.full_like(mass.high, ONE >> 32), jnp.zeros_like(mass.low))
+    rest = uint64.select(uint64.less(mass, one), uint64.subtract(one, mass))
+    is_residual = (shift == 0).all(axis=-1)[..., None, None]
+    rest = jax.tree.map(lambda x: x[..., None], rest)
+    whole = uint64.add(weights, uint64.select(is_residual & is_last, rest))
+    return RIGHT["draw"](whole, shift, number, vocabulary)
 
 
 def target_for_residual(p_here, q, tokens, accepted, vocabulary):
@@ -110,8 +114,15 @@ def q_forgotten(u, p, q, tokens, vocabulary):
     return RIGHT["_accepts"](u, p, None, tokens, vocabulary)
 
 
-def lengths_forgotten(stands, lengths):
-    return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1)
+def lengths_forgotten(accepts, lengths):
+    return jnp.cumprod(accepts.astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def empty_without_mass(logits, settings, vocabulary, *, filtered):
+    """As 0.1.0: a row without a finite logit has no mass, and q of its token is 0."""
+    rows = RIGHT["distribution"](logits, settings, vocabulary, filtered=filtered)
+    some = jnp.isfinite(logits).any(axis=-1)[..., None, None]
+    return rows._replace(weights=uint64.select(some, rows.weights))
 
 
 MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
@@ -122,9 +133,9 @@ MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
     "accept shares with draft": (roles(ACCEPT=Role.DRAFT), by_law("gamma-1")),
     "residual shares with draft": (roles(RESIDUAL=Role.DRAFT), by_law("gamma-2")),
     "residual shares with accept": (roles(RESIDUAL=Role.ACCEPT), by_law("gamma-2")),
-    "<= for <": ({"_accepts": or_equal}, by_forced("mixed", 0.0)),
-    "<= for <, disjoint": ({"_accepts": or_equal}, by_forced("disjoint", 0.0)),
-    "<= for <, one-hot": ({"_accepts": or_equal}, by_forced("one-hot", 0.0)),
+    "<= for <": ({"_accepts": or_equal}, by_forced("mixed", 0)),
+    "<= for <, disjoint": ({"_accepts": or_equal}, by_forced("disjoint", 0)),
+    "<= for <, one-hot": ({"_accepts": or_equal}, by_forced("one-hot", 0)),
     "residual not normalised": ({"draw": without_normalising}, by_law("gamma-2")),
     "residual is the target": ({"_residual": target_for_residual}, by_law("gamma-2")),
     "residual is the target, near-equal": (
@@ -133,7 +144,7 @@ MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
     ),
     "residual is the target, forced": (
         {"_residual": target_for_residual},
-        by_forced("mixed", BELOW_ONE),
+        by_forced("mixed", LAST_NUMBER),
     ),
     "stale q": (
         {"_accepts": stale_q_accepts, "_residual": stale_q_residual},
@@ -144,6 +155,7 @@ MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
     "correction one position early": ({"_row": row_before}, by_law("gamma-2")),
     "temperature not applied to q": ({"distribution": q_at_temperature_one}, by_law("settings")),
     "filters not applied to q": ({"distribution": q_without_filters}, by_law("settings")),
+    "empty rows without mass": ({"distribution": empty_without_mass}, by_law("empty")),
     "one-hot q treated as p": ({"_accepts": one_hot_as_p}, by_law("one-hot")),
     "one-hot residual keeps the rejected": ({"_residual": rejected_token_stays}, by_law("one-hot")),
     "accepted by p alone": ({"_accepts": q_forgotten}, by_law("gamma-1")),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.decode.state import DecodeState, Models
-from jspec.ops.sample import Role, sample
+from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.verify import Verified
 from jspec.policies import Dense, Policy
 from jspec.typing import Array
@@ -105,7 +105,7 @@ def autoregressive(
         positions = state.lengths + step
         logits, carry = advance(step, token, positions - 1, carry)
         if state.mode == "greedy":
-            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            token = greedy(logits)
             return (token, carry), (token, None)
         token = sample(
             logits[:, None],

@@ -1,5 +1,5 @@
-// What follows when a position's tiles are all summed: its draft token is judged, and what would
-// end the row there is drawn, by the block that was the last to come.
+// What follows when a position's tiles are all summed: its draft token is accepted or rejected, and
+// what would end the row there is drawn, by the last block to finish.
 #pragma once
 
 #include "sample/draw.cuh"
@@ -49,12 +49,12 @@ __device__ __forceinline__ bool is_past(const Sampling& sampling, int64_t row, i
 __device__ __forceinline__ void draw_numbers(const Sampling& sampling, int64_t row, int position,
                                              int32_t key) {
   const int lane = threadIdx.x % 32;
-  uint32_t* numbers =
+  uint64_t* numbers =
       sampling.workspace.numbers + (row * sampling.target.positions + position) * kRoles;
   if (lane < kRoles) numbers[lane] = number_of(sampling.settings.seeds[row], key, lane);
 }
 
-__device__ __forceinline__ uint32_t number_at(const Sampling& sampling, int64_t row, int position,
+__device__ __forceinline__ uint64_t number_at(const Sampling& sampling, int64_t row, int position,
                                               uint32_t role) {
   const int64_t at = row * sampling.target.positions + position;
   return sampling.workspace.numbers[at * kRoles + role];
@@ -70,46 +70,42 @@ __device__ __forceinline__ int32_t keyed_by(const Stochastic& stochastic, int64_
   return stochastic.positions[row] + position;
 }
 
-// The token of a greedy row, for the first warp.
-__device__ __forceinline__ uint32_t best_of(const Norm& norm) {
-  return by_first_warp(norm.best == kNone ? 0 : norm.best);
-}
-
 // Counts one of the `units` that a position has for each source, by a block. The last one draws.
 template <typename Target, typename Draft>
 __device__ __forceinline__ void arrive(const Draws& draws, int64_t row, int position, int units) {
   const Sampling& sampling = draws.sampling;
   const int64_t at = row * sampling.target.positions + position;
   if (!comes_last(sampling.workspace.arrived + at, units)) return;
-  const Row p(sampling, sampling.target, row, position);
+  const Position p(sampling, sampling.target, row, position);
   const Cells cells(p, 0);
-  const uint32_t number = number_at(sampling, row, position, draws.role);
-  const Norm norm = warp_norm(p, cells);
-  const uint32_t token =
-      p.greedy() ? best_of(norm) : draw_row<Target>(p, norm, cells, -1, number);
+  const uint64_t number = number_at(sampling, row, position, draws.role);
+  const Scale scale = warp_scale(p, cells);
+  const uint32_t token = scale.certain != kNone
+                             ? by_first_warp(scale.certain)
+                             : draw_from<Target>(p, scale, cells, -1, number);
   if (token != kElsewhere && threadIdx.x % 32 == 0) draws.tokens[at] = token;
 }
 
-// A token at a position of target or draft, read before the position's norm is known.
+// A token at a position of target or draft, read before the position's scale is known.
 template <typename Target, typename Draft>
 struct Candidate {
-  const Row& row;
+  const Position& from;
   uint32_t token;
-  float x, exponent;
+  float x;
+  int32_t exponent;
 
-  __device__ __forceinline__ Candidate(const Row& row, bool in_draft, uint32_t token)
-      : row(row), token(token), x(-INFINITY) {
-    const bool inside = token < row.vocabulary;
+  __device__ __forceinline__ Candidate(const Position& from, bool in_draft, uint32_t token)
+      : from(from), token(token), x(-INFINITY) {
+    const bool inside = token < from.vocabulary;
     if (inside) {
-      x = in_draft ? logit_of(static_cast<const Draft*>(row.logits)[token])
-                   : logit_of(static_cast<const Target*>(row.logits)[token]);
+      x = in_draft ? logit_of(static_cast<const Draft*>(from.logits)[token])
+                   : logit_of(static_cast<const Target*>(from.logits)[token]);
     }
-    exponent = row.cells[inside ? token / kTile : 0].exponent;
+    exponent = from.cells[inside ? token / kTile : 0].exponent;
   }
 
-  __device__ __forceinline__ uint32_t probability(const Norm& norm) const {
-    if (row.greedy()) return token == norm.best ? kOne : 0;
-    return scaled(kept_weight(row, norm, {row.rate, exponent}, x), scale_of(norm, exponent));
+  __device__ __forceinline__ uint64_t probability(const Scale& scale) const {
+    return Prober(from, scale, exponent)(token, x);
   }
 };
 
@@ -134,7 +130,7 @@ __device__ __forceinline__ Ended add(unsigned long long* ended, Ended seen, Ende
                                      int positions) {
   while (true) {
     const Ended now = max(seen.word, position.word | seen.done()) + 1;
-    if (now.done() == positions) return now;  // The others are done: nobody will ask.
+    if (now.done() == positions) return now;  // The others are done: none will read it.
     if (position.word == 0) return atomicAdd(ended, 1) + 1;
     const Ended before = atomicCAS(ended, seen.word, now.word);
     if (before.word == seen.word) return now;
@@ -142,16 +138,17 @@ __device__ __forceinline__ Ended add(unsigned long long* ended, Ended seen, Ende
   }
 }
 
-// Counts one of the `units` that a position has for each source, by a block. The last one judges
-// the position's draft token and draws what would end the row there, and the last of a row commits.
+// Counts one of the `units` that a position has for each source, by a block. The last one accepts
+// or rejects the position's draft token and draws what would end the row there; the last of a row
+// commits.
 template <typename Target, typename Draft>
 __device__ __forceinline__ void arrive(const Stochastic& stochastic, int64_t row, int position,
                                        int units) {
   const Sampling& sampling = stochastic.sampling;
   const Workspace& workspace = sampling.workspace;
   const int targets = sampling.target.positions, length = length_of(sampling, row);
-  const bool judges = position < length, drafted = judges && sampling.draft.positions > 0;
-  const int32_t token = judges ? stochastic.draft_tokens[row * stochastic.gamma + position] : -1;
+  const bool verifies = position < length, drafted = verifies && sampling.draft.positions > 0;
+  const int32_t token = verifies ? stochastic.draft_tokens[row * stochastic.gamma + position] : -1;
   uint32_t* arrived = workspace.arrived + row * targets + position;
   if (!comes_last(arrived, drafted ? 2 * units : units)) return;
 
@@ -160,33 +157,38 @@ __device__ __forceinline__ void arrive(const Stochastic& stochastic, int64_t row
   Progress* progress = workspace.progress + row;
   const bool in_draft = drafted && threadIdx.x >= kThreads / 2;
   const Source& source = in_draft ? sampling.draft : sampling.target;
-  const Row here(sampling, source, row, position);
+  const Position here(sampling, source, row, position);
   const Cells cells(here, 0);
   const Candidate<Target, Draft> candidate(here, in_draft, max(token, 0));
-  const uint32_t accept = number_at(sampling, row, position, kAccept);
-  const uint32_t number = number_at(sampling, row, position, judges ? kResidual : kBonus);
+  const uint64_t accept = number_at(sampling, row, position, kAccept);
+  const uint64_t number = number_at(sampling, row, position, verifies ? kResidual : kBonus);
   const Ended seen = *static_cast<volatile unsigned long long*>(&progress->ended);
   const int32_t draft = draft_at(stochastic, row, 0), stop = stop_at(stochastic, row, 0);
 
   uint32_t ending = by_first_warp(kNone);
   // Tiles of a position that is past may be missing. It may become so right now: all take one view.
   if (!__syncthreads_or(is_past(sampling, row, position))) {
-    const Norm norm = warp_norm(here, cells);
-    uint32_t p = judges ? candidate.probability(norm) : 0, q = kOne;
+    const Scale scale = warp_scale(here, cells);
+    uint64_t p = verifies ? candidate.probability(scale) : 0, q = kOne;
     if (drafted) {
-      __shared__ uint32_t probabilities[2];
+      __shared__ uint64_t probabilities[2];
       if (threadIdx.x % (kThreads / 2) == 0) probabilities[in_draft] = p;
       __syncthreads();
       p = probabilities[0], q = probabilities[1];
     }
-    const bool falls = judges && !stands(accept, q, p);
-    if (falls && threadIdx.x == 0) atomicMax(&progress->rejected, targets - position);
-    if (falls && drafted && threadIdx.x % (kThreads / 2) == 0) {
-      workspace.norms[row * workspace.positions + source.first + position] = norm;
+    const bool rejects = verifies && !accepts(accept, q, p);
+    if (rejects && threadIdx.x == 0) atomicMax(&progress->rejected, targets - position);
+    if (rejects && drafted && threadIdx.x % (kThreads / 2) == 0) {
+      workspace.scales[row * workspace.positions + source.first + position] = scale;
     }
-    if (falls || !judges) {
-      ending = here.greedy() || drafted ? best_of(norm)
-                                        : draw_row<Target>(here, norm, cells, token, number);
+    if (rejects || !verifies) {
+      if (scale.certain != kNone) {
+        ending = by_first_warp(scale.certain);
+      } else if (drafted) {
+        ending = by_first_warp(0);  // of no account: the residual's kernel draws
+      } else {
+        ending = draw_from<Target>(here, scale, cells, token, number);
+      }
     }
   }
   if (ending == kElsewhere) return;
@@ -198,7 +200,6 @@ __device__ __forceinline__ void arrive(const Stochastic& stochastic, int64_t row
   now = __shfl_sync(kAllLanes, now.word, 0);
   if (now.done() <= length) return;
   const int at = targets - now.behind();
-  // What a draft with logits leaves is for the residual's kernel to draw.
   if (at < length && sampling.draft.positions > 0 && !here.greedy()) return;
   commit(stochastic, row, length, at, now.token(), draft, stop);
 }

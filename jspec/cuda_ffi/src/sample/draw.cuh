@@ -6,7 +6,7 @@
 
 namespace jspec {
 
-constexpr int kWarps = 4;  // of a block that sums tiles, judges and draws
+constexpr int kWarps = 4;  // of a block that sums tiles, verifies and draws
 constexpr int kThreads = kWarps * 32;
 
 constexpr int kShare = kTile / kThreads;  // tokens of a tile for a thread
@@ -36,126 +36,148 @@ struct Share {
 };
 
 // Whether the weights of a tile need more than `Weigher::quick`.
-__device__ __forceinline__ bool is_rare(const Row& row, const Weigher& weigher) {
-  return row.filters() || !weigher.near();
+__device__ __forceinline__ bool is_rare(const Position& from, const Weigher& weigher) {
+  return from.threshold > 0 || !weigher.near();
 }
 
-// The weight of a logit in such a tile, filters applied. No part of its callers, where it would
-// stand between what always runs.
-__device__ __noinline__ uint32_t rare_weight(Row row, Norm norm, Weigher weigher, float x) {
-  return row.filters() && !row.keeps(x, norm) ? 0 : weigher(x);
+// The weight of a logit in such a tile, filters applied. Not inlined: its code would lie between
+// what always runs.
+__device__ __noinline__ uint64_t rare_weight(Position from, Weigher weigher, float x) {
+  return from.keeps(x) ? weigher(x) : 0;
 }
 
 // The weight of a logit, filters applied.
-__device__ __forceinline__ uint32_t kept_weight(const Row& row, const Norm& norm,
-                                                const Weigher& weigher, float x) {
-  return is_rare(row, weigher) ? rare_weight(row, norm, weigher, x) : weigher.quick(x);
+__device__ __forceinline__ uint64_t kept_weight(const Position& from, const Weigher& weigher,
+                                                float x) {
+  return is_rare(from, weigher) ? rare_weight(from, weigher, x) : weigher.quick(x).value();
 }
 
 // A position to draw from, but for the token `without`.
 template <typename Logit>
 struct Plain {
-  const Row& row;
-  const Norm& norm;
+  const Position& from;
+  const Scale& scale;
   int32_t without;
-  uint32_t without_weight;
+  uint64_t without_weight;
 
-  __device__ Plain(const Row& row, const Norm& norm, int32_t without)
-      : row(row), norm(norm), without(without < row.vocabulary ? without : -1), without_weight(0) {
+  __device__ Plain(const Position& from, const Scale& scale, int32_t without)
+      : from(from),
+        scale(scale),
+        without(without < from.vocabulary ? without : -1),
+        without_weight(0) {
     if (this->without < 0) return;
-    const float x = logit_of(static_cast<const Logit*>(row.logits)[without]);
-    without_weight = kept_weight(row, norm, weigher(without / kTile), x);
+    const float x = logit_of(static_cast<const Logit*>(from.logits)[without]);
+    without_weight = kept_weight(from, weigher(without / kTile), x);
   }
-  __device__ uint32_t mass(const Cell& cell, int tile) const {
-    const uint32_t lost = without >= 0 && tile == without / kTile ? without_weight : 0;
-    return scaled(cell.sum - lost, scale_of(norm, cell.exponent));
+  __device__ uint64_t mass(const Cell& cell, int tile) const {
+    const uint64_t lost = without >= 0 && tile == without / kTile ? without_weight : 0;
+    return shifted(cell.sum - lost, shift(cell.exponent));
   }
-  // The weights of this thread's share of a tile; returns the tile's scale.
-  __device__ uint32_t weigh(int tile, uint32_t (&weights)[kShare]) const {
+  // The weights of this thread's share of a tile; returns how far they are shifted to be masses.
+  __device__ uint32_t weigh(int tile, uint64_t (&weights)[kShare]) const {
     const int32_t first = tile * kTile + threadIdx.x * kShare;
     const Weigher weigher = this->weigher(tile);
-    const Share<Logit> share(static_cast<const Logit*>(row.logits) + first, row.vocabulary - first);
-    if (is_rare(row, weigher)) {
+    const Share<Logit> share(static_cast<const Logit*>(from.logits) + first,
+                             from.vocabulary - first);
+    if (is_rare(from, weigher)) {
 #pragma unroll
-      for (int i = 0; i < kShare; ++i) weights[i] = rare_weight(row, norm, weigher, share.x[i]);
+      for (int i = 0; i < kShare; ++i) weights[i] = rare_weight(from, weigher, share.x[i]);
     } else {
 #pragma unroll
-      for (int i = 0; i < kShare; ++i) weights[i] = weigher.quick(share.x[i]);
+      for (int i = 0; i < kShare; ++i) weights[i] = weigher.quick(share.x[i]).value();
     }
 #pragma unroll
     for (int i = 0; i < kShare; ++i) weights[i] = first + i == without ? 0 : weights[i];
-    return scale_of(norm, weigher.exponent);
+    return shift(weigher.exponent);
   }
 
  private:
-  __device__ Weigher weigher(int tile) const { return {row.rate, row.cells[tile].exponent}; }
+  __device__ Weigher weigher(int tile) const { return {from.rate, from.cells[tile].exponent}; }
+  __device__ uint32_t shift(int32_t exponent) const {
+    return mass_shift(scale.exponent, exponent, guard_bits(from.tiles));
+  }
+};
+
+// Probabilities of a tile's tokens in a position, in units of 2^-53.
+struct Prober {
+  const Position& from;
+  const Scale& scale;
+  Weigher weigher;
+  uint32_t shift;
+
+  __device__ __forceinline__ Prober(const Position& from, const Scale& scale, int32_t exponent)
+      : from(from),
+        scale(scale),
+        weigher{from.rate, exponent},
+        shift(mass_shift(scale.exponent, exponent, guard_bits(from.tiles))) {}
+
+  // Whether `quick` may serve.
+  __device__ __forceinline__ bool near() const {
+    return scale.certain == kNone && !is_rare(from, weigher);
+  }
+
+  __device__ __forceinline__ uint64_t quick(float x) const {
+    // As `probability_of`, of a mantissa: one shift for its distance and the tile's.
+    const Weight weight = weigher.quick(x);
+    const uint32_t tile = shift + scale.rescale, count = weight.place + (tile - Weight::kNear);
+    return shifted(uint64_t(weight.mantissa) * scale.reciprocal, count < tile + 32 ? count : 64);
+  }
+
+  __device__ uint64_t operator()(uint32_t token, float x) const {
+    if (scale.certain != kNone) return token == scale.certain ? kOne : 0;
+    return probability_of(kept_weight(from, weigher, x), scale, shift);
+  }
 };
 
 // What the target likes more than the draft did, in probabilities.
 template <typename Target, typename Draft>
 struct Residual {
-  const Row &p, &q;
-  const Norm &p_norm, &q_norm;
+  const Position &p, &q;
+  const Scale &p_scale, &q_scale;
 
-  __device__ uint32_t mass(const Cell& cell, int) const { return static_cast<uint32_t>(cell.sum); }
-  // The weights of this thread's share of a tile; returns the tile's scale.
-  __device__ uint32_t weigh(int tile, uint32_t (&weights)[kShare]) const {
+  __device__ uint64_t mass(const Cell& cell, int) const { return cell.sum; }
+  // The weights of this thread's share of a tile; returns how far they are shifted to be masses.
+  __device__ uint32_t weigh(int tile, uint64_t (&weights)[kShare]) const {
     const int32_t first = tile * kTile + threadIdx.x * kShare;
-    const Weigher p_weigher = this->p_weigher(tile), q_weigher = this->q_weigher(tile);
+    const Prober p_prober(p, p_scale, p.cells[tile].exponent);
+    const Prober q_prober(q, q_scale, q.cells[tile].exponent);
     const Share<Target> p_share(static_cast<const Target*>(p.logits) + first, p.vocabulary - first);
     const Share<Draft> q_share(static_cast<const Draft*>(q.logits) + first, p.vocabulary - first);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      weights[i] = weight(p_weigher, q_weigher, p_share.x[i], q_share.x[i]);
+      weights[i] = over(p_prober(first + i, p_share.x[i]), q_prober(first + i, q_share.x[i]));
     }
-    return kWeight;
+    return 0;
   }
   // Of a whole tile, by a warp.
-  __device__ __forceinline__ uint32_t total(int tile) const {
+  __device__ __forceinline__ uint64_t total(int tile) const {
     const int first = tile * kTile, left = p.vocabulary - first;
-    const Weigher p_weigher = this->p_weigher(tile), q_weigher = this->q_weigher(tile);
+    const Prober p_prober(p, p_scale, p.cells[tile].exponent);
+    const Prober q_prober(q, q_scale, q.cells[tile].exponent);
     Tile<Target> x;
     Tile<Draft> y;
     x.load(static_cast<const Target*>(p.logits) + first, left);
     y.load(static_cast<const Draft*>(q.logits) + first, left);
-    uint32_t sum = 0;  // of at most 2^30
-    if (p_weigher.near() && q_weigher.near() && !p.filters() && !q.filters()) {
-      x.raise(p_weigher.least());
-      y.raise(q_weigher.least());
-      const uint32_t p_scale = scale_of(p_norm, p_weigher.exponent);
-      const uint32_t q_scale = scale_of(q_norm, q_weigher.exponent);
+    uint64_t sum = 0;
+    if (p_prober.near() && q_prober.near()) {
 #pragma unroll
       for (int i = 0; i < x.kEach; ++i) {
-        sum += over(p_weigher.template raised<Target>(x[i]), p_scale,
-                    q_weigher.template raised<Draft>(y[i]), q_scale);
+        const uint64_t p_token = p_prober.quick(x[i]), q_token = q_prober.quick(y[i]);
+        if (p_token > q_token) sum += p_token - q_token;
       }
     } else {
 #pragma unroll 1
-      for (int i = threadIdx.x % 32; i < min(left, kTile); i += 32) sum += weight(first + i);
+      for (int i = threadIdx.x % 32; i < min(left, kTile); i += 32) {
+        sum += over(p_prober(first + i, logit_of(static_cast<const Target*>(p.logits)[first + i])),
+                    q_prober(first + i, logit_of(static_cast<const Draft*>(q.logits)[first + i])));
+      }
     }
-    return __reduce_add_sync(kAllLanes, sum);
+    return warp_sum(sum);
   }
 
  private:
-  __device__ Weigher p_weigher(int tile) const { return {p.rate, p.cells[tile].exponent}; }
-  __device__ Weigher q_weigher(int tile) const { return {q.rate, q.cells[tile].exponent}; }
-  __device__ uint32_t weight(int32_t token) const {
-    const float x = logit_of(static_cast<const Target*>(p.logits)[token]);
-    const float y = logit_of(static_cast<const Draft*>(q.logits)[token]);
-    return weight(p_weigher(token / kTile), q_weigher(token / kTile), x, y);
-  }
-  // Of a token with logits x and y.
-  __device__ __forceinline__ uint32_t weight(const Weigher& p_weigher, const Weigher& q_weigher,
-                                             float x, float y) const {
-    return over(kept_weight(p, p_norm, p_weigher, x), scale_of(p_norm, p_weigher.exponent),
-                kept_weight(q, q_norm, q_weigher, y), scale_of(q_norm, q_weigher.exponent));
-  }
-  // Of a token's weights, below 2 * kWeight, and scales.
-  __device__ __forceinline__ static uint32_t over(uint32_t p, uint32_t p_scale, uint32_t q,
-                                                  uint32_t q_scale) {
-    constexpr uint32_t kUp = 2 * kOne / kWeight;
-    const uint32_t target = __umulhi(p * kUp, p_scale << 1);
-    return target - min(target, __umulhi(q * kUp, q_scale << 1));
+  __device__ __forceinline__ static uint64_t over(uint64_t p, uint64_t q) {
+    return p > q ? p - q : 0;
   }
 };
 
@@ -166,33 +188,33 @@ __device__ __forceinline__ uint32_t by_first_warp(uint32_t token) {
   return threadIdx.x < 32 ? token : kElsewhere;
 }
 
-// The token that `number` draws, for the warp that finds it; kNone from what has no mass. `row` has
-// the masses, and `first` are the first of its cells.
+// The token that `number` draws, for the warp that finds it; kNone from what has no mass. `cells`
+// holds the masses, and `first` are the first of its cells.
 template <typename From>
-__device__ __forceinline__ uint32_t draw(const From& from, const Row& row, const Cells& first,
-                                         uint32_t number) {
-  uint32_t total = 0;
-  for_cells(row, first, [&](const Cells& here) {
+__device__ __forceinline__ uint32_t draw(const From& from, const Position& cells,
+                                         const Cells& first, uint64_t number) {
+  uint64_t total = 0;
+  for_cells(cells, first, [&](const Cells& here) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) total += from.mass(here.cell[i], here.first + i);
     return true;
   });
-  total = __reduce_add_sync(kAllLanes, total);
+  total = warp_sum(total);
   if (total == 0) return kNone;
 
-  uint32_t left = target_of(number, total);
+  uint64_t left = high64(number, total);
   int tile;
-  for_cells(row, first, [&](const Cells& here) {
-    uint32_t masses[4], own = 0;
+  for_cells(cells, first, [&](const Cells& here) {
+    uint64_t masses[4], own = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) own += masses[i] = from.mass(here.cell[i], here.first + i);
-    const uint32_t reached = warp_reached(own);
+    const uint64_t reached = warp_reached(own);
     const uint32_t over = __ballot_sync(kAllLanes, reached > left);
     if (!over) {
       left -= __shfl_sync(kAllLanes, reached, 31);
       return true;
     }
-    uint32_t rest = left - (reached - own);
+    uint64_t rest = left - (reached - own);
     int passed = 0;
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
@@ -203,13 +225,14 @@ __device__ __forceinline__ uint32_t draw(const From& from, const Row& row, const
     return false;
   });
 
-  // The sums are those that `scaled` rounds; the token is the first that brings them to `limit`.
+  // The token is the first whose cumulative weight, shifted, exceeds `left`: reaches `limit`.
   __shared__ uint64_t sums[kWarps];
-  uint32_t weights[kShare];
-  const uint64_t scale = from.weigh(tile, weights), limit = (uint64_t(left) + 1) * kWeight;
+  uint64_t weights[kShare];
+  const uint32_t shift = from.weigh(tile, weights);
+  const uint64_t limit = (left + 1) << shift;
   uint64_t sum = 0;
 #pragma unroll
-  for (uint32_t weight : weights) sum += weight * scale;
+  for (uint64_t weight : weights) sum += weight;
   uint64_t reached = warp_reached(sum);
   if (threadIdx.x % 32 == 31) sums[threadIdx.x / 32] = reached;
   __syncthreads();
@@ -221,22 +244,22 @@ __device__ __forceinline__ uint32_t draw(const From& from, const Row& row, const
   uint32_t token = tile * kTile + threadIdx.x * kShare;
 #pragma unroll
   for (int i = 0; i < kShare - 1; ++i) {
-    reached += weights[i] * scale;
+    reached += weights[i];
     token += reached < limit;
   }
   return __shfl_sync(kAllLanes, token, __ffs(over) - 1);
 }
 
-// As `draw`, from a row that is not greedy, but for the token `without` where anything else has
-// mass, and 0 where nothing has.
+// As `draw`, from a position that is not certain, but for the token `without` where anything else
+// has mass.
 template <typename Logit>
-__device__ __forceinline__ uint32_t draw_row(const Row& row, const Norm& norm, const Cells& first,
-                                             int32_t without, uint32_t number) {
+__device__ __forceinline__ uint32_t draw_from(const Position& from, const Scale& scale,
+                                              const Cells& first, int32_t without,
+                                              uint64_t number) {
 #pragma unroll 1
   while (true) {
-    const uint32_t token = draw(Plain<Logit>(row, norm, without), row, first, number);
+    const uint32_t token = draw(Plain<Logit>(from, scale, without), from, first, number);
     if (token != kNone) return token;
-    if (without < 0) return by_first_warp(0);
     without = -1;
   }
 }

@@ -1,4 +1,5 @@
-// The arithmetic of jspec/ops/distribution.py, bit for bit, on both platforms.
+// The arithmetic of jspec/ops/distribution.py, bit for bit, on both platforms. Bit layouts and proofs
+// are in docs/sampling.md.
 #pragma once
 
 #include <cfloat>
@@ -15,9 +16,9 @@
 
 namespace jspec {
 
-constexpr uint32_t kOne = 1u << 30;      // a probability of 1
-constexpr uint32_t kWeight = 1u << 26;   // a weight of 1
-constexpr uint32_t kNone = 0xFFFFFFFFu;  // no token
+constexpr uint32_t kOneBits = 53;
+constexpr uint64_t kOne = uint64_t(1) << kOneBits;  // a probability of 1, and a weight of 1
+constexpr uint32_t kNone = 0xFFFFFFFFu;             // no token
 enum Role : uint32_t { kDraft, kAccept, kResidual, kBonus };
 
 JSPEC_INLINE uint32_t bits_of(float x) {
@@ -37,18 +38,19 @@ JSPEC_INLINE float cleaned(float x) {
   return x != x ? -INFINITY : x < FLT_MAX ? x : FLT_MAX;
 }
 
-// A probability in units of 2^-30.
-JSPEC_INLINE uint32_t units(float x) { return static_cast<uint32_t>(x * float(kOne)); }
-
-struct Half {
+struct Bfloat16 {
   uint16_t bits;
 };
 
+// The bits of a logit as float32.
+JSPEC_INLINE uint32_t raw_bits(float x) { return bits_of(x); }
+JSPEC_INLINE uint32_t raw_bits(Bfloat16 x) { return uint32_t(x.bits) << 16; }
+
 JSPEC_INLINE float logit_of(float x) { return cleaned(x); }
-JSPEC_INLINE float logit_of(Half x) { return cleaned(float_of(uint32_t(x.bits) << 16)); }
+JSPEC_INLINE float logit_of(Bfloat16 x) { return cleaned(float_of(raw_bits(x))); }
 
 JSPEC_INLINE float logit(const void* logits, bool bfloat16, int64_t index) {
-  return bfloat16 ? logit_of(static_cast<const Half*>(logits)[index])
+  return bfloat16 ? logit_of(static_cast<const Bfloat16*>(logits)[index])
                   : logit_of(static_cast<const float*>(logits)[index]);
 }
 
@@ -58,87 +60,142 @@ JSPEC_INLINE uint32_t key_of(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-JSPEC_INLINE uint32_t product(uint32_t p, uint32_t u) { return (uint64_t(p) * u) >> 32; }
-
-// 2^y = mantissa * 2^(whole - 23).
-struct Power {
-  uint32_t mantissa;
-  float whole;
-};
-
-// The polynomial of `exp2_of`, by powers.
-constexpr uint32_t kPower5 = 489975;
-constexpr uint32_t kPower3 = 2512872;
-constexpr uint32_t kPower2 = 3678130;
-constexpr uint32_t kPower1 = 5913167;
-constexpr uint32_t kPower0 = 4183072;
-
-JSPEC_INLINE Power exp2_of(float y) {
-  const float fixed = floorf(y * 0x1p23f), whole = floorf(fixed * 0x1p-23f);
-  const uint32_t u = static_cast<uint32_t>(fixed - whole * 0x1p23f) << 8 | 1u << 31;
-  uint32_t p = product(kPower5, u);
-  p = kPower3 + product(p, u);
-  p = kPower2 + product(p, u);
-  p = kPower1 + product(p, u);
-  p = kPower0 + product(p, u);
-  return {p, whole};
+// The logit of a key; minus infinity for what is the key of none.
+JSPEC_INLINE float logit_of_key(uint32_t key) {
+  return cleaned(float_of(key >> 31 ? key ^ 0x80000000u : ~key));
 }
 
-// The exponent of 2 that a logit stands for; minus infinity stays.
-JSPEC_INLINE float power_of(float logit, float rate) {
-  if (logit == -INFINITY) return logit;
-  return fminf(fmaxf(logit * rate, -0x1p100f), 0x1p100f);
-}
+JSPEC_INLINE uint32_t high32(uint32_t a, uint32_t b) { return (uint64_t(a) * b) >> 32; }
 
-JSPEC_INLINE float exponent_of(float top, float rate) { return floorf(power_of(top, rate)); }
-
-JSPEC_INLINE uint32_t weight_of(float power, float exponent) {
-  if (power == -INFINITY) return 0;
-  const Power value = exp2_of(power);
-  const float below = exponent - value.whole;
-  const uint32_t weight = value.mantissa * (kWeight >> 23);
-  return below < 32 ? weight >> static_cast<uint32_t>(below) : 0;
+// The upper 64 bits of a product.
+JSPEC_INLINE uint64_t high64(uint64_t a, uint64_t b) {
+#ifdef __CUDA_ARCH__
+  return __umul64hi(a, b);
+#else
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+#endif
 }
 
 JSPEC_INLINE uint32_t bit_width(uint64_t x) {
 #ifdef __CUDA_ARCH__
   return 64 - __clzll(x);
 #else
-  return 64 - __builtin_clzll(x);
+  return x == 0 ? 0 : 64 - __builtin_clzll(x);
 #endif
 }
 
-// The distance of a tile's exponent from the row's, as a count of bits.
-JSPEC_INLINE uint32_t bits_below(float exponent, float largest) {
-  // The last bits of a float32 from 2^23 on hold its whole part.
-  return bits_of(fminf(largest - exponent, 63) + 0x1p23f) % 64;
-}
-
-// What a tile adds to the row's sum.
-JSPEC_INLINE uint64_t mass_in_row(uint64_t sum, float exponent, float largest) {
-  return sum * (kOne / kWeight) >> bits_below(exponent, largest);
-}
-
-JSPEC_INLINE Norm norm_of(float largest, float exponent, uint64_t sum) {
-  if (sum == 0) return {largest, exponent, 0, 0, kNone};
-  const uint32_t shift = bit_width(sum) - 31;
-  // Rounded down: of double as of integers.
+// x / 2^count, 0 from 64 on.
+JSPEC_INLINE uint64_t shifted(uint64_t x, uint32_t count) {
 #ifdef __CUDA_ARCH__
-  const uint32_t reciprocal = __double2uint_rz(__ddiv_rd(0x1p61, double(sum >> shift)));
+  asm("shr.u64 %0, %0, %1;" : "+l"(x) : "r"(count));
+  return x;
 #else
-  const uint32_t reciprocal = (uint64_t(1) << 61) / (sum >> shift);
+  return count < 64 ? x >> count : 0;
 #endif
-  return {largest, exponent, reciprocal, shift, kNone};
 }
 
-// The scale of a tile.
-JSPEC_INLINE uint32_t scale_of(const Norm& norm, float exponent) {
-  const uint32_t shift = 1 + bits_below(exponent, norm.exponent) + norm.shift;
-  return shift < 32 ? norm.reciprocal >> shift : 0;
+// logit * rate = whole + fraction * 2^-23, rounded down; within 2^30 of 0.
+struct Power {
+  int32_t whole;
+  uint32_t fraction;
+};
+
+JSPEC_INLINE Power power_of(float logit, float rate) {
+  const uint32_t x = bits_of(logit), r = bits_of(rate), biased = x >> 23 & 0xFF;
+  const uint64_t product =
+      uint64_t((x & 0x7FFFFF) | (biased ? 0x800000u : 0)) * ((r & 0x7FFFFF | 0x800000) >> 8);
+  // The exponents count from -150 and, behind the shift above, from -142; 23 bits are fraction.
+  const int up = static_cast<int>((biased ? biased : 1) + (r >> 23)) - (150 + 142 - 23);
+  const bool negative = x >> 31 && product;
+  // -n is ~(n - 1), and rounding n - 1 down rounds -n down.
+  uint64_t size;
+  if (up < 0) {
+    size = shifted(product - negative, -up);
+  } else if (bit_width(product) + up > 53) {
+    size = (uint64_t(1) << 53) - negative;
+  } else {
+    size = (product << up) - negative;
+  }
+  const int64_t fixed = negative ? ~size : size;
+  return {static_cast<int32_t>(fixed >> 23), static_cast<uint32_t>(fixed) & 0x7FFFFF};
 }
 
-JSPEC_INLINE uint32_t scaled(uint64_t weights, uint32_t scale) {
-  return static_cast<uint32_t>(weights * scale / kWeight);
+JSPEC_INLINE int32_t exponent_of(float top, float rate) { return power_of(top, rate).whole; }
+
+// The polynomial of `exp2_of`, by powers.
+constexpr uint32_t kPower5 = 7839600;
+constexpr uint32_t kPower3 = 10051532;
+constexpr uint32_t kPower2 = 7356243;
+constexpr uint32_t kPower1 = 5913159;
+constexpr uint32_t kPower0 = 2091539;
+
+// 2^(fraction * 2^-23) in units of 2^-22.
+JSPEC_INLINE uint32_t exp2_of(uint32_t fraction) {
+  const uint32_t v = (fraction | 0x800000) << 7;
+  uint32_t p = high32(kPower5, v);
+  p = kPower3 + high32(p, v);
+  p = kPower2 + high32(p, v);
+  p = kPower1 + high32(p, v);
+  return kPower0 + high32(p, v);
+}
+
+// The weight of a logit in a tile, in units of 2^-53.
+JSPEC_INLINE uint64_t weight_of(float logit, float rate, int32_t exponent) {
+  if (logit == -INFINITY) return 0;
+  const Power power = power_of(logit, rate);
+  const uint32_t below = uint32_t(exponent) - uint32_t(power.whole);
+  return below < 32 ? uint64_t(exp2_of(power.fraction)) << (31 - below) : 0;
+}
+
+// 2^(the power of a logit - that of the largest), or 0 where that is below 2^-126.
+JSPEC_INLINE float relative_of(float logit, float largest, float rate) {
+  if (logit == -INFINITY) return 0;
+  const Power here = power_of(logit, rate), top = power_of(largest, rate);
+  const uint32_t below = top.whole - here.whole + (here.fraction < top.fraction);
+  if (below > 126) return 0;
+  const uint32_t mantissa = exp2_of((here.fraction - top.fraction) & 0x7FFFFF);
+  return float_of(((127 - below) << 23) + ((mantissa - (1u << 22)) << 1));
+}
+
+// Bits by which the mass of a tile must shrink for the sum over all tiles to fit.
+JSPEC_INLINE uint32_t guard_bits(int32_t tiles) { return bit_width(tiles - 1); }
+
+// How far the weights of a tile are shifted to become masses.
+JSPEC_INLINE uint32_t mass_shift(int32_t largest, int32_t exponent, uint32_t guard) {
+  return uint32_t(largest) - uint32_t(exponent) + guard;
+}
+
+// Of a position whose masses sum to `total`.
+JSPEC_INLINE Scale scale_of(int32_t exponent, uint64_t total) {
+  if (total == 0) return {exponent, 0, 0, 0};
+  const uint32_t width = bit_width(total);
+  const uint32_t upper = static_cast<uint32_t>(total >> (width - 32));
+#ifdef __CUDA_ARCH__
+  // Rounded down: of double as of integers.
+  const uint32_t reciprocal = __double2uint_rz(__ddiv_rd(0x1p62, double(upper)));
+#else
+  const uint32_t reciprocal = (uint64_t(1) << 62) / upper;
+#endif
+  return {exponent, reciprocal, width - (kOneBits + 1), kNone};
+}
+
+// A weight as a probability, in units of 2^-53: `shift` makes it a mass.
+JSPEC_INLINE uint64_t probability_of(uint64_t weight, const Scale& scale, uint32_t shift) {
+  // The upper half of the product is weight * reciprocal * 2^-31.
+  const uint64_t scaled = high64(weight << 10, uint64_t(scale.reciprocal) << 23);
+  return shifted(scaled, shift + scale.rescale);
+}
+
+// top_p of a total, at least 1 unit.
+JSPEC_INLINE uint64_t needed_of(uint64_t total, float top_p) {
+  const uint32_t share = static_cast<uint32_t>(top_p * 0x1p32f);
+  const uint64_t needed = high64(total, uint64_t(share) << 32);
+  return needed ? needed : 1;
+}
+
+// Whether min-p drops the logit of a key, where `top` is the key of the largest.
+JSPEC_INLINE bool min_p_drops(uint32_t key, uint32_t top, float min_p, float rate) {
+  return key <= top && relative_of(logit_of_key(key), logit_of_key(top), rate) < min_p;
 }
 
 JSPEC_INLINE uint32_t rotated(uint32_t x, int by) { return x << by | x >> (32 - by); }
@@ -159,64 +216,18 @@ JSPEC_INLINE void threefry(uint32_t key0, uint32_t key1, uint32_t& x0, uint32_t&
   }
 }
 
-// `jspec.ops.sample.number`: 23 random bits.
-JSPEC_INLINE uint32_t number_of(uint32_t seed, int32_t position, uint32_t role) {
+// `jspec.ops.sample.number`: 64 random bits.
+JSPEC_INLINE uint64_t number_of(uint32_t seed, int32_t position, uint32_t role) {
   uint32_t position0 = 0, position1 = position;
   threefry(0, seed, position0, position1);
   uint32_t role0 = 0, role1 = role;
   threefry(position0, position1, role0, role1);
-  uint32_t bits0 = 0, bits1 = 0;
-  threefry(role0, role1, bits0, bits1);
-  return (bits0 ^ bits1) >> 9;
+  uint32_t high = 0, low = 0;
+  threefry(role0, role1, high, low);
+  return uint64_t(high) << 32 | low;
 }
 
-// A draft token stands while u * q < p.
-JSPEC_INLINE bool stands(uint32_t number, uint32_t q, uint32_t p) {
-  return uint64_t(number) * q < uint64_t(p) << 23;
-}
-
-JSPEC_INLINE uint32_t target_of(uint32_t number, uint32_t total) {
-  return static_cast<uint32_t>((uint64_t(number) * total) >> 23);
-}
-
-// A position's distribution as the workspace holds it.
-struct Row {
-  const void* logits;  // [vocabulary]
-  Cell* cells;         // [tiles]
-  uint32_t threshold;
-  uint32_t min_p;  // as a weight beside the largest logit
-  float rate;
-  bool bfloat16;
-  int32_t vocabulary;
-  int32_t tiles;
-
-  JSPEC_INLINE Row(const Sampling& sampling, const Source& source, int64_t batch, int32_t position)
-      : threshold(0),
-        min_p(0),
-        rate(sampling.settings.rate[batch]),
-        bfloat16(source.bfloat16),
-        vocabulary(sampling.vocabulary),
-        tiles(sampling.tiles) {
-    const Workspace& workspace = sampling.workspace;
-    const int64_t kept = batch * workspace.positions + source.first + position;
-    const int64_t begin = (batch * source.positions + position) * int64_t(vocabulary);
-    logits = static_cast<const char*>(source.logits) + begin * (bfloat16 ? 2 : 4);
-    cells = workspace.cells + kept * tiles;
-    if (sampling.filtered) {
-      threshold = workspace.thresholds[kept];
-      min_p = units(sampling.settings.min_p[batch]) / (kOne / kWeight);
-    }
-  }
-
-  JSPEC_INLINE bool greedy() const { return rate == 0; }
-
-  JSPEC_INLINE bool filters() const { return threshold > 0 || min_p > 0; }
-
-  // Whether the filters keep a logit.
-  JSPEC_INLINE bool keeps(float x, const Norm& norm) const {
-    if (key_of(x) < threshold) return false;
-    return min_p == 0 || weight_of(power_of(x - norm.largest, rate), 0) >= min_p;
-  }
-};
+// Whether a draft token is accepted: u * q < p.
+JSPEC_INLINE bool accepts(uint64_t number, uint64_t q, uint64_t p) { return high64(number, q) < p; }
 
 }  // namespace jspec

@@ -1,8 +1,8 @@
 // Drawing and verifying by random numbers on a GPU, in one pass over the logits: a warp sums tiles,
-// the last block of a position judges its draft token and draws what would end the row there, from
-// the sums and one tile that it reads again, and the last of a row commits. Positions behind a
-// rejected token are not read, where that is known in time. A draft with logits has the rejected
-// position read again as well, for its residual.
+// the last block of a position accepts or rejects its draft token and draws what would end the row
+// there, from the sums and one tile that it reads again, and the last of a row commits. Positions
+// behind a rejected token are not read, where that is known in time. A draft with logits has the
+// rejected position read again as well, for its residual.
 #include <algorithm>
 
 #include "sample/arrive.cuh"
@@ -50,9 +50,10 @@ __device__ __forceinline__ void sum_tiles(const Sampling& sampling, const Source
 
 // Blocks of a multiprocessor: two tiles of logits must fit a warp's registers.
 template <typename Target, typename Draft>
-constexpr int kBlocks = std::is_same_v<Target, Half> && std::is_same_v<Draft, Half> ? 8 : 5;
+constexpr int kBlocks =
+    std::is_same_v<Target, Bfloat16> && std::is_same_v<Draft, Bfloat16> ? 8 : 5;
 
-// Positions of target and draft by turns, so that the first ones are judged first. A block has
+// Positions of target and draft by turns, so that the first ones are verified first. A block has
 // `each` tiles for each of its warps.
 template <typename Task, typename Target, typename Draft>
 __global__ void __launch_bounds__(kThreads, kBlocks<Target, Draft>)
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Target, Draft>)
       draw_numbers(sampling, row, position, keyed_by(task, row, position));
     }
   };
-  // What begins before any position can be judged need not wait to know that it counts.
+  // What begins before any position can be verified need not wait to know that it counts.
   const bool reads =
       position < 2 || (position + drafted <= length && !is_past(sampling, row, position));
   if (count > 0 && reads) {
@@ -120,21 +121,25 @@ __global__ void __launch_bounds__(kThreads)
   const float rate = sampling.settings.rate[row];
   if (behind == 0 || rate == 0) return;
   const int at = sampling.target.positions - behind;
-  const Row p(sampling, sampling.target, row, at), q(sampling, sampling.draft, row, at);
-  const Norm* norms = sampling.workspace.norms + row * sampling.workspace.positions + at;
-  const Norm p_norm = norms[0], q_norm = norms[sampling.draft.first];
-  const Residual<Target, Draft> residual{p, q, p_norm, q_norm};
+  const Position p(sampling, sampling.target, row, at), q(sampling, sampling.draft, row, at);
+  const Scale* scales = sampling.workspace.scales + row * sampling.workspace.positions + at;
+  const Scale p_scale = scales[0], q_scale = scales[sampling.draft.first];
+  const Residual<Target, Draft> residual{p, q, p_scale, q_scale};
   if (tile < sampling.tiles) {
-    const uint32_t total = residual.total(tile);
+    const uint64_t total = residual.total(tile);
     if (threadIdx.x % 32 == 0) q.cells[tile].sum = total;
   }
   if (!comes_last(&progress->summed, gridDim.x)) return;
 
-  const uint32_t number = number_at(sampling, row, at, kResidual);
+  const uint64_t number = number_at(sampling, row, at, kResidual);
   const int32_t draft = draft_at(stochastic, row, 0), stop = stop_at(stochastic, row, 0);
   uint32_t token = draw(residual, q, Cells(q, 0), number);
-  // p and q that differ by rounding alone can leave nothing: the target then serves.
-  if (token == kNone) token = draw_row<Target>(p, p_norm, Cells(p, 0), -1, number);
+  if (token == kNone) {
+    // p and q that differ by rounding alone can leave nothing: then the target's token serves.
+    token = p_scale.certain != kNone
+                ? by_first_warp(p_scale.certain)
+                : draw_from<Target>(p, p_scale, Cells(p, 0), -1, number);
+  }
   if (token == kElsewhere) return;
   commit(stochastic, row, length_of(sampling, row), at, token, draft, stop);
 }
@@ -144,8 +149,10 @@ template <typename Run>
 const char* for_logits(const Sampling& sampling, Run run) {
   const bool draft_bfloat16 =
       sampling.draft.positions ? sampling.draft.bfloat16 : sampling.target.bfloat16;
-  if (sampling.target.bfloat16) return draft_bfloat16 ? run(Half(), Half()) : run(Half(), float());
-  return draft_bfloat16 ? run(float(), Half()) : run(float(), float());
+  if (sampling.target.bfloat16) {
+    return draft_bfloat16 ? run(Bfloat16(), Bfloat16()) : run(Bfloat16(), float());
+  }
+  return draft_bfloat16 ? run(float(), Bfloat16()) : run(float(), float());
 }
 
 // Calls `launch(grid, first_row)` for all rows, a block of the grid's y a row.
@@ -196,7 +203,7 @@ const char* verify_stochastic(const Stochastic& stochastic, Stream stream) {
 }
 
 const char* sample(const Draws& draws, Stream stream) {
-  return draws.sampling.target.bfloat16 ? launch<Draws, Half, Half>(draws, stream)
+  return draws.sampling.target.bfloat16 ? launch<Draws, Bfloat16, Bfloat16>(draws, stream)
                                         : launch<Draws, float, float>(draws, stream);
 }
 

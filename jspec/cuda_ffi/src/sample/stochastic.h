@@ -28,21 +28,19 @@ struct Settings {
 
 // What is kept of a tile: the sum of its weights, its largest logit and its exponent. In a greedy
 // row the sum is the first token of the largest logit, counted from the tile's first, or kNone. At
-// a rejected position the draft's sum gives way to the residual's mass.
+// a rejected position the residual's mass replaces the sum of the draft.
 struct alignas(16) Cell {
   uint64_t sum;
   float top;
-  float exponent;
+  int32_t exponent;
 };
 
-// A position's normalisation: its largest logit, the exponent of that logit's tile, and 2^61 / (sum
-// * 2^-shift) of the weights.
-struct Norm {
-  float largest;
-  float exponent;
-  uint32_t reciprocal;  // 0 for a position without mass
-  uint32_t shift;
-  uint32_t best;  // the token of a greedy row
+// What makes masses and probabilities of a position's weights.
+struct alignas(16) Scale {
+  int32_t exponent;     // the largest of the tiles
+  uint32_t reciprocal;  // of the upper 32 bits of the position's mass: 2^62 / mass
+  uint32_t rescale;     // see `probability_of`
+  uint32_t certain;     // the token that has all mass, in a greedy row or without a finite logit
 };
 
 // How far a row has got; all 0 before the first kernel.
@@ -55,28 +53,28 @@ struct Progress {
 // What the kernels keep in one buffer, for the positions of target and draft together.
 struct Workspace {
   Cell* cells;           // [batch, positions, tiles]
+  Scale* scales;         // [batch, positions]: where a draft token is rejected
+  uint64_t* numbers;     // [batch, target positions, kRoles]: random
   Progress* progress;    // [batch]
   uint32_t* arrived;     // [batch, target positions], behind `progress`: blocks that are done
-  uint32_t* numbers;     // [batch, target positions, kRoles]: random
   uint32_t* thresholds;  // [batch, positions]
-  Norm* norms;           // [batch, positions]: where a draft token is rejected
   int32_t positions;
 
   // 32-bit words for a row.
   static int64_t words(int64_t targets, int64_t drafted, int64_t tiles) {
     const int64_t positions = targets + drafted;
-    return (positions * (tiles * sizeof(Cell) + sizeof(Norm)) + sizeof(Progress)) / 4 + positions +
-           (1 + kRoles) * targets;
+    return (positions * (tiles * sizeof(Cell) + sizeof(Scale)) + sizeof(Progress)) / 4 +
+           positions + (1 + 2 * kRoles) * targets;
   }
 
   Workspace() = default;
   Workspace(void* buffer, int64_t batch, int64_t targets, int64_t drafted, int64_t tiles)
       : cells(static_cast<Cell*>(buffer)),
-        progress(reinterpret_cast<Progress*>(cells + batch * (targets + drafted) * tiles)),
+        scales(reinterpret_cast<Scale*>(cells + batch * (targets + drafted) * tiles)),
+        numbers(reinterpret_cast<uint64_t*>(scales + batch * (targets + drafted))),
+        progress(reinterpret_cast<Progress*>(numbers + batch * targets * kRoles)),
         arrived(reinterpret_cast<uint32_t*>(progress + batch)),
-        numbers(arrived + batch * targets),
-        thresholds(numbers + batch * targets * kRoles),
-        norms(reinterpret_cast<Norm*>(thresholds + batch * (targets + drafted))),
+        thresholds(arrived + batch * targets),
         positions(static_cast<int32_t>(targets + drafted)) {}
 };
 

@@ -7,17 +7,6 @@
 namespace jspec {
 namespace {
 
-// A position's distribution, worked out: the weights of the tokens, and the scales of the tiles.
-struct Distribution {
-  std::vector<uint32_t> weights;
-  std::vector<uint32_t> scales;
-
-  uint32_t probability(int32_t token) const {
-    if (token >= static_cast<int32_t>(weights.size())) return 0;
-    return scaled(weights[token], scales[token / kTile]);
-  }
-};
-
 // The largest key for which `holds`, which does for 0.
 template <typename Holds>
 uint32_t largest_key(Holds holds) {
@@ -28,125 +17,117 @@ uint32_t largest_key(Holds holds) {
   return found;
 }
 
-class Position {
- public:
-  Position(const Sampling& sampling, const Source& source, int64_t begin, int64_t row)
-      : settings_(sampling.settings), row_(row), rate_(settings_.rate[row]), tiles_(sampling.tiles) {
-    for (int32_t i = 0; i < sampling.vocabulary; ++i) {
-      logits_.push_back(logit(source.logits, source.bfloat16, begin + i));
-    }
-    for (int32_t tile = 0; tile < tiles_; ++tile) {
-      const auto first = logits_.begin() + tile * kTile;
-      const auto last = logits_.begin() + std::min((tile + 1) * kTile, sampling.vocabulary);
-      largest_ = std::max(largest_, *std::max_element(first, last));
-      exponents_.push_back(exponent_of(std::max(*std::max_element(first, last), -FLT_MAX), rate_));
-    }
-  }
+// A position's distribution: the weights of the tokens, and how far those of a tile are shifted.
+struct Position {
+  std::vector<uint64_t> weights;
+  std::vector<uint32_t> shifts;
+  Scale scale;
 
-  Distribution distribution(bool filtered) const {
-    Distribution out{std::vector<uint32_t>(logits_.size()), std::vector<uint32_t>(tiles_, kOne)};
-    if (rate_ == 0) {
-      const auto best = std::find(logits_.begin(), logits_.end(), largest_);
-      if (best != logits_.end()) out.weights[best - logits_.begin()] = kWeight;
-      return out;
-    }
-    for (size_t i = 0; i < logits_.size(); ++i) {
-      out.weights[i] = weight_of(power_of(logits_[i], rate_), exponents_[i / kTile]);
-    }
-    if (filtered) filter(out);
-    out.scales = scales(out.weights);
-    return out;
-  }
-
- private:
-  void filter(Distribution& out) const {
-    std::vector<uint32_t> keys;
-    for (float x : logits_) keys.push_back(key_of(x));
-    const auto keep = [&](uint32_t threshold) {
-      for (size_t i = 0; i < keys.size(); ++i) {
-        if (keys[i] < threshold) out.weights[i] = 0;
-      }
-    };
-    if (const int32_t top_k = settings_.top_k[row_]; top_k > 0) {
-      keep(largest_key([&](uint32_t key) {
-        return std::count_if(keys.begin(), keys.end(), [&](uint32_t x) { return x >= key; }) >= top_k;
-      }));
-    }
-    if (const uint32_t top_p = units(settings_.top_p[row_]); top_p < kOne) {
-      out.scales = scales(out.weights);
-      const auto mass = [&](uint32_t key) {
-        uint64_t sum = 0;
-        for (size_t i = 0; i < keys.size(); ++i) sum += keys[i] < key ? 0 : out.probability(i);
-        return sum;
-      };
-      const uint64_t needed = mass(0) * std::max(top_p, 1u);
-      keep(largest_key([&](uint32_t key) { return mass(key) * kOne >= needed; }));
-    }
-    const uint32_t min_p = units(settings_.min_p[row_]) / (kOne / kWeight);
-    for (size_t i = 0; i < keys.size(); ++i) {
-      if (weight_of(power_of(logits_[i] - largest_, rate_), 0) < min_p) out.weights[i] = 0;
-    }
-  }
-
-  std::vector<uint32_t> scales(const std::vector<uint32_t>& weights) const {
-    std::vector<uint64_t> sums(tiles_);
+  std::vector<uint64_t> masses() const {
+    std::vector<uint64_t> sums(shifts.size());
     for (size_t i = 0; i < weights.size(); ++i) sums[i / kTile] += weights[i];
-    const float exponent = *std::max_element(exponents_.begin(), exponents_.end());
-    uint64_t sum = 0;
-    for (int32_t i = 0; i < tiles_; ++i) sum += mass_in_row(sums[i], exponents_[i], exponent);
-    const Norm norm = norm_of(largest_, exponent, sum);
-    std::vector<uint32_t> scales;
-    for (float here : exponents_) scales.push_back(scale_of(norm, here));
-    return scales;
+    for (size_t i = 0; i < sums.size(); ++i) sums[i] = shifted(sums[i], shifts[i]);
+    return sums;
   }
 
-  const Settings& settings_;
-  int64_t row_;
-  float rate_;
-  int32_t tiles_;
-  float largest_ = -FLT_MAX;
-  std::vector<float> logits_;
-  std::vector<float> exponents_;
+  uint64_t total() const {
+    uint64_t sum = 0;
+    for (uint64_t mass : masses()) sum += mass;
+    return sum;
+  }
+
+  uint64_t probability(size_t token) const {
+    return token < weights.size() ? probability_of(weights[token], scale, shifts[token / kTile]) : 0;
+  }
+
+  // Gives all mass to one token.
+  void make_certain(size_t token) {
+    std::fill(weights.begin(), weights.end(), 0);
+    std::fill(shifts.begin(), shifts.end(), 0);
+    weights[token] = kOne;
+    scale = scale_of(0, kOne);
+  }
 };
 
-Distribution distribution(const Sampling& sampling, const Source& source, int64_t row,
-                          int32_t position) {
-  const int64_t begin = (row * source.positions + position) * int64_t(sampling.vocabulary);
-  return Position(sampling, source, begin, row).distribution(sampling.filtered);
+// Drops the tokens that top-k, top-p or min-p do not keep.
+void filter(const Settings& settings, int64_t row, const std::vector<float>& logits,
+            Position& position) {
+  std::vector<uint32_t> keys;
+  for (float x : logits) keys.push_back(key_of(x));
+  const uint32_t top = *std::max_element(keys.begin(), keys.end());
+  const auto keep = [&](uint32_t threshold) {
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (keys[i] < threshold) position.weights[i] = 0;
+    }
+  };
+  if (const int32_t top_k = settings.top_k[row]; top_k > 0) {
+    keep(largest_key([&](uint32_t key) {
+      return std::count_if(keys.begin(), keys.end(), [&](uint32_t x) { return x >= key; }) >= top_k;
+    }));
+  }
+  if (const float top_p = settings.top_p[row]; top_p < 1) {
+    position.scale = scale_of(position.scale.exponent, position.total());
+    std::vector<uint64_t> probabilities;
+    for (size_t i = 0; i < keys.size(); ++i) probabilities.push_back(position.probability(i));
+    const auto mass = [&](uint32_t key) {
+      uint64_t sum = 0;
+      for (size_t i = 0; i < keys.size(); ++i) sum += keys[i] < key ? 0 : probabilities[i];
+      return sum;
+    };
+    const uint64_t needed = needed_of(mass(0), top_p);
+    keep(largest_key([&](uint32_t key) { return mass(key) >= needed; }));
+  }
+  if (const float min_p = settings.min_p[row]; min_p > 0) {
+    const float rate = settings.rate[row];
+    keep(largest_key([&](uint32_t key) { return min_p_drops(key, top, min_p, rate); }) + 1);
+  }
 }
 
-std::vector<uint64_t> masses(const Distribution& from) {
-  std::vector<uint64_t> sums(from.scales.size());
-  for (size_t i = 0; i < from.weights.size(); ++i) sums[i / kTile] += from.weights[i];
-  for (size_t i = 0; i < sums.size(); ++i) sums[i] = scaled(sums[i], from.scales[i]);
-  return sums;
+Position position_of(const Sampling& sampling, const Source& source, int64_t row, int32_t at) {
+  const int64_t begin = (row * source.positions + at) * int64_t(sampling.vocabulary);
+  const float rate = sampling.settings.rate[row];
+  std::vector<float> logits;
+  for (int32_t i = 0; i < sampling.vocabulary; ++i) {
+    logits.push_back(logit(source.logits, source.bfloat16, begin + i));
+  }
+  Position out{std::vector<uint64_t>(logits.size()), std::vector<uint32_t>(sampling.tiles), {}};
+  const size_t best = std::max_element(logits.begin(), logits.end()) - logits.begin();
+  if (rate == 0 || logits[best] == -INFINITY) {
+    out.make_certain(best);
+    return out;
+  }
+  out.scale.exponent = exponent_of(logits[best], rate);
+  for (int32_t tile = 0; tile < sampling.tiles; ++tile) {
+    const int32_t first = tile * kTile, end = std::min(first + kTile, sampling.vocabulary);
+    const float top = *std::max_element(logits.begin() + first, logits.begin() + end);
+    const int32_t exponent = exponent_of(std::max(top, -FLT_MAX), rate);
+    out.shifts[tile] = mass_shift(out.scale.exponent, exponent, guard_bits(sampling.tiles));
+    for (int32_t i = first; i < end; ++i) out.weights[i] = weight_of(logits[i], rate, exponent);
+  }
+  if (sampling.filtered) filter(sampling.settings, row, logits, out);
+  out.scale = scale_of(out.scale.exponent, out.total());
+  return out;
 }
 
-uint32_t total(const Distribution& from) {
-  uint64_t sum = 0;
-  for (uint64_t mass : masses(from)) sum += mass;
-  return static_cast<uint32_t>(sum);
-}
-
-int32_t draw(const Distribution& from, uint32_t number) {
-  uint64_t left = target_of(number, total(from));
-  const std::vector<uint64_t> mass = masses(from);
-  for (size_t tile = 0; tile < mass.size(); ++tile) {
-    if (left >= mass[tile]) {
-      left -= mass[tile];
+int32_t draw(const Position& from, uint64_t number) {
+  uint64_t rest = high64(number, from.total());
+  const std::vector<uint64_t> masses = from.masses();
+  for (size_t tile = 0; tile < masses.size(); ++tile) {
+    if (rest >= masses[tile]) {
+      rest -= masses[tile];
       continue;
     }
     uint64_t reached = 0;
     for (size_t token = tile * kTile;; ++token) {
       reached += from.weights[token];
-      if (scaled(reached, from.scales[tile]) > left) return static_cast<int32_t>(token);
+      if (shifted(reached, from.shifts[tile]) > rest) return static_cast<int32_t>(token);
     }
   }
   return 0;
 }
 
-Distribution residual(const Distribution& p, const Distribution& q) {
-  Distribution out{p.weights, std::vector<uint32_t>(p.scales.size(), kWeight)};
+Position residual(const Position& p, const Position& q) {
+  Position out{p.weights, std::vector<uint32_t>(p.shifts.size()), {}};
   for (size_t i = 0; i < p.weights.size(); ++i) {
     out.weights[i] = p.probability(i) - std::min(p.probability(i), q.probability(i));
   }
@@ -154,8 +135,8 @@ Distribution residual(const Distribution& p, const Distribution& q) {
 }
 
 // Writes all results of a row, which `following` ends.
-void commit(const Stochastic& stochastic, int64_t row, int32_t length,
-                         int32_t accepted, int32_t following) {
+void commit(const Stochastic& stochastic, int64_t row, int32_t length, int32_t accepted,
+            int32_t following) {
   const int32_t* draft = stochastic.draft_tokens + row * stochastic.gamma;
   const int32_t* stops = stochastic.stop_tokens + row * stochastic.stops;
   int32_t* tokens = stochastic.tokens + row * (stochastic.gamma + 1);
@@ -182,29 +163,26 @@ void verify_row(const Stochastic& stochastic, int64_t row) {
   const int32_t length = std::min(sampling.lengths[row], gamma);
   const uint32_t seed = sampling.settings.seeds[row];
   const int32_t first = stochastic.positions[row];
-  const auto target = [&](int32_t at) {
-    return distribution(sampling, sampling.target, row, at);
-  };
   for (int32_t at = 0;; ++at) {
-    Distribution p = target(at);
+    const Position p = position_of(sampling, sampling.target, row, at);
     if (at >= length) {
       return commit(stochastic, row, length, at, draw(p, number_of(seed, first + at, kBonus)));
     }
     const int32_t token = std::max(draft[at], 0);
     const bool one_hot = sampling.draft.positions == 0;
-    Distribution q;
-    if (!one_hot) q = distribution(sampling, sampling.draft, row, at);
-    const uint32_t q_token = one_hot ? kOne : q.probability(token);
-    if (stands(number_of(seed, first + at, kAccept), q_token, p.probability(token))) continue;
-    Distribution rest = p;
+    Position q;
+    if (!one_hot) q = position_of(sampling, sampling.draft, row, at);
+    const uint64_t q_token = one_hot ? kOne : q.probability(token);
+    if (accepts(number_of(seed, first + at, kAccept), q_token, p.probability(token))) continue;
+    Position rest = p;
     if (!one_hot) {
       rest = residual(p, q);
     } else if (draft[at] >= 0 && draft[at] < sampling.vocabulary) {
       rest.weights[draft[at]] = 0;
     }
-    // What differs by rounding alone can leave nothing: the target then serves.
-    const uint32_t number = number_of(seed, first + at, kResidual);
-    return commit(stochastic, row, length, at, draw(total(rest) ? rest : p, number));
+    // p and q that differ by rounding alone can leave nothing: then the target's token serves.
+    const uint64_t number = number_of(seed, first + at, kResidual);
+    return commit(stochastic, row, length, at, draw(rest.total() ? rest : p, number));
   }
 }
 
@@ -221,7 +199,7 @@ const char* sample(const Draws& draws, Stream) {
   for (int64_t i = 0; i < sampling.batch * count; ++i) {
     const int64_t row = i / count;
     const uint32_t seed = sampling.settings.seeds[row];
-    const Distribution p = distribution(sampling, sampling.target, row, i % count);
+    const Position p = position_of(sampling, sampling.target, row, i % count);
     draws.tokens[i] = draw(p, number_of(seed, draws.positions[i], draws.role));
   }
   return nullptr;
