@@ -1,6 +1,8 @@
 """`python -m bench tune`: the order of backends on a GPU, fitted to what was measured there.
 
-A point is a case of a suite; its ratios are the backends' times over the fastest one's. An order
+A point is a case of a suite; its ratios are the backends' times over the fastest one's: those of a
+step in a jitted loop where they were measured, since a call that XLA cannot capture in a graph costs
+several launches there, and device times elsewhere. An order
 costs, at a point, the ratio of the first of its backends that ran. Points may be cut in two by a
 size and a bound, and the parts again, where that lowers the cost enough. So the rules of a table
 come about (see `jspec.tuned`): what lies below a bound first, then the rest. Block sizes are not
@@ -21,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from bench import regret, sampling
-from bench.point import best_clock
+from bench.point import best_clock, spread
 from bench.settings import console
 from jspec import tuned
 from jspec.dispatch import Operation
@@ -90,13 +92,19 @@ def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Poin
     """The points at which backends of an operation ran."""
     points = []
     for case, own in regret.points(rows, operation.name):
-        times = {row["name"]: best_clock(row) for row in own if row["name"] in operation.backends}
-        medians = {name: time.median for name, time in times.items() if time is not None}
+        medians = _medians([row for row in own if row["name"] in operation.backends])
         if medians:
             least = min(medians.values())
             ratios = {name: median / least for name, median in medians.items()}
             points.append(Point(case, _sizes(operation, case), ratios))
     return points
+
+
+def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The time of each backend at a point, by the step clock if all of them have it."""
+    steps = {row["name"]: spread(row, "step") for row in rows}
+    times = steps if None not in steps.values() else {row["name"]: best_clock(row) for row in rows}
+    return {name: time.median for name, time in times.items() if time is not None}
 
 
 def fit(points: Sequence[Point], operation: Operation) -> list[Rule]:

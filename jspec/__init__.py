@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from jspec.policies import Dense, Policy, ScoredPolicy, Streaming
     from jspec.policies.attend import dense_attend
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
     "jspec.cache": ["Cache", "Linear", "Ring", "Striped"],
