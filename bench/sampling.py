@@ -121,9 +121,10 @@ def _uniforms(arguments: tuple[Any, ...]) -> np.ndarray:
     """
     seeds, positions = arguments[4].seeds, arguments[5]
     where = positions[:, None] + jnp.arange(GAMMA + 1, dtype=jnp.int32)[None]
-    draw = jax.jit(lambda role: number(seeds, where, role).high)
+    draw = jax.jit(lambda role: number(seeds, where, role).high >> 8)
     roles = (Role.ACCEPT, Role.RESIDUAL, Role.BONUS)
-    return np.stack([(np.asarray(draw(np.uint32(r))) >> 8) / np.float32(2**24) for r in roles])
+    upper = np.stack([np.asarray(draw(np.uint32(role))) for role in roles])
+    return upper.astype(np.float32) * np.float32(2.0**-24)
 
 
 def _checks(
