@@ -12,29 +12,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import ceilings, fused, pack, point, rivals, sampling, step, table, verify
+from bench import ceilings, decoding, fused, pack, point, sampling, verify
 from bench.machine import describe
 from bench.settings import Settings, console
-from jspec.dispatch import Operation
+from bench.suite import Suite
 
-SUITES: dict[str, Any] = {
-    "ceilings": ceilings,
-    "verify": verify,
-    "pack": pack,
-    "fused": fused,
-    "sampling": sampling,
-    "step": step,
+SUITES: dict[str, Suite] = {
+    module.SUITE.name: module.SUITE
+    for module in (ceilings, verify, pack, fused, sampling, decoding)
 }
-UNNAMED = ("ceilings", "step")  # suites without backends to choose from
 _INTERRUPTED = threading.Event()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     asked = parser.parse_args(arguments)
+    if asked.results is not None and asked.suite != "tune":
+        parser.error(f"{asked.results} says nothing to {asked.suite}")
     if asked.suite == "list":
         for name, suite in SUITES.items():
-            print(f"{name:9} {suite.TITLE}")
+            print(f"{name:9} {suite.title}")
         return 0
     if asked.suite == "env":
         print(json.dumps(describe(), indent=2))
@@ -44,16 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         report.write()
         return 0
-    unknown = [name for name in asked.backend if name not in _names()]
-    if unknown:
-        parser.error(f"--backend {unknown[0]} is none of {', '.join(sorted(_names()))}")
-    if asked.backend and asked.suite in UNNAMED:
-        parser.error(
-            f"--backend says nothing to {asked.suite}, which has no backends to choose from"
-        )
-    settings = Settings(asked.quick, asked.check, tuple(asked.backend))
+    if asked.suite == "tune":
+        return _tune(parser, asked)
+    return _measure(parser, asked)
+
+
+def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
+    """Run the suites that were asked for; 0 if every output that was checked was right."""
     whole = asked.suite == "all"
     names = list(SUITES) if whole else [asked.suite]
+    if asked.backend:
+        _check_backends(parser, asked.backend, names)
+    settings = Settings(asked.quick, asked.check, tuple(asked.backend))
     earlier = {}
     for name in names if asked.compare else []:
         path = asked.compare / f"{name}.json" if whole else asked.compare
@@ -64,18 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     good = True
     for name in names:
         result = _run(name, settings)
-        suite = SUITES[name]
-        if name in earlier:
-            met = getattr(suite, "compare", table.compare)(result, earlier[name])
-            console().print(f"{met} rows compared with that of {earlier[name]['machine']['date']}")
-        suite.show(result)
-        if asked.json:
-            _save(asked.json / f"{name}.json" if whole else asked.json, result)
-        if asked.plot:
-            from bench.report import figures
-
-            for path in figures.write(result, asked.plot):
-                console().print(f"wrote {path}")
+        _tell(result, earlier.get(name), asked)
         if result.get("interrupted"):
             console().print(f"interrupted: {name} has only what was measured until then")
             return 130
@@ -83,10 +71,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
+def _tell(
+    result: dict[str, Any], earlier: dict[str, Any] | None, asked: argparse.Namespace
+) -> None:
+    """Compare, show, save and draw a result, as far as that was asked for."""
+    name = result["suite"]
+    if earlier is not None:
+        met = SUITES[name].compare(result, earlier)
+        console().print(f"{met} rows compared with that of {earlier['machine']['date']}")
+    SUITES[name].show(result)
+    if asked.json:
+        _save(asked.json / f"{name}.json" if asked.suite == "all" else asked.json, result)
+    if asked.plot:
+        from bench.report import figures
+
+        for path in figures.write(result, asked.plot):
+            console().print(f"wrote {path}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    suites = ["list", "env", *SUITES, "all", "report"]
+    suites = ["list", "env", *SUITES, "all", "report", "tune"]
     parser.add_argument("suite", choices=suites, help="`list` says what each of them measures")
+    parser.add_argument(
+        "results",
+        nargs="?",
+        metavar="DIR",
+        type=Path,
+        help="`tune`: the results to fit the order of backends to, and --json the table to write",
+    )
     parser.add_argument(
         "--backend",
         metavar="NAME",
@@ -109,11 +122,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _names() -> set[str]:
-    """Every backend and rival that a suite may run."""
-    modules = (verify, pack, fused, sampling)
-    operations = [x for m in modules for x in vars(m).values() if isinstance(x, Operation)]
-    return {name for operation in operations for name in operation.backends} | set(rivals.NAMES)
+def _tune(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
+    from bench.tune import tune
+
+    if asked.results is None or asked.json is None:
+        parser.error("tune needs the folder of results and --json, the table to write")
+    try:
+        tune(asked.results, asked.json)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def _check_backends(
+    parser: argparse.ArgumentParser, backends: Sequence[str], suites: Sequence[str]
+) -> None:
+    """End with an error where a backend is none of those that the suites may run."""
+    known = set().union(*(SUITES[name].names for name in suites))
+    if not known:
+        parser.error(f"--backend says nothing to {suites[0]}, which has no backends to choose from")
+    for name in backends:
+        if name not in known:
+            parser.error(f"--backend {name} is none of {', '.join(sorted(known))}")
 
 
 def _run(name: str, settings: Settings) -> dict[str, Any]:
@@ -130,7 +160,7 @@ def _run(name: str, settings: Settings) -> dict[str, Any]:
     except KeyboardInterrupt:
         result["interrupted"] = True
     result["rows"] = rows
-    if name != "step" and point.DEVICE.reason is not None:
+    if not SUITES[name].own_clocks and point.DEVICE.reason is not None:
         result["clocks"] = {"device": point.DEVICE.reason}
     return result | {"seconds": round(time.perf_counter() - begin, 1)}
 

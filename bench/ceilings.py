@@ -11,8 +11,8 @@ import numpy as np
 from bench import point, table
 from bench.program import Absent, Program, Source, compile_all
 from bench.settings import Settings
+from bench.suite import Suite
 
-TITLE = "bytes a second of reading and copying, and the cost of launching an empty kernel"
 COLUMNS = ("work", "bytes", "l2")
 SMALL = 30 * 2**20  # below a Hopper's 50 MB of L2, as the paper's stress point is
 STATES = ("warm", "cold")
@@ -71,3 +71,11 @@ def bandwidth(found: list[point.Row], work: str, l2: str = "warm") -> float | No
 
 def show(result: dict[str, Any]) -> None:
     table.show(result, COLUMNS)
+
+
+SUITE = Suite(
+    "ceilings",
+    "bytes a second of reading and copying, and the cost of launching an empty kernel",
+    run,
+    show,
+)

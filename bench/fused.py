@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench import ceilings, pack, point, regret, rivals, table, workload
+from bench import ceilings, pack, point, regret, table, workload
 from bench.program import (
     Absent,
     Program,
@@ -26,13 +26,14 @@ from bench.program import (
     shapes,
     sources,
 )
+from bench.rivals import fused as rivals
 from bench.settings import Settings, bar
+from bench.suite import Suite
 from bench.verify import checks, compiled_verifies
 from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
 from jspec.ops.pack import PACK
 from jspec.ops.verify import VERIFY_GREEDY
 
-TITLE = "verification fused with packing or appending, against every pipeline of two steps"
 COLUMNS = pack.COLUMNS
 PAIRS = 2
 PAPERS_BATCHES = (4, 32)  # whose times at alpha 0.3 are among the paper's
@@ -61,7 +62,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _inputs(shape: Shape, alpha: float) -> tuple[workload.Tokens, np.ndarray]:
-    return workload.make_tokens(*shape[:2], alpha), workload.make_rows(*shape)
+    return workload.make_tokens(*shape[:2], alpha), workload.make_kv(*shape)
 
 
 def _shapes(shape: Shape) -> tuple[Any, ...]:
@@ -83,9 +84,9 @@ def _packing(settings: Settings) -> Iterator[point.Row]:
     cases = list(itertools.product(shapes_here, pack.alphas(settings)))
     with bar("fused", len(cases)) as advance:
         for shape, alpha in cases:
-            tokens, own_rows = _inputs(shape, alpha)
-            expected = workload.expected_packed(own_rows, tokens.accepted)
-            arguments = tuple(map(jax.device_put, (*tokens.inputs, own_rows)))
+            tokens, kv = _inputs(shape, alpha)
+            expected = workload.expected_packed(kv, tokens.accepted)
+            arguments = tuple(map(jax.device_put, (*tokens.inputs, kv)))
             best = chosen(VERIFY_AND_PACK, arguments)
             check = _both(checks(tokens), pack.checks(expected))
             here = [
@@ -96,7 +97,7 @@ def _packing(settings: Settings) -> Iterator[point.Row]:
             if alpha == pack.RIVALS_ALPHA or (shape[0] in PAPERS_BATCHES and alpha == 0.3):
                 ready = verifies.get((*shape[:2], "cuda"))
                 start = partial(ready, *arguments[:4]) if callable(ready) else None
-                here += rivals.two_step(tokens, own_rows, expected[0], start, settings)
+                here += rivals.two_step(tokens, kv, expected[0], start, settings)
             yield from point.measure(
                 "verify_and_pack",
                 _case(shape, alpha),
@@ -129,7 +130,7 @@ def _pairs(
     verify_times: dict[tuple[int, int], dict[str, float]] = {}
     with bar("time parts", len(shapes_here)) as advance:
         for shape in shapes_here:
-            tokens, own_rows = _inputs(shape, 0.6)
+            tokens, kv = _inputs(shape, 0.6)
             arguments = tuple(map(jax.device_put, tokens.inputs))
             if shape[:2] not in verify_times:
                 here = [
@@ -138,10 +139,10 @@ def _pairs(
                     if tuple(where) == shape[:2]
                 ]
                 verify_times[shape[:2]] = _medians(here, quickly)
-            expected = workload.expected_packed(own_rows, tokens.accepted)
-            rows_and_counts = (jax.device_put(own_rows), jax.device_put(tokens.accepted))
+            expected = workload.expected_packed(kv, tokens.accepted)
+            kv_and_counts = (jax.device_put(kv), jax.device_put(tokens.accepted))
             here = [
-                bound(name, program, rows_and_counts, pack.checks(expected))
+                bound(name, program, kv_and_counts, pack.checks(expected))
                 for (where, name), program in packs.items()
                 if where == shape
             ]
@@ -182,11 +183,11 @@ def _appending(settings: Settings) -> Iterator[point.Row]:
     programs = compile_all("append", wanted)
     with bar("append", len(append_grid(settings))) as advance:
         for shape in append_grid(settings):
-            tokens, own_rows, inputs = _append_inputs(shape)
+            tokens, kv, inputs = _append_inputs(shape)
             best = chosen(VERIFY_AND_APPEND, inputs)
             expected = inputs[5].copy()
             for row, (count, length) in enumerate(zip(tokens.accepted, inputs[6], strict=True)):
-                expected[row, length : length + count] = own_rows[row, :count]
+                expected[row, length : length + count] = kv[row, :count]
 
             def right(outputs: Any, expected: np.ndarray = expected) -> bool:
                 return np.array_equal(outputs[6], expected)
@@ -203,7 +204,7 @@ def _appending(settings: Settings) -> Iterator[point.Row]:
                 for (where, name), program in programs.items()
                 if where == shape
             ]
-            moved = 2 * int(tokens.accepted.sum()) * own_rows[0, 0].nbytes
+            moved = 2 * int(tokens.accepted.sum()) * kv[0, 0].nbytes
             yield from point.measure(
                 "verify_and_append", _case(shape, 0.6), here, settings, moved=moved
             )
@@ -212,11 +213,11 @@ def _appending(settings: Settings) -> Iterator[point.Row]:
 
 def _append_inputs(shape: Shape) -> tuple[workload.Tokens, np.ndarray, tuple[Any, ...]]:
     """Tokens, rows, and the arguments: a cache of zeros that is filled to another length a row."""
-    tokens, own_rows = _inputs(shape, 0.6)
+    tokens, kv = _inputs(shape, 0.6)
     batch, gamma, width = shape
     cache = np.zeros((batch, SLOTS, width), np.float16)
     lengths = np.random.default_rng(workload.SEED).integers(0, SLOTS - gamma, batch, np.int32)
-    return tokens, own_rows, (*tokens.inputs, own_rows, cache, lengths)
+    return tokens, kv, (*tokens.inputs, kv, cache, lengths)
 
 
 class _Appender:
@@ -235,3 +236,13 @@ class _Appender:
 def show(result: dict[str, Any]) -> None:
     table.show(result, COLUMNS)
     regret.show(result["rows"])
+
+
+SUITE = Suite(
+    "fused",
+    "verification fused with packing or appending, against every pipeline of two steps",
+    run,
+    show,
+    (VERIFY_AND_PACK, VERIFY_AND_APPEND, VERIFY_GREEDY, PACK),
+    rivals.NAMES,
+)

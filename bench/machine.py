@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.cli.show import environment
+from jspec.gpu import gpu_in_use
 
 OPTIONAL = ("jax-triton", "triton", "torch", "flashinfer-python")  # kernels' and rivals' packages
 
@@ -23,6 +24,9 @@ def describe() -> dict[str, Any]:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = environment()
     found["versions"] |= {name: v for name in OPTIONAL if (v := _version(name)) is not None}
+    gpu = gpu_in_use()
+    if gpu is not None:
+        found["compute_capability"] = f"{gpu[1][0]}.{gpu[1][1]}"
     return found | {"driver": _driver(), "date": now}
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench import ceilings, point, rivals, table, workload
+from bench import ceilings, point, table, workload
 from bench.program import Absent, bound, chosen, compile_all, shapes, sources
+from bench.rivals import pack as rivals
 from bench.settings import Settings, bar
+from bench.suite import Suite
 from jspec.ops.pack import PACK
 
-TITLE = "packing accepted rows: every backend, and PyTorch's kv[mask]"
 COLUMNS = ("B", "gamma", "alpha", "D", "l2")
 STATES = ("warm", "cold")
 RIVALS_ALPHA = 0.9  # PyTorch's calls take long and their time hardly depends on alpha
@@ -53,9 +54,9 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("pack", len(cases)) as advance:
         for (batch, gamma, width), alpha in cases:
             accepted = workload.make_tokens(batch, gamma, alpha).accepted
-            own_rows = workload.make_rows(batch, gamma, width)
-            expected = workload.expected_packed(own_rows, accepted)
-            arguments = (jax.device_put(own_rows), jax.device_put(accepted))
+            kv = workload.make_kv(batch, gamma, width)
+            expected = workload.expected_packed(kv, accepted)
+            arguments = (jax.device_put(kv), jax.device_put(accepted))
             best = chosen(PACK, arguments)
             here = [
                 bound(name, program, arguments, checks(expected), chosen=name == best)
@@ -63,7 +64,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
                 if shape == (batch, gamma, width)
             ]
             if alpha == RIVALS_ALPHA:
-                here += rivals.pack(own_rows, accepted, expected[0], settings)
+                here += rivals.pack(kv, accepted, expected[0], settings)
             case = {"B": batch, "gamma": gamma, "alpha": alpha, "D": width}
             moved = 2 * expected[0].nbytes
             yield from point.measure(
@@ -88,7 +89,7 @@ def compiled_packs(
 
 
 def checks(expected: tuple[np.ndarray, np.ndarray, int]) -> Callable[[Any], bool]:
-    """Whether the last three outputs are the fields of `Packed`: rows past the total are free."""
+    """Whether the last three outputs are the fields of `Packed`; what is past the total is free."""
     packed, offsets, total = expected
 
     def check(outputs: Any) -> bool:
@@ -104,3 +105,13 @@ def checks(expected: tuple[np.ndarray, np.ndarray, int]) -> Callable[[Any], bool
 
 def show(result: dict[str, Any]) -> None:
     table.show(result, COLUMNS)
+
+
+SUITE = Suite(
+    "pack",
+    "packing accepted KV rows: every backend, and PyTorch's kv[mask]",
+    run,
+    show,
+    (PACK,),
+    rivals.NAMES,
+)

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import ceilings, point, regret, rivals, table, workload
+from bench import ceilings, point, regret, table, workload
 from bench.clocks import StepClock
 from bench.program import Absent, bound, chosen, compile_all, shapes, sources
+from bench.rivals import sampling as rivals
 from bench.settings import Settings, bar
+from bench.suite import Suite
 from jspec.ops.sample import Role, Sampling, number, settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 
-TITLE = "stochastic verification: every backend, FlashInfer, and PyTorch's softmax and rejection"
 COLUMNS = ("B", "V", "draft", "l2")
 GAMMA = 5
 STATES = ("warm", "cold")
@@ -148,3 +149,13 @@ def _checks(
 def show(result: dict[str, Any]) -> None:
     table.show(result, COLUMNS)
     regret.show(result["rows"])
+
+
+SUITE = Suite(
+    "sampling",
+    "stochastic verification: every backend, FlashInfer, and PyTorch's softmax and rejection",
+    run,
+    show,
+    (VERIFY_STOCHASTIC,),
+    rivals.NAMES,
+)

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench import point, rivals, table, workload
+from bench import point, table, workload
 from bench.clocks import StepClock
 from bench.program import Absent, bound, chosen, compile_all, shapes, sources
+from bench.rivals import verify as rivals
 from bench.settings import Settings, bar
+from bench.suite import Suite
 from jspec.ops.verify import VERIFY_GREEDY
 
-TITLE = "greedy verification: every backend, and PyTorch eager and as a CUDA graph"
 COLUMNS = ("B", "gamma", "alpha", "l2")
 LOOPED = tuple(itertools.product((1, 32), (8, 128), (0.6,)))  # where the step clock runs too
 FEED = (0, 2)  # accepted counts as the next draft lengths, of which as many are accepted again
@@ -76,3 +77,13 @@ def checks(tokens: workload.Tokens) -> Callable[[Any], bool]:
 
 def show(result: dict[str, Any]) -> None:
     table.show(result, COLUMNS)
+
+
+SUITE = Suite(
+    "verify",
+    "greedy verification: every backend, and PyTorch eager and as a CUDA graph",
+    run,
+    show,
+    (VERIFY_GREEDY,),
+    rivals.NAMES,
+)

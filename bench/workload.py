@@ -1,6 +1,6 @@
 """The synthetic workload of the verification paper, and what each operation must make of it.
 
-The number of draft tokens that stand is Binomial(gamma, alpha); the target agrees with the draft
+The number of accepted draft tokens is Binomial(gamma, alpha); the target agrees with the draft
 before that position and disagrees at it. The vocabulary has 4096 tokens, the rows of keys and
 values are float16. Everything is NumPy, and what is expected follows from how the inputs were made,
 not from looking at them.
@@ -14,6 +14,8 @@ from functools import lru_cache
 import ml_dtypes
 import numpy as np
 
+from jspec.ops.cases import paper_tokens
+
 VOCABULARY = 4096
 SEED = 7
 POOL = 2**22 + 1  # numbers; odd, so that no row of an array tiled from it comes twice
@@ -24,7 +26,7 @@ SLACK = 1e-4  # of the mass: what float32 sums over 150,000 tokens may be off by
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     """``draft`` int32 ``[B, gamma]``, ``target`` ``[B, gamma + 1]``, ``lengths`` ``[B]`` (all
-    gamma), ``stops`` ``[B, 1]`` (none); ``accepted`` int32 ``[B]``: how many were made to stand."""
+    gamma), ``stops`` ``[B, 1]`` (none); ``accepted`` int32 ``[B]``: how many are to be accepted."""
 
     draft: np.ndarray
     target: np.ndarray
@@ -40,17 +42,9 @@ class Tokens:
 
 def make_tokens(batch: int, gamma: int, alpha: float) -> Tokens:
     """The same tokens for the same arguments, always."""
-    rng = np.random.default_rng([SEED, batch, gamma, round(1000 * alpha)])
-    accepted = rng.binomial(gamma, alpha, batch)
-    draft = rng.integers(0, VOCABULARY, (batch, gamma))
-    target = rng.integers(0, VOCABULARY, (batch, gamma + 1))
-    index = np.arange(gamma)[None]
-    # Never a multiple of the vocabulary, so that the shifted token is another one.
-    other = (draft + rng.integers(1, VOCABULARY, (batch, gamma))) % VOCABULARY
-    target[:, :gamma] = np.where(index == accepted[:, None], other, target[:, :gamma])
-    target[:, :gamma] = np.where(index < accepted[:, None], draft, target[:, :gamma])
-    arrays = (draft, target, np.full(batch, gamma), np.full((batch, 1), -1), accepted)
-    return Tokens(*(x.astype(np.int32) for x in arrays))
+    draft, target, accepted = paper_tokens(batch, gamma, alpha, vocabulary=VOCABULARY, seed=SEED)
+    lengths, stops = np.full(batch, gamma, np.int32), np.full((batch, 1), -1, np.int32)
+    return Tokens(draft, target, lengths, stops, accepted)
 
 
 def expected_verified(tokens: Tokens) -> tuple[np.ndarray, ...]:
@@ -66,8 +60,8 @@ def expected_verified(tokens: Tokens) -> tuple[np.ndarray, ...]:
     return accepted, accepted + 1, accepted < gamma, following, stopped, blocks
 
 
-def make_rows(batch: int, gamma: int, width: int) -> np.ndarray:
-    """Rows of keys and values, float16 ``[B, gamma, D]``, no two alike."""
+def make_kv(batch: int, gamma: int, width: int) -> np.ndarray:
+    """KV rows, float16 ``[B, gamma, D]``, no two alike."""
     return np.resize(_halves(), (batch, gamma, width))
 
 
@@ -77,9 +71,9 @@ def _halves() -> np.ndarray:
     return bits.view(np.float16)
 
 
-def expected_packed(rows: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """The accepted rows one behind the other, where each batch row's begin, and how many."""
-    packed = np.concatenate([row[:count] for row, count in zip(rows, accepted, strict=True)])
+def expected_packed(kv: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """The accepted KV rows one behind the other, where each batch row's begin, and how many."""
+    packed = np.concatenate([row[:count] for row, count in zip(kv, accepted, strict=True)])
     ends = np.cumsum(accepted)
     return packed, (ends - accepted).astype(np.int32), int(ends[-1])
 
@@ -95,7 +89,7 @@ class Logits:
 
 
 def make_logits(batch: int, gamma: int, vocabulary: int, *, one_hot: bool) -> Logits:
-    """Peaked logits under which about four of five draft tokens stand.
+    """Peaked logits under which about four of five draft tokens are accepted.
 
     At each position one token has 0.8 of the target's mass, and of the draft's. The draft proposes
     it four times of five (always where it is one-hot), and any other token else.

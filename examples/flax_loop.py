@@ -1,4 +1,4 @@
-"""A Flax model of your own in a jitted speculative loop: give it `attend` and three members.
+"""A Flax model of your own in a jitted speculative loop: give it `attend` and four members.
 
 Run: python examples/flax_loop.py
 """
@@ -16,16 +16,16 @@ import jspec
 class Shape:
     """What jspec must know of a model."""
 
-    num_layers: int = 2
-    num_kv_heads: int = 2
-    head_size: int = 32
     vocab_size: int = 256
+    layers: tuple[jspec.LayerSpec, ...] = (jspec.LayerSpec(2, key_size=32, value_size=32),) * 2
     max_context: int = 1024
     stop_tokens: tuple[int, ...] = ()
 
 
 class MyModel(nnx.Module):
     """Two layers of attention with learned positions: nothing of it comes from jspec."""
+
+    dtype = jnp.float32
 
     def __init__(self, rngs: nnx.Rngs):
         self.config = Shape()
@@ -52,8 +52,8 @@ def main() -> None:
     prompts = [list(b"a ragged batch"), list(b"of two prompts of different lengths")]
     params = jspec.SamplingParams(max_new_tokens=40)
 
-    state = jspec.start(model, prompts, params)
     config = jspec.StepConfig(gamma=4, draft=jspec.NgramDraft())
+    state = jspec.start_decoding(model, prompts, params, config)
     steps = 0
     while not bool(state.done.all()):
         state = jspec.speculative_step(model, state, config)

@@ -8,22 +8,24 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jspec.cache import KVCache, dense
-    from jspec.config import (
-        PLAIN,
-        ModelConfig,
+    from jspec.cache import Cache, Linear, Ring, Striped
+    from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
+    from jspec.decode.draft import (
+        Drafted,
+        Drafter,
         ModelDraft,
         NgramDraft,
-        RopeScaling,
-        SamplingParams,
-        StepConfig,
-        StreamDraft,
+        NoDraft,
+        SelfDraft,
+        named_draft,
     )
     from jspec.decode.engine import Generation, generate
-    from jspec.decode.state import DecodeState, start
+    from jspec.decode.prefill import fill_slot, start_decoding
+    from jspec.decode.settings import PLAIN, StepConfig
+    from jspec.decode.state import DecodeState, Models
     from jspec.decode.stats import Stats
     from jspec.decode.step import decode_chunk, speculative_step
-    from jspec.dispatch import BackendError
+    from jspec.dispatch import BackendError, Backends
     from jspec.models.bundled import load_bundled
     from jspec.models.checkpoint import load_model, save_model
     from jspec.models.decoder import Decoder
@@ -36,26 +38,30 @@ if TYPE_CHECKING:
     from jspec.ops.sample import Sampling
     from jspec.ops.stochastic import verify_stochastic
     from jspec.ops.verify import Verified, verify_greedy
+    from jspec.policies import Dense, Policy, ScoredPolicy, Streaming
+    from jspec.policies.attend import dense_attend
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "jspec.cache": ["KVCache", "dense"],
-    "jspec.config": [
-        "PLAIN",
-        "ModelConfig",
+    "jspec.cache": ["Cache", "Linear", "Ring", "Striped"],
+    "jspec.config": ["LayerSpec", "ModelConfig", "Rope", "RopeScaling", "SamplingParams"],
+    "jspec.decode.draft": [
+        "Drafted",
+        "Drafter",
         "ModelDraft",
         "NgramDraft",
-        "RopeScaling",
-        "SamplingParams",
-        "StepConfig",
-        "StreamDraft",
+        "NoDraft",
+        "SelfDraft",
+        "named_draft",
     ],
     "jspec.decode.engine": ["Generation", "generate"],
-    "jspec.decode.state": ["DecodeState", "start"],
+    "jspec.decode.prefill": ["fill_slot", "start_decoding"],
+    "jspec.decode.settings": ["PLAIN", "StepConfig"],
+    "jspec.decode.state": ["DecodeState", "Models"],
     "jspec.decode.stats": ["Stats"],
     "jspec.decode.step": ["decode_chunk", "speculative_step"],
-    "jspec.dispatch": ["BackendError"],
+    "jspec.dispatch": ["BackendError", "Backends"],
     "jspec.models.bundled": ["load_bundled"],
     "jspec.models.checkpoint": ["load_model", "save_model"],
     "jspec.models.decoder": ["Decoder"],
@@ -68,41 +74,59 @@ _HOMES = {
     "jspec.ops.sample": ["Sampling"],
     "jspec.ops.stochastic": ["verify_stochastic"],
     "jspec.ops.verify": ["Verified", "verify_greedy"],
+    "jspec.policies": ["Dense", "Policy", "ScoredPolicy", "Streaming"],
+    "jspec.policies.attend": ["dense_attend"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "PLAIN",
     "BackendError",
+    "Backends",
+    "Cache",
     "CheckpointError",
     "DecodeState",
     "Decoder",
+    "Dense",
+    "Drafted",
+    "Drafter",
     "Generation",
-    "KVCache",
+    "LayerSpec",
+    "Linear",
     "ModelConfig",
     "ModelDraft",
+    "Models",
     "NgramDraft",
+    "NoDraft",
     "Packed",
+    "Policy",
+    "Ring",
+    "Rope",
     "RopeScaling",
     "Sampling",
     "SamplingParams",
+    "ScoredPolicy",
+    "SelfDraft",
     "Stats",
     "StepConfig",
-    "StreamDraft",
+    "Streaming",
+    "Striped",
     "Tokenizer",
     "Verified",
     "attention",
     "decode_chunk",
-    "dense",
+    "dense_attend",
+    "fill_slot",
     "generate",
     "law",
     "load_bundled",
     "load_model",
     "load_tokenizer",
+    "named_draft",
     "pack",
     "save_model",
     "speculative_step",
-    "start",
+    "start_decoding",
     "verify_and_append",
     "verify_and_pack",
     "verify_greedy",

@@ -4,14 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 SamplingMode = Literal["greedy", "sampled", "filtered"]
+
+LAYER_LIMIT = 1024  # a file that asks for more is damaged
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _is_number(value: Any) -> bool:
+    # Comparing never turns a huge int into a float, as math.isfinite does.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -1e300 < value < 1e300
+
+
+def _check_sizes(setting: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(setting, name)
+        valid = type(value) is int and 1 <= value < 2**31
+        _require(valid, f"{name}={value!r:.80} must be a positive int32")
+
+
+def _check_numbers(setting: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(setting, name)
+        valid = _is_number(value) and value > 0
+        _require(valid, f"{name}={value!r:.80} must be a positive, finite number")
+
+
+def _check_flags(setting: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(setting, name)
+        _require(type(value) is bool, f"{name}={value!r:.80} must be True or False")
+
+
+def _given(setting: Any, *names: str) -> tuple[str, ...]:
+    """Those of ``names`` that are not None."""
+    return tuple(name for name in names if getattr(setting, name) is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,32 +69,99 @@ class RopeScaling:
     def __post_init__(self) -> None:
         _require(
             self.kind in ("linear", "llama3", "yarn"),
-            f"rope scaling {self.kind!r} is unknown; jspec has linear, llama3 and yarn",
+            f"rope scaling {self.kind!r:.80} is unknown; jspec has linear, llama3 and yarn",
         )
         _require(
-            math.isfinite(self.factor) and self.factor >= 1.0,
-            f"rope scaling factor={self.factor} must be a finite number of at least 1",
+            _is_number(self.factor) and self.factor >= 1,
+            f"rope scaling factor={self.factor!r:.80} must be a finite number of at least 1",
+        )
+        _require(
+            type(self.original_context) is int and 0 <= self.original_context < 2**31,
+            f"original_context={self.original_context!r:.80} must be an int32, at least 0",
         )
         _require(
             self.kind == "linear" or self.original_context > 0,
             f"rope scaling {self.kind} needs original_context, got {self.original_context}",
         )
+        _check_numbers(self, "low_frequency_factor", "high_frequency_factor")
+        _check_numbers(self, "beta_fast", "beta_slow", *_given(self, "attention_factor"))
+        _check_flags(self, "truncate")
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        _require(
+            low < high, f"high_frequency_factor={high} must be above low_frequency_factor={low}"
+        )
+        fast, slow = self.beta_fast, self.beta_slow
+        _require(fast >= slow, f"beta_fast={fast} must be at least beta_slow={slow}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """A rotary position embedding: its base ``theta``, above 1, and its ``scaling``, if any."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        valid = _is_number(self.theta) and self.theta > 1
+        _require(valid, f"theta={self.theta!r:.80} must be a finite number above 1")
+        _require(
+            self.scaling is None or isinstance(self.scaling, RopeScaling),
+            f"scaling={self.scaling!r:.80} must be a RopeScaling or None",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """What a layer keeps in the cache, and how its queries read it.
+
+    ``kv_heads`` (K) heads keep a key of ``key_size`` and a value of ``value_size`` channels for
+    each token. With ``values_in_keys`` the values are the first ``value_size`` channels of the keys
+    and are not stored again (multi-head latent attention). A query sees the last ``window`` tokens,
+    itself included; None is all of them. Scores are q.k times ``scale``, None being
+    ``key_size ** -0.5``, and then ``softcap * tanh(scores / softcap)`` unless ``softcap`` is None.
+    ``rope`` is an index into `ModelConfig.ropes`; only jspec's own decoder reads it.
+    """
+
+    kv_heads: int
+    key_size: int
+    value_size: int
+    values_in_keys: bool = False
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    rope: int = 0
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "kv_heads", "key_size", "value_size", *_given(self, "window"))
+        _check_numbers(self, *_given(self, "scale", "softcap"))
+        _check_flags(self, "values_in_keys")
+        _require(
+            type(self.rope) is int and self.rope >= 0,
+            f"rope={self.rope!r:.80} must be an index, at least 0",
+        )
+        _require(
+            not self.values_in_keys or self.value_size <= self.key_size,
+            f"value_size={self.value_size} must be at most key_size={self.key_size} where values "
+            "are in keys",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape and conventions of a decoder; see `jspec.models.families` for how families fill it."""
+    """Shape and conventions of jspec's own decoder, layer by layer.
+
+    `ModelConfig.uniform` makes one whose layers are all alike; `jspec.models.families` reads one
+    from a config.json. ``num_heads`` (N) query heads are the same in every layer. ``family`` names
+    where the conventions are from and changes nothing.
+    """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_size: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[Rope, ...] = (Rope(),)
     family: str = "llama"
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -71,20 +171,76 @@ class ModelConfig:
     max_context: int = 4096
     stop_tokens: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        for name in (
-            "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads "
-            "head_size max_context"
-        ).split():
-            value = getattr(self, name)
-            _require(
-                isinstance(value, int) and value >= 1, f"{name}={value!r} must be a positive int"
-            )
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        rope_theta: float = 10000.0,
+        rope_scaling: RopeScaling | None = None,
+        **settings: Any,
+    ) -> ModelConfig:
+        """``num_layers`` equal layers of ``num_kv_heads`` heads and one rope.
+
+        ``settings`` are the other fields: all but ``layers`` and ``ropes``.
+        """
+        # Checked here, before a tuple of this length is made.
         _require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}",
+            type(num_layers) is int and num_layers >= 1,
+            f"num_layers={num_layers!r:.80} must be a positive int",
         )
-        _require(self.head_size % 2 == 0, f"head_size={self.head_size} must be even for RoPE")
+        _require(
+            num_layers <= LAYER_LIMIT, f"num_layers={num_layers} must be at most {LAYER_LIMIT}"
+        )
+        spec = LayerSpec(kv_heads=num_kv_heads, key_size=head_size, value_size=head_size)
+        rope = Rope(rope_theta, rope_scaling)
+        return cls(layers=(spec,) * num_layers, ropes=(rope,), **settings)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "vocab_size", "hidden_size", "intermediate_size", "num_heads")
+        _check_sizes(self, "max_context")
+        _check_numbers(self, "norm_eps")
+        _check_flags(self, "tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
+        _require(isinstance(self.family, str), f"family={self.family!r:.80} must be a string")
+        for name, kind in (("layers", LayerSpec), ("ropes", Rope)):
+            items = getattr(self, name)
+            _require(
+                isinstance(items, tuple) and all(isinstance(item, kind) for item in items),
+                f"{name}={items!r:.200} must be a tuple of {kind.__name__}",
+            )
+        layers = self.num_layers
+        _require(
+            1 <= layers <= LAYER_LIMIT,
+            f"the model has {layers} layers; it must have 1 to {LAYER_LIMIT}",
+        )
+        for index, spec in enumerate(self.layers):
+            self._check_layer(f"layers[{index}]", spec)
+        self._check_stop_tokens()
+
+    def _check_layer(self, name: str, spec: LayerSpec) -> None:
+        _require(
+            self.num_heads % spec.kv_heads == 0,
+            f"{name}: num_heads={self.num_heads} must be a multiple of kv_heads={spec.kv_heads}",
+        )
+        _require(spec.key_size % 2 == 0, f"{name}: key_size={spec.key_size} must be even for RoPE")
+        _require(
+            spec.rope < len(self.ropes),
+            f"{name}: rope={spec.rope} must be an index into the {len(self.ropes)} ropes",
+        )
+
+    def _check_stop_tokens(self) -> None:
+        stops = self.stop_tokens
+        _require(
+            isinstance(stops, tuple)
+            and all(type(token) is int and 0 <= token < self.vocab_size for token in stops),
+            f"stop_tokens={stops!r:.200} must be a tuple of token ids below {self.vocab_size}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +249,8 @@ class SamplingParams:
 
     ``temperature=0`` is greedy. ``top_k=0``, ``top_p=1`` and ``min_p=0`` switch a filter off; they
     apply in that order after the temperature, and a tie at a threshold is kept whole. ``seed`` keys
-    every random number of the request (see `jspec.ops.sample`). ``draft_limit`` caps the draft
-    length of this row below the step's gamma.
+    every random number of the request (see `jspec.ops.sample`); None has a fresh one drawn for each
+    request. ``draft_limit`` caps the draft length of this row below the step's gamma.
     """
 
     max_new_tokens: int = 256
@@ -102,7 +258,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     stop_tokens: tuple[int, ...] = ()
     draft_limit: int | None = None
 
@@ -117,7 +273,10 @@ class SamplingParams:
         _require(self.top_k >= 0, f"top_k={self.top_k} must be at least 0; 0 switches it off")
         _require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 switches it off")
         _require(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 switches it off")
-        _require(0 <= self.seed < 2**32, f"seed={self.seed} must be in [0, 2**32)")
+        _require(
+            self.seed is None or 0 <= self.seed < 2**32,
+            f"seed={self.seed} must be in [0, 2**32), or None for a fresh one",
+        )
         _require(
             all(token >= 0 for token in self.stop_tokens),
             f"stop_tokens={self.stop_tokens} must be token ids, at least 0",
@@ -128,85 +287,9 @@ class SamplingParams:
         )
 
     @property
-    def sampling(self) -> SamplingMode:
+    def mode(self) -> SamplingMode:
         """The least machinery that serves this request."""
         if self.temperature == 0:
             return "greedy"
         filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return "filtered" if filtered else "sampled"
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamDraft:
-    """Self-speculation over attention sinks and a recent window (StreamingLLM, Xiao et al. 2023).
-
-    The model drafts for itself and reads ``sinks + window`` cached tokens at their original
-    positions instead of the whole context.
-    """
-
-    sinks: int = 16
-    window: int = 496
-
-    def __post_init__(self) -> None:
-        _require(self.sinks >= 0, f"sinks={self.sinks} must be at least 0")
-        _require(self.window >= 1, f"window={self.window} must be at least 1")
-
-
-@dataclasses.dataclass(frozen=True)
-class NgramDraft:
-    """Prompt lookup: what followed the latest, longest earlier match of the last tokens.
-
-    A match of fewer than ``min_match`` tokens drafts nothing; ``max_match`` bounds the comparison.
-    """
-
-    min_match: int = 3
-    max_match: int = 16
-
-    def __post_init__(self) -> None:
-        _require(
-            1 <= self.min_match <= self.max_match,
-            f"min_match={self.min_match} must be in [1, max_match={self.max_match}]",
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelDraft:
-    """A separate draft model with the same vocabulary, passed beside the target model."""
-
-
-Draft = StreamDraft | NgramDraft | ModelDraft
-
-
-@dataclasses.dataclass(frozen=True)
-class StepConfig:
-    """The static part of a step: one compiled program for each value in use.
-
-    ``draft=None`` with ``gamma=0`` is plain decoding through the same code. ``sampling`` says which
-    machinery the batch needs: ``greedy`` (argmax only), ``sampled`` or ``filtered`` (any row with
-    top-k, top-p or min-p); a row's tokens do not depend on which of the sufficient ones runs.
-    ``attention`` and ``implementation`` (of verifying and drawing) name a backend, None for the
-    best.
-    """
-
-    gamma: int = 4
-    draft: Draft | None = StreamDraft()
-    sampling: SamplingMode = "greedy"
-    attention: str | None = None
-    implementation: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.draft is None:
-            _require(self.gamma == 0, f"gamma={self.gamma} needs a draft source; got draft=None")
-        else:
-            _require(
-                self.gamma >= 1,
-                f"gamma={self.gamma} must be at least 1; pass draft=None, gamma=0 for plain "
-                "decoding",
-            )
-        _require(
-            self.sampling in ("greedy", "sampled", "filtered"),
-            f"sampling={self.sampling!r} must be greedy, sampled or filtered",
-        )
-
-
-PLAIN = StepConfig(gamma=0, draft=None)

@@ -8,6 +8,9 @@ from importlib import import_module
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from jspec import tuned
 
 
 class BackendError(ValueError):
@@ -65,22 +68,42 @@ def always(*args: Any, **kwargs: Any) -> None:
     """The ``supports`` of a backend that never refuses."""
 
 
-def cuda_first(platform: str, *args: Any, **kwargs: Any) -> Sequence[str]:
-    """The ``preference`` of an operation whose one kernel is in CUDA: it on a GPU, else XLA."""
-    return ("cuda", "xla") if platform == "gpu" else ("xla",)
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Arguments that an operation is tried with.
+
+    ``build()`` gives the arguments with numpy arrays, the same ones each time; ``static``: its
+    keyword arguments. ``small``: quick, and no output is unspecified, so that `jspec doctor` can
+    run it and compare all of them. ``wanted()``: what it must give, from something else than
+    jspec; where that is None, what the reference gives.
+    """
+
+    name: str
+    build: Callable[[], tuple[Any, ...]]
+    static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    small: bool = False
+    wanted: Callable[[], Any] | None = None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments on the default device."""
+        return jax.tree.map(jnp.asarray, self.build())
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation's backends, and the order to try them in on each platform.
+    """An operation's backends, how to choose among them, and the cases that it is tried with.
 
     ``backends``: each a `Backend`, or ``"module:NAME"`` of one, imported when first asked.
-    ``preference(platform, *args, **kwargs)`` names backends from best to worst.
+    ``sizes(*args, **kwargs)``: the sizes, by name, that `jspec.tuned` orders the backends by on a
+    GPU; elsewhere they are tried in the order ``off_gpu``. ``cases()``: each with another name.
     """
 
     name: str
     backends: Mapping[str, Backend | str]
-    preference: Callable[..., Sequence[str]]
+    sizes: Callable[..., Mapping[str, int]]
+    cases: Callable[[], Sequence[Case]]
+    off_gpu: Sequence[str] = ("xla",)
 
     def backend(self, name: str) -> Backend:
         """The backend of that name."""
@@ -89,6 +112,12 @@ class Operation:
             module, attribute = found.split(":")
             found = getattr(import_module(module), attribute)
         return found
+
+    @property
+    def never_refusing(self) -> tuple[str, ...]:
+        """The names of the backends that take all arguments, on every machine."""
+        pairs = self.backends.items()
+        return tuple(n for n, b in pairs if isinstance(b, Backend) and b.supports is always)
 
     def check(self, implementation: str | None) -> None:
         """Raise `BackendError` where ``implementation`` is no backend of this operation."""
@@ -99,16 +128,19 @@ class Operation:
                 "None for the best"
             )
 
+    def order(self, *args: Any, **kwargs: Any) -> Sequence[str]:
+        """The backends to try here for these arguments, from best to worst."""
+        if jax.default_backend() != "gpu":
+            return self.off_gpu
+        return tuned.order(self.name, self.sizes(*args, **kwargs))
+
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
         """The backend that ``implementation`` names, or the best one that does not refuse.
 
         Raises `BackendError` with the reason of each backend that was asked.
         """
         self.check(implementation)
-        if implementation is None:
-            asked = self.preference(jax.default_backend(), *args, **kwargs)
-        else:
-            asked = [implementation]
+        asked = self.order(*args, **kwargs) if implementation is None else [implementation]
         reasons = []
         for name in asked:
             backend = self.backend(name)

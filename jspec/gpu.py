@@ -5,21 +5,32 @@ from __future__ import annotations
 import jax
 
 
+def gpu_in_use() -> tuple[str, tuple[int, int]] | None:
+    """Device kind and compute capability of the default device, None where it is no NVIDIA GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.local_devices()[0]
+    try:
+        major, minor = map(int, device.compute_capability.split("."))
+    except (AttributeError, ValueError):
+        return None
+    return device.device_kind, (major, minor)
+
+
 def refuses_gpu(least: tuple[int, int], who: str) -> str | None:
     """Why the default device cannot run what ``who`` compiles, or None.
 
     ``least``: the lowest compute capability that will do, such as ``(8, 0)``.
     """
-    if jax.default_backend() != "gpu":
-        return f"{who} needs an NVIDIA GPU and the default device is a {jax.default_backend()}"
-    device = jax.local_devices()[0]
-    try:
-        major, minor = map(int, device.compute_capability.split("."))
-    except (AttributeError, ValueError):
-        return f"{who} needs an NVIDIA GPU and the default device is {device.device_kind}"
-    if (major, minor) < least:
+    gpu = gpu_in_use()
+    if gpu is None:
+        platform = jax.default_backend()
+        what = jax.local_devices()[0].device_kind if platform == "gpu" else f"a {platform}"
+        return f"{who} needs an NVIDIA GPU and the default device is {what}"
+    kind, capability = gpu
+    if capability < least:
         return (
-            f"{who} needs compute capability {least[0]}.{least[1]} and {device.device_kind} has "
-            f"{major}.{minor}"
+            f"{who} needs compute capability {least[0]}.{least[1]} and {kind} has "
+            f"{capability[0]}.{capability[1]}"
         )
     return None

@@ -6,43 +6,82 @@ V vocabulary. Caches are ``[B, S, K, H]``, token ids int32, log-sum-exp values n
 float32.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
+from jax.typing import DTypeLike
+
+from jspec.config import LayerSpec
 
 Array = jax.Array
 
-# attend(layer, q [B, T, N, H], k [B, T, K, H], v [B, T, K, H], cache) -> (out [B, T, N, H], cache)
-Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
+
+class Attend(Protocol):
+    """What a model calls once a layer, in order, for attention over the cache.
+
+    It appends ``k`` and ``v`` to ``cache`` at the pass's positions and lets each query read the
+    keys at or before its own position. Window, scale and softcap are those of
+    ``config.layers[layer]``: the model applies none of them. Which of the keys are read, by what
+    kernel and on which devices is the caller's choice.
+
+    ``layer`` is a Python int. ``q [B, T, N, key_size]`` and ``k [B, T, K, key_size]`` are rotated,
+    if the model rotates, and not scaled; ``v [B, T, K, value_size]``, or None where the layer has
+    ``values_in_keys``. ``sinks [N]`` takes the share of an attention sink from each head: its
+    output times ``sigmoid(lse - sinks)``, where lse is the log-sum-exp of its scores. ``up
+    [N, value_size, H']`` is a linear map applied to each head's output after that.
+    Returns the output, ``[B, T, N, value_size]`` or with ``up`` ``[B, T, N, H']``, in the dtype of
+    ``q``, and the new cache. At a position of -1 nothing is appended and the output means nothing.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array | None,
+        cache: Any,
+        /,
+        *,
+        sinks: Array | None = None,
+        up: Array | None = None,
+    ) -> tuple[Array, Any]: ...
 
 
-@runtime_checkable
-class CacheShape(Protocol):
-    """What a cache must know of a model; `ModelConfig` is one."""
+class ModelShape(Protocol):
+    """What jspec reads of a model's config; `jspec.ModelConfig` has it all.
 
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_size(self) -> int: ...
+    ``layers`` describe the cache of each layer, ``max_context`` is the most tokens of a row, and
+    ``stop_tokens`` end a row besides those of its request.
+    """
+
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def layers(self) -> Sequence[LayerSpec]: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def stop_tokens(self) -> Sequence[int]: ...
 
 
 class Model(Protocol):
-    """What jspec asks of a model: a pytree (any Flax NNX module is one) with these three members.
+    """What jspec asks of a model: a pytree, as any Flax NNX module is, with these four members.
 
-    ``model(tokens [B, T], positions [B, T], attend, cache) -> (hidden [B, T, D], cache)`` calls
-    ``attend`` once a layer, in order, with rotated queries and keys; ``model.logits(hidden)`` gives
-    float32 ``[..., V]``. A position of -1 marks padding: what the model computes there is ignored.
+    ``model(tokens, positions, attend, cache)`` takes int32 ``[B, T]`` twice, calls ``attend`` once
+    a layer, in order, and returns hidden states ``[B, T, D]`` and the cache that the last call
+    returned. A position of -1 marks padding, whose token may be -1 too: what is computed there is
+    ignored. ``logits(hidden)`` are float32 ``[..., V]``. ``dtype`` is that of the keys and values
+    that the model hands to ``attend``; the cache is made of it.
     """
 
-    config: Any
+    @property
+    def config(self) -> ModelShape: ...
+    @property
+    def dtype(self) -> DTypeLike: ...
 
     def __call__(
-        self, tokens: Array, positions: Array, attend: Attend, cache: Any
+        self, tokens: Array, positions: Array, attend: Attend, cache: Any, /
     ) -> tuple[Array, Any]: ...
 
-    def logits(self, hidden: Array) -> Array: ...
+    def logits(self, hidden: Array, /) -> Array: ...

@@ -28,7 +28,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-TINY = ModelConfig(
+TINY = ModelConfig.uniform(
     vocab_size=41,
     hidden_size=32,
     intermediate_size=48,

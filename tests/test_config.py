@@ -6,24 +6,29 @@ import re
 
 import pytest
 
-from jspec.config import (
-    PLAIN,
-    ModelConfig,
-    ModelDraft,
-    NgramDraft,
-    RopeScaling,
-    SamplingParams,
-    StepConfig,
-    StreamDraft,
-)
+from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
 from tests.conftest import TINY
 
-MODEL = {
-    name: getattr(TINY, name)
-    for name in (
-        "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_size"
-    ).split()
+MODEL = {field.name: getattr(TINY, field.name) for field in dataclasses.fields(TINY)}
+UNIFORM = {
+    "vocab_size": 41,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 16,
 }
+LAYER = {"kv_heads": 2, "key_size": 16, "value_size": 16}
+
+
+def second(**changes) -> tuple[LayerSpec, ...]:
+    """Two layers, the second with ``changes``."""
+    return (TINY.layers[0], LayerSpec(**(LAYER | changes)))
+
+
+LINEAR = {"kind": "linear", "factor": 2.0}
+YARN = {"kind": "yarn", "factor": 2.0, "original_context": 64}
 
 BAD = [
     (SamplingParams, {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
@@ -40,29 +45,71 @@ BAD = [
     (SamplingParams, {"seed": 2**32}, "seed=4294967296 must be in [0, 2**32)"),
     (SamplingParams, {"stop_tokens": (3, -1)}, "stop_tokens=(3, -1) must be token ids"),
     (SamplingParams, {"draft_limit": -1}, "draft_limit=-1 must be at least 0; None leaves it"),
-    (StepConfig, {"gamma": 0}, "gamma=0 must be at least 1; pass draft=None, gamma=0 for plain"),
-    (StepConfig, {"draft": None}, "gamma=4 needs a draft source; got draft=None"),
-    (StepConfig, {"sampling": "beam"}, "sampling='beam' must be greedy, sampled or filtered"),
-    (StreamDraft, {"sinks": -1}, "sinks=-1 must be at least 0"),
-    (StreamDraft, {"window": 0}, "window=0 must be at least 1"),
-    (NgramDraft, {"min_match": 0}, "min_match=0 must be in [1, max_match=16]"),
-    (NgramDraft, {"min_match": 5, "max_match": 4}, "min_match=5 must be in [1, max_match=4]"),
     (RopeScaling, {"kind": "ntk", "factor": 2.0}, "rope scaling 'ntk' is unknown; jspec has"),
     (RopeScaling, {"kind": "linear", "factor": 0.5}, "factor=0.5 must be a finite number"),
     (RopeScaling, {"kind": "linear", "factor": math.inf}, "factor=inf must be a finite number"),
     (RopeScaling, {"kind": "yarn", "factor": 2.0}, "rope scaling yarn needs original_context"),
     (RopeScaling, {"kind": "llama3", "factor": 2.0}, "rope scaling llama3 needs original_context"),
-    (ModelConfig, MODEL | {"num_layers": 0}, "num_layers=0 must be a positive int"),
+    (RopeScaling, LINEAR | {"factor": True}, "factor=True must be a finite number"),
+    (RopeScaling, YARN | {"original_context": 2.5}, "original_context=2.5 must be an int32"),
+    (RopeScaling, YARN | {"high_frequency_factor": 1.0}, "high_frequency_factor=1.0 must be above"),
+    (RopeScaling, YARN | {"beta_slow": 33.0}, "beta_fast=32.0 must be at least beta_slow=33.0"),
+    (RopeScaling, YARN | {"attention_factor": math.nan}, "attention_factor=nan must be a positive"),
+    (RopeScaling, YARN | {"truncate": 1}, "truncate=1 must be True or False"),
+    (Rope, {"theta": 1}, "theta=1 must be a finite number above 1"),
+    (Rope, {"theta": 10**400}, "theta=1000"),
+    (Rope, {"scaling": 2.0}, "scaling=2.0 must be a RopeScaling or None"),
+    (LayerSpec, LAYER | {"kv_heads": 0}, "kv_heads=0 must be a positive int32"),
+    (LayerSpec, LAYER | {"key_size": True}, "key_size=True must be a positive int32"),
+    (LayerSpec, LAYER | {"value_size": 2**31}, "value_size=2147483648 must be a positive int32"),
+    (LayerSpec, LAYER | {"window": 0}, "window=0 must be a positive int32"),
+    (LayerSpec, LAYER | {"scale": -0.5}, "scale=-0.5 must be a positive, finite number"),
+    (LayerSpec, LAYER | {"softcap": 0.0}, "softcap=0.0 must be a positive, finite number"),
+    (LayerSpec, LAYER | {"softcap": math.inf}, "softcap=inf must be a positive, finite number"),
+    (LayerSpec, LAYER | {"rope": -1}, "rope=-1 must be an index, at least 0"),
+    (LayerSpec, LAYER | {"values_in_keys": 1}, "values_in_keys=1 must be True or False"),
+    (
+        LayerSpec,
+        LAYER | {"value_size": 17, "values_in_keys": True},
+        "value_size=17 must be at most key_size=16 where values are in keys",
+    ),
     (ModelConfig, MODEL | {"hidden_size": 8.0}, "hidden_size=8.0 must be a positive int"),
-    (ModelConfig, MODEL | {"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
-    (ModelConfig, MODEL | {"head_size": 15}, "head_size=15 must be even for RoPE"),
+    (ModelConfig, MODEL | {"max_context": 0}, "max_context=0 must be a positive int"),
+    (ModelConfig, MODEL | {"norm_eps": 0.0}, "norm_eps=0.0 must be a positive, finite number"),
+    (ModelConfig, MODEL | {"mlp_bias": None}, "mlp_bias=None must be True or False"),
+    (ModelConfig, MODEL | {"family": 1}, "family=1 must be a string"),
+    (ModelConfig, MODEL | {"layers": ()}, "the model has 0 layers; it must have 1 to 1024"),
+    (ModelConfig, MODEL | {"layers": [*TINY.layers]}, "layers=[LayerSpec(kv_heads=2,"),
+    (ModelConfig, MODEL | {"layers": (2, 3)}, "layers=(2, 3) must be a tuple of LayerSpec"),
+    (ModelConfig, MODEL | {"ropes": (1e4,)}, "ropes=(10000.0,) must be a tuple of Rope"),
+    (
+        ModelConfig,
+        MODEL | {"layers": second(kv_heads=3)},
+        "layers[1]: num_heads=4 must be a multiple of kv_heads=3",
+    ),
+    (ModelConfig, MODEL | {"layers": second(key_size=15)}, "layers[1]: key_size=15 must be even"),
+    (
+        ModelConfig,
+        MODEL | {"layers": second(rope=1)},
+        "layers[1]: rope=1 must be an index into",
+    ),
+    (ModelConfig, MODEL | {"stop_tokens": (3, 41)}, "stop_tokens=(3, 41) must be a tuple of token"),
+    (ModelConfig, MODEL | {"stop_tokens": [3]}, "stop_tokens=[3] must be a tuple of token ids"),
+    (ModelConfig.uniform, UNIFORM | {"num_layers": 0}, "num_layers=0 must be a positive int"),
+    (ModelConfig.uniform, UNIFORM | {"num_layers": 10**9}, "num_layers=1000000000 must be at most"),
+    (
+        ModelConfig.uniform,
+        UNIFORM | {"num_kv_heads": 3},
+        "num_heads=4 must be a multiple of kv_heads=3",
+    ),
+    (ModelConfig.uniform, UNIFORM | {"head_size": 15}, "key_size=15 must be even for RoPE"),
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     BAD,
-    ids=[f"{kind.__name__}-{message.split()[0]}" for kind, _, message in BAD],
+    ids=[f"{kind.__qualname__}-{message.split()[0]}" for kind, _, message in BAD],
 )
 def test_a_bad_setting_is_named_with_its_value(kind, settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -81,15 +128,28 @@ def test_a_bad_setting_is_named_with_its_value(kind, settings, message):
     ],
 )
 def test_a_request_asks_for_the_least_machinery(settings, expected):
-    assert SamplingParams(**settings).sampling == expected
+    assert SamplingParams(**settings).mode == expected
+
+
+def test_equal_layers():
+    scaling = RopeScaling("linear", 2.0)
+    config = ModelConfig.uniform(**UNIFORM, rope_theta=5e5, rope_scaling=scaling, qk_norm=True)
+    assert config == ModelConfig(
+        vocab_size=41,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        layers=(LayerSpec(kv_heads=2, key_size=16, value_size=16),) * 2,
+        ropes=(Rope(5e5, scaling),),
+        qk_norm=True,
+    )
+    assert config.num_layers == 2
 
 
 def test_the_borders_are_allowed():
+    LayerSpec(1, 1, 1, values_in_keys=True, window=1, scale=1e-9, softcap=1e-9)
     SamplingParams(max_new_tokens=1, top_p=1.0, min_p=1.0, seed=2**32 - 1, draft_limit=0)
-    StreamDraft(sinks=0, window=1)
-    NgramDraft(min_match=1, max_match=1)
     RopeScaling("linear", 1.0)
-    assert StepConfig(gamma=0, draft=None) == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -97,11 +157,9 @@ def test_the_borders_are_allowed():
     [
         TINY,
         SamplingParams(),
-        StepConfig(),
-        StreamDraft(),
-        NgramDraft(),
-        ModelDraft(),
         RopeScaling("linear", 2.0),
+        Rope(),
+        TINY.layers[0],
     ],
     ids=lambda setting: type(setting).__name__,
 )

@@ -1,8 +1,19 @@
 """Which backend runs, in what order they are asked, and what a refusal says."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jspec.dispatch import Backend, BackendError, Operation, always
+from jspec.dispatch import Backend, BackendError, Backends, Case, Operation, always
+from jspec.ops import operations
+from jspec.tuned import Rule, Serving, Table
+
+
+@pytest.fixture(autouse=True)
+def _off_gpu(monkeypatch):
+    """A toy's order is that of a machine without a GPU, unless a test says otherwise."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
 
 
 def backend(name: str, reason: str | None = None) -> Backend:
@@ -11,7 +22,8 @@ def backend(name: str, reason: str | None = None) -> Backend:
 
 def operation(*backends: Backend, order: str | None = None) -> Operation:
     names = order.split() if order is not None else [b.name for b in backends]
-    return Operation("toy", {b.name: b for b in backends}, lambda platform, *args, **kw: names)
+    table = {b.name: b for b in backends}
+    return Operation("toy", table, lambda *args, **kw: {}, list, off_gpu=names)
 
 
 def test_the_first_that_does_not_refuse_runs():
@@ -19,19 +31,24 @@ def test_the_first_that_does_not_refuse_runs():
     assert operation(backend("a", "too old"), backend("b"), backend("c"))(7)[0] == "b"
 
 
-def test_the_preference_orders_not_the_table():
+def test_the_order_is_not_that_of_the_backends():
     assert operation(backend("a"), backend("b"), order="b a")(7)[0] == "b"
 
 
-def test_the_preference_sees_the_platform_and_the_arguments():
-    seen = []
-
-    def preference(*args, **kwargs):
-        seen.append((args, kwargs))
-        return ["a"]
-
-    Operation("toy", {"a": backend("a")}, preference)(7, scale=2)
-    assert seen == [(("cpu", 7), {"scale": 2})]
+def test_on_a_gpu_the_table_orders_by_the_sizes_of_the_arguments(monkeypatch):
+    rules = (Rule({"size": 7}, ["b", "a"]), Rule({}, ["a", "b"]))
+    table = Table("toy", "NVIDIA Toy", (9, 0), True, {"toy": rules}, {})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("jspec.tuned.gpu_in_use", lambda: ("NVIDIA Toy", (9, 0)))
+    monkeypatch.setattr("jspec.tuned.serving", lambda gpu: Serving(table, None))
+    toy = Operation(
+        "toy",
+        {"a": backend("a"), "b": backend("b")},
+        lambda x, scale: {"size": x * scale},
+        list,
+        off_gpu=("c",),
+    )
+    assert [toy(x, scale=2)[0] for x in (3, 4)] == ["b", "a"]
 
 
 def test_a_backend_gets_the_arguments_without_the_choice():
@@ -76,3 +93,49 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_a_refusal_is_a_value_error():
     assert issubclass(BackendError, ValueError)
+
+
+def test_the_arguments_of_a_case_are_on_the_device():
+    case = Case("toy", lambda: (np.arange(3, dtype=np.int32), None, (np.zeros(2, np.float32),)))
+    x, nothing, (y,) = case.arguments
+    assert isinstance(x, jax.Array)
+    assert (x.dtype, y.dtype, nothing) == (jnp.int32, jnp.float32, None)
+
+
+def test_backends_are_a_frozen_map_that_a_jit_may_take_as_static():
+    one = Backends(pack="triton", verify_greedy="cuda")
+    assert one == Backends({"verify_greedy": "cuda", "pack": "triton"})
+    assert hash(one) == hash(Backends({"verify_greedy": "cuda"}, pack="triton"))
+    assert dict(one) == {"pack": "triton", "verify_greedy": "cuda"}
+    assert (len(one), one.get("sample"), len(Backends())) == (2, None, 0)
+    assert one != Backends(pack="cuda", verify_greedy="cuda")
+    with pytest.raises(KeyError, match="sample"):
+        one["sample"]
+    with pytest.raises(AttributeError, match="cannot assign"):
+        one._named = ()
+    counted = jax.jit(lambda x, backends: x + len(backends), static_argnames="backends")
+    assert counted(1, backends=one) == 3
+
+
+def test_a_later_name_replaces_an_earlier_one():
+    assert Backends({"pack": "triton"}, pack="cuda")["pack"] == "cuda"
+
+
+def test_backends_are_checked_against_the_operations_that_there_are():
+    Backends({x.name: next(iter(x.backends)) for x in operations()}).check(operations())
+    Backends().check(operations())
+    with pytest.raises(BackendError, match=r"no operation 'verify'; name one of .*, pack,"):
+        Backends(verify="cuda").check(operations())
+    with pytest.raises(BackendError, match="pack has no implementation 'cuba'; choose one of xla,"):
+        Backends(pack="cuba").check(operations())
+
+
+def test_the_operations_have_names_of_their_own():
+    names = [operation.name for operation in operations()]
+    assert len(set(names)) == len(names)
+    assert {"attention", "verify_greedy", "sample"} <= set(names)
+
+
+def test_the_last_resorts_are_those_that_take_all_arguments():
+    toy = operation(backend("a"), Backend("b", print, always), Backend("c", print, always))
+    assert toy.never_refusing == ("b", "c")

@@ -53,13 +53,14 @@ def model_card(record: dict[str, Any]) -> str:
 
 def _head(record: dict[str, Any]) -> str:
     shape = record["model"]
+    spec = shape["layers"][0]
     return f"""# jspec bundled model
 
 A byte-level decoder of {record["parameters"] / 1e6:.1f} M parameters for tests, demos and
 benchmarks of long-context decoding. Written by `python -m examples.train_bundled`.
 
-- Shape (Qwen3): {shape["num_layers"]} layers, width {shape["hidden_size"]}, {shape["num_heads"]} \
-query and {shape["num_kv_heads"]} KV heads of size {shape["head_size"]}, SwiGLU \
+- Shape (Qwen3): {len(shape["layers"])} layers, width {shape["hidden_size"]}, {shape["num_heads"]} \
+query and {spec["kv_heads"]} KV heads of size {spec["key_size"]}, SwiGLU \
 {shape["intermediate_size"]}, tied embeddings, context {shape["max_context"]}.
 - Tokens: byte b is token b; 256 starts a document, 257 ends it, 258 pads. Start prompts with 256.
 - Weights: int8, symmetric, one float32 scale per output channel (compressed-tensors \
@@ -117,7 +118,9 @@ def _training(record: dict[str, Any]) -> str:
     for run in record["invocations"]:
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
         lines += ["", f"Ran on {run['device']}, {versions}; {run['note']}."]
-    lines += ["", "The loss is in `loss.png`, its numbers in `training.json`.", ""]
+    # An installed package has the card without them.
+    where = "jspec's repository has the loss beside this card"
+    lines += ["", f"{where}: `loss.png`, and its numbers in `training.json`.", ""]
     return "\n".join(lines)
 
 

@@ -103,6 +103,7 @@ def export(folder: Path, parameters: nnx.State, config: ModelConfig) -> nnx.Stat
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
     """``config.json`` for `transformers`' Qwen3, with the quantisation of compressed-tensors."""
+    spec = config.layers[0]
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -111,12 +112,12 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.key_size,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_context,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
+        "rope_theta": config.ropes[0].theta,
         "rope_scaling": None,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,

@@ -15,7 +15,7 @@ from jspec.config import ModelConfig
 from jspec.models.decoder import Block, Decoder
 from jspec.typing import Array
 
-CONFIG = ModelConfig(
+CONFIG = ModelConfig.uniform(
     family="qwen3",
     vocab_size=260,
     hidden_size=384,
@@ -51,7 +51,7 @@ class ScannedBlocks(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap
         def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, dtype=dtype, rngs=rngs)
+            return Block(config, config.layers[0], dtype=dtype, rngs=rngs)
 
         self.blocks = blocks(rngs)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from examples.train_bundled.batches import Stage
 from examples.train_bundled.model import CONFIG
-from jspec.config import ModelConfig
+from jspec.config import LayerSpec, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +62,8 @@ SMOKE = Plan(
         CONFIG,
         hidden_size=64,
         intermediate_size=128,
-        num_layers=2,
         num_heads=2,
-        num_kv_heads=1,
-        head_size=16,
+        layers=(LayerSpec(kv_heads=1, key_size=16, value_size=16),) * 2,
     ),
     stages=(Stage(1024, 2, 0.5, 0.5), Stage(1536, 1, 0.5, 0.5)),
     scores={1024: 4},

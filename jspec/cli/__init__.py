@@ -66,21 +66,23 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
     add(
         "--draft",
-        choices=["stream", "ngram", "model", "none"],
-        help="where draft tokens come from: the model over a window, earlier text, a second model, "
-        "or nowhere (plain decoding); default ngram",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="where draft tokens come from: ngram (earlier text; default), streaming (the model "
+        "over a window), dense (the model itself), model (a second one), none (plain decoding)",
     )
-    add("--gamma", type=int, metavar="N", help="most draft tokens a step; default 8, stream 4")
+    add("--gamma", type=int, metavar="N", help="most draft tokens a step; default 8 or 4, by draft")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
     add("--top-k", type=int, default=0, metavar="N", help="0 (default) is off")
     add("--top-p", type=float, default=1.0, metavar="X", help="1 (default) is off")
     add("--min-p", type=float, default=0.0, metavar="X", help="0 (default) is off")
-    add("--seed", type=int, default=0, metavar="N", help="keys every random number; default 0")
+    add("--seed", type=int, metavar="N", help="keys every random number; default a fresh one")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
     add(
-        "--implementation",
-        metavar="NAME",
-        help="backend that verifies and draws; default the fastest here (jspec doctor lists them)",
+        "--backend",
+        action="append",
+        default=[],
+        metavar="OPERATION=NAME",
+        help="as in verify_greedy=cuda; default the fastest here (jspec doctor lists them)",
     )
     add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
     add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")

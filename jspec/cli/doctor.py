@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from jspec import tuned
 from jspec.cli.show import console, environment, print_json
-from jspec.dispatch import Operation
+from jspec.dispatch import Case, Operation
+from jspec.gpu import gpu_in_use
 from jspec.models.bundled import bundled_path
-from jspec.ops.attention import attention, implementations
-from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
-from jspec.ops.pack import PACK
-from jspec.ops.sample import SAMPLE, Role, Sampling, settings_of
-from jspec.ops.stochastic import VERIFY_STOCHASTIC
-from jspec.ops.verify import VERIFY_GREEDY
-from jspec.typing import Array
+from jspec.ops import operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +37,9 @@ class Finding:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0 if decoding works here, 1 otherwise."""
-    findings = [_python(), *_packages(), _gpu(), _bundled(), *map(_attention, implementations())]
-    for call in _calls():
-        wanted = call.run("xla")
-        findings += [_backend(call, name, wanted) for name in call.operation.backends]
+    findings = [_python(), *_packages(), _gpu(), _tuned(), _bundled()]
+    for operation in operations():
+        findings += _operation(operation)
     if arguments.json:
         found = [dataclasses.asdict(f) for f in findings]
         print_json({"environment": environment(), "findings": found})
@@ -54,10 +50,8 @@ def doctor(arguments: argparse.Namespace) -> int:
         for f in findings:
             table.add_row("ok" if f.works else "--", f.what, *map(escape, (f.seen, f.advice)))
         console().print(table)
-    needed = [
-        f for f in findings if f.what.startswith(("bundled", "attention")) or ", xla" in f.what
-    ]
-    return 0 if all(f.works for f in needed) else 1
+    needed = {"bundled model"} | {f"{x.name}, {n}" for x in operations() for n in x.never_refusing}
+    return 0 if all(f.works for f in findings if f.what in needed) else 1
 
 
 def _python() -> Finding:
@@ -98,66 +92,52 @@ def _bundled() -> Finding:
     return Finding("bundled model", False, f"{weights} is missing", "install jspec again")
 
 
-def _attention(name: str) -> Finding:
-    """Run an attention implementation on a small case and compare it with numpy."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, n, 2, 16), np.float32) for n in (3, 40, 40))
-    positions = np.array([[37, 38, 39]], np.int32)
-    out, _ = attention(*map(jnp.asarray, (q, k, v, positions)), implementation=name)
-    scores = np.einsum("btnh,bsnh->bnts", q, k) / 4
-    scores = np.where(np.arange(40) <= positions[0][:, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    wanted = np.einsum("bnts,bsnh->btnh", weights / weights.sum(axis=-1, keepdims=True), v)
-    error = float(np.abs(np.asarray(out) - wanted).max())
-    # A GPU multiplies float32 in TF32 unless told otherwise: three digits are what it has.
-    what = f"attention, {name}"
-    if error < 1e-2:
-        return Finding(what, True, "right")
-    return Finding(what, False, f"off by {error:.1e}", "report it, with this table")
+def _tuned() -> Finding:
+    """Which file gives the order of backends and the block sizes here."""
+    found = tuned.serving(gpu_in_use())
+    seen = f"{found.table.name}.json, for {found.table.gpu}"
+    if found.guess is None:
+        return Finding("tuning", True, f"{seen}: measured")
+    advice = "nothing without a GPU"
+    if gpu_in_use() is not None:
+        advice = "python -m bench all, then python -m bench tune: it may be faster"
+    return Finding("tuning", True, f"{seen}: a guess, {found.guess}", advice)
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """An operation with small arguments."""
-
-    operation: Operation
-    arguments: tuple[Any, ...]
-    static: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def run(self, backend: str) -> list[Array]:
-        """What that backend returns."""
-        out = self.operation(*self.arguments, **self.static, implementation=backend)
-        return jax.tree.leaves(out)
+def _operation(operation: Operation) -> list[Finding]:
+    """Every backend of an operation on the cases that are small."""
+    cases = [case for case in operation.cases() if case.small]
+    wanted = [case.wanted() if case.wanted else _run(operation, "xla", case) for case in cases]
+    pairs = list(zip(cases, wanted, strict=True))
+    return [_backend(operation, name, pairs) for name in operation.backends]
 
 
-def _calls() -> list[Call]:
-    """A call of each operation in which all is accepted, so that no output is unspecified."""
-    target = jnp.arange(30, dtype=jnp.int32).reshape(2, 15)
-    tokens = (target[:, :14], target, jnp.full((2,), 14, jnp.int32), target[:, :0])
-    rows = jnp.arange(2 * 14 * 8, dtype=jnp.float32).reshape(2, 14, 8)
-    held = jnp.array([1, 3], jnp.int32)
-    certain = 40 * jax.nn.one_hot(target, 30)
-    ones, zeros = jnp.ones(2), jnp.zeros(2, jnp.int32)
-    settings = settings_of(Sampling(ones, zeros, ones, 0 * ones, zeros.astype(jnp.uint32)))
-    unsharded = {"filtered": False, "axis_name": None}
-    return [
-        Call(VERIFY_GREEDY, tokens),
-        Call(
-            VERIFY_STOCHASTIC, (tokens[0], certain, *tokens[2:], settings, zeros, None), unsharded
-        ),
-        Call(SAMPLE, (certain, settings, target), {"role": Role.DRAFT} | unsharded),
-        Call(PACK, (rows, tokens[2])),
-        Call(VERIFY_AND_PACK, (*tokens, rows)),
-        Call(VERIFY_AND_APPEND, (*tokens, rows, jnp.zeros((2, 20, 8)), held)),
-    ]
+def _run(operation: Operation, name: str, case: Case) -> Any:
+    run = functools.partial(operation, **case.static, implementation=name)
+    return jax.jit(run)(*case.arguments)
 
 
-def _backend(call: Call, name: str, wanted: list[Array]) -> Finding:
-    """Run a backend on a small case and compare it with the reference."""
-    what = f"{call.operation.name}, {name}"
-    if reason := call.operation.backend(name).supports(*call.arguments, **call.static):
-        return Finding(what, False, reason, "nothing, unless you want this one: others serve")
-    got = call.run(name)
-    if all(jnp.array_equal(x, y) for x, y in zip(got, wanted, strict=True)):
-        return Finding(what, True, "right")
-    return Finding(what, False, "differs from the reference", "report it, with this table")
+def _backend(operation: Operation, name: str, pairs: Sequence[tuple[Case, Any]]) -> Finding:
+    """Run a backend on cases, and compare what it gives with what each must give."""
+    what = f"{operation.name}, {name}"
+    for case, wanted in pairs:
+        if reason := operation.backend(name).supports(*case.arguments, **case.static):
+            return Finding(what, False, reason, "nothing, unless you want this one: others serve")
+        got = jax.tree.leaves(_run(operation, name, case))
+        if not all(_agree(x, y) for x, y in zip(got, jax.tree.leaves(wanted), strict=True)):
+            seen = f"{case.name}: differs from what it must give"
+            return Finding(what, False, seen, "report it, with this table")
+    return Finding(what, True, "right")
+
+
+def _agree(x: Any, y: Any) -> bool:
+    """Whether two outputs are the same; to three digits, where they are float32.
+
+    A GPU multiplies float32 in TF32 unless told otherwise.
+    """
+    x, y = np.asarray(x), np.asarray(y)
+    if x.shape != y.shape:
+        return False
+    if x.dtype == np.float32:
+        return bool(np.allclose(x, y, atol=1e-2))
+    return np.array_equal(x, y)

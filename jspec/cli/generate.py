@@ -11,16 +11,17 @@ from typing import Any
 from jspec.cli.requests import Refused, Request, read_requests
 from jspec.cli.show import Progress, environment, print_json, print_table
 from jspec.cli.text import RowText
-from jspec.config import Draft, ModelDraft, NgramDraft, SamplingParams, StreamDraft
-from jspec.decode.engine import Generation
+from jspec.config import SamplingParams
+from jspec.decode.draft import Drafter, ModelDraft, NoDraft, named_draft
+from jspec.decode.engine import OPERATIONS, Generation
 from jspec.decode.engine import generate as decode
-from jspec.decode.state import check_request
+from jspec.decode.requests import check_request, one_each
+from jspec.decode.state import Models
 from jspec.decode.stats import Stats
+from jspec.dispatch import Backends
 from jspec.models.tokenizer import Tokenizer
 
 BATCH = 8  # requests of a JSONL file that are decoded together
-GAMMA = {"stream": 4, "ngram": 8, "model": 4}
-DRAFTS: dict[str, Draft] = {"stream": StreamDraft(), "ngram": NgramDraft(), "model": ModelDraft()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +39,24 @@ class Job:
 
     model: Any
     tokenizer: Tokenizer
-    draft: Draft | None
+    draft: Drafter
     gamma: int
     draft_model: Any
-    implementation: str | None
+    backends: Backends
 
     def plain(self) -> Job:
-        return dataclasses.replace(self, draft=None, gamma=0, draft_model=None)
+        return dataclasses.replace(self, draft=NoDraft(), gamma=0, draft_model=None)
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     draft, gamma = _draft(arguments)
+    backends = _backends(arguments)
     requests, refused = read_requests(arguments)
-    job = _load(arguments, draft, gamma)
+    # Plain decoding must draw with the same seeds to be compared with.
+    params = one_each([r.params for r in requests], len(requests)) if requests else ()
+    requests = [dataclasses.replace(r, params=p) for r, p in zip(requests, params, strict=True)]
+    job = _load(arguments, draft, gamma, backends)
     fit = [r for r in requests if _fits(job, r, refused)]
     show = Show(job.tokenizer, quiet=arguments.json, single=arguments.requests is None)
     served, stats = _serve(job, fit, show)
@@ -63,7 +68,7 @@ def generate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(_as_json(arguments, served, refused, stats, compare))
     else:
-        print_table(stats, compare)
+        print_table(stats, _seeds(served), compare)
     for line in refused:
         print(f"jspec: error: line {line.line}: {line.error}", file=sys.stderr)
     if any(s.finished == "interrupted" for s in served):
@@ -71,24 +76,34 @@ def generate(arguments: argparse.Namespace) -> int:
     return 2 if refused else 0
 
 
-def _draft(arguments: argparse.Namespace) -> tuple[Draft | None, int]:
-    """The draft source and gamma, checked before a model is loaded."""
-    name = arguments.draft or ("model" if arguments.draft_model else "ngram")
-    if (name == "model") != (arguments.draft_model is not None):
+def _draft(arguments: argparse.Namespace) -> tuple[Drafter, int]:
+    """The drafter and gamma, checked before a model is loaded."""
+    draft = named_draft(arguments.draft or ("model" if arguments.draft_model else "ngram"))
+    if isinstance(draft, ModelDraft) != (arguments.draft_model is not None):
         raise ValueError("--draft model and --draft-model DIR go together; pass both or neither")
-    if name == "none":
-        if arguments.gamma:
-            raise ValueError(f"--gamma {arguments.gamma} needs a draft source; drop --draft none")
-        return None, 0
-    gamma = GAMMA[name] if arguments.gamma is None else arguments.gamma
-    if gamma < 1:
-        raise ValueError(f"--gamma {gamma} must be at least 1; --draft none decodes plainly")
+    gamma = draft.usual_gamma if arguments.gamma is None else arguments.gamma
+    least = 0 if isinstance(draft, NoDraft) else 1
+    if gamma < least:
+        raise ValueError(f"--gamma {gamma} must be at least {least}; --draft none decodes plainly")
     if arguments.context is not None and arguments.context < 2:
         raise ValueError(f"--context {arguments.context} must be at least 2")
-    return DRAFTS[name], gamma
+    return draft, gamma
 
 
-def _load(arguments: argparse.Namespace, draft: Draft | None, gamma: int) -> Job:
+def _backends(arguments: argparse.Namespace) -> Backends:
+    """The backends of ``--backend OPERATION=NAME``, checked before a model is loaded."""
+    named = {}
+    for text in arguments.backend:
+        operation, equals, name = text.partition("=")
+        if not equals:
+            raise ValueError(f"--backend {text!r} must be OPERATION=NAME, as in attention=xla")
+        named[operation] = name
+    backends = Backends(named)
+    backends.check(OPERATIONS)
+    return backends
+
+
+def _load(arguments: argparse.Namespace, draft: Drafter, gamma: int, backends: Backends) -> Job:
     from jspec.models.bundled import bundled_path
     from jspec.models.checkpoint import load_model
     from jspec.models.tokenizer import load_tokenizer
@@ -103,13 +118,14 @@ def _load(arguments: argparse.Namespace, draft: Draft | None, gamma: int) -> Job
             "it (8 is usual) or raise --context"
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
-    return Job(model, tokenizer, draft, gamma, draft_model, arguments.implementation)
+    return Job(model, tokenizer, draft, gamma, draft_model, backends)
 
 
 def _fits(job: Job, request: Request, refused: list[Refused]) -> bool:
     """Whether a request can be served; a line of a file that cannot is refused, others go on."""
+    prompt = job.tokenizer.encode(request.prompt)
     try:
-        check_request(job.model.config, job.tokenizer.encode(request.prompt), request.params)
+        check_request(Models(job.model, job.draft_model), prompt, request.params)
     except ValueError as error:
         if request.line is None:
             raise
@@ -173,7 +189,7 @@ def _decode(job: Job, batch: Sequence[Request], rows: list[RowText], show: Show)
             gamma=job.gamma,
             draft=job.draft,
             draft_model=job.draft_model,
-            implementation=job.implementation,
+            backends=job.backends,
             on_tokens=on_tokens,
             on_prefill=on_prefill,
         )
@@ -203,6 +219,15 @@ def _compare(
     }
 
 
+def _seeds(served: Sequence[Served]) -> list[str]:
+    """The seeds that repeat what was sampled, and of which line; greedy requests need none."""
+    requests = [s.request for s in served if s.request.params.temperature > 0]
+    return [
+        str(r.params.seed) if r.line is None else f"{r.params.seed} (line {r.line})"
+        for r in requests
+    ]
+
+
 def _as_json(
     arguments: argparse.Namespace,
     served: Sequence[Served],
@@ -211,7 +236,12 @@ def _as_json(
     compare: dict[str, Any] | None,
 ) -> dict[str, Any]:
     def outcome(s: Served) -> dict[str, Any]:
-        return {"text": s.row.text, "tokens": s.row.tokens, "finished": s.finished}
+        return {
+            "text": s.row.text,
+            "tokens": s.row.tokens,
+            "finished": s.finished,
+            "seed": s.request.params.seed,
+        }
 
     rest = {"stats": stats.as_dict(), "compare": compare, "environment": environment()}
     if arguments.requests is None:

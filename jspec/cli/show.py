@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -64,8 +64,8 @@ class Progress:
             self._bars.advance(self._decode, tokens)
 
 
-def print_table(stats: Stats, compare: dict[str, Any] | None) -> None:
-    """The statistics, in at most 100 columns."""
+def print_table(stats: Stats, seeds: Sequence[str], compare: dict[str, Any] | None) -> None:
+    """The statistics and the ``seeds`` of sampled requests, in at most 100 columns."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("tokens", f"{stats.committed} in {stats.steps} steps")
     if stats.drafted:
@@ -76,6 +76,8 @@ def print_table(stats: Stats, compare: dict[str, Any] | None) -> None:
         )
         rates = " ".join(f"{p.rate:.2f}" for p in stats.acceptance_by_position[:16])
         table.add_row("acceptance by position", rates)
+    if seeds:
+        table.add_row("seed" if len(seeds) == 1 else "seeds", ", ".join(seeds))
     table.add_row("prefill", f"{stats.prefill_tokens_per_s:,.0f} tokens/s, {stats.prefill_s:.1f} s")
     table.add_row("decode", f"{stats.decode_tokens_per_s:,.1f} tokens/s, {stats.decode_s:.1f} s")
     table.add_row("compile", f"{stats.compile_s:.1f} s, in neither of these")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jspec.cuda_ffi.build import build
+from jspec.cuda_ffi.build import build_all
 from jspec.cuda_ffi.errors import BuildError
 
 
@@ -15,20 +15,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jspec.cuda_ffi")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("build", help="compile what the cache folder does not hold yet")
-    command.add_argument("--cuda", action="store_true", help="only the library for NVIDIA GPUs")
-    command.add_argument("--cpu", action="store_true", help="only the library for CPUs")
+    command.add_argument("--cuda", action="store_true", help="only the libraries for NVIDIA GPUs")
+    command.add_argument("--cpu", action="store_true", help="only the libraries for CPUs")
     arguments = parser.parse_args(argv)
-    chosen = [name for name in ("cuda", "cpu") if getattr(arguments, name)] or ["cuda", "cpu"]
+    wanted = [name for name in ("CUDA", "cpu") if getattr(arguments, name.lower())]
     failed = 0
-    for name in chosen:
-        try:
-            built = build({"cuda": "CUDA", "cpu": "cpu"}[name])
-        except BuildError as error:
-            print(f"{name}: {error}", file=sys.stderr)
+    for platform, subject, built in build_all(wanted or ["CUDA", "cpu"]):
+        name = f"{platform.lower()} {subject}"
+        if isinstance(built, BuildError):
+            print(f"{name}: {built}", file=sys.stderr)
             failed = 1
             continue
         how = "was there" if built.seconds is None else f"built in {built.seconds:.1f} s"
-        print(f"{name}: {how}, {built.path} ({built.path.stat().st_size / 1e6:.1f} MB)")
+        print(f"{name}: {how}, {built.path} ({built.path.stat().st_size / 1e6:.1f} MB)", flush=True)
     return failed
 
 

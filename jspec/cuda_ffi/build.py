@@ -1,4 +1,9 @@
-"""Building the kernels: one shared library a platform, in a cache folder, named after a hash."""
+"""Building the kernels: a shared library a subject and platform, named after a hash of its content.
+
+A subject is a folder of ``src/``. Its library holds every file that the folder has for a platform,
+and ``src/common``. What else it includes is found by reading it, so that a change compiles those
+libraries again that can see it, and no other.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,12 @@ import dataclasses
 import fcntl
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +25,9 @@ from jspec.cuda_ffi import toolchain
 from jspec.cuda_ffi.errors import BuildError
 
 SRC = Path(__file__).parent / "src"
+# Subjects, and the subjects whose kernels each calls: these are compiled into its library too.
+SUBJECTS: dict[str, tuple[str, ...]] = {"verify": (), "pack": ("verify",), "sample": ()}
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,28 +45,44 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jspec"
 
 
-def build(platform: str) -> Built:
-    """The library for ``platform``, "CUDA" or "cpu", compiled unless it is in the cache folder.
+def build_all(platforms: Sequence[str]) -> Iterator[tuple[str, str, Built | BuildError]]:
+    """Build every library of the platforms, several at once; yields each with how it went."""
+    pairs = [(platform, subject) for platform in platforms for subject in SUBJECTS]
 
-    Raises `BuildError` without a compiler, after a failed compile, and where the folder cannot be
-    written. Without a compiler, a library that another one built from the same sources serves.
+    def one(pair: tuple[str, str]) -> Built | BuildError:
+        try:
+            return build(pair[1], pair[0])
+        except BuildError as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        for pair, found in zip(pairs, pool.map(one, pairs), strict=True):
+            yield *pair, found
+
+
+def build(subject: str, platform: str) -> Built:
+    """The library of ``subject`` for ``platform``, "CUDA" or "cpu".
+
+    It is compiled unless the cache folder holds it. Raises `BuildError` without a compiler, after a
+    failed compile, and where the folder cannot be written. Without a compiler, a library that
+    another one built from the same sources serves.
     """
     folder = cache_folder() / "cuda_ffi"
-    sources = f"{platform.lower()}-{_hash(_sources(platform))}"
+    name = f"{platform.lower()}-{subject}-{_hash(_content(subject, platform))}"
     try:
         tools = toolchain.find(platform)
     except BuildError:
-        if ready := sorted(folder.glob(f"{sources}-*.so")):
+        if ready := sorted(folder.glob(f"{name}-*.so")):
             return Built(ready[-1], None)
         raise
-    path = folder / f"{sources}-{_hash([tools.version.encode()])}.so"
+    path = folder / f"{name}-{_hash([tools.version.encode()])}.so"
     if path.exists():
         return Built(path, None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             # Another process may have built it while this one waited.
-            return Built(path, None if path.exists() else _compile(tools, path))
+            return Built(path, None if path.exists() else _compile(tools, subject, path))
     except OSError as error:
         raise BuildError(
             f"cannot write the compiled kernels to {folder}: {error}; set JSPEC_CACHE to a folder "
@@ -64,14 +90,28 @@ def build(platform: str) -> Built:
         ) from error
 
 
-def _sources(platform: str) -> Iterator[bytes]:
+def sources(subject: str, platform: str) -> list[Path]:
+    """The files that are compiled into a library: its kernels, those it calls, its handlers."""
+    kernels = [(name, toolchain.KERNELS[platform]) for name in (subject, *SUBJECTS[subject])]
+    patterns = [*kernels, (subject, "*_ffi.cc"), ("common", "*_ffi.cc")]
+    return [file for name, pattern in patterns for file in sorted((SRC / name).glob(pattern))]
+
+
+def _content(subject: str, platform: str) -> Iterator[bytes]:
     """All that decides what a library holds, but the compiler."""
     yield version("jaxlib").encode()
     yield " ".join(toolchain.FLAGS[platform]).encode()
-    for path in sorted(SRC.iterdir()):
-        if path.is_file():
-            yield path.name.encode()
-            yield path.read_bytes()
+    found: dict[Path, bytes] = {}
+    pending = sources(subject, platform)
+    while pending:
+        path = pending.pop()
+        if path not in found:
+            found[path] = path.read_bytes()
+            included = _INCLUDE.findall(found[path].decode())
+            pending += [file for name in included if (file := SRC / name).is_file()]
+    for path in sorted(found):
+        yield str(path.relative_to(SRC)).encode()
+        yield found[path]
 
 
 def _hash(parts) -> str:
@@ -90,17 +130,17 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(tools: toolchain.Toolchain, path: Path) -> float:
+def _compile(tools: toolchain.Toolchain, subject: str, path: Path) -> float:
     """Compile in a folder of its own and rename into place; returns the seconds it took."""
     started = time.monotonic()
-    sources = sorted(f for pattern in toolchain.SOURCES[tools.platform] for f in SRC.glob(pattern))
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         output = Path(scratch, path.name)
-        command = tools.command(sources, output)
+        command = tools.command(sources(subject, tools.platform), SRC, output)
         run = subprocess.run(command, capture_output=True, text=True, cwd=scratch)
         if run.returncode:
             raise BuildError(
-                f"compiling the {tools.platform} kernels failed ({' '.join(command)}):\n"
+                f"compiling the {tools.platform} kernels of {subject} failed "
+                f"({' '.join(command)}):\n"
                 f"{(run.stderr or run.stdout).strip()}"
             )
         output.replace(path)

@@ -5,28 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.cuda_ffi import library, pack
-from jspec.cuda_ffi.pack import Layout
+from jspec.cuda_ffi.pack import cut_for
 from jspec.dispatch import Backend
+from jspec.ops.fused import fused_sizes
 from jspec.ops.pack import packed_like
 from jspec.ops.verify import verified_like
 from jspec.typing import Array
-
-
-def layout(draft_tokens: Array, rows: Array) -> Layout:
-    """The layout of `jspec.verify_and_pack`.
-
-    Counting in each block spares a launch and the wait for it, and costs, on an H100, half of
-    that for each pass over the tokens: 8 warps take 512 positions in two passes where a row has
-    fewer than 32, and 32 rows in one where it has more.
-    """
-    batch, gamma = draft_tokens.shape
-    if gamma < 32:
-        recounts = batch * 2 ** max(gamma - 1, 0).bit_length() <= 512
-    else:
-        recounts = batch <= 32 and batch * gamma <= 2048
-    if not recounts:
-        return pack.layout(rows)
-    return Layout(threads=256, eager=rows.nbytes <= 2**20, recounts=True)
 
 
 def _supports(*arguments: Array) -> str | None:
@@ -45,7 +29,11 @@ def _pack(target: str, *arguments: Array, **attributes: Any) -> tuple[Array, ...
 
 
 def _run(*arguments: Array) -> tuple[Array, ...]:
-    return _pack("verify_and_pack", *arguments, **layout(arguments[0], arguments[4]).attributes)
+    # Counting in each block spares a launch and the wait for it, and costs half of that for each
+    # pass over the tokens: 8 warps take 512 positions in two passes where a row has fewer than 32,
+    # and 32 rows in one where it has more.
+    own = cut_for("verify_and_pack", fused_sizes(*arguments))
+    return _pack("verify_and_pack", *arguments, **own.attributes)
 
 
 def _run_single(*arguments: Array) -> tuple[Array, ...]:
@@ -53,15 +41,14 @@ def _run_single(*arguments: Array) -> tuple[Array, ...]:
 
 
 def _append(*arguments: Array) -> tuple[Array, ...]:
-    draft_tokens, _, _, _, rows, cache, _ = arguments
-    outputs = (*verified_like(draft_tokens), cache)
+    outputs = (*verified_like(arguments[0]), arguments[5])
     return library.call(
         "verify_and_append",
         outputs,
         *arguments,
         vmap_method="broadcast_all",
         aliases={5: 6},
-        **pack.layout(rows).attributes,
+        **cut_for("verify_and_append", fused_sizes(*arguments)).attributes,
     )
 
 

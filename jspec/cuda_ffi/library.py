@@ -1,9 +1,10 @@
 """The kernels' libraries: loaded, checked and registered on first use, and the call of a target.
 
-A new kernel is: ``src/NAME_ffi.cc`` with its FFI handler, compiled into both libraries;
-``src/NAME.cu`` with the CUDA kernel and ``src/NAME_cpu.cc`` with its counterpart, which define the
-function that the handler calls, declared in ``src/NAME.h``; and the handler's name in `TARGETS`.
-Both libraries hold every target, so that one name serves both platforms.
+A new kernel is, in the folder ``src/SUBJECT``: ``NAME_ffi.cc`` with its FFI handler, compiled for
+both platforms; ``NAME.cu`` with the CUDA kernel and ``NAME_cpu.cc`` with its counterpart, which
+define the function that the handler calls, declared in ``NAME.h``; and the handler's name in
+`TARGETS`. The libraries of both platforms hold every target of a subject, so that one name serves
+both. A new subject is a folder, and a line in `jspec.cuda_ffi.build.SUBJECTS`.
 """
 
 from __future__ import annotations
@@ -21,23 +22,21 @@ from jspec.cuda_ffi.build import build
 from jspec.cuda_ffi.errors import BuildError
 from jspec.typing import Array
 
-# Names of the handlers; XLA knows each as jspec_NAME.
-TARGETS = (
-    "verify_greedy",
-    "verify_greedy_naive",
-    "pack",
-    "verify_and_pack",
-    "verify_and_pack_single",
-    "verify_and_append",
-    "verify_stochastic",
-    "sample",
-)
+# Names of the handlers by subject; XLA knows each as jspec_NAME.
+TARGETS = {
+    "verify": ("verify_greedy", "verify_greedy_naive"),
+    "pack": ("pack", "verify_and_pack", "verify_and_pack_single", "verify_and_append"),
+    "sample": ("verify_stochastic", "sample"),
+}
 PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}
 
 
-def refusal() -> str | None:
-    """Why the kernels cannot run on the default backend, or None. Builds them if need be."""
-    return _refusal(jax.default_backend())
+def refusal(subject: str) -> str | None:
+    """Why the kernels of ``subject`` cannot run on the default backend, or None.
+
+    A subject is a key of `TARGETS`. Its kernels are built if need be.
+    """
+    return _refusal(subject, jax.default_backend())
 
 
 def call(
@@ -48,13 +47,14 @@ def call(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> tuple[Array, ...]:
-    """Call a target of `TARGETS`.
+    """Call one of `TARGETS`.
 
     ``outputs`` have the shapes and dtypes of its results; ``aliases`` maps an argument to the
     output that takes its place; ``vmap_method`` as in `jax.ffi.ffi_call`. Attributes reach the
     handler with their numpy dtypes.
     """
-    if reason := refusal():
+    subject = next(subject for subject, targets in TARGETS.items() if target in targets)
+    if reason := refusal(subject):
         raise BuildError(reason)
     function = jax.ffi.ffi_call(
         f"jspec_{target}", outputs, vmap_method=vmap_method, input_output_aliases=aliases
@@ -63,25 +63,25 @@ def call(
 
 
 @functools.cache
-def _refusal(backend: str) -> str | None:
-    """Build, load and register the library for ``backend`` once, also if that fails."""
+def _refusal(subject: str, backend: str) -> str | None:
+    """Build, load and register a library for ``backend`` once, also if that fails."""
     if backend not in PLATFORMS:
         return f"there are kernels for NVIDIA GPUs and CPUs, not for {backend!r}"
     try:
-        _register(PLATFORMS[backend])
+        _register(subject, PLATFORMS[backend])
     except BuildError as error:
         return str(error)
     return None
 
 
-def _register(platform: str) -> None:
-    path = build(platform).path
+def _register(subject: str, platform: str) -> None:
+    path = build(subject, platform).path
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}; delete it to build it again") from error
     _check_abi(path, library.jspec_ffi_api_version())
-    for target in TARGETS:
+    for target in TARGETS[subject]:
         capsule = jax.ffi.pycapsule(getattr(library, f"jspec_{target}"))
         jax.ffi.register_ffi_target(f"jspec_{target}", capsule, platform=platform)
 

@@ -1,22 +1,24 @@
-"""Packing by a CUDA kernel, and how it and its fused form are laid out over a GPU."""
+"""Packing by a CUDA kernel, and how it and its fused form are cut for a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jspec import tuned
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
-from jspec.ops.pack import packed_like
+from jspec.ops.pack import kv_sizes, packed_like
 from jspec.typing import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """How the moving of rows is laid out over a GPU.
+class Cut:
+    """How the moving of KV rows is cut for a GPU.
 
     ``threads`` of a block, a multiple of 32 up to 256. ``eager``: a block loads its rows before it
     knows whether they were accepted. ``recounts``: in the fused form, each block counts for itself
@@ -37,30 +39,32 @@ class Layout:
         }
 
 
-def layout(rows: Array) -> Layout:
-    """The layout of stand-alone packing and of appending for ``rows [B, gamma, D]``.
+def cut_for(operation: str, sizes: Mapping[str, int]) -> Cut:
+    """The cut that serves packing or appending of these sizes well.
 
-    On an H100, loading early gains a little up to 1 MB. Beyond, where few rows are accepted, it
-    costs what reading the others does.
+    Loading early gains a little while there is little to load. Beyond, where few rows are accepted,
+    it costs what reading the others does.
     """
-    return Layout(threads=128, eager=rows.nbytes <= 2**20)
+    block = tuned.block(operation, "cuda", sizes)
+    eager = sizes["bytes"] <= block.pop("eager_bytes")
+    return Cut(eager=eager, **block)
 
 
-def supports(rows: Array, *arguments: Array) -> str | None:
+def supports(kv: Array, *arguments: Array) -> str | None:
     """Refuses dtypes of less than a byte, and machines where the kernels cannot be built."""
-    if not rows.dtype.itemsize or jnp.dtype(rows.dtype).name in ("int2", "int4", "uint2", "uint4"):
-        return f"rows {rows.dtype} must have elements of whole bytes"
-    return library.refusal()
+    if not kv.dtype.itemsize or jnp.dtype(kv.dtype).name in ("int2", "int4", "uint2", "uint4"):
+        return f"kv {kv.dtype} must have elements of whole bytes"
+    return library.refusal("pack")
 
 
-def _run(rows: Array, accepted: Array) -> tuple[Array, ...]:
+def _run(kv: Array, accepted: Array) -> tuple[Array, ...]:
     return library.call(
         "pack",
-        packed_like(rows),
-        rows,
+        packed_like(kv),
+        kv,
         accepted,
         vmap_method="sequential",
-        **layout(rows).attributes,
+        **cut_for("pack", kv_sizes(kv)).attributes,
     )
 
 

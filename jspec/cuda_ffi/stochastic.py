@@ -28,7 +28,7 @@ def _refusal(
             return f"tokens are {x.dtype}; it takes int32"
     if axis_name is not None:
         return f"the vocabulary is sharded over {axis_name!r}; it takes a whole one"
-    return library.refusal()
+    return library.refusal("sample")
 
 
 def supports_sample(

@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import jax
 
 from jspec.cuda_ffi.errors import BuildError
 
-# Platforms as XLA names them, and the files of src/ that go into each library.
-SOURCES = {"CUDA": ("*.cu", "*_ffi.cc"), "cpu": ("*_cpu.cc", "*_ffi.cc")}
+# Platforms as XLA names them, and the files of src/ that hold the kernels of each.
+KERNELS = {"CUDA": "*.cu", "cpu": "*_cpu.cc"}
 FLAGS = {
     "CUDA": (
         *"-std=c++17 -O3 -shared -cudart static --threads 0 -DJSPEC_CUDA".split(),
@@ -40,9 +40,12 @@ class Toolchain:
     compiler: Path
     version: str
 
-    def command(self, sources: list[Path], output: Path) -> list[str]:
-        """The command that compiles ``sources`` into the shared library ``output``."""
-        include = f"-I{jax.ffi.include_dir()}"
+    def command(self, sources: Sequence[Path], include: Path, output: Path) -> list[str]:
+        """The command that compiles ``sources`` into the shared library ``output``.
+
+        Their own headers are named from the folder ``include``.
+        """
+        includes = [f"-I{include}", f"-I{jax.ffi.include_dir()}"]
         # The wheels keep the static runtime in lib, where nvcc does not look by itself.
         wheel = self.compiler.parent.parent / "lib"
         library = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
@@ -50,7 +53,7 @@ class Toolchain:
         return [
             str(self.compiler),
             *FLAGS[self.platform],
-            include,
+            *includes,
             *library,
             "-o",
             str(output),

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
-from jspec.config import Draft, ModelDraft, SamplingParams, StepConfig, StreamDraft
+from jspec.config import SamplingParams
+from jspec.decode.draft import Drafter, ModelDraft, NoDraft, SelfDraft
+from jspec.decode.prefill import start_decoding
 from jspec.decode.programs import PROGRAMS
-from jspec.decode.state import DecodeState, StepRecord, least_sampling, per_row, start
+from jspec.decode.requests import one_each
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models, StepRecord
 from jspec.decode.stats import Stats, Tally
 from jspec.decode.step import decode_chunk
+from jspec.dispatch import Backends
+from jspec.ops.attention import ATTENTION
+from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.typing import Model
 
+OPERATIONS = (ATTENTION, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC)  # of a step
+
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Generated ``tokens`` of each row, why each ended (``stop``, ``length`` or ``interrupted``),
-    and the statistics."""
+    """What was generated.
+
+    ``tokens`` of each row; ``finished``: why each ended (``stop``, ``length`` or ``interrupted``);
+    ``seeds``: of each row, also where none was given; ``stats``.
+    """
 
     tokens: tuple[tuple[int, ...], ...]
     finished: tuple[str, ...]
+    seeds: tuple[int, ...]
     stats: Stats
 
 
@@ -34,58 +47,53 @@ def generate(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
-    gamma: int = 4,
-    draft: Draft | None = StreamDraft(),
+    draft: Drafter | None = SelfDraft(),
+    gamma: int | None = None,
     draft_model: Model | None = None,
     steps_per_chunk: int | None = None,
     prefill_chunk: int | None = None,
-    attention: str | None = None,
-    implementation: str | None = None,
+    backends: Mapping[str, str] = Backends(),
     on_tokens: Callable[[int, tuple[int, ...]], bool | None] | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> Generation:
     """Decode a ragged batch of requests, each with its own settings.
 
-    ``prompts`` are token ids, ``params`` one for all or one each. ``draft=None`` decodes plainly
-    through the same code. Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new
+    ``prompts`` are token ids, ``params`` one for all or one each. ``draft=None`` is ``NoDraft()``:
+    plain decoding through the same code. ``gamma``, the most draft tokens of a step, defaults to
+    what suits the drafter. Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new
     tokens go to ``on_tokens(row, tokens)``, which may return True to end the row;
-    ``on_prefill(done, total)`` hears of prompt tokens. ``attention`` and ``implementation`` (of
-    verifying and drawing) name a backend, None for the best. The same request gives the same tokens
-    in any row, with any neighbours and any chunk size. Ctrl-C ends decoding with what was
-    generated.
-    Raises `ValueError` as `jspec.start` does.
+    ``on_prefill(done, total)`` hears of prompt tokens. ``backends`` names backends of operations,
+    as in ``{"verify_greedy": "cuda"}``. A request with a seed gives the same tokens in any row,
+    with any neighbours and any chunk size. Ctrl-C ends decoding with what was generated. Raises
+    `ValueError` as `jspec.start_decoding` does.
     """
-    params = per_row(params, len(prompts))
-    gamma = gamma if draft is not None else 0
-    config = StepConfig(gamma, draft, least_sampling(params), attention, implementation)
+    params = one_each(params, len(prompts))
+    draft = NoDraft() if draft is None else draft
+    gamma = draft.usual_gamma if gamma is None else gamma
+    config = StepConfig(gamma, draft, Backends(backends))
     # Before a long prefill rather than behind it.
-    (VERIFY_GREEDY if config.sampling == "greedy" else VERIFY_STOCHASTIC).check(implementation)
+    config.backends.check(OPERATIONS)
     if isinstance(draft, ModelDraft) == (draft_model is None):
         raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
+    models = Models(model, draft_model)
     if steps_per_chunk is None:
         steps_per_chunk = 4 if jax.default_backend() == "cpu" else 16
     if steps_per_chunk < 1:
         raise ValueError(f"steps_per_chunk={steps_per_chunk} must be at least 1")
 
     compiled_before, begin = PROGRAMS.compile_s, time.perf_counter()
-    state = start(
-        model,
-        prompts,
-        params,
-        draft_model=draft_model,
-        chunk=prefill_chunk,
-        attention=attention,
-        on_prefill=on_prefill,
-        run=PROGRAMS,
+    state = start_decoding(
+        models, prompts, params, config, chunk=prefill_chunk, on_prefill=on_prefill, run=PROGRAMS
     )
     jax.block_until_ready(state)
     prefill_s = time.perf_counter() - begin - (PROGRAMS.compile_s - compiled_before)
 
-    run = _Run(model, draft_model, config, steps_per_chunk, on_tokens, len(prompts))
+    run = _Run(models, config, steps_per_chunk, on_tokens, len(prompts))
     run.decode(state)
     return Generation(
         tokens=tuple(map(tuple, run.tokens)),
         finished=tuple(run.finished),
+        seeds=tuple(p.seed for p in params if p.seed is not None),
         stats=run.tally.stats(
             rows=len(prompts),
             prompt_tokens=sum(map(len, prompts)),
@@ -99,8 +107,8 @@ def generate(
 class _Run:
     """The host's side of decoding one batch."""
 
-    def __init__(self, model, draft_model, config, steps, on_tokens, rows):
-        self.model, self.draft_model, self.config, self.steps = model, draft_model, config, steps
+    def __init__(self, models, config, steps, on_tokens, rows):
+        self.models, self.config, self.steps = models, config, steps
         self.on_tokens = on_tokens
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.finished = ["interrupted"] * rows
@@ -129,7 +137,7 @@ class _Run:
 
     def _chunk(self, state: DecodeState) -> tuple[DecodeState, StepRecord]:
         compiled, begin = PROGRAMS.compile_s, time.perf_counter()
-        args = (self.model, state, self.draft_model)
+        args = (self.models, state)
         state, record = PROGRAMS(decode_chunk, *args, config=self.config, steps=self.steps)
         record = jax.device_get(record)
         self.decode_s += time.perf_counter() - begin - (PROGRAMS.compile_s - compiled)

@@ -1,4 +1,4 @@
-"""One speculative step: draft, verify, commit; and a chunk of steps in one program."""
+"""One speculative step: draft, verify, commit, learn; and a chunk of steps in one program."""
 
 from __future__ import annotations
 
@@ -8,90 +8,99 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.cache import KVCache, dense
-from jspec.config import StepConfig
-from jspec.decode.draft import Drafted, last_token, propose
-from jspec.decode.state import DecodeState, StepRecord
+from jspec.cache.layout import check_rings
+from jspec.decode.draft import Drafted, Seen
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models, StepRecord
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
+from jspec.policies.attend import dense_attend
 from jspec.typing import Array, Model
 
 
 @jax.jit(static_argnames="config", donate_argnames="state")
-def speculative_step(
-    model: Model, state: DecodeState, config: StepConfig, draft_model: Model | None = None
-) -> DecodeState:
-    """Draft up to gamma tokens, verify them in one pass, commit what stands. One XLA program.
+def speculative_step(models: Model | Models, state: DecodeState, config: StepConfig) -> DecodeState:
+    """Draft up to gamma tokens, verify them in one pass, commit what is accepted. One XLA program.
 
     ``state`` is donated: use the returned one. Each ``config`` compiles once; draft lengths, row
     limits, sampling settings and ``done`` are traced and compile nothing. Make the first state with
-    `jspec.start`.
+    `jspec.start_decoding`.
     """
-    return step(model, state, config, draft_model)[0]
+    return step(Models.of(models), state, config)[0]
 
 
 @jax.jit(static_argnames=("config", "steps"), donate_argnames="state")
 def decode_chunk(
-    model: Model,
-    state: DecodeState,
-    draft_model: Model | None,
-    config: StepConfig,
-    steps: int,
+    models: Model | Models, state: DecodeState, config: StepConfig, steps: int
 ) -> tuple[DecodeState, StepRecord]:
     """``steps`` speculative steps in one program; the records are stacked, ``[steps, B, ...]``."""
 
     def body(state, _):
-        return step(model, state, config, draft_model)
+        return step(Models.of(models), state, config)
 
     return lax.scan(body, state, length=steps)
 
 
-def step(
-    model: Model, state: DecodeState, config: StepConfig, draft_model: Model | None = None
-) -> tuple[DecodeState, StepRecord]:
+def step(models: Models, state: DecodeState, config: StepConfig) -> tuple[DecodeState, StepRecord]:
     """The body of `speculative_step`, for a jitted loop of the caller's own."""
-    drafted = propose(model, state, config, draft_model)
-    verified, cache = _verify(model, state, drafted, config)
-    return _commit(state, drafted, verified, cache)
+    check_rings(state.cache.specs, state.cache.layouts, config.gamma)
+    drafted, state = config.draft.draft(models, state, config)
+    drafted = within_limits(drafted, state, config.gamma)
+    verified, state, seen = verify(models, state, drafted, config)
+    state, record = commit(state, drafted, verified)
+    return config.draft.learn(state, seen, verified), record
 
 
-def _verify(
-    model: Model, state: DecodeState, drafted: Drafted, config: StepConfig
-) -> tuple[Verified, KVCache]:
+def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:
+    """Cut a draft at its row's limits, and to nothing for a row that is done.
+
+    One token of the limit is left for the corrected or bonus token.
+    """
+    room = state.limits - state.lengths - 1
+    most = jnp.minimum(jnp.minimum(room, state.draft_limits), gamma)
+    most = jnp.where(state.done, 0, jnp.maximum(most, 0))
+    return dataclasses.replace(drafted, lengths=jnp.minimum(drafted.lengths, most))
+
+
+def verify(
+    models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
+) -> tuple[Verified, DecodeState, Seen]:
     """Run the target over the last token and the draft, and judge the draft by it."""
-    tokens = jnp.concatenate([last_token(state)[:, None], drafted.tokens], axis=1)
+    tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
     index = jnp.arange(config.gamma + 1)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
     positions = jnp.where(counts, state.cache.lengths[:, None] + index, -1)
-    hidden, cache = model(tokens, positions, dense(positions, config.attention), state.cache)
-    logits = model.logits(hidden)
-    if config.sampling == "greedy":
-        choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        judged = verify_greedy(
+    attend = dense_attend(
+        positions, policy=config.draft.keeps, arrays=models.policy, backends=config.backends
+    )
+    hidden, cache = models.target(tokens, positions, attend, state.cache)
+    logits = models.target.logits(hidden)
+    if state.mode == "greedy":
+        verified = verify_greedy(
             drafted.tokens,
-            choice,
+            jnp.argmax(logits, axis=-1).astype(jnp.int32),
             drafted.lengths,
             state.stop_tokens,
             # Without a draft there is nothing to verify, and some kernels refuse that.
-            implementation=config.implementation if config.gamma else None,
+            implementation=config.backends.get("verify_greedy") if config.gamma else None,
         )
-        return judged, cache
-    judged = verify_stochastic(
-        drafted.tokens,
-        logits,
-        drafted.lengths,
-        state.stop_tokens,
-        state.sampling,
-        state.lengths,
-        draft_logits=drafted.logits,
-        filtered=config.sampling == "filtered",
-        implementation=config.implementation,
-    )
-    return judged, cache
+    else:
+        verified = verify_stochastic(
+            drafted.tokens,
+            logits,
+            drafted.lengths,
+            state.stop_tokens,
+            state.sampling,
+            state.lengths,
+            draft_logits=drafted.logits,
+            filtered=state.mode == "filtered",
+            implementation=config.backends.get("verify_stochastic"),
+        )
+    return verified, dataclasses.replace(state, cache=cache), Seen(positions, hidden)
 
 
-def _commit(
-    state: DecodeState, drafted: Drafted, verified: Verified, cache: KVCache
+def commit(
+    state: DecodeState, drafted: Drafted, verified: Verified
 ) -> tuple[DecodeState, StepRecord]:
     """Append the committed block to each row that is not done; a length rolls back the rest."""
     active = ~state.done
@@ -99,9 +108,6 @@ def _commit(
     block = jnp.where(active[:, None], verified.tokens, -1)
     lengths = state.lengths + committed
     cut = verified.committed <= verified.accepted
-    draft_cache = state.draft_cache if drafted.cache is None else drafted.cache
-    if draft_cache is not None:
-        draft_cache = draft_cache.with_lengths(lengths - 1)
     record = StepRecord(
         drafted=jnp.where(cut, verified.accepted, drafted.lengths),
         accepted=jnp.where(active, verified.accepted, 0),
@@ -110,10 +116,9 @@ def _commit(
     )
     state = dataclasses.replace(
         state,
-        cache=cache.with_lengths(lengths - 1),
+        cache=state.cache.with_lengths(lengths - 1),
         tokens=_write(state.tokens, block, state.lengths),
         done=state.done | verified.stopped | (lengths >= state.limits),
-        draft_cache=draft_cache,
     )
     return state, record
 

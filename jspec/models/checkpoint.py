@@ -16,7 +16,7 @@ from flax import nnx
 from jspec.config import ModelConfig
 from jspec.models.decoder import Decoder
 from jspec.models.errors import CheckpointError
-from jspec.models.families import model_config
+from jspec.models.families import family, model_config
 from jspec.models.files import Fields, read_json
 from jspec.models.weights import Weights, is_quantized
 
@@ -91,7 +91,7 @@ def _load_hugging_face(path: Path, dtype: np.dtype, sharding: Placing) -> Decode
         generation = Fields(read_json(path / GENERATION), str(path / GENERATION))
         stops = generation.tokens("eos_token_id", config.vocab_size)
         config = dataclasses.replace(config, stop_tokens=stops or config.stop_tokens)
-    weights = Weights(path, quantized=is_quantized(values, str(source)))
+    weights = Weights(path, family(config.family), quantized=is_quantized(values, str(source)))
     skeleton = _Skeleton(config, dtype)
     weights.check(skeleton.shapes, tied=config.tie_embeddings)
     placings = {n: _sharding(n, shape, sharding) for n, shape in skeleton.shapes.items()}

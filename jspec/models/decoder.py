@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jspec.config import ModelConfig
+from jspec.config import LayerSpec, ModelConfig
 from jspec.models.rope import rope_angles, rope_frequencies, rotate
 from jspec.typing import Array, Attend
 
@@ -44,26 +44,27 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Projections, optional QK norm and rotation around ``attend``."""
 
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs):
-        queries = config.num_heads * config.head_size
-        keys = config.num_kv_heads * config.head_size
-        bias = config.qkv_bias
-        self.q = Linear(config.hidden_size, queries, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Linear(config.hidden_size, keys, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Linear(config.hidden_size, keys, bias=bias, dtype=dtype, rngs=rngs)
-        self.out = Linear(queries, config.hidden_size, bias=config.out_bias, dtype=dtype, rngs=rngs)
+    def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs):
+        width, bias = config.hidden_size, config.qkv_bias
+        queries, outputs = config.num_heads * spec.key_size, config.num_heads * spec.value_size
+        keys, values = spec.kv_heads * spec.key_size, spec.kv_heads * spec.value_size
+        self.q = Linear(width, queries, bias=bias, dtype=dtype, rngs=rngs)
+        self.k = Linear(width, keys, bias=bias, dtype=dtype, rngs=rngs)
+        self.v = Linear(width, values, bias=bias, dtype=dtype, rngs=rngs)
+        self.out = Linear(outputs, width, bias=config.out_bias, dtype=dtype, rngs=rngs)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps, dtype=dtype)
+            self.q_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype)
         else:
             self.q_norm = self.k_norm = None
-        self.head_size = config.head_size
+        self.key_size, self.value_size = spec.key_size, spec.value_size
 
     def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
-        def heads(y: Array) -> Array:
-            return y.reshape(*y.shape[:2], -1, self.head_size)
+        def heads(y: Array, size: int) -> Array:
+            return y.reshape(*y.shape[:2], -1, size)
 
-        q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
+        q, k = heads(self.q(x), self.key_size), heads(self.k(x), self.key_size)
+        v = heads(self.v(x), self.value_size)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(layer, rotate(q, *angles), rotate(k, *angles), v, cache)
@@ -86,9 +87,9 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm decoder layer."""
 
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, spec, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
@@ -102,15 +103,22 @@ class Decoder(nnx.Module):
     """A causal language model of the Llama lineage; see `jspec.typing.Model` for its contract.
 
     Parameters are of ``dtype``, which is also the dtype of activations and of the cache.
+    Raises `ValueError` for a layer whose values are in its keys, which no family here has.
     """
 
     def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+        for index, spec in enumerate(config.layers):
+            if spec.values_in_keys:
+                raise ValueError(
+                    f"layers[{index}] has values_in_keys=True, which Decoder does not compute; "
+                    "pass a model of your own that calls attend with v=None"
+                )
         self.config = config
         shape = (config.vocab_size, config.hidden_size)
         embedding = 0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)
         self.embedding = nnx.Param(embedding.astype(dtype))
         self.layers = nnx.List(
-            [Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+            [Block(config, spec, dtype=dtype, rngs=rngs) for spec in config.layers]
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         if config.tie_embeddings:
@@ -124,12 +132,10 @@ class Decoder(nnx.Module):
     def dtype(self):
         return self.embedding[...].dtype
 
-    def angles(self, positions: Array) -> tuple[Array, Array]:
-        """Rotary cosine and sine of ``positions [B, T]``."""
-        config = self.config
-        frequencies, factor = rope_frequencies(
-            config.head_size, config.rope_theta, config.rope_scaling
-        )
+    def angles(self, positions: Array, spec: LayerSpec) -> tuple[Array, Array]:
+        """Rotary cosine and sine of ``positions [B, T]`` in a layer of ``spec``."""
+        rope = self.config.ropes[spec.rope]
+        frequencies, factor = rope_frequencies(spec.key_size, rope.theta, rope.scaling)
         return rope_angles(positions, jnp.asarray(frequencies), factor)
 
     def embed(self, tokens: Array) -> Array:
@@ -139,9 +145,13 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: Array, positions: Array, attend: Attend, cache):
         """Final hidden states ``[B, T, D]`` of ``tokens [B, T]``, and the cache ``attend`` left."""
         x = self.embed(tokens)
-        angles = self.angles(positions)
+        angles: dict[tuple[int, int], tuple[Array, Array]] = {}
         for index, block in enumerate(self.layers):
-            x, cache = block(x, index, angles, attend, cache)
+            spec = self.config.layers[index]
+            kind = (spec.rope, spec.key_size)
+            if kind not in angles:
+                angles[kind] = self.angles(positions, spec)
+            x, cache = block(x, index, angles[kind], attend, cache)
         return self.norm(x), cache
 
     def logits(self, hidden: Array) -> Array:

@@ -7,21 +7,21 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 import orbax.checkpoint as ocp
 
-from jspec.config import ModelConfig, RopeScaling
+from jspec.config import ModelConfig
 from jspec.models.errors import CheckpointError
-from jspec.models.families import LAYER_LIMIT
 from jspec.models.files import Fields, read_json
 
 SETTINGS = "jspec.json"
 ARRAYS = "arrays"
-FORMAT = 1
+FORMAT = 2  # 1 described all layers at once
 
 
 def write(path: Path, config: ModelConfig, arrays: Mapping[str, jax.Array]) -> None:
@@ -31,8 +31,7 @@ def write(path: Path, config: ModelConfig, arrays: Mapping[str, jax.Array]) -> N
         partial.mkdir()
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(partial.absolute() / ARRAYS, dict(arrays))
-        settings = {"format": FORMAT, "config": dataclasses.asdict(config)}
-        (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+        write_settings(partial, config)
         os.rename(partial, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -40,51 +39,65 @@ def write(path: Path, config: ModelConfig, arrays: Mapping[str, jax.Array]) -> N
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def write_settings(path: Path, config: ModelConfig) -> None:
+    """Write ``config`` into the directory ``path``, for `read_config`."""
+    settings = {"format": FORMAT, "config": dataclasses.asdict(config)}
+    (path / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+
+
 def read_config(path: Path) -> ModelConfig:
     """The settings beside the arrays; `CheckpointError` where they are malformed."""
     source = str(path / SETTINGS)
     fields = Fields(read_json(path / SETTINGS), source)
-    if fields.values.get("format") != FORMAT:
-        raise fields.error(f"format={fields.values.get('format')!r} is unknown; jspec has {FORMAT}")
-    config = fields.object("config")
-    scaling = config.object("rope_scaling")
-    values: dict[str, Any] = _typed(ModelConfig, config)
-    if values.get("num_layers", 0) > LAYER_LIMIT:
-        raise config.error(f"num_layers={values['num_layers']} must be at most {LAYER_LIMIT}")
+    version = fields.values.get("format")
+    if type(version) is not int or not 1 <= version <= FORMAT:
+        raise fields.error(f"format={version!r} is unknown; jspec has 1 to {FORMAT}")
+    _refuse_unknown(fields.values, {"format", "config"}, source)
+    config, source = fields.values.get("config"), f"{source}: config"
+    if version == 1:
+        return _make(ModelConfig.uniform, _hints_of_format_1(), config, source)
+    return _make(ModelConfig, get_type_hints(ModelConfig), config, source)
+
+
+def _hints_of_format_1() -> dict[str, Any]:
+    """Format 1 had one size for all layers and one rope: what `ModelConfig.uniform` takes."""
+    hints = get_type_hints(ModelConfig) | get_type_hints(ModelConfig.uniform)
+    return {n: h for n, h in hints.items() if n not in ("layers", "ropes", "settings", "return")}
+
+
+def _make(make: Callable, hints: Mapping[str, Any], values: Any, source: str) -> Any:
+    """``make`` called with the fields of ``values``, a JSON object, whose types are ``hints``."""
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{source}={values!r:.80} must be an object")
+    _refuse_unknown(values, hints, source)
+    settings = {n: _setting(hints[n], value, f"{source}: {n}") for n, value in values.items()}
     try:
-        if scaling.values:
-            values["rope_scaling"] = RopeScaling(**_typed(RopeScaling, scaling))
-        return ModelConfig(**values)
-    except CheckpointError:
-        raise
+        return make(**settings)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: {error}") from None
 
 
-def _typed(kind: type, fields: Fields) -> dict[str, Any]:
-    """The fields of dataclass ``kind``, each checked against its annotation."""
-    known = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    unknown = sorted(set(fields.values) - set(known))
+def _setting(hint: Any, value: Any, source: str) -> Any:
+    """A field of type ``hint``: lists become tuples, and objects the dataclasses that they were.
+
+    Everything else stays as it is: a dataclass checks its fields when it is made.
+    """
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    if get_origin(hint) is UnionType and len(kinds) == 1:
+        return None if value is None else _setting(kinds[0], value, source)
+    if get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_setting(kinds[0], x, f"{source}[{i}]") for i, x in enumerate(value))
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _make(hint, get_type_hints(hint), value, source)
+    return value
+
+
+def _refuse_unknown(values: Mapping[str, Any], known: Collection[str], source: str) -> None:
+    unknown = sorted(set(values) - set(known))
     if unknown:
-        raise fields.error(f"fields {unknown} are unknown; the file is of a newer jspec")
-    readers = {
-        "int": fields.integer,
-        "float": fields.number,
-        "float | None": fields.number,
-        "bool": fields.boolean,
-        "str": fields.text,
-    }
-    values: dict[str, Any] = {
-        name: readers[known[name]](name)
-        for name, value in fields.values.items()
-        if known[name] in readers and value is not None and value != defaults[name]
-    }
-    if "kind" in known:
-        values["kind"] = fields.text("kind")
-    if "stop_tokens" in known:
-        values["stop_tokens"] = fields.tokens("stop_tokens", fields.integer("vocab_size"))
-    return values
+        raise CheckpointError(
+            f"{source}: fields {unknown} are unknown; the file is of a newer jspec"
+        )
 
 
 def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, jax.Array]:

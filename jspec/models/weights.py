@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.models.errors import CheckpointError
+from jspec.models.families.family import Family
 from jspec.models.files import Entry, Fields, TensorFile, read_json
 
 SINGLE = "model.safetensors"
@@ -20,35 +21,6 @@ SHOWN = 4  # names listed in an error
 
 _FLOATS = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, np.float64))
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-_MODULES = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-
-
-def stored_name(parameter: str) -> str:
-    """The Hugging Face name of a parameter: ``layers.0.mlp.up.kernel`` is
-    ``model.layers.0.mlp.up_proj.weight``."""
-    if parameter == "embedding":
-        return "model.embed_tokens.weight"
-    module, _, leaf = parameter.rpartition(".")
-    leaf = "bias" if leaf == "bias" else "weight"
-    if module.startswith("layers."):
-        _, layer, module = module.split(".", 2)
-        return f"model.layers.{layer}.{_MODULES[module]}.{leaf}"
-    return f"{_MODULES[module]}.{leaf}"
 
 
 def is_quantized(config: Mapping[str, Any], source: str) -> bool:
@@ -83,10 +55,11 @@ def is_quantized(config: Mapping[str, Any], source: str) -> bool:
 
 
 class Weights:
-    """The tensors of ``directory``, found by name over all its shards."""
+    """The tensors of ``directory``, found over all its shards by the names of ``family``."""
 
-    def __init__(self, directory: Path, *, quantized: bool):
+    def __init__(self, directory: Path, family: Family, *, quantized: bool):
         self.directory = directory
+        self.family = family
         self.quantized = quantized
         self.files: dict[str, TensorFile] = {}
         for path in self._paths(directory):
@@ -124,7 +97,7 @@ class Weights:
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """Compare names and shapes with ``wanted``, parameters and their shapes in jspec."""
-        stored = {stored_name(parameter): parameter for parameter in wanted}
+        stored = {self.family.stored_name(parameter): parameter for parameter in wanted}
         missing = [name for name in stored if name not in self.files]
         if missing:
             raise CheckpointError(
@@ -137,9 +110,10 @@ class Weights:
             if self.entry(name).dtype == np.int8:
                 used.add(self._check_scale(name, parameter))
         extra = [name for name in self.files if name not in used and not _is_harmless(name)]
-        if tied and "lm_head.weight" in extra:
-            extra.remove("lm_head.weight")
-            self._check_tied()
+        head = self.family.stored_name("head.kernel")
+        if tied and head in extra:
+            extra.remove(head)
+            self._check_tied(head, self.family.stored_name("embedding"))
         if extra:
             raise CheckpointError(
                 f"{self.files[extra[0]].path} has {_listed(extra)} that config.json does not ask "
@@ -174,8 +148,7 @@ class Weights:
             raise CheckpointError(f"{self.files[scale].path}: tensor {scale} must be of floats")
         return scale
 
-    def _check_tied(self) -> None:
-        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    def _check_tied(self, head: str, embedding: str) -> None:
         if not self.files[head].same(head, self.files[embedding], embedding):
             raise CheckpointError(
                 f"{self.files[head].path}: tensor {head} {self.entry(head).shape} differs from "
@@ -185,7 +158,7 @@ class Weights:
 
     def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
         """A parameter in jspec's layout and ``dtype``, in one host array and a block's worth."""
-        name = stored_name(parameter)
+        name = self.family.stored_name(parameter)
         entry = self.entry(name)
         scale = self._scale(name) if entry.dtype == np.int8 else None
         transposed = parameter.endswith(".kernel")

@@ -1,1 +1,27 @@
-"""Operations: one file each with its signature, checks, jnp reference and choice of backend."""
+"""Operations: one file each with its signature, checks, jnp reference, cases and backends."""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jspec.dispatch import Operation
+
+_HOMES = (
+    "jspec.ops.attention:ATTENTION",
+    "jspec.ops.verify:VERIFY_GREEDY",
+    "jspec.ops.stochastic:VERIFY_STOCHASTIC",
+    "jspec.ops.sample:SAMPLE",
+    "jspec.ops.pack:PACK",
+    "jspec.ops.fused:VERIFY_AND_PACK",
+    "jspec.ops.fused:VERIFY_AND_APPEND",
+)
+
+
+@functools.cache
+def operations() -> tuple[Operation, ...]:
+    """Every operation of jspec, imported when first asked."""
+    pairs = (home.split(":") for home in _HOMES)
+    return tuple(getattr(import_module(module), name) for module, name in pairs)

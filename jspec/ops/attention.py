@@ -10,9 +10,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jspec.dispatch import Backend, Operation, always
+from jspec.dispatch import Backend, Case, Operation, always
 from jspec.typing import Array
 
 # Keys a step of xla_blocked: on a CPU a block of keys and values stays in a core's L2; a GPU, which
@@ -29,30 +30,41 @@ def attention(
     *,
     key_positions: Array | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """Causal grouped-query attention of new tokens over a cache that already holds their keys.
 
-    ``q [B, T, N, H]``; ``k``, ``v [B, S, K, H]``; ``positions`` int32 ``[B, T]``, absolute, -1 for
-    padding. ``key_positions`` int32 ``[B, S]`` are the keys' absolute positions, -1 for an empty
-    slot; None means that a key's slot is its position. A query sees the keys at or before its
-    position. ``scale`` defaults to ``H ** -0.5``. What empty slots hold, NaN included, has no
-    effect. Returns the output ``[B, T, N, H]`` in the dtype of ``q`` and the log-sum-exp of the
-    scores, natural log, float32 ``[B, T, N]``; padding gives 0 and -inf.
+    ``q [B, T, N, H]``; ``k [B, S, K, H]``; ``v [B, S, K, H']``; ``positions`` int32 ``[B, T]``,
+    absolute, -1 for padding. ``key_positions`` int32 ``[B, S]`` are the keys' absolute positions,
+    -1 for an empty slot; None means that a key's slot is its position. A query sees the keys at or
+    before its position, with ``window`` the last ``window`` of them alone. ``scale`` defaults to
+    ``H ** -0.5``; with ``softcap`` a score is ``softcap * tanh(score / softcap)``. What empty slots
+    hold, NaN included, has no effect. Returns the output ``[B, T, N, H']`` in the dtype of ``q``
+    and the log-sum-exp of the scores, natural log, float32 ``[B, T, N]``; padding gives 0 and -inf.
     """
     _check(q, k, v, positions, key_positions)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _ATTENTION(
-        q, k, v, positions, key_positions=key_positions, scale=scale, implementation=implementation
+    return ATTENTION(
+        q,
+        k,
+        v,
+        positions,
+        key_positions=key_positions,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
+        implementation=implementation,
     )
 
 
 def _check(q: Array, k: Array, v: Array, positions: Array, key_positions: Array | None) -> None:
     batch, tokens, heads, size = q.shape
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != size or heads % k.shape[2]:
+    fits = k.shape[:3] == v.shape[:3] and k.shape[0] == batch and k.shape[3] == size
+    if not fits or heads % k.shape[2]:
         raise ValueError(
             f"q {q.shape}, k {k.shape}, v {v.shape} must be [B, T, N, H], [B, S, K, H] and "
-            "[B, S, K, H] with N a multiple of K"
+            "[B, S, K, H'] with N a multiple of K"
         )
     if positions.shape != (batch, tokens):
         raise ValueError(f"positions {positions.shape} must be [B, T] = {(batch, tokens)}")
@@ -74,16 +86,19 @@ def _ungrouped(x: Array, tokens: int) -> Array:
     return jnp.swapaxes(x, 1, 2).reshape(batch, tokens, kv_heads * (rows // tokens), *rest)
 
 
-def _accumulate(carry, q: Array, k: Array, v: Array, valid: Array):
+def _accumulate(carry, q: Array, k: Array, v: Array, valid: Array, softcap: float | None):
     """Add a block of keys to a running softmax ``(maximum, sum, weighted values)``.
 
-    ``q [B, K, T * G, H]`` scaled, ``k``, ``v [B, S, K, H]``, ``valid [B, T * G, S]``.
+    ``q [B, K, T * G, H]`` scaled, ``k [B, S, K, H]``, ``v [B, S, K, H']``, ``valid
+    [B, T * G, S]``.
     """
     maximum, total, out = carry
     valid = valid[:, None]
     # Empty slots may hold anything, and 0 * NaN is NaN: their values must go too.
     v = jnp.where(valid.any(axis=2)[:, 0, :, None, None], v, 0)
     scores = jnp.einsum("bkmh,bskh->bkms", q, k, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(valid, scores, LOWEST)
     highest = jnp.maximum(maximum, scores.max(axis=-1))
     weights = jnp.where(valid, jnp.exp(scores - highest[..., None]), 0)
@@ -94,9 +109,9 @@ def _accumulate(carry, q: Array, k: Array, v: Array, valid: Array):
     return highest, total * decay + weights.sum(axis=-1), out * decay[..., None] + values
 
 
-def _start(q: Array):
+def _start(q: Array, v: Array):
     rows = q.shape[:-1]
-    return jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros(q.shape, jnp.float32)
+    return jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros((*rows, v.shape[-1]), jnp.float32)
 
 
 def _finish(carry, tokens: int, dtype) -> tuple[Array, Array]:
@@ -106,22 +121,25 @@ def _finish(carry, tokens: int, dtype) -> tuple[Array, Array]:
     return _ungrouped(out, tokens).astype(dtype), _ungrouped(lse, tokens)
 
 
-def _sees(positions: Array, key_positions: Array, group: int) -> Array:
+def _sees(positions: Array, key_positions: Array, group: int, window: int | None) -> Array:
     """Which of ``[B, S]`` keys each grouped query row may read, bool ``[B, T * G, S]``."""
     seen = (key_positions >= 0)[:, None] & (key_positions[:, None] <= positions[:, :, None])
+    if window is not None:
+        seen = seen & (key_positions[:, None] > positions[:, :, None] - window)
     return jnp.repeat(seen, group, axis=1)
 
 
-def _xla(q, k, v, positions, *, key_positions, scale):
+def _xla(q, k, v, positions, *, key_positions, scale, window, softcap):
     kv_heads = k.shape[2]
     if key_positions is None:
         key_positions = jnp.arange(k.shape[1])[None]
-    valid = _sees(positions, key_positions, q.shape[2] // kv_heads)
+    valid = _sees(positions, key_positions, q.shape[2] // kv_heads, window)
     grouped = _grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
-    return _finish(_accumulate(_start(grouped), grouped, k, v, valid), q.shape[1], q.dtype)
+    sums = _accumulate(_start(grouped, v), grouped, k, v, valid, softcap)
+    return _finish(sums, q.shape[1], q.dtype)
 
 
-def _xla_blocked(q, k, v, positions, *, key_positions, scale):
+def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap):
     slots, kv_heads = k.shape[1:3]
     group = q.shape[2] // kv_heads
     block = min(BLOCK if jax.default_backend() == "cpu" else GPU_BLOCK, slots)
@@ -138,39 +156,53 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale):
         part_k, part_v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (k, v))
         part_positions = lax.dynamic_slice_in_dim(key_positions, start, block, axis=1)
         fresh = start + jnp.arange(block) >= index * block
-        valid = _sees(positions, part_positions, group) & fresh[None, None]
-        return _accumulate(carry, grouped, part_k, part_v, valid)
+        valid = _sees(positions, part_positions, group, window) & fresh[None, None]
+        return _accumulate(carry, grouped, part_k, part_v, valid, softcap)
 
-    return _finish(lax.fori_loop(0, blocks, body, _start(grouped)), q.shape[1], q.dtype)
-
-
-def _preference(platform: str, q: Array, *args, **kwargs) -> tuple[str, ...]:
-    # On a GPU a loop with a traced bound waits for the host in every round, which a long prefill
-    # chunk does not feel and a decoding step does.
-    if platform == "cpu" or q.shape[1] >= 64:
-        return ("xla_blocked", "xla")
-    return ("xla", "xla_blocked")
+    sums = lax.fori_loop(0, blocks, body, _start(grouped, v))
+    return _finish(sums, q.shape[1], q.dtype)
 
 
-_ATTENTION = Operation(
+def _sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
+    """What backends are ordered by."""
+    return {"batch": q.shape[0], "tokens": q.shape[1], "slots": k.shape[1]}
+
+
+def _cases() -> list[Case]:
+    """Three tokens at the end of a cache, and what numpy makes of them."""
+
+    def build() -> tuple[np.ndarray, ...]:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, n, 2, 16), np.float32) for n in (3, 40, 40))
+        return q, k, v, np.array([[37, 38, 39]], np.int32)
+
+    def wanted() -> tuple[np.ndarray, np.ndarray]:
+        q, k, v, positions = build()
+        scores = np.einsum("btnh,bsnh->bnts", q, k) / 4
+        scores = np.where(np.arange(40) <= positions[0][:, None], scores, -np.inf)
+        lse = np.log(np.exp(scores).sum(axis=-1))
+        out = np.einsum("bnts,bsnh->btnh", np.exp(scores - lse[..., None]), v)
+        return out, np.swapaxes(lse, 1, 2)
+
+    static = {"key_positions": None, "scale": 0.25, "window": None, "softcap": None}
+    return [Case("three-tokens", build, static, small=True, wanted=wanted)]
+
+
+# On a GPU a loop with a traced bound waits for the host in every round, which a long prefill chunk
+# does not feel and a decoding step does.
+ATTENTION = Operation(
     "attention",
     {
-        b.name: b
-        for b in (Backend("xla", _xla, always), Backend("xla_blocked", _xla_blocked, always))
+        "xla": Backend("xla", _xla, always),
+        "xla_blocked": Backend("xla_blocked", _xla_blocked, always),
     },
-    _preference,
+    _sizes,
+    _cases,
+    off_gpu=("xla_blocked", "xla"),
 )
-
-
-def implementations() -> tuple[str, ...]:
-    """Names that ``implementation`` may take."""
-    return tuple(_ATTENTION.backends)
 
 
 def causal(q: Array, k: Array, v: Array) -> Array:
     """Causal attention of a whole sequence over itself, without a cache: shapes as `attention`."""
     positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
     return attention(q, k, v, positions, implementation="xla")[0]
-
-
-__all__ = ["attention", "causal", "implementations"]

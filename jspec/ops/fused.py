@@ -1,12 +1,22 @@
-"""Verification fused with what follows it: packing accepted rows, or appending them to a cache."""
+"""Verification fused with what follows it: packing accepted KV rows, or appending them to a cache.
+
+A decode loop calls these whose draft writes its keys and values outside of the cache, and which
+verifies greedily: one launch takes the place of two. jspec's own loop writes the cache in place.
+"""
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import dataclasses
+import functools
+from typing import Any
 
-from jspec.dispatch import Backend, Operation, always, cuda_first
-from jspec.ops.pack import PACK, Packed, pack_xla
-from jspec.ops.verify import VERIFY_GREEDY, Verified, check_greedy, greedy_xla
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.cases import accepted_tokens, kv_rows, ragged_tokens
+from jspec.ops.pack import PACK, Packed, kv_sizes, pack_xla
+from jspec.ops.verify import VERIFY_GREEDY, Verified, check_greedy, greedy_sizes, greedy_xla
 from jspec.typing import Array
 
 
@@ -15,14 +25,14 @@ def verify_and_pack(
     target_tokens: Array,
     draft_lengths: Array,
     stop_tokens: Array,
-    rows: Array,
+    kv: Array,
     *,
     implementation: str | None = None,
 ) -> tuple[Verified, Packed]:
-    """`jspec.verify_greedy`, and `jspec.pack` of the ``rows [B, gamma, D]`` that it accepted."""
+    """`jspec.verify_greedy`, and `jspec.pack` of the ``kv [B, gamma, D]`` that it accepted."""
     check_greedy(draft_tokens, target_tokens, draft_lengths, stop_tokens)
-    _check_rows(rows, draft_tokens)
-    arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens, rows)
+    _check_kv(kv, draft_tokens)
+    arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens, kv)
     out = VERIFY_AND_PACK(*arguments, implementation=implementation)
     return Verified(*out[:6]), Packed(*out[6:])
 
@@ -32,79 +42,122 @@ def verify_and_append(
     target_tokens: Array,
     draft_lengths: Array,
     stop_tokens: Array,
-    rows: Array,
+    kv: Array,
     cache: Array,
     lengths: Array,
     *,
     implementation: str | None = None,
 ) -> tuple[Verified, Array]:
-    """`jspec.verify_greedy`, and the accepted ``rows`` written behind what a cache holds.
+    """`jspec.verify_greedy`, and the accepted rows of ``kv`` written behind what a cache holds.
 
-    ``rows [B, gamma, D]``; ``cache [B, S, D]`` of the same dtype, whose slots before ``lengths``
+    ``kv [B, gamma, D]``; ``cache [B, S, D]`` of the same dtype, whose slots before ``lengths``
     int32 ``[B]`` are kept; row i of batch row b goes to slot ``lengths[b] + i``. Returns the cache
     as it then is: donate it, and nothing is copied. The caller makes sure that ``lengths + gamma``
     does not exceed S; a slot past it is never written.
     """
     check_greedy(draft_tokens, target_tokens, draft_lengths, stop_tokens)
-    _check_rows(rows, draft_tokens)
-    batch, _, width = rows.shape
-    if cache.ndim != 3 or cache.shape[::2] != (batch, width) or cache.dtype != rows.dtype:
+    _check_kv(kv, draft_tokens)
+    batch, _, width = kv.shape
+    if cache.ndim != 3 or cache.shape[::2] != (batch, width) or cache.dtype != kv.dtype:
         raise ValueError(
-            f"cache {cache.dtype}{cache.shape} must be {rows.dtype}[B, S, D] with B={batch}, "
-            f"D={width}, as the rows are"
+            f"cache {cache.dtype}{cache.shape} must be {kv.dtype}[B, S, D] with B={batch}, "
+            f"D={width}, as kv is"
         )
     if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
         raise ValueError(f"lengths {lengths.dtype}{lengths.shape} must be int32 [B] with B={batch}")
-    arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens, rows, cache, lengths)
+    arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens, kv, cache, lengths)
     out = VERIFY_AND_APPEND(*arguments, implementation=implementation)
     return Verified(*out[:6]), out[6]
 
 
-def _check_rows(rows: Array, draft_tokens: Array) -> None:
-    if rows.ndim != 3 or rows.shape[:2] != draft_tokens.shape:
-        raise ValueError(f"rows {rows.shape} must be [B, gamma, D] with {draft_tokens.shape}")
+def _check_kv(kv: Array, draft_tokens: Array) -> None:
+    if kv.ndim != 3 or kv.shape[:2] != draft_tokens.shape:
+        raise ValueError(f"kv {kv.shape} must be [B, gamma, D] with {draft_tokens.shape}")
 
 
 def _pack_xla(*arguments: Array) -> tuple[Array, ...]:
-    *tokens, rows = arguments
+    *tokens, kv = arguments
     verified = greedy_xla(*tokens)
-    return *verified, *pack_xla(rows, verified[0])
+    return *verified, *pack_xla(kv, verified[0])
 
 
 def _append_xla(*arguments: Array) -> tuple[Array, ...]:
-    *tokens, rows, cache, lengths = arguments
+    *tokens, kv, cache, lengths = arguments
     verified = greedy_xla(*tokens)
-    index = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    index = jnp.arange(kv.shape[1], dtype=jnp.int32)[None]
     # What was rejected is sent past the end, where "drop" leaves it out.
     slots = jnp.where(index < verified[0][:, None], lengths[:, None] + index, cache.shape[1])
-    batch = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
-    return *verified, cache.at[batch, slots].set(rows, mode="drop")
+    batch = jnp.arange(kv.shape[0], dtype=jnp.int32)[:, None]
+    return *verified, cache.at[batch, slots].set(kv, mode="drop")
 
 
 def _two_steps(*arguments: Array) -> tuple[Array, ...]:
     """The best backend of each step, one launch behind the other."""
-    *tokens, rows = arguments
+    *tokens, kv = arguments
     verified = VERIFY_GREEDY(*tokens)
-    return *verified, *PACK(rows, verified[0])
+    return *verified, *PACK(kv, verified[0])
 
 
-def _preference(platform: str, draft_tokens: Array, *rest: Array) -> tuple[str, ...]:
-    """By device time on an H100.
+def fused_sizes(draft_tokens: Array, *rest: Array) -> dict[str, int]:
+    """What backends are ordered and cut by.
 
-    One launch spares another, but each of its programs counts for itself what goes before its
-    rows: more work for more programs the more tokens there are.
+    Those of verification and of packing, and ``padded``: all draft tokens, gamma taken as the power
+    of 2 that holds it.
     """
-    if platform != "gpu":
-        return ("xla",)
     batch, gamma = draft_tokens.shape
-    if batch * gamma <= 512:
-        return ("triton", "cuda", "two_steps")
-    if batch * gamma <= (4096 if batch <= 32 else 2048) and batch <= 256:
-        return ("triton", "two_steps")
-    return ("two_steps",)
+    padded = batch * 2 ** max(gamma - 1, 0).bit_length()
+    return greedy_sizes(draft_tokens) | kv_sizes(rest[3]) | {"padded": padded}
 
 
-# Backends return the fields of `Verified`, then those of `Packed` or the cache.
+# ``(B, gamma, M, D, dtype)`` by name.
+_SHAPES = {
+    "one-row": (1, 3, 2, 8, "float32"),
+    "no-draft": (2, 0, 1, 4, "float32"),
+    "odd": (5, 7, 1, 33, "float16"),
+    "over-a-scan": (37, 4, 2, 16, "bfloat16"),
+    "over-a-tile": (3, 40, 1, 16, "int8"),
+    "no-stops": (32, 8, 0, 64, "float16"),
+    "over-a-warp": (19, 33, 3, 7, "float16"),
+    "most-stops": (32, 128, 40, 24, "float32"),
+    "long": (6, 200, 1, 9, "int8"),
+    "many-rows": (1100, 4, 1, 8, "float32"),
+}
+
+
+def pack_cases() -> list[Case]:
+    """A case of which all is accepted, and ragged ones."""
+
+    def ragged(batch: int, gamma: int, stops: int, width: int, dtype: str) -> tuple[Any, ...]:
+        return *ragged_tokens(batch, gamma, stops), kv_rows(batch, gamma, width, dtype)
+
+    def whole() -> tuple[Any, ...]:
+        return *accepted_tokens(2, 14), kv_rows(2, 14, 8, "float32")
+
+    every = [Case(name, functools.partial(ragged, *shape)) for name, shape in _SHAPES.items()]
+    return [Case("all-accepted", whole, small=True), *every]
+
+
+def append_cases() -> list[Case]:
+    """The same with a cache for each; in the ragged ones some rows do not fit."""
+
+    def appending(case: Case) -> tuple[Any, ...]:
+        arguments = case.build()
+        kv = arguments[4]
+        batch, gamma, width = kv.shape
+        slots = gamma + 5
+        cache = np.full((batch, slots, width), 99, kv.dtype)
+        most = 6 if case.small else slots + 2
+        lengths = np.random.default_rng(batch).integers(0, most, batch, np.int32)
+        return *arguments, cache, lengths
+
+    return [
+        dataclasses.replace(case, build=functools.partial(appending, case)) for case in pack_cases()
+    ]
+
+
+# Backends return the fields of `Verified`, then those of `Packed` or the cache. One launch spares
+# another, but each of its programs counts for itself what goes before its rows: the more draft
+# tokens there are, the better two steps do.
 VERIFY_AND_PACK = Operation(
     "verify_and_pack",
     {
@@ -114,10 +167,12 @@ VERIFY_AND_PACK = Operation(
         "cuda": "jspec.cuda_ffi.fused:PACK",
         "cuda_single": "jspec.cuda_ffi.fused:PACK_SINGLE",
     },
-    _preference,
+    fused_sizes,
+    pack_cases,
 )
 VERIFY_AND_APPEND = Operation(
     "verify_and_append",
     {"xla": Backend("xla", _append_xla, always), "cuda": "jspec.cuda_ffi.fused:APPEND"},
-    cuda_first,
+    fused_sizes,
+    append_cases,
 )

@@ -1,82 +1,111 @@
-"""Packing: the accepted rows of a ragged batch, one behind the other."""
+"""Packing: the accepted KV rows of a ragged batch, one behind the other.
+
+A decode loop calls it whose draft writes its keys and values outside of the cache: what was
+accepted goes on as one dense buffer, for a paged cache or another device. jspec's own loop needs no
+such step, since its verification writes the cache in place.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jspec.dispatch import Backend, Operation, always
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.cases import counts, kv_rows
 from jspec.typing import Array
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Rows packed without gaps, in a buffer of static capacity.
+    """KV rows packed without gaps, in a buffer of static capacity.
 
-    ``rows [B * gamma, D]``: those of batch row b begin at ``offsets[b]``; what lies at and past
+    ``kv [B * gamma, D]``: those of batch row b begin at ``offsets[b]``; what lies at and past
     ``total`` is unspecified. ``offsets`` int32 ``[B]``; ``total`` int32 ``[]``, on the device like
     the rest: asking for it is what would make the host wait.
     """
 
-    rows: Array
+    kv: Array
     offsets: Array
     total: Array
 
 
-def packed_like(rows: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of the fields of `Packed` for ``rows [B, gamma, D]``."""
-    batch, gamma, width = rows.shape
+def packed_like(kv: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of the fields of `Packed` for ``kv [B, gamma, D]``."""
+    batch, gamma, width = kv.shape
     return (
-        jax.ShapeDtypeStruct((batch * gamma, width), rows.dtype),
+        jax.ShapeDtypeStruct((batch * gamma, width), kv.dtype),
         jax.ShapeDtypeStruct((batch,), jnp.int32),
         jax.ShapeDtypeStruct((), jnp.int32),
     )
 
 
-def pack(rows: Array, accepted: Array, *, implementation: str | None = None) -> Packed:
-    """Pack the first ``accepted[b]`` of each ``rows[b]`` into one buffer.
+def pack(kv: Array, accepted: Array, *, implementation: str | None = None) -> Packed:
+    """Pack the first ``accepted[b]`` of each ``kv[b]`` into one buffer.
 
-    ``rows [B, gamma, D]`` of any dtype; ``accepted`` int32 ``[B]`` in 0..gamma.
+    ``kv [B, gamma, D]`` of any dtype; ``accepted`` int32 ``[B]`` in 0..gamma.
     """
-    check_pack(rows, accepted)
-    return Packed(*PACK(rows, accepted, implementation=implementation))
+    check_pack(kv, accepted)
+    return Packed(*PACK(kv, accepted, implementation=implementation))
 
 
-def check_pack(rows: Array, accepted: Array) -> None:
+def check_pack(kv: Array, accepted: Array) -> None:
     """Raise `ValueError` where shapes or dtypes are not those of `pack`."""
-    if rows.ndim != 3 or accepted.shape != rows.shape[:1]:
-        raise ValueError(
-            f"rows {rows.shape} and accepted {accepted.shape} must be [B, gamma, D], [B]"
-        )
+    if kv.ndim != 3 or accepted.shape != kv.shape[:1]:
+        raise ValueError(f"kv {kv.shape} and accepted {accepted.shape} must be [B, gamma, D], [B]")
     if accepted.dtype != jnp.int32:
         raise ValueError(f"accepted {accepted.dtype} must be int32")
 
 
-def pack_xla(rows: Array, accepted: Array) -> tuple[Array, Array, Array]:
-    """The reference of `pack`: the fields of `Packed`, zeros behind the last row."""
-    batch, gamma, width = rows.shape
+def pack_xla(kv: Array, accepted: Array) -> tuple[Array, Array, Array]:
+    """The reference of `pack`: the fields of `Packed`, zeros behind the last KV row."""
+    batch, gamma, width = kv.shape
     accepted = jnp.clip(accepted, 0, gamma)
     ends = jnp.cumsum(accepted, dtype=jnp.int32)
     offsets = ends - accepted
     index = jnp.arange(gamma, dtype=jnp.int32)[None]
     # What was rejected is sent past the end, where "drop" leaves it out.
     target = jnp.where(index < accepted[:, None], offsets[:, None] + index, batch * gamma)
-    packed = jnp.zeros((batch * gamma, width), rows.dtype)
-    return packed.at[target].set(rows, mode="drop"), offsets, ends[-1]
+    packed = jnp.zeros((batch * gamma, width), kv.dtype)
+    return packed.at[target].set(kv, mode="drop"), offsets, ends[-1]
 
 
-def _preference(platform: str, rows: Array, accepted: Array) -> tuple[str, ...]:
-    """By device time on an H100: Pallas gains on long runs, and loses where there are many rows."""
-    if platform != "gpu":
-        return ("xla",)
-    batch, gamma, width = rows.shape
-    run = gamma * width * rows.dtype.itemsize
-    if run >= (2**14 if batch <= 64 else 2**17):
-        return ("pallas", "triton", "cuda", "xla")
-    return ("triton", "pallas", "cuda", "xla")
+def kv_sizes(kv: Array, *rest: Array) -> dict[str, int]:
+    """What backends are ordered and cut by: bytes of a batch row's KV rows, and of all."""
+    batch, gamma, width = kv.shape
+    run = gamma * width * kv.dtype.itemsize
+    return {"batch": batch, "gamma": gamma, "run_bytes": run, "bytes": batch * run}
+
+
+# ``(B, gamma, D, dtype)`` by name. Mosaic GPU takes those whose rows are whole words of 16 bytes.
+_SHAPES = {
+    "one-element-word": (3, 1, 8, "float16"),
+    "one-row": (1, 5, 16, "float32"),
+    "odd-words": (4, 5, 96, "bfloat16"),
+    "bytes": (5, 9, 128, "int8"),
+    "many-rows": (67, 3, 8, "uint16"),
+    "wide": (2, 3, 1024, "float32"),
+    "odd-width": (5, 7, 33, "float16"),
+    "flags": (4, 4, 20, "bool"),
+    "no-width": (4, 3, 0, "float32"),
+}
+
+
+def pack_cases() -> list[Case]:
+    """A case of which all is accepted, and ragged ones of every kind of width."""
+
+    def whole() -> tuple[np.ndarray, np.ndarray]:
+        return kv_rows(2, 14, 8, "float32"), np.full(2, 14, np.int32)
+
+    def ragged(batch: int, gamma: int, width: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        return kv_rows(batch, gamma, width, dtype), counts(batch, gamma)
+
+    every = [Case(name, functools.partial(ragged, *shape)) for name, shape in _SHAPES.items()]
+    return [Case("all-accepted", whole, small=True), *every]
 
 
 # Backends return the fields of `Packed` in order.
@@ -88,5 +117,6 @@ PACK = Operation(
         "pallas": "jspec.pallas.pack:PACK",
         "cuda": "jspec.cuda_ffi.pack:PACK",
     },
-    _preference,
+    kv_sizes,
+    pack_cases,
 )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.dispatch import Backend, Operation, always, cuda_first
+from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.distribution import Settings, cleaned, distribution, draw
 from jspec.ops.uint64 import UInt64
 from jspec.ops.vocabulary import Vocabulary
@@ -135,8 +135,33 @@ def greedy(logits: Array) -> Array:
     return jnp.argmax(cleaned(logits), axis=-1).astype(jnp.int32)
 
 
+def _sizes(logits: Array, *rest: Array, **static: object) -> dict[str, int]:
+    """What backends are ordered by."""
+    batch, tokens, vocabulary = logits.shape
+    return {"batch": batch, "tokens": tokens, "vocabulary": vocabulary}
+
+
+def unfiltered(batch: int) -> Settings:
+    """Settings of rows at temperature 1 without a filter, for cases."""
+    ones, zeros = jnp.ones(batch), jnp.zeros(batch, jnp.int32)
+    return settings_of(Sampling(ones, zeros, ones, jnp.zeros(batch), zeros.astype(jnp.uint32)))
+
+
+def _cases() -> list[Case]:
+    """Logits that leave no choice, so that every number draws the same token."""
+
+    def certain() -> tuple[np.ndarray, Settings, np.ndarray]:
+        wanted = np.arange(30, dtype=np.int32).reshape(2, 15)
+        logits = 40 * np.eye(30, dtype=np.float32)[wanted]
+        return logits, unfiltered(2), wanted
+
+    static = {"role": Role.DRAFT, "filtered": False, "axis_name": None}
+    return [Case("certain", certain, static, small=True)]
+
+
 SAMPLE = Operation(
     "sample",
     {"xla": Backend("xla", sample_xla, always), "cuda": "jspec.cuda_ffi.stochastic:SAMPLE"},
-    cuda_first,
+    _sizes,
+    _cases,
 )

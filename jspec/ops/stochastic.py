@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jspec.dispatch import Backend, Operation, always, cuda_first
+from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops import uint64
+from jspec.ops.cases import accepted_tokens
 from jspec.ops.distribution import ONE, Position, Settings, distribution, draw, total
-from jspec.ops.sample import Role, Sampling, number, settings_of
+from jspec.ops.sample import Role, Sampling, number, settings_of, unfiltered
 from jspec.ops.uint64 import UInt64
 from jspec.ops.verify import Verified, check_draft, commit, leading
 from jspec.ops.vocabulary import Vocabulary
@@ -108,6 +110,23 @@ def stochastic_xla(
     return commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
 
 
+def _sizes(draft_tokens: Array, target_logits: Array, *rest: object, **static: object):
+    """What backends are ordered by."""
+    batch, gamma = draft_tokens.shape
+    return {"batch": batch, "gamma": gamma, "vocabulary": target_logits.shape[2]}
+
+
+def _cases() -> list[Case]:
+    """Logits under which every draft token is accepted, whatever the numbers are."""
+
+    def certain() -> tuple[object, ...]:
+        draft, target, lengths, stops = accepted_tokens(2, 14)
+        logits = 40 * np.eye(30, dtype=np.float32)[target]
+        return draft, logits, lengths, stops, unfiltered(2), np.zeros(2, np.int32), None
+
+    return [Case("certain", certain, {"filtered": False, "axis_name": None}, small=True)]
+
+
 # Backends return the fields of `Verified` in order.
 VERIFY_STOCHASTIC = Operation(
     "verify_stochastic",
@@ -115,7 +134,8 @@ VERIFY_STOCHASTIC = Operation(
         "xla": Backend("xla", stochastic_xla, always),
         "cuda": "jspec.cuda_ffi.stochastic:VERIFY",
     },
-    cuda_first,
+    _sizes,
+    _cases,
 )
 
 

@@ -1,32 +1,35 @@
 """Verification of drafted tokens: what is accepted, and the one token that follows.
 
-Greedy: a draft token stands while it equals the target's argmax. For rejection sampling see
+Greedy: draft tokens are accepted while they equal the target's argmax. For rejection sampling see
 `jspec.ops.stochastic`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from jspec.dispatch import Backend, Operation, always
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.cases import accepted_tokens, ragged_tokens
 from jspec.typing import Array
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """The outcome for each row.
+    """The outcome for each row; tokens have the dtype of the draft's.
 
-    ``accepted`` int32 ``[B]``: draft tokens that stand, a stop token among them ending the count.
+    ``accepted`` int32 ``[B]``: accepted draft tokens, a stop token among them ending the count.
     ``committed`` int32 ``[B]``: tokens the caller gets: accepted + 1, or accepted where a stop
-    token stood inside the accepted run. ``mismatch`` bool ``[B]``: the last of them corrects a
-    rejected draft token. ``next_token`` ``[B]``: that token, or the bonus token behind a draft that
-    stood whole; -1 where a stop token came before it. ``stopped`` bool ``[B]``: a committed token
-    is a stop token. ``tokens`` ``[B, gamma + 1]``: the committed block, -1 behind its end. Tokens
-    have the dtype of the draft's.
+    token is inside the accepted run.
+    ``mismatch`` bool ``[B]``: the last of them corrects a rejected draft token.
+    ``next_token`` ``[B]``: the corrected token, or the bonus token behind a draft that is accepted
+    whole; -1 where a stop token came before it.
+    ``stopped`` bool ``[B]``: a committed token is a stop token.
+    ``tokens`` ``[B, gamma + 1]``: the committed block, -1 behind its end.
     """
 
     accepted: Array
@@ -89,16 +92,32 @@ def greedy_xla(
     return commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
 
 
-def _preference(platform: str, draft_tokens: Array, *rest: Array) -> tuple[str, ...]:
-    """By device time on an H100: four warps a row, then one, then several rows a warp."""
-    if platform != "gpu":
-        return ("xla",)
-    batch = draft_tokens.shape[0]
-    if batch <= 64:
-        return ("pallas", "cuda", "triton", "xla")
-    if batch <= 512:
-        return ("cuda", "triton", "pallas", "xla")
-    return ("triton", "cuda", "pallas", "xla")
+def greedy_sizes(draft_tokens: Array, *rest: Array) -> dict[str, int]:
+    """What backends are ordered and cut by: the batch, gamma, and all draft tokens."""
+    batch, gamma = draft_tokens.shape
+    return {"batch": batch, "gamma": gamma, "drafted": batch * gamma}
+
+
+# ``(B, gamma, M)`` by name.
+_SHAPES = {
+    "gamma-1": (5, 1, 1),
+    "no-stops": (7, 2, 0),
+    "odd": (5, 5, 2),
+    "one-row": (1, 8, 1),
+    "warp": (9, 32, 3),
+    "over-a-warp": (6, 33, 1),
+    "two-pieces": (6, 100, 2),
+    "largest": (6, 128, 1),
+    "three-pieces": (3, 200, 1),
+}
+
+
+def greedy_cases() -> list[Case]:
+    """A case of which all is accepted, and ragged ones of every kind of length."""
+    ragged = [
+        Case(name, functools.partial(ragged_tokens, *shape)) for name, shape in _SHAPES.items()
+    ]
+    return [Case("all-accepted", lambda: accepted_tokens(2, 14), small=True), *ragged]
 
 
 # Backends return the fields of `Verified` in order.
@@ -111,7 +130,8 @@ VERIFY_GREEDY = Operation(
         "pallas": "jspec.pallas.verify:VERIFY_GREEDY",
         "triton": "jspec.triton.verify:VERIFY_GREEDY",
     },
-    _preference,
+    greedy_sizes,
+    greedy_cases,
 )
 
 
@@ -134,10 +154,10 @@ def check_draft(
         raise ValueError(f"draft_lengths {draft_lengths.dtype} must be int32")
 
 
-def leading(stands: Array, lengths: Array) -> Array:
+def leading(accepts: Array, lengths: Array) -> Array:
     """Length of the leading run of True in ``[B, gamma]``, counted within ``lengths [B]``."""
-    stands = stands & (jnp.arange(stands.shape[1], dtype=jnp.int32)[None] < lengths[:, None])
-    return jnp.cumprod(stands.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    accepts = accepts & (jnp.arange(accepts.shape[1], dtype=jnp.int32)[None] < lengths[:, None])
+    return jnp.cumprod(accepts.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def commit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jspec import tuned
 from jspec.dispatch import Backend
+from jspec.ops.pack import kv_sizes
 from jspec.pallas.mosaic import Spread, floor_power, iota, load, refuses_pallas, starts, store
 from jspec.typing import Array
 
@@ -28,19 +31,19 @@ class Blocks:
     span: int
 
 
-def blocks_for(batch: int, run: int) -> Blocks:
-    """The cut that serves ``batch`` rows of up to ``run`` bytes well."""
-    span = 4096 if batch * run <= 2**23 else 8192
-    return Blocks(span=min(span, floor_power(run)))
+def blocks_for(sizes: Mapping[str, int]) -> Blocks:
+    """The cut that serves KV rows of these sizes well."""
+    span = tuned.block("pack", "pallas", sizes)["span"]
+    return Blocks(span=min(span, floor_power(sizes["run_bytes"])))
 
 
 def pack_pallas(
-    rows: Array, accepted: Array, *, blocks: Blocks | None = None
+    kv: Array, accepted: Array, *, blocks: Blocks | None = None
 ) -> tuple[Array, Array, Array]:
     """As `jspec.ops.pack.pack_xla`; what lies past the total is whatever was there."""
-    batch, gamma, width = rows.shape
-    size = rows.dtype.itemsize
-    span = (blocks or blocks_for(batch, gamma * width * size)).span // size
+    batch, gamma, width = kv.shape
+    size = kv.dtype.itemsize
+    span = (blocks or blocks_for(kv_sizes(kv))).span // size
     word = WORD // size
     counted = Spread(min(256, floor_power(batch)))
 
@@ -98,7 +101,7 @@ def pack_pallas(
                 def _():
                     total[0] = offset + kept
 
-    carrier = lax.bitcast_convert_type(rows, _CARRIERS[size])
+    carrier = lax.bitcast_convert_type(kv, _CARRIERS[size])
     call = plgpu.kernel(
         pack,
         out_type=(
@@ -113,24 +116,27 @@ def pack_pallas(
     )
     packed, offsets, total = call(carrier.reshape(batch, gamma * width), accepted)
     packed = packed.reshape(batch * gamma, width)
-    return lax.bitcast_convert_type(packed, rows.dtype), offsets, total[0]
+    return lax.bitcast_convert_type(packed, kv.dtype), offsets, total[0]
 
 
-def _supports(rows: Array, accepted: Array) -> str | None:
-    batch, _, width = rows.shape
-    if 0 in rows.shape:
-        return f"rows {rows.shape} leave nothing to launch"
+def refuses(kv: Array) -> str | None:
+    """Why the kernel cannot take KV rows of this shape and type, or None."""
+    batch, _, width = kv.shape
+    if 0 in kv.shape:
+        return f"kv {kv.shape} leaves nothing to launch"
     if batch > MOST_ROWS:
         return f"B={batch} is over {MOST_ROWS}"
-    if jax.dtypes.itemsize_bits(rows.dtype) not in (8, 16, 32) or rows.dtype == jnp.bool_:
-        return f"rows of {rows.dtype} are not elements of 1, 2 or 4 bytes"
-    if width * rows.dtype.itemsize % WORD:
-        return (
-            f"D={width} of {rows.dtype} is {width * rows.dtype.itemsize} bytes, not words of {WORD}"
-        )
-    if rows.size >= 2**31:
-        return f"rows {rows.shape} have more elements than int32 counts"
-    return refuses_pallas()
+    if jax.dtypes.itemsize_bits(kv.dtype) not in (8, 16, 32) or kv.dtype == jnp.bool_:
+        return f"kv of {kv.dtype} does not have elements of 1, 2 or 4 bytes"
+    if width * kv.dtype.itemsize % WORD:
+        return f"D={width} of {kv.dtype} is {width * kv.dtype.itemsize} bytes, not words of {WORD}"
+    if kv.size >= 2**31:
+        return f"kv {kv.shape} has more elements than int32 counts"
+    return None
+
+
+def _supports(kv: Array, accepted: Array) -> str | None:
+    return refuses(kv) or refuses_pallas()
 
 
 PACK = Backend("pallas", pack_pallas, _supports)

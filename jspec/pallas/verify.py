@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jspec import tuned
 from jspec.dispatch import Backend
-from jspec.ops.verify import verified_like
+from jspec.ops.verify import greedy_sizes, verified_like
 from jspec.pallas.mosaic import (
     Spread,
     floor_power,
@@ -37,10 +39,11 @@ class Blocks:
     piece: int
 
 
-def blocks_for(batch: int, gamma: int) -> Blocks:
-    """The cut that serves ``[batch, gamma]`` draft tokens well."""
+def blocks_for(sizes: Mapping[str, int]) -> Blocks:
+    """The cut that serves draft tokens of these sizes well."""
     # A program has four warps that all do the same: many small ones cost more than a few longer.
-    return Blocks(rows=max(1, min(8, batch // 128)), piece=min(128, floor_power(gamma)))
+    block = tuned.block("verify_greedy", "pallas", sizes)
+    return Blocks(block["rows"], piece=min(block["piece"], floor_power(sizes["gamma"])))
 
 
 def verify_pallas(
@@ -54,13 +57,13 @@ def verify_pallas(
     """As `jspec.ops.verify.greedy_xla`."""
     batch, gamma = draft_tokens.shape
     stops = stop_tokens.shape[1]
-    blocks = blocks or blocks_for(batch, gamma)
+    blocks = blocks or blocks_for(greedy_sizes(draft_tokens))
     spread = Spread(blocks.piece)
 
-    # A token that is committed is the target's own, so the draft serves to count and no more. What
-    # ends a block is its first position where the draft falls or the target stops: one maximum (a
-    # warp has no instruction for a minimum) finds it, over the distance from the end with the two
-    # flags in the lowest bits.
+    # A committed token is the target's own: the draft serves only to count. A block ends at its
+    # first position where the draft is rejected or the target stops. One maximum finds it (a warp
+    # has no instruction for a minimum), over the distance from the end with the two flags in the
+    # lowest bits.
     def verify(draft, target, lengths, *refs):
         *stop_refs, accepted_out, committed_out, mismatch_out, next_out, stopped_out, block_out = (
             refs
@@ -82,22 +85,22 @@ def verify_pallas(
             return functools.reduce(jnp.logical_or, found).astype(jnp.int32) if found else 0
 
         def judge(length, stop_ids, bonus, pieces):
-            # Behind a draft that stood whole comes the bonus token, as if one had fallen there.
+            # The bonus token follows a whole accepted draft, as if one had been rejected there.
             event = 2 + is_stop(bonus, stop_ids)
             for _, index, drafted, wanted in pieces:
-                falls = (drafted != wanted) | (index >= length)
-                flags = 2 * falls.astype(jnp.int32) + is_stop(wanted, stop_ids)
+                rejected = (drafted != wanted) | (index >= length)
+                flags = 2 * rejected.astype(jnp.int32) + is_stop(wanted, stop_ids)
                 found = jnp.where(flags > 0, 4 * (gamma - index) + flags, 0)
                 event = jnp.maximum(event, largest(found))
             return event
 
         def write(row, length, bonus, pieces, event):
             end = gamma - (event >> 2)
-            falls = (event & 2) != 0
-            accepted_out[row] = jnp.where(falls, end, end + 1)
+            rejected = (event & 2) != 0
+            accepted_out[row] = jnp.where(rejected, end, end + 1)
             committed_out[row] = end + 1
-            mismatch_out[row] = falls & (end < length)
-            next_out[row] = jnp.where(falls, target[row, end], -1)
+            mismatch_out[row] = rejected & (end < length)
+            next_out[row] = jnp.where(rejected, target[row, end], -1)
             stopped_out[row] = (event & 1) != 0
             for here, index, _, wanted in pieces:
                 store(block_out.at[here], jnp.where(index <= end, wanted, -1))
@@ -124,9 +127,8 @@ def verify_pallas(
     return call(*given[: 4 if stops else 3])
 
 
-def _supports(
-    draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
-) -> str | None:
+def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:
+    """Why the kernel cannot take these shapes, or None."""
     batch, gamma = draft_tokens.shape
     stops = stop_tokens.shape[1]
     if batch == 0 or gamma == 0:
@@ -135,7 +137,13 @@ def _supports(
         return f"gamma={gamma} is over {MOST_GAMMA}"
     if stops > MOST_STOPS:
         return f"{stops} stop tokens a row are over {MOST_STOPS}"
-    return refuses_pallas()
+    return None
+
+
+def _supports(
+    draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
+) -> str | None:
+    return refuses(draft_tokens, stop_tokens) or refuses_pallas()
 
 
 VERIFY_GREEDY = Backend("pallas", verify_pallas, _supports)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+from jspec import tuned
 from jspec.dispatch import Backend
+from jspec.ops.fused import fused_sizes
 from jspec.ops.pack import packed_like
 from jspec.ops.verify import verified_like
 from jspec.triton import pack, verify
@@ -31,23 +34,29 @@ class Blocks:
     eager: bool
 
 
-def blocks_for(batch: int, gamma: int, run: int) -> Blocks:
-    """The cut that serves ``[batch, gamma]`` draft tokens with rows of up to ``run`` bytes well."""
-    tokens, span, tile = batch * gamma, 16384, min(32, next_power(gamma))
+def blocks_for(sizes: Mapping[str, int]) -> Blocks:
+    """The cut that serves draft tokens and KV rows of these sizes well."""
+    block = tuned.block("verify_and_pack", "triton", sizes)
+    batch, span, tile = (
+        sizes["batch"],
+        block["span"],
+        min(block["tile"], next_power(sizes["gamma"])),
+    )
     # Each program verifies what comes before its rows: the more that is, the fewer programs, unless
     # there is so much to copy that it takes more of them.
-    programs = min(512, max(128, 2**19 // max(tokens, 1)))
-    if batch * run > 2**23:
-        programs = max(programs, 256)
+    programs = block["work"] // max(sizes["drafted"], 1)
+    programs = min(block["most_programs"], max(block["least_programs"], programs))
+    if sizes["bytes"] > block["many_bytes"]:
+        programs = max(programs, block["many_programs"])
     most = max(1, programs // batch)
     return Blocks(
         span=span,
         most=most,
-        scan=min(2048 // tile, next_power(batch)),
+        scan=min(block["positions"] // tile, next_power(batch)),
         tile=tile,
-        warps=4 if tokens < 1024 else 8,
+        warps=block["warps"],
         # What is read in vain is then no more than a GPU has on its way in any case.
-        eager=batch * min(run, most * span) <= 2**21,
+        eager=batch * min(sizes["run_bytes"], most * span) <= block["eager_bytes"],
     )
 
 
@@ -56,7 +65,7 @@ def verify_and_pack_triton(
     target_tokens: Array,
     draft_lengths: Array,
     stop_tokens: Array,
-    rows: Array,
+    kv: Array,
     *,
     blocks: Blocks | None = None,
 ) -> tuple[Array, ...]:
@@ -64,15 +73,16 @@ def verify_and_pack_triton(
     was there."""
     from jspec.triton.fused_kernel import verify_and_pack_kernel
 
-    batch, gamma, width = rows.shape
-    size = rows.dtype.itemsize
-    blocks = blocks or blocks_for(batch, gamma, gamma * width * size)
-    carried = pack.carry(rows)
+    batch, gamma, width = kv.shape
+    size = kv.dtype.itemsize
+    tokens = (draft_tokens, target_tokens, draft_lengths, stop_tokens)
+    blocks = blocks or blocks_for(fused_sizes(*tokens, kv))
+    carried = pack.carry(kv)
     span = min(blocks.span // size, next_power(gamma * width))
     chunks = min(-(-gamma * width // span), blocks.most)
     *verified, packed, offsets, total = triton_call(
         verify_and_pack_kernel,
-        *(draft_tokens, target_tokens, draft_lengths, stop_tokens, carried),
+        *(*tokens, carried),
         out=(*verified_like(draft_tokens), *packed_like(carried)),
         programs=batch * chunks,
         warps=blocks.warps,
@@ -86,7 +96,7 @@ def verify_and_pack_triton(
         SCAN=blocks.scan,
         EAGER=blocks.eager,
     )
-    return *verified, pack.uncarry(packed, rows.dtype), offsets, total
+    return *verified, pack.uncarry(packed, kv.dtype), offsets, total
 
 
 def _supports(
@@ -94,14 +104,14 @@ def _supports(
     target_tokens: Array,
     draft_lengths: Array,
     stop_tokens: Array,
-    rows: Array,
+    kv: Array,
 ) -> str | None:
     if draft_tokens.size > MOST_TOKENS:
         return (
             f"B * gamma = {draft_tokens.size} draft tokens are over {MOST_TOKENS}; verify them, "
             "then pack"
         )
-    return verify.refuses(draft_tokens, stop_tokens) or pack.refuses(rows) or refuses_triton()
+    return verify.refuses(draft_tokens, stop_tokens) or pack.refuses(kv) or refuses_triton()
 
 
 VERIFY_AND_PACK = Backend("triton", verify_and_pack_triton, _supports)

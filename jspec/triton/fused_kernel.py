@@ -12,7 +12,7 @@ def verify_and_pack_kernel(
     target,
     lengths,
     stops,
-    rows,
+    kv,
     accepted_out,
     committed_out,
     mismatch_out,
@@ -47,7 +47,7 @@ def verify_and_pack_kernel(
     if (chunk == 0) | (chunk * SPAN < kept * WIDTH) | EAGER:
         index = chunk * SPAN + tl.arange(0, SPAN)
         inside = index < kept * WIDTH
-        source = rows + batch_row.to(tl.int64) * (GAMMA * WIDTH)
+        source = kv + batch_row.to(tl.int64) * (GAMMA * WIDTH)
         reads = (index < GAMMA * WIDTH) if EAGER else inside
         elements = tl.load(source + index, mask=reads)
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec import tuned
 from jspec.dispatch import Backend
-from jspec.ops.pack import packed_like
+from jspec.ops.pack import kv_sizes, packed_like
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
@@ -25,15 +26,11 @@ class Blocks:
     warps: int
 
 
-# The best where there is much to move; below 8 MB of rows smaller spans are up to 10 % ahead.
-BLOCKS = Blocks(span=16384, warps=4)
-
-
-def carry(rows: Array) -> Array:
-    """``rows`` as the integers they are moved as; nothing is copied."""
-    if rows.dtype == jnp.bool_:
-        return rows
-    return lax.bitcast_convert_type(rows, _CARRIERS[rows.dtype.itemsize])
+def carry(kv: Array) -> Array:
+    """``kv`` as the integers it is moved as; nothing is copied."""
+    if kv.dtype == jnp.bool_:
+        return kv
+    return lax.bitcast_convert_type(kv, _CARRIERS[kv.dtype.itemsize])
 
 
 def uncarry(packed: Array, dtype: jnp.dtype) -> Array:
@@ -42,14 +39,15 @@ def uncarry(packed: Array, dtype: jnp.dtype) -> Array:
 
 
 def pack_triton(
-    rows: Array, accepted: Array, *, blocks: Blocks = BLOCKS
+    kv: Array, accepted: Array, *, blocks: Blocks | None = None
 ) -> tuple[Array, Array, Array]:
     """As `jspec.ops.pack.pack_xla`; what lies past the total is whatever was there."""
     from jspec.triton.pack_kernel import pack_kernel
 
-    batch, gamma, width = rows.shape
-    carried = carry(rows)
-    span = min(blocks.span // rows.dtype.itemsize, next_power(gamma * width))
+    batch, gamma, width = kv.shape
+    blocks = blocks or Blocks(**tuned.block("pack", "triton", kv_sizes(kv)))
+    carried = carry(kv)
+    span = min(blocks.span // kv.dtype.itemsize, next_power(gamma * width))
     chunks = -(-gamma * width // span)
     packed, offsets, total = triton_call(
         pack_kernel,
@@ -64,24 +62,24 @@ def pack_triton(
         SPAN=span,
         COUNTS=min(1024, next_power(batch)),
     )
-    return uncarry(packed, rows.dtype), offsets, total
+    return uncarry(packed, kv.dtype), offsets, total
 
 
-def refuses(rows: Array) -> str | None:
-    """Why the kernel cannot take rows of this shape and type, or None."""
-    _, gamma, width = rows.shape
-    if 0 in rows.shape:
-        return f"rows {rows.shape} leave nothing to launch"
-    bits = jax.dtypes.itemsize_bits(rows.dtype)
-    if bits not in (8, 16, 32, 64) or jnp.issubdtype(rows.dtype, jnp.complexfloating):
-        return f"rows of {rows.dtype} are not elements of 1, 2, 4 or 8 bytes"
+def refuses(kv: Array) -> str | None:
+    """Why the kernel cannot take KV rows of this shape and type, or None."""
+    _, gamma, width = kv.shape
+    if 0 in kv.shape:
+        return f"kv {kv.shape} leaves nothing to launch"
+    bits = jax.dtypes.itemsize_bits(kv.dtype)
+    if bits not in (8, 16, 32, 64) or jnp.issubdtype(kv.dtype, jnp.complexfloating):
+        return f"kv of {kv.dtype} does not have elements of 1, 2, 4 or 8 bytes"
     if gamma * width > 2**30:
         return f"gamma * D = {gamma * width} elements a batch row are over {2**30}"
     return None
 
 
-def _supports(rows: Array, accepted: Array) -> str | None:
-    return refuses(rows) or refuses_triton()
+def _supports(kv: Array, accepted: Array) -> str | None:
+    return refuses(kv) or refuses_triton()
 
 
 PACK = Backend("triton", pack_triton, _supports)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def pack_kernel(
-    rows,
+    kv,
     accepted,
     packed,
     offsets,
@@ -33,7 +33,7 @@ def pack_kernel(
 
         index = chunk * SPAN + tl.arange(0, SPAN)
         inside = index < kept * WIDTH
-        source = rows + batch_row.to(tl.int64) * (GAMMA * WIDTH)
+        source = kv + batch_row.to(tl.int64) * (GAMMA * WIDTH)
         destination = packed + offset.to(tl.int64) * WIDTH
         tl.store(destination + index, tl.load(source + index, mask=inside), mask=inside)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+from jspec import tuned
 from jspec.dispatch import Backend
-from jspec.ops.verify import verified_like
+from jspec.ops.verify import greedy_sizes, verified_like
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
@@ -23,14 +25,15 @@ class Blocks:
     warps: int = 1
 
 
-def blocks_for(batch: int, gamma: int) -> Blocks:
-    """The cut that serves ``[batch, gamma]`` draft tokens well."""
+def blocks_for(sizes: Mapping[str, int]) -> Blocks:
+    """The cut that serves draft tokens of these sizes well."""
     # A row to a warp while there are about as many as the GPU has places for; then several rows, as
     # long as a lane keeps to some eight positions.
-    rows = max(1, min(8, batch // 128, 256 // max(gamma, 1)))
-    if rows == 1:
-        return Blocks(rows=1, tile=32)  # one instruction finds the maximum of 32 lanes
-    return Blocks(rows=next_power(rows), tile=min(32, next_power(gamma)))
+    block, gamma = tuned.block("verify_greedy", "triton", sizes), sizes["gamma"]
+    rows = max(1, min(block["rows"], block["positions"] // max(gamma, 1)))
+    # One instruction finds the maximum of 32 lanes.
+    tile = block["tile"] if rows == 1 else min(block["tile"], next_power(gamma))
+    return Blocks(next_power(rows), tile, block["warps"])
 
 
 def verify_triton(
@@ -45,7 +48,7 @@ def verify_triton(
     from jspec.triton.verify_kernel import verify_kernel
 
     batch, gamma = draft_tokens.shape
-    blocks = blocks or blocks_for(batch, gamma)
+    blocks = blocks or blocks_for(greedy_sizes(draft_tokens))
     return triton_call(
         verify_kernel,
         *(draft_tokens, target_tokens, draft_lengths, stop_tokens),

@@ -19,9 +19,9 @@ def find_ends(
 ):
     """Where the blocks of ROWS batch rows end: the event there, the length, the tokens, the bonus.
 
-    A token that is committed is the target's own, so the draft serves to count and no more. What
-    ends a block is its first position where the draft falls or the target stops: one maximum finds
-    it, over the distance from the end with the two flags in the lowest bits.
+    A committed token is the target's own: the draft serves only to count. A block ends at its
+    first position where the draft is rejected or the target stops. One maximum finds it, over the
+    distance from the end with the two flags in the lowest bits.
     """
     length = tl.minimum(tl.load(lengths + row, mask=live, other=0), GAMMA)
     bonus = tl.load(target + row * (GAMMA + 1) + GAMMA, mask=live, other=-1)
@@ -30,7 +30,7 @@ def find_ends(
     for m in tl.static_range(STOPS):
         stop_ids += (tl.load(stops + row * STOPS + m, mask=live, other=-1),)
         bonus_stops |= bonus == stop_ids[m]
-    # Behind a draft that stood whole comes the bonus token, as if a draft token had fallen there.
+    # The bonus token follows a whole accepted draft, as if a draft token had been rejected there.
     # An id of -1 is padding, among the stop tokens as elsewhere.
     bonus_event = 2 + (bonus_stops & (bonus >= 0)).to(tl.int32)
 
@@ -45,8 +45,8 @@ def find_ends(
         is_stop = tl.zeros([ROWS, TILE], tl.int1)
         for m in tl.static_range(STOPS):
             is_stop |= wanted == stop_ids[m][:, None]
-        falls = (drafted != wanted) | (index >= length[:, None])
-        flags = falls.to(tl.int32) * 2 + (is_stop & (wanted >= 0)).to(tl.int32)
+        rejected = (drafted != wanted) | (index >= length[:, None])
+        flags = rejected.to(tl.int32) * 2 + (is_stop & (wanted >= 0)).to(tl.int32)
         event = tl.where(inside & (flags > 0), (GAMMA - index) * 4 + flags, 0)
         events = tl.maximum(events, event)
     return tl.maximum(tl.max(events, axis=1), bonus_event), length, tokens, bonus
@@ -54,7 +54,7 @@ def find_ends(
 
 @triton.jit
 def accepted_of(event, GAMMA: tl.constexpr):
-    """How many draft tokens stand in a block that ends with ``event``: a stop token among them."""
+    """Accepted draft tokens of a block that ends with ``event``, a stop token among them."""
     return GAMMA - event // 4 + tl.where((event & 2) != 0, 0, 1)
 
 
@@ -78,12 +78,12 @@ def write_blocks(
 ):
     """Write what `find_ends` found as the fields of `Verified`."""
     end = GAMMA - event // 4
-    falls = (event & 2) != 0
+    rejected = (event & 2) != 0
     following = tl.load(target + row * (GAMMA + 1) + end, mask=live, other=-1)
     tl.store(accepted_out + row, accepted_of(event, GAMMA), mask=live)
     tl.store(committed_out + row, end + 1, mask=live)
-    tl.store(mismatch_out + row, falls & (end < length), mask=live)
-    tl.store(next_out + row, tl.where(falls, following, -1), mask=live)
+    tl.store(mismatch_out + row, rejected & (end < length), mask=live)
+    tl.store(next_out + row, tl.where(rejected, following, -1), mask=live)
     tl.store(stopped_out + row, (event & 1) != 0, mask=live)
     for start in tl.static_range(0, GAMMA, TILE):
         index = start + tl.arange(0, TILE)[None, :]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import bench.__main__ as command
-from bench import fused, pack, sampling, step, verify
+from bench import decoding, fused, pack, sampling, verify
 from bench.__main__ import SUITES, main
 from jspec.dispatch import Backend, always
 from jspec.ops.verify import VERIFY_GREEDY, greedy_xla
@@ -32,9 +32,11 @@ def add(monkeypatch, name: str, change, reason: str | None = None) -> None:
     """Another backend of greedy verification: the reference with its outputs changed."""
     backend = Backend(name, lambda *arguments: change(greedy_xla(*arguments)), lambda *a: reason)
     backends = {"xla": Backend("xla", greedy_xla, always), name: backend}
+    operation = dataclasses.replace(VERIFY_GREEDY, backends=backends)
     for module in (verify, fused):
-        operation = dataclasses.replace(VERIFY_GREEDY, backends=backends)
         monkeypatch.setattr(module, "VERIFY_GREEDY", operation)
+    suite = dataclasses.replace(SUITES["verify"], operations=(operation,))
+    monkeypatch.setitem(SUITES, "verify", suite)
 
 
 def test_list_names_every_suite(capsys):
@@ -85,13 +87,15 @@ def test_every_field_is_checked(monkeypatch, field):
 
 
 def test_a_wrong_row_is_found_in_packing(monkeypatch):
-    def run(rows, accepted):
-        packed, *rest = pack.PACK.backend("xla").run(rows, accepted)
+    def run(kv, accepted):
+        packed, *rest = right.run(kv, accepted)
         return packed.at[0, 0].add(jnp.float16(1)), *rest
 
+    right = pack.PACK.backend("xla")
     wrong = {"wrong": Backend("wrong", run, always)}
     operation = dataclasses.replace(pack.PACK, backends=wrong | dict(pack.PACK.backends))
     monkeypatch.setattr(pack, "PACK", operation)
+    monkeypatch.setitem(SUITES, "pack", dataclasses.replace(pack.SUITE, operations=(operation,)))
     assert main(["pack", "--quick", "--backend", "wrong"]) == 1
 
 
@@ -147,9 +151,9 @@ def test_an_interrupted_decoding_keeps_what_it_measured(monkeypatch, tmp_path):
         return {"decode_tokens_per_s": 2.0, "mean_accepted_length": 1.0}, [(1, 2)]
 
     monkeypatch.setattr(command, "_INTERRUPTED", threading.Event())
-    monkeypatch.setattr(step, "_decode", interrupted)
-    monkeypatch.setattr(step, "_prompts", lambda *arguments: [[1, 2, 3]])
-    monkeypatch.setattr(step, "_marginal", lambda *arguments: {"step_ms": 0.5})
+    monkeypatch.setattr(decoding, "_decode", interrupted)
+    monkeypatch.setattr(decoding, "_prompts", lambda *arguments: [[1, 2, 3]])
+    monkeypatch.setattr(decoding, "_marginal", lambda *arguments: {"step_ms": 0.5})
     path = tmp_path / "result.json"
     assert main(["step", "--quick", "--json", str(path)]) == 130
     result = json.loads(path.read_text())
@@ -183,7 +187,7 @@ def test_what_cannot_be_done_is_said_before_anything_runs(arguments, message, ca
 def test_decoding_is_compared_by_the_time_of_a_step():
     case = {"source": "none", "gamma": 0, "batch": 1}
     result = {"rows": [case | {"context": c, "step_ms": 3.0} for c in (2048, 8192)]}
-    assert step.compare(result, {"rows": [case | {"context": 8192, "step_ms": 2.0}]}) == 1
+    assert decoding.compare(result, {"rows": [case | {"context": 8192, "step_ms": 2.0}]}) == 1
     assert [row.get("ratio") for row in result["rows"]] == [None, 1.5]
 
 

@@ -7,15 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from bench import rivals, workload
+from bench import workload
 from bench.program import Absent, Program
+from bench.rivals import fused, pack, sampling, verify
 from bench.settings import Settings
 from jspec.ops.verify import greedy_xla
 
 EVERY = Settings()
 TOKENS = workload.make_tokens(9, 8, 0.9)  # in some rows all eight stand
-ROWS = workload.make_rows(9, 8, 16)
-PACKED = workload.expected_packed(ROWS, TOKENS.accepted)[0]
+KV = workload.make_kv(9, 8, 16)
+PACKED = workload.expected_packed(KV, TOKENS.accepted)[0]
 VERIFIES = partial(jax.jit(greedy_xla), *TOKENS.inputs)
 NAMES = {
     "verify": ["torch", "torch_graph"],
@@ -31,14 +32,14 @@ def make(which: str, settings: Settings = EVERY, *, wrong: bool = False):
     packed = PACKED + 1 if wrong else PACKED
     if which == "verify":
         accepted = (TOKENS.accepted + wrong) % 9
-        return rivals.verify(dataclasses.replace(TOKENS, accepted=accepted), settings)
+        return verify.verify(dataclasses.replace(TOKENS, accepted=accepted), settings)
     if which == "pack":
-        return rivals.pack(ROWS, TOKENS.accepted, packed, settings)
+        return pack.pack(KV, TOKENS.accepted, packed, settings)
     if which == "two_step":
-        return rivals.two_step(TOKENS, ROWS, packed, VERIFIES, settings)
+        return fused.two_step(TOKENS, KV, packed, VERIFIES, settings)
     logits = workload.make_logits(40, 5, 500, one_hot=which == "sampling-one-hot")
     uniforms = np.random.default_rng(0).random((3, 40, 6), np.float32)
-    found = rivals.sampling(logits, uniforms, settings)
+    found = sampling.sampling(logits, uniforms, settings)
     if wrong:
         uniforms[:] = 1 - uniforms
     return found
@@ -49,7 +50,7 @@ def test_where_a_package_is_missing_each_rival_is_a_row_with_its_reason(which, m
     def missing(name):
         raise ModuleNotFoundError(name=name)
 
-    monkeypatch.setattr("bench.rivals.importlib.import_module", missing)
+    monkeypatch.setattr("bench.rivals.common.importlib.import_module", missing)
     found = make(which)
     assert [rival.name for rival in found] == NAMES[which]
     assert all(isinstance(r, Absent) and "not installed" in r.reason for r in found)

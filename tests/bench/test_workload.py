@@ -8,7 +8,7 @@ import pytest
 
 from bench import sampling, workload
 from bench.program import Absent
-from bench.workload import make_logits, make_rows, make_tokens
+from bench.workload import make_kv, make_logits, make_tokens
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 
 
@@ -48,13 +48,13 @@ def test_the_same_arguments_give_the_same_tokens():
 
 
 def test_what_packing_must_give_and_that_no_two_rows_are_alike():
-    rows = make_rows(5, 7, 128)
+    kv = make_kv(5, 7, 128)
     accepted = np.array([0, 7, 3, 0, 1], np.int32)
-    packed, offsets, total = workload.expected_packed(rows, accepted)
-    wanted = [rows[b, i].tolist() for b in range(5) for i in range(accepted[b])]
+    packed, offsets, total = workload.expected_packed(kv, accepted)
+    wanted = [kv[b, i].tolist() for b in range(5) for i in range(accepted[b])]
     assert packed.tolist() == wanted
     assert (offsets.tolist(), total) == ([0, 0, 7, 10, 10], 11)
-    flat = make_rows(64, 128, 2048).reshape(-1, 2048)
+    flat = make_kv(64, 128, 2048).reshape(-1, 2048)
     assert len(np.unique(flat, axis=0)) == len(flat)
     assert np.isfinite(flat).all()
 

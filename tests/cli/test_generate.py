@@ -1,6 +1,7 @@
 """`jspec generate` end to end on the bundled model, in process."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def source(tmp_path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("draft", ["ngram", "stream", "none"])
+@pytest.mark.parametrize("draft", ["ngram", "streaming", "dense", "none"])
 def test_compare_says_identical(run, source, draft):
     code, out, _ = run(
         "--prompt-file", source, "--draft", draft, "--max-new-tokens", "24", "--compare", "--json"
@@ -65,7 +66,8 @@ def test_text_goes_to_stdout_and_the_table_to_stderr(run, source):
 def test_json_names(run, source):
     _, out, err = run("--prompt-file", source, "--max-new-tokens", "16", "--json")
     result = json.loads(out)
-    assert set(result) == {"text", "tokens", "finished", "stats", "compare", "environment"}
+    names = {"text", "tokens", "finished", "seed", "stats", "compare", "environment"}
+    assert set(result) == names
     assert result["compare"] is None
     assert err == ""
     stats = result["stats"]
@@ -95,6 +97,58 @@ def test_same_seed_same_text(run, source):
     )
     assert first == again
     assert first != other
+
+
+def test_a_fresh_seed_is_told_and_repeats_the_text(run, source):
+    arguments = ["--prompt-file", source, "--max-new-tokens", "24", "--temperature", "0.8"]
+    _, text, table = run(*arguments)
+    (seed,) = re.findall(r"^ *seed +(\d+) *$", table, re.MULTILINE)
+    assert run(*arguments, "--seed", seed)[1] == text
+    first, second = (json.loads(run(*arguments, "--json")[1]) for _ in range(2))
+    assert first["seed"] != second["seed"]
+    repeated = json.loads(run(*arguments, "--seed", str(first["seed"]), "--json")[1])
+    assert repeated["seed"] == first["seed"]
+    assert repeated["tokens"] == first["tokens"]
+
+
+def test_each_sampled_line_has_its_own_seed(run, tmp_path):
+    file = tmp_path / "requests.jsonl"
+    asked = {"prompt": "def f(x):\n", "max_new_tokens": 12, "temperature": 1.0}
+    lines = [asked, asked | {"temperature": 0.0}, asked | {"seed": 7}, asked]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    first, _, third, fourth = json.loads(run("--requests", str(file), "--json")[1])["results"]
+    assert third["seed"] == 7
+    assert len({first["seed"], 7, fourth["seed"]}) == 3
+    assert first["tokens"] != fourth["tokens"]
+    file.write_text("\n".join(json.dumps(asked | {"seed": r["seed"]}) for r in (fourth, first)))
+    again = json.loads(run("--requests", str(file), "--json")[1])["results"]
+    assert [r["tokens"] for r in again] == [fourth["tokens"], first["tokens"]]
+    _, _, table = run("--requests", str(file))
+    assert f"{fourth['seed']} (line 1), {first['seed']} (line 2)" in table
+
+
+def test_plain_decoding_may_be_shaped_like_verification(run, source):
+    arguments = ["--prompt-file", source, "--max-new-tokens", "24", "--draft", "none", "--json"]
+    plain, padded = (json.loads(run(*arguments, *more)[1]) for more in ([], ["--gamma", "4"]))
+    assert padded["tokens"] == plain["tokens"]
+    assert padded["stats"]["steps"] == 24
+
+
+def test_a_draft_takes_settings(run, source):
+    arguments = ["--prompt-file", source, "--max-new-tokens", "24", "--json"]
+    eager, never = (
+        json.loads(run(*arguments, "--draft", f"ngram:{settings}")[1])
+        for settings in ("min_match=1", "min_match=500,max_match=500")
+    )
+    assert eager["stats"]["drafted"] > never["stats"]["drafted"] == 0
+    assert eager["tokens"] == never["tokens"]
+
+
+def test_a_backend_is_named_by_operation(run, source):
+    arguments = ["--prompt-file", source, "--max-new-tokens", "12", "--json"]
+    code, out, _ = run(*arguments, "--backend", "attention=xla", "--backend", "verify_greedy=xla")
+    assert code == 0
+    assert len(json.loads(out)["tokens"]) == 12
 
 
 def test_stop_text_ends_before_it(run, source):
@@ -157,7 +211,9 @@ def test_a_request_does_not_depend_on_its_neighbours(run, tmp_path):
         (["--prompt", "x", "--gamma", "0"], "--gamma 0 must be at least 1"),
         (["--prompt", "x", "--gamma", "-3"], "--gamma -3"),
         (["--prompt", "x", "--gamma", "40000"], "less than the context of 32768"),
-        (["--prompt", "x", "--draft", "none", "--gamma", "4"], "drop --draft none"),
+        (["--prompt", "x", "--draft", "none", "--gamma", "-1"], "must be at least 0"),
+        (["--prompt", "x", "--draft", "oracle"], "draft 'oracle' is unknown; choose one of none"),
+        (["--prompt", "x", "--draft", "ngram:colour=1"], "no setting 'colour=1'"),
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "x", "--temperature", "nan"], "temperature=nan"),
         (["--prompt", "x", "--top-p", "0"], "top_p=0.0"),
@@ -168,7 +224,9 @@ def test_a_request_does_not_depend_on_its_neighbours(run, tmp_path):
         (["--prompt", "x" * 100, "--context", "64", "--max-new-tokens", "8"], "context of 64"),
         (["--prompt", "x", "--context", "1"], "--context 1"),
         (["--prompt", "x", "--draft", "model"], "--draft-model"),
-        (["--prompt", "x", "--implementation", "abacus"], "no implementation 'abacus'; choose"),
+        (["--prompt", "x", "--backend", "sample=abacus"], "no implementation 'abacus'; choose"),
+        (["--prompt", "x", "--backend", "abacus"], "must be OPERATION=NAME, as in attention=xla"),
+        (["--prompt", "x", "--backend", "add=xla"], "there is no operation 'add'; name one of"),
         (["--prompt", "x", "--stop", ""], "stop text is empty"),
         (["--prompt-file", "no/such/file"], "no/such/file: cannot be read"),
         (["--prompt-file", "/"], "cannot be read"),

@@ -1,41 +1,11 @@
 // Launches every kernel on small random cases and compares with the serial scan on the host: a
 // program of its own, so that compute-sanitizer has nothing else to look at.
 // tests/cuda_ffi/test_driver.py compiles and runs it.
-#include <cuda_runtime.h>
-
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <vector>
-
-#include "row.h"
-#include "rows.h"
+#include "device.cuh"
+#include "pack/kv.h"
+#include "verify/row.h"
 
 using namespace jspec;
-
-// An array on the device, of exactly its size, so that a byte beyond it is an error.
-template <typename T>
-struct Device {
-  T* data = nullptr;
-  size_t size;
-
-  explicit Device(const std::vector<T>& host) : size(host.size()) {
-    if (size) cudaMalloc(&data, size * sizeof(T));
-    if (size) cudaMemcpy(data, host.data(), size * sizeof(T), cudaMemcpyHostToDevice);
-  }
-  explicit Device(size_t count) : Device(std::vector<T>(count)) {}
-  ~Device() { cudaFree(data); }
-
-  std::vector<T> read() const {
-    std::vector<T> host(size);
-    if (size) cudaMemcpy(host.data(), data, size * sizeof(T), cudaMemcpyDeviceToHost);
-    return host;
-  }
-};
-
-struct Flag {
-  bool value;
-};
 
 // Outputs of verification, on the host or the device.
 template <typename Token, template <typename> class Array>
@@ -60,18 +30,6 @@ void expect(bool right, const char* what, int batch, int gamma, int bytes) {
   std::printf("wrong: %s, B=%d gamma=%d row_bytes=%d\n", what, batch, gamma, bytes);
 }
 
-void launched(const char* error) {
-  if (!error) return;
-  std::printf("%s\n", error);
-  std::exit(1);
-}
-
-template <typename T>
-bool same(const Device<T>& got, const std::vector<T>& want) {
-  const std::vector<T> read = got.read();
-  return read.empty() || !std::memcmp(read.data(), want.data(), read.size() * sizeof(T));
-}
-
 template <typename Token>
 void run(int batch, int gamma, int stops, int row_bytes) {
   const auto random = [](int below) { return std::rand() % below; };
@@ -86,12 +44,12 @@ void run(int batch, int gamma, int stops, int row_bytes) {
     }
   }
   for (Token& token : stop) token = random(3) ? -1 : random(200);
-  std::vector<char> rows(batch * gamma * row_bytes), cache(batch * (gamma + 3) * row_bytes);
-  for (char& byte : rows) byte = random(256);
+  std::vector<char> kv(batch * gamma * row_bytes), cache(batch * (gamma + 3) * row_bytes);
+  for (char& byte : kv) byte = random(256);
 
   Device<Token> d_target(target), d_draft(draft), d_stop(stop);
   Device<int32_t> d_lengths(lengths), d_held(held);
-  Device<char> d_rows(rows);
+  Device<char> d_kv(kv);
   Outputs<Token, Host> want(batch, gamma);
   Outputs<Token, Device> got(batch, gamma);
   const auto flags = [](Flag* flags) { return reinterpret_cast<bool*>(flags); };
@@ -106,15 +64,14 @@ void run(int batch, int gamma, int stops, int row_bytes) {
   for (int row = 0; row < batch; ++row) verify_row<Token>(host, row);
 
   const auto verified = [&](const char* what) {
-    cudaDeviceSynchronize();
-    expect(same(got.accepted, want.accepted) && same(got.committed, want.committed) &&
-               same(got.mismatch, want.mismatch) && same(got.stopped, want.stopped) &&
-               same(got.next, want.next) && same(got.tokens, want.tokens),
+    expect(got.accepted.holds(want.accepted) && got.committed.holds(want.committed) &&
+               got.mismatch.holds(want.mismatch) && got.stopped.holds(want.stopped) &&
+               got.next.holds(want.next) && got.tokens.holds(want.tokens),
            what, batch, gamma, row_bytes);
     for (Device<int32_t>* x : {&got.accepted, &got.committed}) {
-      cudaMemset(x->data, 0x55, x->size * sizeof(int32_t));
+      x->fill(0x55);
     }
-    if (got.tokens.size) cudaMemset(got.tokens.data, 0x55, got.tokens.size * sizeof(Token));
+    got.tokens.fill(0x55);
   };
   launched(verify_ballot(device, 4, nullptr));
   verified("ballot");
@@ -125,7 +82,7 @@ void run(int batch, int gamma, int stops, int row_bytes) {
   std::vector<char> packed;
   for (int b = 0; b < batch; ++b) {
     offsets.push_back(row_bytes ? packed.size() / row_bytes : 0);
-    const char* from = rows.data() + b * gamma * row_bytes;
+    const char* from = kv.data() + b * gamma * row_bytes;
     packed.insert(packed.end(), from, from + want.accepted[b] * row_bytes);
     for (int i = 0; i < want.accepted[b] && held[b] + i < gamma + 3; ++i) {
       std::memcpy(cache.data() + (b * (gamma + 3) + held[b] + i) * row_bytes,
@@ -133,30 +90,27 @@ void run(int batch, int gamma, int stops, int row_bytes) {
     }
   }
   Device<int32_t> d_accepted(want.accepted), d_offsets(batch), d_total(1);
-  Device<char> d_packed(rows.size()), d_cache(cache.size());
-  const Pack packing{d_rows.data, d_accepted.data, d_packed.data, d_offsets.data, d_total.data,
+  Device<char> d_packed(kv.size()), d_cache(cache.size());
+  const Pack packing{d_kv.data, d_accepted.data, d_packed.data, d_offsets.data, d_total.data,
                      batch, gamma, row_bytes};
   const auto is_packed = [&](const char* what) {
-    cudaDeviceSynchronize();
-    const std::vector<char> read = d_packed.read();
-    const bool right = packed.empty() || !std::memcmp(read.data(), packed.data(), packed.size());
-    expect(right && same(d_offsets, offsets), what, batch, gamma, row_bytes);
-    if (d_packed.size) cudaMemset(d_packed.data, 0x55, d_packed.size);
+    expect(d_packed.holds(packed) && d_offsets.holds(offsets), what, batch, gamma, row_bytes);
+    d_packed.fill(0x55);
   };
   for (const bool eager : {false, true}) {
     for (const int threads : {32, 128, 256}) {
-      launched(pack(packing, Layout{threads, eager, false}, nullptr));
+      launched(pack(packing, Cut{threads, eager, false}, nullptr));
       is_packed("pack");
       for (const bool recounts : {false, true}) {
-        launched(verify_and_pack(device, packing, Layout{threads, eager, recounts}, nullptr));
+        launched(verify_and_pack(device, packing, Cut{threads, eager, recounts}, nullptr));
         is_packed(recounts ? "fused, one launch" : "fused, two");
         verified("fused");
       }
-      if (d_cache.size) cudaMemset(d_cache.data, 0, d_cache.size);
-      const Append append{d_rows.data, d_held.data, d_cache.data, gamma + 3, row_bytes};
-      launched(verify_and_append(device, append, Layout{threads, eager, false}, nullptr));
+      d_cache.fill(0);
+      const Append append{d_kv.data, d_held.data, d_cache.data, gamma + 3, row_bytes};
+      launched(verify_and_append(device, append, Cut{threads, eager, false}, nullptr));
       verified("append");
-      expect(same(d_cache, cache), "append", batch, gamma, row_bytes);
+      expect(d_cache.holds(cache), "append", batch, gamma, row_bytes);
     }
   }
   if (batch <= 32) {

@@ -1,19 +1,13 @@
 // Draws and verifies small random cases on a GPU and compares with the functions of the CPU: a
 // program of its own, so that compute-sanitizer has nothing else to look at.
 // tests/cuda_ffi/test_driver.py compiles and runs it.
-#include <cuda_runtime.h>
-
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <vector>
-
-#include "stochastic.h"
+#include "device.cuh"
+#include "sample/stochastic.h"
 
 // The functions of the CPU under other names.
 #define verify_stochastic verify_on_cpu
 #define sample sample_on_cpu
-#include "stochastic_cpu.cc"
+#include "sample/stochastic_cpu.cc"
 #undef verify_stochastic
 #undef sample
 
@@ -23,33 +17,6 @@ const char* sample_on_cpu(const Draws& draws, Stream stream);
 }  // namespace jspec
 
 using namespace jspec;
-
-// An array on the device, of exactly its size, so that a byte beyond it is an error.
-template <typename T>
-struct Device {
-  T* data = nullptr;
-  size_t size;
-
-  explicit Device(const std::vector<T>& host) : size(host.size()) {
-    if (size) cudaMalloc(&data, size * sizeof(T));
-    if (size) cudaMemcpy(data, host.data(), size * sizeof(T), cudaMemcpyHostToDevice);
-  }
-  explicit Device(size_t count) : size(count) {
-    if (size) cudaMalloc(&data, size * sizeof(T));
-    if (size) cudaMemset(data, 0xA5, size * sizeof(T));
-  }
-  ~Device() { cudaFree(data); }
-
-  bool holds(const std::vector<T>& want) const {
-    std::vector<T> host(size);
-    cudaMemcpy(host.data(), data, size * sizeof(T), cudaMemcpyDeviceToHost);
-    return !std::memcmp(host.data(), want.data(), size * sizeof(T));
-  }
-};
-
-struct Flag {
-  bool value;
-};
 
 struct Case {
   int batch, gamma, vocabulary;
@@ -79,13 +46,6 @@ void check(bool right, const char* what, const Case& c) {
   ++failures;
   std::printf("wrong: %s, B=%d gamma=%d V=%d bfloat16=%d draft=%d,%d filtered=%d\n", what, c.batch,
               c.gamma, c.vocabulary, c.bfloat16, c.draft, c.draft_bfloat16, c.filtered);
-}
-
-void launched(const char* error) {
-  if (!error) error = cudaDeviceSynchronize() == cudaSuccess ? nullptr : "a kernel failed";
-  if (!error) return;
-  std::printf("%s\n", error);
-  std::exit(1);
 }
 
 void run(const Case& c) {

@@ -1,6 +1,7 @@
 """Building the kernels: cache folder, lock, rename, and each way in which it can fail."""
 
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 from jspec.cuda_ffi import build as module
 from jspec.cuda_ffi import toolchain
 from jspec.cuda_ffi.__main__ import main
-from jspec.cuda_ffi.build import build, cache_folder
+from jspec.cuda_ffi.build import SUBJECTS, Built, build, build_all, cache_folder
 from jspec.cuda_ffi.errors import BuildError
 
 # A compiler that writes its arguments into the library, and a line a run into $RUNS.
@@ -53,36 +54,84 @@ def runs(tmp_path) -> int:
     return len((tmp_path / "runs").read_text().splitlines())
 
 
-def test_a_library_is_built_once_and_named_after_its_sources(tmp_path, toy, monkeypatch):
-    first, second = build("cpu"), build("cpu")
+@pytest.fixture
+def sources(tmp_path, monkeypatch) -> Path:
+    """A copy of the sources that a test may change."""
+    copy = tmp_path / "src"
+    shutil.copytree(module.SRC, copy)
+    monkeypatch.setattr(module, "SRC", copy)
+    return copy
+
+
+def test_a_library_is_built_once_and_named_after_its_sources(tmp_path, toy, sources):
+    first, second = build("verify", "cpu"), build("verify", "cpu")
     assert first.seconds is not None
     assert second.seconds is None
     assert first.path == second.path
     assert first.path.parent == tmp_path / "cache" / "cuda_ffi"
-    sources = tmp_path / "src"
-    sources.mkdir()
-    for file in module.SRC.iterdir():
-        (sources / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(module, "SRC", sources)
-    assert build("cpu").path == first.path
-    (sources / "launch.h").write_text("// changed")
-    assert build("cpu").path != first.path
+    with (sources / "verify" / "verify.h").open("a") as file:
+        file.write("// changed")
+    assert build("verify", "cpu").path != first.path
     assert runs(tmp_path) == 2
 
 
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        ("sample/sampling.h", {"sample"}),
+        ("sample/stochastic_ffi.cc", {"sample"}),
+        ("pack/pack_cpu.cc", {"pack"}),
+        ("pack/kv_ffi.h", {"pack"}),
+        ("verify/verify_ffi.cc", {"verify"}),
+        ("verify/row.h", {"verify", "pack"}),
+        ("common/ffi.h", set(SUBJECTS)),
+        ("common/launch.h", set(SUBJECTS)),
+        ("common/version_ffi.cc", set(SUBJECTS)),
+        ("verify/verify.cu", set()),
+        ("common/warp.cuh", set()),
+    ],
+)
+def test_a_change_compiles_again_what_can_see_it_and_no_more(changed, again, toy, sources):
+    """Packing verifies, so it sees how; kernels for GPUs are no part of a library for CPUs."""
+    assert all(built.seconds is not None for _, _, built in build_all(["cpu"]))
+    with (sources / changed).open("a") as file:
+        file.write("// changed")
+    compiled = {name for _, name, built in build_all(["cpu"]) if built.seconds is not None}
+    assert compiled == again
+
+
+def test_a_header_of_all_kernels_is_part_of_every_library_for_gpus(sources):
+    before = {name: list(module._content(name, "CUDA")) for name in SUBJECTS}
+    (sources / "common" / "warp.cuh").write_text("// changed")
+    after = {name: list(module._content(name, "CUDA")) for name in SUBJECTS}
+    assert all(before[name] != after[name] for name in SUBJECTS)
+
+
+def test_libraries_are_compiled_at_the_same_time(toy):
+    """A compiler that ends once all of them have begun."""
+    waits = f"""begun = time.monotonic()
+while len(open(os.environ["RUNS"]).readlines()) < {len(SUBJECTS)}:
+    time.sleep(0.01)
+    if time.monotonic() > begun + 20: sys.exit("the others never began")"""
+    Path(toy).write_text(Path(toy).read_text().replace("time.sleep(0.2)", waits))
+    assert all(isinstance(built, Built) for _, _, built in build_all(["cpu"]))
+
+
 def test_the_versions_of_jaxlib_and_compiler_name_a_library(toy, monkeypatch):
-    first = build("cpu").path
+    first = build("verify", "cpu").path
     Path(toy).write_text(Path(toy).read_text().replace("toy 1.0", "toy 2.0"))
     toolchain.find.cache_clear()
-    second = build("cpu").path
+    second = build("verify", "cpu").path
     monkeypatch.setattr(module, "version", lambda name: "99.0")
-    assert len({first, second, build("cpu").path}) == 3
+    assert len({first, second, build("verify", "cpu").path}) == 3
 
 
 def test_those_who_need_it_at_once_wait_for_one_build(tmp_path, toy):
     toolchain.find("cpu")
     found = []
-    threads = [threading.Thread(target=lambda: found.append(build("cpu"))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(build("verify", "cpu"))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -94,11 +143,11 @@ def test_those_who_need_it_at_once_wait_for_one_build(tmp_path, toy):
 
 
 def test_without_a_compiler_an_earlier_build_serves(toy, monkeypatch):
-    path = build("cpu").path
+    path = build("verify", "cpu").path
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX")
     toolchain.find.cache_clear()
-    assert build("cpu").path == path
+    assert build("verify", "cpu").path == path
 
 
 @pytest.mark.parametrize(
@@ -114,7 +163,7 @@ def test_a_missing_compiler_says_where_to_get_one(platform, message, monkeypatch
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
     with pytest.raises(BuildError, match=message):
-        build(platform)
+        build("verify", platform)
 
 
 def test_nvcc_comes_from_cuda_home_then_path_then_the_wheel(tmp_path, monkeypatch):
@@ -138,8 +187,10 @@ def test_nvcc_comes_from_cuda_home_then_path_then_the_wheel(tmp_path, monkeypatc
 def test_a_failed_compile_shows_what_the_compiler_said(tmp_path, monkeypatch):
     text = '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.h:1: no such thing" >&2\nexit 1\n'
     monkeypatch.setenv("CXX", script(tmp_path / "bad++", text))
-    with pytest.raises(BuildError, match=r"(?s)cpu kernels failed \(.*\):\nx.h:1: no such thing"):
-        build("cpu")
+    with pytest.raises(
+        BuildError, match=r"(?s)cpu kernels of verify failed \(.*\):\nx.h:1: no such thing"
+    ):
+        build("verify", "cpu")
     assert not list((tmp_path / "cache" / "cuda_ffi").glob("*.so"))
 
 
@@ -148,7 +199,7 @@ def test_a_folder_that_cannot_be_written_says_so(tmp_path, toy, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "file"))
     with pytest.raises(BuildError, match=r"cannot write the compiled kernels .* set JSPEC_CACHE"):
-        build("cpu")
+        build("verify", "cpu")
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch):
@@ -161,14 +212,17 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
 
 
 def test_the_command_builds_and_tells(toy, monkeypatch, capsys):
+    """A line a library, in the order of the subjects."""
     assert main(["build", "--cpu"]) == 0
-    assert "cpu: built in" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"cpu {name}" for name in SUBJECTS]
+    assert all("built in" in line for line in lines)
     assert main(["build", "--cpu"]) == 0
-    assert "cpu: was there" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("was there") == len(SUBJECTS)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
     assert main(["build"]) == 1
     told = capsys.readouterr()
-    assert "cuda: no nvcc found" in told.err
-    assert "cpu: was there" in told.out
+    assert "cuda verify: no nvcc found" in told.err
+    assert "cpu verify: was there" in told.out

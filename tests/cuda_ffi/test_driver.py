@@ -12,8 +12,8 @@ from jspec.cuda_ffi.errors import BuildError
 
 # Programs of this folder, and the kernels that each launches.
 PROGRAMS = {
-    "driver.cu": ("verify.cu", "pack.cu", "fused.cu"),
-    "stochastic.cu": ("stochastic.cu",),
+    "driver.cu": ("verify/verify.cu", "pack/pack.cu", "pack/fused.cu"),
+    "stochastic.cu": ("sample/stochastic.cu",),
 }
 
 

@@ -13,19 +13,19 @@ from jspec.cuda_ffi import build as build_module
 from jspec.cuda_ffi import library, toolchain
 from jspec.cuda_ffi.build import Built, build
 from jspec.cuda_ffi.errors import BuildError
-from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
-from jspec.ops.pack import PACK
-from jspec.ops.sample import SAMPLE, Role, settings_of
+from jspec.ops import operations
+from jspec.ops.sample import settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY, verify_greedy
-from tests.ops.laws import rows_of
-from tests.ops.test_fused import random_inputs
+from tests.ops.laws import sampling_of
 
 
 @pytest.fixture
 def kernels():
-    if reason := library.refusal():
-        pytest.skip(reason)
+    """Every library, built and registered."""
+    for subject in library.TARGETS:
+        if reason := library.refusal(subject):
+            pytest.skip(reason)
 
 
 def like(*shapes) -> list[jax.ShapeDtypeStruct]:
@@ -46,17 +46,17 @@ TOKENS = [
     ((B,), jnp.int32),
     ((B, 1), jnp.int32),
 ]
-ROWS, CACHE, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B, S, D), jnp.float32), ((B,), jnp.int32)
+KV, CACHE, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B, S, D), jnp.float32), ((B,), jnp.int32)
 PACKED = [((B * GAMMA, D), jnp.float32), ((B,), jnp.int32), ((), jnp.int32)]
-LAYOUT = {"threads": np.int32(128), "eager": np.bool_(True), "recounts": np.bool_(False)}
+CUT = {"threads": np.int32(128), "eager": np.bool_(True), "recounts": np.bool_(False)}
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
     "verify_greedy_naive": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
-    "pack": ([ROWS, LENGTHS], PACKED, LAYOUT, None),
-    "verify_and_pack": ([*TOKENS, ROWS], [*VERIFIED, *PACKED], LAYOUT, None),
-    "verify_and_pack_single": ([*TOKENS, ROWS], [*VERIFIED, *PACKED], {}, None),
-    "verify_and_append": ([*TOKENS, ROWS, CACHE, LENGTHS], [*VERIFIED, CACHE], LAYOUT, {5: 6}),
+    "pack": ([KV, LENGTHS], PACKED, CUT, None),
+    "verify_and_pack": ([*TOKENS, KV], [*VERIFIED, *PACKED], CUT, None),
+    "verify_and_pack_single": ([*TOKENS, KV], [*VERIFIED, *PACKED], {}, None),
+    "verify_and_append": ([*TOKENS, KV, CACHE, LENGTHS], [*VERIFIED, CACHE], CUT, {5: 6}),
 }
 
 
@@ -121,15 +121,15 @@ def test_a_cache_that_is_not_aliased_is_refused(kernels):
 
 def test_a_single_block_refuses_more_than_32(kernels):
     shapes = [[((33, *shape[1:]), dtype) for shape, dtype in x] for x in (TOKENS, VERIFIED)]
-    rows = ((33, GAMMA, D), jnp.float32)
+    kv = ((33, GAMMA, D), jnp.float32)
     packed = [((33 * GAMMA, D), jnp.float32), ((33,), jnp.int32), ((), jnp.int32)]
     with pytest.raises(jax.errors.JaxRuntimeError, match="B=33 must be at most 32"):
-        call("verify_and_pack_single", [*shapes[0], rows], [*shapes[1], *packed], {}, None)
+        call("verify_and_pack_single", [*shapes[0], kv], [*shapes[1], *packed], {}, None)
 
 
 def fail_to_load(monkeypatch, path: Path) -> str:
     """The reason the library at ``path`` is refused for."""
-    monkeypatch.setattr(library, "build", lambda platform: Built(path, None))
+    monkeypatch.setattr(library, "build", lambda subject, platform: Built(path, None))
     library._refusal.cache_clear()
     try:
         reason = VERIFY_GREEDY.backend("cuda").supports()
@@ -156,7 +156,7 @@ def test_a_library_for_a_newer_ffi_is_a_reason(tmp_path, monkeypatch, kernels):
     headers.mkdir(parents=True)
     text = "#define XLA_FFI_API_MAJOR 0\n#define XLA_FFI_API_MINOR 1\n"
     (headers / "c_api.h").write_text(text)
-    path = build("cpu").path
+    path = build("verify", "cpu").path
     monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
     reason = fail_to_load(monkeypatch, path)
     assert "was built for XLA FFI 0." in reason
@@ -164,12 +164,15 @@ def test_a_library_for_a_newer_ffi_is_a_reason(tmp_path, monkeypatch, kernels):
 
 
 def test_a_platform_without_kernels_is_a_reason():
-    assert library._refusal("tpu") == "there are kernels for NVIDIA GPUs and CPUs, not for 'tpu'"
+    assert (
+        library._refusal("verify", "tpu")
+        == "there are kernels for NVIDIA GPUs and CPUs, not for 'tpu'"
+    )
 
 
 def stochastic_arguments(batch: int, vocabulary: int, *, drafted: bool) -> tuple:
     """Of the backends of `jspec.verify_stochastic`: bfloat16 logits and 5 draft tokens a row."""
-    settings = settings_of(rows_of([SamplingParams(temperature=1.0)] * batch, range(batch)))
+    settings = settings_of(sampling_of([SamplingParams(temperature=1.0)] * batch, range(batch)))
     tokens, logits, lengths, stops, positions, draft = like(
         ((batch, 5), jnp.int32),
         ((batch, 6, vocabulary), jnp.bfloat16),
@@ -181,56 +184,49 @@ def stochastic_arguments(batch: int, vocabulary: int, *, drafted: bool) -> tuple
     return tokens, logits, lengths, stops, settings, positions, draft if drafted else None
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [VERIFY_GREEDY, PACK, VERIFY_AND_PACK, VERIFY_AND_APPEND, VERIFY_STOCHASTIC, SAMPLE],
-    ids=lambda x: x.name,
-)
+WITH_CUDA = [operation for operation in operations() if "cuda" in operation.backends]
+
+
+@pytest.mark.parametrize("operation", WITH_CUDA, ids=lambda x: x.name)
 def test_lowering_for_cuda(operation, kernels):
     """Every operation becomes one custom call on a GPU, also where there is none."""
-    *tokens, rows = random_inputs(4, 8, 16, 1, np.float16, 0.9)
-    stochastic = stochastic_arguments(4, 300, drafted=True)
-    arguments = {
-        "verify_greedy": tokens,
-        "pack": [rows, tokens[2]],
-        "verify_and_pack": [*tokens, rows],
-        "verify_and_append": [*tokens, rows, jnp.zeros((4, 20, 16), rows.dtype), tokens[2]],
-        "verify_stochastic": stochastic,
-        "sample": (stochastic[1], stochastic[4], jnp.zeros((4, 6), jnp.int32)),
-    }[operation.name]
-    static = {
-        "verify_stochastic": {"filtered": True, "axis_name": None},
-        "sample": {"filtered": True, "axis_name": None, "role": Role.DRAFT},
-    }.get(operation.name, {})
     target = operation.name
     check = jax.export.DisabledSafetyCheck.custom_call(f"jspec_{target}")
-    function = jax.jit(partial(operation.backend("cuda").run, **static))
-    exported = jax.export.export(function, platforms=["cuda"], disabled_checks=[check])(*arguments)
-    text = exported.mlir_module()
-    assert text.count("stablehlo.custom_call") == 1
-    assert f"@jspec_{target}" in text
-    assert ("output_operand_alias" in text) == (target == "verify_and_append")
+    for case in operation.cases():
+        function = jax.jit(partial(operation.backend("cuda").run, **case.static))
+        export = jax.export.export(function, platforms=["cuda"], disabled_checks=[check])
+        text = export(*case.arguments).mlir_module()
+        assert text.count("stablehlo.custom_call") == 1, case.name
+        assert f"@jspec_{target}" in text
+        assert ("output_operand_alias" in text) == (target == "verify_and_append")
 
 
 def test_the_cuda_sources_compile():
-    """For sm_80, sm_89 and sm_90, with every target among the library's symbols."""
+    """For sm_80, sm_89 and sm_90, with every target among the symbols of its library."""
     try:
         toolchain.find("CUDA")
     except BuildError as error:
         pytest.skip(str(error))
     for arch in ("sm_80", "sm_89", "sm_90"):
         assert any(arch in flag for flag in toolchain.FLAGS["CUDA"])
-    symbols = build("CUDA").path.read_bytes()
-    for target in library.TARGETS:
-        assert f"jspec_{target}".encode() in symbols
+    for _, subject, built in build_module.build_all(["CUDA"]):
+        assert isinstance(built, Built), built
+        symbols = built.path.read_bytes()
+        for target in library.TARGETS[subject]:
+            assert f"jspec_{target}".encode() in symbols
 
 
 def test_every_source_belongs_to_a_library():
-    """A file of src/ is a header, or one pattern or more picks it up."""
-    for file in build_module.SRC.iterdir():
-        patterns = {p for some in toolchain.SOURCES.values() for p in some}
-        header = file.suffix in (".h", ".cuh")
-        assert header or any(file.match(pattern) for pattern in patterns), file
+    """A file of src/ is a header, or is compiled for a platform; every folder is a subject's."""
+    compiled = {
+        file
+        for platform in library.PLATFORMS.values()
+        for subject in build_module.SUBJECTS
+        for file in build_module.sources(subject, platform)
+    }
+    files = {file for file in build_module.SRC.rglob("*") if file.is_file()}
+    assert {file for file in files if file.suffix not in (".h", ".cuh")} == compiled
+    assert list(library.TARGETS) == list(build_module.SUBJECTS)
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["one-hot", "logits"])

@@ -19,7 +19,7 @@ from tests.ops.laws import check_block_law, fresh_verify
 from tests.ops.test_block_law import LAWS
 from tests.ops.test_mutants import CAUGHT
 
-HANDLER, SOURCE = "stochastic_ffi.cc", "stochastic_cpu.cc"
+HANDLER, SOURCE = "sample/stochastic_ffi.cc", "sample/stochastic_cpu.cc"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def folder(tmp_path_factory) -> Path:
     """A folder with the handler compiled, for every mutant to link."""
     if jax.default_backend() != "cpu":
         pytest.skip("the CPU's handler runs on CPUs")
-    if reason := library.refusal():
+    if reason := library.refusal("sample"):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("mutants")
     _compile("-c", SRC / HANDLER, "-o", folder / "handler.o")

@@ -1,15 +1,27 @@
-"""What the tests of decoding share: a model without a cache, prompts, sources of drafts."""
+"""What the tests of decoding share: a model without a cache, prompts, drafters."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import SamplingParams
+from jspec.decode.draft import Drafter, ModelDraft, NgramDraft, NoDraft, SelfDraft
 from jspec.ops.attention import causal
+from jspec.policies import Dense, Streaming
 
 LENGTHS = (50, 1, 17, 2, 33, 9, 3, 24)
 NEW = (40, 40, 5, 33, 1, 12, 40, 2)
 DRAFT_LIMITS = (None, 3, 0, None, 2, 1, 8, None)
+
+STREAMING = SelfDraft(Streaming(sinks=2, window=6))
+NGRAM = NgramDraft(min_match=1, max_match=4)
+DRAFTERS: dict[str, Drafter] = {
+    "streaming": STREAMING,  # drafts in a copy
+    "dense": SelfDraft(Dense()),  # drafts in the target's cache
+    "ngram": NGRAM,
+    "model": ModelDraft(),
+    "plain": NoDraft(),
+}
 
 
 def prompts(lengths=LENGTHS, vocabulary: int = 41, seed: int = 0) -> list[list[int]]:

@@ -10,7 +10,7 @@ from flax import nnx
 import jspec
 from jspec.models.decoder import Decoder
 
-SOURCES = ("stream", "ngram", "model")
+SOURCES = ("streaming", "ngram", "model")
 NEW_TOKENS = 256
 
 
@@ -23,7 +23,7 @@ def bundled():
 def draft_model(bundled) -> Decoder:
     """The bundled model's first two layers: a real, if crude, draft model."""
     model = bundled[0]
-    config = dataclasses.replace(model.config, num_layers=2)
+    config = dataclasses.replace(model.config, layers=model.config.layers[:2])
     graph, state = nnx.split(model)
     short = nnx.merge(graph, state)
     short.layers = nnx.List(list(short.layers)[:2])
@@ -58,7 +58,7 @@ def decode(model, prompts, batch, draft_model=None, new_tokens=NEW_TOKENS, **set
 
 def draft_of(source: str, draft_model):
     drafts = {
-        "stream": (jspec.StreamDraft(sinks=8, window=56), None),
+        "streaming": (jspec.SelfDraft(jspec.Streaming(sinks=8, window=56)), None),
         "ngram": (jspec.NgramDraft(), None),
         "model": (jspec.ModelDraft(), draft_model),
     }

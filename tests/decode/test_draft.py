@@ -1,4 +1,4 @@
-"""Sources of drafts: lookup against plain Python, windows and second models by what they see."""
+"""Drafters: lookup against plain Python, sparse views and second models by what they see."""
 
 import dataclasses
 
@@ -7,10 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.config import ModelDraft, NgramDraft, SamplingParams, StepConfig, StreamDraft
-from jspec.decode.draft import last_token, propose
-from jspec.decode.state import start
+from jspec.config import LayerSpec, SamplingParams
+from jspec.decode.draft import Drafted, ModelDraft, NgramDraft, SelfDraft
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+from jspec.decode.step import within_limits
+from jspec.policies import Dense, Streaming
+from tests.conftest import TINY, make_decoder
 from tests.decode.common import full_logits, prompts
+
+
+def propose(models, state: DecodeState, config: StepConfig) -> Drafted:
+    """The draft of a step, cut at the rows' limits."""
+    drafted, _ = config.draft.draft(Models.of(models), state, config)
+    return within_limits(drafted, state, config.gamma)
 
 
 def lookup(text: list[int], draft: NgramDraft, gamma: int) -> list[int]:
@@ -33,7 +44,8 @@ def lookup(text: list[int], draft: NgramDraft, gamma: int) -> list[int]:
 @pytest.fixture(scope="module")
 def blank(tiny):
     """A started state whose texts the tests replace."""
-    return start(tiny, [[0]] * 64, SamplingParams(max_new_tokens=60), capacity=61)
+    params, config = SamplingParams(max_new_tokens=60), StepConfig(5, NgramDraft())
+    return start_decoding(tiny, [[0]] * 64, params, config, capacity=61)
 
 
 def with_texts(state, texts):
@@ -56,7 +68,7 @@ def test_lookup_equals_its_definition(draft, blank):
     texts = [rng.integers(0, 1 + row % 4, 1 + row % 50).tolist() for row in range(64)]
     state = with_texts(blank, texts)
     expected = [lookup(text, draft, 5) for text in texts]
-    got = propose(None, state, StepConfig(5, draft), None)
+    got = propose(None, state, StepConfig(5, draft))
     assert 0 < sum(map(bool, expected)) < 64
     assert got.logits is None
     np.testing.assert_array_equal(got.lengths, [len(e) for e in expected])
@@ -66,7 +78,7 @@ def test_lookup_equals_its_definition(draft, blank):
 
 def test_lookup_knows_a_circle(blank):
     state = with_texts(blank, [[9, 4, 5, 4, 5]] * 64)
-    got = propose(None, state, StepConfig(5, NgramDraft(2, 8)), None)
+    got = propose(None, state, StepConfig(5, NgramDraft(2, 8)))
     assert got.tokens[0].tolist() == [4, 5, 4, 5, 4]
 
 
@@ -81,7 +93,7 @@ def test_drafts_stay_within_limits(blank):
         draft_limits=jnp.asarray(draft_limits, jnp.int32),
         done=jnp.asarray(done),
     )
-    got = propose(None, state, StepConfig(5, NgramDraft(1, 2)), None)
+    got = propose(None, state, StepConfig(5, NgramDraft(1, 2)))
     # One token of the limit is the one that verification adds.
     room = np.maximum(limits - 20 - 1, 0)
     expected = np.where(done, 0, np.minimum(np.minimum(room, draft_limits), 5))
@@ -93,15 +105,19 @@ def greedy(model, text: list[int]) -> int:
     return int(jnp.argmax(full_logits(model, padded)[0, len(text) - 1]))
 
 
-@pytest.mark.parametrize("source", ["window", "model"])
-def test_a_model_drafts_its_own_continuation(source, tiny, other):
-    """A window that holds the whole text, or a second model: greedy drafts are its argmaxes."""
-    drafter = tiny if source == "window" else other
-    draft = StreamDraft(sinks=4, window=60) if source == "window" else ModelDraft()
+@pytest.mark.parametrize(
+    "draft",
+    [SelfDraft(Streaming(sinks=4, window=60)), SelfDraft(Dense()), ModelDraft()],
+    ids=["window", "dense", "model"],
+)
+def test_a_model_drafts_its_own_continuation(draft, tiny, other):
+    """A window that holds the whole text, the text itself, or a second model: greedy drafts are
+    its argmaxes."""
+    drafter = other if isinstance(draft, ModelDraft) else tiny
     texts = prompts((1, 5, 12))
-    state = start(tiny, texts, SamplingParams(max_new_tokens=20), draft_model=other)
-    config = StepConfig(3, draft)
-    drafted = jax.jit(lambda state: propose(tiny, state, config, other).tokens)(state)
+    models, config = Models(tiny, other), StepConfig(3, draft)
+    state = start_decoding(models, texts, SamplingParams(max_new_tokens=20), config)
+    drafted = jax.jit(lambda state: propose(models, state, config).tokens)(state)
     for text, tokens in zip(texts, drafted.tolist(), strict=True):
         for token in tokens:
             assert token == greedy(drafter, text)
@@ -110,20 +126,17 @@ def test_a_model_drafts_its_own_continuation(source, tiny, other):
 
 def test_a_window_sees_its_slots_and_no_others(tiny):
     """2 sinks and a window of 3 over 29 cached tokens: slots 0, 1, 26, 27 and 28."""
-    params = SamplingParams(max_new_tokens=8, temperature=1.0)
-    state = start(tiny, prompts((30,)), params)
-    config = StepConfig(4, StreamDraft(sinks=2, window=3), "sampled")
-    draft = jax.jit(lambda state: propose(tiny, state, config, None).logits)
+    params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=0)
+    config = StepConfig(4, SelfDraft(Streaming(sinks=2, window=3)))
+    state = start_decoding(tiny, prompts((30,)), params, config)
+    draft = jax.jit(lambda state: propose(tiny, state, config).logits)
 
     def logits_without(slots):
         def zero(x):
             return x.at[:, slots].set(0)
 
-        cache = dataclasses.replace(
-            state.cache,
-            keys=tuple(map(zero, state.cache.keys)),
-            values=tuple(map(zero, state.cache.values)),
-        )
+        columns = jax.tree.map(zero, state.cache.columns)
+        cache = dataclasses.replace(state.cache, columns=columns)
         changed = dataclasses.replace(state, cache=cache)
         return np.asarray(draft(changed))
 
@@ -135,12 +148,29 @@ def test_a_window_sees_its_slots_and_no_others(tiny):
 
 def test_the_last_token_is_known_but_not_cached(tiny):
     texts = prompts((1, 5, 12))
-    state = start(tiny, texts, SamplingParams(max_new_tokens=4))
+    state = start_decoding(tiny, texts, SamplingParams(max_new_tokens=4))
     assert state.cache.lengths.tolist() == [0, 4, 11]
-    assert last_token(state).tolist() == [text[-1] for text in texts]
+    assert state.last_token.tolist() == [text[-1] for text in texts]
 
 
-def test_a_model_draft_needs_its_model(tiny):
-    state = start(tiny, [[1]], SamplingParams(max_new_tokens=4))
-    with pytest.raises(ValueError, match=r"ModelDraft\(\) needs a draft model: pass draft_model"):
-        propose(tiny, state, StepConfig(2, ModelDraft()), None)
+def test_a_model_draft_needs_its_model(tiny, other):
+    params, config = SamplingParams(max_new_tokens=4), StepConfig(2, ModelDraft())
+    message = r"ModelDraft\(\) needs a draft model: pass draft_model"
+    with pytest.raises(ValueError, match=message):
+        start_decoding(tiny, [[1]], params, config)
+    state = start_decoding(Models(tiny, other), [[1]], params, config)
+    with pytest.raises(ValueError, match=message):
+        propose(tiny, state, config)
+    without = start_decoding(tiny, [[1]], params)
+    with pytest.raises(ValueError, match=message):
+        propose(Models(tiny, other), without, config)
+
+
+def test_a_draft_longer_than_its_models_rings_is_refused(tiny):
+    spec = LayerSpec(kv_heads=2, key_size=16, value_size=16, window=8)
+    models = Models(tiny, make_decoder(dataclasses.replace(TINY, layers=(spec,) * 2)))
+    params = SamplingParams(max_new_tokens=40)
+    state = start_decoding(models, [[1, 2]], params, StepConfig(2, ModelDraft()))
+    propose(models, state, StepConfig(2, ModelDraft()))
+    with pytest.raises(ValueError, match="gamma=3 does not fit a cache whose rings were made for"):
+        propose(models, state, StepConfig(3, ModelDraft()))

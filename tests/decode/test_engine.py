@@ -1,4 +1,4 @@
-"""`generate` and `start`: streams, stops, interruptions, errors, and a model of the user's own."""
+"""`generate` and `start_decoding`: streams, stops, interruptions, errors, a model of one's own."""
 
 import dataclasses
 
@@ -8,21 +8,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jspec.config import ModelDraft, NgramDraft, SamplingParams, StreamDraft
+from jspec.config import LayerSpec, SamplingParams
+from jspec.decode.draft import ModelDraft
 from jspec.decode.engine import generate
-from jspec.decode.state import start
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
 from jspec.ops.sample import Sampling
 from tests.conftest import TINY, make_decoder
-from tests.decode.common import full_logits, prompts
+from tests.decode.common import DRAFTERS, NGRAM, STREAMING, full_logits, prompts
 
-STREAM, NGRAM = StreamDraft(sinks=2, window=6), NgramDraft(min_match=1, max_match=4)
 TWELVE = SamplingParams(max_new_tokens=12)
 
 
 @pytest.fixture(scope="module")
 def texts(sharp):
     """What four prompts give, 12 tokens each."""
-    return generate(sharp, prompts()[:4], TWELVE, draft=STREAM).tokens
+    return generate(sharp, prompts()[:4], TWELVE, draft=STREAMING).tokens
 
 
 # --- streams and ends ------------------------------------------------------------------------
@@ -34,7 +36,7 @@ def test_tokens_are_handed_on_in_order_as_they_come(sharp, texts):
         sharp,
         prompts()[:4],
         TWELVE,
-        draft=STREAM,
+        draft=STREAMING,
         steps_per_chunk=1,
         on_tokens=lambda row, tokens: heard[row].append(tokens),
     )
@@ -54,7 +56,7 @@ def test_a_caller_may_end_a_row(sharp, texts):
         return row == 2
 
     got = generate(
-        sharp, prompts()[:4], TWELVE, draft=STREAM, steps_per_chunk=1, on_tokens=on_tokens
+        sharp, prompts()[:4], TWELVE, draft=STREAMING, steps_per_chunk=1, on_tokens=on_tokens
     )
     assert calls.count(2) == 1
     assert got.finished == ("length", "length", "stop", "length")
@@ -73,7 +75,7 @@ def test_an_interrupt_returns_what_there_is(sharp, texts):
             raise KeyboardInterrupt
 
     got = generate(
-        sharp, prompts()[:4], TWELVE, draft=STREAM, steps_per_chunk=1, on_tokens=on_tokens
+        sharp, prompts()[:4], TWELVE, draft=STREAMING, steps_per_chunk=1, on_tokens=on_tokens
     )
     assert got.finished == ("interrupted",) * 4
     for row in range(4):
@@ -91,12 +93,12 @@ def test_a_row_that_ended_before_the_interrupt_says_so(sharp):
         raise KeyboardInterrupt
 
     got = generate(
-        sharp, prompts()[:2], params, draft=STREAM, steps_per_chunk=1, on_tokens=on_tokens
+        sharp, prompts()[:2], params, draft=STREAMING, steps_per_chunk=1, on_tokens=on_tokens
     )
     assert got.finished == ("length", "interrupted")
 
 
-@pytest.mark.parametrize("draft", [STREAM, NGRAM, None], ids=["stream", "ngram", "plain"])
+@pytest.mark.parametrize("draft", [STREAMING, NGRAM, None], ids=["streaming", "ngram", "plain"])
 @pytest.mark.parametrize("at", [0, 3, 11])
 def test_a_stop_token_ends_the_text_behind_itself(at, draft, sharp, texts):
     stop = texts[0][at]
@@ -113,14 +115,14 @@ def test_a_stop_token_ends_the_text_behind_itself(at, draft, sharp, texts):
 def test_a_stop_token_at_the_limit_is_a_stop(sharp, texts):
     stop = texts[0][0]
     params = SamplingParams(max_new_tokens=1, stop_tokens=(stop,))
-    assert generate(sharp, prompts()[:1], params, draft=STREAM).finished == ("stop",)
+    assert generate(sharp, prompts()[:1], params, draft=STREAMING).finished == ("stop",)
 
 
 def test_the_models_own_stop_tokens_count(texts):
     stop = texts[1][2]
     config = dataclasses.replace(TINY, stop_tokens=(stop,))
     model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
-    got = generate(model, prompts()[:2], TWELVE, draft=STREAM)
+    got = generate(model, prompts()[:2], TWELVE, draft=STREAMING)
     assert got.tokens[1] == texts[1][: texts[1].index(stop) + 1]
     assert got.finished[1] == "stop"
 
@@ -131,7 +133,7 @@ def test_prefill_is_heard_of(sharp):
         sharp,
         [[1] * 50, [2] * 3],
         TWELVE,
-        draft=STREAM,
+        draft=STREAMING,
         prefill_chunk=16,
         on_prefill=lambda done, total: heard.append((done, total)),
     )
@@ -141,29 +143,33 @@ def test_prefill_is_heard_of(sharp):
 def test_a_prompt_of_one_token_needs_no_prefill(sharp):
     heard = []
     got = generate(
-        sharp, [[5]], TWELVE, draft=STREAM, on_prefill=lambda *counts: heard.append(counts)
+        sharp, [[5]], TWELVE, draft=STREAMING, on_prefill=lambda *counts: heard.append(counts)
     )
     assert len(got.tokens[0]) == 12
     assert heard == []
 
 
-# --- start -----------------------------------------------------------------------------------
+# --- start_decoding --------------------------------------------------------------------------
 
 
 def test_start_fills_the_state(tiny, other):
     params = [
         SamplingParams(max_new_tokens=7, temperature=0.5, top_k=3, seed=9, stop_tokens=(4, 5)),
-        SamplingParams(max_new_tokens=2, top_p=0.5, min_p=0.25, draft_limit=0),
+        SamplingParams(max_new_tokens=2, top_p=0.5, min_p=0.25, seed=0, draft_limit=0),
     ]
-    state = start(tiny, [[3, 1, 2], [7]], params, draft_model=other, capacity=12)
+    models, config = Models(tiny, other), StepConfig(2, ModelDraft())
+    state = start_decoding(models, [[3, 1, 2], [7]], params, config, capacity=12)
     assert state.tokens.tolist() == [[3, 1, 2] + [-1] * 9, [7] + [-1] * 11]
     assert state.lengths.tolist() == [3, 1]
     assert state.limits.tolist() == [10, 3]
     assert state.done.tolist() == [False, False]
     assert state.stop_tokens.tolist() == [[4, 5], [-1, -1]]
     assert state.draft_limits.tolist() == [2**31 - 1, 0]
-    assert state.cache.capacity == state.draft_cache.capacity == 12
-    assert state.cache.lengths.tolist() == state.draft_cache.lengths.tolist() == [2, 0]
+    for cache in (state.cache, state.draft):
+        assert {layout.size for layout in cache.layouts} == {12}
+        assert {x.shape[1] for x in jax.tree.leaves(cache.columns)} == {12}
+        assert cache.lengths.tolist() == [2, 0]
+    assert state.mode == "filtered"
     expected = Sampling(
         np.array([0.5, 0.0], np.float32),
         np.array([3, 0], np.int32),
@@ -177,10 +183,14 @@ def test_start_fills_the_state(tiny, other):
 @pytest.mark.parametrize("chunk", [1, 3, 16, 256])
 def test_any_prefill_chunk_gives_the_same_cache(chunk, tiny):
     texts = prompts((50, 1, 17))
-    whole = start(tiny, texts, TWELVE, chunk=64).cache
-    cache = start(tiny, texts, TWELVE, chunk=chunk).cache
-    for expected, got in zip(whole.keys + whole.values, cache.keys + cache.values, strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+    whole = start_decoding(tiny, texts, TWELVE, chunk=64).cache
+    cache = start_decoding(tiny, texts, TWELVE, chunk=chunk).cache
+    assert [set(layer) for layer in cache.columns] == [{"keys", "values"}] * 2
+    jax.tree.map(
+        lambda got, expected: np.testing.assert_allclose(got, expected, atol=1e-5),
+        cache.columns,
+        whole.columns,
+    )
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -199,18 +209,27 @@ def test_any_prefill_chunk_gives_the_same_cache(chunk, tiny):
             "has 501 tokens, which with max_new_tokens=12 exceeds the context of 512",
         ),
         ([[1]] * 2, {"params": [TWELVE] * 3}, "got 2 prompts but 3 sampling params"),
-        ([[1]], {"gamma": 0}, "gamma=0 must be at least 1; pass draft=None"),
+        ([[1]], {"gamma": 0}, r"gamma=0 must be at least 1; pass draft=NoDraft\(\)"),
         ([[1]], {"gamma": -2, "draft": NGRAM}, "gamma=-2 must be at least 1"),
+        ([[1]], {"gamma": -1, "draft": None}, "gamma=-1 must be at least 0"),
         ([[1]], {"draft": ModelDraft()}, r"draft=ModelDraft\(\) and draft_model go together"),
         ([[1]], {"steps_per_chunk": 0}, "steps_per_chunk=0 must be at least 1"),
         ([[1]], {"prefill_chunk": 0}, "a prefill chunk of 0 tokens must be at least 1"),
-        ([[1]], {"attention": "fastest"}, "attention has no implementation 'fastest'"),
-        ([[1]], {"implementation": "slow"}, "verify_greedy has no implementation 'slow'"),
         (
             [[1]],
-            {"implementation": "triton", "params": SamplingParams(temperature=1.0)},
+            {"backends": {"attention": "fastest"}},
+            "attention has no implementation 'fastest'",
+        ),
+        ([[1]], {"backends": {"verify_greedy": "slow"}}, "verify_greedy has no implementation"),
+        (
+            [[1]],
+            {
+                "backends": {"verify_stochastic": "triton"},
+                "params": SamplingParams(temperature=1.0),
+            },
             "verify_stochastic has no implementation 'triton'; choose one of xla",
         ),
+        ([[1]], {"backends": {"verify": "xla"}}, "there is no operation 'verify'; name one of"),
     ],
     ids=lambda value: "-".join(value.split()[:4]) if isinstance(value, str) else "",
 )
@@ -221,7 +240,7 @@ def test_a_bad_request_is_refused(texts, settings, message, tiny):
 
 def test_a_draft_model_needs_its_setting(tiny, other):
     with pytest.raises(ValueError, match="go together; pass both or neither"):
-        generate(tiny, [[1]], TWELVE, draft=STREAM, draft_model=other)
+        generate(tiny, [[1]], TWELVE, draft=STREAMING, draft_model=other)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tiny):
@@ -233,8 +252,29 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tiny):
 def test_a_request_beyond_the_capacity_is_refused(tiny):
     message = r"needs 22 slots .* but capacity=21; raise the capacity or lower max_new_tokens"
     with pytest.raises(ValueError, match=message):
-        start(tiny, [[1] * 10], TWELVE, capacity=21)
-    assert start(tiny, [[1] * 10], TWELVE, capacity=22).cache.capacity == 22
+        start_decoding(tiny, [[1] * 10], TWELVE, capacity=21)
+    state = start_decoding(tiny, [[1] * 10], TWELVE, capacity=22)
+    assert state.cache.keys(0).shape[1] == state.tokens.shape[1] == 22
+
+
+def test_a_request_beyond_the_draft_models_context_is_refused(tiny):
+    short = make_decoder(dataclasses.replace(TINY, max_context=20))
+    message = "prompt 0: the prompt has 10 tokens, .* exceeds the context of 20"
+    with pytest.raises(ValueError, match=message):
+        generate(tiny, [[1] * 10], TWELVE, draft=ModelDraft(), draft_model=short)
+
+
+def test_each_request_has_a_seed_that_repeats_it(sharp):
+    """Two requests without a seed share no random numbers; the seeds told repeat them."""
+    hot = SamplingParams(max_new_tokens=12, temperature=1.5)
+    got = generate(sharp, [[1, 2, 3]] * 3, [hot, dataclasses.replace(hot, seed=7), hot])
+    assert got.seeds[1] == 7
+    assert len(set(got.seeds)) == 3
+    assert got.tokens[0] != got.tokens[2]
+    named = [dataclasses.replace(hot, seed=seed) for seed in got.seeds]
+    again = generate(sharp, [[1, 2, 3]] * 3, named)
+    assert again.tokens == got.tokens
+    assert again.seeds == got.seeds
 
 
 # --- a model of the user's own ---------------------------------------------------------------
@@ -245,15 +285,15 @@ class Shape:
     """All that a model's config must tell."""
 
     vocab_size: int = 13
-    num_layers: int = 1
-    num_kv_heads: int = 1
-    head_size: int = 8
+    layers: tuple[LayerSpec, ...] = (LayerSpec(kv_heads=1, key_size=8, value_size=8),)
     max_context: int = 64
     stop_tokens: tuple[int, ...] = ()
 
 
 class OneLayer(nnx.Module):
     """Plain Flax layers around ``attend``; the dropout's random state is the first leaf."""
+
+    dtype = jnp.float32
 
     def __init__(self, seed: int):
         rngs = nnx.Rngs(seed)
@@ -274,15 +314,13 @@ class OneLayer(nnx.Module):
         return 8 * self.head(hidden)
 
 
-@pytest.mark.parametrize("source", ["stream", "ngram", "model", "plain"])
+@pytest.mark.parametrize("source", DRAFTERS)
 def test_a_flax_model_of_ones_own(source):
     model = OneLayer(0)
     assert not jnp.issubdtype(jax.tree.leaves(model)[0].dtype, jnp.floating)
-    draft = {"stream": STREAM, "ngram": NGRAM, "model": ModelDraft(), "plain": None}[source]
+    second = OneLayer(1) if source == "model" else None
     texts = prompts((9, 1, 4), vocabulary=13)
-    got = generate(
-        model, texts, TWELVE, draft=draft, draft_model=OneLayer(1) if source == "model" else None
-    )
+    got = generate(model, texts, TWELVE, draft=DRAFTERS[source], draft_model=second)
     for text, tokens in zip(texts, got.tokens, strict=True):
         logits = full_logits(model, jnp.asarray([[*text, *tokens]]))
         choice = jnp.argmax(logits, axis=-1)[0, len(text) - 1 : -1]

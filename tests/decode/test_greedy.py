@@ -5,13 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.config import ModelDraft, NgramDraft, SamplingParams, StepConfig, StreamDraft
+from jspec.config import SamplingParams
+from jspec.decode.draft import ModelDraft, NoDraft
 from jspec.decode.engine import generate
-from jspec.decode.state import start
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
-from tests.decode.common import NEW, full_logits, prompts, requests
-
-STREAM, NGRAM = StreamDraft(sinks=2, window=6), NgramDraft(min_match=1, max_match=4)
+from tests.decode.common import (
+    DRAFTERS,
+    NEW,
+    NGRAM,
+    STREAMING,
+    full_logits,
+    prompts,
+    requests,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +44,7 @@ def test_plain_decoding_follows_the_argmax_of_a_full_pass(name, plain, request):
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 8])
-@pytest.mark.parametrize("draft", [STREAM, NGRAM], ids=["stream", "ngram"])
+@pytest.mark.parametrize("draft", [STREAMING, NGRAM], ids=["streaming", "ngram"])
 def test_self_drafted_tokens_are_the_plain_ones(draft, gamma, plain, tiny, sharp):
     rates = {}
     for name, model in (("tiny", tiny), ("sharp", sharp)):
@@ -58,37 +67,46 @@ def test_a_second_models_tokens_are_the_plain_ones(gamma, plain, tiny, sharp, ot
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 8])
-def test_a_model_that_drafts_for_itself_is_never_rejected(gamma, plain, tiny):
-    got = generate(tiny, prompts(), requests(), gamma=gamma, draft=ModelDraft(), draft_model=tiny)
+@pytest.mark.parametrize("source", ["model", "dense"])
+def test_a_model_that_drafts_for_itself_is_never_rejected(source, gamma, plain, tiny):
+    second = tiny if source == "model" else None
+    draft = DRAFTERS[source]
+    got = generate(tiny, prompts(), requests(), gamma=gamma, draft=draft, draft_model=second)
     assert got.tokens == plain["tiny"].tokens
     assert got.stats.accepted == got.stats.drafted > 40
 
 
-@pytest.mark.parametrize(
-    ("draft", "second"),
-    [(STREAM, False), (NGRAM, False), (ModelDraft(), True)],
-    ids=["stream", "ngram", "model"],
-)
-def test_a_request_alone_gets_the_same_tokens(draft, second, plain, sharp, other):
+def test_a_pass_that_is_only_shaped_like_verification_gives_the_plain_tokens(plain, tiny, sharp):
+    for name, model in (("tiny", tiny), ("sharp", sharp)):
+        got = generate(model, prompts(), requests(), gamma=4, draft=NoDraft())
+        assert got.tokens == plain[name].tokens
+        assert got.stats.drafted == 0
+
+
+@pytest.mark.parametrize("source", ["streaming", "dense", "ngram", "model"])
+def test_a_request_alone_gets_the_same_tokens(source, plain, sharp, other):
     for row in (0, 1):
         got = generate(
             sharp,
             prompts()[row : row + 1],
             requests()[row],
-            draft=draft,
-            draft_model=other if second else None,
+            draft=DRAFTERS[source],
+            draft_model=other if source == "model" else None,
         )
         assert got.tokens == plain["sharp"].tokens[row : row + 1]
 
 
-def test_a_capacity_without_a_slot_to_spare(sharp, plain):
+@pytest.mark.parametrize("source", ["streaming", "dense", "model"])
+def test_a_capacity_without_a_slot_to_spare(source, sharp, other, plain):
     """Drafts that would run over the end of the cache are cut, not written."""
     params = SamplingParams(max_new_tokens=40)
-    state = start(sharp, prompts()[:1], params, capacity=90)
-    state, _ = decode_chunk(sharp, state, None, StepConfig(8, STREAM), 40)
+    config = StepConfig(8, DRAFTERS[source])
+    models = Models(sharp, other if source == "model" else None)
+    state = start_decoding(models, prompts()[:1], params, config, capacity=90)
+    state, _ = decode_chunk(models, state, config, 40)
     assert state.done.all()
     assert tuple(state.tokens[0, 50:90].tolist()) == plain["sharp"].tokens[0]
     before = jax.tree.map(np.array, state)
-    state, record = decode_chunk(sharp, state, None, StepConfig(8, STREAM), 40)
+    state, record = decode_chunk(models, state, config, 40)
     assert not record.committed.any()
     jax.tree.map(np.testing.assert_array_equal, before, state)

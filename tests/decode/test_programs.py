@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec.config import ModelDraft, NgramDraft, SamplingParams, StepConfig, StreamDraft
+from jspec.config import SamplingParams
 from jspec.decode.engine import generate
+from jspec.decode.prefill import start_decoding
 from jspec.decode.programs import PROGRAMS, Programs
-from jspec.decode.state import start
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk, speculative_step, step
-from tests.decode.common import LENGTHS, prompts, requests
+from jspec.dispatch import Backends
+from tests.decode.common import DRAFTERS, LENGTHS, NGRAM, STREAMING, prompts, requests
 
-STREAM, NGRAM = StreamDraft(sinks=2, window=6), NgramDraft(min_match=1, max_match=4)
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **_: COMPILED.append(event) if "backend_compile" in event else None
@@ -30,7 +32,7 @@ def compiled():
 def test_switching_gamma_and_limits_compiles_once_for_each_gamma(sharp, compiled):
     speculative_step.clear_cache()
     configs = [StepConfig(gamma, NGRAM) for gamma in (2, 3, 5)]
-    state = start(sharp, prompts(), SamplingParams(max_new_tokens=100))
+    state = start_decoding(sharp, prompts(), SamplingParams(max_new_tokens=100), configs[-1])
     for config in configs:
         state = speculative_step(sharp, state, config)
     limits = [jnp.full((8,), limit, jnp.int32) for limit in range(12)]
@@ -58,7 +60,7 @@ def test_other_requests_of_the_same_shapes_compile_nothing(sharp, compiled):
             )
             for row in range(4)
         ]
-        return generate(sharp, prompts(lengths, seed=seed), params, draft=STREAM)
+        return generate(sharp, prompts(lengths, seed=seed), params, draft=STREAMING)
 
     assert run(1, 0.5, (40, 2, 9, 3), 20).stats.compile_s >= 0
     first = compiled()
@@ -75,7 +77,7 @@ def test_ending_a_row_by_hand_compiles_nothing(sharp, compiled):
         def on_tokens(row, tokens):
             return row == end
 
-        return generate(sharp, prompts(), requests(), draft=STREAM, on_tokens=on_tokens)
+        return generate(sharp, prompts(), requests(), draft=STREAMING, on_tokens=on_tokens)
 
     run(0)
     first = compiled()
@@ -86,8 +88,8 @@ def test_ending_a_row_by_hand_compiles_nothing(sharp, compiled):
 def test_what_compiling_took_is_in_no_other_time(tiny, monkeypatch):
     monkeypatch.setattr("jspec.decode.engine.PROGRAMS", Programs())
     params = SamplingParams(max_new_tokens=6)
-    first = generate(tiny, [[1, 2, 3, 4, 5]], params, draft=STREAM).stats
-    second = generate(tiny, [[1, 2, 3, 4, 5]], params, draft=STREAM).stats
+    first = generate(tiny, [[1, 2, 3, 4, 5]], params, draft=STREAMING).stats
+    second = generate(tiny, [[1, 2, 3, 4, 5]], params, draft=STREAMING).stats
     assert first.compile_s > 0.1
     assert second.compile_s == 0
     assert first.decode_s < first.compile_s
@@ -106,24 +108,23 @@ def primitives(jaxpr) -> set[str]:
     return names
 
 
-SOURCES = {"stream": STREAM, "ngram": NGRAM, "model": ModelDraft(), "plain": None}
-
-
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", DRAFTERS)
 def test_a_step_is_one_program_without_the_host(source, tiny, other):
-    draft = SOURCES[source]
-    config = StepConfig(4 if draft else 0, draft, "filtered", "xla")
-    second = other if source == "model" else None
-    state = start(tiny, [[1, 2, 3]], SamplingParams(max_new_tokens=8), draft_model=second)
+    gamma = 0 if source == "plain" else 4
+    config = StepConfig(gamma, DRAFTERS[source], Backends(attention="xla"))
+    models = Models(tiny, other if source == "model" else None)
+    params = SamplingParams(max_new_tokens=8, temperature=1.0, top_k=3)
+    state = start_decoding(models, [[1, 2, 3]], params, config)
+    assert state.mode == "filtered"
 
-    traced = jax.make_jaxpr(lambda *args: step(*args[:2], config, args[2]))(tiny, state, second)
+    traced = jax.make_jaxpr(lambda *args: step(*args, config))(models, state)
     names = primitives(traced.jaxpr)
     assert "dot_general" in names
     assert not {name for name in names if "callback" in name}
     # A condition or a loop of unknown length would make a GPU wait for the host.
     assert not names & {"cond", "while"}
 
-    lowered = speculative_step.lower(tiny, state, config, second)
+    lowered = speculative_step.lower(models, state, config)
     executable = lowered.compile().runtime_executable()
     (module,) = executable.hlo_modules()
     text = module.to_string()
@@ -134,19 +135,23 @@ def test_a_step_is_one_program_without_the_host(source, tiny, other):
 
 def test_the_step_takes_its_state(tiny):
     """The state is donated: its buffers serve the next one, and the old one is gone."""
-    state = start(tiny, [[1, 2, 3]], SamplingParams(max_new_tokens=8))
-    speculative_step(tiny, state, StepConfig(2, NGRAM))
-    assert state.cache.keys[0].is_deleted()
+    config = StepConfig(2, NGRAM)
+    state = start_decoding(tiny, [[1, 2, 3]], SamplingParams(max_new_tokens=8), config)
+    speculative_step(tiny, state, config)
+    assert state.cache.keys(0).is_deleted()
 
 
-def test_a_chunk_is_its_steps(sharp):
+@pytest.mark.parametrize("source", ["streaming", "model"])
+def test_a_chunk_is_its_steps(source, sharp, other):
     """A chunk of 5 steps and 5 single steps end in the same state."""
-    config = StepConfig(3, STREAM)
-    chunk = start(sharp, prompts(), SamplingParams(max_new_tokens=30))
-    chunk, record = decode_chunk(sharp, chunk, None, config, 5)
-    single = start(sharp, prompts(), SamplingParams(max_new_tokens=30))
+    config = StepConfig(3, DRAFTERS[source])
+    models = Models(sharp, other if source == "model" else None)
+    params = SamplingParams(max_new_tokens=30)
+    chunk = start_decoding(models, prompts(), params, config)
+    chunk, record = decode_chunk(models, chunk, config, 5)
+    single = start_decoding(models, prompts(), params, config)
     for _ in range(5):
-        single = speculative_step(sharp, single, config)
+        single = speculative_step(models, single, config)
     assert record.tokens.shape == (5, 8, 4)
     assert (chunk.tokens == single.tokens).all()
     assert (chunk.lengths == single.lengths).all()

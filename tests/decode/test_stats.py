@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-from jspec.config import NgramDraft, SamplingParams, StreamDraft
+from jspec.config import SamplingParams
 from jspec.decode.engine import generate
 from jspec.decode.stats import PositionRate, Stats, Tally
-from tests.decode.common import DRAFT_LIMITS, NEW, prompts
+from tests.decode.common import DRAFT_LIMITS, NEW, NGRAM, STREAMING, prompts
 from tests.decode.test_draft import lookup
-
-NGRAM = NgramDraft(min_match=1, max_match=4)
 
 
 def counted(prompt, truth, stops, limit, draft_limit, gamma) -> list[tuple[int, int, int]]:
@@ -106,8 +104,8 @@ def test_a_row_that_was_done_counts_nothing():
 def test_merged_statistics_are_the_sum(sharp):
     params = SamplingParams(max_new_tokens=12)
     parts = [
-        generate(sharp, prompts()[:2], params, gamma=2, draft=StreamDraft(2, 6)).stats,
-        generate(sharp, prompts()[2:4], params, gamma=4, draft=StreamDraft(2, 6)).stats,
+        generate(sharp, prompts()[:2], params, gamma=2, draft=STREAMING).stats,
+        generate(sharp, prompts()[2:4], params, gamma=4, draft=STREAMING).stats,
     ]
     merged = Stats.merged(parts)
     for name in "rows prompt_tokens steps drafted accepted committed decode_s".split():

@@ -194,7 +194,7 @@ def test_export_quantises_within_half_a_step_and_reads_back(tmp_path):
     again = export.parameters_of(export.load_file(tmp_path / "model.safetensors"), parameters)
     jax.tree.map(np.testing.assert_array_equal, again, shipped)
     settings = json.loads((tmp_path / "config.json").read_text())
-    assert settings["head_dim"] == CONFIG.head_size
+    assert settings["head_dim"] == CONFIG.layers[0].key_size
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "def π(x):\n\treturn  x\x0b é\n"
     assert tokenizer.encode(text).ids == [256, *text.encode()]

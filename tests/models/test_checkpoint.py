@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jspec import CheckpointError, load_model, save_model
-from jspec.models.weights import stored_name
+from jspec.models.families import family
 from tests.models.helpers import (
     assert_equal,
     edit_config,
@@ -34,7 +34,7 @@ def expected_of(path, dtype=np.float32) -> dict[str, np.ndarray]:
     stored = load_file(path / "model.safetensors")
     expected = {}
     for parameter in parameters(load_model(path)):
-        name = stored_name(parameter)
+        name = family("llama").stored_name(parameter)
         names.remove(name)
         value = stored[name].T if parameter.endswith("kernel") else stored[name]
         expected[parameter] = value.astype(dtype)
@@ -119,7 +119,7 @@ def quantized(checkpoint):
 def test_int8_equals_dequantised_numpy(quantized, dtype):
     stored = load_file(quantized / "model.safetensors")
     for parameter, value in parameters(load_model(quantized, dtype=dtype)).items():
-        name = stored_name(parameter)
+        name = family("llama").stored_name(parameter)
         want = stored[name].astype(np.float32)
         if stored[name].dtype == np.int8:
             want = want * stored[f"{name}_scale"].astype(np.float32)

@@ -1,10 +1,18 @@
 """config.json of each family: what it becomes, and what is refused."""
 
-import pytest
+import dataclasses
+import sys
+import types
 
-from jspec import CheckpointError, RopeScaling
-from jspec.models.families import model_config
-from tests.models.helpers import LLAMA
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jspec import CheckpointError, LayerSpec, Rope, RopeScaling, load_model
+from jspec.models import families
+from jspec.models.families import FAMILIES, family, llama, model_config
+from jspec.models.families.family import Family
+from jspec.models.files import Fields
+from tests.models.helpers import LLAMA, assert_equal, parameters, write_checkpoint
 
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "model_type": "qwen3"}
@@ -24,9 +32,9 @@ def without(config: dict, *keys: str) -> dict:
 
 def test_llama():
     config = model_config(LLAMA)
-    assert (config.num_heads, config.num_kv_heads, config.head_size) == (4, 2, 8)
+    assert (config.num_heads, config.layers) == (4, (LayerSpec(2, 8, 8),) * 2)
     assert (config.qkv_bias, config.out_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
-    assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
+    assert config.ropes == (Rope(10000.0),)
     assert config.stop_tokens == (2,)
     assert config.family == "llama"
 
@@ -46,9 +54,9 @@ def test_biases_of_each_family():
 
 
 def test_sizes_that_may_be_derived():
-    assert model_config(without(LLAMA, "head_dim")).head_size == 4
-    assert model_config({**LLAMA, "head_dim": None}).head_size == 4
-    assert model_config(without(LLAMA, "num_key_value_heads")).num_kv_heads == 4
+    assert model_config(without(LLAMA, "head_dim")).layers[0].key_size == 4
+    assert model_config({**LLAMA, "head_dim": None}).layers[0].key_size == 4
+    assert model_config(without(LLAMA, "num_key_value_heads")).layers[0].kv_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -81,13 +89,12 @@ def test_rope_in_both_forms(form, rope, scaling):
         config = model_config({**LLAMA, "rope_theta": 500.0, "rope_scaling": rope})
     else:
         config = model_config({**LLAMA, "rope_parameters": {"rope_theta": 500.0, **rope}})
-    assert config.rope_scaling == scaling
-    assert config.rope_theta == 500.0
+    assert config.ropes == (Rope(500.0, scaling),)
 
 
 def test_rope_theta_inside_goes_first():
     values = {**LLAMA, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}
-    assert model_config(values).rope_theta == 5e5
+    assert model_config(values).ropes == (Rope(5e5),)
 
 
 def test_yarn_stretches_the_context():
@@ -120,8 +127,8 @@ REFUSED = [
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.* must be a positive number"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
-    ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
-    ({"head_dim": 7}, "head_size=7 must be even"),
+    ({"num_key_value_heads": 3}, "num_heads=4 must be a multiple of kv_heads=3"),
+    ({"head_dim": 7}, "key_size=7 must be even"),
     ({"head_dim": ..., "hidden_size": 18}, "hidden_size=18 is no multiple.*give head_dim"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; jspec has silu"),
     ({"eos_token_id": "2"}, "eos_token_id='2' must be one or more token ids below 24"),
@@ -165,3 +172,32 @@ def test_refused(change, message):
 def test_qwen3_needs_its_sizes(key):
     with pytest.raises(CheckpointError, match=f"{key} is missing"):
         model_config(without(QWEN3, key))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_says_its_name(name):
+    assert family(name).read(Fields({**LLAMA, "model_type": name}, "here")).family == name
+
+
+def test_a_family_is_a_file_and_a_line(tmp_path, monkeypatch):
+    """A Llama with other tensor names, as a file of the folder would have it."""
+
+    def read(fields: Fields):
+        return dataclasses.replace(llama.read(fields), family="toy")
+
+    toy = types.ModuleType("jspec.models.families.toy")
+    toy.FAMILY = Family(read, {**llama.MODULES, "mlp.up": "mlp.wide", "head": "out_head"})
+    monkeypatch.setitem(sys.modules, toy.__name__, toy)
+    monkeypatch.setattr(families, "FAMILIES", (*FAMILIES, "toy"))
+
+    expected = parameters(load_model(write_checkpoint(tmp_path / "llama")))
+    path = write_checkpoint(tmp_path / "toy", model_type="toy")
+    tensors = load_file(path / "model.safetensors")
+    renamed = {
+        name.replace("mlp.up_proj", "mlp.wide").replace("lm_head", "out_head"): value
+        for name, value in tensors.items()
+    }
+    save_file(renamed, path / "model.safetensors")
+    model = load_model(path)
+    assert model.config.family == "toy"
+    assert_equal(model, expected)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jspec import RopeScaling, load_model
+from jspec import Rope, RopeScaling, load_model
 from jspec.models.rope import rope_frequencies
 from tests.models.goldens import CASES, INT8, OLD_KEYS, SHARDED
 from tests.models.helpers import GOLDEN, logits_of, one_pass, ragged
@@ -49,7 +49,7 @@ def test_scaling_matters(name):
     model, tokens, logits = load_golden(name)
     graph, state = nnx.split(model)
     model = nnx.merge(graph, state)
-    model.config = dataclasses.replace(model.config, rope_scaling=None)
+    model.config = dataclasses.replace(model.config, ropes=(Rope(model.config.ropes[0].theta),))
     ours = logits_of(model, tokens, one_pass(tokens))
     assert np.abs(ours - logits).max() > 0.1
 
@@ -58,11 +58,12 @@ def test_scaling_matters(name):
 def test_the_yarn_golden_depends_on_every_field(field):
     config = load_golden("qwen3_yarn")[0].config
     default = {f.name: f.default for f in dataclasses.fields(RopeScaling)}[field]
-    assert config.rope_scaling is not None
-    changed = dataclasses.replace(config.rope_scaling, **{field: default})
+    (rope,) = config.ropes
+    assert rope.scaling is not None
+    changed = dataclasses.replace(rope.scaling, **{field: default})
     ours, other = (
-        rope_frequencies(config.head_size, config.rope_theta, scaling)
-        for scaling in (config.rope_scaling, changed)
+        rope_frequencies(config.layers[0].key_size, rope.theta, scaling)
+        for scaling in (rope.scaling, changed)
     )
     assert np.abs(ours[0] / other[0] - 1).max() + abs(ours[1] - other[1]) > 1e-2
 

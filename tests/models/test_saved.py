@@ -10,8 +10,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from jspec import CheckpointError, Decoder, load_model, save_model
+from jspec import (
+    CheckpointError,
+    Decoder,
+    LayerSpec,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+    load_model,
+    save_model,
+)
 from jspec.models import saved
 from tests.conftest import TINY
 from tests.models.helpers import GOLDEN, assert_equal, parameters
@@ -36,6 +47,129 @@ def test_round_trip_is_bit_exact(tmp_path, config, dtype):
     loaded = load_model(tmp_path / "saved", dtype=dtype)
     assert loaded.config == config
     assert_equal(loaded, parameters(model))
+
+
+POSITIVE = st.floats(0, 1e300, exclude_min=True, exclude_max=True) | st.integers(1, 2**40)
+SIZES = st.integers(1, 2**31 - 1)
+FIELDS_OF_SCALING = {
+    "kind": st.sampled_from(["linear", "llama3", "yarn"]),
+    "factor": st.floats(1, 1e300, exclude_max=True) | st.integers(1, 2**40),
+    "original_context": SIZES,
+    "low_frequency_factor": st.floats(0.1, 4),
+    "high_frequency_factor": st.floats(5, 9),
+    "beta_fast": st.floats(2, 64),
+    "beta_slow": st.floats(0.01, 2),
+    "attention_factor": st.none() | POSITIVE,
+    "truncate": st.booleans(),
+}
+FIELDS_OF_ROPE = {
+    "theta": st.floats(1, 1e300, exclude_min=True, exclude_max=True) | st.integers(2, 2**40),
+    "scaling": st.none() | st.builds(RopeScaling, **FIELDS_OF_SCALING),
+}
+
+
+@st.composite
+def layers(draw, ropes: int) -> LayerSpec:
+    fields = {
+        "kv_heads": draw(st.sampled_from([1, 2, 3, 6])),
+        "key_size": 2 * draw(st.integers(1, 2**30 - 1)),
+        "values_in_keys": draw(st.booleans()),
+        "window": draw(st.none() | SIZES),
+        "scale": draw(st.none() | POSITIVE),
+        "softcap": draw(st.none() | POSITIVE),
+        "rope": draw(st.integers(0, ropes - 1)),
+    }
+    most = fields["key_size"] if fields["values_in_keys"] else 2**31 - 1
+    fields["value_size"] = draw(st.integers(1, most))
+    assert fields.keys() == {field.name for field in dataclasses.fields(LayerSpec)}
+    return LayerSpec(**fields)
+
+
+@st.composite
+def configs(draw) -> ModelConfig:
+    """Any `ModelConfig`: every field of it and of what it holds takes other values than its own."""
+    ropes = draw(st.lists(st.builds(Rope, **FIELDS_OF_ROPE), min_size=1, max_size=3))
+    vocab = draw(SIZES)
+    flags = ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
+    sizes = ("hidden_size", "intermediate_size", "max_context")
+    fields = {
+        "vocab_size": vocab,
+        "num_heads": 6 * draw(st.integers(1, 2**20)),
+        "layers": tuple(draw(st.lists(layers(len(ropes)), min_size=1, max_size=4))),
+        "ropes": tuple(ropes),
+        "family": draw(st.text()),
+        "norm_eps": draw(POSITIVE),
+        "stop_tokens": tuple(draw(st.lists(st.integers(0, vocab - 1), max_size=3))),
+        **{name: draw(SIZES) for name in sizes},
+        **{name: draw(st.booleans()) for name in flags},
+    }
+    assert fields.keys() == {field.name for field in dataclasses.fields(ModelConfig)}
+    return ModelConfig(**fields)
+
+
+def test_the_strategies_know_every_field():
+    assert FIELDS_OF_SCALING.keys() == {field.name for field in dataclasses.fields(RopeScaling)}
+    assert FIELDS_OF_ROPE.keys() == {field.name for field in dataclasses.fields(Rope)}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(configs())
+def test_every_setting_survives_a_round_trip(tmp_path, config):
+    """A field that comes back with its default gives a model of the same shapes, other logits."""
+    saved.write_settings(tmp_path, config)
+    read = saved.read_config(tmp_path)
+    assert read == config
+    assert repr(read) == repr(config)
+
+
+FORMAT_1 = {
+    "vocab_size": 41,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 16,
+    "family": "qwen3",
+    "rope_theta": 5000.0,
+    "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_context": 32, "truncate": False},
+    "qk_norm": True,
+    "stop_tokens": [3, 4],
+}
+
+
+def test_format_1_is_read(tmp_path):
+    def write(**change):
+        text = json.dumps({"format": 1, "config": FORMAT_1 | change})
+        (tmp_path / saved.SETTINGS).write_text(text)
+
+    write()
+    assert saved.read_config(tmp_path) == ModelConfig(
+        vocab_size=41,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        layers=(LayerSpec(kv_heads=2, key_size=16, value_size=16),) * 2,
+        ropes=(Rope(5000.0, RopeScaling("yarn", 4.0, 32, truncate=False)),),
+        family="qwen3",
+        qk_norm=True,
+        stop_tokens=(3, 4),
+    )
+    for change, message in (
+        ({"layers": []}, r"fields \['layers'\] are unknown"),
+        ({"num_layers": 10**9}, "num_layers=1000000000 must be at most 1024"),
+        ({"rope_scaling": {}}, "config: rope_scaling: .*'kind'"),
+    ):
+        write(**change)
+        with pytest.raises(CheckpointError, match=f"jspec.json: .*{message}"):
+            saved.read_config(tmp_path)
+
+
+def test_an_unknown_field_beside_the_settings(written):
+    settings = json.loads((written / saved.SETTINGS).read_text())
+    (written / saved.SETTINGS).write_text(json.dumps(settings | {"adapter": "x"}))
+    with pytest.raises(CheckpointError, match=r"jspec.json: fields \['adapter'\] are unknown"):
+        load_model(written)
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama_linear", "qwen3_yarn"])
@@ -95,6 +229,13 @@ def written(tmp_path, tiny):
     return tmp_path / "saved"
 
 
+LAYER = dataclasses.asdict(TINY.layers[0])
+
+
+def scaled(scaling) -> dict:
+    return {"ropes": [{"theta": 1e4, "scaling": scaling}]}
+
+
 def edit_settings(path, **config):
     settings = json.loads((path / saved.SETTINGS).read_text())
     settings["config"] |= config
@@ -104,17 +245,32 @@ def edit_settings(path, **config):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": "32"}, "jspec.json: config: hidden_size='32' must be a positive integer"),
+        ({"hidden_size": "32"}, "jspec.json: config: hidden_size='32' must be a positive int32"),
         ({"hidden_size": None}, "jspec.json: .*hidden_size"),
-        ({"norm_eps": "x"}, "norm_eps='x' must be a positive number"),
-        ({"qk_norm": 1}, "qk_norm=1 must be true or false"),
-        ({"stop_tokens": ["a"]}, "stop_tokens=.* must be one or more token ids below 41"),
-        ({"num_layers": 10**9}, "num_layers=1000000000 must be at most 1024"),
-        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ({"hidden_size": 32.0}, "hidden_size=32.0 must be a positive int32"),
+        ({"norm_eps": "x"}, "norm_eps='x' must be a positive, finite number"),
+        ({"norm_eps": 10**400}, "norm_eps=1000.* must be a positive, finite number"),
+        ({"qk_norm": 1}, "qk_norm=1 must be True or False"),
+        ({"qk_norm": 0}, "qk_norm=0 must be True or False"),
+        ({"qk_norm": None}, "qk_norm=None must be True or False"),
+        ({"family": None}, "family=None must be a string"),
+        ({"stop_tokens": ["a"]}, "stop_tokens=.* must be a tuple of token ids below 41"),
+        ({"stop_tokens": 2}, "stop_tokens=2 must be a tuple of token ids below 41"),
+        ({"layers": []}, "config: the model has 0 layers"),
+        ({"layers": [LAYER] * 1025}, "config: the model has 1025 layers; it must have 1 to 1024"),
+        ({"layers": 2}, "layers=2 must be a tuple of LayerSpec"),
+        ({"layers": {}}, "layers={} must be a tuple of LayerSpec"),
+        ({"layers": [LAYER, 5]}, r"config: layers\[1\]=5 must be an object"),
+        ({"layers": [LAYER, LAYER | {"fins": 1}]}, r"layers\[1\]: fields \['fins'\] are unknown"),
+        ({"layers": [LAYER | {"window": 0}]}, r"config: layers\[0\]: window=0 must be a positive"),
+        ({"layers": [LAYER | {"kv_heads": 3}]}, "num_heads=4 must be a multiple of kv_heads=3"),
         ({"wings": 2}, r"fields \['wings'\] are unknown; the file is of a newer jspec"),
-        ({"rope_scaling": {"kind": "ntk", "factor": 2}}, "rope scaling 'ntk' is unknown"),
-        ({"rope_scaling": {"kind": "linear"}}, "jspec.json: .*factor"),
-        ({"rope_scaling": 5}, "rope_scaling=5 must be an object"),
+        ({"ropes": [{"theta": 0.5}]}, r"config: ropes\[0\]: theta=0.5 must be a finite number"),
+        (scaled({"kind": "ntk", "factor": 2}), "rope scaling 'ntk' is unknown"),
+        (scaled({"kind": "linear"}), r"jspec.json: config: ropes\[0\]: scaling: .*'factor'"),
+        (scaled({}), r"ropes\[0\]: scaling: .*'kind' and 'factor'"),
+        (scaled(5), r"ropes\[0\]: scaling=5 must be an object"),
+        (scaled({"kind": "linear", "factor": 2, "fast": 1}), r"scaling: fields \['fast'\] are unk"),
         (
             {"intermediate_size": 40},
             r"arrays: array layers.0.mlp.down.kernel has shape \(48, 32\), but .*\(40, 32\)",
@@ -129,7 +285,10 @@ def test_damaged_settings(written, change, message):
         load_model(written)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format": 2}', '{"format": 1}'])
+CONTENTS = ["{", "[]", "{}", '{"format": 3}', '{"format": true}', '{"format": 2}', '{"format": 1}']
+
+
+@pytest.mark.parametrize("content", CONTENTS)
 def test_malformed_settings(written, content):
     (written / saved.SETTINGS).write_text(content)
     with pytest.raises(CheckpointError, match=saved.SETTINGS):

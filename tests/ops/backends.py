@@ -1,4 +1,7 @@
-"""The backends of an operation as test parameters; one that refuses is a skip with its reason."""
+"""The backends and the cases of an operation as test parameters.
+
+A backend that refuses is a skip with its reason.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,21 @@ from typing import Any
 
 import pytest
 
-from jspec.dispatch import Operation
+from jspec.dispatch import Case, Operation
 
 
 def every_backend(operation: Operation) -> pytest.MarkDecorator:
     """Runs a test over all backends of ``operation``, by their names in ``backend``."""
     return pytest.mark.parametrize("backend", operation.backends)
+
+
+def every_case(
+    operation: Operation, wanted: Callable[[Case], bool] = lambda case: True
+) -> pytest.MarkDecorator:
+    """Runs a test over the cases of ``operation`` that are wanted, given as ``case``."""
+    cases = list(filter(wanted, operation.cases()))
+    assert cases
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
 def run_or_skip(function: Callable, operation: Operation, backend: str, *args: Any) -> Any:

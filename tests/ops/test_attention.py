@@ -10,7 +10,7 @@ import pytest
 
 from jspec.dispatch import BackendError
 from jspec.ops import attention as module
-from jspec.ops.attention import attention, causal, implementations
+from jspec.ops.attention import ATTENTION, attention, causal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,13 @@ class Case:
     empty: bool = False
     dtype: str = "float32"
     scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    value_size: int | None = None
+
+    @property
+    def settings(self) -> dict:
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
 
 CASES = [
@@ -42,6 +49,10 @@ CASES = [
     Case("seven-tokens-holes", 7, 45, (45, 20, 7), empty=True),
     Case("eight-tokens-scale", 8, 16, (16, 9), scale=0.7),
     Case("nine-tokens-holes-padding", 9, 61, (61, 13, 40), padded=(2, 0, 9), empty=True),
+    Case("window-padding", 4, 37, (37, 30, 6, 4), padded=(0, 1, 3, 4), window=3),
+    Case("window-of-one-holes", 3, 30, (30, 4), window=1, empty=True),
+    Case("softcap-small-values", 3, 24, (7, 24), softcap=0.8, value_size=6),
+    Case("all-settings", 6, 41, (41, 9), scale=2.0, window=11, softcap=5.0, value_size=24),
     Case("bfloat16", 5, 48, (48, 11), dtype="bfloat16"),
     Case("bfloat16-holes", 1, 48, (48, 11), dtype="bfloat16", empty=True),
 ]
@@ -66,7 +77,10 @@ def inputs(case: Case, *, junk: float) -> Inputs:
         return drawn.astype(jnp.dtype(case.dtype))
 
     q = normal(batch, case.tokens, case.heads, case.size)
-    k, v = (normal(batch, case.slots, case.kv_heads, case.size) for _ in range(2))
+    k, v = (
+        normal(batch, case.slots, case.kv_heads, size)
+        for size in (case.size, case.value_size or case.size)
+    )
     lengths = np.array(case.lengths)[:, None]
     positions = lengths - case.tokens + np.arange(case.tokens)
     if case.padded:
@@ -83,37 +97,45 @@ def inputs(case: Case, *, junk: float) -> Inputs:
     )
 
 
-def brute_force(x: Inputs, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def brute_force(
+    x: Inputs, scale: float | None = None, window: int | None = None, softcap: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Attention and its log-sum-exp, one query, head and key at a time."""
     q, k, v = (np.asarray(a, np.float64) for a in (x.q, x.k, x.v))
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]
-    out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, t, n in np.ndindex(batch, tokens, heads):
         held = np.arange(k.shape[1]) if x.key_positions is None else x.key_positions[b]
-        seen = [s for s, at in enumerate(held) if 0 <= at <= x.positions[b, t]]
+        here = x.positions[b, t]
+        first = 0 if window is None else max(here - window + 1, 0)
+        seen = [s for s, at in enumerate(held) if first <= at <= here]
         if not seen:
             continue
         scores = np.array([scale * q[b, t, n] @ k[b, s, n // group] for s in seen])
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         lse[b, t, n] = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
         weights = np.exp(scores - lse[b, t, n])
         out[b, t, n] = sum(w * v[b, s, n // group] for w, s in zip(weights, seen, strict=True))
     return out, lse
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "scale", "block"))
-def _jitted(q, k, v, positions, key_positions, *, implementation, scale, block):
+@functools.partial(
+    jax.jit, static_argnames=("implementation", "scale", "window", "softcap", "block")
+)
+def _jitted(q, k, v, positions, key_positions, *, block, **settings):
     del block  # only here so that another block is another program
-    settings = {"key_positions": key_positions, "scale": scale, "implementation": implementation}
-    return attention(q, k, v, positions, **settings)
+    return attention(q, k, v, positions, key_positions=key_positions, **settings)
 
 
-def run(x: Inputs, implementation: str, scale: float | None = None):
+def run(x: Inputs, implementation: str, **settings):
     arrays = [None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x)]
-    return _jitted(*arrays, implementation=implementation, scale=scale, block=module.BLOCK)
+    return _jitted(*arrays, implementation=implementation, block=module.BLOCK, **settings)
 
 
-@pytest.fixture(params=[*implementations(), "xla_blocked by 8"])
+@pytest.fixture(params=[*ATTENTION.backends, "xla_blocked by 8"])
 def implementation(request, monkeypatch) -> str:
     """Each implementation; blocks of 8 give most cases several blocks, the last one ragged."""
     name, _, block = request.param.partition(" by ")
@@ -125,9 +147,8 @@ def implementation(request, monkeypatch) -> str:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_definition(case, implementation):
     x = inputs(case, junk=0.0)
-    out, lse = run(x, implementation, case.scale)
-    scale = case.size**-0.5 if case.scale is None else case.scale
-    expected_out, expected_lse = brute_force(x, scale)
+    out, lse = run(x, implementation, **case.settings)
+    expected_out, expected_lse = brute_force(x, **case.settings)
     tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-6
     assert out.dtype == case.dtype
     assert lse.dtype == jnp.float32
@@ -137,9 +158,9 @@ def test_equals_the_definition(case, implementation):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_empty_slots_change_no_bit(case, implementation):
-    clean = run(inputs(case, junk=0.0), implementation, case.scale)
+    clean = run(inputs(case, junk=0.0), implementation, **case.settings)
     for junk in (np.nan, np.inf, 3e38):
-        poisoned = run(inputs(case, junk=junk), implementation, case.scale)
+        poisoned = run(inputs(case, junk=junk), implementation, **case.settings)
         for expected, got in zip(clean, poisoned, strict=True):
             np.testing.assert_array_equal(got, expected)
 
@@ -166,7 +187,7 @@ def test_causal_is_attention_of_a_sequence_over_itself():
     q = rng.standard_normal((2, 6, 4, 8)).astype(np.float32)
     k, v = (rng.standard_normal((2, 6, 2, 8)).astype(np.float32) for _ in range(2))
     positions = np.tile(np.arange(6, dtype=np.int32), (2, 1))
-    expected, _ = brute_force(Inputs(q, k, v, positions, None), 8**-0.5)
+    expected, _ = brute_force(Inputs(q, k, v, positions, None))
     np.testing.assert_allclose(causal(*map(jnp.asarray, (q, k, v))), expected, atol=2e-6)
 
 
@@ -177,10 +198,11 @@ def test_causal_is_attention_of_a_sequence_over_itself():
         ({"k": (2, 9, 3, 8), "v": (2, 9, 3, 8)}, "N a multiple of K"),
         ({"k": (3, 9, 2, 8), "v": (3, 9, 2, 8)}, "must be"),
         ({"k": (2, 9, 2, 4), "v": (2, 9, 2, 4)}, "must be"),
+        ({"v": (2, 8, 2, 8)}, r"\[B, S, K, H'\]"),
         ({"positions": (2, 3)}, r"positions \(2, 3\) must be \[B, T\] = \(2, 4\)"),
         ({"key_positions": (2, 8)}, r"key_positions \(2, 8\) must be \[B, S\] = \(2, 9\)"),
     ],
-    ids=["k-not-v", "heads", "batch", "head-size", "positions", "key-positions"],
+    ids=["k-not-v", "heads", "batch", "head-size", "slots", "positions", "key-positions"],
 )
 def test_bad_shapes_are_refused(change, message):
     shapes = {"q": (2, 4, 4, 8), "k": (2, 9, 2, 8), "v": (2, 9, 2, 8), "positions": (2, 4)}

@@ -1,69 +1,78 @@
-"""What ``implementation=None`` tries on a GPU, from best to worst."""
-
-import itertools
+"""The committed tables and the operations fit together: names, sizes, and a last resort."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from jspec.ops.fused import VERIFY_AND_PACK
-from jspec.ops.pack import PACK
-from jspec.ops.verify import VERIFY_GREEDY
+from jspec import tuned
+from jspec.ops import operations
 
-OPERATIONS = {x.name: x for x in (VERIFY_GREEDY, PACK, VERIFY_AND_PACK)}
-SHAPES = list(itertools.product((1, 32, 65, 256, 1024), (1, 8, 128), (0, 1, 2048)))
-
-
-def arguments(operation: str, batch: int, gamma: int, width: int) -> list[jax.ShapeDtypeStruct]:
-    def integers(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    tokens = [integers(batch, gamma), integers(batch, gamma + 1), integers(batch)]
-    tokens.append(integers(batch, 1))
-    rows = jax.ShapeDtypeStruct((batch, gamma, width), jnp.bfloat16)
-    return {
-        "verify_greedy": tokens,
-        "pack": [rows, integers(batch)],
-        "verify_and_pack": [*tokens, rows],
-    }[operation]
+OPERATIONS = {operation.name: operation for operation in operations()}
+over_tables = pytest.mark.parametrize("table", tuned.tables().values(), ids=tuned.tables())
+over_operations = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_the_last_choice_never_refuses(operation):
-    for platform, shape in itertools.product(("gpu", "cpu"), SHAPES):
-        given = arguments(operation.name, *shape)
-        names = operation.preference(platform, *given)
-        assert len(set(names)) == len(names)
-        assert set(names) <= set(operation.backends)
-        assert operation.backend(names[-1]).supports(*given) is None
+def small(operation):
+    return next(case for case in operation.cases() if case.small)
 
 
-@pytest.mark.parametrize(
-    ("operation", "shape", "names"),
-    [
-        ("verify_greedy", (32, 128, 0), ("pallas", "cuda", "triton")),
-        ("verify_greedy", (256, 8, 0), ("cuda", "triton", "pallas")),
-        ("verify_greedy", (1024, 8, 0), ("triton", "cuda", "pallas")),
-        ("pack", (1, 8, 512), ("triton", "pallas", "cuda")),
-        ("pack", (32, 128, 2048), ("pallas", "triton", "cuda")),
-        ("pack", (256, 8, 1024), ("triton", "pallas", "cuda")),
-        ("pack", (256, 128, 512), ("pallas", "triton", "cuda")),
-        ("pack", (1024, 8, 512), ("triton", "pallas", "cuda")),
-        ("pack", (1024, 128, 512), ("pallas", "triton", "cuda")),
-        ("verify_and_pack", (32, 8, 2048), ("triton", "cuda", "two_steps")),
-        ("verify_and_pack", (32, 128, 2048), ("triton", "two_steps")),
-        ("verify_and_pack", (256, 8, 512), ("triton", "two_steps")),
-        ("verify_and_pack", (256, 16, 512), ("two_steps",)),
-        ("verify_and_pack", (256, 128, 512), ("two_steps",)),
-        ("verify_and_pack", (1024, 4, 128), ("two_steps",)),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)),
-)
-def test_the_order_is_as_measured(operation, shape, names):
-    asked = OPERATIONS[operation].preference("gpu", *arguments(operation, *shape))
-    assert asked[: len(names)] == names
+def sizes(operation) -> dict[str, int]:
+    case = small(operation)
+    return operation.sizes(*case.arguments, **case.static)
 
 
-def test_elsewhere_the_reference_runs():
-    for name, operation in OPERATIONS.items():
-        assert operation.preference("cpu", *arguments(name, 2, 3, 4)) == ("xla",)
+@over_tables
+@over_operations
+def test_every_order_names_backends_by_sizes_that_there_are(operation, table):
+    for rule in table.orders[operation.name]:
+        assert set(rule.take) <= set(operation.backends)
+        assert set(rule.up_to) <= set(sizes(operation))
+
+
+@over_tables
+@over_operations
+def test_the_last_choice_never_refuses(operation, table):
+    for rule in table.orders[operation.name]:
+        last = operation.backend(rule.take[-1])
+        for case in operation.cases():
+            assert last.supports(*case.arguments, **case.static) is None, case.name
+
+
+@over_tables
+def test_blocks_are_of_backends_that_there_are(table):
+    for name, of in table.blocks.items():
+        assert set(of) <= set(OPERATIONS[name].backends)
+        for rules in of.values():
+            assert all(set(rule.up_to) <= set(sizes(OPERATIONS[name])) for rule in rules)
+
+
+def test_every_table_has_the_same_blocks():
+    """What a kernel asks of one table it asks of all, and of every rule."""
+
+    def fields(table):
+        return {
+            (name, backend): {frozenset(rule.take) for rule in rules}
+            for name, of in table.blocks.items()
+            for backend, rules in of.items()
+        }
+
+    first, *others = map(fields, tuned.tables().values())
+    assert all(len(each) == 1 for each in first.values())
+    assert others == [first] * len(others)
+
+
+@over_operations
+def test_off_a_gpu_a_reference_runs_first(operation):
+    case = small(operation)
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    order = operation.order(*case.arguments, **case.static)
+    assert set(order) <= {"xla", "xla_blocked"}
+
+
+@over_operations
+def test_every_case_has_a_name_of_its_own_and_the_same_arguments_each_time(operation):
+    cases = operation.cases()
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        first, second = jax.tree.leaves(case.build()), jax.tree.leaves(case.build())
+        assert all((x == y).all() for x, y in zip(first, second, strict=True)), case.name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.ops.verify import VERIFY_GREEDY, Verified, verify_greedy
-from tests.ops.backends import every_backend, run_or_skip
+from tests.ops.backends import every_backend, every_case, run_or_skip
 
 LAST_ID = 2**31 - 1
 
@@ -60,6 +60,15 @@ def greedy(backend: str, *arguments) -> Verified:
 
 
 @over_backends
+@every_case(VERIFY_GREEDY)
+def test_greedy_cases_equal_plain_python(case, backend):
+    draft, target, lengths, stops = case.build()
+    inputs = [x.tolist() for x in (draft, target, lengths.clip(0), stops)]
+    expected = [outcome(*row) for row in zip(*inputs, strict=True)]
+    assert_outcomes(greedy(backend, *case.arguments), expected)
+
+
+@over_backends
 @pytest.mark.parametrize("gamma", [1, 2, 4, 8])
 def test_greedy_equals_plain_python(gamma, backend):
     """2,000 random rows over three ids, so that runs of every length, ragged drafts and stop
@@ -82,8 +91,11 @@ def test_greedy_equals_plain_python(gamma, backend):
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("gamma", [31, 32, 64, 128, 200])
 def test_greedy_of_long_drafts(gamma, dtype, backend):
-    """One row for each position that may fall, which is each length, and each that may stop: around
-    every multiple of 32, ids at the type's limits, draft lengths out of range, 0 to 40 stops."""
+    """One row for each position that may be rejected, which is each length, and each that may stop.
+
+    Around every multiple of 32, with ids at the type's limits, draft lengths out of range, and 0 to
+    40 stop tokens.
+    """
     rng = np.random.default_rng(gamma)
     last = np.iinfo(dtype).max
     count = 4 * (gamma + 2)
@@ -91,8 +103,8 @@ def test_greedy_of_long_drafts(gamma, dtype, backend):
     kind = np.arange(count) // (gamma + 2)
     target = rng.choice([0, 1, last - 1], (count, gamma + 1))
     draft = target[:, :-1].copy()
-    falls = (np.arange(gamma) == at[:, None]) & (kind == 0)[:, None]
-    draft[falls] ^= 1 if dtype == jnp.int32 else 1 << 32  # seen only by those who read all bits
+    rejected = (np.arange(gamma) == at[:, None]) & (kind == 0)[:, None]
+    draft[rejected] ^= 1 if dtype == jnp.int32 else 1 << 32  # seen only by those who read all bits
     lengths = np.where(kind == 1, at, rng.choice([gamma, gamma + 7, 2**31 - 1], count))
     lengths = np.where((kind == 1) & (at == gamma + 1), -5, lengths)
     stops = np.full((count, gamma % 41), -1)
@@ -174,11 +186,11 @@ def test_greedy_inside_shard_map(backend):
         ([0, LAST_ID], [0, LAST_ID, 0], 2, [LAST_ID], (2, 2, False, -1, True, [0, LAST_ID, -1])),
     ],
     ids=[
-        "one-stands",
-        "one-falls",
+        "one-accepted",
+        "one-rejected",
         "no-draft",
-        "all-fall",
-        "all-stand",
+        "all-rejected",
+        "all-accepted",
         "stop-first",
         "stop-last-draft",
         "stop-is-bonus",

@@ -5,27 +5,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.ops.cases import ragged_tokens
+from jspec.ops.verify import VERIFY_GREEDY as OPERATION
 from jspec.pallas.mosaic import refuses_pallas
-from jspec.pallas.verify import VERIFY_GREEDY, Blocks, verify_pallas
-from tests.kernels import GREEDY, assert_greedy, greedy_arguments
+from jspec.pallas.verify import VERIFY_GREEDY, Blocks, refuses, verify_pallas
+from tests.kernels import assert_greedy, takes
+from tests.ops.backends import every_case
 from tests.pallas.mosaic import interpret, lower
 
 
-@pytest.mark.parametrize("case", GREEDY.values(), ids=GREEDY)
+@every_case(OPERATION, takes(refuses, 0, 3))
 def test_equals_the_reference_when_interpreted(case):
-    arguments = [jnp.asarray(x) for x in greedy_arguments(np.random.default_rng(0), *case)]
+    arguments = case.arguments
     assert_greedy(interpret(verify_pallas, *arguments), arguments)
 
 
 def test_pieces_of_any_size_give_the_same():
-    arguments = [jnp.asarray(x) for x in greedy_arguments(np.random.default_rng(1), 4, 13, 2)]
+    arguments = [jnp.asarray(x) for x in ragged_tokens(4, 13, 2)]
     got = interpret(lambda *x: verify_pallas(*x, blocks=Blocks(3, 4)), *arguments)
     assert_greedy(got, arguments)
 
 
 def test_vmap():
-    rng = np.random.default_rng(4)
-    batches = [greedy_arguments(rng, 4, 5, 1) for _ in range(3)]
+    batches = [ragged_tokens(4, 5, 1, seed=seed) for seed in range(3)]
     stacked = [jnp.asarray(np.stack(x)) for x in zip(*batches, strict=True)]
     got = interpret(jax.vmap(verify_pallas), *stacked)
     for i in range(3):
@@ -34,18 +36,16 @@ def test_vmap():
 
 def test_int64():
     with jax.enable_x64(True):
-        arguments = greedy_arguments(np.random.default_rng(2), 5, 6, 2, np.int64)
-        arguments = [jnp.asarray(x) for x in arguments]
+        arguments = [jnp.asarray(x) for x in ragged_tokens(5, 6, 2, dtype=np.int64)]
         assert_greedy(interpret(verify_pallas, *arguments), arguments)
 
 
-@pytest.mark.parametrize("case", GREEDY.values(), ids=GREEDY)
+@every_case(OPERATION)
 def test_equals_the_reference_on_a_gpu(case):
     if reason := refuses_pallas():
         pytest.skip(reason)
-    _, gamma, stops = case
-    arguments = greedy_arguments(np.random.default_rng(3), 1000, gamma, stops)
-    arguments = [jnp.asarray(x) for x in arguments]
+    draft, _, _, stop_tokens = case.arguments
+    arguments = [jnp.asarray(x) for x in ragged_tokens(1000, draft.shape[1], stop_tokens.shape[1])]
     assert_greedy(jax.jit(verify_pallas)(*arguments), arguments)
 
 

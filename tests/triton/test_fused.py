@@ -4,60 +4,60 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from jspec.dispatch import Case
+from jspec.ops.cases import kv_rows, ragged_tokens
+from jspec.ops.fused import VERIFY_AND_PACK as OPERATION
+from jspec.ops.fused import fused_sizes
 from jspec.triton import fused as module
+from jspec.triton import pack, verify
 from jspec.triton.call import refuses_triton
 from jspec.triton.fused import VERIFY_AND_PACK, blocks_for, verify_and_pack_triton
-from tests.kernels import assert_greedy, assert_packed, greedy_arguments, pack_arguments
+from tests.kernels import assert_greedy, assert_packed, takes
+from tests.ops.backends import every_case
 from tests.triton.lowering import lower
 
-CASES = {
-    "one-row": (1, 3, 2, 8, "float32"),
-    "odd": (5, 7, 1, 33, "float16"),
-    "over-a-scan": (37, 4, 2, 16, "bfloat16"),
-    "over-a-tile": (3, 40, 1, 16, "int8"),
-}
-"""``(B, gamma, M, D, dtype)`` by name."""
-
-LARGE = (32, 128, 1, 2048, "float16")  # over the size to which the first bytes are read eagerly
+# Over the size to which the first bytes are read eagerly.
+LARGE = Case(
+    "large", lambda: (*ragged_tokens(32, 128, 1), kv_rows(32, 128, 2048, "float16")), small=False
+)
 
 
-def random_arguments(seed, batch, gamma, stops, width, dtype):
-    rng = np.random.default_rng(seed)
-    tokens = greedy_arguments(rng, batch, gamma, stops)
-    rows, _ = pack_arguments(rng, batch, gamma, width, dtype)
-    return [jnp.asarray(x) for x in (*tokens, rows)]
+def refusal(draft_tokens, stop_tokens, kv) -> str | None:
+    return verify.refuses(draft_tokens, stop_tokens) or pack.refuses(kv)
+
+
+quick = every_case(OPERATION, takes(refusal, 0, 3, 4))
 
 
 def assert_fused(got, arguments):
-    *tokens, rows = arguments
+    *tokens, kv = arguments
     assert_greedy(got[:6], tokens)
-    assert_packed(got[6:], (rows, jnp.asarray(got[0])))
+    assert_packed(got[6:], (kv, jnp.asarray(got[0])))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@quick
 @pytest.mark.parametrize(
     ("eager", "most"), [(False, 99), (True, 2)], ids=["lazy-alone", "eager-in-turns"]
 )
 def test_equals_the_reference_in_the_interpreter(case, eager, most, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
-    arguments = random_arguments(0, *case)
-    batch, gamma, _, _, _ = case
+    arguments = case.arguments
     cut = {"eager": eager, "span": 64, "most": most, "scan": 16}
-    blocks = dataclasses.replace(blocks_for(batch, gamma, 0), **cut)
+    blocks = dataclasses.replace(blocks_for(fused_sizes(*arguments)), **cut)
     assert_fused(verify_and_pack_triton(*arguments, blocks=blocks), arguments)
 
 
 @pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize("case", [*CASES.values(), LARGE], ids=[*CASES, "large"])
+@pytest.mark.parametrize("case", [*OPERATION.cases(), LARGE], ids=lambda case: case.name)
 def test_equals_the_reference_on_a_gpu(case, warps):
     if reason := refuses_triton():
         pytest.skip(reason)
-    arguments = random_arguments(1, *case)
-    batch, gamma, _, width, dtype = case
-    blocks = blocks_for(batch, gamma, gamma * width * jnp.dtype(dtype).itemsize)
+    arguments = case.arguments
+    if reason := VERIFY_AND_PACK.supports(*arguments):
+        pytest.skip(reason)
+    blocks = blocks_for(fused_sizes(*arguments))
     blocks = dataclasses.replace(blocks, warps=warps)
     got = jax.jit(lambda *x: verify_and_pack_triton(*x, blocks=blocks))(*arguments)
     assert_fused(got, arguments)
@@ -67,7 +67,8 @@ def test_equals_the_reference_on_a_gpu(case, warps):
     ("batch", "gamma", "width"), [(1, 8, 512), (32, 128, 2048), (256, 8, 128), (1000, 9, 7)]
 )
 def test_the_cut_is_one_that_the_kernel_can_run(batch, gamma, width):
-    blocks = blocks_for(batch, gamma, 2 * gamma * width)
+    tokens, kv = jnp.zeros((batch, gamma), jnp.int32), jnp.zeros((batch, gamma, width), jnp.int16)
+    blocks = blocks_for(fused_sizes(tokens, None, None, None, kv))
     for size in (blocks.span, blocks.scan, blocks.tile, blocks.warps):
         assert size.bit_count() == 1
     assert blocks.most >= 1

@@ -5,17 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.ops.cases import ragged_tokens
+from jspec.ops.verify import VERIFY_GREEDY as OPERATION
 from jspec.triton import verify as module
 from jspec.triton.call import refuses_triton
-from jspec.triton.verify import VERIFY_GREEDY, Blocks, verify_triton
-from tests.kernels import GREEDY, assert_greedy, greedy_arguments
+from jspec.triton.verify import VERIFY_GREEDY, Blocks, refuses, verify_triton
+from tests.kernels import assert_greedy, takes
+from tests.ops.backends import every_case
 from tests.triton.lowering import lower
 
 
-@pytest.mark.parametrize("case", GREEDY.values(), ids=GREEDY)
+@every_case(OPERATION, takes(refuses, 0, 3))
 def test_equals_the_reference_in_the_interpreter(case, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
-    arguments = [jnp.asarray(x) for x in greedy_arguments(np.random.default_rng(0), *case)]
+    arguments = case.arguments
     assert_greedy(verify_triton(*arguments), arguments)
 
 
@@ -23,15 +26,14 @@ def test_equals_the_reference_in_the_interpreter(case, interpreted, monkeypatch)
 def test_rows_of_one_program_do_not_mix(rows, interpreted, monkeypatch):
     """Seven rows: with four a program, the last program has a place to spare."""
     monkeypatch.setattr(module, "triton_call", interpreted)
-    arguments = [jnp.asarray(x) for x in greedy_arguments(np.random.default_rng(1), 7, 6, 2)]
+    arguments = [jnp.asarray(x) for x in ragged_tokens(7, 6, 2)]
     assert_greedy(verify_triton(*arguments, blocks=Blocks(rows, 4)), arguments)
 
 
 def test_int64_and_no_draft_at_all(interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
     with jax.enable_x64(True):
-        arguments = greedy_arguments(np.random.default_rng(2), 9, 5, 2, np.int64)
-        arguments = [jnp.asarray(x) for x in arguments]
+        arguments = [jnp.asarray(x) for x in ragged_tokens(9, 5, 2, dtype=np.int64)]
         assert_greedy(verify_triton(*arguments), arguments)
     nothing = jnp.zeros((3, 0), jnp.int32)
     target = jnp.asarray([[4], [5], [-1]], jnp.int32)
@@ -39,13 +41,12 @@ def test_int64_and_no_draft_at_all(interpreted, monkeypatch):
     assert_greedy(verify_triton(*arguments), arguments)
 
 
-@pytest.mark.parametrize("case", GREEDY.values(), ids=GREEDY)
+@every_case(OPERATION)
 def test_equals_the_reference_on_a_gpu(case):
     if reason := refuses_triton():
         pytest.skip(reason)
-    _, gamma, stops = case
-    arguments = greedy_arguments(np.random.default_rng(3), 1000, gamma, stops)
-    arguments = [jnp.asarray(x) for x in arguments]
+    draft, _, _, stop_tokens = case.arguments
+    arguments = [jnp.asarray(x) for x in ragged_tokens(1000, draft.shape[1], stop_tokens.shape[1])]
     assert_greedy(jax.jit(verify_triton)(*arguments), arguments)
 
 

@@ -1,0 +1,241 @@
+"""Tokens a second of the bundled model, plain and speculative, and what a step costs.
+
+Clocks: *decode* is wall time of chunks of 16 steps, the host reading each chunk's tokens; *step* is
+the marginal wall time of one step inside a jitted loop, from two loop lengths. Both exclude
+compiling.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import jspec
+from bench.machine import read_ceiling
+from bench.settings import Settings, bar
+from bench.suite import Suite
+from jspec.cache import Cache, Linear
+from jspec.decode.programs import PROGRAMS
+from jspec.decode.stats import Tally
+
+NEW_TOKENS = 256
+CHUNK = 16  # steps of a program while decoding
+NEAR_TIE = 0.25  # logits apart: what bf16 rounding of a long sum may turn around
+SOURCES = {
+    "none": jspec.PLAIN,
+    "ngram": jspec.StepConfig(8, jspec.NgramDraft()),
+    "stream": jspec.StepConfig(4, jspec.SelfDraft(jspec.Streaming())),
+}
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Every source at every batch and context; each output is checked against plain decoding."""
+    model, tokenizer = jspec.load_bundled()
+    ceiling = read_ceiling()
+    return {
+        "read_ceiling_bytes_per_s": ceiling,
+        "dtype": str(model.dtype),
+        "rows": _rows(model, tokenizer, ceiling, settings),
+    }
+
+
+def _rows(
+    model: jspec.Decoder, tokenizer: jspec.Tokenizer, ceiling: float, settings: Settings
+) -> Iterator[dict[str, Any]]:
+    cases = [(1, 2048)] if settings.quick else [(1, 8192), (1, 32768), (32, 8192), (32, 32768)]
+    if jax.default_backend() == "cpu" and not settings.quick:
+        cases = [(1, 8192)]
+    with bar("step", len(cases) * len(SOURCES)) as advance:
+        for batch, context in cases:
+            prompts = _prompts(tokenizer, batch, context - NEW_TOKENS - 1)
+            prefill_s, state = _prefill(model, prompts)
+            floor_s = _step_bytes(model, prompts) / ceiling
+            plain = None
+            for name, config in SOURCES.items():
+                figures, tokens = _decode(model, state, config)
+                plain = (figures, tokens) if plain is None else plain
+                speedup = figures["decode_tokens_per_s"] / plain[0]["decode_tokens_per_s"]
+                row = {"source": name, "gamma": config.gamma, "batch": batch, "context": context}
+                row |= figures | _marginal(model, state, config)
+                row |= {"speedup": speedup, "read_floor_ms": floor_s * 1e3}
+                row |= {"prefill_tokens_per_s": sum(map(len, prompts)) / prefill_s}
+                row |= _check(model, prompts, tokens, plain[1])
+                if not settings.check:
+                    row["checked"] = None
+                yield row
+                advance()
+            del state
+
+
+def _prompts(tokenizer: jspec.Tokenizer, batch: int, length: int) -> list[list[int]]:
+    """Stretches of ``length`` bytes of the standard library's own source, spread evenly."""
+    root = Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
+    stride = (len(text) - length) // max(batch - 1, 1)
+    return [tokenizer.encode(text[i * stride : i * stride + length]) for i in range(batch)]
+
+
+def _prefill(model: jspec.Decoder, prompts: list[list[int]]) -> tuple[float, jspec.DecodeState]:
+    """Seconds of a prefill whose programs are compiled, and the state it leaves."""
+    params, longest = jspec.SamplingParams(max_new_tokens=NEW_TOKENS), SOURCES["ngram"]
+    jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
+    begin = time.perf_counter()
+    state = jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
+    return time.perf_counter() - begin, state
+
+
+def _decode(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.StepConfig):
+    """Decode to the end three times, after a warm-up; figures of the median, and the tokens."""
+    runs = []
+    for _ in range(4):
+        current = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+        ended, records = np.asarray(current.done), []
+        begin = time.perf_counter()
+        while not ended.all():
+            current, record = PROGRAMS(
+                jspec.decode_chunk, model, current, config=config, steps=CHUNK
+            )
+            records.append(jax.device_get(record))
+            ended = np.asarray(current.done)
+        seconds = time.perf_counter() - begin
+        del current
+        runs.append((seconds, records))
+    runs = sorted(runs[1:], key=lambda r: r[0])
+    seconds, records = runs[1]
+    tally = Tally(config.gamma)
+    blocks = np.concatenate([r.tokens for r in records])
+    for r in records:
+        tally.add(*map(np.asarray, (r.drafted, r.accepted, r.committed)))
+    rows = [blocks[:, row] for row in range(blocks.shape[1])]
+    figures = {
+        "decode_tokens_per_s": tally.committed / seconds,
+        "decode_s_samples": [r[0] for r in runs],
+        "mean_accepted_length": tally.committed / tally.steps,
+        "acceptance_rate": tally.accepted / max(tally.drafted, 1),
+        "committed": tally.committed,
+    }
+    return figures, [tuple(row[row >= 0].tolist()) for row in rows]
+
+
+def _marginal(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.StepConfig):
+    """Marginal time of a step: loops of 4 and 16 steps from the same state, medians of 5."""
+    seconds: dict[int, list[float]] = {4: [], 16: []}
+    for repeat in range(7):
+        for steps, samples in seconds.items():
+            current = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+            begin = time.perf_counter()
+            current, _ = PROGRAMS(jspec.decode_chunk, model, current, config=config, steps=steps)
+            jax.block_until_ready(current.cache.lengths)
+            if repeat >= 2:
+                samples.append(time.perf_counter() - begin)
+            del current
+    medians = {steps: statistics.median(samples) for steps, samples in seconds.items()}
+    return {
+        "step_ms": (medians[16] - medians[4]) / 12 * 1e3,
+        "loop_s_samples": {str(k): v for k, v in seconds.items()},
+    }
+
+
+def _step_bytes(model: jspec.Decoder, prompts: list[list[int]]) -> int:
+    """Bytes that a plain step must read: every weight once and every cached token once."""
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model))
+    specs = model.config.layers
+    one = jax.eval_shape(lambda: Cache.create(specs, [Linear(1)] * len(specs), 1, model.dtype))
+    return weights + sum(map(len, prompts)) * one.nbytes
+
+
+def _check(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]:
+    """Rows equal to plain decoding; where one parts, the two tokens must be a near tie.
+
+    In bf16 a pass over several tokens rounds differently from a pass over one. The margin is the
+    difference of the two tokens' logits after the common prefix, from a prefill of that prefix.
+    """
+    parted = []
+    for prompt, row, reference in zip(prompts, tokens, plain, strict=True):
+        pairs = list(zip(row, reference, strict=False))
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if at is not None:
+            parted.append(([*prompt, *row[:at]], *pairs[at]))
+    margins = []
+    if parted:
+        state = jspec.start_decoding(
+            model, [p[0] for p in parted], jspec.SamplingParams(max_new_tokens=1)
+        )
+        logits = np.asarray(_logits_of_next(model, state))
+        for own, (_, a, b) in zip(logits, parted, strict=True):
+            margins.append(abs(float(own[a] - own[b])))
+    lengths = [len(row) == len(other) for row, other in zip(tokens, plain, strict=True)]
+    return {
+        "identical_rows": len(tokens) - len(parted),
+        "rows": len(tokens),
+        "flip_margins": margins,
+        "checked": all(margin <= NEAR_TIE for margin in margins) and (bool(parted) or all(lengths)),
+    }
+
+
+@jax.jit
+def _logits_of_next(model: jspec.Decoder, state: jspec.DecodeState) -> jax.Array:
+    positions = state.cache.lengths[:, None]
+    attend = jspec.dense_attend(positions)
+    hidden, _ = model(state.last_token[:, None], positions, attend, state.cache)
+    return model.logits(hidden)[:, 0]
+
+
+def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """Write each row's time of a step over that of the earlier result into it; how many had one."""
+    where = ("source", "gamma", "batch", "context")
+    before = {tuple(row[key] for key in where): row["step_ms"] for row in earlier["rows"]}
+    met = 0
+    for row in result["rows"]:
+        then = before.get(tuple(row[key] for key in where))
+        if then is not None:
+            row["ratio"] = row["step_ms"] / then
+            met += 1
+    return met
+
+
+def show(result: dict[str, Any]) -> None:
+    """One line a case, at most 100 columns."""
+    table = Table(title=f"{result['machine']['device']}, {result['dtype']}", title_justify="left")
+    for heading in ("B", "context", "draft", "tok/s", "vs plain", "mean len", "ms/step", "floor"):
+        table.add_column(heading, justify="left" if heading == "draft" else "right")
+    table.add_column("identical", justify="right")
+    compared = any("ratio" in row for row in result["rows"])
+    if compared:
+        table.add_column("before", justify="right")
+    for row in result["rows"]:
+        speed = f"{row['decode_tokens_per_s']:,.0f}" if row["checked"] else "unchecked"
+        table.add_row(
+            str(row["batch"]),
+            str(row["context"]),
+            row["source"] + (f" {row['gamma']}" if row["gamma"] else ""),
+            speed,
+            f"{row['speedup']:.2f}x",
+            f"{row['mean_accepted_length']:.2f}",
+            f"{row['step_ms']:.2f}",
+            f"{row['read_floor_ms']:.2f}",
+            f"{row['identical_rows']}/{row['rows']}",
+            *([f"{row['ratio']:.2f}x" if "ratio" in row else ""] if compared else []),
+        )
+    Console(width=100).print(table)
+
+
+# Results that are committed have the name "step".
+SUITE = Suite(
+    "step",
+    "plain and speculative decoding of the bundled model, end to end",
+    run,
+    show,
+    compare=compare,
+    own_clocks=True,
+)

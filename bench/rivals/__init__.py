@@ -1,0 +1,1 @@
+"""What jspec is measured against, a file an operation: PyTorch and FlashInfer."""

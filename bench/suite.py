@@ -1,0 +1,40 @@
+"""What every suite of the bench is: a name, what it runs, and how its result is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from bench import table
+from bench.settings import Settings
+from jspec.dispatch import Operation
+
+Result = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """A benchmark of `python -m bench`.
+
+    ``run(settings)`` gives its result: ``rows``, which may come one by one, and what the report
+    needs beside them. ``show(result)`` prints it. ``compare(result, earlier)`` writes each row's
+    time over that of an earlier result into it and returns how many rows had one. ``operations``
+    and ``rivals``: what ``--backend`` chooses among. ``own_clocks``: its rows are timed by other
+    clocks than those of `bench.clocks`.
+    """
+
+    name: str
+    title: str
+    run: Callable[[Settings], Result]
+    show: Callable[[Result], None]
+    operations: tuple[Operation, ...] = ()
+    rivals: tuple[str, ...] = ()
+    compare: Callable[[Result, Result], int] = table.compare
+    own_clocks: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """Every backend and rival that it may run."""
+        backends = {name for operation in self.operations for name in operation.backends}
+        return backends | set(self.rivals)

@@ -1,0 +1,213 @@
+"""`python -m bench tune`: the order of backends on a GPU, fitted to what was measured there.
+
+A point is a case of a suite; its ratios are the backends' times over the fastest one's. An order
+costs, at a point, the ratio of the first of its backends that ran. Points may be cut in two by a
+size and a bound, and the parts again, where that lowers the cost enough. So the rules of a table
+come about (see `jspec.tuned`): what lies below a bound first, then the rest. Block sizes are not
+fitted: they are those of the table that serves today.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench import regret, sampling
+from bench.point import best_clock
+from bench.settings import console
+from jspec import tuned
+from jspec.dispatch import Operation
+from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
+from jspec.ops.pack import PACK
+from jspec.ops.stochastic import VERIFY_STOCHASTIC
+from jspec.ops.verify import VERIFY_GREEDY
+from jspec.tuned import Rule, Table
+
+SUITES: dict[str, tuple[Operation, ...]] = {
+    "verify": (VERIFY_GREEDY,),
+    "pack": (PACK,),
+    "fused": (VERIFY_AND_PACK, VERIFY_AND_APPEND),
+    "sampling": (VERIFY_STOCHASTIC,),
+}
+GAIN = 0.002  # what a rule must take off the mean ratio of an operation, to be worth it
+DEPTH = 2  # cuts of cuts: four rules at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The case, the sizes that a table knows it by, and the ratio of each backend that ran."""
+
+    case: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    ratios: Mapping[str, float]
+
+    def cost(self, order: Sequence[str]) -> float:
+        """The ratio of the first backend of ``order`` that ran; that of the slowest for none."""
+        ran = (self.ratios[name] for name in order if name in self.ratios)
+        return next(ran, max(self.ratios.values()))
+
+
+def tune(results: Path, path: Path) -> None:
+    """Fit orders to the JSON files of ``results``, and write them as the table ``path``.
+
+    An order that is there and costs less stays.
+    """
+    found = {name: file for name in SUITES if (file := results / f"{name}.json").exists()}
+    if not found:
+        raise ValueError(f"{results} has none of {', '.join(f'{name}.json' for name in SUITES)}")
+    read = {name: json.loads(file.read_text()) for name, file in found.items()}
+    machines = [result["machine"] for result in read.values()]
+    devices = {machine["device"] for machine in machines}
+    if len(devices) != 1:
+        raise ValueError(f"{results} is of several devices: {', '.join(sorted(devices))}")
+    base = _base(path, devices.pop(), machines[0].get("compute_capability"))
+    orders = dict(base.orders)
+    for name, result in read.items():
+        for operation in SUITES[name]:
+            points = points_of(result["rows"], operation)
+            if points:
+                before, rules = orders[operation.name], fit(points, operation)
+                console().print(f"{operation.name}, implementation=None over the fastest backend:")
+                console().print(f"  before: {_regret(points, before)}, {len(before)} rules")
+                console().print(f"  fitted: {_regret(points, rules)}, {len(rules)} rules")
+                if sum(_costs(points, rules)) <= sum(_costs(points, before)):
+                    orders[operation.name] = rules
+                else:
+                    console().print("  what was there costs less, and stays")
+    path.write_text(text(dataclasses.replace(base, measured=True, orders=orders)))
+    tuned.load(path)
+
+
+def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Point]:
+    """The points at which backends of an operation ran."""
+    points = []
+    for case, own in regret.points(rows, operation.name):
+        times = {row["name"]: best_clock(row) for row in own if row["name"] in operation.backends}
+        medians = {name: time.median for name, time in times.items() if time is not None}
+        if medians:
+            least = min(medians.values())
+            ratios = {name: median / least for name, median in medians.items()}
+            points.append(Point(case, _sizes(operation, case), ratios))
+    return points
+
+
+def fit(points: Sequence[Point], operation: Operation) -> list[Rule]:
+    """The rules, of all that `DEPTH` cuts can make, that cost least at these points."""
+    return _fit(points, operation, GAIN * len(points), DEPTH)[1]
+
+
+def _fit(
+    points: Sequence[Point], operation: Operation, price: float, depth: int
+) -> tuple[float, list[Rule]]:
+    """The rules that cost least, and what they cost: the points, and the price of each rule."""
+    order = _best_order(points, operation)
+    cheapest = _cost(points, order) + price, [Rule({}, order)]
+    if depth == 0:
+        return cheapest
+    for size in points[0].sizes:
+        values = sorted({point.sizes[size] for point in points})
+        for low, high in itertools.pairwise(values):
+            bound = int((low * high) ** 0.5)  # halfway, as sizes double
+            parts = (_fit(x, operation, price, depth - 1) for x in _parts(points, size, bound))
+            (cost_below, below), (cost_above, above) = parts
+            if cost_below + cost_above < cheapest[0] - 1e-6:
+                bounded = [Rule({size: bound} | dict(rule.up_to), rule.take) for rule in below]
+                cheapest = cost_below + cost_above, bounded + above
+    return cheapest
+
+
+def _parts(points: Sequence[Point], size: str, bound: int) -> tuple[list[Point], list[Point]]:
+    below = [point for point in points if point.sizes[size] <= bound]
+    return below, [point for point in points if point.sizes[size] > bound]
+
+
+def _cost(points: Sequence[Point], order: Sequence[str]) -> float:
+    return sum(point.cost(order) for point in points)
+
+
+def _best_order(points: Sequence[Point], operation: Operation) -> list[str]:
+    """The backends by their mean ratio, the first so that the whole costs least.
+
+    It ends with the first backend that never refuses.
+    """
+    ran: dict[str, list[float]] = {}
+    for point in points:
+        for name, ratio in point.ratios.items():
+            ran.setdefault(name, []).append(ratio)
+    ranked = sorted(ran, key=lambda name: sum(ran[name]) / len(ran[name]))
+    orders = [[name, *(x for x in ranked if x != name)] for name in ranked]
+    best = [*min(orders, key=lambda order: _cost(points, order)), "xla"]
+    last = next(i for i, name in enumerate(best) if name in operation.never_refusing)
+    return best[: last + 1]
+
+
+def _costs(points: Sequence[Point], rules: Sequence[Rule]) -> list[float]:
+    """What the orders of these rules cost at each point."""
+    found = Table("", "", (0, 0), True, {"": rules}, {})
+    return [point.cost(found.order("", point.sizes)) for point in points]
+
+
+def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:
+    """What the orders of these rules lose to the fastest backend."""
+    costs = _costs(points, rules)
+    return f"mean {statistics.mean(costs):.4f}, worst {max(costs):.2f}, {len(costs)} points"
+
+
+def _sizes(operation: Operation, case: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of a case of the bench, from the shapes of the arguments that they look at."""
+    batch, gamma = case["B"], case.get("gamma", sampling.GAMMA)
+    tokens = jax.ShapeDtypeStruct((batch, gamma), jnp.int32)
+    kv = jax.ShapeDtypeStruct((batch, gamma, case.get("D", 0)), jnp.float16)
+    logits = jax.ShapeDtypeStruct((batch, gamma + 1, case.get("V", 0)), jnp.bfloat16)
+    arguments = {"pack": (kv,), "verify_stochastic": (tokens, logits)}
+    whole = (tokens, None, None, None, kv)
+    return dict(operation.sizes(*arguments.get(operation.name, whole)))
+
+
+def _base(path: Path, device: str, capability: str | None) -> Table:
+    """The table to start from: the file that is there, or the one that serves this device today."""
+    if path.exists():
+        base = tuned.load(path)
+        if base.gpu != device:
+            raise ValueError(f"{path} is for {base.gpu}, and the results are of {device}")
+        return base
+    if capability is None:
+        raise ValueError(
+            f"the results do not say the compute capability of {device}; measure again, or begin "
+            f"with a copy of another table as {path}"
+        )
+    major, minor = map(int, capability.split("."))
+    near = tuned.nearest(device, (major, minor), list(tuned.tables().values()))
+    return dataclasses.replace(near, gpu=device, compute_capability=(major, minor))
+
+
+def text(table: Table) -> str:
+    """The file of a table, a rule a line."""
+    major, minor = table.compute_capability
+    head = {"gpu": table.gpu, "compute_capability": f"{major}.{minor}", "measured": table.measured}
+    fields = [f'"{name}": {json.dumps(value)}' for name, value in head.items()]
+    orders = [_lines(name, rules, 4) for name, rules in table.orders.items()]
+    blocks = []
+    for name, of in table.blocks.items():
+        inner = ",\n".join(_lines(backend, rules, 6) for backend, rules in of.items())
+        blocks.append(f'    "{name}": {{\n{inner}\n    }}')
+    for name, lines in (("orders", orders), ("blocks", blocks)):
+        fields.append(f'"{name}": {{\n' + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(f"  {field}" for field in fields) + "\n}\n"
+
+
+def _lines(name: str, rules: Sequence[Rule], indent: int) -> str:
+    pad = " " * indent
+    lines = []
+    for rule in rules:
+        bounds = {"up_to": dict(rule.up_to)} if rule.up_to else {}
+        lines.append(f"{pad}  {json.dumps(bounds | {'take': rule.take})}")
+    return f'{pad}"{name}": [\n' + ",\n".join(lines) + f"\n{pad}]"

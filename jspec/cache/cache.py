@@ -1,0 +1,121 @@
+"""The cache: columns of each layer under a layout, appended at ragged offsets, undone by length.
+
+A column holds one array of every token: its key, its value, or what a policy keeps beside them.
+Slots that no committed position lives in hold nothing; their content, NaN included, never reaches
+an output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.cache.layout import Layout
+from jspec.config import LayerSpec
+from jspec.typing import Array
+
+Shapes = Mapping[str, tuple[tuple[int, ...], Any]]  # of a token in each column, with its dtype
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["columns", "lengths"],
+    meta_fields=["specs", "layouts"],
+)
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Columns of every layer, and how many positions of each row are committed.
+
+    ``columns``: a layer's arrays by name, each ``[B, S, ...]``: ``keys [B, S, K, key size]``,
+    ``values [B, S, K, value size]`` unless they are part of the keys, and a policy's own.
+    ``lengths`` int32 ``[B]``. ``specs`` and ``layouts``: one a layer, static.
+    """
+
+    columns: tuple[dict[str, Array], ...]
+    lengths: Array
+    specs: tuple[LayerSpec, ...]
+    layouts: tuple[Layout, ...]
+
+    @classmethod
+    def create(
+        cls,
+        specs: Sequence[LayerSpec],
+        layouts: Sequence[Layout],
+        batch: int,
+        dtype: Any,
+        extra: Callable[[LayerSpec], Shapes] = lambda spec: {},
+    ) -> Cache:
+        """An empty cache with keys and values of ``dtype`` and the ``extra`` columns of a layer."""
+
+        def layer(spec: LayerSpec, layout: Layout) -> dict[str, Array]:
+            shapes = {"keys": ((spec.kv_heads, spec.key_size), dtype)}
+            if not spec.values_in_keys:
+                shapes["values"] = ((spec.kv_heads, spec.value_size), dtype)
+            return {
+                name: jnp.zeros((batch, layout.size, *shape), kind)
+                for name, (shape, kind) in (shapes | dict(extra(spec))).items()
+            }
+
+        columns = tuple(layer(*pair) for pair in zip(specs, layouts, strict=True))
+        return cls(columns, jnp.zeros((batch,), jnp.int32), tuple(specs), tuple(layouts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns over all layers."""
+        leaves = jax.tree.leaves(self.columns)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+    def append(self, layer: int, positions: Array, **columns: Array) -> Cache:
+        """Write ``columns [B, T, ...]`` of one layer at ``positions [B, T]``; -1 writes nothing.
+
+        Lengths stay as they are until `with_lengths`: what was written past them can be committed
+        or, by doing nothing, be undone. Positions ascend in a row, and lie below the capacity of
+        the layout, which `jspec.start_decoding` makes sure of before the first step.
+        """
+        held = self.columns[layer]
+        if columns.keys() != held.keys():
+            raise ValueError(
+                f"layer {layer} keeps {sorted(held)}, but {sorted(columns)} were appended"
+            )
+        # Padding is sent past the end, where "drop" leaves it out.
+        slots = self.layouts[layer].slots(_last(positions, self.layouts[layer].size))
+        rows = jnp.arange(positions.shape[0])[:, None]
+        new = {
+            name: held[name].at[rows, slots].set(x.astype(held[name].dtype), mode="drop")
+            for name, x in columns.items()
+        }
+        columns_after = (*self.columns[:layer], new, *self.columns[layer + 1 :])
+        return dataclasses.replace(self, columns=columns_after)
+
+    def with_lengths(self, lengths: Array) -> Cache:
+        """The same slots with other ``lengths [B]``: shorter rolls back, longer commits."""
+        return dataclasses.replace(self, lengths=lengths)
+
+    def keys(self, layer: int) -> Array:
+        """Keys of a layer, ``[B, S, K, key size]``."""
+        return self.columns[layer]["keys"]
+
+    def values(self, layer: int) -> Array:
+        """Values of a layer, ``[B, S, K, value size]``."""
+        return values_of(self.specs[layer], self.columns[layer])
+
+
+def values_of(spec: LayerSpec, columns: Mapping[str, Array]) -> Array:
+    """The values among a layer's columns, where they may be the first channels of the keys."""
+    if spec.values_in_keys:
+        return columns["keys"][..., : spec.value_size]
+    return columns["values"]
+
+
+def _last(positions: Array, size: int) -> Array:
+    """``positions [B, T]`` with -1 for those whose slot a later one of the same row takes."""
+    if positions.shape[1] <= size:
+        return positions
+    newest = positions.max(axis=1, keepdims=True)
+    return jnp.where(positions > newest - size, positions, -1)

@@ -1,0 +1,138 @@
+"""Where a position lives in the cache, and which position a slot holds.
+
+Every layout writes positions in ascending order, a pass behind the other, and forgets by length:
+what a pass wrote past the committed length is overwritten by the passes that follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax.numpy as jnp
+
+from jspec.config import LayerSpec
+from jspec.typing import Array
+
+
+class Layout(Protocol):
+    """A frozen, hashable map between positions and the ``size`` slots of a row."""
+
+    @property
+    def size(self) -> int: ...
+
+    def slots(self, positions: Array) -> Array:
+        """The slot of each position, int32 of the same shape; ``size`` for a negative position."""
+        ...
+
+    def held(self, newest: Array) -> Array:
+        """The position in each slot, -1 where it is empty, int32 ``[B, S]``.
+
+        ``newest [B]``: the last position that was written to each row, -1 for an empty row.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A slot for each position, in order."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _check_size(self)
+
+    def slots(self, positions: Array) -> Array:
+        return jnp.where(positions >= 0, positions, self.size)
+
+    def held(self, newest: Array) -> Array:
+        slot = jnp.arange(self.size, dtype=jnp.int32)[None]
+        return jnp.where(slot <= newest[:, None], slot, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The last ``size`` positions: what a layer with a sliding window needs.
+
+    A window of w tokens needs ``w + gamma + 1`` slots: a pass that writes gamma + 1 tokens then
+    overwrites nothing that a query of this pass, or of the next after a rejection, can see.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _check_size(self)
+
+    def slots(self, positions: Array) -> Array:
+        return jnp.where(positions >= 0, positions % self.size, self.size)
+
+    def held(self, newest: Array) -> Array:
+        slot = jnp.arange(self.size, dtype=jnp.int32)[None]
+        position = newest[:, None] - (newest[:, None] - slot) % self.size
+        return jnp.where(position >= 0, position, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Striped:
+    """Blocks of ``block`` positions dealt to ``ranks`` in turn (Helix, section 2.1).
+
+    A rank's slots lie side by side, so that sharding the slots over a mesh axis of ``ranks``
+    devices gives each device its own: slots ``[r * size / ranks, (r + 1) * size / ranks)``.
+    """
+
+    size: int
+    ranks: int
+    block: int = 16
+
+    def __post_init__(self) -> None:
+        _check_size(self)
+        if self.ranks < 1 or self.block < 1 or self.size % (self.ranks * self.block):
+            raise ValueError(
+                f"size={self.size} must be a multiple of ranks={self.ranks} times "
+                f"block={self.block}, each at least 1"
+            )
+
+    def slots(self, positions: Array) -> Array:
+        turn, within = positions // self.block, positions % self.block
+        slot = (turn % self.ranks) * self._share + turn // self.ranks * self.block + within
+        return jnp.where(positions >= 0, slot, self.size)
+
+    def held(self, newest: Array) -> Array:
+        slot = jnp.arange(self.size, dtype=jnp.int32)[None]
+        rank, own = slot // self._share, slot % self._share
+        position = (own // self.block * self.ranks + rank) * self.block + own % self.block
+        return jnp.where(position <= newest[:, None], position, -1)
+
+    @property
+    def _share(self) -> int:
+        """Slots of a rank."""
+        return self.size // self.ranks
+
+
+def _check_size(layout: Layout) -> None:
+    if layout.size < 1:
+        raise ValueError(f"size={layout.size} must be at least 1 slot")
+
+
+def layouts_of(specs: Sequence[LayerSpec], capacity: int, gamma: int) -> tuple[Layout, ...]:
+    """A layout for each layer: a `Ring` where a sliding window is shorter than the capacity."""
+    rings = {
+        spec.window: Ring(spec.window + gamma + 1)
+        for spec in specs
+        if spec.window is not None and spec.window + gamma + 1 < capacity
+    }
+    whole = Linear(capacity)
+    return tuple(whole if s.window is None else rings.get(s.window, whole) for s in specs)
+
+
+def check_rings(specs: Sequence[LayerSpec], layouts: Sequence[Layout], gamma: int) -> None:
+    """Raise `ValueError` where a pass of ``gamma + 1`` tokens overwrites what is still seen."""
+    for spec, layout in zip(specs, layouts, strict=True):
+        if isinstance(layout, Ring) and spec.window is not None:
+            room = layout.size - spec.window - 1
+            if gamma > room:
+                raise ValueError(
+                    f"gamma={gamma} does not fit a cache whose rings were made for gamma={room}; "
+                    "start decoding with the gamma of the longest step"
+                )

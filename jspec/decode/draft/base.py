@@ -1,0 +1,125 @@
+"""What every drafter is: frozen settings, its own state, and drafting as part of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.decode.state import DecodeState, Models
+from jspec.ops.sample import Role, sample
+from jspec.ops.verify import Verified
+from jspec.policies import Dense, Policy
+from jspec.typing import Array
+
+if TYPE_CHECKING:
+    from jspec.decode.settings import StepConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """A draft of each row.
+
+    ``tokens`` int32 ``[B, gamma]``; ``lengths`` int32 ``[B]``: how many of them count, which the
+    step cuts at the row's limits; ``logits`` float32 ``[B, gamma, V]`` that they were drawn from,
+    None where the draft was certain of its tokens.
+    """
+
+    tokens: Array
+    lengths: Array
+    logits: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What the target's pass over a draft saw: ``positions [B, T]``, -1 for padding, and the final
+    hidden states ``[B, T, D]``."""
+
+    positions: Array
+    hidden: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """Where draft tokens come from. Subclasses are frozen dataclasses of settings.
+
+    A drafter's arrays live in ``DecodeState.draft``, any pytree whose leaves begin with the batch
+    axis. It may write its keys into the target's cache: verification overwrites them, and lengths
+    undo them.
+    """
+
+    usual_gamma: ClassVar[int] = 4  # where the caller names none
+
+    @property
+    def keeps(self) -> Policy:
+        """The policy whose columns the target's cache keeps for this drafter."""
+        return Dense()
+
+    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Any:
+        """The drafter's own state before prompts of which it will hear ``lengths [B]`` tokens.
+
+        None if it keeps none. Raises `ValueError` where ``models`` lack what it needs.
+        """
+        return None
+
+    def prefill(
+        self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
+    ) -> Any:
+        """Take up a piece of the prompts: ``tokens [B, T]`` at ``positions [B, T]``, -1 padding.
+
+        Like the target's cache, it hears every prompt token of a row but the last.
+        """
+        return own
+
+    def draft(
+        self, models: Models, state: DecodeState, config: StepConfig
+    ) -> tuple[Drafted, DecodeState]:
+        """Draft ``config.gamma`` tokens a row behind its last known token."""
+        raise NotImplementedError
+
+    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+        """Take up what was verified; ``state`` has the committed tokens and lengths."""
+        return state
+
+
+def autoregressive(
+    state: DecodeState,
+    config: StepConfig,
+    advance: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
+    carry: Any,
+) -> tuple[Drafted, Any]:
+    """Draw gamma tokens one by one.
+
+    ``advance(step, token [B], positions [B], carry)`` gives the logits ``[B, V]`` behind the token
+    at ``positions`` and the next carry.
+    """
+
+    def body(carried, step):
+        token, carry = carried
+        positions = state.lengths + step
+        logits, carry = advance(step, token, positions - 1, carry)
+        if state.mode == "greedy":
+            token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return (token, carry), (token, None)
+        token = sample(
+            logits[:, None],
+            state.sampling,
+            positions[:, None],
+            Role.DRAFT,
+            filtered=state.mode == "filtered",
+            implementation=config.backends.get("sample"),
+        )[:, 0]
+        return (token, carry), (token, logits)
+
+    (_, carry), (tokens, logits) = lax.scan(
+        body, (state.last_token, carry), jnp.arange(config.gamma)
+    )
+    lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
+    logits = None if logits is None else jnp.swapaxes(logits, 0, 1)
+    return Drafted(tokens.T, lengths, logits), carry

@@ -1,0 +1,83 @@
+"""A second, smaller model drafts over a cache of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jspec.cache import Cache
+from jspec.cache.layout import check_rings, layouts_of
+from jspec.decode.draft.base import Drafted, Drafter, Seen, autoregressive
+from jspec.decode.state import DecodeState, Models
+from jspec.ops.verify import Verified
+from jspec.policies.attend import dense_attend
+from jspec.typing import Array, Model
+
+if TYPE_CHECKING:
+    from jspec.decode.settings import StepConfig
+
+
+_MISSING = (
+    "ModelDraft() needs a draft model: pass draft_model=, or jspec.Models(target, draft), to "
+    "whatever starts decoding with draft=ModelDraft() and to each step"
+)
+
+
+def _required(models: Models) -> Model:
+    if models.draft is None:
+        raise ValueError(_MISSING)
+    return models.draft
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDraft(Drafter):
+    """The draft model of `jspec.Models`, which has the target's vocabulary.
+
+    It is fed the last two tokens each time: after a fully accepted draft its cache lacks the last
+    draft token, and feeding pairs catches up without a second program.
+    """
+
+    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Cache:
+        model = _required(models)
+        own, target = model.config, models.target.config
+        if own.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"the draft model's vocabulary of {own.vocab_size} differs from the target's "
+                f"{target.vocab_size}; they must be the same"
+            )
+        layouts = layouts_of(own.layers, capacity, gamma)
+        cache = Cache.create(own.layers, layouts, len(lengths), model.dtype)
+        return cache.with_lengths(lengths)
+
+    def prefill(
+        self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
+    ) -> Any:
+        attend = dense_attend(positions, backends=config.backends)
+        return _required(models)(tokens, positions, attend, own)[1]
+
+    def draft(
+        self, models: Models, state: DecodeState, config: StepConfig
+    ) -> tuple[Drafted, DecodeState]:
+        model = _required(models)
+        if not isinstance(state.draft, Cache):
+            raise ValueError(_MISSING)
+        check_rings(state.draft.specs, state.draft.layouts, config.gamma)
+        before = jnp.maximum(state.cache.lengths - 1, 0)
+        previous = jnp.take_along_axis(state.tokens, before[:, None], axis=1)[:, 0]
+
+        def advance(step, token, positions, carry):
+            previous, cache = carry
+            pair = jnp.stack([previous, token], axis=1)
+            where = jnp.stack([positions - 1, positions], axis=1)
+            where = jnp.where(state.beyond(where), -1, where)
+            attend = dense_attend(where, backends=config.backends)
+            hidden, cache = model(pair, where, attend, cache)
+            return model.logits(hidden[:, 1:])[:, 0], (token, cache)
+
+        drafted, (_, cache) = autoregressive(state, config, advance, (previous, state.draft))
+        return drafted, dataclasses.replace(state, draft=cache)
+
+    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+        return dataclasses.replace(state, draft=state.draft.with_lengths(state.cache.lengths))

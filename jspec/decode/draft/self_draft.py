@@ -1,0 +1,76 @@
+"""The model drafts for itself over a sparse view of its own cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from jspec.decode.draft.base import Drafted, Drafter, autoregressive
+from jspec.decode.state import DecodeState, Models
+from jspec.policies import Policy, Streaming
+from jspec.policies.attend import Compact, compact_attend, selected_attend
+
+if TYPE_CHECKING:
+    from jspec.decode.settings import StepConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfDraft(Drafter):
+    """Self-speculation: the target with ``policy`` choosing what its attention reads.
+
+    Where the selection depends on the query, it is made for each draft token, and the draft's keys
+    and values go into the target's cache. Where it does not, it is copied once a step, and the
+    draft reads and writes the copy.
+    """
+
+    policy: Policy = Streaming()
+
+    @property
+    def keeps(self) -> Policy:
+        return self.policy
+
+    def draft(
+        self, models: Models, state: DecodeState, config: StepConfig
+    ) -> tuple[Drafted, DecodeState]:
+        if self.policy.reads_queries:
+            return self._in_cache(models, state, config)
+        return self._in_copy(models, state, config)
+
+    def _in_cache(
+        self, models: Models, state: DecodeState, config: StepConfig
+    ) -> tuple[Drafted, DecodeState]:
+        until = state.cache.lengths
+
+        def advance(step, token, positions, cache):
+            where = positions[:, None]
+            where = jnp.where(state.beyond(where), -1, where)
+            attend = selected_attend(
+                where,
+                until,
+                config.gamma,
+                policy=self.policy,
+                arrays=models.policy,
+                backends=config.backends,
+            )
+            hidden, cache = models.target(token[:, None], where, attend, cache)
+            return models.target.logits(hidden)[:, 0], cache
+
+        drafted, cache = autoregressive(state, config, advance, state.cache)
+        return drafted, dataclasses.replace(state, cache=cache)
+
+    def _in_copy(
+        self, models: Models, state: DecodeState, config: StepConfig
+    ) -> tuple[Drafted, DecodeState]:
+        compact = Compact.of(state.cache, self.policy, models.policy, spare=config.gamma)
+
+        def advance(step, token, positions, compact):
+            attend = compact_attend(
+                positions[:, None], config.gamma - step, backends=config.backends
+            )
+            hidden, compact = models.target(token[:, None], positions[:, None], attend, compact)
+            return models.target.logits(hidden)[:, 0], compact
+
+        drafted, _ = autoregressive(state, config, advance, compact)
+        return drafted, state

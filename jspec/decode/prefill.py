@@ -1,0 +1,174 @@
+"""How decoding starts: prompts into the cache in pieces, for a batch or for one of its slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cache import Cache
+from jspec.cache.layout import layouts_of
+from jspec.config import SamplingParams
+from jspec.decode.requests import (
+    check_requests,
+    mode_of,
+    one_each,
+    sampling_of,
+    strongest,
+)
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+from jspec.policies.attend import dense_attend
+from jspec.typing import Array, Model
+
+CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
+OnPrefill = Callable[[int, int], None]
+
+
+def start_decoding(
+    models: Model | Models,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    config: StepConfig = StepConfig(),
+    *,
+    capacity: int | None = None,
+    chunk: int | None = None,
+    on_prefill: OnPrefill | None = None,
+    run: Callable[..., Any] | None = None,
+) -> DecodeState:
+    """Check a batch of requests and prefill their prompts in chunks of ``chunk`` tokens a row.
+
+    ``config``: of the steps to come, whose drafter takes up the prompts as well; they may use a
+    smaller gamma. ``capacity`` (positions a row) defaults to what the longest request needs.
+    ``on_prefill(done, total)`` hears of prompt tokens a row; ``run(function, *args, **static)`` may
+    stand between and the jitted prefill. Raises `ValueError` where a prompt is empty, holds ids
+    outside the vocabulary, or would outgrow the capacity or a model's context.
+    """
+    models = Models.of(models)
+    params = one_each(params, len(prompts))
+    check_requests(models, prompts, params)
+    needed = max(len(p) + s.max_new_tokens for p, s in zip(prompts, params, strict=True))
+    capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP if capacity is None else capacity
+    if needed > capacity:
+        raise ValueError(
+            f"a request needs {needed} slots (prompt and max_new_tokens) but capacity={capacity}; "
+            "raise the capacity or lower max_new_tokens"
+        )
+    chunk = _default_chunk(len(prompts)) if chunk is None else chunk
+    if chunk < 1:
+        raise ValueError(f"a prefill chunk of {chunk} tokens must be at least 1")
+    tokens, lengths = _padded(prompts, capacity)
+    fill = {"chunk": chunk, "on_prefill": on_prefill, "run": run}
+    cache, own = _prefill(models, tokens, lengths, config, **fill)
+    stops = [(*p.stop_tokens, *models.target.config.stop_tokens) for p in params]
+    no_limit = np.iinfo(np.int32).max
+    return DecodeState(
+        cache=cache,
+        tokens=jnp.asarray(tokens),
+        limits=jnp.asarray(lengths + np.array([p.max_new_tokens for p in params], np.int32)),
+        done=jnp.zeros((len(prompts),), bool),
+        sampling=sampling_of(params),
+        stop_tokens=jnp.asarray(_padded(stops, max(1, *map(len, stops)))[0]),
+        draft_limits=jnp.asarray(
+            [no_limit if p.draft_limit is None else p.draft_limit for p in params], jnp.int32
+        ),
+        draft=own,
+        mode=mode_of(params),
+    )
+
+
+def fill_slot(
+    models: Model | Models,
+    state: DecodeState,
+    slot: int,
+    prompt: Sequence[int],
+    params: SamplingParams = SamplingParams(),
+    config: StepConfig = StepConfig(),
+    *,
+    chunk: int | None = None,
+) -> DecodeState:
+    """Put another request into row ``slot`` of a running batch; the other rows stay as they are.
+
+    The request may need at most the capacity and the number of stop tokens that ``state`` was
+    started with. ``state`` is donated: use the returned one. Raises `ValueError` as
+    `start_decoding` does.
+    """
+    batch, capacity = state.tokens.shape
+    if not 0 <= slot < batch:
+        raise ValueError(f"slot={slot} must be in [0, {batch}), the rows of the batch")
+    one = start_decoding(models, [prompt], params, config, capacity=capacity, chunk=chunk)
+    missing = state.stop_tokens.shape[1] - one.stop_tokens.shape[1]
+    if missing < 0:
+        raise ValueError(
+            f"the request has {one.stop_tokens.shape[1]} stop tokens, the batch has room for "
+            f"{state.stop_tokens.shape[1]}; start it with a request of as many"
+        )
+    stops = jnp.pad(one.stop_tokens, ((0, 0), (0, missing)), constant_values=-1)
+    mode = strongest([state.mode, one.mode])
+    one = dataclasses.replace(one, stop_tokens=stops, mode=mode)
+    return _put(dataclasses.replace(state, mode=mode), one, jnp.int32(slot))
+
+
+@jax.jit(donate_argnames="state")
+def _put(state: DecodeState, one: DecodeState, slot: Array) -> DecodeState:
+    def put(batch: Array, row: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(batch, row, slot, axis=0)
+
+    return jax.tree.map(put, state, one)
+
+
+@jax.jit(static_argnames="config", donate_argnames=("cache", "own"))
+def prefill_chunk(
+    models: Models, cache: Cache, own: Any, tokens: Array, positions: Array, config: StepConfig
+) -> tuple[Cache, Any]:
+    """Append ``tokens [B, T]`` at ``positions [B, T]``, -1 for padding; lengths stay."""
+    attend = dense_attend(
+        positions, policy=config.draft.keeps, arrays=models.policy, backends=config.backends
+    )
+    _, cache = models.target(tokens, positions, attend, cache)
+    return cache, config.draft.prefill(models, own, tokens, positions, config)
+
+
+def _prefill(models, tokens, lengths, config, *, chunk, on_prefill, run) -> tuple[Cache, Any]:
+    """Take up every prompt token but the last of each row, which the first step feeds."""
+    batch, capacity = tokens.shape
+    specs, draft = models.target.config.layers, config.draft
+    layouts = layouts_of(specs, capacity, config.gamma)
+    cache = Cache.create(specs, layouts, batch, models.target.dtype, draft.keeps.columns)
+    cache = cache.with_lengths(jnp.asarray(lengths - 1))
+    # Lengths of its own: the drafter's state is donated beside the cache.
+    own = draft.init(models, jnp.asarray(lengths - 1), capacity, config.gamma)
+    total = int(lengths.max()) - 1
+    # A power of two up to the chunk, so that short prompts pay little and share programs.
+    chunk = min(chunk, 1 << max(total - 1, 0).bit_length())
+    call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
+    for begin in range(0, total, chunk):
+        index = begin + np.arange(chunk)
+        positions = np.where(index < (lengths - 1)[:, None], index, -1).astype(np.int32)
+        piece = np.full((batch, chunk), -1, np.int32)
+        piece[:, : min(chunk, capacity - begin)] = tokens[:, begin : begin + chunk]
+        args = (models, cache, own, jnp.asarray(piece), jnp.asarray(positions))
+        cache, own = call(*args, config=config)
+        if on_prefill is not None:
+            jax.block_until_ready(cache)
+            on_prefill(min(begin + chunk, total), total)
+    return cache, own
+
+
+def _default_chunk(batch: int) -> int:
+    """Prefill tokens a row: enough work to fill the device, and few enough to keep memory low."""
+    if jax.default_backend() == "cpu":
+        return 256
+    return max(256, min(2048, 16384 // batch))
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids as int32 ``[B, width]`` padded with -1, and their lengths ``[B]``."""
+    out = np.full((len(rows), width), -1, np.int32)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = np.asarray(row, np.int32)
+    return out, np.array([len(row) for row in rows], np.int32)

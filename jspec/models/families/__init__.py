@@ -1,0 +1,45 @@
+"""Families of Hugging Face checkpoints: one file each, with its settings and its tensor names.
+
+A new family is a file whose `Family` is called FAMILY, and its name in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from jspec.config import ModelConfig
+from jspec.models.errors import CheckpointError
+from jspec.models.families.family import Family
+from jspec.models.files import Fields
+
+# The model_type of a config.json, and the name of the family's file.
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+)
+
+
+def family(name: str) -> Family:
+    """The family called ``name`` in `FAMILIES`."""
+    return import_module(f"{__name__}.{name}").FAMILY
+
+
+def model_config(values: Mapping[str, Any], *, source: str = "config.json") -> ModelConfig:
+    """The settings of ``values``, the object in a config.json; ``source`` names it in errors.
+
+    Defaults are those of transformers, save for sizes, which must be there. Raises
+    `CheckpointError` for what is missing, of a wrong type, or asks for what jspec does not have.
+    """
+    fields = Fields(values, source)
+    name = fields.text("model_type")
+    if name not in FAMILIES:
+        raise fields.error(f"model_type={name!r} is unknown; jspec has {', '.join(FAMILIES)}")
+    try:
+        return family(name).read(fields)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise fields.error(str(error)) from None

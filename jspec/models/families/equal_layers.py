@@ -1,0 +1,84 @@
+"""Settings of a model whose layers are all alike, in the fields that Llama and Qwen share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jspec.config import LAYER_LIMIT, ModelConfig, RopeScaling
+from jspec.models.families.rope_fields import read_rope
+from jspec.models.files import Fields
+
+_FULL = "full_attention"
+
+
+def read_equal_layers(fields: Fields, **special: Any) -> ModelConfig:
+    """The fields shared by families; ``special`` are settings that the family knows itself."""
+    _refuse_variants(fields)
+    heads = fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size")
+    vocab = fields.integer("vocab_size")
+    rope = read_rope(fields)
+    return ModelConfig.uniform(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=_layers(fields),
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", heads),
+        head_size=_head_size(fields, hidden, heads),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        norm_eps=float(fields.number("rms_norm_eps")),
+        tie_embeddings=fields.boolean("tie_word_embeddings", False),
+        max_context=_max_context(fields, rope.scaling),
+        stop_tokens=fields.tokens("eos_token_id", vocab),
+        **special,
+    )
+
+
+def _refuse_variants(fields: Fields) -> None:
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error(f"hidden_act={activation!r} is not supported; jspec has silu")
+    kinds = fields.values.get("layer_types")
+    if kinds is not None:
+        other = kinds if not isinstance(kinds, list) else [k for k in kinds if k != _FULL]
+        if other or not isinstance(kinds, list):
+            raise fields.error(
+                f"layer_types has {str(other)[:80]}, but jspec has {_FULL} alone; use a model "
+                "without sliding windows"
+            )
+    if not fields.has("layer_types") and fields.boolean("use_sliding_window", False):
+        window = fields.values.get("sliding_window")
+        first = fields.values.get("max_window_layers", 0)
+        if window is not None and not (type(first) is int and first >= _layers(fields)):
+            raise fields.error(
+                f"use_sliding_window=true with sliding_window={window} and "
+                f"max_window_layers={first}: jspec attends to the whole context; set "
+                "use_sliding_window to false if the model was trained that way"
+            )
+
+
+def _layers(fields: Fields) -> int:
+    layers = fields.integer("num_hidden_layers")
+    if layers > LAYER_LIMIT:
+        raise fields.error(f"num_hidden_layers={layers} must be at most {LAYER_LIMIT}")
+    return layers
+
+
+def _head_size(fields: Fields, hidden: int, heads: int) -> int:
+    if fields.has("head_dim"):
+        return fields.integer("head_dim")
+    if hidden % heads:
+        raise fields.error(
+            f"hidden_size={hidden} is no multiple of num_attention_heads={heads}; give head_dim"
+        )
+    return hidden // heads
+
+
+def _max_context(fields: Fields, scaling: RopeScaling | None) -> int:
+    # Qwen's advice for long inputs adds YaRN and leaves max_position_embeddings as it was.
+    context = fields.integer("max_position_embeddings")
+    if scaling is not None and scaling.kind == "yarn":
+        context = max(context, int(scaling.factor * scaling.original_context))
+    return context

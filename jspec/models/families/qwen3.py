@@ -1,0 +1,21 @@
+"""Qwen3 (dense): an RMSNorm on each head's query and key."""
+
+from __future__ import annotations
+
+from jspec.config import ModelConfig
+from jspec.models.families.equal_layers import read_equal_layers
+from jspec.models.families.family import Family
+from jspec.models.families.llama import MODULES
+from jspec.models.files import Fields
+
+
+def read(fields: Fields) -> ModelConfig:
+    # transformers fills them with the sizes of one certain model.
+    fields.integer("num_key_value_heads")
+    fields.integer("head_dim")
+    bias = fields.boolean("attention_bias", False)
+    return read_equal_layers(fields, family="qwen3", qkv_bias=bias, out_bias=bias, qk_norm=True)
+
+
+NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+FAMILY = Family(read, {**MODULES, **NORMS})

@@ -1,0 +1,98 @@
+"""Rotary embedding in a config.json, as transformers 4 and 5 write it."""
+
+from __future__ import annotations
+
+import math
+
+from jspec.config import Rope, RopeScaling
+from jspec.models.errors import CheckpointError
+from jspec.models.files import Fields
+
+_KEYS = frozenset(
+    "type rope_type rope_theta factor original_max_position_embeddings attention_factor beta_fast "
+    "beta_slow mscale mscale_all_dim truncate low_freq_factor high_freq_factor "
+    "partial_rotary_factor finetuned".split()
+)
+
+
+def read_rope(fields: Fields) -> Rope:
+    """Base and scaling from ``rope_scaling`` or, as transformers 5 writes it, rope_parameters."""
+    old, new = fields.object("rope_scaling"), fields.object("rope_parameters")
+    if old.values and new.values and old.values != new.values:
+        raise fields.error(
+            f"rope_scaling={dict(old.values)} and rope_parameters={dict(new.values)} disagree; "
+            "keep the one that the model was trained with"
+        )
+    rope = old if old.values else new
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in _SCALINGS:
+        raise rope.error(f"rope_type={kind!r} is not supported; jspec has {', '.join(_SCALINGS)}")
+    unknown = sorted(set(rope.values) - _KEYS)
+    if unknown:
+        raise rope.error(f"fields {unknown} are unknown to jspec; it cannot tell what they change")
+    for place in (fields, rope):
+        if place.number("partial_rotary_factor", 1.0) != 1.0:
+            value = place.values["partial_rotary_factor"]
+            raise place.error(f"partial_rotary_factor={value} is not supported; jspec rotates all")
+    theta = float(rope.number("rope_theta", fields.number("rope_theta", 10000.0)))
+    if theta <= 1:
+        raise fields.error(f"rope_theta={theta} must be above 1")
+    try:
+        return Rope(theta, _SCALINGS[kind](fields, rope))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise rope.error(str(error)) from None
+
+
+def _default(fields: Fields, rope: Fields) -> None:
+    return None
+
+
+def _linear(fields: Fields, rope: Fields) -> RopeScaling:
+    return RopeScaling("linear", float(rope.number("factor")))
+
+
+def _original_context(fields: Fields, rope: Fields) -> int:
+    key = "original_max_position_embeddings"
+    whole = fields.integer("max_position_embeddings")
+    return fields.integer(key, rope.integer(key, whole))
+
+
+def _llama3(fields: Fields, rope: Fields) -> RopeScaling:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if not low < high:
+        raise rope.error(f"high_freq_factor={high} must be above low_freq_factor={low}")
+    return RopeScaling(
+        "llama3",
+        float(rope.number("factor")),
+        original_context=_original_context(fields, rope),
+        low_frequency_factor=float(low),
+        high_frequency_factor=float(high),
+    )
+
+
+def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
+    original = _original_context(fields, rope)
+    whole = fields.integer("max_position_embeddings")
+    factor = float(rope.number("factor", whole / original))
+    fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+    if fast < slow:
+        raise rope.error(f"beta_fast={fast} must be at least beta_slow={slow}")
+    attention = rope.number("attention_factor", None)
+    if attention is None and rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        scale, scale_all = rope.number("mscale"), rope.number("mscale_all_dim")
+        growth = 0.1 * math.log(max(factor, 1.0))
+        attention = (growth * scale + 1) / (growth * scale_all + 1)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_context=original,
+        beta_fast=float(fast),
+        beta_slow=float(slow),
+        attention_factor=None if attention is None else float(attention),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -1,0 +1,249 @@
+"""The `Attend` values that a model is given: the whole cache, a selection, or a compact copy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cache import Cache, Linear
+from jspec.cache.cache import values_of
+from jspec.config import LayerSpec
+from jspec.dispatch import Backends
+from jspec.ops.attention import attention
+from jspec.policies.dense import Dense
+from jspec.policies.policy import Policy
+from jspec.typing import Array, Attend
+
+DENSE = Dense()
+
+
+def dense_attend(
+    positions: Array,
+    *,
+    policy: Policy = DENSE,
+    arrays: Any = None,
+    backends: Mapping[str, str] = Backends(),
+) -> Attend:
+    """The ``attend`` that appends at ``positions [B, T]``, -1 for padding, and reads all there is.
+
+    What ``policy`` keeps of a token is appended with its key and value.
+    """
+
+    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None):
+        spec, layout, before = cache.specs[layer], cache.layouts[layer], cache.columns[layer]
+        cache = _append(cache, layer, positions, k, v, policy, arrays)
+        overwrites = spec.window is not None and positions.shape[1] > layout.size - spec.window
+        if isinstance(layout, Linear) or not overwrites:
+            return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
+        # Such a pass overwrites what its first queries still see.
+        columns = _joined(before, _named(k, v))
+        first = jnp.where(positions >= 0, positions, np.iinfo(np.int32).max).min(axis=1)
+        where = jnp.concatenate([layout.held(first - 1), positions], axis=1)
+        return _read(spec, q, columns, positions, where, sinks, up, backends), cache
+
+    return attend
+
+
+def selected_attend(
+    positions: Array,
+    until: Array,
+    tail: int,
+    *,
+    policy: Policy,
+    arrays: Any = None,
+    backends: Mapping[str, str] = Backends(),
+) -> Attend:
+    """The ``attend`` that appends at ``positions [B, T]`` and reads what ``policy`` selects.
+
+    It selects below ``until [B]`` and reads all of the ``tail`` positions from there on, which the
+    draft has written. A layer with a sliding window is read whole: it is small already.
+    """
+
+    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None):
+        spec = cache.specs[layer]
+        # Written before it is read: a cache that is read and then written would be copied whole.
+        cache = _append(cache, layer, positions, k, v, policy, arrays)
+        chosen = None if spec.window is not None else policy.select(arrays, layer, cache, q, until)
+        if chosen is None:
+            return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
+        behind = until[:, None] + jnp.arange(tail, dtype=jnp.int32)[None]
+        if chosen.ndim == 3:
+            behind = jnp.broadcast_to(behind[:, None], (*chosen.shape[:2], tail))
+        where = jnp.concatenate([chosen, behind], axis=-1)
+        columns = _gathered(cache, layer, where)
+        return _read(spec, q, columns, positions, where, sinks, up, backends), cache
+
+    return attend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Compact:
+    """A small copy of what a policy selected, with room for the draft behind it.
+
+    ``columns``: keys and values of each layer, ``[B, n + spare, K, H]``; ``positions``: where they
+    stand, int32 ``[B, n + spare]`` a layer, -1 for none. A loop that reads one selection many times
+    reads the copy at the full speed of memory.
+    """
+
+    columns: tuple[dict[str, Array], ...]
+    positions: tuple[Array, ...]
+    specs: tuple[LayerSpec, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, cache: Cache, policy: Policy, arrays: Any, spare: int) -> Compact:
+        """Copy what ``policy`` selects of the committed positions, with ``spare`` slots behind."""
+        behind = cache.lengths[:, None] + jnp.arange(spare, dtype=jnp.int32)[None]
+        columns, positions = [], []
+        for layer, spec in enumerate(cache.specs):
+            chosen = None
+            if spec.window is None:
+                chosen = policy.select(arrays, layer, cache, None, cache.lengths)
+            if chosen is None:
+                chosen = cache.layouts[layer].held(cache.lengths - 1)
+            picked = _gathered(cache, layer, chosen)
+            pad = ((0, 0), (0, spare), (0, 0), (0, 0))
+            columns.append({name: jnp.pad(x, pad) for name, x in picked.items()})
+            positions.append(jnp.concatenate([chosen, behind], axis=1))
+        return cls(tuple(columns), tuple(positions), cache.specs)
+
+    def append(self, layer: int, slot: Array, **columns: Array) -> Compact:
+        """Write one token's ``columns [B, 1, K, H]`` of one layer into ``slot`` of every row."""
+        new = {
+            name: jax.lax.dynamic_update_slice_in_dim(
+                x, columns[name].astype(x.dtype), slot, axis=1
+            )
+            for name, x in self.columns[layer].items()
+        }
+        after = (*self.columns[:layer], new, *self.columns[layer + 1 :])
+        return dataclasses.replace(self, columns=after)
+
+
+def compact_attend(
+    positions: Array, back: Array, *, backends: Mapping[str, str] = Backends()
+) -> Attend:
+    """The ``attend`` that writes one token at ``positions [B, 1]`` into a `Compact` and reads it.
+
+    ``back``: how far from the end the token's slot is, 1 for the last.
+    """
+
+    def attend(layer, q, k, v, cache: Compact, *, sinks=None, up=None):
+        slot = cache.positions[layer].shape[1] - back
+        cache = cache.append(layer, slot, **_named(k, v))
+        columns, where = cache.columns[layer], cache.positions[layer]
+        out = _read(cache.specs[layer], q, columns, positions, where, sinks, up, backends)
+        return out, cache
+
+    return attend
+
+
+def _named(k: Array, v: Array | None) -> dict[str, Array]:
+    """New keys and values as columns; without values, they are part of the keys."""
+    return {"keys": k} if v is None else {"keys": k, "values": v}
+
+
+def _append(cache: Cache, layer: int, positions, k, v, policy: Policy, arrays: Any) -> Cache:
+    return cache.append(
+        layer, positions, **_named(k, v), **policy.encode(arrays, cache.specs[layer], k)
+    )
+
+
+def _read_whole(
+    cache: Cache,
+    layer: int,
+    q: Array,
+    positions: Array,
+    sinks: Array | None,
+    up: Array | None,
+    backends: Mapping[str, str],
+) -> Array:
+    """Attention over all that a layer holds, the new tokens at ``positions`` included."""
+    layout = cache.layouts[layer]
+    where = None if isinstance(layout, Linear) else layout.held(positions.max(axis=1))
+    spec, columns = cache.specs[layer], cache.columns[layer]
+    return _read(spec, q, columns, positions, where, sinks, up, backends)
+
+
+def _joined(held: Mapping[str, Array], new: Mapping[str, Array]) -> dict[str, Array]:
+    """What a layer held, and new tokens behind it."""
+    return {
+        name: jnp.concatenate([held[name], x.astype(held[name].dtype)], axis=1)
+        for name, x in new.items()
+    }
+
+
+def _gathered(cache: Cache, layer: int, positions: Array) -> dict[str, Array]:
+    """Keys and values at ``positions [B, n]`` or, per head, ``[B, K, n]``; any for -1."""
+    slots = cache.layouts[layer].slots(positions)
+    index = slots[:, :, None, None] if slots.ndim == 2 else jnp.swapaxes(slots, 1, 2)[..., None]
+    columns = cache.columns[layer]
+    return {
+        name: jnp.take_along_axis(columns[name], index, axis=1, mode="clip")
+        for name in ("keys", "values")
+        if name in columns
+    }
+
+
+def _read(
+    spec: LayerSpec,
+    q: Array,
+    columns: Mapping[str, Array],
+    positions: Array,
+    key_positions: Array | None,
+    sinks: Array | None,
+    up: Array | None,
+    backends: Mapping[str, str],
+) -> Array:
+    """Attention of a layer as its spec asks, with the model's sinks and projection."""
+    keys, values = columns["keys"], values_of(spec, columns)
+    per_head = key_positions is not None and key_positions.ndim == 3
+    batch, tokens = positions.shape
+    if per_head:
+        # Heads that read positions of their own are rows of one head each.
+        q, keys, values, positions, key_positions = _heads_as_rows(
+            q, keys, values, positions, key_positions
+        )
+    out, lse = attention(
+        q,
+        keys,
+        values,
+        positions,
+        key_positions=key_positions,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        implementation=backends.get("attention"),
+    )
+    if per_head:
+        out, lse = (
+            jnp.swapaxes(x.reshape(batch, spec.kv_heads, tokens, *x.shape[2:]), 1, 2).reshape(
+                batch, tokens, -1, *x.shape[3:]
+            )
+            for x in (out, lse)
+        )
+    if sinks is not None:
+        out = out * jax.nn.sigmoid(lse - sinks[None, None]).astype(out.dtype)[..., None]
+    if up is not None:
+        out = jnp.einsum("btnv,nvh->btnh", out, up)
+    return out
+
+
+def _heads_as_rows(q, keys, values, positions, key_positions):
+    batch, tokens, heads, size = q.shape
+    kv_heads = keys.shape[2]
+
+    def split(x: Array) -> Array:
+        return jnp.swapaxes(x, 1, 2).reshape(batch * kv_heads, x.shape[1], 1, x.shape[3])
+
+    q = q.reshape(batch, tokens, kv_heads, heads // kv_heads, size)
+    q = jnp.swapaxes(q, 1, 2).reshape(batch * kv_heads, tokens, heads // kv_heads, size)
+    positions = jnp.repeat(positions, kv_heads, axis=0)
+    return q, split(keys), split(values), positions, key_positions.reshape(batch * kv_heads, -1)
+
+
+__all__ = ["Compact", "compact_attend", "dense_attend", "selected_attend"]

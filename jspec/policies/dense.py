@@ -1,0 +1,20 @@
+"""Dense: every query reads every position."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jspec.cache import Cache
+from jspec.policies.policy import Policy
+from jspec.typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Policy):
+    """No selection at all. As a drafter it is the model itself, whose greedy draft is accepted."""
+
+    def select(
+        self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
+    ) -> Array | None:
+        return None

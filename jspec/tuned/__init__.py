@@ -1,0 +1,192 @@
+"""Orders of backends and block sizes as data: a JSON file a GPU, and which of them serves here.
+
+A file has these fields. ``gpu``: the device kind as JAX names it. ``compute_capability``: such as
+"9.0". ``measured``: whether the orders were measured on that GPU. ``orders``: for each operation,
+rules that take a list of backends, best first. ``blocks``: for each operation and backend, rules
+that take block sizes by name. A rule is ``{"up_to": {SIZE: BOUND, ...}, "take": ...}``: the first
+one holds whose every size is at most its bound; the last one has no ``up_to``. Sizes are those that
+`jspec.dispatch.Operation.sizes` gives. ``python -m bench tune`` writes the orders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jspec.gpu import gpu_in_use
+
+FOLDER = Path(__file__).parent
+DEFAULT = "h100"  # serves where there is no GPU to ask: lowering for one, or interpreting a kernel
+FIELDS = ("gpu", "compute_capability", "measured", "orders", "blocks")
+
+
+class TableError(ValueError):
+    """A table that cannot be read, or that lacks what is asked of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What to ``take`` where each size is at most its bound in ``up_to``."""
+
+    up_to: Mapping[str, int]
+    take: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A file of this folder; the fields as in the docstring of the module, ``name`` its stem."""
+
+    name: str
+    gpu: str
+    compute_capability: tuple[int, int]
+    measured: bool
+    orders: Mapping[str, Sequence[Rule]]
+    blocks: Mapping[str, Mapping[str, Sequence[Rule]]]
+
+    def order(self, operation: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Backends of ``operation`` for arguments of these sizes, best first."""
+        if operation not in self.orders:
+            raise TableError(f"{self.name}.json has no order of backends for {operation}")
+        return tuple(self._take(self.orders[operation], operation, sizes))
+
+    def block(self, operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Block sizes of a backend for arguments of these sizes, by name."""
+        rules = self.blocks.get(operation, {}).get(backend)
+        if rules is None:
+            raise TableError(f"{self.name}.json has no block sizes for {operation}, {backend}")
+        return dict(self._take(rules, f"{operation}, {backend}", sizes))
+
+    def _take(self, rules: Sequence[Rule], what: str, sizes: Mapping[str, int]) -> Any:
+        for rule in rules:
+            for name in rule.up_to:
+                if name not in sizes:
+                    raise TableError(
+                        f"{self.name}.json bounds {name!r} of {what}, whose sizes are "
+                        f"{', '.join(sizes)}"
+                    )
+            if all(sizes[name] <= bound for name, bound in rule.up_to.items()):
+                return rule.take
+        raise AssertionError("the last rule of a loaded table holds for all sizes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """The table that serves a GPU; ``guess`` says why its orders are one there, or is None."""
+
+    table: Table
+    guess: str | None
+
+
+def order(operation: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The order of backends on the GPU in use."""
+    return serving(gpu_in_use()).table.order(operation, sizes)
+
+
+def block(operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The block sizes of a backend on the GPU in use."""
+    return serving(gpu_in_use()).table.block(operation, backend, sizes)
+
+
+@functools.cache
+def tables() -> dict[str, Table]:
+    """Every table of this folder, by name."""
+    return {path.stem: load(path) for path in sorted(FOLDER.glob("*.json"))}
+
+
+@functools.cache
+def serving(gpu: tuple[str, tuple[int, int]] | None) -> Serving:
+    """The table for a GPU of this device kind and compute capability; `DEFAULT` for none."""
+    if gpu is None:
+        return Serving(tables()[DEFAULT], "there is no GPU here")
+    table = nearest(*gpu, list(tables().values()))
+    if table.gpu != gpu[0]:
+        return Serving(table, f"this is {gpu[0]}")
+    return Serving(table, None if table.measured else "its orders were not measured on this GPU")
+
+
+def nearest(kind: str, capability: tuple[int, int], among: Sequence[Table]) -> Table:
+    """The table whose GPU is most like this one.
+
+    The same device kind comes first, then a name that is a word of it (an H100 of another size),
+    then the nearest compute capability; of equals, a measured one, then the first.
+    """
+    words = kind.lower().split()
+
+    def distance(table: Table) -> tuple[Any, ...]:
+        major, minor = (
+            abs(a - b) for a, b in zip(table.compute_capability, capability, strict=True)
+        )
+        return table.gpu != kind, table.name not in words, major, minor, not table.measured
+
+    return min(among, key=distance)
+
+
+def load(path: Path) -> Table:
+    """Read a table; `TableError` says what is wrong with a file that is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TableError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict) or set(found) != set(FIELDS):
+        raise TableError(f"{path} must be an object with the fields {', '.join(FIELDS)}")
+    if not isinstance(found["gpu"], str) or not isinstance(found["measured"], bool):
+        raise TableError(f"{path}: gpu must be a string and measured a bool")
+    try:
+        major, minor = map(int, found["compute_capability"].split("."))
+    except (AttributeError, ValueError):
+        capability = found["compute_capability"]
+        raise TableError(
+            f'{path}: compute_capability must be such as "9.0", not {capability!r}'
+        ) from None
+    orders = {
+        name: _rules(rules, _is_order, f"{path}, orders of {name}")
+        for name, rules in _object(found["orders"], f"{path}, orders").items()
+    }
+    blocks = {
+        name: {
+            backend: _rules(rules, _is_block, f"{path}, blocks of {name}, {backend}")
+            for backend, rules in _object(of, f"{path}, blocks of {name}").items()
+        }
+        for name, of in _object(found["blocks"], f"{path}, blocks").items()
+    }
+    return Table(path.stem, found["gpu"], (major, minor), found["measured"], orders, blocks)
+
+
+def _object(found: Any, where: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise TableError(f"{where}: must be an object, not {found!r}")
+    return found
+
+
+def _rules(found: Any, is_take: Callable[[Any], bool], where: str) -> tuple[Rule, ...]:
+    if not isinstance(found, list) or not found:
+        raise TableError(f"{where}: there must be a list of rules, not {found!r}")
+    rules = []
+    for number, rule in enumerate(found, 1):
+        here = f"{where}, rule {number} of {len(found)}"
+        if "take" not in _object(rule, here) or not set(rule) <= {"up_to", "take"}:
+            raise TableError(f"{here}: the fields are up_to and take, not {', '.join(rule)}")
+        up_to = _object(rule.get("up_to", {}), here)
+        if not all(type(bound) is int for bound in up_to.values()):
+            raise TableError(f"{here}: up_to must give whole numbers by size, not {up_to}")
+        if bool(up_to) == (number == len(found)):
+            raise TableError(f"{here}: the last rule, and no other, has no up_to")
+        if not is_take(rule["take"]):
+            raise TableError(f"{here}: it cannot take {rule['take']!r}")
+        rules.append(Rule(up_to, rule["take"]))
+    return tuple(rules)
+
+
+def _is_order(take: Any) -> bool:
+    """Backends by name, each once."""
+    names = isinstance(take, list) and all(isinstance(name, str) for name in take)
+    return names and 0 < len(take) == len(set(take))
+
+
+def _is_block(take: Any) -> bool:
+    """Whole numbers and flags by name."""
+    return isinstance(take, dict) and all(type(x) in (int, bool) for x in take.values())

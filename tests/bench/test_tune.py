@@ -1,0 +1,180 @@
+"""The order of backends that is fitted to results whose best orders are known."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import tune
+from bench.__main__ import main
+from bench.tune import Point, fit, points_of, text
+from jspec import tuned
+from jspec.dispatch import Backend, Operation, always
+from jspec.tuned import Rule
+from tests.bench.test_report import MACHINE, row
+
+TOY = Operation(
+    "toy",
+    {"xla": Backend("xla", print, always), "one": "no:WHERE", "two": "no:WHERE"},
+    dict,
+    list,
+)
+
+
+def point(batch: int, gamma: int, **ratios: float) -> Point:
+    return Point({"B": batch}, {"batch": batch, "gamma": gamma}, ratios)
+
+
+def grid(time) -> list[Point]:
+    """Points of every batch and gamma, with what ``time`` gives as ratios."""
+    sizes = itertools.product((1, 8, 64, 512), (2, 32))
+    return [point(batch, gamma, **time(batch, gamma)) for batch, gamma in sizes]
+
+
+def orders(rules: list[Rule], batch: int, gamma: int) -> list[str]:
+    sizes = {"batch": batch, "gamma": gamma}
+    return next(r.take for r in rules if all(sizes[k] <= v for k, v in r.up_to.items()))
+
+
+def test_one_order_serves_where_one_backend_is_always_best():
+    rules = fit(grid(lambda batch, gamma: {"xla": 3.0, "one": 1.2, "two": 1.0}), TOY)
+    assert rules == [Rule({}, ["two", "one", "xla"])]
+
+
+def test_a_bound_lies_halfway_between_the_sizes_where_the_best_changes():
+    rules = fit(grid(lambda b, g: {"xla": 3.0, "one": 1 + (b > 8), "two": 1 + (b <= 8) * 0.5}), TOY)
+    assert rules == [
+        Rule({"batch": 22}, ["one", "two", "xla"]),
+        Rule({}, ["two", "one", "xla"]),
+    ]
+
+
+def test_rules_of_two_sizes_give_the_best_everywhere():
+    """One is best in small batches and, of large ones, in long drafts."""
+
+    def time(batch: int, gamma: int) -> dict[str, float]:
+        one = batch <= 8 or gamma > 2
+        return {"xla": 9.0, "one": 1 if one else 2.0, "two": 2.0 if one else 1}
+
+    rules = fit(grid(time), TOY)
+    assert len(rules) == 3
+    for batch, gamma in itertools.product((1, 8, 64, 512), (2, 32)):
+        ratios = time(batch, gamma)
+        assert ratios[orders(rules, batch, gamma)[0]] == 1
+
+
+def test_what_gains_too_little_is_no_rule():
+    rules = fit(grid(lambda b, g: {"xla": 3.0, "one": 1 + (b > 8) * 1e-3, "two": 1.0005}), TOY)
+    assert len(rules) == 1
+
+
+def test_a_backend_that_ran_at_few_points_goes_first_where_it_is_best():
+    few = [point(1, 2, xla=2.0, one=1.0), point(8, 2, xla=1.0)]
+    assert fit(few, TOY) == [Rule({}, ["one", "xla"])]
+
+
+def test_an_order_ends_with_a_backend_that_never_refuses():
+    rules = fit([point(1, 2, one=1.0, two=1.5)], TOY)
+    assert rules == [Rule({}, ["one", "two", "xla"])]
+    rules = fit([point(1, 2, xla=1.0, one=1.5)], TOY)
+    assert rules == [Rule({}, ["xla"])]
+
+
+def results(folder: Path, **machine: str) -> Path:
+    """Greedy verification by ``cuda`` and ``pallas``, the one best to 32 rows, the other beyond."""
+    folder.mkdir()
+    rows = []
+    for batch, gamma in itertools.product((1, 32, 1024), (8, 128)):
+        case = {"B": batch, "gamma": gamma, "alpha": 0.9, "l2": "warm"}
+        rows.append(row("verify_greedy", case, "cuda", 1.0 + (batch > 32)))
+        rows.append(row("verify_greedy", case, "pallas", 1.5))
+        rows.append(row("verify_greedy", case, "torch", 0.1))
+    file = {"suite": "verify", "machine": MACHINE | machine, "rows": rows}
+    (folder / "verify.json").write_text(json.dumps(file))
+    return folder
+
+
+def test_the_command_writes_a_table_that_loads(tmp_path, capsys):
+    folder = results(tmp_path / "r", device="NVIDIA New", compute_capability="9.0")
+    path = tmp_path / "new.json"
+    assert main(["tune", str(folder), "--json", str(path)]) == 0
+    table = tuned.load(path)
+    assert (table.gpu, table.compute_capability, table.measured) == ("NVIDIA New", (9, 0), True)
+    assert list(table.orders["verify_greedy"]) == [
+        Rule({"batch": 181}, ["cuda", "pallas", "xla"]),
+        Rule({}, ["pallas", "cuda", "xla"]),
+    ]
+    # What was not measured is that of the nearest GPU.
+    nearest = tuned.nearest("NVIDIA New", (9, 0), list(tuned.tables().values()))
+    assert table.orders["pack"] == nearest.orders["pack"]
+    assert table.blocks == nearest.blocks
+    assert "fitted: mean 1.0000, worst 1.00, 6 points, 2 rules" in capsys.readouterr().out
+
+
+def test_a_table_that_is_there_keeps_its_blocks(tmp_path):
+    path = tmp_path / "test.json"
+    base = tuned.tables()["h100"]
+    blocks = {"verify_greedy": {"cuda": [Rule({}, {"warps": 2})]}}
+    mine = dataclasses.replace(base, gpu="NVIDIA Test", blocks=blocks, measured=False)
+    path.write_text(text(mine))
+    assert main(["tune", str(results(tmp_path / "r")), "--json", str(path)]) == 0
+    table = tuned.load(path)
+    assert table.block("verify_greedy", "cuda", {}) == {"warps": 2}
+    assert table.measured
+
+
+@pytest.mark.parametrize(
+    ("machine", "path", "message"),
+    [
+        ({}, "new.json", "do not say the compute capability of NVIDIA Test"),
+        ({"device": "NVIDIA Other"}, "old.json", "is for NVIDIA Test, and the results are of"),
+        ({}, None, "tune needs the folder of results and --json"),
+    ],
+    ids=["no-capability", "another-gpu", "no-json"],
+)
+def test_what_cannot_be_fitted_is_said(machine, path, message, tmp_path, capsys):
+    mine = dataclasses.replace(tuned.tables()["h100"], gpu="NVIDIA Test")
+    (tmp_path / "old.json").write_text(text(mine))
+    folder = results(tmp_path / "r", **machine)
+    where = [] if path is None else ["--json", str(tmp_path / path)]
+    with pytest.raises(SystemExit):
+        main(["tune", str(folder), *where])
+    assert message in capsys.readouterr().err
+
+
+def test_an_order_that_costs_less_stays(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "GAIN", 9)
+    path = tmp_path / "test.json"
+    rules = [Rule({"batch": 99}, ["cuda", "xla"]), Rule({}, ["pallas", "xla"])]
+    base = tuned.tables()["h100"]
+    orders = dict(base.orders) | {"verify_greedy": rules}
+    path.write_text(text(dataclasses.replace(base, gpu="NVIDIA Test", orders=orders)))
+    assert main(["tune", str(results(tmp_path / "r")), "--json", str(path)]) == 0
+    assert list(tuned.load(path).orders["verify_greedy"]) == rules
+    assert "what was there costs less, and stays" in capsys.readouterr().out
+
+
+def test_a_folder_without_results_and_one_of_two_gpus_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has none of verify\.json, pack\.json"):
+        tune.tune(tmp_path, tmp_path / "x.json")
+    folder = results(tmp_path / "r")
+    other = json.loads((folder / "verify.json").read_text()) | {"suite": "pack"}
+    other["machine"]["device"] = "NVIDIA Other"
+    (folder / "pack.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="several devices: NVIDIA Other, NVIDIA Test"):
+        tune.tune(folder, tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("name", tuned.tables())
+def test_a_committed_table_is_as_the_command_writes_it(name):
+    path = tuned.FOLDER / f"{name}.json"
+    assert text(tuned.load(path)) == path.read_text()
+
+
+def test_the_points_are_those_of_backends_that_ran(tmp_path):
+    rows = json.loads((results(tmp_path / "r") / "verify.json").read_text())["rows"]
+    points = points_of(rows, tune.VERIFY_GREEDY)
+    assert [p.ratios for p in points[:1]] == [{"cuda": 1.0, "pallas": 1.5}]
+    assert points[0].sizes == {"batch": 1, "gamma": 8, "drafted": 8}

@@ -1,0 +1,74 @@
+"""Layouts against their definition: which positions live, and in which slot."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspec.cache import Linear, Ring, Striped
+from jspec.cache.layout import check_rings, layouts_of
+from jspec.config import LayerSpec
+
+LAYOUTS = [Linear(48), Ring(7), Ring(1), Striped(48, 3, 4), Striped(48, 1, 16), Striped(48, 4, 1)]
+
+
+def spec(window: int | None = None) -> LayerSpec:
+    return LayerSpec(kv_heads=1, key_size=2, value_size=2, window=window)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@settings(max_examples=20)
+@given(newest=st.integers(-1, 47))
+def test_each_slot_holds_the_last_position_that_was_written_to_it(layout, newest):
+    expected = np.full(layout.size, -1)
+    for position, slot in enumerate(layout.slots(jnp.arange(newest + 1, dtype=jnp.int32)).tolist()):
+        assert 0 <= slot < layout.size
+        expected[slot] = position
+    held = layout.held(jnp.asarray([newest, newest], jnp.int32))
+    assert held.dtype == jnp.int32
+    np.testing.assert_array_equal(held, [expected, expected])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_padding_has_no_slot(layout):
+    slots = layout.slots(jnp.asarray([[-1, 0], [3, -1]], jnp.int32))
+    assert (np.asarray(slots) == layout.size).tolist() == [[True, False], [False, True]]
+
+
+def test_stripes_deal_blocks_to_ranks_in_turn():
+    """Helix, section 2.1: 3 ranks, blocks of 4: position 13 is in block 3, which is rank 0's
+    second."""
+    layout = Striped(48, 3, 4)
+    ranks = np.asarray(layout.slots(jnp.arange(48, dtype=jnp.int32))) // 16
+    np.testing.assert_array_equal(ranks, np.arange(48) // 4 % 3)
+    assert layout.slots(jnp.asarray([13], jnp.int32)).tolist() == [5]
+
+
+def test_layers_with_a_window_get_rings():
+    specs = [spec(), spec(4), spec(90), spec(4)]
+    layouts = layouts_of(specs, capacity=64, gamma=3)
+    assert layouts == (Linear(64), Ring(8), Linear(64), Ring(8))
+
+
+def test_a_ring_too_small_for_gamma_is_refused():
+    specs = [spec(), spec(4)]
+    layouts = layouts_of(specs, capacity=64, gamma=3)
+    check_rings(specs, layouts, 3)
+    with pytest.raises(ValueError, match=r"gamma=4 does not fit .* made for gamma=3"):
+        check_rings(specs, layouts, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Linear(0), "size=0 must be at least 1"),
+        (lambda: Ring(-3), "size=-3 must be at least 1"),
+        (lambda: Striped(40, 3, 4), "size=40 must be a multiple of ranks=3 times block=4"),
+        (lambda: Striped(40, 0, 4), "ranks=0"),
+    ],
+    ids=["linear", "ring", "stripes", "ranks"],
+)
+def test_bad_sizes_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,49 @@
+// What the programs of this folder share: arrays on the device, and an end where a launch fails.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+// An array on the device, of exactly its size, so that a byte beyond it is an error.
+template <typename T>
+struct Device {
+  T* data = nullptr;
+  size_t size;
+
+  explicit Device(const std::vector<T>& host) : Device(host.size()) {
+    if (size) cudaMemcpy(data, host.data(), size * sizeof(T), cudaMemcpyHostToDevice);
+  }
+  explicit Device(size_t count) : size(count) {
+    if (size) cudaMalloc(&data, size * sizeof(T));
+    fill(0xA5);  // not what a kernel should write
+  }
+  ~Device() { cudaFree(data); }
+
+  void fill(int byte) {
+    if (size) cudaMemset(data, byte, size * sizeof(T));
+  }
+
+  // Whether it begins with what is wanted.
+  bool holds(const std::vector<T>& want) const {
+    std::vector<T> host(want.size());
+    cudaMemcpy(host.data(), data, host.size() * sizeof(T), cudaMemcpyDeviceToHost);
+    return host.empty() || !std::memcmp(host.data(), want.data(), host.size() * sizeof(T));
+  }
+};
+
+// A bool that std::vector holds as a byte.
+struct Flag {
+  bool value;
+};
+
+// Waits for a kernel, and ends the program where it failed.
+inline void launched(const char* error) {
+  if (!error && cudaDeviceSynchronize() != cudaSuccess) error = "a kernel failed";
+  if (!error) return;
+  std::printf("%s\n", error);
+  std::exit(1);
+}

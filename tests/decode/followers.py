@@ -1,0 +1,47 @@
+"""A drafter as a user would write it: one file, a state of its own, keys in the target's cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jspec.decode.draft import Drafter
+from jspec.decode.draft.base import autoregressive
+from jspec.policies import Streaming
+from jspec.policies.attend import selected_attend
+
+
+@dataclasses.dataclass(frozen=True)
+class Followers(Drafter):
+    """What last followed the last token; the model over a window where nothing did."""
+
+    window: int = 6
+
+    def init(self, models, lengths, capacity, gamma):
+        return jnp.full((len(lengths), models.target.config.vocab_size), -1, jnp.int32)
+
+    def prefill(self, models, own, tokens, positions, config):
+        return heard(own, tokens, positions[:, 1:] > 0)
+
+    def draft(self, models, state, config):
+        def advance(step, token, positions, cache):
+            where = jnp.where(state.beyond(positions[:, None]), -1, positions[:, None])
+            view = Streaming(sinks=1, window=self.window)
+            attend = selected_attend(where, state.cache.lengths, config.gamma, policy=view)
+            hidden, cache = models.target(token[:, None], where, attend, cache)
+            known = jnp.take_along_axis(state.draft, token[:, None], axis=1)
+            certain = 50 * jax.nn.one_hot(known[:, 0], state.draft.shape[1])
+            return jnp.where(known >= 0, certain, models.target.logits(hidden)[:, 0]), cache
+
+        drafted, cache = autoregressive(state, config, advance, state.cache)
+        return drafted, dataclasses.replace(state, cache=cache)
+
+    def learn(self, state, seen, verified):
+        own = heard(state.draft, verified.tokens, verified.tokens[:, 1:] >= 0)
+        return dataclasses.replace(state, draft=own)
+
+
+def heard(own, tokens, valid):
+    rows = jnp.arange(len(own))[:, None]
+    at = jnp.where(valid, tokens[:, :-1], own.shape[1])
+    return own.at[rows, at].set(tokens[:, 1:], mode="drop")

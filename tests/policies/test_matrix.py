@@ -1,0 +1,173 @@
+"""Every policy: drafts that leave the output as it is, and reads of what it selected alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cache import Cache, Linear, Striped
+from jspec.config import LayerSpec, SamplingParams
+from jspec.decode.draft import SelfDraft
+from jspec.decode.engine import generate
+from jspec.ops.attention import attention
+from jspec.policies import POLICIES
+from jspec.policies.attend import Compact, compact_attend, dense_attend, selected_attend
+from tests.decode.common import prompts, requests
+from tests.policies.common import MATRIX
+
+BATCH, CAPACITY, SPEC = 3, 24, LayerSpec(kv_heads=2, key_size=8, value_size=4)
+LENGTHS = np.array([20, 3, 0], np.int32)
+LAYOUTS = {"linear": Linear(CAPACITY), "striped": Striped(CAPACITY, 3, 2)}
+
+
+def test_every_policy_of_the_table_is_in_the_matrix():
+    assert set(POLICIES) <= set(MATRIX)
+    for name, kind in POLICIES.items():
+        assert isinstance(MATRIX[name], kind)
+
+
+@pytest.fixture(scope="module")
+def plain(sharp):
+    return generate(sharp, prompts(), requests(), draft=None)
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(name, plain, sharp):
+    got = generate(sharp, prompts(), requests(), draft=SelfDraft(MATRIX[name]), gamma=3)
+    assert got.tokens == plain.tokens
+    assert got.stats.acceptance_rate > 0.4
+
+
+def random(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def filled(policy, layout, junk_at=None) -> Cache:
+    """A layer with random tokens at all committed positions, and ``junk_at [B, S]`` NaN."""
+    cache = Cache.create([SPEC], [layout], BATCH, jnp.float32, policy.columns)
+    index = np.arange(CAPACITY)[None]
+    positions = jnp.asarray(np.where(index < LENGTHS[:, None], index, -1), jnp.int32)
+    k, v = random(BATCH, CAPACITY, 2, 8, seed=1), random(BATCH, CAPACITY, 2, 4, seed=2)
+    if junk_at is not None:
+        k, v = (jnp.where(junk_at[:, :, None, None], jnp.nan, x) for x in (k, v))
+    extra = policy.encode(None, SPEC, k)
+    cache = cache.append(0, positions, keys=k, values=v, **extra)
+    return cache.with_lengths(jnp.asarray(LENGTHS))
+
+
+def query(seed: int = 5):
+    q = random(BATCH, 1, 4, 8, seed=seed)
+    return q, random(BATCH, 1, 2, 8, seed=seed + 1), random(BATCH, 1, 2, 4, seed=seed + 2)
+
+
+def selected_by(policy, cache, q) -> np.ndarray:
+    """Which positions each KV head reads, bool ``[B, K, CAPACITY]``, the query's own included."""
+    chosen = policy.select(None, 0, cache, q, cache.lengths)
+    own = np.arange(CAPACITY)[None, None] == LENGTHS[:, None, None]
+    if chosen is None:
+        return np.broadcast_to(np.arange(CAPACITY) <= LENGTHS[:, None, None], (BATCH, 2, CAPACITY))
+    chosen = np.asarray(chosen)
+    chosen = chosen if chosen.ndim == 3 else np.repeat(chosen[:, None], 2, axis=1)
+    read = (chosen[..., None] == np.arange(CAPACITY)).any(axis=2)
+    return read | own
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MATRIX)
+def test_attention_reads_what_it_selects(name, layout):
+    """Against attention with everything that was not selected masked, a head at a time."""
+    policy = MATRIX[name]
+    cache = filled(policy, LAYOUTS[layout])
+    q, k, v = query()
+    positions = jnp.asarray(LENGTHS)[:, None]
+    attend = selected_attend(positions, cache.lengths, 3, policy=policy)
+    out, after = jax.jit(lambda q, k, v, c: attend(0, q, k, v, c))(q, k, v, cache)
+
+    read = selected_by(policy, cache, q)
+    slots = LAYOUTS[layout].slots(jnp.arange(CAPACITY, dtype=jnp.int32))
+    keys, values = (jnp.take(x, slots, axis=1) for x in (after.keys(0), after.values(0)))
+    for head in range(2):
+        where = jnp.asarray(np.where(read[:, head], np.arange(CAPACITY), -1), jnp.int32)
+        wanted, _ = attention(
+            q[:, :, 2 * head : 2 * head + 2],
+            keys[:, :, head : head + 1],
+            values[:, :, head : head + 1],
+            positions,
+            key_positions=where,
+        )
+        np.testing.assert_allclose(out[:, :, 2 * head : 2 * head + 2], wanted, atol=2e-6)
+    np.testing.assert_array_equal(keys[0, 20], k[0, 0])
+
+
+def test_a_compact_copy_reads_what_the_cache_would():
+    policy = MATRIX["streaming"]
+    cache = filled(policy, Linear(CAPACITY))
+    compact = Compact.of(cache, policy, None, spare=3)
+    for step in range(3):
+        q, k, v = query(seed=10 * step)
+        positions = jnp.asarray(LENGTHS + step)[:, None]
+        attend = selected_attend(positions, jnp.asarray(LENGTHS), 3, policy=policy)
+        wanted, cache = attend(0, q, k, v, cache)
+        got, compact = compact_attend(positions, jnp.int32(3 - step))(0, q, k, v, compact)
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_what_is_not_selected_never_reaches_an_output(name):
+    """NaN in it, and in all slots that hold nothing, changes no bit."""
+    policy = MATRIX[name]
+    q, k, v = query()
+    positions = jnp.asarray(LENGTHS)[:, None]
+    attend = selected_attend(positions, jnp.asarray(LENGTHS), 3, policy=policy)
+    clean = filled(policy, Linear(CAPACITY))
+    expected, _ = attend(0, q, k, v, clean)
+    unread = ~selected_by(policy, clean, q)
+    junk = jnp.where(jnp.asarray(np.swapaxes(unread, 1, 2))[..., None], jnp.nan, 0.0)
+    # What a policy scores by must stay as it is, or it would select something else.
+    keys = clean.keys(0) if name == "shared top-k" else clean.keys(0) + junk
+    columns = clean.columns[0] | {"keys": keys, "values": clean.values(0) + junk}
+    got, _ = attend(0, q, k, v, dataclasses.replace(clean, columns=(columns,)))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_sinks_and_a_projection_follow_their_formulae():
+    """gpt-oss's sink takes its share of the softmax; ``up`` maps each head's output."""
+    cache = filled(MATRIX["dense"], Linear(CAPACITY))
+    q, k, v = query()
+    positions = jnp.asarray(LENGTHS)[:, None]
+    sinks, up = random(4, seed=8), random(4, 4, 5, seed=9)
+    out, _ = dense_attend(positions)(0, q, k, v, cache, sinks=sinks, up=up)
+
+    after = cache.append(0, positions, keys=k, values=v)
+    for row, head in np.ndindex(BATCH, 4):
+        seen = slice(0, LENGTHS[row] + 1)
+        keys, values = (
+            np.float64(x[row, seen, head // 2]) for x in (after.keys(0), after.values(0))
+        )
+        scores = keys @ np.float64(q[row, 0, head]) / np.sqrt(8)
+        weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(np.float64(sinks[head])))
+        np.testing.assert_allclose(
+            out[row, 0, head], weights @ values @ np.float64(up[head]), atol=2e-5
+        )
+
+
+def test_a_budget_is_checked():
+    with pytest.raises(ValueError, match="budget=0 must be at least 1 position"):
+        dataclasses.replace(MATRIX["norms"], budget=0)
+
+
+def test_requests_share_a_batch_whatever_drafts(sharp, plain):
+    """A request alone gets the tokens it gets among others."""
+    draft = SelfDraft(MATRIX["norms"])
+    for row in (0, 5):
+        got = generate(sharp, prompts()[row : row + 1], requests()[row], draft=draft)
+        assert got.tokens == plain.tokens[row : row + 1]
+
+
+def test_sampled_requests_keep_their_seed(sharp):
+    params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=3)
+    draft = SelfDraft(MATRIX["shared top-k"])
+    first, again = (generate(sharp, prompts()[:2], params, draft=draft).tokens for _ in range(2))
+    assert first == again

@@ -1,0 +1,54 @@
+"""What `pip install` brings: the packages that are imported, and the files that are read."""
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Where a distribution has another name than what is imported.
+IMPORTED_AS = {"orbax-checkpoint": "orbax", "jax-triton": "jax_triton"}
+
+
+@pytest.fixture(scope="module")
+def project() -> dict:
+    path = ROOT / "pyproject.toml"
+    if not path.exists():
+        pytest.skip("the tests run apart from the repository")
+    return tomllib.loads(path.read_text())
+
+
+def names(requirements: list[str]) -> set[str]:
+    """What distributions such as ``jax[cuda13]>=0.11`` are imported as."""
+    found = {r.partition(">")[0].partition("[")[0].strip() for r in requirements}
+    return {IMPORTED_AS.get(name, name) for name in found}
+
+
+def imported(folder: Path) -> set[str]:
+    """Top packages that the files of a folder import, but the standard library and jspec."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(str(node.module).partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"jspec"}
+
+
+def test_every_dependency_is_imported_and_every_import_is_a_dependency(project):
+    needed = names(project["project"]["dependencies"])
+    optional = names(project["project"]["optional-dependencies"]["cuda13"]) | {"triton"}
+    found = imported(ROOT / "jspec")
+    assert needed <= found
+    assert found <= needed | optional
+
+
+def test_what_the_wheel_leaves_out_is_there_and_is_never_named(project):
+    left_out = project["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]
+    code = "".join(path.read_text() for path in (ROOT / "jspec").rglob("*.py"))
+    for name in left_out:
+        assert (ROOT / name).is_file()
+        assert Path(name).name not in code
