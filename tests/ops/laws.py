@@ -297,7 +297,7 @@ def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -
     params = [group.params for group in groups for _ in range(group.rows)]
     rows = sampling_of(params, seed * 10_000_019 + np.arange(count))
     lengths = np.repeat([group.length for group in groups], sizes).astype(np.int32)
-    filtered = any(group.params.sampling == "filtered" for group in groups)
+    filtered = any(group.params.mode == "filtered" for group in groups)
     first = (np.arange(count) % 50).astype(np.int32)
     drafted = np.zeros((count, toy.gamma), np.int32)
     draft_logits = np.zeros((count, toy.gamma, toy.vocabulary), jnp.dtype(toy.dtype))

@@ -163,7 +163,7 @@ def test_filters_come_after_the_temperature():
 
 
 def test_rows_without_filters_are_the_same_bits_in_a_filtered_batch():
-    params = [p for p in SETTINGS if p.sampling != "filtered"]
+    params = [p for p in SETTINGS if p.mode != "filtered"]
     logits = jnp.asarray(tied_logits(37)[: len(params)] * 1.37)
     plain, filtered = (
         probabilities(logits, sampling_of(params), filtered=f) for f in (False, True)
