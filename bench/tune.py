@@ -1,12 +1,12 @@
 """`python -m bench tune`: the order of backends on a GPU, fitted to what was measured there.
 
-A point is a case of a suite; its ratios are the backends' times over the fastest one's: those of a
-step in a jitted loop where they were measured, since a call that XLA cannot capture in a graph costs
-several launches there, and device times elsewhere. An order
-costs, at a point, the ratio of the first of its backends that ran. Points may be cut in two by a
-size and a bound, and the parts again, where that lowers the cost enough. So the rules of a table
-come about (see `jspec.tuned`): what lies below a bound first, then the rest. Block sizes are not
-fitted: they are those of the table that serves today.
+A point is a case of a suite; its ratios are the backends' times over the fastest one's. Times are
+of a step in a jitted loop where they were measured, since a call that XLA cannot capture in a
+graph costs several launches there, and device times elsewhere. An order costs, at a point, the
+ratio of the first of its backends that ran. Points may be cut in two by a size and a bound, and
+the parts again, where that lowers the cost enough. So the rules of a table come about (see
+`jspec.tuned`): what lies below a bound first, then the rest. Block sizes are not fitted: they are
+those of the table that serves today.
 """
 
 from __future__ import annotations

@@ -259,7 +259,9 @@ def test_a_request_beyond_the_capacity_is_refused(tiny):
 
 def test_a_request_beyond_the_draft_models_context_is_refused(tiny):
     short = make_decoder(dataclasses.replace(TINY, max_context=20))
-    message = "prompt 0: the prompt has 10 tokens, .* exceeds the context of 20"
+    message = (
+        "prompt 0: for the draft model: the prompt has 10 tokens, .* exceeds the context of 20"
+    )
     with pytest.raises(ValueError, match=message):
         generate(tiny, [[1] * 10], TWELVE, draft=ModelDraft(), draft_model=short)
 

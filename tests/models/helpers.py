@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jspec import Decoder, KVCache, dense
+from jspec import Cache, Decoder, Linear, dense_attend
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -34,8 +34,8 @@ LLAMA = {
 
 
 @nnx.jit
-def _step(model: Decoder, tokens: jax.Array, positions: jax.Array, cache: KVCache):
-    hidden, cache = model(tokens, positions, dense(positions), cache)
+def _step(model: Decoder, tokens: jax.Array, positions: jax.Array, cache: Cache):
+    hidden, cache = model(tokens, positions, dense_attend(positions), cache)
     return model.logits(hidden), cache
 
 
@@ -46,7 +46,8 @@ def logits_of(model: Decoder, tokens: np.ndarray, chunks: Sequence[Sequence[int]
     """
     batch, length = tokens.shape
     out = np.full((batch, length, model.config.vocab_size), np.nan, np.float32)
-    cache = KVCache.create(model.config, batch, length, model.dtype)
+    specs = model.config.layers
+    cache = Cache.create(specs, [Linear(length)] * len(specs), batch, model.dtype)
     cache = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, jnp.nan), cache)
     done = np.zeros(batch, np.int32)
     width = max(max(chunk) for chunk in chunks)

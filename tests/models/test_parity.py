@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jspec import NgramDraft, SamplingParams, StreamDraft, generate, load_model
+from jspec import NgramDraft, SamplingParams, SelfDraft, Streaming, generate, load_model
 from tests.models import goldens
 from tests.models.helpers import logits_of, one_pass, ragged
 
@@ -70,7 +70,7 @@ def test_logits(tmp_path, family, rope, shape):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("draft", [None, StreamDraft(sinks=4, window=16), NgramDraft()])
+@pytest.mark.parametrize("draft", [None, SelfDraft(Streaming(sinks=4, window=16)), NgramDraft()])
 @pytest.mark.parametrize(
     ("family", "rope"),
     [("llama", "llama3"), ("qwen2", "default"), ("qwen3", "yarn"), ("llama-biased", "linear")],
