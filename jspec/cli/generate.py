@@ -13,9 +13,10 @@ from jspec.cli.show import Progress, environment, print_json, print_table
 from jspec.cli.text import RowText
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, ModelDraft, NoDraft, named_draft
-from jspec.decode.engine import OPERATIONS, Generation
+from jspec.decode.engine import Generation
 from jspec.decode.engine import generate as decode
 from jspec.decode.requests import check_request, one_each
+from jspec.decode.settings import OPERATIONS
 from jspec.decode.state import Models
 from jspec.decode.stats import Stats
 from jspec.dispatch import Backends

@@ -19,13 +19,7 @@ from jspec.decode.state import DecodeState, Models, StepRecord
 from jspec.decode.stats import Stats, Tally
 from jspec.decode.step import decode_chunk
 from jspec.dispatch import Backends
-from jspec.ops.attention import ATTENTION
-from jspec.ops.sample import SAMPLE
-from jspec.ops.stochastic import VERIFY_STOCHASTIC
-from jspec.ops.verify import VERIFY_GREEDY
 from jspec.typing import Model
-
-OPERATIONS = (ATTENTION, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC)  # of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +65,6 @@ def generate(
     draft = NoDraft() if draft is None else draft
     gamma = draft.usual_gamma if gamma is None else gamma
     config = StepConfig(gamma, draft, Backends(backends))
-    # Before a long prefill rather than behind it.
-    config.backends.check(OPERATIONS)
     if isinstance(draft, ModelDraft) == (draft_model is None):
         raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
     models = Models(model, draft_model)

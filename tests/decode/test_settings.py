@@ -13,6 +13,12 @@ from jspec.policies import Dense, Streaming
 BAD = [
     (StepConfig, {"gamma": 0}, "gamma=0 must be at least 1; pass draft=NoDraft(), gamma=0 for"),
     (StepConfig, {"gamma": -1, "draft": NoDraft()}, "gamma=-1 must be at least 0"),
+    (
+        StepConfig,
+        {"backends": {"pack": "xla"}},
+        "there is no operation 'pack'; name one of attention",
+    ),
+    (StepConfig, {"backends": {"attention": "fast"}}, "attention has no implementation 'fast'"),
     (Streaming, {"sinks": -1}, "sinks=-1 must be at least 0"),
     (Streaming, {"window": 0}, "window=0 must be at least 1"),
     (NgramDraft, {"min_match": 0}, "min_match=0 must be in [1, max_match=16]"),
