@@ -85,7 +85,8 @@ def _draft(arguments: argparse.Namespace) -> tuple[Drafter, int]:
     gamma = draft.usual_gamma if arguments.gamma is None else arguments.gamma
     least = 0 if isinstance(draft, NoDraft) else 1
     if gamma < least:
-        raise ValueError(f"--gamma {gamma} must be at least {least}; --draft none decodes plainly")
+        way_out = "; --draft none decodes plainly" if least else ""
+        raise ValueError(f"--gamma {gamma} must be at least {least}{way_out}")
     if arguments.context is not None and arguments.context < 2:
         raise ValueError(f"--context {arguments.context} must be at least 2")
     return draft, gamma

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class PositionRate:
-    """Acceptance of one draft position: how often it was drafted, and how often it stood."""
+    """Acceptance of one draft position: how often it was drafted, and accepted."""
 
     attempts: int
     accepted: int

@@ -19,8 +19,8 @@ class Policy:
     """A sparse view of the cache. Subclasses are frozen dataclasses of settings.
 
     ``arrays`` are what a policy was trained for, from `jspec.Models`; None where it needs none.
-    ``reads_queries=False`` promises that `select` ignores its query: one selection then serves a
-    whole draft.
+    ``reads_queries=False`` promises that `select` ignores its query and gives None or ``[B, n]``:
+    one selection then serves a whole draft.
     """
 
     reads_queries: ClassVar[bool] = True
