@@ -2,7 +2,9 @@
 
 # ruff: noqa: E402 - JAX reads its environment when it is imported
 
+import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = os.environ.get("XLA_FLAGS", "")
@@ -16,12 +18,16 @@ import pytest
 from flax import nnx
 
 from jspec.config import ModelConfig
+from jspec.decode.programs import PROGRAMS
 from jspec.models.decoder import Decoder
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # On a GPU too, where float32 products are TF32 by default.
 jax.config.update("jax_default_matmul_precision", "highest")
+# Workers share what they compile, and the next run finds it.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
@@ -53,6 +59,15 @@ def make_decoder(
     assert model.head is not None
     model.head.kernel[...] = model.head.kernel[...] * jnp.float32(head)
     return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_programs():
+    """Compiled programs hold memory maps, of which Linux gives a process 65,530."""
+    yield
+    PROGRAMS.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,10 @@ class Programs:
             self.compile_s += time.perf_counter() - begin
         return self._kept[key](*args)
 
+    def clear(self) -> None:
+        """Let go of the executables."""
+        self._kept.clear()
+
 
 def _signature(leaf: Array) -> tuple:
     return leaf.shape, leaf.dtype, leaf.sharding

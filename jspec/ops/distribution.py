@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from jspec.ops import uint64
-from jspec.ops.uint64 import UInt64
+from jspec.ops.uint64 import in_64_bits
 from jspec.ops.vocabulary import NO_TOKEN, Vocabulary
 from jspec.typing import Array
 
@@ -58,15 +58,15 @@ class Position(NamedTuple):
     ``[..., 1]``: what makes weights probabilities.
     """
 
-    weights: UInt64
+    weights: Array
     shift: Array
     reciprocal: Array
     rescale: Array
 
-    def probabilities(self) -> UInt64:
-        """Of the tokens, ``[..., L, TILE]`` in units of 2**-53, right to 2**-29 and a unit."""
-        one = jnp.ones_like(self.weights.low)
-        scaled = uint64.scale(uint64.shift_left(self.weights, one), self.reciprocal[..., None])
+    @in_64_bits
+    def probabilities(self) -> Array:
+        """Of the tokens, uint64 ``[..., L, TILE]``, in units of 2**-53, right to 2**-29 and a unit."""
+        scaled = uint64.scale(self.weights << 1, self.reciprocal[..., None])
         return uint64.shift_right(scaled, (self.shift + self.rescale)[..., None])
 
 
@@ -76,6 +76,7 @@ def cleaned(logits: Array) -> Array:
     return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, LARGEST))
 
 
+@in_64_bits
 def distribution(
     logits: Array, settings: Settings, vocabulary: Vocabulary, *, filtered: bool
 ) -> Position:
@@ -92,22 +93,22 @@ def distribution(
     rate = jnp.where(greedy, 1, settings.rate[:, None, None])
     exponent = power(top, rate).whole
     weights = _weights(power(tiles, rate[..., None]), exponent[..., None])
-    weights = uint64.select(tiles > -jnp.inf, weights)
+    weights = jnp.where(tiles > -jnp.inf, weights, 0)
     below = vocabulary.max(exponent.max(axis=-1, keepdims=True)) - exponent
     shift = lax.bitcast_convert_type(below, jnp.uint32) + vocabulary.guard_bits
     if filtered:
         threshold = _threshold(tiles, largest, weights, shift, rate, settings, vocabulary)
-        weights = uint64.select(keys(tiles) >= threshold, weights)
+        weights = jnp.where(keys(tiles) >= threshold, weights, 0)
     sampled, total = _normalised(weights, shift, vocabulary)
 
-    certain = greedy | uint64.is_zero(total)
+    certain = greedy | (total == 0)
     ids = vocabulary.ids_like(tiles)
     first = jnp.where(tiles == largest[..., None], ids, NO_TOKEN).min(axis=(-2, -1), keepdims=True)
     first = vocabulary.min(first)
     is_first = ids == jnp.where(first == NO_TOKEN, 0, first)
-    one = UInt64(jnp.where(is_first, jnp.uint32(ONE >> 32), 0), jnp.zeros_like(weights.low))
+    one = jnp.where(is_first, jnp.uint64(ONE), 0)
     rows = Position(
-        uint64.where(certain[..., None], one, weights),
+        jnp.where(certain[..., None], one, weights),
         jnp.where(certain, 0, shift),
         jnp.where(certain, jnp.uint32(2**31), sampled.reciprocal),
         jnp.where(certain, 0, sampled.rescale),
@@ -116,20 +117,21 @@ def distribution(
     return lax.optimization_barrier(rows)
 
 
-def draw(weights: UInt64, shift: Array, number: UInt64, vocabulary: Vocabulary) -> Array:
+@in_64_bits
+def draw(weights: Array, shift: Array, number: Array, vocabulary: Vocabulary) -> Array:
     """The first token whose cumulative mass exceeds ``number / 2**64`` of all, int32 ``[...]``.
 
     ``weights`` and ``shift`` as in `Position`, ``number`` uint64 ``[...]``. A token without mass is
     never drawn; 0 where no token has any.
     """
     mass = uint64.shift_right(_sums(weights, vocabulary), shift)
-    own = UInt64(vocabulary.own(mass.high), vocabulary.own(mass.low))
-    in_shard = uint64.linear(lambda x: x.sum(axis=-1, dtype=jnp.uint32), own)
-    target = _each(uint64.high64(number, uint64.linear(vocabulary.sum, in_shard)))
-    ends = uint64.add(_each(uint64.linear(vocabulary.before, in_shard)), _reached(own))
-    begins = uint64.subtract(ends, mass)
-    here = ~uint64.less(target, begins) & uint64.less(target, ends)
-    tile = jnp.argmax(here, axis=-1)[..., None]
+    own = vocabulary.own(mass)
+    in_shard = own.sum(axis=-1, dtype=jnp.uint64)
+    target = uint64.high64(number, vocabulary.sum(in_shard))[..., None]
+    ends = vocabulary.before(in_shard)[..., None] + jnp.cumsum(own, axis=-1)
+    begins = ends - mass
+    here = (target >= begins) & (target < ends)
+    tile = lax.argmax(here, here.ndim - 1, jnp.int32)[..., None]
 
     def at_tile(x: Array) -> Array:
         return jnp.take_along_axis(x, tile, axis=-1)
@@ -137,24 +139,20 @@ def draw(weights: UInt64, shift: Array, number: UInt64, vocabulary: Vocabulary) 
     def in_tile(x: Array) -> Array:
         return jnp.take_along_axis(x, tile[..., None], axis=-2)[..., 0, :]
 
-    reached = _reached(UInt64(*map(in_tile, weights)))
-    earlier = _sums(weights, vocabulary, vocabulary.tile_before)
-    reached = uint64.add(reached, UInt64(*map(at_tile, earlier)))
-    rest = UInt64(*map(at_tile, uint64.subtract(target, begins)))
-    over = uint64.less(rest, uint64.shift_right(reached, at_tile(shift)))
+    earlier = at_tile(_sums(weights, vocabulary, vocabulary.tile_before))
+    reached = jnp.cumsum(in_tile(weights), axis=-1) + earlier
+    over = at_tile(target - begins) < uint64.shift_right(reached, at_tile(shift))
     over = over & here.any(axis=-1)[..., None]
-    ids = in_tile(vocabulary.ids_like(weights.low))
+    ids = in_tile(vocabulary.ids_like(weights))
     token = vocabulary.min(jnp.where(over, ids, NO_TOKEN).min(axis=-1))
     return jnp.where(token == NO_TOKEN, 0, token)
 
 
-def total(weights: UInt64, shift: Array, vocabulary: Vocabulary) -> UInt64:
+@in_64_bits
+def total(weights: Array, shift: Array, vocabulary: Vocabulary) -> Array:
     """The mass of all tokens, uint64 ``[..., 1]``."""
     mass = uint64.shift_right(_sums(weights, vocabulary), shift)
-    return uint64.linear(
-        lambda x: vocabulary.sum(vocabulary.own(x).sum(axis=-1, keepdims=True, dtype=jnp.uint32)),
-        mass,
-    )
+    return vocabulary.sum(vocabulary.own(mass).sum(axis=-1, keepdims=True))
 
 
 class Power(NamedTuple):
@@ -164,6 +162,7 @@ class Power(NamedTuple):
     fraction: Array
 
 
+@in_64_bits
 def power(logits: Array, rate: Array) -> Power:
     """``logits * rate``, exact but for what lies below 2**-23, which is rounded down.
 
@@ -174,24 +173,24 @@ def power(logits: Array, rate: Array) -> Power:
     r = lax.bitcast_convert_type(rate, jnp.uint32)
     biased = x >> 23 & 0xFF
     mantissa = x & 0x7FFFFF | jnp.where(biased > 0, jnp.uint32(2**23), 0)
-    product = uint64.multiply(mantissa, (r & 0x7FFFFF | 2**23) >> 8)
+    product = uint64.widen(mantissa) * uint64.widen((r & 0x7FFFFF | 2**23) >> 8)
     # The exponents count from -150 and, behind the shift above, from -142; 23 bits are fraction.
     up = jnp.maximum(biased, 1) + (r >> 23) - jnp.uint32(150 + 142 - 23)
     rises = up >> 31 == 0
     # -n is ~(n - 1), and rounding n - 1 down rounds -n down.
-    negative = ((x >> 31) == 1) & ~uint64.is_zero(product)
-    less_one = uint64.widen(negative.astype(jnp.uint32))
-    whole = uint64.subtract(uint64.shift_left(product, up), less_one)
-    rounded = uint64.shift_right(uint64.subtract(product, less_one), -up)
-    bound = UInt64(jnp.full_like(product.high, 2**21), jnp.zeros_like(product.low))
+    negative = ((x >> 31) == 1) & (product > 0)
+    less_one = negative.astype(jnp.uint64)
+    whole = uint64.shift_left(product, up) - less_one
+    rounded = uint64.shift_right(product - less_one, -up)
     beyond = rises & (uint64.bit_width(product) + up > 53)
-    fixed = uint64.where(rises, whole, rounded)
-    fixed = uint64.where(beyond, uint64.subtract(bound, less_one), fixed)
-    flip = jnp.where(negative, jnp.uint32(0xFFFFFFFF), 0)
-    high, low = fixed.high ^ flip, fixed.low ^ flip
-    return Power(lax.bitcast_convert_type(high << 9 | low >> 23, jnp.int32), low & 0x7FFFFF)
+    fixed = jnp.where(rises, whole, rounded)
+    fixed = jnp.where(beyond, jnp.uint64(2**53) - less_one, fixed)
+    fixed = jnp.where(negative, ~fixed, fixed)
+    whole = lax.bitcast_convert_type((fixed >> 23).astype(jnp.uint32), jnp.int32)
+    return Power(whole, fixed.astype(jnp.uint32) & 0x7FFFFF)
 
 
+@in_64_bits
 def exp2(fraction: Array) -> Array:
     """``2**(fraction * 2**-23)`` in units of 2**-22, uint32 in 2**22..2**23, never falling.
 
@@ -212,53 +211,35 @@ def keys(logits: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(2**31))
 
 
-def _weights(power: Power, exponent: Array) -> UInt64:
-    mantissa = exp2(power.fraction)
+def _weights(power: Power, exponent: Array) -> Array:
+    mantissa = uint64.widen(exp2(power.fraction)) << 31
     below = lax.bitcast_convert_type(exponent - power.whole, jnp.uint32)
-    # Shifts by 32 or more give 0, so that nothing is left from 32 bits below the exponent on.
-    return UInt64(
-        lax.shift_right_logical(mantissa, below + 1), lax.shift_left(mantissa, 31 - below)
-    )
+    return jnp.where(below < 32, uint64.shift_right(mantissa, below), 0)
 
 
-def _sums(weights: UInt64, vocabulary: Vocabulary, over_shards=None) -> UInt64:
+def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Array:
     """Sums over whole tiles."""
     over_shards = over_shards or vocabulary.tile_sum
-    return uint64.linear(lambda x: over_shards(x.sum(axis=-1, dtype=jnp.uint32)), weights)
+    return over_shards(weights.sum(axis=-1))
 
 
-def _reached(x: UInt64) -> UInt64:
-    """Sums over the last axis up to each of its elements."""
-    return uint64.linear(lambda x: jnp.cumsum(x, axis=-1, dtype=jnp.uint32), x)
-
-
-def _each(x: UInt64) -> UInt64:
-    """``[...]`` as ``[..., 1]``."""
-    return UInt64(x.high[..., None], x.low[..., None])
-
-
-def _normalised(weights: UInt64, shift: Array, vocabulary: Vocabulary) -> tuple[Position, UInt64]:
+def _normalised(weights: Array, shift: Array, vocabulary: Vocabulary) -> tuple[Position, Array]:
     """A position of these weights, and the mass of all of it."""
     mass = total(weights, shift, vocabulary)
     width = uint64.bit_width(mass)
-    upper = uint64.shift_right(mass, width - 32).low
+    upper = uint64.shift_right(mass, width - 32)
     return Position(weights, shift, _reciprocal(upper), width - (ONE_BITS + 1)), mass
 
 
 def _reciprocal(x: Array) -> Array:
-    """``2**62 // x`` for ``x`` from 2**31 on, by long division, a bit at a time."""
-    quotient, rest = jnp.zeros_like(x), jnp.full_like(x, 2**30)
-    for _ in range(32):
-        carry, rest = rest >> 31, rest << 1
-        fits = (carry == 1) | (rest >= x)
-        quotient, rest = (quotient << 1) | fits.astype(jnp.uint32), jnp.where(fits, rest - x, rest)
-    return quotient
+    """``2**62 // x`` for uint64 ``x`` in 2**31..2**32; uint32."""
+    return (jnp.uint64(2**62) // x).astype(jnp.uint32)
 
 
 def _threshold(
     logits: Array,
     largest: Array,
-    weights: UInt64,
+    weights: Array,
     shift: Array,
     rate: Array,
     settings: Settings,
@@ -277,22 +258,16 @@ def _threshold(
         return vocabulary.sum(kept) >= top_k
 
     kth = jnp.where(top_k > 0, _largest_key(enough_tokens, zero), 0)
-    left, _ = _normalised(uint64.select(of_tokens >= kth, weights), shift, vocabulary)
+    left, _ = _normalised(jnp.where(of_tokens >= kth, weights, 0), shift, vocabulary)
     probabilities = left.probabilities()
 
-    def mass(key: Array) -> UInt64:
-        kept = uint64.select(of_tokens >= key, probabilities)
-        # A sum of 2**16 numbers at most at a time: first over tiles, then over the rest.
-        kept = uint64.linear(lambda x: x.sum(axis=-1, keepdims=True, dtype=jnp.uint32), kept)
-        return uint64.linear(
-            lambda x: vocabulary.sum(x.sum(axis=-2, keepdims=True, dtype=jnp.uint32)), kept
-        )
+    def mass(key: Array) -> Array:
+        kept = jnp.where(of_tokens >= key, probabilities, 0)
+        return vocabulary.sum(kept.sum(axis=(-2, -1), keepdims=True))
 
     share = (jnp.minimum(top_p, BELOW_ONE) * np.float32(2.0**32)).astype(jnp.uint32)
-    needed = uint64.scale(mass(kth), share)
-    none = uint64.is_zero(needed)
-    needed = needed._replace(low=jnp.where(none, 1, needed.low))
-    pth = _largest_key(lambda key: ~uint64.less(mass(key), needed), zero)
+    needed = jnp.maximum(uint64.scale(mass(kth), share), 1)
+    pth = _largest_key(lambda key: mass(key) >= needed, zero)
     pth = jnp.where(top_p < 1, pth, 0)
 
     top = largest[..., None]

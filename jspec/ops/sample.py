@@ -16,7 +16,7 @@ from jax import lax
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.distribution import Settings, cleaned, distribution, draw
-from jspec.ops.uint64 import UInt64
+from jspec.ops.uint64 import in_64_bits, widen
 from jspec.ops.vocabulary import Vocabulary
 from jspec.typing import Array
 
@@ -46,8 +46,9 @@ class Sampling:
     seeds: Array
 
 
-def number(seeds: Array, positions: Array, role: Role) -> UInt64:
-    """64 random bits for each of ``positions [B, ...]`` of the rows' ``seeds [B]``.
+@in_64_bits
+def number(seeds: Array, positions: Array, role: Role) -> Array:
+    """64 random bits, uint64, for each of ``positions [B, ...]`` of the rows' ``seeds [B]``.
 
     They are ``jax.random.bits(key, dtype=uint64)`` of partitionable Threefry, whatever JAX's
     settings are, where key is ``fold_in(fold_in(jax.random.key(seed), position), role)``.
@@ -61,7 +62,7 @@ def number(seeds: Array, positions: Array, role: Role) -> UInt64:
     for _ in range(positions.ndim - 1):
         one = jax.vmap(one, in_axes=(None, 0))
     words = jax.vmap(one)(seeds, positions)
-    return UInt64(words[..., 0], words[..., 1])
+    return widen(words[..., 0]) << 32 | widen(words[..., 1])
 
 
 def settings_of(sampling: Sampling) -> Settings:

@@ -16,7 +16,7 @@ from jspec.ops import uint64
 from jspec.ops.cases import accepted_tokens
 from jspec.ops.distribution import ONE, Position, Settings, distribution, draw, total
 from jspec.ops.sample import Role, Sampling, number, settings_of, unfiltered
-from jspec.ops.uint64 import UInt64
+from jspec.ops.uint64 import in_64_bits
 from jspec.ops.verify import Verified, check_draft, commit, leading
 from jspec.ops.vocabulary import Vocabulary
 from jspec.typing import Array
@@ -80,13 +80,38 @@ def stochastic_xla(
     axis_name: str | None,
 ) -> tuple[Array, ...]:
     """The reference of `verify_stochastic`: the fields of `Verified`."""
+    accepted, following = _judged(
+        draft_tokens,
+        target_logits,
+        draft_lengths,
+        settings,
+        positions,
+        draft_logits,
+        Vocabulary(target_logits.shape[2], axis_name),
+        filtered=filtered,
+    )
+    return commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
+
+
+@in_64_bits
+def _judged(
+    draft_tokens: Array,
+    target_logits: Array,
+    draft_lengths: Array,
+    settings: Settings,
+    positions: Array,
+    draft_logits: Array | None,
+    vocabulary: Vocabulary,
+    *,
+    filtered: bool,
+) -> tuple[Array, Array]:
+    """How many draft tokens are accepted, int32 ``[B]``, and the token that follows them."""
     gamma = draft_tokens.shape[1]
-    vocabulary = Vocabulary(target_logits.shape[2], axis_name)
     p = distribution(target_logits, settings, vocabulary, filtered=filtered)
     q = None
     if draft_logits is not None and gamma > 0:
         q = distribution(draft_logits, settings, vocabulary, filtered=filtered)
-    where = positions[:, None] + jnp.arange(gamma)[None]
+    where = positions[:, None] + jnp.arange(gamma, dtype=jnp.int32)[None]
     u = number(settings.seeds, where, Role.ACCEPT)
     tokens = draft_tokens.astype(jnp.int32)
     accepted = leading(_accepts(u, p, q, tokens, vocabulary), draft_lengths)
@@ -95,19 +120,19 @@ def stochastic_xla(
     p_here = _row(p, accepted)
     residual = _residual(p_here, q, tokens, accepted, vocabulary)
     # p and q that differ by rounding alone can leave an empty residual: then the target's serves.
-    empty = uint64.is_zero(total(residual.weights, residual.shift, vocabulary))
+    empty = total(residual.weights, residual.shift, vocabulary) == 0
     use_residual = rejected[:, None] & ~empty
     following = draw(
-        uint64.where(use_residual[..., None], residual.weights, p_here.weights),
+        jnp.where(use_residual[..., None], residual.weights, p_here.weights),
         jnp.where(use_residual, residual.shift, p_here.shift),
-        uint64.where(
+        jnp.where(
             rejected,
             number(settings.seeds, positions + accepted, Role.RESIDUAL),
             number(settings.seeds, positions + accepted, Role.BONUS),
         ),
         vocabulary,
-    ).astype(draft_tokens.dtype)
-    return commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
+    )
+    return accepted, following.astype(draft_tokens.dtype)
 
 
 def _sizes(draft_tokens: Array, target_logits: Array, *rest: object, **static: object):
@@ -140,18 +165,17 @@ VERIFY_STOCHASTIC = Operation(
 
 
 def _accepts(
-    u: UInt64, p: Position, q: Position | None, tokens: Array, vocabulary: Vocabulary
+    u: Array, p: Position, q: Position | None, tokens: Array, vocabulary: Vocabulary
 ) -> Array:
     """Whether each draft token is accepted: ``u < p / q`` without dividing, so that ``p = 0`` never
     is and ``p >= q > 0`` always is."""
     gamma = tokens.shape[1]
     p_token = _of_token(jax.tree.map(lambda x: x[:, :gamma], p), tokens, vocabulary)
     if q is None:
-        one = jnp.full_like(p_token.high, ONE >> 32)
-        q_token = UInt64(one, jnp.zeros_like(one))
+        q_token = jnp.full_like(p_token, ONE)
     else:
         q_token = _of_token(q, tokens, vocabulary)
-    return uint64.less(uint64.high64(u, q_token), p_token)
+    return uint64.high64(u, q_token) < p_token
 
 
 def _residual(
@@ -164,23 +188,17 @@ def _residual(
     at = jnp.minimum(accepted, gamma - 1)
     if q is not None:
         p_tokens, q_tokens = p_here.probabilities(), _row(q, at).probabilities()
-        over = uint64.subtract(p_tokens, q_tokens)
-        over = uint64.select(uint64.less(q_tokens, p_tokens), over)
+        over = jnp.where(q_tokens < p_tokens, p_tokens - q_tokens, 0)
         return p_here._replace(weights=over, shift=jnp.zeros_like(p_here.shift))
     token = jnp.take_along_axis(tokens, at[:, None], axis=1)[..., None]
-    is_token = vocabulary.ids_like(p_here.weights.low) == token
-    return p_here._replace(weights=uint64.select(~is_token, p_here.weights))
+    is_token = vocabulary.ids_like(p_here.weights) == token
+    return p_here._replace(weights=jnp.where(is_token, 0, p_here.weights))
 
 
-def _of_token(rows: Position, tokens: Array, vocabulary: Vocabulary) -> UInt64:
-    """Probabilities of ``tokens [B, T]``; a padding id gives that of token 0."""
-    tokens = jnp.clip(tokens, 0, None)
-
-    def at(x: Array) -> Array:
-        probability, here = vocabulary.at(x, tokens)
-        return vocabulary.sum(jnp.where(here, probability, 0))
-
-    return UInt64(*map(at, rows.probabilities()))
+def _of_token(rows: Position, tokens: Array, vocabulary: Vocabulary) -> Array:
+    """Probabilities uint64 of ``tokens [B, T]``; a padding id gives that of token 0."""
+    probability, here = vocabulary.at(rows.probabilities(), jnp.clip(tokens, 0, None))
+    return vocabulary.sum(jnp.where(here, probability, 0))
 
 
 def _row(rows: Position, index: Array) -> Position:

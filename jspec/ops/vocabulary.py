@@ -41,7 +41,7 @@ class Vocabulary:
     @property
     def _tile_ids(self) -> Array:
         touched = -(-self.size // TILE) + (1 if self._ragged else 0)
-        return self._start // TILE + jnp.arange(touched)
+        return self._start // TILE + jnp.arange(touched, dtype=jnp.int32)
 
     @property
     def _last(self) -> Array:
@@ -58,7 +58,7 @@ class Vocabulary:
 
     def ids_like(self, tiles: Array) -> Array:
         """Token ids int32 for ``[..., L, TILE]``, `NO_TOKEN` for padding."""
-        ids = self._tile_ids[:, None] * TILE + jnp.arange(TILE)[None]
+        ids = self._tile_ids[:, None] * TILE + jnp.arange(TILE, dtype=jnp.int32)[None]
         mine = (ids >= self._start) & (ids < self._start + self.size)
         return jnp.broadcast_to(jnp.where(mine, ids, NO_TOKEN), tiles.shape)
 
@@ -104,7 +104,7 @@ class Vocabulary:
         if self.axis is None:
             return jnp.zeros_like(x)
         every = lax.all_gather(x, self.axis)
-        earlier = jnp.arange(every.shape[0]) < lax.axis_index(self.axis)
+        earlier = jnp.arange(every.shape[0], dtype=jnp.int32) < lax.axis_index(self.axis)
         return jnp.where(_aligned(earlier, every), every, 0).sum(axis=0, dtype=x.dtype)
 
     def tile_max(self, x: Array) -> Array:
@@ -121,7 +121,7 @@ class Vocabulary:
         """Of sums over parts of tiles, ``[..., L]``: what the shards before this one hold."""
         if not self._ragged:
             return jnp.zeros_like(x)
-        shard = jnp.repeat(jnp.arange(lax.axis_size(self.axis)), 2)
+        shard = jnp.repeat(jnp.arange(lax.axis_size(self.axis), dtype=jnp.int32), 2)
         earlier = shard < lax.axis_index(self.axis)
 
         def sum_earlier(parts: Array, mine: Array) -> Array:
@@ -129,7 +129,7 @@ class Vocabulary:
             return jnp.where(mine, parts, 0).sum(axis=0, dtype=x.dtype)
 
         # Only the first tile can have begun on an earlier shard.
-        first = jnp.arange(x.shape[-1]) == 0
+        first = jnp.arange(x.shape[-1], dtype=jnp.int32) == 0
         return jnp.where(jnp.broadcast_to(first, x.shape), self._whole(x, sum_earlier), 0)
 
     def _whole(self, x: Array, reduce) -> Array:
@@ -141,8 +141,8 @@ class Vocabulary:
         starts = np.arange(lax.axis_size(self.axis)) * self.size
         first, last = starts // TILE, (starts + self.size - 1) // TILE
         # A shard inside one tile counts once.
-        ids = jnp.asarray(np.stack([first, np.where(first == last, -1, last)], 1).ravel())
-        tile = jnp.arange(x.shape[-1])
+        ids = np.stack([first, np.where(first == last, -1, last)], 1).ravel().astype(np.int32)
+        tile = jnp.arange(x.shape[-1], dtype=jnp.int32)
         for index in (0, self._last):
             whole = reduce(parts, _aligned(ids == self._tile_ids[index], parts))
             here = jnp.broadcast_to(tile == index, x.shape)

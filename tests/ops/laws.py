@@ -25,7 +25,7 @@ from jspec.ops.distribution import ONE, distribution
 from jspec.ops.law import law, rate_of
 from jspec.ops.sample import Role, Sampling, greedy, sample, settings_of
 from jspec.ops.stochastic import verify_stochastic
-from jspec.ops.uint64 import UInt64
+from jspec.ops.uint64 import in_64_bits
 from jspec.ops.vocabulary import Vocabulary
 
 P_VALUE = 1e-4
@@ -57,18 +57,15 @@ def probabilities(logits, rows: Sampling, *, filtered: bool) -> np.ndarray:
     """What each row samples from, float64 ``[B, T, V]``, of ``logits [B, T, V]``."""
     size = logits.shape[-1]
     p = _distribution(logits, settings_of(rows), vocabulary=Vocabulary(size), filtered=filtered)
-    return to_numpy(p.probabilities()).reshape(*logits.shape[:2], -1)[..., :size] / ONE
+    whole = np.asarray(p.probabilities())
+    return whole.reshape(*logits.shape[:2], -1)[..., :size] / ONE
 
 
-def to_numpy(x: UInt64) -> np.ndarray:
-    """As numpy's own uint64."""
-    return np.asarray(x.high, np.uint64) << np.uint64(32) | np.asarray(x.low, np.uint64)
-
-
-def to_uint64(x, shape: tuple[int, ...] = ()) -> UInt64:
-    """Integers below 2**64 as a pair, those of one value in the shape given."""
+@in_64_bits
+def to_uint64(x, shape: tuple[int, ...] = ()) -> jax.Array:
+    """Integers below 2**64, those of one value in the shape given."""
     x = np.broadcast_to(np.asarray(x, np.uint64), np.shape(x) or shape)
-    return UInt64(jnp.asarray(x >> np.uint64(32), jnp.uint32), jnp.asarray(x, jnp.uint32))
+    return jnp.asarray(x)
 
 
 def filtered_law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from jspec.ops import stochastic as module
-from jspec.ops import uint64
 from jspec.ops.distribution import ONE, total
 from jspec.ops.sample import Role
-from jspec.ops.uint64 import UInt64
 from jspec.ops.vocabulary import NO_TOKEN
 from tests.ops.laws import LAST_NUMBER, check_block_law, check_forced, fresh_verify
 from tests.ops.test_block_law import FORCED, LAWS
@@ -47,21 +45,19 @@ def roles(**instead: Role):
 
 def or_equal(u, p, q, tokens, vocabulary):
     # At u = 0 alone can u * q <= p differ from u * q < p where p = 0.
-    return RIGHT["_accepts"](u, p, q, tokens, vocabulary) | uint64.is_zero(u)
+    return RIGHT["_accepts"](u, p, q, tokens, vocabulary) | (u == 0)
 
 
 def without_normalising(weights, shift, number, vocabulary):
     """Draws from a residual with ``u`` itself instead of ``u`` times its total: the last token gets
     the rest."""
-    ids = vocabulary.ids_like(weights.low)
-    possible = jnp.where(~uint64.is_zero(weights) & (ids < NO_TOKEN), ids, -1)
+    ids = vocabulary.ids_like(weights)
+    possible = jnp.where((weights > 0) & (ids < NO_TOKEN), ids, -1)
     is_last = ids == possible.max(axis=(-2, -1), keepdims=True)
     mass = total(weights, shift, vocabulary)
-    one = UInt64(jnp.full_like(mass.high, ONE >> 32), jnp.zeros_like(mass.low))
-    rest = uint64.select(uint64.less(mass, one), uint64.subtract(one, mass))
+    rest = (ONE - jnp.minimum(mass, ONE))[..., None]
     is_residual = (shift == 0).all(axis=-1)[..., None, None]
-    rest = jax.tree.map(lambda x: x[..., None], rest)
-    whole = uint64.add(weights, uint64.select(is_residual & is_last, rest))
+    whole = weights + jnp.where(is_residual & is_last, rest, 0)
     return RIGHT["draw"](whole, shift, number, vocabulary)
 
 
@@ -115,14 +111,14 @@ def q_forgotten(u, p, q, tokens, vocabulary):
 
 
 def lengths_forgotten(accepts, lengths):
-    return jnp.cumprod(accepts.astype(jnp.int32), axis=1).sum(axis=1)
+    return jnp.cumprod(accepts.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def empty_without_mass(logits, settings, vocabulary, *, filtered):
     """As 0.1.0: a row without a finite logit has no mass, and q of its token is 0."""
     rows = RIGHT["distribution"](logits, settings, vocabulary, filtered=filtered)
     some = jnp.isfinite(logits).any(axis=-1)[..., None, None]
-    return rows._replace(weights=uint64.select(some, rows.weights))
+    return rows._replace(weights=jnp.where(some, rows.weights, 0))
 
 
 MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
@@ -179,7 +175,7 @@ def test_a_draft_that_was_not_drawn_from_its_logits_is_caught(monkeypatch):
 
     def another_q(logits, settings, vocabulary, *, filtered):
         if logits.shape[1] == 1:
-            logits = logits + 0.2 * jnp.arange(5.0)[None, None]
+            logits = logits + 0.2 * jnp.arange(5, dtype=jnp.float32)[None, None]
         return RIGHT["distribution"](logits, settings, vocabulary, filtered=filtered)
 
     monkeypatch.setattr(module, "distribution", another_q)

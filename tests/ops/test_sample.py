@@ -27,7 +27,6 @@ from tests.ops.laws import (
     filtered_law,
     probabilities,
     sampling_of,
-    to_numpy,
     to_uint64,
 )
 
@@ -36,7 +35,7 @@ from tests.ops.laws import (
 
 def numbers(seeds, positions, role=Role.ACCEPT) -> np.ndarray:
     seeds, positions = jnp.asarray(seeds, jnp.uint32), jnp.asarray(positions, jnp.int32)
-    return to_numpy(number(seeds, positions, role))
+    return np.asarray(number(seeds, positions, role))
 
 
 def test_a_number_belongs_to_seed_position_and_role_alone():
@@ -300,9 +299,10 @@ def test_a_kernel_finds_the_same_bits_in_float32():
 def pick(weights: np.ndarray, u: np.ndarray, shift: int = 0) -> np.ndarray:
     """Draw from ``weights [N, V]``, whole numbers, by numbers ``u [N]``."""
     vocabulary = Vocabulary(weights.shape[-1])
-    tiles = [vocabulary.tiles(x, 0) for x in to_uint64(weights)]
-    shifts = jnp.full(tiles[0].shape[:-1], shift, jnp.uint32)
-    return np.asarray(draw(type(to_uint64(0))(*tiles), shifts, to_uint64(u), vocabulary))
+    with jax.enable_x64(True):
+        tiles = vocabulary.tiles(to_uint64(weights), 0)
+    shifts = jnp.full(tiles.shape[:-1], shift, jnp.uint32)
+    return np.asarray(draw(tiles, shifts, to_uint64(u), vocabulary))
 
 
 def number_at(share: np.ndarray) -> np.ndarray:
