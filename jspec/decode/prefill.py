@@ -61,7 +61,7 @@ def start_decoding(
     chunk = _default_chunk(len(prompts)) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"a prefill chunk of {chunk} tokens must be at least 1")
-    tokens, lengths = _padded(prompts, capacity)
+    tokens, lengths = padded(prompts, capacity)
     fill = {"chunk": chunk, "on_prefill": on_prefill, "run": run}
     cache, own = _prefill(models, tokens, lengths, config, **fill)
     stops = [(*p.stop_tokens, *models.target.config.stop_tokens) for p in params]
@@ -72,7 +72,7 @@ def start_decoding(
         limits=jnp.asarray(lengths + np.array([p.max_new_tokens for p in params], np.int32)),
         done=jnp.zeros((len(prompts),), bool),
         sampling=sampling_of(params),
-        stop_tokens=jnp.asarray(_padded(stops, max(1, *map(len, stops)))[0]),
+        stop_tokens=jnp.asarray(padded(stops, max(1, *map(len, stops)))[0]),
         draft_limits=jnp.asarray(
             [no_limit if p.draft_limit is None else p.draft_limit for p in params], jnp.int32
         ),
@@ -166,7 +166,7 @@ def _default_chunk(batch: int) -> int:
     return max(256, min(2048, 16384 // batch))
 
 
-def _padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+def padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of ids as int32 ``[B, width]`` padded with -1, and their lengths ``[B]``."""
     out = np.full((len(rows), width), -1, np.int32)
     for line, row in zip(out, rows, strict=True):
