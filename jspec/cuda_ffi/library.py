@@ -20,6 +20,7 @@ import jax
 
 from jspec.cuda_ffi.build import build
 from jspec.cuda_ffi.errors import BuildError
+from jspec.sharding import opaque
 from jspec.typing import Array
 
 # Names of the handlers by subject; XLA knows each as jspec_NAME.
@@ -59,7 +60,7 @@ def call(
     function = jax.ffi.ffi_call(
         f"jspec_{target}", outputs, vmap_method=vmap_method, input_output_aliases=aliases
     )
-    return tuple(function(*arguments, **attributes))
+    return tuple(opaque(functools.partial(function, **attributes), *arguments))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.pack import kv_sizes
 from jspec.pallas.mosaic import Spread, floor_power, iota, load, refuses_pallas, starts, store
+from jspec.sharding import opaque
 from jspec.typing import Array
 
 WORD = 16  # bytes a lane moves at once
@@ -114,7 +115,7 @@ def pack_pallas(
         # No memory is both read and written, so nothing has to wait for a write.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    packed, offsets, total = call(carrier.reshape(batch, gamma * width), accepted)
+    packed, offsets, total = opaque(call, carrier.reshape(batch, gamma * width), accepted)
     packed = packed.reshape(batch * gamma, width)
     return lax.bitcast_convert_type(packed, kv.dtype), offsets, total[0]
 

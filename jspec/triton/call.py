@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jspec.gpu import refuses_gpu
+from jspec.sharding import opaque
 from jspec.typing import Array
 
 
@@ -56,4 +57,4 @@ def triton_call(
     def launch(*arrays: Array) -> tuple[Array, ...]:
         return jax_triton.triton_call(*arrays, kernel=kernel, **settings, **constants)
 
-    return launch(*arrays)
+    return opaque(launch, *arrays)
