@@ -67,9 +67,13 @@ def main() -> None:
     expected = jspec.generate(model, prompts, params, draft=None).tokens
     for decode in (by_rows, by_sharding):
         state = jax.device_get(decode(model, prompts, params))
-        tokens = [tuple(row[row >= 0][len(p) :]) for p, row in zip(prompts, state.tokens, strict=True)]
-        print(f"{decode.__name__}: {jax.device_count()} devices, "
-              f"identical to one device: {np.array_equal(tokens, expected)}")
+        tokens = [
+            tuple(row[row >= 0][len(p) :]) for p, row in zip(prompts, state.tokens, strict=True)
+        ]
+        print(
+            f"{decode.__name__}: {jax.device_count()} devices, "
+            f"identical to one device: {np.array_equal(tokens, expected)}"
+        )
 
 
 if __name__ == "__main__":
