@@ -12,7 +12,6 @@ from jspec.ops.pack import packed_like
 from jspec.ops.verify import verified_like
 from jspec.typing import Array
 
-
 MOST_SINGLE = 32  # rows of a batch that one block packs
 
 

@@ -81,9 +81,15 @@ def _register(subject: str, platform: str) -> None:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}; delete it to build it again") from error
-    _check_abi(path, library.jspec_ffi_api_version())
-    for target in TARGETS[subject]:
-        capsule = jax.ffi.pycapsule(getattr(library, f"jspec_{target}"))
+    try:
+        _check_abi(path, library.jspec_ffi_api_version())
+        handlers = {target: getattr(library, f"jspec_{target}") for target in TARGETS[subject]}
+    except AttributeError as error:
+        raise BuildError(
+            f"{path} is no library of jspec's kernels: {error}; delete it to build it again"
+        ) from error
+    for target, handler in handlers.items():
+        capsule = jax.ffi.pycapsule(handler)
         jax.ffi.register_ffi_target(f"jspec_{target}", capsule, platform=platform)
 
 

@@ -16,7 +16,6 @@ from jspec.ops.verify import verified_like
 from jspec.ops.vocabulary import TILE
 from jspec.typing import Array
 
-
 MOST_POSITIONS = 2**10
 MOST_TOKENS = 2**24  # of the vocabulary
 # Of the settings: rate, top_k, top_p, min_p, seeds.

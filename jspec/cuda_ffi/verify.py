@@ -12,7 +12,6 @@ from jspec.dispatch import Backend
 from jspec.ops.verify import greedy_sizes, verified_like
 from jspec.typing import Array
 
-
 MOST_TOKENS = 2**31 - 1  # of a batch: the handlers count positions in int32
 
 
