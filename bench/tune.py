@@ -77,7 +77,9 @@ def tune(results: Path, path: Path) -> None:
             points = points_of(result["rows"], operation)
             if points:
                 before, rules = orders[operation.name], fit(points, operation)
-                console().print(f"{operation.name}, implementation=None over the fastest backend:")
+                console().print(
+                    f"{operation.name}, implementation=None against the fastest backend:"
+                )
                 console().print(f"  before: {_regret(points, before)}, {len(before)} rules")
                 console().print(f"  fitted: {_regret(points, rules)}, {len(rules)} rules")
                 if sum(_costs(points, rules)) <= sum(_costs(points, before)):
@@ -164,9 +166,9 @@ def _costs(points: Sequence[Point], rules: Sequence[Rule]) -> list[float]:
 
 
 def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:
-    """What the orders of these rules lose to the fastest backend."""
-    costs = _costs(points, rules)
-    return f"mean {statistics.mean(costs):.4f}, worst {max(costs):.2f}, {len(costs)} points"
+    """How fast the orders of these rules are beside the fastest backend."""
+    speeds = [1 / cost for cost in _costs(points, rules)]
+    return f"mean {statistics.mean(speeds):.4f}x, worst {min(speeds):.2f}x, {len(speeds)} points"
 
 
 def _sizes(operation: Operation, case: Mapping[str, Any]) -> dict[str, int]:
