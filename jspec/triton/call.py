@@ -19,7 +19,8 @@ def not_installed() -> str | None:
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     if not missing:
         return None
-    return f"{' and '.join(missing)} not installed; pip install 'jspec[cuda13]', Python >= 3.12"
+    names = " and ".join(missing)
+    return f"{names} not installed; pip install 'jspec-jax[cuda13]', Python >= 3.12"
 
 
 def refuses_triton() -> str | None:
