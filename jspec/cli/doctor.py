@@ -100,9 +100,7 @@ def _tuned() -> Finding:
     seen = f"{found.table.name}.json, for {found.table.gpu}"
     if found.guess is None:
         return Finding("tuning", True, f"{seen}: measured")
-    advice = "nothing without a GPU"
-    if gpu_in_use() is not None:
-        advice = "python -m bench all, then python -m bench tune: it may be faster"
+    advice = "python -m bench all, then python -m bench tune: it may be faster"
     return Finding("tuning", True, f"{seen}: a guess, {found.guess}", advice)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import stat
@@ -29,6 +30,8 @@ from jspec.cuda_ffi.errors import BuildError
 SRC = Path(__file__).parent / "src"
 # Subjects, and the subjects whose kernels each calls: these are compiled into its library too.
 SUBJECTS: dict[str, tuple[str, ...]] = {"verify": (), "pack": ("verify",), "sample": ()}
+DURATION = {"cpu": "about 10 s", "CUDA": "a minute or two"}
+_LOG = logging.getLogger("jspec")  # without a handler of the caller's, it writes to stderr
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
@@ -178,6 +181,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _compile(tools: toolchain.Toolchain, subject: str, folder: Path, name: str) -> Built:
     """Compile in a folder of its own, and rename into place as ``name`` and a digest."""
+    _LOG.warning(
+        "jspec: compiling the %s kernels of %s, once; this takes %s",
+        *("C++" if tools.platform == "cpu" else "CUDA", subject, DURATION[tools.platform]),
+    )
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         output = Path(scratch, f"{name}.so")

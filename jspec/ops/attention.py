@@ -200,7 +200,7 @@ ATTENTION = Operation(
     },
     _sizes,
     _cases,
-    off_gpu=("xla_blocked", "xla"),
+    elsewhere=("xla_blocked", "xla"),
 )
 
 
