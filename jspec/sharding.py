@@ -43,6 +43,19 @@ def place(tree: Any, sharding: Placing) -> Any:
     return jax.tree.map_with_path(put, tree)
 
 
+def beside(tree: Any) -> NamedSharding | None:
+    """Every device of the Explicit mesh that arrays of ``tree`` lie on; None where none does.
+
+    An array that is nowhere in particular counts as replicated there, but XLA may lay it out in
+    another way, under which it cannot be donated.
+    """
+    for x in jax.tree.leaves(tree):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.explicit_axes:
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return None
+
+
 def varying_axes(tree: Any) -> frozenset[str]:
     """The manual mesh axes over which some array of ``tree`` varies."""
     return frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))

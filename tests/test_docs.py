@@ -14,8 +14,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = {page.stem: BLOCK.findall(page.read_text()) for page in PAGES}
-# The code of docs/models.md runs in tests/models/test_page.py, which looks at what it defines.
-RUN_HERE = [name for name, code in CODE.items() if code and name != "models"]
+# The code of docs/models.md runs in tests/models/test_page.py, which looks at what it defines, that
+# of docs/sharding.md is an example's, and that of docs/index.md is README's.
+ELSEWHERE = ("models", "sharding", "index")
+RUN_HERE = [name for name, code in CODE.items() if code and name not in ELSEWHERE]
 
 
 def run(page: str) -> dict:
@@ -56,6 +58,12 @@ def test_the_code_of_a_page_runs(page, small):
 @pytest.mark.parametrize("page", RUN_HERE)
 def test_the_code_of_a_page_runs_on_the_bundled_model(page):
     run(page)
+
+
+def test_the_code_that_two_places_show_is_the_same():
+    assert CODE["index"] == CODE["README"]
+    example = (ROOT / "examples/sharded_loop.py").read_text()
+    assert all(code in example for code in CODE["sharding"])
 
 
 def test_every_public_name_is_in_the_api():

@@ -23,7 +23,7 @@ from jspec.decode.requests import (
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.policies.attend import dense_attend
-from jspec.sharding import Placing, place, with_auto_axes
+from jspec.sharding import Placing, beside, place, with_auto_axes
 from jspec.typing import Array, Model
 
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
@@ -50,9 +50,9 @@ def start_decoding(
     stand between and the jitted prefill. ``sharding`` places the state's arrays, each of which
     begins with the batch axis: one over batch rows, such as ``NamedSharding(mesh, P("rows"))``, or
     a function of an array's name and shape, such as ``"cache.columns.0.keys"`` and
-    ``(B, S, K, H)``; None is the default device. Raises `ValueError` where a prompt is empty, holds
-    ids outside the vocabulary, or would outgrow the capacity or a model's context, and for a
-    sharding that an array does not divide into.
+    ``(B, S, K, H)``; None is the default device, or all of the Explicit mesh that the model is on.
+    Raises `ValueError` where a prompt is empty, holds ids outside the vocabulary, or would outgrow
+    the capacity or a model's context, and for a sharding that an array does not divide into.
     """
     models = Models.of(models)
     params = one_each(params, len(prompts))
@@ -67,6 +67,7 @@ def start_decoding(
     chunk = _default_chunk(len(prompts)) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"a prefill chunk of {chunk} tokens must be at least 1")
+    sharding = beside(models) if sharding is None else sharding
     tokens, lengths = _padded(prompts, capacity)
     fill = {"chunk": chunk, "on_prefill": on_prefill, "run": run}
     cache, own = _prefill(models, tokens, lengths, config, sharding, **fill)

@@ -5,7 +5,8 @@ A file has these fields. ``gpu``: the device kind as JAX names it. ``compute_cap
 each operation, rules that take a list of backends, best first. ``blocks``: for each operation and
 backend, rules that take block sizes by name, none for CPUs. A rule is ``{"up_to": {SIZE: BOUND,
 ...}, "take": ...}``: the first one holds whose every size is at most its bound; the last one has no
-``up_to``. Sizes are those that `jspec.dispatch.Operation.sizes` gives. ``python -m bench tune`` writes the orders.
+``up_to``. Sizes are those that `jspec.dispatch.Operation.sizes` gives. ``python -m bench tune``
+writes the orders.
 """
 
 from __future__ import annotations

@@ -38,16 +38,6 @@ def config_of(drafter) -> jspec.StepConfig:
     return jspec.StepConfig(0 if isinstance(drafter, jspec.NoDraft) else 3, drafter)
 
 
-def tokens_of(state) -> list[list[int]]:
-    return [row[row >= 0].tolist() for row in np.asarray(state.tokens)]
-
-
-def to_the_end(model, state, config) -> jspec.DecodeState:
-    while not bool(state.done.all()):
-        state = jspec.speculative_step(model, state, config)
-    return state
-
-
 def rows_mesh(kind: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((8,), ("rows",), axis_types=(kind,))
 
@@ -75,76 +65,57 @@ def test_every_drafter_passes_the_check_of_shard_map(name, kind, tiny, other):
     assert record.tokens.shape == (2, 8, config.gamma + 1)
 
 
-def test_rows_by_shard_map_have_the_tokens_of_one_device(tiny):
-    """Each device goes on until its own row is done."""
-    config = config_of(NGRAM)
-    texts, own = prompts(LENGTHS), params(MODES[2])
-    own[3] = jspec.SamplingParams(max_new_tokens=3)
-    wanted = to_the_end(tiny, jspec.start_decoding(tiny, texts, own, config), config)
-    mesh = rows_mesh(AxisType.Explicit)
-    rows = NamedSharding(mesh, P("rows"))
-    model = jax.device_put(tiny, NamedSharding(mesh, P()))
-    state = jspec.start_decoding(model, texts, own, config, sharding=rows)
-    assert all(x.sharding.is_equivalent_to(rows, x.ndim) for x in jax.tree.leaves(state))
+def weight(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> NamedSharding:
+    """Columns of the matrices over the axis "model"."""
+    divides = len(shape) == 2 and shape[1] % mesh.shape["model"] == 0
+    return NamedSharding(mesh, P(None, "model") if divides else P())
 
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P("rows"))
-    def decode(model, state):
-        return jax.lax.while_loop(
-            lambda state: ~state.done.all(),
-            lambda state: jspec.speculative_step(model, state, config),
-            state,
-        )
 
-    assert tokens_of(decode(model, state)) == tokens_of(wanted)
+def of_state(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> NamedSharding:
+    """Rows over "data", heads of the cache over "model"."""
+    cache = name.startswith("cache.columns")
+    return NamedSharding(mesh, P("data", None, "model") if cache else P("data"))
+
+
+def test_a_model_that_was_loaded_onto_a_mesh_has_the_tokens_of_one_device():
+    """On Auto axes; the example has Explicit ones."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    path, config = GOLDEN / "qwen3", config_of(STREAMING)
+    alone = jspec.load_model(path)
+    split = jspec.load_model(path, sharding=functools.partial(weight, mesh))
+    texts, found = prompts(LENGTHS, alone.config.vocab_size), []
+    for model, sharding in ((alone, None), (split, functools.partial(of_state, mesh))):
+        state = jspec.start_decoding(model, texts, params(MODES[0]), config, sharding=sharding)
+        while not bool(state.done.all()):
+            state = jspec.speculative_step(model, state, config)
+        found.append([row[row >= 0].tolist() for row in np.asarray(state.tokens)])
+    assert found[0] == found[1]
+    assert {x.data.shape[:3] for x in state.cache.keys(0).addressable_shards} == {(2, 256, 1)}
 
 
 @both_kinds
-def test_a_model_that_was_loaded_onto_a_mesh_has_the_tokens_of_one_device(kind):
-    """Columns of the weights and heads of the cache over one axis, rows over the other; then
-    another request in a slot."""
+def test_a_request_goes_into_a_slot_of_a_state_on_a_mesh(kind):
+    """Prefill beside sharded weights, and the row into a sharded cache."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-
-    def weight(name, shape):
-        divides = len(shape) == 2 and shape[1] % 2 == 0 and name != "embedding"
-        return NamedSharding(mesh, P(None, "model") if divides else P())
-
-    def of_state(name, shape):
-        cache = name.startswith("cache.columns")
-        return NamedSharding(mesh, P("data", None, "model") if cache else P("data"))
-
-    path, config = GOLDEN / "qwen3", config_of(STREAMING)
-    alone, split = jspec.load_model(path), jspec.load_model(path, sharding=weight)
-    texts, more = prompts(LENGTHS, alone.config.vocab_size), [1, 2, 3]
-    found = []
-    for model, sharding in ((alone, None), (split, of_state)):
-        state = jspec.start_decoding(model, texts, params(MODES[0]), config, sharding=sharding)
-        state = to_the_end(model, state, config)
-        found.append(tokens_of(state))
-        state = jspec.fill_slot(model, state, 5, more, params(MODES[0])[5], config)
-        state = to_the_end(model, state, config)
-        found.append(tokens_of(state))
-    keys = state.cache.keys(0)
-    assert {x.data.shape[0] for x in keys.addressable_shards} == {2}
-    assert {x.data.shape[2] for x in keys.addressable_shards} == {
-        alone.config.layers[0].kv_heads // 2
-    }
-    assert found[:2] == found[2:]
-    assert found[1][5][:3] == more
-
-
-def test_generate_takes_weights_on_explicit_axes(tiny):
-    mesh = jax.make_mesh((8,), ("model",))
-
-    def columns(x):
-        return NamedSharding(
-            mesh, P(None, "model") if x.shape[-1] % 8 == 0 and x.ndim == 2 else P()
-        )
-
-    split = jax.device_put(tiny, jax.tree.map(columns, tiny))
-    texts, own = prompts(LENGTHS), params(MODES[0])
-    wanted, got = (jspec.generate(m, texts, own, draft=NGRAM, gamma=3) for m in (tiny, split))
-    assert got.tokens == wanted.tokens
+    model = jspec.load_model(GOLDEN / "qwen3", sharding=functools.partial(weight, mesh))
+    own, config = params(MODES[0]), config_of(NGRAM)
+    state = jspec.start_decoding(
+        model, [[1]] * 8, own, config, sharding=functools.partial(of_state, mesh)
+    )
+    before = jax.tree.map(lambda x: x.sharding, state)
+    keys = np.asarray(state.cache.keys(0))
+    state = jspec.fill_slot(model, state, 5, [1, 2, 3], own[5], config)
+    assert state.tokens[:, :4].tolist() == [
+        [1, 2, 3, -1] if i == 5 else [1, -1, -1, -1] for i in range(8)
+    ]
+    after = np.asarray(state.cache.keys(0))
+    assert (after[5, :2] != 0).all()
+    np.testing.assert_array_equal(np.delete(after, 5, axis=0), np.delete(keys, 5, axis=0))
+    if kind == AxisType.Explicit:  # XLA may choose on Auto axes
+        for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    step = jax.eval_shape(lambda *args: jspec.speculative_step(*args, config), model, state)
+    assert jax.tree.map(jnp.shape, step) == jax.tree.map(jnp.shape, state)
 
 
 def test_what_does_not_divide_names_the_array(tiny):
@@ -177,7 +148,7 @@ def test_kernels_take_what_varies_beside_what_does_not(backend, kind):
 
 
 def test_the_example_says_that_both_ways_are_identical(capsys, monkeypatch, tiny):
-    """With a small model for the bundled one, and as it is in a fresh process by hand."""
+    """With a small model for the bundled one: rows by `shard_map`, and Explicit axes."""
     _, tokenizer = jspec.load_bundled()
 
     class Bytes:
