@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import errno
 import json
+import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(describe(), indent=2))
         return 0
     if asked.suite == "report":
+        _check_plot(parser)
         from bench import report
 
         report.write()
@@ -53,13 +59,12 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     if asked.backend:
         _check_backends(parser, asked.backend, names)
     settings = Settings(asked.quick, asked.check, tuple(asked.backend))
-    earlier = {}
-    for name in names if asked.compare else []:
-        path = asked.compare / f"{name}.json" if whole else asked.compare
-        try:
-            earlier[name] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            parser.error(f"--compare cannot read {path}: {error}")
+    earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
+    if asked.json:
+        _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
+    if asked.plot:
+        _check_plot(parser)
+        _check_writable(parser, "--plot", [asked.plot / "figure"])
     good = True
     for name in names:
         result = _run(name, settings)
@@ -69,6 +74,52 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
             return 130
         good = good and all(row["checked"] is not False for row in result["rows"])
     return 0 if good else 1
+
+
+def _file(given: Path, suite: str, asked: argparse.Namespace) -> Path:
+    """The file of a suite: the one that was named, or one in the folder that was."""
+    return given / f"{suite}.json" if asked.suite == "all" else given
+
+
+def _earlier(
+    parser: argparse.ArgumentParser, suite: str, asked: argparse.Namespace
+) -> dict[str, Any]:
+    """The result of --compare; ends with an error where it is none of ``suite``."""
+    path = _file(asked.compare, suite, asked)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"--compare cannot read {path}: {error}")
+    try:
+        if found["suite"] != suite:
+            parser.error(f"--compare {path} is a result of {found['suite']!r}, not of {suite!r}")
+        str.strip(found["machine"]["date"])
+        # A result that can be compared with itself can be compared with another.
+        SUITES[suite].compare(copy.deepcopy(found), found)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        parser.error(
+            f"--compare {path} is no result of {suite}: {type(error).__name__}: {error}; write "
+            f"one with --json"
+        )
+    return found
+
+
+def _check_writable(parser: argparse.ArgumentParser, option: str, paths: Sequence[Path]) -> None:
+    """End with an error where one of these files could not be written, or is a folder."""
+    for path in paths:
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            parser.error(f"{option} cannot write {path}: {error}")
+
+
+def _check_plot(parser: argparse.ArgumentParser) -> None:
+    """End with an error where figures cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        parser.error("figures need matplotlib: pip install '.[bench]'")
 
 
 def _tell(
@@ -81,7 +132,7 @@ def _tell(
         console().print(f"{met} rows compared with that of {earlier['machine']['date']}")
     SUITES[name].show(result)
     if asked.json:
-        _save(asked.json / f"{name}.json" if asked.suite == "all" else asked.json, result)
+        _save(_file(asked.json, name, asked), result)
     if asked.plot:
         from bench.report import figures
 
@@ -127,10 +178,13 @@ def _tune(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 
     if asked.results is None or asked.json is None:
         parser.error("tune needs the folder of results and --json, the table to write")
+    _check_writable(parser, "--json", [asked.json])
     try:
         tune(asked.results, asked.json)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    except (KeyError, TypeError) as error:
+        parser.error(f"{asked.results} holds no results: {type(error).__name__}: {error}")
     return 0
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 import jspec
 from bench.machine import read_ceiling
-from bench.settings import Settings, bar
+from bench.settings import Settings, bar, console
 from bench.suite import Suite
+from bench.table import times
 from jspec.cache import Cache, Linear
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.stats import Tally
@@ -192,27 +192,33 @@ def _logits_of_next(model: jspec.Decoder, state: jspec.DecodeState) -> jax.Array
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write each row's time of a step over that of the earlier result into it; how many had one."""
+    """Write into each row how many times as fast its step is as in the earlier result; how many
+    rows had one."""
     where = ("source", "gamma", "batch", "context")
     before = {tuple(row[key] for key in where): row["step_ms"] for row in earlier["rows"]}
     met = 0
     for row in result["rows"]:
         then = before.get(tuple(row[key] for key in where))
         if then is not None:
-            row["ratio"] = row["step_ms"] / then
+            row["ratio"] = then / row["step_ms"]
             met += 1
     return met
 
 
 def show(result: dict[str, Any]) -> None:
-    """One line a case, at most 100 columns."""
-    table = Table(title=f"{result['machine']['device']}, {result['dtype']}", title_justify="left")
+    """One line a case."""
+    table = Table(
+        title=f"{result['machine']['device']}, {result['dtype']}",
+        title_justify="left",
+        padding=(0, 1, 0, 0),
+        box=None,
+    )
     for heading in ("B", "context", "draft", "tok/s", "vs plain", "mean len", "ms/step", "floor"):
         table.add_column(heading, justify="left" if heading == "draft" else "right")
     table.add_column("identical", justify="right")
     compared = any("ratio" in row for row in result["rows"])
     if compared:
-        table.add_column("before", justify="right")
+        table.add_column("vs before", justify="right")
     for row in result["rows"]:
         speed = f"{row['decode_tokens_per_s']:,.0f}" if row["checked"] else "unchecked"
         table.add_row(
@@ -220,14 +226,22 @@ def show(result: dict[str, Any]) -> None:
             str(row["context"]),
             row["source"] + (f" {row['gamma']}" if row["gamma"] else ""),
             speed,
-            f"{row['speedup']:.2f}x",
+            times(row["speedup"]),
             f"{row['mean_accepted_length']:.2f}",
             f"{row['step_ms']:.2f}",
             f"{row['read_floor_ms']:.2f}",
             f"{row['identical_rows']}/{row['rows']}",
-            *([f"{row['ratio']:.2f}x" if "ratio" in row else ""] if compared else []),
+            *([times(row["ratio"]) if "ratio" in row else ""] if compared else []),
         )
-    Console(width=100).print(table)
+    screen = console()
+    screen.print(table)
+    screen.print(FOOT, markup=False)
+
+
+FOOT = (
+    "x: how many times as fast, above 1 for faster; vs plain: tok/s against plain decoding; vs "
+    "before: ms/step against --compare. floor: ms to read all weights and the cache once"
+)
 
 
 # Results that are committed have the name "step".

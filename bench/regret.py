@@ -1,4 +1,4 @@
-"""What `implementation=None` loses to the best backend, and fused backends to two steps."""
+"""How fast `implementation=None` is beside the best backend, and fusion beside two steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.settings import console
 
 @dataclasses.dataclass(frozen=True)
 class Regret:
-    """Ratios over ``points`` of a grid: the ``mean`` and the ``worst``, and where that was."""
+    """Speeds over ``points`` of a grid, above 1 for faster: mean, worst, and where that was."""
 
     points: int
     mean: float
@@ -21,11 +21,11 @@ class Regret:
 
     def __str__(self) -> str:
         where = ", ".join(f"{key}={value}" for key, value in self.where.items())
-        return f"mean {self.mean:.2f}, worst {self.worst:.2f} ({where}), {self.points} points"
+        return f"mean {self.mean:.2f}x, worst {self.worst:.2f}x ({where}), {self.points} points"
 
 
 def of_choice(rows: Sequence[Row], operation: str) -> Regret | None:
-    """The chosen backend's time over that of the fastest backend, pipelines left out."""
+    """The speed of the chosen backend over the fastest one's, pipelines left out."""
     return _worst(
         (case, _fastest(own, lambda r: bool(r.get("chosen"))), _fastest(own, _is_backend))
         for case, own in points(rows, operation)
@@ -33,7 +33,7 @@ def of_choice(rows: Sequence[Row], operation: str) -> Regret | None:
 
 
 def of_fusion(rows: Sequence[Row]) -> Regret | None:
-    """The chosen fused backend's time over that of the fastest pipeline of two steps."""
+    """The speed of the chosen fused backend over that of the fastest pipeline of two steps."""
     return _worst(
         (case, _fastest(own, lambda r: bool(r.get("chosen"))), _fastest(own, is_pipeline))
         for case, own in points(rows, "verify_and_pack")
@@ -63,11 +63,11 @@ def _fastest(rows: Sequence[Row], wanted: Any) -> float | None:
     return min(times, default=None)
 
 
-def _worst(ratios: Any) -> Regret | None:
-    found = [(a / b, case) for case, a, b in ratios if a is not None and b is not None]
+def _worst(times: Any) -> Regret | None:
+    found = [(b / a, case) for case, a, b in times if a is not None and b is not None]
     if not found:
         return None
-    worst = max(found, key=lambda x: x[0])
+    worst = min(found, key=lambda x: x[0])
     return Regret(len(found), sum(x for x, _ in found) / len(found), *worst)
 
 
@@ -77,7 +77,7 @@ def show(rows: Sequence[Row]) -> None:
     for operation in dict.fromkeys(r["operation"] for r in rows):
         found = of_choice(rows, operation)
         if found is not None:
-            screen.print(f"{operation}: implementation=None over the fastest backend: {found}")
+            screen.print(f"{operation}: implementation=None against the fastest backend: {found}")
     found = of_fusion(rows)
     if found is not None:
-        screen.print(f"verify_and_pack over the fastest pipeline of two steps: {found}")
+        screen.print(f"verify_and_pack against the fastest pipeline of two steps: {found}")

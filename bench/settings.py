@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,9 +32,17 @@ class Settings:
         return 10 if self.quick and jax.default_backend() == "cpu" else 50
 
 
+WIDTH = 100  # columns of a table at most, and of one that goes to a file
+
+
 def console(**kwargs: Any) -> Console:
-    """Tables in 100 columns, wherever they go."""
-    return Console(width=100, highlight=False, **kwargs)
+    """A console of the terminal's width, up to `WIDTH` columns."""
+    found = Console(highlight=False, **kwargs)
+    if found.is_terminal or "COLUMNS" in os.environ:
+        found.width = min(WIDTH, found.width)
+    else:
+        found.width = WIDTH
+    return found
 
 
 @contextlib.contextmanager

@@ -18,10 +18,10 @@ class Suite:
     """A benchmark of `python -m bench`.
 
     ``run(settings)`` gives its result: ``rows``, which may come one by one, and what the report
-    needs beside them. ``show(result)`` prints it. ``compare(result, earlier)`` writes each row's
-    time over that of an earlier result into it and returns how many rows had one. ``operations``
-    and ``rivals``: what ``--backend`` chooses among. ``own_clocks``: its rows are timed by other
-    clocks than those of `bench.clocks`.
+    needs beside them. ``show(result)`` prints it. ``compare(result, earlier)`` writes into
+    each row how many times as fast it is as in an earlier result, and returns how many had one.
+    ``operations`` and ``rivals``: what ``--backend`` chooses among. ``own_clocks``: its rows are
+    timed by other clocks than those of `bench.clocks`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`python -m bench tune`: the order of backends on a GPU, fitted to what was measured there.
+"""`python -m bench tune`: the order of backends on a device, fitted to what was measured there.
 
 A point is a case of a suite; its ratios are the backends' times over the fastest one's. Times are
 of a step in a jitted loop where they were measured, since a call that XLA cannot capture in a
@@ -6,7 +6,7 @@ graph costs several launches there, and device times elsewhere. An order costs, 
 ratio of the first of its backends that ran. Points may be cut in two by a size and a bound, and
 the parts again, where that lowers the cost enough. So the rules of a table come about (see
 `jspec.tuned`): what lies below a bound first, then the rest. Block sizes are not fitted: they are
-those of the table that serves today.
+those of the table that serves today. On CPUs, orders alone are fitted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from bench.point import best_clock, spread
 from bench.settings import console
 from jspec import tuned
 from jspec.dispatch import Operation
+from jspec.ops import operations
 from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
 from jspec.ops.pack import PACK
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
@@ -77,7 +78,9 @@ def tune(results: Path, path: Path) -> None:
             points = points_of(result["rows"], operation)
             if points:
                 before, rules = orders[operation.name], fit(points, operation)
-                console().print(f"{operation.name}, implementation=None over the fastest backend:")
+                console().print(
+                    f"{operation.name}, implementation=None against the fastest backend:"
+                )
                 console().print(f"  before: {_regret(points, before)}, {len(before)} rules")
                 console().print(f"  fitted: {_regret(points, rules)}, {len(rules)} rules")
                 if sum(_costs(points, rules)) <= sum(_costs(points, before)):
@@ -164,9 +167,9 @@ def _costs(points: Sequence[Point], rules: Sequence[Rule]) -> list[float]:
 
 
 def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:
-    """What the orders of these rules lose to the fastest backend."""
-    costs = _costs(points, rules)
-    return f"mean {statistics.mean(costs):.4f}, worst {max(costs):.2f}, {len(costs)} points"
+    """How fast the orders of these rules are beside the fastest backend."""
+    speeds = [1 / cost for cost in _costs(points, rules)]
+    return f"mean {statistics.mean(speeds):.4f}x, worst {min(speeds):.2f}x, {len(speeds)} points"
 
 
 def _sizes(operation: Operation, case: Mapping[str, Any]) -> dict[str, int]:
@@ -187,6 +190,9 @@ def _base(path: Path, device: str, capability: str | None) -> Table:
         if base.gpu != device:
             raise ValueError(f"{path} is for {base.gpu}, and the results are of {device}")
         return base
+    if device == tuned.CPU:
+        orders = {x.name: [Rule({}, list(x.elsewhere))] for x in operations()}
+        return Table(path.stem, device, None, True, orders, {})
     if capability is None:
         raise ValueError(
             f"the results do not say the compute capability of {device}; measure again, or begin "
@@ -199,8 +205,8 @@ def _base(path: Path, device: str, capability: str | None) -> Table:
 
 def text(table: Table) -> str:
     """The file of a table, a rule a line."""
-    major, minor = table.compute_capability
-    head = {"gpu": table.gpu, "compute_capability": f"{major}.{minor}", "measured": table.measured}
+    capability = table.compute_capability and ".".join(map(str, table.compute_capability))
+    head = {"gpu": table.gpu, "compute_capability": capability, "measured": table.measured}
     fields = [f'"{name}": {json.dumps(value)}' for name, value in head.items()]
     orders = [_lines(name, rules, 4) for name, rules in table.orders.items()]
     blocks = []
@@ -208,7 +214,9 @@ def text(table: Table) -> str:
         inner = ",\n".join(_lines(backend, rules, 6) for backend, rules in of.items())
         blocks.append(f'    "{name}": {{\n{inner}\n    }}')
     for name, lines in (("orders", orders), ("blocks", blocks)):
-        fields.append(f'"{name}": {{\n' + ",\n".join(lines) + "\n  }")
+        fields.append(
+            f'"{name}": {{\n' + ",\n".join(lines) + "\n  }" if lines else f'"{name}": {{}}'
+        )
     return "{\n" + ",\n".join(f"  {field}" for field in fields) + "\n}\n"
 
 

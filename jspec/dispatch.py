@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec import tuned
+from jspec.gpu import gpu_in_use
 
 
 class BackendError(ValueError):
@@ -95,15 +96,16 @@ class Operation:
     """An operation's backends, how to choose among them, and the cases that it is tried with.
 
     ``backends``: each a `Backend`, or ``"module:NAME"`` of one, imported when first asked.
-    ``sizes(*args, **kwargs)``: the sizes, by name, that `jspec.tuned` orders the backends by on a
-    GPU; elsewhere they are tried in the order ``off_gpu``. ``cases()``: each with another name.
+    ``sizes(*args, **kwargs)``: the sizes, by name, that `jspec.tuned` orders the backends by on
+    NVIDIA GPUs and CPUs; elsewhere they are tried in the order ``elsewhere``. ``cases()``: each
+    with another name.
     """
 
     name: str
     backends: Mapping[str, Backend | str]
     sizes: Callable[..., Mapping[str, int]]
     cases: Callable[[], Sequence[Case]]
-    off_gpu: Sequence[str] = ("xla",)
+    elsewhere: Sequence[str] = ("xla",)
 
     def backend(self, name: str) -> Backend:
         """The backend of that name."""
@@ -130,8 +132,8 @@ class Operation:
 
     def order(self, *args: Any, **kwargs: Any) -> Sequence[str]:
         """The backends to try here for these arguments, from best to worst."""
-        if jax.default_backend() != "gpu":
-            return self.off_gpu
+        if jax.default_backend() != "cpu" and gpu_in_use() is None:
+            return self.elsewhere
         return tuned.order(self.name, self.sizes(*args, **kwargs))
 
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:

@@ -86,3 +86,11 @@ def sharp() -> Decoder:
 def other() -> Decoder:
     """A second model of the same shape that agrees with `tiny` and `sharp` by chance only."""
     return make_decoder(seed=2)
+
+
+@pytest.fixture
+def quick_compiles():
+    """XLA without most of its optimisations, for tests whose time goes into compiling."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -11,9 +11,9 @@ from jspec.tuned import Rule, Serving, Table
 
 
 @pytest.fixture(autouse=True)
-def _off_gpu(monkeypatch):
-    """A toy's order is that of a machine without a GPU, unless a test says otherwise."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+def _elsewhere(monkeypatch):
+    """A toy's order is that of a machine without a table, unless a test says otherwise."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
 
 def backend(name: str, reason: str | None = None) -> Backend:
@@ -23,7 +23,7 @@ def backend(name: str, reason: str | None = None) -> Backend:
 def operation(*backends: Backend, order: str | None = None) -> Operation:
     names = order.split() if order is not None else [b.name for b in backends]
     table = {b.name: b for b in backends}
-    return Operation("toy", table, lambda *args, **kw: {}, list, off_gpu=names)
+    return Operation("toy", table, lambda *args, **kw: {}, list, elsewhere=names)
 
 
 def test_the_first_that_does_not_refuse_runs():
@@ -35,18 +35,21 @@ def test_the_order_is_not_that_of_the_backends():
     assert operation(backend("a"), backend("b"), order="b a")(7)[0] == "b"
 
 
-def test_on_a_gpu_the_table_orders_by_the_sizes_of_the_arguments(monkeypatch):
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_the_table_orders_by_the_sizes_of_the_arguments(platform, monkeypatch):
     rules = (Rule({"size": 7}, ["b", "a"]), Rule({}, ["a", "b"]))
     table = Table("toy", "NVIDIA Toy", (9, 0), True, {"toy": rules}, {})
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr("jspec.tuned.gpu_in_use", lambda: ("NVIDIA Toy", (9, 0)))
-    monkeypatch.setattr("jspec.tuned.serving", lambda gpu: Serving(table, None))
+    gpu = ("NVIDIA Toy", (9, 0)) if platform == "gpu" else None
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    for module in ("jspec.dispatch", "jspec.tuned"):
+        monkeypatch.setattr(f"{module}.gpu_in_use", lambda: gpu)
+    monkeypatch.setattr("jspec.tuned.serving", lambda found: {gpu: Serving(table, None)}[found])
     toy = Operation(
         "toy",
         {"a": backend("a"), "b": backend("b")},
         lambda x, scale: {"size": x * scale},
         list,
-        off_gpu=("c",),
+        elsewhere=("c",),
     )
     assert [toy(x, scale=2)[0] for x in (3, 4)] == ["b", "a"]
 

@@ -1,6 +1,7 @@
 """What `pip install` brings: the packages that are imported, and the files that are read."""
 
 import ast
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -44,6 +45,27 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency(project):
     found = imported(ROOT / "jspec")
     assert needed <= found
     assert found <= needed | optional
+
+
+def test_every_hint_installs_this_distribution_and_an_extra_that_there_is(project):
+    """Another project holds the name jspec on the package index."""
+    project = project["project"]
+    assert project["name"] == "jspec-jax"
+    extras = project["optional-dependencies"]
+    itself = [r for extra in extras.values() for r in extra if r.startswith("jspec")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    code = [path for room in ("jspec", "bench") for path in (ROOT / room).rglob("*.py")]
+    hints = list(itself)
+    for path in [*pages, *code, ROOT / ".ci" / "run"]:
+        found = re.findall(r"'((?:jspec[\w-]*|\.)\[[\w,-]+\])'", path.read_text())
+        # What an installed package prints is not read in a checkout.
+        assert not path.is_relative_to(ROOT / "jspec") or all(x[0] != "." for x in found), path
+        hints += found
+    assert len(hints) > 8
+    for hint in hints:
+        name, _, named = hint.rstrip("]").partition("[")
+        assert name in (".", "jspec-jax"), hint
+        assert set(named.split(",")) <= set(extras), hint
 
 
 def test_what_the_wheel_leaves_out_is_there_and_is_never_named(project):

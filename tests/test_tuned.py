@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jspec import tuned
-from jspec.tuned import Table, TableError, load, nearest, serving
+from jspec.tuned import Serving, Table, TableError, load, nearest, serving
 
 TOY = {
     "gpu": "NVIDIA Toy",
@@ -80,6 +80,7 @@ def changed(*path, to) -> dict:
         (changed("gpu", to=1), "gpu must be a string"),
         (changed("measured", to=1), "measured a bool"),
         (changed("compute_capability", to="nine"), "such as \"9.0\", not 'nine'"),
+        (changed("compute_capability", to=""), "such as \"9.0\", not ''"),
         (changed("compute_capability", to=9), 'such as "9.0", not 9'),
         (changed("orders", to=[]), "orders: must be an object"),
         (changed("blocks", "toy", to=[]), "blocks of toy: must be an object"),
@@ -135,13 +136,14 @@ def test_the_nearest_table_serves(kind, capability, name):
 
 
 def test_an_unknown_gpu_is_a_guess_and_so_is_a_table_that_was_not_measured(monkeypatch):
-    monkeypatch.setattr(tuned, "tables", lambda: {x.name: x for x in AMONG})
+    cpu = Table("cpu", "cpu", None, True, {}, {})
+    monkeypatch.setattr(tuned, "tables", lambda: {x.name: x for x in [cpu, *AMONG]})
     serving.cache_clear()
     try:
         assert serving(("NVIDIA H200", (9, 0))).guess is None
         assert serving(("NVIDIA L40S", (8, 9))).guess == "this is NVIDIA L40S"
         unmeasured = serving(("NVIDIA H100 80GB HBM3", (9, 0))).guess
         assert unmeasured == "its orders were not measured on this GPU"
-        assert serving(None).guess == "there is no GPU here"
+        assert serving(None) == Serving(cpu, None)
     finally:
         serving.cache_clear()

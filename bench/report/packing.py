@@ -152,12 +152,12 @@ def _appending(result: dict[str, Any]) -> str:
 
 def _choice(result: dict[str, Any], operation: str) -> str:
     found = regret.of_choice(result["rows"], operation)
-    return "" if found is None else f"`implementation=None` over the fastest backend: {found}."
+    return "" if found is None else f"`implementation=None` against the fastest backend: {found}."
 
 
 def _over_pipelines(result: dict[str, Any]) -> str:
     found = regret.of_fusion(result["rows"])
-    return "" if found is None else f"Fused over the best two-step pipeline: {found}."
+    return "" if found is None else f"Fused against the best two-step pipeline: {found}."
 
 
 def _chosen(rows: dict[str, Row]) -> Row | None:

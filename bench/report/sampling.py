@@ -50,4 +50,4 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
 
 def _choice(result: dict[str, Any]) -> str:
     found = regret.of_choice(result["rows"], OPERATION)
-    return "" if found is None else f"`implementation=None` over the fastest backend: {found}."
+    return "" if found is None else f"`implementation=None` against the fastest backend: {found}."

@@ -152,4 +152,4 @@ def _beyond(result: dict[str, Any]) -> str:
 
 def _regret(result: dict[str, Any]) -> str:
     found = regret.of_choice(result["rows"], OPERATION)
-    return "" if found is None else f"`implementation=None` over the fastest backend: {found}."
+    return "" if found is None else f"`implementation=None` against the fastest backend: {found}."

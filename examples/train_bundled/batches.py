@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -69,6 +71,18 @@ class Loader:
 def _open_data(path: Path) -> None:
     global _data
     _data = np.memmap(path, np.uint8, mode="r")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent has ended in any way, the watchdog's and SIGKILL included.
+
+    A worker that waits for its next task does not notice by itself.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def make_batch(stage: Stage, seed: tuple[int, int]) -> Batch:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
+from jspec.sharding import Placing, placed
 from jspec.typing import Array
 
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]  # of a token in each column, with its dtype
@@ -50,19 +51,28 @@ class Cache:
         batch: int,
         dtype: Any,
         extra: Callable[[LayerSpec], Shapes] = lambda spec: {},
+        sharding: Placing = None,
     ) -> Cache:
-        """An empty cache with keys and values of ``dtype`` and the ``extra`` columns of a layer."""
+        """An empty cache with keys and values of ``dtype`` and the ``extra`` columns of a layer.
 
-        def layer(spec: LayerSpec, layout: Layout) -> dict[str, Array]:
+        ``sharding``: of the columns, as `jspec.start_decoding` takes it.
+        """
+
+        def column(layer: int, name: str, shape: tuple[int, ...], kind: Any) -> Array:
+            where = placed(f"cache.columns.{layer}.{name}", shape, sharding)
+            return jnp.zeros(shape, kind, device=where)
+
+        def columns_of(layer: int, spec: LayerSpec, layout: Layout) -> dict[str, Array]:
             shapes = {"keys": ((spec.kv_heads, spec.key_size), dtype)}
             if not spec.values_in_keys:
                 shapes["values"] = ((spec.kv_heads, spec.value_size), dtype)
             return {
-                name: jnp.zeros((batch, layout.size, *shape), kind)
+                name: column(layer, name, (batch, layout.size, *shape), kind)
                 for name, (shape, kind) in (shapes | dict(extra(spec))).items()
             }
 
-        columns = tuple(layer(*pair) for pair in zip(specs, layouts, strict=True))
+        pairs = zip(specs, layouts, strict=True)
+        columns = tuple(columns_of(layer, *pair) for layer, pair in enumerate(pairs))
         return cls(columns, jnp.zeros((batch,), jnp.int32), tuple(specs), tuple(layouts))
 
     @property

@@ -24,6 +24,8 @@ from jspec.gpu import gpu_in_use
 from jspec.models.bundled import bundled_path
 from jspec.ops import operations
 
+CUDA = "pip install 'jspec-jax[cuda13]'"
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -62,7 +64,7 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
-    wanted = {"jax": "", "flax": "", "jax-triton": "only for GPU kernels: pip install '.[cuda13]'"}
+    wanted = {"jax": "", "flax": "", "jax-triton": f"only for GPU kernels: {CUDA}"}
     return [_package(name, advice) for name, advice in wanted.items()]
 
 
@@ -81,7 +83,7 @@ def _gpu() -> Finding:
         return Finding("GPU", False, "no NVIDIA driver", "nothing: jspec decodes on the CPU")
     if find_spec("jax_cuda13_plugin") or find_spec("jax_cuda12_plugin"):
         return Finding("GPU", False, "jax does not see it", "look at the log of jax.devices()")
-    advice = "pip install '.[cuda13]' (driver 580 or newer) or '.[cuda12]', with Python >= 3.12"
+    advice = f"{CUDA} (driver 580 or newer) or 'jspec-jax[cuda12]', with Python >= 3.12"
     return Finding("GPU", False, "jax has no CUDA plugin", advice)
 
 
@@ -98,9 +100,7 @@ def _tuned() -> Finding:
     seen = f"{found.table.name}.json, for {found.table.gpu}"
     if found.guess is None:
         return Finding("tuning", True, f"{seen}: measured")
-    advice = "nothing without a GPU"
-    if gpu_in_use() is not None:
-        advice = "python -m bench all, then python -m bench tune: it may be faster"
+    advice = "python -m bench all, then python -m bench tune: it may be faster"
     return Finding("tuning", True, f"{seen}: a guess, {found.guess}", advice)
 
 

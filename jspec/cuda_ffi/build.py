@@ -1,4 +1,6 @@
-"""Building the kernels: a shared library a subject and platform, named after a hash of its content.
+"""Building the kernels: a shared library a subject and platform.
+
+It is named after hashes of its sources, of the compiler and of what the compiler made of them.
 
 A subject is a folder of ``src/``. Its library holds every file that the folder has for a platform,
 and ``src/common``. What else it includes is found by reading it, so that a change compiles those
@@ -11,9 +13,10 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import logging
 import os
 import re
-import subprocess
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,8 @@ from jspec.cuda_ffi.errors import BuildError
 SRC = Path(__file__).parent / "src"
 # Subjects, and the subjects whose kernels each calls: these are compiled into its library too.
 SUBJECTS: dict[str, tuple[str, ...]] = {"verify": (), "pack": ("verify",), "sample": ()}
+DURATION = {"cpu": "about 10 s", "CUDA": "a minute or two"}
+_LOG = logging.getLogger("jspec")  # without a handler of the caller's, it writes to stderr
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 
@@ -39,10 +44,15 @@ class Built:
 
 
 def cache_folder() -> Path:
-    """``$JSPEC_CACHE``, or jspec in the user's cache folder."""
+    """``$JSPEC_CACHE``, or jspec in the user's cache folder; `BuildError` where there is none."""
     if named := os.environ.get("JSPEC_CACHE"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jspec"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jspec"
+    except RuntimeError as error:  # neither HOME nor an entry in the list of users
+        raise BuildError(
+            f"there is no home folder to keep compiled kernels in ({error}); set JSPEC_CACHE"
+        ) from None
 
 
 def build_all(platforms: Sequence[str]) -> Iterator[tuple[str, str, Built | BuildError]]:
@@ -63,31 +73,70 @@ def build_all(platforms: Sequence[str]) -> Iterator[tuple[str, str, Built | Buil
 def build(subject: str, platform: str) -> Built:
     """The library of ``subject`` for ``platform``, "CUDA" or "cpu".
 
-    It is compiled unless the cache folder holds it. Raises `BuildError` without a compiler, after a
-    failed compile, and where the folder cannot be written. Without a compiler, a library that
-    another one built from the same sources serves.
+    It is compiled unless the cache folder holds it, whole. Raises `BuildError` without a compiler,
+    after a failed compile, where the folder cannot be written, and where another user could have
+    written what it holds. Without a compiler, a library that another one built from the same
+    sources serves.
     """
     folder = cache_folder() / "cuda_ffi"
-    name = f"{platform.lower()}-{subject}-{_hash(_content(subject, platform))}"
     try:
-        tools = toolchain.find(platform)
-    except BuildError:
-        if ready := sorted(folder.glob(f"{name}-*.so")):
-            return Built(ready[-1], None)
-        raise
-    path = folder / f"{name}-{_hash([tools.version.encode()])}.so"
-    if path.exists():
-        return Built(path, None)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            # Another process may have built it while this one waited.
-            return Built(path, None if path.exists() else _compile(tools, subject, path))
+        return _build(subject, platform, folder)
     except OSError as error:
         raise BuildError(
             f"cannot write the compiled kernels to {folder}: {error}; set JSPEC_CACHE to a folder "
             "that can be written"
         ) from error
+
+
+def _build(subject: str, platform: str, folder: Path) -> Built:
+    for place in filter(Path.exists, (folder.parent, folder)):
+        _check_trust(place)
+    name = f"{platform.lower()}-{subject}-{_hash(_content(subject, platform))}"
+    try:
+        tools = toolchain.find(platform)
+    except BuildError:
+        if ready := _intact(folder, f"{name}-*"):
+            return Built(ready, None)
+        raise
+    name = f"{name}-{_hash([tools.version.encode()])}"
+    if ready := _intact(folder, name):
+        return Built(ready, None)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, exist_ok=True)
+    with _locked(folder / f"{name}.lock"):
+        # Another process may have built it while this one waited.
+        if ready := _intact(folder, name):
+            return Built(ready, None)
+        return _compile(tools, subject, folder, name)
+
+
+def _intact(folder: Path, pattern: str) -> Path | None:
+    """A library NAME-DIGEST.so whose NAME is like ``pattern`` and whose content has that digest.
+
+    A file that was cut short would end the process with SIGBUS once it is mapped. Raises
+    `BuildError` where a user other than this one or root could have written it.
+    """
+    for path in sorted(folder.glob(f"{pattern}-{'[0-9a-f]' * 16}.so")):
+        _check_trust(path)
+        if _hash([path.read_bytes()]) == path.stem.rpartition("-")[2]:
+            return path
+    return None
+
+
+def _check_trust(path: Path) -> None:
+    """Raise `BuildError` where another user could have changed ``path``.
+
+    In a folder with the sticky bit, such as /tmp, nobody can replace what belongs to another.
+    """
+    found = path.stat()
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky
+    if writable or found.st_uid not in (0, os.getuid()):
+        raise BuildError(
+            f"{path} (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) can be written "
+            "by another user, so it is not loaded; chmod go-w it if it is yours, or set "
+            "JSPEC_CACHE to a folder of your own"
+        )
 
 
 def sources(subject: str, platform: str) -> list[Path]:
@@ -130,18 +179,26 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(tools: toolchain.Toolchain, subject: str, path: Path) -> float:
-    """Compile in a folder of its own and rename into place; returns the seconds it took."""
+def _compile(tools: toolchain.Toolchain, subject: str, folder: Path, name: str) -> Built:
+    """Compile in a folder of its own, and rename into place as ``name`` and a digest."""
+    _LOG.warning(
+        "jspec: compiling the %s kernels of %s, once; this takes %s",
+        *("C++" if tools.platform == "cpu" else "CUDA", subject, DURATION[tools.platform]),
+    )
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        output = Path(scratch, path.name)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        output = Path(scratch, f"{name}.so")
         command = tools.command(sources(subject, tools.platform), SRC, output)
-        run = subprocess.run(command, capture_output=True, text=True, cwd=scratch)
+        run = toolchain.run(command, cwd=scratch)
         if run.returncode:
             raise BuildError(
                 f"compiling the {tools.platform} kernels of {subject} failed "
                 f"({' '.join(command)}):\n"
                 f"{(run.stderr or run.stdout).strip()}"
             )
+        output.chmod(0o755)
+        path = folder / f"{name}-{_hash([output.read_bytes()])}.so"
+        for damaged in folder.glob(f"{name}-*.so"):
+            damaged.unlink()
         output.replace(path)
-    return time.monotonic() - started
+    return Built(path, time.monotonic() - started)

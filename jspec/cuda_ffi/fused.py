@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jspec.cuda_ffi import library, pack
+from jspec.cuda_ffi import library, pack, verify
 from jspec.cuda_ffi.pack import cut_for
 from jspec.dispatch import Backend
 from jspec.ops.fused import fused_sizes
@@ -12,15 +12,19 @@ from jspec.ops.pack import packed_like
 from jspec.ops.verify import verified_like
 from jspec.typing import Array
 
+MOST_SINGLE = 32  # rows of a batch that one block packs
+
 
 def _supports(*arguments: Array) -> str | None:
-    return pack.supports(arguments[4])
+    draft_tokens, _, _, stop_tokens, kv = arguments[:5]
+    reason = verify.refuses(draft_tokens, stop_tokens) or pack.refuses(kv)
+    return reason or library.refusal("pack")
 
 
 def _supports_single(*arguments: Array) -> str | None:
-    if (batch := arguments[0].shape[0]) > 32:
-        return f"B={batch} must be at most 32: one block does it all"
-    return pack.supports(arguments[4])
+    if (batch := arguments[0].shape[0]) > MOST_SINGLE:
+        return f"B={batch} must be at most {MOST_SINGLE}: one block does it all"
+    return _supports(*arguments)
 
 
 def _pack(target: str, *arguments: Array, **attributes: Any) -> tuple[Array, ...]:

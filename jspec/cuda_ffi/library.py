@@ -20,6 +20,7 @@ import jax
 
 from jspec.cuda_ffi.build import build
 from jspec.cuda_ffi.errors import BuildError
+from jspec.sharding import opaque
 from jspec.typing import Array
 
 # Names of the handlers by subject; XLA knows each as jspec_NAME.
@@ -59,7 +60,7 @@ def call(
     function = jax.ffi.ffi_call(
         f"jspec_{target}", outputs, vmap_method=vmap_method, input_output_aliases=aliases
     )
-    return tuple(function(*arguments, **attributes))
+    return tuple(opaque(functools.partial(function, **attributes), *arguments))
 
 
 @functools.cache
@@ -80,9 +81,15 @@ def _register(subject: str, platform: str) -> None:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}; delete it to build it again") from error
-    _check_abi(path, library.jspec_ffi_api_version())
-    for target in TARGETS[subject]:
-        capsule = jax.ffi.pycapsule(getattr(library, f"jspec_{target}"))
+    try:
+        _check_abi(path, library.jspec_ffi_api_version())
+        handlers = {target: getattr(library, f"jspec_{target}") for target in TARGETS[subject]}
+    except AttributeError as error:
+        raise BuildError(
+            f"{path} is no library of jspec's kernels: {error}; delete it to build it again"
+        ) from error
+    for target, handler in handlers.items():
+        capsule = jax.ffi.pycapsule(handler)
         jax.ffi.register_ffi_target(f"jspec_{target}", capsule, platform=platform)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jspec import tuned
@@ -50,11 +50,21 @@ def cut_for(operation: str, sizes: Mapping[str, int]) -> Cut:
     return Cut(eager=eager, **block)
 
 
-def supports(kv: Array, *arguments: Array) -> str | None:
-    """Refuses dtypes of less than a byte, and machines where the kernels cannot be built."""
-    if not kv.dtype.itemsize or jnp.dtype(kv.dtype).name in ("int2", "int4", "uint2", "uint4"):
+MOST_ROWS = 2**31 - 2  # B and gamma: the handlers count them in int32
+
+
+def refuses(kv: Array) -> str | None:
+    """Why the handlers cannot take KV rows of this shape and type, or None."""
+    batch, gamma, _ = kv.shape
+    if jax.dtypes.itemsize_bits(kv.dtype) % 8:
         return f"kv {kv.dtype} must have elements of whole bytes"
-    return library.refusal("pack")
+    if not 1 <= batch <= MOST_ROWS or gamma > MOST_ROWS:
+        return f"B={batch} must be in 1..{MOST_ROWS}, and gamma={gamma} at most as much"
+    return None
+
+
+def _supports(kv: Array, accepted: Array) -> str | None:
+    return refuses(kv) or library.refusal("pack")
 
 
 def _run(kv: Array, accepted: Array) -> tuple[Array, ...]:
@@ -68,4 +78,4 @@ def _run(kv: Array, accepted: Array) -> tuple[Array, ...]:
     )
 
 
-PACK = Backend("cuda", _run, supports)
+PACK = Backend("cuda", _run, _supports)

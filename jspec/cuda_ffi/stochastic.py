@@ -16,9 +16,18 @@ from jspec.ops.verify import verified_like
 from jspec.ops.vocabulary import TILE
 from jspec.typing import Array
 
+MOST_POSITIONS = 2**10
+MOST_TOKENS = 2**24  # of the vocabulary
+# Of the settings: rate, top_k, top_p, min_p, seeds.
+DTYPES = Settings(jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
+
 
 def _refusal(
-    logits: Array, draft_logits: Array | None, tokens: tuple[Array, ...], axis_name: str | None
+    logits: Array,
+    draft_logits: Array | None,
+    tokens: tuple[Array, ...],
+    settings: Settings,
+    axis_name: str | None,
 ) -> str | None:
     for x in (logits, draft_logits):
         if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16):
@@ -26,6 +35,14 @@ def _refusal(
     for x in tokens:
         if x.dtype != jnp.int32:
             return f"tokens are {x.dtype}; it takes int32"
+    for name, x, dtype in zip(Settings._fields, settings, DTYPES, strict=True):
+        if x.dtype != dtype:
+            return f"{name} is {x.dtype}; it takes {jnp.dtype(dtype).name}"
+    _, positions, vocabulary = logits.shape
+    if not 1 <= vocabulary <= MOST_TOKENS:
+        return f"V={vocabulary} must be in 1..{MOST_TOKENS}"
+    if positions > MOST_POSITIONS:
+        return f"{positions} positions a row are over {MOST_POSITIONS}"
     if axis_name is not None:
         return f"the vocabulary is sharded over {axis_name!r}; it takes a whole one"
     return library.refusal("sample")
@@ -40,7 +57,7 @@ def supports_sample(
     **attributes: Any,
 ) -> str | None:
     """Why the kernel cannot draw from these logits, or None."""
-    return _refusal(logits, None, (positions,), axis_name)
+    return _refusal(logits, None, (positions,), settings, axis_name)
 
 
 def supports_verify(
@@ -57,7 +74,7 @@ def supports_verify(
 ) -> str | None:
     """Why the kernel cannot verify these tokens, or None."""
     tokens = (draft_tokens, stop_tokens, positions)
-    return _refusal(target_logits, draft_logits, tokens, axis_name)
+    return _refusal(target_logits, draft_logits, tokens, settings, axis_name)
 
 
 def _workspace(batch: int, targets: int, drafted: int, vocabulary: int) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -26,19 +27,21 @@ FLAGS = {
     ),
     "cpu": ("-std=c++17", "-O2", "-fPIC", "-shared", "-w"),
 }
+LONGEST = 1800  # seconds that a compiler may take
 WAY_OUT = {
-    "CUDA": "install a CUDA toolkit and set CUDA_HOME, or pip install 'jspec[cuda13-build]'",
+    "CUDA": "install a CUDA toolkit and set CUDA_HOME, or pip install 'jspec-jax[cuda13-build]'",
     "cpu": "install g++ or clang++, or name one in CXX",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Toolchain:
-    """A compiler for one platform, and the first thing it says about its version."""
+    """A compiler for one platform, arguments that it always gets, and what it says of itself."""
 
     platform: str
     compiler: Path
     version: str
+    arguments: tuple[str, ...] = ()
 
     def command(self, sources: Sequence[Path], include: Path, output: Path) -> list[str]:
         """The command that compiles ``sources`` into the shared library ``output``.
@@ -52,6 +55,7 @@ class Toolchain:
         files = map(str, sources)
         return [
             str(self.compiler),
+            *self.arguments,
             *FLAGS[self.platform],
             *includes,
             *library,
@@ -64,30 +68,45 @@ class Toolchain:
 @functools.cache
 def find(platform: str) -> Toolchain:
     """The compiler for ``platform``, "CUDA" or "cpu"; `BuildError` where there is none."""
-    for candidate in _nvcc() if platform == "CUDA" else _cxx():
+    for candidate, *arguments in _nvcc() if platform == "CUDA" else _cxx():
         if found := shutil.which(candidate):
-            return Toolchain(platform, Path(found), _version(found))
+            version = _version([found, *arguments])
+            return Toolchain(platform, Path(found), version, tuple(arguments))
     name = "nvcc" if platform == "CUDA" else "C++ compiler"
     raise BuildError(f"no {name} found; {WAY_OUT[platform]}")
 
 
-def _nvcc() -> Iterator[str]:
+def _nvcc() -> Iterator[list[str]]:
     if home := os.environ.get("CUDA_HOME"):
-        yield str(Path(home, "bin", "nvcc"))
-    yield "nvcc"
+        yield [str(Path(home, "bin", "nvcc"))]
+    yield ["nvcc"]
     wheels = find_spec("nvidia")
     for folder in (wheels and wheels.submodule_search_locations) or ():
-        yield str(Path(folder, "cu13", "bin", "nvcc"))
+        yield [str(Path(folder, "cu13", "bin", "nvcc"))]
 
 
-def _cxx() -> Iterator[str]:
+def _cxx() -> Iterator[list[str]]:
     if named := os.environ.get("CXX"):
-        yield named
-    yield from ("g++", "clang++", "c++")
+        command = shlex.split(named)
+        if not command or shutil.which(command[0]) is None:
+            raise BuildError(f"CXX={named!r} is no command that can be run; {WAY_OUT['cpu']}")
+        yield command
+    yield from (["g++"], ["clang++"], ["c++"])
 
 
-def _version(compiler: str) -> str:
-    run = subprocess.run([compiler, "--version"], capture_output=True, text=True)
-    if run.returncode:
-        raise BuildError(f"{compiler} --version failed: {run.stderr.strip() or run.returncode}")
-    return run.stdout.strip()
+def _version(command: list[str]) -> str:
+    done = run([*command, "--version"])
+    if done.returncode:
+        said = done.stderr.strip() or done.returncode
+        raise BuildError(f"{' '.join(command)} --version failed: {said}")
+    return done.stdout.strip()
+
+
+def run(command: list[str], cwd: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a compiler; `BuildError` where it cannot be executed or never ends."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", cwd=cwd, timeout=LONGEST
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"cannot run {command[0]}: {error}") from error

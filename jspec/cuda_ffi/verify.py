@@ -12,10 +12,22 @@ from jspec.dispatch import Backend
 from jspec.ops.verify import greedy_sizes, verified_like
 from jspec.typing import Array
 
+MOST_TOKENS = 2**31 - 1  # of a batch: the handlers count positions in int32
 
-def supports(*arguments: Array) -> str | None:
-    """All arguments that pass the operation's checks will do, where the kernels can be built."""
-    return library.refusal("verify")
+
+def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:
+    """Why the handlers cannot take these shapes, or None."""
+    batch, gamma = draft_tokens.shape
+    stops = stop_tokens.shape[1]
+    if batch * max(gamma + 1, stops) > MOST_TOKENS:
+        return f"B={batch} rows of gamma + 1 = {gamma + 1} and M={stops} tokens are over 2**31 - 1"
+    return None
+
+
+def _supports(
+    draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
+) -> str | None:
+    return refuses(draft_tokens, stop_tokens) or library.refusal("verify")
 
 
 def _run(backend: str, target: str, *arguments: Array) -> tuple[Array, ...]:
@@ -31,7 +43,7 @@ def _run(backend: str, target: str, *arguments: Array) -> tuple[Array, ...]:
 
 
 def _backend(name: str, target: str) -> Backend:
-    return Backend(name, functools.partial(_run, name, target), supports)
+    return Backend(name, functools.partial(_run, name, target), _supports)
 
 
 BALLOT = _backend("cuda", "verify_greedy")

@@ -23,6 +23,7 @@ from jspec.decode.requests import (
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.policies.attend import dense_attend
+from jspec.sharding import Placing, beside, place, with_auto_axes
 from jspec.typing import Array, Model
 
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
@@ -39,14 +40,19 @@ def start_decoding(
     chunk: int | None = None,
     on_prefill: OnPrefill | None = None,
     run: Callable[..., Any] | None = None,
+    sharding: Placing = None,
 ) -> DecodeState:
     """Check a batch of requests and prefill their prompts in chunks of ``chunk`` tokens a row.
 
     ``config``: of the steps to come, whose drafter takes up the prompts as well; they may use a
     smaller gamma. ``capacity`` (positions a row) defaults to what the longest request needs.
     ``on_prefill(done, total)`` hears of prompt tokens a row; ``run(function, *args, **static)`` may
-    stand between and the jitted prefill. Raises `ValueError` where a prompt is empty, holds ids
-    outside the vocabulary, or would outgrow the capacity or a model's context.
+    stand between and the jitted prefill. ``sharding`` places the state's arrays, each of which
+    begins with the batch axis: one over batch rows, such as ``NamedSharding(mesh, P("rows"))``, or
+    a function of an array's name and shape, such as ``"cache.columns.0.keys"`` and
+    ``(B, S, K, H)``; None is the default device, or all of the Explicit mesh that the model is on.
+    Raises `ValueError` where a prompt is empty, holds ids outside the vocabulary, or would outgrow
+    the capacity or a model's context, and for a sharding that an array does not divide into.
     """
     models = Models.of(models)
     params = one_each(params, len(prompts))
@@ -61,12 +67,13 @@ def start_decoding(
     chunk = _default_chunk(len(prompts)) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"a prefill chunk of {chunk} tokens must be at least 1")
+    sharding = beside(models) if sharding is None else sharding
     tokens, lengths = padded(prompts, capacity)
     fill = {"chunk": chunk, "on_prefill": on_prefill, "run": run}
-    cache, own = _prefill(models, tokens, lengths, config, **fill)
+    cache, own = _prefill(models, tokens, lengths, config, sharding, **fill)
     stops = [(*p.stop_tokens, *models.target.config.stop_tokens) for p in params]
     no_limit = np.iinfo(np.int32).max
-    return DecodeState(
+    state = DecodeState(
         cache=cache,
         tokens=jnp.asarray(tokens),
         limits=jnp.asarray(lengths + np.array([p.max_new_tokens for p in params], np.int32)),
@@ -79,6 +86,7 @@ def start_decoding(
         draft=own,
         mode=mode_of(params),
     )
+    return place(state, sharding)
 
 
 def fill_slot(
@@ -118,7 +126,7 @@ def _put(state: DecodeState, one: DecodeState, slot: Array) -> DecodeState:
     def put(batch: Array, row: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(batch, row, slot, axis=0)
 
-    return jax.tree.map(put, state, one)
+    return with_auto_axes(lambda *trees: jax.tree.map(put, *trees), state, one, like=state)
 
 
 @jax.jit(static_argnames="config", donate_argnames=("cache", "own"))
@@ -126,22 +134,31 @@ def prefill_chunk(
     models: Models, cache: Cache, own: Any, tokens: Array, positions: Array, config: StepConfig
 ) -> tuple[Cache, Any]:
     """Append ``tokens [B, T]`` at ``positions [B, T]``, -1 for padding; lengths stay."""
-    attend = dense_attend(
-        positions, policy=config.draft.keeps, arrays=models.policy, backends=config.backends
-    )
-    _, cache = models.target(tokens, positions, attend, cache)
-    return cache, config.draft.prefill(models, own, tokens, positions, config)
+
+    def piece(models: Models, cache: Cache, own: Any, tokens: Array, positions: Array):
+        attend = dense_attend(
+            positions, policy=config.draft.keeps, arrays=models.policy, backends=config.backends
+        )
+        _, cache = models.target(tokens, positions, attend, cache)
+        return cache, config.draft.prefill(models, own, tokens, positions, config)
+
+    return with_auto_axes(piece, models, cache, own, tokens, positions, like=(cache, own))
 
 
-def _prefill(models, tokens, lengths, config, *, chunk, on_prefill, run) -> tuple[Cache, Any]:
+def _prefill(
+    models, tokens, lengths, config, sharding, *, chunk, on_prefill, run
+) -> tuple[Cache, Any]:
     """Take up every prompt token but the last of each row, which the first step feeds."""
     batch, capacity = tokens.shape
     specs, draft = models.target.config.layers, config.draft
     layouts = layouts_of(specs, capacity, config.gamma)
-    cache = Cache.create(specs, layouts, batch, models.target.dtype, draft.keeps.columns)
+    dtype = models.target.dtype
+    cache = Cache.create(specs, layouts, batch, dtype, draft.keeps.columns, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.
     own = draft.init(models, jnp.asarray(lengths - 1), capacity, config.gamma)
+    empty = place({"cache": cache, "draft": own}, sharding)
+    cache, own = empty["cache"], empty["draft"]
     total = int(lengths.max()) - 1
     # A power of two up to the chunk, so that short prompts pay little and share programs.
     chunk = min(chunk, 1 << max(total - 1, 0).bit_length())

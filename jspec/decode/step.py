@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jspec.ops.sample import greedy
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.policies.attend import dense_attend
+from jspec.sharding import with_auto_axes
 from jspec.typing import Array, Model
 
 
@@ -44,6 +46,11 @@ def decode_chunk(
 
 def step(models: Models, state: DecodeState, config: StepConfig) -> tuple[DecodeState, StepRecord]:
     """The body of `speculative_step`, for a jitted loop of the caller's own."""
+    like = state, StepRecord(state.done, state.done, state.done, tokens=state.done[:, None])
+    return with_auto_axes(functools.partial(_step, config), models, state, like=like)
+
+
+def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[DecodeState, StepRecord]:
     check_rings(state.cache.specs, state.cache.layouts, config.gamma)
     drafted, state = config.draft.draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)

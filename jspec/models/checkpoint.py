@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
 from jspec.models.files import Fields, read_json
 from jspec.models.weights import Weights, is_quantized
-
-Placing = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
+from jspec.sharding import Placing, placed
 
 SETTINGS = "config.json"
 GENERATION = "generation_config.json"
@@ -57,9 +56,7 @@ def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing 
     # Left to itself, orbax would ask for the devices that the model was saved from.
     default = jnp.zeros(()).sharding
     wanted = {
-        name: jax.ShapeDtypeStruct(
-            shape, dtype, sharding=_sharding(name, shape, sharding) or default
-        )
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed(name, shape, sharding) or default)
         for name, shape in skeleton.shapes.items()
     }
     return skeleton.filled(saved.read_arrays(path, wanted))
@@ -94,7 +91,7 @@ def _load_hugging_face(path: Path, dtype: np.dtype, sharding: Placing) -> Decode
     weights = Weights(path, family(config.family), quantized=is_quantized(values, str(source)))
     skeleton = _Skeleton(config, dtype)
     weights.check(skeleton.shapes, tied=config.tie_embeddings)
-    placings = {n: _sharding(n, shape, sharding) for n, shape in skeleton.shapes.items()}
+    placings = {n: placed(n, shape, sharding) for n, shape in skeleton.shapes.items()}
     return skeleton.filled(
         {name: _place(weights.read(name, dtype), to) for name, to in placings.items()}
     )
@@ -127,16 +124,6 @@ class _Skeleton:
     def filled(self, arrays: Mapping[str, jax.Array]) -> Decoder:
         flat = [(key, value.replace(arrays[_name(key)])) for key, value in self._flat]
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
-
-
-def _sharding(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.sharding.Sharding | None:
-    chosen = sharding(name, shape) if callable(sharding) else sharding
-    if chosen is not None:
-        try:
-            chosen.shard_shape(shape)
-        except (ValueError, IndexError) as error:  # IndexError: the spec has too many axes
-            raise ValueError(f"{name} {shape} cannot be placed by {chosen}: {error}") from None
-    return chosen
 
 
 def _place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:

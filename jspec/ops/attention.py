@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jspec.dispatch import Backend, Case, Operation, always
+from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
 # Keys a step of xla_blocked: on a CPU a block of keys and values stays in a core's L2; a GPU, which
@@ -159,7 +160,8 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap):
         valid = _sees(positions, part_positions, group, window) & fresh[None, None]
         return _accumulate(carry, grouped, part_k, part_v, valid, softcap)
 
-    sums = lax.fori_loop(0, blocks, body, _start(grouped, v))
+    start = varying_over(varying_axes((q, k, v, positions, key_positions)), _start(grouped, v))
+    sums = lax.fori_loop(0, blocks, body, start)
     return _finish(sums, q.shape[1], q.dtype)
 
 
@@ -198,7 +200,7 @@ ATTENTION = Operation(
     },
     _sizes,
     _cases,
-    off_gpu=("xla_blocked", "xla"),
+    elsewhere=("xla_blocked", "xla"),
 )
 
 

@@ -71,7 +71,7 @@ def pack_xla(kv: Array, accepted: Array) -> tuple[Array, Array, Array]:
     # What was rejected is sent past the end, where "drop" leaves it out.
     target = jnp.where(index < accepted[:, None], offsets[:, None] + index, batch * gamma)
     packed = jnp.zeros((batch * gamma, width), kv.dtype)
-    return packed.at[target].set(kv, mode="drop"), offsets, ends[-1]
+    return packed.at[target].set(kv, mode="drop"), offsets, accepted.sum(dtype=jnp.int32)
 
 
 def kv_sizes(kv: Array, *rest: Array) -> dict[str, int]:

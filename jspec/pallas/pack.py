@@ -15,10 +15,12 @@ from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.pack import kv_sizes
 from jspec.pallas.mosaic import Spread, floor_power, iota, load, refuses_pallas, starts, store
+from jspec.sharding import opaque
 from jspec.typing import Array
 
 WORD = 16  # bytes a lane moves at once
 MOST_ROWS = 4096  # of the batch: every program adds up their counts
+MOST_CHUNKS = 2**16 - 1  # of a batch row: the second axis of a grid
 
 # Elements are moved, not understood: any type of these sizes is moved as an integer.
 _CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -114,14 +116,14 @@ def pack_pallas(
         # No memory is both read and written, so nothing has to wait for a write.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    packed, offsets, total = call(carrier.reshape(batch, gamma * width), accepted)
+    packed, offsets, total = opaque(call, carrier.reshape(batch, gamma * width), accepted)
     packed = packed.reshape(batch * gamma, width)
     return lax.bitcast_convert_type(packed, kv.dtype), offsets, total[0]
 
 
 def refuses(kv: Array) -> str | None:
     """Why the kernel cannot take KV rows of this shape and type, or None."""
-    batch, _, width = kv.shape
+    batch, gamma, width = kv.shape
     if 0 in kv.shape:
         return f"kv {kv.shape} leaves nothing to launch"
     if batch > MOST_ROWS:
@@ -132,6 +134,9 @@ def refuses(kv: Array) -> str | None:
         return f"D={width} of {kv.dtype} is {width * kv.dtype.itemsize} bytes, not words of {WORD}"
     if kv.size >= 2**31:
         return f"kv {kv.shape} has more elements than int32 counts"
+    sizes = kv_sizes(kv)
+    if -(-sizes["run_bytes"] // blocks_for(sizes).span) > MOST_CHUNKS:
+        return f"gamma * D = {gamma * width} elements a batch row are over {MOST_CHUNKS} chunks"
     return None
 
 

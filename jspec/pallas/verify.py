@@ -24,6 +24,7 @@ from jspec.pallas.mosaic import (
     starts,
     store,
 )
+from jspec.sharding import opaque
 from jspec.typing import Array
 
 MOST_STOPS = 32  # the kernel unrolls over them
@@ -124,7 +125,7 @@ def verify_pallas(
     )
     # An array without elements has no pointer to give.
     given = (draft_tokens, target_tokens, draft_lengths, stop_tokens)
-    return call(*given[: 4 if stops else 3])
+    return opaque(call, *given[: 4 if stops else 3])
 
 
 def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jspec.gpu import refuses_gpu
+from jspec.sharding import opaque
 from jspec.typing import Array
 
 
@@ -18,7 +19,8 @@ def not_installed() -> str | None:
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     if not missing:
         return None
-    return f"{' and '.join(missing)} not installed; pip install 'jspec[cuda13]', Python >= 3.12"
+    names = " and ".join(missing)
+    return f"{names} not installed; pip install 'jspec-jax[cuda13]', Python >= 3.12"
 
 
 def refuses_triton() -> str | None:
@@ -56,4 +58,4 @@ def triton_call(
     def launch(*arrays: Array) -> tuple[Array, ...]:
         return jax_triton.triton_call(*arrays, kernel=kernel, **settings, **constants)
 
-    return launch(*arrays)
+    return opaque(launch, *arrays)

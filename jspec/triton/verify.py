@@ -13,6 +13,7 @@ from jspec.typing import Array
 
 MOST_STOPS = 32  # the kernel unrolls over them
 MOST_GAMMA = 1024  # a row stays in registers
+MOST_TOKENS = 2**31 - 1  # the kernel counts them in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,8 @@ def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:
         return f"gamma={gamma} is over {MOST_GAMMA}"
     if stops > MOST_STOPS:
         return f"{stops} stop tokens a row are over {MOST_STOPS}"
+    if batch * max(gamma + 1, stops) > MOST_TOKENS:
+        return f"B={batch} rows of {max(gamma + 1, stops)} tokens are over {MOST_TOKENS}"
     return None
 
 

@@ -1,11 +1,12 @@
-"""Orders of backends and block sizes as data: a JSON file a GPU, and which of them serves here.
+"""Orders of backends and block sizes as data: a JSON file a GPU, one for CPUs, and which serves.
 
 A file has these fields. ``gpu``: the device kind as JAX names it. ``compute_capability``: such as
-"9.0". ``measured``: whether the orders were measured on that GPU. ``orders``: for each operation,
-rules that take a list of backends, best first. ``blocks``: for each operation and backend, rules
-that take block sizes by name. A rule is ``{"up_to": {SIZE: BOUND, ...}, "take": ...}``: the first
-one holds whose every size is at most its bound; the last one has no ``up_to``. Sizes are those that
-`jspec.dispatch.Operation.sizes` gives. ``python -m bench tune`` writes the orders.
+"9.0", null for CPUs. ``measured``: whether the orders were measured on that device. ``orders``: for
+each operation, rules that take a list of backends, best first. ``blocks``: for each operation and
+backend, rules that take block sizes by name, none for CPUs. A rule is ``{"up_to": {SIZE: BOUND,
+...}, "take": ...}``: the first one holds whose every size is at most its bound; the last one has no
+``up_to``. Sizes are those that `jspec.dispatch.Operation.sizes` gives. ``python -m bench tune``
+writes the orders.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from jspec.gpu import gpu_in_use
 
 FOLDER = Path(__file__).parent
-DEFAULT = "h100"  # serves where there is no GPU to ask: lowering for one, or interpreting a kernel
+CPU = "cpu"  # the table whose orders serve without a GPU
+DEFAULT = "h100"  # whose block sizes do: in lowering for a GPU, or interpreting a kernel
 FIELDS = ("gpu", "compute_capability", "measured", "orders", "blocks")
 
 
@@ -42,7 +44,7 @@ class Table:
 
     name: str
     gpu: str
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None
     measured: bool
     orders: Mapping[str, Sequence[Rule]]
     blocks: Mapping[str, Mapping[str, Sequence[Rule]]]
@@ -75,20 +77,22 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """The table that serves a GPU; ``guess`` says why its orders are one there, or is None."""
+    """The table that serves a device; ``guess`` says why its orders are one there, or is None."""
 
     table: Table
     guess: str | None
 
 
 def order(operation: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The order of backends on the GPU in use."""
+    """The order of backends on the GPU in use, or on a CPU."""
     return serving(gpu_in_use()).table.order(operation, sizes)
 
 
 def block(operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The block sizes of a backend on the GPU in use."""
-    return serving(gpu_in_use()).table.block(operation, backend, sizes)
+    """The block sizes of a backend on the GPU in use, those of `DEFAULT` without one."""
+    gpu = gpu_in_use()
+    table = tables()[DEFAULT] if gpu is None else serving(gpu).table
+    return table.block(operation, backend, sizes)
 
 
 @functools.cache
@@ -99,9 +103,9 @@ def tables() -> dict[str, Table]:
 
 @functools.cache
 def serving(gpu: tuple[str, tuple[int, int]] | None) -> Serving:
-    """The table for a GPU of this device kind and compute capability; `DEFAULT` for none."""
+    """The table for a GPU of this device kind and compute capability; `CPU` for none."""
     if gpu is None:
-        return Serving(tables()[DEFAULT], "there is no GPU here")
+        return Serving(tables()[CPU], None)
     table = nearest(*gpu, list(tables().values()))
     if table.gpu != gpu[0]:
         return Serving(table, f"this is {gpu[0]}")
@@ -118,11 +122,11 @@ def nearest(kind: str, capability: tuple[int, int], among: Sequence[Table]) -> T
 
     def distance(table: Table) -> tuple[Any, ...]:
         major, minor = (
-            abs(a - b) for a, b in zip(table.compute_capability, capability, strict=True)
+            abs(a - b) for a, b in zip(table.compute_capability or (), capability, strict=True)
         )
         return table.gpu != kind, table.name not in words, major, minor, not table.measured
 
-    return min(among, key=distance)
+    return min((x for x in among if x.compute_capability is not None), key=distance)
 
 
 def load(path: Path) -> Table:
@@ -135,13 +139,7 @@ def load(path: Path) -> Table:
         raise TableError(f"{path} must be an object with the fields {', '.join(FIELDS)}")
     if not isinstance(found["gpu"], str) or not isinstance(found["measured"], bool):
         raise TableError(f"{path}: gpu must be a string and measured a bool")
-    try:
-        major, minor = map(int, found["compute_capability"].split("."))
-    except (AttributeError, ValueError):
-        capability = found["compute_capability"]
-        raise TableError(
-            f'{path}: compute_capability must be such as "9.0", not {capability!r}'
-        ) from None
+    capability = _capability(found["compute_capability"], path)
     orders = {
         name: _rules(rules, _is_order, f"{path}, orders of {name}")
         for name, rules in _object(found["orders"], f"{path}, orders").items()
@@ -153,7 +151,19 @@ def load(path: Path) -> Table:
         }
         for name, of in _object(found["blocks"], f"{path}, blocks").items()
     }
-    return Table(path.stem, found["gpu"], (major, minor), found["measured"], orders, blocks)
+    return Table(path.stem, found["gpu"], capability, found["measured"], orders, blocks)
+
+
+def _capability(found: Any, path: Path) -> tuple[int, int] | None:
+    if found is None:
+        return None
+    try:
+        major, minor = map(int, found.split("."))
+    except (AttributeError, ValueError):
+        raise TableError(
+            f'{path}: compute_capability must be such as "9.0", not {found!r}'
+        ) from None
+    return major, minor
 
 
 def _object(found: Any, where: str) -> dict[str, Any]:

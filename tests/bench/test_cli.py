@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import bench.__main__ as command
-from bench import decoding, fused, pack, sampling, verify
+from bench import decoding, fused, pack, sampling, table, verify
 from bench.__main__ import SUITES, main
 from jspec.dispatch import Backend, always
 from jspec.ops.verify import VERIFY_GREEDY, greedy_xla
@@ -174,20 +174,75 @@ def test_an_unknown_backend_lists_the_known_ones(capsys):
         (["ceilings", "--backend", "xla"], "--backend says nothing to ceilings"),
         (["verify", "--compare", "no/such.json"], "--compare cannot read no/such.json"),
         (["all", "--compare", "no/such"], "--compare cannot read no/such/ceilings.json"),
+        (["verify", "--compare", "text"], "--compare cannot read text"),
+        (["verify", "--compare", "list"], "--compare list is no result of verify"),
+        (["verify", "--compare", "bare"], "--compare bare is no result of verify: KeyError"),
+        (["verify", "--compare", "rows"], "--compare rows is no result of verify"),
+        (["step", "--compare", "rows"], "is a result of 'verify', not of 'step'"),
+        (["step", "--compare", "step"], "--compare step is no result of step: KeyError"),
+        (["verify", "--json", "folder"], "--json cannot write folder: "),
+        (["all", "--json", "text"], "--json cannot write text/ceilings.json: "),
+        (["verify", "--json", "text/deeper.json"], "--json cannot write text/deeper.json: "),
+        (["verify", "--plot", "text"], "--plot cannot write text/figure: "),
     ],
-    ids=["backend-of-none", "no-file", "no-folder"],
+    ids=lambda x: "-".join(x) if isinstance(x, list) else "",
 )
-def test_what_cannot_be_done_is_said_before_anything_runs(arguments, message, capsys):
+def test_what_cannot_be_done_is_said_before_anything_runs(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    machine = {"machine": {"date": "today"}}
+    for name, found in {
+        "text": "no JSON",
+        "list": "[]",
+        "bare": json.dumps({"suite": "verify"}),
+        "rows": json.dumps({"suite": "verify", "rows": [1], **machine}),
+        "step": json.dumps({"suite": "step", "rows": [{"source": "none"}], **machine}),
+    }.items():
+        (tmp_path / name).write_text(found)
+    monkeypatch.setattr(command, "_run", lambda *arguments: pytest.fail("measured"))
     with pytest.raises(SystemExit) as error:
         main(arguments)
     assert error.value.code == 2
     assert message in capsys.readouterr().err
 
 
+def test_figures_without_matplotlib_are_refused_before_anything_runs(capsys, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "_run", lambda *arguments: pytest.fail("measured"))
+    for arguments in (["verify", "--plot", "."], ["report"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "figures need matplotlib: pip install '.[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("columns", "percentiles"), [(100, True), (72, False)])
+def test_a_table_fits_the_terminal_and_explains_its_ratios(
+    columns, percentiles, capsys, monkeypatch
+):
+    samples = {"wall_ns": [10**6, 2 * 10**6], "device_ns": [10**5]}
+    case = {"B": 1024, "gamma": 128, "alpha": 0.9, "l2": "warm"}
+    rows = [
+        {"operation": "verify_greedy", "case": case, "name": name, "checked": True, "ratio": 1.5}
+        | samples
+        for name in ("cuda_naive", "eager PyTorch")
+    ]
+    rows[1] |= {"device_ns": [2 * 10**5], "chosen": True}
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table.show({"suite": "verify", "rows": rows, "machine": {"device": "x"}}, list(case))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    text = " ".join(lines)
+    assert ("p10-p90" in text) == percentiles
+    assert [line.split()[-2:] for line in lines[2:4]] == [["1.00x", "1.50x"], ["0.50x", "1.50x"]]
+    assert "x: how many times as fast, above 1 for faster" in text
+
+
 def test_decoding_is_compared_by_the_time_of_a_step():
     case = {"source": "none", "gamma": 0, "batch": 1}
-    result = {"rows": [case | {"context": c, "step_ms": 3.0} for c in (2048, 8192)]}
-    assert decoding.compare(result, {"rows": [case | {"context": 8192, "step_ms": 2.0}]}) == 1
+    result = {"rows": [case | {"context": c, "step_ms": 2.0} for c in (2048, 8192)]}
+    assert decoding.compare(result, {"rows": [case | {"context": 8192, "step_ms": 3.0}]}) == 1
     assert [row.get("ratio") for row in result["rows"]] == [None, 1.5]
 
 
@@ -197,7 +252,7 @@ def test_compare_gives_the_ratio_of_each_row(capsys, tmp_path):
     assert main([*arguments, "--json", str(path)]) == 0
     earlier = json.loads(path.read_text())
     for row in earlier["rows"]:
-        row["wall_ns"] = [ns // 1000 for ns in row["wall_ns"]]
+        row["wall_ns"] = [ns * 1000 for ns in row["wall_ns"]]
     earlier["rows"] = earlier["rows"][:1]
     path.write_text(json.dumps(earlier))
     capsys.readouterr()

@@ -172,7 +172,7 @@ def test_the_committed_results_give_the_committed_report(tmp_path):
 def test_regret_is_over_points_that_have_both():
     found = regret.of_fusion(list(fused_rows()))
     assert found is not None
-    assert (found.points, found.worst) == (16, 1.6)
+    assert (found.points, found.worst) == (16, 1 / 1.6)
     assert regret.of_choice(list(fused_rows()), "verify_and_append") == regret.Regret(
         1, 1.0, 1.0, {"B": 32, "gamma": 8, "alpha": 0.6, "D": 128, "l2": "warm"}
     )

@@ -110,7 +110,7 @@ def test_the_command_writes_a_table_that_loads(tmp_path, capsys):
     nearest = tuned.nearest("NVIDIA New", (9, 0), list(tuned.tables().values()))
     assert table.orders["pack"] == nearest.orders["pack"]
     assert table.blocks == nearest.blocks
-    assert "fitted: mean 1.0000, worst 1.00, 6 points, 2 rules" in capsys.readouterr().out
+    assert "fitted: mean 1.0000x, worst 1.00x, 6 points, 2 rules" in capsys.readouterr().out
 
 
 def test_a_table_that_is_there_keeps_its_blocks(tmp_path):

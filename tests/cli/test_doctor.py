@@ -69,7 +69,7 @@ def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monk
 @pytest.mark.parametrize(
     ("gpu", "seen"),
     [
-        (None, "h100.json, for NVIDIA H100 80GB HBM3: a guess, there is no GPU here"),
+        (None, "cpu.json, for cpu: measured"),
         (
             ("NVIDIA H100 80GB HBM3", (9, 0)),
             "h100.json, for NVIDIA H100 80GB HBM3: measured",
@@ -79,7 +79,7 @@ def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monk
             "h100.json, for NVIDIA H100 80GB HBM3: a guess, this is NVIDIA H100 PCIe",
         ),
     ],
-    ids=["no-gpu", "measured", "another"],
+    ids=["cpu", "measured", "another"],
 )
 def test_doctor_says_which_table_serves_and_whether_it_is_a_guess(gpu, seen, capsys, monkeypatch):
     monkeypatch.setattr("jspec.cli.doctor.gpu_in_use", lambda: gpu)

@@ -142,19 +142,115 @@ def test_those_who_need_it_at_once_wait_for_one_build(tmp_path, toy):
     assert {f.suffix for f in found[0].path.parent.iterdir()} == {".so", ".lock"}
 
 
+def no_compiler(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    toolchain.find.cache_clear()
+
+
 def test_without_a_compiler_an_earlier_build_serves(toy, monkeypatch):
     path = build("verify", "cpu").path
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX")
-    toolchain.find.cache_clear()
+    no_compiler(monkeypatch)
     assert build("verify", "cpu").path == path
+
+
+@pytest.mark.parametrize("content", [b"", b"-std", b"a library of someone else"])
+def test_a_damaged_or_foreign_library_is_built_again(content, tmp_path, toy, monkeypatch):
+    """Mapping a file that was cut short would end the process."""
+    path = build("verify", "cpu").path
+    path.write_bytes(content)
+    again = build("verify", "cpu")
+    assert runs(tmp_path) == 2
+    assert again.path.read_bytes() != content
+    assert list(path.parent.glob("*.so")) == [again.path]
+    assert build("verify", "cpu") == Built(again.path, None)
+    again.path.write_bytes(again.path.read_bytes()[:-1])
+    no_compiler(monkeypatch)
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler found"):
+        build("verify", "cpu")
+
+
+def test_what_another_user_could_have_written_is_not_loaded(tmp_path, toy):
+    path = build("verify", "cpu").path
+    for place in (path, path.parent, path.parent.parent):
+        mode = place.stat().st_mode
+        for writable in (stat.S_IWGRP, stat.S_IWOTH):
+            place.chmod(mode | writable)
+            with pytest.raises(BuildError, match=rf"{place} \(owner .*; chmod go-w it if it is"):
+                build("verify", "cpu")
+            place.chmod(mode)
+    # As in /tmp: nobody else can replace a folder there.
+    path.parent.parent.chmod(0o1777)
+    assert build("verify", "cpu").path == path
+
+
+def test_a_library_of_another_user_is_not_loaded(toy, monkeypatch):
+    path = build("verify", "cpu").path
+    if os.getuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(BuildError, match=r"is not loaded; .* set JSPEC_CACHE to a folder of your"):
+        build("verify", "cpu")
+
+
+def test_what_is_built_under_a_shared_umask_is_loaded(toy):
+    before = os.umask(0)
+    try:
+        module.cache_folder().mkdir(mode=0o755)
+        path = build("verify", "cpu").path
+    finally:
+        os.umask(before)
+    assert build("verify", "cpu") == Built(path, None)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("JSPEC_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(BuildError, match=r"there is no home folder .*; set JSPEC_CACHE"):
+        build("verify", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        (None, 0, "is no command that can be run; install g"),
+        ("#!/bin/sh\n", 0o644, "is no command that can be run; install g"),
+        ("\x00 no program", 0o755, "cannot run .*: .*Exec format error"),
+        ("#!/no/such/shell\n", 0o755, "cannot run .*: .*No such file"),
+        ("#!/bin/sh\necho broken >&2; exit 3\n", 0o755, "--version failed: broken"),
+    ],
+    ids=["missing", "no-permission", "no-program", "no-shell", "fails"],
+)
+def test_a_compiler_that_cannot_be_executed_is_a_reason(text, mode, message, tmp_path, monkeypatch):
+    path = tmp_path / "c++"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    monkeypatch.setenv("CXX", str(path))
+    with pytest.raises(BuildError, match=message):
+        build("verify", "cpu")
+
+
+def test_a_compiler_may_come_with_arguments(toy, monkeypatch):
+    monkeypatch.setenv("CXX", f"{toy} -m64")
+    text = Path(toy).read_text().replace('["--version"]', '["-m64", "--version"]')
+    Path(toy).write_text(text)
+    assert b" -m64 -std=c++17 " in build("verify", "cpu").path.read_bytes()
 
 
 @pytest.mark.parametrize(
     ("platform", "message"),
     [
         ("cpu", r"no C\+\+ compiler found; install g\+\+ or clang\+\+, or name one in CXX"),
-        ("CUDA", r"no nvcc found; install a CUDA toolkit .* pip install 'jspec\[cuda13-build\]'"),
+        (
+            "CUDA",
+            r"no nvcc found; install a CUDA toolkit .* pip install 'jspec-jax\[cuda13-build\]'",
+        ),
     ],
 )
 def test_a_missing_compiler_says_where_to_get_one(platform, message, monkeypatch):

@@ -1,5 +1,6 @@
 """The FFI boundary: what a handler refuses, what cannot be loaded, and lowering for CUDA."""
 
+import _ctypes
 from functools import partial
 from pathlib import Path
 
@@ -132,9 +133,9 @@ def fail_to_load(monkeypatch, path: Path) -> str:
     monkeypatch.setattr(library, "build", lambda subject, platform: Built(path, None))
     library._refusal.cache_clear()
     try:
-        reason = VERIFY_GREEDY.backend("cuda").supports()
         tokens = jnp.zeros((1, 2), jnp.int32)
         arguments = (tokens[:, :1], tokens, jnp.ones((1,), jnp.int32), tokens)
+        reason = VERIFY_GREEDY.backend("cuda").supports(*arguments)
         # The other backends go on working.
         assert verify_greedy(*arguments).accepted == 1
         with pytest.raises(ValueError, match="verify_greedy cannot run as asked; cuda: "):
@@ -149,6 +150,12 @@ def test_a_file_that_is_no_library_is_a_reason(tmp_path, monkeypatch):
     path = tmp_path / "broken.so"
     path.write_bytes(b"not a library")
     assert f"cannot load {path}" in fail_to_load(monkeypatch, path)
+
+
+def test_a_library_of_something_else_is_a_reason(monkeypatch, kernels):
+    """One without the FFI's version, and one of jspec's own with other handlers."""
+    for path in (Path(_ctypes.__file__), build("sample", "cpu").path):
+        assert f"{path} is no library of jspec's kernels: " in fail_to_load(monkeypatch, path)
 
 
 def test_a_library_for_a_newer_ffi_is_a_reason(tmp_path, monkeypatch, kernels):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from email.message import Message
 from pathlib import Path
 
@@ -239,6 +240,59 @@ def test_schedules_follow_the_share_of_the_plan():
     assert stages[1] == batches.Stage(2048, 1, 0.5, 1.0)
     with pytest.raises(ValueError, match="must add to 1"):
         dataclasses.replace(FULL, stages=stages[:1])
+
+
+RUN_OUT_OF_TIME = """
+import sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from examples.train_bundled.batches import Loader, Stage
+from examples.train_bundled.run import GRACE_SECONDS, _start_watchdogs
+
+if __name__ == "__main__":
+    loader = Loader(Path(sys.argv[1]), workers=2, depth=4, seed=0)
+    next(loader.batches(Stage(64, 1, 1.0, 0.0), 0))
+    print(*loader.pool._processes, flush=True)
+    run = SimpleNamespace(
+        end=time.monotonic() - GRACE_SECONDS,
+        plan=SimpleNamespace(reserve=0),
+        trained=threading.Event(),
+        say=lambda text: print(text, flush=True),
+    )
+    run.trained.set()
+    _start_watchdogs(run)
+    time.sleep(60)
+"""
+
+
+def test_the_watchdog_ends_the_workers_too(tmp_path):
+    script, data = tmp_path / "script.py", tmp_path / "data.bin"
+    script.write_text(RUN_OUT_OF_TIME)
+    data.write_bytes(bytes(1000))
+    done = subprocess.run(
+        [sys.executable, script, data],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 4, done.stderr
+    workers, *said = done.stdout.splitlines()
+    assert said == ["WATCHDOG: out of time"]
+    deadline = time.monotonic() + 10
+    for worker in map(int, workers.split()):
+        # A worker that has ended may stay in the list of processes until it is asked for.
+        while (state := _state_of(worker)) not in (None, "Z") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert state in (None, "Z"), f"worker {worker} is alive: {state}"
+
+
+def _state_of(process: int) -> str | None:
+    """As Linux shows it, Z for one that has ended; None for none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
 
 
 @pytest.mark.slow  # it trains by the clock: a busy machine needs the time it is given

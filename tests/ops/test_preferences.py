@@ -55,18 +55,29 @@ def test_every_table_has_the_same_blocks():
             for backend, rules in of.items()
         }
 
-    first, *others = map(fields, tuned.tables().values())
+    gpus = [table for table in tuned.tables().values() if table.compute_capability is not None]
+    assert [x.name for x in tuned.tables().values() if not x.blocks] == [tuned.CPU]
+    first, *others = map(fields, gpus)
     assert all(len(each) == 1 for each in first.values())
     assert others == [first] * len(others)
 
 
 @over_operations
-def test_off_a_gpu_a_reference_runs_first(operation):
+def test_where_nothing_was_measured_references_run(operation, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     case = small(operation)
-    if jax.default_backend() == "gpu":
-        pytest.skip("there is a GPU")
     order = operation.order(*case.arguments, **case.static)
     assert set(order) <= {"xla", "xla_blocked"}
+
+
+@over_operations
+def test_on_a_cpu_without_a_compiler_a_reference_runs(operation, monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr("jspec.cuda_ffi.library.refusal", lambda subject: "no compiler")
+    case = small(operation)
+    chosen = operation.choose(None, *case.arguments, **case.static).name
+    assert chosen in operation.never_refusing
 
 
 @over_operations

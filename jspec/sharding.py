@@ -1,0 +1,106 @@
+"""What jspec needs of meshes: inside `jax.shard_map`, and where axes are Explicit.
+
+Inside `jax.shard_map` with ``check_vma=True``, its default, the type of a value says over which
+mesh axes it varies. Values that meet in a loop's carry or in a kernel must vary over the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jspec.typing import Array
+
+# One for every array, or a function of an array's name and shape.
+Placing = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
+
+
+def placed(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.sharding.Sharding | None:
+    """The sharding of the array ``name``, None for the default device.
+
+    Raises `ValueError` where ``shape`` does not divide into it.
+    """
+    chosen = sharding(name, shape) if callable(sharding) else sharding
+    if chosen is not None:
+        try:
+            chosen.shard_shape(shape)
+        except (ValueError, IndexError) as error:  # IndexError: the spec has too many axes
+            raise ValueError(f"{name} {shape} cannot be placed by {chosen}: {error}") from None
+    return chosen
+
+
+def place(tree: Any, sharding: Placing) -> Any:
+    """``tree`` with every array placed; names are such as ``cache.columns.0.keys``."""
+
+    def put(path: Any, x: Array) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        where = placed(name, x.shape, sharding)
+        return x if where is None else jax.device_put(x, where)
+
+    return jax.tree.map_with_path(put, tree)
+
+
+def beside(tree: Any) -> NamedSharding | None:
+    """Every device of the Explicit mesh that arrays of ``tree`` lie on; None where none does.
+
+    An array that is nowhere in particular counts as replicated there, but XLA may lay it out in
+    another way, under which it cannot be donated.
+    """
+    for x in jax.tree.leaves(tree):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.explicit_axes:
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return None
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The manual mesh axes over which some array of ``tree`` varies."""
+    return frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
+
+
+def varying_over(axes: frozenset[str], tree: Any) -> Any:
+    """``tree`` with every array varying over ``axes`` at least; nothing is moved."""
+
+    def cast(x: Array) -> Array:
+        missing = tuple(sorted(axes - _varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def opaque(function: Callable[..., Any], *arrays: Array) -> Any:
+    """``function(*arrays)`` for a kernel of which JAX does not know what its results depend on.
+
+    Its arrays all vary over the axes that one of them does, and so do its results.
+    """
+    axes = varying_axes(arrays)
+    return varying_over(axes, function(*varying_over(axes, arrays)))
+
+
+def with_auto_axes(function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
+    """``function(*arguments)``, traced as if every Explicit mesh axis were Auto.
+
+    Explicit axes ask that each operation says how its result is sharded, which a model that knows
+    nothing of meshes cannot. ``like``: arrays in the structure of the results, each of which gets
+    the sharding of its own, cut or filled up with None to its rank.
+    """
+    meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves((arguments, like))}
+    explicit = [mesh for mesh in meshes if mesh.explicit_axes]
+    if not explicit:
+        return function(*arguments)
+    mesh = explicit[0]
+
+    def of(x: Array) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*jax.typeof(x).sharding.spec))
+
+    automatic = jax.sharding.auto_axes(
+        function, axes=mesh.explicit_axes, out_sharding=jax.tree.map(of, like)
+    )
+    return automatic(*arguments)
+
+
+def _varying(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying

@@ -1,0 +1,84 @@
+"""README and docs: their Python runs as it stands, and their lists are complete."""
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import jspec
+from jspec.ops.sample import number
+from tests.conftest import make_decoder
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CODE = {page.stem: BLOCK.findall(page.read_text()) for page in PAGES}
+# The code of docs/models.md runs in tests/models/test_page.py, which looks at what it defines, that
+# of docs/sharding.md is an example's, and that of docs/index.md is README's.
+ELSEWHERE = ("models", "sharding", "index")
+RUN_HERE = [name for name, code in CODE.items() if code and name not in ELSEWHERE]
+
+
+def run(page: str) -> dict:
+    """What the blocks of a page define, run one behind the other."""
+    names = {"__name__": page}
+    for index, code in enumerate(CODE[page], 1):
+        exec(compile(code, f"{page}, block {index}", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def small(monkeypatch, quick_compiles):
+    """A model of random weights for the bundled one, which takes longer to compile."""
+    config = jspec.ModelConfig.uniform(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        max_context=1024,
+    )
+    _, tokenizer = jspec.load_bundled()
+    monkeypatch.setattr(jspec, "load_bundled", lambda: (make_decoder(config), tokenizer))
+
+
+@pytest.mark.parametrize("page", RUN_HERE)
+def test_the_code_of_a_page_runs(page, small):
+    names = run(page)
+    if page == "sampling":
+        settings = (jnp.asarray([names[x]], t) for x, t in (("seed", "uint32"), ("position", int)))
+        drawn = number(*settings, names["role"])
+        assert int(drawn.high[0]) << 32 | int(drawn.low[0]) == int(names["number"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN_HERE)
+def test_the_code_of_a_page_runs_on_the_bundled_model(page):
+    run(page)
+
+
+def test_the_code_that_two_places_show_is_the_same():
+    assert CODE["index"] == CODE["README"]
+    example = (ROOT / "examples/sharded_loop.py").read_text()
+    assert all(code in example for code in CODE["sharding"])
+
+
+def test_every_public_name_is_in_the_api():
+    listed = re.findall(r"^::: jspec\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(jspec.__all__)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_every_path_that_a_page_names_is_there():
+    for page in PAGES:
+        for path in re.findall(
+            r"`((?:examples|tests|jspec|bench|docs)/[\w/.-]+)`", page.read_text()
+        ):
+            assert (ROOT / path).exists(), (page.name, path)
