@@ -283,7 +283,7 @@ class SamplingParams:
         )
         self._real("top_p", lambda x: 0 < x <= 1, "must be in (0, 1]; 1 switches it off")
         self._real("min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]; 0 switches it off")
-        object.__setattr__(self, "stop_tokens", _token_ids("stop_tokens", self.stop_tokens))
+        object.__setattr__(self, "stop_tokens", token_ids("stop_tokens", self.stop_tokens))
 
     def _whole(self, name: str, least: int, wanted: str, limit: int = 2**31) -> None:
         value = getattr(self, name)
@@ -321,7 +321,8 @@ def whole_number(value: Any) -> int | None:
         return None
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """``value`` as token ids. Raises `ValueError`, by ``name``, for what is no list of them."""
     listed = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
     ids = tuple(map(whole_number, value)) if listed else (None,)
     known = tuple(token for token in ids if token is not None and 0 <= token < 2**31)

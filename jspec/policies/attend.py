@@ -200,7 +200,9 @@ def _read(
     backends: Mapping[str, str],
 ) -> Array:
     """Attention of a layer as its spec asks, with the model's sinks and projection."""
-    keys, values = columns["keys"], values_of(spec, columns)
+    # A cache may be of another dtype than the model's activations.
+    given, wide = q.dtype, jnp.promote_types(q.dtype, columns["keys"].dtype)
+    q, keys, values = (x.astype(wide) for x in (q, columns["keys"], values_of(spec, columns)))
     per_head = key_positions is not None and key_positions.ndim == 3
     batch, tokens = positions.shape
     if per_head:
@@ -219,6 +221,7 @@ def _read(
         softcap=spec.softcap,
         implementation=backends.get("attention"),
     )
+    out = out.astype(given)
     if per_head:
         out, lse = (
             jnp.swapaxes(x.reshape(batch, spec.kv_heads, tokens, *x.shape[2:]), 1, 2).reshape(
