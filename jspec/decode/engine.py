@@ -90,7 +90,7 @@ def generate(
     rows = one_each(params, len(ids))
     draft = NoDraft() if draft is None else draft
     check_draft(draft)
-    config = StepConfig(draft.usual_gamma if gamma is None else gamma, draft, Backends(backends))
+    config = StepConfig(draft.usual_gamma if gamma is None else gamma, draft, backends)
     if isinstance(draft, ModelDraft) == (draft_model is None):
         raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
     if steps_per_chunk is None:

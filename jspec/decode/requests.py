@@ -74,7 +74,7 @@ def _ids_of(index: int, prompt: Any) -> np.ndarray:
             f"prompt {index} is {prompt!r:.80}; each must be a list of token ids: [[1, 2]] is one"
         )
     tokens = list(prompt)
-    if set(map(type, tokens)) > {int}:  # a quick look, as prompts are long
+    if set(map(type, tokens)) - {int}:  # a quick look, as prompts are long
         tokens = [_id_of(index, token) for token in tokens]
     try:
         return np.array(tokens, np.int64)
@@ -112,6 +112,11 @@ def _check_model(name: str, model: Any) -> None:
                 f"{what} of type {type(value).__name__} lacks {', '.join(missing)}; it must have "
                 f"{', '.join(needed)}, as docs/models.md says"
             )
+    if any(leaf is model for leaf in jax.tree.leaves(model)):
+        raise TypeError(
+            f"{name} of type {type(model).__name__} is no pytree; make it a flax.nnx.Module, or "
+            "register its class with jax.tree_util"
+        )
     config = model.config
     for member in ("vocab_size", "max_context"):
         value = getattr(config, member)

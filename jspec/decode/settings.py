@@ -31,7 +31,7 @@ class StepConfig:
 
     gamma: int = 4
     draft: Drafter = SelfDraft()
-    backends: Backends = Backends()
+    backends: Mapping[str, str] = Backends()
 
     def __post_init__(self) -> None:
         check_draft(self.draft)
@@ -44,8 +44,9 @@ class StepConfig:
         if gamma is None:
             raise TypeError(f"gamma={self.gamma!r:.80} must be a whole number")
         object.__setattr__(self, "gamma", gamma)
-        object.__setattr__(self, "backends", Backends(self.backends))
-        self.backends.check(OPERATIONS)
+        backends = Backends(self.backends)
+        backends.check(OPERATIONS)
+        object.__setattr__(self, "backends", backends)
         least = 0 if isinstance(self.draft, NoDraft) else 1
         if self.gamma < least:
             raise ValueError(
