@@ -100,7 +100,11 @@ def test_ids_may_be_arrays():
 
 
 OTHERS = [
-    ({"params": {"top_k": 3}}, TypeError, "params={'top_k': 3} must be a SamplingParams, or a list"),
+    (
+        {"params": {"top_k": 3}},
+        TypeError,
+        "params={'top_k': 3} must be a SamplingParams, or a list",
+    ),
     ({"params": [None]}, TypeError, "params hold None, which is no SamplingParams"),
     ({"params": 0.7}, TypeError, "params=0.7 must be a SamplingParams, or a list of one each"),
     ({"params": []}, ValueError, "got 1 prompts but 0 sampling params; pass one or each"),
@@ -118,7 +122,11 @@ OTHERS = [
     ({"cache_dtype": "fast"}, ValueError, "a cache of 'fast' must be of float32, bfloat16 or"),
     ({"cache_dtype": jnp.float8_e4m3fn}, ValueError, "must be of float32, bfloat16 or float16"),
     ({"cache_dtype": np.float64}, ValueError, "must be of float32, bfloat16 or float16"),
-    ({"draft_model": "a/path"}, TypeError, "draft_model='a/path' is a path; pass jspec.load_model("),
+    (
+        {"draft_model": "a/path"},
+        TypeError,
+        "draft_model='a/path' is a path; pass jspec.load_model(",
+    ),
 ]
 
 
@@ -191,5 +199,5 @@ def test_the_context_of_a_draft_model_takes_as_many_too(tiny):
     config = StepConfig(2, jspec.ModelDraft())
     with pytest.raises(AssertionError, match="a refused model was called"):  # taken: it prefills
         start_decoding(models, [[1] * 8], SamplingParams(max_new_tokens=12), config)
-    with pytest.raises(ValueError, match="for the draft model: .* exceeds the context of 20"):
+    with pytest.raises(ValueError, match=r"for the draft model: .* exceeds the context of 20"):
         start_decoding(models, [[1] * 8], SamplingParams(max_new_tokens=13), config)
