@@ -146,12 +146,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'jspec' has no attribute {name!r}")
-    value = getattr(_import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker knows the names from above, and would take any other
+
+    def __getattr__(name: str):
+        if name not in _HOME:
+            raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+        value = getattr(_import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

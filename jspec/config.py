@@ -289,17 +289,17 @@ class SamplingParams:
         value = getattr(self, name)
         number = whole_number(value)
         if number is None:
-            raise ValueError(f"{name}={_short(value)} must be a whole number")
-        _require(number >= least, f"{name}={_short(number)} {wanted}")
+            raise ValueError(f"{name}={shown(value)} must be a whole number")
+        _require(number >= least, f"{name}={shown(number)} {wanted}")
         above = wanted if limit == 2**32 else f"must be below {limit}"
-        _require(number < limit, f"{name}={_short(number)} {above}")
+        _require(number < limit, f"{name}={shown(number)} {above}")
         object.__setattr__(self, name, number)
 
     def _real(self, name: str, valid: Callable[[Any], bool], wanted: str) -> None:
         value = getattr(self, name)
         is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
         # Compared before it becomes a float, which an int of 400 digits cannot.
-        _require(is_real and valid(value), f"{name}={_short(value)} {wanted}")
+        _require(is_real and valid(value), f"{name}={shown(value)} {wanted}")
         object.__setattr__(self, name, float(value))
 
     @property
@@ -328,14 +328,14 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     known = tuple(token for token in ids if token is not None and 0 <= token < 2**31)
     _require(
         len(known) == len(ids),
-        f"{name}={_short(value)} must be token ids, whole numbers below 2**31, as in (2, 7)",
+        f"{name}={shown(value)} must be token ids, whole numbers below 2**31, as in (2, 7)",
     )
     return known
 
 
-def _short(value: Any) -> str:
-    """``value`` as a message shows it."""
+def shown(value: Any) -> str:
+    """``value`` as a message shows it: one line of at most 80 characters."""
     try:
-        return f"{value!r:.80}"
+        return f"{' '.join(repr(value).split()):.80}"
     except ValueError:  # Python prints no int of thousands of digits
         return f"{type(value).__name__} of thousands of digits"

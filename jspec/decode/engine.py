@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.config import SamplingParams, whole_number
+from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.draft import Drafter, ModelDraft, NoDraft, SelfDraft
 from jspec.decode.prefill import start_decoding
 from jspec.decode.programs import PROGRAMS, OnCompile
@@ -96,7 +96,7 @@ def generate(
     if steps_per_chunk is None:
         steps_per_chunk = 4 if jax.default_backend() == "cpu" else 16
     if (whole_number(steps_per_chunk) or 0) < 1:
-        raise ValueError(f"steps_per_chunk={steps_per_chunk!r:.80} must be at least 1")
+        raise ValueError(f"steps_per_chunk={shown(steps_per_chunk)} must be at least 1")
 
     run = _Run(_on_device(models), config, ids, rows, on_tokens, on_compile)
     try:
@@ -182,8 +182,8 @@ class _Run:
         keep = whole_number(answer)
         if keep is None or not 0 <= keep <= len(new):
             raise ValueError(
-                f"on_tokens returned {answer!r:.80} for {len(new)} tokens; return how many of them "
-                "the row keeps as its last ones, True for all, or None to go on"
+                f"on_tokens returned {shown(answer)} for {len(new)} tokens; return how many of "
+                "them the row keeps as its last ones, True for all, or None to go on"
             )
         return keep
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
-from jspec.config import SamplingParams, whole_number
+from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.requests import (
     Prompt,
     as_ids,
@@ -65,11 +65,11 @@ def start_decoding(
     if (whole_number(capacity) or 0) < needed:
         raise ValueError(
             f"a request needs {needed} slots (prompt and max_new_tokens) but capacity="
-            f"{capacity!r:.80}; raise the capacity or lower max_new_tokens"
+            f"{shown(capacity)}; raise the capacity or lower max_new_tokens"
         )
     chunk = _default_chunk(len(ids)) if chunk is None else chunk
     if (whole_number(chunk) or 0) < 1:
-        raise ValueError(f"a prefill chunk of {chunk!r:.80} tokens must be at least 1")
+        raise ValueError(f"a prefill chunk of {shown(chunk)} tokens must be at least 1")
     dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
     tokens, lengths = _padded(ids, capacity)
     fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}
@@ -108,8 +108,9 @@ def fill_slot(
     `start_decoding` does.
     """
     batch, capacity = state.tokens.shape
-    if not 0 <= slot < batch:
-        raise ValueError(f"slot={slot} must be in [0, {batch}), the rows of the batch")
+    index = whole_number(slot)
+    if index is None or not 0 <= index < batch:
+        raise ValueError(f"slot={shown(slot)} must be in [0, {batch}), the rows of the batch")
     settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": state.cache.keys(0).dtype}
     one = start_decoding(models, [prompt], params, config, **settings)
     missing = state.stop_tokens.shape[1] - one.stop_tokens.shape[1]
@@ -121,7 +122,7 @@ def fill_slot(
     stops = jnp.pad(one.stop_tokens, ((0, 0), (0, missing)), constant_values=-1)
     mode = strongest([state.mode, one.mode])
     one = dataclasses.replace(one, stop_tokens=stops, mode=mode)
-    return _put(dataclasses.replace(state, mode=mode), one, jnp.int32(slot))
+    return _put(dataclasses.replace(state, mode=mode), one, jnp.int32(index))
 
 
 @jax.jit(donate_argnames="state")
@@ -178,7 +179,7 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype:
         found = None
     is_float = found is not None and jnp.issubdtype(found, jnp.floating) and found.itemsize > 1
     if found is None or not is_float or jax.dtypes.canonicalize_dtype(found) != found:
-        raise ValueError(f"a cache of {dtype!r:.80} must be of float32, bfloat16 or float16")
+        raise ValueError(f"a cache of {shown(dtype)} must be of float32, bfloat16 or float16")
     return found
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.config import LayerSpec, SamplingMode, SamplingParams, token_ids, whole_number
+from jspec.config import LayerSpec, SamplingMode, SamplingParams, shown, token_ids, whole_number
 from jspec.decode.state import Models
 from jspec.ops.sample import Sampling
 from jspec.typing import Array, ModelShape
@@ -35,11 +35,11 @@ def one_each(
         raise ValueError("no prompts were given; pass at least one")
     one = isinstance(params, SamplingParams)
     if not one and not isinstance(params, Sequence):
-        raise TypeError(f"params={params!r:.80} must be a SamplingParams, or a list of one each")
+        raise TypeError(f"params={shown(params)} must be a SamplingParams, or a list of one each")
     rows = (params,) * batch if one else tuple(params)
     for row in rows:
         if not isinstance(row, SamplingParams):
-            raise TypeError(f"params hold {row!r:.80}, which is no SamplingParams")
+            raise TypeError(f"params hold {shown(row)}, which is no SamplingParams")
     if len(rows) != batch:
         raise ValueError(f"got {batch} prompts but {len(rows)} sampling params; pass one or each")
     return tuple(
@@ -54,9 +54,9 @@ def as_ids(prompts: Iterable[Prompt]) -> list[np.ndarray]:
     Raises `TypeError` where they hold anything but whole numbers, `ValueError` for one beyond 63
     bits.
     """
-    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, (str, bytes)) or not _is_listing(prompts):
         raise TypeError(
-            f"prompts={prompts!r:.80} must be a list of prompts, each the token ids of one, as in "
+            f"prompts={shown(prompts)} must be a list of prompts, each the token ids of one, as in "
             "[tokenizer.encode(text)]"
         )
     return [_ids_of(index, prompt) for index, prompt in enumerate(prompts)]
@@ -64,14 +64,14 @@ def as_ids(prompts: Iterable[Prompt]) -> list[np.ndarray]:
 
 def _ids_of(index: int, prompt: Any) -> np.ndarray:
     if isinstance(prompt, (str, bytes)):
-        raise TypeError(f"prompt {index} is text, {prompt!r:.80}; pass tokenizer.encode(text)")
+        raise TypeError(f"prompt {index} is text, {shown(prompt)}; pass tokenizer.encode(text)")
     if isinstance(prompt, (np.ndarray, jax.Array)) and prompt.ndim == 1:
         if np.issubdtype(prompt.dtype, np.integer):
             return np.asarray(prompt)
         raise TypeError(f"prompt {index} is an array of {prompt.dtype}; it must hold integers")
-    if not isinstance(prompt, Iterable) or getattr(prompt, "ndim", 1) == 0:
+    if not _is_listing(prompt):
         raise TypeError(
-            f"prompt {index} is {prompt!r:.80}; each must be a list of token ids: [[1, 2]] is one"
+            f"prompt {index} is {shown(prompt)}; each must be a list of token ids: [[1, 2]] is one"
         )
     tokens = list(prompt)
     if set(map(type, tokens)) - {int}:  # a quick look, as prompts are long
@@ -82,10 +82,16 @@ def _ids_of(index: int, prompt: Any) -> np.ndarray:
         raise ValueError(f"prompt {index} holds a token id of more than 63 bits") from None
 
 
+def _is_listing(value: Any) -> bool:
+    """Whether ``value`` has items in an order."""
+    unordered = isinstance(value, (Set, Mapping)) or getattr(value, "ndim", 1) == 0
+    return isinstance(value, Iterable) and not unordered
+
+
 def _id_of(index: int, token: Any) -> int:
     number = whole_number(token)
     if number is None:
-        raise TypeError(f"prompt {index} holds {token!r:.80}, which is no token id")
+        raise TypeError(f"prompt {index} holds {shown(token)}, which is no token id")
     return number
 
 
@@ -99,7 +105,7 @@ def check_models(models: Models) -> None:
 
 def _check_model(name: str, model: Any) -> None:
     if isinstance(model, (str, os.PathLike)):
-        raise TypeError(f"{name}={str(model)!r:.80} is a path; pass jspec.load_model(path)")
+        raise TypeError(f"{name}={shown(str(model))} is a path; pass jspec.load_model(path)")
     if isinstance(model, type):
         raise TypeError(f"{name}={model.__name__} is a class; pass a model that was made of it")
     for what, value, needed in (
@@ -121,10 +127,12 @@ def _check_model(name: str, model: Any) -> None:
     for member in ("vocab_size", "max_context"):
         value = getattr(config, member)
         if (whole_number(value) or 0) < 1:
-            raise ValueError(f"{name}.config: {member}={value!r:.80} must be a positive int")
+            raise ValueError(f"{name}.config: {member}={shown(value)} must be a positive int")
     layers = config.layers
     if not isinstance(layers, Sequence) or not all(isinstance(x, LayerSpec) for x in layers):
-        raise ValueError(f"{name}.config: layers={layers!r:.80} must be a LayerSpec for each layer")
+        raise ValueError(
+            f"{name}.config: layers={shown(layers)} must be a LayerSpec for each layer"
+        )
     token_ids(f"{name}.config: stop_tokens", config.stop_tokens)
 
 

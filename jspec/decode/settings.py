@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jspec.config import whole_number
+from jspec.config import shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.dispatch import Backends
 from jspec.ops.attention import ATTENTION
@@ -37,12 +37,14 @@ class StepConfig:
         check_draft(self.draft)
         if not isinstance(self.backends, Mapping):
             raise TypeError(
-                f"backends={self.backends!r:.80} must name backends of operations, as in "
+                f"backends={shown(self.backends)} must name backends of operations, as in "
                 "{'verify_greedy': 'cuda'}"
             )
         gamma = whole_number(self.gamma)
         if gamma is None:
-            raise TypeError(f"gamma={self.gamma!r:.80} must be a whole number")
+            raise TypeError(f"gamma={shown(self.gamma)} must be a whole number")
+        if gamma >= 2**31:
+            raise ValueError(f"gamma={shown(gamma)} must be below 2**31")
         object.__setattr__(self, "gamma", gamma)
         backends = Backends(self.backends)
         backends.check(OPERATIONS)
@@ -60,12 +62,12 @@ def check_draft(draft: Any) -> None:
     if isinstance(draft, Drafter):
         return
     if isinstance(draft, str):
-        raise TypeError(f"draft={draft!r:.80} is a string; pass jspec.named_draft({draft!r:.80})")
+        raise TypeError(f"draft={shown(draft)} is a string; pass jspec.named_draft({shown(draft)})")
     if isinstance(draft, type):
         raise TypeError(f"draft={draft.__name__} is a class; pass one of it, {draft.__name__}()")
     if isinstance(draft, Policy):
-        raise TypeError(f"draft={draft!r:.80} is a policy; pass SelfDraft({draft!r:.80})")
-    raise TypeError(f"draft={draft!r:.80} must be a drafter, as NgramDraft() is")
+        raise TypeError(f"draft={shown(draft)} is a policy; pass SelfDraft({shown(draft)})")
+    raise TypeError(f"draft={shown(draft)} must be a drafter, as NgramDraft() is")
 
 
 PLAIN = StepConfig(gamma=0, draft=NoDraft())

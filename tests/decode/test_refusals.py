@@ -1,6 +1,8 @@
 """Arguments of another kind than asked for: one line with the value and the way out."""
 
 import dataclasses
+import math
+import random
 import re
 
 import jax
@@ -12,7 +14,7 @@ import jspec
 from jspec.config import LayerSpec, SamplingParams
 from jspec.decode.engine import generate
 from jspec.decode.prefill import start_decoding
-from jspec.decode.requests import as_ids
+from jspec.decode.requests import as_ids, check_requests, one_each
 from jspec.decode.settings import StepConfig
 from tests.conftest import TINY
 from tests.decode.common import NGRAM
@@ -65,6 +67,9 @@ PROMPTS = [
     ([1, 2, 3], "prompt 0 is 1; each must be a list of token ids: [[1, 2]] is one"),
     (np.arange(3), "prompt 0 is np.int64(0); each must be a list of token ids"),
     ([None], "prompt 0 is None; each must be a list of token ids"),
+    ([{1, 2}], "prompt 0 is {1, 2}; each must be a list of token ids"),
+    (np.array(3), "prompts=array(3) must be a list of prompts"),
+    ([np.array(3)], "prompt 0 is array(3); each must be a list of token ids"),
     ([[1], [1, 2.0]], "prompt 1 holds 2.0, which is no token id"),
     ([[True]], "prompt 0 holds True, which is no token id"),
     ([["1"]], "prompt 0 holds '1', which is no token id"),
@@ -182,11 +187,16 @@ def test_a_config_may_keep_its_layers_in_a_list(tiny):
         start_decoding(Handmade(Shape(layers=[spec])), [[]], SamplingParams())
 
 
+def skip(function, models, cache, own, *args, **static):
+    """In the place of the prefill, whose program nothing here needs."""
+    return cache, own
+
+
 def test_the_context_takes_as_many_tokens_as_it_says(tiny):
     """The longest request that fits is taken, one token more is not: of prompt or of output."""
     context = TINY.max_context
     fits = SamplingParams(max_new_tokens=12)
-    state = start_decoding(tiny, [[1] * (context - 12)], fits, chunk=context)
+    state = start_decoding(tiny, [[1] * (context - 12)], fits, run=skip)
     assert state.limits.tolist() == [context]
     for length, new in ((context - 11, 12), (context - 12, 13)):
         params = SamplingParams(max_new_tokens=new)
@@ -197,7 +207,60 @@ def test_the_context_takes_as_many_tokens_as_it_says(tiny):
 def test_the_context_of_a_draft_model_takes_as_many_too(tiny):
     models = jspec.Models(tiny, Handmade(Shape(max_context=20)))
     config = StepConfig(2, jspec.ModelDraft())
-    with pytest.raises(AssertionError, match="a refused model was called"):  # taken: it prefills
-        start_decoding(models, [[1] * 8], SamplingParams(max_new_tokens=12), config)
+    start_decoding(models, [[1] * 8], SamplingParams(max_new_tokens=12), config, run=skip)
     with pytest.raises(ValueError, match=r"for the draft model: .* exceeds the context of 20"):
         start_decoding(models, [[1] * 8], SamplingParams(max_new_tokens=13), config)
+
+
+# --- any request at all ------------------------------------------------------------------------
+
+TOKENS = [0, 1, 40, 41, -1, 2**31, 2**63, 10**5000, True, None, 1.0, math.nan, "1", b"1", [1]]
+TOKENS += [np.int8(3), np.uint64(2**63), np.float32(1), np.array([1]), np.array(7), object()]
+LISTS = ["def f():", b"f", 7, None, 1.5, object, [], (), np.arange(5), np.zeros((2, 2)), range(9)]
+LISTS += [np.array(3), np.array([1.5]), np.array([], int), jnp.arange(3), {1: 2}, {3}, [0] * 600]
+PARAMS = [SamplingParams(max_new_tokens=4), None, {}, "greedy", SamplingParams, 4, [None], []]
+
+
+def any_list(rng: random.Random):
+    """What may stand where a prompt should."""
+    if rng.random() < 0.3:
+        return rng.choice(LISTS)
+    valid = [rng.randrange(41) for _ in range(rng.randrange(4))]
+    return [*valid, rng.choice(TOKENS)] if rng.random() < 0.4 else valid
+
+
+@pytest.mark.parametrize(
+    "count", [4_000, pytest.param(200_000, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_any_request_is_served_or_refused_in_one_line(count):
+    """What is served are ids of the vocabulary, with settings for each."""
+    rng, taken = random.Random(count), 0
+    models = jspec.Models(Handmade(Shape()))
+    for _ in range(count):
+        prompts = [any_list(rng) for _ in range(rng.randrange(3))]
+        if rng.random() < 0.1:
+            prompts = rng.choice(LISTS)
+        params = PARAMS[0] if rng.random() < 0.7 else rng.choice(PARAMS)
+        if rng.random() < 0.2:
+            params = [params] * rng.randrange(3)
+        try:
+            ids = as_ids(prompts)
+            rows = one_each(params, len(ids))
+            check_requests(models, ids, rows)
+        except (TypeError, ValueError) as error:
+            message = str(error)
+            assert_one_line(message)
+            continue
+        taken += 1
+        assert len(rows) == len(ids) > 0
+        for row in ids:
+            assert row.dtype.kind in "iu"
+            assert 0 <= row.min() <= row.max() < 41
+    assert 0.1 < taken / count < 0.6
+
+
+def assert_one_line(message: str) -> None:
+    assert message.isprintable()
+    assert 0 < len(message) < 250
+    # Python's own words would name nothing that the caller passed.
+    assert re.search("prompt|params", message)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
-from jspec.config import whole_number
+from jspec.config import shown, whole_number
 from jspec.decode.draft.base import Drafted, Drafter
 from jspec.decode.state import DecodeState, Models
 
@@ -31,8 +31,8 @@ class NgramDraft(Drafter):
         least, most = map(whole_number, (self.min_match, self.max_match))
         if least is None or most is None or not 1 <= least <= most:
             raise ValueError(
-                f"min_match={self.min_match!r:.80} must be a whole number in "
-                f"[1, max_match={self.max_match!r:.80}]"
+                f"min_match={shown(self.min_match)} must be a whole number in "
+                f"[1, max_match={shown(self.max_match)}]"
             )
 
     def draft(
