@@ -86,7 +86,7 @@ def stochastic_xla(
     q = None
     if draft_logits is not None and gamma > 0:
         q = distribution(draft_logits, settings, vocabulary, filtered=filtered)
-    where = positions[:, None] + jnp.arange(gamma)[None]
+    where = positions[:, None] + jnp.arange(gamma, dtype=jnp.int32)[None]
     u = number(settings.seeds, where, Role.ACCEPT)
     tokens = draft_tokens.astype(jnp.int32)
     accepted = leading(_accepts(u, p, q, tokens, vocabulary), draft_lengths)

@@ -41,7 +41,7 @@ class Vocabulary:
     @property
     def _tile_ids(self) -> Array:
         touched = -(-self.size // TILE) + (1 if self._ragged else 0)
-        return self._start // TILE + jnp.arange(touched)
+        return self._start // TILE + jnp.arange(touched, dtype=jnp.int32)
 
     @property
     def _last(self) -> Array:
@@ -58,7 +58,7 @@ class Vocabulary:
 
     def ids_like(self, tiles: Array) -> Array:
         """Token ids int32 for ``[..., L, TILE]``, `NO_TOKEN` for padding."""
-        ids = self._tile_ids[:, None] * TILE + jnp.arange(TILE)[None]
+        ids = self._tile_ids[:, None] * TILE + jnp.arange(TILE, dtype=jnp.int32)[None]
         mine = (ids >= self._start) & (ids < self._start + self.size)
         return jnp.broadcast_to(jnp.where(mine, ids, NO_TOKEN), tiles.shape)
 

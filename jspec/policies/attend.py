@@ -201,7 +201,8 @@ def _read(
 ) -> Array:
     """Attention of a layer as its spec asks, with the model's sinks and projection."""
     # A cache may be of another dtype than the model's activations.
-    given, wide = q.dtype, jnp.promote_types(q.dtype, columns["keys"].dtype)
+    given, kept = q.dtype, columns["keys"].dtype
+    wide = given if given == kept else jnp.float32
     q, keys, values = (x.astype(wide) for x in (q, columns["keys"], values_of(spec, columns)))
     per_head = key_positions is not None and key_positions.ndim == 3
     batch, tokens = positions.shape

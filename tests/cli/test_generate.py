@@ -482,5 +482,6 @@ def test_public_names_load():
     for name in jspec.__all__:
         assert getattr(jspec, name) is not None
     assert set(jspec.__all__) <= set(dir(jspec))
+    assert Path(jspec.__file__).with_name("py.typed").is_file()  # or type checkers see none of it
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = jspec.no_such_name
