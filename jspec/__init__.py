@@ -19,12 +19,13 @@ if TYPE_CHECKING:
         SelfDraft,
         named_draft,
     )
-    from jspec.decode.engine import Generation, generate
+    from jspec.decode.engine import Generation, Interrupted, generate
     from jspec.decode.prefill import fill_slot, start_decoding
+    from jspec.decode.requests import mode_of, sampling_of
     from jspec.decode.settings import PLAIN, StepConfig
-    from jspec.decode.state import DecodeState, Models
+    from jspec.decode.state import DecodeState, Models, StepRecord
     from jspec.decode.stats import Stats
-    from jspec.decode.step import decode_chunk, speculative_step
+    from jspec.decode.step import decode_chunk, speculative_step, step
     from jspec.dispatch import BackendError, Backends
     from jspec.models.bundled import load_bundled
     from jspec.models.checkpoint import load_model, save_model
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from jspec.ops.verify import Verified, verify_greedy
     from jspec.policies import Dense, Policy, ScoredPolicy, Streaming
     from jspec.policies.attend import dense_attend
+    from jspec.typing import Attend, Model, ModelShape
 
 __version__ = "0.2.0.dev0"
 
@@ -55,12 +57,13 @@ _HOMES = {
         "SelfDraft",
         "named_draft",
     ],
-    "jspec.decode.engine": ["Generation", "generate"],
+    "jspec.decode.engine": ["Generation", "Interrupted", "generate"],
     "jspec.decode.prefill": ["fill_slot", "start_decoding"],
+    "jspec.decode.requests": ["mode_of", "sampling_of"],
     "jspec.decode.settings": ["PLAIN", "StepConfig"],
-    "jspec.decode.state": ["DecodeState", "Models"],
+    "jspec.decode.state": ["DecodeState", "Models", "StepRecord"],
     "jspec.decode.stats": ["Stats"],
-    "jspec.decode.step": ["decode_chunk", "speculative_step"],
+    "jspec.decode.step": ["decode_chunk", "speculative_step", "step"],
     "jspec.dispatch": ["BackendError", "Backends"],
     "jspec.models.bundled": ["load_bundled"],
     "jspec.models.checkpoint": ["load_model", "save_model"],
@@ -76,11 +79,13 @@ _HOMES = {
     "jspec.ops.verify": ["Verified", "verify_greedy"],
     "jspec.policies": ["Dense", "Policy", "ScoredPolicy", "Streaming"],
     "jspec.policies.attend": ["dense_attend"],
+    "jspec.typing": ["Attend", "Model", "ModelShape"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "PLAIN",
+    "Attend",
     "BackendError",
     "Backends",
     "Cache",
@@ -91,10 +96,13 @@ __all__ = [
     "Drafted",
     "Drafter",
     "Generation",
+    "Interrupted",
     "LayerSpec",
     "Linear",
+    "Model",
     "ModelConfig",
     "ModelDraft",
+    "ModelShape",
     "Models",
     "NgramDraft",
     "NoDraft",
@@ -109,6 +117,7 @@ __all__ = [
     "SelfDraft",
     "Stats",
     "StepConfig",
+    "StepRecord",
     "Streaming",
     "Striped",
     "Tokenizer",
@@ -122,11 +131,14 @@ __all__ = [
     "load_bundled",
     "load_model",
     "load_tokenizer",
+    "mode_of",
     "named_draft",
     "pack",
+    "sampling_of",
     "save_model",
     "speculative_step",
     "start_decoding",
+    "step",
     "verify_and_append",
     "verify_and_pack",
     "verify_greedy",
@@ -134,12 +146,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'jspec' has no attribute {name!r}")
-    value = getattr(_import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker knows the names from above, and would take any other
+
+    def __getattr__(name: str):
+        if name not in _HOME:
+            raise AttributeError(f"module 'jspec' has no attribute {name!r}")
+        value = getattr(_import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 SamplingMode = Literal["greedy", "sampled", "filtered"]
 
 LAYER_LIMIT = 1024  # a file that asks for more is damaged
+FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -250,7 +253,11 @@ class SamplingParams:
     ``temperature=0`` is greedy. ``top_k=0``, ``top_p=1`` and ``min_p=0`` switch a filter off; they
     apply in that order after the temperature, and a tie at a threshold is kept whole. ``seed`` keys
     every random number of the request (see `jspec.ops.sample`); None has a fresh one drawn for each
-    request. ``draft_limit`` caps the draft length of this row below the step's gamma.
+    request. ``stop_tokens`` end the request besides those of the model. ``draft_limit`` caps the
+    draft length of this row below the step's gamma.
+
+    Whole numbers are int32, the seed uint32, the others float32; numpy's numbers will do. Raises
+    `ValueError` for any other.
     """
 
     max_new_tokens: int = 256
@@ -263,28 +270,37 @@ class SamplingParams:
     draft_limit: int | None = None
 
     def __post_init__(self) -> None:
-        _require(
-            self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1"
+        self._whole("max_new_tokens", 1, "must be at least 1")
+        self._whole("top_k", 0, "must be at least 0; 0 switches it off")
+        if self.seed is not None:
+            self._whole("seed", 0, "must be in [0, 2**32), or None for a fresh one", 2**32)
+        if self.draft_limit is not None:
+            self._whole("draft_limit", 0, "must be at least 0; None leaves it to gamma")
+        self._real(
+            "temperature",
+            lambda x: 0 <= x <= FLOAT32_MAX,
+            "must be 0 (greedy) or a positive float32",
         )
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature={self.temperature} must be 0 (greedy) or a positive finite number",
-        )
-        _require(self.top_k >= 0, f"top_k={self.top_k} must be at least 0; 0 switches it off")
-        _require(0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]; 1 switches it off")
-        _require(0 <= self.min_p <= 1, f"min_p={self.min_p} must be in [0, 1]; 0 switches it off")
-        _require(
-            self.seed is None or 0 <= self.seed < 2**32,
-            f"seed={self.seed} must be in [0, 2**32), or None for a fresh one",
-        )
-        _require(
-            all(token >= 0 for token in self.stop_tokens),
-            f"stop_tokens={self.stop_tokens} must be token ids, at least 0",
-        )
-        _require(
-            self.draft_limit is None or self.draft_limit >= 0,
-            f"draft_limit={self.draft_limit} must be at least 0; None leaves it to gamma",
-        )
+        self._real("top_p", lambda x: 0 < x <= 1, "must be in (0, 1]; 1 switches it off")
+        self._real("min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]; 0 switches it off")
+        object.__setattr__(self, "stop_tokens", token_ids("stop_tokens", self.stop_tokens))
+
+    def _whole(self, name: str, least: int, wanted: str, limit: int = 2**31) -> None:
+        value = getattr(self, name)
+        number = whole_number(value)
+        if number is None:
+            raise ValueError(f"{name}={shown(value)} must be a whole number")
+        _require(number >= least, f"{name}={shown(number)} {wanted}")
+        above = wanted if limit == 2**32 else f"must be below {limit}"
+        _require(number < limit, f"{name}={shown(number)} {above}")
+        object.__setattr__(self, name, number)
+
+    def _real(self, name: str, valid: Callable[[Any], bool], wanted: str) -> None:
+        value = getattr(self, name)
+        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        # Compared before it becomes a float, which an int of 400 digits cannot.
+        _require(is_real and valid(value), f"{name}={shown(value)} {wanted}")
+        object.__setattr__(self, name, float(value))
 
     @property
     def mode(self) -> SamplingMode:
@@ -293,3 +309,33 @@ class SamplingParams:
             return "greedy"
         filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return "filtered" if filtered else "sampled"
+
+
+def whole_number(value: Any) -> int | None:
+    """``value`` as an int, also from numpy; None for anything else, bools and floats included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """``value`` as token ids. Raises `ValueError`, by ``name``, for what is no list of them."""
+    listed = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    ids = tuple(map(whole_number, value)) if listed else (None,)
+    known = tuple(token for token in ids if token is not None and 0 <= token < 2**31)
+    _require(
+        len(known) == len(ids),
+        f"{name}={shown(value)} must be token ids, whole numbers below 2**31, as in (2, 7)",
+    )
+    return known
+
+
+def shown(value: Any) -> str:
+    """``value`` as a message shows it: one line of at most 80 characters."""
+    try:
+        return f"{' '.join(repr(value).split()):.80}"
+    except ValueError:  # Python prints no int of thousands of digits
+        return f"{type(value).__name__} of thousands of digits"

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import random
 import re
 
+import numpy as np
 import pytest
 
 from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
@@ -45,6 +47,33 @@ BAD = [
     (SamplingParams, {"seed": 2**32}, "seed=4294967296 must be in [0, 2**32)"),
     (SamplingParams, {"stop_tokens": (3, -1)}, "stop_tokens=(3, -1) must be token ids"),
     (SamplingParams, {"draft_limit": -1}, "draft_limit=-1 must be at least 0; None leaves it"),
+    (SamplingParams, {"max_new_tokens": 2**31}, "max_new_tokens=2147483648 must be below 21474"),
+    (SamplingParams, {"max_new_tokens": 8.0}, "max_new_tokens=8.0 must be a whole number"),
+    (SamplingParams, {"max_new_tokens": None}, "max_new_tokens=None must be a whole number"),
+    (SamplingParams, {"max_new_tokens": True}, "max_new_tokens=True must be a whole number"),
+    (SamplingParams, {"temperature": 10**400}, "temperature=1000"),
+    (SamplingParams, {"temperature": 10**5000}, "temperature=int of thousands of digits must be"),
+    (SamplingParams, {"temperature": 3.5e38}, "temperature=3.5e+38 must be 0 (greedy) or a"),
+    (SamplingParams, {"temperature": True}, "temperature=True must be 0 (greedy) or a positive"),
+    (SamplingParams, {"temperature": "1"}, "temperature='1' must be 0 (greedy) or a positive"),
+    (SamplingParams, {"temperature": None}, "temperature=None must be 0 (greedy) or a positive"),
+    (SamplingParams, {"top_k": 2**31}, "top_k=2147483648 must be below 2147483648"),
+    (SamplingParams, {"top_k": 2.9}, "top_k=2.9 must be a whole number"),
+    (SamplingParams, {"top_k": np.float32(2)}, "top_k=np.float32(2.0) must be a whole number"),
+    (SamplingParams, {"top_p": -(10**5000)}, "top_p=int of thousands of digits must be in (0, 1]"),
+    (SamplingParams, {"top_p": "x" * 10**4}, "top_p='" + "x" * 79 + " must be in (0, 1]"),
+    (SamplingParams, {"min_p": math.nan}, "min_p=nan must be in [0, 1]"),
+    (SamplingParams, {"seed": 1.7}, "seed=1.7 must be a whole number"),
+    (SamplingParams, {"seed": 10**5000}, "seed=int of thousands of digits must be in [0, 2**32)"),
+    (SamplingParams, {"stop_tokens": (2**31,)}, "stop_tokens=(2147483648,) must be token ids"),
+    (SamplingParams, {"stop_tokens": (1.0,)}, "stop_tokens=(1.0,) must be token ids"),
+    (SamplingParams, {"stop_tokens": (False,)}, "stop_tokens=(False,) must be token ids"),
+    (SamplingParams, {"stop_tokens": 5}, "stop_tokens=5 must be token ids, whole numbers below"),
+    (SamplingParams, {"stop_tokens": "57"}, "stop_tokens='57' must be token ids, whole numbers"),
+    (SamplingParams, {"stop_tokens": b"57"}, "stop_tokens=b'57' must be token ids, whole"),
+    (SamplingParams, {"stop_tokens": {5: 1}}, "stop_tokens={5: 1} must be token ids, whole"),
+    (SamplingParams, {"draft_limit": 2**31}, "draft_limit=2147483648 must be below 2147483648"),
+    (SamplingParams, {"draft_limit": 0.5}, "draft_limit=0.5 must be a whole number"),
     (RopeScaling, {"kind": "ntk", "factor": 2.0}, "rope scaling 'ntk' is unknown; jspec has"),
     (RopeScaling, {"kind": "linear", "factor": 0.5}, "factor=0.5 must be a finite number"),
     (RopeScaling, {"kind": "linear", "factor": math.inf}, "factor=inf must be a finite number"),
@@ -149,6 +178,9 @@ def test_equal_layers():
 def test_the_borders_are_allowed():
     LayerSpec(1, 1, 1, values_in_keys=True, window=1, scale=1e-9, softcap=1e-9)
     SamplingParams(max_new_tokens=1, top_p=1.0, min_p=1.0, seed=2**32 - 1, draft_limit=0)
+    most = 2**31 - 1
+    SamplingParams(max_new_tokens=most, top_k=most, draft_limit=most, stop_tokens=(0, most))
+    SamplingParams(temperature=float(np.finfo(np.float32).max), top_p=1e-30, seed=0)
     RopeScaling("linear", 1.0)
 
 
@@ -169,3 +201,61 @@ def test_settings_are_frozen_and_hashable(setting):
     for field in dataclasses.fields(setting):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(setting, field.name, 1)
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    """A request that was made of arrays equals one that was not, and hashes as it does."""
+    got = SamplingParams(
+        max_new_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        top_k=np.uint8(7),
+        top_p=np.float64(0.25),
+        min_p=np.float16(0.125),
+        seed=np.uint32(2**32 - 1),
+        stop_tokens=np.array([2, 9], np.int16),
+        draft_limit=np.int32(1),
+    )
+    wanted = SamplingParams(3, 0.5, 7, 0.25, 0.125, 2**32 - 1, (2, 9), 1)
+    assert got == wanted
+    assert hash(got) == hash(wanted)
+    assert {type(value) for value in vars(got).values()} == {int, float, tuple}
+    assert SamplingParams(stop_tokens=[2, 9]) == SamplingParams(stop_tokens=(2, 9))
+
+
+VALUES = [
+    *(None, True, False, 0, 1, 2, -1, 7, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**64, 10**400),
+    *(10**5000, -(10**5000), 0.0, -0.0, 0.5, 1.0, 1.7, 1e-320, 1e39, math.nan, math.inf, -math.inf),
+    *("", "1", "x\n" * 99, b"7", (), (3,), (3, -1), [2.5], [[1]], {5: 1}, {1, 2}, range(3)),
+    *(np.float32(0.5), np.int64(-1), np.bool_(True), np.arange(30), np.zeros((3, 9)), 1j, object()),
+]
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+
+
+@pytest.mark.parametrize(
+    "count", [4_000, pytest.param(200_000, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_a_request_is_either_refused_or_fits_the_arrays_of_a_step(count):
+    rng = random.Random(count)
+    taken = 0
+    for _ in range(count):
+        settings = {name: rng.choice(VALUES) for name in rng.sample(FIELDS, rng.choice((1, 1, 2)))}
+        try:
+            params = SamplingParams(**settings)
+        except ValueError as error:
+            message = str(error)
+        else:
+            message, taken = None, taken + 1
+            check_fits(params)
+        if message is not None:
+            assert message.isprintable()
+            assert 0 < len(message) < 250
+    assert 0.1 < taken / count < 0.9
+
+
+def check_fits(params: SamplingParams) -> None:
+    whole = [params.max_new_tokens, params.top_k, params.draft_limit or 0, *params.stop_tokens]
+    assert [int(np.int32(x)) for x in whole] == whole
+    assert params.seed is None or np.uint32(params.seed) == params.seed
+    real = np.array([params.temperature, params.top_p, params.min_p], np.float32)
+    assert np.isfinite(real).all()
+    assert hash(params) == hash(dataclasses.replace(params))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from jspec import __version__
+from jspec.cli.requests import one_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `jspec`; returns the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that has no such character shows another one.
+        sys.stdout.reconfigure(errors="replace")
     try:
         # Each command imports what it needs itself: `jspec --help` must not wait for JAX.
         if arguments.command == "doctor":
@@ -25,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             return _silence_stdout()
-        print(f"jspec: error: {error}", file=sys.stderr)
+        print(f"jspec: error: {one_line(str(error))}", file=sys.stderr)
+        return 2
+    except MemoryError:
+        print("jspec: error: out of memory; lower --batch or --context", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("jspec: interrupted", file=sys.stderr)
@@ -38,10 +47,13 @@ def _silence_stdout() -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"jspec: error: {one_line(message):.300}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jspec", description="Fast, lossless long-context decoding in JAX."
-    )
+    parser = _Parser(prog="jspec", description="Fast, lossless long-context decoding in JAX.")
     parser.add_argument("--version", action="version", version=f"jspec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="continue text, speculatively"))
@@ -59,8 +71,15 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--requests",
         metavar="FILE.jsonl",
-        help='one request a line: {"prompt": ..., "max_new_tokens": ..., "temperature": ..., ...}',
+        help="JSON lines, - for stdin: "
+        '{"id": ..., "prompt": ..., "max_new_tokens": ..., "temperature": ..., ...}',
     )
+    add(
+        "--output",
+        metavar="FILE.jsonl",
+        help="what came of --requests, one JSON object a line; written when all is done",
+    )
+    add("--batch", type=int, default=8, metavar="N", help="requests at once; default 8")
     add("--model", metavar="DIR", help="Hugging Face or jspec model directory (default: bundled)")
     add("--draft-model", metavar="DIR", help="the draft model of --draft model")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
@@ -87,3 +106,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
     add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
     add("--json", action="store_true", help="print one JSON object instead of text and table")
+    add(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help="keep no compiled programs in the cache folder for the next run",
+    )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
-from jspec.cli.requests import Refused, Request, read_requests
+from jspec.cli.compile_cache import keep_programs
+from jspec.cli.output import error_of, result_of, whole_file, write_lines
+from jspec.cli.requests import Refused, Request, one_line, read_requests
 from jspec.cli.show import Progress, environment, print_json, print_table
 from jspec.cli.text import RowText
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, ModelDraft, NoDraft, named_draft
-from jspec.decode.engine import Generation
+from jspec.decode.engine import Generation, Interrupted
 from jspec.decode.engine import generate as decode
 from jspec.decode.requests import check_request, one_each
 from jspec.decode.settings import OPERATIONS
@@ -22,7 +26,14 @@ from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
 from jspec.models.tokenizer import Tokenizer
 
-BATCH = 8  # requests of a JSONL file that are decoded together
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A request that the model can serve: its prompt as ids, and its stop texts of one token."""
+
+    request: Request
+    prompt: list[int]
+    params: SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +46,17 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What was served, and whether Ctrl-C ended it before all was."""
+
+    served: list[Served]
+    stats: Stats
+    interrupted: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Job:
-    """All that decoding a batch needs besides the requests."""
+    """All that decoding needs besides the requests; ``batch`` of them at a time."""
 
     model: Any
     tokenizer: Tokenizer
@@ -44,35 +64,70 @@ class Job:
     gamma: int
     draft_model: Any
     backends: Backends
+    batch: int
 
     def plain(self) -> Job:
         return dataclasses.replace(self, draft=NoDraft(), gamma=0, draft_model=None)
+
+    def row(self, request: Request) -> RowText:
+        special = frozenset(self.model.config.stop_tokens)
+        return RowText(self.tokenizer, request.stop, special)
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     draft, gamma = _draft(arguments)
     backends = _backends(arguments)
-    requests, refused = read_requests(arguments)
-    # Plain decoding must draw with the same seeds to be compared with.
-    params = one_each([r.params for r in requests], len(requests)) if requests else ()
-    requests = [dataclasses.replace(r, params=p) for r, p in zip(requests, params, strict=True)]
-    job = _load(arguments, draft, gamma, backends)
-    fit = [r for r in requests if _fits(job, r, refused)]
-    show = Show(job.tokenizer, quiet=arguments.json, single=arguments.requests is None)
-    served, stats = _serve(job, fit, show)
-    compare = None
-    if arguments.compare and served:
-        silent = Show(job.tokenizer, quiet=True, single=False)
-        plainly, plain_stats = _serve(job.plain(), fit, silent)
-        compare = _compare(served, stats, plainly, plain_stats)
+    if arguments.batch < 1:
+        raise ValueError(f"--batch {arguments.batch} must be at least 1")
+    if arguments.output is not None and arguments.requests is None:
+        raise ValueError("--output goes with --requests; for one prompt, redirect stdout")
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(whole_file(arguments.output)) if arguments.output else None
+        requests, refused = read_requests(arguments)
+        if arguments.compile_cache:
+            keep_programs()
+        # Plain decoding must draw with the same seeds to be compared with.
+        params = one_each([r.params for r in requests], len(requests)) if requests else ()
+        requests = [dataclasses.replace(r, params=p) for r, p in zip(requests, params, strict=True)]
+        job = _load(arguments, draft, gamma, backends)
+        ready = [r for r in (_ready(job, request, refused) for request in requests) if r]
+        return _run(arguments, job, ready, refused, file)
+
+
+def _run(
+    arguments: argparse.Namespace,
+    job: Job,
+    ready: Sequence[Ready],
+    refused: list[Refused],
+    file: TextIO | None,
+) -> int:
+    """Serve what is ready, show what came of it, and return the exit code."""
+    prints = not arguments.json and file is None
+    single = arguments.requests is None
+    show = Show(streams=prints and single, prints=prints and not single)
+    outcome = _serve(job, ready, show)
+    interrupted, compare = outcome.interrupted, None
+    if interrupted and not outcome.served:
+        raise KeyboardInterrupt
+    if arguments.compare and outcome.served and not interrupted:
+        silent = Show(streams=False, prints=False)
+        plainly = _serve(job.plain(), ready, silent, name="decode plainly")
+        interrupted = plainly.interrupted
+        compare = None if interrupted else _compare(outcome, plainly)
+    results = [result_of(s.request, s.row.text, s.row.tokens, s.finished) for s in outcome.served]
+    errors = [error_of(line) for line in refused]
+    if file is not None:
+        write_lines(file, results + errors)
     if arguments.json:
-        print_json(_as_json(arguments, served, refused, stats, compare))
+        rest = {"stats": outcome.stats.as_dict(), "compare": compare, "environment": environment()}
+        found = results[0] if single else {"results": results, "errors": errors}
+        print_json(found | rest)
     else:
-        print_table(stats, _seeds(served), compare)
+        print_table(outcome.stats, _seeds(outcome.served), compare)
     for line in refused:
         print(f"jspec: error: line {line.line}: {line.error}", file=sys.stderr)
-    if any(s.finished == "interrupted" for s in served):
+    if interrupted:
         return 130
     return 2 if refused else 0
 
@@ -120,30 +175,36 @@ def _load(arguments: argparse.Namespace, draft: Drafter, gamma: int, backends: B
             "it (8 is usual) or raise --context"
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
-    return Job(model, tokenizer, draft, gamma, draft_model, backends)
+    return Job(model, tokenizer, draft, gamma, draft_model, backends, arguments.batch)
 
 
-def _fits(job: Job, request: Request, refused: list[Refused]) -> bool:
-    """Whether a request can be served; a line of a file that cannot is refused, others go on."""
-    prompt = job.tokenizer.encode(request.prompt)
+def _ready(job: Job, request: Request, refused: list[Refused]) -> Ready | None:
+    """The request for the model; a line that it cannot serve is refused, others go on."""
     try:
+        prompt = job.tokenizer.encode(request.prompt)
         check_request(Models(job.model, job.draft_model), prompt, request.params)
+        return Ready(request, prompt, _with_stops(job.tokenizer, request))
     except ValueError as error:
         if request.line is None:
             raise
-        refused.append(Refused(request.line, str(error)))
-        return False
-    return True
+        refused.append(Refused(request.line, one_line(str(error)), request.id))
+        return None
+
+
+def _with_stops(tokenizer: Tokenizer, request: Request) -> SamplingParams:
+    """Stop texts of a single token end the row in the step itself; longer ones between chunks."""
+    encoded = [tokenizer.encode(text, special=False) for text in request.stop]
+    single = tuple(sorted({ids[0] for ids in encoded if len(ids) == 1}))
+    return dataclasses.replace(request.params, stop_tokens=single)
 
 
 class Show:
-    """Streams one request's text to stdout; whole texts, with progress, for several."""
+    """What a run shows: one request's text as it comes, or whole texts; and progress."""
 
-    def __init__(self, tokenizer: Tokenizer, *, quiet: bool, single: bool):
-        self.tokenizer = tokenizer
-        self.streams = single and not quiet
-        self.prints = not single and not quiet
-        self.progress = Progress(enabled=not quiet)
+    def __init__(self, *, streams: bool, prints: bool):
+        self.streams = streams
+        self.prints = prints
+        self.progress = Progress()
 
     def piece(self, text: str) -> None:
         if self.streams:
@@ -151,72 +212,94 @@ class Show:
             sys.stdout.flush()
 
     def whole(self, served: Served) -> None:
+        request = served.request
         if self.streams:
             print(flush=True)
         if self.prints:
-            print(f"--- line {served.request.line}\n{served.row.text}", flush=True)
+            name = "" if request.id is None else f" {json.dumps(request.id)}"
+            print(f"--- line {request.line}{name}\n{served.row.text}", flush=True)
 
 
-def _serve(job: Job, requests: Sequence[Request], show: Show) -> tuple[list[Served], Stats]:
+def _serve(job: Job, ready: Sequence[Ready], show: Show, name: str = "decode") -> Outcome:
     """Decode the requests in batches; Ctrl-C ends it with what there is."""
     served: list[Served] = []
     stats: list[Stats] = []
-    for begin in range(0, len(requests), BATCH):
-        batch = requests[begin : begin + BATCH]
-        special = frozenset(job.model.config.stop_tokens)
-        rows = [RowText(job.tokenizer, r.stop, special) for r in batch]
-        generation = _decode(job, batch, rows, show)
-        stats.append(generation.stats)
-        for request, row, why in zip(batch, rows, generation.finished, strict=True):
-            show.piece(row.close())
-            served.append(Served(request, row, why))
-            show.whole(served[-1])
-        if "interrupted" in generation.finished:
-            break
-    return served, Stats.merged(stats)
+    interrupted = False
+    try:
+        for begin in range(0, len(ready), job.batch):
+            batch = ready[begin : begin + job.batch]
+            rows = [job.row(r.request) for r in batch]
+            try:
+                generation = _decode(job, batch, rows, show, name)
+            except Interrupted as stop:
+                interrupted, generation = True, stop.generation
+                rows = _again(job, batch, rows, show, generation)
+            stats.append(generation.stats)
+            for one, row, why in zip(batch, rows, generation.finished, strict=True):
+                show.piece(row.close())
+                served.append(Served(one.request, row, "stop" if row.stopped else why))
+                show.whole(served[-1])
+            if interrupted:
+                break
+    except KeyboardInterrupt:
+        interrupted = True
+    return Outcome(served, Stats.merged(stats), interrupted)
 
 
-def _decode(job: Job, batch: Sequence[Request], rows: list[RowText], show: Show) -> Generation:
-    def on_tokens(row: int, tokens: tuple[int, ...]) -> bool:
-        show.progress.decoded(len(tokens))
-        show.piece(rows[row].feed(tokens))
-        return rows[row].stopped
+def _decode(
+    job: Job, batch: Sequence[Ready], rows: list[RowText], show: Show, name: str
+) -> Generation:
+    progress = show.progress
+
+    def on_tokens(row: int, tokens: tuple[int, ...]) -> int | None:
+        before = len(rows[row].tokens)
+        text = rows[row].feed(tokens)
+        progress.decoded(len(tokens))
+        show.piece(text)
+        return len(rows[row].tokens) - before if rows[row].stopped else None
 
     wanted = sum(r.params.max_new_tokens for r in batch)
-    with show.progress.batch(0 if show.streams else wanted) as on_prefill:
+    with progress.batch(wanted, name, streams=show.streams):
         return decode(
             job.model,
-            [job.tokenizer.encode(r.prompt) for r in batch],
-            [_with_stops(job.tokenizer, r) for r in batch],
+            [r.prompt for r in batch],
+            [r.params for r in batch],
             gamma=job.gamma,
             draft=job.draft,
             draft_model=job.draft_model,
             backends=job.backends,
             on_tokens=on_tokens,
-            on_prefill=on_prefill,
+            on_prefill=progress.prefilled if progress.shown else None,
+            on_compile=progress.compiling,
         )
 
 
-def _with_stops(tokenizer: Tokenizer, request: Request) -> SamplingParams:
-    """Stop texts of a single token end the row in the step itself; longer ones between chunks."""
-    encoded = [tokenizer.encode(text, special=False) for text in request.stop]
-    single = tuple(ids[0] for ids in encoded if len(ids) == 1)
-    return dataclasses.replace(request.params, stop_tokens=single)
+def _again(
+    job: Job, batch: Sequence[Ready], rows: list[RowText], show: Show, generation: Generation
+) -> list[RowText]:
+    """Texts of the tokens that an interrupted generation kept: ``rows`` may have part of more."""
+    fresh = [job.row(r.request) for r in batch]
+    for old, new, tokens in zip(rows, fresh, generation.tokens, strict=True):
+        new.feed(tokens)
+        show.piece(new.text[len(old.text) :])
+    return fresh
 
 
-def _compare(
-    served: Sequence[Served], stats: Stats, plainly: Sequence[Served], plain: Stats
-) -> dict[str, Any]:
+def _compare(outcome: Outcome, plainly: Outcome) -> dict[str, Any]:
     """Speculative against plain decoding: the same tokens? how much faster a token?
 
     Sampled rows spend their random numbers otherwise than plain decoding does: there, tokens that
     differ follow the same law.
     """
-    speed = plain.decode_tokens_per_s
+    pairs = list(zip(outcome.served, plainly.served, strict=True))
+    same = [s.row.tokens == p.row.tokens for s, p in pairs]
+    greedy = [s.request.params.temperature == 0 for s, _ in pairs]
+    speed = plainly.stats.decode_tokens_per_s
     return {
-        "sampled": any(s.request.params.temperature > 0 for s in served),
-        "identical": [s.row.tokens for s in served] == [p.row.tokens for p in plainly],
-        "speedup": stats.decode_tokens_per_s / speed if speed else 0.0,
+        "sampled": not all(greedy),
+        "identical": all(same),
+        "greedy_identical": all(x for x, is_greedy in zip(same, greedy, strict=True) if is_greedy),
+        "speedup": outcome.stats.decode_tokens_per_s / speed if speed else 0.0,
         "decode_tokens_per_s": speed,
     }
 
@@ -228,27 +311,3 @@ def _seeds(served: Sequence[Served]) -> list[str]:
         str(r.params.seed) if r.line is None else f"{r.params.seed} (line {r.line})"
         for r in requests
     ]
-
-
-def _as_json(
-    arguments: argparse.Namespace,
-    served: Sequence[Served],
-    refused: Sequence[Refused],
-    stats: Stats,
-    compare: dict[str, Any] | None,
-) -> dict[str, Any]:
-    def outcome(s: Served) -> dict[str, Any]:
-        return {
-            "text": s.row.text,
-            "tokens": s.row.tokens,
-            "finished": s.finished,
-            "seed": s.request.params.seed,
-        }
-
-    rest = {"stats": stats.as_dict(), "compare": compare, "environment": environment()}
-    if arguments.requests is None:
-        return outcome(served[0]) | rest
-    return {
-        "results": [{"line": s.request.line} | outcome(s) for s in served],
-        "errors": [dataclasses.asdict(line) for line in refused],
-    } | rest

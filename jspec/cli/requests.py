@@ -1,4 +1,4 @@
-"""What to decode: prompts from the command line, a file, stdin or a JSONL file of requests."""
+"""What to decode: prompts from the command line, a file, stdin or JSON lines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jspec.config import SamplingParams
 
+LINE_LIMIT = 2**24  # bytes of a request: four for each token of a context of four million
+STOP_LIMIT, STOP_LENGTH = 64, 1024  # stop texts, and characters of each: all are looked for always
+_DIGITS = 20  # of an int; Python takes thousands, at quadratic cost
 _FIELDS = {
     "max_new_tokens": int,
     "temperature": float,
@@ -23,20 +27,30 @@ _FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt with its settings; ``line`` is its number in a JSONL file, from 1."""
+    """A prompt with its settings.
+
+    ``line`` is its number among JSON lines, from 1, and ``id`` what the line calls it.
+    """
 
     prompt: bytes
     params: SamplingParams
     stop: tuple[str, ...]
     line: int | None = None
+    id: str | int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A line of a JSONL file that cannot be served, and why."""
+    """A line that cannot be served, and why; its ``id`` where it could be read."""
 
     line: int
     error: str
+    id: str | int | None = None
+
+
+def one_line(text: str) -> str:
+    """``text`` with line breaks, and what else does not print, as Python spells it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def read_requests(arguments: argparse.Namespace) -> tuple[list[Request], list[Refused]]:
@@ -46,12 +60,13 @@ def read_requests(arguments: argparse.Namespace) -> tuple[list[Request], list[Re
     """
     defaults = {name: getattr(arguments, name) for name in _FIELDS}
     stop = _stop(arguments.stop)
+    checked = SamplingParams(**defaults)
     if arguments.requests is not None:
-        return _read_lines(Path(arguments.requests), defaults, stop)
+        return _read_lines(arguments.requests, defaults, stop)
     prompt = _prompt(arguments)
     if not prompt:
         raise ValueError("the prompt is empty; give it at least one character")
-    return [Request(prompt, SamplingParams(**defaults), stop)], []
+    return [Request(prompt, checked, stop)], []
 
 
 def _prompt(arguments: argparse.Namespace) -> bytes:
@@ -59,41 +74,127 @@ def _prompt(arguments: argparse.Namespace) -> bytes:
         # Arguments that are no UTF-8 reach Python as surrogates; this gives the bytes back.
         return arguments.prompt.encode(errors="surrogateescape")
     if arguments.prompt_file is not None:
-        return _read(Path(arguments.prompt_file))
+        try:
+            return Path(arguments.prompt_file).read_bytes()
+        except OSError as error:
+            raise _unreadable(arguments.prompt_file, error) from None
     if arguments.stdin is not None:
         return sys.stdin.buffer.read()
     raise ValueError("no prompt; pass --prompt TEXT, --prompt-file F, --requests FILE.jsonl or -")
 
 
-def _read(path: Path) -> bytes:
+def _unreadable(path: str, error: OSError) -> ValueError:
+    return ValueError(f"{path}: cannot be read ({error.strerror})")
+
+
+def _read_lines(
+    path: str, defaults: dict[str, Any], stop: tuple[str, ...]
+) -> tuple[list[Request], list[Refused]]:
     try:
-        return path.read_bytes()
+        if path == "-":
+            requests, refused = parse_lines(sys.stdin.buffer, defaults, stop)
+        else:
+            with open(path, "rb") as file:
+                requests, refused = parse_lines(file, defaults, stop)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _read_lines(path: Path, defaults: dict[str, Any], stop: tuple[str, ...]):
-    requests: list[Request] = []
-    refused: list[Refused] = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            requests.append(_request(json.loads(line), defaults, stop, number))
-        except (ValueError, RecursionError) as error:
-            refused.append(Refused(number, str(error)))
+        raise _unreadable(path, error) from None
     if not requests and not refused:
         raise ValueError(f"{path}: holds no requests; write one JSON object a line")
     return requests, refused
 
 
-def _request(value: Any, defaults: dict[str, Any], stop: tuple[str, ...], number: int) -> Request:
+def parse_lines(
+    file: BinaryIO, defaults: dict[str, Any], stop: tuple[str, ...]
+) -> tuple[list[Request], list[Refused]]:
+    """The requests of JSON lines, and the lines that are none.
+
+    ``defaults`` and ``stop`` serve where a line does not name its own. Blank lines are skipped, but
+    counted.
+    """
+    requests: list[Request] = []
+    refused: list[Refused] = []
+    for number, line in enumerate(_lines(file), start=1):
+        if line is not None and not line.strip():
+            continue
+        name = None
+        try:
+            value = _parsed(line)
+            name = _id(value)
+            requests.append(_request(value, defaults, stop, number, name))
+        except ValueError as error:
+            refused.append(Refused(number, one_line(str(error)), name))
+    return requests, refused
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """The lines of ``file``, None for one beyond the limit, which is never held whole."""
+    while line := file.readline(LINE_LIMIT + 1):
+        if len(line) <= LINE_LIMIT:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(LINE_LIMIT)
+        yield None
+
+
+def _parsed(line: bytes | None) -> dict[str, Any]:
+    """The JSON object of a line. Raises `ValueError` for anything else."""
+    if line is None:
+        raise ValueError(f"is longer than {LINE_LIMIT} bytes")
+    try:
+        text = line.decode("utf-8-sig")
+        value = _DECODER.decode(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg}, at character {error.pos + 1}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, got {type(value).__name__}")
-    unknown = sorted(set(value) - set(_FIELDS) - {"prompt", "stop"})
+    return value
+
+
+def _int(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits; it may have {_DIGITS}")
+    return int(digits)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for name, one in pairs:
+        if name in value:
+            raise ValueError(f"field {name!r:.80} is given twice")
+        value[name] = one
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_int=_int, parse_constant=_no_number, object_pairs_hook=_object)
+
+
+def _id(value: dict[str, Any]) -> str | int | None:
+    name = value.get("id")
+    if isinstance(name, bool) or not (name is None or isinstance(name, (str, int))):
+        raise ValueError(f"'id' must be a string or a whole number, got {name!r:.80}")
+    return name
+
+
+def _request(
+    value: dict[str, Any],
+    defaults: dict[str, Any],
+    stop: tuple[str, ...],
+    number: int,
+    name: str | int | None,
+) -> Request:
+    unknown = sorted(set(value) - set(_FIELDS) - {"id", "prompt", "stop"})
     if unknown:
-        known = ", ".join(["prompt", "stop", *_FIELDS])
-        raise ValueError(f"unknown field {unknown[0]!r}; a request has {known}")
+        known = ", ".join(["id", "prompt", "stop", *_FIELDS])
+        raise ValueError(f"unknown field {unknown[0]!r:.80}; a request has {known}")
     prompt = value.get("prompt")
     if not isinstance(prompt, str) or not prompt:
         raise ValueError("'prompt' must be a string that is not empty")
@@ -102,8 +203,8 @@ def _request(value: Any, defaults: dict[str, Any], stop: tuple[str, ...], number
     own = [own] if isinstance(own, str) else own
     if not isinstance(own, list) or not all(isinstance(s, str) for s in own):
         raise ValueError("'stop' must be a string or a list of strings")
-    text = prompt.encode(errors="surrogatepass")
-    return Request(text, SamplingParams(**settings), _stop(own), number)
+    text = _encoded("'prompt'", prompt)
+    return Request(text, SamplingParams(**settings), _stop(own), number, name)
 
 
 def _number(name: str, value: Any) -> Any:
@@ -111,11 +212,28 @@ def _number(name: str, value: Any) -> Any:
     allowed = (int, float) if wanted is float else int
     if isinstance(value, bool) or not isinstance(value, allowed):
         kind = "a number" if wanted is float else "a whole number"
-        raise ValueError(f"{name!r} must be {kind}, got {value!r}")
-    return wanted(value)
+        raise ValueError(f"{name!r} must be {kind}, got {value!r:.80}")
+    return value
+
+
+def _encoded(name: str, text: str) -> bytes:
+    """``text`` as UTF-8. Raises `ValueError` for half of a character, which JSON can spell."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(
+            f"{name} holds {half!r} at character {error.start + 1}, which is half of a character"
+        ) from None
 
 
 def _stop(texts: list[str]) -> tuple[str, ...]:
-    if any(not text for text in texts):
-        raise ValueError("a stop text is empty; give it at least one character")
+    if len(texts) > STOP_LIMIT:
+        raise ValueError(f"there are {len(texts)} stop texts; give at most {STOP_LIMIT}")
+    for text in texts:
+        if not text:
+            raise ValueError("a stop text is empty; give it at least one character")
+        if len(text) > STOP_LENGTH:
+            raise ValueError(f"a stop text has {len(text)} characters; give at most {STOP_LENGTH}")
+        _encoded("a stop text", text)
     return tuple(texts)

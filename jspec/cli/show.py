@@ -7,12 +7,12 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
@@ -26,42 +26,61 @@ def console() -> Console:
 
 
 class Progress:
-    """Bars for prefill and for batches, shown on a terminal only."""
+    """Bars for compiling, prefill and decoding, on stderr where that is a terminal."""
 
-    def __init__(self, *, enabled: bool):
-        self._enabled = enabled and sys.stderr.isatty()
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
         self._bars: Bars | None = None
-        self._decode: Any = None
+        self._tasks: dict[str, TaskID] = {}
+        self._streams = False
 
     @contextlib.contextmanager
-    def batch(self, tokens: int) -> Iterator[Callable[[int, int], None] | None]:
-        """A batch that will decode up to ``tokens`` tokens, 0 to show its prefill alone.
+    def batch(self, tokens: int, name: str, *, streams: bool) -> Iterator[None]:
+        """While a batch decodes up to ``tokens`` tokens; ``name`` says how.
 
-        Yields the ``on_prefill`` callback.
+        With ``streams`` the bars leave the screen to the text when it begins.
         """
-        if not self._enabled:
-            yield None
+        if not self.shown:
+            yield
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[of]}"))
         with Bars(*columns, TimeElapsedColumn(), console=console(), transient=True) as bars:
-            self._bars = bars
-            prefill = bars.add_task("prefill", total=None)
-            self._decode = bars.add_task("decode", total=tokens, visible=False)
+            self._tasks = {
+                "compile": bars.add_task("compiling...", total=None, visible=False, of=""),
+                "prefill": bars.add_task("prefill", total=None, visible=False, of=""),
+                "decode": bars.add_task(name, total=tokens, visible=False, of=""),
+            }
+            self._bars, self._streams = bars, streams
+            try:
+                yield
+            finally:
+                self._bars = None
 
-            def on_prefill(done: int, total: int) -> None:
-                ended = done >= total
-                bars.update(prefill, completed=done, total=total, visible=not ended)
-                bars.update(self._decode, visible=ended and tokens > 0)
-                if ended and not tokens:
-                    bars.stop()  # the text itself takes the screen from here on
+    def compiling(self, begins: bool) -> None:
+        """Note that a program begins, or ceases, to be compiled."""
+        if self._bars is not None:
+            self._bars.reset(self._tasks["compile"], visible=begins)
 
-            yield on_prefill
-        self._bars = None
+    def prefilled(self, done: int, total: int) -> None:
+        """Note prompt tokens that are in the cache."""
+        if self._bars is not None:
+            of = f"{done}/{total}"
+            self._bars.update(
+                self._tasks["prefill"], completed=done, total=total, visible=done < total, of=of
+            )
 
     def decoded(self, tokens: int) -> None:
         """Note newly decoded tokens."""
-        if self._bars is not None:
-            self._bars.advance(self._decode, tokens)
+        if self._bars is None:
+            return
+        if self._streams:
+            self._bars.stop()
+            self._bars = None
+            return
+        task = self._tasks["decode"]
+        self._bars.update(task, advance=tokens, visible=True)
+        found = next(x for x in self._bars.tasks if x.id == task)
+        self._bars.update(task, of=f"{found.completed:.0f}/{found.total:.0f}")
 
 
 def print_table(stats: Stats, seeds: Sequence[str], compare: dict[str, Any] | None) -> None:
@@ -80,16 +99,23 @@ def print_table(stats: Stats, seeds: Sequence[str], compare: dict[str, Any] | No
         table.add_row("seed" if len(seeds) == 1 else "seeds", ", ".join(seeds))
     table.add_row("prefill", f"{stats.prefill_tokens_per_s:,.0f} tokens/s, {stats.prefill_s:.1f} s")
     table.add_row("decode", f"{stats.decode_tokens_per_s:,.1f} tokens/s, {stats.decode_s:.1f} s")
-    table.add_row("compile", f"{stats.compile_s:.1f} s, in neither of these")
+    programs = "1 program" if stats.compilations == 1 else f"{stats.compilations} programs"
+    table.add_row("compile", f"{stats.compile_s:.1f} s for {programs}, in neither of these")
     if compare is not None:
-        differ = "other tokens of the same law" if compare["sampled"] else "tokens differ"
-        same = "identical tokens" if compare["identical"] else differ
         table.add_row(
             "against plain decoding",
-            f"{same}, {compare['speedup']:.2f}x of its {compare['decode_tokens_per_s']:,.1f} "
-            "tokens/s",
+            f"{_sameness(compare)}, {compare['speedup']:.2f}x of its "
+            f"{compare['decode_tokens_per_s']:,.1f} tokens/s",
         )
     console().print(table)
+
+
+def _sameness(compare: dict[str, Any]) -> str:
+    if compare["identical"]:
+        return "identical tokens"
+    if not compare["greedy_identical"]:
+        return "tokens differ"
+    return "other tokens of the same law"
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jspec.config import SamplingParams
+from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.draft import Drafter, ModelDraft, NoDraft, SelfDraft
 from jspec.decode.prefill import start_decoding
-from jspec.decode.programs import PROGRAMS
-from jspec.decode.requests import one_each
-from jspec.decode.settings import StepConfig
+from jspec.decode.programs import PROGRAMS, OnCompile
+from jspec.decode.requests import Prompt, as_ids, check_models, one_each
+from jspec.decode.settings import StepConfig, check_draft
 from jspec.decode.state import DecodeState, Models, StepRecord
-from jspec.decode.stats import Stats, Tally
+from jspec.decode.stats import Stats, Tally, kept_of
 from jspec.decode.step import decode_chunk
 from jspec.dispatch import Backends
 from jspec.typing import Model
+
+OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Generation:
     """What was generated.
 
     ``tokens`` of each row; ``finished``: why each ended (``stop``, ``length`` or ``interrupted``);
-    ``seeds``: of each row, also where none was given; ``stats``.
+    ``seeds``: of each row, also where none was given; ``stats`` of these tokens.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -36,9 +42,17 @@ class Generation:
     stats: Stats
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in `generate`; ``generation`` is what there was by then."""
+
+    def __init__(self, generation: Generation):
+        super().__init__("generate was interrupted; .generation has the tokens that there were")
+        self.generation = generation
+
+
 def generate(
     model: Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
     draft: Drafter | None = SelfDraft(),
@@ -46,110 +60,147 @@ def generate(
     draft_model: Model | None = None,
     steps_per_chunk: int | None = None,
     prefill_chunk: int | None = None,
+    cache_dtype: DTypeLike | None = None,
     backends: Mapping[str, str] = Backends(),
-    on_tokens: Callable[[int, tuple[int, ...]], bool | None] | None = None,
+    on_tokens: OnTokens | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
+    on_compile: OnCompile | None = None,
 ) -> Generation:
     """Decode a ragged batch of requests, each with its own settings.
 
     ``prompts`` are token ids, ``params`` one for all or one each. ``draft=None`` is ``NoDraft()``:
     plain decoding through the same code. ``gamma``, the most draft tokens of a step, defaults to
-    what suits the drafter. Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new
-    tokens go to ``on_tokens(row, tokens)``, which may return True to end the row;
-    ``on_prefill(done, total)`` hears of prompt tokens. ``backends`` names backends of operations,
-    as in ``{"verify_greedy": "cuda"}``. A request with a seed gives the same tokens in any row,
-    with any neighbours and any chunk size. Ctrl-C ends decoding with what was generated. Raises
-    `ValueError` as `jspec.start_decoding` does.
+    what suits the drafter. ``cache_dtype`` as in `jspec.start_decoding`. ``backends`` names
+    backends of operations, as in ``{"verify_greedy": "cuda"}``. A model of numpy arrays is put on
+    the device first.
+
+    Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new tokens go to
+    ``on_tokens(row, tokens)``. It may return True to end the row behind them, or a number to end it
+    behind so many of them: what follows is dropped and counts nowhere. ``on_prefill(done, total)``
+    hears of prompt tokens, ``on_compile(begins)`` of a program's compiling, before and after it.
+
+    A request with a seed gives the same tokens in any row, with any neighbours and any chunk size,
+    where the model's logits do. Ctrl-C raises `Interrupted`, a `KeyboardInterrupt` with the
+    generation so far. Raises `TypeError` for arguments of another kind, and `ValueError` as
+    `jspec.start_decoding` does.
     """
-    params = one_each(params, len(prompts))
+    models = Models(model, draft_model)
+    check_models(models)
+    ids = as_ids(prompts)
+    rows = one_each(params, len(ids))
     draft = NoDraft() if draft is None else draft
-    gamma = draft.usual_gamma if gamma is None else gamma
-    config = StepConfig(gamma, draft, Backends(backends))
+    check_draft(draft)
+    config = StepConfig(draft.usual_gamma if gamma is None else gamma, draft, backends)
     if isinstance(draft, ModelDraft) == (draft_model is None):
         raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
-    models = Models(model, draft_model)
     if steps_per_chunk is None:
         steps_per_chunk = 4 if jax.default_backend() == "cpu" else 16
-    if steps_per_chunk < 1:
-        raise ValueError(f"steps_per_chunk={steps_per_chunk} must be at least 1")
+    if (whole_number(steps_per_chunk) or 0) < 1:
+        raise ValueError(f"steps_per_chunk={shown(steps_per_chunk)} must be at least 1")
 
-    compiled_before, begin = PROGRAMS.compile_s, time.perf_counter()
-    state = start_decoding(
-        models, prompts, params, config, chunk=prefill_chunk, on_prefill=on_prefill, run=PROGRAMS
-    )
-    jax.block_until_ready(state)
-    prefill_s = time.perf_counter() - begin - (PROGRAMS.compile_s - compiled_before)
+    run = _Run(_on_device(models), config, ids, rows, on_tokens, on_compile)
+    try:
+        state = run.prefill(chunk=prefill_chunk, cache_dtype=cache_dtype, on_prefill=on_prefill)
+        run.decode(state, steps_per_chunk)
+    except KeyboardInterrupt:
+        raise Interrupted(run.generation()) from None
+    return run.generation()
 
-    run = _Run(models, config, steps_per_chunk, on_tokens, len(prompts))
-    run.decode(state)
-    return Generation(
-        tokens=tuple(map(tuple, run.tokens)),
-        finished=tuple(run.finished),
-        seeds=tuple(p.seed for p in params if p.seed is not None),
-        stats=run.tally.stats(
-            rows=len(prompts),
-            prompt_tokens=sum(map(len, prompts)),
-            compile_s=PROGRAMS.compile_s - compiled_before,
-            prefill_s=prefill_s,
-            decode_s=run.decode_s,
-        ),
-    )
+
+def _on_device(models: Models) -> Models:
+    """``models`` with arrays of JAX for those of numpy, which each call would copy anew."""
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(models)):
+        return models
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, models)
 
 
 class _Run:
-    """The host's side of decoding one batch."""
+    """The host's side of decoding one batch. What it counts is right whenever Ctrl-C comes."""
 
-    def __init__(self, models, config, steps, on_tokens, rows):
-        self.models, self.config, self.steps = models, config, steps
+    def __init__(self, models, config, prompts, params, on_tokens, on_compile):
+        self.models, self.config, self.prompts, self.params = models, config, prompts, params
         self.on_tokens = on_tokens
-        self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self.finished = ["interrupted"] * rows
-        self.tally = Tally(config.gamma)
-        self.decode_s = 0.0
+        self.programs = PROGRAMS.timed(on_compile)
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.finished = ["interrupted"] * len(prompts)
+        self.records: list[tuple[np.ndarray, ...]] = []
+        self.prompt_tokens = 0
+        self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
 
-    def decode(self, state: DecodeState) -> None:
-        stops, ended = np.array(state.stop_tokens), np.array(state.done)
+    @contextlib.contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to ``seconds``, less that of compiling."""
+        compiled, begin = self.programs.compile_s, time.perf_counter()
         try:
-            while not ended.all():
-                state, record = self._chunk(state)
-                done = np.array(state.done)
-                new = self._take(record, ended)
-                for row in np.flatnonzero(done & ~ended):
-                    stopped = self.tokens[row][-1] in stops[row]
-                    self.finished[row] = "stop" if stopped else "length"
-                unwanted = self._hand_on(new) & ~done
-                for row in np.flatnonzero(unwanted):
-                    self.finished[row] = "stop"
-                if unwanted.any():
-                    done |= unwanted
-                    state = dataclasses.replace(state, done=jax.numpy.asarray(done))
-                ended = done
-        except KeyboardInterrupt:
-            return
+            yield
+        finally:
+            compiling = self.programs.compile_s - compiled
+            self.seconds[name] += time.perf_counter() - begin - compiling
 
-    def _chunk(self, state: DecodeState) -> tuple[DecodeState, StepRecord]:
-        compiled, begin = PROGRAMS.compile_s, time.perf_counter()
-        args = (self.models, state)
-        state, record = PROGRAMS(decode_chunk, *args, config=self.config, steps=self.steps)
-        record = jax.device_get(record)
-        self.decode_s += time.perf_counter() - begin - (PROGRAMS.compile_s - compiled)
-        return state, record
+    def prefill(self, **settings: Any) -> DecodeState:
+        with self._clock("prefill_s"):
+            settings = settings | {"run": self.programs}
+            state = start_decoding(self.models, self.prompts, self.params, self.config, **settings)
+            jax.block_until_ready(state)
+        self.prompt_tokens = sum(map(len, self.prompts))
+        return state
 
-    def _take(self, record: StepRecord, ended: np.ndarray) -> dict[int, tuple[int, ...]]:
-        """Count a chunk's record; returns the new tokens of the rows that had not ended."""
-        counts = (record.drafted, record.accepted, record.committed)
-        self.tally.add(*map(np.asarray, counts))
-        new = {}
+    def decode(self, state: DecodeState, steps: int) -> None:
+        stops, ended = np.array(state.stop_tokens), np.array(state.done)
+        while not ended.all():
+            with self._clock("decode_s"):
+                args = (self.models, state)
+                state, record = self.programs(decode_chunk, *args, config=self.config, steps=steps)
+                record, done = jax.device_get((record, state.done))
+            self.records.append((record.drafted, record.accepted, record.committed))
+            unwanted = self._take(record, ended, done, stops)
+            ended = done | unwanted
+            if unwanted.any():
+                state = dataclasses.replace(state, done=jnp.asarray(ended))
+
+    def _take(
+        self, record: StepRecord, ended: np.ndarray, done: np.ndarray, stops: np.ndarray
+    ) -> np.ndarray:
+        """Hand on a chunk's tokens; returns which rows the caller ended, bool ``[B]``."""
+        unwanted = np.zeros_like(ended)
         for row in np.flatnonzero(~ended).tolist():
             block = record.tokens[:, row]
-            new[row] = tuple(block[block >= 0].tolist())
-            self.tokens[row].extend(new[row])
-        return new
-
-    def _hand_on(self, new: dict[int, tuple[int, ...]]) -> np.ndarray:
-        """Give new tokens to the caller; returns which rows it wants no more of, ``[B]``."""
-        unwanted = np.zeros(len(self.tokens), bool)
-        if self.on_tokens is not None:
-            for row, tokens in new.items():
-                unwanted[row] = bool(self.on_tokens(row, tokens))
+            new = tuple(block[block >= 0].tolist())
+            wanted = self._wanted(row, new)
+            self.tokens[row].extend(new[:wanted])
+            unwanted[row] = wanted is not None
+            if unwanted[row] or done[row]:
+                stopped = unwanted[row] or new[-1] in stops[row]
+                self.finished[row] = "stop" if stopped else "length"
         return unwanted
+
+    def _wanted(self, row: int, new: tuple[int, ...]) -> int | None:
+        """How many of ``new`` the row keeps as its last ones; None where it goes on."""
+        answer = None if self.on_tokens is None else self.on_tokens(row, new)
+        if answer is None or isinstance(answer, (bool, np.bool_)):
+            return len(new) if answer else None
+        keep = whole_number(answer)
+        if keep is None or not 0 <= keep <= len(new):
+            raise ValueError(
+                f"on_tokens returned {shown(answer)} for {len(new)} tokens; return how many of "
+                "them the row keeps as its last ones, True for all, or None to go on"
+            )
+        return keep
+
+    def generation(self) -> Generation:
+        tally = Tally(self.config.gamma)
+        if self.records:
+            records = map(np.concatenate, zip(*self.records, strict=True))
+            tally.add(*kept_of(*records, kept=np.array([len(row) for row in self.tokens])))
+        return Generation(
+            tokens=tuple(map(tuple, self.tokens)),
+            finished=tuple(self.finished),
+            seeds=tuple(p.seed for p in self.params if p.seed is not None),
+            stats=tally.stats(
+                rows=len(self.prompts),
+                prompt_tokens=self.prompt_tokens,
+                compilations=self.programs.compilations,
+                compile_s=self.programs.compile_s,
+                **self.seconds,
+            ),
+        )

@@ -9,11 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
-from jspec.config import SamplingParams
+from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.requests import (
+    Prompt,
+    as_ids,
+    check_models,
     check_requests,
     mode_of,
     one_each,
@@ -32,12 +36,13 @@ OnPrefill = Callable[[int, int], None]
 
 def start_decoding(
     models: Model | Models,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     config: StepConfig = StepConfig(),
     *,
     capacity: int | None = None,
     chunk: int | None = None,
+    cache_dtype: DTypeLike | None = None,
     on_prefill: OnPrefill | None = None,
     run: Callable[..., Any] | None = None,
     sharding: Placing = None,
@@ -46,30 +51,36 @@ def start_decoding(
 
     ``config``: of the steps to come, whose drafter takes up the prompts as well; they may use a
     smaller gamma. ``capacity`` (positions a row) defaults to what the longest request needs.
+    ``cache_dtype``, of the target's keys and values, defaults to the model's ``dtype``.
     ``on_prefill(done, total)`` hears of prompt tokens a row; ``run(function, *args, **static)`` may
     stand between and the jitted prefill. ``sharding`` places the state's arrays, each of which
     begins with the batch axis: one over batch rows, such as ``NamedSharding(mesh, P("rows"))``, or
     a function of an array's name and shape, such as ``"cache.columns.0.keys"`` and
     ``(B, S, K, H)``; None is the default device, or all of the Explicit mesh that the model is on.
+
     Raises `ValueError` where a prompt is empty, holds ids outside the vocabulary, or would outgrow
-    the capacity or a model's context, and for a sharding that an array does not divide into.
+    the capacity or a model's context, and for a sharding that an array does not divide into;
+    `TypeError` for arguments of another kind.
     """
     models = Models.of(models)
-    params = one_each(params, len(prompts))
-    check_requests(models, prompts, params)
-    needed = max(len(p) + s.max_new_tokens for p, s in zip(prompts, params, strict=True))
+    check_models(models)
+    ids = as_ids(prompts)
+    params = one_each(params, len(ids))
+    check_requests(models, ids, params)
+    needed = max(len(p) + s.max_new_tokens for p, s in zip(ids, params, strict=True))
     capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP if capacity is None else capacity
-    if needed > capacity:
+    if (whole_number(capacity) or 0) < needed:
         raise ValueError(
-            f"a request needs {needed} slots (prompt and max_new_tokens) but capacity={capacity}; "
-            "raise the capacity or lower max_new_tokens"
+            f"a request needs {needed} slots (prompt and max_new_tokens) but capacity="
+            f"{shown(capacity)}; raise the capacity or lower max_new_tokens"
         )
-    chunk = _default_chunk(len(prompts)) if chunk is None else chunk
-    if chunk < 1:
-        raise ValueError(f"a prefill chunk of {chunk} tokens must be at least 1")
+    chunk = _default_chunk(len(ids)) if chunk is None else chunk
+    if (whole_number(chunk) or 0) < 1:
+        raise ValueError(f"a prefill chunk of {shown(chunk)} tokens must be at least 1")
+    dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
     sharding = beside(models) if sharding is None else sharding
-    tokens, lengths = padded(prompts, capacity)
-    fill = {"chunk": chunk, "on_prefill": on_prefill, "run": run}
+    tokens, lengths = padded(ids, capacity)
+    fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}
     cache, own = _prefill(models, tokens, lengths, config, sharding, **fill)
     stops = [(*p.stop_tokens, *models.target.config.stop_tokens) for p in params]
     no_limit = np.iinfo(np.int32).max
@@ -77,9 +88,9 @@ def start_decoding(
         cache=cache,
         tokens=jnp.asarray(tokens),
         limits=jnp.asarray(lengths + np.array([p.max_new_tokens for p in params], np.int32)),
-        done=jnp.zeros((len(prompts),), bool),
+        done=jnp.zeros((len(ids),), bool),
         sampling=sampling_of(params),
-        stop_tokens=jnp.asarray(padded(stops, max(1, *map(len, stops)))[0]),
+        stop_tokens=jnp.asarray(padded(stops, _power_of_two(max(map(len, stops))))[0]),
         draft_limits=jnp.asarray(
             [no_limit if p.draft_limit is None else p.draft_limit for p in params], jnp.int32
         ),
@@ -93,7 +104,7 @@ def fill_slot(
     models: Model | Models,
     state: DecodeState,
     slot: int,
-    prompt: Sequence[int],
+    prompt: Prompt,
     params: SamplingParams = SamplingParams(),
     config: StepConfig = StepConfig(),
     *,
@@ -106,9 +117,11 @@ def fill_slot(
     `start_decoding` does.
     """
     batch, capacity = state.tokens.shape
-    if not 0 <= slot < batch:
-        raise ValueError(f"slot={slot} must be in [0, {batch}), the rows of the batch")
-    one = start_decoding(models, [prompt], params, config, capacity=capacity, chunk=chunk)
+    index = whole_number(slot)
+    if index is None or not 0 <= index < batch:
+        raise ValueError(f"slot={shown(slot)} must be in [0, {batch}), the rows of the batch")
+    settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": state.cache.keys(0).dtype}
+    one = start_decoding(models, [prompt], params, config, **settings)
     missing = state.stop_tokens.shape[1] - one.stop_tokens.shape[1]
     if missing < 0:
         raise ValueError(
@@ -118,7 +131,7 @@ def fill_slot(
     stops = jnp.pad(one.stop_tokens, ((0, 0), (0, missing)), constant_values=-1)
     mode = strongest([state.mode, one.mode])
     one = dataclasses.replace(one, stop_tokens=stops, mode=mode)
-    return _put(dataclasses.replace(state, mode=mode), one, jnp.int32(slot))
+    return _put(dataclasses.replace(state, mode=mode), one, jnp.int32(index))
 
 
 @jax.jit(donate_argnames="state")
@@ -145,14 +158,11 @@ def prefill_chunk(
     return with_auto_axes(piece, models, cache, own, tokens, positions, like=(cache, own))
 
 
-def _prefill(
-    models, tokens, lengths, config, sharding, *, chunk, on_prefill, run
-) -> tuple[Cache, Any]:
+def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_prefill, run):
     """Take up every prompt token but the last of each row, which the first step feeds."""
     batch, capacity = tokens.shape
     specs, draft = models.target.config.layers, config.draft
     layouts = layouts_of(specs, capacity, config.gamma)
-    dtype = models.target.dtype
     cache = Cache.create(specs, layouts, batch, dtype, draft.keeps.columns, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.
@@ -161,7 +171,7 @@ def _prefill(
     cache, own = empty["cache"], empty["draft"]
     total = int(lengths.max()) - 1
     # A power of two up to the chunk, so that short prompts pay little and share programs.
-    chunk = min(chunk, 1 << max(total - 1, 0).bit_length())
+    chunk = min(chunk, _power_of_two(total))
     call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
     for begin in range(0, total, chunk):
         index = begin + np.arange(chunk)
@@ -176,6 +186,23 @@ def _prefill(
     return cache, own
 
 
+def _float_dtype(dtype: DTypeLike) -> np.dtype:
+    """The dtype of a cache. Raises `ValueError` for what keys are not rounded to."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    is_float = found is not None and jnp.issubdtype(found, jnp.floating) and found.itemsize > 1
+    if found is None or not is_float or jax.dtypes.canonicalize_dtype(found) != found:
+        raise ValueError(f"a cache of {shown(dtype)} must be of float32, bfloat16 or float16")
+    return found
+
+
+def _power_of_two(number: int) -> int:
+    """The least one that is ``number`` or more, so that close numbers share a program."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def _default_chunk(batch: int) -> int:
     """Prefill tokens a row: enough work to fill the device, and few enough to keep memory low."""
     if jax.default_backend() == "cpu":
@@ -183,7 +210,7 @@ def _default_chunk(batch: int) -> int:
     return max(256, min(2048, 16384 // batch))
 
 
-def padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+def padded(rows: Sequence[Prompt], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of ids as int32 ``[B, width]`` padded with -1, and their lengths ``[B]``."""
     out = np.full((len(rows), width), -1, np.int32)
     for line, row in zip(out, rows, strict=True):

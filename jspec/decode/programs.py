@@ -2,41 +2,136 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import jax
+import numpy as np
 
-from jspec.typing import Array
+KEPT = 64  # programs; each holds megabytes
+TRACED = ("jax_enable_x64", "jax_default_matmul_precision")  # settings that change a program
+OnCompile = Callable[[bool], None]
 
 
 class Programs:
     """Runs jitted functions through executables that it compiles once and keeps.
 
-    Unlike a plain call it knows what compiling cost: ``compile_s`` counts it, and a caller that
-    times a run can leave it out.
+    At most ``limit`` are kept, those that ran last. Threads share them: a program that one thread
+    compiles is waited for by the others that need it.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[Any, Any] = {}
-        self.compile_s = 0.0
+    def __init__(self, limit: int = KEPT) -> None:
+        self._limit = limit
+        self._kept: OrderedDict[Any, Future[Any]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        key = (function, structure, tuple(map(_signature, leaves)), tuple(sorted(static.items())))
-        if key not in self._kept:
-            begin = time.perf_counter()
-            self._kept[key] = function.lower(*args, **static).compile()
+        """``function(*args, **static)``; its keyword arguments are static and hashable."""
+        return self.timed()(function, *args, **static)
+
+    def timed(self, on_compile: OnCompile | None = None) -> Timed:
+        """The same programs for a caller that wants to know what its own calls cost."""
+        return Timed(self, on_compile)
+
+    def executable(
+        self, cost: Timed, function: Any, args: tuple[Any, ...], static: dict[str, Any]
+    ) -> Any:
+        """The executable for these arguments. What it took to get it is added to ``cost``."""
+        key = _key(function, args, static)
+        while True:
+            found, is_new = self._claim(key)
+            if is_new:
+                return self._compile(found, key, cost, function, args, static)
+            if not found.done():
+                with cost.clock():
+                    found.exception()  # waits for the thread that compiles it
+            if found.exception() is None:
+                return found.result()
+
+    def _claim(self, key: Any) -> tuple[Future[Any], bool]:
+        """The program of ``key``, and whether the caller has to compile it."""
+        dropped = []
+        with self._lock:
+            is_new = key not in self._kept
+            found = self._kept.setdefault(key, Future())
+            self._kept.move_to_end(key)
+            while len(self._kept) > self._limit:
+                dropped.append(self._kept.popitem(last=False)[0])
+        for function, *_ in dropped:
+            # JAX holds what it compiled as long as it holds the trace of the function.
+            function.clear_cache()
+        return found, is_new
+
+    def _compile(self, found: Future[Any], key: Any, cost: Timed, function, args, static) -> Any:
+        try:
+            with cost.clock():
+                executable = function.lower(*args, **static).compile()
+        except BaseException as error:
+            # Others that wait for it try for themselves.
+            with self._lock:
+                if self._kept.get(key) is found:
+                    del self._kept[key]
+            found.set_exception(error)
+            raise
+        cost.compilations += 1
+        found.set_result(executable)
+        return executable
+
+
+class Timed:
+    """Runs programs of `Programs` and counts what its own calls cost.
+
+    ``compile_s``: seconds in which it compiled, or waited for another thread that did;
+    ``compilations``: programs that it compiled itself. ``on_compile(True)`` is called before such a
+    time, ``on_compile(False)`` after it.
+    """
+
+    def __init__(self, programs: Programs, on_compile: OnCompile | None = None) -> None:
+        self._programs = programs
+        self._on_compile = on_compile or (lambda begins: None)
+        self.compile_s = 0.0
+        self.compilations = 0
+
+    def __call__(self, function: Any, *args: Any, **static: Any) -> Any:
+        return self._programs.executable(self, function, args, static)(*args)
+
+    @contextlib.contextmanager
+    def clock(self) -> Iterator[None]:
+        """Counts the time spent inside as compiling."""
+        begin = time.perf_counter()
+        try:
+            self._on_compile(True)
+            yield
+        finally:
             self.compile_s += time.perf_counter() - begin
-        return self._kept[key](*args)
+            self._on_compile(False)
 
     def clear(self) -> None:
         """Let go of the executables."""
         self._kept.clear()
 
 
-def _signature(leaf: Array) -> tuple:
-    return leaf.shape, leaf.dtype, leaf.sharding
+def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    leaves, structure = jax.tree.flatten(args)
+    traced = tuple(getattr(jax.config, name) for name in TRACED)
+    return (
+        function,
+        structure,
+        tuple(map(_signature, leaves)),
+        tuple(sorted(static.items())),
+        traced,
+    )
+
+
+def _signature(leaf: Any) -> tuple:
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.sharding
+    return np.shape(leaf), np.result_type(leaf)
 
 
 PROGRAMS = Programs()

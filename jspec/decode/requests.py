@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.config import SamplingMode, SamplingParams
+from jspec.config import LayerSpec, SamplingMode, SamplingParams, shown, token_ids, whole_number
 from jspec.decode.state import Models
 from jspec.ops.sample import Sampling
 from jspec.typing import Array, ModelShape
 
+# What jspec reads of a model and of its config: see `jspec.Model`.
+OF_A_MODEL = ("config", "dtype", "logits", "__call__")
+OF_A_CONFIG = ("vocab_size", "layers", "max_context", "stop_tokens")
+Prompt = Sequence[int] | np.ndarray
 MODES: tuple[SamplingMode, ...] = ("greedy", "sampled", "filtered")  # each serves those before it
 
 
@@ -26,7 +33,13 @@ def one_each(
     """
     if not batch:
         raise ValueError("no prompts were given; pass at least one")
-    rows = (params,) * batch if isinstance(params, SamplingParams) else tuple(params)
+    one = isinstance(params, SamplingParams)
+    if not one and not isinstance(params, Sequence):
+        raise TypeError(f"params={shown(params)} must be a SamplingParams, or a list of one each")
+    rows = (params,) * batch if one else tuple(params)
+    for row in rows:
+        if not isinstance(row, SamplingParams):
+            raise TypeError(f"params hold {shown(row)}, which is no SamplingParams")
     if len(rows) != batch:
         raise ValueError(f"got {batch} prompts but {len(rows)} sampling params; pass one or each")
     return tuple(
@@ -35,29 +48,118 @@ def one_each(
     )
 
 
-def check_request(models: Models, prompt: Sequence[int], params: SamplingParams) -> None:
+def as_ids(prompts: Iterable[Prompt]) -> list[np.ndarray]:
+    """``prompts`` as one array of integers each.
+
+    Raises `TypeError` where they hold anything but whole numbers, `ValueError` for one beyond 63
+    bits.
+    """
+    if isinstance(prompts, (str, bytes)) or not _is_listing(prompts):
+        raise TypeError(
+            f"prompts={shown(prompts)} must be a list of prompts, each the token ids of one, as in "
+            "[tokenizer.encode(text)]"
+        )
+    return [_ids_of(index, prompt) for index, prompt in enumerate(prompts)]
+
+
+def _ids_of(index: int, prompt: Any) -> np.ndarray:
+    if isinstance(prompt, (str, bytes)):
+        raise TypeError(f"prompt {index} is text, {shown(prompt)}; pass tokenizer.encode(text)")
+    if isinstance(prompt, (np.ndarray, jax.Array)) and prompt.ndim == 1:
+        if np.issubdtype(prompt.dtype, np.integer):
+            return np.asarray(prompt)
+        raise TypeError(f"prompt {index} is an array of {prompt.dtype}; it must hold integers")
+    if not _is_listing(prompt):
+        raise TypeError(
+            f"prompt {index} is {shown(prompt)}; each must be a list of token ids: [[1, 2]] is one"
+        )
+    tokens = list(prompt)
+    if set(map(type, tokens)) - {int}:  # a quick look, as prompts are long
+        tokens = [_id_of(index, token) for token in tokens]
+    try:
+        return np.array(tokens, np.int64)
+    except OverflowError:
+        raise ValueError(f"prompt {index} holds a token id of more than 63 bits") from None
+
+
+def _is_listing(value: Any) -> bool:
+    """Whether ``value`` has items in an order."""
+    unordered = isinstance(value, (Set, Mapping)) or getattr(value, "ndim", 1) == 0
+    return isinstance(value, Iterable) and not unordered
+
+
+def _id_of(index: int, token: Any) -> int:
+    number = whole_number(token)
+    if number is None:
+        raise TypeError(f"prompt {index} holds {shown(token)}, which is no token id")
+    return number
+
+
+def check_models(models: Models) -> None:
+    """Raise `TypeError` or `ValueError` for a model that is not what `jspec.Model` says."""
+    named = {"model": models.target, "draft_model": models.draft}
+    for name, model in named.items():
+        if model is not None or name == "model":
+            _check_model(name, model)
+
+
+def _check_model(name: str, model: Any) -> None:
+    if isinstance(model, (str, os.PathLike)):
+        raise TypeError(f"{name}={shown(str(model))} is a path; pass jspec.load_model(path)")
+    if isinstance(model, type):
+        raise TypeError(f"{name}={model.__name__} is a class; pass a model that was made of it")
+    for what, value, needed in (
+        (name, model, OF_A_MODEL),
+        (f"{name}.config", getattr(model, "config", None), OF_A_CONFIG),
+    ):
+        missing = [member for member in needed if not hasattr(value, member)]
+        if missing:
+            raise TypeError(
+                f"{what} of type {type(value).__name__} lacks {', '.join(missing)}; it must have "
+                f"{', '.join(needed)}, as docs/models.md says"
+            )
+    if any(leaf is model for leaf in jax.tree.leaves(model)):
+        raise TypeError(
+            f"{name} of type {type(model).__name__} is no pytree; make it a flax.nnx.Module, or "
+            "register its class with jax.tree_util"
+        )
+    config = model.config
+    for member in ("vocab_size", "max_context"):
+        value = getattr(config, member)
+        if (whole_number(value) or 0) < 1:
+            raise ValueError(f"{name}.config: {member}={shown(value)} must be a positive int")
+    layers = config.layers
+    if not isinstance(layers, Sequence) or not all(isinstance(x, LayerSpec) for x in layers):
+        raise ValueError(
+            f"{name}.config: layers={shown(layers)} must be a LayerSpec for each layer"
+        )
+    token_ids(f"{name}.config: stop_tokens", config.stop_tokens)
+
+
+def check_request(models: Models, prompt: Prompt, params: SamplingParams) -> None:
     """Raise `ValueError` where the models cannot serve a request.
 
     A prompt without tokens, with ids outside the vocabulary, or too long for the context of the
     target or of the draft model.
     """
-    _check_for(models.target.config, prompt, params)
-    if models.draft is not None:
-        try:
-            _check_for(models.draft.config, prompt, params)
-        except ValueError as error:
-            raise ValueError(f"for the draft model: {error}") from None
-
-
-def _check_for(config: ModelShape, prompt: Sequence[int], params: SamplingParams) -> None:
+    config = models.target.config
     if not len(prompt):
         raise ValueError("the prompt is empty; give it at least one token")
-    low, high = min(prompt), max(prompt)
+    low, high = int(np.min(prompt)), int(np.max(prompt))
     if low < 0 or high >= config.vocab_size:
         raise ValueError(
             f"the prompt holds token {low if low < 0 else high}, outside the vocabulary "
             f"0..{config.vocab_size - 1}"
         )
+    _check_length(config, prompt, params)
+    if models.draft is not None:
+        try:
+            _check_length(models.draft.config, prompt, params)
+        except ValueError as error:
+            raise ValueError(f"for the draft model: {error}") from None
+
+
+def _check_length(config: ModelShape, prompt: Prompt, params: SamplingParams) -> None:
     if len(prompt) + params.max_new_tokens > config.max_context:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens, which with max_new_tokens="
@@ -67,7 +169,7 @@ def _check_for(config: ModelShape, prompt: Sequence[int], params: SamplingParams
 
 
 def check_requests(
-    models: Models, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    models: Models, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
 ) -> None:
     """`check_request` for each; the error says which."""
     for index, (prompt, row) in enumerate(zip(prompts, params, strict=True)):

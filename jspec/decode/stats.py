@@ -27,8 +27,8 @@ class Stats:
 
     A *step* is one verification of one row. ``committed`` tokens are what the caller got.
     ``mean_accepted_length`` is committed tokens a step, the corrected or bonus token included, so 1
-    is plain decoding. Draft tokens behind a stop token count nowhere. ``compile_s`` is not part of
-    ``prefill_s`` or ``decode_s``.
+    is plain decoding. Draft tokens behind a stop token or a stop text count nowhere. ``compile_s``,
+    for ``compilations`` programs, is not part of ``prefill_s`` or ``decode_s``.
     """
 
     rows: int
@@ -38,6 +38,7 @@ class Stats:
     accepted: int
     committed: int
     acceptance_by_position: tuple[PositionRate, ...]
+    compilations: int
     compile_s: float
     prefill_s: float
     decode_s: float
@@ -78,13 +79,27 @@ class Stats:
         """Plain numbers for JSON, derived ones included."""
         names = (
             "rows prompt_tokens steps drafted accepted committed mean_accepted_length "
-            "acceptance_rate compile_s prefill_s prefill_tokens_per_s decode_s decode_tokens_per_s"
+            "acceptance_rate compilations compile_s prefill_s prefill_tokens_per_s decode_s "
+            "decode_tokens_per_s"
         )
         positions = [
             {"attempts": p.attempts, "accepted": p.accepted, "rate": p.rate}
             for p in self.acceptance_by_position
         ]
         return {n: getattr(self, n) for n in names.split()} | {"acceptance_by_position": positions}
+
+
+def kept_of(
+    drafted: np.ndarray, accepted: np.ndarray, committed: np.ndarray, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Step records, int32 ``[steps, B]``, of rows that keep their first ``kept [B]`` tokens alone.
+
+    A step of which a part is kept counts as one that a stop token ended there.
+    """
+    before = np.cumsum(committed, axis=0) - committed
+    left = np.clip(kept - before, 0, committed)
+    is_cut = left < committed
+    return np.where(is_cut, left, drafted), np.where(is_cut, left, accepted), left
 
 
 class Tally:

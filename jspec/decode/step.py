@@ -75,7 +75,7 @@ def verify(
 ) -> tuple[Verified, DecodeState, Seen]:
     """Run the target over the last token and the draft, and judge the draft by it."""
     tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
-    index = jnp.arange(config.gamma + 1)[None]
+    index = jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
     positions = jnp.where(counts, state.cache.lengths[:, None] + index, -1)
     attend = dense_attend(
@@ -133,6 +133,6 @@ def commit(
 
 def _write(tokens: Array, block: Array, start: Array) -> Array:
     """Put ``block [B, T]`` into ``tokens [B, S]`` from ``start [B]`` on, -1 writing nothing."""
-    index = start[:, None] + jnp.arange(block.shape[1])[None]
+    index = start[:, None] + jnp.arange(block.shape[1], dtype=jnp.int32)[None]
     index = jnp.where(block >= 0, index, tokens.shape[1])
     return tokens.at[jnp.arange(tokens.shape[0])[:, None], index].set(block, mode="drop")

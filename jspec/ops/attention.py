@@ -112,7 +112,8 @@ def _accumulate(carry, q: Array, k: Array, v: Array, valid: Array, softcap: floa
 
 def _start(q: Array, v: Array):
     rows = q.shape[:-1]
-    return jnp.full(rows, LOWEST), jnp.zeros(rows), jnp.zeros((*rows, v.shape[-1]), jnp.float32)
+    out = jnp.zeros((*rows, v.shape[-1]), jnp.float32)
+    return jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), out
 
 
 def _finish(carry, tokens: int, dtype) -> tuple[Array, Array]:
@@ -133,7 +134,7 @@ def _sees(positions: Array, key_positions: Array, group: int, window: int | None
 def _xla(q, k, v, positions, *, key_positions, scale, window, softcap):
     kv_heads = k.shape[2]
     if key_positions is None:
-        key_positions = jnp.arange(k.shape[1])[None]
+        key_positions = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
     valid = _sees(positions, key_positions, q.shape[2] // kv_heads, window)
     grouped = _grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
     sums = _accumulate(_start(grouped, v), grouped, k, v, valid, softcap)
@@ -145,7 +146,7 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap):
     group = q.shape[2] // kv_heads
     block = min(BLOCK if jax.default_backend() == "cpu" else GPU_BLOCK, slots)
     if key_positions is None:
-        key_positions = jnp.arange(slots)[None]
+        key_positions = jnp.arange(slots, dtype=jnp.int32)[None]
         blocks = (positions.max() + block) // block
     else:
         blocks = math.ceil(slots / block)

@@ -200,7 +200,10 @@ def _read(
     backends: Mapping[str, str],
 ) -> Array:
     """Attention of a layer as its spec asks, with the model's sinks and projection."""
-    keys, values = columns["keys"], values_of(spec, columns)
+    # A cache may be of another dtype than the model's activations.
+    given, kept = q.dtype, columns["keys"].dtype
+    wide = given if given == kept else jnp.float32
+    q, keys, values = (x.astype(wide) for x in (q, columns["keys"], values_of(spec, columns)))
     per_head = key_positions is not None and key_positions.ndim == 3
     batch, tokens = positions.shape
     if per_head:
@@ -219,6 +222,7 @@ def _read(
         softcap=spec.softcap,
         implementation=backends.get("attention"),
     )
+    out = out.astype(given)
     if per_head:
         out, lse = (
             jnp.swapaxes(x.reshape(batch, spec.kv_heads, tokens, *x.shape[2:]), 1, 2).reshape(

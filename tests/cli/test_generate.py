@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from jspec.cli import main
+from jspec.cli.requests import Request
+from jspec.cli.show import print_table
+from jspec.config import SamplingParams
+from jspec.decode.stats import Stats
 
 SOURCE = Path(json.__file__).read_text()[:600]
 
@@ -169,6 +173,96 @@ def test_stop_of_one_byte_ends_in_the_step(run, source):
     assert result["stats"]["committed"] == whole.index(stop) + 1
 
 
+def test_stop_text_leaves_nothing_behind_it_in_any_count(run, source):
+    """A stop text of several tokens is found behind a chunk, which has decoded more."""
+    arguments = ["--prompt-file", source, "--max-new-tokens", "48", "--json"]
+    whole = json.loads(run(*arguments)[1])
+    stop = whole["text"][9:13]
+    result = json.loads(run(*arguments, "--stop", stop)[1])
+    count = whole["text"].index(stop) + 4
+    assert result["tokens"] == whole["tokens"][:count]
+    stats = result["stats"]
+    assert stats["committed"] == count
+    assert stats["accepted"] <= count
+    assert stats["steps"] <= whole["stats"]["steps"]
+    assert stats["drafted"] <= whole["stats"]["drafted"]
+
+
+def test_results_go_to_a_file_line_by_line(run, tmp_path):
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked = [
+        {"prompt": "def f(x):\n", "max_new_tokens": 5, "id": "seven"},
+        {"prompt": "", "id": 8},
+        {"prompt": "import os\n", "max_new_tokens": 9},
+        {"prompt": "x" * 40000, "id": "long"},
+    ]
+    file.write_text("\n".join(map(json.dumps, asked)))
+    code, printed, err = run("--requests", str(file), "--output", str(out), "--batch", "1")
+    assert code == 2
+    assert printed == ""
+    assert "tokens/s" in err
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(x["line"], x.get("id")) for x in lines] == [
+        (1, "seven"),
+        (2, 8),
+        (3, None),
+        (4, "long"),
+    ]
+    assert "id" not in lines[2]
+    assert [len(x.get("tokens", [])) for x in lines] == [5, 0, 9, 0]
+    assert set(lines[0]) == {"line", "id", "text", "tokens", "finished", "seed"}
+    assert set(lines[1]) == {"line", "id", "error"}
+    together = json.loads(run("--requests", str(file), "--json")[1])
+    assert together["results"] == [lines[0], lines[2]]
+    assert together["errors"] == [lines[1], lines[3]]
+    _, printed, _ = run("--requests", str(file))
+    assert printed.startswith(f'--- line 1 "seven"\n{lines[0]["text"]}\n--- line 3\n')
+
+
+def test_a_request_of_a_batch_of_any_size_is_the_same(run, tmp_path):
+    file = tmp_path / "in.jsonl"
+    asked = {"prompt": "import re\n", "max_new_tokens": 8, "temperature": 1.0}
+    file.write_text("\n".join(json.dumps(asked | {"seed": seed}) for seed in range(3)))
+    one, all_ = (
+        json.loads(run("--requests", str(file), "--json", "--batch", n)[1]) for n in ("1", "3")
+    )
+    assert one["results"] == all_["results"]
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_decoded(run, tmp_path):
+    file, folder = tmp_path / "in.jsonl", tmp_path / "folder"
+    file.write_text('{"prompt": "x"}')
+    folder.mkdir()
+    for out in (folder, tmp_path / "no" / "such", Path("/dev/null")):
+        code, printed, err = run("--requests", str(file), "--output", str(out))
+        assert (code, printed) == (2, "")
+        assert f"{out}: cannot be written" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "in.jsonl"]
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_failed_run_leaves_the_file_as_it_was(run, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("before")
+    code, _, _ = run("--requests", "/dev/null", "--output", str(out))
+    assert code == 2
+    assert out.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_file_is_as_readable_as_any_that_the_user_makes(tmp_path):
+    from jspec.cli.output import whole_file
+
+    usual, own = tmp_path / "usual", tmp_path / "own"
+    usual.write_text("")
+    (tmp_path / "link").symlink_to(own)
+    with whole_file(str(tmp_path / "link")) as file:
+        file.write("é")
+    assert own.stat().st_mode == usual.stat().st_mode
+    assert (tmp_path / "link").is_symlink()
+    assert own.read_text("utf-8") == "é"
+
+
 def test_requests_file_serves_the_good_lines(run, tmp_path):
     file = tmp_path / "requests.jsonl"
     lines = [
@@ -228,6 +322,11 @@ def test_a_request_does_not_depend_on_its_neighbours(run, tmp_path):
         (["--prompt", "x", "--backend", "abacus"], "must be OPERATION=NAME, as in attention=xla"),
         (["--prompt", "x", "--backend", "add=xla"], "there is no operation 'add'; name one of"),
         (["--prompt", "x", "--stop", ""], "stop text is empty"),
+        (["--prompt", "x", "--temperature", "1" + "0" * 400], "temperature=inf must be"),
+        (["--prompt", "x", "--top-k", "2147483648"], "top_k=2147483648 must be below"),
+        (["--prompt", "x", "--batch", "0"], "--batch 0 must be at least 1"),
+        (["--prompt", "x", "--output", "out"], "--output goes with --requests; for one prompt, re"),
+        (["--prompt-file", "no/su\nch\x1b[31m"], "no/su\\nch\\x1b[31m: cannot be read"),
         (["--prompt-file", "no/such/file"], "no/such/file: cannot be read"),
         (["--prompt-file", "/"], "cannot be read"),
         (["--requests", "no/such/file"], "no/such/file"),
@@ -252,7 +351,8 @@ def test_ctrl_c_keeps_what_was_generated(run, source, monkeypatch):
 
     def interrupt(self, tokens):
         calls.append(tokens)
-        if len(calls) > 1:
+        if len(calls) == 2:
+            feed(self, tokens)
             raise KeyboardInterrupt
         return feed(self, tokens)
 
@@ -262,6 +362,100 @@ def test_ctrl_c_keeps_what_was_generated(run, source, monkeypatch):
     assert code == 130
     assert result["finished"] == "interrupted"
     assert result["tokens"] == list(calls[0])
+    assert result["text"] == bytes(calls[0]).decode()
+    assert result["stats"]["committed"] == len(calls[0])
+
+
+@pytest.mark.parametrize("where", ["decode", "read", "compare"])
+def test_ctrl_c_anywhere_keeps_what_was_served(where, run, tmp_path, monkeypatch):
+    """Three requests, one at a time: Ctrl-C comes in the second's decoding, or between."""
+    from jspec.cli import generate
+
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"prompt": "import os\\n", "max_new_tokens": 4, "id": "a"}\n' * 3)
+    decode, calls = generate.decode, []
+
+    def interrupted(*args, **settings):
+        calls.append(0)
+        if len(calls) == (4 if where == "compare" else 2):
+            if where == "read":
+                raise KeyboardInterrupt
+            settings["on_prefill"] = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        return decode(*args, **settings)
+
+    monkeypatch.setattr(generate, "decode", interrupted)
+    asked = ("--requests", str(file), "--batch", "1", "--output", str(out), "--compare", "--json")
+    code, printed, _ = run(*asked)
+    assert code == 130
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    ends = {"decode": ["length", "interrupted"], "read": ["length"], "compare": ["length"] * 3}
+    assert [line["finished"] for line in lines] == ends[where]
+    assert len(lines[0]["tokens"]) == 4
+    assert json.loads(printed)["results"] == lines
+    assert json.loads(printed)["compare"] is None
+
+
+def test_ctrl_c_before_anything_was_served_is_an_interruption(run, tmp_path, monkeypatch):
+    from jspec.cli import generate
+
+    def interrupted(*args, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "decode", interrupted)
+    code, out, err = run("--prompt", "x", "--json")
+    assert (code, out, err) == (130, "", "jspec: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--gamma", "1.5"], ["--gamma", "9" * 5000], ["--colour", "a\nb\x1b[31m"], ["x", "--json"]],
+    ids=["float", "digits", "unknown", "place"],
+)
+def test_an_argument_that_is_none_is_one_line_too(arguments, run, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    err = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert err.startswith("jspec: error: ")
+    assert err.endswith(("; see jspec generate --help\n", "; see jspec --help\n"))
+    assert err[:-1].isprintable()
+    assert len(err) < 400
+
+
+def compared(rows: list[tuple[float, list[int], list[int]]]) -> dict:
+    """What `--compare` says of rows of (temperature, tokens, tokens of plain decoding)."""
+    from jspec.cli import generate
+
+    def outcome(which: int) -> generate.Outcome:
+        served = []
+        for row in rows:
+            params = SamplingParams(temperature=row[0])
+            text = type("Row", (), {"tokens": row[which]})
+            served.append(generate.Served(Request(b"x", params, ()), text, "stop"))
+        return generate.Outcome(served, Stats.merged([]), False)
+
+    return generate._compare(outcome(1), outcome(2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "sampled", "said"),
+    [
+        ([(0, [1], [1]), (0, [2], [2])], False, "identical tokens"),
+        ([(0, [1], [1]), (0, [2], [3])], False, "tokens differ"),
+        ([(0, [1], [1]), (1, [2], [3])], True, "other tokens of the same law"),
+        ([(1, [1], [1]), (0, [2], [3])], True, "tokens differ"),
+        ([(1, [1], [1]), (0, [2], [2])], True, "identical tokens"),
+        ([(1, [1], [2])], True, "other tokens of the same law"),
+    ],
+    ids=["same", "differ", "sampled-differs", "greedy-differs", "mixed-same", "sampled"],
+)
+def test_compare_tells_greedy_from_sampled_in_a_mixed_batch(rows, sampled, said, capsys):
+    found = compared(rows)
+    assert found["sampled"] == sampled
+    assert found["identical"] == (said == "identical tokens")
+    assert found["greedy_identical"] == (said != "tokens differ")
+    print_table(Stats.merged([]), [], found)
+    assert f"against plain decoding  {said}, " in capsys.readouterr().err
 
 
 def test_help_does_not_import_jax():
@@ -288,5 +482,6 @@ def test_public_names_load():
     for name in jspec.__all__:
         assert getattr(jspec, name) is not None
     assert set(jspec.__all__) <= set(dir(jspec))
+    assert Path(jspec.__file__).with_name("py.typed").is_file()  # or type checkers see none of it
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = jspec.no_such_name

@@ -51,3 +51,16 @@ def test_special_tokens_are_counted_but_not_shown():
 def test_broken_utf8_becomes_replacement_characters():
     _, shown = feed([0xFF, 97, 0xE2, 0x82], [1, 3], ())
     assert shown == "\ufffda\ufffd"
+
+
+def test_a_stop_text_may_be_complete_at_the_very_end():
+    row, shown = feed([97, 98, 0xE2], [], ("b\ufffd",))
+    assert (shown, row.text, row.stopped) == ("a", "a", True)
+
+
+def test_tokens_behind_a_stop_text_are_not_taken():
+    row = RowText(TOKENIZER, ("lo",), SPECIAL)
+    assert row.feed(list(b"hello, ")) == "hel"
+    assert bytes(row.tokens) == b"hello"
+    assert row.feed(list(b"world")) == ""
+    assert bytes(row.tokens) == b"hello"

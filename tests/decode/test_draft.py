@@ -6,16 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jspec.config import LayerSpec, SamplingParams
 from jspec.decode.draft import Drafted, ModelDraft, NgramDraft, SelfDraft
+from jspec.decode.engine import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import within_limits
 from jspec.policies import Dense, Streaming
 from tests.conftest import TINY, make_decoder
-from tests.decode.common import full_logits, prompts
+from tests.decode.common import DRAFTERS, full_logits, prompts
 
 
 def propose(models, state: DecodeState, config: StepConfig) -> Drafted:
@@ -164,6 +166,62 @@ def test_a_model_draft_needs_its_model(tiny, other):
     without = start_decoding(tiny, [[1]], params)
     with pytest.raises(ValueError, match=message):
         propose(Models(tiny, other), without, config)
+
+
+@pytest.mark.parametrize("source", ["model", "dense"])
+def test_a_draft_writes_nothing_for_a_row_that_is_done(source, tiny, other):
+    """The row has room below its limit: a stop token has ended it."""
+    models, config = Models(tiny, other), StepConfig(3, DRAFTERS[source])
+    state = start_decoding(models, prompts((9, 9)), SamplingParams(max_new_tokens=20), config)
+    state = dataclasses.replace(state, done=jnp.array([True, False]))
+    before = jax.tree.map(np.array, state)
+    after = jax.jit(lambda state: config.draft.draft(models, state, config)[1])(state)
+    caches = [(c.draft if source == "model" else c.cache).columns for c in (before, after)]
+    pairs = list(zip(*map(jax.tree.leaves, caches), strict=True))
+    assert len(pairs) == 4
+    for old, new in pairs:
+        np.testing.assert_array_equal(old[0], new[0])
+        assert (np.asarray(new[1]) != old[1]).any()
+
+
+@pytest.mark.parametrize("size", [37, 48])
+def test_a_draft_model_may_be_padded_otherwise(size, tiny):
+    """With fewer tokens than the target's 41 or more: greedy tokens are the plain ones."""
+    second = make_decoder(dataclasses.replace(TINY, vocab_size=size), seed=2, head=3.0)
+    texts = [*prompts((9, 4)), [40, 38, 40, 38, 40]]  # of which a short vocabulary lacks some
+    params = SamplingParams(max_new_tokens=12)
+    plain = generate(tiny, texts, params, draft=None)
+    got = generate(tiny, texts, params, draft=ModelDraft(), draft_model=second, gamma=3)
+    assert got.tokens == plain.tokens
+    assert got.stats.drafted > 0
+
+
+@pytest.mark.parametrize("mode", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_what_the_target_has_no_token_for_is_never_drafted(mode, tiny):
+    """A second model that is certain of its last token, which only padding has."""
+    config = dataclasses.replace(TINY, vocab_size=48)
+    second = Sure(make_decoder(config, seed=2), 47)
+    params = SamplingParams(max_new_tokens=20, temperature=mode, seed=0)
+    models, config = Models(tiny, second), StepConfig(3, ModelDraft())
+    state = start_decoding(models, prompts((9, 4)), params, config)
+    drafted = jax.jit(lambda state: propose(models, state, config))(state)
+    assert (np.asarray(drafted.tokens) < 41).all()
+    if mode:
+        assert drafted.logits.shape == (2, 3, 41)
+
+
+class Sure(nnx.Module):
+    """A model that is all but certain of one token."""
+
+    def __init__(self, model, token: int):
+        self.model, self.config, self.dtype, self.token = model, model.config, model.dtype, token
+
+    def __call__(self, tokens, positions, attend, cache):
+        return self.model(tokens, positions, attend, cache)
+
+    def logits(self, hidden):
+        logits = self.model.logits(hidden)
+        return logits + 1e4 * (jnp.arange(logits.shape[-1]) == self.token).astype(jnp.float32)
 
 
 def test_a_draft_longer_than_its_models_rings_is_refused(tiny):

@@ -10,8 +10,9 @@ from flax import nnx
 
 from jspec.config import LayerSpec, SamplingParams
 from jspec.decode.draft import ModelDraft
-from jspec.decode.engine import generate
+from jspec.decode.engine import Interrupted, generate
 from jspec.decode.prefill import start_decoding
+from jspec.decode.programs import Programs
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.ops.sample import Sampling
@@ -66,7 +67,37 @@ def test_a_caller_may_end_a_row(sharp, texts):
     assert got.stats.committed == sum(map(len, got.tokens))
 
 
-def test_an_interrupt_returns_what_there_is(sharp, texts):
+def test_a_caller_may_end_a_row_within_what_it_was_given(sharp, texts):
+    """What is behind the end is in no count and no text, also where that is nothing at all."""
+    keeps = {0: 0, 1: 1, 2: np.int64(3)}
+    got = generate(
+        sharp,
+        prompts()[:4],
+        TWELVE,
+        draft=STREAMING,
+        on_tokens=lambda row, tokens: keeps.get(row),
+    )
+    assert got.finished == ("stop", "stop", "stop", "length")
+    assert got.tokens == ((), texts[1][:1], texts[2][:3], texts[3])
+    assert got.stats.committed == 16
+
+
+def test_an_end_at_the_limit_is_a_stop(sharp):
+    params = SamplingParams(max_new_tokens=4)
+    ends = {"draft": STREAMING, "on_tokens": lambda row, tokens: True}
+    got = generate(sharp, prompts()[:4], params, **ends)
+    assert got.finished == ("stop",) * 4
+    assert [len(tokens) for tokens in got.tokens] == [4] * 4
+
+
+@pytest.mark.parametrize("answer", [-1, 99, 1.0, "stop"])
+def test_an_answer_that_means_nothing_is_refused(answer, sharp):
+    with pytest.raises(ValueError, match=f"on_tokens returned {answer!r} for \\d+ tokens; return"):
+        generate(sharp, prompts()[:4], TWELVE, draft=STREAMING, on_tokens=lambda *_: answer)
+
+
+def test_an_interrupt_brings_what_there_is(sharp, texts):
+    """It comes to the caller's caller: a loop over batches ends there, too."""
     calls = []
 
     def on_tokens(row, tokens):
@@ -74,28 +105,58 @@ def test_an_interrupt_returns_what_there_is(sharp, texts):
         if len(calls) == 6:
             raise KeyboardInterrupt
 
-    got = generate(
-        sharp, prompts()[:4], TWELVE, draft=STREAMING, steps_per_chunk=1, on_tokens=on_tokens
-    )
+    settings = {"draft": STREAMING, "steps_per_chunk": 1, "on_tokens": on_tokens}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        generate(sharp, prompts()[:4], TWELVE, **settings)
+    assert isinstance(caught.value, Interrupted)
+    got = caught.value.generation
     assert got.finished == ("interrupted",) * 4
-    for row in range(4):
-        assert 0 < len(got.tokens[row]) < 12
-        assert got.tokens[row] == texts[row][: len(got.tokens[row])]
-    # Two chunks were decoded and counted, and all rows have the tokens of both.
+    # The call for row 1 of the second chunk was interrupted: only row 0 has that chunk.
+    assert got.tokens == tuple(texts[row][: len(got.tokens[row])] for row in range(4))
+    assert all(got.tokens)
     assert got.stats.committed == sum(map(len, got.tokens))
-    assert got.stats.steps == 8
+    assert got.stats.steps == 5
 
 
 def test_a_row_that_ended_before_the_interrupt_says_so(sharp):
-    params = [dataclasses.replace(TWELVE, max_new_tokens=new) for new in (1, 12)]
+    params = [dataclasses.replace(TWELVE, max_new_tokens=new) for new in (1, 12, 12, 12)]
 
     def on_tokens(row, tokens):
+        if row == 1:
+            raise KeyboardInterrupt
+
+    settings = {"draft": STREAMING, "steps_per_chunk": 1, "on_tokens": on_tokens}
+    with pytest.raises(Interrupted) as caught:
+        generate(sharp, prompts()[:4], params, **settings)
+    assert caught.value.generation.finished == ("length", *["interrupted"] * 3)
+
+
+def test_an_interrupt_of_the_prefill_brings_no_tokens(sharp):
+    def on_prefill(done, total):
         raise KeyboardInterrupt
 
-    got = generate(
-        sharp, prompts()[:2], params, draft=STREAMING, steps_per_chunk=1, on_tokens=on_tokens
-    )
-    assert got.finished == ("length", "interrupted")
+    with pytest.raises(Interrupted) as caught:
+        generate(sharp, prompts()[:4], TWELVE, draft=STREAMING, on_prefill=on_prefill)
+    got = caught.value.generation
+    assert got.tokens == ((),) * 4
+    assert got.finished == ("interrupted",) * 4
+    assert (got.stats.prompt_tokens, got.stats.committed) == (0, 0)
+
+
+@pytest.mark.parametrize("where", ["on_tokens", "on_prefill", "on_compile"])
+def test_an_exception_in_a_callback_leaves_nothing_behind(where, sharp, texts, monkeypatch):
+    if where == "on_compile":
+        monkeypatch.setattr("jspec.decode.engine.PROGRAMS", Programs())
+
+    def fail(*args):
+        raise RuntimeError("the caller's own")
+
+    settings = {"draft": STREAMING}
+    with pytest.raises(RuntimeError, match="the caller's own"):
+        generate(sharp, prompts()[:4], TWELVE, **settings, **{where: fail})
+    got = generate(sharp, prompts()[:4], TWELVE, **settings)
+    assert got.tokens == texts
+    assert got.stats.committed == sum(map(len, texts))
 
 
 @pytest.mark.parametrize("draft", [STREAMING, NGRAM, None], ids=["streaming", "ngram", "plain"])
@@ -118,13 +179,17 @@ def test_a_stop_token_at_the_limit_is_a_stop(sharp, texts):
     assert generate(sharp, prompts()[:1], params, draft=STREAMING).finished == ("stop",)
 
 
-def test_the_models_own_stop_tokens_count(texts):
-    stop = texts[1][2]
-    config = dataclasses.replace(TINY, stop_tokens=(stop,))
+def test_stop_tokens_of_a_request_count_beside_those_of_the_model(texts):
+    """Neither takes the place of the other, whichever comes first in the text."""
+    own, asked = texts[1][2], texts[0][3]
+    config = dataclasses.replace(TINY, stop_tokens=(own,))
     model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
-    got = generate(model, prompts()[:2], TWELVE, draft=STREAMING)
-    assert got.tokens[1] == texts[1][: texts[1].index(stop) + 1]
-    assert got.finished[1] == "stop"
+    params = SamplingParams(max_new_tokens=12, stop_tokens=(asked,))
+    got = generate(model, prompts()[:4], params, draft=STREAMING)
+    for text, tokens in zip(texts, got.tokens, strict=True):
+        ends = [i + 1 for i, token in enumerate(text) if token in (own, asked)]
+        assert tokens == text[: min(ends, default=12)]
+    assert {own, asked} <= {tokens[-1] for tokens in got.tokens}
 
 
 def test_prefill_is_heard_of(sharp):
@@ -244,8 +309,9 @@ def test_a_draft_model_needs_its_setting(tiny, other):
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tiny):
-    foreign = make_decoder(dataclasses.replace(TINY, vocab_size=40))
-    with pytest.raises(ValueError, match=r"vocabulary of 40 differs from the\s+target's 41"):
+    foreign = make_decoder(dataclasses.replace(TINY, vocab_size=41 + 1025))
+    message = r"vocabulary of 1066 differs from the target's 41; they must be the same but for pad"
+    with pytest.raises(ValueError, match=message):
         generate(tiny, [[1]], TWELVE, draft=ModelDraft(), draft_model=foreign)
 
 

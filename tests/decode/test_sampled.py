@@ -4,6 +4,7 @@ The law is tested over the whole pipeline, with a model of three tokens whose ev
 enumerated; the mutants at the end show that the check sees what may go wrong between steps.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -142,8 +143,9 @@ def target():
 
 
 @functools.cache
-def second():
-    return make_decoder(THREE, seed=5, embedding=30.0)
+def second(vocabulary: int = 3):
+    config = dataclasses.replace(THREE, vocab_size=vocabulary)
+    return make_decoder(config, seed=5, embedding=30.0)
 
 
 def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
@@ -160,7 +162,9 @@ def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
     return law
 
 
-def check_law(source: str, params: SamplingParams, gamma: int = 2, seed: int = 0) -> float:
+def check_law(
+    source: str, params: SamplingParams, gamma: int = 2, seed: int = 0, vocabulary: int = 3
+) -> float:
     """Chi-square of 12,000 texts of one prompt, one seed each; returns the acceptance rate.
 
     Everything is traced anew, so that a patched internal is seen.
@@ -181,7 +185,7 @@ def check_law(source: str, params: SamplingParams, gamma: int = 2, seed: int = 0
             [SamplingParams(**{**vars(params), "seed": seed * ROWS + row}) for row in range(ROWS)],
             gamma=0 if source == "plain" else gamma,
             draft=draft,
-            draft_model=second() if source == "model" else None,
+            draft_model=second(vocabulary) if source == "model" else None,
             steps_per_chunk=2,
         )
     check_counts(Counter(got.tokens), enumerated(params))
@@ -196,6 +200,12 @@ def test_generated_texts_have_the_target_law(source):
         assert rate > 0.999
     else:
         assert source == "plain" or 0.2 < rate < 0.95
+
+
+@pytest.mark.parametrize("vocabulary", [2, 5])
+def test_texts_by_a_draft_of_another_padding_have_the_target_law(vocabulary):
+    rate = check_law("model", SAMPLED, vocabulary=vocabulary)
+    assert 0.1 < rate < 0.95
 
 
 @pytest.mark.parametrize("source", ["streaming", "ngram"])

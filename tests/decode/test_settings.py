@@ -21,8 +21,13 @@ BAD = [
     (StepConfig, {"backends": {"attention": "fast"}}, "attention has no implementation 'fast'"),
     (Streaming, {"sinks": -1}, "sinks=-1 must be at least 0"),
     (Streaming, {"window": 0}, "window=0 must be at least 1"),
-    (NgramDraft, {"min_match": 0}, "min_match=0 must be in [1, max_match=16]"),
-    (NgramDraft, {"min_match": 5, "max_match": 4}, "min_match=5 must be in [1, max_match=4]"),
+    (NgramDraft, {"min_match": 0}, "min_match=0 must be a whole number in [1, max_match=16]"),
+    (NgramDraft, {"min_match": 1.5}, "min_match=1.5 must be a whole number in [1, max_match=16]"),
+    (
+        NgramDraft,
+        {"min_match": 5, "max_match": 4},
+        "min_match=5 must be a whole number in [1,",
+    ),
 ]
 
 
@@ -92,7 +97,10 @@ def test_a_drafter_is_found_by_name(text, expected):
         ),
         ("ngram:min_match", "draft 'ngram' has no setting 'min_match'"),
         ("ngram:min_match=two", "draft ngram: min_match='two' must be a whole number"),
-        ("ngram:min_match=0", "draft ngram: min_match=0 must be in [1, max_match=16]"),
+        (
+            "ngram:min_match=0",
+            "draft ngram: min_match=0 must be a whole number in [1, max_match=16]",
+        ),
         ("streaming:window=0", "draft streaming: window=0 must be at least 1"),
         ("none:gamma=3", "draft 'none' has no setting 'gamma=3'; it has no settings"),
     ],

@@ -5,7 +5,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.engine import generate
-from jspec.decode.stats import PositionRate, Stats, Tally
+from jspec.decode.stats import PositionRate, Stats, Tally, kept_of
 from tests.decode.common import DRAFT_LIMITS, NEW, NGRAM, STREAMING, prompts
 from tests.decode.test_draft import lookup
 
@@ -90,7 +90,8 @@ def test_a_row_that_was_done_counts_nothing():
         accepted=np.array([[1, 2], [1, 0]]),
         committed=np.array([[2, 3], [2, 0]]),
     )
-    stats = tally.stats(rows=2, prompt_tokens=7, compile_s=1.0, prefill_s=0.5, decode_s=2.0)
+    times = {"compilations": 3, "compile_s": 1.0, "prefill_s": 0.5, "decode_s": 2.0}
+    stats = tally.stats(rows=2, prompt_tokens=7, **times)
     assert (stats.steps, stats.drafted, stats.accepted, stats.committed) == (3, 5, 4, 7)
     assert stats.acceptance_by_position == (PositionRate(3, 3), PositionRate(2, 1))
     assert stats.acceptance_by_position[1].rate == 0.5
@@ -101,6 +102,39 @@ def test_a_row_that_was_done_counts_nothing():
     assert plain["mean_accepted_length"] == pytest.approx(7 / 3)
 
 
+def test_a_row_that_ends_within_a_chunk_counts_what_it_keeps():
+    """Three rows of three steps: one keeps all 9 tokens, one 4, one none."""
+    drafted = np.array([[3, 3, 3], [3, 3, 3], [3, 3, 3]])
+    accepted = np.array([[3, 2, 3], [1, 3, 0], [2, 3, 3]])
+    committed = accepted + 1
+    got = kept_of(drafted, accepted, committed, np.array([9, 4, 0]))
+    np.testing.assert_array_equal(got[0], [[3, 3, 0], [3, 1, 0], [3, 0, 0]])
+    np.testing.assert_array_equal(got[1], [[3, 2, 0], [1, 1, 0], [2, 0, 0]])
+    np.testing.assert_array_equal(got[2], [[4, 3, 0], [2, 1, 0], [3, 0, 0]])
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_an_end_that_the_caller_finds_counts_as_a_stop_token_there(chunk, sharp):
+    """The same texts end at the same tokens: by stop tokens in the step, or behind a chunk by the
+    caller, who sees tokens that come after. No count tells the two apart."""
+    texts, own = prompts(), SamplingParams(max_new_tokens=40)
+    truth = generate(sharp, texts, own, draft=None).tokens
+    stops = [tokens[3 * row] for row, tokens in enumerate(truth)]
+    params = [SamplingParams(max_new_tokens=40, stop_tokens=(stop,)) for stop in stops]
+    settings = {"draft": NGRAM, "gamma": 6}
+    wanted = generate(sharp, texts, params, **settings)
+
+    def on_tokens(row, tokens):
+        return tokens.index(stops[row]) + 1 if stops[row] in tokens else None
+
+    got = generate(sharp, texts, own, **settings, steps_per_chunk=chunk, on_tokens=on_tokens)
+    assert got.tokens == wanted.tokens
+    assert got.finished == wanted.finished == ("stop",) * 8
+    counts = "steps drafted accepted committed acceptance_by_position".split()
+    assert [getattr(got.stats, n) for n in counts] == [getattr(wanted.stats, n) for n in counts]
+    assert got.stats.drafted > got.stats.accepted > 0
+
+
 def test_merged_statistics_are_the_sum(sharp):
     params = SamplingParams(max_new_tokens=12)
     parts = [
@@ -108,7 +142,8 @@ def test_merged_statistics_are_the_sum(sharp):
         generate(sharp, prompts()[2:4], params, gamma=4, draft=STREAMING).stats,
     ]
     merged = Stats.merged(parts)
-    for name in "rows prompt_tokens steps drafted accepted committed decode_s".split():
+    names = "rows prompt_tokens steps drafted accepted committed compilations decode_s"
+    for name in names.split():
         assert getattr(merged, name) == sum(getattr(part, name) for part in parts)
     for index, at in enumerate(merged.acceptance_by_position):
         here = [p.acceptance_by_position[index] for p in parts if index < p_length(p)]

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -18,7 +19,7 @@ from jspec.config import SamplingParams
 from jspec.ops import vocabulary as module
 from jspec.ops.distribution import ONE, POLYNOMIAL, draw, exp2, power
 from jspec.ops.law import rate_of
-from jspec.ops.sample import Role, number, sample, settings_of
+from jspec.ops.sample import SAMPLE, Role, number, sample, settings_of
 from jspec.ops.vocabulary import Vocabulary
 from tests.ops.laws import (
     P_VALUE,
@@ -153,6 +154,36 @@ def test_top_p_counts_over_what_top_k_left():
     logits = np.log([4, 3, 2, 1]).tolist()
     assert kept(logits, top_p=0.5) == [0, 1]
     assert kept(logits, top_k=2, top_p=0.5) == [0]
+
+
+ONE_BIT = float(np.float32(np.log2(np.e)))  # a temperature at which a logit is a power of two
+
+
+def test_top_p_stops_where_its_mass_is_reached():
+    """Masses of whole powers of two: the least set that reaches top-p is met exactly."""
+    for logits, top_p, wanted in (
+        ([3, 2, 1, 1], 0.5, [0]),
+        ([3, 2, 1, 1], 0.75, [0, 1]),
+        ([3, 2, 1, 1], 0.75 + 2**-20, [0, 1, 2, 3]),
+    ):
+        assert kept(logits, temperature=ONE_BIT, top_p=top_p) == wanted
+
+
+@pytest.mark.parametrize("backend", [name for name in SAMPLE.backends if name != "xla"])
+def test_every_kernel_draws_from_no_more_than_the_filters_leave(backend):
+    """The first token alone, at the border of top-p, and of top-p over what top-k left."""
+    cases = [
+        ([3.0, 2, 1, 1], SamplingParams(temperature=ONE_BIT, top_p=0.5)),
+        (np.log([4, 3, 2, 1]), SamplingParams(temperature=1.0, top_k=2, top_p=0.5)),
+    ]
+    logits = jnp.asarray([[row] for row, _ in cases] * 64, jnp.float32)
+    rows = settings_of(sampling_of([params for _, params in cases] * 64))
+    positions = jnp.zeros((128, 1), jnp.int32)
+    static = {"role": Role.BONUS, "filtered": True, "axis_name": None}
+    if reason := SAMPLE.backend(backend).supports(logits, rows, positions, **static):
+        pytest.skip(reason)
+    tokens = jax.jit(partial(SAMPLE.backend(backend).run, **static))(logits, rows, positions)
+    assert not np.asarray(tokens).any()
 
 
 def test_filters_come_after_the_temperature():

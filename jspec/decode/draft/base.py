@@ -118,7 +118,7 @@ def autoregressive(
         return (token, carry), (token, logits)
 
     (_, carry), (tokens, logits) = lax.scan(
-        body, (state.last_token, carry), jnp.arange(config.gamma)
+        body, (state.last_token, carry), jnp.arange(config.gamma, dtype=jnp.int32)
     )
     lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
     logits = None if logits is None else jnp.swapaxes(logits, 0, 1)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
+from jspec.config import shown, whole_number
 from jspec.decode.draft.base import Drafted, Drafter
 from jspec.decode.state import DecodeState, Models
 
@@ -27,9 +28,11 @@ class NgramDraft(Drafter):
     max_match: int = 16
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_match <= self.max_match:
+        least, most = map(whole_number, (self.min_match, self.max_match))
+        if least is None or most is None or not 1 <= least <= most:
             raise ValueError(
-                f"min_match={self.min_match} must be in [1, max_match={self.max_match}]"
+                f"min_match={shown(self.min_match)} must be a whole number in "
+                f"[1, max_match={shown(self.max_match)}]"
             )
 
     def draft(
@@ -37,7 +40,7 @@ class NgramDraft(Drafter):
     ) -> tuple[Drafted, DecodeState]:
         tokens, lengths, gamma = state.tokens, state.lengths, config.gamma
         batch, capacity = tokens.shape
-        ends = jnp.arange(capacity)[None]
+        ends = jnp.arange(capacity, dtype=jnp.int32)[None]
         matched = jnp.zeros((batch, capacity), jnp.int32)
         running = ends < lengths[:, None] - 1
         for back in range(self.max_match):
@@ -48,11 +51,12 @@ class NgramDraft(Drafter):
             running = running & (shifted == wanted[:, None])
             matched = matched + running.astype(jnp.int32)
         best = matched.max(axis=1)
-        end = capacity - 1 - jnp.argmax(jnp.flip(matched, axis=1), axis=1)
+        latest = jnp.argmax(jnp.flip(matched, axis=1), axis=1).astype(jnp.int32)
+        end = capacity - 1 - latest
         # What follows may reach the end of the text before gamma tokens: it then goes on in a
         # circle, as a text that repeats itself does.
         period = jnp.maximum(lengths - 1 - end, 1)[:, None]
-        index = end[:, None] + 1 + jnp.arange(gamma)[None] % period
+        index = end[:, None] + 1 + jnp.arange(gamma, dtype=jnp.int32)[None] % period
         found = jnp.take_along_axis(tokens, index, axis=1)
         count = jnp.where(best >= self.min_match, gamma, 0).astype(jnp.int32)
         return Drafted(found, count), state

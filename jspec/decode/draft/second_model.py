@@ -18,7 +18,7 @@ from jspec.typing import Array, Model
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
 
-
+MOST_PADDING = 1024  # tokens; vocabularies that differ by more are not those of one tokenizer
 _MISSING = (
     "ModelDraft() needs a draft model: pass draft_model=, or jspec.Models(target, draft), to "
     "whatever starts decoding with draft=ModelDraft() and to each step"
@@ -33,19 +33,22 @@ def _required(models: Models) -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft(Drafter):
-    """The draft model of `jspec.Models`, which has the target's vocabulary.
+    """The draft model of `jspec.Models`, which has the target's vocabulary but for padding.
 
-    It is fed the last two tokens each time: after a fully accepted draft its cache lacks the last
+    Of unequal vocabularies the longer one may only be padded: what lies beyond the target's is
+    never drafted, and what lies beyond the draft model's has no mass in its drafts. The draft model
+    is fed the last two tokens each time: after a fully accepted draft its cache lacks the last
     draft token, and feeding pairs catches up without a second program.
     """
 
     def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Cache:
         model = _required(models)
         own, target = model.config, models.target.config
-        if own.vocab_size != target.vocab_size:
+        if abs(own.vocab_size - target.vocab_size) > MOST_PADDING:
             raise ValueError(
                 f"the draft model's vocabulary of {own.vocab_size} differs from the target's "
-                f"{target.vocab_size}; they must be the same"
+                f"{target.vocab_size}; they must be the same but for padding, of {MOST_PADDING} "
+                "tokens at most"
             )
         layouts = layouts_of(own.layers, capacity, gamma)
         cache = Cache.create(own.layers, layouts, len(lengths), model.dtype)
@@ -54,8 +57,8 @@ class ModelDraft(Drafter):
     def prefill(
         self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
     ) -> Any:
-        attend = dense_attend(positions, backends=config.backends)
-        return _required(models)(tokens, positions, attend, own)[1]
+        model, attend = _required(models), dense_attend(positions, backends=config.backends)
+        return model(_known(tokens, model), positions, attend, own)[1]
 
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
@@ -73,11 +76,23 @@ class ModelDraft(Drafter):
             where = jnp.stack([positions - 1, positions], axis=1)
             where = jnp.where(state.beyond(where), -1, where)
             attend = dense_attend(where, backends=config.backends)
-            hidden, cache = model(pair, where, attend, cache)
-            return model.logits(hidden[:, 1:])[:, 0], (token, cache)
+            hidden, cache = model(_known(pair, model), where, attend, cache)
+            logits = model.logits(hidden[:, 1:])[:, 0]
+            return _of_vocabulary(logits, models.target.config.vocab_size), (token, cache)
 
         drafted, (_, cache) = autoregressive(state, config, advance, (previous, state.draft))
         return drafted, dataclasses.replace(state, draft=cache)
 
     def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
         return dataclasses.replace(state, draft=state.draft.with_lengths(state.cache.lengths))
+
+
+def _known(tokens: Array, model: Model) -> Array:
+    """``tokens`` with the model's last one for those that it has no embedding of."""
+    return jnp.minimum(tokens, model.config.vocab_size - 1)
+
+
+def _of_vocabulary(logits: Array, size: int) -> Array:
+    """``logits [B, V']`` as ``[B, size]``: cut, or padded with minus infinity."""
+    missing = max(size - logits.shape[-1], 0)
+    return jnp.pad(logits[:, :size], ((0, 0), (0, missing)), constant_values=-jnp.inf)

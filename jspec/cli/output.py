@@ -1,0 +1,59 @@
+"""Results of requests as JSON: of one, of JSON lines, and as a file of JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from jspec.cli.requests import Refused, Request
+
+
+def result_of(request: Request, text: str, tokens: Sequence[int], finished: str) -> dict[str, Any]:
+    """What came of a request; with its ``line`` and ``id`` where it is one of JSON lines."""
+    found = {"text": text, "tokens": list(tokens), "finished": finished}
+    found["seed"] = request.params.seed
+    return found if request.line is None else _named(request) | found
+
+
+def error_of(refused: Refused) -> dict[str, Any]:
+    """What came of a line that was not served."""
+    return _named(refused) | {"error": refused.error}
+
+
+def _named(line: Request | Refused) -> dict[str, Any]:
+    return {"line": line.line} | ({} if line.id is None else {"id": line.id})
+
+
+def write_lines(file: TextIO, found: Sequence[dict[str, Any]]) -> None:
+    """Results and errors as JSON lines, in the order of the lines that asked for them."""
+    for value in sorted(found, key=lambda value: value["line"]):
+        file.write(json.dumps(value) + "\n")
+
+
+@contextlib.contextmanager
+def whole_file(path: str) -> Iterator[TextIO]:
+    """A text file that takes the place of ``path`` when the block ends, and is gone if it fails.
+
+    Raises `ValueError` at once where ``path`` cannot be written or is no file.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{path}: cannot be written; name a file, not a folder or a device")
+    try:
+        handle, name = tempfile.mkstemp(prefix=".jspec-", dir=target.parent)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            yield file
+        os.umask(mask := os.umask(0))
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise

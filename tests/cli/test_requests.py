@@ -1,0 +1,239 @@
+"""JSON lines of requests: each good line is served as it asks, each bad one refused by number."""
+
+import argparse
+import dataclasses
+import io
+import json
+import random
+
+import pytest
+
+from jspec.cli import requests as requests_module
+from jspec.cli.requests import parse_lines, read_requests
+from jspec.config import SamplingParams
+
+DEFAULTS = {
+    "max_new_tokens": 9,
+    "temperature": 0.5,
+    "top_k": 4,
+    "top_p": 0.75,
+    "min_p": 0.25,
+    "seed": 3,
+}
+
+
+def parsed(*lines: str | bytes):
+    """What a file of these lines asks for: requests, and refusals by line."""
+    raw = b"\n".join(x.encode() if isinstance(x, str) else x for x in lines)
+    requests, refused = parse_lines(io.BytesIO(raw), DEFAULTS, ("END",))
+    for line in refused:
+        assert line.error
+        assert line.error.isprintable()
+        assert len(line.error) < 400
+    return requests, {line.line: line.error for line in refused}
+
+
+def test_a_line_has_the_settings_of_the_command_but_for_its_own():
+    own = {
+        "max_new_tokens": 5,
+        "temperature": 2,
+        "top_k": 7,
+        "top_p": 0.5,
+        "min_p": 0.125,
+        "seed": 11,
+    }
+    assert own.keys() == DEFAULTS.keys() == requests_module._FIELDS.keys()
+    lines = [{"prompt": "x"}, {"prompt": "x", **own}]
+    lines += [{"prompt": "x", name: value} for name, value in own.items()]
+    requests, refused = parsed(*map(json.dumps, lines))
+    assert not refused
+    wanted = [DEFAULTS, own, *({**DEFAULTS, name: own[name]} for name in own)]
+    assert [r.params for r in requests] == [SamplingParams(**settings) for settings in wanted]
+
+
+def test_lines_are_numbered_with_the_blank_ones():
+    good = json.dumps({"prompt": "x"})
+    requests, refused = parsed("", good, "  \t", "", "{", good, "\r", "7", good)
+    assert [r.line for r in requests] == [2, 6, 9]
+    assert list(refused) == [5, 8]
+
+
+def test_line_endings_of_other_systems_and_a_byte_order_mark_are_taken():
+    good = json.dumps({"prompt": "x"}).encode()
+    requests, refused = parsed(b"\xef\xbb\xbf" + good + b"\r", good + b"\r")
+    assert [r.line for r in requests] == [1, 2]
+    assert not refused
+
+
+def test_a_line_may_name_its_stop_texts_and_itself():
+    lines = [
+        {"prompt": "x"},
+        {"prompt": "x", "stop": "a", "id": "first"},
+        {"prompt": "x", "stop": ["a", "bc"], "id": 7},
+        {"prompt": "x", "stop": [], "id": None},
+    ]
+    requests, _ = parsed(*map(json.dumps, lines))
+    assert [r.stop for r in requests] == [("END",), ("a",), ("a", "bc"), ()]
+    assert [r.id for r in requests] == [None, "first", 7, None]
+
+
+BAD = [
+    ("{broken", "is not JSON: Expecting property name enclosed in double quotes, at character 2"),
+    ("[1]", "must be a JSON object, got list"),
+    ("null", "must be a JSON object, got NoneType"),
+    ('{"prompt": ""}', "'prompt' must be a string that is not empty"),
+    ('{"prompt": ["x"]}', "'prompt' must be a string that is not empty"),
+    ("{}", "'prompt' must be a string that is not empty"),
+    ('{"prompt": "x", "colour": 1}', "unknown field 'colour'; a request has id, prompt, stop, max"),
+    ('{"prompt": "x", "a\\nb": 1}', "unknown field 'a\\nb'; a request has"),
+    ('{"prompt": "x", "prompt": "y"}', "field 'prompt' is given twice"),
+    ('{"prompt": "x", "top_k": "3"}', "'top_k' must be a whole number, got '3'"),
+    ('{"prompt": "x", "top_k": 2.9}', "'top_k' must be a whole number, got 2.9"),
+    ('{"prompt": "x", "top_k": true}', "'top_k' must be a whole number, got True"),
+    ('{"prompt": "x", "top_k": null}', "'top_k' must be a whole number, got None"),
+    ('{"prompt": "x", "top_k": 2147483648}', "top_k=2147483648 must be below 2147483648"),
+    ('{"prompt": "x", "seed": 1.7}', "'seed' must be a whole number, got 1.7"),
+    ('{"prompt": "x", "seed": 4294967296}', "seed=4294967296 must be in [0, 2**32), or None"),
+    ('{"prompt": "x", "temperature": "hot"}', "'temperature' must be a number, got 'hot'"),
+    ('{"prompt": "x", "temperature": -1}', "temperature=-1 must be 0 (greedy) or a positive"),
+    ('{"prompt": "x", "temperature": 1e999}', "temperature=inf must be 0 (greedy) or a positive"),
+    ('{"prompt": "x", "temperature": NaN}', "NaN is no JSON number"),
+    (
+        '{"prompt": "x", "temperature": 1' + "0" * 400 + "}",
+        "a number has 401 digits; it may have 2",
+    ),
+    ('{"prompt": "x", "temperature": 1' + "0" * 9999 + "}", "a number has 10000 digits; it may h"),
+    ('{"prompt": "x", "stop": 1}', "'stop' must be a string or a list of strings"),
+    ('{"prompt": "x", "stop": [""]}', "a stop text is empty; give it at least one character"),
+    ('{"prompt": "x", "stop": "a\\ud800"}', "a stop text holds '\\ud800' at character 2, which is"),
+    ('{"prompt": "x\\udfff"}', "'prompt' holds '\\udfff' at character 2, which is half of a char"),
+    ('{"prompt": "x", "id": [1]}', "'id' must be a string or a whole number, got [1]"),
+    ('{"prompt": "x", "id": 1.5}', "'id' must be a string or a whole number, got 1.5"),
+    ('{"prompt": "x", "id": true}', "'id' must be a string or a whole number, got True"),
+    ("[" * 100_000, "is nested too deeply"),
+    ('{"prompt": ' * 100_000, "is nested too deeply"),
+    (b'{"prompt": "\xff"}', "byte 13 is not UTF-8"),
+    ('{"prompt": "x", "stop": [' + '"a",' * 64 + '"a"]}', "there are 65 stop texts; give at most"),
+    ('{"prompt": "x", "stop": "' + "a" * 1025 + '"}', "a stop text has 1025 characters; give at"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD, ids=[message[:45] for _, message in BAD])
+def test_a_bad_line_is_refused_by_number_and_the_others_are_served(line, message):
+    good = json.dumps({"prompt": "x"})
+    requests, refused = parsed(good, line, good)
+    assert [r.line for r in requests] == [1, 3]
+    assert list(refused) == [2]
+    assert refused[2].startswith(message)
+
+
+def test_a_refused_line_keeps_its_name():
+    lines = ['{"prompt": "", "id": "a"}', '{"id": "b", "prompt": 1}', '{"id": [], "prompt": "x"}']
+    _, refused = parse_lines(io.BytesIO("\n".join(lines).encode()), DEFAULTS, ())
+    assert [line.id for line in refused] == ["a", "b", None]
+
+
+def test_a_line_beyond_the_limit_is_passed_over_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(requests_module, "LINE_LIMIT", 64)
+
+    class Counted(io.BytesIO):
+        longest = 0
+
+        def readline(self, size=-1):
+            line = super().readline(size)
+            self.longest = max(self.longest, len(line))
+            return line
+
+    good = json.dumps({"prompt": "x"}).encode()
+    exact = json.dumps({"prompt": "y" * 49}).encode()
+    assert len(exact + b"\n") == 64
+    for long in (json.dumps({"prompt": "x" * 10_000}).encode(), exact + b" ", b"x" * 129):
+        file = Counted(b"\n".join([good, long, exact, long, good]))
+        requests, refused = parse_lines(file, DEFAULTS, ())
+        assert [r.line for r in requests] == [1, 3, 5]
+        assert [r.line for r in refused] == [2, 4]
+        assert {r.error for r in refused} == {"is longer than 64 bytes"}
+        assert file.longest <= 65
+
+
+def arguments(**given) -> argparse.Namespace:
+    nothing = dict.fromkeys(("prompt", "prompt_file", "stdin", "requests"))
+    return argparse.Namespace(**{**nothing, **DEFAULTS, "stop": ["END"], **given})
+
+
+def test_requests_come_from_stdin(monkeypatch):
+    stdin = type("Stdin", (), {"buffer": io.BytesIO(b'{"prompt": "x"}\n{\n')})
+    monkeypatch.setattr("sys.stdin", stdin)
+    requests, refused = read_requests(arguments(requests="-"))
+    assert [(r.prompt, r.line) for r in requests] == [(b"x", 1)]
+    assert [r.line for r in refused] == [2]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"requests": "no/such"}, "no/such: cannot be read"),
+        ({"requests": "/"}, "/: cannot be read"),
+        ({"requests": "/dev/null"}, "/dev/null: holds no requests; write one JSON object a line"),
+        ({"requests": "/dev/null", "top_k": -1}, "top_k=-1 must be at least 0"),
+        ({"prompt": "x", "stop": ["a\udcff"]}, "a stop text holds '\\udcff' at character 2"),
+    ],
+)
+def test_what_serves_nothing_is_an_error(given, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+        read_requests(arguments(**given))
+    assert str(caught.value).startswith(message)
+
+
+# --- any line at all ---------------------------------------------------------------------------
+
+VALUES = [
+    *("", "x", "\ud800", "a\u2028b", "\x1b[31m", "\n", "é" * 40, "9" * 30),
+    *(0, 1, -1, 2**31, 2**32, 10**19, -(10**19), 0.5, 1e308, 1e-320, True, False, None),
+    *([], {}, ["a"], ["\udfff", 1], {"a": [1]}, [[[]]], ["x"] * 70),
+]
+NAMES = ["prompt", "stop", "id", *DEFAULTS, "colour", "\x1b]0;", "", "prompt "]
+JUNK = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\xff", b"\x00", b"-", b"9" * 50]
+JUNK += [b"e999", b"NaN", b"Infinity", b"\\ud800", b"\\u0000", b"[" * 2000, b"\r", b" ", b"\xe2"]
+
+
+def any_line(rng: random.Random) -> bytes:
+    """A request with fields of any kind, now and then cut, doubled or sprinkled with junk."""
+    names = rng.sample(NAMES, rng.randrange(5))
+    if rng.random() < 0.8:
+        names.append("prompt")
+    usual = {"prompt": "x", "stop": "a", "id": "b"} | DEFAULTS
+    pairs = []
+    for name in names:
+        is_usual = name in usual and rng.random() < 0.7
+        pairs.append((name, usual[name] if is_usual else rng.choice(VALUES)))
+    line = ", ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in pairs)
+    line = f"{{{line}}}".encode()
+    for _ in range(rng.choice((0, 0, 0, 1, 3))):
+        at = rng.randrange(len(line) + 1)
+        line = line[:at] + rng.choice(JUNK) + line[at + rng.randrange(4) :]
+    return line.replace(b"\n", b"")
+
+
+@pytest.mark.parametrize(
+    "count", [4_000, pytest.param(200_000, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_any_line_is_served_or_refused_in_one_line(count):
+    """Nothing but the line itself decides: the good one behind it is always served."""
+    rng, good = random.Random(count), json.dumps({"prompt": "good"}).encode()
+    lines = [any_line(rng) for _ in range(count)]
+    raw = b"\n".join(line + b"\n" + good for line in lines)
+    requests, refused = parse_lines(io.BytesIO(raw), DEFAULTS, ())
+    assert [r.line for r in requests if r.line % 2 == 0] == list(range(2, 2 * count + 1, 2))
+    served = {r.line for r in requests} | {r.line for r in refused}
+    blank = {2 * i + 1 for i, line in enumerate(lines) if not line.strip()}
+    assert served | blank == set(range(1, 2 * count + 1))
+    assert len(requests) + len(refused) == len(served)
+    for line in refused:
+        assert line.error.isprintable()
+        assert 0 < len(line.error) < 400
+    for request in requests:
+        request.prompt.decode()
+        assert dataclasses.replace(request.params) == request.params
+    share = len(requests) / (2 * count)
+    assert 0.55 < share < 0.85  # both ways were taken

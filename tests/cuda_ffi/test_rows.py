@@ -1,0 +1,53 @@
+"""A buffer with rows that the others lack: a handler that took it would read past its end.
+
+The calls are made in a process of their own, which such a handler may end.
+"""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jspec.cuda_ffi import library
+from tests.cuda_ffi.test_library import CALLS, call
+
+SCRIPT = "from tests.cuda_ffi.test_rows import try_all; try_all()"
+
+
+def rows_more_and_less(target: str):
+    """Every call of ``target`` in which one buffer has one row more, or one less."""
+    arguments, results, attributes, aliases = CALLS[target]
+    both, count = [*arguments, *results], len(arguments)
+    for i, (shape, dtype) in enumerate(both):
+        if not shape or (aliases and i in (5, count + 6)):
+            continue  # JAX itself refuses aliases of different shapes
+        for more in (1, -1):
+            changed = ((shape[0] + more, *shape[1:]), dtype)
+            bad = [*both[:i], changed, *both[i + 1 :]]
+            yield f"buffer {i}, {more:+}", (bad[:count], bad[count:], attributes, aliases)
+
+
+def try_all() -> None:
+    """Prints how each call ended."""
+    for subject in library.TARGETS:
+        assert library.refusal(subject) is None
+    for target in CALLS:
+        for name, wrong in rows_more_and_less(target):
+            print(target, name, flush=True, end=": ")
+            try:
+                call(target, *wrong)
+            except jax.errors.JaxRuntimeError as error:
+                print(str(error).partition(":")[0])
+            else:
+                print("taken")
+
+
+def test_a_row_more_or_less_is_an_invalid_argument():
+    if reason := next(filter(None, map(library.refusal, library.TARGETS)), None):
+        pytest.skip(reason)
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    lines = ran.stdout.splitlines()
+    assert ran.returncode == 0, f"{lines[-1:]} ended the process: {ran.stderr[-500:]}"
+    assert len(lines) > 100
+    assert [line for line in lines if not line.endswith(": INVALID_ARGUMENT")] == []

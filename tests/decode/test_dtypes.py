@@ -1,0 +1,161 @@
+"""Weights, activations and caches of different dtypes, weights of numpy, and JAX's 64-bit mode."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jspec.config import SamplingParams
+from jspec.decode.draft import NoDraft
+from jspec.decode.engine import generate
+from jspec.decode.prefill import fill_slot, start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
+from jspec.decode.step import step
+from tests.decode.common import DRAFTERS, NGRAM, STREAMING, prompts
+from tests.decode.test_engine import OneLayer
+
+TWELVE = SamplingParams(max_new_tokens=12)
+
+
+class Half(OneLayer):
+    """Weights of float32, whose activations and keys are bfloat16."""
+
+    dtype = jnp.bfloat16
+
+    def __call__(self, tokens, positions, attend, cache):
+        x = (self.embed(tokens) + self.places(positions)).astype(jnp.bfloat16)
+        weights = self.qkv.kernel[...].astype(jnp.bfloat16)
+        q, k, v = jnp.split((x @ weights)[:, :, None], 3, axis=-1)
+        out, cache = attend(0, q, k, v, cache)
+        assert out.dtype == jnp.bfloat16
+        return x + out[:, :, 0], cache
+
+    def logits(self, hidden):
+        return 8 * self.head(hidden.astype(jnp.float32))
+
+
+def traced(source: str, first, second, params: SamplingParams, **settings):
+    """A state of a drafter, and what a step makes of it, by tracing alone: as shapes and dtypes."""
+    models = Models(first, second if source == "model" else None)
+    config = StepConfig(0 if source == "plain" else 3, DRAFTERS[source])
+
+    def trace(function, models, cache, own, *args, config):
+        jax.eval_shape(lambda *args: function(*args, config=config), models, cache, own, *args)
+        return cache, own
+
+    texts = prompts((9, 1, 4), vocabulary=13)
+    state = start_decoding(models, texts, params, config, run=trace, **settings)
+    return state, jax.eval_shape(lambda *args: step(*args, config), models, state)
+
+
+def dtypes(tree) -> list:
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("cache_dtype", [None, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("source", DRAFTERS)
+def test_activations_of_bfloat16_fit_every_drafter(source, cache_dtype):
+    model = Half(0)
+    assert jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype == jnp.float32
+    state, (after, _) = traced(source, model, Half(1), TWELVE, cache_dtype=cache_dtype)
+    wanted = jnp.dtype(cache_dtype or jnp.bfloat16)
+    assert set(dtypes(state.cache.columns)) == {wanted}
+    assert dtypes(after) == dtypes(state)
+
+
+def test_activations_of_bfloat16_decode():
+    model = Half(0)
+    got = generate(model, [[1, 2, 3]], TWELVE, draft=STREAMING, gamma=3)
+    assert len(got.tokens[0]) == 12
+    assert got.stats.accepted > 0
+
+
+def test_a_cache_of_bfloat16_serves_activations_of_float32():
+    """Keys and values are rounded once, when they are written: drafts change no token."""
+    settings = {"cache_dtype": "bfloat16", "gamma": 3}
+    texts = prompts((9, 1, 4), vocabulary=13)
+    plain = generate(OneLayer(0), texts, TWELVE, draft=NoDraft(), **settings)
+    got = generate(OneLayer(0), texts, TWELVE, draft=STREAMING, **settings)
+    assert got.tokens == plain.tokens
+
+
+def test_a_slot_keeps_the_dtype_of_its_batch():
+    model, config = OneLayer(0), StepConfig(2, NGRAM)
+    settings = {"capacity": 32, "cache_dtype": jnp.bfloat16}
+    state = start_decoding(model, [[1, 2], [3]], TWELVE, config, **settings)
+    state = fill_slot(model, state, 1, [5, 6], TWELVE, config)
+    assert state.cache.keys(0).dtype == jnp.bfloat16
+
+
+def test_weights_of_numpy_are_taken(tiny):
+    """As they come from a file: the same tokens by the same programs."""
+    model = jax.tree.map(np.asarray, tiny)
+    assert {type(leaf) for leaf in jax.tree.leaves(model)} == {np.ndarray}
+    wanted = generate(tiny, [[1, 2, 3]], TWELVE, draft=None)
+    got = generate(model, [[1, 2, 3]], TWELVE, draft=None)
+    assert got.tokens == wanted.tokens
+    assert got.stats.compilations == 0
+    traced("model", model, model, TWELVE)
+
+
+MODES = {
+    "greedy": SamplingParams(max_new_tokens=12),
+    "sampled": SamplingParams(max_new_tokens=12, temperature=1.0),
+    "filtered": SamplingParams(max_new_tokens=12, temperature=1.0, top_p=0.5),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("source", DRAFTERS)
+def test_64_bits_make_no_number_of_a_step_wider(source, mode):
+    models = OneLayer(0), OneLayer(1)
+    with jax.enable_x64(True):
+        assert jnp.zeros(1).dtype == jnp.float64
+        state, (after, record) = traced(source, *models, MODES[mode])
+        assert state.mode == mode
+        assert dtypes(after) == dtypes(state)
+        assert set(dtypes(record)) == {jnp.dtype(jnp.int32)}
+        assert not {x for x in dtypes(after) if x.itemsize == 8}
+
+
+X64 = """
+import jax
+from tests.decode.test_dtypes import wide_tokens
+assert jax.numpy.zeros(1).dtype == "float64"
+# Users do not promote strictly; under x64 that is another thing than without.
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+print([wide_tokens(source) for source in ("plain", "streaming", "dense", "ngram", "model")])
+"""
+
+
+def wide_tokens(source: str) -> list[list[int]]:
+    """What a greedy and a sampled row get."""
+    params = [SamplingParams(16), SamplingParams(8, temperature=1.0, seed=5)]
+    second = OneLayer(1) if source == "model" else None
+    settings = {"draft": DRAFTERS[source], "draft_model": second}
+    got = generate(OneLayer(0), prompts((9, 4), vocabulary=13), params, **settings)
+    return [list(tokens) for tokens in got.tokens]
+
+
+@pytest.mark.slow
+def test_every_drafter_works_in_64_bits():
+    """JAX_ENABLE_X64=1 makes no greedy token another, nor a sampled one of plain decoding."""
+    ran = subprocess.run(
+        [sys.executable, "-c", X64],
+        env=os.environ | {"JAX_ENABLE_X64": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = json.loads(ran.stdout)
+    plain = wide_tokens("plain")
+    assert found[0] == plain
+    assert [tokens[0] for tokens in found] == [plain[0]] * 5
+    assert {len(tokens[1]) for tokens in found} == {8}
