@@ -131,7 +131,7 @@ REFUSED = [
     ({"head_dim": 7}, "key_size=7 must be even"),
     ({"head_dim": ..., "hidden_size": 18}, "hidden_size=18 is no multiple.*give head_dim"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; jspec has silu"),
-    ({"eos_token_id": "2"}, "eos_token_id='2' must be one or more token ids below 24"),
+    ({"eos_token_id": "2"}, "eos_token_id='2' must be a token id below 24"),
     ({"eos_token_id": 24}, "eos_token_id=24 must be"),
     ({"eos_token_id": [1, -1]}, r"eos_token_id=\[1, -1\] must be"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has \['sliding"),

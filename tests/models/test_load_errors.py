@@ -69,8 +69,15 @@ def test_missing_tensor(checkpoint):
 
 
 def test_many_missing_tensors_are_counted(checkpoint):
-    edit_config(checkpoint, num_hidden_layers=4)
-    refused(checkpoint, "and 14 more")
+    names = [name for name in shapes_of(LLAMA) if ".mlp." in name or "_proj" in name]
+    edit_tensors(checkpoint, **dict.fromkeys(names))
+    refused(checkpoint, f"and {len(names) - 4} more")
+
+
+@pytest.mark.parametrize("layers", [1, 3, 1024])
+def test_another_number_of_layers(checkpoint, layers):
+    edit_config(checkpoint, num_hidden_layers=layers)
+    refused(checkpoint, checkpoint, "has tensors of 2 layers", f"num_hidden_layers={layers}")
 
 
 def test_misshapen_tensor(checkpoint):
@@ -126,29 +133,32 @@ LIES = {
     "header too long": (header({}, length=2**64 - 1), f"claims {2**64 - 1} bytes"),
     "no json": (header(b"{" * 20), "its header is not valid JSON"),
     "no utf-8": (header(b"\xff" * 20), "its header is not valid JSON"),
-    "deep json": (header(b"[" * 200_000), "its header is not valid JSON"),
+    "deep json": (header(b"[" * 200_000), "its header is nested too deeply"),
     "list": (header(b"[]"), "its header must be a JSON object"),
-    "entry": (header({"x": 1}), "tensor x needs a dtype, a shape and two data_offsets"),
-    "no shape": (header({"x": {"dtype": "F32"}}), "tensor x needs a dtype"),
-    "negative": (header({"x": tensor(shape=(-2,))}), "tensor x needs a dtype, a shape and two"),
-    "float": (header({"x": tensor(shape=(2.0,))}), "tensor x needs a dtype, a shape and two"),
-    "one offset": (header({"x": tensor(offsets=(8,))}), "tensor x needs a dtype, a shape and two"),
-    "dtype": (header({"x": tensor(dtype="F4")}), "tensor x has dtype 'F4', which jspec does not"),
+    "entry": (
+        header({"x": 1}),
+        "tensor 'x' needs a dtype, a shape of at most 8 sizes and two data_offsets",
+    ),
+    "no shape": (header({"x": {"dtype": "F32"}}), "tensor 'x' needs a dtype"),
+    "negative": (header({"x": tensor(shape=(-2,))}), "tensor 'x' needs a dtype, a shape"),
+    "float": (header({"x": tensor(shape=(2.0,))}), "tensor 'x' needs a dtype, a shape"),
+    "one offset": (header({"x": tensor(offsets=(8,))}), "tensor 'x' needs a dtype, a shape"),
+    "dtype": (header({"x": tensor(dtype="F4")}), "tensor 'x' has dtype 'F4', which jspec does not"),
     "too small": (
         header({"x": tensor(shape=(3,))}),
-        "x of dtype F32 and shape (3,) needs 12",
+        "'x' of dtype F32 and shape (3,) needs 12",
     ),
-    "huge": (header({"x": tensor(shape=(2**62, 2**62))}), "tensor x of dtype F32"),
+    "huge": (header({"x": tensor(shape=(2**62, 2**62))}), "tensor 'x' of dtype F32"),
     "past the end": (
         header({"x": tensor(shape=(4,), offsets=(0, 16))}),
-        "tensor x ends at byte 86, but the file has 78",
+        "tensor 'x' ends at byte 86, but the file has 78",
     ),
-    "overlap": (header({"x": tensor(), "y": tensor()}), "tensor y starts at byte"),
-    "hole": (header({"x": tensor(offsets=(4, 12))}, 12), "tensor x starts at byte"),
+    "overlap": (header({"x": tensor(), "y": tensor()}), "tensor 'y' starts at byte"),
+    "hole": (header({"x": tensor(offsets=(4, 12))}, 12), "tensor 'x' starts at byte"),
     "trailing": (header({"x": tensor()}, 9), "has 78 bytes, but its tensors end at byte 77"),
     "twice": (
         header(b'{"x":%b,"x":%b}' % ((json.dumps(tensor()).encode(),) * 2)),
-        "its header is not valid JSON: x appears twice",
+        "its header is not valid JSON: 'x' appears twice",
     ),
 }
 

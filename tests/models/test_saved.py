@@ -50,20 +50,21 @@ def test_round_trip_is_bit_exact(tmp_path, config, dtype):
 
 
 POSITIVE = st.floats(0, 1e300, exclude_min=True, exclude_max=True) | st.integers(1, 2**40)
+ROPE = st.floats(1e-6, 1e12) | st.integers(1, 10**12)
 SIZES = st.integers(1, 2**31 - 1)
 FIELDS_OF_SCALING = {
     "kind": st.sampled_from(["linear", "llama3", "yarn"]),
-    "factor": st.floats(1, 1e300, exclude_max=True) | st.integers(1, 2**40),
+    "factor": st.floats(1, 1e12) | st.integers(1, 10**12),
     "original_context": SIZES,
     "low_frequency_factor": st.floats(0.1, 4),
     "high_frequency_factor": st.floats(5, 9),
     "beta_fast": st.floats(2, 64),
     "beta_slow": st.floats(0.01, 2),
-    "attention_factor": st.none() | POSITIVE,
+    "attention_factor": st.none() | ROPE,
     "truncate": st.booleans(),
 }
 FIELDS_OF_ROPE = {
-    "theta": st.floats(1, 1e300, exclude_min=True, exclude_max=True) | st.integers(2, 2**40),
+    "theta": st.floats(1, 1e12, exclude_min=True) | st.integers(2, 10**12),
     "scaling": st.none() | st.builds(RopeScaling, **FIELDS_OF_SCALING),
 }
 
@@ -273,10 +274,13 @@ def edit_settings(path, **config):
         (scaled({"kind": "linear", "factor": 2, "fast": 1}), r"scaling: fields \['fast'\] are unk"),
         (
             {"intermediate_size": 40},
-            r"arrays: array layers.0.mlp.down.kernel has shape \(48, 32\), but .*\(40, 32\)",
+            r"arrays: array 'layers.0.mlp.down.kernel' has shape \(48, 32\), but .*\(40, 32\)",
         ),
-        ({"qkv_bias": True}, r"array layers.0.attention.k.bias has shape none .*\(32,\)"),
-        ({"tie_embeddings": True}, r"array head.kernel has shape \(32, 41\), but .* no such array"),
+        ({"qkv_bias": True}, r"array 'layers.0.attention.k.bias' has shape none .*\(32,\)"),
+        (
+            {"tie_embeddings": True},
+            r"array 'head.kernel' has shape \(32, 41\), but .* no such array",
+        ),
     ],
 )
 def test_damaged_settings(written, change, message):
