@@ -43,15 +43,17 @@ class Mutator:
         self._random = random.Random(seed)
         self._trees = trees
         self._words = words
+        self._names = [v for v in words + NASTY if isinstance(v, str) and not v.startswith("@")]
 
     def case(self) -> bytes:
         """Damaged JSON: three in four still parse."""
         tree = copy.deepcopy(self._random.choice(self._trees))
-        for _ in range(self._random.randint(1, 4)):
+        for _ in range(self._random.choice([1, 1, 2, 4])):
             tree = self._damage(tree)
         text = json.dumps(tree)
-        for name, raw in _RAW.items():
-            text = text.replace(json.dumps(name), raw)
+        if '"@' in text:
+            for name, raw in _RAW.items():
+                text = text.replace(json.dumps(name), raw)
         content = text.encode()
         return self.damaged(content) if self._random.random() < 0.25 else content
 
@@ -81,6 +83,9 @@ class Mutator:
     def _damage(self, tree: Any) -> Any:
         """One change, at a random place of the tree: each level is as likely as the next."""
         inner = isinstance(tree, (dict, list)) and len(tree) > 0
+        is_number = isinstance(tree, (int, float)) and abs(tree) < 1e9
+        if is_number and self._random.random() < 0.5:
+            return self._random.choice([tree + 1, tree * 2, -tree, float(tree), tree / 2, tree**3])
         if not inner or self._random.random() < 0.08:
             return self._value()
         keys = list(tree) if isinstance(tree, dict) else range(len(tree))
@@ -93,12 +98,8 @@ class Mutator:
         elif kind < 0.8:
             del tree[key]
         elif isinstance(tree, dict):
-            name = self._random.choice([*keys, *filter(_is_text, self._words + NASTY)])
+            name = self._random.choice([*keys, *self._names])
             tree[name] = self._value()
         else:
             tree.insert(key, copy.deepcopy(tree[key]) if kind < 0.9 else self._value())
         return tree
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not value.startswith("@")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import json
+import re
 import resource
 import struct
 import time
@@ -42,10 +43,13 @@ def campaign(file: Path, contents: Iterator[bytes], use: Callable[[], None], cou
     """Write each of ``contents`` to ``file`` and ``use`` it: only `CheckpointError` may come."""
     refused = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    writer = file.open("wb", buffering=0)  # opening for each case takes longer than all the rest
     for number, content in enumerate(itertools.islice(contents, count)):
-        file.write_bytes(content)
-        # Code in C that hangs lets no exception through.
-        faulthandler.dump_traceback_later(60, exit=True)
+        writer.seek(0)
+        writer.write(content)
+        writer.truncate()
+        if number % 1000 == 0:  # code in C that hangs lets no exception through
+            faulthandler.dump_traceback_later(300, exit=True)
         begin = time.process_time()
         try:
             use()
@@ -59,6 +63,7 @@ def campaign(file: Path, contents: Iterator[bytes], use: Callable[[], None], cou
             print(number, content[:2000])
             raise
         assert time.process_time() - begin < SECONDS, (number, content[:500])
+    writer.close()
     faulthandler.cancel_dump_traceback_later()
     # Damage that is mostly harmless, or refused at the first byte, would show nothing.
     assert 0.3 * count < refused < 0.99 * count
@@ -178,12 +183,14 @@ def test_tokenizer(tmp_path, reused, count):
 
     def use():
         loaded = load_tokenizer(tmp_path)
+        failed = ""
         try:
             tokens = loaded.encode("the cat's 1234 é日𝄞 " * 20)
             assert len(tokens) < 100_000
             loaded.decode([*tokens[:50], 3, 300, 2**31])
         except ValueError as error:
-            assert str(error).startswith("the model's tokenizer cannot ")
-            assert str(error).isprintable()
+            failed = str(error)
+        assert re.fullmatch(r"(the model's tokenizer cannot .*)?", failed)
+        assert failed.isprintable()
 
     campaign(file, (mutator.case() for _ in itertools.count()), use, count)

@@ -75,7 +75,7 @@ def test_the_file_is_utf8_whatever_the_locale(tmp_path):
     library.add_tokens(["日本"])
     path = made.write(library, tmp_path)
     (path / "tokenizer.json").write_text(library.to_str(), encoding="utf-8")
-    code = f"import jspec; print(jspec.load_tokenizer({str(path)!r}).encode({ascii('日本')}))"
+    code = f"import jspec; print(jspec.load_tokenizer({str(path)!r}).encode({'日本'!a}))"
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
