@@ -67,7 +67,7 @@ class GuardedTokenizer:
         assert process.stdout is not None
         line = json.dumps(arguments).encode()
         seconds += len(line) // BYTES_A_SECOND
-        answered = False
+        reply, answered = b"", False
         try:
             request = b'{"call": "%b", "seconds": %d, "arguments": %b}\n'
             process.stdin.write(request % (name.encode(), seconds, line))

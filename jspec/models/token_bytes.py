@@ -29,20 +29,21 @@ def byte_decoder(decoder: Any) -> ByteDecoder | None:
     replacements, as Llama 2, Mistral and Gemma have it.
     """
     steps = _steps(decoder)
-    if [step.get("type") for step in steps] == ["ByteLevel"]:
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
         return ByteDecoder(_of_byte_level)
-    kinds = [str(step.get("type")) for step in steps]
-    before, found, after = _partition(kinds, "ByteFallback")
-    replacements = [_replacement(step) for step in steps[: len(before)]]
-    leading = _leading(steps[-1]) if after == ["Fuse", "Strip"] else 0
-    if not found or None in replacements or after not in (["Fuse"], ["Fuse", "Strip"]):
+    if "ByteFallback" not in kinds:
         return None
-    if leading is None:
+    at = kinds.index("ByteFallback")
+    replacements = [pair for step in steps[:at] if (pair := _replacement(step)) is not None]
+    leading = _leading(steps[-1]) if kinds[-1] == "Strip" else 0
+    ends = [["Fuse"], ["Fuse", "Strip"]]
+    if len(replacements) < at or kinds[at + 1 :] not in ends or leading is None:
         return None
 
     def of(token: str) -> bytes:
-        for pair in replacements:
-            token = token.replace(*pair)
+        for old, new in replacements:
+            token = token.replace(old, new)
         byte = _BYTE.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.encode()
 
@@ -50,18 +51,9 @@ def byte_decoder(decoder: Any) -> ByteDecoder | None:
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    steps = [decoder]
-    if isinstance(decoder, dict) and decoder.get("type") == "Sequence":
-        steps = decoder.get("decoders")
-    valid = isinstance(steps, list) and all(isinstance(step, dict) for step in steps)
-    return steps if valid else []
-
-
-def _partition(kinds: list[str], kind: str) -> tuple[list[str], bool, list[str]]:
-    if kind not in kinds:
-        return kinds, False, []
-    at = kinds.index(kind)
-    return kinds[:at], True, kinds[at + 1 :]
+    is_sequence = isinstance(decoder, dict) and decoder.get("type") == "Sequence"
+    steps = decoder.get("decoders") if is_sequence else [decoder]
+    return [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:

@@ -296,16 +296,7 @@ def test_damaged_settings(written, change, message):
 
 
 TWICE = '{"format": 2, "format": 2}'
-CONTENTS = [
-    TWICE,
-    "{",
-    "[]",
-    "{}",
-    '{"format": 3}',
-    '{"format": true}',
-    '{"format": 2}',
-    '{"format": 1}',
-]
+CONTENTS = ["{", "[]", "{}", TWICE, *(f'{{"format": {n}}}' for n in ("3", "true", "2", "1"))]
 
 
 @pytest.mark.parametrize("content", CONTENTS)
@@ -324,9 +315,9 @@ def test_missing_parts(written, victim):
 
 @pytest.mark.parametrize("victim", ["manifest.ocdbt", "ocdbt.process_0"])
 def test_missing_data(written, victim):
-    """One line, and none of orbax's own.
+    """One line, and no log line of orbax.
 
-    In a process of its own: orbax drops its other reads unfinished, which warn at any time.
+    In a process of its own: orbax drops its other reads unfinished, which may complain at any time.
     """
     (written / saved.ARRAYS / victim).rename(written / "away")
     code = f"""
@@ -339,4 +330,4 @@ except jspec.CheckpointError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert str(written / saved.ARRAYS) in done.stdout
     assert done.stdout.count("\n") == 1
-    assert done.stderr == ""
+    assert "absl" not in done.stderr

@@ -80,11 +80,12 @@ def _head_size(fields: Fields, hidden: int, heads: int) -> int:
 def _max_context(fields: Fields, scaling: RopeScaling | None) -> int:
     # Qwen's advice for long inputs adds YaRN and leaves max_position_embeddings as it was.
     context = fields.integer("max_position_embeddings")
-    if scaling is not None and scaling.kind == "yarn":
-        context = max(context, int(scaling.factor * scaling.original_context))
-    if context > INTEGER_LIMIT:
+    if scaling is None or scaling.kind != "yarn":
+        return context
+    stretched = int(scaling.factor * scaling.original_context)
+    if stretched > INTEGER_LIMIT:
         raise fields.error(
             f"a rope of factor={scaling.factor:g} over {scaling.original_context} tokens gives a "
-            f"context of {context} tokens; it must be at most {INTEGER_LIMIT}"
+            f"context of {stretched} tokens; it must be at most {INTEGER_LIMIT}"
         )
-    return context
+    return max(context, stretched)
