@@ -21,7 +21,6 @@ from jspec.models.tokenizer_kinds import unproven
 FILE_LIMIT = 64 << 20
 _BROKEN = "\ufffd"
 _HELD = 4  # tokens that may wait for the rest of a character; its bytes are no more
-_CONTEXT = 16  # tokens before a new one that are decoded with it
 
 
 class Backend(Protocol):
@@ -144,8 +143,8 @@ class Tokenizer:
         return advance
 
     def _stream_text(self) -> Callable[[Sequence[int], bool], str]:
-        # A token's text may depend on the one before it: both are decoded, and what the first one
-        # gives alone is cut off.
+        # A token's text may depend on the one before it: both are decoded, and what that one gives
+        # alone is cut off. Bytes that a decoder joins only after other steps wait for each other.
         context: list[int] = []
         held: list[int] = []
         shown = ""
@@ -159,10 +158,7 @@ class Tokenizer:
                 if text.endswith(_BROKEN) and len(held) < _HELD:
                     continue
                 new.append(text[len(shown) :])
-                alone = self._decode(held)
-                # Tokens without a text of their own may still count as the first ones.
-                context = held if alone else (context + held)[-_CONTEXT:]
-                shown, held = alone or self._decode(context), []
+                context, shown, held = held, self._decode(held), []
             if final and held:
                 new.append(self._decode(context + held)[len(shown) :])
             return "".join(new)

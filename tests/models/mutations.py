@@ -37,11 +37,15 @@ RARE: list[Any] = [[3] * 40_000, {str(n): n for n in range(5000)}, ["y" * 100] *
 
 
 class Mutator:
-    """Damages copies of ``trees``; ``words`` are keys and values that mean something in them."""
+    """Damages copies of ``trees``.
 
-    def __init__(self, seed: int, trees: list[Any], words: list[Any]):
+    ``words`` are keys and values that mean something in them, ``parts`` values that a key may have.
+    """
+
+    def __init__(self, seed: int, trees: list, words: list, parts: dict[str, list] | None = None):
         self._random = random.Random(seed)
         self._trees = trees
+        self._parts = parts or {}
         self._words = words
         self._names = [v for v in words + NASTY if isinstance(v, str) and not v.startswith("@")]
 
@@ -86,12 +90,15 @@ class Mutator:
         is_number = isinstance(tree, (int, float)) and abs(tree) < 1e9
         if is_number and self._random.random() < 0.5:
             return self._random.choice([tree + 1, tree * 2, -tree, float(tree), tree / 2, tree**3])
-        if not inner or self._random.random() < 0.08:
+        if not inner or self._random.random() < 0.03:
             return self._value()
         keys = list(tree) if isinstance(tree, dict) else range(len(tree))
         key = self._random.choice(keys)
         kind = self._random.random()
-        if kind < 0.55:
+        if kind < 0.25 and isinstance(tree, dict) and tree.keys() & self._parts.keys():
+            key = self._random.choice(sorted(tree.keys() & self._parts.keys()))
+            tree[key] = copy.deepcopy(self._random.choice(self._parts[key]))
+        elif kind < 0.65:
             tree[key] = self._damage(tree[key])
         elif kind < 0.7:
             tree[key] = self._value()

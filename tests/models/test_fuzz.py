@@ -105,6 +105,21 @@ WORDS = [
 ]
 
 
+PARTS = {
+    "model_type": ["llama", "qwen2", "qwen3"],
+    "rope_scaling": [{"rope_type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2}, None],
+    "rope_parameters": [{"rope_type": "default", "rope_theta": 1e6}, {}],
+    "factor": [1, 1e12, 1e-6, 9e299],
+    "kind": ["linear", "yarn", "llama3"],
+    "theta": [1.0000000000000002, 1e12],
+    "beta_fast": [1e12, 1e-6],
+    "attention_factor": [1e12, None],
+    "original_context": [1, 2**31 - 1],
+    "max_position_embeddings": [1, 2**31 - 1],
+    "num_hidden_layers": [1, 1024, 1025],
+}
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_config(tmp_path, count):
     file = tmp_path / "config.json"
@@ -119,7 +134,7 @@ def test_config(tmp_path, count):
             if spec.key_size < 1 << 16:
                 rope_frequencies(spec.key_size, rope.theta, rope.scaling)
 
-    mutator = Mutator(2, trees, WORDS)
+    mutator = Mutator(2, trees, WORDS, PARTS)
     campaign(file, (mutator.case() for _ in itertools.count()), use, count)
 
 
@@ -132,7 +147,7 @@ def test_saved_settings(tmp_path, count):
     scaled = tree["config"] | {"ropes": [{"theta": 1e4, "scaling": scaling}]}
     trees = [tree, tree | {"config": scaled}, tree | {"format": 1}]
     words = [*WORDS, "kind", "window", "values_in_keys", "softcap", "layers", "format", "config"]
-    mutator = Mutator(3, trees, words)
+    mutator = Mutator(3, trees, words, PARTS)
 
     def use():
         config = saved.read_config(tmp_path)
@@ -168,18 +183,31 @@ def reused(monkeypatch):
     Reused.shared = None
 
 
+def sequence(key: str, steps: list) -> dict:
+    return {"type": "Sequence", key: steps}
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_tokenizer(tmp_path, reused, count):
     file = tmp_path / "tokenizer.json"
     kinds = [made.with_added_tokens(kind()) for kind in (made.metaspace, made.word_piece)]
     kinds += [made.byte_fallback(), made.bytes_alone(), made.with_pattern(r"\p{N}{1,3}")]
     trees = [json.loads(kind.to_str()) for kind in kinds]
+    replacing = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": False}
     words = [
         *("ByteLevel", "Replace", "Split", "Strip", "Fuse", "ByteFallback", "Metaspace", "Prepend"),
         *("NFKC", "Unigram", "WordPiece", "BPE", "TemplateProcessing", "type", "content", "lstrip"),
-        *({"String": "a"}, {"Regex": "a+|b"}, {"Regex": "("}, {"String": ""}, {"type": "NFC"}),
     ]
-    mutator = Mutator(4, trees, words)
+    parts = {
+        "normalizer": [{"type": "NFC"}, replacing, sequence("normalizers", [replacing] * 3)],
+        "pre_tokenizer": [split, sequence("pretokenizers", [split] * 2), {"type": "Whitespace"}],
+        "decoder": [*(tree["decoder"] for tree in trees), sequence("decoders", [replacing] * 3)],
+        "model": [tree["model"] for tree in trees],
+        "pattern": [{"String": "a"}, {"String": ""}, {"Regex": "a+|b"}, {"Regex": "("}],
+        "content": ["aaaa", "", "\ufffd"],
+    }
+    mutator = Mutator(4, trees, words, parts)
 
     def use():
         loaded = load_tokenizer(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jspec.models.bundled import bundled_path
 from jspec.models.tokenizer import load_tokenizer
@@ -42,6 +42,15 @@ def merged(tmp_path_factory):
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory):
     return load_tokenizer(made.write(made.byte_fallback(), tmp_path_factory.mktemp("fallback")))
+
+
+@pytest.fixture(scope="module")
+def other_order(tmp_path_factory):
+    library = made.byte_fallback()
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer = load_tokenizer(made.write(library, tmp_path_factory.mktemp("order")))
+    assert tokenizer._joined is None
+    return library, tokenizer
 
 
 def streamed(tokenizer, tokens, cuts=()) -> list[str]:
@@ -82,6 +91,15 @@ def test_a_stream_splits_no_character(pair, text, cuts):
     tokens = library.encode(text).ids
     pieces = streamed(tokenizer, tokens, cuts)
     assert "".join(pieces) == library.decode(tokens)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.text("a日é€𝄞\U0010ffff", max_size=12))
+def test_a_stream_of_bytes_that_the_library_joins(other_order, text):
+    """Bytes before another step than `byte_decoder` knows: the library decodes them."""
+    library, tokenizer = other_order
+    pieces = streamed(tokenizer, library.encode(text).ids)
+    assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
