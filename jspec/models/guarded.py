@@ -49,14 +49,17 @@ class GuardedTokenizer:
     def _start(self) -> int:
         # Wherever this process found the library, the other one finds it too.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-P", library_tokenizer.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic of Rust writes there
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for this process alone
-        )
+        try:
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-P", library_tokenizer.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # a panic of Rust writes there
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for this process alone
+            )
+        except OSError as error:
+            raise ValueError(f"its process cannot start: {error.strerror}") from None
         self._end = weakref.finalize(self, _end, process)
         return self._ask("load", (self._text,), LOAD_SECONDS)
 

@@ -57,7 +57,7 @@ class Tokenizer:
         self.byte_level = self._template is not None
 
     def _read_template(self) -> tuple[list[int], list[int]] | None:
-        """The tokens before and after a text; None where this can't be told."""
+        """The tokens before and after a text; None where they can't be told or the text changes."""
         byte = ord("a")
         around = self._backend.encode("a", True)
         if self._backend.encode("a", False) != [byte] or around.count(byte) != 1:
@@ -220,7 +220,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _is_byte_level(values: dict[str, Any]) -> bool:
-    """Whether texts are their bytes in order: nothing changes a text, and id b is byte b."""
+    """Whether id b is byte b, and nothing but a prefix or a template is added to a text."""
     model, splits, decoder = (values.get(key) for key in ("model", "pre_tokenizer", "decoder"))
     changes = ("merges", "dropout", "ignore_merges", "end_of_word_suffix")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -234,5 +234,4 @@ def _is_byte_level(values: dict[str, Any]) -> bool:
         and all(vocabulary.get(c) == byte for byte, c in enumerate(byte_alphabet()))
         and values.get("normalizer") is None
         and splits.get("type") == decoder.get("type") == "ByteLevel"
-        and splits.get("add_prefix_space") is False
     )

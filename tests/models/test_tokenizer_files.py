@@ -59,11 +59,19 @@ def test_what_is_no_file(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_save_and_load(tmp_path):
+def test_save_and_load(tmp_path, monkeypatch):
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
     path = made.write(made.byte_level(), tmp_path / "first")
     (tmp_path / "second").mkdir()
     load_tokenizer(path).save(tmp_path / "second")
     assert os.listdir(tmp_path / "second") == ["tokenizer.json"]
+    monkeypatch.setattr(os, "replace", full)
+    (tmp_path / "third").mkdir()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be written: No space"):
+        load_tokenizer(path).save(tmp_path / "third")
+    assert os.listdir(tmp_path / "third") == []
     first, second = (tmp_path / name / "tokenizer.json" for name in ("first", "second"))
     assert first.read_bytes() == second.read_bytes()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be written"):
@@ -108,6 +116,9 @@ UNPROVEN = {
     "pre_tokenizer has the pattern": made.with_pattern(SLOW),
     "normalizer has the pattern": changed(
         made.bytes_alone(), normalizer=normalizers.Replace(made.Regex("a+"), "b")
+    ),
+    r"normalizer has the pattern {'Regex': '\\p": changed(
+        made.bytes_alone(), normalizer=normalizers.Replace(made.Regex(r"\p{N}{1,3}"), "b")
     ),
     "decoder has the pattern": changed(
         made.bytes_alone(), decoder=decoders.Replace(made.Regex("a+"), "b")
@@ -197,12 +208,13 @@ def test_a_guarded_tokenizer_gives_the_same(tmp_path):
         assert tokenizer.decode(tokens) == library.decode(tokens)
 
 
-def test_a_slow_pattern_is_stopped(tmp_path, impatient):
+def test_a_slow_pattern_is_stopped(tmp_path, impatient, monkeypatch):
+    monkeypatch.setattr(guarded, "BYTES_A_SECOND", 60)
     tokenizer = load_tokenizer(made.write(made.with_pattern(SLOW), tmp_path))
     begin = time.monotonic()
-    with pytest.raises(ValueError, match=r"cannot encode a text of 60 characters: .* than 1 s or"):
+    with pytest.raises(ValueError, match=r"cannot encode a text of 60 characters: .* than 2 s or"):
         tokenizer.encode("b" * 60)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 4
     # The next text is served by a new process.
     assert tokenizer.encode("ab") == [65, 66]
 
@@ -211,6 +223,15 @@ def test_a_text_that_grows_without_bound_is_stopped(tmp_path, impatient):
     library = changed(made.with_pattern("x"), normalizer=GROWING)
     tokenizer = load_tokenizer(made.write(library, tmp_path))
     with pytest.raises(ValueError, match=r"cannot encode .* more than 1 s or 4 GiB"):
+        tokenizer.encode("a")
+
+
+def test_an_answer_that_is_too_long_is_not_read(tmp_path):
+    growing = normalizers.Sequence([normalizers.Replace("a", "aaaa")] * 9)
+    library = changed(made.with_pattern("x"), normalizer=growing)
+    tokenizer = load_tokenizer(made.write(library, tmp_path))
+    assert len(library.encode("a").ids) == 4**9
+    with pytest.raises(ValueError, match="cannot encode a text of 1 characters"):
         tokenizer.encode("a")
 
 
@@ -238,11 +259,19 @@ except KeyboardInterrupt:
     assert (done.stdout, done.stderr) == ("True [65, 66]\n", "")
 
 
-def test_a_panic_is_an_error(tmp_path):
+def test_a_process_that_cannot_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+    path = made.write(made.with_pattern("x"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"its process cannot start: No such file"):
+        load_tokenizer(path)
+
+
+def test_a_panic_is_an_error(tmp_path, capfd):
     """The library panics where onig gives up; nothing of that reaches the terminal."""
     path = made.write(made.with_pattern("(a|a)*$"), tmp_path)
     with pytest.raises(ValueError, match="cannot encode a text of 41 characters: it failed inside"):
         load_tokenizer(path).encode("a" * 40 + "!")
+    assert capfd.readouterr() == ("", "")
     with pytest.raises(ValueError, match="failed inside"):
         LibraryTokenizer((path / "tokenizer.json").read_text()).encode("a" * 40 + "!", False)
 
