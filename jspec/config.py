@@ -39,6 +39,14 @@ def _check_numbers(setting: Any, *names: str) -> None:
         _require(valid, f"{name}={value!r:.80} must be a positive, finite number")
 
 
+def _check_rope_numbers(setting: Any, *names: str, low: float = 1e-6) -> None:
+    # No model comes near the bounds, and products of such numbers stay finite.
+    for name in names:
+        value = getattr(setting, name)
+        valid = _is_number(value) and low <= value <= 1e12
+        _require(valid, f"{name}={value!r:.80} must be a finite number from {low:g} to 1e12")
+
+
 def _check_flags(setting: Any, *names: str) -> None:
     for name in names:
         value = getattr(setting, name)
@@ -74,10 +82,7 @@ class RopeScaling:
             self.kind in ("linear", "llama3", "yarn"),
             f"rope scaling {self.kind!r:.80} is unknown; jspec has linear, llama3 and yarn",
         )
-        _require(
-            _is_number(self.factor) and self.factor >= 1,
-            f"rope scaling factor={self.factor!r:.80} must be a finite number of at least 1",
-        )
+        _check_rope_numbers(self, "factor", low=1)
         _require(
             type(self.original_context) is int and 0 <= self.original_context < 2**31,
             f"original_context={self.original_context!r:.80} must be an int32, at least 0",
@@ -86,8 +91,8 @@ class RopeScaling:
             self.kind == "linear" or self.original_context > 0,
             f"rope scaling {self.kind} needs original_context, got {self.original_context}",
         )
-        _check_numbers(self, "low_frequency_factor", "high_frequency_factor")
-        _check_numbers(self, "beta_fast", "beta_slow", *_given(self, "attention_factor"))
+        _check_rope_numbers(self, "low_frequency_factor", "high_frequency_factor")
+        _check_rope_numbers(self, "beta_fast", "beta_slow", *_given(self, "attention_factor"))
         _check_flags(self, "truncate")
         low, high = self.low_frequency_factor, self.high_frequency_factor
         _require(
@@ -105,8 +110,8 @@ class Rope:
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        valid = _is_number(self.theta) and self.theta > 1
-        _require(valid, f"theta={self.theta!r:.80} must be a finite number above 1")
+        _check_rope_numbers(self, "theta", low=1)
+        _require(self.theta > 1, f"theta={self.theta} must be above 1")
         _require(
             self.scaling is None or isinstance(self.scaling, RopeScaling),
             f"scaling={self.scaling!r:.80} must be a RopeScaling or None",

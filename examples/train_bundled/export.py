@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from examples.train_bundled.checkpoint import named
 from jspec.config import ModelConfig
-from jspec.models.tokenizer import byte_alphabet
+from jspec.models.token_bytes import byte_alphabet
 
 MAX_FILE_BYTES = 16 * 2**20
 SPECIAL_TOKENS = ("<|bos|>", "<|end|>", "<|pad|>", "<|reserved|>")  # ids 256 and on

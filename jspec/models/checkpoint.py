@@ -52,14 +52,19 @@ def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing 
             f"{path} is no model: it has neither {SETTINGS} (Hugging Face) nor {saved.SETTINGS} "
             "(jspec.save_model)"
         )
-    skeleton = _Skeleton(saved.read_config(path), dtype)
+    config = saved.read_config(path)
+    stored = saved.read_shapes(path, config.num_layers)
+    try:
+        skeleton = _Skeleton(config, dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{path / saved.SETTINGS}: {error}") from None
     # Left to itself, orbax would ask for the devices that the model was saved from.
     default = jnp.zeros(()).sharding
     wanted = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed(name, shape, sharding) or default)
         for name, shape in skeleton.shapes.items()
     }
-    return skeleton.filled(saved.read_arrays(path, wanted))
+    return skeleton.filled(saved.read_arrays(path, stored, wanted))
 
 
 def save_model(model: Decoder, path: str | os.PathLike) -> None:
@@ -89,6 +94,7 @@ def _load_hugging_face(path: Path, dtype: np.dtype, sharding: Placing) -> Decode
         stops = generation.tokens("eos_token_id", config.vocab_size)
         config = dataclasses.replace(config, stop_tokens=stops or config.stop_tokens)
     weights = Weights(path, family(config.family), quantized=is_quantized(values, str(source)))
+    weights.check_layers(config.num_layers)
     skeleton = _Skeleton(config, dtype)
     weights.check(skeleton.shapes, tied=config.tie_embeddings)
     placings = {n: placed(n, shape, sharding) for n, shape in skeleton.shapes.items()}
@@ -114,8 +120,7 @@ class _Skeleton:
     """A decoder without arrays: ``shapes`` of its parameters by name, to be filled."""
 
     def __init__(self, config: ModelConfig, dtype: np.dtype):
-        model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-        self._graph, state = nnx.split(model)
+        self._graph, state = nnx.split(Decoder(config, dtype=dtype, rngs=None))
         self._flat = list(nnx.to_flat_state(state))
         self.shapes: dict[str, tuple[int, ...]] = {
             _name(key): value.get_value().shape for key, value in self._flat

@@ -14,14 +14,25 @@ from jspec.models.rope import rope_angles, rope_frequencies, rotate
 from jspec.typing import Array, Attend
 
 
+def _normal(shape: tuple[int, ...], scale: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    values = scale * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(values.astype(dtype))
+
+
+def _constant(size: int, value: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct((size,), dtype))
+    return nnx.Param(jnp.full((size,), value, dtype))
+
+
 class Linear(nnx.Module):
     """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs):
-        scale = inputs**-0.5
-        kernel = scale * jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32)
-        self.kernel = nnx.Param(kernel.astype(dtype))
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
+        self.kernel = _normal((inputs, outputs), inputs**-0.5, dtype, rngs)
+        self.bias = _constant(outputs, 0.0, dtype, rngs) if bias else None
 
     def __call__(self, x: Array) -> Array:
         y = jnp.dot(x, self.kernel[...])
@@ -31,8 +42,8 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
-    def __init__(self, size: int, *, eps: float, dtype):
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
+    def __init__(self, size: int, *, eps: float, dtype, rngs: nnx.Rngs | None):
+        self.scale = _constant(size, 1.0, dtype, rngs)
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -44,7 +55,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Projections, optional QK norm and rotation around ``attend``."""
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs | None):
         width, bias = config.hidden_size, config.qkv_bias
         queries, outputs = config.num_heads * spec.key_size, config.num_heads * spec.value_size
         keys, values = spec.kv_heads * spec.key_size, spec.kv_heads * spec.value_size
@@ -53,8 +64,8 @@ class Attention(nnx.Module):
         self.v = Linear(width, values, bias=bias, dtype=dtype, rngs=rngs)
         self.out = Linear(outputs, width, bias=config.out_bias, dtype=dtype, rngs=rngs)
         if config.qk_norm:
-            self.q_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype)
+            self.q_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
+            self.k_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
         else:
             self.q_norm = self.k_norm = None
         self.key_size, self.value_size = spec.key_size, spec.value_size
@@ -74,7 +85,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))`` (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
         wide, narrow, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
         self.gate = Linear(narrow, wide, bias=bias, dtype=dtype, rngs=rngs)
         self.up = Linear(narrow, wide, bias=bias, dtype=dtype, rngs=rngs)
@@ -87,10 +98,12 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm decoder layer."""
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+    def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs | None):
+        self.attention_norm = RMSNorm(
+            config.hidden_size, eps=config.norm_eps, dtype=dtype, rngs=rngs
+        )
         self.attention = Attention(config, spec, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
@@ -102,11 +115,12 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """A causal language model of the Llama lineage; see `jspec.typing.Model` for its contract.
 
-    Parameters are of ``dtype``, which is also the dtype of activations and of the cache.
+    Parameters are of ``dtype``, which is also the dtype of activations and of the cache. ``rngs``
+    draws them; None leaves `jax.ShapeDtypeStruct` in their places, for a loader to fill.
     Raises `ValueError` for a layer whose values are in its keys, which no family here has.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs | None):
         for index, spec in enumerate(config.layers):
             if spec.values_in_keys:
                 raise ValueError(
@@ -114,13 +128,11 @@ class Decoder(nnx.Module):
                     "pass a model of your own that calls attend with v=None"
                 )
         self.config = config
-        shape = (config.vocab_size, config.hidden_size)
-        embedding = 0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)
-        self.embedding = nnx.Param(embedding.astype(dtype))
+        self.embedding = _normal((config.vocab_size, config.hidden_size), 0.02, dtype, rngs)
         self.layers = nnx.List(
             [Block(config, spec, dtype=dtype, rngs=rngs) for spec in config.layers]
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
         if config.tie_embeddings:
             self.head = None
         else:

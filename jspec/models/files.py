@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.models.errors import CheckpointError
+from jspec.models.errors import CheckpointError, on_one_line, quoted
 
-JSON_LIMIT = 64 << 20
-HEADER_LIMIT = 100_000_000  # the limit of the safetensors library
+# Far beyond any real file: they bound the time and memory that a damaged one can cost.
+SETTINGS_LIMIT = 8 << 20  # bytes of config.json; a list of unquantised modules can be long
+HEADER_LIMIT = 16 << 20  # bytes of a safetensors header, and of an index of shards
+TENSOR_LIMIT = 1 << 17  # tensors of a model
+RANK_LIMIT = 8  # sizes in a shape
+STOP_LIMIT = 1024  # stop tokens
+DIGIT_LIMIT = 1000  # of an integer; the largest float has 309
 INTEGER_LIMIT = 2**31 - 1
 
 _DTYPES = {
@@ -42,26 +47,59 @@ _DTYPES = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; `CheckpointError` where it is missing, huge or malformed."""
+def read_file(path: Path, limit: int) -> bytes:
+    """The content of ``path``, a regular file of at most ``limit`` bytes, or `CheckpointError`."""
     try:
-        size = path.stat().st_size
-        if size > JSON_LIMIT:
-            raise CheckpointError(
-                f"{path} has {size} bytes, more than {JSON_LIMIT} for a JSON file"
-            )
-        values = json.loads(path.read_bytes())
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path} is no regular file")
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except RecursionError:
-        raise CheckpointError(f"{path} is nested too deeply to be a settings file") from None
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if len(content) > limit:
+        raise CheckpointError(f"{path} has {size} bytes, more than the {limit} that it may have")
+    return content
+
+
+def read_json(path: Path, limit: int = SETTINGS_LIMIT) -> dict[str, Any]:
+    """The JSON object in ``path``; `CheckpointError` where it is missing, huge or malformed."""
+    values = parse_json(read_file(path, limit), str(path))
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}")
     return values
+
+
+def parse_json(content: bytes, source: str) -> Any:
+    """The JSON value in ``content``, in which no object has a key twice.
+
+    Raises `CheckpointError`, which names ``source``.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+        return json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+    except RecursionError:
+        raise CheckpointError(f"{source} is nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"{source} is not valid JSON: {on_one_line(error)}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"{quoted(key)} appears twice in an object")
+            seen.add(key)
+    return values
+
+
+def _integer(digits: str) -> int:
+    # Python's own limit of 4300 digits can be switched off.
+    if len(digits) > DIGIT_LIMIT:
+        raise ValueError(f"an integer has {len(digits)} digits; {DIGIT_LIMIT} are read")
+    return int(digits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +123,10 @@ class Fields:
         if value is None:
             if default is ...:
                 state = "null" if key in self.values else "missing"
-                raise self.error(f"{key} is {state}; it must be {kind}")
+                raise self.error(f"{_key(key)} is {state}; it must be {kind}")
             return default
         if not valid(value):
-            raise self.error(f"{key}={_short(value)} must be {kind}")
+            raise self.error(f"{_key(key)}={quoted(value)} must be {kind}")
         return value
 
     def integer(self, key: str, default: Any = ...) -> int:
@@ -108,17 +146,24 @@ class Fields:
     def object(self, key: str) -> Fields:
         """A nested object; empty where the field is absent or null."""
         value = self._read(key, "an object", lambda value: isinstance(value, dict), {})
-        return Fields(value, f"{self.source}: {key}")
+        return Fields(value, f"{self.source}: {_key(key)}")
 
     def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """One token id or a list of them; none where the field is absent or null."""
 
         def valid(value) -> bool:
             items = value if isinstance(value, list) else [value]
-            return all(type(item) is int and 0 <= item < vocab_size for item in items)
+            return len(items) <= STOP_LIMIT and all(
+                type(item) is int and 0 <= item < vocab_size for item in items
+            )
 
-        value = self._read(key, f"one or more token ids below {vocab_size}", valid, [])
+        kind = f"a token id below {vocab_size} or a list of at most {STOP_LIMIT}"
+        value = self._read(key, kind, valid, [])
         return tuple(dict.fromkeys(value)) if isinstance(value, list) else (value,)
+
+
+def _key(key: str) -> str:
+    return key if len(key) <= 40 and key.isidentifier() else quoted(key)
 
 
 def _is_size(value: Any) -> bool:
@@ -128,11 +173,6 @@ def _is_size(value: Any) -> bool:
 def _is_positive(value: Any) -> bool:
     # The bound comes first: an int may be too large to become a float.
     return type(value) in (int, float) and 0 < value < 1e300 and math.isfinite(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +192,8 @@ class TensorFile:
     """A safetensors file: its header checked against its size, its tensors read in blocks of rows.
 
     The format is a little-endian uint64 header length, a JSON header, and the tensors' bytes
-    without holes. Raises `CheckpointError` naming the file for anything else.
+    without holes. Raises `CheckpointError` naming the file for anything else, and for headers,
+    numbers of tensors and shapes beyond the limits above.
     """
 
     def __init__(self, path: Path):
@@ -182,33 +223,34 @@ class TensorFile:
         return length
 
     def _entries(self, header: bytes, base: int) -> dict[str, Entry]:
-        try:
-            items = json.loads(header, object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path}: its header is not valid JSON: {error}") from None
+        items = parse_json(header, f"{self.path}: its header")
         if not isinstance(items, dict):
             raise CheckpointError(f"{self.path}: its header must be a JSON object")
         items.pop("__metadata__", None)
+        if len(items) > TENSOR_LIMIT:
+            raise CheckpointError(
+                f"{self.path} has {len(items)} tensors, more than {TENSOR_LIMIT} for a model"
+            )
         return {name: self._entry(name, item, base) for name, item in items.items()}
 
     def _entry(self, name: str, item: Any, base: int) -> Entry:
         item = item if isinstance(item, dict) else {}
         dtype, shape, offsets = (item.get(key) for key in ("dtype", "shape", "data_offsets"))
-        if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
+        if not (_are_counts(shape, RANK_LIMIT) and _are_counts(offsets, 2) and len(offsets) == 2):
             raise CheckpointError(
-                f"{self.path}: tensor {name} needs a dtype, a shape and two data_offsets, got "
-                f"{_short(item)}"
+                f"{self.path}: tensor {quoted(name)} needs a dtype, a shape of at most "
+                f"{RANK_LIMIT} sizes and two data_offsets, got {quoted(item)}"
             )
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise CheckpointError(
-                f"{self.path}: tensor {name} has dtype {_short(dtype)}, which jspec does not read; "
-                "convert it to F32, F16 or BF16"
+                f"{self.path}: tensor {quoted(name)} has dtype {quoted(dtype)}, which jspec does "
+                "not read; convert it to F32, F16 or BF16"
             )
         entry = Entry(_DTYPES[dtype], tuple(shape), base + offsets[0])
         if offsets[1] - offsets[0] != entry.nbytes:
             raise CheckpointError(
-                f"{self.path}: tensor {name} of dtype {dtype} and shape {entry.shape} needs "
-                f"{entry.nbytes} bytes, but its data_offsets {offsets} span "
+                f"{self.path}: tensor {quoted(name)} of dtype {dtype} and shape {entry.shape} "
+                f"needs {entry.nbytes} bytes, but its data_offsets {offsets} span "
                 f"{offsets[1] - offsets[0]}"
             )
         return entry
@@ -218,14 +260,14 @@ class TensorFile:
         for name, entry in sorted(self.entries.items(), key=lambda item: item[1].start):
             if entry.start != end and entry.nbytes:
                 raise CheckpointError(
-                    f"{self.path}: tensor {name} starts at byte {entry.start}, but the tensor "
-                    f"before it ends at {end}; the file has a hole or an overlap"
+                    f"{self.path}: tensor {quoted(name)} starts at byte {entry.start}, but the "
+                    f"tensor before it ends at {end}; the file has a hole or an overlap"
                 )
             end += entry.nbytes
             if end > size:
                 raise CheckpointError(
-                    f"{self.path}: tensor {name} ends at byte {end}, but the file has {size}: it "
-                    "is truncated; copy or download it again"
+                    f"{self.path}: tensor {quoted(name)} ends at byte {end}, but the file has "
+                    f"{size}: it is truncated; copy or download it again"
                 )
         if end != size:
             raise CheckpointError(
@@ -247,7 +289,9 @@ class TensorFile:
             for first in range(0, entry.shape[0], step):
                 block = buffer[: entry.shape[0] - first]
                 if file.readinto(block.reshape(-1).view(np.uint8).data) != block.nbytes:
-                    raise CheckpointError(f"{self.path} shrank while tensor {name} was read")
+                    raise CheckpointError(
+                        f"{self.path} shrank while tensor {quoted(name)} was read"
+                    )
                 yield slice(first, first + len(block)), block
 
     def same(self, name: str, file: TensorFile, other: str) -> bool:
@@ -259,16 +303,9 @@ class TensorFile:
         return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)
 
 
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value < 2**63 for value in values
+def _are_counts(values: Any, most: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= most
+        and all(type(value) is int and 0 <= value < 2**63 for value in values)
     )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        for (first, _), (second, _) in itertools.pairwise(sorted(pairs, key=lambda pair: pair[0])):
-            if first == second:
-                raise ValueError(f"{first} appears twice")
-    return values

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -16,12 +18,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from jspec.config import ModelConfig
-from jspec.models.errors import CheckpointError
+from jspec.models.errors import CheckpointError, on_one_line, quoted
 from jspec.models.files import Fields, read_json
 
 SETTINGS = "jspec.json"
 ARRAYS = "arrays"
 FORMAT = 2  # 1 described all layers at once
+LIST_LIMIT = 4096  # items of a list in a file: layers, ropes or stop tokens
 
 
 def write(path: Path, config: ModelConfig, arrays: Mapping[str, jax.Array]) -> None:
@@ -29,7 +32,7 @@ def write(path: Path, config: ModelConfig, arrays: Mapping[str, jax.Array]) -> N
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.mkdir()
-        with ocp.StandardCheckpointer() as checkpointer:
+        with _quiet(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(partial.absolute() / ARRAYS, dict(arrays))
         write_settings(partial, config)
         os.rename(partial, path)
@@ -37,6 +40,21 @@ def write(path: Path, config: ModelConfig, arrays: Mapping[str, jax.Array]) -> N
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep orbax's log lines from the user: what goes wrong is raised."""
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(nothing)
 
 
 def write_settings(path: Path, config: ModelConfig) -> None:
@@ -51,7 +69,7 @@ def read_config(path: Path) -> ModelConfig:
     fields = Fields(read_json(path / SETTINGS), source)
     version = fields.values.get("format")
     if type(version) is not int or not 1 <= version <= FORMAT:
-        raise fields.error(f"format={version!r} is unknown; jspec has 1 to {FORMAT}")
+        raise fields.error(f"format={quoted(version)} is unknown; jspec has 1 to {FORMAT}")
     _refuse_unknown(fields.values, {"format", "config"}, source)
     config, source = fields.values.get("config"), f"{source}: config"
     if version == 1:
@@ -68,13 +86,13 @@ def _hints_of_format_1() -> dict[str, Any]:
 def _make(make: Callable, hints: Mapping[str, Any], values: Any, source: str) -> Any:
     """``make`` called with the fields of ``values``, a JSON object, whose types are ``hints``."""
     if not isinstance(values, dict):
-        raise CheckpointError(f"{source}={values!r:.80} must be an object")
+        raise CheckpointError(f"{source}={quoted(values)} must be an object")
     _refuse_unknown(values, hints, source)
     settings = {n: _setting(hints[n], value, f"{source}: {n}") for n, value in values.items()}
     try:
         return make(**settings)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{source}: {error}") from None
+    except (TypeError, ValueError, RecursionError) as error:  # a message may show a nested value
+        raise CheckpointError(f"{source}: {on_one_line(error)}") from None
 
 
 def _setting(hint: Any, value: Any, source: str) -> Any:
@@ -86,6 +104,8 @@ def _setting(hint: Any, value: Any, source: str) -> Any:
     if get_origin(hint) is UnionType and len(kinds) == 1:
         return None if value is None else _setting(kinds[0], value, source)
     if get_origin(hint) is tuple and isinstance(value, list):
+        if len(value) > LIST_LIMIT:
+            raise CheckpointError(f"{source} has {len(value)} items, more than {LIST_LIMIT}")
         return tuple(_setting(kinds[0], x, f"{source}[{i}]") for i, x in enumerate(value))
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _make(hint, get_type_hints(hint), value, source)
@@ -96,24 +116,46 @@ def _refuse_unknown(values: Mapping[str, Any], known: Collection[str], source: s
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise CheckpointError(
-            f"{source}: fields {unknown} are unknown; the file is of a newer jspec"
+            f"{source}: fields {quoted(unknown)} are unknown; the file is of a newer jspec"
         )
 
 
-def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, jax.Array]:
+def read_shapes(path: Path, num_layers: int) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the stored arrays by name, which are those of ``num_layers`` layers."""
+    with _reading(path) as (directory, checkpointer):
+        item = checkpointer.metadata(directory).item_metadata
+        if item is None:
+            raise CheckpointError(f"{directory} has no array metadata; save the model again")
+        shapes = {name: tuple(value.shape) for name, value in item.tree.items()}
+    stored = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    if len(stored) != num_layers:
+        raise CheckpointError(
+            f"{directory} has arrays of {len(stored)} layers, but {SETTINGS} asks for {num_layers}"
+        )
+    return shapes
+
+
+def read_arrays(
+    path: Path,
+    stored: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+) -> Mapping[str, jax.Array]:
     """The arrays named in ``wanted``, each of its shape, dtype and sharding."""
+    with _reading(path) as (directory, checkpointer):
+        _check(directory, stored, wanted)
+        return checkpointer.restore(directory, dict(wanted))
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[tuple[Path, ocp.StandardCheckpointer]]:
     directory = path.absolute() / ARRAYS
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            item = checkpointer.metadata(directory).item_metadata
-            if item is None:
-                raise CheckpointError(f"{directory} has no array metadata; save the model again")
-            _check(directory, {k: tuple(v.shape) for k, v in item.tree.items()}, wanted)
-            return checkpointer.restore(directory, dict(wanted))
+        with _quiet(), ocp.StandardCheckpointer() as checkpointer:
+            yield directory, checkpointer
     except CheckpointError:
         raise
     except Exception as error:  # orbax has no one type for what it cannot read
-        raise CheckpointError(f"{directory} cannot be read: {error}") from error
+        raise CheckpointError(f"{directory} cannot be read: {on_one_line(error)}") from error
 
 
 def _check(
@@ -125,6 +167,6 @@ def _check(
         have, want = stored.get(name), wanted.get(name)
         if want is None or have != want.shape:
             raise CheckpointError(
-                f"{directory}: array {name} has shape {have or 'none (it is missing)'}, but "
-                f"{SETTINGS} asks for {'no such array' if want is None else want.shape}"
+                f"{directory}: array {quoted(name)} has shape {have or 'none (it is missing)'}, "
+                f"but {SETTINGS} asks for {'no such array' if want is None else want.shape}"
             )

@@ -3,118 +3,235 @@
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import operator
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
-from tokenizers import Tokenizer as _Backend
+from jspec.models.errors import CheckpointError, on_one_line, quoted
+from jspec.models.files import parse_json, read_file
+from jspec.models.guarded import GuardedTokenizer
+from jspec.models.library_tokenizer import LibraryTokenizer
+from jspec.models.token_bytes import byte_alphabet, byte_decoder
+from jspec.models.tokenizer_kinds import unproven
 
-from jspec.models.errors import CheckpointError
+FILE_LIMIT = 64 << 20
+_BROKEN = "\ufffd"
+_HELD = 4  # tokens that may wait for the rest of a character; its bytes are no more
+
+
+class Backend(Protocol):
+    """What `LibraryTokenizer` and `GuardedTokenizer` have; all raise `ValueError`."""
+
+    vocab_size: int
+
+    def encode(self, text: str, special: bool) -> list[int]: ...
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+    def token(self, number: int) -> str | None: ...
 
 
 class Tokenizer:
     """A Hugging Face tokenizer that speaks bytes.
 
     A byte-level vocabulary without merges (id b is byte b) is used as such: then any bytes can be
-    encoded, UTF-8 or not, and nothing is lost on the way back. Other tokenizers need UTF-8.
+    encoded, UTF-8 or not. Other tokenizers need UTF-8. Where a token's bytes do not depend on its
+    neighbours, `decode` joins them: it is the library's own text, save that a broken byte leaves
+    the whole characters beside it as they are. `load_tokenizer` makes one.
     """
 
-    def __init__(self, backend: _Backend, *, byte_level: bool):
+    def __init__(self, backend: Backend, values: dict[str, Any], content: bytes):
         self._backend = backend
-        self.byte_level = byte_level
-        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._content = content
+        self.vocab_size = backend.vocab_size
+        added = values.get("added_tokens") or []  # the library has read them
+        self._added = [token["content"] for token in added]
+        self._special = frozenset(token["content"] for token in added if token["special"])
+        self._joined = byte_decoder(values.get("decoder"))
+        self._pieces: dict[int, bytes] = {}
+        self._template = self._read_template() if _is_byte_level(values) else None
+        self.byte_level = self._template is not None
+
+    def _read_template(self) -> tuple[list[int], list[int]] | None:
+        """The tokens before and after a text; None where they can't be told or the text changes."""
+        byte = ord("a")
+        around = self._backend.encode("a", True)
+        if self._backend.encode("a", False) != [byte] or around.count(byte) != 1:
+            return None
+        at = around.index(byte)
+        return around[:at], around[at + 1 :]
 
     def encode(self, text: str | bytes, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``, with the special tokens that open a document unless told not to.
+        """Token ids of ``text``, with the special tokens around a document unless told not to.
 
-        Raises `ValueError` for bytes that this tokenizer cannot read.
+        Special tokens that are written out in a text are found, except in bytes that are not UTF-8.
+        Raises `ValueError` for what this tokenizer cannot read.
         """
-        if self.byte_level:
-            opening = self._backend.encode("", add_special_tokens=special).ids
-            return [*opening, *(text.encode() if isinstance(text, str) else text)]
-        if isinstance(text, bytes):
-            try:
-                text = text.decode()
-            except UnicodeDecodeError as error:
+        try:
+            data = text.encode() if isinstance(text, str) else text
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {error.start} of the text is half of a surrogate pair, which is no "
+                "text; remove it"
+            ) from None
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            if self._template is None:
                 raise ValueError(
                     f"byte {error.start} of the text is not UTF-8, which this model's tokenizer "
                     "needs; convert the text, or use a byte-level model"
                 ) from None
-        return self._backend.encode(text, add_special_tokens=special).ids
+            return self._encode_bytes(data, self._template, special)
+        if self._template is not None and not any(token in text for token in self._added):
+            return self._encode_bytes(data, self._template, special)
+        with _failing(f"cannot encode a text of {len(text)} characters"):
+            return self._backend.encode(text, special)
+
+    @staticmethod
+    def _encode_bytes(data: bytes, template: tuple[list[int], list[int]], special: bool):
+        before, after = template if special else ([], [])
+        return [*before, *data, *after]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of ``tokens``; special tokens vanish, bytes that are no UTF-8 become U+FFFD."""
-        if self.byte_level:
-            return self.raw(tokens).decode(errors="replace")
-        return self._backend.decode(list(tokens), skip_special_tokens=True)
+        """Text of ``tokens``; special tokens and unknown ids vanish, broken bytes become U+FFFD."""
+        if self._joined is None:
+            return self._decode(self._known(tokens))
+        return self.raw(tokens).decode(errors="replace")
 
     def raw(self, tokens: Iterable[int]) -> bytes:
-        """Bytes of ``tokens``, exact for a byte-level tokenizer."""
-        if self.byte_level:
-            return bytes(token for token in tokens if token < 256)
-        return self.decode(list(tokens)).encode()
+        """Bytes of ``tokens``, exact where a token's bytes do not depend on its neighbours."""
+        if self._joined is None:
+            return self._decode(self._known(tokens)).encode()
+        data = self._bytes(tokens)
+        return data[_leading(data, self._joined.leading) :]
 
     def save(self, path: str | Path) -> None:
-        """Write tokenizer.json into the model directory ``path``."""
-        self._backend.save(str(Path(path) / "tokenizer.json"))
+        """Write tokenizer.json into the model directory ``path``, as it was read."""
+        file = Path(path) / "tokenizer.json"
+        partial = file.with_name(f".tokenizer.{uuid.uuid4().hex}.partial")
+        try:
+            partial.write_bytes(self._content)
+            os.replace(partial, file)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be written: {error.strerror}") from None
+        finally:
+            partial.unlink(missing_ok=True)
 
     def stream(self) -> Callable[[Sequence[int], bool], str]:
-        """A function ``(new tokens, final) -> new text`` that never splits a character."""
-        return self._stream_bytes() if self.byte_level else self._stream_text()
+        """A function ``(new tokens, final) -> new text`` that never splits a character.
+
+        The pieces join to what `decode` gives for all tokens at once.
+        """
+        return self._stream_text() if self._joined is None else self._stream_bytes()
 
     def _stream_bytes(self) -> Callable[[Sequence[int], bool], str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return lambda tokens, final: decoder.decode(self.raw(tokens), final)
-
-    def _stream_text(self) -> Callable[[Sequence[int], bool], str]:
-        # A token's text can depend on its neighbours, so a short tail is decoded again; the window
-        # moves on whenever the text ends on a whole character.
-        pending: list[int] = []
-        shown = ""
+        leading = self._joined.leading if self._joined else 0
 
         def advance(tokens: Sequence[int], final: bool) -> str:
-            nonlocal pending, shown
-            pending = [*pending, *tokens]
-            text = self.decode(pending)
-            if text.endswith("\ufffd") and not final:
-                return ""
-            new = text[len(shown) :]
-            pending = pending[-8:]
-            shown = self.decode(pending)
-            return new
+            nonlocal leading
+            data = self._bytes(tokens)
+            spaces = _leading(data, leading)
+            leading = leading - spaces if spaces == len(data) else 0
+            return decoder.decode(data[spaces:], final)
 
         return advance
 
+    def _stream_text(self) -> Callable[[Sequence[int], bool], str]:
+        # A token's text may depend on the one before it: both are decoded, and what that one gives
+        # alone is cut off. Bytes that a decoder joins only after other steps wait for each other.
+        context: list[int] = []
+        held: list[int] = []
+        shown = ""
+
+        def advance(tokens: Sequence[int], final: bool) -> str:
+            nonlocal context, held, shown
+            new = []
+            for token in self._known(tokens):
+                held.append(token)
+                text = self._decode(context + held)
+                if text.endswith(_BROKEN) and len(held) < _HELD:
+                    continue
+                new.append(text[len(shown) :])
+                context, shown, held = held, self._decode(held), []
+            if final and held:
+                new.append(self._decode(context + held)[len(shown) :])
+            return "".join(new)
+
+        return advance
+
+    def _decode(self, tokens: list[int]) -> str:
+        with _failing(f"cannot decode the token ids {quoted(tokens)}"):
+            return self._backend.decode(tokens)
+
+    def _known(self, tokens: Iterable[int]) -> list[int]:
+        """Those of ``tokens`` that have text: no special and no unknown ones."""
+        return [int(token) for token in tokens if self._piece(token) is not None]
+
+    def _bytes(self, tokens: Iterable[int]) -> bytes:
+        return b"".join(self._piece(token) or b"" for token in tokens)
+
+    def _piece(self, token: int) -> bytes | None:
+        """The bytes of a token, as far as they are known; None for special and unknown ones."""
+        number = operator.index(token)
+        if number not in self._pieces and 0 <= number < 2**32:
+            with _failing(f"has no token for the id {number}"):
+                spelling = self._backend.token(number)
+            if spelling is not None and spelling not in self._special:
+                self._pieces[number] = self._joined.of(spelling) if self._joined else b""
+        return self._pieces.get(number)
+
+
+def _leading(data: bytes, most: int) -> int:
+    return min(len(data) - len(data.lstrip(b" ")), most)
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the model's tokenizer {what}: {on_one_line(error)}") from None
+
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer.json of a model directory. Raises `CheckpointError` where there is none."""
+    """The tokenizer.json of a model directory; one that is not there is a `CheckpointError`.
+
+    So is one that the tokenizers library cannot read. A file that could make the library hang runs
+    in a process of its own, with bounds on its time and memory (docs/models.md).
+    """
     file = Path(path) / "tokenizer.json"
+    if not file.exists():
+        raise CheckpointError(f"{file} does not exist; a model directory holds a tokenizer.json")
+    content = read_file(file, FILE_LIMIT)
+    values = parse_json(content, str(file))
+    if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+        raise CheckpointError(f"{file}: not a tokenizer (it has no model)")
+    make = LibraryTokenizer if unproven(values) is None else GuardedTokenizer
     try:
-        text = file.read_text()
-    except OSError as error:
-        raise CheckpointError(
-            f"{file}: cannot be read ({error.strerror}); a model directory holds a tokenizer.json"
-        ) from None
-    try:
-        backend = _Backend.from_str(text)
-        model = json.loads(text)["model"]
-    except Exception as error:  # the library raises plain Exception for malformed files
-        raise CheckpointError(f"{file}: not a tokenizer ({error})") from None
-    return Tokenizer(backend, byte_level=_is_byte_level(model))
+        return Tokenizer(make(content.decode("utf-8-sig")), values, content)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not a tokenizer ({on_one_line(error)})") from None
 
 
-def _is_byte_level(model: dict) -> bool:
-    """Whether the vocabulary is the 256 bytes in order, as byte-level BPE spells them."""
-    vocabulary = model.get("vocab")
-    if model.get("type") != "BPE" or model.get("merges") or not isinstance(vocabulary, dict):
-        return False
-    in_order = sorted(vocabulary, key=vocabulary.__getitem__)
-    return in_order[:256] == byte_alphabet()
-
-
-def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level BPE (GPT-2's table): itself where it
-    prints, else the next unused one from U+0100 on."""
-    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, 0x200))
-    return [chr(byte if byte in prints else next(spare)) for byte in range(256)]
+def _is_byte_level(values: dict[str, Any]) -> bool:
+    """Whether id b is byte b, and nothing but a prefix or a template is added to a text."""
+    model, splits, decoder = (values.get(key) for key in ("model", "pre_tokenizer", "decoder"))
+    changes = ("merges", "dropout", "ignore_merges", "end_of_word_suffix")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return (
+        isinstance(model, dict)
+        and isinstance(splits, dict)
+        and isinstance(decoder, dict)
+        and isinstance(vocabulary, dict)
+        and model.get("type") == "BPE"
+        and not any(model.get(key) for key in (*changes, "continuing_subword_prefix"))
+        and all(vocabulary.get(c) == byte for byte, c in enumerate(byte_alphabet()))
+        and values.get("normalizer") is None
+        and splits.get("type") == decoder.get("type") == "ByteLevel"
+    )

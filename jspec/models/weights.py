@@ -10,13 +10,22 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.models.errors import CheckpointError
+from jspec.models.errors import CheckpointError, quoted
 from jspec.models.families.family import Family
-from jspec.models.files import Entry, Fields, TensorFile, read_json
+from jspec.models.files import (
+    HEADER_LIMIT,
+    TENSOR_LIMIT,
+    Entry,
+    Fields,
+    TensorFile,
+    read_json,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
+# File systems take names of 255 bytes.
+_SHARD = re.compile(r"[\w.-]{1,240}\.safetensors", re.ASCII)
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 SHOWN = 4  # names listed in an error
 
 _FLOATS = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, np.float64))
@@ -35,8 +44,8 @@ def is_quantized(config: Mapping[str, Any], source: str) -> bool:
     method, kind = fields.text("quant_method", "none"), fields.text("format", "none")
     if (method, kind) != ("compressed-tensors", "int-quantized"):
         raise fields.error(
-            f"quant_method={method!r} with format={kind!r} is not supported; jspec reads "
-            "compressed-tensors with int-quantized, and plain F32, F16 and BF16"
+            f"quant_method={quoted(method)} with format={quoted(kind)} is not supported; jspec "
+            "reads compressed-tensors with int-quantized, and plain F32, F16 and BF16"
         )
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config", "moe_sparsity_config"):
         values = fields.object(key).values
@@ -46,11 +55,13 @@ def is_quantized(config: Mapping[str, Any], source: str) -> bool:
     for name in groups.values:
         kind = groups.object(name).text("format", kind)
         if kind != "int-quantized":
-            raise groups.error(f"{name} has format={kind!r}; jspec reads int-quantized")
+            raise groups.error(
+                f"{quoted(name)} has format={quoted(kind)}; jspec reads int-quantized"
+            )
         weights = groups.object(name).object("weights")
         found = {key: weights.values.get(key) for key in _INT8}
         if found != _INT8:
-            raise weights.error(f"{found} is not supported; jspec reads {_INT8}")
+            raise weights.error(f"{quoted(found)} is not supported; jspec reads {_INT8}")
     return True
 
 
@@ -64,9 +75,13 @@ class Weights:
         self.files: dict[str, TensorFile] = {}
         for path in self._paths(directory):
             file = TensorFile(path)
+            if len(self.files) + len(file.entries) > TENSOR_LIMIT:
+                raise CheckpointError(f"{directory} has more than {TENSOR_LIMIT} tensors")
             for name in file.entries:
                 if name in self.files:
-                    raise CheckpointError(f"{self.files[name].path} and {path} both have {name}")
+                    raise CheckpointError(
+                        f"{self.files[name].path} and {path} both have {quoted(name)}"
+                    )
                 self.files[name] = file
 
     def _paths(self, directory: Path) -> list[Path]:
@@ -78,22 +93,35 @@ class Weights:
                 f"{directory} has neither {SINGLE} nor {INDEX}; jspec reads safetensors alone, "
                 "never pickles: convert other files with transformers' save_pretrained"
             )
-        shards = Fields(read_json(index), str(index)).object("weight_map").values
-        if not shards:
+        weight_map = Fields(read_json(index, HEADER_LIMIT), str(index)).object("weight_map").values
+        if not weight_map:
             raise CheckpointError(f"{index}: weight_map is missing or empty")
-        for name, shard in shards.items():
+        for name, shard in weight_map.items():
             # A shard may be a link out of the directory, as in a hub cache, but is named within.
             if not (isinstance(shard, str) and _SHARD.fullmatch(shard)):
                 raise CheckpointError(
-                    f"{index}: {name} is said to be in {shard!r:.80}, which is no file name in "
-                    f"{directory}; shards are named as in {SINGLE}"
+                    f"{index}: {quoted(name)} is said to be in {quoted(shard)}, which is no file "
+                    f"name in {directory}; shards are named as in {SINGLE}"
                 )
+        shards = {shard: name for name, shard in weight_map.items()}
+        for shard, name in shards.items():
             if not (directory / shard).is_file():
-                raise CheckpointError(f"{directory / shard} is missing: {index} puts {name} there")
-        return [directory / shard for shard in sorted(set(shards.values()))]
+                raise CheckpointError(
+                    f"{directory / shard} is missing: {index} puts {quoted(name)} there"
+                )
+        return [directory / shard for shard in sorted(shards)]
 
     def entry(self, name: str) -> Entry:
         return self.files[name].entries[name]
+
+    def check_layers(self, num_layers: int) -> None:
+        """Compare the number of layers with the names of the tensors, before work on each."""
+        stored = {int(match[1]) for match in map(_LAYER.match, self.files) if match}
+        if len(stored) != num_layers:
+            raise CheckpointError(
+                f"{self.directory} has tensors of {len(stored)} layers, but config.json asks for "
+                f"num_hidden_layers={num_layers}; are they of one model?"
+            )
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """Compare names and shapes with ``wanted``, parameters and their shapes in jspec."""
@@ -124,13 +152,13 @@ class Weights:
         entry, path = self.entry(name), self.files[name].path
         if entry.shape != shape:
             raise CheckpointError(
-                f"{path}: tensor {name} has shape {entry.shape}, but config.json asks for {shape}; "
-                "are they of one model?"
+                f"{path}: tensor {quoted(name)} has shape {entry.shape}, but config.json asks for "
+                f"{shape}; are they of one model?"
             )
         if entry.dtype not in (*_FLOATS, np.int8):
             raise CheckpointError(
-                f"{path}: tensor {name} has dtype {entry.dtype.name}, which is not supported; "
-                "convert it to F32, F16 or BF16"
+                f"{path}: tensor {quoted(name)} has dtype {entry.dtype.name}, which is not "
+                "supported; convert it to F32, F16 or BF16"
             )
 
     def _check_scale(self, name: str, parameter: str) -> str:
@@ -138,21 +166,24 @@ class Weights:
         path = self.files[name].path
         if not self.quantized or not parameter.endswith(".kernel"):
             raise CheckpointError(
-                f"{path}: tensor {name} with shape {self.entry(name).shape} is int8, but "
+                f"{path}: tensor {quoted(name)} with shape {self.entry(name).shape} is int8, but "
                 "config.json has no quantization_config that covers it"
             )
         if scale not in self.files:
-            raise CheckpointError(f"{path}: tensor {name} is int8, but {scale} {shape} is missing")
+            raise CheckpointError(
+                f"{path}: tensor {quoted(name)} is int8, but {quoted(scale)} {shape} is missing"
+            )
         self._check_tensor(scale, shape)
         if self.entry(scale).dtype not in _FLOATS:
-            raise CheckpointError(f"{self.files[scale].path}: tensor {scale} must be of floats")
+            path = self.files[scale].path
+            raise CheckpointError(f"{path}: tensor {quoted(scale)} must be of floats")
         return scale
 
     def _check_tied(self, head: str, embedding: str) -> None:
         if not self.files[head].same(head, self.files[embedding], embedding):
             raise CheckpointError(
-                f"{self.files[head].path}: tensor {head} {self.entry(head).shape} differs from "
-                f"{embedding} {self.entry(embedding).shape}, though config.json says "
+                f"{self.files[head].path}: tensor {quoted(head)} {self.entry(head).shape} differs "
+                f"from {quoted(embedding)} {self.entry(embedding).shape}, though config.json says "
                 "tie_word_embeddings=true; set it to false to use both"
             )
 
@@ -189,4 +220,4 @@ def _is_harmless(name: str) -> bool:
 
 def _listed(names: list[str]) -> str:
     more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(quoted, names[:SHOWN])) + (f" and {more} more" if more > 0 else "")

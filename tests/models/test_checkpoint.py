@@ -140,7 +140,7 @@ def group(**weights):
         ({**QUANTIZATION, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
         ({**QUANTIZATION, "sparsity_config": {"format": "24"}}, "sparsity_config is not supported"),
         ({**QUANTIZATION, "transform_config": {"r1": 1}}, "transform_config is not supported"),
-        ({**QUANTIZATION, "config_groups": {"g": {"format": "float"}}}, "g has format='float'"),
+        ({**QUANTIZATION, "config_groups": {"g": {"format": "float"}}}, "'g' has format='float'"),
         (group(num_bits=4), "config_groups: group_0: weights: .*'num_bits': 4.* is not supported"),
         (group(symmetric=False), "'symmetric': False"),
         (group(strategy="group"), "'strategy': 'group'"),
@@ -163,16 +163,16 @@ def test_int8_without_a_quantization_config(quantized):
 def test_int8_embedding(quantized):
     name = "model.embed_tokens.weight"
     edit_tensors(quantized, **{name: np.zeros((24, 16), np.int8)})
-    with pytest.raises(CheckpointError, match=rf"{name} with shape \(24, 16\) is int8"):
+    with pytest.raises(CheckpointError, match=rf"'{name}' with shape \(24, 16\) is int8"):
         load_model(quantized)
 
 
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        (None, rf"tensor {UP} is int8, but {UP}_scale \(20, 1\) is missing"),
-        (np.ones((20,), np.float32), rf"tensor {UP}_scale has shape \(20,\), but .* \(20, 1\)"),
-        (np.ones((20, 1), np.int8), f"tensor {UP}_scale must be of floats"),
+        (None, rf"tensor '{UP}' is int8, but '{UP}_scale' \(20, 1\) is missing"),
+        (np.ones((20,), np.float32), rf"tensor '{UP}_scale' has shape \(20,\), but .* \(20, 1\)"),
+        (np.ones((20, 1), np.int8), f"tensor '{UP}_scale' must be of floats"),
     ],
 )
 def test_bad_scales(quantized, scale, message):

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from jspec.config import ModelConfig
-from jspec.models.errors import CheckpointError
+from jspec.models.errors import CheckpointError, quoted
 from jspec.models.families.family import Family
 from jspec.models.files import Fields
 
@@ -36,10 +36,12 @@ def model_config(values: Mapping[str, Any], *, source: str = "config.json") -> M
     fields = Fields(values, source)
     name = fields.text("model_type")
     if name not in FAMILIES:
-        raise fields.error(f"model_type={name!r} is unknown; jspec has {', '.join(FAMILIES)}")
+        raise fields.error(f"model_type={quoted(name)} is unknown; jspec has {', '.join(FAMILIES)}")
     try:
         return family(name).read(fields)
     except CheckpointError:
         raise
     except ValueError as error:
         raise fields.error(str(error)) from None
+    except RecursionError:  # values of two fields are compared whole
+        raise fields.error("is nested too deeply") from None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.config import LAYER_LIMIT, ModelConfig, RopeScaling
+from jspec.models.errors import quoted
 from jspec.models.families.rope_fields import read_rope
-from jspec.models.files import Fields
+from jspec.models.files import INTEGER_LIMIT, Fields
 
 _FULL = "full_attention"
 
@@ -39,13 +40,13 @@ def read_equal_layers(fields: Fields, **special: Any) -> ModelConfig:
 def _refuse_variants(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise fields.error(f"hidden_act={activation!r} is not supported; jspec has silu")
+        raise fields.error(f"hidden_act={quoted(activation)} is not supported; jspec has silu")
     kinds = fields.values.get("layer_types")
     if kinds is not None:
         other = kinds if not isinstance(kinds, list) else [k for k in kinds if k != _FULL]
         if other or not isinstance(kinds, list):
             raise fields.error(
-                f"layer_types has {str(other)[:80]}, but jspec has {_FULL} alone; use a model "
+                f"layer_types has {quoted(other)}, but jspec has {_FULL} alone; use a model "
                 "without sliding windows"
             )
     if not fields.has("layer_types") and fields.boolean("use_sliding_window", False):
@@ -53,8 +54,8 @@ def _refuse_variants(fields: Fields) -> None:
         first = fields.values.get("max_window_layers", 0)
         if window is not None and not (type(first) is int and first >= _layers(fields)):
             raise fields.error(
-                f"use_sliding_window=true with sliding_window={window} and "
-                f"max_window_layers={first}: jspec attends to the whole context; set "
+                f"use_sliding_window=true with sliding_window={quoted(window)} and "
+                f"max_window_layers={quoted(first)}: jspec attends to the whole context; set "
                 "use_sliding_window to false if the model was trained that way"
             )
 
@@ -79,6 +80,12 @@ def _head_size(fields: Fields, hidden: int, heads: int) -> int:
 def _max_context(fields: Fields, scaling: RopeScaling | None) -> int:
     # Qwen's advice for long inputs adds YaRN and leaves max_position_embeddings as it was.
     context = fields.integer("max_position_embeddings")
-    if scaling is not None and scaling.kind == "yarn":
-        context = max(context, int(scaling.factor * scaling.original_context))
-    return context
+    if scaling is None or scaling.kind != "yarn":
+        return context
+    stretched = int(scaling.factor * scaling.original_context)
+    if stretched > INTEGER_LIMIT:
+        raise fields.error(
+            f"a rope of factor={scaling.factor:g} over {scaling.original_context} tokens gives a "
+            f"context of {stretched} tokens; it must be at most {INTEGER_LIMIT}"
+        )
+    return max(context, stretched)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jspec.config import Rope, RopeScaling
-from jspec.models.errors import CheckpointError
+from jspec.models.errors import CheckpointError, quoted
 from jspec.models.files import Fields
 
 _KEYS = frozenset(
@@ -20,19 +20,22 @@ def read_rope(fields: Fields) -> Rope:
     old, new = fields.object("rope_scaling"), fields.object("rope_parameters")
     if old.values and new.values and old.values != new.values:
         raise fields.error(
-            f"rope_scaling={dict(old.values)} and rope_parameters={dict(new.values)} disagree; "
+            f"rope_scaling={quoted(old.values)} and rope_parameters={quoted(new.values)} disagree; "
             "keep the one that the model was trained with"
         )
     rope = old if old.values else new
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in _SCALINGS:
-        raise rope.error(f"rope_type={kind!r} is not supported; jspec has {', '.join(_SCALINGS)}")
+        known = ", ".join(_SCALINGS)
+        raise rope.error(f"rope_type={quoted(kind)} is not supported; jspec has {known}")
     unknown = sorted(set(rope.values) - _KEYS)
     if unknown:
-        raise rope.error(f"fields {unknown} are unknown to jspec; it cannot tell what they change")
+        raise rope.error(
+            f"fields {quoted(unknown)} are unknown to jspec; it cannot tell what they change"
+        )
     for place in (fields, rope):
         if place.number("partial_rotary_factor", 1.0) != 1.0:
-            value = place.values["partial_rotary_factor"]
+            value = quoted(place.values["partial_rotary_factor"])
             raise place.error(f"partial_rotary_factor={value} is not supported; jspec rotates all")
     theta = float(rope.number("rope_theta", fields.number("rope_theta", 10000.0)))
     if theta <= 1:
@@ -62,7 +65,9 @@ def _original_context(fields: Fields, rope: Fields) -> int:
 def _llama3(fields: Fields, rope: Fields) -> RopeScaling:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if not low < high:
-        raise rope.error(f"high_freq_factor={high} must be above low_freq_factor={low}")
+        raise rope.error(
+            f"high_freq_factor={quoted(high)} must be above low_freq_factor={quoted(low)}"
+        )
     return RopeScaling(
         "llama3",
         float(rope.number("factor")),
@@ -78,7 +83,7 @@ def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
     factor = float(rope.number("factor", whole / original))
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     if fast < slow:
-        raise rope.error(f"beta_fast={fast} must be at least beta_slow={slow}")
+        raise rope.error(f"beta_fast={quoted(fast)} must be at least beta_slow={quoted(slow)}")
     attention = rope.number("attention_factor", None)
     if attention is None and rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
         scale, scale_all = rope.number("mscale"), rope.number("mscale_all_dim")
