@@ -122,9 +122,9 @@ def _uniforms(arguments: tuple[Any, ...]) -> np.ndarray:
     """
     seeds, positions = arguments[4].seeds, arguments[5]
     where = positions[:, None] + jnp.arange(GAMMA + 1, dtype=jnp.int32)[None]
-    draw = jax.jit(lambda role: number(seeds, where, role).high >> 8)
+    draw = jax.jit(lambda role: number(seeds, where, role))
     roles = (Role.ACCEPT, Role.RESIDUAL, Role.BONUS)
-    upper = np.stack([np.asarray(draw(np.uint32(role))) for role in roles])
+    upper = np.stack([np.asarray(draw(np.uint32(role))) for role in roles]) >> np.uint64(40)
     return upper.astype(np.float32) * np.float32(2.0**-24)
 
 

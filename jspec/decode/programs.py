@@ -38,6 +38,11 @@ class Programs:
         """The same programs for a caller that wants to know what its own calls cost."""
         return Timed(self, on_compile)
 
+    def clear(self) -> None:
+        """Let go of all programs."""
+        with self._lock:
+            self._kept.clear()
+
     def executable(
         self, cost: Timed, function: Any, args: tuple[Any, ...], static: dict[str, Any]
     ) -> Any:
@@ -110,10 +115,6 @@ class Timed:
         finally:
             self.compile_s += time.perf_counter() - begin
             self._on_compile(False)
-
-    def clear(self) -> None:
-        """Let go of the executables."""
-        self._kept.clear()
 
 
 def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:

@@ -65,7 +65,7 @@ class Position(NamedTuple):
 
     @in_64_bits
     def probabilities(self) -> Array:
-        """Of the tokens, uint64 ``[..., L, TILE]``, in units of 2**-53, right to 2**-29 and a unit."""
+        """Of the tokens, uint64 ``[..., L, TILE]`` in units of 2**-53: right to 2**-29 and 1."""
         scaled = uint64.scale(self.weights << 1, self.reciprocal[..., None])
         return uint64.shift_right(scaled, (self.shift + self.rescale)[..., None])
 

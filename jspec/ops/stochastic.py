@@ -171,10 +171,7 @@ def _accepts(
     is and ``p >= q > 0`` always is."""
     gamma = tokens.shape[1]
     p_token = _of_token(jax.tree.map(lambda x: x[:, :gamma], p), tokens, vocabulary)
-    if q is None:
-        q_token = jnp.full_like(p_token, ONE)
-    else:
-        q_token = _of_token(q, tokens, vocabulary)
+    q_token = jnp.full_like(p_token, ONE) if q is None else _of_token(q, tokens, vocabulary)
     return uint64.high64(u, q_token) < p_token
 
 
