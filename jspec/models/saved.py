@@ -91,7 +91,7 @@ def _make(make: Callable, hints: Mapping[str, Any], values: Any, source: str) ->
     settings = {n: _setting(hints[n], value, f"{source}: {n}") for n, value in values.items()}
     try:
         return make(**settings)
-    except (TypeError, ValueError, RecursionError) as error:  # a message may show a nested value
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: {on_one_line(error)}") from None
 
 

@@ -12,8 +12,8 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+"
 
-# The regular expressions of common models. Onig matches each in linear time: no alternative has two
-# repetitions that can share characters in more than one way and still fail.
+# The regular expressions of common models. Each is matched in linear time: a test tries them on
+# long runs of each kind of character.
 KNOWN_PATTERNS = frozenset(
     [
         # GPT-2

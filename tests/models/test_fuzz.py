@@ -93,7 +93,12 @@ def test_safetensors(tmp_path, count):
             if entry.shape and entry.nbytes:
                 assert sum(block.nbytes for _, block in opened.blocks(name)) == entry.nbytes
 
-    campaign(file, headers(Mutator(1, [tree] * 3 + [{}], words)), use, count)
+    parts = {
+        "dtype": ["F32", "BF16", "I64", "F4"],
+        "shape": [[2, 3], [1, 6], [2**62] * 300, [1] * 400, [2**62, 2**62], [0, 2**63], [6]],
+        "data_offsets": [[0, 24], [24, 40], [0, 0], [24, 2**62], [2**62, 2**62 + 16]],
+    }
+    campaign(file, headers(Mutator(1, [tree] * 3 + [{}], words, parts)), use, count)
 
 
 WORDS = [
@@ -193,6 +198,8 @@ def test_tokenizer(tmp_path, reused, count):
     kinds = [made.with_added_tokens(kind()) for kind in (made.metaspace, made.word_piece)]
     kinds += [made.byte_fallback(), made.bytes_alone(), made.with_pattern(r"\p{N}{1,3}")]
     trees = [json.loads(kind.to_str()) for kind in kinds]
+    padding = {"strategy": {"Fixed": 1 << 20}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
     replacing = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     split = {"type": "Split", "pattern": {"String": " "}, "behavior": "Isolated", "invert": False}
     words = [
@@ -206,6 +213,7 @@ def test_tokenizer(tmp_path, reused, count):
         "model": [tree["model"] for tree in trees],
         "pattern": [{"String": "a"}, {"String": ""}, {"Regex": "a+|b"}, {"Regex": "("}],
         "content": ["aaaa", "", "\ufffd"],
+        "padding": [padding],
     }
     mutator = Mutator(4, trees, words, parts)
 

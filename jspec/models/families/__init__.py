@@ -43,5 +43,3 @@ def model_config(values: Mapping[str, Any], *, source: str = "config.json") -> M
         raise
     except ValueError as error:
         raise fields.error(str(error)) from None
-    except RecursionError:  # values of two fields are compared whole
-        raise fields.error("is nested too deeply") from None
