@@ -1,4 +1,4 @@
-"""A buffer with rows that the others lack: a handler that took it would read past its end.
+"""A buffer with a row that the others lack: a handler that took it would read past their ends.
 
 The calls are made in a process of their own, which such a handler may end.
 """
@@ -15,17 +15,15 @@ from tests.cuda_ffi.test_library import CALLS, call
 SCRIPT = "from tests.cuda_ffi.test_rows import try_all; try_all()"
 
 
-def rows_more_and_less(target: str):
-    """Every call of ``target`` in which one buffer has one row more, or one less."""
+def with_a_row_more(target: str):
+    """Every call of ``target`` in which one buffer has one row more."""
     arguments, results, attributes, aliases = CALLS[target]
     both, count = [*arguments, *results], len(arguments)
     for i, (shape, dtype) in enumerate(both):
         if not shape or (aliases and i in (5, count + 6)):
             continue  # JAX itself refuses aliases of different shapes
-        for more in (1, -1):
-            changed = ((shape[0] + more, *shape[1:]), dtype)
-            bad = [*both[:i], changed, *both[i + 1 :]]
-            yield f"buffer {i}, {more:+}", (bad[:count], bad[count:], attributes, aliases)
+        bad = [*both[:i], ((shape[0] + 1, *shape[1:]), dtype), *both[i + 1 :]]
+        yield f"buffer {i}", (bad[:count], bad[count:], attributes, aliases)
 
 
 def try_all() -> None:
@@ -33,7 +31,7 @@ def try_all() -> None:
     for subject in library.TARGETS:
         assert library.refusal(subject) is None
     for target in CALLS:
-        for name, wrong in rows_more_and_less(target):
+        for name, wrong in with_a_row_more(target):
             print(target, name, flush=True, end=": ")
             try:
                 call(target, *wrong)
@@ -43,11 +41,11 @@ def try_all() -> None:
                 print("taken")
 
 
-def test_a_row_more_or_less_is_an_invalid_argument():
+def test_a_row_more_is_an_invalid_argument():
     if reason := next(filter(None, map(library.refusal, library.TARGETS)), None):
         pytest.skip(reason)
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     lines = ran.stdout.splitlines()
     assert ran.returncode == 0, f"{lines[-1:]} ended the process: {ran.stderr[-500:]}"
-    assert len(lines) > 100
+    assert len(lines) > 50
     assert [line for line in lines if not line.endswith(": INVALID_ARGUMENT")] == []
