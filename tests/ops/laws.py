@@ -271,7 +271,7 @@ def completed(toy: Toy, params: SamplingParams, law: dict[tuple, float]) -> dict
     return full
 
 
-# Tiles of 4 save memory, and a vocabulary of 5 has two of them. The reference has tiles of any size.
+# Tiles of 4 save memory, and a vocabulary of 5 has two of them; kernels have tiles of their own.
 draw = jax.jit(
     functools.partial(sample, implementation="xla"), static_argnames=("role", "filtered")
 )
