@@ -119,7 +119,7 @@ def test_the_findings_of_verification_stand_beside_the_papers(tmp_path):
     third = next(cells for cells in lines(text, "128") if cells[1] == "0.9")
     assert third[-2:] == ["6.00x", "1.84x"]
     assert "Inside a jitted loop" in text
-    assert "fastest backend: mean 1.00, worst 1.00" in text
+    assert "fastest backend: mean 1.00x, worst 1.00x" in text
     assert "- pallas, verify_greedy: needs sm_90" in text
     assert text.count("![") == 4
 
@@ -137,7 +137,7 @@ def test_the_fused_section_names_the_best_pipeline_and_the_regret(tmp_path):
     assert at[4:6] == ["8.00", "5.00"]
     assert at[8:10] == ["0.62x", "1.50x"]
     assert at[-1] == "0.28x"
-    assert "pipeline: mean 1.13, worst 1.60 (B=32, gamma=8, alpha=0.3, D=2048, l2=warm)" in text
+    assert "pipeline: mean 1.06x, worst 0.62x (B=32, gamma=8, alpha=0.3, D=2048, l2=warm)" in text
     assert "### Appending to a cache" in text
 
 

@@ -113,6 +113,16 @@ def test_the_command_writes_a_table_that_loads(tmp_path, capsys):
     assert "fitted: mean 1.0000x, worst 1.00x, 6 points, 2 rules" in capsys.readouterr().out
 
 
+def test_a_table_for_cpus_has_orders_alone(tmp_path):
+    path = tmp_path / "cpu.json"
+    tune.tune(results(tmp_path / "r", device="cpu"), path)
+    table = tuned.load(path)
+    assert (table.gpu, table.compute_capability, table.blocks) == ("cpu", None, {})
+    assert [rule.take[0] for rule in table.orders["verify_greedy"]] == ["cuda", "pallas"]
+    # What was not measured runs the reference.
+    assert list(table.orders["pack"]) == [Rule({}, ["xla"])]
+
+
 def test_a_table_that_is_there_keeps_its_blocks(tmp_path):
     path = tmp_path / "test.json"
     base = tuned.tables()["h100"]

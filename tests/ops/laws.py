@@ -268,9 +268,14 @@ def completed(toy: Toy, params: SamplingParams, law: dict[tuple, float]) -> dict
     return full
 
 
-# Tiles of 4 save memory, and a vocabulary of 5 has two of them.
-draw = jax.jit(sample, static_argnames=("role", "filtered"))
-verify = jax.jit(verify_stochastic, static_argnames=("filtered", "implementation"))
+# Tiles of 4 save memory, and a vocabulary of 5 has two of them; kernels have tiles of their own.
+draw = jax.jit(
+    functools.partial(sample, implementation="xla"), static_argnames=("role", "filtered")
+)
+verify = jax.jit(
+    functools.partial(verify_stochastic, implementation="xla"),
+    static_argnames=("filtered", "implementation"),
+)
 
 
 def fresh_verify(implementation: str = "xla"):
