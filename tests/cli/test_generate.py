@@ -142,7 +142,7 @@ def test_a_draft_takes_settings(run, source):
     arguments = ["--prompt-file", source, "--max-new-tokens", "24", "--json"]
     eager, never = (
         json.loads(run(*arguments, "--draft", f"ngram:{settings}")[1])
-        for settings in ("min_match=1", "min_match=40,max_match=40")
+        for settings in ("min_match=1", "min_match=100,max_match=100")
     )
     assert eager["stats"]["drafted"] > never["stats"]["drafted"] == 0
     assert eager["tokens"] == never["tokens"]
