@@ -219,16 +219,6 @@ def test_results_go_to_a_file_line_by_line(run, tmp_path):
     assert printed.startswith(f'--- line 1 "seven"\n{lines[0]["text"]}\n--- line 3\n')
 
 
-def test_a_request_of_a_batch_of_any_size_is_the_same(run, tmp_path):
-    file = tmp_path / "in.jsonl"
-    asked = {"prompt": "import re\n", "max_new_tokens": 8, "temperature": 1.0}
-    file.write_text("\n".join(json.dumps(asked | {"seed": seed}) for seed in range(3)))
-    one, all_ = (
-        json.loads(run("--requests", str(file), "--json", "--batch", n)[1]) for n in ("1", "3")
-    )
-    assert one["results"] == all_["results"]
-
-
 def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_decoded(run, tmp_path):
     file, folder = tmp_path / "in.jsonl", tmp_path / "folder"
     file.write_text('{"prompt": "x"}')
