@@ -113,8 +113,10 @@ class Timed:
             self._on_compile(True)
             yield
         finally:
-            self.compile_s += time.perf_counter() - begin
-            self._on_compile(False)
+            try:
+                self._on_compile(False)
+            finally:
+                self.compile_s += time.perf_counter() - begin
 
 
 def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:

@@ -202,7 +202,8 @@ def test_generated_texts_have_the_target_law(source):
         assert source == "plain" or 0.2 < rate < 0.95
 
 
-@pytest.mark.parametrize("vocabulary", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", [2, 5])
 def test_texts_by_a_draft_of_another_padding_have_the_target_law(vocabulary):
     rate = check_law("model", SAMPLED, vocabulary=vocabulary)
     assert 0.1 < rate < 0.95
