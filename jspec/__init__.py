@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from jspec.decode.engine import Generation, Interrupted, generate
     from jspec.decode.prefill import fill_slot, start_decoding
     from jspec.decode.requests import mode_of, sampling_of
+    from jspec.decode.score import score
     from jspec.decode.settings import PLAIN, StepConfig
     from jspec.decode.state import DecodeState, Models, StepRecord
     from jspec.decode.stats import Stats
     from jspec.decode.step import decode_chunk, speculative_step, step
     from jspec.dispatch import BackendError, Backends
+    from jspec.llm import LLM, Completion
     from jspec.models.bundled import load_bundled
+    from jspec.models.chat import ChatTemplate, load_chat_template
     from jspec.models.checkpoint import load_model, save_model
     from jspec.models.decoder import Decoder
     from jspec.models.errors import CheckpointError
@@ -60,11 +63,14 @@ _HOMES = {
     "jspec.decode.engine": ["Generation", "Interrupted", "generate"],
     "jspec.decode.prefill": ["fill_slot", "start_decoding"],
     "jspec.decode.requests": ["mode_of", "sampling_of"],
+    "jspec.decode.score": ["score"],
     "jspec.decode.settings": ["PLAIN", "StepConfig"],
     "jspec.decode.state": ["DecodeState", "Models", "StepRecord"],
     "jspec.decode.stats": ["Stats"],
     "jspec.decode.step": ["decode_chunk", "speculative_step", "step"],
     "jspec.dispatch": ["BackendError", "Backends"],
+    "jspec.llm": ["LLM", "Completion"],
+    "jspec.models.chat": ["ChatTemplate", "load_chat_template"],
     "jspec.models.bundled": ["load_bundled"],
     "jspec.models.checkpoint": ["load_model", "save_model"],
     "jspec.models.decoder": ["Decoder"],
@@ -84,12 +90,15 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "LLM",
     "PLAIN",
     "Attend",
     "BackendError",
     "Backends",
     "Cache",
+    "ChatTemplate",
     "CheckpointError",
+    "Completion",
     "DecodeState",
     "Decoder",
     "Dense",
@@ -129,6 +138,7 @@ __all__ = [
     "generate",
     "law",
     "load_bundled",
+    "load_chat_template",
     "load_model",
     "load_tokenizer",
     "mode_of",
@@ -136,6 +146,7 @@ __all__ = [
     "pack",
     "sampling_of",
     "save_model",
+    "score",
     "speculative_step",
     "start_decoding",
     "step",

@@ -14,7 +14,6 @@ from jspec.cli.compile_cache import keep_programs
 from jspec.cli.output import error_of, result_of, whole_file, write_lines
 from jspec.cli.requests import Refused, Request, one_line, read_requests
 from jspec.cli.show import Progress, environment, print_json, print_table
-from jspec.cli.text import RowText
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, ModelDraft, NoDraft, named_draft
 from jspec.decode.engine import Generation, Interrupted
@@ -24,6 +23,7 @@ from jspec.decode.settings import OPERATIONS
 from jspec.decode.state import Models
 from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
+from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer
 
 
@@ -183,19 +183,12 @@ def _ready(job: Job, request: Request, refused: list[Refused]) -> Ready | None:
     try:
         prompt = job.tokenizer.encode(request.prompt)
         check_request(Models(job.model, job.draft_model), prompt, request.params)
-        return Ready(request, prompt, _with_stops(job.tokenizer, request))
+        return Ready(request, prompt, with_stops(request.params, request.stop, job.tokenizer))
     except ValueError as error:
         if request.line is None:
             raise
         refused.append(Refused(request.line, one_line(str(error)), request.id))
         return None
-
-
-def _with_stops(tokenizer: Tokenizer, request: Request) -> SamplingParams:
-    """Stop texts of a single token end the row in the step itself; longer ones between chunks."""
-    encoded = [tokenizer.encode(text, special=False) for text in request.stop]
-    single = tuple(sorted({ids[0] for ids in encoded if len(ids) == 1}))
-    return dataclasses.replace(request.params, stop_tokens=single)
 
 
 class Show:
@@ -252,11 +245,10 @@ def _decode(
     progress = show.progress
 
     def on_tokens(row: int, tokens: tuple[int, ...]) -> int | None:
-        before = len(rows[row].tokens)
-        text = rows[row].feed(tokens)
+        text, end = rows[row].take(tokens)
         progress.decoded(len(tokens))
         show.piece(text)
-        return len(rows[row].tokens) - before if rows[row].stopped else None
+        return end
 
     wanted = sum(r.params.max_new_tokens for r in batch)
     with progress.batch(wanted, name, streams=show.streams):

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jspec.cli.text import RowText
 from jspec.models.bundled import bundled_path
+from jspec.models.text import RowText
 from jspec.models.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer(bundled_path())

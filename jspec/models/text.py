@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+from jspec.config import SamplingParams
 from jspec.models.tokenizer import Tokenizer
 
 
@@ -33,6 +35,12 @@ class RowText:
                 shown += self._add(self._decode([token], False))
         return shown
 
+    def take(self, tokens: Sequence[int]) -> tuple[str, int | None]:
+        """`feed`, and behind how many of ``tokens`` the row ends; None where it goes on."""
+        before = len(self.tokens)
+        text = self.feed(tokens)
+        return text, len(self.tokens) - before if self.stopped else None
+
     def close(self) -> str:
         """What was held back, now that no more tokens come."""
         if self.stopped:
@@ -56,6 +64,16 @@ class RowText:
             ready, self._held = self._held[:cut], self._held[cut:]
         self.text += ready
         return ready
+
+
+def with_stops(params: SamplingParams, stop: Sequence[str], tokenizer: Tokenizer) -> SamplingParams:
+    """``params`` with the stop texts that are a token: these end a row in the step itself.
+
+    Longer ones are found by `RowText` between chunks.
+    """
+    encoded = [tokenizer.encode(text, special=False) for text in stop]
+    single = {ids[0] for ids in encoded if len(ids) == 1}
+    return dataclasses.replace(params, stop_tokens=tuple(sorted({*params.stop_tokens, *single})))
 
 
 def _overlap(text: str, stop: str) -> int:

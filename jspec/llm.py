@@ -1,0 +1,232 @@
+"""Text in, text out: a model, its tokenizer and its chat template as one object."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jspec.config import SamplingParams
+from jspec.decode.draft import Drafter, NgramDraft
+from jspec.decode.engine import generate
+from jspec.decode.requests import one_each
+from jspec.decode.score import score
+from jspec.dispatch import Backends
+from jspec.models.bundled import bundled_path
+from jspec.models.chat import ChatTemplate, Message, load_chat_template
+from jspec.models.checkpoint import load_model
+from jspec.models.text import RowText, with_stops
+from jspec.models.tokenizer import Tokenizer, load_tokenizer
+from jspec.typing import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One answer to a prompt.
+
+    ``text`` without the stop text that ended it, ``tokens`` all of them; ``finished``: ``stop`` or
+    ``length``; ``seed`` repeats a sampled answer; ``logprobs``: float32, of each token, where asked
+    for.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finished: str
+    seed: int
+    logprobs: np.ndarray | None = None
+
+
+class LLM:
+    """A model to ask in text: ``LLM("path/to/model").generate("Once upon a time")[0].text``.
+
+    ``model``: a directory for `load_model`, the bundled model where it is None, or a model, which
+    needs a ``tokenizer``. ``chat_template`` and ``tokenizer`` default to those of the directory.
+    ``draft``, ``gamma``, ``draft_model`` and ``backends`` as in `jspec.generate`, ``batch`` prompts
+    at a time. Raises `CheckpointError` as `load_model` does.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Model | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        chat_template: ChatTemplate | None = None,
+        draft: Drafter | None = NgramDraft(),
+        gamma: int | None = None,
+        draft_model: Model | None = None,
+        batch: int = 8,
+        backends: Mapping[str, str] = Backends(),
+    ):
+        if batch < 1:
+            raise ValueError(f"batch={batch} must be at least 1")
+        if model is None or isinstance(model, str | os.PathLike):
+            path = bundled_path() if model is None else Path(model)
+            tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
+            chat_template = load_chat_template(path) if chat_template is None else chat_template
+            model = load_model(path)
+        if tokenizer is None:
+            raise ValueError("a model without a directory needs tokenizer=load_tokenizer(...)")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self._batch = batch
+        self._settings = {
+            "draft": draft,
+            "gamma": gamma,
+            "draft_model": draft_model,
+            "backends": backends,
+        }
+
+    def generate(
+        self,
+        prompts: str | bytes | Sequence[str | bytes],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        *,
+        stop: str | Sequence[str] = (),
+        n: int = 1,
+        logprobs: bool = False,
+    ) -> list[Completion]:
+        """``n`` completions of each prompt, those of one prompt side by side.
+
+        ``params`` are one for all prompts or one each; with a seed, the n answers take it and those
+        after it. Text ends before the first of ``stop``. ``logprobs`` asks for the log-probability
+        of each token under the model (temperature 1, no filters), at the cost of another prefill.
+        Raises `ValueError` as `jspec.generate` does.
+        """
+        prompts = [prompts] if isinstance(prompts, str | bytes) else prompts
+        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        return self._complete(ids, params, stop, n, logprobs)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        *,
+        stop: str | Sequence[str] = (),
+        n: int = 1,
+        logprobs: bool = False,
+        **settings: Any,
+    ) -> list[Completion]:
+        """`generate` for a conversation, or several, by the model's own chat template.
+
+        A message is a mapping with a ``role`` and a ``content``. ``settings`` go to the template,
+        as ``tools=[...]`` or ``enable_thinking=False``. Raises `ValueError` where the model has no
+        chat template or the template refuses the messages.
+        """
+        single = not len(conversations) or isinstance(conversations[0], Mapping)
+        several: Any = [conversations] if single else conversations
+        ids = [self.encode_chat(messages, **settings) for messages in several]
+        return self._complete(ids, params, stop, n, logprobs)
+
+    def stream(
+        self,
+        prompt: str | bytes | Sequence[Message],
+        params: SamplingParams = SamplingParams(),
+        *,
+        stop: str | Sequence[str] = (),
+        **settings: Any,
+    ) -> Iterator[str]:
+        """The text of one answer as it comes, piece by piece, to a text or a conversation.
+
+        Closing the iterator ends decoding after the chunk at work. ``settings`` as in `chat`.
+        """
+        if isinstance(prompt, str | bytes):
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = self.encode_chat(prompt, **settings)
+        pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        closed = threading.Event()
+        row, asked = self._row(_texts(stop)), with_stops(params, _texts(stop), self.tokenizer)
+
+        def on_tokens(_: int, tokens: tuple[int, ...]) -> int | None:
+            text, end = row.take(tokens)
+            pieces.put(text)
+            return 0 if closed.is_set() else end
+
+        def decode() -> None:
+            try:
+                generate(self.model, [ids], asked, on_tokens=on_tokens, **self._settings)
+                pieces.put(row.close())
+                pieces.put(None)
+            except BaseException as error:  # raised again where the text is read
+                pieces.put(error)
+
+        # Decoding goes on while the caller reads; a chunk is the most that it is ahead to end.
+        thread = threading.Thread(target=decode, daemon=True)
+        thread.start()
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                if piece:
+                    yield piece
+        finally:
+            closed.set()
+            thread.join()
+
+    def encode_chat(self, messages: Sequence[Message], **settings: Any) -> list[int]:
+        """Token ids of a conversation, with what opens the model's answer."""
+        if self.chat_template is None:
+            raise ValueError(
+                "the model has no chat template; pass chat_template=ChatTemplate(...), or a text "
+                "to generate()"
+            )
+        text = self.chat_template.render(messages, **settings)
+        return self.tokenizer.encode(text, special=False)
+
+    def _complete(self, prompts, params, stop, n, logprobs) -> list[Completion]:
+        if n < 1:
+            raise ValueError(f"n={n} must be at least 1")
+        stop = _texts(stop)
+        # Seeds are drawn here, so that they are known beside each answer.
+        asked = [
+            dataclasses.replace(p, seed=(p.seed + sample) % 2**32)
+            for p in one_each(params, len(prompts))
+            if p.seed is not None
+            for sample in range(n)
+        ]
+        ids = [prompt for prompt in prompts for _ in range(n)]
+        found: list[Completion] = []
+        for begin in range(0, len(ids), self._batch):
+            part = slice(begin, begin + self._batch)
+            found += self._answer(ids[part], asked[part], stop, logprobs)
+        return found
+
+    def _answer(self, prompts, params, stop, logprobs) -> list[Completion]:
+        """Completions of one batch."""
+        rows = [self._row(stop) for _ in prompts]
+        asked = [with_stops(p, stop, self.tokenizer) for p in params]
+
+        def on_tokens(row: int, tokens: tuple[int, ...]) -> int | None:
+            return rows[row].take(tokens)[1]
+
+        got = generate(self.model, prompts, asked, on_tokens=on_tokens, **self._settings)
+        for row in rows:
+            row.close()
+        marks: list[np.ndarray | None] = [None] * len(prompts)
+        if logprobs:
+            whole = [[*prompt, *tokens] for prompt, tokens in zip(prompts, got.tokens, strict=True)]
+            scores = score(self.model, whole, backends=self._settings["backends"])
+            marks = [s[-len(t) :] for s, t in zip(scores, got.tokens, strict=True)]
+        return [
+            Completion(row.text, tokens, "stop" if row.stopped else why, seed, mark)
+            for row, tokens, why, seed, mark in zip(
+                rows, got.tokens, got.finished, got.seeds, marks, strict=True
+            )
+        ]
+
+    def _row(self, stop: tuple[str, ...]) -> RowText:
+        return RowText(self.tokenizer, stop, frozenset(self.model.config.stop_tokens))
+
+
+def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop={stop!r:.80} must be a text or texts, none of them empty")
+    return texts

@@ -1,0 +1,107 @@
+"""`LLM`: text and conversations in, text out, by the bundled model."""
+
+import numpy as np
+import pytest
+
+import jspec
+from jspec.models.chat import ChatTemplate
+
+CODE = "import os\nimport sys\n\n\ndef main():\n"
+TALK = [{"role": "user", "content": CODE}]
+SHORT = jspec.SamplingParams(max_new_tokens=12)
+HOT = jspec.SamplingParams(max_new_tokens=12, temperature=1.0, seed=2**32 - 1)
+
+
+@pytest.fixture(scope="module")
+def llm() -> jspec.LLM:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, "test")
+    return jspec.LLM(chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def plain(llm):
+    """Tokens of the call beneath."""
+    ids = [llm.tokenizer.encode(CODE)]
+    return jspec.generate(llm.model, ids, SHORT, draft=jspec.NgramDraft()).tokens[0]
+
+
+def test_a_completion_is_what_generate_gives(llm, plain):
+    (found,) = llm.generate(CODE, SHORT)
+    assert found.tokens == plain
+    assert found.text == llm.tokenizer.decode(plain)
+    assert found.finished == "length"
+    assert found.logprobs is None
+
+
+def test_a_conversation_goes_through_the_template(llm, plain):
+    assert [c.tokens for c in llm.chat(TALK, SHORT)] == [plain]
+    several = llm.chat([TALK, TALK], [SHORT, HOT])
+    assert several[0].tokens == plain
+    assert several[1].seed == HOT.seed
+
+
+def test_a_stream_is_the_text_in_pieces(llm, plain):
+    text = llm.tokenizer.decode(plain)
+    pieces = list(llm.stream(CODE, SHORT))
+    assert "".join(pieces) == text
+    assert all(pieces)
+    assert len(pieces) > 1
+    assert "".join(llm.stream(TALK, SHORT)) == text
+    assert "".join(llm.stream(CODE, SHORT, stop=text[4:8])) == text[: text.index(text[4:8])]
+
+
+def test_a_stream_may_be_closed_and_its_errors_reach_the_reader(llm):
+    stream = llm.stream(CODE, jspec.SamplingParams(max_new_tokens=4000))
+    assert next(stream)
+    stream.close()
+    with pytest.raises(ValueError, match="exceeds the context"):
+        list(llm.stream(CODE, jspec.SamplingParams(max_new_tokens=10**6)))
+
+
+def test_text_ends_before_a_stop_text(llm, plain):
+    text = llm.tokenizer.decode(plain)
+    (found,) = llm.generate(CODE, SHORT, stop=[text[4:8]])
+    assert found.text == text[: text.index(text[4:8])]
+    assert found.finished == "stop"
+    assert found.tokens == plain[: len(found.tokens)]
+
+
+def test_n_answers_have_seeds_in_a_row(llm):
+    found = llm.generate([CODE, "x = "], HOT, n=3)
+    assert [c.seed for c in found] == [2**32 - 1, 0, 1] * 2
+    assert len({c.tokens for c in found[:3]}) > 1
+    alone = jspec.SamplingParams(max_new_tokens=12, temperature=1.0, seed=1)
+    assert llm.generate("x = ", alone)[0].tokens == found[5].tokens
+
+
+def test_log_probabilities_are_the_models(llm):
+    found = llm.generate([CODE, "x = "], SHORT, logprobs=True)
+    for prompt, completion in zip((CODE, "x = "), found, strict=True):
+        whole = [*llm.tokenizer.encode(prompt), *completion.tokens]
+        expected = jspec.score(llm.model, [whole])[0][-12:]
+        assert completion.logprobs is not None
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        # Greedy tokens are the likeliest of 256 and more.
+        assert (completion.logprobs > -np.log(llm.model.config.vocab_size)).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(CODE, n=0), "n=0 must be at least 1"),
+        (lambda llm: llm.generate(CODE, stop=[""]), "none of them empty"),
+        (lambda llm: llm.generate(CODE, stop=[3]), "must be a text or texts"),
+        (lambda llm: llm.generate([]), "no prompts were given"),
+        (lambda llm: llm.chat([]), "no conversation; pass messages"),
+        (lambda llm: jspec.LLM(batch=0), "batch=0 must be at least 1"),
+        (lambda llm: jspec.LLM(llm.model), "needs tokenizer="),
+        (
+            lambda llm: jspec.LLM(llm.model, tokenizer=llm.tokenizer).chat(TALK),
+            r"has no chat template; pass chat_template=",
+        ),
+    ],
+    ids=["n", "empty-stop", "stop", "none", "no-messages", "batch", "tokenizer", "template"],
+)
+def test_bad_calls_say_the_way_out(llm, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(llm)
