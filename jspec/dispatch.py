@@ -134,7 +134,9 @@ class Operation:
         """The backends to try here for these arguments, from best to worst."""
         if jax.default_backend() != "cpu" and gpu_in_use() is None:
             return self.elsewhere
-        return tuned.order(self.name, self.sizes(*args, **kwargs))
+        # Of a table's names those that there are: an operation may be cut to some backends.
+        found = tuned.order(self.name, self.sizes(*args, **kwargs))
+        return [name for name in found if name in self.backends]
 
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
         """The backend that ``implementation`` names, or the best one that does not refuse.

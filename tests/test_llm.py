@@ -14,7 +14,8 @@ HOT = jspec.SamplingParams(max_new_tokens=12, temperature=1.0, seed=2**32 - 1)
 
 @pytest.fixture(scope="module")
 def llm() -> jspec.LLM:
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}, "test")
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source, {"bos_token": "<|bos|>"}, "test")
     return jspec.LLM(chat_template=template)
 
 

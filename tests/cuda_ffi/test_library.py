@@ -207,6 +207,7 @@ def test_lowering_for_cuda(operation, kernels):
         assert ("output_operand_alias" in text) == (target == "verify_and_append")
 
 
+@pytest.mark.slow
 def test_the_cuda_sources_compile():
     """For sm_80, sm_89 and sm_90, with every target among the symbols of its library."""
     try:
