@@ -190,6 +190,8 @@ def test_an_unknown_backend_lists_the_known_ones(capsys):
 def test_what_cannot_be_done_is_said_before_anything_runs(
     arguments, message, capsys, tmp_path, monkeypatch
 ):
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     machine = {"machine": {"date": "today"}}

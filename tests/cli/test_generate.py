@@ -14,6 +14,8 @@ from jspec.cli.show import print_table
 from jspec.config import SamplingParams
 from jspec.decode.stats import Stats
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SOURCE = Path(json.__file__).read_text()[:600]
 
 
