@@ -184,7 +184,7 @@ class LLM:
         if n < 1:
             raise ValueError(f"n={n} must be at least 1")
         stop = _texts(stop)
-        # Seeds are drawn here, so that they are known beside each answer.
+        # `one_each` gives every prompt a seed; its other answers take the seeds that follow.
         asked = [
             dataclasses.replace(p, seed=(p.seed + sample) % 2**32)
             for p in one_each(params, len(prompts))

@@ -1,6 +1,7 @@
 """Tables of orders and block sizes: how a rule is found, which table serves, what is refused."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -145,5 +146,9 @@ def test_an_unknown_gpu_is_a_guess_and_so_is_a_table_that_was_not_measured(monke
         unmeasured = serving(("NVIDIA H100 80GB HBM3", (9, 0))).guess
         assert unmeasured == "its orders were not measured on this GPU"
         assert serving(None) == Serving(cpu, None)
+        serving.cache_clear()
+        guessed = dataclasses.replace(cpu, measured=False)
+        monkeypatch.setattr(tuned, "tables", lambda: {"cpu": guessed})
+        assert serving(None).guess == "its orders were not measured on this CPU"
     finally:
         serving.cache_clear()

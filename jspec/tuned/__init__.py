@@ -104,12 +104,12 @@ def tables() -> dict[str, Table]:
 @functools.cache
 def serving(gpu: tuple[str, tuple[int, int]] | None) -> Serving:
     """The table for a GPU of this device kind and compute capability; `CPU` for none."""
-    if gpu is None:
-        return Serving(tables()[CPU], None)
-    table = nearest(*gpu, list(tables().values()))
-    if table.gpu != gpu[0]:
+    table = tables()[CPU] if gpu is None else nearest(*gpu, list(tables().values()))
+    if gpu is not None and table.gpu != gpu[0]:
         return Serving(table, f"this is {gpu[0]}")
-    return Serving(table, None if table.measured else "its orders were not measured on this GPU")
+    device = "CPU" if gpu is None else "GPU"
+    unmeasured = f"its orders were not measured on this {device}"
+    return Serving(table, None if table.measured else unmeasured)
 
 
 def nearest(kind: str, capability: tuple[int, int], among: Sequence[Table]) -> Table:
