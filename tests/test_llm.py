@@ -53,10 +53,19 @@ def test_a_stream_is_the_text_in_pieces(llm, plain):
     assert "".join(llm.stream(CODE, SHORT, stop=text[4:8])) == text[: text.index(text[4:8])]
 
 
-def test_a_stream_may_be_closed_and_its_errors_reach_the_reader(llm):
-    stream = llm.stream(CODE, jspec.SamplingParams(max_new_tokens=4000))
+def test_a_stream_may_be_closed_and_its_errors_reach_the_reader(llm, monkeypatch):
+    decoded = []
+
+    def generate(*arguments, **settings):
+        decoded.append(jspec.generate(*arguments, **settings))
+
+    monkeypatch.setattr("jspec.llm.generate", generate)
+    stream = llm.stream(CODE, jspec.SamplingParams(max_new_tokens=1000))
     assert next(stream)
     stream.close()
+    (ended,) = decoded
+    assert ended.finished == ("stop",)
+    assert ended.stats.committed < 500
     with pytest.raises(ValueError, match="exceeds the context"):
         list(llm.stream(CODE, jspec.SamplingParams(max_new_tokens=10**6)))
 
