@@ -162,8 +162,9 @@ struct Residual {
     if (p_prober.near() && q_prober.near()) {
 #pragma unroll
       for (int i = 0; i < x.kEach; ++i) {
-        const uint64_t p_token = p_prober.quick(x[i]), q_token = q_prober.quick(y[i]);
-        if (p_token > q_token) sum += p_token - q_token;
+        // Both are below 2^54: the upper half has the sign.
+        const uint64_t more = p_prober.quick(x[i]) - q_prober.quick(y[i]);
+        if (static_cast<int32_t>(more >> 32) >= 0) sum += more;
       }
     } else {
 #pragma unroll 1

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kFilterThreads)
 // The residual's mass in each tile of the rejected rows, a warp a tile; the last block of a row
 // draws.
 template <typename Target, typename Draft>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks<Target, Draft>)
     residual_kernel(const __grid_constant__ Stochastic stochastic, int64_t first_row) {
   const Sampling& sampling = stochastic.sampling;
   const int64_t row = first_row + blockIdx.y;
