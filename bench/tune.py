@@ -30,6 +30,7 @@ from jspec.dispatch import Operation
 from jspec.ops import operations
 from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
 from jspec.ops.pack import PACK
+from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.tuned import Rule, Table
@@ -87,6 +88,9 @@ def tune(results: Path, path: Path) -> None:
                     orders[operation.name] = rules
                 else:
                     console().print("  what was there costs less, and stays")
+    # Drawing sums the same weights as verifying, and has no suite of its own. Verifying's has one
+    # gamma, so that its rules know no other sizes than those of drawing.
+    orders[SAMPLE.name] = orders[VERIFY_STOCHASTIC.name]
     path.write_text(text(dataclasses.replace(base, measured=True, orders=orders)))
     tuned.load(path)
 

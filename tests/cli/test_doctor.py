@@ -69,7 +69,7 @@ def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monk
 @pytest.mark.parametrize(
     ("gpu", "seen"),
     [
-        (None, "cpu.json, for cpu: a guess, its orders were not measured on this CPU"),
+        (None, "cpu.json, for cpu: measured"),
         (
             ("NVIDIA H100 80GB HBM3", (9, 0)),
             "h100.json, for NVIDIA H100 80GB HBM3: measured",
