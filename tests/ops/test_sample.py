@@ -16,6 +16,7 @@ from scipy import stats
 from jspec.config import SamplingParams
 from jspec.ops import vocabulary as module
 from jspec.ops.distribution import ONE, draw
+from jspec.ops.law import law
 from jspec.ops.sample import SAMPLE, Role, number, sample, settings_of
 from jspec.ops.vocabulary import Vocabulary
 from tests.ops.laws import (
@@ -146,41 +147,42 @@ def test_a_tie_at_a_threshold_stays_whole():
     assert kept([0, 1, 1, 0], min_p=1.0) == [1, 2]
 
 
-def test_top_p_counts_over_what_top_k_left():
-    # Masses 4, 3, 2, 1: the first is 0.4 of all, but 0.57 of the two that top-k leaves.
-    logits = np.log([4, 3, 2, 1]).tolist()
-    assert kept(logits, top_p=0.5) == [0, 1]
-    assert kept(logits, top_k=2, top_p=0.5) == [0]
-
-
 ONE_BIT = float(np.float32(np.log2(np.e)))  # a temperature at which a logit is a power of two
+# Logits and filters that are met exactly, or missed by a little, and the tokens that they keep.
+BORDERS = [
+    ([3, 2, 1, 1], {"top_p": 0.5}, {0}),
+    ([3, 2, 1, 1], {"top_p": 0.75}, {0, 1}),
+    ([3, 2, 1, 1], {"top_p": 0.75 + 2**-20}, {0, 1, 2, 3}),
+    ([2, 3, 1, 1], {"top_p": 1e-12}, {1}),
+    ([3, 2, 1, 1], {"top_k": 2}, {0, 1}),
+    ([3, 2, 1, 1], {"top_k": 3}, {0, 1, 2, 3}),
+    ([2, 3, 1, 0], {"min_p": 0.5}, {0, 1}),
+    ([2, 3, 1, 0], {"min_p": 0.5 + 2**-20}, {1}),
+    ([2, 3, 1, 0], {"min_p": 1.0}, {1}),
+    # Two thirds of what top-k leaves, but half of all.
+    ([3, 2, 1, 1], {"top_k": 2, "top_p": 0.6}, {0}),
+]
 
 
-def test_top_p_stops_where_its_mass_is_reached():
-    """Masses of whole powers of two: the least set that reaches top-p is met exactly."""
-    for logits, top_p, wanted in (
-        ([3, 2, 1, 1], 0.5, [0]),
-        ([3, 2, 1, 1], 0.75, [0, 1]),
-        ([3, 2, 1, 1], 0.75 + 2**-20, [0, 1, 2, 3]),
-    ):
-        assert kept(logits, temperature=ONE_BIT, top_p=top_p) == wanted
+def test_the_law_keeps_what_reaches_a_threshold():
+    for logits, settings, wanted in BORDERS:
+        shares = law(logits, SamplingParams(temperature=ONE_BIT, **settings))
+        assert set(np.flatnonzero(shares)) == wanted, settings
 
 
-@pytest.mark.parametrize("backend", [name for name in SAMPLE.backends if name != "xla"])
-def test_every_kernel_draws_from_no_more_than_the_filters_leave(backend):
-    """The first token alone, at the border of top-p, and of top-p over what top-k left."""
-    cases = [
-        ([3.0, 2, 1, 1], SamplingParams(temperature=ONE_BIT, top_p=0.5)),
-        (np.log([4, 3, 2, 1]), SamplingParams(temperature=1.0, top_k=2, top_p=0.5)),
-    ]
-    logits = jnp.asarray([[row] for row, _ in cases] * 64, jnp.float32)
-    rows = settings_of(sampling_of([params for _, params in cases] * 64))
-    positions = jnp.zeros((128, 1), jnp.int32)
+@pytest.mark.parametrize("backend", SAMPLE.backends)
+def test_every_backend_keeps_what_reaches_a_threshold(backend):
+    """512 draws each: a token that is kept has a share of an eighth at least."""
+    params = [SamplingParams(temperature=ONE_BIT, **settings) for _, settings, _ in BORDERS]
+    logits = jnp.asarray([[row] for row, *_ in BORDERS for _ in range(512)], jnp.float32)
+    rows = settings_of(sampling_of([p for p in params for _ in range(512)]))
+    positions = jnp.zeros((len(logits), 1), jnp.int32)
     static = {"role": Role.BONUS, "filtered": True, "axis_name": None}
     if reason := SAMPLE.backend(backend).supports(logits, rows, positions, **static):
         pytest.skip(reason)
     tokens = jax.jit(partial(SAMPLE.backend(backend).run, **static))(logits, rows, positions)
-    assert not np.asarray(tokens).any()
+    drawn = np.split(np.asarray(tokens)[:, 0], len(BORDERS))
+    assert [set(x.tolist()) for x in drawn] == [wanted for *_, wanted in BORDERS]
 
 
 def test_filters_come_after_the_temperature():
