@@ -159,6 +159,8 @@ BORDERS = [
     ([2, 3, 1, 0], {"min_p": 0.5}, {0, 1}),
     ([2, 3, 1, 0], {"min_p": 0.5 + 2**-20}, {1}),
     ([2, 3, 1, 0], {"min_p": 1.0}, {1}),
+    # No float32 lies between the first logit and those that are kept.
+    ([2.875, 3, 2, 1], {"temperature": ONE_BIT / 8, "min_p": 0.5 + 2**-22}, {1}),
     # Two thirds of what top-k leaves, but half of all.
     ([3, 2, 1, 1], {"top_k": 2, "top_p": 0.6}, {0}),
 ]
@@ -166,14 +168,14 @@ BORDERS = [
 
 def test_the_law_keeps_what_reaches_a_threshold():
     for logits, settings, wanted in BORDERS:
-        shares = law(logits, SamplingParams(temperature=ONE_BIT, **settings))
+        shares = law(logits, SamplingParams(**{"temperature": ONE_BIT} | settings))
         assert set(np.flatnonzero(shares)) == wanted, settings
 
 
 @pytest.mark.parametrize("backend", SAMPLE.backends)
 def test_every_backend_keeps_what_reaches_a_threshold(backend):
     """512 draws each: a token that is kept has a share of an eighth at least."""
-    params = [SamplingParams(temperature=ONE_BIT, **settings) for _, settings, _ in BORDERS]
+    params = [SamplingParams(**{"temperature": ONE_BIT} | settings) for _, settings, _ in BORDERS]
     logits = jnp.asarray([[row] for row, *_ in BORDERS for _ in range(512)], jnp.float32)
     rows = settings_of(sampling_of([p for p in params for _ in range(512)]))
     positions = jnp.zeros((len(logits), 1), jnp.int32)
