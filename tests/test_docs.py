@@ -52,6 +52,20 @@ def test_the_code_of_a_page_runs(page, small):
         settings = (jnp.asarray([names[x]], t) for x, t in (("seed", "uint32"), ("position", int)))
         drawn = number(*settings, names["role"])
         assert int(drawn[0]) == int(names["number"])
+    if page == "loops":
+        check_loops(names)
+
+
+def check_loops(names: dict) -> None:
+    """The page's loops, greedy and sampled, end with the tokens and counts of `jspec.generate`."""
+    model, prompts, params, config = (names[x] for x in "model prompts params config".split())
+    wanted = jspec.generate(model, prompts, params, draft=config.draft, gamma=config.gamma)
+    state = names["decode"](model, jspec.start_decoding(model, prompts, params, config))
+    for row, (prompt, tokens) in enumerate(zip(prompts, wanted.tokens, strict=True)):
+        text = state.tokens[row][: len(prompt) + len(tokens)].tolist()
+        assert text == [*prompt, *tokens]
+    assert int(names["accepted"].sum()) == wanted.stats.accepted
+    assert names["state"].done.all()  # also with the request that was filled in
 
 
 @pytest.mark.slow

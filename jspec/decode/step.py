@@ -29,7 +29,7 @@ def speculative_step(models: Model | Models, state: DecodeState, config: StepCon
     limits, sampling settings and ``done`` are traced and compile nothing. Make the first state with
     `jspec.start_decoding`.
     """
-    return step(Models.of(models), state, config)[0]
+    return step(models, state, config)[0]
 
 
 @jax.jit(static_argnames=("config", "steps"), donate_argnames="state")
@@ -39,14 +39,17 @@ def decode_chunk(
     """``steps`` speculative steps in one program; the records are stacked, ``[steps, B, ...]``."""
 
     def body(state, _):
-        return step(Models.of(models), state, config)
+        return step(models, state, config)
 
     return lax.scan(body, state, length=steps)
 
 
-def step(models: Models, state: DecodeState, config: StepConfig) -> tuple[DecodeState, StepRecord]:
-    """The body of `speculative_step`, for a jitted loop of the caller's own."""
+def step(
+    models: Model | Models, state: DecodeState, config: StepConfig
+) -> tuple[DecodeState, StepRecord]:
+    """The body of `speculative_step` and what it did, for a jitted loop of the caller's own."""
     like = state, StepRecord(state.done, state.done, state.done, tokens=state.done[:, None])
+    models = Models.of(models)
     return with_auto_axes(functools.partial(_step, config), models, state, like=like)
 
 

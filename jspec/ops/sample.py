@@ -20,6 +20,8 @@ from jspec.ops.uint64 import in_64_bits, widen
 from jspec.ops.vocabulary import Vocabulary
 from jspec.typing import Array
 
+LOG2_E = int(np.float32(np.log2(np.e)) * 2**23)  # the mantissa of log2(e) as float32
+
 
 class Role(enum.IntEnum):
     """What a random number is spent on; numbers of different roles are independent."""
@@ -74,10 +76,28 @@ def settings_of(sampling: Sampling) -> Settings:
     """
     # By its bits: XLA may take the smallest of all numbers for 0.
     hot = lax.bitcast_convert_type(sampling.temperature, jnp.int32) > 0
-    rate = np.float32(np.log2(np.e)) / jnp.maximum(sampling.temperature, np.float32(1e-6))
-    rate = lax.reduce_precision(jnp.clip(rate, 2.0**-100, 2.0**20), 8, 15)
-    rate = jnp.where(hot, rate, 0)
+    rate = jnp.clip(_log2_e_over(sampling.temperature), 2.0**-100, 2.0**20)
+    rate = jnp.where(hot, lax.reduce_precision(rate, 8, 15), 0)
     return Settings(rate, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seeds)
+
+
+@in_64_bits
+def _log2_e_over(temperature: Array) -> Array:
+    """``float32(log2(e)) / temperature``, correctly rounded, for temperatures in 1e-6..2**101.
+
+    Others count as the nearest of these. In whole numbers: XLA's division of float32 on a GPU is
+    off by a last place now and then, which would make the law another on each device.
+    """
+    clipped = jnp.clip(temperature, np.float32(1e-6), np.float32(2.0**101))
+    bits = lax.bitcast_convert_type(clipped, jnp.uint32)
+    divisor, exponent = widen(bits & 0x7FFFFF | 2**23), bits >> 23
+    # Both mantissas are in 2**23..2**24; one bit more than the 24 of the quotient says how to
+    # round. A quotient of float32 never lies halfway.
+    below_one = divisor > LOG2_E
+    doubled = (jnp.uint64(LOG2_E) << jnp.where(below_one, jnp.uint64(25), 24)) // divisor
+    mantissa = (doubled + 1 >> 1).astype(jnp.uint32)
+    rate = (254 - exponent - below_one.astype(jnp.uint32) << 23) + (mantissa - 2**23)
+    return lax.bitcast_convert_type(rate, jnp.float32)
 
 
 def sample(

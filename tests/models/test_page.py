@@ -4,31 +4,74 @@ import dataclasses
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jspec import LayerSpec
+import jspec
+from jspec import LayerSpec, SamplingParams
 from jspec.models.families import FAMILIES
 from jspec.typing import Model
 from tests.decode.common import full_logits
 
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def example():
-    """What the page's code block defines."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    """What the page's code blocks define, run one behind the other."""
     names = {"__name__": "page"}
-    exec(compile(code, "docs/models.md", "exec"), names)
-    return names
+    jax.config.update("jax_disable_most_optimizations", True)  # as `quick_compiles`
+    for code in BLOCKS:
+        exec(compile(code, "docs/models.md", "exec"), names)
+    yield names
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
-def test_the_example_decodes_what_a_pass_without_a_cache_chooses(example):
-    for prompt, tokens in zip(example["prompts"], example["result"].tokens, strict=True):
-        assert len(tokens) == 32
-        logits = full_logits(example["model"], jnp.asarray([[*prompt, *tokens]]))
-        assert jnp.argmax(logits, axis=-1)[0, len(prompt) - 1 : -1].tolist() == list(tokens)
+def test_the_model_is_a_page_of_code():
+    """From its config to its logits, in less than 40 lines that are not blank."""
+    model = BLOCKS[0].split("import jspec\n")[1].split("model = ")[0]
+    assert 20 < len([line for line in model.splitlines() if line]) < 40
+
+
+def by_brute_force(model, prompt, params: SamplingParams, gamma: int) -> list[int]:
+    """A pass over the whole text for each token, which is drawn from `jspec.law` by the numbers
+    of docs/sampling.md. In a draft that is always accepted these are of role DRAFT, 0, and that of
+    the token behind it is of role BONUS, 3."""
+    text, end = list(prompt), len(prompt) + params.max_new_tokens
+    while len(text) < end:
+        drafted = min(gamma, end - len(text) - 1)
+        for role in [0] * drafted + [3]:
+            padded = jnp.asarray([text + [0] * (model.config.max_context - len(text))])
+            law = jspec.law(full_logits(model, padded)[0, len(text) - 1], params)
+            with jax.enable_x64(True):
+                key = jax.random.fold_in(jax.random.key(params.seed or 0), len(text))
+                number = int(jax.random.bits(jax.random.fold_in(key, role), dtype="uint64"))
+            text.append(int(np.searchsorted(np.cumsum(law), number / 2**64, side="right")))
+    return text[len(prompt) :]
+
+
+def test_the_example_decodes_what_brute_force_does(example):
+    """A greedy and a sampled row, by the default draft, which reads all of a text so short."""
+    model, result = example["model"], example["result"]
+    assert result.stats.acceptance_rate == 1
+    for prompt, params, tokens in zip(
+        example["prompts"], example["params"], result.tokens, strict=True
+    ):
+        assert list(tokens) == by_brute_force(model, prompt, params, gamma=4)
+    assert [p.temperature for p in example["params"]] == [0, 0.8]
+
+
+def test_the_example_decodes_to_the_last_of_its_learned_positions(example):
+    """Drafts run past the table of positions; what it gives there reaches no token."""
+    model, params = example["model"], example["params"]
+    prompts = [list(range(model.config.max_context - 32)), [7] * (model.config.max_context - 32)]
+    result = jspec.generate(model, prompts, params)
+    assert result.finished == ("length", "length")
+    for prompt, row, tokens in zip(prompts, params, result.tokens, strict=True):
+        assert list(tokens) == by_brute_force(model, prompt, row, gamma=4)
 
 
 def table(heading: str, pattern: str) -> list[str]:

@@ -116,6 +116,13 @@ def test_broken_bytes_are_shown_at_once(request, name, piece):
     assert all(advance([byte], False) == "\ufffd" for _ in range(20_000))
 
 
+def test_broken_bytes_that_the_library_joins_wait_for_a_character_at_most(other_order):
+    library, tokenizer = other_order
+    advance, byte = tokenizer.stream(), library.token_to_id("<0xFF>")
+    pieces = [advance([byte], False) for _ in range(12)]
+    assert [bool(piece) for piece in pieces] == [False, False, False, True] * 3
+
+
 def test_numpy_ids_are_ids_and_floats_are_not(fallback):
     assert fallback.decode(np.asarray([98, 99], np.int32)) == fallback.decode([98, 99]) == "ab"
     with pytest.raises(TypeError):

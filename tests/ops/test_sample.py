@@ -1,9 +1,7 @@
 """Keyed numbers, filtered distributions and the inverse CDF."""
 
 import itertools
-import math
 from collections import Counter
-from fractions import Fraction
 from functools import partial
 
 import hypothesis
@@ -17,8 +15,8 @@ from scipy import stats
 
 from jspec.config import SamplingParams
 from jspec.ops import vocabulary as module
-from jspec.ops.distribution import ONE, POLYNOMIAL, draw, exp2, power
-from jspec.ops.law import rate_of
+from jspec.ops.distribution import ONE, draw
+from jspec.ops.law import law
 from jspec.ops.sample import SAMPLE, Role, number, sample, settings_of
 from jspec.ops.vocabulary import Vocabulary
 from tests.ops.laws import (
@@ -149,41 +147,44 @@ def test_a_tie_at_a_threshold_stays_whole():
     assert kept([0, 1, 1, 0], min_p=1.0) == [1, 2]
 
 
-def test_top_p_counts_over_what_top_k_left():
-    # Masses 4, 3, 2, 1: the first is 0.4 of all, but 0.57 of the two that top-k leaves.
-    logits = np.log([4, 3, 2, 1]).tolist()
-    assert kept(logits, top_p=0.5) == [0, 1]
-    assert kept(logits, top_k=2, top_p=0.5) == [0]
-
-
 ONE_BIT = float(np.float32(np.log2(np.e)))  # a temperature at which a logit is a power of two
+# Logits and filters that are met exactly, or missed by a little, and the tokens that they keep.
+BORDERS = [
+    ([3, 2, 1, 1], {"top_p": 0.5}, {0}),
+    ([3, 2, 1, 1], {"top_p": 0.75}, {0, 1}),
+    ([3, 2, 1, 1], {"top_p": 0.75 + 2**-20}, {0, 1, 2, 3}),
+    ([2, 3, 1, 1], {"top_p": 1e-12}, {1}),
+    ([3, 2, 1, 1], {"top_k": 2}, {0, 1}),
+    ([3, 2, 1, 1], {"top_k": 3}, {0, 1, 2, 3}),
+    ([2, 3, 1, 0], {"min_p": 0.5}, {0, 1}),
+    ([2, 3, 1, 0], {"min_p": 0.5 + 2**-20}, {1}),
+    ([2, 3, 1, 0], {"min_p": 1.0}, {1}),
+    # No float32 lies between the first logit and those that are kept.
+    ([2.875, 3, 2, 1], {"temperature": ONE_BIT / 8, "min_p": 0.5 + 2**-22}, {1}),
+    # Two thirds of what top-k leaves, but half of all.
+    ([3, 2, 1, 1], {"top_k": 2, "top_p": 0.6}, {0}),
+]
 
 
-def test_top_p_stops_where_its_mass_is_reached():
-    """Masses of whole powers of two: the least set that reaches top-p is met exactly."""
-    for logits, top_p, wanted in (
-        ([3, 2, 1, 1], 0.5, [0]),
-        ([3, 2, 1, 1], 0.75, [0, 1]),
-        ([3, 2, 1, 1], 0.75 + 2**-20, [0, 1, 2, 3]),
-    ):
-        assert kept(logits, temperature=ONE_BIT, top_p=top_p) == wanted
+def test_the_law_keeps_what_reaches_a_threshold():
+    for logits, settings, wanted in BORDERS:
+        shares = law(logits, SamplingParams(**{"temperature": ONE_BIT} | settings))
+        assert set(np.flatnonzero(shares)) == wanted, settings
 
 
-@pytest.mark.parametrize("backend", [name for name in SAMPLE.backends if name != "xla"])
-def test_every_kernel_draws_from_no_more_than_the_filters_leave(backend):
-    """The first token alone, at the border of top-p, and of top-p over what top-k left."""
-    cases = [
-        ([3.0, 2, 1, 1], SamplingParams(temperature=ONE_BIT, top_p=0.5)),
-        (np.log([4, 3, 2, 1]), SamplingParams(temperature=1.0, top_k=2, top_p=0.5)),
-    ]
-    logits = jnp.asarray([[row] for row, _ in cases] * 64, jnp.float32)
-    rows = settings_of(sampling_of([params for _, params in cases] * 64))
-    positions = jnp.zeros((128, 1), jnp.int32)
+@pytest.mark.parametrize("backend", SAMPLE.backends)
+def test_every_backend_keeps_what_reaches_a_threshold(backend):
+    """512 draws each: a token that is kept has a share of an eighth at least."""
+    params = [SamplingParams(**{"temperature": ONE_BIT} | settings) for _, settings, _ in BORDERS]
+    logits = jnp.asarray([[row] for row, *_ in BORDERS for _ in range(512)], jnp.float32)
+    rows = settings_of(sampling_of([p for p in params for _ in range(512)]))
+    positions = jnp.zeros((len(logits), 1), jnp.int32)
     static = {"role": Role.BONUS, "filtered": True, "axis_name": None}
     if reason := SAMPLE.backend(backend).supports(logits, rows, positions, **static):
         pytest.skip(reason)
     tokens = jax.jit(partial(SAMPLE.backend(backend).run, **static))(logits, rows, positions)
-    assert not np.asarray(tokens).any()
+    drawn = np.split(np.asarray(tokens)[:, 0], len(BORDERS))
+    assert [set(x.tolist()) for x in drawn] == [wanted for *_, wanted in BORDERS]
 
 
 def test_filters_come_after_the_temperature():
@@ -252,76 +253,6 @@ def test_minus_infinity_is_nothing_beside_any_number(vocabulary):
         expected = np.tile(np.arange(vocabulary) == 5, (3, 1))
         np.testing.assert_array_equal(got > 0, expected)
         np.testing.assert_allclose(got, expected, rtol=1e-8)
-
-
-# --- weights in whole numbers ------------------------------------------------------------------
-
-
-def products(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of every size and rates of every temperature, float32."""
-    rng = np.random.default_rng(0)
-    sizes = rng.choice([-30, -3, 0, 0.5, 1, 2, 5, 30], count)
-    logits = (rng.standard_normal(count) * 10**sizes).astype(np.float32)
-    logits[:6] = [0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38]
-    temperatures = 10 ** rng.uniform(-7, 31, count) * (rng.random(count) < 0.5) + 0.1
-    rows = sampling_of([SamplingParams(temperature=t) for t in temperatures])
-    return logits, np.asarray(settings_of(rows).rate)
-
-
-def test_a_power_is_the_exact_product_rounded_down():
-    logits, rates = products(4000)
-    whole, fraction = jax.jit(power)(jnp.asarray(logits), jnp.asarray(rates))
-    got = np.asarray(whole, np.int64) * 2**23 + np.asarray(fraction, np.int64)
-    exact = [Fraction(float(x)) * Fraction(float(r)) for x, r in zip(logits, rates, strict=True)]
-    expected = [math.floor(max(-(2**30), min(y, 2**30)) * 2**23) for y in exact]
-    np.testing.assert_array_equal(got, expected)
-
-
-def test_rates_have_16_bits_and_are_those_of_the_law():
-    temperatures = np.concatenate([np.geomspace(2e-6, 1e30, 999), [1e-7, 1e-45, 1e38, 0]])
-    rows = sampling_of([SamplingParams(temperature=t) for t in temperatures])
-    rate = np.asarray(settings_of(rows).rate)
-    np.testing.assert_array_equal(rate, [rate_of(t) for t in temperatures])
-    np.testing.assert_allclose(
-        np.float64(rate[:999]) * temperatures[:999], np.log2(np.e), rtol=1.01 * 2**-16
-    )
-    np.testing.assert_array_equal(rate[999:], [2.0**20, 2.0**20, 2.0**-100, 0])
-    np.testing.assert_array_equal(rate.view(np.uint32) & 0xFF, 0)
-
-
-def test_exp2_is_near_the_real_one_and_never_falls():
-    """At every fraction there is."""
-    fractions = np.arange(2**23)
-    got = np.asarray(jax.jit(exp2)(jnp.asarray(fractions, jnp.uint32)), np.int64)
-    assert got[0] == 2**22
-    assert got[-1] < 2**23
-    assert (np.diff(got) >= 0).all()
-    np.testing.assert_allclose(got / 2**22, np.exp2(fractions / 2**23), rtol=3.1e-7)
-
-
-def rounded(exact: Fraction, unit: Fraction, *, up: bool) -> Fraction:
-    """To a multiple of ``unit``: up, or towards zero."""
-    return (math.ceil if up else math.trunc)(exact / unit) * unit
-
-
-def test_a_kernel_finds_the_same_bits_in_float32():
-    """What `Weigher::quick` in tile.cuh does, in fractions: two fused products find the whole and
-    the fraction of a power, and five more the mantissa, below 2**-125."""
-    rng = np.random.default_rng(0)
-    for x, rate in zip(rng.normal(0, 20, 300), rng.uniform(0.01, 20, 300), strict=True):
-        x, rate = Fraction(float(np.float32(x))), Fraction(float(rate_of(1 / rate)))
-        exponent = math.floor(x * rate) + int(rng.integers(0, 40))
-        offset = 3145728 + Fraction(exponent, 4)
-        below = rounded(offset - x * rate / 4, Fraction(1, 4), up=True)
-        lift = below - (offset - Fraction(1, 4))
-        v = rounded(x * rate / 4 + lift, Fraction(1, 2**25), up=False)
-        p = Fraction(0)
-        for coefficient in (POLYNOMIAL[0], 0, *POLYNOMIAL[1:]):
-            p = rounded(p * v, Fraction(1), up=False) + coefficient
-            assert p < 2**24
-        whole, fraction = power(jnp.float32(x), jnp.float32(rate))
-        assert (below - 3145728) * 4 == exponent - int(whole)
-        assert p == int(exp2(fraction))
 
 
 # --- inverse CDF -----------------------------------------------------------------------------
