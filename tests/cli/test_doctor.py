@@ -1,12 +1,15 @@
 """`jspec doctor`."""
 
 import dataclasses
+import io
 import json
+import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from jspec.cli import main
+from jspec.cli import doctor, main
 from jspec.dispatch import Backend, always
 from jspec.ops import operations
 from jspec.ops.attention import ATTENTION
@@ -89,13 +92,60 @@ def test_doctor_says_which_table_serves_and_whether_it_is_a_guess(gpu, seen, cap
     assert bool(found["advice"]) == seen.count("a guess")
 
 
+def test_each_finding_is_shown_when_its_check_ends(capsys, monkeypatch):
+    """And a check that fails ends itself alone."""
+    seen = []
+
+    def check(name: str, works: bool, advice: str = ""):
+        def look():
+            seen.append(capsys.readouterr().err)
+            if name == "third":
+                raise ImportError("no such\nmodule")
+            return doctor.Finding(name, works, "seen [so]", advice)
+
+        return name, look
+
+    command = "pip install " + " ".join(f"'package-{n}<{n + 1}'" for n in range(9))
+    checks = [check("first", True), check("second", False, command), check("third", True)]
+    monkeypatch.setattr(doctor, "_checks", lambda: iter([*checks, check("bundled model", True)]))
+    monkeypatch.setattr(doctor, "operations", lambda: ())
+    assert main(["doctor"]) == 0
+    rest = capsys.readouterr().err
+    assert seen[0] == ""
+    assert seen[1].split() == ["ok", "first", "seen", "[so]"]
+    # What is to be done stands on a line of its own, however long, and can be copied.
+    first, second = seen[2].splitlines()
+    assert first.split() == ["--", "second", "seen", "[so]"]
+    assert second == f"    to do: {command}"
+    assert seen[3].split()[:5] == ["--", "third", "ImportError:", "no", "such\\nmodule"]
+    assert rest.split()[:3] == ["ok", "bundled", "model"]
+    assert "\njspec decodes here, on cpu (cpu): 0 of 0 backends run" in rest
+
+
+def test_the_verdict_names_what_decoding_needs_and_has_not(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "operations", lambda: ())
+    monkeypatch.setattr(doctor, "bundled_path", lambda: tmp_path)
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().err
+    assert "    to do: in a checkout: pip install --force-reinstall --no-deps ." in shown
+    last = "jspec cannot decode here: bundled model must work. See what to do above."
+    assert shown.splitlines()[-1] == last
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] == last
+
+
+def test_a_terminal_sees_what_is_looked_at(monkeypatch):
+    screen = io.StringIO()
+    kind = {"TERM": "xterm"}
+    made = Console(file=screen, force_terminal=True, width=80, highlight=False, _environ=kind)
+    monkeypatch.setattr(doctor, "console", lambda: made)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    finding = doctor.Finding("pack, xla", True, "right")
+    (found,) = doctor._look(iter([("pack, xla", lambda: finding)]))
+    assert found.seconds > 0
+    assert re.search(r"probing pack, xla\.\.\. \S*0:00:00", screen.getvalue())
+
+
 def test_every_operation_has_a_case_that_doctor_runs():
     for operation in operations():
         assert any(case.small for case in operation.cases()), operation.name
-
-
-def test_doctor_says_when_the_model_is_missing(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("jspec.cli.doctor.operations", lambda: ())
-    monkeypatch.setattr("jspec.cli.doctor.bundled_path", lambda: tmp_path)
-    assert main(["doctor"]) == 1
-    assert "install jspec again" in capsys.readouterr().err
