@@ -120,16 +120,15 @@ def _verdict(found: Sequence[Finding], broken: Sequence[str]) -> str:
     names = {f"{x.name}, {name}" for x in operations() for name in x.backends}
     backends = [f for f in found if f.what in names]
     works = sum(f.works for f in backends)
-    device = jax.devices()[0]
     return (
-        f"jspec decodes here, on {device.device_kind} ({device.platform}): {works} of "
-        f"{len(backends)} backends run, and every operation has one that does."
+        f"jspec decodes here, on {jax.devices()[0].device_kind}: {works} of {len(backends)} "
+        "backends run, and every operation has one that does."
     )
 
 
 def _python() -> Finding:
     seen = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info >= GPU_PYTHON:
+    if sys.version_info >= GPU_PYTHON or not _has_driver():
         return Finding("Python", True, seen)
     return Finding("Python", True, seen, "for a GPU take 3.12 or newer: jax needs it from 0.11 on")
 
@@ -138,16 +137,22 @@ def _package(name: str) -> Finding:
     try:
         return Finding(name, True, version(name))
     except PackageNotFoundError:
-        gpu_only = name == "jax-triton"
-        advice = f"only for a GPU: {install_gpu('cuda13')}" if gpu_only else f"pip install {name}"
+        if name != "jax-triton":
+            advice = f"pip install {name}"
+        else:
+            advice = install_gpu("cuda13") if _has_driver() else "nothing: GPUs alone need it"
         return Finding(name, False, "not installed", advice)
+
+
+def _has_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
 
 
 def _gpu() -> Finding:
     devices = jax.devices()
     if devices[0].platform == "gpu":
         return Finding("GPU", True, f"{len(devices)} x {devices[0].device_kind}")
-    if not Path("/proc/driver/nvidia/version").exists():
+    if not _has_driver():
         return Finding("GPU", False, "no NVIDIA driver", "nothing: jspec decodes on the CPU")
     if find_spec("jax_cuda13_plugin") or find_spec("jax_cuda12_plugin"):
         advice = "this says why: python -c \"import jax; jax.devices('cuda')\""

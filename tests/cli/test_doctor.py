@@ -3,7 +3,12 @@
 import dataclasses
 import io
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
 
 import numpy as np
 import pytest
@@ -11,6 +16,7 @@ from rich.console import Console
 
 from jspec.cli import doctor, main
 from jspec.dispatch import Backend, always
+from jspec.extras import install_gpu
 from jspec.ops import operations
 from jspec.ops.attention import ATTENTION
 from jspec.ops.pack import PACK, pack_xla
@@ -92,6 +98,33 @@ def test_doctor_says_which_table_serves_and_whether_it_is_a_guess(gpu, seen, cap
     assert bool(found["advice"]) == seen.count("a guess")
 
 
+def test_what_a_gpu_needs_is_told_where_there_is_one(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", missing)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "GPU_PYTHON", (3, 99))
+    monkeypatch.setattr(doctor, "_has_driver", lambda: False)
+    assert doctor._python().advice == ""
+    assert doctor._package("jax-triton").advice == "nothing: GPUs alone need it"
+    assert doctor._gpu().advice == "nothing: jspec decodes on the CPU"
+    monkeypatch.setattr(doctor, "_has_driver", lambda: True)
+    assert doctor._python().advice.startswith("for a GPU take 3.12 or newer")
+    assert doctor._package("jax-triton").advice == install_gpu("cuda13")
+    advice = doctor._gpu().advice
+    assert install_gpu("cuda13") in advice
+    assert install_gpu("cuda12") in advice
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name)
+    command = shlex.split(doctor._gpu().advice.partition(": ")[2])
+    assert command[:2] == ["python", "-c"]
+    run = [sys.executable, *command[1:]]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(run, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 1
+    assert "RuntimeError: Unknown backend" in ran.stderr
+
+
 def test_each_finding_is_shown_when_its_check_ends(capsys, monkeypatch):
     """And a check that fails ends itself alone."""
     seen = []
@@ -119,7 +152,7 @@ def test_each_finding_is_shown_when_its_check_ends(capsys, monkeypatch):
     assert second == f"    to do: {command}"
     assert seen[3].split()[:5] == ["--", "third", "ImportError:", "no", "such\\nmodule"]
     assert rest.split()[:3] == ["ok", "bundled", "model"]
-    assert "\njspec decodes here, on cpu (cpu): 0 of 0 backends run" in rest
+    assert "\njspec decodes here, on cpu: 0 of 0 backends run" in rest
 
 
 def test_the_verdict_names_what_decoding_needs_and_has_not(capsys, monkeypatch, tmp_path):

@@ -199,7 +199,8 @@ def test_a_request_may_ignore_the_models_stop_tokens_but_not_its_own(texts):
     own, asked = texts[0][3], texts[0][5]
     assert own not in texts[0][:3]
     assert asked not in texts[0][:5]
-    config = dataclasses.replace(TINY, stop_tokens=(own,))
+    assert 40 not in texts[0]
+    config = dataclasses.replace(TINY, stop_tokens=(own, 40))
     model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
     on = dataclasses.replace(TWELVE, ignore_eos=True)
     params = [TWELVE, on, dataclasses.replace(on, stop_tokens=(asked,)), on]
@@ -208,8 +209,8 @@ def test_a_request_may_ignore_the_models_stop_tokens_but_not_its_own(texts):
     assert got.finished == ("stop", "length", "stop", "length")
 
     state = start_decoding(model, prompts()[:1], on)
-    assert state.stop_tokens.tolist() == [[-1]]
-    assert fill_slot(model, state, 0, prompts()[0], TWELVE).stop_tokens.tolist() == [[own]]
+    assert state.stop_tokens.tolist() == [[-1, -1]]
+    assert fill_slot(model, state, 0, prompts()[0], TWELVE).stop_tokens.tolist() == [[own, 40]]
 
 
 def test_a_device_without_memory_says_how_large_the_batch_is(sharp, monkeypatch):
