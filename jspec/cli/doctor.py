@@ -106,6 +106,7 @@ def _show(shows: Console, finding: Finding) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=2)
     table.add_column(width=28)
+    table.add_column(overflow="fold")  # a path is shown whole
     took = f", {finding.seconds:.1f} s" if finding.seconds >= 0.05 else ""
     mark = "ok" if finding.works else "--"
     table.add_row(mark, *map(escape, (finding.what, finding.seen + took)))

@@ -160,6 +160,7 @@ def test_the_verdict_names_what_decoding_needs_and_has_not(capsys, monkeypatch, 
     monkeypatch.setattr(doctor, "bundled_path", lambda: tmp_path)
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().err
+    assert f"{tmp_path}/model.safetensors" in "".join(shown.split())
     assert "    to do: in a checkout: pip install --force-reinstall --no-deps ." in shown
     last = "jspec cannot decode here: bundled model must work. See what to do above."
     assert shown.splitlines()[-1] == last
