@@ -88,7 +88,7 @@ class Job:
             return self.tokenizer.encode(prompt)
         if self.template is None:
             raise ValueError(NO_TEMPLATE)
-        return self.tokenizer.encode(self.template.render(prompt), special=False)
+        return self.template.encode(self.tokenizer, prompt)
 
     def row(self, request: Request) -> RowText:
         special = frozenset(self.model.config.stop_tokens)

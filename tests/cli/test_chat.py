@@ -51,11 +51,13 @@ def test_the_prompt_is_a_message_to_the_template(run, model, wanted, tmp_path):
     assert err.startswith("jspec: error: line 3: message 1 must have a role and a content alone")
 
 
-def test_a_model_without_a_template_says_the_way_out(run, model, tmp_path):
+def test_a_model_without_a_template_says_the_way_out(run, model, tmp_path, monkeypatch):
     (model / "tokenizer_config.json").unlink()
     way_out = "the model has no chat template for messages; give it a plain prompt, without --chat"
     for which in (("--model", str(model)), ()):
-        code, out, err = run(*which, "--chat", "--prompt", "hello", *ASKED)
+        with monkeypatch.context() as patch:  # a large model is not loaded in vain
+            patch.setattr("jspec.models.checkpoint.load_model", None)
+            code, out, err = run(*which, "--chat", "--prompt", "hello", *ASKED)
         assert (code, out) == (2, "")
         assert err.startswith(f"jspec: error: {way_out}")
         assert err.count("\n") == 1
