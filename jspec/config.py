@@ -258,8 +258,8 @@ class SamplingParams:
     ``temperature=0`` is greedy. ``top_k=0``, ``top_p=1`` and ``min_p=0`` switch a filter off; they
     apply in that order after the temperature, and a tie at a threshold is kept whole. ``seed`` keys
     every random number of the request (see `jspec.ops.sample`); None has a fresh one drawn for each
-    request. ``stop_tokens`` end the request besides those of the model. ``draft_limit`` caps the
-    draft length of this row below the step's gamma.
+    request. ``stop_tokens`` end the request besides those of the model, or in place of them with
+    ``ignore_eos``. ``draft_limit`` caps the draft length of this row below the step's gamma.
 
     Whole numbers are int32, the seed uint32, the others float32; numpy's numbers will do. Raises
     `ValueError` for any other.
@@ -273,6 +273,7 @@ class SamplingParams:
     seed: int | None = None
     stop_tokens: tuple[int, ...] = ()
     draft_limit: int | None = None
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         self._whole("max_new_tokens", 1, "must be at least 1")
@@ -289,6 +290,8 @@ class SamplingParams:
         self._real("top_p", lambda x: 0 < x <= 1, "must be in (0, 1]; 1 switches it off")
         self._real("min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]; 0 switches it off")
         object.__setattr__(self, "stop_tokens", token_ids("stop_tokens", self.stop_tokens))
+        flag = self.ignore_eos
+        _require(type(flag) is bool, f"ignore_eos={shown(flag)} must be True or False")
 
     def _whole(self, name: str, least: int, wanted: str, limit: int = 2**31) -> None:
         value = getattr(self, name)

@@ -177,8 +177,7 @@ class LLM:
                 "the model has no chat template; pass chat_template=ChatTemplate(...), or a text "
                 "to generate()"
             )
-        text = self.chat_template.render(messages, **settings)
-        return self.tokenizer.encode(text, special=False)
+        return self.chat_template.encode(self.tokenizer, messages, **settings)
 
     def _complete(self, prompts, params, stop, n, logprobs) -> list[Completion]:
         if n < 1:

@@ -74,6 +74,8 @@ BAD = [
     (SamplingParams, {"stop_tokens": {5: 1}}, "stop_tokens={5: 1} must be token ids, whole"),
     (SamplingParams, {"draft_limit": 2**31}, "draft_limit=2147483648 must be below 2147483648"),
     (SamplingParams, {"draft_limit": 0.5}, "draft_limit=0.5 must be a whole number"),
+    (SamplingParams, {"ignore_eos": 1}, "ignore_eos=1 must be True or False"),
+    (SamplingParams, {"ignore_eos": None}, "ignore_eos=None must be True or False"),
     (RopeScaling, {"kind": "ntk", "factor": 2.0}, "rope scaling 'ntk' is unknown; jspec has"),
     (RopeScaling, {"kind": "linear", "factor": 0.5}, "factor=0.5 must be a finite number"),
     (RopeScaling, {"kind": "linear", "factor": math.inf}, "factor=inf must be a finite number"),
@@ -218,7 +220,7 @@ def test_numbers_of_numpy_are_those_of_python():
     wanted = SamplingParams(3, 0.5, 7, 0.25, 0.125, 2**32 - 1, (2, 9), 1)
     assert got == wanted
     assert hash(got) == hash(wanted)
-    assert {type(value) for value in vars(got).values()} == {int, float, tuple}
+    assert {type(value) for value in vars(got).values()} == {int, float, tuple, bool}
     assert SamplingParams(stop_tokens=[2, 9]) == SamplingParams(stop_tokens=(2, 9))
 
 

@@ -37,6 +37,7 @@ def test_a_completion_is_what_generate_gives(llm, plain):
 
 
 def test_a_conversation_goes_through_the_template(llm, plain):
+    assert llm.encode_chat(TALK) == llm.tokenizer.encode(CODE)  # special tokens come once
     assert [c.tokens for c in llm.chat(TALK, SHORT)] == [plain]
     several = llm.chat([TALK, TALK], [SHORT, HOT])
     assert several[0].tokens == plain

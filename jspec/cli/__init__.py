@@ -12,6 +12,8 @@ from typing import NoReturn
 from jspec import __version__
 from jspec.cli.requests import one_line
 
+SMALLER = "lower --batch or --max-new-tokens, shorten the prompt, or take a smaller model"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `jspec`; returns the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
@@ -28,17 +30,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jspec.cli.generate import generate
 
         return generate(arguments)
+    except BrokenPipeError:
+        return _silence_stdout()
     except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            return _silence_stdout()
-        print(f"jspec: error: {one_line(str(error))}", file=sys.stderr)
-        return 2
-    except MemoryError:
-        print("jspec: error: out of memory; lower --batch or --context", file=sys.stderr)
-        return 2
+        return _fail(str(error))
+    except MemoryError as error:
+        return _fail(f"{getattr(error, 'what', 'out of memory')}; {SMALLER}")
+    except RuntimeError as error:
+        # XLA's own, as of a model that does not fit; naming its class would import JAX.
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return _fail(f"out of memory; {SMALLER}")
     except KeyboardInterrupt:
         print("jspec: interrupted", file=sys.stderr)
         return 130
+
+
+def _fail(message: str) -> int:
+    print(f"jspec: error: {one_line(message)}", file=sys.stderr)
+    return 2
 
 
 def _silence_stdout() -> int:
@@ -69,16 +79,21 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
     prompt.add_argument("--prompt-file", metavar="F", help="read the prompt from a file")
     prompt.add_argument(
+        "--demo", action="store_true", help="ask about a document that ships with jspec"
+    )
+    prompt.add_argument(
         "--requests",
         metavar="FILE.jsonl",
         help="JSON lines, - for stdin: "
-        '{"id": ..., "prompt": ..., "max_new_tokens": ..., "temperature": ..., ...}',
+        '{"id": ..., "prompt": ... or "messages": [...], "max_new_tokens": ..., ...}',
     )
     add(
         "--output",
         metavar="FILE.jsonl",
         help="what came of --requests, one JSON object a line; written when all is done",
     )
+    add("--chat", action="store_true", help="a prompt is a user's message: take the chat template")
+    add("--system", metavar="TEXT", help="the system message of --chat")
     add("--batch", type=int, default=8, metavar="N", help="requests at once; default 8")
     add("--model", metavar="DIR", help="Hugging Face or jspec model directory (default: bundled)")
     add("--draft-model", metavar="DIR", help="the draft model of --draft model")
@@ -95,6 +110,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, metavar="X", help="1 (default) is off")
     add("--min-p", type=float, default=0.0, metavar="X", help="0 (default) is off")
     add("--seed", type=int, metavar="N", help="keys every random number; default a fresh one")
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="go on behind the model's own end tokens; --stop still ends the text",
+    )
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
     add(
         "--backend",

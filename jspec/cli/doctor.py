@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,84 +15,162 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jspec import tuned
+from jspec.cli.compile_cache import keep_programs
+from jspec.cli.requests import one_line
 from jspec.cli.show import console, environment, print_json
 from jspec.dispatch import Case, Operation
+from jspec.extras import GPU_PYTHON, install_gpu
 from jspec.gpu import gpu_in_use
 from jspec.models.bundled import bundled_path
 from jspec.ops import operations
 
-CUDA = "pip install 'jspec-jax[cuda13]'"
+BUNDLED = "bundled model"
+NO_NEED = "nothing, unless you want this one: others serve"
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: whether it works, what was seen, and the way out if not."""
+    """One thing that was looked at: whether it works, what was seen, and the way out if not.
+
+    ``seconds``: how long looking took.
+    """
 
     what: str
     works: bool
     seen: str
     advice: str = ""
+    seconds: float = 0.0
+
+
+Check = tuple[str, Callable[[], Finding]]  # what is looked at, and how
 
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0 if decoding works here, 1 otherwise."""
-    findings = [_python(), *_packages(), _gpu(), _tuned(), _bundled()]
-    for operation in operations():
-        findings += _operation(operation)
-    if arguments.json:
-        found = [dataclasses.asdict(f) for f in findings]
-        print_json({"environment": environment(), "findings": found})
+    keep_programs()
+    shows = None if arguments.json else console()
+    found = []
+    for finding in _look(_checks()):
+        found.append(finding)
+        if shows is not None:
+            _show(shows, finding)
+    needed = {BUNDLED} | {f"{x.name}, {n}" for x in operations() for n in x.never_refusing}
+    broken = [f.what for f in found if f.what in needed and not f.works]
+    verdict = _verdict(found, broken)
+    if shows is None:
+        findings = [dataclasses.asdict(f) for f in found]
+        print_json({"environment": environment(), "findings": findings, "verdict": verdict})
     else:
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for heading in ("", "what", "seen", "what to do"):
-            table.add_column(heading)
-        for f in findings:
-            table.add_row("ok" if f.works else "--", f.what, *map(escape, (f.seen, f.advice)))
-        console().print(table)
-    needed = {"bundled model"} | {f"{x.name}, {n}" for x in operations() for n in x.never_refusing}
-    return 0 if all(f.works for f in findings if f.what in needed) else 1
+        shows.print(f"\n{escape(verdict)}")
+    return 1 if broken else 0
+
+
+def _checks() -> Iterator[Check]:
+    yield "Python", _python
+    for name in ("jax", "flax", "jax-triton"):
+        yield name, functools.partial(_package, name)
+    yield "GPU", _gpu
+    yield "tuning", _tuned
+    yield BUNDLED, _bundled
+    for operation in operations():
+        pairs = functools.cache(functools.partial(_pairs, operation))
+        for name in operation.backends:
+            yield f"{operation.name}, {name}", functools.partial(_backend, operation, name, pairs)
+
+
+def _look(checks: Iterator[Check]) -> Iterator[Finding]:
+    """What each check finds, as it ends; on a terminal a line says what is looked at."""
+    columns = (TextColumn("probing {task.description}..."), TimeElapsedColumn())
+    quiet = not sys.stderr.isatty()
+    with Progress(*columns, console=console(), transient=True, disable=quiet) as progress:
+        task = progress.add_task("", visible=False)
+        for what, check in checks:
+            progress.reset(task, description=escape(what), visible=True)
+            begin = time.perf_counter()
+            try:
+                finding = check()
+            except Exception as error:  # whatever it is, the other checks go on
+                said = one_line(f"{type(error).__name__}: {error}")
+                finding = Finding(what, False, f"{said:.300}", "report it, with all that is above")
+            yield dataclasses.replace(finding, seconds=time.perf_counter() - begin)
+
+
+def _show(shows: Console, finding: Finding) -> None:
+    """A line of three columns, and what to do on a line of its own, which can be copied."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=2)
+    table.add_column(width=28)
+    table.add_column(overflow="fold")  # a path is shown whole
+    took = f", {finding.seconds:.1f} s" if finding.seconds >= 0.05 else ""
+    mark = "ok" if finding.works else "--"
+    table.add_row(mark, *map(escape, (finding.what, finding.seen + took)))
+    shows.print(table)
+    if finding.advice:
+        shows.print(f"    to do: {escape(finding.advice)}", soft_wrap=True)
+
+
+def _verdict(found: Sequence[Finding], broken: Sequence[str]) -> str:
+    if broken:
+        return f"jspec cannot decode here: {'; '.join(broken)} must work. See what to do above."
+    names = {f"{x.name}, {name}" for x in operations() for name in x.backends}
+    backends = [f for f in found if f.what in names]
+    works = sum(f.works for f in backends)
+    return (
+        f"jspec decodes here, on {jax.devices()[0].device_kind}: {works} of {len(backends)} "
+        "backends run, and every operation has one that does."
+    )
 
 
 def _python() -> Finding:
     seen = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info >= (3, 12):
+    if sys.version_info >= GPU_PYTHON or not _has_driver():
         return Finding("Python", True, seen)
     return Finding("Python", True, seen, "for a GPU take 3.12 or newer: jax needs it from 0.11 on")
 
 
-def _packages() -> list[Finding]:
-    wanted = {"jax": "", "flax": "", "jax-triton": f"only for GPU kernels: {CUDA}"}
-    return [_package(name, advice) for name, advice in wanted.items()]
-
-
-def _package(name: str, advice: str) -> Finding:
+def _package(name: str) -> Finding:
     try:
         return Finding(name, True, version(name))
     except PackageNotFoundError:
+        if name != "jax-triton":
+            advice = f"pip install {name}"
+        else:
+            advice = install_gpu("cuda13") if _has_driver() else "nothing: GPUs alone need it"
         return Finding(name, False, "not installed", advice)
+
+
+def _has_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
 
 
 def _gpu() -> Finding:
     devices = jax.devices()
     if devices[0].platform == "gpu":
         return Finding("GPU", True, f"{len(devices)} x {devices[0].device_kind}")
-    if not Path("/proc/driver/nvidia/version").exists():
+    if not _has_driver():
         return Finding("GPU", False, "no NVIDIA driver", "nothing: jspec decodes on the CPU")
     if find_spec("jax_cuda13_plugin") or find_spec("jax_cuda12_plugin"):
-        return Finding("GPU", False, "jax does not see it", "look at the log of jax.devices()")
-    advice = f"{CUDA} (driver 580 or newer) or 'jspec-jax[cuda12]', with Python >= 3.12"
+        advice = "this says why: python -c \"import jax; jax.devices('cuda')\""
+        return Finding("GPU", False, "jax does not see it", advice)
+    advice = (
+        f"with driver 580 or newer {install_gpu('cuda13')}; with an older one "
+        f"{install_gpu('cuda12')}"
+    )
     return Finding("GPU", False, "jax has no CUDA plugin", advice)
 
 
 def _bundled() -> Finding:
     weights = bundled_path() / "model.safetensors"
     if weights.is_file():
-        return Finding("bundled model", True, f"{weights.stat().st_size / 1e6:.1f} MB")
-    return Finding("bundled model", False, f"{weights} is missing", "install jspec again")
+        return Finding(BUNDLED, True, f"{weights.stat().st_size / 1e6:.1f} MB")
+    advice = "in a checkout: pip install --force-reinstall --no-deps ."
+    return Finding(BUNDLED, False, f"{weights} is missing", advice)
 
 
 def _tuned() -> Finding:
@@ -100,16 +179,14 @@ def _tuned() -> Finding:
     seen = f"{found.table.name}.json, for {found.table.gpu}"
     if found.guess is None:
         return Finding("tuning", True, f"{seen}: measured")
-    advice = "python -m bench all, then python -m bench tune: it may be faster"
+    advice = "it may be faster; in a checkout: python -m bench all, then python -m bench tune"
     return Finding("tuning", True, f"{seen}: a guess, {found.guess}", advice)
 
 
-def _operation(operation: Operation) -> list[Finding]:
-    """Every backend of an operation on the cases that are small."""
+def _pairs(operation: Operation) -> list[tuple[Case, Any]]:
+    """The cases of an operation that are small, and what each must give."""
     cases = [case for case in operation.cases() if case.small]
-    wanted = [case.wanted() if case.wanted else _run(operation, "xla", case) for case in cases]
-    pairs = list(zip(cases, wanted, strict=True))
-    return [_backend(operation, name, pairs) for name in operation.backends]
+    return [(c, c.wanted() if c.wanted else _run(operation, "xla", c)) for c in cases]
 
 
 def _run(operation: Operation, name: str, case: Case) -> Any:
@@ -117,16 +194,18 @@ def _run(operation: Operation, name: str, case: Case) -> Any:
     return jax.jit(run)(*case.arguments)
 
 
-def _backend(operation: Operation, name: str, pairs: Sequence[tuple[Case, Any]]) -> Finding:
+def _backend(
+    operation: Operation, name: str, pairs: Callable[[], Sequence[tuple[Case, Any]]]
+) -> Finding:
     """Run a backend on cases, and compare what it gives with what each must give."""
     what = f"{operation.name}, {name}"
-    for case, wanted in pairs:
+    for case, wanted in pairs():
         if reason := operation.backend(name).supports(*case.arguments, **case.static):
-            return Finding(what, False, reason, "nothing, unless you want this one: others serve")
+            return Finding(what, False, reason, NO_NEED)
         got = jax.tree.leaves(_run(operation, name, case))
         if not all(_agree(x, y) for x, y in zip(got, jax.tree.leaves(wanted), strict=True)):
             seen = f"{case.name}: differs from what it must give"
-            return Finding(what, False, seen, "report it, with this table")
+            return Finding(what, False, seen, "report it, with all that is above")
     return Finding(what, True, "right")
 
 

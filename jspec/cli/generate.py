@@ -8,11 +8,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from jspec.cli import demo
 from jspec.cli.compile_cache import keep_programs
 from jspec.cli.output import error_of, result_of, whole_file, write_lines
-from jspec.cli.requests import Refused, Request, one_line, read_requests
+from jspec.cli.requests import Message, Refused, Request, one_line, read_requests
 from jspec.cli.show import Progress, environment, print_json, print_table
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, ModelDraft, NoDraft, named_draft
@@ -25,6 +26,14 @@ from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jspec.models.chat import ChatTemplate
+
+NO_TEMPLATE = (
+    "the model has no chat template for messages; give it a plain prompt, without --chat or "
+    "'messages', or name a chat model by --model DIR"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +65,14 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that decoding needs besides the requests; ``batch`` of them at a time."""
+    """All that decoding needs besides the requests; ``batch`` of them at a time.
+
+    ``template`` renders conversations, None where the model has none or nobody asked for one.
+    """
 
     model: Any
     tokenizer: Tokenizer
+    template: ChatTemplate | None
     draft: Drafter
     gamma: int
     draft_model: Any
@@ -68,6 +81,14 @@ class Job:
 
     def plain(self) -> Job:
         return dataclasses.replace(self, draft=NoDraft(), gamma=0, draft_model=None)
+
+    def encode(self, prompt: bytes | list[Message]) -> list[int]:
+        """Token ids of a text or a conversation."""
+        if isinstance(prompt, bytes):
+            return self.tokenizer.encode(prompt)
+        if self.template is None:
+            raise ValueError(NO_TEMPLATE)
+        return self.template.encode(self.tokenizer, prompt)
 
     def row(self, request: Request) -> RowText:
         special = frozenset(self.model.config.stop_tokens)
@@ -85,12 +106,15 @@ def generate(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(whole_file(arguments.output)) if arguments.output else None
         requests, refused = read_requests(arguments)
+        if arguments.demo and not arguments.json:
+            print(demo.introduction(), file=sys.stderr, flush=True)
         if arguments.compile_cache:
             keep_programs()
         # Plain decoding must draw with the same seeds to be compared with.
         params = one_each([r.params for r in requests], len(requests)) if requests else ()
         requests = [dataclasses.replace(r, params=p) for r, p in zip(requests, params, strict=True)]
-        job = _load(arguments, draft, gamma, backends)
+        talks = not all(isinstance(request.prompt, bytes) for request in requests)
+        job = _load(arguments, draft, gamma, backends, talks)
         ready = [r for r in (_ready(job, request, refused) for request in requests) if r]
         return _run(arguments, job, ready, refused, file)
 
@@ -124,7 +148,8 @@ def _run(
         found = results[0] if single else {"results": results, "errors": errors}
         print_json(found | rest)
     else:
-        print_table(outcome.stats, _seeds(outcome.served), compare)
+        answer = demo.verdict(outcome.served[0].row.text) if arguments.demo else None
+        print_table(outcome.stats, _seeds(outcome.served), compare, answer)
     for line in refused:
         print(f"jspec: error: line {line.line}: {line.error}", file=sys.stderr)
     if interrupted:
@@ -160,12 +185,19 @@ def _backends(arguments: argparse.Namespace) -> Backends:
     return backends
 
 
-def _load(arguments: argparse.Namespace, draft: Drafter, gamma: int, backends: Backends) -> Job:
+def _load(
+    arguments: argparse.Namespace, draft: Drafter, gamma: int, backends: Backends, talks: bool
+) -> Job:
+    """The models, and with ``talks`` the chat template."""
     from jspec.models.bundled import bundled_path
+    from jspec.models.chat import load_chat_template
     from jspec.models.checkpoint import load_model
     from jspec.models.tokenizer import load_tokenizer
 
     path = arguments.model or bundled_path()
+    template = load_chat_template(path) if talks else None
+    if arguments.chat and template is None:
+        raise ValueError(NO_TEMPLATE)
     model, tokenizer = load_model(path), load_tokenizer(path)
     if arguments.context is not None:
         model.config = dataclasses.replace(model.config, max_context=arguments.context)
@@ -175,13 +207,13 @@ def _load(arguments: argparse.Namespace, draft: Drafter, gamma: int, backends: B
             "it (8 is usual) or raise --context"
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
-    return Job(model, tokenizer, draft, gamma, draft_model, backends, arguments.batch)
+    return Job(model, tokenizer, template, draft, gamma, draft_model, backends, arguments.batch)
 
 
 def _ready(job: Job, request: Request, refused: list[Refused]) -> Ready | None:
     """The request for the model; a line that it cannot serve is refused, others go on."""
     try:
-        prompt = job.tokenizer.encode(request.prompt)
+        prompt = job.encode(request.prompt)
         check_request(Models(job.model, job.draft_model), prompt, request.params)
         return Ready(request, prompt, with_stops(request.params, request.stop, job.tokenizer))
     except ValueError as error:

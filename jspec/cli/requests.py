@@ -1,4 +1,4 @@
-"""What to decode: prompts from the command line, a file, stdin or JSON lines."""
+"""What to decode: prompts and conversations from the command line, a file, stdin or JSON lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jspec.cli import demo
 from jspec.config import SamplingParams
+
+Message = dict[str, str]  # a role and a content
 
 LINE_LIMIT = 2**24  # bytes of a request: four for each token of a context of four million
 STOP_LIMIT, STOP_LENGTH = 64, 1024  # stop texts, and characters of each: all are looked for always
@@ -22,21 +25,51 @@ _FIELDS = {
     "top_p": float,
     "min_p": float,
     "seed": int,
+    "ignore_eos": bool,
 }
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+_MESSAGE = '{"role": "user", "content": "Hello"}'
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt with its settings.
 
-    ``line`` is its number among JSON lines, from 1, and ``id`` what the line calls it.
+    The prompt is a text, or the messages of a conversation. ``line`` is its number among JSON
+    lines, from 1, and ``id`` what the line calls it.
     """
 
-    prompt: bytes
+    prompt: bytes | list[Message]
     params: SamplingParams
     stop: tuple[str, ...]
     line: int | None = None
     id: str | int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """Whether a prompt is a user's message, and the system message before a conversation."""
+
+    asked: bool = False
+    system: str | None = None
+
+    def prompt(self, text: bytes) -> bytes | list[Message]:
+        """``text``, as a conversation where that was asked for."""
+        if not self.asked:
+            return text
+        try:
+            return self.conversation([{"role": "user", "content": text.decode()}])
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"byte {error.start + 1} of the prompt is not UTF-8, which a message must be; "
+                "convert it, or leave out --chat"
+            ) from None
+
+    def conversation(self, messages: list[Message]) -> list[Message]:
+        """``messages``, behind the system message unless they have one of their own."""
+        if self.system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +94,24 @@ def read_requests(arguments: argparse.Namespace) -> tuple[list[Request], list[Re
     defaults = {name: getattr(arguments, name) for name in _FIELDS}
     stop = _stop(arguments.stop)
     checked = SamplingParams(**defaults)
+    chat = _chat(arguments)
     if arguments.requests is not None:
-        return _read_lines(arguments.requests, defaults, stop)
+        return _read_lines(arguments.requests, defaults, stop, chat)
     prompt = _prompt(arguments)
     if not prompt:
         raise ValueError("the prompt is empty; give it at least one character")
-    return [Request(prompt, checked, stop)], []
+    if arguments.demo:
+        stop += (demo.END,)
+    return [Request(chat.prompt(prompt), checked, stop)], []
+
+
+def _chat(arguments: argparse.Namespace) -> Chat:
+    system = arguments.system
+    if system is not None:
+        if not arguments.chat:
+            raise ValueError("--system goes with --chat; pass both")
+        _encoded("--system", system)
+    return Chat(arguments.chat, system)
 
 
 def _prompt(arguments: argparse.Namespace) -> bytes:
@@ -80,7 +125,12 @@ def _prompt(arguments: argparse.Namespace) -> bytes:
             raise _unreadable(arguments.prompt_file, error) from None
     if arguments.stdin is not None:
         return sys.stdin.buffer.read()
-    raise ValueError("no prompt; pass --prompt TEXT, --prompt-file F, --requests FILE.jsonl or -")
+    if arguments.demo:
+        return demo.prompt()
+    raise ValueError(
+        "no prompt; pass --prompt TEXT, --prompt-file F, --requests FILE.jsonl, --demo, or - for "
+        "stdin"
+    )
 
 
 def _unreadable(path: str, error: OSError) -> ValueError:
@@ -88,14 +138,14 @@ def _unreadable(path: str, error: OSError) -> ValueError:
 
 
 def _read_lines(
-    path: str, defaults: dict[str, Any], stop: tuple[str, ...]
+    path: str, defaults: dict[str, Any], stop: tuple[str, ...], chat: Chat
 ) -> tuple[list[Request], list[Refused]]:
     try:
         if path == "-":
-            requests, refused = parse_lines(sys.stdin.buffer, defaults, stop)
+            requests, refused = parse_lines(sys.stdin.buffer, defaults, stop, chat)
         else:
             with open(path, "rb") as file:
-                requests, refused = parse_lines(file, defaults, stop)
+                requests, refused = parse_lines(file, defaults, stop, chat)
     except OSError as error:
         raise _unreadable(path, error) from None
     if not requests and not refused:
@@ -104,7 +154,7 @@ def _read_lines(
 
 
 def parse_lines(
-    file: BinaryIO, defaults: dict[str, Any], stop: tuple[str, ...]
+    file: BinaryIO, defaults: dict[str, Any], stop: tuple[str, ...], chat: Chat = Chat()
 ) -> tuple[list[Request], list[Refused]]:
     """The requests of JSON lines, and the lines that are none.
 
@@ -120,7 +170,8 @@ def parse_lines(
         try:
             value = _parsed(line)
             name = _id(value)
-            requests.append(_request(value, defaults, stop, number, name))
+            params, own = _settings(value, defaults, stop)
+            requests.append(Request(_asked(value, chat), params, own, number, name))
         except ValueError as error:
             refused.append(Refused(number, one_line(str(error)), name))
     return requests, refused
@@ -184,35 +235,54 @@ def _id(value: dict[str, Any]) -> str | int | None:
     return name
 
 
-def _request(
-    value: dict[str, Any],
-    defaults: dict[str, Any],
-    stop: tuple[str, ...],
-    number: int,
-    name: str | int | None,
-) -> Request:
-    unknown = sorted(set(value) - set(_FIELDS) - {"id", "prompt", "stop"})
+def _asked(value: dict[str, Any], chat: Chat) -> bytes | list[Message]:
+    """The prompt or the conversation of a line."""
+    if "messages" not in value:
+        prompt = value.get("prompt")
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError("'prompt' must be a string that is not empty")
+        return chat.prompt(_encoded("'prompt'", prompt))
+    if "prompt" in value:
+        raise ValueError("a request has 'prompt' or 'messages', not both; leave one out")
+    messages = value["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"'messages' must be a list of messages such as {_MESSAGE}")
+    for number, message in enumerate(messages, start=1):
+        _check_message(number, message)
+    return chat.conversation(messages)
+
+
+def _check_message(number: int, message: Any) -> None:
+    parts = ("role", "content")
+    is_message = isinstance(message, dict) and set(message) == set(parts)
+    if not is_message or not all(isinstance(message[part], str) for part in parts):
+        raise ValueError(f"message {number} must have a role and a content alone, as {_MESSAGE}")
+    for part in parts:
+        _encoded(f"{part!r} of message {number}", message[part])
+
+
+def _settings(
+    value: dict[str, Any], defaults: dict[str, Any], stop: tuple[str, ...]
+) -> tuple[SamplingParams, tuple[str, ...]]:
+    """The settings of a line and its stop texts."""
+    known = ["id", "prompt", "messages", "stop", *_FIELDS]
+    unknown = sorted(set(value) - set(known))
     if unknown:
-        known = ", ".join(["id", "prompt", "stop", *_FIELDS])
-        raise ValueError(f"unknown field {unknown[0]!r:.80}; a request has {known}")
-    prompt = value.get("prompt")
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError("'prompt' must be a string that is not empty")
-    settings = defaults | {k: _number(k, value[k]) for k in _FIELDS if k in value}
+        raise ValueError(f"unknown field {unknown[0]!r:.80}; a request has {', '.join(known)}")
+    settings = defaults | {k: _setting(k, value[k]) for k in _FIELDS if k in value}
     own = value.get("stop", list(stop))
     own = [own] if isinstance(own, str) else own
     if not isinstance(own, list) or not all(isinstance(s, str) for s in own):
         raise ValueError("'stop' must be a string or a list of strings")
-    text = _encoded("'prompt'", prompt)
-    return Request(text, SamplingParams(**settings), _stop(own), number, name)
+    return SamplingParams(**settings), _stop(own)
 
 
-def _number(name: str, value: Any) -> Any:
+def _setting(name: str, value: Any) -> Any:
     wanted = _FIELDS[name]
-    allowed = (int, float) if wanted is float else int
-    if isinstance(value, bool) or not isinstance(value, allowed):
-        kind = "a number" if wanted is float else "a whole number"
-        raise ValueError(f"{name!r} must be {kind}, got {value!r:.80}")
+    allowed = (int, float) if wanted is float else wanted
+    is_flag = isinstance(value, bool)  # Python takes True for a number
+    if is_flag != (wanted is bool) or not isinstance(value, allowed):
+        raise ValueError(f"{name!r} must be {_KINDS[wanted]}, got {value!r:.80}")
     return value
 
 

@@ -83,9 +83,19 @@ class Progress:
         self._bars.update(task, of=f"{found.completed:.0f}/{found.total:.0f}")
 
 
-def print_table(stats: Stats, seeds: Sequence[str], compare: dict[str, Any] | None) -> None:
-    """The statistics and the ``seeds`` of sampled requests, in at most 100 columns."""
+def print_table(
+    stats: Stats,
+    seeds: Sequence[str],
+    compare: dict[str, Any] | None,
+    answer: str | None = None,
+) -> None:
+    """The statistics and the ``seeds`` of sampled requests, in at most 100 columns.
+
+    ``answer`` says whether the text is right, where that is known.
+    """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    if answer is not None:
+        table.add_row("answer", answer)
     table.add_row("tokens", f"{stats.committed} in {stats.steps} steps")
     if stats.drafted:
         table.add_row(
@@ -100,7 +110,7 @@ def print_table(stats: Stats, seeds: Sequence[str], compare: dict[str, Any] | No
     table.add_row("prefill", f"{stats.prefill_tokens_per_s:,.0f} tokens/s, {stats.prefill_s:.1f} s")
     table.add_row("decode", f"{stats.decode_tokens_per_s:,.1f} tokens/s, {stats.decode_s:.1f} s")
     programs = "1 program" if stats.compilations == 1 else f"{stats.compilations} programs"
-    table.add_row("compile", f"{stats.compile_s:.1f} s for {programs}, in neither of these")
+    table.add_row("compile", f"{stats.compile_s:.1f} s for {programs}, not counted above")
     if compare is not None:
         table.add_row(
             "against plain decoding",

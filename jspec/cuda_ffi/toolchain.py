@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from jspec.cuda_ffi.errors import BuildError
+from jspec.extras import install
 
 # Platforms as XLA names them, and the files of src/ that hold the kernels of each.
 KERNELS = {"CUDA": "*.cu", "cpu": "*_cpu.cc"}
@@ -28,10 +29,7 @@ FLAGS = {
     "cpu": ("-std=c++17", "-O2", "-fPIC", "-shared", "-w"),
 }
 LONGEST = 1800  # seconds that a compiler may take
-WAY_OUT = {
-    "CUDA": "install a CUDA toolkit and set CUDA_HOME, or pip install 'jspec-jax[cuda13-build]'",
-    "cpu": "install g++ or clang++, or name one in CXX",
-}
+CXX_WAY_OUT = "install g++ or clang++, or name one in CXX"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +70,11 @@ def find(platform: str) -> Toolchain:
         if found := shutil.which(candidate):
             version = _version([found, *arguments])
             return Toolchain(platform, Path(found), version, tuple(arguments))
-    name = "nvcc" if platform == "CUDA" else "C++ compiler"
-    raise BuildError(f"no {name} found; {WAY_OUT[platform]}")
+    if platform == "cpu":
+        raise BuildError(f"no C++ compiler found; {CXX_WAY_OUT}")
+    raise BuildError(
+        "no nvcc found; install a CUDA toolkit and set CUDA_HOME, or " + install("cuda13-build")
+    )
 
 
 def _nvcc() -> Iterator[list[str]]:
@@ -89,7 +90,7 @@ def _cxx() -> Iterator[list[str]]:
     if named := os.environ.get("CXX"):
         command = shlex.split(named)
         if not command or shutil.which(command[0]) is None:
-            raise BuildError(f"CXX={named!r} is no command that can be run; {WAY_OUT['cpu']}")
+            raise BuildError(f"CXX={named!r} is no command that can be run; {CXX_WAY_OUT}")
         yield command
     yield from (["g++"], ["clang++"], ["c++"])
 

@@ -50,6 +50,17 @@ class Interrupted(KeyboardInterrupt):
         self.generation = generation
 
 
+class OutOfMemory(MemoryError):
+    """A batch that does not fit; ``what`` says how large it is."""
+
+    def __init__(self, what: str):
+        self.what = what
+        super().__init__(
+            f"{what}; give fewer prompts at a time, shorten them, lower max_new_tokens, or pass "
+            "cache_dtype='bfloat16'"
+        )
+
+
 def generate(
     model: Model,
     prompts: Sequence[Prompt],
@@ -81,8 +92,8 @@ def generate(
 
     A request with a seed gives the same tokens in any row, with any neighbours and any chunk size,
     where the model's logits do. Ctrl-C raises `Interrupted`, a `KeyboardInterrupt` with the
-    generation so far. Raises `TypeError` for arguments of another kind, and `ValueError` as
-    `jspec.start_decoding` does.
+    generation so far. Raises `TypeError` for arguments of another kind, `ValueError` as
+    `jspec.start_decoding` does, and `MemoryError` where the device has no room for the batch.
     """
     models = Models(model, draft_model)
     check_models(models)
@@ -104,6 +115,10 @@ def generate(
         run.decode(state, steps_per_chunk)
     except KeyboardInterrupt:
         raise Interrupted(run.generation()) from None
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise OutOfMemory(run.size()) from error
     return run.generation()
 
 
@@ -126,6 +141,15 @@ class _Run:
         self.records: list[tuple[np.ndarray, ...]] = []
         self.prompt_tokens = 0
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
+
+    def size(self) -> str:
+        """What does not fit, where the device has no room."""
+        pairs = zip(self.prompts, self.params, strict=True)
+        longest = max(len(prompt) + params.max_new_tokens for prompt, params in pairs)
+        return (
+            f"the device is out of memory with {len(self.prompts)} prompts at a time, the longest "
+            f"of {longest} tokens with max_new_tokens"
+        )
 
     @contextlib.contextmanager
     def _clock(self, name: str) -> Iterator[None]:

@@ -82,7 +82,10 @@ def start_decoding(
     tokens, lengths = padded(ids, capacity)
     fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}
     cache, own = _prefill(models, tokens, lengths, config, sharding, **fill)
-    stops = [(*p.stop_tokens, *models.target.config.stop_tokens) for p in params]
+    ends = tuple(models.target.config.stop_tokens)
+    stops = [p.stop_tokens if p.ignore_eos else (*p.stop_tokens, *ends) for p in params]
+    # Room for all of them in any case, so that `ignore_eos` changes no shape.
+    room = max(len(p.stop_tokens) for p in params) + len(ends)
     no_limit = np.iinfo(np.int32).max
     state = DecodeState(
         cache=cache,
@@ -90,7 +93,7 @@ def start_decoding(
         limits=jnp.asarray(lengths + np.array([p.max_new_tokens for p in params], np.int32)),
         done=jnp.zeros((len(ids),), bool),
         sampling=sampling_of(params),
-        stop_tokens=jnp.asarray(padded(stops, _power_of_two(max(map(len, stops))))[0]),
+        stop_tokens=jnp.asarray(padded(stops, _power_of_two(room))[0]),
         draft_limits=jnp.asarray(
             [no_limit if p.draft_limit is None else p.draft_limit for p in params], jnp.int32
         ),

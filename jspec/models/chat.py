@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 from jinja2 import ext, nodes, parser
@@ -14,6 +14,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jspec.models.errors import CheckpointError
 from jspec.models.files import Fields, read_json
+
+if TYPE_CHECKING:
+    from jspec.models.tokenizer import Tokenizer
 
 FILE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
@@ -59,6 +62,15 @@ class ChatTemplate:
             raise ValueError(
                 f"{self._where}: the chat template refuses the messages: {_line(error)}"
             ) from None
+
+    def encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], **settings: Any
+    ) -> list[int]:
+        """Token ids of a conversation, as `render` takes it.
+
+        The template writes the special tokens itself.
+        """
+        return tokenizer.encode(self.render(messages, **settings), special=False)
 
 
 def load_chat_template(path: str | Path) -> ChatTemplate | None:

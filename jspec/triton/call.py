@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jspec.extras import install_gpu
 from jspec.gpu import refuses_gpu
 from jspec.sharding import opaque
 from jspec.typing import Array
@@ -20,12 +21,12 @@ def not_installed() -> str | None:
     if not missing:
         return None
     names = " and ".join(missing)
-    return f"{names} not installed; pip install 'jspec-jax[cuda13]', Python >= 3.12"
+    return f"{names} not installed; {install_gpu('cuda13')}"
 
 
 def refuses_triton() -> str | None:
     """Why no Triton kernel can run here, or None."""
-    return not_installed() or refuses_gpu((8, 0), "Triton")
+    return refuses_gpu((8, 0), "Triton") or not_installed()
 
 
 def next_power(n: int) -> int:

@@ -1,13 +1,22 @@
 """`jspec doctor`."""
 
 import dataclasses
+import io
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from jspec.cli import main
+from jspec.cli import doctor, main
 from jspec.dispatch import Backend, always
+from jspec.extras import install_gpu
 from jspec.ops import operations
 from jspec.ops.attention import ATTENTION
 from jspec.ops.pack import PACK, pack_xla
@@ -89,13 +98,88 @@ def test_doctor_says_which_table_serves_and_whether_it_is_a_guess(gpu, seen, cap
     assert bool(found["advice"]) == seen.count("a guess")
 
 
+def test_what_a_gpu_needs_is_told_where_there_is_one(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "version", missing)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "GPU_PYTHON", (3, 99))
+    monkeypatch.setattr(doctor, "_has_driver", lambda: False)
+    assert doctor._python().advice == ""
+    assert doctor._package("jax-triton").advice == "nothing: GPUs alone need it"
+    assert doctor._gpu().advice == "nothing: jspec decodes on the CPU"
+    monkeypatch.setattr(doctor, "_has_driver", lambda: True)
+    assert doctor._python().advice.startswith("for a GPU take 3.12 or newer")
+    assert doctor._package("jax-triton").advice == install_gpu("cuda13")
+    advice = doctor._gpu().advice
+    assert install_gpu("cuda13") in advice
+    assert install_gpu("cuda12") in advice
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name)
+    command = shlex.split(doctor._gpu().advice.partition(": ")[2])
+    assert command[:2] == ["python", "-c"]
+    run = [sys.executable, *command[1:]]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(run, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 1
+    assert "RuntimeError: Unknown backend" in ran.stderr
+
+
+def test_each_finding_is_shown_when_its_check_ends(capsys, monkeypatch):
+    """And a check that fails ends itself alone."""
+    seen = []
+
+    def check(name: str, works: bool, advice: str = ""):
+        def look():
+            seen.append(capsys.readouterr().err)
+            if name == "third":
+                raise ImportError("no such\nmodule")
+            return doctor.Finding(name, works, "seen [so]", advice)
+
+        return name, look
+
+    command = "pip install " + " ".join(f"'package-{n}<{n + 1}'" for n in range(9))
+    checks = [check("first", True), check("second", False, command), check("third", True)]
+    monkeypatch.setattr(doctor, "_checks", lambda: iter([*checks, check("bundled model", True)]))
+    monkeypatch.setattr(doctor, "operations", lambda: ())
+    assert main(["doctor"]) == 0
+    rest = capsys.readouterr().err
+    assert seen[0] == ""
+    assert seen[1].split() == ["ok", "first", "seen", "[so]"]
+    # What is to be done stands on a line of its own, however long, and can be copied.
+    first, second = seen[2].splitlines()
+    assert first.split() == ["--", "second", "seen", "[so]"]
+    assert second == f"    to do: {command}"
+    assert seen[3].split()[:5] == ["--", "third", "ImportError:", "no", "such\\nmodule"]
+    assert rest.split()[:3] == ["ok", "bundled", "model"]
+    assert "\njspec decodes here, on cpu: 0 of 0 backends run" in rest
+
+
+def test_the_verdict_names_what_decoding_needs_and_has_not(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "operations", lambda: ())
+    monkeypatch.setattr(doctor, "bundled_path", lambda: tmp_path)
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().err
+    assert f"{tmp_path}/model.safetensors" in "".join(shown.split())
+    assert "    to do: in a checkout: pip install --force-reinstall --no-deps ." in shown
+    last = "jspec cannot decode here: bundled model must work. See what to do above."
+    assert shown.splitlines()[-1] == last
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] == last
+
+
+def test_a_terminal_sees_what_is_looked_at(monkeypatch):
+    screen = io.StringIO()
+    kind = {"TERM": "xterm"}
+    made = Console(file=screen, force_terminal=True, width=80, highlight=False, _environ=kind)
+    monkeypatch.setattr(doctor, "console", lambda: made)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    finding = doctor.Finding("pack, xla", True, "right")
+    (found,) = doctor._look(iter([("pack, xla", lambda: finding)]))
+    assert found.seconds > 0
+    assert re.search(r"probing pack, xla\.\.\. \S*0:00:00", screen.getvalue())
+
+
 def test_every_operation_has_a_case_that_doctor_runs():
     for operation in operations():
         assert any(case.small for case in operation.cases()), operation.name
-
-
-def test_doctor_says_when_the_model_is_missing(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("jspec.cli.doctor.operations", lambda: ())
-    monkeypatch.setattr("jspec.cli.doctor.bundled_path", lambda: tmp_path)
-    assert main(["doctor"]) == 1
-    assert "install jspec again" in capsys.readouterr().err

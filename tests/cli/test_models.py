@@ -59,6 +59,24 @@ def test_a_saved_model_and_a_draft_model(capsys, hugging_face, tmp_path):
     assert drafted["stats"]["acceptance_rate"] == 1.0
 
 
+@pytest.mark.usefixtures("quick_compiles")
+def test_the_models_end_token_may_be_ignored(capsys, hugging_face):
+    whole = run(capsys, "--model", str(hugging_face), "--json")
+    end, last = whole["tokens"][3], whole["tokens"][8]
+    assert end not in whole["tokens"][:3]
+    file = hugging_face / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": end}))
+    ended = run(capsys, "--model", str(hugging_face), "--json")
+    assert (ended["tokens"], ended["finished"]) == (whole["tokens"][:4], "stop")
+    on = run(capsys, "--model", str(hugging_face), "--json", "--ignore-eos")
+    assert (on["tokens"], on["finished"]) == (whole["tokens"], "length")
+    stop = ("--ignore-eos", "--stop", chr(last))
+    stopped = run(capsys, "--model", str(hugging_face), "--json", *stop)
+    count = whole["tokens"].index(last) + 1
+    assert count > 4
+    assert (stopped["tokens"], stopped["finished"]) == (whole["tokens"][:count], "stop")
+
+
 def test_a_model_without_its_tokenizer_is_one_line(capsys, hugging_face):
     (hugging_face / "tokenizer.json").unlink()
     assert main(["generate", "--prompt", "x", "--model", str(hugging_face)]) == 2

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from jspec.cli import requests as requests_module
-from jspec.cli.requests import parse_lines, read_requests
+from jspec.cli.requests import Chat, parse_lines, read_requests
 from jspec.config import SamplingParams
 
 DEFAULTS = {
@@ -19,6 +19,7 @@ DEFAULTS = {
     "top_p": 0.75,
     "min_p": 0.25,
     "seed": 3,
+    "ignore_eos": False,
 }
 
 
@@ -41,6 +42,7 @@ def test_a_line_has_the_settings_of_the_command_but_for_its_own():
         "top_p": 0.5,
         "min_p": 0.125,
         "seed": 11,
+        "ignore_eos": True,
     }
     assert own.keys() == DEFAULTS.keys() == requests_module._FIELDS.keys()
     lines = [{"prompt": "x"}, {"prompt": "x", **own}]
@@ -77,6 +79,14 @@ def test_a_line_may_name_its_stop_texts_and_itself():
     assert [r.id for r in requests] == [None, "first", 7, None]
 
 
+USER = {"role": "user", "content": "x"}
+
+
+def messages(*more: dict, **fields) -> str:
+    """A line with a conversation of one good message and ``more``."""
+    return json.dumps({"messages": [USER, *more], **fields})
+
+
 BAD = [
     ("{broken", "is not JSON: Expecting property name enclosed in double quotes, at character 2"),
     ("[1]", "must be a JSON object, got list"),
@@ -84,7 +94,7 @@ BAD = [
     ('{"prompt": ""}', "'prompt' must be a string that is not empty"),
     ('{"prompt": ["x"]}', "'prompt' must be a string that is not empty"),
     ("{}", "'prompt' must be a string that is not empty"),
-    ('{"prompt": "x", "colour": 1}', "unknown field 'colour'; a request has id, prompt, stop, max"),
+    ('{"prompt": "x", "colour": 1}', "unknown field 'colour'; a request has id, prompt, messages"),
     ('{"prompt": "x", "a\\nb": 1}', "unknown field 'a\\nb'; a request has"),
     ('{"prompt": "x", "prompt": "y"}', "field 'prompt' is given twice"),
     ('{"prompt": "x", "top_k": "3"}', "'top_k' must be a whole number, got '3'"),
@@ -103,6 +113,25 @@ BAD = [
         "a number has 401 digits; it may have 2",
     ),
     ('{"prompt": "x", "temperature": 1' + "0" * 9999 + "}", "a number has 10000 digits; it may h"),
+    ('{"prompt": "x", "ignore_eos": 1}', "'ignore_eos' must be true or false, got 1"),
+    ('{"prompt": "x", "ignore_eos": null}', "'ignore_eos' must be true or false, got None"),
+    ('{"messages": []}', '\'messages\' must be a list of messages such as {"role": "user", "co'),
+    ('{"messages": {"role": "user"}}', "'messages' must be a list of messages such as {"),
+    ('{"messages": "hello"}', "'messages' must be a list of messages such as {"),
+    ('{"messages": [7]}', "message 1 must have a role and a content alone, as {"),
+    ('{"messages": [{"role": "user"}]}', "message 1 must have a role and a content alone, as"),
+    (messages({"role": "user", "content": None}), "message 2 must have a role and a content alone"),
+    (messages({"role": 1, "content": "x"}), "message 2 must have a role and a content alone, as"),
+    (messages(USER | {"name": "a"}), "message 2 must have a role and a content alone, as"),
+    (
+        messages(USER | {"content": "\ud800"}),
+        "'content' of message 2 holds '\\ud800' at character 1",
+    ),
+    (
+        messages(USER | {"role": "a\udfff"}),
+        "'role' of message 2 holds '\\udfff' at character 2, wh",
+    ),
+    (messages(USER, prompt="x"), "a request has 'prompt' or 'messages', not both; leave one out"),
     ('{"prompt": "x", "stop": 1}', "'stop' must be a string or a list of strings"),
     ('{"prompt": "x", "stop": [""]}', "a stop text is empty; give it at least one character"),
     ('{"prompt": "x", "stop": "a\\ud800"}', "a stop text holds '\\ud800' at character 2, which is"),
@@ -157,8 +186,9 @@ def test_a_line_beyond_the_limit_is_passed_over_piece_by_piece(monkeypatch):
 
 
 def arguments(**given) -> argparse.Namespace:
-    nothing = dict.fromkeys(("prompt", "prompt_file", "stdin", "requests"))
-    return argparse.Namespace(**{**nothing, **DEFAULTS, "stop": ["END"], **given})
+    nothing = dict.fromkeys(("prompt", "prompt_file", "stdin", "requests", "system"))
+    off = dict.fromkeys(("demo", "chat"), False)
+    return argparse.Namespace(**{**nothing, **off, **DEFAULTS, "stop": ["END"], **given})
 
 
 def test_requests_come_from_stdin(monkeypatch):
@@ -177,6 +207,10 @@ def test_requests_come_from_stdin(monkeypatch):
         ({"requests": "/dev/null"}, "/dev/null: holds no requests; write one JSON object a line"),
         ({"requests": "/dev/null", "top_k": -1}, "top_k=-1 must be at least 0"),
         ({"prompt": "x", "stop": ["a\udcff"]}, "a stop text holds '\\udcff' at character 2"),
+        ({}, "no prompt; pass --prompt TEXT, --prompt-file F, --requests FILE.jsonl, --demo, or -"),
+        ({"prompt": "x", "system": "y"}, "--system goes with --chat; pass both"),
+        ({"prompt": "x", "chat": True, "system": "\udcff"}, "--system holds '\\udcff' at charac"),
+        ({"prompt": "a\udcff", "chat": True}, "byte 2 of the prompt is not UTF-8, which a message"),
     ],
 )
 def test_what_serves_nothing_is_an_error(given, message):
@@ -185,14 +219,42 @@ def test_what_serves_nothing_is_an_error(given, message):
     assert str(caught.value).startswith(message)
 
 
+def test_a_line_may_hold_a_conversation():
+    talk = [USER, {"role": "assistant", "content": ""}, USER | {"content": "é"}]
+    requests, refused = parsed(json.dumps({"messages": talk, "seed": 4, "id": "talk"}))
+    assert not refused
+    assert requests[0].prompt == talk
+    assert (requests[0].params.seed, requests[0].id) == (4, "talk")
+
+
+def test_chat_makes_conversations_of_prompts():
+    """The system message comes first, but for a conversation that has its own."""
+    system, own = ({"role": "system", "content": text} for text in ("be kind", "be brief"))
+    lines = [{"prompt": "é"}, {"messages": [USER]}, {"messages": [own, USER]}]
+    file = "\n".join(map(json.dumps, lines)).encode()
+
+    def prompts(chat: Chat) -> list:
+        requests, refused = parse_lines(io.BytesIO(file), DEFAULTS, (), chat)
+        assert not refused
+        return [request.prompt for request in requests]
+
+    asked = USER | {"content": "é"}
+    assert prompts(Chat()) == ["é".encode(), [USER], [own, USER]]
+    assert prompts(Chat(True)) == [[asked], [USER], [own, USER]]
+    assert prompts(Chat(True, "be kind")) == [[system, asked], [system, USER], [own, USER]]
+    (request,), _ = read_requests(arguments(prompt="é", chat=True, system="be kind"))
+    assert request.prompt == [system, asked]
+
+
 # --- any line at all ---------------------------------------------------------------------------
 
 VALUES = [
     *("", "x", "\ud800", "a\u2028b", "\x1b[31m", "\n", "é" * 40, "9" * 30),
     *(0, 1, -1, 2**31, 2**32, 10**19, -(10**19), 0.5, 1e308, 1e-320, True, False, None),
     *([], {}, ["a"], ["\udfff", 1], {"a": [1]}, [[[]]], ["x"] * 70),
+    *([USER], [USER, 1], [USER | {"content": "\ud800"}], [USER | {"a": 1}], [USER] * 99),
 ]
-NAMES = ["prompt", "stop", "id", *DEFAULTS, "colour", "\x1b]0;", "", "prompt "]
+NAMES = ["prompt", "messages", "stop", "id", *DEFAULTS, "colour", "\x1b]0;", "", "prompt "]
 JUNK = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\xff", b"\x00", b"-", b"9" * 50]
 JUNK += [b"e999", b"NaN", b"Infinity", b"\\ud800", b"\\u0000", b"[" * 2000, b"\r", b" ", b"\xe2"]
 
@@ -233,7 +295,7 @@ def test_any_line_is_served_or_refused_in_one_line(count):
         assert line.error.isprintable()
         assert 0 < len(line.error) < 400
     for request in requests:
-        request.prompt.decode()
+        assert isinstance(request.prompt, bytes) or request.prompt[0]["content"]
         assert dataclasses.replace(request.params) == request.params
     share = len(requests) / (2 * count)
     assert 0.55 < share < 0.85  # both ways were taken

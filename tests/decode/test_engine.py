@@ -11,7 +11,7 @@ from flax import nnx
 from jspec.config import LayerSpec, SamplingParams
 from jspec.decode.draft import ModelDraft
 from jspec.decode.engine import Interrupted, generate
-from jspec.decode.prefill import start_decoding
+from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.programs import Programs
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
@@ -192,6 +192,45 @@ def test_stop_tokens_of_a_request_count_beside_those_of_the_model(texts):
         ends = [i + 1 for i, token in enumerate(text) if token in (own, asked)]
         assert tokens == text[: min(ends, default=12)]
     assert {own, asked} <= {tokens[-1] for tokens in got.tokens}
+
+
+def test_a_request_may_ignore_the_models_stop_tokens_but_not_its_own(texts):
+    """Row by row: the other rows end at them as before, also one that comes in later."""
+    own, asked = texts[0][3], texts[0][5]
+    assert own not in texts[0][:3]
+    assert asked not in texts[0][:5]
+    assert 40 not in texts[0]
+    config = dataclasses.replace(TINY, stop_tokens=(own, 40))
+    model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
+    on = dataclasses.replace(TWELVE, ignore_eos=True)
+    params = [TWELVE, on, dataclasses.replace(on, stop_tokens=(asked,)), on]
+    got = generate(model, prompts()[:1] * 4, params, draft=None)
+    assert got.tokens == (texts[0][:4], texts[0], texts[0][:6], texts[0])
+    assert got.finished == ("stop", "length", "stop", "length")
+
+    state = start_decoding(model, prompts()[:1], on)
+    assert state.stop_tokens.tolist() == [[-1, -1]]
+    assert fill_slot(model, state, 0, prompts()[0], TWELVE).stop_tokens.tolist() == [[own, 40]]
+
+
+def test_a_device_without_memory_says_how_large_the_batch_is(sharp, monkeypatch):
+    """XLA's error becomes Python's; any other of its errors stays as it is."""
+    said = "RESOURCE_EXHAUSTED: Out of memory allocating 34359738368 bytes."
+
+    def exhausted(*args, **settings):
+        raise jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr("jspec.decode.engine.start_decoding", exhausted)
+    way_out = "give fewer prompts at a time, shorten them, lower max_new_tokens, or pass cache_d"
+    with pytest.raises(MemoryError, match=way_out) as caught:
+        generate(sharp, prompts()[:2], TWELVE, draft=None)
+    assert str(caught.value).startswith("the device is out of memory with 2 prompts at a time, ")
+    assert "the longest of 62 tokens" in str(caught.value)
+    assert str(caught.value.__cause__) == said
+    assert "\n" not in str(caught.value)
+    said = "INTERNAL: a kernel failed"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a kernel failed"):
+        generate(sharp, prompts()[:2], TWELVE, draft=None)
 
 
 def test_prefill_is_heard_of(sharp):

@@ -1,0 +1,67 @@
+"""`--compare`: identical tokens, or the same law, and how it is said."""
+
+import json
+
+import pytest
+
+from jspec.cli.requests import Request
+from jspec.cli.show import print_table
+from jspec.config import SamplingParams
+from jspec.decode.stats import Stats
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.mark.parametrize("draft", ["ngram", "streaming", "dense", "none"])
+def test_compare_says_identical(run, source, draft):
+    code, out, _ = run(
+        "--prompt-file", source, "--draft", draft, "--max-new-tokens", "24", "--compare", "--json"
+    )
+    result = json.loads(out)
+    assert code == 0
+    assert result["compare"]["identical"] is True
+    assert result["compare"]["speedup"] > 0
+    assert len(result["tokens"]) == result["stats"]["committed"] == 24
+
+
+def test_compare_expects_of_sampled_tokens_the_same_law_alone(run, source):
+    asked = ("--prompt-file", source, "--max-new-tokens", "24", "--compare", "--temperature", "1")
+    code, _, err = run(*asked)
+    assert code == 0
+    assert "other tokens of the same law" in err
+
+
+def compared(rows: list[tuple[float, list[int], list[int]]]) -> dict:
+    """What `--compare` says of rows of (temperature, tokens, tokens of plain decoding)."""
+    from jspec.cli import generate
+
+    def outcome(which: int) -> generate.Outcome:
+        served = []
+        for row in rows:
+            params = SamplingParams(temperature=row[0])
+            text = type("Row", (), {"tokens": row[which]})
+            served.append(generate.Served(Request(b"x", params, ()), text, "stop"))
+        return generate.Outcome(served, Stats.merged([]), False)
+
+    return generate._compare(outcome(1), outcome(2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "sampled", "said"),
+    [
+        ([(0, [1], [1]), (0, [2], [2])], False, "identical tokens"),
+        ([(0, [1], [1]), (0, [2], [3])], False, "tokens differ"),
+        ([(0, [1], [1]), (1, [2], [3])], True, "other tokens of the same law"),
+        ([(1, [1], [1]), (0, [2], [3])], True, "tokens differ"),
+        ([(1, [1], [1]), (0, [2], [2])], True, "identical tokens"),
+        ([(1, [1], [2])], True, "other tokens of the same law"),
+    ],
+    ids=["same", "differ", "sampled-differs", "greedy-differs", "mixed-same", "sampled"],
+)
+def test_compare_tells_greedy_from_sampled_in_a_mixed_batch(rows, sampled, said, capsys):
+    found = compared(rows)
+    assert found["sampled"] == sampled
+    assert found["identical"] == (said == "identical tokens")
+    assert found["greedy_identical"] == (said != "tokens differ")
+    print_table(Stats.merged([]), [], found)
+    assert f"against plain decoding  {said}, " in capsys.readouterr().err

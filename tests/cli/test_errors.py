@@ -1,0 +1,96 @@
+"""Bad input is one line and exit code 2, and so is a device without memory."""
+
+import jax
+import pytest
+
+from jspec.decode import engine
+from jspec.models import checkpoint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no prompt; pass --prompt TEXT, --prompt-file F, --requests FILE.jsonl, --demo, or -"),
+        (["--prompt", "x", "--system", "y"], "--system goes with --chat; pass both"),
+        (["--prompt", ""], "empty"),
+        (["--prompt", "x", "--gamma", "0"], "--gamma 0 must be at least 1"),
+        (["--prompt", "x", "--gamma", "-3"], "--gamma -3"),
+        (["--prompt", "x", "--gamma", "40000"], "less than the context of 32768"),
+        (["--prompt", "x", "--draft", "none", "--gamma", "-1"], "must be at least 0"),
+        (["--prompt", "x", "--draft", "oracle"], "draft 'oracle' is unknown; choose one of none"),
+        (["--prompt", "x", "--draft", "ngram:colour=1"], "no setting 'colour=1'"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
+        (["--prompt", "x", "--temperature", "nan"], "temperature=nan"),
+        (["--prompt", "x", "--top-p", "0"], "top_p=0.0"),
+        (["--prompt", "x", "--top-k", "-1"], "top_k=-1"),
+        (["--prompt", "x", "--min-p", "2"], "min_p=2.0"),
+        (["--prompt", "x", "--seed", "-1"], "seed=-1"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--prompt", "x" * 100, "--context", "64", "--max-new-tokens", "8"], "context of 64"),
+        (["--prompt", "x", "--context", "1"], "--context 1"),
+        (["--prompt", "x", "--draft", "model"], "--draft-model"),
+        (["--prompt", "x", "--backend", "sample=abacus"], "no implementation 'abacus'; choose"),
+        (["--prompt", "x", "--backend", "abacus"], "must be OPERATION=NAME, as in attention=xla"),
+        (["--prompt", "x", "--backend", "add=xla"], "there is no operation 'add'; name one of"),
+        (["--prompt", "x", "--stop", ""], "stop text is empty"),
+        (["--prompt", "x", "--temperature", "1" + "0" * 400], "temperature=inf must be"),
+        (["--prompt", "x", "--top-k", "2147483648"], "top_k=2147483648 must be below"),
+        (["--prompt", "x", "--batch", "0"], "--batch 0 must be at least 1"),
+        (["--prompt", "x", "--output", "out"], "--output goes with --requests; for one prompt, re"),
+        (["--prompt-file", "no/su\nch\x1b[31m"], "no/su\\nch\\x1b[31m: cannot be read"),
+        (["--prompt-file", "no/such/file"], "no/such/file: cannot be read"),
+        (["--prompt-file", "/"], "cannot be read"),
+        (["--requests", "no/such/file"], "no/such/file"),
+        (["--prompt", "x", "--model", "no/such/model"], "no/such/model"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("jspec: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--gamma", "1.5"], ["--gamma", "9" * 5000], ["--colour", "a\nb\x1b[31m"], ["x", "--json"]],
+    ids=["float", "digits", "unknown", "place"],
+)
+def test_an_argument_that_is_none_is_one_line_too(arguments, run, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    err = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert err.startswith("jspec: error: ")
+    assert err.endswith(("; see jspec generate --help\n", "; see jspec --help\n"))
+    assert err[:-1].isprintable()
+    assert len(err) < 400
+
+
+def test_a_device_without_memory_is_one_line(run, monkeypatch):
+    """XLA's error, when the model is loaded and when the batch is."""
+
+    def exhausted(*args, **settings):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    way_out = "; lower --batch or --max-new-tokens, shorten the prompt, or take a smaller model\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "start_decoding", exhausted)
+        code, out, err = run("--prompt", "hello", "--max-new-tokens", "7")
+    assert (code, out) == (2, "")
+    what = "with 1 prompts at a time, the longest of 13 tokens with max_new_tokens"
+    assert err == f"jspec: error: the device is out of memory {what}{way_out}"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load_model", exhausted)
+        code, out, err = run("--prompt", "hello")
+    assert (code, out, err) == (2, "", f"jspec: error: out of memory{way_out}")
+
+    def broken(*args, **settings):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(checkpoint, "load_model", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        run("--prompt", "hello")
