@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec import CheckpointError, load_model
-from jspec.models import files
+from jspec.models import files, weights
 from jspec.models.errors import on_one_line, quoted
 from jspec.models.files import TensorFile, read_json
 from tests.models.helpers import LLAMA, edit_config, edit_tensors, shapes_of, write_checkpoint
@@ -285,6 +285,14 @@ def write_index(path, weight_map):
 
 def test_shards_load(sharded):
     load_model(sharded)
+
+
+def test_the_limit_of_an_index(sharded, monkeypatch):
+    size = (sharded / "model.safetensors.index.json").stat().st_size
+    monkeypatch.setattr(weights, "HEADER_LIMIT", size)
+    load_model(sharded)
+    monkeypatch.setattr(weights, "HEADER_LIMIT", size - 1)
+    refused(sharded, "index.json", f"has {size} bytes, more than the {size - 1} that it may have")
 
 
 def test_missing_shard(sharded):

@@ -21,7 +21,7 @@ from bench.report.law import (
 from jspec.config import SamplingParams
 from jspec.ops.distribution import ONE, distribution, draw
 from jspec.ops.law import law, masses
-from jspec.ops.sample import SAMPLE, Role, greedy, sample, settings_of
+from jspec.ops.sample import SAMPLE, Role, greedy, number, sample, settings_of
 from jspec.ops.vocabulary import Vocabulary
 from tests.ops.laws import (
     GREEDY,
@@ -70,7 +70,7 @@ SETTINGS = [
 def corners(vocabulary: int) -> np.ndarray:
     """Rows of logits: common ones, NaN, infinities, and rows without a finite logit."""
     rng = np.random.default_rng(0)
-    x = (4 * rng.standard_normal((9, vocabulary))).astype(np.float32)
+    x = (4 * rng.standard_normal((10, vocabulary))).astype(np.float32)
     x[1, ::3] = np.nan
     x[2, [vocabulary // 2, vocabulary - 1]] = np.inf
     x[3] = -np.inf
@@ -79,6 +79,7 @@ def corners(vocabulary: int) -> np.ndarray:
     x[6] = np.where(np.arange(vocabulary) == 2, -np.finfo(np.float32).max, -np.inf)
     x[7] = np.round(x[7])
     x[8] = np.where(np.arange(vocabulary) % 2, np.inf, np.nan)
+    x[9, [1, 3]] = np.finfo(np.float32).max, np.inf  # which count as equal
     return x
 
 
@@ -110,6 +111,54 @@ def test_a_token_is_drawn_by_exactly_its_share_of_the_numbers(vocabulary):
         np.testing.assert_array_equal(np.asarray(drawn)[:, 0], tokens)
 
 
+ONE_BIT = SamplingParams(temperature=float(np.float32(np.log2(np.e))))  # whose rate is 1
+
+
+def drawn_by_law(number: int, logits: list[float]) -> int:
+    """The token that ``number`` draws, in Python's integers."""
+    ends = np.cumsum(masses(np.array(logits, np.float32), ONE_BIT)).tolist()
+    return next(i for i, end in enumerate(ends) if end > number * ends[-1] >> 64)
+
+
+def last_that(holds, low: float, high: float) -> float:
+    """The last multiple of 2**-23 for which ``holds``, which does for ``low``, by bisection."""
+    first, behind = int(low * 2**23), int(high * 2**23)
+    while behind - first > 1:
+        middle = (first + behind) // 2
+        first, behind = (middle, behind) if holds(middle / 2**23) else (first, middle)
+    return first / 2**23
+
+
+def close_call(n: int) -> list[list[float]]:
+    """Logits of three tokens of which ``n`` draws the last, and of which it draws the second.
+
+    The border between the two lies as close to ``n`` as logits can bring it.
+    """
+    x = last_that(lambda x: drawn_by_law(n, [0, -np.inf, x]) == 0, -12, 12) + 2**-20
+    y = last_that(lambda y: drawn_by_law(n, [0, y, x]) == 2, -28, 12)
+    return [[0, y, x], [0, y + 2**-23, x]]
+
+
+@functools.cache
+def close_calls() -> np.ndarray:
+    """`close_call` of the numbers of seeds 0..7 at position 0, role BONUS."""
+    seeds = jnp.arange(8, dtype=jnp.uint32)
+    numbers = np.asarray(number(seeds, jnp.zeros((8, 1), jnp.int32), Role.BONUS))[:, 0]
+    return np.array([close_call(n) for n in numbers.tolist()], np.float32)
+
+
+@pytest.mark.parametrize("backend", SAMPLE.backends)
+def test_every_backend_draws_by_all_bits_of_a_number(backend):
+    """Numbers of 32 bits would draw another token somewhere."""
+    rows = settings_of(sampling_of([ONE_BIT] * 16, np.repeat(np.arange(8), 2)))
+    arguments = (jnp.asarray(close_calls()).reshape(16, 1, 3), rows, jnp.zeros((16, 1), jnp.int32))
+    static = {"role": Role.BONUS, "filtered": False, "axis_name": None}
+    if reason := SAMPLE.backend(backend).supports(*arguments, **static):
+        pytest.skip(reason)
+    drawn = jax.jit(functools.partial(SAMPLE.backend(backend).run, **static))(*arguments)
+    assert drawn[:, 0].tolist() == [2, 1] * 8
+
+
 @pytest.mark.parametrize("params", SETTINGS, ids=str)
 def test_the_law_filters_by_definition(params):
     logits = corners(2500)[[0, 5, 7]]
@@ -135,12 +184,12 @@ def test_acceptance_uses_the_law_of_the_draws():
 def test_greedy_rows_take_the_same_token_everywhere():
     """By argmax, by each backend sampling and filtering, and by the law."""
     logits = corners(2500)
-    clean = np.where(np.isnan(logits), -np.inf, logits)
+    clean = np.minimum(np.where(np.isnan(logits), -np.inf, logits), np.finfo(np.float32).max)
     expected = [int(row.argmax()) for row in clean]
     np.testing.assert_array_equal(greedy(jnp.asarray(logits)), expected)
     np.testing.assert_array_equal(greedy(jnp.asarray(logits, jnp.bfloat16))[3:5], [0, 0])
     np.testing.assert_array_equal(law(logits, GREEDY).argmax(axis=-1), expected)
-    rows, positions = sampling_of([GREEDY] * 9), jnp.zeros((9, 1), jnp.int32)
+    rows, positions = sampling_of([GREEDY] * 10), jnp.zeros((10, 1), jnp.int32)
     for backend in SAMPLE.backends:
         arguments = (jnp.asarray(logits)[:, None], settings_of(rows), positions)
         if SAMPLE.backend(backend).supports(*arguments, axis_name=None):
