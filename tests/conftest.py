@@ -4,6 +4,7 @@
 
 import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,7 +17,10 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") == "1"
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-for _flag in ("xla_force_host_platform_device_count=8", "xla_cpu_use_fusion_emitters=false"):
+_WANTED = ["xla_force_host_platform_device_count=8"]
+if version("jaxlib").startswith("0.10."):  # later ones know no such flag, and end the process
+    _WANTED.append("xla_cpu_use_fusion_emitters=false")  # which compile for longer
+for _flag in _WANTED:
     if _flag.partition("=")[0] not in _FLAGS:
         _FLAGS += f" --{_flag}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
