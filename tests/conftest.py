@@ -4,15 +4,26 @@
 
 import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Workers share what they compile, and the next run finds it.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Compiling is most of what tests do on a CPU, and no optimisation changes a whole number. Modules
+# that look at floats bit by bit, or run for long, ask for `optimised`.
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") == "1"
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in _FLAGS:
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_force_host_platform_device_count=8".strip()
+_WANTED = ["xla_force_host_platform_device_count=8"]
+if version("jaxlib").startswith("0.10."):  # later ones know no such flag, and end the process
+    _WANTED.append("xla_cpu_use_fusion_emitters=false")  # which compile for longer
+for _flag in _WANTED:
+    if _flag.partition("=")[0] not in _FLAGS:
+        _FLAGS += f" --{_flag}"
+os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
 import hypothesis
 import jax
@@ -61,6 +72,13 @@ def make_decoder(
     return model
 
 
+def pytest_collection_finish():
+    """Modules and tests stay to the end: the collector, which tracing keeps busy, need not look."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _room_for_programs():
     """Compiled programs hold memory maps, of which Linux gives a process 65,530."""
@@ -88,9 +106,17 @@ def other() -> Decoder:
     return make_decoder(seed=2)
 
 
+@pytest.fixture(scope="module")
+def optimised():
+    """All of XLA's optimisations, for modules about what they may do to a program or a float."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", QUICK)
+
+
 @pytest.fixture
 def quick_compiles():
-    """XLA without most of its optimisations, for tests whose time goes into compiling."""
+    """XLA without most of its optimisations on a GPU too."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", QUICK)

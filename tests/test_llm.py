@@ -6,8 +6,6 @@ import pytest
 import jspec
 from jspec.models.chat import ChatTemplate
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CODE = "import os\nimport sys\n\n\ndef main():\n"
 TALK = [{"role": "user", "content": CODE}]
 SHORT = jspec.SamplingParams(max_new_tokens=12)

@@ -68,8 +68,8 @@ def pick(result: dict[str, Any], operation: str, **case: Any) -> dict[str, Row]:
         row["name"]: row
         for row in result["rows"]
         if row["operation"] == operation
-        and best_clock(row) is not None
         and all(row["case"].get(key) == value for key, value in case.items())
+        and best_clock(row) is not None
     }
 
 

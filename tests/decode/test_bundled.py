@@ -65,13 +65,19 @@ def draft_of(source: str, draft_model):
     return drafts[source]
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_real_text_is_decoded_as_plainly(bundled, draft_model, source):
+@pytest.fixture(scope="module")
+def shortly(bundled):
+    """Eight prompts, and 48 tokens that plain decoding gives to each."""
     model, tokenizer = bundled
     some = prompts(tokenizer, 8)
+    return some, decode(model, some, 8, draft=None, new_tokens=48)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_real_text_is_decoded_as_plainly(bundled, draft_model, shortly, source):
+    some, plain = shortly
     draft, second = draft_of(source, draft_model)
-    plain = decode(model, some, 8, draft=None, new_tokens=48)
-    assert decode(model, some, 8, second, draft=draft, gamma=4, new_tokens=48) == plain
+    assert decode(bundled[0], some, 8, second, draft=draft, gamma=4, new_tokens=48) == plain
 
 
 @pytest.fixture(scope="module")

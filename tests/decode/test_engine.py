@@ -19,8 +19,6 @@ from jspec.ops.sample import Sampling
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import DRAFTERS, NGRAM, STREAMING, full_logits, prompts
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 TWELVE = SamplingParams(max_new_tokens=12)
 
 

@@ -51,7 +51,6 @@ def test_the_drafter_learns_from_what_was_committed(sharp):
     assert (np.asarray(state.draft) != before).any()
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("draft", ["followers", "norms:budget=64"])
 def test_the_command_knows_them(draft, capsys):
     arguments = ["generate", "--prompt", "def add(a, b):\n", "--max-new-tokens", "6"]

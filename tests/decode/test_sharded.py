@@ -17,10 +17,7 @@ from jspec.ops.verify import VERIFY_GREEDY, verify_greedy
 from tests.decode.common import DRAFTERS, NGRAM, STREAMING, prompts
 from tests.models.goldens import GOLDEN
 
-pytestmark = [
-    pytest.mark.usefixtures("quick_compiles"),
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
-]
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 LENGTHS = (9, 5, 7, 3, 6, 2, 8, 4)
 MODES = [
     {},

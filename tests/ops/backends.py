@@ -5,9 +5,11 @@ A backend that refuses is a skip with its reason.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import pytest
 
 from jspec.dispatch import Case, Operation
@@ -28,7 +30,10 @@ def every_case(
 
 
 def run_or_skip(function: Callable, operation: Operation, backend: str, *args: Any) -> Any:
-    """``function(*args)``, the public face of ``operation``, by the backend of that name."""
+    """``function(*args)``, the public face of ``operation``, by the backend of that name.
+
+    Jitted: the primitives of an eager reference are a program each.
+    """
     if reason := operation.backend(backend).supports(*args):
         pytest.skip(f"{backend}: {reason}")
-    return function(*args, implementation=backend)
+    return jax.jit(functools.partial(function, implementation=backend))(*args)

@@ -34,8 +34,6 @@ from tests.ops.laws import (
 )
 from tests.ops.test_verify import assert_outcomes, cut, int32
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 # --- outcomes that are certain -----------------------------------------------------------------
 
 

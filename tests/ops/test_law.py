@@ -31,6 +31,8 @@ from tests.ops.laws import (
     to_uint64,
 )
 
+pytestmark = pytest.mark.usefixtures("optimised")  # which may fuse products and sums
+
 BOUND = 1e-6  # of total variation
 
 

@@ -29,12 +29,18 @@ from tests.ops.laws import (
     to_uint64,
 )
 
+pytestmark = pytest.mark.usefixtures("optimised")  # which may fuse products and sums
+
 # --- numbers -----------------------------------------------------------------------------------
+
+
+_number = jax.jit(number, static_argnames="role")
+_draw = jax.jit(draw, static_argnames="vocabulary")
 
 
 def numbers(seeds, positions, role=Role.ACCEPT) -> np.ndarray:
     seeds, positions = jnp.asarray(seeds, jnp.uint32), jnp.asarray(positions, jnp.int32)
-    return np.asarray(number(seeds, positions, role))
+    return np.asarray(_number(seeds, positions, role))
 
 
 def test_a_number_belongs_to_seed_position_and_role_alone():
@@ -264,7 +270,7 @@ def pick(weights: np.ndarray, u: np.ndarray, shift: int = 0) -> np.ndarray:
     with jax.enable_x64(True):
         tiles = vocabulary.tiles(to_uint64(weights), 0)
     shifts = jnp.full(tiles.shape[:-1], shift, jnp.uint32)
-    return np.asarray(draw(tiles, shifts, to_uint64(u), vocabulary))
+    return np.asarray(_draw(tiles, shifts, to_uint64(u), vocabulary))
 
 
 def number_at(share: np.ndarray) -> np.ndarray:
@@ -333,7 +339,7 @@ def test_sample_draws_from_the_filtered_law(monkeypatch):
     stacked = jnp.tile(jnp.asarray(logits), (2 * half, 1, 1))
     positions = jnp.full((2 * half, 1), 9, jnp.int32)
     monkeypatch.setattr(module, "TILE", 4)
-    settings = {"filtered": True, "implementation": "xla"}
-    drawn = np.asarray(sample(stacked, rows, positions, Role.BONUS, **settings))[:, 0]
+    run = jax.jit(partial(sample, role=Role.BONUS, filtered=True, implementation="xla"))
+    drawn = np.asarray(run(stacked, rows, positions))[:, 0]
     for part, settings in zip(np.split(drawn, 2), params, strict=True):
         check_counts(Counter(part.tolist()), dict(enumerate(filtered_law(logits, settings))))

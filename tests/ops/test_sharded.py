@@ -17,8 +17,6 @@ from jspec.ops.verify import Verified
 from tests.ops.laws import GREEDY, SAMPLED, sampling_of
 from tests.ops.test_stochastic import FILTERS, GAMMA, PLAIN, drafted
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 DEVICES = jax.device_count()
 COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 
