@@ -90,13 +90,13 @@ def _room_for_programs():
 
 @pytest.fixture(scope="session")
 def tiny() -> Decoder:
-    """Two layers of random weights: its text wanders, and drafts often fall."""
+    """Two layers of random weights: its text wanders, and drafts are often rejected."""
     return make_decoder(seed=3)
 
 
 @pytest.fixture(scope="session")
 def sharp() -> Decoder:
-    """The same shape, but its text repeats itself, and drafts mostly stand."""
+    """The same shape, but its text repeats itself, and most of its drafts are accepted."""
     return make_decoder(seed=1, embedding=400.0, head=4.0)
 
 
@@ -110,13 +110,5 @@ def other() -> Decoder:
 def optimised():
     """All of XLA's optimisations, for modules about what they may do to a program or a float."""
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", QUICK)
-
-
-@pytest.fixture
-def quick_compiles():
-    """XLA without most of its optimisations on a GPU too."""
-    jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", QUICK)

@@ -29,7 +29,7 @@ def run(page: str) -> dict:
 
 
 @pytest.fixture
-def small(monkeypatch, quick_compiles):
+def small(monkeypatch):
     """A model of random weights for the bundled one, which takes longer to compile."""
     config = jspec.ModelConfig.uniform(
         vocab_size=260,

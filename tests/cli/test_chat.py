@@ -9,8 +9,6 @@ import pytest
 import jspec
 from tests.cli.test_models import GOLDEN, character_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 # Characters of the small vocabulary alone: each is a token of its own.
 TEMPLATE = "{% for m in messages %}<{{ m.role|length }}>{{ m.content }}{% endfor %}<a>"
 TALK = [{"role": "system", "content": "hem"}, {"role": "user", "content": "hello"}]

@@ -9,8 +9,6 @@ from jspec.cli.show import print_table
 from jspec.config import SamplingParams
 from jspec.decode.stats import Stats
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.mark.parametrize("draft", ["ngram", "streaming", "dense", "none"])
 def test_compare_says_identical(run, source, draft):

@@ -2,10 +2,6 @@
 
 import json
 
-import pytest
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def test_text_goes_to_stdout_and_the_table_to_stderr(run, source):
     code, out, err = run("--prompt-file", source, "--max-new-tokens", "24")

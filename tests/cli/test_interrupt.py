@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def test_ctrl_c_keeps_what_was_generated(run, source, monkeypatch):
     from jspec.cli import generate

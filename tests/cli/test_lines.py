@@ -3,10 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def test_results_go_to_a_file_line_by_line(run, tmp_path):
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -3,10 +3,6 @@
 import json
 import re
 
-import pytest
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def test_same_seed_same_text(run, source):
     arguments = ["--prompt-file", source, "--max-new-tokens", "24", "--temperature", "1", "--json"]

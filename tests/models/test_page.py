@@ -23,11 +23,9 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 def example():
     """What the page's code blocks define, run one behind the other."""
     names = {"__name__": "page"}
-    jax.config.update("jax_disable_most_optimizations", True)  # as `quick_compiles`
     for code in BLOCKS:
         exec(compile(code, "docs/models.md", "exec"), names)
-    yield names
-    jax.config.update("jax_disable_most_optimizations", False)
+    return names
 
 
 def test_the_model_is_a_page_of_code():

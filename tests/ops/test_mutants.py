@@ -17,8 +17,6 @@ from jspec.ops.vocabulary import NO_TOKEN
 from tests.ops.laws import LAST_NUMBER, check_block_law, check_forced, fresh_verify
 from tests.ops.test_block_law import FORCED, LAWS
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 RIGHT = {
     name: getattr(module, name)
     for name in ("number", "draw", "distribution", "_accepts", "_residual", "_row")
