@@ -247,20 +247,16 @@ def test_ctrl_c_reaches_a_tokenizer_that_hangs(tmp_path):
     path = made.write(made.with_pattern(SLOW), tmp_path)
     code = f"""
 import os, signal, threading, time, jspec
-from jspec.models import guarded
-guarded.CALL_SECONDS = 60  # long after the signal, however slow the machine is
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 tokenizer = jspec.load_tokenizer({str(path)!r})
-sent = []
-def interrupt():
-    sent.append(time.monotonic())
-    os.kill(os.getpid(), signal.SIGINT)
-threading.Timer(0.5, interrupt).start()
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+begin = time.monotonic()
 try:
     tokenizer.encode("b" * 90)
 except KeyboardInterrupt:
-    print(time.monotonic() - sent[0] < 5, tokenizer.encode("ab"))
+    print(time.monotonic() - begin < 2, tokenizer.encode("ab"))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout == "True [65, 66]\n"
 
