@@ -32,8 +32,11 @@ Case = tuple[int, int, str]  # batch, vocabulary, draft: "one-hot" or "logits"
 def grid(settings: Settings) -> list[Case]:
     if settings.quick:
         return list(itertools.product((4,), (32000,), ("one-hot", "logits")))
-    batches = (1, 32, 128) if jax.default_backend() == "gpu" else (1,)
-    return list(itertools.product(batches, (32000, 128256, 152064), ("one-hot", "logits")))
+    drafts, vocabularies = ("one-hot", "logits"), (32000, 128256, 152064)
+    if jax.default_backend() == "gpu":
+        return list(itertools.product((1, 32, 128), vocabularies, drafts))
+    # CPUs serve small models too, such as the bundled one, of bytes.
+    return list(itertools.product((1,), (260, *vocabularies), drafts))
 
 
 def run(settings: Settings) -> dict[str, Any]:
