@@ -12,14 +12,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Compiling is most of what tests do on a CPU, and no optimisation changes a whole number. Modules
-# that look at floats bit by bit, or run for long, ask for `optimised`.
+# that look at floats bit by bit ask for `optimised`.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") == "1"
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 _WANTED = ["xla_force_host_platform_device_count=8"]
 if version("jaxlib").startswith("0.10."):  # later ones know no such flag, and end the process
-    _WANTED.append("xla_cpu_use_fusion_emitters=false")  # which compile for longer
+    _WANTED.append("xla_cpu_use_fusion_emitters=false")  # their code takes longer to compile
 for _flag in _WANTED:
     if _flag.partition("=")[0] not in _FLAGS:
         _FLAGS += f" --{_flag}"

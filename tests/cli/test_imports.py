@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 
 
+def run(script: str) -> None:
+    """Run a script in a process that has imported nothing yet."""
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
 def test_help_does_not_import_jax():
     script = (
         "import sys\nfrom jspec.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "assert 'jax' not in sys.modules and 'numpy' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    run(script)
 
 
 def test_import_touches_no_device():
@@ -22,7 +27,7 @@ def test_import_touches_no_device():
         "jspec.generate, jspec.speculative_step, jspec.Decoder\n"
         "from jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    run(script)
 
 
 def test_public_names_load():

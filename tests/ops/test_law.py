@@ -31,7 +31,8 @@ from tests.ops.laws import (
     to_uint64,
 )
 
-pytestmark = pytest.mark.usefixtures("optimised")  # which may fuse products and sums
+# XLA may then fuse products with sums, which rounds once in place of twice.
+pytestmark = pytest.mark.usefixtures("optimised")
 
 BOUND = 1e-6  # of total variation
 

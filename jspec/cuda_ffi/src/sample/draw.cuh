@@ -162,7 +162,7 @@ struct Residual {
     if (p_prober.near() && q_prober.near()) {
 #pragma unroll
       for (int i = 0; i < x.kEach; ++i) {
-        // Both are below 2^54: the upper half has the sign.
+        // Both are below 2^54, so the upper half of their difference has its sign.
         const uint64_t more = p_prober.quick(x[i]) - q_prober.quick(y[i]);
         if (static_cast<int32_t>(more >> 32) >= 0) sum += more;
       }

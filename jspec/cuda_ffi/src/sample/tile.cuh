@@ -162,7 +162,8 @@ struct Tile {
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (std::is_same_v<Logit, float>) return float_of(words[i]);
     if (i % 2) return float_of(words[i / 2] & 0xFFFF0000u);
-    uint32_t bits;  // not by a shift, which the compiler gives to the busy multipliers
+    // The compiler makes a multiplication of a shift, and multiplying is what the kernel does most.
+    uint32_t bits;
     asm("prmt.b32 %0, %1, 0, 0x1044;" : "=r"(bits) : "r"(words[i / 2]));
     return float_of(bits);
   }
