@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from jspec.models.decoder import Decoder
     from jspec.models.errors import CheckpointError
     from jspec.models.tokenizer import Tokenizer, load_tokenizer
-    from jspec.ops.attention import attention
+    from jspec.ops.attention.dense import attention
+    from jspec.ops.attention.gathered import gathered_attention
+    from jspec.ops.attention.merge import merge_attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
     from jspec.ops.law import law
     from jspec.ops.pack import Packed, pack
@@ -76,7 +78,9 @@ _HOMES = {
     "jspec.models.decoder": ["Decoder"],
     "jspec.models.errors": ["CheckpointError"],
     "jspec.models.tokenizer": ["Tokenizer", "load_tokenizer"],
-    "jspec.ops.attention": ["attention"],
+    "jspec.ops.attention.dense": ["attention"],
+    "jspec.ops.attention.gathered": ["gathered_attention"],
+    "jspec.ops.attention.merge": ["merge_attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
     "jspec.ops.law": ["law"],
     "jspec.ops.pack": ["Packed", "pack"],
@@ -135,12 +139,14 @@ __all__ = [
     "decode_chunk",
     "dense_attend",
     "fill_slot",
+    "gathered_attention",
     "generate",
     "law",
     "load_bundled",
     "load_chat_template",
     "load_model",
     "load_tokenizer",
+    "merge_attention",
     "mode_of",
     "named_draft",
     "pack",

@@ -9,13 +9,15 @@ from typing import Any
 from jspec.config import shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.dispatch import Backends
-from jspec.ops.attention import ATTENTION
+from jspec.ops.attention.dense import ATTENTION
+from jspec.ops.attention.gathered import GATHERED
 from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Policy
 
-OPERATIONS = (ATTENTION, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC)  # of a step
+# Of a step.
+OPERATIONS = (ATTENTION, GATHERED, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC)
 
 
 @dataclasses.dataclass(frozen=True)

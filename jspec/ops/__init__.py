@@ -1,4 +1,4 @@
-"""Operations: one file each with its signature, checks, jnp reference, cases and backends."""
+"""Operations: a file or folder each with its signature, checks, reference, cases and backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from jspec.dispatch import Operation
 
 _HOMES = (
-    "jspec.ops.attention:ATTENTION",
+    "jspec.ops.attention.dense:ATTENTION",
+    "jspec.ops.attention.gathered:GATHERED",
     "jspec.ops.verify:VERIFY_GREEDY",
     "jspec.ops.stochastic:VERIFY_STOCHASTIC",
     "jspec.ops.sample:SAMPLE",

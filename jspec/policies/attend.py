@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import Cache, Linear
-from jspec.cache.cache import values_of
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
-from jspec.ops.attention import attention
+from jspec.ops.attention.dense import attention
+from jspec.ops.attention.gathered import gathered_attention
 from jspec.policies.dense import Dense
 from jspec.policies.policy import Policy
 from jspec.typing import Array, Attend
@@ -72,11 +72,20 @@ def selected_attend(
         if chosen is None:
             return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
         behind = until[:, None] + jnp.arange(tail, dtype=jnp.int32)[None]
-        if chosen.ndim == 3:
-            behind = jnp.broadcast_to(behind[:, None], (*chosen.shape[:2], tail))
-        where = jnp.concatenate([chosen, behind], axis=-1)
-        columns = _gathered(cache, layer, where)
-        return _read(spec, q, columns, positions, where, sinks, up, backends), cache
+        slots = cache.layouts[layer].slots
+        columns = cache.columns[layer]
+        out, lse = gathered_attention(
+            q,
+            columns["keys"],
+            columns.get("values"),
+            positions,
+            jnp.where(chosen >= 0, slots(chosen), -1),
+            slots(behind),
+            until,
+            implementation=backends.get("gathered_attention"),
+            **_settings(spec),
+        )
+        return _finished(out, lse, sinks, up), cache
 
     return attend
 
@@ -199,55 +208,33 @@ def _read(
     up: Array | None,
     backends: Mapping[str, str],
 ) -> Array:
-    """Attention of a layer as its spec asks, with the model's sinks and projection."""
-    # A cache may be of another dtype than the model's activations.
-    given, kept = q.dtype, columns["keys"].dtype
-    wide = given if given == kept else jnp.float32
-    q, keys, values = (x.astype(wide) for x in (q, columns["keys"], values_of(spec, columns)))
-    per_head = key_positions is not None and key_positions.ndim == 3
-    batch, tokens = positions.shape
-    if per_head:
-        # Heads that read positions of their own are rows of one head each.
-        q, keys, values, positions, key_positions = _heads_as_rows(
-            q, keys, values, positions, key_positions
-        )
+    """Attention of a layer over keys that stand at ``key_positions``, all of them for None."""
     out, lse = attention(
         q,
-        keys,
-        values,
+        columns["keys"],
+        columns.get("values"),
         positions,
         key_positions=key_positions,
-        scale=spec.scale,
         window=spec.window,
-        softcap=spec.softcap,
         implementation=backends.get("attention"),
+        **_settings(spec),
     )
-    out = out.astype(given)
-    if per_head:
-        out, lse = (
-            jnp.swapaxes(x.reshape(batch, spec.kv_heads, tokens, *x.shape[2:]), 1, 2).reshape(
-                batch, tokens, -1, *x.shape[3:]
-            )
-            for x in (out, lse)
-        )
+    return _finished(out, lse, sinks, up)
+
+
+def _settings(spec: LayerSpec) -> dict[str, Any]:
+    """What a layer asks of attention, whatever it reads."""
+    value_size = spec.value_size if spec.values_in_keys else None
+    return {"scale": spec.scale, "softcap": spec.softcap, "value_size": value_size}
+
+
+def _finished(out: Array, lse: Array, sinks: Array | None, up: Array | None) -> Array:
+    """The output after the model's sinks and projection."""
     if sinks is not None:
         out = out * jax.nn.sigmoid(lse - sinks[None, None]).astype(out.dtype)[..., None]
     if up is not None:
         out = jnp.einsum("btnv,nvh->btnh", out, up)
     return out
-
-
-def _heads_as_rows(q, keys, values, positions, key_positions):
-    batch, tokens, heads, size = q.shape
-    kv_heads = keys.shape[2]
-
-    def split(x: Array) -> Array:
-        return jnp.swapaxes(x, 1, 2).reshape(batch * kv_heads, x.shape[1], 1, x.shape[3])
-
-    q = q.reshape(batch, tokens, kv_heads, heads // kv_heads, size)
-    q = jnp.swapaxes(q, 1, 2).reshape(batch * kv_heads, tokens, heads // kv_heads, size)
-    positions = jnp.repeat(positions, kv_heads, axis=0)
-    return q, split(keys), split(values), positions, key_positions.reshape(batch * kv_heads, -1)
 
 
 __all__ = ["Compact", "compact_attend", "dense_attend", "selected_attend"]

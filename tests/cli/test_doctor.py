@@ -18,7 +18,7 @@ from jspec.cli import doctor, main
 from jspec.dispatch import Backend, always
 from jspec.extras import install_gpu
 from jspec.ops import operations
-from jspec.ops.attention import ATTENTION
+from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.pack import PACK, pack_xla
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, ModelDraft, NgramDraft, NoDraft, SelfDraft
-from jspec.ops.attention import causal
+from jspec.ops.attention.dense import causal
 from jspec.policies import Dense, Streaming
 
 LENGTHS = (50, 1, 17, 2, 33, 9, 3, 24)

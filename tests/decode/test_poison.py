@@ -15,7 +15,7 @@ from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import step
 from jspec.dispatch import Backends
-from jspec.ops.attention import ATTENTION
+from jspec.ops.attention.dense import ATTENTION
 from tests.decode.common import DRAFT_LIMITS, DRAFTERS, prompts
 
 CAPACITY = 60

@@ -14,7 +14,7 @@ from jspec.decode.engine import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.step import speculative_step
-from jspec.ops.attention import attention
+from jspec.ops.attention.dense import attention
 from jspec.policies import Streaming
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests

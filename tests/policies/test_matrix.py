@@ -11,7 +11,7 @@ from jspec.cache import Cache, Linear, Striped
 from jspec.config import LayerSpec, SamplingParams
 from jspec.decode.draft import SelfDraft
 from jspec.decode.engine import generate
-from jspec.ops.attention import attention
+from jspec.ops.attention.dense import attention
 from jspec.policies import POLICIES
 from jspec.policies.attend import Compact, compact_attend, dense_attend, selected_attend
 from tests.decode.common import prompts, requests

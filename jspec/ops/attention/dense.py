@@ -14,13 +14,13 @@ import numpy as np
 from jax import lax
 
 from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.attention.softmax import accumulate, finish, grouped, start
 from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
 # Keys a step of xla_blocked: on a CPU a block of keys and values stays in a core's L2; a GPU, which
 # waits for the host in every round, wants fewer and larger ones.
 BLOCK, GPU_BLOCK = 512, 2048
-LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def attention(
@@ -33,11 +33,13 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    value_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """Causal grouped-query attention of new tokens over a cache that already holds their keys.
 
-    ``q [B, T, N, H]``; ``k [B, S, K, H]``; ``v [B, S, K, H']``; ``positions`` int32 ``[B, T]``,
+    ``q [B, T, N, H]``; ``k [B, S, K, H]``; ``v [B, S, K, H']`` of the dtype of ``k``, or None: the
+    values are then the first ``value_size`` channels of the keys. ``positions`` int32 ``[B, T]``,
     absolute, -1 for padding. ``key_positions`` int32 ``[B, S]`` are the keys' absolute positions,
     -1 for an empty slot; None means that a key's slot is its position. A query sees the keys at or
     before its position, with ``window`` the last ``window`` of them alone. ``scale`` defaults to
@@ -45,7 +47,11 @@ def attention(
     hold, NaN included, has no effect. Returns the output ``[B, T, N, H']`` in the dtype of ``q``
     and the log-sum-exp of the scores, natural log, float32 ``[B, T, N]``; padding gives 0 and -inf.
     """
-    _check(q, k, v, positions, key_positions)
+    check_heads(q, k, v, value_size)
+    if positions.shape != q.shape[:2]:
+        raise ValueError(f"positions {positions.shape} must be [B, T] = {q.shape[:2]}")
+    if key_positions is not None and key_positions.shape != k.shape[:2]:
+        raise ValueError(f"key_positions {key_positions.shape} must be [B, S] = {k.shape[:2]}")
     return ATTENTION(
         q,
         k,
@@ -55,72 +61,36 @@ def attention(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         window=window,
         softcap=softcap,
+        value_size=value_size,
         implementation=implementation,
     )
 
 
-def _check(q: Array, k: Array, v: Array, positions: Array, key_positions: Array | None) -> None:
-    batch, tokens, heads, size = q.shape
-    fits = k.shape[:3] == v.shape[:3] and k.shape[0] == batch and k.shape[3] == size
-    if not fits or heads % k.shape[2]:
+def check_heads(q: Array, k: Array, v: Array | None, value_size: int | None) -> None:
+    """Raise `ValueError` where queries, keys and values are not of one attention."""
+    given = f"q {q.shape}, k {k.shape}, v {None if v is None else v.shape}"
+    fits = q.ndim == k.ndim == 4 and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
+    if v is not None:
+        fits = fits and k.shape[:3] == v.shape[:3]
+    if not fits or q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"q {q.shape}, k {k.shape}, v {v.shape} must be [B, T, N, H], [B, S, K, H] and "
-            "[B, S, K, H'] with N a multiple of K"
+            f"{given} must be [B, T, N, H], [B, S, K, H] and [B, S, K, H'] with N a multiple of K"
         )
-    if positions.shape != (batch, tokens):
-        raise ValueError(f"positions {positions.shape} must be [B, T] = {(batch, tokens)}")
-    if key_positions is not None and key_positions.shape != k.shape[:2]:
-        raise ValueError(f"key_positions {key_positions.shape} must be [B, S] = {k.shape[:2]}")
+    if v is not None and (v.dtype != k.dtype or value_size is not None):
+        raise ValueError(
+            f"keys of {k.dtype}, values of {v.dtype}, value_size={value_size}: keys and values "
+            "must be of one dtype, and value_size is for v=None"
+        )
+    if v is None and not 1 <= (value_size or 0) <= k.shape[3]:
+        raise ValueError(
+            f"value_size={value_size} must be from 1 to {k.shape[3]}, the channels of a key that "
+            "are its value, where v is None"
+        )
 
 
-def _grouped(q: Array, kv_heads: int) -> Array:
-    """``[B, T, N, H]`` to ``[B, K, T * G, H]``: the queries that share a key-value head."""
-    batch, tokens, heads, size = q.shape
-    q = q.reshape(batch, tokens, kv_heads, heads // kv_heads, size)
-    return q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, size)
-
-
-def _ungrouped(x: Array, tokens: int) -> Array:
-    """``[B, K, T * G, ...]`` back to ``[B, T, N, ...]``."""
-    batch, kv_heads, rows, *rest = x.shape
-    x = x.reshape(batch, kv_heads, tokens, rows // tokens, *rest)
-    return jnp.swapaxes(x, 1, 2).reshape(batch, tokens, kv_heads * (rows // tokens), *rest)
-
-
-def _accumulate(carry, q: Array, k: Array, v: Array, valid: Array, softcap: float | None):
-    """Add a block of keys to a running softmax ``(maximum, sum, weighted values)``.
-
-    ``q [B, K, T * G, H]`` scaled, ``k [B, S, K, H]``, ``v [B, S, K, H']``, ``valid
-    [B, T * G, S]``.
-    """
-    maximum, total, out = carry
-    valid = valid[:, None]
-    # Empty slots may hold anything, and 0 * NaN is NaN: their values must go too.
-    v = jnp.where(valid.any(axis=2)[:, 0, :, None, None], v, 0)
-    scores = jnp.einsum("bkmh,bskh->bkms", q, k, preferred_element_type=jnp.float32)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(valid, scores, LOWEST)
-    highest = jnp.maximum(maximum, scores.max(axis=-1))
-    weights = jnp.where(valid, jnp.exp(scores - highest[..., None]), 0)
-    decay = jnp.exp(maximum - highest)
-    values = jnp.einsum(
-        "bkms,bskh->bkmh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
-    return highest, total * decay + weights.sum(axis=-1), out * decay[..., None] + values
-
-
-def _start(q: Array, v: Array):
-    rows = q.shape[:-1]
-    out = jnp.zeros((*rows, v.shape[-1]), jnp.float32)
-    return jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), out
-
-
-def _finish(carry, tokens: int, dtype) -> tuple[Array, Array]:
-    maximum, total, out = carry
-    out = out / jnp.where(total > 0, total, 1)[..., None]
-    lse = jnp.where(total > 0, maximum + jnp.log(total), -jnp.inf)
-    return _ungrouped(out, tokens).astype(dtype), _ungrouped(lse, tokens)
+def values_in(k: Array, v: Array | None, value_size: int | None) -> Array:
+    """The values, where they may be the first ``value_size`` channels of the keys."""
+    return k[..., :value_size] if v is None else v
 
 
 def _sees(positions: Array, key_positions: Array, group: int, window: int | None) -> Array:
@@ -131,17 +101,18 @@ def _sees(positions: Array, key_positions: Array, group: int, window: int | None
     return jnp.repeat(seen, group, axis=1)
 
 
-def _xla(q, k, v, positions, *, key_positions, scale, window, softcap):
+def _xla(q, k, v, positions, *, key_positions, scale, window, softcap, value_size):
     kv_heads = k.shape[2]
+    v = values_in(k, v, value_size)
     if key_positions is None:
         key_positions = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
     valid = _sees(positions, key_positions, q.shape[2] // kv_heads, window)
-    grouped = _grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
-    sums = _accumulate(_start(grouped, v), grouped, k, v, valid, softcap)
-    return _finish(sums, q.shape[1], q.dtype)
+    rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
+    sums = accumulate(start(rows, v.shape[3]), rows, k, v, valid[:, None], softcap)
+    return finish(sums, q.shape[1], q.dtype)
 
 
-def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap):
+def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, value_size):
     slots, kv_heads = k.shape[1:3]
     group = q.shape[2] // kv_heads
     block = min(BLOCK if jax.default_backend() == "cpu" else GPU_BLOCK, slots)
@@ -150,20 +121,25 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap):
         blocks = (positions.max() + block) // block
     else:
         blocks = math.ceil(slots / block)
-    grouped = _grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
+    rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
 
     def body(index, carry):
         # The last block starts early where it would run over the end; what it repeats is masked.
-        start = jnp.minimum(index * block, slots - block)
-        part_k, part_v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (k, v))
-        part_positions = lax.dynamic_slice_in_dim(key_positions, start, block, axis=1)
-        fresh = start + jnp.arange(block) >= index * block
-        valid = _sees(positions, part_positions, group, window) & fresh[None, None]
-        return _accumulate(carry, grouped, part_k, part_v, valid, softcap)
+        begin = jnp.minimum(index * block, slots - block)
 
-    start = varying_over(varying_axes((q, k, v, positions, key_positions)), _start(grouped, v))
-    sums = lax.fori_loop(0, blocks, body, start)
-    return _finish(sums, q.shape[1], q.dtype)
+        def part(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, begin, block, axis=1)
+
+        part_k = part(k)
+        part_v = values_in(part_k, None if v is None else part(v), value_size)
+        fresh = begin + jnp.arange(block) >= index * block
+        valid = _sees(positions, part(key_positions), group, window) & fresh[None, None]
+        return accumulate(carry, rows, part_k, part_v, valid[:, None], softcap)
+
+    sums = start(rows, value_size if v is None else v.shape[3])
+    sums = varying_over(varying_axes((q, k, v, positions, key_positions)), sums)
+    sums = lax.fori_loop(0, blocks, body, sums)
+    return finish(sums, q.shape[1], q.dtype)
 
 
 def _sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
@@ -188,6 +164,7 @@ def _cases() -> list[Case]:
         return out, np.swapaxes(lse, 1, 2)
 
     static = {"key_positions": None, "scale": 0.25, "window": None, "softcap": None}
+    static["value_size"] = None
     return [Case("three-tokens", build, static, small=True, wanted=wanted)]
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jspec.dispatch import BackendError
-from jspec.ops import attention as module
-from jspec.ops.attention import ATTENTION, attention, causal
+from jspec.ops.attention import dense as module
+from jspec.ops.attention.dense import ATTENTION, attention, causal
 
 
 @dataclasses.dataclass(frozen=True)

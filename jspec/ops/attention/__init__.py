@@ -1,0 +1,1 @@
+"""Attention over a cache: of all that is there, of a selection, and the merge of two parts."""

@@ -1,0 +1,138 @@
+"""Attention of T query tokens over a selection of a cache, with its log-sum-exp.
+
+`gathered_attention` is the public operation; ``xla``, the reference, copies what was selected.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.attention.dense import check_heads, values_in
+from jspec.ops.attention.softmax import accumulate, finish, grouped, start
+from jspec.typing import Array
+
+
+def gathered_attention(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    positions: Array,
+    selected: Array,
+    tail: Array,
+    until: Array,
+    *,
+    counts: Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    value_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """Grouped-query attention of new tokens over selected slots of a cache and a tail behind them.
+
+    ``q``, ``k``, ``v``, ``positions``, ``scale``, ``softcap`` and ``value_size`` as in
+    `jspec.attention`. ``selected`` int32 ``[B, n]``, or ``[B, K, n]`` where each KV head has its
+    own: slots that every query reads, each once, -1 for none. ``counts`` int32 ``[B]`` or
+    ``[B, K]``: how many of them count, the first ones; None is all. ``tail`` int32 ``[B, m]`` are
+    the slots of the positions ``until [B]``, ``until + 1``, and so on, of which a query reads those
+    up to its own. What other slots hold, NaN included, has no effect. Nothing is clamped: slots
+    must be below S.
+
+    Returns the output ``[B, T, N, H']`` in the dtype of ``q`` and the log-sum-exp, natural log,
+    float32 ``[B, T, N]``; padding, and a query that reads nothing, give 0 and -inf.
+    """
+    check_heads(q, k, v, value_size)
+    _check(q, k, positions, selected, tail, until, counts)
+    return GATHERED(
+        q,
+        k,
+        v,
+        positions,
+        selected,
+        tail,
+        until,
+        counts=counts,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        value_size=value_size,
+        implementation=implementation,
+    )
+
+
+def _check(q, k, positions, selected, tail, until, counts) -> None:
+    batch, tokens, kv_heads = *q.shape[:2], k.shape[2]
+    if positions.shape != (batch, tokens) or until.shape != (batch,):
+        raise ValueError(
+            f"positions {positions.shape} must be [B, T] = {(batch, tokens)} and until "
+            f"{until.shape} [B] = {(batch,)}"
+        )
+    lead = (batch, kv_heads)[: selected.ndim - 1]
+    if selected.ndim not in (2, 3) or selected.shape[:-1] != lead:
+        raise ValueError(
+            f"selected {selected.shape} must be [B, n] or [B, K, n] with B={batch}, K={kv_heads}"
+        )
+    if counts is not None and counts.shape != lead:
+        raise ValueError(f"counts {counts.shape} must be {lead}, as selected {selected.shape} is")
+    if tail.ndim != 2 or tail.shape[0] != batch:
+        raise ValueError(f"tail {tail.shape} must be [B, m] with B={batch}")
+
+
+def _xla(
+    q, k, v, positions, selected, tail, until, *, counts, scale, softcap, value_size
+) -> tuple[Array, Array]:
+    batch, tokens, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    # One entry of a head axis where the heads share their selection.
+    selected, tail = selected.reshape(batch, -1, selected.shape[-1]), tail[:, None]
+    read = selected >= 0
+    if counts is not None:
+        index = jnp.arange(selected.shape[-1])[None, None]
+        read &= index < counts.reshape(batch, -1)[..., None]
+    here = positions[:, None, :, None]
+    read = read[:, :, None] & (here >= 0)
+    behind = until[:, None] + jnp.arange(tail.shape[-1])[None]
+    behind = (behind[:, None, None] <= here) & (tail >= 0)[:, :, None]
+    behind = jnp.broadcast_to(behind, (*read.shape[:3], tail.shape[-1]))
+    valid = jnp.repeat(jnp.concatenate([read, behind], axis=-1), heads // kv_heads, axis=2)
+    tail = jnp.broadcast_to(tail, (*selected.shape[:2], tail.shape[-1]))
+    slots = jnp.concatenate([selected, tail], axis=-1)
+    index = jnp.swapaxes(slots, 1, 2)[..., None]
+    keys, values = (
+        None if x is None else jnp.take_along_axis(x, index, axis=1, mode="clip") for x in (k, v)
+    )
+    values = values_in(keys, values, value_size)
+    rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
+    sums = accumulate(start(rows, values.shape[3]), rows, keys, values, valid, softcap)
+    return finish(sums, tokens, q.dtype)
+
+
+def _sizes(q: Array, k: Array, v, positions, selected: Array, *args, **kwargs) -> dict[str, int]:
+    """What backends are ordered by."""
+    return {"batch": q.shape[0], "tokens": q.shape[1], "selected": selected.shape[-1]}
+
+
+def _cases() -> list[Case]:
+    """Two tokens behind five selected ones of ten, and what numpy makes of them."""
+    chosen = np.array([[7, 0, -1, 3, 4, 9]], np.int32)
+    static = {"scale": 0.25, "softcap": None, "value_size": None}
+
+    def build() -> tuple[np.ndarray, ...]:
+        rng = np.random.default_rng(0)
+        q, k, v = (rng.standard_normal((1, n, 2, 16), np.float32) for n in (2, 12, 12))
+        positions, tail = np.array([[10, 11]], np.int32), np.array([[10, 11]], np.int32)
+        return q, k, v, positions, chosen, tail, np.array([10], np.int32)
+
+    def wanted() -> tuple[np.ndarray, np.ndarray]:
+        q, k, v, *_ = build()
+        scores = np.einsum("btnh,bsnh->bnts", q, k) / 4
+        read = [np.isin(np.arange(12), [*chosen[0], *range(10, last + 1)]) for last in (10, 11)]
+        scores = np.where(np.array(read), scores, -np.inf)
+        lse = np.log(np.exp(scores).sum(axis=-1))
+        out = np.einsum("bnts,bsnh->btnh", np.exp(scores - lse[..., None]), v)
+        return out, np.swapaxes(lse, 1, 2)
+
+    return [Case("two-tokens", build, {"counts": None, **static}, small=True, wanted=wanted)]
+
+
+GATHERED = Operation("gathered_attention", {"xla": Backend("xla", _xla, always)}, _sizes, _cases)

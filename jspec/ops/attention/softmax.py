@@ -1,0 +1,66 @@
+"""What the references of attention share: grouped queries, and a softmax over keys in parts."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jspec.typing import Array
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+Sums = tuple[Array, Array, Array]  # maximum, sum of weights, weighted values
+
+
+def grouped(q: Array, kv_heads: int) -> Array:
+    """``[B, T, N, H]`` to ``[B, K, T * G, H]``: the queries that share a key-value head."""
+    batch, tokens, heads, size = q.shape
+    q = q.reshape(batch, tokens, kv_heads, heads // kv_heads, size)
+    return q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, size)
+
+
+def ungrouped(x: Array, tokens: int) -> Array:
+    """``[B, K, T * G, ...]`` back to ``[B, T, N, ...]``."""
+    batch, kv_heads, rows, *rest = x.shape
+    x = x.reshape(batch, kv_heads, tokens, rows // tokens, *rest)
+    return jnp.swapaxes(x, 1, 2).reshape(batch, tokens, kv_heads * (rows // tokens), *rest)
+
+
+def start(q: Array, size: int) -> Sums:
+    """The sums over no key, for grouped queries ``[B, K, T * G, H]`` and values of ``size``."""
+    rows = q.shape[:-1]
+    out = jnp.zeros((*rows, size), jnp.float32)
+    return jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), out
+
+
+def accumulate(sums: Sums, q: Array, k: Array, v: Array, valid: Array, softcap: float | None):
+    """Add keys to the sums.
+
+    ``q [B, K, T * G, H]`` scaled, ``k [B, S, K, H]``, ``v [B, S, K, H']``; ``valid``, bool
+    ``[B, K or 1, T * G, S]``, says which keys a query reads. Queries and keys of different dtypes
+    are multiplied in float32.
+    """
+    maximum, total, out = sums
+    wide = q.dtype if q.dtype == k.dtype else jnp.float32
+    # Empty slots may hold anything, and 0 * NaN is NaN: their values must go too.
+    read = jnp.swapaxes(valid.any(axis=2), 1, 2)
+    v = jnp.where(read[..., None], v, 0).astype(wide)
+    scores = jnp.einsum(
+        "bkmh,bskh->bkms", q.astype(wide), k.astype(wide), preferred_element_type=jnp.float32
+    )
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(valid, scores, LOWEST)
+    highest = jnp.maximum(maximum, scores.max(axis=-1))
+    weights = jnp.where(valid, jnp.exp(scores - highest[..., None]), 0)
+    decay = jnp.exp(maximum - highest)
+    values = jnp.einsum(
+        "bkms,bskh->bkmh", weights.astype(wide), v, preferred_element_type=jnp.float32
+    )
+    return highest, total * decay + weights.sum(axis=-1), out * decay[..., None] + values
+
+
+def finish(sums: Sums, tokens: int, dtype) -> tuple[Array, Array]:
+    """Output ``[B, T, N, H']`` of ``dtype`` and log-sum-exp ``[B, T, N]`` of the sums."""
+    maximum, total, out = sums
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    lse = jnp.where(total > 0, maximum + jnp.log(total), -jnp.inf)
+    return ungrouped(out, tokens).astype(dtype), ungrouped(lse, tokens)
