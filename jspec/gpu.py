@@ -34,3 +34,8 @@ def refuses_gpu(least: tuple[int, int], who: str) -> str | None:
             f"{capability[0]}.{capability[1]}"
         )
     return None
+
+
+def multiprocessors() -> int:
+    """Of the default device; those of an H100 or H200 where it is no GPU."""
+    return jax.local_devices()[0].core_count if jax.default_backend() == "gpu" else 132

@@ -175,6 +175,7 @@ ATTENTION = Operation(
     {
         "xla": Backend("xla", _xla, always),
         "xla_blocked": Backend("xla_blocked", _xla_blocked, always),
+        "pallas": "jspec.pallas.attention:ATTENTION",
     },
     _sizes,
     _cases,

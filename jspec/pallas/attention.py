@@ -1,0 +1,509 @@
+"""Attention of a few query tokens over a long cache on Mosaic GPU, at the speed of memory.
+
+The queries that share a key-value head are the rows of a tile, T * G of them. A head's keys are
+cut into chunks whose size follows from the shape of a row alone, so that a row's arithmetic depends
+neither on its neighbours nor on its length. The programs stay and take one chunk after the other:
+one warpgroup copies keys and values into shared memory, across chunks, ahead of those that
+compute. What lies beyond a row's length is not read. Each chunk leaves an output with its
+log-sum-exp, and one reduction of XLA's merges them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jspec.dispatch import Backend
+from jspec.gpu import multiprocessors
+from jspec.ops.attention.softmax import grouped, ungrouped
+from jspec.pallas.mosaic import refuses_pallas
+from jspec.sharding import opaque
+from jspec.typing import Array
+
+TILE = 64  # rows that a warpgroup computes
+PART = 128  # most channels of an accumulator
+GROUPS = 2  # most warpgroups that compute
+SHARED = 227 * 1024 - 4096  # bytes of shared memory for arrays; the rest goes to their alignment
+LOWEST = -1e30  # the maximum of no score; finite, so that a difference of two is no NaN
+LOG2E = math.log2(math.e)
+EVERYTHING = jnp.iinfo(jnp.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut: ``keys`` of a block, ``stages`` that hold a block each, ``sides`` that
+    hold the queries of an item each, keys of a ``chunk`` (a multiple of ``keys``), and the
+    ``programs`` that stay."""
+
+    keys: int
+    stages: int
+    sides: int
+    chunk: int
+    programs: int
+
+
+def blocks_for(shape: _Shape) -> Blocks:
+    """The cut that serves a shape well."""
+    # A chunk for every multiprocessor of an H200 in a single row, and few enough to merge.
+    even = shape.slots * shape.kv_heads // 132
+    chunk = min(max(1 << max(even - 1, 1).bit_length(), 256), 4096)
+    if shape.tiles > 1:
+        chunk = -(-shape.slots // TILE) * TILE
+    # The queries of the next item are copied early where that leaves room for three blocks.
+    stages = shape.stages(TILE, sides=2)
+    sides = 2 if stages >= 3 else 1
+    stages = min(shape.stages(TILE, sides), 4)
+    return Blocks(TILE, stages, sides, chunk, multiprocessors())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Sizes of an attention, and how its queries are laid into tiles."""
+
+    batch: int
+    slots: int
+    kv_heads: int
+    rows: int  # T * G
+    size: int
+    item: int  # bytes of an element
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that compute, each a tile of 64 rows."""
+        return 1 if self.rows <= TILE or self.size > PART else GROUPS
+
+    @property
+    def wide(self) -> int:
+        """Rows that a program holds."""
+        return self.groups * TILE
+
+    @property
+    def tiles(self) -> int:
+        """How many times that is of the queries that share a head."""
+        return -(-self.rows // self.wide)
+
+    @property
+    def kept(self) -> int:
+        """Rows of a warpgroup that are written, a multiple of 8."""
+        return min(-(-self.rows // 8) * 8, TILE)
+
+    def stages(self, keys: int, sides: int) -> int:
+        """How many blocks fit into shared memory beside queries and results."""
+        out = 4 * min(self.size, PART)
+        own = self.wide * (sides * (self.size * self.item + 4) + out + 4)
+        return (SHARED - own) // (2 * keys * self.size * self.item)
+
+
+def attention_pallas(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    *,
+    key_positions: None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    value_size: None,
+    blocks: Blocks | None = None,
+) -> tuple[Array, Array]:
+    """As `jspec.ops.attention.dense.attention`, for what `refuses` lets pass."""
+    batch, tokens, heads, size = q.shape
+    slots, kv_heads = k.shape[1:3]
+    last = jnp.repeat(positions, heads // kv_heads, axis=1)
+    shape = _Shape(batch, slots, kv_heads, last.shape[1], size, k.dtype.itemsize)
+    partials = _Partials(shape, scale, window, softcap, blocks or blocks_for(shape))
+    out, lse = opaque(partials, grouped(q, kv_heads), k, v, last)
+    out, lse = _merged(out, lse)
+
+    def joined(x: Array) -> Array:
+        x = jnp.moveaxis(x, 1, 2).reshape(batch, kv_heads, -1, *x.shape[4:])
+        return ungrouped(x[:, :, : shape.rows], tokens)
+
+    return joined(out).astype(q.dtype), joined(lse / LOG2E)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partials:
+    """Attention over each chunk of keys by itself."""
+
+    shape: _Shape
+    scale: float
+    window: int | None
+    softcap: float | None
+    blocks: Blocks
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.shape.slots // self.blocks.chunk)
+
+    @property
+    def items(self) -> int:
+        """Chunks of all tiles of all heads of all rows."""
+        return self.shape.batch * self.shape.tiles * self.shape.kv_heads * self.chunks
+
+    @property
+    def programs(self) -> int:
+        return min(self.blocks.programs, self.items)
+
+    def __call__(self, q: Array, k: Array, v: Array, last: Array) -> tuple[Array, Array]:
+        """``q [B, K, T * G, H]``; ``last`` int32 ``[B, T * G]``: the last position that a row sees,
+        -1 for none.
+
+        Returns the outputs, float32 ``[B, tiles, K, chunks, rows, H]``, and the log-sum-exp of the
+        scores, base 2, float32 ``[B, tiles, K, chunks, rows]``; a row that sees nothing gives -inf.
+        """
+        shape, stages = self.shape, self.blocks.stages
+        batch, kv_heads, rows, size = q.shape
+        tiles, wide = shape.tiles, shape.wide
+        spare = tiles * wide - rows
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, spare), (0, 0)))
+        q = q.reshape(batch, kv_heads, tiles, wide, size)
+        last = jnp.pad(last, ((0, 0), (0, spare)), constant_values=-1)
+        last = last.reshape(batch, tiles, wide)
+        first = jnp.where(last >= 0, last, EVERYTHING).min(axis=2)
+        # Per tile: where its keys end, where those end that all its queries see, and where those
+        # begin that any of them sees.
+        end = last.max(axis=2) + 1
+        common = jnp.minimum(first, end - 1) + 1
+        begin = jnp.zeros_like(end)
+        if self.window is not None:
+            begin = jnp.maximum(jnp.minimum(first, end) - self.window + 1, 0)
+            common = begin
+        bounds = jnp.stack([begin, common, end], axis=2)
+        channels = 64 if size % 64 == 0 else 32 if size % 32 == 0 else 16
+        swizzled = (
+            plgpu.TilingTransform((8, channels)),
+            plgpu.SwizzleTransform(channels * shape.item),
+        )
+        blocks = plgpu.SMEM((stages, self.blocks.keys, size), k.dtype, transforms=swizzled)
+
+        def entry(*refs):
+            pl.run_scoped(
+                lambda *scratch: self._kernel(*refs, *scratch),
+                plgpu.SMEM((self.blocks.sides, wide, size), k.dtype, transforms=swizzled),
+                plgpu.SMEM((self.blocks.sides, wide), jnp.int32),
+                blocks,
+                blocks,
+                plgpu.SMEM((wide, min(size, PART)), jnp.float32),
+                plgpu.SMEM((wide,), jnp.float32),
+                [
+                    plgpu.Barrier(num_arrivals=2, num_barriers=self.blocks.sides),
+                    plgpu.Barrier(num_barriers=stages),
+                    plgpu.Barrier(num_barriers=stages),
+                ],
+                [
+                    plgpu.Barrier(num_arrivals=shape.groups, num_barriers=n)
+                    for n in (self.blocks.sides, stages, stages)
+                ],
+                plgpu.Barrier(num_barriers=stages),
+                collective_axes="group",
+            )
+
+        kept = (batch, tiles, kv_heads, self.chunks, shape.groups * shape.kept)
+        call = plgpu.kernel(
+            entry,
+            out_type=(
+                jax.ShapeDtypeStruct((*kept, size), jnp.float32),
+                jax.ShapeDtypeStruct((*kept[:-1], wide), jnp.float32),
+            ),
+            grid=(self.programs,),
+            grid_names=("program",),
+            num_threads=shape.groups + 1,
+            thread_name="group",
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+        )
+        out, lse = call(q, k, v, last, bounds)
+        return out, lse[..., : kept[-1]]
+
+    def _item(self, turn):
+        """A program's item of a turn: whether there is one, batch row, tile, head and chunk."""
+        item = turn * self.programs + lax.axis_index("program")
+        there = item < self.items
+        item = jnp.minimum(item, self.items - 1)
+        # Heads go fastest: neighbours in memory are read at about the same time.
+        item, head = lax.div(item, self.shape.kv_heads), lax.rem(item, self.shape.kv_heads)
+        item, chunk = lax.div(item, self.chunks), lax.rem(item, self.chunks)
+        row, tile = lax.div(item, self.shape.tiles), lax.rem(item, self.shape.tiles)
+        return there, row, tile, head, chunk
+
+    def _bounds(self, turn, bounds):
+        """The bounds of a turn's tile; read a turn ahead, since global memory is slow."""
+        _, row, tile, _, _ = self._item(turn)
+        return tuple(bounds[row, tile, i] for i in range(3))
+
+    def _range(self, there, chunk, bounds):
+        """Of a chunk's blocks, those to read, ``low..high``, and from which on they are masked."""
+        begin, common, end = bounds
+        keys = self.blocks.keys
+
+        def inside(position):
+            from_chunk = position - chunk * self.blocks.chunk
+            return jnp.where(there, jnp.clip(from_chunk, 0, self.blocks.chunk), 0)
+
+        low = lax.div(inside(begin), keys)
+        plain = jnp.maximum(lax.div(inside(common), keys), low)
+        high = lax.div(inside(end) + keys - 1, keys)
+        return low, plain, jnp.maximum(high, low)
+
+    def _place(self, chunk, i):
+        """Where block ``i`` of a chunk begins, and where it is read: the last one ends with the
+        cache."""
+        begins = chunk * self.blocks.chunk + i * self.blocks.keys
+        return begins, jnp.minimum(begins, self.shape.slots - self.blocks.keys)
+
+    def _kernel(self, q, k, v, last, bounds, out, lse, *scratch):
+        *smem, full, free, clean = scratch
+        turns = -(-self.items // self.programs)
+        start = (jnp.int32(0), jnp.int32(0)), self._bounds(0, bounds)
+        group, copier = lax.axis_index("group"), self.shape.groups
+
+        @pl.when(group == copier)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            copy = self._copier((q, last, k, v), bounds, smem[:4], full, free)
+            (done, read), _ = lax.fori_loop(0, turns, copy, start)
+            # Every barrier is seen to its end.
+            for count, size, barriers in (
+                (read, self.blocks.sides, free[:1]),
+                (done, self.blocks.stages, free[1:]),
+            ):
+
+                @pl.loop(jnp.maximum(count - size, 0), count)
+                def _(i, size=size, barriers=barriers):
+                    for barrier in barriers:
+                        plgpu.barrier_wait(barrier.at[lax.rem(i, size)])
+
+        @pl.when(group < copier)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            compute = self._computer(group, bounds, smem, (out, lse), full, free, clean)
+            lax.fori_loop(0, turns, compute, start)
+            plgpu.wait_smem_to_gmem(0)
+
+    def _copier(self, gmem, bounds, smem, full, free):
+        q, last, k, v = gmem
+        q_smem, last_smem, k_smem, v_smem = smem
+        sides, stages = self.blocks.sides, self.blocks.stages
+
+        def copy(turn, carry):
+            (done, read), here = carry
+            ahead = self._bounds(turn + 1, bounds)
+            there, row, tile, head, chunk = self._item(turn)
+            low, _, high = self._range(there, chunk, here)
+
+            @pl.when(high > low)
+            def _():
+                side = lax.rem(read, sides)
+
+                @pl.when(read >= sides)
+                def _():
+                    plgpu.barrier_wait(free[0].at[side])
+
+                arrived = full[0].at[side]
+                plgpu.copy_gmem_to_smem(q.at[row, head, tile], q_smem.at[side], arrived)
+                plgpu.copy_gmem_to_smem(last.at[row, tile], last_smem.at[side], arrived)
+
+            def block(i, done):
+                slot = lax.rem(done, stages)
+                _, at = self._place(chunk, i)
+                for which, source, target in ((1, k, k_smem), (2, v, v_smem)):
+
+                    @pl.when(done >= stages)
+                    def _(which=which):
+                        plgpu.barrier_wait(free[which].at[slot])
+
+                    source = source.at[row, pl.ds(at, self.blocks.keys), head]
+                    plgpu.copy_gmem_to_smem(source, target.at[slot], full[which].at[slot])
+                return done + 1
+
+            done = lax.fori_loop(low, high, block, done)
+            return (done, read + (high > low).astype(jnp.int32)), ahead
+
+        return copy
+
+    def _computer(self, group, bounds, smem, results, full, free, clean):
+        q_smem, last_smem, k_smem, v_smem, out_smem, lse_smem = smem
+        keys, stages, size = self.blocks.keys, self.blocks.stages, self.shape.size
+        own = pl.ds(group * TILE, TILE)
+        by_row = plgpu.Layout.WGMMA.reduce(1)
+        # Scores are kept in the base of the exponential function that the GPU has.
+        unit = 1.0 if self.softcap is not None else self.scale * LOG2E
+
+        def vector(value):
+            return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), by_row)
+
+        def wide(x, columns):
+            return lax.broadcast_in_dim(x, (TILE, columns), [0])
+
+        def index(shape, dimension):
+            return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
+
+        def load(ref, layout):
+            return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+        def without_junk(slot, at, end):
+            # Slots beyond the length may hold anything, and 0 * NaN is NaN.
+            @pl.when(group == 0)
+            def _():
+                held = load(v_smem.at[slot], plgpu.Layout.WGMMA)
+                v_smem[slot] = jnp.where(index((keys, size), 0) + at < end, held, 0)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(clean.at[slot])
+
+            plgpu.barrier_wait(clean.at[slot])
+
+        def compute(turn, carry):
+            (done, read), here = carry
+            ahead = self._bounds(turn + 1, bounds)
+            there, row, tile, head, chunk = self._item(turn)
+            low, plain, high = self._range(there, chunk, here)
+            side = lax.rem(read, self.blocks.sides)
+
+            @pl.when(high > low)
+            def _():
+                plgpu.barrier_wait(full[0].at[side])
+
+            limit = load(last_smem.at[side, own], by_row)
+
+            def masked_scores(scores, begins, at):
+                position = index((TILE, keys), 1) + at
+                seen = (position >= begins) & (position <= wide(limit, keys))
+                if self.window is not None:
+                    seen = seen & (position > wide(limit - self.window, keys))
+                return jnp.where(seen, scores, -jnp.inf)
+
+            def block(i, carry, masked):
+                acc, top, total, done = carry
+                slot = lax.rem(done, stages)
+                begins, at = self._place(chunk, i)
+                plgpu.barrier_wait(full[1].at[slot])
+                scores = times(q_smem.at[side, own], k_smem.at[slot].transpose((1, 0)), keys)
+                plgpu.barrier_arrive(free[1].at[slot])
+                if self.softcap is not None:
+                    scores = jnp.tanh(scores * (self.scale / self.softcap)) * self.softcap * LOG2E
+                if masked:
+                    scores = masked_scores(scores, begins, at)
+                higher = jnp.maximum(top, scores.max(axis=1) * unit)
+                decay = jnp.exp2(top - higher)
+                weights = jnp.exp2(scores * unit - wide(higher, keys))
+                total = total * decay + weights.sum(axis=1)
+                plgpu.barrier_wait(full[2].at[slot])
+                if masked:
+                    pl.when(at + keys > here[2])(lambda: without_junk(slot, at, here[2]))
+                weights = weights.astype(v_smem.dtype)
+                acc = tuple(
+                    a * wide(decay, a.shape[1]) + times(weights, v_smem.at[slot, :, part], a.shape[1])
+                    for a, part in zip(acc, parts, strict=True)
+                )
+                plgpu.barrier_arrive(free[2].at[slot])
+                return acc, higher, total, done + 1
+
+            # Each product has an accumulator of its own, so that many channels go in parts.
+            parts = [pl.ds(i, min(PART, size - i)) for i in range(0, size, PART)]
+            acc = tuple(
+                plgpu.layout_cast(jnp.zeros((TILE, p.size), jnp.float32), plgpu.Layout.WGMMA)
+                for p in parts
+            )
+            carry = acc, vector(LOWEST), vector(0), done
+            carry = lax.fori_loop(low, plain, lambda i, c: block(i, c, False), carry)
+            acc, top, total, done = lax.fori_loop(
+                plain, high, lambda i, c: block(i, c, True), carry
+            )
+
+            @pl.when(high > low)
+            def _():
+                plgpu.barrier_arrive(free[0].at[side])
+
+            @pl.when(there)
+            def _():
+                # Blocks that are not masked are seen by all queries, but not by padding.
+                saw = (total > 0) & (limit >= 0)
+                safe = jnp.where(saw, total, 1)
+                out, lse = (x.at[row, tile, head, chunk] for x in results)
+                kept = self.shape.kept
+                rows = pl.ds(group * kept, kept)
+                for a, part in zip(acc, parts, strict=True):
+                    plgpu.wait_smem_to_gmem(0)
+                    columns = a.shape[1]
+                    a = jnp.where(wide(saw, columns), a / wide(safe, columns), 0)
+                    out_smem[own, pl.ds(0, columns)] = a
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        out_smem.at[pl.ds(group * TILE, kept), pl.ds(0, columns)],
+                        out.at[rows, part],
+                    )
+                lse_smem[own] = jnp.where(saw, top + jnp.log2(safe), -jnp.inf)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(lse_smem.at[own], lse.at[own])
+
+            return (done, read + (high > low).astype(jnp.int32)), ahead
+
+        return compute
+
+
+def times(a, b, columns: int):
+    """The product of a tile, in shared memory or in registers, and of one in shared memory."""
+
+    def multiply(accumulator):
+        plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((TILE, columns), jnp.float32))
+
+
+def _merged(out: Array, lse: Array) -> tuple[Array, Array]:
+    """The outputs of the chunks, axis 3, as one, and the log-sum-exp, base 2; one reduction."""
+    if out.shape[3] == 1:
+        return out[:, :, :, 0], lse[:, :, :, 0]
+
+    def join(a, b):
+        (lse_a, out_a), (lse_b, out_b) = a, b
+        highest = jnp.maximum(lse_a, lse_b)
+        base = jnp.where(highest == -jnp.inf, 0, highest)
+        share_a, share_b = jnp.exp2(lse_a - base), jnp.exp2(lse_b - base)
+        total = share_a + share_b
+        joined = (out_a * share_a + out_b * share_b) / jnp.where(total > 0, total, 1)
+        return base + jnp.log2(total), joined
+
+    empty = jnp.float32(-jnp.inf), jnp.float32(0)
+    lse, out = lax.reduce((jnp.broadcast_to(lse[..., None], out.shape), out), empty, join, [3])
+    return out, lse[..., 0]
+
+
+def refuses(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    *,
+    key_positions: Array | None,
+) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    batch, tokens, heads, size = q.shape
+    slots, kv_heads = k.shape[1:3]
+    if key_positions is not None:
+        return "key_positions are given, and the kernel takes slots for positions"
+    if v is None:
+        return "the values are in the keys"
+    if not q.dtype == k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q of {q.dtype}, k and v of {k.dtype} are not all bfloat16 or float16"
+    if size % 16 or size > 256 or v.shape[3] != size:
+        return f"H={size} and H'={v.shape[3]} are not one multiple of 16 up to 256"
+    if batch * tokens * kv_heads == 0 or slots < TILE:
+        return f"q {q.shape} over S={slots} is too small"
+    return None
+
+
+def _supports(
+    q, k, v, positions, *, key_positions, scale, window, softcap, value_size
+) -> str | None:
+    return refuses(q, k, v, key_positions=key_positions) or refuses_pallas()
+
+
+ATTENTION = Backend("pallas", attention_pallas, _supports)

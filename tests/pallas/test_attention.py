@@ -1,0 +1,145 @@
+"""Attention on Mosaic GPU: interpreted, lowered for CUDA, and on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.ops.attention.dense import attention
+from jspec.pallas import attention as module
+from jspec.pallas.attention import ATTENTION, Blocks, attention_pallas
+from jspec.pallas.mosaic import refuses_pallas
+from tests.ops.attention.test_dense import Case, brute_force, inputs
+from tests.pallas.mosaic import interpret, lower
+
+HALF = {"dtype": "bfloat16", "heads": 2, "kv_heads": 1, "size": 64}
+SMALL = [
+    # The last block begins before the end of the one before it; a row of one key, one of none.
+    Case("ragged", 1, 150, (150, 1, 97), **HALF),
+    Case("padding-over-chunks", 3, 256, (256, 140, 2), padded=(0, 2, 3), **HALF),
+    Case("window", 4, 200, (200, 70), window=66, **HALF),
+    Case("scale-float16", 2, 128, (128, 100), scale=0.5, **HALF | {"dtype": "float16"}),
+]
+LARGE = [
+    *SMALL,
+    Case("one-token", 1, 5000, (5000, 1, 4097), dtype="bfloat16", heads=8, kv_heads=2, size=128),
+    Case("full-tile", 8, 1500, (1500, 800), dtype="bfloat16", heads=16, kv_heads=2, size=128),
+    Case("wide-window", 3, 3000, (3000, 9), window=1024, **HALF),
+    Case("two-groups", 12, 700, (700, 350, 12), dtype="bfloat16", heads=8, kv_heads=1, size=64),
+    Case("tiles", 90, 500, (500, 401, 90), padded=(0, 7, 90), **HALF | {"heads": 8, "kv_heads": 2}),
+    Case("size-80", 2, 900, (900, 333), **HALF | {"size": 80}),
+    Case("size-96-window", 2, 900, (900, 333), window=100, **HALF | {"size": 96}),
+    Case("size-256-softcap", 5, 900, (900, 333), softcap=20.0, **HALF | {"size": 256}),
+    Case("size-16", 2, 900, (900, 333), **HALF | {"size": 16}),
+]
+# Chunks of two blocks, fewer programs than chunks, fewer stages than blocks.
+CUT = Blocks(keys=64, stages=2, sides=2, chunk=128, programs=2)
+
+
+def settings(case: Case) -> dict:
+    scale = case.size**-0.5 if case.scale is None else case.scale
+    settings = {"scale": scale, "window": case.window, "softcap": case.softcap}
+    return {"key_positions": None, "value_size": None, **settings}
+
+
+def arrays(case: Case):
+    x = inputs(case, junk=np.nan)
+    return x, tuple(map(jnp.asarray, (x.q, x.k, x.v, x.positions)))
+
+
+def assert_attends(got, x, case: Case):
+    out, lse = got
+    expected_out, expected_lse = brute_force(x, **case.settings)
+    assert out.dtype == case.dtype
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=2e-2)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    padding = x.positions < 0
+    assert not np.asarray(out, np.float64)[padding].any()
+    assert (np.asarray(lse)[padding] == -np.inf).all()
+
+
+@pytest.fixture
+def products_of_arrays(monkeypatch):
+    """The interpreter has no product of a tile in registers with one in shared memory."""
+    of_refs = module.times
+
+    def times(a, b, columns):
+        if not isinstance(a, jax.Array):
+            return of_refs(a, b, columns)
+        return jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(module, "times", times)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_equals_the_definition_when_interpreted(case, products_of_arrays):
+    x, given = arrays(case)
+    got = interpret(lambda *x: attention_pallas(*x, **settings(case), blocks=CUT), *given)
+    assert_attends(got, x, case)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_equals_the_definition_on_a_gpu(case):
+    if reason := refuses_pallas():
+        pytest.skip(reason)
+    x, given = arrays(case)
+    for blocks in (None, CUT):
+        call = jax.jit(lambda *x, b=blocks: attention_pallas(*x, **settings(case), blocks=b))
+        assert_attends(call(*given), x, case)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_on_a_gpu():
+    if reason := refuses_pallas():
+        pytest.skip(reason)
+    case = LARGE[4]
+    _, (q, k, v, positions) = arrays(case)
+    call = jax.jit(lambda *x: attention_pallas(*x, **settings(case)))
+    together = call(q, k, v, positions)
+    for row in range(3):
+        alone = call(*(x[row : row + 1] for x in (q, k, v, positions)))
+        for one, all_of_them in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(one[0], all_of_them[row])
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_the_cache_is_read_where_it_lies(size):
+    """One kernel, and nothing of a cache's size beside the cache."""
+    q = jax.ShapeDtypeStruct((2, 3, 8, size), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((2, 8192, 2, size), jnp.bfloat16)
+    positions = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    case = Case("", 3, 8192, (1, 1), size=size)
+    text = lower(lambda *x: attention_pallas(*x, **settings(case)), q, cache, cache, positions)
+    assert text.count("stablehlo.custom_call") == 1
+    assert not [line for line in text.splitlines() if "8192x2x" in line and "= stablehlo." in line
+                and "custom_call" not in line]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"size": 80}, "H=80 and H'=80 are not both 64 or 128"),
+        ({"dtype": "float32"}, "q, k and v of float32, float32 and float32 are not all bfloat16"),
+        ({"tokens": 33}, r"T \* G = 66 is over 64"),
+        ({"slots": 63}, r"over S=63 is too small"),
+        ({"softcap": 30.0}, "softcap=30.0 is not supported"),
+        ({"holes": True}, "key_positions are given"),
+    ],
+    ids=["size", "dtype", "rows", "slots", "softcap", "positions"],
+)
+def test_refuses_with_a_reason(change, reason):
+    shape = {"size": 64, "dtype": "bfloat16", "tokens": 1, "slots": 640, "softcap": None} | change
+    q = jax.ShapeDtypeStruct((2, shape["tokens"], 4, shape["size"]), shape["dtype"])
+    cache = jax.ShapeDtypeStruct((2, shape["slots"], 2, shape["size"]), shape["dtype"])
+    where = jax.ShapeDtypeStruct(cache.shape[:2], jnp.int32) if change.get("holes") else None
+    with pytest.raises(Exception, match=reason):
+        jax.eval_shape(
+            lambda *x: attention(
+                *x, key_positions=where, softcap=shape["softcap"], implementation="pallas"
+            ),
+            q,
+            cache,
+            cache,
+            jax.ShapeDtypeStruct(q.shape[:2], jnp.int32),
+        )
+    assert ATTENTION.name == "pallas"
