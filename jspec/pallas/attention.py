@@ -5,12 +5,13 @@ cut into chunks whose size follows from the shape of a row alone, so that a row'
 neither on its neighbours nor on its length. The programs stay and take one chunk after the other:
 one warpgroup copies keys and values into shared memory, across chunks, ahead of those that
 compute. What lies beyond a row's length is not read. Each chunk leaves an output with its
-log-sum-exp, and one reduction of XLA's merges them.
+log-sum-exp, and a small second kernel merges them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -22,14 +23,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jspec.dispatch import Backend
 from jspec.gpu import multiprocessors
 from jspec.ops.attention.softmax import grouped, ungrouped
-from jspec.pallas.mosaic import refuses_pallas
+from jspec.pallas.mosaic import WARPS, Spread, floor_power, load, refuses_pallas, starts, store
 from jspec.sharding import opaque
 from jspec.typing import Array
 
 TILE = 64  # rows that a warpgroup computes
-PART = 128  # most channels of an accumulator
+PART = 128  # channels
 GROUPS = 2  # most warpgroups that compute
 SHARED = 227 * 1024 - 4096  # bytes of shared memory for arrays; the rest goes to their alignment
+AT_ONCE = 16  # chunks whose loads are in flight together
 LOWEST = -1e30  # the maximum of no score; finite, so that a difference of two is no NaN
 LOG2E = math.log2(math.e)
 EVERYTHING = jnp.iinfo(jnp.int32).max
@@ -38,32 +40,43 @@ EVERYTHING = jnp.iinfo(jnp.int32).max
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """How the work is cut: ``keys`` of a block, ``stages`` that hold a block each, ``sides`` that
-    hold the queries of an item each, keys of a ``chunk`` (a multiple of ``keys``), and the
-    ``programs`` that stay."""
+    hold the queries of an item each, keys of a ``chunk`` (a multiple of ``keys``), the ``programs``
+    that stay, and their ``lanes``, which take items apart from each other."""
 
     keys: int
     stages: int
     sides: int
     chunk: int
     programs: int
+    lanes: int
 
 
-def blocks_for(shape: _Shape) -> Blocks:
+def blocks_for(shape: Shape) -> Blocks:
     """The cut that serves a shape well."""
-    # A chunk for every multiprocessor of an H200 in a single row, and few enough to merge.
-    even = shape.slots * shape.kv_heads // 132
-    chunk = min(max(1 << max(even - 1, 1).bit_length(), 256), 4096)
-    if shape.tiles > 1:
-        chunk = -(-shape.slots // TILE) * TILE
-    # The queries of the next item are copied early where that leaves room for three blocks.
-    stages = shape.stages(TILE, sides=2)
-    sides = 2 if stages >= 3 else 1
-    stages = min(shape.stages(TILE, sides), 4)
-    return Blocks(TILE, stages, sides, chunk, multiprocessors())
+    if shape.tiles > 1:  # many queries: a tile reads all keys, and nothing is merged
+        keys, chunk = 2 * TILE, -(-shape.slots // (2 * TILE)) * 2 * TILE
+    else:
+        # A chunk of a single row for every multiprocessor of an H200, and few enough to merge.
+        even = shape.slots * shape.kv_heads // 132
+        keys, chunk = TILE, min(max(1 << max(even - 1, 1).bit_length(), 256), 8192)
+    if shape.size <= TILE:
+        keys = 2 * TILE  # a block of fewer bytes takes as long to compute as to wait for
+    wide = _fitting(shape, keys, chunk) if keys <= shape.slots else None
+    return wide or _fitting(shape, TILE, chunk)
+
+
+def _fitting(shape: Shape, keys: int, chunk: int) -> Blocks | None:
+    """The cut that fills shared memory with blocks of ``keys``, None where too few fit."""
+    # The queries of the next item are copied early where that leaves room for enough blocks.
+    for sides, least in ((2, 2), (1, 1 if keys > TILE else 2)):
+        stages = shape.stages(keys, sides)
+        if stages >= least:
+            return Blocks(keys, min(stages, 4), sides, chunk, multiprocessors(), shape.lanes)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class Shape:
     """Sizes of an attention, and how its queries are laid into tiles."""
 
     batch: int
@@ -93,11 +106,20 @@ class _Shape:
         """Rows of a warpgroup that are written, a multiple of 8."""
         return min(-(-self.rows // 8) * 8, TILE)
 
+    @property
+    def lanes(self) -> int:
+        """Items that a program works on at a time: while one is finished, another is read."""
+        return 2 if self.groups == 1 and self.size <= PART else 1
+
+    @property
+    def part(self) -> int:
+        """Most channels of an accumulator, and of results on their way to global memory."""
+        return min(self.size, PART // self.lanes)
+
     def stages(self, keys: int, sides: int) -> int:
         """How many blocks fit into shared memory beside queries and results."""
-        out = 4 * min(self.size, PART)
-        own = self.wide * (sides * (self.size * self.item + 4) + out + 4)
-        return (SHARED - own) // (2 * keys * self.size * self.item)
+        own = self.wide * (sides * (self.size * self.item + 4) + 4 * self.part + 4)
+        return (SHARED // self.lanes - own) // (2 * keys * self.size * self.item)
 
 
 def attention_pallas(
@@ -117,23 +139,25 @@ def attention_pallas(
     batch, tokens, heads, size = q.shape
     slots, kv_heads = k.shape[1:3]
     last = jnp.repeat(positions, heads // kv_heads, axis=1)
-    shape = _Shape(batch, slots, kv_heads, last.shape[1], size, k.dtype.itemsize)
+    shape = Shape(batch, slots, kv_heads, last.shape[1], size, k.dtype.itemsize)
     partials = _Partials(shape, scale, window, softcap, blocks or blocks_for(shape))
     out, lse = opaque(partials, grouped(q, kv_heads), k, v, last)
-    out, lse = _merged(out, lse)
+    if partials.chunks > 1:
+        return opaque(_Merge(q.shape, q.dtype, kv_heads), out, lse)
 
-    def joined(x: Array) -> Array:
-        x = jnp.moveaxis(x, 1, 2).reshape(batch, kv_heads, -1, *x.shape[4:])
+    def only(x: Array) -> Array:
+        x = jnp.moveaxis(x[:, :, :, 0, : shape.wide], 1, 2)
+        x = x.reshape(batch, kv_heads, -1, *x.shape[4:])
         return ungrouped(x[:, :, : shape.rows], tokens)
 
-    return joined(out).astype(q.dtype), joined(lse / LOG2E)
+    return only(out).astype(q.dtype), only(lse) / LOG2E
 
 
 @dataclasses.dataclass(frozen=True)
 class _Partials:
     """Attention over each chunk of keys by itself."""
 
-    shape: _Shape
+    shape: Shape
     scale: float
     window: int | None
     softcap: float | None
@@ -152,14 +176,20 @@ class _Partials:
     def programs(self) -> int:
         return min(self.blocks.programs, self.items)
 
+    @property
+    def turns(self) -> int:
+        """Items that a lane takes."""
+        return -(-self.items // (self.programs * self.blocks.lanes))
+
     def __call__(self, q: Array, k: Array, v: Array, last: Array) -> tuple[Array, Array]:
         """``q [B, K, T * G, H]``; ``last`` int32 ``[B, T * G]``: the last position that a row sees,
         -1 for none.
 
         Returns the outputs, float32 ``[B, tiles, K, chunks, rows, H]``, and the log-sum-exp of the
-        scores, base 2, float32 ``[B, tiles, K, chunks, rows]``; a row that sees nothing gives -inf.
+        scores, base 2, float32 ``[B, tiles, K, chunks, wide]``; a row that sees nothing gives -inf.
         """
-        shape, stages = self.shape, self.blocks.stages
+        shape, lanes = self.shape, self.blocks.lanes
+        stages, sides = lanes * self.blocks.stages, lanes * self.blocks.sides
         batch, kv_heads, rows, size = q.shape
         tiles, wide = shape.tiles, shape.wide
         spare = tiles * wide - rows
@@ -187,20 +217,20 @@ class _Partials:
         def entry(*refs):
             pl.run_scoped(
                 lambda *scratch: self._kernel(*refs, *scratch),
-                plgpu.SMEM((self.blocks.sides, wide, size), k.dtype, transforms=swizzled),
-                plgpu.SMEM((self.blocks.sides, wide), jnp.int32),
+                plgpu.SMEM((sides, wide, size), k.dtype, transforms=swizzled),
+                plgpu.SMEM((sides, wide), jnp.int32),
                 blocks,
                 blocks,
-                plgpu.SMEM((wide, min(size, PART)), jnp.float32),
-                plgpu.SMEM((wide,), jnp.float32),
+                plgpu.SMEM((lanes * wide, shape.part), jnp.float32),
+                plgpu.SMEM((lanes * wide,), jnp.float32),
                 [
-                    plgpu.Barrier(num_arrivals=2, num_barriers=self.blocks.sides),
+                    plgpu.Barrier(num_arrivals=2, num_barriers=sides),
                     plgpu.Barrier(num_barriers=stages),
                     plgpu.Barrier(num_barriers=stages),
                 ],
                 [
                     plgpu.Barrier(num_arrivals=shape.groups, num_barriers=n)
-                    for n in (self.blocks.sides, stages, stages)
+                    for n in (sides, stages, stages)
                 ],
                 plgpu.Barrier(num_barriers=stages),
                 collective_axes="group",
@@ -215,16 +245,15 @@ class _Partials:
             ),
             grid=(self.programs,),
             grid_names=("program",),
-            num_threads=shape.groups + 1,
+            num_threads=lanes * (shape.groups + 1),
             thread_name="group",
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )
-        out, lse = call(q, k, v, last, bounds)
-        return out, lse[..., : kept[-1]]
+        return call(q, k, v, last, bounds)
 
-    def _item(self, turn):
-        """A program's item of a turn: whether there is one, batch row, tile, head and chunk."""
-        item = turn * self.programs + lax.axis_index("program")
+    def _item(self, lane, turn):
+        """A lane's item of a turn: whether there is one, batch row, tile, head and chunk."""
+        item = (turn * self.blocks.lanes + lane) * self.programs + lax.axis_index("program")
         there = item < self.items
         item = jnp.minimum(item, self.items - 1)
         # Heads go fastest: neighbours in memory are read at about the same time.
@@ -233,9 +262,9 @@ class _Partials:
         row, tile = lax.div(item, self.shape.tiles), lax.rem(item, self.shape.tiles)
         return there, row, tile, head, chunk
 
-    def _bounds(self, turn, bounds):
+    def _bounds(self, lane, turn, bounds):
         """The bounds of a turn's tile; read a turn ahead, since global memory is slow."""
-        _, row, tile, _, _ = self._item(turn)
+        _, row, tile, _, _ = self._item(lane, turn)
         return tuple(bounds[row, tile, i] for i in range(3))
 
     def _range(self, there, chunk, bounds):
@@ -260,47 +289,45 @@ class _Partials:
 
     def _kernel(self, q, k, v, last, bounds, out, lse, *scratch):
         *smem, full, free, clean = scratch
-        turns = -(-self.items // self.programs)
-        start = (jnp.int32(0), jnp.int32(0)), self._bounds(0, bounds)
-        group, copier = lax.axis_index("group"), self.shape.groups
+        lanes, sides, stages = self.blocks.lanes, self.blocks.sides, self.blocks.stages
+        index = lax.axis_index("group")
+        group, lane = lax.div(index, lanes), lax.rem(index, lanes)
+        start = (jnp.int32(0), jnp.int32(0)), self._bounds(lane, 0, bounds)
 
-        @pl.when(group == copier)
+        @pl.when(group == self.shape.groups)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            copy = self._copier((q, last, k, v), bounds, smem[:4], full, free)
-            (done, read), _ = lax.fori_loop(0, turns, copy, start)
+            copy = self._copier(lane, (q, last, k, v), bounds, smem[:4], full, free)
+            (done, read), _ = lax.fori_loop(0, self.turns, copy, start)
             # Every barrier is seen to its end.
-            for count, size, barriers in (
-                (read, self.blocks.sides, free[:1]),
-                (done, self.blocks.stages, free[1:]),
-            ):
+            for count, size, barriers in ((read, sides, free[:1]), (done, stages, free[1:])):
 
                 @pl.loop(jnp.maximum(count - size, 0), count)
                 def _(i, size=size, barriers=barriers):
                     for barrier in barriers:
-                        plgpu.barrier_wait(barrier.at[lax.rem(i, size)])
+                        plgpu.barrier_wait(barrier.at[lane * size + lax.rem(i, size)])
 
-        @pl.when(group < copier)
+        @pl.when(group < self.shape.groups)
         def _():
-            plgpu.set_max_registers(232, action="increase")
-            compute = self._computer(group, bounds, smem, (out, lse), full, free, clean)
-            lax.fori_loop(0, turns, compute, start)
+            plgpu.set_max_registers(232 if lanes == 1 else 208, action="increase")
+            compute = self._computer(lane, group, bounds, smem, (out, lse), full, free, clean)
+            lax.fori_loop(0, self.turns, compute, start)
             plgpu.wait_smem_to_gmem(0)
 
-    def _copier(self, gmem, bounds, smem, full, free):
+    def _copier(self, lane, gmem, bounds, smem, full, free):
         q, last, k, v = gmem
         q_smem, last_smem, k_smem, v_smem = smem
         sides, stages = self.blocks.sides, self.blocks.stages
 
         def copy(turn, carry):
             (done, read), here = carry
-            ahead = self._bounds(turn + 1, bounds)
-            there, row, tile, head, chunk = self._item(turn)
+            ahead = self._bounds(lane, turn + 1, bounds)
+            there, row, tile, head, chunk = self._item(lane, turn)
             low, _, high = self._range(there, chunk, here)
 
             @pl.when(high > low)
             def _():
-                side = lax.rem(read, sides)
+                side = lane * sides + lax.rem(read, sides)
 
                 @pl.when(read >= sides)
                 def _():
@@ -311,7 +338,7 @@ class _Partials:
                 plgpu.copy_gmem_to_smem(last.at[row, tile], last_smem.at[side], arrived)
 
             def block(i, done):
-                slot = lax.rem(done, stages)
+                slot = lane * stages + lax.rem(done, stages)
                 _, at = self._place(chunk, i)
                 for which, source, target in ((1, k, k_smem), (2, v, v_smem)):
 
@@ -328,10 +355,12 @@ class _Partials:
 
         return copy
 
-    def _computer(self, group, bounds, smem, results, full, free, clean):
+    def _computer(self, lane, group, bounds, smem, results, full, free, clean):
         q_smem, last_smem, k_smem, v_smem, out_smem, lse_smem = smem
         keys, stages, size = self.blocks.keys, self.blocks.stages, self.shape.size
         own = pl.ds(group * TILE, TILE)
+        staged = (lane * self.shape.groups + group) * TILE
+        part_size = self.shape.part
         by_row = plgpu.Layout.WGMMA.reduce(1)
         # Scores are kept in the base of the exponential function that the GPU has.
         unit = 1.0 if self.softcap is not None else self.scale * LOG2E
@@ -345,14 +374,14 @@ class _Partials:
         def index(shape, dimension):
             return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
-        def load(ref, layout):
+        def fetch(ref, layout):
             return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
         def without_junk(slot, at, end):
             # Slots beyond the length may hold anything, and 0 * NaN is NaN.
             @pl.when(group == 0)
             def _():
-                held = load(v_smem.at[slot], plgpu.Layout.WGMMA)
+                held = fetch(v_smem.at[slot], plgpu.Layout.WGMMA)
                 v_smem[slot] = jnp.where(index((keys, size), 0) + at < end, held, 0)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(clean.at[slot])
@@ -361,16 +390,16 @@ class _Partials:
 
         def compute(turn, carry):
             (done, read), here = carry
-            ahead = self._bounds(turn + 1, bounds)
-            there, row, tile, head, chunk = self._item(turn)
+            ahead = self._bounds(lane, turn + 1, bounds)
+            there, row, tile, head, chunk = self._item(lane, turn)
             low, plain, high = self._range(there, chunk, here)
-            side = lax.rem(read, self.blocks.sides)
+            side = lane * self.blocks.sides + lax.rem(read, self.blocks.sides)
 
             @pl.when(high > low)
             def _():
                 plgpu.barrier_wait(full[0].at[side])
 
-            limit = load(last_smem.at[side, own], by_row)
+            limit = fetch(last_smem.at[side, own], by_row)
 
             def masked_scores(scores, begins, at):
                 position = index((TILE, keys), 1) + at
@@ -381,7 +410,7 @@ class _Partials:
 
             def block(i, carry, masked):
                 acc, top, total, done = carry
-                slot = lax.rem(done, stages)
+                slot = lane * stages + lax.rem(done, stages)
                 begins, at = self._place(chunk, i)
                 plgpu.barrier_wait(full[1].at[slot])
                 scores = times(q_smem.at[side, own], k_smem.at[slot].transpose((1, 0)), keys)
@@ -399,14 +428,15 @@ class _Partials:
                     pl.when(at + keys > here[2])(lambda: without_junk(slot, at, here[2]))
                 weights = weights.astype(v_smem.dtype)
                 acc = tuple(
-                    a * wide(decay, a.shape[1]) + times(weights, v_smem.at[slot, :, part], a.shape[1])
+                    a * wide(decay, a.shape[1])
+                    + times(weights, v_smem.at[slot, :, part], a.shape[1])
                     for a, part in zip(acc, parts, strict=True)
                 )
                 plgpu.barrier_arrive(free[2].at[slot])
                 return acc, higher, total, done + 1
 
             # Each product has an accumulator of its own, so that many channels go in parts.
-            parts = [pl.ds(i, min(PART, size - i)) for i in range(0, size, PART)]
+            parts = [pl.ds(i, min(part_size, size - i)) for i in range(0, size, part_size)]
             acc = tuple(
                 plgpu.layout_cast(jnp.zeros((TILE, p.size), jnp.float32), plgpu.Layout.WGMMA)
                 for p in parts
@@ -433,15 +463,15 @@ class _Partials:
                     plgpu.wait_smem_to_gmem(0)
                     columns = a.shape[1]
                     a = jnp.where(wide(saw, columns), a / wide(safe, columns), 0)
-                    out_smem[own, pl.ds(0, columns)] = a
+                    out_smem[pl.ds(staged, TILE), pl.ds(0, columns)] = a
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
-                        out_smem.at[pl.ds(group * TILE, kept), pl.ds(0, columns)],
+                        out_smem.at[pl.ds(staged, kept), pl.ds(0, columns)],
                         out.at[rows, part],
                     )
-                lse_smem[own] = jnp.where(saw, top + jnp.log2(safe), -jnp.inf)
+                lse_smem[pl.ds(staged, TILE)] = jnp.where(saw, top + jnp.log2(safe), -jnp.inf)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(lse_smem.at[own], lse.at[own])
+                plgpu.copy_smem_to_gmem(lse_smem.at[pl.ds(staged, TILE)], lse.at[own])
 
             return (done, read + (high > low).astype(jnp.int32)), ahead
 
@@ -458,23 +488,72 @@ def times(a, b, columns: int):
     return pl.run_scoped(multiply, plgpu.ACC((TILE, columns), jnp.float32))
 
 
-def _merged(out: Array, lse: Array) -> tuple[Array, Array]:
-    """The outputs of the chunks, axis 3, as one, and the log-sum-exp, base 2; one reduction."""
-    if out.shape[3] == 1:
-        return out[:, :, :, 0], lse[:, :, :, 0]
+@dataclasses.dataclass(frozen=True)
+class _Merge:
+    """The merge of what the chunks left, a query head at a time."""
 
-    def join(a, b):
-        (lse_a, out_a), (lse_b, out_b) = a, b
-        highest = jnp.maximum(lse_a, lse_b)
-        base = jnp.where(highest == -jnp.inf, 0, highest)
-        share_a, share_b = jnp.exp2(lse_a - base), jnp.exp2(lse_b - base)
-        total = share_a + share_b
-        joined = (out_a * share_a + out_b * share_b) / jnp.where(total > 0, total, 1)
-        return base + jnp.log2(total), joined
+    queries: tuple[int, ...]  # [B, T, N, H]
+    dtype: jnp.dtype
+    kv_heads: int
 
-    empty = jnp.float32(-jnp.inf), jnp.float32(0)
-    lse, out = lax.reduce((jnp.broadcast_to(lse[..., None], out.shape), out), empty, join, [3])
-    return out, lse[..., 0]
+    def __call__(self, outs: Array, lses: Array) -> tuple[Array, Array]:
+        """What `_Partials` returns as output ``[B, T, N, H]`` and natural ``[B, T, N]``."""
+        batch, tokens, heads, size = self.queries
+        piece = Spread(min(floor_power(size), PART), warps=WARPS)
+        chunks, group, wide = outs.shape[3], heads // self.kv_heads, lses.shape[4]
+
+        def kernel(outs, lses, out, lse):
+            program = lax.axis_index("program")
+            before, head = lax.div(program, heads), lax.rem(program, heads)
+            row, token = lax.div(before, tokens), lax.rem(before, tokens)
+            query = token * group + lax.rem(head, group)
+            where = row, lax.div(query, wide), lax.div(head, group)
+            own = lax.rem(query, wide)
+
+            def join(first, carry):
+                """Add the chunks from ``first`` on, `AT_ONCE` of them."""
+                top, total, sums = carry
+                index = [first + i for i in range(min(AT_ONCE, chunks))]
+                held = [jnp.minimum(c, chunks - 1) for c in index]
+                values = [
+                    [load(outs.at[*where, c, own, pl.ds(at, piece.size)], piece) for c in held]
+                    for at in starts(size, piece.size)
+                ]
+                scores = [
+                    jnp.where(i < chunks, lses[*where, c, own], -jnp.inf)
+                    for i, c in zip(index, held, strict=True)
+                ]
+                higher = functools.reduce(jnp.maximum, scores, top)
+                weights = [jnp.exp2(score - higher) for score in scores]
+                decay = jnp.exp2(top - higher)
+                sums = [
+                    sum((w * x for w, x in zip(weights, of, strict=True)), start=old * decay)
+                    for old, of in zip(sums, values, strict=True)
+                ]
+                return higher, sum(weights, start=total * decay), sums
+
+            zero = plgpu.layout_cast(jnp.zeros((piece.size,), jnp.float32), piece.layout())
+            carry = jnp.float32(LOWEST), jnp.float32(0), [zero] * len(starts(size, piece.size))
+            turns = -(-chunks // AT_ONCE)
+            carry = lax.fori_loop(0, turns, lambda i, c: join(i * AT_ONCE, c), carry)
+            top, total, sums = carry
+            safe = jnp.where(total > 0, total, 1)
+            lse[row, token, head] = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
+            for at, x in zip(starts(size, piece.size), sums, strict=True):
+                here = out.at[row, token, head, pl.ds(at, piece.size)]
+                store(here, (x / safe).astype(self.dtype))
+
+        call = plgpu.kernel(
+            kernel,
+            out_type=(
+                jax.ShapeDtypeStruct(self.queries, self.dtype),
+                jax.ShapeDtypeStruct(self.queries[:3], jnp.float32),
+            ),
+            grid=(batch * tokens * heads,),
+            grid_names=("program",),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+        )
+        return call(outs, lses)
 
 
 def refuses(
@@ -485,13 +564,13 @@ def refuses(
     key_positions: Array | None,
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    batch, tokens, heads, size = q.shape
+    batch, tokens, _, size = q.shape
     slots, kv_heads = k.shape[1:3]
     if key_positions is not None:
         return "key_positions are given, and the kernel takes slots for positions"
     if v is None:
         return "the values are in the keys"
-    if not q.dtype == k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+    if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q of {q.dtype}, k and v of {k.dtype} are not all bfloat16 or float16"
     if size % 16 or size > 256 or v.shape[3] != size:
         return f"H={size} and H'={v.shape[3]} are not one multiple of 16 up to 256"

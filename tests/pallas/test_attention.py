@@ -33,7 +33,7 @@ LARGE = [
     Case("size-16", 2, 900, (900, 333), **HALF | {"size": 16}),
 ]
 # Chunks of two blocks, fewer programs than chunks, fewer stages than blocks.
-CUT = Blocks(keys=64, stages=2, sides=2, chunk=128, programs=2)
+CUT = Blocks(keys=64, stages=2, sides=2, chunk=128, programs=1, lanes=2)
 
 
 def settings(case: Case) -> dict:
@@ -74,6 +74,8 @@ def products_of_arrays(monkeypatch):
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_equals_the_definition_when_interpreted(case, products_of_arrays):
+    if jax.default_backend() == "gpu":
+        pytest.skip("stands in for a GPU, and there is one")
     x, given = arrays(case)
     got = interpret(lambda *x: attention_pallas(*x, **settings(case), blocks=CUT), *given)
     assert_attends(got, x, case)
@@ -110,33 +112,33 @@ def test_the_cache_is_read_where_it_lies(size):
     positions = jax.ShapeDtypeStruct((2, 3), jnp.int32)
     case = Case("", 3, 8192, (1, 1), size=size)
     text = lower(lambda *x: attention_pallas(*x, **settings(case)), q, cache, cache, positions)
-    assert text.count("stablehlo.custom_call") == 1
-    assert not [line for line in text.splitlines() if "8192x2x" in line and "= stablehlo." in line
-                and "custom_call" not in line]
+    assert text.count("stablehlo.custom_call") == 2
+    assert not [
+        line
+        for line in text.splitlines()
+        if "8192x2x" in line and "= stablehlo." in line and "custom_call" not in line
+    ]
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"size": 80}, "H=80 and H'=80 are not both 64 or 128"),
-        ({"dtype": "float32"}, "q, k and v of float32, float32 and float32 are not all bfloat16"),
-        ({"tokens": 33}, r"T \* G = 66 is over 64"),
+        ({"size": 72}, "H=72 and H'=72 are not one multiple of 16 up to 256"),
+        ({"size": 272}, "H=272"),
+        ({"dtype": "float32"}, "q of float32, k and v of float32 are not all bfloat16 or float16"),
         ({"slots": 63}, r"over S=63 is too small"),
-        ({"softcap": 30.0}, "softcap=30.0 is not supported"),
         ({"holes": True}, "key_positions are given"),
     ],
-    ids=["size", "dtype", "rows", "slots", "softcap", "positions"],
+    ids=["size", "large", "dtype", "slots", "positions"],
 )
 def test_refuses_with_a_reason(change, reason):
-    shape = {"size": 64, "dtype": "bfloat16", "tokens": 1, "slots": 640, "softcap": None} | change
+    shape = {"size": 64, "dtype": "bfloat16", "tokens": 1, "slots": 640} | change
     q = jax.ShapeDtypeStruct((2, shape["tokens"], 4, shape["size"]), shape["dtype"])
     cache = jax.ShapeDtypeStruct((2, shape["slots"], 2, shape["size"]), shape["dtype"])
     where = jax.ShapeDtypeStruct(cache.shape[:2], jnp.int32) if change.get("holes") else None
     with pytest.raises(Exception, match=reason):
         jax.eval_shape(
-            lambda *x: attention(
-                *x, key_positions=where, softcap=shape["softcap"], implementation="pallas"
-            ),
+            lambda *x: attention(*x, key_positions=where, implementation="pallas"),
             q,
             cache,
             cache,
