@@ -122,6 +122,14 @@ class Shape:
         return (SHARED // self.lanes - own) // (2 * keys * self.size * self.item)
 
 
+def shape_of(q: Array, k: Array) -> Shape:
+    """The sizes of queries ``[B, T, N, H]`` over keys ``[B, S, K, H]``."""
+    batch, tokens, heads, size = q.shape
+    slots, kv_heads = k.shape[1:3]
+    rows = tokens * heads // kv_heads
+    return Shape(batch, slots, kv_heads, rows, size, k.dtype.itemsize)
+
+
 def attention_pallas(
     q: Array,
     k: Array,
@@ -136,10 +144,10 @@ def attention_pallas(
     blocks: Blocks | None = None,
 ) -> tuple[Array, Array]:
     """As `jspec.ops.attention.dense.attention`, for what `refuses` lets pass."""
-    batch, tokens, heads, size = q.shape
-    slots, kv_heads = k.shape[1:3]
+    batch, tokens, heads, _ = q.shape
+    kv_heads = k.shape[2]
     last = jnp.repeat(positions, heads // kv_heads, axis=1)
-    shape = Shape(batch, slots, kv_heads, last.shape[1], size, k.dtype.itemsize)
+    shape = shape_of(q, k)
     partials = _Partials(shape, scale, window, softcap, blocks or blocks_for(shape))
     out, lse = opaque(partials, grouped(q, kv_heads), k, v, last)
     if partials.chunks > 1:
@@ -576,6 +584,8 @@ def refuses(
         return f"H={size} and H'={v.shape[3]} are not one multiple of 16 up to 256"
     if batch * tokens * kv_heads == 0 or slots < TILE:
         return f"q {q.shape} over S={slots} is too small"
+    if slots % 8:
+        return f"S={slots} is not a multiple of 8; round the capacity up"
     return None
 
 
