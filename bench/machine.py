@@ -51,7 +51,9 @@ def _driver() -> str | None:
 def read_ceiling(repeats: int = 7) -> float:
     """Bytes a second of summing a large array: the marginal time of a pass inside one program."""
     gpu = jax.default_backend() == "gpu"
-    size, dtype = (2**30, jnp.bfloat16) if gpu else (2**28, jnp.float32)
+    size, dtype = (2**31, jnp.bfloat16) if gpu else (2**28, jnp.float32)
+    # On a GPU a call jitters by more than a pass takes.
+    few, many = (2, 34) if gpu else (2, 10)
     x = jnp.ones((size // jnp.dtype(dtype).itemsize // 1024, 1024), dtype)
 
     @partial(jax.jit, static_argnums=1)
@@ -64,7 +66,7 @@ def read_ceiling(repeats: int = 7) -> float:
         return jax.lax.scan(body, jnp.float32(0), length=count)[0]
 
     seconds = {}
-    for count in (2, 10):
+    for count in (few, many):
         passes(x, count).block_until_ready()
         samples = []
         for _ in range(repeats):
@@ -72,4 +74,4 @@ def read_ceiling(repeats: int = 7) -> float:
             passes(x, count).block_until_ready()
             samples.append(time.perf_counter() - begin)
         seconds[count] = statistics.median(samples)
-    return 8 * size / (seconds[10] - seconds[2])
+    return (many - few) * size / (seconds[many] - seconds[few])

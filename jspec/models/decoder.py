@@ -27,6 +27,17 @@ def _constant(size: int, value: float, dtype, rngs: nnx.Rngs | None) -> nnx.Para
     return nnx.Param(jnp.full((size,), value, dtype))
 
 
+def product(x: Array, kernel: Array, dtype=None) -> Array:
+    """``x [..., in] @ kernel [in, out]`` with sums in float32, of ``dtype`` or that of ``x``."""
+    rows = x.size // x.shape[-1]
+    if rows > 1 or jax.default_backend() != "gpu":
+        return jnp.dot(x, kernel, preferred_element_type=dtype)
+    # XLA would write the products of a single row to memory, rounded, and add them up afterwards.
+    padded = jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0)))
+    y = jnp.dot(padded, kernel, preferred_element_type=dtype)[:1]
+    return y.reshape(*x.shape[:-1], -1)
+
+
 class Linear(nnx.Module):
     """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``."""
 
@@ -35,7 +46,7 @@ class Linear(nnx.Module):
         self.bias = _constant(outputs, 0.0, dtype, rngs) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = jnp.dot(x, self.kernel[...])
+        y = product(x, self.kernel[...])
         return y if self.bias is None else y + self.bias[None, None]
 
 
@@ -169,4 +180,4 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Array) -> Array:
         """Next-token logits, float32 ``[..., V]``."""
         kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
-        return jnp.dot(hidden, kernel, preferred_element_type=jnp.float32)
+        return product(hidden, kernel, jnp.float32)

@@ -61,18 +61,12 @@ def blocks_for(shape: Shape) -> Blocks:
         keys, chunk = TILE, min(max(1 << max(even - 1, 1).bit_length(), 256), 8192)
     if shape.size <= TILE:
         keys = 2 * TILE  # a block of fewer bytes takes as long to compute as to wait for
-    wide = _fitting(shape, keys, chunk) if keys <= shape.slots else None
-    return wide or _fitting(shape, TILE, chunk)
-
-
-def _fitting(shape: Shape, keys: int, chunk: int) -> Blocks | None:
-    """The cut that fills shared memory with blocks of ``keys``, None where too few fit."""
     # The queries of the next item are copied early where that leaves room for enough blocks.
-    for sides, least in ((2, 2), (1, 1 if keys > TILE else 2)):
-        stages = shape.stages(keys, sides)
-        if stages >= least:
-            return Blocks(keys, min(stages, 4), sides, chunk, multiprocessors(), shape.lanes)
-    return None
+    for wide, sides, least in ((keys, 2, 2), (keys, 1, 1 if keys > TILE else 2), (TILE, 1, 1)):
+        stages = min(shape.stages(wide, sides), 4)
+        if wide <= shape.slots and stages >= least:
+            return Blocks(wide, stages, sides, chunk, multiprocessors(), shape.lanes)
+    raise AssertionError("two blocks of 64 keys of the largest head fit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,17 +127,18 @@ def shape_of(q: Array, k: Array) -> Shape:
 def attention_pallas(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     positions: Array,
     *,
-    key_positions: None,
+    key_positions: Array | None,
     scale: float,
     window: int | None,
     softcap: float | None,
-    value_size: None,
+    value_size: int | None,
     blocks: Blocks | None = None,
 ) -> tuple[Array, Array]:
     """As `jspec.ops.attention.dense.attention`, for what `refuses` lets pass."""
+    assert v is not None  # `refuses`
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[2]
     last = jnp.repeat(positions, heads // kv_heads, axis=1)
@@ -331,7 +326,7 @@ class _Partials:
             (done, read), here = carry
             ahead = self._bounds(lane, turn + 1, bounds)
             there, row, tile, head, chunk = self._item(lane, turn)
-            low, _, high = self._range(there, chunk, here)
+            low, high = self._range(there, chunk, here)[::2]
 
             @pl.when(high > low)
             def _():
@@ -348,13 +343,13 @@ class _Partials:
             def block(i, done):
                 slot = lane * stages + lax.rem(done, stages)
                 _, at = self._place(chunk, i)
-                for which, source, target in ((1, k, k_smem), (2, v, v_smem)):
+                for which, held, target in ((1, k, k_smem), (2, v, v_smem)):
 
                     @pl.when(done >= stages)
                     def _(which=which):
                         plgpu.barrier_wait(free[which].at[slot])
 
-                    source = source.at[row, pl.ds(at, self.blocks.keys), head]
+                    source = held.at[row, pl.ds(at, self.blocks.keys), head]
                     plgpu.copy_gmem_to_smem(source, target.at[slot], full[which].at[slot])
                 return done + 1
 
@@ -436,18 +431,18 @@ class _Partials:
                     pl.when(at + keys > here[2])(lambda: without_junk(slot, at, here[2]))
                 weights = weights.astype(v_smem.dtype)
                 acc = tuple(
-                    a * wide(decay, a.shape[1])
-                    + times(weights, v_smem.at[slot, :, part], a.shape[1])
-                    for a, part in zip(acc, parts, strict=True)
+                    a * wide(decay, width)
+                    + times(weights, v_smem.at[slot, :, pl.ds(at, width)], width)
+                    for a, (at, width) in zip(acc, parts, strict=True)
                 )
                 plgpu.barrier_arrive(free[2].at[slot])
                 return acc, higher, total, done + 1
 
             # Each product has an accumulator of its own, so that many channels go in parts.
-            parts = [pl.ds(i, min(part_size, size - i)) for i in range(0, size, part_size)]
+            parts = [(i, min(part_size, size - i)) for i in range(0, size, part_size)]
             acc = tuple(
-                plgpu.layout_cast(jnp.zeros((TILE, p.size), jnp.float32), plgpu.Layout.WGMMA)
-                for p in parts
+                plgpu.layout_cast(jnp.zeros((TILE, width), jnp.float32), plgpu.Layout.WGMMA)
+                for _, width in parts
             )
             carry = acc, vector(LOWEST), vector(0), done
             carry = lax.fori_loop(low, plain, lambda i, c: block(i, c, False), carry)
@@ -467,15 +462,14 @@ class _Partials:
                 out, lse = (x.at[row, tile, head, chunk] for x in results)
                 kept = self.shape.kept
                 rows = pl.ds(group * kept, kept)
-                for a, part in zip(acc, parts, strict=True):
+                for a, (at, width) in zip(acc, parts, strict=True):
                     plgpu.wait_smem_to_gmem(0)
-                    columns = a.shape[1]
-                    a = jnp.where(wide(saw, columns), a / wide(safe, columns), 0)
-                    out_smem[pl.ds(staged, TILE), pl.ds(0, columns)] = a
+                    a = jnp.where(wide(saw, width), a / wide(safe, width), 0)
+                    out_smem[pl.ds(staged, TILE), pl.ds(0, width)] = a
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
-                        out_smem.at[pl.ds(staged, kept), pl.ds(0, columns)],
-                        out.at[rows, part],
+                        out_smem.at[pl.ds(staged, kept), pl.ds(0, width)],
+                        out.at[rows, pl.ds(at, width)],
                     )
                 lse_smem[pl.ds(staged, TILE)] = jnp.where(saw, top + jnp.log2(safe), -jnp.inf)
                 plgpu.commit_smem()
@@ -493,7 +487,8 @@ def times(a, b, columns: int):
         plgpu.wgmma(accumulator, a, b)
         return accumulator[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((TILE, columns), jnp.float32))
+    accumulator = plgpu.ACC((TILE, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(multiply, accumulator)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ def poisoned_step(models, state, config, junk):
     return dataclasses.replace(state, **caches), record
 
 
-@pytest.mark.parametrize("implementation", ATTENTION.backends)
+@pytest.mark.parametrize("implementation", ATTENTION.never_refusing)
 @pytest.mark.parametrize("source", DRAFTERS)
 def test_unused_slots_never_reach_an_output(source, implementation, sharp, other, monkeypatch):
     """Half of the rows sample; all end at different times; 60 slots leave none to spare."""

@@ -98,10 +98,12 @@ def _xla(
     tail = jnp.broadcast_to(tail, (*selected.shape[:2], tail.shape[-1]))
     slots = jnp.concatenate([selected, tail], axis=-1)
     index = jnp.swapaxes(slots, 1, 2)[..., None]
-    keys, values = (
-        None if x is None else jnp.take_along_axis(x, index, axis=1, mode="clip") for x in (k, v)
-    )
-    values = values_in(keys, values, value_size)
+
+    def taken(x: Array) -> Array:
+        return jnp.take_along_axis(x, index, axis=1, mode="clip")
+
+    keys = taken(k)
+    values = values_in(keys, None if v is None else taken(v), value_size)
     rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
     sums = accumulate(start(rows, values.shape[3]), rows, keys, values, valid, softcap)
     return finish(sums, tokens, q.dtype)
