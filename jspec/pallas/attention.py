@@ -1,11 +1,12 @@
 """Attention of a few query tokens over a long cache on Mosaic GPU, at the speed of memory.
 
 The queries that share a key-value head are the rows of a tile, T * G of them. A head's keys are
-cut into chunks whose size follows from the shape of a row alone, so that a row's arithmetic depends
-neither on its neighbours nor on its length. The programs stay and take one chunk after the other:
-one warpgroup copies keys and values into shared memory, across chunks, ahead of those that
-compute. What lies beyond a row's length is not read. Each chunk leaves an output with its
-log-sum-exp, and a small second kernel merges them.
+cut into chunks at positions that are the same for every row and capacity, so that a row's
+arithmetic depends on neither, nor on its neighbours; they grow with the position, so that a short
+row is read by many programs and a long one is merged from few parts. The programs stay and take
+one chunk after the other: one warpgroup copies keys and values into shared memory, across chunks,
+ahead of those that compute. What lies beyond a row's length is not read. Each chunk leaves an
+output with its log-sum-exp, and a small second kernel merges them.
 """
 
 from __future__ import annotations
@@ -32,21 +33,70 @@ PART = 128  # channels
 GROUPS = 2  # most warpgroups that compute
 SHARED = 227 * 1024 - 4096  # bytes of shared memory for arrays; the rest goes to their alignment
 AT_ONCE = 16  # chunks whose loads are in flight together
+REACHES = 8192, 32768, 131072  # up to which positions chunks have a size
 LOWEST = -1e30  # the maximum of no score; finite, so that a difference of two is no NaN
 LOG2E = math.log2(math.e)
 EVERYTHING = jnp.iinfo(jnp.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Positions in chunks, larger ones farther behind.
+
+    ``levels``: up to which position, and how many keys a chunk; all but the last position are
+    multiples of the sizes on both sides.
+    """
+
+    levels: tuple[tuple[int, int], ...]
+
+    def _each(self):
+        """Of each level: its first chunk, its first position, and its size."""
+        chunk = begin = 0
+        for until, size in self.levels:
+            yield chunk, begin, size
+            chunk, begin = chunk + -(-(until - begin) // size), until
+
+    @property
+    def count(self) -> int:
+        chunk, begin, size = list(self._each())[-1]
+        return chunk + -(-(self.levels[-1][0] - begin) // size)
+
+    def place(self, index):
+        """Where a chunk begins, and its size."""
+        where = jnp.int32(0), jnp.int32(0)
+        for chunk, begin, size in self._each():
+            here = begin + (index - chunk) * size, size
+            where = tuple(jnp.where(index >= chunk, x, y) for x, y in zip(here, where, strict=True))
+        return where
+
+    def holding(self, position):
+        """The chunk that a position is in."""
+        index = jnp.int32(0)
+        for chunk, begin, size in self._each():
+            here = chunk + lax.div(position - begin, jnp.int32(size))
+            index = jnp.where(position >= begin, here, index)
+        return index
+
+
+def chunks_for(slots: int, kv_heads: int) -> Chunks:
+    """Chunks of which a single row has about as many as an H200 has multiprocessors."""
+    even = [max(until * kv_heads // 132, 256) for until in REACHES]
+    sizes = [min(2 * floor_power(keys - 1), 8192) for keys in even]
+    reached = [(u, s) for u, s in zip(REACHES, sizes, strict=True) if u < slots]
+    last = sizes[min(len(reached), len(sizes) - 1)]
+    return Chunks((*reached, (slots, last)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Blocks:
     """How the work is cut: ``keys`` of a block, ``stages`` that hold a block each, ``sides`` that
-    hold the queries of an item each, keys of a ``chunk`` (a multiple of ``keys``), the ``programs``
+    hold the queries of an item each, the ``chunks`` (of multiples of ``keys``), the ``programs``
     that stay, and their ``lanes``, which take items apart from each other."""
 
     keys: int
     stages: int
     sides: int
-    chunk: int
+    chunks: Chunks
     programs: int
     lanes: int
 
@@ -54,18 +104,16 @@ class Blocks:
 def blocks_for(shape: Shape) -> Blocks:
     """The cut that serves a shape well."""
     if shape.tiles > 1:  # many queries: a tile reads all keys, and nothing is merged
-        keys, chunk = 2 * TILE, -(-shape.slots // (2 * TILE)) * 2 * TILE
+        keys, chunks = 2 * TILE, Chunks(((shape.slots, -(-shape.slots // 128) * 128),))
     else:
-        # A chunk of a single row for every multiprocessor of an H200, and few enough to merge.
-        even = shape.slots * shape.kv_heads // 132
-        keys, chunk = TILE, min(max(1 << max(even - 1, 1).bit_length(), 256), 8192)
+        keys, chunks = TILE, chunks_for(shape.slots, shape.kv_heads)
     if shape.size <= TILE:
         keys = 2 * TILE  # a block of fewer bytes takes as long to compute as to wait for
     # The queries of the next item are copied early where that leaves room for enough blocks.
     for wide, sides, least in ((keys, 2, 2), (keys, 1, 1 if keys > TILE else 2), (TILE, 1, 1)):
         stages = min(shape.stages(wide, sides), 4)
         if wide <= shape.slots and stages >= least:
-            return Blocks(wide, stages, sides, chunk, multiprocessors(), shape.lanes)
+            return Blocks(wide, stages, sides, chunks, multiprocessors(), shape.lanes)
     raise AssertionError("two blocks of 64 keys of the largest head fit")
 
 
@@ -139,14 +187,14 @@ def attention_pallas(
 ) -> tuple[Array, Array]:
     """As `jspec.ops.attention.dense.attention`, for what `refuses` lets pass."""
     assert v is not None  # `refuses`
-    batch, tokens, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    last = jnp.repeat(positions, heads // kv_heads, axis=1)
-    shape = shape_of(q, k)
+    batch, tokens = q.shape[:2]
+    kv_heads, shape = k.shape[2], shape_of(q, k)
+    last, bounds = reach(positions, shape, window)
     partials = _Partials(shape, scale, window, softcap, blocks or blocks_for(shape))
-    out, lse = opaque(partials, grouped(q, kv_heads), k, v, last)
+    out, lse = opaque(partials, grouped(q, kv_heads), k, v, last, bounds)
     if partials.chunks > 1:
-        return opaque(_Merge(q.shape, q.dtype, kv_heads), out, lse)
+        merge = _Merge(q.shape, q.dtype, kv_heads, partials.blocks.chunks)
+        return opaque(merge, out, lse, bounds)
 
     def only(x: Array) -> Array:
         x = jnp.moveaxis(x[:, :, :, 0, : shape.wide], 1, 2)
@@ -154,6 +202,25 @@ def attention_pallas(
         return ungrouped(x[:, :, : shape.rows], tokens)
 
     return only(out).astype(q.dtype), only(lse) / LOG2E
+
+
+def reach(positions: Array, shape: Shape, window: int | None) -> tuple[Array, Array]:
+    """Which keys the queries at ``positions [B, T]`` see.
+
+    int32 ``[B, tiles, wide]``: the last position that each query of a tile sees, -1 for none; and
+    ``[B, tiles, 3]``: where those begin that any of them sees, where those end that all of them see
+    (or those that begin, with a window), and where the last of them ends.
+    """
+    group = shape.rows // positions.shape[1]
+    spare = shape.tiles * shape.wide - shape.rows
+    last = jnp.pad(jnp.repeat(positions, group, axis=1), ((0, 0), (0, spare)), constant_values=-1)
+    last = last.reshape(shape.batch, shape.tiles, shape.wide)
+    first = jnp.where(last >= 0, last, EVERYTHING).min(axis=2)
+    end = last.max(axis=2) + 1
+    begin, common = jnp.zeros_like(end), jnp.minimum(first, end - 1) + 1
+    if window is not None:
+        begin = common = jnp.maximum(jnp.minimum(first, end) - window + 1, 0)
+    return last, jnp.stack([begin, common, end], axis=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +235,7 @@ class _Partials:
 
     @property
     def chunks(self) -> int:
-        return -(-self.shape.slots // self.blocks.chunk)
+        return self.blocks.chunks.count
 
     @property
     def items(self) -> int:
@@ -184,12 +251,14 @@ class _Partials:
         """Items that a lane takes."""
         return -(-self.items // (self.programs * self.blocks.lanes))
 
-    def __call__(self, q: Array, k: Array, v: Array, last: Array) -> tuple[Array, Array]:
-        """``q [B, K, T * G, H]``; ``last`` int32 ``[B, T * G]``: the last position that a row sees,
-        -1 for none.
+    def __call__(
+        self, q: Array, k: Array, v: Array, last: Array, bounds: Array
+    ) -> tuple[Array, Array]:
+        """``q [B, K, T * G, H]``, ``last [B, tiles, wide]`` and ``bounds`` as `reach` gives them.
 
         Returns the outputs, float32 ``[B, tiles, K, chunks, rows, H]``, and the log-sum-exp of the
         scores, base 2, float32 ``[B, tiles, K, chunks, wide]``; a row that sees nothing gives -inf.
+        Where there are several chunks, those that no query of a tile sees are not written.
         """
         shape, lanes = self.shape, self.blocks.lanes
         stages, sides = lanes * self.blocks.stages, lanes * self.blocks.sides
@@ -198,18 +267,6 @@ class _Partials:
         spare = tiles * wide - rows
         q = jnp.pad(q, ((0, 0), (0, 0), (0, spare), (0, 0)))
         q = q.reshape(batch, kv_heads, tiles, wide, size)
-        last = jnp.pad(last, ((0, 0), (0, spare)), constant_values=-1)
-        last = last.reshape(batch, tiles, wide)
-        first = jnp.where(last >= 0, last, EVERYTHING).min(axis=2)
-        # Per tile: where its keys end, where those end that all its queries see, and where those
-        # begin that any of them sees.
-        end = last.max(axis=2) + 1
-        common = jnp.minimum(first, end - 1) + 1
-        begin = jnp.zeros_like(end)
-        if self.window is not None:
-            begin = jnp.maximum(jnp.minimum(first, end) - self.window + 1, 0)
-            common = begin
-        bounds = jnp.stack([begin, common, end], axis=2)
         channels = 64 if size % 64 == 0 else 32 if size % 32 == 0 else 16
         swizzled = (
             plgpu.TilingTransform((8, channels)),
@@ -274,20 +331,20 @@ class _Partials:
         """Of a chunk's blocks, those to read, ``low..high``, and from which on they are masked."""
         begin, common, end = bounds
         keys = self.blocks.keys
+        start, size = self.blocks.chunks.place(chunk)
 
         def inside(position):
-            from_chunk = position - chunk * self.blocks.chunk
-            return jnp.where(there, jnp.clip(from_chunk, 0, self.blocks.chunk), 0)
+            return jnp.where(there, jnp.clip(position - start, 0, size), 0)
 
         low = lax.div(inside(begin), keys)
         plain = jnp.maximum(lax.div(inside(common), keys), low)
         high = lax.div(inside(end) + keys - 1, keys)
         return low, plain, jnp.maximum(high, low)
 
-    def _place(self, chunk, i):
-        """Where block ``i`` of a chunk begins, and where it is read: the last one ends with the
-        cache."""
-        begins = chunk * self.blocks.chunk + i * self.blocks.keys
+    def _place(self, start, i):
+        """Where block ``i`` of a chunk that starts there begins, and where it is read: the last one
+        ends with the cache."""
+        begins = start + i * self.blocks.keys
         return begins, jnp.minimum(begins, self.shape.slots - self.blocks.keys)
 
     def _kernel(self, q, k, v, last, bounds, out, lse, *scratch):
@@ -327,6 +384,7 @@ class _Partials:
             ahead = self._bounds(lane, turn + 1, bounds)
             there, row, tile, head, chunk = self._item(lane, turn)
             low, high = self._range(there, chunk, here)[::2]
+            start, _ = self.blocks.chunks.place(chunk)
 
             @pl.when(high > low)
             def _():
@@ -342,7 +400,7 @@ class _Partials:
 
             def block(i, done):
                 slot = lane * stages + lax.rem(done, stages)
-                _, at = self._place(chunk, i)
+                _, at = self._place(start, i)
                 for which, held, target in ((1, k, k_smem), (2, v, v_smem)):
 
                     @pl.when(done >= stages)
@@ -396,6 +454,7 @@ class _Partials:
             ahead = self._bounds(lane, turn + 1, bounds)
             there, row, tile, head, chunk = self._item(lane, turn)
             low, plain, high = self._range(there, chunk, here)
+            start, _ = self.blocks.chunks.place(chunk)
             side = lane * self.blocks.sides + lax.rem(read, self.blocks.sides)
 
             @pl.when(high > low)
@@ -414,7 +473,7 @@ class _Partials:
             def block(i, carry, masked):
                 acc, top, total, done = carry
                 slot = lane * stages + lax.rem(done, stages)
-                begins, at = self._place(chunk, i)
+                begins, at = self._place(start, i)
                 plgpu.barrier_wait(full[1].at[slot])
                 scores = times(q_smem.at[side, own], k_smem.at[slot].transpose((1, 0)), keys)
                 plgpu.barrier_arrive(free[1].at[slot])
@@ -454,7 +513,8 @@ class _Partials:
             def _():
                 plgpu.barrier_arrive(free[0].at[side])
 
-            @pl.when(there)
+            # Of several chunks, the merge leaves out those that the row does not reach.
+            @pl.when(there if self.chunks == 1 else high > low)
             def _():
                 # Blocks that are not masked are seen by all queries, but not by padding.
                 saw = (total > 0) & (limit >= 0)
@@ -498,32 +558,36 @@ class _Merge:
     queries: tuple[int, ...]  # [B, T, N, H]
     dtype: jnp.dtype
     kv_heads: int
+    chunks: Chunks
 
-    def __call__(self, outs: Array, lses: Array) -> tuple[Array, Array]:
+    def __call__(self, outs: Array, lses: Array, bounds: Array) -> tuple[Array, Array]:
         """What `_Partials` returns as output ``[B, T, N, H]`` and natural ``[B, T, N]``."""
         batch, tokens, heads, size = self.queries
         piece = Spread(min(floor_power(size), PART), warps=WARPS)
-        chunks, group, wide = outs.shape[3], heads // self.kv_heads, lses.shape[4]
+        group, wide = heads // self.kv_heads, lses.shape[4]
 
-        def kernel(outs, lses, out, lse):
+        def kernel(outs, lses, bounds, out, lse):
             program = lax.axis_index("program")
             before, head = lax.div(program, heads), lax.rem(program, heads)
             row, token = lax.div(before, tokens), lax.rem(before, tokens)
             query = token * group + lax.rem(head, group)
             where = row, lax.div(query, wide), lax.div(head, group)
             own = lax.rem(query, wide)
+            begin, end = bounds[where[0], where[1], 0], bounds[where[0], where[1], 2]
+            low = self.chunks.holding(begin)
+            last = jnp.maximum(self.chunks.holding(end - 1), low)
 
             def join(first, carry):
                 """Add the chunks from ``first`` on, `AT_ONCE` of them."""
                 top, total, sums = carry
-                index = [first + i for i in range(min(AT_ONCE, chunks))]
-                held = [jnp.minimum(c, chunks - 1) for c in index]
+                index = [first + i for i in range(min(AT_ONCE, self.chunks.count))]
+                held = [jnp.minimum(c, last) for c in index]
                 values = [
                     [load(outs.at[*where, c, own, pl.ds(at, piece.size)], piece) for c in held]
                     for at in starts(size, piece.size)
                 ]
                 scores = [
-                    jnp.where(i < chunks, lses[*where, c, own], -jnp.inf)
+                    jnp.where(i <= last, lses[*where, c, own], -jnp.inf)
                     for i, c in zip(index, held, strict=True)
                 ]
                 higher = functools.reduce(jnp.maximum, scores, top)
@@ -537,8 +601,8 @@ class _Merge:
 
             zero = plgpu.layout_cast(jnp.zeros((piece.size,), jnp.float32), piece.layout())
             carry = jnp.float32(LOWEST), jnp.float32(0), [zero] * len(starts(size, piece.size))
-            turns = -(-chunks // AT_ONCE)
-            carry = lax.fori_loop(0, turns, lambda i, c: join(i * AT_ONCE, c), carry)
+            turns = jnp.where(end > begin, lax.div(last - low, AT_ONCE) + 1, 0)
+            carry = lax.fori_loop(0, turns, lambda i, c: join(low + i * AT_ONCE, c), carry)
             top, total, sums = carry
             safe = jnp.where(total > 0, total, 1)
             lse[row, token, head] = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
@@ -556,7 +620,7 @@ class _Merge:
             grid_names=("program",),
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )
-        return call(outs, lses)
+        return call(outs, lses, bounds)
 
 
 def refuses(

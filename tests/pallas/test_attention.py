@@ -9,7 +9,15 @@ import pytest
 
 from jspec.ops.attention.dense import attention
 from jspec.pallas import attention as module
-from jspec.pallas.attention import ATTENTION, Blocks, attention_pallas, blocks_for, shape_of
+from jspec.pallas.attention import (
+    ATTENTION,
+    Blocks,
+    Chunks,
+    attention_pallas,
+    blocks_for,
+    chunks_for,
+    shape_of,
+)
 from jspec.pallas.mosaic import refuses_pallas
 from tests.ops.attention.test_dense import Case, brute_force, inputs
 from tests.pallas.mosaic import interpret, lower
@@ -34,8 +42,12 @@ LARGE = [
     Case("size-256-softcap", 5, 904, (900, 333), softcap=20.0, **HALF | {"size": 256}),
     Case("size-16", 2, 904, (904, 333), **HALF | {"size": 16}),
 ]
-# Chunks of two blocks, fewer programs than chunks, fewer stages than blocks.
-CUT = Blocks(keys=64, stages=2, sides=2, chunk=128, programs=1, lanes=2)
+
+
+# Chunks of one and two blocks, fewer programs than chunks, fewer stages than blocks.
+def cut(case: Case) -> Blocks:
+    chunks = Chunks(((64, 64), (case.slots, 128)))
+    return Blocks(keys=64, stages=2, sides=2, chunks=chunks, programs=1, lanes=2)
 
 
 def settings(case: Case) -> dict:
@@ -79,7 +91,7 @@ def test_equals_the_definition_when_interpreted(case, products_of_arrays):
     if jax.default_backend() == "gpu":
         pytest.skip("stands in for a GPU, and there is one")
     x, given = arrays(case)
-    got = interpret(lambda *x: attention_pallas(*x, **settings(case), blocks=CUT), *given)
+    got = interpret(lambda *x: attention_pallas(*x, **settings(case), blocks=cut(case)), *given)
     assert_attends(got, x, case)
 
 
@@ -90,22 +102,42 @@ def test_equals_the_definition_on_a_gpu(case):
     x, given = arrays(case)
     # As it is cut for the shape, and in chunks of one or two blocks for few programs.
     best = blocks_for(shape_of(given[0], given[1]))
-    for blocks in (None, dataclasses.replace(best, chunk=128, programs=2)):
+    few = Chunks(((2 * best.keys, best.keys), (case.slots, 2 * best.keys)))
+    for blocks in (None, dataclasses.replace(best, chunks=few, programs=2)):
         call = jax.jit(lambda *x, b=blocks: attention_pallas(*x, **settings(case), blocks=b))
         assert_attends(call(*given), x, case)
 
 
-def test_a_row_does_not_depend_on_its_neighbours_on_a_gpu():
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
+@pytest.mark.parametrize("slots", [100, 8192, 8448, 40_000, 300_000])
+def test_chunks_cover_a_capacity_once_and_begin_alike_in_every_other(slots, kv_heads):
+    chunks, longest = chunks_for(slots, kv_heads), chunks_for(1_000_000, kv_heads)
+    index = jnp.arange(chunks.count)
+    begin, size = map(np.asarray, chunks.place(index))
+    np.testing.assert_array_equal(begin[1:], (begin + size)[:-1])
+    assert begin[0] == 0
+    assert begin[-1] < slots <= begin[-1] + size[-1]
+    assert (size % 128 == 0).all()
+    last = np.minimum(begin + size, slots) - 1
+    for positions in (begin, last):
+        np.testing.assert_array_equal(chunks.holding(jnp.asarray(positions)), index)
+        np.testing.assert_array_equal(longest.holding(jnp.asarray(positions)), index)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_the_capacity_on_a_gpu():
     if reason := refuses_pallas():
         pytest.skip(reason)
     case = LARGE[4]
     _, (q, k, v, positions) = arrays(case)
     call = jax.jit(lambda *x: attention_pallas(*x, **settings(case)))
     together = call(q, k, v, positions)
+    more = [jnp.pad(x, ((0, 0), (0, 9000), (0, 0), (0, 0))) for x in (k, v)]
+    longer = call(q, *more, positions)
     for row in range(3):
         alone = call(*(x[row : row + 1] for x in (q, k, v, positions)))
-        for one, all_of_them in zip(alone, together, strict=True):
+        for one, all_of_them, in_more in zip(alone, together, longer, strict=True):
             np.testing.assert_array_equal(one[0], all_of_them[row])
+            np.testing.assert_array_equal(one[0], in_more[row])
 
 
 @pytest.mark.parametrize("size", [64, 128])
