@@ -24,6 +24,7 @@ from bench.program import Absent, failure
 from bench.settings import Settings, bar
 from bench.suite import Suite
 from jspec.cli.compile_cache import keep_programs
+from jspec.models.decoder import Decoder
 
 SWEEP = (1, 2, 4, 8, 10, 16)  # tokens of a pass
 PAIR = (1, 10)
@@ -92,26 +93,31 @@ def _rows(
     prefilled: list[str],
 ) -> Iterator[point.Row]:
     for name in dict.fromkeys(case.model for case in chosen):
-        config = shapes.MODELS[name]
-        layers = settings.decode.layers
+        config, layers = shapes.MODELS[name], settings.decode.layers
         if layers is None and jax.default_backend() == "cpu":
             layers = CPU_LAYERS
         model = shapes.random_model(shapes.first_layers(config, layers or config.num_layers))
-        # The smallest first: the device tells the peak of all that ran until then.
-        own = [Steps(model, case, settings, ceiling) for case in chosen if case.model == name]
-        own.sort(key=lambda steps: steps.size)
-        # All of them before any cache takes the memory that compiling needs.
-        programs = _compiled(name, [steps.lowerings() for steps in own])
-        with bar(name, len(own)) as advance:
-            for steps, ready in zip(own, programs, strict=True):
-                yield from steps.rows(ready)
-                gc.collect()  # a failure's traceback may hold a cache
-                advance()
-        del own, steps, programs, ready
+        yield from _steps(model, [case for case in chosen if case.model == name], settings, ceiling)
         if name in prefilled and matrix is not None:
             for tokens in PREFILLED:
                 yield prefill.row(name, model, tokens, settings, matrix)
         del model  # before the next one is drawn
+
+
+def _steps(
+    model: Decoder, chosen: list[Case], settings: Settings, ceiling: float
+) -> Iterator[point.Row]:
+    """The rows of a model's steps."""
+    own = [Steps(model, case, settings, ceiling) for case in chosen]
+    # The smallest first: the device tells the peak of all that ran until then.
+    own.sort(key=lambda steps: steps.size)
+    # All of them before any cache takes the memory that compiling needs.
+    programs = _compiled(chosen[0].model, [steps.lowerings() for steps in own])
+    with bar(chosen[0].model, len(own)) as advance:
+        for steps, ready in zip(own, programs, strict=True):
+            yield from steps.rows(ready)
+            gc.collect()  # a failure's traceback may hold a cache
+            advance()
 
 
 def _compiled(

@@ -77,10 +77,10 @@ class Check:
 
     def _first(self, cache: Cache) -> Cache:
         """The first layers of a cache."""
-        columns, specs, layouts = (
-            x[: self.layers] for x in (cache.columns, cache.specs, cache.layouts)
+        count = self.layers
+        return Cache(
+            cache.columns[:count], cache.lengths, cache.specs[:count], cache.layouts[:count]
         )
-        return Cache(columns, cache.lengths, specs, layouts)
 
 
 @partial(jax.jit, static_argnames="backends", donate_argnames="cache")

@@ -26,7 +26,7 @@ def read(
     """What was asked for; ends with an error where that cannot be, or is for no other suite."""
     named = [name for name in asked.backend if "=" in name]
     plain = [name for name in asked.backend if "=" not in name]
-    given = {
+    given: dict[str, Any] = {
         field: tuple(value) if isinstance(value, list) else value
         for field in OPTIONS
         if (value := getattr(asked, field)) is not None
