@@ -17,8 +17,8 @@ import jax
 
 from bench import point
 from bench.decode import prefill, shapes
-from bench.decode.show import compare, show
 from bench.decode.steps import Case, Steps
+from bench.decode.tables import compare, show
 from bench.machine import matrix_ceiling, read_ceiling
 from bench.program import Absent, failure
 from bench.settings import Settings, bar

@@ -18,7 +18,10 @@ from jspec.models.decoder import Decoder
 from jspec.policies.attend import dense_attend
 
 LAYERS = 2
-TOLERANCE = 0.05  # of the logits' norm: bfloat16 rounds each of a layer's ten sums by up to 0.004
+# Of the logits' norm. Right passes of bfloat16 are within 0.01; a block of 128 keys of 8192 that is
+# left out gives 0.06 and more, a new key that is left out or seen too early 1.3.
+TOLERANCE = 0.03
+NEW_KEYS = 6.0  # times what the model gives: among thousands of keys the new ones must count
 REFERENCE = Backends(attention="xla")
 Key = tuple[int, Backends]  # tokens of a pass, and its backends
 
@@ -88,7 +91,12 @@ def _logits(
     model: Decoder, cache: Cache, tokens: Any, positions: Any, backends: Backends
 ) -> tuple[jax.Array, Cache]:
     """Logits ``[B, T, V]`` of a pass that appends ``tokens [B, T]``, and the cache behind it."""
-    hidden, cache = model(tokens, positions, dense_attend(positions, backends=backends), cache)
+    inner = dense_attend(positions, backends=backends)
+
+    def attend(layer: int, q: Any, k: Any, v: Any, cache: Cache, **rest: Any) -> Any:
+        return inner(layer, q, jnp.asarray(NEW_KEYS, k.dtype) * k, v, cache, **rest)
+
+    hidden, cache = model(tokens, positions, attend, cache)
     return model.logits(hidden), cache
 
 

@@ -22,17 +22,16 @@ from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState
 from jspec.models.decoder import Decoder
 
-# Of keys, whose scores then have this standard deviation: a few of them carry the softmax, and one
-# that is left out or read twice shows in the output.
-KEY_SCALE = 3.0
+# Of keys: a share of them carries the softmax, and a block that is left out shows in the output.
+KEY_SCALE = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
     """What a state of ``context`` tokens a row is made from.
 
-    ``small``: a state of as many rows with a small cache; ``shapes``: the whole state as shapes,
-    which programs can be compiled for before there is memory for it.
+    ``small``: a state of as many rows whose cache has two slots; ``shapes``: the whole state as
+    shapes, which programs can be compiled for before there is memory for it.
     """
 
     small: DecodeState
@@ -44,7 +43,8 @@ class Blueprint:
         """For passes of up to ``gamma + 1`` tokens, with ``room`` slots for what is to come."""
         capacity = math.ceil((context + room + gamma + 1) / CAPACITY_STEP) * CAPACITY_STEP
         params = SamplingParams(max_new_tokens=1, ignore_eos=True)
-        small = start_decoding(model, [[1]] * batch, params, StepConfig(gamma, NoDraft()))
+        config = StepConfig(gamma, NoDraft())
+        small = start_decoding(model, [[1]] * batch, params, config, capacity=2)
         specs = model.config.layers
         layouts = layouts_of(specs, capacity, gamma)
 
@@ -66,7 +66,7 @@ class Blueprint:
                     jnp.float32(KEY_SCALE if name == "keys" else 1.0),
                     x.shape,
                     x.dtype,
-                    parts=batch,
+                    parts=16 * batch,
                 )
                 for name, x in column.items()
             }

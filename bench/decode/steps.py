@@ -165,8 +165,7 @@ class Steps:
 
     def _too_large(self, memory: dict[str, Any]) -> str | None:
         """Why the program cannot run in the memory that there is, or None."""
-        stats = jax.local_devices()[0].memory_stats() or {}
-        limit = stats.get("bytes_limit")
+        limit = _device_bytes("bytes_limit")
         needed = weight_bytes(self._model) + self.size + memory.get("temp_bytes", 0)
         if limit is None or needed <= limit:
             return None
@@ -239,15 +238,15 @@ def _first_run(
     A device's peak is that of the whole process: one that did not rise says nothing of this run.
     Raises `RuntimeError` where a step committed another number of tokens than one a row.
     """
-    before = _peak()
+    before = _device_bytes("peak_bytes_in_use")
     state, record = jax.block_until_ready(run(state))
-    after = _peak()
+    after = _device_bytes("peak_bytes_in_use")
     if not (record.committed == 1).all():
         raise RuntimeError("a step without a draft did not commit one token a row")
     raised = before is not None and after is not None and after > before
     return state, {"peak_bytes": after, "peak_measured": True} if raised else {}
 
 
-def _peak() -> int | None:
-    """Most bytes that were in use on the device so far, None where it does not say."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+def _device_bytes(name: str) -> int | None:
+    """What the device says of its memory, None where it does not."""
+    return (jax.local_devices()[0].memory_stats() or {}).get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.decode.parts import PARTS
-from bench.decode.show import CASE, STEP, of_kind, part_cells, prefill_cells, step_cells
+from bench.decode.tables import CASE, STEP, of_kind, part_cells, prefill_cells, step_cells
 from bench.report.text import absent, header, paragraphs, picture, table
 
 
