@@ -22,15 +22,16 @@ class DecodeSettings:
     """What the suite `decode` was asked for.
 
     ``models``, ``batches``, ``contexts`` and ``tokens`` (of a pass) are crossed; empty for the
-    suite's own. ``steps``: of a jitted chunk. ``layers``: the first ones of each model, None for
-    all. ``backends``: of the operations of a step.
+    suite's own. ``steps``: of a jitted chunk, 0 for the suite's own. ``layers``: the first ones of
+    each model, None for all, or for the suite's own on a CPU. ``backends``: of the operations of a
+    step.
     """
 
     models: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     contexts: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    steps: int = 16
+    steps: int = 0
     layers: int | None = None
     backends: Backends = Backends()
 

@@ -7,6 +7,7 @@ steps among chunks that follow each other, over its steps.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,9 +46,10 @@ WHOLE = (
         for sizes in ((1, 8192), (4, LONG))
     ),
 )
-# Without a GPU, where a layer takes a tenth of a second.
-CPU = (Case("qwen3-4b", 1, 2048, PAIR),)
-CPU_LAYERS = 2
+STEPS = 16  # of a chunk
+# Without a GPU a step of two layers takes a second.
+CPU = (Case("qwen3-4b", 1, 2048, (1,)),)
+CPU_LAYERS, CPU_STEPS = 2, 1
 PREFILLED = (16384, 65536)
 
 
@@ -71,10 +73,16 @@ def run(settings: Settings) -> dict[str, Any]:
     """Every case of every model; a model's own cases in the order of their caches' sizes."""
     keep_programs()
     chosen = cases(settings)
-    gpu, asked = jax.default_backend() == "gpu", settings.decode
+    asked, cpu = settings.decode, jax.default_backend() == "cpu"
+    asked = dataclasses.replace(
+        asked,
+        layers=asked.layers or (CPU_LAYERS if cpu else None),
+        steps=asked.steps or (CPU_STEPS if cpu else STEPS),
+    )
+    settings = dataclasses.replace(settings, decode=asked)
     names = list(dict.fromkeys(case.model for case in chosen))
     own = not (asked.batches or asked.contexts or asked.tokens or settings.quick)
-    prefilled = names[: None if asked.models else 1] if own and gpu else []
+    prefilled = names[: None if asked.models else 1] if own and not cpu else []
     ceiling = read_ceiling()
     matrix = matrix_ceiling() if prefilled else None
     return {
@@ -93,10 +101,9 @@ def _rows(
     prefilled: list[str],
 ) -> Iterator[point.Row]:
     for name in dict.fromkeys(case.model for case in chosen):
-        config, layers = shapes.MODELS[name], settings.decode.layers
-        if layers is None and jax.default_backend() == "cpu":
-            layers = CPU_LAYERS
-        model = shapes.random_model(shapes.first_layers(config, layers or config.num_layers))
+        config = shapes.MODELS[name]
+        layers = settings.decode.layers or config.num_layers
+        model = shapes.random_model(shapes.first_layers(config, layers))
         yield from _steps(model, [case for case in chosen if case.model == name], settings, ceiling)
         if name in prefilled and matrix is not None:
             for tokens in PREFILLED:

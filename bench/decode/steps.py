@@ -25,7 +25,7 @@ from jspec.dispatch import BackendError
 from jspec.models.decoder import Decoder
 from jspec.ops.attention.dense import ATTENTION
 
-CHUNKS = (1, 3)  # that follow each other, in the two runs whose difference is timed
+CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
 REPEATS = 7
 KERNELS_KEPT = 12  # names of a row
 Programs = Mapping[Any, Any]
@@ -75,7 +75,7 @@ class Steps:
             program = programs[tokens]
             if not isinstance(program, Absent):
                 memory = self._memory(program)
-                reason = None if state is not None else self._too_large(memory)
+                reason = self._too_large(memory)
                 if reason:
                     yield self._row(tokens, None, reason=reason, **memory)
                     continue
@@ -116,9 +116,29 @@ class Steps:
                 reason = f"its logits are wrong by {errors[tokens]:.1%}"
                 yield self._row(tokens, False, reason=reason, error=errors[tokens], **memory)
             else:
-                checked = f"{self._check.layers} layers"
-                times = self._times(loop, programs[tokens])
-                yield self._row(tokens, checked, error=errors[tokens], **memory, **times)
+                about = {"error": errors[tokens]} | memory
+                yield from self._right(loop, programs[tokens], tokens, about)
+
+    def _right(
+        self, loop: _Loop, program: Any, tokens: int, about: dict[str, Any]
+    ) -> Iterator[point.Row]:
+        """The row of a pass that was right, and one that says why its kernels are not known."""
+        run, failed = partial(loop.run, program), None
+        try:
+            short, long = (partial(run, count) for count in CHUNKS)
+            samples = clocks.step(short, long, 0.0, REPEATS, lengths=CHUNKS)
+            about["step_ns"] = [round(ns / self._asked.steps) for ns in samples]
+        except Exception as error:
+            yield self._row(tokens, False, reason=failure(tokens, error).reason, **about)
+            return
+        if point.DEVICE.reason is None:
+            try:
+                about |= self._kernels(run, program, statistics.median(about["step_ns"]))
+            except RuntimeError as error:
+                failed = str(error)
+        yield self._row(tokens, f"{self._check.layers} layers", **about)
+        if failed is not None:
+            yield self._row(tokens, False, reason=f"device clock: {failed}")
 
     def _checks(self, programs: Programs) -> dict[Any, Any]:
         """The programs of the check; raises `RuntimeError` where one did not compile."""
@@ -128,29 +148,22 @@ class Steps:
                 raise RuntimeError(program.reason)
         return found
 
-    def _times(self, loop: _Loop, program: Any) -> dict[str, Any]:
-        """Nanoseconds of a step, and what its kernels were."""
-        steps, run = self._asked.steps, partial(loop.run, program)
-        short, long = (partial(run, count) for count in CHUNKS)
-        samples = clocks.step(short, long, 0.0, REPEATS, lengths=CHUNKS)
-        found: dict[str, Any] = {"step_ns": [round(ns / steps) for ns in samples]}
-        if point.DEVICE.reason is None:
-            kernels = point.DEVICE.kernels(partial(run, 1))
-            busy = sum(ns for _, ns in kernels) / steps
-            origins = parts.origins(program.as_text())
-            found |= {
-                "kernels": len(kernels) / steps,
-                "kernel_ns": busy,
-                "idle": 1 - busy / statistics.median(found["step_ns"]),
-                "parts_ns": {
-                    part: ns / steps for part, ns in parts.by_part(kernels, origins).items()
-                },
-                "longest": {
-                    name: [count / steps, ns / steps]
-                    for name, (count, ns) in parts.longest(kernels, KERNELS_KEPT).items()
-                },
-            }
-        return found
+    def _kernels(self, run: Callable[[int], Any], program: Any, step_ns: float) -> dict[str, Any]:
+        """How many kernels a step of ``step_ns`` has, and where their time goes."""
+        steps, kernels = self._asked.steps, point.DEVICE.kernels(partial(run, 1))
+        if not kernels:
+            raise RuntimeError("CUPTI recorded no kernel")
+        busy = sum(ns for _, ns in kernels) / steps
+        sums = parts.by_part(kernels, parts.origins(program.as_text()))
+        return {
+            "kernels": len(kernels) / steps,
+            "idle": 1 - busy / step_ns,
+            "parts_ns": {part: ns / steps for part, ns in sums.items()},
+            "longest": {
+                name: [count / steps, ns / steps]
+                for name, (count, ns) in parts.longest(kernels, KERNELS_KEPT).items()
+            },
+        }
 
     def _memory(self, program: Any) -> dict[str, Any]:
         """Bytes of a program beside its arguments, and of these."""

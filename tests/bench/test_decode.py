@@ -83,7 +83,7 @@ def test_a_row_has_its_floor_its_parts_and_its_memory(whole):
     assert one["read_bytes"] == weights - 2 * 128 * 32 + 2 * (300 + 8) * 2 * 2 * 16
     assert result["read_ceiling_bytes_per_s"] == 1e10
     assert one["floor_ns"] == pytest.approx(one["read_bytes"] / 10)
-    # A ring of 8 + 3 slots, and room for 3 chunks of 2 steps.
+    # A ring of 8 + 3 slots, and room for two chunks of 2 steps.
     assert one["cache_bytes"] == 2 * (512 + 11) * 2 * 2 * 16
     assert one["kernels"] == len(KERNELS)
     assert one["parts_ns"] == {"attention": 1000, "products": 600, "rest": 400}
@@ -139,6 +139,19 @@ def test_what_does_not_fit_or_compile_is_a_row_with_its_reason(monkeypatch):
     code, _, out = measured("--tokens", "1", "--no-check", "--backend", "attention=broken")
     assert code == 1
     assert "failed: TypeError: not today" in out
+
+
+def test_where_the_device_clock_fails_the_step_is_kept(monkeypatch):
+    def lost(self, call):
+        raise RuntimeError("CUPTI lost 7 kernels")
+
+    monkeypatch.setattr(Device, "kernels", lost)
+    code, result, _ = measured("--tokens", "1")
+    step, reason = result["rows"]
+    assert code == 1
+    assert len(step["step_ns"]) == 3
+    assert "kernels" not in step
+    assert reason["reason"] == "device clock: CUPTI lost 7 kernels"
 
 
 def test_without_the_check_nothing_is_timed():
