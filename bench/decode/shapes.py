@@ -103,10 +103,11 @@ def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16) -> Decoder:
     seeds = itertools.count()
 
     def drawn(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if len(leaf.shape) == 1:
-            return jnp.full(leaf.shape, "bias" not in jax.tree_util.keystr(path), dtype)
-        is_table = leaf.shape == (config.vocab_size, config.hidden_size)
-        scale = 0.02 if is_table else leaf.shape[0] ** -0.5
+        name = jax.tree_util.keystr(path)
+        if "scale" in name or "bias" in name:
+            return jnp.full(leaf.shape, "scale" in name, dtype)
+        # A kernel is [in, ...].
+        scale = 0.02 if "embedding" in name else leaf.shape[0] ** -0.5
         return noise(next(seeds), jnp.float32(scale), leaf.shape, dtype, parts=16)
 
     return jax.tree_util.tree_map_with_path(drawn, Decoder(config, dtype=dtype, rngs=None))
@@ -143,10 +144,10 @@ def prefill_flops(model: Decoder, tokens: int) -> int:
     Products with weights: 2 x weights x tokens. Attention, causal: 2 x N x (key size + value size)
     for each pair of a query and a key that it sees; without a window these are tokens ** 2 / 2.
     """
-    config = model.config
-    table = model.embedding[...].size * (1 if model.head is None else 2)
-    matrices = [leaf.size for leaf in jax.tree.leaves(model) if leaf.ndim == 2]
-    flops = 2 * (sum(matrices) - table) * tokens
+    config, arrays = model.config, jax.tree_util.tree_leaves_with_path(model)
+    kernels = sum(x.size for path, x in arrays if "kernel" in jax.tree_util.keystr(path))
+    head = 0 if model.head is None else model.head.kernel[...].size
+    flops = 2 * (kernels - head) * tokens
     for spec in config.layers:
         window = min(tokens, spec.window or tokens)
         pairs = window * tokens - window * window // 2
