@@ -14,21 +14,30 @@ _PRODUCTS = re.compile(
     r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matmul|(?:^|_)dot(?:_|$)", re.IGNORECASE
 )
 # An instruction of a compiled program with the name of what it was made from.
-_INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{op_name="([^"]*)"', re.M)
+_INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{op_name="([^"]*)"')
+# The name of a Mosaic kernel in the instruction that calls it; `stable` names their format.
+_MOSAIC = re.compile(r"\\+00(?!stable_)([A-Za-z]\w*_mosaic_gpu)\\+00")
 
 
 def origins(program: str) -> dict[str, str]:
     """From a compiled program's text: kernels by name, and the operation each was made from.
 
-    XLA names a kernel of its own after its instruction.
+    XLA names a kernel of its own after its instruction. That of Mosaic has a suffix besides.
     """
-    pairs = _INSTRUCTION.findall(program)
-    return {re.sub(r"[.-]", "_", name): origin for name, origin in pairs}
+    found: dict[str, str] = {}
+    for line in program.splitlines():
+        instruction = _INSTRUCTION.match(line)
+        if instruction is not None:
+            name, origin = instruction.groups()
+            names = [re.sub(r"[.-]", "_", name), *_MOSAIC.findall(line)]
+            found |= dict.fromkeys(names, origin)
+    return found
 
 
 def part_of(kernel: str, made_from: dict[str, str]) -> str:
     """The part of a kernel, by the operation that it was made from and by its name."""
-    if _SCOPE.search(made_from.get(kernel, "")) or _ATTENTION.search(kernel):
+    name = re.sub("(_mosaic_gpu).*", r"\1", kernel)
+    if _SCOPE.search(made_from.get(name, "")) or _ATTENTION.search(kernel):
         return "attention"
     return "products" if _PRODUCTS.search(kernel) else "rest"
 

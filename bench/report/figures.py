@@ -202,14 +202,15 @@ def _floor(figure: Any, result: dict[str, Any]) -> bool:
         return False
     counts = sorted(set().union(*ratios.values()))
     axis = figure.subplots()
-    width = 0.8 / len(counts)
+    width = 0.8 / max(map(len, ratios.values()))
     for index, count in enumerate(counts):
-        shift = (index - (len(counts) - 1) / 2) * width
         points = [
-            (at + shift, own[count]) for at, own in enumerate(ratios.values()) if count in own
+            (at + (sorted(own).index(count) - (len(own) - 1) / 2) * width, own[count])
+            for at, own in enumerate(ratios.values())
+            if count in own
         ]
         places, heights = zip(*points, strict=True)
-        bars = axis.bar(places, heights, width, label=f"T={count}")
+        bars = axis.bar(places, heights, width, color=f"C{index}", label=f"T={count}")
         axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=6, rotation=90)
     labels = [f"{model}\nB={batch}, {context / 1024:g}K" for model, batch, context in ratios]
     axis.set_xticks(range(len(ratios)), labels, fontsize=7, rotation=20)

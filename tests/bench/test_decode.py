@@ -210,6 +210,13 @@ def test_a_kernel_belongs_to_the_operation_that_it_was_made_from():
     inside = {name for name, origin in origins.items() if "/attention/" in origin}
     assert inside
     assert {parts.part_of(name, origins) for name in inside} == {"attention"}
+    mosaic = (
+        r' %mpmd_map.6 = f32[2]{0} custom-call(%q), custom_call_target="mosaic_gpu_v2", metadata='
+        r'{op_name="jit(f)/attention/mpmd_map"}, backend_config={"t\00stable_mosaic_gpu\00llv'
+        r"face\00entry_mosaic_gpu\00ord"
+    )
+    assert parts.part_of("entry_mosaic_gpu_kernel", parts.origins(mosaic)) == "attention"
+    assert parts.part_of("stable_mosaic_gpu", parts.origins(mosaic)) == "rest"
     names = {
         "products": [
             "nvjet_hsh_128x64",
