@@ -17,14 +17,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench import ceilings, decoding, fused, pack, point, sampling, verify
+from bench import ceilings, decode, decoding, fused, pack, point, sampling, verify
+from bench.decode import options
 from bench.machine import describe
 from bench.settings import Settings, console
 from bench.suite import Suite
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (ceilings, verify, pack, fused, sampling, decoding)
+    for module in (ceilings, verify, pack, fused, sampling, decoding, decode)
 }
 _INTERRUPTED = threading.Event()
 
@@ -56,9 +57,11 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     """Run the suites that were asked for; 0 if every output that was checked was right."""
     whole = asked.suite == "all"
     names = list(SUITES) if whole else [asked.suite]
-    if asked.backend:
-        _check_backends(parser, asked.backend, names)
-    settings = Settings(asked.quick, asked.check, tuple(asked.backend))
+    own = options.read(parser, asked, names)
+    only = tuple(name for name in asked.backend if "=" not in name)
+    if only:
+        _check_backends(parser, only, names)
+    settings = Settings(asked.quick, asked.check, only, own)
     earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
@@ -156,7 +159,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         action="append",
         default=[],
-        help="a backend or a rival, as tables name it; may be given again; all by default",
+        help="a backend or a rival, as tables name it; may be given again; all by default; "
+        "decode: OPERATION=NAME, as in attention=xla",
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument(
@@ -170,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", metavar="F", type=Path, help="an earlier --json; `all`: its folder"
     )
+    options.add(parser)
     return parser
 
 

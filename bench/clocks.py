@@ -83,6 +83,15 @@ class DeviceClock:
             times.append(_times(own[per_call - 1 :: per_call], repeats, program.name))
         return times
 
+    def kernels(self, call: Callable[[], Any]) -> list[Kernel]:
+        """The kernels of one call, in order, after a call to warm up."""
+
+        def calls(count: int) -> None:
+            for _ in range(count):
+                jax.block_until_ready(call())
+
+        return _session(calls, 1)
+
     def _groups(self, calls: Callable[[int], None], repeats: int) -> list[list[Kernel]]:
         """The kernels behind each mark: a kernel that is nothing else separates the others."""
         groups: list[list[Kernel]] = []
@@ -216,9 +225,17 @@ def counting_loops() -> list[Source]:
 
 
 def step(
-    short: Callable[[], Any], long: Callable[[], Any], empty: float, repeats: int
+    short: Callable[[], Any],
+    long: Callable[[], Any],
+    empty: float,
+    repeats: int,
+    lengths: tuple[int, int] | None = None,
 ) -> list[int]:
-    """A step's marginal time above ``empty``, from the loops of `LENGTHS` timed by turns."""
+    """A step's marginal time above ``empty``, from two loops timed by turns.
+
+    ``lengths``: of the loops in steps, `LENGTHS` by default.
+    """
+    less, more = LENGTHS if lengths is None else lengths
     samples = []
     for repeat in range(WARMUPS + repeats):
         seconds = []
@@ -227,7 +244,7 @@ def step(
             jax.block_until_ready(run())
             seconds.append(time.perf_counter_ns() - begin)
         if repeat >= WARMUPS:
-            samples.append(round((seconds[1] - seconds[0]) / (LENGTHS[1] - LENGTHS[0]) - empty))
+            samples.append(round((seconds[1] - seconds[0]) / (more - less) - empty))
     return samples
 
 

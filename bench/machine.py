@@ -6,6 +6,7 @@ import datetime
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -65,13 +66,40 @@ def read_ceiling(repeats: int = 7) -> float:
 
         return jax.lax.scan(body, jnp.float32(0), length=count)[0]
 
+    seconds = _medians(lambda count: passes(x, count), (few, many), repeats)
+    return (many - few) * size / (seconds[many] - seconds[few])
+
+
+def matrix_ceiling(size: int = 8192, repeats: int = 7) -> float:
+    """Operations a second of bfloat16 products ``[size, size] @ [size, size]`` of random numbers.
+
+    The marginal time of a product inside one program, each of the one before. Random, because a GPU
+    multiplies zeros at a higher clock.
+    """
+    keys = jax.random.split(jax.random.key(0))
+    # Scaled so that products of products keep their size.
+    x = (size**-0.5 * jax.random.normal(keys[0], (size, size))).astype(jnp.bfloat16)
+    first = jax.random.normal(keys[1], (size, size)).astype(jnp.bfloat16)
+
+    @partial(jax.jit, static_argnums=2)
+    def products(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
+        return jax.lax.scan(lambda y, _: (jnp.dot(x, y), None), first, length=count)[0]
+
+    seconds = _medians(lambda count: products(x, first, count), (2, 10), repeats)
+    return 8 * 2 * size**3 / (seconds[10] - seconds[2])
+
+
+def _medians(
+    run: Callable[[int], jax.Array], counts: tuple[int, int], repeats: int
+) -> dict[int, float]:
+    """Seconds of ``run(count)``, the median after a call to compile."""
     seconds = {}
-    for count in (few, many):
-        passes(x, count).block_until_ready()
+    for count in counts:
+        run(count).block_until_ready()
         samples = []
         for _ in range(repeats):
             begin = time.perf_counter()
-            passes(x, count).block_until_ready()
+            run(count).block_until_ready()
             samples.append(time.perf_counter() - begin)
         seconds[count] = statistics.median(samples)
-    return (many - few) * size / (seconds[many] - seconds[few])
+    return seconds

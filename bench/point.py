@@ -16,9 +16,12 @@ DEVICE = DeviceClock()
 
 
 def row(
-    operation: str, case: Mapping[str, Any], name: str, *, checked: bool | None, **rest: Any
+    operation: str, case: Mapping[str, Any], name: str, *, checked: bool | str | None, **rest: Any
 ) -> Row:
-    """A row of a result: what ran where, whether its output was right, and its clocks' samples."""
+    """A row of a result: what ran where, whether its output was right, and its clocks' samples.
+
+    ``checked`` may say how far it was found to be right.
+    """
     return {"operation": operation, "case": dict(case), "name": name, "checked": checked} | rest
 
 

@@ -14,15 +14,38 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jspec.dispatch import Backends
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSettings:
+    """What the suite `decode` was asked for.
+
+    ``models``, ``batches``, ``contexts`` and ``tokens`` (of a pass) are crossed; empty for the
+    suite's own. ``steps``: of a jitted chunk, 0 for the suite's own. ``layers``: the first ones of
+    each model, None for all, or for the suite's own on a CPU. ``backends``: of the operations of a
+    step.
+    """
+
+    models: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    steps: int = 0
+    layers: int | None = None
+    backends: Backends = Backends()
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """``quick``: fewer and smaller cases. ``check``: compare outputs, without which nothing is
-    timed. ``only``: the names of the backends and rivals to run, empty for all."""
+    timed. ``only``: the names of the backends and rivals to run, empty for all. ``decode``: of the
+    suite of that name alone."""
 
     quick: bool = False
     check: bool = True
     only: tuple[str, ...] = ()
+    decode: DecodeSettings = DecodeSettings()
 
     def wants(self, name: str) -> bool:
         return not self.only or name in self.only

@@ -155,4 +155,7 @@ class Operation:
         raise BackendError(f"{self.name} cannot run as asked; " + "; ".join(reasons))
 
     def __call__(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
-        return self.choose(implementation, *args, **kwargs).run(*args, **kwargs)
+        backend = self.choose(implementation, *args, **kwargs)
+        # Profiles and compiled programs then say which operation an instruction is from.
+        with jax.named_scope(self.name):
+            return backend.run(*args, **kwargs)

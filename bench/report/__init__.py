@@ -7,7 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.report import ceilings, decoding, figures, packing, sampling, verification
+from bench.report import (
+    ceilings,
+    decode,
+    decoding,
+    figures,
+    packing,
+    sampling,
+    verification,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -23,6 +31,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "fused": packing.fused,
     "sampling": sampling.section,
     "step": decoding.section,
+    "decode": decode.section,
 }
 
 

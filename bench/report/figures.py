@@ -190,6 +190,38 @@ def _decoding(figure: Any, result: dict[str, Any]) -> bool:
     return True
 
 
+def _floor(figure: Any, result: dict[str, Any]) -> bool:
+    """Step over floor of each case, a group of bars a batch and context, a bar a pass's tokens."""
+    ratios: dict[tuple[str, int, int], dict[int, float]] = {}
+    for row in result["rows"]:
+        found, case = spread(row, "step"), row["case"]
+        if found is not None:
+            own = ratios.setdefault((case["model"], case["B"], case["context"]), {})
+            own[case["T"]] = found.median * 1e3 / row["floor_ns"]
+    if not ratios:
+        return False
+    counts = sorted(set().union(*ratios.values()))
+    axis = figure.subplots()
+    width = 0.8 / max(map(len, ratios.values()))
+    for index, count in enumerate(counts):
+        points = [
+            (at + (sorted(own).index(count) - (len(own) - 1) / 2) * width, own[count])
+            for at, own in enumerate(ratios.values())
+            if count in own
+        ]
+        places, heights = zip(*points, strict=True)
+        bars = axis.bar(places, heights, width, color=f"C{index}", label=f"T={count}")
+        axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=6, rotation=90)
+    labels = [f"{model}\nB={batch}, {context / 1024:g}K" for model, batch, context in ratios]
+    axis.set_xticks(range(len(ratios)), labels, fontsize=7, rotation=20)
+    axis.axhline(1, color="#1a202c", linestyle="--", linewidth=1)
+    axis.set_ylabel("step over floor")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(y=0.15)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return True
+
+
 Lines = dict[str, list[tuple[float, float]]]
 
 
@@ -266,4 +298,5 @@ FIGURES: dict[str, dict[str, tuple[Drawing, tuple[float, float]]]] = {
     "fused": {"fused-crossover": (_crossover, (10, 3))},
     "sampling": {"sampling-vocabulary": (_vocabulary, (13, 3))},
     "step": {"step": (_decoding, (9, 3))},
+    "decode": {"decode-floor": (_floor, (10, 4))},
 }

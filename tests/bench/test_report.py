@@ -72,12 +72,30 @@ def sampling_rows():
         yield row("verify_stochastic", case, "xla", 500.0, bytes=10**8)
 
 
+def decode_rows():
+    """A step takes 5 ms where the floor is 4, in 3 ms of attention, 1 of products, 0.5 of rest."""
+    parts = {"attention": 3 * 10**6, "products": 10**6, "rest": 500_000}
+    for model, batch, tokens in (("a", 1, 1), ("a", 1, 10), ("b", 4, 1)):
+        case = {"model": model, "layers": 36, "B": batch, "context": 8192, "T": tokens}
+        own = {"operation": "decode_step", "case": case, "name": "pallas", "checked": "2 layers"}
+        own |= {"floor_ns": 4e6, "weight_bytes": 900, "cache_bytes": 100, "temp_bytes": 2}
+        own |= {"peak_bytes": 1010, "peak_measured": batch == 1, "kernels": 400.0, "idle": 0.1}
+        yield own | {"step_ns": [5 * 10**6] * 5, "parts_ns": parts}
+    absent = {"operation": "decode_step", "case": {}, "name": "xla", "checked": None}
+    yield absent | {"reason": "it needs 161.0 GB"}
+    case = {"model": "a", "layers": 36, "B": 1, "tokens": 16384}
+    own = {"operation": "prefill", "case": case, "name": "jspec", "checked": "2 layers"}
+    own |= {"flops": 10**14, "matrix_ceiling_flops_per_s": 8e14}
+    yield own | {"wall_ns": [250 * 10**6] * 3}
+
+
 RESULTS = {
     "ceilings": ceilings,
     "verify": verify_rows,
     "pack": pack_rows,
     "fused": fused_rows,
     "sampling": sampling_rows,
+    "decode": decode_rows,
 }
 
 
@@ -88,6 +106,11 @@ def written(tmp_path, *suites: str) -> str:
     for suite in suites:
         result = {"suite": suite, "machine": MACHINE, "rows": list(RESULTS[suite]())}
         result["ceilings"] = list(ceilings())
+        result |= {
+            "read_ceiling_bytes_per_s": 4e12,
+            "matrix_ceiling_flops_per_s": 8e14,
+            "steps": 16,
+        }
         (folder / f"{suite}.json").write_text(json.dumps(result))
     report.write(folder.parent, docs)
     text = (docs / "RESULTS.md").read_text()
@@ -156,6 +179,20 @@ def test_the_crossover_shows_the_gammas_that_ran_at_several_widths():
 def test_sampling_is_measured_by_the_bytes_of_its_logits(tmp_path):
     text = written(tmp_path, "sampling")
     assert lines(text, "one-hot")[0][4:] == ["50.0", "75.0 (1.50x)", "500 (10.00x)"]
+
+
+def test_a_step_is_measured_by_its_floor_and_divided_into_parts(tmp_path):
+    text = written(tmp_path, "decode")
+    first, part, prefill = lines(text, "a")[0], lines(text, "a")[2], lines(text, "a")[-1]
+    assert first[5:] == [
+        *("pallas", "5.00", "5.00-5.00", "4.00", "1.25", "400", "10.0%", "1.010", "2.0%"),
+        "2 layers",
+    ]
+    assert lines(text, "b")[0][12] == "~1.010"
+    assert part[5:] == ["3.00 (60%)", "1.00 (20%)", "0.500 (10%)", "0.500 (10%)"]
+    # 1e14 in a quarter of a second are half of 8e14.
+    assert prefill == ["a", "16,384", "65,536", "400", "50%"]
+    assert "- xla, decode_step: it needs 161.0 GB" in text
 
 
 def test_every_suite_has_its_section_and_another_run_writes_the_same(tmp_path):

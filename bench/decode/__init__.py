@@ -1,0 +1,163 @@
+"""What a decoding step costs at the true shapes of real models, plain and as verification.
+
+Weights, keys and values are random. A pass of T tokens is a step without a draft whose gamma is
+T - 1: shaped like one that verifies. Clock: *step* is the marginal wall time of a jitted chunk of
+steps among chunks that follow each other, over its steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from bench import point
+from bench.decode import prefill, shapes
+from bench.decode.steps import Case, Steps
+from bench.decode.tables import compare, show
+from bench.machine import matrix_ceiling, read_ceiling
+from bench.program import Absent, failure
+from bench.settings import Settings, bar
+from bench.suite import Suite
+from jspec.cli.compile_cache import keep_programs
+from jspec.models.decoder import Decoder
+
+SWEEP = (1, 2, 4, 8, 10, 16)  # tokens of a pass
+PAIR = (1, 10)
+LONG = 120 * 1024
+QUICK = (
+    Case("qwen3-8b", 1, 8192, PAIR),
+    Case("qwen3-8b", 32, 8192, PAIR),
+    Case("qwen3-8b", 4, LONG, PAIR),
+)
+WHOLE = (
+    Case("qwen3-8b", 1, 2048, (1,)),
+    Case("qwen3-8b", 1, 8192, SWEEP),
+    Case("qwen3-8b", 1, 32768, (1,)),
+    *QUICK[1:],
+    *(
+        Case(name, *sizes, PAIR)
+        for name in ("qwen3-4b", "llama-3.1-8b", "gpt-oss-20b-attention")
+        for sizes in ((1, 8192), (4, LONG))
+    ),
+)
+STEPS = 16  # of a chunk
+# Without a GPU a step of two layers takes a second.
+CPU = (Case("qwen3-4b", 1, 2048, (1,)),)
+CPU_LAYERS, CPU_STEPS = 2, 1
+PREFILLED = (16384, 65536)
+
+
+def cases(settings: Settings) -> list[Case]:
+    """The cases that were asked for."""
+    asked = settings.decode
+    if asked.batches or asked.contexts or asked.tokens:
+        crossed = itertools.product(
+            asked.models or ("qwen3-8b",), asked.batches or (1,), asked.contexts or (8192,)
+        )
+        return [Case(*sizes, asked.tokens or PAIR) for sizes in crossed]
+    own = CPU if jax.default_backend() == "cpu" else QUICK if settings.quick else WHOLE
+    if not asked.models:
+        return list(own)
+    known = [case for case in own if case.model in asked.models]
+    others = [name for name in asked.models if all(name != case.model for case in own)]
+    return known + [Case(name, 1, 8192, PAIR) for name in others]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Every case of every model; a model's own cases in the order of their caches' sizes."""
+    keep_programs()
+    chosen = cases(settings)
+    asked, cpu = settings.decode, jax.default_backend() == "cpu"
+    asked = dataclasses.replace(
+        asked,
+        layers=asked.layers or (CPU_LAYERS if cpu else None),
+        steps=asked.steps or (CPU_STEPS if cpu else STEPS),
+    )
+    settings = dataclasses.replace(settings, decode=asked)
+    names = list(dict.fromkeys(case.model for case in chosen))
+    own = not (asked.batches or asked.contexts or asked.tokens or settings.quick)
+    prefilled = names[: None if asked.models else 1] if own and not cpu else []
+    ceiling = read_ceiling()
+    matrix = matrix_ceiling() if prefilled else None
+    return {
+        "read_ceiling_bytes_per_s": ceiling,
+        "matrix_ceiling_flops_per_s": matrix,
+        "steps": asked.steps,
+        "rows": _rows(chosen, settings, ceiling, matrix, prefilled),
+    }
+
+
+def _rows(
+    chosen: list[Case],
+    settings: Settings,
+    ceiling: float,
+    matrix: float | None,
+    prefilled: list[str],
+) -> Iterator[point.Row]:
+    for name in dict.fromkeys(case.model for case in chosen):
+        config = shapes.MODELS[name]
+        layers = settings.decode.layers or config.num_layers
+        model = shapes.random_model(shapes.first_layers(config, layers))
+        yield from _steps(model, [case for case in chosen if case.model == name], settings, ceiling)
+        if name in prefilled and matrix is not None:
+            for tokens in PREFILLED:
+                yield prefill.row(name, model, tokens, settings, matrix)
+        del model  # before the next one is drawn
+
+
+def _steps(
+    model: Decoder, chosen: list[Case], settings: Settings, ceiling: float
+) -> Iterator[point.Row]:
+    """The rows of a model's steps."""
+    own = [Steps(model, case, settings, ceiling) for case in chosen]
+    # The smallest first: the device tells the peak of all that ran until then.
+    own.sort(key=lambda steps: steps.size)
+    # All of them before any cache takes the memory that compiling needs.
+    programs = _compiled(chosen[0].model, [steps.lowerings() for steps in own])
+    with bar(chosen[0].model, len(own)) as advance:
+        for steps, ready in zip(own, programs, strict=True):
+            yield from steps.rows(ready)
+            gc.collect()  # a failure's traceback may hold a cache
+            advance()
+
+
+def _compiled(
+    label: str, cases: Sequence[Mapping[Any, Callable[[], jax.stages.Lowered]]]
+) -> list[dict[Any, jax.stages.Compiled | Absent]]:
+    """Each case's programs, or why one could not be compiled: lowered by turns, compiled side by
+    side."""
+    found: list[dict[Any, Any]] = [{} for _ in cases]
+    every = [
+        (own, key, lower)
+        for own, case in zip(found, cases, strict=True)
+        for key, lower in case.items()
+    ]
+    with ThreadPoolExecutor() as pool, bar(f"compile {label}", len(every)) as advance:
+        for own, key, lower in every:
+            try:
+                own[key] = pool.submit(lower().compile)
+            except Exception as error:
+                own[key] = failure(str(key), error)
+        for own, key, _ in every:
+            if not isinstance(own[key], Absent):
+                try:
+                    own[key] = own[key].result()
+                except Exception as error:
+                    own[key] = failure(str(key), error)
+            advance()
+    return found
+
+
+SUITE = Suite(
+    "decode",
+    "a step of real models' shapes with random weights, plain and as verification, and prefill",
+    run,
+    show,
+    compare=compare,
+)

@@ -1,0 +1,105 @@
+"""Whether passes are right: against passes of one token each by the reference, ``xla``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.decode.shapes import part_of
+from jspec.cache import Cache
+from jspec.decode.state import DecodeState
+from jspec.dispatch import Backends
+from jspec.models.decoder import Decoder
+from jspec.policies.attend import dense_attend
+
+LAYERS = 2
+# Of the logits' norm. Right passes of bfloat16 are within 0.01; a block of 128 keys of 8192 that is
+# left out gives 0.06 and more, a new key that is left out or seen too early 1.3.
+TOLERANCE = 0.03
+NEW_KEYS = 6.0  # times what the model gives: among thousands of keys the new ones must count
+REFERENCE = Backends(attention="xla")
+Key = tuple[int, Backends]  # tokens of a pass, and its backends
+
+
+class Check:
+    """Compares passes of the first `LAYERS` layers with the reference, on random tokens.
+
+    ``tokens``: of the passes to compare.
+    """
+
+    def __init__(self, model: Decoder, context: int, tokens: Sequence[int], backends: Backends):
+        self.layers = min(LAYERS, model.config.num_layers)
+        self._model = part_of(model, self.layers)
+        self._context, self._longest, self._backends = context, max(tokens), backends
+        self._keys: list[Key] = [(1, REFERENCE), *((count, backends) for count in tokens)]
+
+    def lowerings(self, shapes: DecodeState) -> dict[Key, Callable[[], jax.stages.Lowered]]:
+        """What lowers the programs that it needs for a state of these shapes."""
+        cache, batch = self._first(shapes.cache), shapes.tokens.shape[0]
+
+        def lower(count: int, backends: Backends) -> jax.stages.Lowered:
+            pair = [jax.ShapeDtypeStruct((batch, count), jnp.int32)] * 2
+            return _logits.lower(self._model, cache, *pair, backends)
+
+        return {key: partial(lower, *key) for key in self._keys}
+
+    def errors(self, state: DecodeState, programs: dict[Key, Any]) -> dict[int, float]:
+        """For each number of tokens the largest error of a position's logits, over their norm.
+
+        On the keys and values of ``state``, which stay as they are. NaN where a logit is NaN.
+        """
+        batch = state.tokens.shape[0]
+        vocabulary = self._model.config.vocab_size
+        tokens = np.random.default_rng(1).integers(0, vocabulary, (batch, self._longest), np.int32)
+        positions = np.broadcast_to(
+            self._context + np.arange(self._longest, dtype=np.int32), tokens.shape
+        )
+        # Copied, because each pass takes the cache that it is given.
+        cache, wanted = jax.tree.map(jnp.copy, self._first(state.cache)), []
+        for index in range(self._longest):
+            at = slice(index, index + 1)
+            one, cache = programs[1, REFERENCE](self._model, cache, tokens[:, at], positions[:, at])
+            wanted.append(one)
+        del cache
+        logits, found = jnp.concatenate(wanted, axis=1), {}
+        for count, backends in self._keys[1:]:
+            program, cache = programs[count, backends], self._first(state.cache)
+            own, _ = program(
+                self._model,
+                jax.tree.map(jnp.copy, cache),
+                tokens[:, :count],
+                positions[:, :count],
+            )
+            found[count] = float(_distance(own, logits[:, :count]))
+        return found
+
+    def _first(self, cache: Cache) -> Cache:
+        """The first layers of a cache."""
+        count = self.layers
+        return Cache(
+            cache.columns[:count], cache.lengths, cache.specs[:count], cache.layouts[:count]
+        )
+
+
+@partial(jax.jit, static_argnames="backends", donate_argnames="cache")
+def _logits(
+    model: Decoder, cache: Cache, tokens: Any, positions: Any, backends: Backends
+) -> tuple[jax.Array, Cache]:
+    """Logits ``[B, T, V]`` of a pass that appends ``tokens [B, T]``, and the cache behind it."""
+    inner = dense_attend(positions, backends=backends)
+
+    def attend(layer: int, q: Any, k: Any, v: Any, cache: Cache, **rest: Any) -> Any:
+        return inner(layer, q, jnp.asarray(NEW_KEYS, k.dtype) * k, v, cache, **rest)
+
+    hidden, cache = model(tokens, positions, attend, cache)
+    return model.logits(hidden), cache
+
+
+@jax.jit
+def _distance(found: jax.Array, wanted: jax.Array) -> jax.Array:
+    return (jnp.linalg.norm(found - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)).max()

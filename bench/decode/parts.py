@@ -1,0 +1,61 @@
+"""Which part of a step a kernel belongs to: attention, products with weights, or the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from bench.clocks import Kernel
+
+PARTS = ("attention", "products", "rest")
+_ATTENTION = re.compile(r"attention|attend|fmha|sdpa|flash|merge_kernel", re.IGNORECASE)
+_SCOPE = re.compile(r"/(?:gathered_)?attention/")  # of what an operation of that name traced
+_PRODUCTS = re.compile(
+    r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matmul|(?:^|_)dot(?:_|$)", re.IGNORECASE
+)
+# An instruction of a compiled program with the name of what it was made from.
+_INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{op_name="([^"]*)"')
+# The name of a Mosaic kernel in the instruction that calls it; `stable` names their format.
+_MOSAIC = re.compile(r"\\+00(?!stable_)([A-Za-z]\w*_mosaic_gpu)\\+00")
+
+
+def origins(program: str) -> dict[str, str]:
+    """From a compiled program's text: kernels by name, and the operation each was made from.
+
+    XLA names a kernel of its own after its instruction. That of Mosaic has a suffix besides.
+    """
+    found: dict[str, str] = {}
+    for line in program.splitlines():
+        instruction = _INSTRUCTION.match(line)
+        if instruction is not None:
+            name, origin = instruction.groups()
+            names = [re.sub(r"[.-]", "_", name), *_MOSAIC.findall(line)]
+            found |= dict.fromkeys(names, origin)
+    return found
+
+
+def part_of(kernel: str, made_from: dict[str, str]) -> str:
+    """The part of a kernel, by the operation that it was made from and by its name."""
+    name = re.sub("(_mosaic_gpu).*", r"\1", kernel)
+    if _SCOPE.search(made_from.get(name, "")) or _ATTENTION.search(kernel):
+        return "attention"
+    return "products" if _PRODUCTS.search(kernel) else "rest"
+
+
+def by_part(kernels: Iterable[Kernel], made_from: dict[str, str]) -> dict[str, int]:
+    """Nanoseconds of each part."""
+    sums: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for name, nanoseconds in kernels:
+        sums[part_of(name, made_from)] += nanoseconds
+    return sums
+
+
+def longest(kernels: Iterable[Kernel], most: int) -> dict[str, list[int]]:
+    """How often the kernels ran that took the most time in all, and their nanoseconds, by name."""
+    sums: dict[str, list[int]] = {}
+    for name, nanoseconds in kernels:
+        own = sums.setdefault(name, [0, 0])
+        own[0] += 1
+        own[1] += nanoseconds
+    ranked = sorted(sums.items(), key=lambda pair: -pair[1][1])
+    return dict(ranked[:most])

@@ -1,0 +1,88 @@
+"""States in the middle of decoding whose cache was filled with noise.
+
+How fast a step is does not depend on what the cache holds, so that no prompt need be prefilled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.decode.shapes import noise
+from jspec.cache import Cache
+from jspec.cache.layout import layouts_of
+from jspec.config import SamplingParams
+from jspec.decode.draft import NoDraft
+from jspec.decode.prefill import CAPACITY_STEP, start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState
+from jspec.models.decoder import Decoder
+
+# Of keys: a share of them carries the softmax, and a block that is left out shows in the output.
+KEY_SCALE = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """What a state of ``context`` tokens a row is made from.
+
+    ``small``: a state of as many rows whose cache has two slots; ``shapes``: the whole state as
+    shapes, which programs can be compiled for before there is memory for it.
+    """
+
+    small: DecodeState
+    shapes: DecodeState
+    context: int
+
+    @classmethod
+    def of(cls, model: Decoder, batch: int, context: int, gamma: int, room: int) -> Blueprint:
+        """For passes of up to ``gamma + 1`` tokens, with ``room`` slots for what is to come."""
+        capacity = math.ceil((context + room + gamma + 1) / CAPACITY_STEP) * CAPACITY_STEP
+        params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        config = StepConfig(gamma, NoDraft())
+        small = start_decoding(model, [[1]] * batch, params, config, capacity=2)
+        specs = model.config.layers
+        layouts = layouts_of(specs, capacity, gamma)
+
+        def whole(state: DecodeState) -> DecodeState:
+            cache = Cache.create(specs, layouts, batch, model.dtype)
+            tokens = jnp.zeros((batch, capacity), jnp.int32)
+            return dataclasses.replace(state, cache=cache, tokens=tokens)
+
+        return cls(small, jax.eval_shape(whole, small), context)
+
+    def filled(self, vocabulary: int) -> DecodeState:
+        """The state, with random tokens, keys and values."""
+        batch, capacity = self.shapes.tokens.shape
+        seeds = iter(range(2 * len(self.shapes.cache.columns)))
+        columns = tuple(
+            {
+                name: noise(
+                    next(seeds),
+                    jnp.float32(KEY_SCALE if name == "keys" else 1.0),
+                    x.shape,
+                    x.dtype,
+                    parts=16 * batch,
+                )
+                for name, x in column.items()
+            }
+            for column in self.shapes.cache.columns
+        )
+        tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, capacity), np.int32)
+        state = dataclasses.replace(
+            self.small,
+            cache=dataclasses.replace(self.shapes.cache, columns=columns),
+            tokens=jnp.asarray(tokens),
+            limits=jnp.full((batch,), capacity, jnp.int32),
+        )
+        return self.rewound(state)
+
+    def rewound(self, state: DecodeState) -> DecodeState:
+        """A state with as many tokens a row as at first, whatever was decoded since."""
+        # Made on the host: a copy to the device is no kernel.
+        lengths = jnp.asarray(np.full(state.tokens.shape[0], self.context, np.int32))
+        return dataclasses.replace(state, cache=state.cache.with_lengths(lengths))

@@ -1,0 +1,265 @@
+"""The rows of one case: what a step costs at a batch and a context, for passes of several sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from bench import clocks, point
+from bench.decode import parts
+from bench.decode.check import TOLERANCE, Check
+from bench.decode.shapes import read_cache_bytes, read_weight_bytes, weight_bytes
+from bench.decode.states import Blueprint
+from bench.program import Absent, failure
+from bench.settings import Settings
+from jspec.decode.draft import NoDraft
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState
+from jspec.decode.step import decode_chunk
+from jspec.dispatch import BackendError
+from jspec.models.decoder import Decoder
+from jspec.ops.attention.dense import ATTENTION
+
+CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
+REPEATS = 7
+KERNELS_KEPT = 12  # names of a row
+Programs = Mapping[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A ``model`` by name, with ``batch`` rows of ``context`` tokens; ``tokens``: of the passes."""
+
+    model: str
+    batch: int
+    context: int
+    tokens: tuple[int, ...]
+
+
+class Steps:
+    """Measures a case: compile what `lowerings` gives, then take `rows`."""
+
+    def __init__(self, model: Decoder, case: Case, settings: Settings, ceiling: float):
+        self.case, self._model, self._settings = case, model, settings
+        self._ceiling, self._asked = ceiling, settings.decode
+        room, gamma = CHUNKS[1] * self._asked.steps, max(case.tokens) - 1
+        self._blueprint = Blueprint.of(model, case.batch, case.context, gamma, room)
+        self._check = Check(model, case.context, case.tokens, self._asked.backends)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the cache."""
+        return self._blueprint.shapes.cache.nbytes
+
+    def lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
+        """What lowers each program of the case: a chunk for each pass, and those of the check."""
+        shapes = self._blueprint.shapes
+
+        def lower(tokens: int) -> jax.stages.Lowered:
+            config = StepConfig(tokens - 1, NoDraft(), self._asked.backends)
+            return decode_chunk.lower(self._model, shapes, config=config, steps=self._asked.steps)
+
+        chunks = {tokens: partial(lower, tokens) for tokens in self.case.tokens}
+        return chunks | (self._check.lowerings(shapes) if self._settings.check else {})
+
+    def rows(self, programs: Programs) -> Iterator[point.Row]:
+        """A row for each pass, with its times where its output was right."""
+        ran: dict[int, dict[str, Any]] = {}
+        state = None
+        for tokens in self.case.tokens:
+            program = programs[tokens]
+            if not isinstance(program, Absent):
+                memory = self._memory(program)
+                reason = self._too_large(memory)
+                if reason:
+                    yield self._row(tokens, None, reason=reason, **memory)
+                    continue
+                try:
+                    state = self._filled() if state is None else self._blueprint.rewound(state)
+                    state, peak = _first_run(partial(program, self._model), state)
+                except Exception as error:
+                    program, state = failure(tokens, error), None
+                else:
+                    ran[tokens] = memory | peak
+            if isinstance(program, Absent):
+                yield self._row(tokens, False, reason=program.reason)
+        if ran:
+            yield from self._timed(self._filled() if state is None else state, ran, programs)
+
+    def _filled(self) -> DecodeState:
+        return self._blueprint.filled(self._model.config.vocab_size)
+
+    def _timed(
+        self, state: DecodeState, ran: dict[int, dict[str, Any]], programs: Programs
+    ) -> Iterator[point.Row]:
+        """The rows of the passes that ran."""
+        errors: dict[int, float] = {}
+        if self._settings.check:
+            try:
+                errors = self._check.errors(state, self._checks(programs))
+            except Exception as error:
+                for tokens in ran:
+                    yield self._row(tokens, False, reason=failure("check", error).reason)
+                return
+        loop = _Loop(self._model, self._blueprint, state)
+        del state
+        for tokens, memory in ran.items():
+            if not self._settings.check:
+                reason = "not checked, so not timed"
+                yield self._row(tokens, None, reason=reason, **memory)
+            elif not errors[tokens] <= TOLERANCE:
+                reason = f"its logits are wrong by {errors[tokens]:.1%}"
+                yield self._row(tokens, False, reason=reason, error=errors[tokens], **memory)
+            else:
+                about = {"error": errors[tokens]} | memory
+                yield from self._right(loop, programs[tokens], tokens, about)
+
+    def _right(
+        self, loop: _Loop, program: Any, tokens: int, about: dict[str, Any]
+    ) -> Iterator[point.Row]:
+        """The row of a pass that was right, and one that says why its kernels are not known."""
+        run, failed = partial(loop.run, program), None
+        try:
+            short, long = (partial(run, count) for count in CHUNKS)
+            samples = clocks.step(short, long, 0.0, REPEATS, lengths=CHUNKS)
+            about["step_ns"] = [round(ns / self._asked.steps) for ns in samples]
+        except Exception as error:
+            yield self._row(tokens, False, reason=failure(tokens, error).reason, **about)
+            return
+        if point.DEVICE.reason is None:
+            try:
+                about |= self._kernels(run, program, statistics.median(about["step_ns"]))
+            except RuntimeError as error:
+                failed = str(error)
+        yield self._row(tokens, f"{self._check.layers} layers", **about)
+        if failed is not None:
+            yield self._row(tokens, False, reason=f"device clock: {failed}")
+
+    def _checks(self, programs: Programs) -> dict[Any, Any]:
+        """The programs of the check; raises `RuntimeError` where one did not compile."""
+        found = {key: programs[key] for key in programs if isinstance(key, tuple)}
+        for program in found.values():
+            if isinstance(program, Absent):
+                raise RuntimeError(program.reason)
+        return found
+
+    def _kernels(self, run: Callable[[int], Any], program: Any, step_ns: float) -> dict[str, Any]:
+        """How many kernels a step of ``step_ns`` has, and where their time goes."""
+        steps, kernels = self._asked.steps, point.DEVICE.kernels(partial(run, 1))
+        if not kernels:
+            raise RuntimeError("CUPTI recorded no kernel")
+        busy = sum(ns for _, ns in kernels) / steps
+        sums = parts.by_part(kernels, parts.origins(program.as_text()))
+        return {
+            "kernels": len(kernels) / steps,
+            "idle": 1 - busy / step_ns,
+            "parts_ns": {part: ns / steps for part, ns in sums.items()},
+            "longest": {
+                name: [count / steps, ns / steps]
+                for name, (count, ns) in parts.longest(kernels, KERNELS_KEPT).items()
+            },
+        }
+
+    def _memory(self, program: Any) -> dict[str, Any]:
+        """Bytes of a program beside its arguments, and of these."""
+        found = program.memory_analysis()
+        if found is None:
+            return {}
+        kept = max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
+        return {
+            "temp_bytes": found.temp_size_in_bytes,
+            "peak_bytes": found.argument_size_in_bytes + found.temp_size_in_bytes + kept,
+        }
+
+    def _too_large(self, memory: dict[str, Any]) -> str | None:
+        """Why the program cannot run in the memory that there is, or None."""
+        limit = _device_bytes("bytes_limit")
+        needed = weight_bytes(self._model) + self.size + memory.get("temp_bytes", 0)
+        if limit is None or needed <= limit:
+            return None
+        return (
+            f"it needs {needed / 1e9:.1f} GB, of which {memory.get('temp_bytes', 0) / 1e9:.1f} "
+            f"are temporary, and JAX may use {limit / 1e9:.1f} (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+        )
+
+    def _row(self, tokens: int, checked: str | bool | None, **rest: Any) -> point.Row:
+        config, case = self._model.config, self.case
+        at = {
+            "model": case.model,
+            "layers": config.num_layers,
+            "B": case.batch,
+            "context": case.context,
+            "T": tokens,
+        }
+        read = read_weight_bytes(self._model) + read_cache_bytes(
+            config, case.batch, case.context, self._model.dtype.itemsize
+        )
+        return point.row(
+            "decode_step",
+            at,
+            self._attention(tokens),
+            checked=checked,
+            read_bytes=read,
+            floor_ns=read / self._ceiling * 1e9,
+            weight_bytes=weight_bytes(self._model),
+            cache_bytes=self.size,
+            **rest,
+        )
+
+    def _attention(self, tokens: int) -> str:
+        """The backend of attention over a whole layer."""
+        config, asked = self._model.config, self._asked.backends.get("attention")
+        layer = next((i for i, spec in enumerate(config.layers) if spec.window is None), 0)
+        columns, spec = self._blueprint.shapes.cache.columns[layer], config.layers[layer]
+        q = jax.ShapeDtypeStruct(
+            (self.case.batch, tokens, config.num_heads, spec.key_size), self._model.dtype
+        )
+        positions = jax.ShapeDtypeStruct(q.shape[:2], "int32")
+        arguments = q, columns["keys"], columns["values"], positions
+        settings = {"key_positions": None, "scale": spec.key_size**-0.5, "window": None}
+        settings |= {"softcap": spec.softcap, "value_size": None}
+        try:
+            return ATTENTION.choose(asked, *arguments, **settings).name
+        except BackendError:
+            return str(asked)
+
+
+class _Loop:
+    """Runs chunks that follow each other; each takes the state of the one before."""
+
+    def __init__(self, model: Decoder, blueprint: Blueprint, state: DecodeState):
+        self._model, self._blueprint, self._state = model, blueprint, state
+
+    def run(self, program: Any, count: int) -> jax.Array:
+        state = self._blueprint.rewound(self._state)
+        for _ in range(count):
+            state, _ = program(self._model, state)
+        self._state = state
+        return state.cache.lengths
+
+
+def _first_run(
+    run: Callable[[DecodeState], Any], state: DecodeState
+) -> tuple[DecodeState, dict[str, Any]]:
+    """The state after a chunk, and the peak of memory where this run set it.
+
+    A device's peak is that of the whole process: one that did not rise says nothing of this run.
+    Raises `RuntimeError` where a step committed another number of tokens than one a row.
+    """
+    before = _device_bytes("peak_bytes_in_use")
+    state, record = jax.block_until_ready(run(state))
+    after = _device_bytes("peak_bytes_in_use")
+    if not (record.committed == 1).all():
+        raise RuntimeError("a step without a draft did not commit one token a row")
+    raised = before is not None and after is not None and after > before
+    return state, {"peak_bytes": after, "peak_measured": True} if raised else {}
+
+
+def _device_bytes(name: str) -> int | None:
+    """What the device says of its memory, None where it does not."""
+    return (jax.local_devices()[0].memory_stats() or {}).get(name)

@@ -1,0 +1,89 @@
+"""No program of decoding holds a second copy of the cache: temporary memory is under 3 % of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jspec.cache import Cache
+from jspec.cache.layout import layouts_of
+from jspec.config import ModelConfig, SamplingParams
+from jspec.decode.draft import NoDraft
+from jspec.decode.prefill import prefill_chunk, start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
+from jspec.decode.step import decode_chunk, speculative_step
+from jspec.dispatch import BackendError, Backends
+from jspec.models.decoder import Decoder
+from jspec.ops.attention.dense import ATTENTION
+
+SHARE = 0.03
+CPU = jax.default_backend() == "cpu"
+# A cache that is large against all activations; nothing runs, so that it takes no memory. Kernels
+# of a GPU keep partial outputs, which all layers share.
+SLOTS, LAYERS = 65536, 1 if CPU else 8
+GAMMA = 9
+CONFIG = ModelConfig.uniform(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=64,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=128,
+    max_context=SLOTS,
+)
+# On a CPU, XLA turns a whole cache of bfloat16 to float32 for a loop.
+DTYPE = jnp.float32 if CPU else jnp.bfloat16
+COPIES = {
+    "xla": "XLA copies a layer's keys and values at a time: to mask them, and to transpose them",
+}
+if not CPU:
+    COPIES["xla_blocked"] = "XLA transposes the whole cache for its batched products on a GPU"
+
+pytestmark = pytest.mark.usefixtures("optimised")
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    shapes = Decoder(CONFIG, dtype=DTYPE, rngs=None)
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+
+
+def lowered(program: str, model: Decoder, batch: int, backends: Backends) -> jax.stages.Lowered:
+    """One of the three programs for a state of ``batch`` rows of `SLOTS` slots."""
+    config = StepConfig(GAMMA, NoDraft(), backends)
+    small = start_decoding(model, [[1]] * batch, SamplingParams(max_new_tokens=1), config)
+    layouts = layouts_of(CONFIG.layers, SLOTS, GAMMA)
+
+    def whole(state):
+        cache = Cache.create(CONFIG.layers, layouts, batch, DTYPE)
+        return dataclasses.replace(state, cache=cache, tokens=jnp.zeros((batch, SLOTS), jnp.int32))
+
+    state = jax.eval_shape(whole, small)
+    if program == "chunk":
+        return decode_chunk.lower(model, state, config=config, steps=4)
+    if program == "step":
+        return speculative_step.lower(model, state, config=config)
+    piece = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
+    return prefill_chunk.lower(Models(model), state.cache, None, piece, piece, config=config)
+
+
+@pytest.mark.parametrize("program", ["chunk", "step", "prefill"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("backend", [*ATTENTION.backends, "default"])
+def test_no_program_holds_a_second_cache(model, backend, batch, program):
+    if backend in COPIES:
+        pytest.skip(COPIES[backend])
+    named = {} if backend == "default" else {"attention": backend}
+    try:
+        ready = lowered(program, model, batch, Backends(named))
+    except BackendError as error:
+        pytest.skip(str(error))
+    memory = ready.compile().memory_analysis()
+    assert memory is not None
+    cache = batch * SLOTS * LAYERS * 2 * 2 * 128 * jnp.dtype(DTYPE).itemsize
+    # What is given back lies where it was taken from.
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < SHARE * cache
