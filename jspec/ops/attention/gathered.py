@@ -107,7 +107,9 @@ def _xla(
     return finish(sums, tokens, q.dtype)
 
 
-def _sizes(q: Array, k: Array, v, positions, selected: Array, *args, **kwargs) -> dict[str, int]:
+def gathered_sizes(
+    q: Array, k: Array, v, positions, selected: Array, *args, **kwargs
+) -> dict[str, int]:
     """What backends are ordered by."""
     return {"batch": q.shape[0], "tokens": q.shape[1], "selected": selected.shape[-1]}
 
@@ -135,4 +137,9 @@ def _cases() -> list[Case]:
     return [Case("two-tokens", build, {"counts": None, **static}, small=True, wanted=wanted)]
 
 
-GATHERED = Operation("gathered_attention", {"xla": Backend("xla", _xla, always)}, _sizes, _cases)
+GATHERED = Operation(
+    "gathered_attention",
+    {"xla": Backend("xla", _xla, always), "triton": "jspec.triton.gathered:GATHERED"},
+    gathered_sizes,
+    _cases,
+)
