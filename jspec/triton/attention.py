@@ -73,7 +73,7 @@ def attention_triton(
         SLOTS=slots,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
-        SCALE=scale,
+        SCALE=float(scale),
         SOFTCAP=softcap,
         WINDOW=window,
         HELD=key_positions is not None,

@@ -215,11 +215,11 @@ def merge_kernel(
     written = tl.max(tl.where(exponent > float("-inf"), chunk + 1, 0))
     acc = tl.zeros([SOME, COLUMNS], tl.float32)
     for start in range(0, written, SOME):
-        chunk = start + tl.arange(0, SOME)
-        at = first + chunk * (TOKENS * GROUP)
-        exponent = tl.load(part_lse + at, mask=chunk < written, other=float("-inf"))
-        weight = tl.exp2((exponent - base) * LOG2E) / whole
-        mask = (exponent > float("-inf"))[:, None] & inside[None, :]
+        some = start + tl.arange(0, SOME)
+        at = first + some * (TOKENS * GROUP)
+        exponents = tl.load(part_lse + at, mask=some < written, other=float("-inf"))
+        weight = tl.exp2((exponents - base) * LOG2E) / whole
+        mask = (exponents > float("-inf"))[:, None] & inside[None, :]
         part = tl.load(parts + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
         acc += weight[:, None] * part
     tl.store(out + query * VALUE + column, tl.sum(acc, axis=0).to(out.dtype.element_ty), mask=inside)

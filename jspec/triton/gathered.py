@@ -63,7 +63,7 @@ def gathered_triton(
     shared, group, count = selected.ndim == 2, heads // kv_heads, selected.shape[-1]
     together = heads_together(kv_heads, tokens * group, blocks.heads) if shared else 1
     shape = tile_shape(k, v, value_size)
-    keys = max(together, keys_of_tile(shape, k, v, blocks.bytes))
+    keys = keys_of_tile(shape, k, v, blocks.bytes)
     step = keys // together
     rows = rows_of_tile(together * tokens * group, q, k, blocks.rows)
     tiles = -(-together * tokens * group // rows)
@@ -83,7 +83,7 @@ def gathered_triton(
         SLOTS=slots,
         KV_HEADS=kv_heads,
         GROUP=group,
-        SCALE=scale,
+        SCALE=float(scale),
         SOFTCAP=softcap,
         SELECTED=count,
         TAIL=tail.shape[1],
