@@ -1,4 +1,4 @@
-"""Attention over a cache in Triton: split over the sequence, and merged by a small second launch."""
+"""Attention over a cache in Triton: split over the sequence, merged by a small second launch."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def in_base_2(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 def fold(sums, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """Add a tile of keys to the sums: weighted values, their weight, the maximum in base 2.
 
-    ``q [ROWS, WIDTH]``, ``k [KEYS, WIDTH]``, ``v [KEYS, V]``, ``seen [ROWS, KEYS]``. Keys and values
-    that no row sees must be finite.
+    ``q [ROWS, WIDTH]``, ``k [KEYS, WIDTH]``, ``v [KEYS, VALUE_WIDTH]``, ``seen [ROWS, KEYS]``. What
+    no row sees must be finite.
     """
     acc, total, top = sums
     # Keys of another type than the queries are multiplied in float32, which the queries then are.
@@ -65,7 +65,7 @@ def read_queries(q, at, live, kept, SIZE: tl.constexpr, WIDTH: tl.constexpr, WID
 
 @triton.jit
 def read_tile(base, offset, read, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile of keys or values, one at each ``offset``; 0 past their size and where not ``read``."""
+    """Keys or values, one at each ``offset``; 0 past their size and where not ``read``."""
     channel = tl.arange(0, WIDTH)
     mask = read[:, None] & (channel < SIZE)[None, :]
     return tl.load(base + offset[:, None] + channel[None, :], mask=mask, other=0.0)
@@ -160,9 +160,8 @@ def attention_kernel(
         # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
         here = (base + start) * KV_HEADS + head
         keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
-        if VALUES_IN_KEYS:
-            values = keys
-        else:
+        values = keys
+        if not VALUES_IN_KEYS:
             values = read_tile(v + here * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH)
         acc, total, top = fold((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP)
 
@@ -222,6 +221,8 @@ def merge_kernel(
         mask = (exponents > float("-inf"))[:, None] & inside[None, :]
         part = tl.load(parts + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
         acc += weight[:, None] * part
-    tl.store(out + query * VALUE + column, tl.sum(acc, axis=0).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + query * VALUE + column, tl.sum(acc, axis=0).to(out.dtype.element_ty), mask=inside
+    )
     if tl.program_id(0) % BLOCKS == 0:
         tl.store(lse + query, tl.where(total > 0.0, base + tl.log2(whole) / LOG2E, float("-inf")))

@@ -16,7 +16,7 @@ from jspec.triton.attention import (
     rows_of_tile,
     tile_shape,
 )
-from jspec.triton.call import next_power, refuses_triton, triton_call
+from jspec.triton.call import refuses_triton, triton_call
 from jspec.typing import Array
 
 

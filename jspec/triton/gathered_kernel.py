@@ -103,9 +103,8 @@ def gathered_kernel(
         index = start + STEP + key // HEADS
         slot = slots_at(index, end, selected, tail, TAIL, AHEAD)
         keys = read_tile(k, here * SIZE, read, SIZE, WIDTH)
-        if VALUES_IN_KEYS:
-            values = keys
-        else:
+        values = keys
+        if not VALUES_IN_KEYS:
             values = read_tile(v, here * VALUE, read, VALUE, VALUE_WIDTH)
         acc, total, top = fold((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP)
 

@@ -26,7 +26,7 @@ BLOCK, GPU_BLOCK = 512, 2048
 def attention(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     positions: Array,
     *,
     key_positions: Array | None = None,

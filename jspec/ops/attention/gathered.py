@@ -98,9 +98,8 @@ def _xla(
     tail = jnp.broadcast_to(tail, (*selected.shape[:2], tail.shape[-1]))
     slots = jnp.concatenate([selected, tail], axis=-1)
     index = jnp.swapaxes(slots, 1, 2)[..., None]
-    keys, values = (
-        None if x is None else jnp.take_along_axis(x, index, axis=1, mode="clip") for x in (k, v)
-    )
+    keys = jnp.take_along_axis(k, index, axis=1, mode="clip")
+    values = None if v is None else jnp.take_along_axis(v, index, axis=1, mode="clip")
     values = values_in(keys, values, value_size)
     rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
     sums = accumulate(start(rows, values.shape[3]), rows, keys, values, valid, softcap)

@@ -245,8 +245,11 @@ def test_causal_is_attention_of_a_sequence_over_itself():
         ({"v": (2, 8, 2, 8)}, r"\[B, S, K, H'\]"),
         ({"positions": (2, 3)}, r"positions \(2, 3\) must be \[B, T\] = \(2, 4\)"),
         ({"key_positions": (2, 8)}, r"key_positions \(2, 8\) must be \[B, S\] = \(2, 9\)"),
+        ({"v": None}, "value_size=None must be from 1 to 8, the channels of a key"),
+        ({"v": None, "value_size": 9}, "value_size=9 must be from 1 to 8"),
+        ({"value_size": 4}, "values of float32, value_size=4: .* value_size is for v=None"),
     ],
-    ids=["k-not-v", "heads", "batch", "head-size", "slots", "positions", "key-positions"],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_bad_shapes_are_refused(change, message):
     shapes = {"q": (2, 4, 4, 8), "k": (2, 9, 2, 8), "v": (2, 9, 2, 8), "positions": (2, 4)}
@@ -254,9 +257,11 @@ def test_bad_shapes_are_refused(change, message):
     arrays = {
         name: jax.ShapeDtypeStruct(shape, jnp.int32 if "positions" in name else jnp.float32)
         for name, shape in shapes.items()
+        if isinstance(shape, tuple)
     }
+    rest = {name: x for name, x in shapes.items() if not isinstance(x, tuple)}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(attention, **arrays)
+        jax.eval_shape(functools.partial(attention, **rest), **arrays)
 
 
 def test_an_unknown_implementation_is_refused():

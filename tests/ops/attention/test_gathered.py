@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jspec.gpu import refuses_gpu
+from jspec.ops.attention.dense import attention
 from jspec.ops.attention.gathered import GATHERED, gathered_attention
 
 
@@ -112,9 +115,9 @@ def inputs(case: Case, *, junk: float) -> Inputs:
 
     q = normal(batch, case.tokens, case.heads, case.size)
     k, v = (
-        normal(batch, case.slots, kv_heads, size) for size in (case.size, case.value_size or case.size)
+        normal(batch, case.slots, kv_heads, size)
+        for size in (case.size, case.value_size or case.size)
     )
-    lead = (batch, kv_heads) if case.per_head else (batch,)
     order = rng.permuted(np.tile(np.arange(case.slots), (batch, 1)), axis=1)
     tail, rest = np.split(order, [case.tail], axis=1)
     if case.per_head:
@@ -169,9 +172,7 @@ def brute_force(
     return out, lse
 
 
-@functools.partial(
-    jax.jit, static_argnames=("implementation", "scale", "softcap", "value_size")
-)
+@functools.partial(jax.jit, static_argnames=("implementation", "scale", "softcap", "value_size"))
 def _jitted(*arrays, **settings):
     return gathered_attention(*arrays[:-1], counts=arrays[-1], **settings)
 
@@ -244,6 +245,31 @@ def test_real_shapes_equal_the_definition_on_a_gpu(case, backend):
     error = np.linalg.norm(np.asarray(out, np.float64) - expected_out, axis=-1)
     assert (error <= (1e-5 if wide else 1e-2) * np.linalg.norm(expected_out, axis=-1)).all()
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5 if wide else 1e-2)
+
+
+@jax.jit
+def _three_ways(q, k, v, order, until):
+    """Two queries at ``until`` and behind it: over the slots, over the slots in another order, and
+    over a selection in that order with a tail."""
+    behind = until[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
+    there = jnp.where(order <= behind[:, -1:], order, -1)
+    moved = [jnp.take_along_axis(x, order[..., None, None], axis=1) for x in (k, v)]
+    selected = jnp.where(order < until[:, None], order, -1)
+    return (
+        attention(q, k, v, behind, implementation="xla"),
+        attention(q, *moved, behind, key_positions=there, implementation="xla"),
+        gathered_attention(q, k, v, behind, selected, behind, until, implementation="xla"),
+    )
+
+
+@given(st.permutations(range(12)), st.integers(0, 10), st.integers(0, 2**32 - 1))
+def test_where_a_key_lies_and_who_selects_it_has_no_effect(order, until, seed):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((1, n, 2, 4), np.float32) for n in (2, 12, 12))
+    wanted, *others = _three_ways(q, k, v, np.array([order], np.int32), np.array([until], np.int32))
+    for got in others:
+        for have, want in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(have, want, atol=2e-6)
 
 
 SHAPES = {
