@@ -13,7 +13,7 @@ from jspec.gpu import refuses_gpu
 from jspec.triton import attention as module
 from jspec.triton.attention import ATTENTION, Blocks, attention_triton
 from jspec.triton.call import refuses_triton
-from tests.ops.attention.test_dense import CASES, LARGE, Case, Inputs, brute_force, inputs
+from tests.ops.attention.test_dense import CASES, EXACT, LARGE, Case, Inputs, brute_force, inputs
 from tests.triton.lowering import lower
 
 # Several chunks of several tiles each, where a case has more than 16 keys; and one chunk.
@@ -101,9 +101,9 @@ def test_equals_the_definition_on_a_gpu(case, blocks):
         pytest.skip(reason)
     out, lse = run(inputs(case, junk=np.nan), case, blocks, jax.jit)
     expected_out, expected_lse = brute_force(inputs(case, junk=0.0), **case.settings)
-    tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-6
+    tolerance = 2e-2 if case.dtype == "bfloat16" else EXACT
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=4e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
 
 
 def test_slots_past_two_to_the_31_elements_are_read_on_a_gpu():

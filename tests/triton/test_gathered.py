@@ -10,6 +10,7 @@ import pytest
 from jspec.triton import attention, gathered
 from jspec.triton.call import refuses_triton
 from jspec.triton.gathered import GATHERED, Blocks, gathered_triton, heads_together
+from tests.ops.attention.test_dense import EXACT
 from tests.ops.attention.test_gathered import CASES, LARGE, Case, Inputs, brute_force, inputs
 from tests.triton.lowering import lower
 
@@ -38,10 +39,10 @@ def run(x: Inputs, case: Case, blocks: Blocks | None, transform=lambda f: f):
 def assert_right(got, case: Case, dtype_tolerance: float):
     out, lse = got
     expected_out, expected_lse = brute_force(inputs(case, junk=0.0), **case.settings)
-    tolerance = 2e-6 if case.dtype == "float32" else dtype_tolerance
+    tolerance = EXACT if case.dtype == "float32" else dtype_tolerance
     assert out.dtype == case.dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=4e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
 
 
 @cuts
