@@ -46,11 +46,14 @@ def fold(sums, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def finished(sums):
-    """The sums as an output and its log-sum-exp, natural log: 0 and -inf over no key."""
+    """The sums as an output and its log-sum-exp, natural log: 0 and -inf over no key.
+
+    A NaN among the keys that are read must end as NaN: it is not "no key".
+    """
     acc, total, top = sums
-    some = total > 0.0
-    whole = tl.where(some, total, 1.0)
-    lse = tl.where(some, (top + tl.log2(whole)) / LOG2E, float("-inf"))
+    none = total == 0.0
+    whole = tl.where(none, 1.0, total)
+    lse = tl.where(none, float("-inf"), (top + tl.log2(whole)) / LOG2E)
     return acc / whole[:, None], lse
 
 
@@ -210,19 +213,19 @@ def merge_kernel(
     top = tl.max(exponent)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((exponent - base) * LOG2E))
-    whole = tl.where(total > 0.0, total, 1.0)
-    written = tl.max(tl.where(exponent > float("-inf"), chunk + 1, 0))
+    whole = tl.where(total == 0.0, 1.0, total)
+    written = tl.max(tl.where(exponent == float("-inf"), 0, chunk + 1))
     acc = tl.zeros([SOME, COLUMNS], tl.float32)
     for start in range(0, written, SOME):
         some = start + tl.arange(0, SOME)
         at = first + some * (TOKENS * GROUP)
         exponents = tl.load(part_lse + at, mask=some < written, other=float("-inf"))
         weight = tl.exp2((exponents - base) * LOG2E) / whole
-        mask = (exponents > float("-inf"))[:, None] & inside[None, :]
+        mask = (exponents != float("-inf"))[:, None] & inside[None, :]
         part = tl.load(parts + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
         acc += weight[:, None] * part
     tl.store(
         out + query * VALUE + column, tl.sum(acc, axis=0).to(out.dtype.element_ty), mask=inside
     )
     if tl.program_id(0) % BLOCKS == 0:
-        tl.store(lse + query, tl.where(total > 0.0, base + tl.log2(whole) / LOG2E, float("-inf")))
+        tl.store(lse + query, tl.where(total == 0.0, float("-inf"), base + tl.log2(whole) / LOG2E))

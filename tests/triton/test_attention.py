@@ -62,6 +62,19 @@ def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, mon
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["chunks", "one-chunk"])
+def test_nan_in_a_key_that_is_read_is_not_hidden(blocks, interpreted, monkeypatch):
+    """A part of NaN is not taken for one that saw no key."""
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    case = NAMED["two-tokens-mha"]
+    x = inputs(case, junk=0.0)
+    x.k[0, 32, 1, 0] = np.nan
+    for got in run(x, case, blocks):
+        wrong = np.isnan(got).reshape(2, 2, 3, -1).all(axis=-1)
+        np.testing.assert_array_equal(np.argwhere(wrong), [[0, 1, 1]])
+        assert np.isfinite(got).sum() == got.size - got[0, 1, 1].size
+
+
 def test_keys_of_another_type_are_multiplied_in_float32(interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
     case = NAMED["two-tokens-mha"]
