@@ -13,7 +13,16 @@ from jspec.gpu import refuses_gpu
 from jspec.triton import attention as module
 from jspec.triton.attention import ATTENTION, Blocks, attention_triton
 from jspec.triton.call import refuses_triton
-from tests.ops.attention.test_dense import CASES, EXACT, LARGE, Case, Inputs, brute_force, inputs
+from tests.ops.attention.test_dense import (
+    CASES,
+    EXACT,
+    LARGE,
+    Case,
+    Inputs,
+    brute_force,
+    expected,
+    inputs,
+)
 from tests.triton.lowering import lower
 
 # Several chunks of several tiles each, where a case has more than 16 keys; and one chunk.
@@ -55,7 +64,7 @@ def row(x: Inputs, index: int) -> Inputs:
 def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
     out, lse = run(inputs(case, junk=np.nan), case, blocks)
-    expected_out, expected_lse = brute_force(inputs(case, junk=0.0), **case.settings)
+    expected_out, expected_lse = expected(case)
     tolerance = 1e-3 if case.dtype == "float16" else 2e-6
     assert out.dtype == case.dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
@@ -63,16 +72,19 @@ def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, mon
 
 
 @pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["chunks", "one-chunk"])
-def test_nan_in_a_key_that_is_read_is_not_hidden(blocks, interpreted, monkeypatch):
-    """A part of NaN is not taken for one that saw no key."""
+@pytest.mark.parametrize(
+    ("where", "readers"), [((0, 32), [[0, 1, 1]]), ((1, 0), [[1, 0, 1], [1, 1, 1]])]
+)
+def test_nan_in_a_key_that_is_read_is_not_hidden(where, readers, blocks, interpreted, monkeypatch):
+    """A part of NaN, the second one or the only one, is not taken for one that saw no key."""
     monkeypatch.setattr(module, "triton_call", interpreted)
     case = NAMED["two-tokens-mha"]
     x = inputs(case, junk=0.0)
-    x.k[0, 32, 1, 0] = np.nan
+    x.k[*where, 1, 0] = np.nan
     for got in run(x, case, blocks):
-        wrong = np.isnan(got).reshape(2, 2, 3, -1).all(axis=-1)
-        np.testing.assert_array_equal(np.argwhere(wrong), [[0, 1, 1]])
-        assert np.isfinite(got).sum() == got.size - got[0, 1, 1].size
+        got = got.reshape(2, 2, 3, -1)
+        np.testing.assert_array_equal(np.argwhere(np.isnan(got).all(axis=-1)), readers)
+        assert np.isfinite(got).sum() == got.size - len(readers) * got.shape[-1]
 
 
 def test_keys_of_another_type_are_multiplied_in_float32(interpreted, monkeypatch):
@@ -92,8 +104,8 @@ def test_a_row_alone_is_the_row_in_the_batch_in_the_interpreter(interpreted, mon
     case = NAMED["one-token"]
     x = inputs(case, junk=np.nan)
     together, alone = run(x, case, SMALL), run(row(x, 2), case, SMALL)
-    for got, expected in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(got[0], expected[2])
+    for got, want in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(got[0], want[2])
 
 
 @pytest.mark.parametrize("case", [NAMED["window-padding"], *LARGE], ids=lambda case: case.name)
@@ -103,8 +115,8 @@ def test_a_row_alone_is_the_row_in_the_batch_on_a_gpu(case):
     x = inputs(case, junk=np.nan)
     together = run(x, case, None, jax.jit)
     for index in range(len(case.lengths)):
-        for got, expected in zip(run(row(x, index), case, None, jax.jit), together, strict=True):
-            np.testing.assert_array_equal(got[0], expected[index])
+        for got, want in zip(run(row(x, index), case, None, jax.jit), together, strict=True):
+            np.testing.assert_array_equal(got[0], want[index])
 
 
 @pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["chunks", "one-chunk"])
@@ -113,7 +125,7 @@ def test_equals_the_definition_on_a_gpu(case, blocks):
     if reason := refuses_triton():
         pytest.skip(reason)
     out, lse = run(inputs(case, junk=np.nan), case, blocks, jax.jit)
-    expected_out, expected_lse = brute_force(inputs(case, junk=0.0), **case.settings)
+    expected_out, expected_lse = expected(case)
     tolerance = 2e-2 if case.dtype == "bfloat16" else EXACT
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)

@@ -11,7 +11,7 @@ from jspec.triton import attention, gathered
 from jspec.triton.call import refuses_triton
 from jspec.triton.gathered import GATHERED, Blocks, gathered_triton, heads_together
 from tests.ops.attention.test_dense import EXACT
-from tests.ops.attention.test_gathered import CASES, LARGE, Case, Inputs, brute_force, inputs
+from tests.ops.attention.test_gathered import CASES, LARGE, Case, Inputs, expected, inputs
 from tests.triton.lowering import lower
 
 # Several chunks of several tiles each, a head a program; and one chunk for as many heads as fit.
@@ -38,7 +38,7 @@ def run(x: Inputs, case: Case, blocks: Blocks | None, transform=lambda f: f):
 
 def assert_right(got, case: Case, dtype_tolerance: float):
     out, lse = got
-    expected_out, expected_lse = brute_force(inputs(case, junk=0.0), **case.settings)
+    expected_out, expected_lse = expected(case)
     tolerance = EXACT if case.dtype == "float32" else dtype_tolerance
     assert out.dtype == case.dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
@@ -59,8 +59,8 @@ def test_a_row_alone_is_the_row_in_the_batch(case, interpreted, monkeypatch):
     monkeypatch.setattr(gathered, "triton_call", interpreted)
     x = inputs(case, junk=np.nan)
     alone, together = run(x.row(1), case, BOTH), run(x, case, BOTH)
-    for got, expected in zip(alone, together, strict=True):
-        np.testing.assert_array_equal(got[0], expected[1])
+    for got, want in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(got[0], want[1])
 
 
 @cuts
@@ -78,8 +78,8 @@ def test_a_row_alone_is_the_row_in_the_batch_on_a_gpu(case):
     x = inputs(case, junk=np.nan)
     together = run(x, case, None, jax.jit)
     for row in range(case.batch):
-        for got, expected in zip(run(x.row(row), case, None, jax.jit), together, strict=True):
-            np.testing.assert_array_equal(got[0], expected[row])
+        for got, want in zip(run(x.row(row), case, None, jax.jit), together, strict=True):
+            np.testing.assert_array_equal(got[0], want[row])
 
 
 @pytest.mark.parametrize(

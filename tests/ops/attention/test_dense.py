@@ -68,12 +68,12 @@ CASES = [
 
 # Too large for a CPU's tests.
 LARGE = [
-    Case("llama-t1", 1, 20000, (20000, 1, 7777), 32, 8, 128, dtype="bfloat16"),
-    Case("llama-t10", 10, 9001, (9001, 10, 4097), 32, 8, 128, dtype="bfloat16"),
+    Case("llama-t1", 1, 20000, (20000, 7777), 32, 8, 128, dtype="bfloat16"),
+    Case("llama-t10", 10, 5001, (5001, 10), 32, 8, 128, dtype="bfloat16"),
     Case("mha-t2", 2, 5000, (5000, 2), 16, 16, 64, dtype="float16"),
     Case("gpt-oss-t12", 12, 3000, (3000, 150), 64, 8, 64, dtype="bfloat16", window=128),
     Case("size-80-ring", 1, 1000, (1000, 400), 32, 32, 80, dtype="bfloat16", empty=True),
-    Case("size-96-t10", 10, 6000, (6000, 2999), 32, 8, 96, dtype="bfloat16", padded=(0, 4)),
+    Case("size-96-t10", 10, 3000, (3000, 1499), 32, 8, 96, dtype="bfloat16", padded=(0, 4)),
     Case("size-256-capped", 2, 8000, (8000, 513), 8, 4, 256, dtype="bfloat16", softcap=50.0),
     Case("group-7-t10-ring", 10, 3000, (3000, 77), 28, 4, 128, window=1000, empty=True),
     Case("t64", 64, 2500, (2500, 64, 1024), 16, 4, 128, dtype="bfloat16"),
@@ -97,8 +97,7 @@ def inputs(case: Case, *, junk: float) -> Inputs:
     batch = len(case.lengths)
 
     def normal(*shape):
-        drawn = rng.standard_normal(shape).astype(np.float32)
-        return drawn.astype(jnp.dtype(case.dtype))
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype))
 
     q = normal(batch, case.tokens, case.heads, case.size)
     k, v = (
@@ -134,21 +133,28 @@ def brute_force(
     v = k[..., :value_size] if x.v is None else np.asarray(x.v, np.float64)
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]
+    k, v = (np.ascontiguousarray(np.swapaxes(a, 1, 2)) for a in (k, v))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, t, n in np.ndindex(batch, tokens, heads):
-        held = np.arange(k.shape[1]) if x.key_positions is None else x.key_positions[b]
+        held = np.arange(k.shape[2]) if x.key_positions is None else x.key_positions[b]
         here = x.positions[b, t]
         first = 0 if window is None else max(here - window + 1, 0)
         seen = np.flatnonzero((first <= held) & (held <= here))
         if not len(seen):
             continue
-        scores = scale * k[b, seen, n // group] @ q[b, t, n]
+        scores = scale * (k[b, n // group][seen] @ q[b, t, n])
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
         lse[b, t, n] = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
-        out[b, t, n] = np.exp(scores - lse[b, t, n]) @ v[b, seen, n // group]
+        out[b, t, n] = np.exp(scores - lse[b, t, n]) @ v[b, n // group][seen]
     return out, lse
+
+
+@functools.cache
+def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """What `brute_force` makes of a case."""
+    return brute_force(inputs(case, junk=0.0), **case.settings)
 
 
 @functools.partial(
@@ -179,9 +185,8 @@ def implementation(request, monkeypatch) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_definition(case, implementation):
-    x = inputs(case, junk=0.0)
-    out, lse = run(x, implementation, **case.settings)
-    expected_out, expected_lse = brute_force(x, **case.settings)
+    out, lse = run(inputs(case, junk=0.0), implementation, **case.settings)
+    expected_out, expected_lse = expected(case)
     tolerance = 2e-2 if case.dtype == "bfloat16" else EXACT
     assert out.dtype == case.dtype
     assert lse.dtype == jnp.float32
@@ -193,10 +198,8 @@ def test_equals_the_definition(case, implementation):
 def test_real_shapes_equal_the_definition_on_a_gpu(case, implementation):
     if reason := refuses_gpu((8, 0), "a case of this size"):
         pytest.skip(reason)
-    x = inputs(case, junk=np.nan)
-    out, lse = run(x, implementation, **case.settings)
-    x = dataclasses.replace(x, k=np.nan_to_num(x.k), v=None if x.v is None else np.nan_to_num(x.v))
-    expected_out, expected_lse = brute_force(x, **case.settings)
+    out, lse = run(inputs(case, junk=np.nan), implementation, **case.settings)
+    expected_out, expected_lse = expected(case)
     wide = case.dtype == "float32"
     error = np.linalg.norm(np.asarray(out, np.float64) - expected_out, axis=-1)
     assert (error <= (1e-5 if wide else 1e-2) * np.linalg.norm(expected_out, axis=-1)).all()
@@ -208,8 +211,8 @@ def test_empty_slots_change_no_bit(case, implementation):
     clean = run(inputs(case, junk=0.0), implementation, **case.settings)
     for junk in (np.nan, np.inf, 3e38):
         poisoned = run(inputs(case, junk=junk), implementation, **case.settings)
-        for expected, got in zip(clean, poisoned, strict=True):
-            np.testing.assert_array_equal(got, expected)
+        for want, got in zip(clean, poisoned, strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 def test_padding_gives_zero_and_minus_infinity(implementation):
