@@ -40,11 +40,13 @@ def triton_call(
     out: Sequence[jax.ShapeDtypeStruct],
     programs: int,
     warps: int,
+    stages: int | None = None,
     **constants: Any,
 ) -> tuple[Array, ...]:
     """Launch ``programs`` programs of ``kernel`` on a line.
 
-    The kernel gets pointers to ``arrays``, then to the arrays it returns, which are as ``out``
+    ``stages``: how many rounds of a loop the compiler lets overlap, None for its own choice. The
+    kernel gets pointers to ``arrays``, then to the arrays it returns, which are as ``out``
     says, and ``constants`` as its ``tl.constexpr`` parameters. Before jax-triton 0.4, XLA takes no
     such call into a command buffer: in a jitted loop it costs the host a launch each time.
     """
@@ -53,7 +55,7 @@ def triton_call(
     # 0.4 renamed out_shape to out_type and warns of the old name.
     parameters = inspect.signature(jax_triton.triton_call).parameters
     name = "out_type" if "out_type" in parameters else "out_shape"
-    settings = {name: tuple(out), "grid": (programs,), "num_warps": warps}
+    settings = {name: tuple(out), "grid": (programs,), "num_warps": warps, "num_stages": stages}
 
     @jax.custom_batching.sequential_vmap  # jax-triton itself has no rule for vmap
     def launch(*arrays: Array) -> tuple[Array, ...]:

@@ -26,8 +26,8 @@ def process():
 def interpreted(process):
     """Stands in for `jspec.triton.call.triton_call`: runs the body in Triton's interpreter."""
 
-    def call(kernel, *arrays, out, programs, warps, **constants):
-        del warps  # the interpreter has none
+    def call(kernel, *arrays, out, programs, warps, stages=None, **constants):
+        del warps, stages  # the interpreter has none
         name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
         # What the kernel does not write must not look like what it should have written.
         empty = [np.full(x.shape, 99, x.dtype) for x in out]

@@ -142,7 +142,7 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, v
     return finish(sums, q.shape[1], q.dtype)
 
 
-def _sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
+def attention_sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
     """What backends are ordered by."""
     return {"batch": q.shape[0], "tokens": q.shape[1], "slots": k.shape[1]}
 
@@ -176,8 +176,9 @@ ATTENTION = Operation(
         "xla": Backend("xla", _xla, always),
         "xla_blocked": Backend("xla_blocked", _xla_blocked, always),
         "pallas": "jspec.pallas.attention:ATTENTION",
+        "triton": "jspec.triton.attention:ATTENTION",
     },
-    _sizes,
+    attention_sizes,
     _cases,
     elsewhere=("xla_blocked", "xla"),
 )

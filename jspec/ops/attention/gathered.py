@@ -98,18 +98,17 @@ def _xla(
     tail = jnp.broadcast_to(tail, (*selected.shape[:2], tail.shape[-1]))
     slots = jnp.concatenate([selected, tail], axis=-1)
     index = jnp.swapaxes(slots, 1, 2)[..., None]
-
-    def taken(x: Array) -> Array:
-        return jnp.take_along_axis(x, index, axis=1, mode="clip")
-
-    keys = taken(k)
-    values = values_in(keys, None if v is None else taken(v), value_size)
+    keys = jnp.take_along_axis(k, index, axis=1, mode="clip")
+    values = None if v is None else jnp.take_along_axis(v, index, axis=1, mode="clip")
+    values = values_in(keys, values, value_size)
     rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
     sums = accumulate(start(rows, values.shape[3]), rows, keys, values, valid, softcap)
     return finish(sums, tokens, q.dtype)
 
 
-def _sizes(q: Array, k: Array, v, positions, selected: Array, *args, **kwargs) -> dict[str, int]:
+def gathered_sizes(
+    q: Array, k: Array, v, positions, selected: Array, *args, **kwargs
+) -> dict[str, int]:
     """What backends are ordered by."""
     return {"batch": q.shape[0], "tokens": q.shape[1], "selected": selected.shape[-1]}
 
@@ -137,4 +136,9 @@ def _cases() -> list[Case]:
     return [Case("two-tokens", build, {"counts": None, **static}, small=True, wanted=wanted)]
 
 
-GATHERED = Operation("gathered_attention", {"xla": Backend("xla", _xla, always)}, _sizes, _cases)
+GATHERED = Operation(
+    "gathered_attention",
+    {"xla": Backend("xla", _xla, always), "triton": "jspec.triton.gathered:GATHERED"},
+    gathered_sizes,
+    _cases,
+)

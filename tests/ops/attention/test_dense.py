@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from jspec.dispatch import BackendError
+from jspec.gpu import refuses_gpu
 from jspec.ops.attention import dense as module
 from jspec.ops.attention.dense import ATTENTION, attention, causal
+
+# How near float32 comes: a GPU's exponential is an approximation.
+EXACT = 2e-6 if jax.default_backend() == "cpu" else 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +37,12 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     value_size: int | None = None
+    values_in_keys: bool = False
 
     @property
     def settings(self) -> dict:
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        found = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return found | {"value_size": self.value_size if self.values_in_keys else None}
 
 
 CASES = [
@@ -53,8 +59,26 @@ CASES = [
     Case("window-of-one-holes", 3, 30, (30, 4), window=1, empty=True),
     Case("softcap-small-values", 3, 24, (7, 24), softcap=0.8, value_size=6),
     Case("all-settings", 6, 41, (41, 9), scale=2.0, window=11, softcap=5.0, value_size=24),
+    Case("values-in-keys", 3, 24, (7, 24), size=20, value_size=12, values_in_keys=True),
+    Case("size-80", 2, 20, (20, 3), size=80),
+    Case("size-96-many-rows", 20, 30, (30, 20), heads=7, kv_heads=1, size=96, window=9),
     Case("bfloat16", 5, 48, (48, 11), dtype="bfloat16"),
     Case("bfloat16-holes", 1, 48, (48, 11), dtype="bfloat16", empty=True),
+]
+
+# Too large for a CPU's tests.
+LARGE = [
+    Case("llama-t1", 1, 20000, (20000, 7777), 32, 8, 128, dtype="bfloat16"),
+    Case("llama-t10", 10, 5001, (5001, 10), 32, 8, 128, dtype="bfloat16"),
+    Case("mha-t2", 2, 5000, (5000, 2), 16, 16, 64, dtype="float16"),
+    Case("gpt-oss-t12", 12, 3000, (3000, 150), 64, 8, 64, dtype="bfloat16", window=128),
+    Case("size-80-ring", 1, 1000, (1000, 400), 32, 32, 80, dtype="bfloat16", empty=True),
+    Case("size-96-t10", 10, 3000, (3000, 1499), 32, 8, 96, dtype="bfloat16", padded=(0, 4)),
+    Case("size-256-capped", 2, 8000, (8000, 513), 8, 4, 256, dtype="bfloat16", softcap=50.0),
+    Case("group-7-t10-ring", 10, 3000, (3000, 77), 28, 4, 128, window=1000, empty=True),
+    Case("t64", 64, 2500, (2500, 64, 1024), 16, 4, 128, dtype="bfloat16"),
+    Case("float32-t10", 10, 4100, (4100, 4097), 8, 2, 128, softcap=5.0),
+    Case("values-in-keys-t4", 4, 2000, (2000, 5), 16, 1, 192, value_size=128),
 ]
 
 
@@ -62,7 +86,7 @@ CASES = [
 class Inputs:
     q: np.ndarray
     k: np.ndarray
-    v: np.ndarray
+    v: np.ndarray | None
     positions: np.ndarray
     key_positions: np.ndarray | None
 
@@ -73,8 +97,7 @@ def inputs(case: Case, *, junk: float) -> Inputs:
     batch = len(case.lengths)
 
     def normal(*shape):
-        drawn = rng.standard_normal(shape).astype(np.float32)
-        return drawn.astype(jnp.dtype(case.dtype))
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype))
 
     q = normal(batch, case.tokens, case.heads, case.size)
     k, v = (
@@ -92,38 +115,50 @@ def inputs(case: Case, *, junk: float) -> Inputs:
         held = rng.permuted(np.where(rng.random(held.shape) < 0.3, -1, held), axis=1)
     unread = (held < 0) | (held > positions.max(axis=1, keepdims=True))
     k[unread] = v[unread] = junk
+    v = None if case.values_in_keys else v
     return Inputs(
         q, k, v, positions.astype(np.int32), held.astype(np.int32) if case.empty else None
     )
 
 
 def brute_force(
-    x: Inputs, scale: float | None = None, window: int | None = None, softcap: float | None = None
+    x: Inputs,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    value_size: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention and its log-sum-exp, one query, head and key at a time."""
-    q, k, v = (np.asarray(a, np.float64) for a in (x.q, x.k, x.v))
+    """Attention and its log-sum-exp, one query and head at a time."""
+    q, k = np.asarray(x.q, np.float64), np.asarray(x.k, np.float64)
+    v = k[..., :value_size] if x.v is None else np.asarray(x.v, np.float64)
     batch, tokens, heads, _ = q.shape
     group = heads // k.shape[2]
+    k, v = (np.ascontiguousarray(np.swapaxes(a, 1, 2)) for a in (k, v))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, t, n in np.ndindex(batch, tokens, heads):
-        held = np.arange(k.shape[1]) if x.key_positions is None else x.key_positions[b]
+        held = np.arange(k.shape[2]) if x.key_positions is None else x.key_positions[b]
         here = x.positions[b, t]
         first = 0 if window is None else max(here - window + 1, 0)
-        seen = [s for s, at in enumerate(held) if first <= at <= here]
-        if not seen:
+        seen = np.flatnonzero((first <= held) & (held <= here))
+        if not len(seen):
             continue
-        scores = np.array([scale * q[b, t, n] @ k[b, s, n // group] for s in seen])
+        scores = scale * (k[b, n // group][seen] @ q[b, t, n])
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
         lse[b, t, n] = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
-        weights = np.exp(scores - lse[b, t, n])
-        out[b, t, n] = sum(w * v[b, s, n // group] for w, s in zip(weights, seen, strict=True))
+        out[b, t, n] = np.exp(scores - lse[b, t, n]) @ v[b, n // group][seen]
     return out, lse
 
 
+@functools.cache
+def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """What `brute_force` makes of a case."""
+    return brute_force(inputs(case, junk=0.0), **case.settings)
+
+
 @functools.partial(
-    jax.jit, static_argnames=("implementation", "scale", "window", "softcap", "block")
+    jax.jit, static_argnames=("implementation", "scale", "window", "softcap", "value_size", "block")
 )
 def _jitted(q, k, v, positions, key_positions, *, block, **settings):
     del block  # only here so that another block is another program
@@ -150,14 +185,25 @@ def implementation(request, monkeypatch) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_definition(case, implementation):
-    x = inputs(case, junk=0.0)
-    out, lse = run(x, implementation, **case.settings)
-    expected_out, expected_lse = brute_force(x, **case.settings)
-    tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-6
+    out, lse = run(inputs(case, junk=0.0), implementation, **case.settings)
+    expected_out, expected_lse = expected(case)
+    tolerance = 2e-2 if case.dtype == "bfloat16" else EXACT
     assert out.dtype == case.dtype
     assert lse.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_real_shapes_equal_the_definition_on_a_gpu(case, implementation):
+    if reason := refuses_gpu((8, 0), "a case of this size"):
+        pytest.skip(reason)
+    out, lse = run(inputs(case, junk=np.nan), implementation, **case.settings)
+    expected_out, expected_lse = expected(case)
+    wide = case.dtype == "float32"
+    error = np.linalg.norm(np.asarray(out, np.float64) - expected_out, axis=-1)
+    assert (error <= (1e-5 if wide else 1e-2) * np.linalg.norm(expected_out, axis=-1)).all()
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5 if wide else 1e-2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -165,8 +211,8 @@ def test_empty_slots_change_no_bit(case, implementation):
     clean = run(inputs(case, junk=0.0), implementation, **case.settings)
     for junk in (np.nan, np.inf, 3e38):
         poisoned = run(inputs(case, junk=junk), implementation, **case.settings)
-        for expected, got in zip(clean, poisoned, strict=True):
-            np.testing.assert_array_equal(got, expected)
+        for want, got in zip(clean, poisoned, strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 def test_padding_gives_zero_and_minus_infinity(implementation):
@@ -192,7 +238,7 @@ def test_causal_is_attention_of_a_sequence_over_itself():
     k, v = (rng.standard_normal((2, 6, 2, 8)).astype(np.float32) for _ in range(2))
     positions = np.tile(np.arange(6, dtype=np.int32), (2, 1))
     expected, _ = brute_force(Inputs(q, k, v, positions, None))
-    np.testing.assert_allclose(causal(*map(jnp.asarray, (q, k, v))), expected, atol=2e-6)
+    np.testing.assert_allclose(causal(*map(jnp.asarray, (q, k, v))), expected, atol=EXACT)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +251,11 @@ def test_causal_is_attention_of_a_sequence_over_itself():
         ({"v": (2, 8, 2, 8)}, r"\[B, S, K, H'\]"),
         ({"positions": (2, 3)}, r"positions \(2, 3\) must be \[B, T\] = \(2, 4\)"),
         ({"key_positions": (2, 8)}, r"key_positions \(2, 8\) must be \[B, S\] = \(2, 9\)"),
+        ({"v": None}, "value_size=None must be from 1 to 8, the channels of a key"),
+        ({"v": None, "value_size": 9}, "value_size=9 must be from 1 to 8"),
+        ({"value_size": 4}, "values of float32, value_size=4: .* value_size is for v=None"),
     ],
-    ids=["k-not-v", "heads", "batch", "head-size", "slots", "positions", "key-positions"],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_bad_shapes_are_refused(change, message):
     shapes = {"q": (2, 4, 4, 8), "k": (2, 9, 2, 8), "v": (2, 9, 2, 8), "positions": (2, 4)}
@@ -214,9 +263,11 @@ def test_bad_shapes_are_refused(change, message):
     arrays = {
         name: jax.ShapeDtypeStruct(shape, jnp.int32 if "positions" in name else jnp.float32)
         for name, shape in shapes.items()
+        if isinstance(shape, tuple)
     }
+    rest = {name: x for name, x in shapes.items() if not isinstance(x, tuple)}
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(attention, **arrays)
+        jax.eval_shape(functools.partial(attention, **rest), **arrays)
 
 
 def test_an_unknown_implementation_is_refused():

@@ -1,0 +1,180 @@
+"""Attention over a cache in Triton: split over the sequence, merged by a small second launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jspec import tuned
+from jspec.dispatch import Backend
+from jspec.ops.attention.dense import attention_sizes
+from jspec.triton.call import next_power, refuses_triton, triton_call
+from jspec.typing import Array
+
+DTYPES = ("bfloat16", "float16", "float32")
+MOST_CHANNELS = 256  # of a key or value: a tile of queries and its sums stay in registers
+LEAST = 16  # the matrix units take no fewer rows, keys or channels
+MOST_KEYS = 128  # of a tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut: ``chunk`` keys a program at most, ``bytes`` of keys and values a tile,
+    ``rows`` of queries a tile at most (a power of 2), ``stages`` of tiles on their way, ``warps``
+    to run a program.
+
+    They may follow from the capacity and from T, never from B or lengths: a row's arithmetic must
+    not depend on its neighbours.
+    """
+
+    chunk: int
+    bytes: int
+    rows: int
+    stages: int
+    warps: int
+
+
+def attention_triton(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    positions: Array,
+    *,
+    key_positions: Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    value_size: int | None,
+    blocks: Blocks | None = None,
+) -> tuple[Array, Array]:
+    """As `jspec.attention`."""
+    from jspec.triton.attention_kernel import attention_kernel
+
+    blocks = blocks or Blocks(**tuned.block("attention", "triton", attention_sizes(q, k)))
+    batch, tokens, heads, _ = q.shape
+    slots, kv_heads = k.shape[1:3]
+    shape = tile_shape(k, v, value_size)
+    keys = keys_of_tile(shape, k, v, blocks.bytes)
+    rows = rows_of_tile(tokens * heads // kv_heads, q, k, blocks.rows)
+    tiles = -(-tokens * heads // kv_heads // rows)
+    chunk = min(-(-blocks.chunk // keys), -(-slots // keys)) * keys
+    chunks = -(-slots // chunk)
+    parts = triton_call(
+        attention_kernel,
+        *(q, k, k if v is None else v, positions),
+        positions if key_positions is None else key_positions,
+        out=part_types(q, kv_heads, chunks, shape["VALUE"]),
+        programs=batch * chunks * tiles * kv_heads,
+        warps=blocks.warps,
+        stages=blocks.stages,
+        TOKENS=tokens,
+        SLOTS=slots,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        SCALE=float(scale),
+        SOFTCAP=softcap,
+        WINDOW=window,
+        HELD=key_positions is not None,
+        TILES=tiles,
+        ROWS=rows,
+        CHUNK=chunk,
+        CHUNKS=chunks,
+        KEYS=keys,
+        **shape,
+    )
+    return merged(q, kv_heads, chunks, *parts)
+
+
+def tile_shape(k: Array, v: Array | None, value_size: int | None) -> dict[str, int | bool]:
+    """Sizes of keys and values, and of their tiles: powers of 2."""
+    size = k.shape[3]
+    value = v.shape[3] if v is not None else (value_size or 0)
+    width = max(LEAST, next_power(size))
+    value_width = width if v is None else max(LEAST, next_power(value))
+    return {
+        "SIZE": size,
+        "VALUE": value,
+        "WIDTH": width,
+        "VALUE_WIDTH": value_width,
+        "VALUES_IN_KEYS": v is None,
+    }
+
+
+def keys_of_tile(shape: dict[str, int | bool], k: Array, v: Array | None, most: int) -> int:
+    """How many keys a tile holds, of ``most`` bytes with their values."""
+    channels = shape["WIDTH"] + (0 if v is None else shape["VALUE_WIDTH"])
+    keys = most // (channels * k.dtype.itemsize)
+    return min(MOST_KEYS, max(LEAST, next_power(keys + 1) // 2))
+
+
+def rows_of_tile(rows: int, q: Array, k: Array, most: int) -> int:
+    """How many of a program's query rows a tile holds."""
+    # Products in float32 take no matrix units, and more rows than these no longer fit in registers.
+    wide = jnp.float32 in (q.dtype, k.dtype)
+    return min(LEAST if wide else most, max(LEAST, next_power(rows)))
+
+
+def part_types(
+    q: Array, kv_heads: int, chunks: int, value: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """What each chunk leaves for the merge; of one chunk, the result itself."""
+    batch, tokens, heads, _ = q.shape
+    lead, dtype = (batch, tokens, heads), q.dtype
+    if chunks > 1:
+        lead, dtype = (batch, kv_heads, chunks, tokens * heads // kv_heads), jnp.float32
+    return jax.ShapeDtypeStruct((*lead, value), dtype), jax.ShapeDtypeStruct(lead, jnp.float32)
+
+
+def merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tuple[Array, Array]:
+    """Output ``[B, T, N, H']`` in the dtype of ``q`` and log-sum-exp of all chunks."""
+    from jspec.triton.attention_kernel import merge_kernel
+
+    if chunks == 1:
+        return out, lse
+    batch, tokens, heads, _ = q.shape
+    value = out.shape[-1]
+    columns = min(32, next_power(value))
+    blocks = -(-value // columns)
+    lead = (batch, tokens, heads)
+    out, lse = triton_call(
+        merge_kernel,
+        *(out, lse),
+        out=(
+            jax.ShapeDtypeStruct((*lead, value), q.dtype),
+            jax.ShapeDtypeStruct(lead, jnp.float32),
+        ),
+        programs=batch * tokens * heads * blocks,
+        warps=4,
+        TOKENS=tokens,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        VALUE=value,
+        CHUNKS=chunks,
+        ALL=next_power(chunks),
+        SOME=min(128, next_power(chunks)),
+        COLUMNS=columns,
+        BLOCKS=blocks,
+    )
+    return out, lse
+
+
+def refuses(q: Array, k: Array, v: Array | None) -> str | None:
+    """Why the kernels cannot take queries, keys and values of these shapes and types, or None."""
+    if 0 in q.shape or 0 in k.shape or (v is not None and 0 in v.shape):
+        return f"q {q.shape}, k {k.shape} leave nothing to launch"
+    for name, x in (("q", q), ("k", k)):
+        if str(x.dtype) not in DTYPES:
+            return f"{name} of {x.dtype} is none of {', '.join(DTYPES)}"
+    sizes = k.shape[3], (k if v is None else v).shape[3]
+    if max(sizes) > MOST_CHANNELS:
+        return f"keys of size {sizes[0]} and values of {sizes[1]} are over {MOST_CHANNELS}"
+    return None
+
+
+def _supports(q, k, v, positions, **kwargs) -> str | None:
+    return refuses(q, k, v) or refuses_triton()
+
+
+ATTENTION = Backend("triton", attention_triton, _supports)

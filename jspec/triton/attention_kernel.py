@@ -1,0 +1,231 @@
+"""The Triton bodies of attention over a cache, and what gathered attention shares with them."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def in_base_2(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Products of queries and keys as scores in base 2."""
+    if SOFTCAP is None:
+        capped = scores * (SCALE * LOG2E)
+    else:
+        x = scores * (SCALE / SOFTCAP)
+        # Near 0 the quotient has few digits left, and a series has them all.
+        away = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+        bent = (1.0 - away) / (1.0 + away)
+        square = x * x
+        near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+        bent = tl.where(tl.abs(x) < 0.125, near, tl.where(x < 0.0, -bent, bent))
+        capped = bent * (SOFTCAP * LOG2E)
+    return capped
+
+
+@triton.jit
+def fold(sums, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Add a tile of keys to the sums: weighted values, their weight, the maximum in base 2.
+
+    ``q [ROWS, WIDTH]``, ``k [KEYS, WIDTH]``, ``v [KEYS, VALUE_WIDTH]``, ``seen [ROWS, KEYS]``. What
+    no row sees must be finite.
+    """
+    acc, total, top = sums
+    # Keys of another type than the queries are multiplied in float32, which the queries then are.
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    scores = in_base_2(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP)
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    decay = tl.exp2(top - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, total, higher
+
+
+@triton.jit
+def finished(sums):
+    """The sums as an output and its log-sum-exp, natural log: 0 and -inf over no key.
+
+    A NaN among the keys that are read must end as NaN: it is not "no key".
+    """
+    acc, total, top = sums
+    none = total == 0.0
+    whole = tl.where(none, 1.0, total)
+    lse = tl.where(none, float("-inf"), (top + tl.log2(whole)) / LOG2E)
+    return acc / whole[:, None], lse
+
+
+@triton.jit
+def read_queries(q, at, live, kept, SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """A tile of queries, in float32 where WIDE; 0 past their size and where not ``kept``."""
+    channel = tl.arange(0, WIDTH)
+    mask = (live & kept)[:, None] & (channel < SIZE)[None, :]
+    tile = tl.load(q + at[:, None] * SIZE + channel[None, :], mask=mask, other=0.0)
+    return tile.to(tl.float32) if WIDE else tile
+
+
+@triton.jit
+def read_tile(base, offset, read, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Keys or values, one at each ``offset``; 0 past their size and where not ``read``."""
+    channel = tl.arange(0, WIDTH)
+    mask = read[:, None] & (channel < SIZE)[None, :]
+    return tl.load(base + offset[:, None] + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def write_rows(out, lse, at, sums, live, kept, VALUE: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """Store rows ``at`` of outputs, where ``kept``, and of log-sum-exps."""
+    result, exponent = finished(sums)
+    channel = tl.arange(0, VALUE_WIDTH)
+    mask = (live & kept)[:, None] & (channel < VALUE)[None, :]
+    pointers = out + at[:, None] * VALUE + channel[None, :]
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + at, exponent, mask=live)
+
+
+@triton.jit
+def attention_kernel(
+    q,
+    k,
+    v,
+    positions,
+    key_positions,
+    out,
+    lse,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HELD: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """A program attends ROWS of the TOKENS * GROUP query rows of a KV head to CHUNK slots.
+
+    Programs of neighbouring heads follow each other, as their keys do in memory. With one chunk the
+    program writes the result, else a part for `merge_kernel`. HELD: ``key_positions`` say where
+    the keys stand; otherwise a key's slot is its position.
+    """
+    head = tl.program_id(0) % KV_HEADS
+    rest = tl.program_id(0) // KV_HEADS
+    chunk = rest // TILES % CHUNKS
+    batch_row = (rest // (TILES * CHUNKS)).to(tl.int64)
+    row = rest % TILES * ROWS + tl.arange(0, ROWS)
+    live = row < TOKENS * GROUP
+    position = tl.load(positions + batch_row * TOKENS + row // GROUP, mask=live, other=-1)
+    until = tl.max(position) + 1
+    first = 0
+    if WINDOW is not None:
+        first = tl.min(tl.where(position >= 0, position, 2**31 - 1)) - (WINDOW - 1)
+    begin = chunk * CHUNK
+    end = tl.minimum(begin + CHUNK, SLOTS)
+    if not HELD:
+        end = tl.minimum(end, until)
+        begin = tl.maximum(begin, first // KEYS * KEYS)
+
+    query = (batch_row * TOKENS + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
+    WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
+    tile = read_queries(q, query, live, begin < end, SIZE, WIDTH, WIDE)
+    base = batch_row * SLOTS
+    key = tl.arange(0, KEYS)
+    acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    if HELD:
+        key_positions += batch_row * SLOTS
+        held = tl.load(key_positions + begin + key, mask=begin + key < end, other=-1)
+    for start in range(begin, end, KEYS):
+        slot = start + key
+        if HELD:
+            at, read = held, (held >= 0) & (held < until)
+            # The next positions are on their way before this tile is multiplied.
+            slot += KEYS
+            held = tl.load(key_positions + slot, mask=slot < end, other=-1)
+        else:
+            at, read = slot, slot < end
+        seen = read[None, :] & (at[None, :] <= position[:, None])
+        if WINDOW is not None:
+            read &= at >= first
+            seen &= at[None, :] > position[:, None] - WINDOW
+        # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
+        here = (base + start) * KV_HEADS + head
+        keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
+        values = keys
+        if not VALUES_IN_KEYS:
+            values = read_tile(v + here * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH)
+        acc, total, top = fold((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP)
+
+    if CHUNKS == 1:
+        write_rows(out, lse, query, (acc, total, top), live, True, VALUE, VALUE_WIDTH)
+    else:
+        part = (batch_row * KV_HEADS + head) * CHUNKS + chunk
+        part = part * (TOKENS * GROUP) + row
+        write_rows(out, lse, part, (acc, total, top), live, begin < end, VALUE, VALUE_WIDTH)
+
+
+@triton.jit
+def merge_kernel(
+    parts,
+    part_lse,
+    out,
+    lse,
+    TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ALL: tl.constexpr,
+    SOME: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """A program merges COLUMNS of the parts of one query row, SOME of its CHUNKS at a time.
+
+    ``parts [B, KV_HEADS, CHUNKS, TOKENS * GROUP, VALUE]`` and their log-sum-exp; a part of -inf is
+    not read. ALL: a power of 2 that is at least CHUNKS.
+    """
+    query = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < VALUE
+    n = query % (KV_HEADS * GROUP)
+    token = query // (KV_HEADS * GROUP)
+    batch_row = token // TOKENS
+    row = token % TOKENS * GROUP + n % GROUP
+    first = (batch_row * KV_HEADS + n // GROUP) * CHUNKS * (TOKENS * GROUP) + row
+
+    chunk = tl.arange(0, ALL)
+    exponent = tl.load(
+        part_lse + first + chunk * (TOKENS * GROUP), mask=chunk < CHUNKS, other=float("-inf")
+    )
+    top = tl.max(exponent)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2((exponent - base) * LOG2E))
+    whole = tl.where(total == 0.0, 1.0, total)
+    written = tl.max(tl.where(exponent == float("-inf"), 0, chunk + 1))
+    acc = tl.zeros([SOME, COLUMNS], tl.float32)
+    for start in range(0, written, SOME):
+        some = start + tl.arange(0, SOME)
+        at = first + some * (TOKENS * GROUP)
+        exponents = tl.load(part_lse + at, mask=some < written, other=float("-inf"))
+        weight = tl.exp2((exponents - base) * LOG2E) / whole
+        mask = (exponents != float("-inf"))[:, None] & inside[None, :]
+        part = tl.load(parts + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
+        acc += weight[:, None] * part
+    tl.store(
+        out + query * VALUE + column, tl.sum(acc, axis=0).to(out.dtype.element_ty), mask=inside
+    )
+    if tl.program_id(0) % BLOCKS == 0:
+        tl.store(lse + query, tl.where(total == 0.0, float("-inf"), base + tl.log2(whole) / LOG2E))

@@ -1,0 +1,312 @@
+"""Every implementation of gathered attention against float64 numpy, written from the definition."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jspec.gpu import refuses_gpu
+from jspec.ops.attention.dense import attention
+from jspec.ops.attention.gathered import GATHERED, gathered_attention
+from tests.ops.attention.test_dense import EXACT
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``chosen``: how many slots each row selects, of which some are -1, and ``counts`` of which
+    count; ``lengths``: how many tokens of the ``tail`` are written before the ``tokens`` queries;
+    ``padded``: how many queries at the end of each row are padding."""
+
+    name: str
+    tokens: int
+    slots: int
+    chosen: int
+    tail: int
+    counts: tuple[int, ...] | None = None
+    per_head: bool = False
+    batch: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 16
+    value_size: int | None = None
+    values_in_keys: bool = False
+    padded: tuple[int, ...] = ()
+    scale: float | None = None
+    softcap: float | None = None
+    dtype: str = "float32"
+
+    @property
+    def settings(self) -> dict:
+        value_size = self.value_size if self.values_in_keys else None
+        return {"scale": self.scale, "softcap": self.softcap, "value_size": value_size}
+
+
+CASES = [
+    Case("shared", 1, 40, 17, 3),
+    Case("shared-counts", 2, 40, 20, 5, counts=(20, 0, 7)),
+    Case("per-head", 1, 40, 11, 2, per_head=True),
+    Case("per-head-counts", 3, 60, 24, 6, counts=(24, 1, 0), per_head=True, softcap=0.8),
+    Case("tail-alone", 4, 30, 5, 4, counts=(0, 0, 0)),
+    Case("no-tail", 2, 30, 9, 0),
+    Case("queries-past-the-tail", 4, 40, 9, 2),
+    Case("padding", 4, 50, 13, 7, padded=(0, 4, 1), scale=0.7),
+    Case("small-values-mqa", 2, 40, 19, 2, heads=6, kv_heads=1, value_size=6),
+    Case("large-values-mha", 5, 40, 12, 9, heads=3, kv_heads=3, size=8, value_size=24),
+    Case("values-in-keys", 2, 40, 12, 3, size=20, value_size=12, values_in_keys=True),
+    Case("bfloat16", 3, 48, 21, 4, dtype="bfloat16"),
+    Case("bfloat16-per-head", 1, 48, 21, 4, per_head=True, dtype="bfloat16"),
+]
+
+# Too large for a CPU's tests.
+LARGE = [
+    Case("llama-t1", 1, 6000, 3000, 10, None, False, 2, 32, 8, 128, dtype="bfloat16"),
+    Case("llama-t10", 10, 3000, 1025, 12, (1025, 5, 0), False, 3, 32, 8, 128, dtype="bfloat16"),
+    Case("mha-t1", 1, 2000, 512, 1, (512, 77, 300), True, 3, 32, 32, 128, dtype="bfloat16"),
+    Case("gqa-per-head-t2", 2, 4000, 700, 9, None, True, 2, 32, 8, 64, dtype="float16"),
+    Case("size-80-t4", 4, 4000, 1000, 7, None, False, 2, 8, 8, 80, dtype="bfloat16"),
+    Case("size-96-t64", 64, 3000, 600, 70, None, False, 2, 8, 2, 96, dtype="bfloat16"),
+    Case("size-256", 2, 3000, 999, 4, None, False, 2, 8, 4, 256, softcap=50.0, dtype="bfloat16"),
+    Case("group-7", 3, 3000, 999, 4, None, False, 2, 28, 4, 128, dtype="bfloat16"),
+    Case("float32", 2, 2000, 1500, 4, None, False, 2, 8, 2, 128),
+    Case("values-in-keys", 2, 2000, 900, 4, None, False, 2, 16, 1, 192, 128, True),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray | None
+    positions: np.ndarray
+    selected: np.ndarray
+    tail: np.ndarray
+    until: np.ndarray
+    counts: np.ndarray | None
+
+    def row(self, index: int) -> "Inputs":
+        """That batch row alone."""
+        arrays = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        cut = {n: None if x is None else x[index : index + 1] for n, x in arrays.items()}
+        return Inputs(**cut)
+
+
+def reads(x: Inputs, b: int, t: int, head: int) -> list[int]:
+    """The slots that a query reads for a KV head."""
+    here = x.positions[b, t]
+    if here < 0:
+        return []
+    lead = (b, head)[: x.selected.ndim - 1]
+    chosen = x.selected[lead][: None if x.counts is None else x.counts[lead]]
+    behind = [s for i, s in enumerate(x.tail[b]) if x.until[b] + i <= here]
+    return [s for s in (*chosen, *behind) if s >= 0]
+
+
+def inputs(case: Case, *, junk: float) -> Inputs:
+    """Random inputs; what no query reads holds ``junk``, head by head."""
+    rng = np.random.default_rng(len(case.name))
+    batch, kv_heads = case.batch, case.kv_heads
+
+    def normal(*shape):
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype))
+
+    q = normal(batch, case.tokens, case.heads, case.size)
+    k, v = (
+        normal(batch, case.slots, kv_heads, size)
+        for size in (case.size, case.value_size or case.size)
+    )
+    order = rng.permuted(np.tile(np.arange(case.slots), (batch, 1)), axis=1)
+    tail, rest = np.split(order, [case.tail], axis=1)
+    if case.per_head:
+        rest = rng.permuted(np.repeat(rest[:, None], kv_heads, axis=1), axis=2)
+    selected = rest[..., : case.chosen]
+    selected = np.where(rng.random(selected.shape) < 0.2, -1, selected)
+    if case.tail > case.tokens:
+        tail[:, 1] = -1
+    until = rng.integers(0, 100, batch)
+    # The queries stand at the end of the tail, in the second row one before it.
+    first = until + max(case.tail - case.tokens, 0) - np.arange(batch) % 2
+    positions = np.maximum(first, 0)[:, None] + np.arange(case.tokens)
+    if case.padded:
+        kept = case.tokens - np.array(case.padded)[:, None]
+        positions = np.where(np.arange(case.tokens) < kept, positions, -1)
+    counts = None
+    if case.counts is not None:
+        counts = np.array(case.counts)
+        if case.per_head:
+            counts = np.stack([np.roll(counts, head) for head in range(kv_heads)], axis=1)
+    whole = [np.asarray(a, np.int32) for a in (positions, selected, tail, until)]
+    x = Inputs(q, k, v, *whole, None if counts is None else np.asarray(counts, np.int32))
+    unread = np.ones(k.shape[:3], bool)
+    for b, t, head in np.ndindex(batch, case.tokens, kv_heads):
+        unread[b, reads(x, b, t, head), head] = False
+    k[unread] = v[unread] = junk
+    return dataclasses.replace(x, v=None) if case.values_in_keys else x
+
+
+def brute_force(
+    x: Inputs,
+    scale: float | None = None,
+    softcap: float | None = None,
+    value_size: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention and its log-sum-exp, one query, head and slot at a time."""
+    q, k = np.asarray(x.q, np.float64), np.asarray(x.k, np.float64)
+    v = k[..., :value_size] if x.v is None else np.asarray(x.v, np.float64)
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
+    for b, t, n in np.ndindex(q.shape[:3]):
+        slots = reads(x, b, t, n // group)
+        scores = np.array([scale * q[b, t, n] @ k[b, s, n // group] for s in slots])
+        if not slots:
+            continue
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        lse[b, t, n] = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
+        weights = np.exp(scores - lse[b, t, n])
+        out[b, t, n] = sum(w * v[b, s, n // group] for w, s in zip(weights, slots, strict=True))
+    return out, lse
+
+
+@functools.cache
+def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """What `brute_force` makes of a case."""
+    return brute_force(inputs(case, junk=0.0), **case.settings)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "scale", "softcap", "value_size"))
+def _jitted(*arrays, **settings):
+    return gathered_attention(*arrays[:-1], counts=arrays[-1], **settings)
+
+
+def run(x: Inputs, backend: str, **settings):
+    arrays = [None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x)]
+    given = settings | {"counts": arrays[-1]}
+    if reason := GATHERED.backend(backend).supports(*arrays[:-1], **given):
+        pytest.skip(f"{backend}: {reason}")
+    return _jitted(*arrays, implementation=backend, **settings)
+
+
+over_backends = pytest.mark.parametrize("backend", GATHERED.backends)
+over_cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@over_backends
+@over_cases
+def test_equals_the_definition(case, backend):
+    out, lse = run(inputs(case, junk=0.0), backend, **case.settings)
+    expected_out, expected_lse = expected(case)
+    tolerance = 2e-2 if case.dtype == "bfloat16" else EXACT
+    assert out.dtype == case.dtype
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
+
+
+def test_the_cases_hold_what_they_should():
+    """Entries of -1, slots of the tail that are still ahead, and a query that reads nothing."""
+    x = inputs(CASES[1], junk=np.nan)
+    assert (x.selected == -1).any()
+    assert (x.tail == -1).any()
+    assert np.isnan(x.k[1, x.tail[1, -1]]).all()
+    assert (inputs(CASES[4], junk=0.0).positions >= 0).all()
+    assert np.isneginf(expected(CASES[4])[1]).any()
+
+
+@over_backends
+@over_cases
+def test_unread_slots_change_no_bit(case, backend):
+    clean = run(inputs(case, junk=0.0), backend, **case.settings)
+    poisoned = run(inputs(case, junk=np.nan), backend, **case.settings)
+    for want, got in zip(clean, poisoned, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@over_backends
+@pytest.mark.parametrize("case", CASES[1:4], ids=lambda case: case.name)
+def test_a_row_alone_is_the_row_in_the_batch(case, backend):
+    if backend == "xla" and jax.default_backend() == "gpu":
+        pytest.skip("XLA takes another product for another batch")
+    x = inputs(case, junk=np.nan)
+    together = run(x, backend, **case.settings)
+    for row in range(case.batch):
+        for want, got in zip(together, run(x.row(row), backend, **case.settings), strict=True):
+            np.testing.assert_array_equal(got[0], want[row])
+
+
+@over_backends
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_real_shapes_equal_the_definition_on_a_gpu(case, backend):
+    if reason := refuses_gpu((8, 0), "a case of this size"):
+        pytest.skip(reason)
+    out, lse = run(inputs(case, junk=np.nan), backend, **case.settings)
+    expected_out, expected_lse = expected(case)
+    wide = case.dtype == "float32"
+    error = np.linalg.norm(np.asarray(out, np.float64) - expected_out, axis=-1)
+    assert (error <= (1e-5 if wide else 1e-2) * np.linalg.norm(expected_out, axis=-1)).all()
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5 if wide else 1e-2)
+
+
+@jax.jit
+def _three_ways(q, k, v, order, until):
+    """Two queries at ``until`` and behind it: over the slots, over the slots in another order, and
+    over a selection in that order with a tail."""
+    behind = until[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
+    there = jnp.where(order <= behind[:, -1:], order, -1)
+    moved = [jnp.take_along_axis(x, order[..., None, None], axis=1) for x in (k, v)]
+    selected = jnp.where(order < until[:, None], order, -1)
+    return (
+        attention(q, k, v, behind, implementation="xla"),
+        attention(q, *moved, behind, key_positions=there, implementation="xla"),
+        gathered_attention(q, k, v, behind, selected, behind, until, implementation="xla"),
+    )
+
+
+@given(st.permutations(range(12)), st.integers(0, 10), st.integers(0, 2**32 - 1))
+def test_where_a_key_lies_and_who_selects_it_has_no_effect(order, until, seed):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((1, n, 2, 4), np.float32) for n in (2, 12, 12))
+    wanted, *others = _three_ways(q, k, v, np.array([order], np.int32), np.array([until], np.int32))
+    for got in others:
+        for have, want in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(have, want, atol=2e-6)
+
+
+SHAPES = {
+    "q": (2, 4, 4, 8),
+    "k": (2, 9, 2, 8),
+    "v": (2, 9, 2, 8),
+    "positions": (2, 4),
+    "selected": (2, 5),
+    "tail": (2, 3),
+    "until": (2,),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": (2, 8, 2, 8)}, r"k \(2, 9, 2, 8\), v \(2, 8, 2, 8\) must be \[B, T, N, H\]"),
+        ({"positions": (2, 3)}, r"positions \(2, 3\) must be \[B, T\] = \(2, 4\)"),
+        ({"until": (3,)}, r"until \(3,\) \[B\] = \(2,\)"),
+        ({"selected": (3, 5)}, r"selected \(3, 5\) must be \[B, n\] or \[B, K, n\] with B=2, K=2"),
+        ({"selected": (2, 4, 5)}, r"selected \(2, 4, 5\) must be .* with B=2, K=2"),
+        ({"selected": (2,)}, r"selected \(2,\) must be"),
+        ({"counts": (2, 2)}, r"counts \(2, 2\) must be \(2,\), as selected \(2, 5\) is"),
+        ({"selected": (2, 2, 5), "counts": (2,)}, r"counts \(2,\) must be \(2, 2\)"),
+        ({"tail": (3, 3)}, r"tail \(3, 3\) must be \[B, m\] with B=2"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_bad_shapes_are_refused(change, message):
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name in "qkv" else jnp.int32)
+        for name, shape in (SHAPES | change).items()
+    }
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(gathered_attention, **arrays)

@@ -1,0 +1,130 @@
+"""Gathered attention in Triton: interpreted, lowered for CUDA, and on a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.triton import attention, gathered
+from jspec.triton.call import refuses_triton
+from jspec.triton.gathered import GATHERED, Blocks, gathered_triton, heads_together
+from tests.ops.attention.test_dense import EXACT
+from tests.ops.attention.test_gathered import CASES, LARGE, Case, Inputs, expected, inputs
+from tests.triton.lowering import lower
+
+# Several chunks of several tiles each, a head a program; and one chunk for as many heads as fit.
+SMALL = Blocks(chunk=16, bytes=1, rows=16, heads=1, stages=2, warps=4)
+WHOLE = Blocks(chunk=4096, bytes=8192, rows=64, heads=16, stages=2, warps=4)
+BOTH = dataclasses.replace(SMALL, heads=2, chunk=8)
+cuts = pytest.mark.parametrize("blocks", [SMALL, WHOLE, BOTH], ids=["chunks", "one", "two-heads"])
+INTERPRETED = [
+    dataclasses.replace(case, dtype="float16") if case.dtype == "bfloat16" else case
+    for case in CASES
+]
+
+
+def run(x: Inputs, case: Case, blocks: Blocks | None, transform=lambda f: f):
+    """The kernels' output for these inputs, jitted where ``transform`` says so."""
+    settings = case.settings | {"scale": case.scale or case.size**-0.5, "blocks": blocks}
+
+    def call(*arrays):
+        return gathered_triton(*arrays[:-1], counts=arrays[-1], **settings)
+
+    arrays = [None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x)]
+    return transform(call)(*arrays)
+
+
+def assert_right(got, case: Case, dtype_tolerance: float):
+    out, lse = got
+    expected_out, expected_lse = expected(case)
+    tolerance = EXACT if case.dtype == "float32" else dtype_tolerance
+    assert out.dtype == case.dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
+
+
+@cuts
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, monkeypatch):
+    monkeypatch.setattr(attention, "triton_call", interpreted)
+    monkeypatch.setattr(gathered, "triton_call", interpreted)
+    assert_right(run(inputs(case, junk=np.nan), case, blocks), case, 1e-3)
+
+
+@pytest.mark.parametrize("case", CASES[1:4], ids=lambda case: case.name)
+def test_a_row_alone_is_the_row_in_the_batch(case, interpreted, monkeypatch):
+    monkeypatch.setattr(attention, "triton_call", interpreted)
+    monkeypatch.setattr(gathered, "triton_call", interpreted)
+    x = inputs(case, junk=np.nan)
+    alone, together = run(x.row(1), case, BOTH), run(x, case, BOTH)
+    for got, want in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(got[0], want[1])
+
+
+@cuts
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_definition_on_a_gpu(case, blocks):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    assert_right(run(inputs(case, junk=np.nan), case, blocks, jax.jit), case, 2e-2)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_a_row_alone_is_the_row_in_the_batch_on_a_gpu(case):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    x = inputs(case, junk=np.nan)
+    together = run(x, case, None, jax.jit)
+    for row in range(case.batch):
+        for got, want in zip(run(x.row(row), case, None, jax.jit), together, strict=True):
+            np.testing.assert_array_equal(got[0], want[row])
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "rows", "most", "together"),
+    [
+        (8, 4, 16, 4),
+        (8, 1, 16, 8),
+        (32, 1, 16, 16),
+        (32, 1, 2, 2),
+        (8, 10, 16, 1),
+        (6, 2, 16, 2),
+        (3, 1, 16, 1),
+        (8, 40, 16, 1),
+    ],
+)
+def test_heads_share_a_program_while_the_least_tile_holds_them(kv_heads, rows, most, together):
+    assert heads_together(kv_heads, rows, most) == together
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tokens", "lead", "chosen", "launches"),
+    [(32, 8, 1, (), 8192, 2), (32, 8, 10, (), 8192, 2), (32, 32, 1, (32,), 512, 1)],
+    ids=["shared-t1", "shared-t10", "per-head-one-chunk"],
+)
+def test_is_one_launch_and_one_that_merges(heads, kv_heads, tokens, lead, chosen, launches):
+    shapes = [(8, tokens), (8, *lead, chosen), (8, tokens + 9), (8,)]
+    q, cache = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((8, tokens, heads, 128), (8, 9000, kv_heads, 128))
+    )
+    settings = {"scale": 0.1, "softcap": None, "value_size": None}
+    text = lower(
+        lambda *x: gathered_triton(*x[:-1], counts=x[-1], **settings),
+        *(q, cache, cache),
+        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [*shapes, (8, *lead)]),
+    )
+    assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == launches
+    assert text.count("stablehlo.") == launches
+
+
+def test_refuses_with_a_reason():
+    def refusal(chosen: int, dtype: str) -> str:
+        arrays = [jax.ShapeDtypeStruct((2, 9, 2, 8), dtype)] * 3
+        rest = [(2, 9), (2, chosen), (2, 3), (2,)]
+        return GATHERED.supports(*arrays, *(jax.ShapeDtypeStruct(x, jnp.int32) for x in rest))
+
+    assert refusal(0, "float32") == "selected (2, 0) leaves nothing to gather"
+    assert refusal(4, "int8") == "q of int8 is none of bfloat16, float16, float32"
