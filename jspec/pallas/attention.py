@@ -384,7 +384,7 @@ class _Partials:
             ahead = self._bounds(lane, turn + 1, bounds)
             there, row, tile, head, chunk = self._item(lane, turn)
             low, high = self._range(there, chunk, here)[::2]
-            start, _ = self.blocks.chunks.place(chunk)
+            start = self.blocks.chunks.place(chunk)[0]
 
             @pl.when(high > low)
             def _():
@@ -454,7 +454,7 @@ class _Partials:
             ahead = self._bounds(lane, turn + 1, bounds)
             there, row, tile, head, chunk = self._item(lane, turn)
             low, plain, high = self._range(there, chunk, here)
-            start, _ = self.blocks.chunks.place(chunk)
+            start = self.blocks.chunks.place(chunk)[0]
             side = lane * self.blocks.sides + lax.rem(read, self.blocks.sides)
 
             @pl.when(high > low)
