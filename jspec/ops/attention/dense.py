@@ -143,8 +143,10 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, v
 
 
 def attention_sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
-    """What backends are ordered by."""
-    return {"batch": q.shape[0], "tokens": q.shape[1], "slots": k.shape[1]}
+    """What backends are ordered by; ``rows`` is T * G."""
+    batch, tokens, heads, _ = q.shape
+    slots, kv_heads = k.shape[1:3]
+    return {"batch": batch, "tokens": tokens, "rows": tokens * heads // kv_heads, "slots": slots}
 
 
 def _cases() -> list[Case]:
