@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import errno
+import itertools
 import json
 import os
 import signal
@@ -17,14 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench import ceilings, decoding, fused, pack, point, sampling, verify
+from bench import attention, ceilings, decoding, fused, gather, pack, point, sampling, verify
 from bench.machine import describe
 from bench.settings import Settings, console
 from bench.suite import Suite
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (ceilings, verify, pack, fused, sampling, decoding)
+    for module in (ceilings, verify, pack, fused, sampling, attention, gather, decoding)
 }
 _INTERRUPTED = threading.Event()
 
@@ -58,7 +59,8 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     names = list(SUITES) if whole else [asked.suite]
     if asked.backend:
         _check_backends(parser, asked.backend, names)
-    settings = Settings(asked.quick, asked.check, tuple(asked.backend))
+    _check_cases(parser, asked.case, names)
+    settings = Settings(asked.quick, asked.check, tuple(asked.backend), tuple(asked.case))
     earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
@@ -158,6 +160,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a backend or a rival, as tables name it; may be given again; all by default",
     )
+    parser.add_argument(
+        "--case",
+        metavar="CASE",
+        action="append",
+        default=[],
+        help="a case in place of the suite's own, such as B=4,S=128K,T=10; may be given again",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument(
         "--check",
@@ -198,6 +207,20 @@ def _check_backends(
     for name in backends:
         if name not in known:
             parser.error(f"--backend {name} is none of {', '.join(sorted(known))}")
+
+
+def _check_cases(
+    parser: argparse.ArgumentParser, cases: Sequence[str], suites: Sequence[str]
+) -> None:
+    """End with an error where a case is none of the suites that are to run it."""
+    for name, text in itertools.product(suites, cases):
+        parse = SUITES[name].case
+        if parse is None:
+            parser.error(f"--case says nothing to {name}, whose cases are fixed")
+        try:
+            parse(text)
+        except ValueError as error:
+            parser.error(f"--case {text}: {error}")
 
 
 def _run(name: str, settings: Settings) -> dict[str, Any]:

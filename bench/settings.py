@@ -18,11 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """``quick``: fewer and smaller cases. ``check``: compare outputs, without which nothing is
-    timed. ``only``: the names of the backends and rivals to run, empty for all."""
+    timed. ``only``: the names of the backends and rivals to run, empty for all. ``cases``: those to
+    run in place of the suite's own, as `bench.cases.parse` reads them."""
 
     quick: bool = False
     check: bool = True
     only: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
 
     def wants(self, name: str) -> bool:
         return not self.only or name in self.only
