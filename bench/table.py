@@ -94,7 +94,7 @@ def _table(
     fastest = _fastest(result["rows"])
     notes: dict[str, None] = {}
     for own in result["rows"]:
-        cells = [_cell(h, own["case"].get(h)) for h in columns]
+        cells = [cell(h, own["case"].get(h)) for h in columns]
         name = own["name"] + ("*" if own.get("chosen") else "")
         if own.get("reason"):
             note = f"{own['operation']}, {own['name']}: {own['reason']}"
@@ -146,7 +146,8 @@ def _of_floor(own: Row, floor: Floor) -> list[str]:
     return [number(own["bytes"] / 1e6), "" if share is None else f"{share:.1%}"]
 
 
-def _cell(heading: str, value: Any) -> str:
+def cell(heading: str, value: Any) -> str:
+    """A part of a case as tables show it."""
     if heading == "bytes" and value is not None:
         return number(value / 1e6)
     if heading in SLOTS and value is not None:

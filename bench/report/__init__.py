@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.report import ceilings, decoding, figures, packing, sampling, verification
+from bench.report import attention, ceilings, decoding, figures, packing, sampling, verification
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -22,6 +22,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "pack": packing.alone,
     "fused": packing.fused,
     "sampling": sampling.section,
+    "attention": attention.dense,
+    "gather": attention.gathered,
     "step": decoding.section,
 }
 

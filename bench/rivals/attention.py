@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bench.caches import Inputs
 from bench.program import Absent, Program
@@ -26,12 +27,12 @@ def attention(inputs: Inputs, check: Check, settings: Settings) -> list[Program 
 
     def paged(name: str) -> Program | Absent:
         batch, slots, kv_heads, size = inputs.k.shape
+        count = batch * slots // PAGE
         if slots % PAGE:
             return Absent(name, f"S={slots} is no multiple of its pages of {PAGE} slots")
-        shape = (batch * slots // PAGE, PAGE, kv_heads, size)
-        pages = flash.pages_of(inputs.lengths, slots, PAGE)
-        in_pages = (inputs.q, inputs.k.reshape(shape), inputs.v.reshape(shape))
-        return flash.flashinfer(name, in_pages, pages, check)
+        table = np.arange(count, dtype=np.int32).reshape(batch, -1)
+        pages = flash.Pages((count, PAGE, kv_heads, size), table)
+        return flash.flashinfer(name, arrays, inputs.lengths, check, pages=pages)
 
     makers = {
         "cudnn": lambda name: _cudnn(name, inputs, check),

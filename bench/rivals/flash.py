@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 from collections.abc import Iterable
@@ -9,19 +10,42 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bench.clocks import wall
 from bench.program import Absent, Program
 from bench.rivals.common import Check, module, program
+from jspec.gpu import refuses_gpu
 from jspec.typing import Array
 
 NAMES = ("fa3", "fa3_jax", "flashinfer", "flashinfer_fa3")
 PAGED_OFF = "FLASHATTENTION_DISABLE_PAGEDKV"
+HOPPER = (9, 0)  # the least compute capability of kernels for Hopper
 WORKSPACE = 2**29  # bytes that FlashInfer keeps partial outputs in
 TRIALS = 5  # calls that choose between numbers of splits
-Arrays = tuple[Array, Array, Array]  # queries, keys and values
-Pages = tuple[np.ndarray, np.ndarray, np.ndarray]
+Arrays = tuple[Array, Array, Array]  # queries [B, T, N, H], keys and values [B, S, K, H]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """A cache as pages, where it lies: each key and value array is seen as ``[P, page, K, H]``.
+
+    ``table``, int32 ``[B, n]``: the pages of each row, those behind its last one unused.
+    """
+
+    shape: tuple[int, int, int, int]
+    table: np.ndarray
+
+    def lists(self, lengths: np.ndarray) -> tuple[np.ndarray, ...]:
+        """FlashInfer's form for rows of ``lengths [B]``, int32: where the pages of each row begin,
+        which they are, and how many slots of a row's last page count."""
+        page = self.shape[1]
+        counts = -(-lengths // page)
+        which = [row[:count] for row, count in zip(self.table, counts, strict=True)]
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        lists = (begins, np.concatenate(which), lengths - (counts - 1) * page)
+        return tuple(x.astype(np.int32) for x in lists)
 
 
 def fa3(
@@ -30,20 +54,20 @@ def fa3(
     lengths: np.ndarray,
     check: Check,
     *,
-    pages: np.ndarray | None = None,
+    pages: Pages | None = None,
 ) -> Program | Absent:
-    """FlashAttention-3 through PyTorch, `fa3-fwd`: the fastest of a few numbers of splits.
-
-    ``arrays``: queries, keys and values; with ``pages [B, n]`` keys and values are pages.
-    """
+    """FlashAttention-3 through PyTorch, `fa3-fwd`: the fastest of a few numbers of splits."""
     torch = module("torch")
+    if not torch.cuda.is_available():
+        return Absent(name, "fa3-fwd needs a GPU")
     interface, built = module("fa3_fwd_interface"), module("fa3_fwd_config")
     if pages is not None and built.CONFIG["build_flags"][PAGED_OFF]:
         return Absent(name, "fa3-fwd is built without caches in pages")
     q, k, v = map(torch.from_dlpack, arrays)
     given = {"cache_seqlens": torch.from_numpy(lengths).to(q.device), "causal": q.shape[1] > 1}
     if pages is not None:
-        given["page_table"] = torch.from_numpy(pages).to(q.device)
+        k, v = k.view(pages.shape), v.view(pages.shape)
+        given["page_table"] = torch.from_numpy(pages.table).to(q.device)
     # Query heads that share keys go into one tile.
     given["pack_gqa"] = True if q.shape[2] > k.shape[2] else None
     attend = partial(interface.flash_attn_with_kvcache, q, k, v, **given)
@@ -58,19 +82,22 @@ def fa3_jax(
     lengths: np.ndarray,
     check: Check,
     *,
-    pages: np.ndarray | None = None,
+    pages: Pages | None = None,
 ) -> Program | Absent:
     """FlashAttention-3 through JAX, `flash-attn3-jax`, in the same way."""
-    if jax.default_backend() != "gpu":
-        return Absent(name, "flash-attn3-jax needs a GPU")
     attend = module("flash_attn3_jax").flash_mha_with_kvcache
     tokens, size = arrays[0].shape[1], arrays[0].shape[3]
+    if reason := refuses_gpu(HOPPER, "flash-attn3-jax"):
+        return Absent(name, reason)
     if size != 128:
         return Absent(name, f"flash-attn3-jax is built for H=128, not for H={size}")
-    arguments = (*arrays, *map(jax.device_put, (lengths, pages)))
+    table = None if pages is None else jnp.asarray(pages.table)
+    arguments = (*arrays, jnp.asarray(lengths), table)
 
-    def call(splits: int, q: Array, k: Array, v: Array, lengths: Array, pages: Array | None):
-        more = {"cache_seqlens": lengths, "page_table": pages, "num_splits": splits}
+    def call(splits: int, q: Array, k: Array, v: Array, lengths: Array, table: Array | None):
+        if pages is not None:
+            k, v = k.reshape(pages.shape), v.reshape(pages.shape)
+        more = {"cache_seqlens": lengths, "page_table": table, "num_splits": splits}
         return attend(q, k, v, is_causal=tokens > 1, **more)
 
     def compiled(splits: int) -> Program:
@@ -83,23 +110,23 @@ def fa3_jax(
 def flashinfer(
     name: str,
     arrays: Arrays,
-    pages: Pages,
+    lengths: np.ndarray,
     check: Check,
+    *,
+    pages: Pages,
 ) -> Program | Absent:
-    """FlashInfer's attention over pages, by its kernels for any GPU or those for Hopper.
-
-    ``arrays``: queries ``[B, T, N, H]``, keys and values in pages ``[P, page, K, H]``. ``pages``,
-    int32: where those of each row begin ``[B + 1]``, which they are, and how many slots of a row's
-    last page count ``[B]``.
-    """
+    """FlashInfer's attention over pages, by its kernels for any GPU or those for Hopper."""
     torch, library = module("torch"), module("flashinfer")
     if not torch.cuda.is_available():
         return Absent(name, "FlashInfer needs a GPU")
+    if name.endswith("fa3") and (reason := refuses_gpu(HOPPER, "its backend fa3")):
+        return Absent(name, reason)
     q, k, v = map(torch.from_dlpack, arrays)
+    k, v = k.view(pages.shape), v.view(pages.shape)
     batch, tokens, query_heads, size = q.shape
     backend = "fa3" if name.endswith("fa3") else "fa2"
     wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
-    begins, which, last = map(torch.from_numpy, pages)
+    begins, which, last = map(torch.from_numpy, pages.lists(lengths))
     queries = torch.arange(batch + 1, dtype=torch.int32) * tokens
     sizes = (query_heads, k.shape[2], size, k.shape[1])
     causal = tokens > 1
@@ -123,16 +150,3 @@ def fastest(programs: Iterable[Program]) -> Program:
 def numbers(out: Any) -> np.ndarray:
     """A tensor as a float32 array of the host."""
     return out.float().cpu().numpy()
-
-
-def pages_of(lengths: np.ndarray, slots: int, page: int) -> Pages:
-    """The pages of caches of ``slots`` that lie one behind the other, for `flashinfer`."""
-    counts = -(-lengths // page)
-    which = [row * (slots // page) + np.arange(count) for row, count in enumerate(counts)]
-    begins = np.concatenate([[0], np.cumsum(counts)])
-    last = lengths - (counts - 1) * page
-    return (
-        begins.astype(np.int32),
-        np.concatenate(which).astype(np.int32),
-        last.astype(np.int32),
-    )
