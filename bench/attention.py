@@ -60,15 +60,16 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    programs = _compiled(settings)
     with bar("attention", len(grid(settings))) as advance:
-        for number, here in enumerate(grid(settings)):
-            yield from _measured(here, programs[number], settings)
+        for here in grid(settings):
+            yield from _measured(here, settings)
             advance()
 
 
-def _measured(here: Case, programs: Mapping[str, Any], settings: Settings) -> list[point.Row]:
+def _measured(here: Case, settings: Settings) -> list[point.Row]:
     """The rows of a case; its cache is gone when they are there."""
+    # Case by case: to find its fastest products, XLA makes arrays of the cache's size.
+    programs = compile_all("attention", sources(ATTENTION, shapes(here), settings, **static(here)))
     inputs = dense(here)
     arguments = (inputs.q, inputs.k, inputs.v, inputs.positions)
     check = Check.of(inputs.q, inputs.k, inputs.v, inputs.positions + 1)
@@ -88,18 +89,6 @@ def clock() -> dict[str, Any]:
     if point.DEVICE.reason is None:
         return {"states": ("cold",), "clocks": ("device",)}
     return {"states": ("warm",), "clocks": ("wall",)}
-
-
-def _compiled(settings: Settings) -> dict[int, dict[str, Any]]:
-    """Each backend's program for each case, by the number of the case."""
-    wanted = {}
-    for number, here in enumerate(grid(settings)):
-        for name, source in sources(ATTENTION, shapes(here), settings, **static(here)).items():
-            wanted[number, name] = source
-    found: dict[int, dict[str, Any]] = {number: {} for number in range(len(grid(settings)))}
-    for (number, name), program in compile_all("attention", wanted).items():
-        found[number][name] = program
-    return found
 
 
 def shapes(here: Mapping[str, Any]) -> tuple[Any, ...]:

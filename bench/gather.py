@@ -97,11 +97,13 @@ def inputs(here: Mapping[str, Any]) -> Selected:
 
 
 @jax.jit
-def compacted(k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
-    """Keys and values at ``slots``, int32 ``[B, n]`` or ``[B, K, n]``, as ``[B, n, K, H]``."""
-    index = slots[..., None, None] if slots.ndim == 2 else jnp.swapaxes(slots, 1, 2)[..., None]
-    found = (jnp.take_along_axis(x, index, axis=1, mode="clip") for x in (k, v))
-    return tuple(found)  # pyright: ignore[reportReturnType] - a pair
+def picked(x: Array, slots: Array) -> Array:
+    """``x [B, S, K, H]`` at ``slots``, int32 ``[B, n]`` or ``[B, K, n]``, by plain indexing."""
+
+    def at(x: Array, slots: Array) -> Array:
+        return x[slots]
+
+    return jax.vmap(at if slots.ndim == 2 else jax.vmap(at, (1, 0), 1))(x, slots)
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def _measured(here: Case, settings: Settings) -> Iterator[point.Row]:
     """The rows of a case: read in place, the copy, and the reading of the copy."""
     data = inputs(here)
     slots = _with_tail(data.selected, data.tail)
-    k, v = compacted(data.k, data.v, slots)
+    k, v = picked(data.k, slots), picked(data.v, slots)
     counts = here["n"] + 1 + jnp.arange(here["T"], dtype=jnp.int32)
     check = Check.of(data.q, k, v, jnp.broadcast_to(counts, data.positions.shape))
     yield from _gather(here, data, check, settings)
@@ -150,12 +152,14 @@ def _gather(here: Case, data: Selected, check: Check, settings: Settings) -> lis
 def _copy(
     here: Case, data: Selected, wanted: tuple[Array, Array], settings: Settings
 ) -> list[point.Row]:
-    """One copy of the selection, with room for the newest tokens behind it."""
+    """One copy of the selection, with room for the newest tokens behind it, as `Compact.of` in
+    `jspec.policies.attend` makes it."""
     spare = here["T"]
 
-    def copy(k: Array, v: Array, selected: Array) -> list[Array]:
-        pad = ((0, 0), (0, spare), (0, 0), (0, 0))
-        return [jnp.pad(x, pad) for x in compacted(k, v, selected)]
+    def copy(k: Array, v: Array, slots: Array) -> list[Array]:
+        index = slots[..., None, None] if slots.ndim == 2 else jnp.swapaxes(slots, 1, 2)[..., None]
+        found = (jnp.take_along_axis(x, index, axis=1, mode="clip") for x in (k, v))
+        return [jnp.pad(x, ((0, 0), (0, spare), (0, 0), (0, 0))) for x in found]
 
     def right(outputs: Any) -> bool:
         pairs = zip(outputs, wanted, strict=True)

@@ -45,7 +45,9 @@ def check_of(case, data) -> caches.Check:
     slots = gather._with_tail(data.selected, data.tail)
     counts = case["n"] + 1 + jnp.arange(case["T"], dtype=jnp.int32)
     counts = jnp.broadcast_to(counts, data.positions.shape)
-    return caches.Check.of(data.q, *gather.compacted(data.k, data.v, slots), counts)
+    return caches.Check.of(
+        data.q, gather.picked(data.k, slots), gather.picked(data.v, slots), counts
+    )
 
 
 def test_the_check_of_a_dense_cache_is_attention_up_to_each_position():
@@ -110,8 +112,9 @@ def test_pages_of_one_token_name_the_selected_slots(case):
     data = gather.inputs(case)
     (q, k, v), pages, restore = rivals.paged(data)
     found = [np.asarray(x).reshape(pages.shape)[pages.table, 0] for x in (k, v)]
-    wanted = gather.compacted(data.k, data.v, gather._with_tail(data.selected, data.tail))
-    for own, want in zip(found, wanted, strict=True):
+    slots = gather._with_tail(data.selected, data.tail)
+    for own, x in zip(found, (data.k, data.v), strict=True):
+        want = gather.picked(x, slots)
         if case["indices"] == "per-head":  # a row a head
             want = jnp.swapaxes(want, 1, 2).reshape(own.shape)
         np.testing.assert_array_equal(own, np.asarray(want))
@@ -181,7 +184,7 @@ def test_the_bytes_of_a_case_are_of_what_it_reads(monkeypatch):
         point, "measure", lambda name, *x, moved, **more: seen.setdefault(name, moved) and []
     )
     ragged = attention.case("B=2,S=256,heads=4/2,H=16,T=3,lengths=ragged")
-    attention._measured(ragged, {}, Settings(only=("none",)))
+    attention._measured(ragged, Settings(only=("none",)))
     total = int(caches.lengths(ragged).sum())
     # Keys and values of two heads, queries and outputs of four; 16 numbers of two bytes.
     assert seen["attention"] == 2 * 16 * (2 * 2 * total + 2 * 4 * 2 * 3)
