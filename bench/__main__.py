@@ -60,7 +60,7 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     if asked.backend:
         _check_backends(parser, asked.backend, names)
     _check_cases(parser, asked.case, names)
-    settings = Settings(asked.quick, asked.check, tuple(asked.backend), tuple(asked.case))
+    settings = Settings(asked.quick, asked.check, tuple(asked.backend), cases=tuple(asked.case))
     earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])

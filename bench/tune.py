@@ -182,9 +182,10 @@ def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:
 
 def _sizes(operation: Operation, case: Mapping[str, Any]) -> dict[str, int]:
     """The sizes of a case of the bench, from the shapes of the arguments that they look at."""
-    suites = {"attention": attention.shapes, "gathered_attention": gather.argument_shapes}
-    if operation.name in suites:
-        return dict(operation.sizes(*suites[operation.name](case)))
+    if operation.name == ATTENTION.name:
+        return dict(operation.sizes(*attention.shapes(case), **attention.static(case)))
+    if operation.name == GATHERED.name:
+        return dict(operation.sizes(*gather.argument_shapes(case), **gather.static(case)))
     batch, gamma = case["B"], case.get("gamma", sampling.GAMMA)
     tokens = jax.ShapeDtypeStruct((batch, gamma), jnp.int32)
     kv = jax.ShapeDtypeStruct((batch, gamma, case.get("D", 0)), jnp.float16)
