@@ -30,8 +30,15 @@ from jspec.ops.attention.gathered import GATHERED
 from jspec.typing import Array
 
 COLUMNS = ("B", "S", "n", "heads", "T", "indices", "part")
-DEFAULT = attention.DEFAULT | {"S": 131072, "n": 8192, "indices": "shared"}
-del DEFAULT["lengths"]
+DEFAULT: Case = {
+    "B": 8,
+    "S": 131072,
+    "n": 8192,
+    "heads": "32/8",
+    "H": 128,
+    "T": 1,
+    "indices": "shared",
+}
 BYTES = (
     "keys and values of the n selected and the T newest slots, queries and outputs, and 4 bytes "
     "an index: 2 * 2 bytes * H * B * (K * (n + T) + T * N); a copy reads and writes its keys and "
@@ -252,7 +259,7 @@ class Even:
 
     def __str__(self) -> str:
         case = self.case
-        when = "never" if self.reads is None else f"from {self.reads} reads on"
+        when = "never" if self.reads is None else f"from read {self.reads} on"
         return (
             f"B={case['B']}, n={kilo(case['n'])} of {kilo(case['S'])}, {case['heads']} heads, "
             f"T={case['T']}, {case['indices']}: gather {table.number(self.gather)} us; copy "

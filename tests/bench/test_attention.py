@@ -248,7 +248,7 @@ def test_the_copy_wins_from_the_read_on_that_pays_for_it():
     rows = [rows_of("gather", 100.0), rows_of("copy", 90.0), rows_of("read", 80.0)]
     even = gather.evens(rows)[0]
     assert even.reads == 5  # 490 against 500; at 4, 410 against 400
-    assert "the copy wins from 5 reads on" in str(even)
+    assert "the copy wins from read 5 on" in str(even)
     rows[2] = rows_of("read", 100.0)
     assert str(gather.evens(rows)[0]).endswith("the copy wins never")
     assert gather.evens(rows[:2]) == []

@@ -219,7 +219,7 @@ def test_a_selection_says_when_its_copy_wins(tmp_path):
     text = written(tmp_path, "gather")
     assert [cells[-1] for cells in lines(text, "8")] == ["100 (50%)", "90.0 (56%)", "80.0 (62%)"]
     assert "- B=8, n=8K of 128K, 32/8 heads, T=1, shared: gather 100 us; copy 90.0 us" in text
-    assert "the copy wins from 5 reads on" in text
+    assert "the copy wins from read 5 on" in text
 
 
 def test_every_suite_has_its_section_and_another_run_writes_the_same(tmp_path):
