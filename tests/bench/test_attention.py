@@ -11,7 +11,7 @@ from scipy.special import softmax
 
 from bench import attention, caches, gather, point, table
 from bench.__main__ import SUITES, main
-from bench.clocks import DeviceClock
+from bench.clocks import DeviceClock, Times
 from bench.rivals import flash
 from bench.rivals import gather as rivals
 from bench.settings import Settings
@@ -237,6 +237,43 @@ def test_a_wrong_backend_is_named_and_one_that_refuses_is_a_row(
     assert f"{operation.name}, refuses: needs sm_90" in out
     rows = [r for r in json.loads(path.read_text())["rows"] if r["operation"] == operation.name]
     assert [r["name"] for r in rows if r["checked"]] == ["xla"]
+
+
+class Steady(DeviceClock):
+    """A device clock by which the n-th program of a point takes n microseconds."""
+
+    reason = None
+
+    def time(self, programs, repeats, *, cold):
+        return [Times([1000 * (n + 1)] * repeats, 1) for n in range(len(programs))]
+
+
+@pytest.mark.parametrize("name", ["attention", "gather"])
+def test_by_the_device_clock_each_row_says_its_bytes_and_share_of_read(
+    name, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(point, "DEVICE", Steady())
+    monkeypatch.setattr("bench.ceilings.SMALL", 2**20)
+    path = tmp_path / "result.json"
+    case = "B=2,S=96,heads=4/2,H=16,T=3" + (",n=20" if name == "gather" else "")
+    only = ["--backend", "xla", "--backend", "flashinfer"]
+    assert main([name, "--case", case, *only, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    found = json.loads(path.read_text())
+    timed = [r for r in found["rows"] if r["checked"]]
+    assert {r["case"]["l2"] for r in timed} == {"cold"}
+    assert not any("wall_ns" in r for r in found["rows"])
+    # The ceiling is 2**20 bytes in 1 us, and so long takes each row.
+    lines = {tuple(line.split()[-6:]) for line in out.splitlines() if " xla" in line}
+    for r in timed:
+        mega, share = r["bytes"] / 1e6, r["bytes"] / 2**20
+        chosen = "xla*" if r["chosen"] else "xla"
+        wanted = (chosen, "1.00", "1.00-1.00", table.number(mega), f"{share:.1%}", "1.00x")
+        assert wanted in lines
+    assert "device" in out
+    assert "no device clock" not in out
 
 
 def rows_of(part: str, microseconds: float, **case):
