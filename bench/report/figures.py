@@ -28,7 +28,7 @@ COLOURS = {
     "flashinfer_fa3": "#f6ad55",
     "fa3": "#e53e3e",
     "fa3_jax": "#97266d",
-    "cudnn": "#718096",
+    "cudnn": "#0bc5ea",
     "xla_blocked": "#b794f4",
 }
 Drawing = Callable[[Any, dict[str, Any]], bool]
