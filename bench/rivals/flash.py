@@ -143,8 +143,10 @@ def _workspace() -> Any:
 
 
 def fastest(programs: Iterable[Program]) -> Program:
-    """The one whose calls take least, of a few."""
-    return min(programs, key=lambda x: statistics.median(wall(x, TRIALS)))
+    """The one whose calls take least, of those whose output is right; any where none's is."""
+    every = list(programs)
+    right = [x for x in every if x.check(x.wait(x.start()))]
+    return min(right or every, key=lambda x: statistics.median(wall(x, TRIALS)))
 
 
 def numbers(out: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ from scipy.special import softmax
 
 from bench import attention as dense
 from bench import caches, gather
-from bench.program import Absent
+from bench.program import Absent, Program
 from bench.rivals import attention, flash
 from bench.rivals import gather as selection
 from bench.settings import Settings
@@ -86,6 +86,17 @@ class Ready:
 
     def compile(self):
         return self.call
+
+
+def test_the_fastest_number_of_splits_is_one_that_is_right(monkeypatch):
+    def made(name, right):
+        return Program(name, lambda: name, lambda out: right, lambda out: out)
+
+    times = {"slow": 3, "fast": 2, "wrong": 1}
+    monkeypatch.setattr(flash, "wall", lambda program, trials: [times[program.name]] * trials)
+    programs = [made(name, name != "wrong") for name in times]
+    assert flash.fastest(iter(programs)).name == "fast"
+    assert flash.fastest(programs[2:]).name == "wrong"
 
 
 def test_flash_attention_through_jax_has_one_head_size(monkeypatch):
