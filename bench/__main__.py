@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import errno
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench import ceilings, decode, decoding, fused, pack, point, sampling, verify
+from bench import (
+    attention,
+    ceilings,
+    decode,
+    decoding,
+    fused,
+    gather,
+    pack,
+    point,
+    sampling,
+    verify,
+)
 from bench.decode import options
 from bench.machine import describe
 from bench.settings import Settings, console
@@ -25,7 +37,10 @@ from bench.suite import Suite
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (ceilings, verify, pack, fused, sampling, decoding, decode)
+    for module in (
+        *(ceilings, verify, pack, fused, sampling),
+        *(attention, gather, decoding, decode),
+    )
 }
 _INTERRUPTED = threading.Event()
 
@@ -61,7 +76,9 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     only = tuple(name for name in asked.backend if "=" not in name)
     if only:
         _check_backends(parser, only, names)
-    settings = Settings(asked.quick, asked.check, only, own)
+    _check_cases(parser, asked.case, names)
+    cases = tuple(asked.case)
+    settings = Settings(asked.quick, asked.check, only, cases=cases, decode=own)
     earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
@@ -162,6 +179,13 @@ def _parser() -> argparse.ArgumentParser:
         help="a backend or a rival, as tables name it; may be given again; all by default; "
         "decode: OPERATION=NAME, as in attention=xla",
     )
+    parser.add_argument(
+        "--case",
+        metavar="CASE",
+        action="append",
+        default=[],
+        help="a case in place of the suite's own, such as B=4,S=128K,T=10; may be given again",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument(
         "--check",
@@ -203,6 +227,20 @@ def _check_backends(
     for name in backends:
         if name not in known:
             parser.error(f"--backend {name} is none of {', '.join(sorted(known))}")
+
+
+def _check_cases(
+    parser: argparse.ArgumentParser, cases: Sequence[str], suites: Sequence[str]
+) -> None:
+    """End with an error where a case is none of the suites that are to run it."""
+    for name, text in itertools.product(suites, cases):
+        parse = SUITES[name].case
+        if parse is None:
+            parser.error(f"--case says nothing to {name}, whose cases are fixed")
+        try:
+            parse(text)
+        except ValueError as error:
+            parser.error(f"--case {text}: {error}")
 
 
 def _run(name: str, settings: Settings) -> dict[str, Any]:

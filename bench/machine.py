@@ -17,7 +17,10 @@ import jax.numpy as jnp
 from jspec.cli.show import environment
 from jspec.gpu import gpu_in_use
 
-OPTIONAL = ("jax-triton", "triton", "torch", "flashinfer-python")  # kernels' and rivals' packages
+OPTIONAL = (  # kernels' and rivals' packages
+    *("jax-triton", "triton", "torch", "flashinfer-python"),
+    *("fa3-fwd", "flash-attn3-jax"),
+)
 
 
 def describe() -> dict[str, Any]:

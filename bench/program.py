@@ -81,6 +81,8 @@ def compile_all(
                 try:
                     lowered = jitted.lower(*source.arguments)
                     pending[key] = source.identity, pool.submit(lowered.compile)
+                except BackendError as error:
+                    done[key] = Absent(failure(key, error).name, str(error))
                 except Exception as error:
                     done[key] = failure(key, error)
             advance()

@@ -39,12 +39,14 @@ class DecodeSettings:
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """``quick``: fewer and smaller cases. ``check``: compare outputs, without which nothing is
-    timed. ``only``: the names of the backends and rivals to run, empty for all. ``decode``: of the
-    suite of that name alone."""
+    timed. ``only``: the names of the backends and rivals to run, empty for all. ``cases``: those to
+    run in place of the suite's own, as `bench.cases.parse` reads them. ``decode``: of the suite of
+    that name alone."""
 
     quick: bool = False
     check: bool = True
     only: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
     decode: DecodeSettings = DecodeSettings()
 
     def wants(self, name: str) -> bool:

@@ -21,7 +21,8 @@ class Suite:
     needs beside them. ``show(result)`` prints it. ``compare(result, earlier)`` writes into
     each row how many times as fast it is as in an earlier result, and returns how many had one.
     ``operations`` and ``rivals``: what ``--backend`` chooses among. ``own_clocks``: its rows are
-    timed by other clocks than those of `bench.clocks`.
+    timed by other clocks than those of `bench.clocks`. ``case(text)``: a case that ``--case`` asks
+    for, `ValueError` where it is none; None for a suite whose cases are fixed.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Suite:
     rivals: tuple[str, ...] = ()
     compare: Callable[[Result, Result], int] = table.compare
     own_clocks: bool = False
+    case: Callable[[str], Any] | None = None
 
     @property
     def names(self) -> set[str]:

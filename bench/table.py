@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,12 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from bench.cases import kilo
 from bench.point import Row, best_clock, spread
 from bench.settings import console
 
 HEADINGS = {"bytes": "MB"}
+SLOTS = ("S", "n")  # sizes that tables show in K
 
 
 FOOT = (
@@ -21,16 +24,42 @@ FOOT = (
 )
 
 
-def show(result: dict[str, Any], columns: Sequence[str]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """The ``read`` ceiling of a run, bytes a second, None where it was not measured, and which
+    ``bytes`` of a row are held against it, in words."""
+
+    read: float | None
+    bytes: str
+
+    def share(self, own: Row) -> float | None:
+        """The bytes that a row's operation needs a second, over the ceiling."""
+        best = best_clock(own)
+        if best is None or self.read is None:
+            return None
+        return own["bytes"] / best.median * 1e6 / self.read
+
+    def __str__(self) -> str:
+        ceiling = "not measured" if self.read is None else f"{self.read / 1e9:,.0f} GB/s"
+        return (
+            "of read: MB over time, as a share of the read ceiling of this run, "
+            f"{ceiling}; MB: {self.bytes}"
+        )
+
+
+def show(result: dict[str, Any], columns: Sequence[str], floor: Floor | None = None) -> None:
     """A line a row: its case, each clock, bytes a second, and its speed against the fastest's.
 
-    Where the terminal is too narrow, the percentiles of the clocks are left out.
+    With ``floor`` the bytes that a row needs and their share of the read ceiling take the place of
+    bytes a second. Where the terminal is too narrow, the percentiles of the clocks are left out.
     """
     screen = console()
-    table, notes = _table(result, columns, percentiles=True)
+    table, notes = _table(result, columns, floor, percentiles=True)
     if Measurement.get(screen, screen.options.update(width=1000), table).maximum > screen.width:
-        table, notes = _table(result, columns, percentiles=False)
+        table, notes = _table(result, columns, floor, percentiles=False)
     screen.print(table)
+    if floor is not None:
+        screen.print(str(floor), markup=False)
     screen.print(FOOT, markup=False)
     if any(r.get("chosen") for r in result["rows"]):
         screen.print("* what implementation=None takes")
@@ -41,7 +70,7 @@ def show(result: dict[str, Any], columns: Sequence[str]) -> None:
 
 
 def _table(
-    result: dict[str, Any], columns: Sequence[str], *, percentiles: bool
+    result: dict[str, Any], columns: Sequence[str], floor: Floor | None, *, percentiles: bool
 ) -> tuple[Table, list[str]]:
     """The table, and the reasons that its rows refer to by number."""
     table = Table(
@@ -59,12 +88,13 @@ def _table(
         if percentiles:
             table.add_column("p10-p90", justify="right", style="dim")
     compared = any("ratio" in r for r in result["rows"])
-    for heading in ("GB/s", "vs best", *(["vs before"] if compared else [])):
+    rates = ("GB/s",) if floor is None else ("MB", "of read")
+    for heading in (*rates, "vs best", *(["vs before"] if compared else [])):
         table.add_column(heading, justify="right")
     fastest = _fastest(result["rows"])
     notes: dict[str, None] = {}
     for own in result["rows"]:
-        cells = [_cell(h, own["case"].get(h)) for h in columns]
+        cells = [cell(h, own["case"].get(h)) for h in columns]
         name = own["name"] + ("*" if own.get("chosen") else "")
         if own.get("reason"):
             note = f"{own['operation']}, {own['name']}: {own['reason']}"
@@ -75,8 +105,7 @@ def _table(
         else:
             cells += [name, *_times(own, clocks, percentiles=percentiles)]
             best = best_clock(own)
-            moved = own.get("bytes") or 0
-            cells.append(f"{moved / best.median / 1e3:,.0f}" if best and moved > 2**10 else "")
+            cells += _rate(own) if floor is None else _of_floor(own, floor)
             own_best = fastest.get(_where(own))
             cells.append(times(own_best / best.median) if best and own_best else "")
             if compared:
@@ -105,9 +134,24 @@ def number(x: float) -> str:
     return f"{x:,.2f}" if abs(x) < 10 else f"{x:,.1f}" if abs(x) < 100 else f"{x:,.0f}"
 
 
-def _cell(heading: str, value: Any) -> str:
+def _rate(own: Row) -> list[str]:
+    """Gigabytes a second, of what is worth the name."""
+    best, moved = best_clock(own), own.get("bytes") or 0
+    return [f"{moved / best.median / 1e3:,.0f}" if best and moved > 2**10 else ""]
+
+
+def _of_floor(own: Row, floor: Floor) -> list[str]:
+    """The bytes that a row needs, and their share of the read ceiling."""
+    share = floor.share(own)
+    return [number(own["bytes"] / 1e6), "" if share is None else f"{share:.1%}"]
+
+
+def cell(heading: str, value: Any) -> str:
+    """A part of a case as tables show it."""
     if heading == "bytes" and value is not None:
         return number(value / 1e6)
+    if heading in SLOTS and value is not None:
+        return kilo(value)
     return "" if value is None else str(value)
 
 

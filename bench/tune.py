@@ -22,12 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench import regret, sampling
+from bench import attention, gather, regret, sampling
 from bench.point import best_clock, spread
 from bench.settings import console
 from jspec import tuned
 from jspec.dispatch import Operation
 from jspec.ops import operations
+from jspec.ops.attention.dense import ATTENTION
+from jspec.ops.attention.gathered import GATHERED
 from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
 from jspec.ops.pack import PACK
 from jspec.ops.sample import SAMPLE
@@ -40,6 +42,8 @@ SUITES: dict[str, tuple[Operation, ...]] = {
     "pack": (PACK,),
     "fused": (VERIFY_AND_PACK, VERIFY_AND_APPEND),
     "sampling": (VERIFY_STOCHASTIC,),
+    "attention": (ATTENTION,),
+    "gather": (GATHERED,),
 }
 GAIN = 0.002  # what a rule must take off the mean ratio of an operation, to be worth it
 DEPTH = 2  # cuts of cuts: four rules at most
@@ -178,6 +182,10 @@ def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:
 
 def _sizes(operation: Operation, case: Mapping[str, Any]) -> dict[str, int]:
     """The sizes of a case of the bench, from the shapes of the arguments that they look at."""
+    if operation.name == ATTENTION.name:
+        return dict(operation.sizes(*attention.shapes(case), **attention.static(case)))
+    if operation.name == GATHERED.name:
+        return dict(operation.sizes(*gather.argument_shapes(case), **gather.static(case)))
     batch, gamma = case["B"], case.get("gamma", sampling.GAMMA)
     tokens = jax.ShapeDtypeStruct((batch, gamma), jnp.int32)
     kv = jax.ShapeDtypeStruct((batch, gamma, case.get("D", 0)), jnp.float16)

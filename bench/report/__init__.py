@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import (
+    attention,
     ceilings,
     decode,
     decoding,
@@ -30,6 +31,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "pack": packing.alone,
     "fused": packing.fused,
     "sampling": sampling.section,
+    "attention": attention.dense,
+    "gather": attention.gathered,
     "step": decoding.section,
     "decode": decode.section,
 }

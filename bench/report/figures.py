@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import attention
 from bench.ceilings import bandwidth
 from bench.point import best_clock, spread
 from bench.regret import is_pipeline
@@ -24,8 +25,15 @@ COLOURS = {
     "torch": "#718096",
     "torch_graph": "#2d3748",
     "flashinfer": "#dd6b20",
+    "flashinfer_fa3": "#f6ad55",
+    "fa3": "#e53e3e",
+    "fa3_jax": "#97266d",
+    "cudnn": "#0bc5ea",
+    "xla_blocked": "#b794f4",
 }
 Drawing = Callable[[Any, dict[str, Any]], bool]
+Lines = dict[str, list[tuple[float, float]]]
+LOG_X = ("log", "linear")
 
 
 def write(result: dict[str, Any], folder: Path, prefix: str = "") -> list[Path]:
@@ -171,6 +179,35 @@ def _vocabulary(figure: Any, result: dict[str, Any]) -> bool:
     )
 
 
+def _context(figure: Any, result: dict[str, Any]) -> bool:
+    """Share of the read ceiling against the context: a cache of four rows and one token."""
+    at = {"B": 4, "heads": "32/8", "H": 128, "T": 1, "lengths": "full"}
+    lines = {
+        name: [(slots / 1024, share) for slots, share in line]
+        for name, line in _shares(result, "S", at).items()
+    }
+    panels = [("B=4, 32/8 heads of 128, T=1", lines)]
+    return _panels(figure, panels, "slots, K", "share of the read ceiling", scales=LOG_X)
+
+
+def _tokens(figure: Any, result: dict[str, Any]) -> bool:
+    """Share of the read ceiling against the tokens of a pass: a cache of 4 x 32K."""
+    at = {"B": 4, "S": 32768, "heads": "32/8", "H": 128, "lengths": "full"}
+    panels = [("B=4, S=32K, 32/8 heads of 128", _shares(result, "T", at))]
+    return _panels(figure, panels, "T", "share of the read ceiling", scales=LOG_X)
+
+
+def _shares(result: dict[str, Any], key: str, at: dict[str, Any]) -> Lines:
+    """Each name's share of the read ceiling against ``key``, of names with two points or more."""
+    held = attention.floor(result)
+    lines: Lines = {}
+    for x in values(result, "attention", key):
+        for name, row in pick(result, "attention", **{key: x}, **at).items():
+            share = held.share(row)
+            lines.setdefault(name, []).extend([] if share is None else [(x, share)])
+    return {name: line for name, line in lines.items() if len(line) > 1}
+
+
 def _decoding(figure: Any, result: dict[str, Any]) -> bool:
     """Tokens a second of each case, a bar a draft source."""
     rows = [row for row in result["rows"] if row["checked"]]
@@ -220,9 +257,6 @@ def _floor(figure: Any, result: dict[str, Any]) -> bool:
     axis.margins(y=0.15)
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return True
-
-
-Lines = dict[str, list[tuple[float, float]]]
 
 
 def _series(
@@ -297,6 +331,10 @@ FIGURES: dict[str, dict[str, tuple[Drawing, tuple[float, float]]]] = {
     },
     "fused": {"fused-crossover": (_crossover, (10, 3))},
     "sampling": {"sampling-vocabulary": (_vocabulary, (13, 3))},
+    "attention": {
+        "attention-context": (_context, (8, 3.4)),
+        "attention-tokens": (_tokens, (8, 3.4)),
+    },
     "step": {"step": (_decoding, (9, 3))},
     "decode": {"decode-floor": (_floor, (10, 4))},
 }

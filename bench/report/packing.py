@@ -10,6 +10,7 @@ from bench.point import Row, best_clock
 from bench.report.ceilings import rates
 from bench.report.text import (
     absent,
+    choice,
     header,
     median,
     names,
@@ -52,7 +53,7 @@ def alone(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any
         "time does not.",
         table(headings, rows),
         rates(result["ceilings"]),
-        _choice(result, "pack"),
+        choice(result, "pack"),
         absent(result),
     )
 
@@ -68,7 +69,7 @@ def fused(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any
         picture(pictures, "fused-crossover", "fused and two-step time against the width of a row"),
         "### Over the whole grid\n",
         _grid(result),
-        _choice(result, "verify_and_pack"),
+        choice(result, "verify_and_pack"),
         _over_pipelines(result),
         _appending(result),
         rates(result["ceilings"]),
@@ -146,13 +147,8 @@ def _appending(result: dict[str, Any]) -> str:
         "### Appending to a cache\n",
         "Accepted rows written behind what each cache row holds, the cache donated; alpha 0.6.",
         table(("B", "gamma", "D", *everyone), rows, left=0),
-        _choice(result, "verify_and_append"),
+        choice(result, "verify_and_append"),
     )
-
-
-def _choice(result: dict[str, Any], operation: str) -> str:
-    found = regret.of_choice(result["rows"], operation)
-    return "" if found is None else f"`implementation=None` against the fastest backend: {found}."
 
 
 def _over_pipelines(result: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from bench import regret
 from bench.ceilings import bandwidth
 from bench.point import best_clock
 from bench.report.ceilings import rates
-from bench.report.text import absent, header, loops, names, paragraphs, picture, table, time
+from bench.report.text import absent, choice, header, loops, names, paragraphs, picture, table, time
 
 OPERATION = "verify_stochastic"
 
@@ -35,7 +35,7 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         "in it can beat the floor. The rivals' times include the softmax that they need.",
         table(("draft", "L2", "B", "V", "floor", *everyone), rows, left=2),
         picture(pictures, "sampling-vocabulary", "time against vocabulary"),
-        _choice(result),
+        choice(result, OPERATION),
         loops(
             result,
             ("B", "V", "draft"),
@@ -46,8 +46,3 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         rates(result["ceilings"]),
         absent(result),
     )
-
-
-def _choice(result: dict[str, Any]) -> str:
-    found = regret.of_choice(result["rows"], OPERATION)
-    return "" if found is None else f"`implementation=None` against the fastest backend: {found}."

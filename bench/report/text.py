@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from bench import regret
 from bench.point import Row, Spread, best_clock, spread
 from bench.table import number
 
@@ -101,6 +102,12 @@ def time(found: Spread | None, *, spread: bool = False) -> str:
 def ratio(a: float | None, b: float | None) -> str:
     """How many times b goes into a."""
     return "" if a is None or b is None else f"{a / b:.2f}x"
+
+
+def choice(result: dict[str, Any], operation: str) -> str:
+    """How fast what `implementation=None` takes is beside the fastest backend."""
+    found = regret.of_choice(result["rows"], operation)
+    return "" if found is None else f"`implementation=None` against the fastest backend: {found}."
 
 
 def absent(result: dict[str, Any]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench import regret
 from bench.point import spread
 from bench.report.text import (
     absent,
+    choice,
     header,
     loops,
     median,
@@ -49,7 +49,7 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
             "of the one before; XLA moves out of the loop what of its own code does not depend on "
             "them.",
         ),
-        _regret(result),
+        choice(result, OPERATION),
         absent(result),
     )
 
@@ -148,8 +148,3 @@ def _beyond(result: dict[str, Any]) -> str:
             if any(cells):
                 rows.append((str(batch), str(gamma), *cells))
     return "### Other batches\n\nAt alpha=0.9.\n\n" + table(("B", "gamma", *everyone), rows, left=0)
-
-
-def _regret(result: dict[str, Any]) -> str:
-    found = regret.of_choice(result["rows"], OPERATION)
-    return "" if found is None else f"`implementation=None` against the fastest backend: {found}."

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import bench.__main__ as command
-from bench import decoding, fused, pack, sampling, table, verify
+from bench import attention, decoding, fused, gather, pack, sampling, table, verify
 from bench.__main__ import SUITES, main
 from jspec.dispatch import Backend, always
 from jspec.ops.verify import VERIFY_GREEDY, greedy_xla
@@ -25,6 +25,10 @@ def small(monkeypatch):
     monkeypatch.setattr(fused, "append_grid", lambda settings: [(2, 8, 16)])
     monkeypatch.setattr(fused, "SLOTS", 32)
     monkeypatch.setattr(sampling, "grid", lambda settings: [(2, 300, "logits")])
+    text = "B=2,S=96,heads=4/2,H=16,T=3"
+    for suite, case in ((attention, text), (gather, f"{text},n=20")):
+        found = [suite.case(case)]
+        monkeypatch.setattr(suite, "grid", lambda settings, cases=found: cases)
     monkeypatch.setattr("bench.ceilings.SMALL", 2**16)
 
 
@@ -49,7 +53,7 @@ def test_env_is_json(capsys):
     assert json.loads(capsys.readouterr().out)["platform"] == "cpu"
 
 
-@pytest.mark.parametrize("suite", ["ceilings", "verify", "pack", "fused", "sampling"])
+@pytest.mark.parametrize("suite", [name for name in SUITES if name != "step"])
 def test_a_suite_checks_times_prints_and_writes(suite, capsys, tmp_path):
     path = tmp_path / "deep" / "result.json"
     only = [] if suite == "ceilings" else ["--backend", "xla"]

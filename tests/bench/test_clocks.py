@@ -10,6 +10,7 @@ from bench import clocks, point, sampling, verify, workload
 from bench.clocks import DeviceClock
 from bench.program import Program, Source, compile_all, shapes, sources
 from bench.settings import Settings
+from jspec.dispatch import BackendError
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 
@@ -159,6 +160,16 @@ def test_what_fails_to_compile_is_a_row_and_the_rest_goes_on():
     assert callable(done["good",])
     bad = done["bad",]
     assert (bad.name, bad.reason, bad.failed) == ("bad", "failed: ValueError: no such tile", True)
+
+
+def test_a_backend_that_refuses_while_it_is_lowered_has_not_failed():
+    def refuses(*arguments):
+        raise BackendError("x cannot run as asked; pallas: needs sm_90")
+
+    arguments = shapes(workload.make_tokens(2, 4, 0.5).inputs)
+    found = compile_all("x", {("case", "pallas"): Source(refuses, arguments)})["case", "pallas"]
+    reason = "x cannot run as asked; pallas: needs sm_90"
+    assert (found.name, found.reason, found.failed) == ("pallas", reason, False)
 
 
 def test_what_one_suite_compiled_serves_the_next():

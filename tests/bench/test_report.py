@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench import regret, report
+from bench import attention, gather, regret, report
 from bench.report import figures
 
 MACHINE = {
@@ -89,6 +89,23 @@ def decode_rows():
     yield own | {"wall_ns": [250 * 10**6] * 3}
 
 
+def attention_rows():
+    """100 MB in 100 us at 32K, 125 with ten tokens, and 50 at 64K; FlashInfer 200."""
+    for slots, tokens in ((32768, 1), (32768, 10), (65536, 1)):
+        case = attention.case(f"B=4,S={slots},T={tokens}") | {"l2": "cold"}
+        ours = 125.0 if tokens == 10 else 50.0 if slots == 65536 else 100.0
+        yield row("attention", case, "triton", ours, bytes=10**8, chosen=True)
+        yield row("attention", case, "flashinfer", 200.0, bytes=10**8, backend=False)
+    absent = {"operation": "attention", "case": case, "name": "cudnn", "checked": None}
+    yield absent | {"reason": "cuDNN needs a GPU"}
+
+
+def gather_rows():
+    for part, microseconds in (("gather", 100.0), ("copy", 90.0), ("read", 80.0)):
+        case = gather.DEFAULT | {"part": part, "l2": "cold"}
+        yield row(gather.OPERATIONS[part], case, "xla", microseconds, bytes=10**8, chosen=True)
+
+
 RESULTS = {
     "ceilings": ceilings,
     "verify": verify_rows,
@@ -96,6 +113,8 @@ RESULTS = {
     "fused": fused_rows,
     "sampling": sampling_rows,
     "decode": decode_rows,
+    "attention": attention_rows,
+    "gather": gather_rows,
 }
 
 
@@ -193,6 +212,51 @@ def test_a_step_is_measured_by_its_floor_and_divided_into_parts(tmp_path):
     # 1e14 in a quarter of a second are half of 8e14.
     assert prefill == ["a", "16,384", "65,536", "400", "50%"]
     assert "- xla, decode_step: it needs 161.0 GB" in text
+
+
+def test_attention_is_measured_by_the_read_ceiling(tmp_path):
+    text = written(tmp_path, "attention")
+    # 100 MB take 50 us at the ceiling.
+    columns = ["B", "S", "heads", "H", "T", "lengths", "MB"]
+    assert lines(text, "B")[0] == [*columns, "triton", "flashinfer"]
+    found = {(cells[1], cells[4]): cells[-2:] for cells in lines(text, "4")}
+    assert found["32K", "10"] == ["125 (40%)", "200 (25%)"]
+    assert found["64K", "1"] == ["50.0 (100%)", "200 (25%)"]
+    assert "- cudnn, attention: cuDNN needs a GPU" in text
+    assert text.count("![") == 2
+
+
+def test_the_figures_of_attention_are_shares_against_context_and_tokens():
+    from matplotlib.figure import Figure
+
+    result = {"suite": "attention", "rows": list(attention_rows()), "ceilings": list(ceilings())}
+    found = {}
+    for name, (draw, _) in figures.FIGURES["attention"].items():
+        figure = Figure()
+        assert draw(figure, result)
+        own = figure.axes[0].get_lines()
+        found[name] = {line.get_label(): list(map(tuple, line.get_xydata())) for line in own}
+    assert found == {
+        "attention-context": {
+            "triton": [(32, 0.5), (64, 1)],
+            "flashinfer": [(32, 0.25), (64, 0.25)],
+        },
+        "attention-tokens": {
+            "triton": [(1, 0.5), (10, 0.4)],
+            "flashinfer": [(1, 0.25), (10, 0.25)],
+        },
+    }
+    assert not any(
+        draw(Figure(), result | {"rows": result["rows"][:1]})
+        for draw, _ in figures.FIGURES["attention"].values()
+    )
+
+
+def test_a_selection_says_when_its_copy_wins(tmp_path):
+    text = written(tmp_path, "gather")
+    assert [cells[-1] for cells in lines(text, "8")] == ["100 (50%)", "90.0 (56%)", "80.0 (62%)"]
+    assert "- B=8, n=8K of 128K, 32/8 heads, T=1, shared: gather 100 us; copy 90.0 us" in text
+    assert "the copy wins from read 5 on" in text
 
 
 def test_every_suite_has_its_section_and_another_run_writes_the_same(tmp_path):

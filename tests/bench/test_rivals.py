@@ -1,15 +1,18 @@
 """The rivals: right on the bench's workload where PyTorch is installed, a reason where not."""
 
 import dataclasses
+import importlib
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
-from bench import workload
+from bench import attention as suite
+from bench import caches, workload
+from bench import gather as selecting
 from bench.program import Absent, Program
-from bench.rivals import fused, pack, sampling, verify
+from bench.rivals import attention, fused, gather, pack, sampling, verify
 from bench.settings import Settings
 from jspec.ops.verify import greedy_xla
 
@@ -24,7 +27,11 @@ NAMES = {
     "two_step": ["torch+torch", "cuda+torch"],
     "sampling-one-hot": ["torch", "flashinfer"],
     "sampling-logits": ["torch", "flashinfer"],
+    "attention": list(attention.NAMES),
+    "gather": list(gather.NAMES),
 }
+ATTENTION = suite.case("B=2,S=128,heads=4/2,H=16,T=3")
+GATHER = selecting.case("B=2,S=128,n=20,heads=4/2,H=16,T=3")
 
 
 def make(which: str, settings: Settings = EVERY, *, wrong: bool = False):
@@ -37,6 +44,13 @@ def make(which: str, settings: Settings = EVERY, *, wrong: bool = False):
         return pack.pack(KV, TOKENS.accepted, packed, settings)
     if which == "two_step":
         return fused.two_step(TOKENS, KV, packed, VERIFIES, settings)
+    if which == "attention":
+        data = caches.dense(ATTENTION)
+        reads = data.positions + int(not wrong)
+        check = caches.Check.of(data.q, data.k, data.v, reads)
+        return attention.attention(data, check.output, settings)
+    if which == "gather":
+        return gather.gather(selecting.inputs(GATHER), lambda out: not wrong, settings)
     logits = workload.make_logits(40, 5, 500, one_hot=which == "sampling-one-hot")
     uniforms = np.random.default_rng(0).random((3, 40, 6), np.float32)
     found = sampling.sampling(logits, uniforms, settings)
@@ -47,13 +61,20 @@ def make(which: str, settings: Settings = EVERY, *, wrong: bool = False):
 
 @pytest.mark.parametrize("which", NAMES)
 def test_where_a_package_is_missing_each_rival_is_a_row_with_its_reason(which, monkeypatch):
+    there = importlib.import_module
+
     def missing(name):
+        if name.startswith("jax"):
+            return there(name)
         raise ModuleNotFoundError(name=name)
 
     monkeypatch.setattr("bench.rivals.common.importlib.import_module", missing)
     found = make(which)
     assert [rival.name for rival in found] == NAMES[which]
-    assert all(isinstance(r, Absent) and "not installed" in r.reason for r in found)
+    reasons = {rival.name: rival.reason for rival in found if isinstance(rival, Absent)}
+    assert reasons.keys() == set(NAMES[which])
+    assert reasons.pop("cudnn", "cuDNN needs a GPU") == "cuDNN needs a GPU"  # JAX's own
+    assert all("not installed" in reason for reason in reasons.values())
     assert not any(rival.failed for rival in found)
 
 
@@ -71,7 +92,7 @@ def test_rivals_pass_the_check_and_the_check_can_fail(which):
     pytest.importorskip("torch")
     for right, wrong in zip(make(which), make(which, wrong=True), strict=True):
         if isinstance(right, Absent):
-            assert right.name in ("torch_graph", "flashinfer")
+            assert right.name not in ("torch", "torch+torch", "cuda+torch")
             continue
         assert isinstance(wrong, Program)
         outputs = right.wait(right.start())

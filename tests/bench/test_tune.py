@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import tune
+from bench import attention, gather, tune
 from bench.__main__ import main
 from bench.tune import Point, fit, points_of, text
 from jspec import tuned
@@ -137,6 +137,29 @@ def test_drawing_takes_the_order_of_verifying(tmp_path):
     tune.tune(folder, path)
     rules = list(tuned.load(path).orders["sample"])
     assert rules == [Rule({"batch": 11}, ["cuda", "xla"]), Rule({}, ["xla"])]
+
+
+@pytest.mark.parametrize("suite", [attention, gather], ids=["attention", "gather"])
+def test_attention_is_ordered_by_the_sizes_of_its_cases(suite, tmp_path):
+    """By `xla` up to four rows, by another backend beyond; what reads a copy has no say."""
+    operation = tune.SUITES[suite.SUITE.name][0]
+    part = {"part": "gather"} if suite is gather else {}
+    rows = []
+    for batch, tokens in itertools.product((1, 4, 16), (1, 10)):
+        case = suite.DEFAULT | {"B": batch, "T": tokens, "l2": "cold"} | part
+        rows.append(row(operation.name, case, "xla", 1.0 + (batch > 4)))
+        rows.append(row(operation.name, case, "fast", 1.5))
+        rows.append(row("compact_read", case, "fast", 0.1))
+    operation = dataclasses.replace(
+        operation, backends={"fast": "no:WHERE", "xla": Backend("xla", print, always)}
+    )
+    points = points_of(rows, operation)
+    assert len(points) == 6
+    assert fit(points, operation) == [Rule({"batch": 8}, ["xla"]), Rule({}, ["fast", "xla"])]
+    names = {"slots"} if suite is attention else {"selected"}
+    assert {"batch", "tokens"} | names <= points[0].sizes.keys()
+    assert points[-1].sizes["batch"] == 16
+    assert points[-1].sizes["tokens"] == 10
 
 
 def test_a_table_that_is_there_keeps_its_blocks(tmp_path):

@@ -1,0 +1,129 @@
+"""Caches and queries made on the device, and what attention over them must give.
+
+Keys, values and queries are normal numbers in bfloat16. The values of what a query must not read
+are loud, and so are those of the last that it must: to read one slot too many or too few changes
+the output by more than the check allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import workload
+from bench.cases import heads
+from jspec.typing import Array
+
+DTYPE = jnp.bfloat16
+TOLERANCE = 0.02  # of the norm of a head's output: bfloat16 weights and outputs stay under 0.005
+LSE_TOLERANCE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """``q [B, T, N, H]``, ``k`` and ``v [B, S, K, H]``, ``positions`` int32 ``[B, T]`` of the
+    queries, ``lengths`` int32 ``[B]``: how many slots the last query reads."""
+
+    q: Array
+    k: Array
+    v: Array
+    positions: Array
+    lengths: np.ndarray
+
+
+def lengths(case: Mapping[str, Any]) -> np.ndarray:
+    """How many slots of each row count, int32 ``[B]``: all, or between S/4 and S by a seed."""
+    batch, slots = case["B"], case["S"]
+    if case["lengths"] == "full":
+        return np.full(batch, slots, np.int32)
+    rng = np.random.default_rng([workload.SEED, batch, slots])
+    return rng.integers(max(slots // 4, case["T"]), slots, batch, np.int32, endpoint=True)
+
+
+def dense(case: Mapping[str, Any]) -> Inputs:
+    """Queries at the end of a cache of which each row's first ``lengths`` slots count."""
+    until, tokens = lengths(case), case["T"]
+    positions = (until - tokens)[:, None] + np.arange(tokens, dtype=np.int32)
+    loud = np.arange(case["S"]) >= (until - tokens)[:, None]
+    return Inputs(*made(case, loud[..., None], until), jnp.asarray(positions), until)
+
+
+def made(
+    case: Mapping[str, Any], loud: Array | np.ndarray, reads: np.ndarray
+) -> tuple[Array, Array, Array]:
+    """Queries, keys and values; ``loud [B, S, K or 1]``: whose values are louder than the output
+    of a query that ``reads [B]`` slots."""
+    (query_heads, kv_heads), size = heads(case), case["H"]
+    q_shape = (case["B"], case["T"], query_heads, size)
+    kv_shape = (case["B"], case["S"], kv_heads, size)
+    return _made(q_shape, kv_shape, jnp.asarray(loud), jnp.asarray(reads, jnp.float32))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _made(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], loud: Array, reads: Array):
+    keys = jax.random.split(jax.random.key(workload.SEED), 3)
+    shapes = (q_shape, kv_shape, kv_shape)
+    q, k, v = (jax.random.normal(key, s, DTYPE) for key, s in zip(keys, shapes, strict=True))
+    # An output is about as large as a value over the root of how many are read.
+    by = jnp.where(loud, (jnp.sqrt(reads) / 4)[:, None, None], jnp.float32(1)).astype(DTYPE)
+    return q, k, v * by[..., None]
+
+
+# To look for the fastest products would take longer than the products do.
+@partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+def expected(q: Array, k: Array, v: Array, counts: Array) -> tuple[Array, Array]:
+    """Attention of ``q [B, T, N, H]`` over the first ``counts [B, T]`` keys of ``[B, S, K, H]``.
+
+    A softmax in float32, row by row so that the scores of one row alone are in memory. Returns
+    the output and the log-sum-exp ``[B, T, N]``.
+    """
+
+    def row(inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v = (x.astype(jnp.float32) for x in inputs[:3])
+        tokens, query_heads, size = q.shape
+        grouped = q.reshape(tokens, k.shape[1], -1, size) * size**-0.5
+        scores = jnp.einsum("tkgh,skh->tkgs", grouped, k, precision="highest")
+        index = jnp.arange(k.shape[0])[None, None, None]
+        scores = jnp.where(index < inputs[3][:, None, None, None], scores, -jnp.inf)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - lse[..., None])
+        out = jnp.einsum("tkgs,skh->tkgh", weights, v, precision="highest")
+        return out.reshape(tokens, query_heads, -1), lse.reshape(tokens, query_heads)
+
+    return jax.lax.map(row, (q, k, v, counts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Whether an output ``[B, T, N, H]`` is as expected, and a log-sum-exp ``[B, T, N]``."""
+
+    out: np.ndarray
+    lse: np.ndarray
+
+    @classmethod
+    def of(cls, q: Array, k: Array, v: Array, counts: Array) -> Check:
+        """What attention over the first ``counts [B, T]`` keys and values must give."""
+        return cls(*map(np.asarray, expected(q, k, v, counts)))
+
+    def output(self, out: Any) -> bool:
+        """Whether every head's output of every token is near, by its norm."""
+        error = np.linalg.norm(np.asarray(out, np.float32) - self.out, axis=-1)
+        return bool((error <= TOLERANCE * np.linalg.norm(self.out, axis=-1)).all())
+
+    def both(self, outputs: Any) -> bool:
+        """Whether an output and its log-sum-exp are near."""
+        lse = np.abs(np.asarray(outputs[1]) - self.lse)
+        return self.output(outputs[0]) and bool((lse <= LSE_TOLERANCE).all())
+
+
+def bytes_of(reads: int, case: Mapping[str, Any]) -> int:
+    """Bytes of ``reads`` keys and values of every KV head, and of the queries and outputs."""
+    query_heads, kv_heads = heads(case)
+    vectors = 2 * (reads * kv_heads + case["B"] * case["T"] * query_heads)
+    return vectors * case["H"] * jnp.dtype(DTYPE).itemsize

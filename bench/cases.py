@@ -1,0 +1,52 @@
+"""Cases of a suite that `--case` asks for, as in ``--case B=4,S=128K,heads=32/8,T=10``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Case = dict[str, Any]  # sizes by their letters, and words
+CHOICES = {"lengths": ("full", "ragged"), "indices": ("shared", "per-head")}
+
+
+def parse(text: str, default: Mapping[str, Any]) -> Case:
+    """The default case with what ``text`` says in its place; 1K is 1024.
+
+    Raises `ValueError` with the way out where it says what is no part of a case.
+    """
+    case = dict(default)
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key not in case:
+            raise ValueError(f"{part!r} must be one of {', '.join(default)}, a = and a value")
+        case[key] = _value(key, value)
+    query_heads, kv_heads = heads(case)
+    if query_heads % kv_heads:
+        raise ValueError(f"heads={case['heads']}: {query_heads} is no multiple of {kv_heads}")
+    return case
+
+
+def _value(key: str, value: str) -> int | str:
+    if key in CHOICES:
+        if value not in CHOICES[key]:
+            raise ValueError(f"{key}={value} must be one of {', '.join(CHOICES[key])}")
+        return value
+    if key == "heads":
+        if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", value):
+            raise ValueError(f"heads={value} must be query heads / KV heads, such as 32/8")
+        return value
+    if not re.fullmatch(r"[1-9]\d*K?", value):
+        raise ValueError(f"{key}={value} must be a whole number of 1 or more, such as 8 or 32K")
+    return int(value.removesuffix("K")) * (1024 if value.endswith("K") else 1)
+
+
+def heads(case: Mapping[str, Any]) -> tuple[int, int]:
+    """Query heads N and KV heads K."""
+    query_heads, kv_heads = map(int, case["heads"].split("/"))
+    return query_heads, kv_heads
+
+
+def kilo(size: int) -> str:
+    """A number of slots as tables show it: 32K for 32768."""
+    return f"{size // 1024}K" if size % 1024 == 0 and size else str(size)

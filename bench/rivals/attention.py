@@ -1,0 +1,88 @@
+"""Rivals of attention over a dense cache: cuDNN, PyTorch, FlashAttention-3 and FlashInfer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.caches import Inputs
+from bench.program import Absent, Program
+from bench.rivals import flash
+from bench.rivals.common import Check, each, module, program
+from bench.settings import Settings
+from jspec.typing import Array
+
+NAMES = ("cudnn", "torch", *flash.NAMES)
+PAGE = 64  # slots of a page that FlashInfer reads the cache in, where it lies
+NEVER = -1e9  # the bias of a key that a query must not read
+
+
+def attention(inputs: Inputs, check: Check, settings: Settings) -> list[Program | Absent]:
+    """All of them; none copies the cache."""
+    arrays = (inputs.q, inputs.k, inputs.v)
+
+    def paged(name: str) -> Program | Absent:
+        batch, slots, kv_heads, size = inputs.k.shape
+        count = batch * slots // PAGE
+        if slots % PAGE:
+            return Absent(name, f"S={slots} is no multiple of its pages of {PAGE} slots")
+        table = np.arange(count, dtype=np.int32).reshape(batch, -1)
+        pages = flash.Pages((count, PAGE, kv_heads, size), table)
+        return flash.flashinfer(name, arrays, inputs.lengths, check, pages=pages)
+
+    makers = {
+        "cudnn": lambda name: _cudnn(name, inputs, check),
+        "torch": lambda name: _torch(name, inputs, check),
+        "fa3": lambda name: flash.fa3(name, arrays, inputs.lengths, check),
+        "fa3_jax": lambda name: flash.fa3_jax(name, arrays, inputs.lengths, check),
+        "flashinfer": paged,
+        "flashinfer_fa3": paged,
+    }
+    return each(makers, settings)
+
+
+def _cudnn(name: str, inputs: Inputs, check: Check) -> Program | Absent:
+    """cuDNN's flash attention as JAX calls it.
+
+    Its causal mask begins at the first key, so that several queries at the end of a cache need a
+    bias ``[B, 1, T, S]`` instead, made beforehand.
+    """
+    if jax.default_backend() != "gpu":
+        return Absent(name, "cuDNN needs a GPU")
+    bias = None
+    if inputs.q.shape[1] > 1:
+        seen = jnp.arange(inputs.k.shape[1])[None, None] <= inputs.positions[..., None]
+        bias = jnp.where(seen, 0, NEVER).astype(inputs.q.dtype)[:, None]
+    arguments = (inputs.q, inputs.k, inputs.v, jnp.asarray(inputs.lengths), bias)
+
+    def call(q: Array, k: Array, v: Array, lengths: Array, bias: Array | None) -> Array:
+        settings: dict[str, Any] = {"key_value_seq_lengths": lengths, "implementation": "cudnn"}
+        return jax.nn.dot_product_attention(q, k, v, bias, **settings)
+
+    ready = jax.jit(call).lower(*arguments).compile()
+    return Program(name, partial(ready, *arguments), check)
+
+
+def _torch(name: str, inputs: Inputs, check: Check) -> Program | Absent:
+    """`scaled_dot_product_attention` by PyTorch's flash or memory-efficient kernel."""
+    torch, kernels = module("torch"), module("torch.nn.attention")
+    if inputs.lengths.min() < inputs.k.shape[1]:
+        return Absent(name, "PyTorch's flash kernel takes no length of each row")
+    q, k, v = (torch.from_dlpack(x).transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    mask = None
+    if q.shape[2] > 1:
+        lower = module("torch.nn.attention.bias").causal_lower_right
+        mask = lower(q.shape[2], k.shape[2])
+    names = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION") if q.is_cuda else ("MATH",)
+    allowed = [getattr(kernels.SDPBackend, kernel) for kernel in names]
+
+    def call() -> Any:
+        with kernels.sdpa_kernel(allowed):
+            attend = torch.nn.functional.scaled_dot_product_attention
+            return attend(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    return program(name, call, lambda out: check(flash.numbers(out)))

@@ -1,0 +1,154 @@
+"""What the rivals of attention share: FlashAttention-3, twice, and FlashInfer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.clocks import wall
+from bench.program import Absent, Program
+from bench.rivals.common import Check, module, program
+from jspec.gpu import refuses_gpu
+from jspec.typing import Array
+
+NAMES = ("fa3", "fa3_jax", "flashinfer", "flashinfer_fa3")
+PAGED_OFF = "FLASHATTENTION_DISABLE_PAGEDKV"
+HOPPER = (9, 0)  # the least compute capability of kernels for Hopper
+WORKSPACE = 2**29  # bytes that FlashInfer keeps partial outputs in
+TRIALS = 5  # calls that choose between numbers of splits
+Arrays = tuple[Array, Array, Array]  # queries [B, T, N, H], keys and values [B, S, K, H]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """A cache as pages, where it lies: each key and value array is seen as ``[P, page, K, H]``.
+
+    ``table``, int32 ``[B, n]``: the pages of each row, those behind its last one unused.
+    """
+
+    shape: tuple[int, int, int, int]
+    table: np.ndarray
+
+    def lists(self, lengths: np.ndarray) -> tuple[np.ndarray, ...]:
+        """FlashInfer's form for rows of ``lengths [B]``, int32: where the pages of each row begin,
+        which they are, and how many slots of a row's last page count."""
+        page = self.shape[1]
+        counts = -(-lengths // page)
+        which = [row[:count] for row, count in zip(self.table, counts, strict=True)]
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        lists = (begins, np.concatenate(which), lengths - (counts - 1) * page)
+        return tuple(x.astype(np.int32) for x in lists)
+
+
+def fa3(
+    name: str,
+    arrays: Arrays,
+    lengths: np.ndarray,
+    check: Check,
+    *,
+    pages: Pages | None = None,
+) -> Program | Absent:
+    """FlashAttention-3 through PyTorch, `fa3-fwd`: the fastest of a few numbers of splits."""
+    torch = module("torch")
+    if not torch.cuda.is_available():
+        return Absent(name, "fa3-fwd needs a GPU")
+    interface, built = module("fa3_fwd_interface"), module("fa3_fwd_config")
+    if pages is not None and built.CONFIG["build_flags"][PAGED_OFF]:
+        return Absent(name, "fa3-fwd is built without caches in pages")
+    q, k, v = map(torch.from_dlpack, arrays)
+    given = {"cache_seqlens": torch.from_numpy(lengths).to(q.device), "causal": q.shape[1] > 1}
+    if pages is not None:
+        k, v = k.view(pages.shape), v.view(pages.shape)
+        given["page_table"] = torch.from_numpy(pages.table).to(q.device)
+    # Query heads that share keys go into one tile.
+    given["pack_gqa"] = True if q.shape[2] > k.shape[2] else None
+    attend = partial(interface.flash_attn_with_kvcache, q, k, v, **given)
+    # 0 leaves the number of splits to the library.
+    calls = (partial(attend, num_splits=splits) for splits in (0, 8, 16, 32))
+    return fastest(program(name, call, lambda out: check(numbers(out))) for call in calls)
+
+
+def fa3_jax(
+    name: str,
+    arrays: Arrays,
+    lengths: np.ndarray,
+    check: Check,
+    *,
+    pages: Pages | None = None,
+) -> Program | Absent:
+    """FlashAttention-3 through JAX, `flash-attn3-jax`, in the same way."""
+    attend = module("flash_attn3_jax").flash_mha_with_kvcache
+    tokens, size = arrays[0].shape[1], arrays[0].shape[3]
+    if reason := refuses_gpu(HOPPER, "flash-attn3-jax"):
+        return Absent(name, reason)
+    if size != 128:
+        return Absent(name, f"flash-attn3-jax is built for H=128, not for H={size}")
+    table = None if pages is None else jnp.asarray(pages.table)
+    arguments = (*arrays, jnp.asarray(lengths), table)
+
+    def call(splits: int, q: Array, k: Array, v: Array, lengths: Array, table: Array | None):
+        if pages is not None:
+            k, v = k.reshape(pages.shape), v.reshape(pages.shape)
+        more = {"cache_seqlens": lengths, "page_table": table, "num_splits": splits}
+        return attend(q, k, v, is_causal=tokens > 1, **more)
+
+    def compiled(splits: int) -> Program:
+        ready = jax.jit(partial(call, splits)).lower(*arguments).compile()
+        return Program(name, partial(ready, *arguments), check)
+
+    return fastest(map(compiled, (1, 8, 16, 32)))
+
+
+def flashinfer(
+    name: str,
+    arrays: Arrays,
+    lengths: np.ndarray,
+    check: Check,
+    *,
+    pages: Pages,
+) -> Program | Absent:
+    """FlashInfer's attention over pages, by its kernels for any GPU or those for Hopper."""
+    torch, library = module("torch"), module("flashinfer")
+    if not torch.cuda.is_available():
+        return Absent(name, "FlashInfer needs a GPU")
+    if name.endswith("fa3") and (reason := refuses_gpu(HOPPER, "its backend fa3")):
+        return Absent(name, reason)
+    q, k, v = map(torch.from_dlpack, arrays)
+    k, v = k.view(pages.shape), v.view(pages.shape)
+    batch, tokens, query_heads, size = q.shape
+    backend = "fa3" if name.endswith("fa3") else "fa2"
+    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
+    begins, which, last = map(torch.from_numpy, pages.lists(lengths))
+    queries = torch.arange(batch + 1, dtype=torch.int32) * tokens
+    sizes = (query_heads, k.shape[2], size, k.shape[1])
+    causal = tokens > 1
+    wrapper.plan(queries, begins, which, last, *sizes, causal=causal, q_data_type=q.dtype)
+    flat = q.reshape(batch * tokens, query_heads, size)
+    call = partial(wrapper.run, flat, (k, v), out=torch.empty_like(flat))
+    return program(name, call, lambda out: check(numbers(out).reshape(q.shape)))
+
+
+@functools.cache
+def _workspace() -> Any:
+    torch = module("torch")
+    return torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+
+
+def fastest(programs: Iterable[Program]) -> Program:
+    """The one whose calls take least, of those whose output is right; any where none's is."""
+    every = list(programs)
+    right = [x for x in every if x.check(x.wait(x.start()))]
+    return min(right or every, key=lambda x: statistics.median(wall(x, TRIALS)))
+
+
+def numbers(out: Any) -> np.ndarray:
+    """A tensor as a float32 array of the host."""
+    return out.float().cpu().numpy()

@@ -1,0 +1,167 @@
+"""What the rivals of attention are told: their libraries' functions stand in as plain NumPy."""
+
+import itertools
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import softmax
+
+from bench import attention as dense
+from bench import caches, gather
+from bench.program import Absent, Program
+from bench.rivals import attention, flash
+from bench.rivals import gather as selection
+from bench.settings import Settings
+from tests.bench.test_attention import check_of
+
+SHAPE = "B=2,S=64,heads=4/2,H=128"
+CASES = {
+    "one-token": dense.case(SHAPE),
+    "ragged": dense.case(f"{SHAPE},T=3,lengths=ragged"),
+    "shared": gather.case(f"{SHAPE},n=20,T=3"),
+    "per-head": gather.case(f"{SHAPE},n=20,T=3,indices=per-head"),
+}
+EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+BUILT = SimpleNamespace(CONFIG={"build_flags": {flash.PAGED_OFF: False}})
+
+
+def attended(q, k, v, lengths, table, causal):
+    """One query and head at a time over rows ``[B, n]`` of a table of pages, None for none."""
+    q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
+    out = np.zeros_like(q)
+    for b, t, n in np.ndindex(q.shape[:3]):
+        head = n * k.shape[2] // q.shape[2]
+        own = [x[b] if table is None else x[table[b]].reshape(-1, *x.shape[2:]) for x in (k, v)]
+        seen = lengths[b] - (q.shape[1] - 1 - t if causal else 0)
+        keys, values = (x[:seen, head] for x in own)
+        out[b, t, n] = softmax(keys @ q[b, t, n] * q.shape[-1] ** -0.5) @ values
+    return out
+
+
+def rival(name, case):
+    """The rival of that name at a case, and whether its output is right there."""
+    if "lengths" in case:
+        data = caches.dense(case)
+        check = caches.Check.of(data.q, data.k, data.v, data.positions + 1)
+        made = attention.attention(data, check.output, Settings(only=(name,)))
+    else:
+        data = gather.inputs(case)
+        made = selection.gather(data, check_of(case, data).output, Settings(only=(name,)))
+    assert [x.name for x in made] == [name]
+    return made[0]
+
+
+@EVERY_CASE
+def test_flash_attention_through_jax_is_told_what_to_read(case, monkeypatch):
+    splits = []
+
+    def attend(q, k, v, *, cache_seqlens, page_table, is_causal, num_splits):
+        splits.append(num_splits)
+        table = None if page_table is None else np.asarray(page_table)
+        lengths = np.asarray(cache_seqlens)
+        return jnp.asarray(attended(q, k, v, lengths, table, is_causal), q.dtype)
+
+    monkeypatch.setattr(flash, "refuses_gpu", lambda *arguments: None)
+    monkeypatch.setattr(flash, "wall", called_once)
+    # What is not traced can be NumPy: `jit` here only keeps the function.
+    lowered = SimpleNamespace(jit=lambda call: SimpleNamespace(lower=lambda *x: Ready(call)))
+    monkeypatch.setattr(flash, "jax", lowered)
+    module = SimpleNamespace(flash_mha_with_kvcache=attend)
+    monkeypatch.setattr(flash, "module", {"flash_attn3_jax": module}.__getitem__)
+    found = rival("fa3_jax", case)
+    assert found.check(found.wait(found.start()))
+    assert set(splits) == {1, 8, 16, 32}
+
+
+def called_once(program, trials):
+    program.start()
+    return [1]
+
+
+class Ready:
+    def __init__(self, call):
+        self.call = call
+
+    def compile(self):
+        return self.call
+
+
+def test_the_fastest_number_of_splits_is_one_that_is_right(monkeypatch):
+    def made(name, right):
+        return Program(name, lambda: name, lambda out: right, lambda out: out)
+
+    times = {"slow": 3, "fast": 2, "wrong": 1}
+    monkeypatch.setattr(flash, "wall", lambda program, trials: [times[program.name]] * trials)
+    programs = [made(name, name != "wrong") for name in times]
+    assert flash.fastest(iter(programs)).name == "fast"
+    assert flash.fastest(programs[2:]).name == "wrong"
+
+
+def test_flash_attention_through_jax_has_one_head_size(monkeypatch):
+    monkeypatch.setattr(flash, "refuses_gpu", lambda *arguments: None)
+    module = SimpleNamespace(flash_mha_with_kvcache=None)
+    monkeypatch.setattr(flash, "module", lambda name: module)
+    found = rival("fa3_jax", CASES["one-token"] | {"H": 64})
+    assert found == Absent("fa3_jax", "flash-attn3-jax is built for H=128, not for H=64")
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    """PyTorch that says that it has a GPU, with nothing to wait for."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(flash, "_workspace", lambda: None)
+    monkeypatch.setattr(flash, "refuses_gpu", lambda *arguments: None)
+    return torch
+
+
+@pytest.mark.parity
+@EVERY_CASE
+def test_flash_attention_through_pytorch_is_told_what_to_read(case, torch, monkeypatch):
+    def attend(q, k, v, *, cache_seqlens, causal, num_splits, pack_gqa, page_table=None):
+        assert pack_gqa is (True if q.shape[2] > k.shape[2] else None)
+        table = None if page_table is None else page_table.numpy()
+        q, k, v = (x.float().numpy() for x in (q, k, v))
+        return torch.from_numpy(attended(q, k, v, cache_seqlens.numpy(), table, causal))
+
+    interface = SimpleNamespace(flash_attn_with_kvcache=attend)
+    packages = {"torch": torch, "fa3_fwd_interface": interface, "fa3_fwd_config": BUILT}
+    monkeypatch.setattr(flash, "module", packages.__getitem__)
+    found = rival("fa3", case)
+    assert found.check(found.wait(found.start()))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_fa3"])
+@EVERY_CASE
+def test_flashinfer_is_told_what_to_read(case, name, torch, monkeypatch):
+    class Wrapper:
+        def __init__(self, workspace, layout, *, backend):
+            assert (layout, backend) == ("NHD", "fa3" if name.endswith("fa3") else "fa2")
+
+        def plan(self, queries, begins, which, last, heads, kv_heads, size, page, **settings):
+            assert {x.dtype for x in (queries, begins, which, last)} == {torch.int32}
+            assert settings["q_data_type"] == torch.bfloat16
+            self.causal, self.tokens = settings["causal"], int(queries[1])
+            ends = begins.tolist()
+            self.table = [which[a:b].tolist() for a, b in itertools.pairwise(ends)]
+            self.lengths = [
+                (len(row) - 1) * page + end
+                for row, end in zip(self.table, last.tolist(), strict=True)
+            ]
+            self.shape = (heads, kv_heads, size, page)
+
+        def run(self, q, cache, *, out):
+            assert self.shape == (q.shape[1], *cache[0].shape[2:], cache[0].shape[1])
+            k, v = (x.float().numpy() for x in cache)
+            rows = q.float().numpy().reshape(-1, self.tokens, *q.shape[1:])
+            found = attended(rows, k, v, self.lengths, self.table, self.causal)
+            return out.copy_(torch.from_numpy(found.reshape(q.shape)))
+
+    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+    monkeypatch.setattr(flash, "module", {"torch": torch, "flashinfer": library}.__getitem__)
+    found = rival(name, case)
+    assert found.check(found.wait(found.start()))
