@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jspec.config import LayerSpec, ModelConfig
+from jspec.models.joined import gate_up_parts, joined_shape, qkv_parts
 from jspec.models.rope import rope_angles, rope_frequencies, rotate
 from jspec.typing import Array, Attend
 
@@ -21,21 +22,23 @@ def _normal(shape: tuple[int, ...], scale: float, dtype, rngs: nnx.Rngs | None) 
     return nnx.Param(values.astype(dtype))
 
 
-def _constant(size: int, value: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+def _constant(
+    shape: tuple[int, ...], value: float, dtype, rngs: nnx.Rngs | None
+) -> nnx.Param:
     if rngs is None:
-        return nnx.Param(jax.ShapeDtypeStruct((size,), dtype))
-    return nnx.Param(jnp.full((size,), value, dtype))
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param(jnp.full(shape, value, dtype))
 
 
 class Linear(nnx.Module):
-    """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``."""
+    """``x @ kernel + bias``, ``kernel [in, *out]``; sums in float32, returns the dtype of ``x``."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
-        self.kernel = _normal((inputs, outputs), inputs**-0.5, dtype, rngs)
+    def __init__(self, inputs: int, *outputs: int, bias: bool, dtype, rngs: nnx.Rngs | None):
+        self.kernel = _normal((inputs, *outputs), inputs**-0.5, dtype, rngs)
         self.bias = _constant(outputs, 0.0, dtype, rngs) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = jnp.dot(x, self.kernel[...])
+        y = jnp.tensordot(x, self.kernel[...], axes=1)
         return y if self.bias is None else y + self.bias[None, None]
 
 
@@ -43,7 +46,7 @@ class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
     def __init__(self, size: int, *, eps: float, dtype, rngs: nnx.Rngs | None):
-        self.scale = _constant(size, 1.0, dtype, rngs)
+        self.scale = _constant((size,), 1.0, dtype, rngs)
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -56,26 +59,26 @@ class Attention(nnx.Module):
     """Projections, optional QK norm and rotation around ``attend``."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs | None):
-        width, bias = config.hidden_size, config.qkv_bias
-        queries, outputs = config.num_heads * spec.key_size, config.num_heads * spec.value_size
-        keys, values = spec.kv_heads * spec.key_size, spec.kv_heads * spec.value_size
-        self.q = Linear(width, queries, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Linear(width, keys, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Linear(width, values, bias=bias, dtype=dtype, rngs=rngs)
+        width, outputs = config.hidden_size, config.num_heads * spec.value_size
+        self.parts = qkv_parts(config.num_heads, spec)
+        self.qkv = Linear(
+            width, *joined_shape(self.parts), bias=config.qkv_bias, dtype=dtype, rngs=rngs
+        )
         self.out = Linear(outputs, width, bias=config.out_bias, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
             self.k_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
         else:
             self.q_norm = self.k_norm = None
-        self.key_size, self.value_size = spec.key_size, spec.value_size
+
+    def project(self, x: Array) -> tuple[Array, Array, Array]:
+        """Queries ``[B, T, N, key_size]``, keys ``[B, T, K, key_size]`` and values of ``x``."""
+        joined = self.qkv(x)
+        q, k, v = (part.of(joined) for part in self.parts)
+        return q.reshape(*x.shape[:2], -1, k.shape[-1]), k, v
 
     def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
-        def heads(y: Array, size: int) -> Array:
-            return y.reshape(*y.shape[:2], -1, size)
-
-        q, k = heads(self.q(x), self.key_size), heads(self.k(x), self.key_size)
-        v = heads(self.v(x), self.value_size)
+        q, k, v = self.project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(layer, rotate(q, *angles), rotate(k, *angles), v, cache)
@@ -87,12 +90,14 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
         wide, narrow, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        self.gate = Linear(narrow, wide, bias=bias, dtype=dtype, rngs=rngs)
-        self.up = Linear(narrow, wide, bias=bias, dtype=dtype, rngs=rngs)
+        self.parts = gate_up_parts(wide)
+        self.gate_up = Linear(narrow, *joined_shape(self.parts), bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(wide, narrow, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        joined = self.gate_up(x)
+        gate, up = (part.of(joined).reshape(*x.shape[:-1], -1) for part in self.parts)
+        return self.down(jax.nn.silu(gate) * up)
 
 
 class Block(nnx.Module):

@@ -118,7 +118,7 @@ def test_the_strategies_know_every_field():
 def test_every_setting_survives_a_round_trip(tmp_path, config):
     """A field that comes back with its default gives a model of the same shapes, other logits."""
     saved.write_settings(tmp_path, config)
-    read = saved.read_config(tmp_path)
+    read, _ = saved.read_settings(tmp_path)
     assert read == config
     assert repr(read) == repr(config)
 
