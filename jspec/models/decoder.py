@@ -22,9 +22,7 @@ def _normal(shape: tuple[int, ...], scale: float, dtype, rngs: nnx.Rngs | None) 
     return nnx.Param(values.astype(dtype))
 
 
-def _constant(
-    shape: tuple[int, ...], value: float, dtype, rngs: nnx.Rngs | None
-) -> nnx.Param:
+def _constant(shape: tuple[int, ...], value: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
     if rngs is None:
         return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
     return nnx.Param(jnp.full(shape, value, dtype))

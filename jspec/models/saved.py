@@ -151,9 +151,7 @@ def check_shapes(
             )
 
 
-def read_arrays(
-    path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> Mapping[str, jax.Array]:
+def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, jax.Array]:
     """All arrays of the checkpoint, each of its dtype and sharding in ``wanted``."""
     with _reading(path) as (directory, checkpointer):
         return checkpointer.restore(directory, dict(wanted))

@@ -37,7 +37,7 @@ def random_decoder(config: ModelConfig) -> Decoder:
     rng = np.random.default_rng(0)
 
     def draw(leaf):
-        mean, deviation = (0, 2 * leaf.shape[0] ** -0.5) if leaf.ndim == 2 else (1, 0.3)
+        mean, deviation = (0, 2 * leaf.shape[0] ** -0.5) if leaf.ndim > 1 else (1, 0.3)
         return jnp.asarray(mean + deviation * rng.normal(size=leaf.shape), leaf.dtype)
 
     return jax.tree.map(draw, abstract_decoder(config))
@@ -71,9 +71,12 @@ def rotated(x, position, rope: Rope):
 def attention_layer(x, w, spec: LayerSpec, config: ModelConfig):
     rope, eps = config.ropes[spec.rope], config.norm_eps
     shared = config.num_heads // spec.kv_heads
+    ends = np.cumsum([shared * spec.key_size, spec.key_size])
+    apart = dict(zip("qkv", np.split(w["qkv.kernel"], ends, axis=2), strict=True))
 
     def heads(name, size, count, normed):
-        rows = [(row @ w[f"{name}.kernel"]).reshape(count, size) for row in x]
+        kernel = apart[name].reshape(x.shape[1], -1)
+        rows = [(row @ kernel).reshape(count, size) for row in x]
         if not normed:
             return rows
         scale = w[f"{name}_norm.scale"]
@@ -106,8 +109,8 @@ def expected_logits(w, config: ModelConfig, tokens):
         y = np.array([rms_norm(row, own["attention_norm.scale"], eps) for row in x])
         x = x + attention_layer(y, attention, spec, config)
         y = np.array([rms_norm(row, own["mlp_norm.scale"], eps) for row in x])
-        gate = y @ own["mlp.gate.kernel"]
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ own["mlp.up.kernel"])) @ own["mlp.down.kernel"]
+        gate, up = (y @ own["mlp.gate_up.kernel"][:, row] for row in (0, 1))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down.kernel"]
     return np.array([rms_norm(row, w["norm.scale"], eps) for row in x]) @ w["head.kernel"]
 
 
