@@ -216,7 +216,7 @@ def _stored_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _write(target: np.ndarray, first: int, block: np.ndarray) -> None:
-    """Put ``block`` into ``target [rows, columns, ...]``, from the ``first`` place on, row by row."""
+    """Put ``block`` into ``target [rows, columns, ...]``, row by row, from place ``first`` on."""
     columns = target.shape[1]
     while len(block):
         row, column = divmod(first, columns)
