@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jspec.config import LayerSpec, ModelConfig
-from jspec.models.joined import gate_up_parts, joined_shape, qkv_parts
+from jspec.models.joined import Part, gate_up_parts, joined_shape, qkv_parts
 from jspec.models.rope import rope_angles, rope_frequencies, rotate
 from jspec.typing import Array, Attend
 
@@ -28,16 +28,45 @@ def _constant(shape: tuple[int, ...], value: float, dtype, rngs: nnx.Rngs | None
     return nnx.Param(jnp.full(shape, value, dtype))
 
 
-class Linear(nnx.Module):
-    """``x @ kernel + bias``, ``kernel [in, *out]``; sums in float32, returns the dtype of ``x``."""
+def _joined(inputs: int, parts: tuple[Part, ...], dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+    shape = (inputs, *joined_shape(parts))
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    kernel = jnp.zeros(shape, dtype)
+    for part in parts:
+        # Drawn apart: a seed gives the weights that it gave before projections were joined.
+        own = _normal((inputs, part.outputs), inputs**-0.5, dtype, rngs).get_value()
+        kernel = kernel.at[part.index].set(own.reshape(part.of(kernel).shape))
+    return nnx.Param(kernel)
 
-    def __init__(self, inputs: int, *outputs: int, bias: bool, dtype, rngs: nnx.Rngs | None):
-        self.kernel = _normal((inputs, *outputs), inputs**-0.5, dtype, rngs)
-        self.bias = _constant(outputs, 0.0, dtype, rngs) if bias else None
+
+class Linear(nnx.Module):
+    """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
+        self.kernel = _normal((inputs, outputs), inputs**-0.5, dtype, rngs)
+        self.bias = _constant((outputs,), 0.0, dtype, rngs) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = jnp.tensordot(x, self.kernel[...], axes=1)
+        y = jnp.dot(x, self.kernel[...])
         return y if self.bias is None else y + self.bias[None, None]
+
+
+class JoinedLinear(nnx.Module):
+    """Projections of one input as one product, ``kernel [in, rows, columns]``; see `joined`."""
+
+    def __init__(
+        self, inputs: int, parts: tuple[Part, ...], *, bias: bool, dtype, rngs: nnx.Rngs | None
+    ):
+        self.parts = parts
+        self.kernel = _joined(inputs, parts, dtype, rngs)
+        self.bias = _constant(joined_shape(parts), 0.0, dtype, rngs) if bias else None
+
+    def __call__(self, x: Array) -> tuple[Array, ...]:
+        """Each part ``[B, T, rows, columns]`` of ``x [B, T, in]``."""
+        y = jnp.tensordot(x, self.kernel[...], axes=1)
+        y = y if self.bias is None else y + self.bias[None, None]
+        return tuple(part.of(y) for part in self.parts)
 
 
 class RMSNorm(nnx.Module):
@@ -58,10 +87,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs | None):
         width, outputs = config.hidden_size, config.num_heads * spec.value_size
-        self.parts = qkv_parts(config.num_heads, spec)
-        self.qkv = Linear(
-            width, *joined_shape(self.parts), bias=config.qkv_bias, dtype=dtype, rngs=rngs
-        )
+        parts = qkv_parts(config.num_heads, spec)
+        self.qkv = JoinedLinear(width, parts, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.out = Linear(outputs, width, bias=config.out_bias, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
@@ -69,14 +96,9 @@ class Attention(nnx.Module):
         else:
             self.q_norm = self.k_norm = None
 
-    def project(self, x: Array) -> tuple[Array, Array, Array]:
-        """Queries ``[B, T, N, key_size]``, keys ``[B, T, K, key_size]`` and values of ``x``."""
-        joined = self.qkv(x)
-        q, k, v = (part.of(joined) for part in self.parts)
-        return q.reshape(*x.shape[:2], -1, k.shape[-1]), k, v
-
     def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
-        q, k, v = self.project(x)
+        q, k, v = self.qkv(x)
+        q = q.reshape(*x.shape[:2], -1, k.shape[-1])
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(layer, rotate(q, *angles), rotate(k, *angles), v, cache)
@@ -88,13 +110,12 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
         wide, narrow, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        self.parts = gate_up_parts(wide)
-        self.gate_up = Linear(narrow, *joined_shape(self.parts), bias=bias, dtype=dtype, rngs=rngs)
+        parts = gate_up_parts(wide)
+        self.gate_up = JoinedLinear(narrow, parts, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(wide, narrow, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        joined = self.gate_up(x)
-        gate, up = (part.of(joined).reshape(*x.shape[:-1], -1) for part in self.parts)
+        gate, up = (part[..., 0, :] for part in self.gate_up(x))
         return self.down(jax.nn.silu(gate) * up)
 
 

@@ -27,9 +27,13 @@ class Part:
     rows: tuple[int, int]
     columns: tuple[int, int]
 
+    @property
+    def index(self) -> tuple:
+        return ..., slice(*self.rows), slice(*self.columns)
+
     def of(self, joined: Any) -> Any:
         """Its rectangle of ``joined [..., rows, columns]``; a view where that is of NumPy."""
-        return joined[..., slice(*self.rows), slice(*self.columns)]
+        return joined[self.index]
 
     @property
     def outputs(self) -> int:
@@ -39,12 +43,11 @@ class Part:
 def qkv_parts(num_heads: int, spec: LayerSpec) -> tuple[Part, Part, Part]:
     """A row for each KV head: its G queries, its key and its value.
 
-    A device that has whole rows then has whole groups, which attend by themselves.
+    Split by rows, each device has whole groups, whose attention needs no other device.
     """
-    groups = num_heads // spec.kv_heads
-    ends = itertools.accumulate((0, groups * spec.key_size, spec.key_size, spec.value_size))
-    q, k, v = itertools.pairwise(ends)
-    rows = (0, spec.kv_heads)
+    queries = num_heads // spec.kv_heads * spec.key_size
+    ends = itertools.accumulate((0, queries, spec.key_size, spec.value_size))
+    (q, k, v), rows = itertools.pairwise(ends), (0, spec.kv_heads)
     return (
         Part("attention.q", rows, q),
         Part("attention.k", rows, k),
@@ -53,7 +56,7 @@ def qkv_parts(num_heads: int, spec: LayerSpec) -> tuple[Part, Part, Part]:
 
 
 def gate_up_parts(width: int) -> tuple[Part, Part]:
-    """The gate in row 0, up in row 1: columns that are multiplied lie below each other."""
+    """Gate in row 0, up in row 1. Split by columns, each device has the pairs it multiplies."""
     return Part("mlp.gate", (0, 1), (0, width)), Part("mlp.up", (1, 2), (0, width))
 
 
@@ -63,7 +66,7 @@ def joined_shape(parts: tuple[Part, ...]) -> tuple[int, int]:
 
 
 def separate(config: ModelConfig, parameter: str, array: Any) -> dict[str, Any]:
-    """The parts of ``array``, which is ``parameter`` or of its shape, by their names apart.
+    """The parts of ``array``, which has the shape of ``parameter``, by their names apart.
 
     ``layers.0.mlp.gate_up.kernel`` has ``layers.0.mlp.gate.kernel`` and ``layers.0.mlp.up.kernel``,
     each ``[in, rows, columns]``. A parameter that is not joined is its own part.
@@ -79,21 +82,20 @@ def separate_shapes(
     apart = {}
     for parameter, shape in shapes.items():
         parts = _parts(config, parameter)
-        apart |= {name: (*shape[:-2], part.outputs) for name, part in parts.items()} or {
-            parameter: shape
-        }
+        if not parts:
+            apart[parameter] = shape
+        for name, part in parts.items():
+            apart[name] = (*shape[:-2], part.outputs)
     return apart
 
 
 def _parts(config: ModelConfig, parameter: str) -> dict[str, Part]:
-    """Parts of a parameter by their names; none where it is not joined."""
-    place, _, leaf = parameter.rpartition(".")
-    prefix, _, module = place.rpartition(".")
-    if module == "qkv":
-        parts = qkv_parts(config.num_heads, config.layers[int(prefix.split(".")[1])])
-    elif module == "gate_up":
-        parts = gate_up_parts(config.intermediate_size)
-    else:
-        return {}
-    layer = prefix.rpartition(".")[0]
-    return {f"{layer}.{part.module}.{leaf}": part for part in parts}
+    """Parts of a parameter by their names apart; none where it is not joined."""
+    match parameter.split("."):
+        case ["layers", layer, "attention", "qkv", leaf]:
+            parts = qkv_parts(config.num_heads, config.layers[int(layer)])
+        case ["layers", layer, "mlp", "gate_up", leaf]:
+            parts = gate_up_parts(config.intermediate_size)
+        case _:
+            return {}
+    return {f"layers.{layer}.{part.module}.{leaf}": part for part in parts}

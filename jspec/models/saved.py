@@ -25,7 +25,7 @@ from jspec.models.files import Fields, read_json
 SETTINGS = "jspec.json"
 ARRAYS = "arrays"
 FORMAT = 3  # 1 described all layers at once
-JOINED = 3  # the first whose arrays are joined as the decoder's are
+JOINED = 3  # the first to store projections as the decoder has them; before, each was an array
 LIST_LIMIT = 4096  # items of a list in a file: layers, ropes or stop tokens
 
 
@@ -158,19 +158,19 @@ def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mappi
 
 
 def read_into(path: Path, name: str, out: np.ndarray) -> None:
-    """Fill ``out`` with the array ``name``, whose elements are as many, in ``out``'s dtype."""
+    """Fill ``out`` with the array ``name``, which has as many elements, in the dtype of ``out``."""
     wanted = {name: jax.ShapeDtypeStruct(out.shape, out.dtype)}
     arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=out.dtype)}
     with _reading(path, ocp.PyTreeCheckpointer) as (directory, checkpointer):
         restored = checkpointer.restore(
             directory, item=wanted, restore_args=arguments, partial_restore=True
         )
-    out[...] = restored[name].reshape(out.shape)
+        out[...] = restored[name].reshape(out.shape)
 
 
 @contextlib.contextmanager
 def _reading(
-    path: Path, make: type[ocp.Checkpointer] = ocp.StandardCheckpointer
+    path: Path, make: Callable[[], Any] = ocp.StandardCheckpointer
 ) -> Iterator[tuple[Path, Any]]:
     directory = path.absolute() / ARRAYS
     try:

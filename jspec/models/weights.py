@@ -188,10 +188,10 @@ class Weights:
             )
 
     def read(self, parameter: str, out: np.ndarray) -> None:
-        """Fill ``out``, a parameter in jspec's layout or its place in one, with a block's worth
-        of memory.
+        """Fill ``out``, in jspec's layout, with a block's worth of memory besides.
 
-        A kernel's ``out`` is ``[in, out]``, or ``[in, rows, columns]`` with its outputs row by row.
+        ``out`` of a kernel is ``[in, out]``, or ``[in, rows, columns]`` with its outputs row by row
+        where it is a part of a joined one.
         """
         name = self.family.stored_name(parameter)
         entry = self.entry(name)

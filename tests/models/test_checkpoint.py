@@ -58,8 +58,9 @@ def test_other_dtypes_are_refused(checkpoint, dtype):
 
 
 def test_blocks_of_rows_are_joined(tmp_path):
-    """Tensors of several blocks, the last one partial, whole rows and transposed."""
-    path = write_checkpoint(tmp_path / "m", hidden_size=1200, vocab_size=777, num_hidden_layers=1)
+    """Blocks of 20 rows, the last ones partial; one begins within the queries of a KV head."""
+    sizes = {"hidden_size": 13000, "intermediate_size": 24, "num_hidden_layers": 1}
+    path = write_checkpoint(tmp_path / "m", **sizes)
     assert_equal(load_model(path), expected_of(path))
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jspec import Decoder, LayerSpec, ModelConfig, Rope, RopeScaling
 from tests.conftest import TINY
-from tests.models.helpers import parameters
+from tests.models.helpers import parameters, together
 
 UNEQUAL = ModelConfig(
     vocab_size=13,
@@ -139,6 +139,33 @@ def test_equal_ropes_are_computed_once():
         )
         counts.append(str(traced).count(" cos "))
     assert counts == [1, 3]
+
+
+def test_a_layer_has_four_products():
+    def attend(layer, q, k, v, cache):
+        return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), cache
+
+    tokens = jax.ShapeDtypeStruct((1, 3), jnp.int32)
+    model = abstract_decoder(dataclasses.replace(UNEQUAL, qkv_bias=True, mlp_bias=True))
+    traced = jax.make_jaxpr(lambda m, t: m(t, t, attend, None)[0])(model, tokens)
+    assert str(traced).count("dot_general") == 4 * len(UNEQUAL.layers)
+
+
+def test_a_seed_gives_the_weights_that_separate_projections_had():
+    """Drawn one after another; a row of the joined kernel is a KV head's."""
+    rngs = nnx.Rngs(3)
+
+    def draw(*shape):
+        return jax.random.normal(rngs.params(), shape) / np.sqrt(shape[0], dtype=np.float32)
+
+    draw(41, 32)  # the embedding
+    outputs = {"q": 64, "k": 32, "v": 32}
+    arrays = {f"attention.{name}.kernel": draw(32, size) for name, size in outputs.items()}
+    arrays["attention.out.kernel"] = draw(64, 32)
+    arrays |= {f"mlp.{name}.kernel": draw(32, 48) for name in ("gate", "up")}
+    own = parameters(Decoder(TINY, rngs=nnx.Rngs(3)))
+    for name, want in together(jax.device_get(arrays), 2).items():
+        np.testing.assert_allclose(own[f"layers.0.{name}"], want, rtol=1e-6, atol=0)
 
 
 def test_values_in_keys_are_refused():
