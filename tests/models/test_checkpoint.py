@@ -58,9 +58,9 @@ def test_other_dtypes_are_refused(checkpoint, dtype):
 
 
 def test_blocks_of_rows_are_joined(tmp_path):
-    """Blocks of 20 rows, the last ones partial; one begins within the queries of a KV head."""
+    """Blocks of 20 rows, the last ones partial, of which some begin within a head's 8."""
     sizes = {"hidden_size": 13000, "intermediate_size": 24, "num_hidden_layers": 1}
-    path = write_checkpoint(tmp_path / "m", **sizes)
+    path = write_checkpoint(tmp_path / "m", num_key_value_heads=4, **sizes)
     assert_equal(load_model(path), expected_of(path))
 
 
