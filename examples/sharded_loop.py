@@ -42,7 +42,7 @@ def by_sharding(model, prompts, params):
     )
 
     def of_weight(path, x):
-        # The KV heads of what is joined for each, [in, K, columns]; the columns of the others.
+        # KV heads where queries, keys and values are joined, [in, K, columns]; else the last axis.
         axis = x.ndim - (2 if "qkv" in jax.tree_util.keystr(path) else 1)
         divides = x.ndim > 1 and x.shape[axis] % mesh.shape["model"] == 0
         return NamedSharding(mesh, P(*[None] * axis, "model") if divides else P())
