@@ -41,15 +41,17 @@ def by_sharding(model, prompts, params):
         (max(jax.device_count() // 2, 1), min(jax.device_count(), 2)), ("data", "model")
     )
 
-    def of_weight(x):
-        divides = x.ndim == 2 and x.shape[1] % mesh.shape["model"] == 0
-        return NamedSharding(mesh, P(None, "model") if divides else P())
+    def of_weight(path, x):
+        # KV heads where queries, keys and values are joined, [in, K, columns]; else the last axis.
+        axis = x.ndim - (2 if "qkv" in jax.tree_util.keystr(path) else 1)
+        divides = x.ndim > 1 and x.shape[axis] % mesh.shape["model"] == 0
+        return NamedSharding(mesh, P(*[None] * axis, "model") if divides else P())
 
     def of_state(name, shape):
         cache = name.startswith("cache.columns")  # [B, S, K, H]
         return NamedSharding(mesh, P("data", None, "model") if cache else P("data"))
 
-    model = jax.device_put(model, jax.tree.map(of_weight, model))
+    model = jax.device_put(model, jax.tree.map_with_path(of_weight, model))
     state = jspec.start_decoding(model, prompts, params, CONFIG, sharding=of_state)
     while not bool(state.done.all()):
         state = jspec.speculative_step(model, state, CONFIG)

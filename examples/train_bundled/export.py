@@ -15,28 +15,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from examples.train_bundled.checkpoint import named
 from jspec.config import ModelConfig
+from jspec.models.families import family
+from jspec.models.joined import separate
 from jspec.models.token_bytes import byte_alphabet
 
 MAX_FILE_BYTES = 16 * 2**20
 SPECIAL_TOKENS = ("<|bos|>", "<|end|>", "<|pad|>", "<|reserved|>")  # ids 256 and on
 
 BLOCKS = "layers/0/blocks/"  # the stacked layers among our parameters
-# Our name within a block -> the name in the file within a layer.
-LINEAR = {
-    "attention/q/kernel": "self_attn.q_proj",
-    "attention/k/kernel": "self_attn.k_proj",
-    "attention/v/kernel": "self_attn.v_proj",
-    "attention/out/kernel": "self_attn.o_proj",
-    "mlp/gate/kernel": "mlp.gate_proj",
-    "mlp/up/kernel": "mlp.up_proj",
-    "mlp/down/kernel": "mlp.down_proj",
-}
-NORMS = {
-    "attention_norm/scale": "input_layernorm",
-    "mlp_norm/scale": "post_attention_layernorm",
-    "attention/q_norm/scale": "self_attn.q_norm",
-    "attention/k_norm/scale": "self_attn.k_norm",
-}
+FAMILY = family("qwen3")
 
 
 def quantise(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -48,41 +35,43 @@ def quantise(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def shipped_tensors(parameters: nnx.State, config: ModelConfig) -> dict[str, np.ndarray]:
     """Tensors of ``model.safetensors`` by their names in the file."""
-    ours = named(parameters)
-    tensors = {
-        "model.embed_tokens.weight": ours["embedding"].astype(ml_dtypes.bfloat16),
-        "model.norm.weight": ours["norm/scale"].astype(ml_dtypes.bfloat16),
-    }
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, theirs in LINEAR.items():
-            weight, scale = quantise(ours[BLOCKS + name][layer])
-            tensors[f"{prefix}{theirs}.weight"] = np.ascontiguousarray(weight)
-            tensors[f"{prefix}{theirs}.weight_scale"] = scale
-        for name, theirs in NORMS.items():
-            norm = ours[BLOCKS + name][layer]
-            tensors[f"{prefix}{theirs}.weight"] = norm.astype(ml_dtypes.bfloat16)
+    tensors = {}
+    for name, value in apart(named(parameters), config).items():
+        theirs = FAMILY.stored_name(name)
+        if name.endswith(".kernel"):
+            weight, scale = quantise(value.reshape(len(value), -1))
+            tensors[theirs] = np.ascontiguousarray(weight)
+            tensors[f"{theirs}_scale"] = scale
+        else:
+            tensors[theirs] = value.astype(ml_dtypes.bfloat16)
     return tensors
 
 
-def parameters_of(tensors: dict[str, np.ndarray], like: nnx.State) -> nnx.State:
+def parameters_of(
+    tensors: dict[str, np.ndarray], like: nnx.State, config: ModelConfig
+) -> nnx.State:
     """The float32 training parameters the shipped tensors stand for; ``like`` has their form."""
+    leaves = {name: np.empty(leaf.shape, np.float32) for name, leaf in named(like).items()}
+    for name, place in apart(leaves, config).items():
+        theirs = FAMILY.stored_name(name)
+        value = tensors[theirs]
+        if name.endswith(".kernel"):
+            value = (value * tensors[f"{theirs}_scale"]).T
+        place[...] = value.reshape(place.shape)
+    return jax.tree.unflatten(jax.tree.structure(like), list(leaves.values()))
 
-    def stacked(name: str, layers: int) -> np.ndarray:
-        files = [f"model.layers.{i}.{(LINEAR | NORMS)[name]}.weight" for i in range(layers)]
-        if name in NORMS:
-            return np.stack([tensors[file] for file in files])
-        return np.stack([(tensors[file] * tensors[f"{file}_scale"]).T for file in files])
 
-    leaves = {
-        "embedding": tensors["model.embed_tokens.weight"],
-        "norm/scale": tensors["model.norm.weight"],
-    }
-    ours = named(like)
-    for name in LINEAR | NORMS:
-        leaves[BLOCKS + name] = stacked(name, len(ours[BLOCKS + name]))
-    flat = [leaves[name].astype(np.float32) for name in ours]
-    return jax.tree.unflatten(jax.tree.structure(like), flat)
+def apart(ours: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+    """Views of our parameters, a layer and a projection each, by the names that jspec has apart."""
+    views = {}
+    for name, leaf in ours.items():
+        if not name.startswith(BLOCKS):
+            views[name.replace("/", ".")] = leaf
+            continue
+        within = name.removeprefix(BLOCKS).replace("/", ".")
+        for layer in range(config.num_layers):
+            views |= separate(config, f"layers.{layer}.{within}", leaf[layer])
+    return views
 
 
 def export(folder: Path, parameters: nnx.State, config: ModelConfig) -> nnx.State:
@@ -98,7 +87,7 @@ def export(folder: Path, parameters: nnx.State, config: ModelConfig) -> nnx.Stat
             raise RuntimeError(f"{folder}/model.safetensors does not give back {name}")
     if (size := (folder / "model.safetensors").stat().st_size) >= MAX_FILE_BYTES:
         raise RuntimeError(f"model.safetensors has {size} bytes; the limit is {MAX_FILE_BYTES}")
-    return parameters_of(stored, parameters)
+    return parameters_of(stored, parameters, config)
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
 from jspec.models.files import Fields, read_json
+from jspec.models.joined import separate, separate_shapes
 from jspec.models.weights import Weights, is_quantized
 from jspec.sharding import Placing, placed
 
@@ -32,8 +34,8 @@ def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing 
     or in shards with an index; int8 weights of compressed-tensors are dequantised. ``dtype`` is
     float32, bfloat16 or float16; None is float32 on a CPU and bfloat16 elsewhere. ``sharding`` is
     one for every parameter, or a function of a parameter's name and shape, such as
-    ``"layers.0.attention.q.kernel"`` and ``(in, out)``; None is the default device. Tensors are
-    read one by one: the host holds one in ``dtype`` besides what is placed.
+    ``"layers.0.attention.qkv.kernel"`` and ``(in, K, columns)``; None is the default device.
+    Parameters are read one by one: the host holds one in ``dtype`` besides what is placed.
 
     Raises `CheckpointError` for files that are missing, malformed or do not fit together, and
     `ValueError` for another dtype or a sharding that a shape does not divide into.
@@ -52,19 +54,7 @@ def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing 
             f"{path} is no model: it has neither {SETTINGS} (Hugging Face) nor {saved.SETTINGS} "
             "(jspec.save_model)"
         )
-    config = saved.read_config(path)
-    stored = saved.read_shapes(path, config.num_layers)
-    try:
-        skeleton = _Skeleton(config, dtype)
-    except ValueError as error:
-        raise CheckpointError(f"{path / saved.SETTINGS}: {error}") from None
-    # Left to itself, orbax would ask for the devices that the model was saved from.
-    default = jnp.zeros(()).sharding
-    wanted = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed(name, shape, sharding) or default)
-        for name, shape in skeleton.shapes.items()
-    }
-    return skeleton.filled(saved.read_arrays(path, stored, wanted))
+    return _load_saved(path, dtype, sharding)
 
 
 def save_model(model: Decoder, path: str | os.PathLike) -> None:
@@ -96,11 +86,30 @@ def _load_hugging_face(path: Path, dtype: np.dtype, sharding: Placing) -> Decode
     weights = Weights(path, family(config.family), quantized=is_quantized(values, str(source)))
     weights.check_layers(config.num_layers)
     skeleton = _Skeleton(config, dtype)
-    weights.check(skeleton.shapes, tied=config.tie_embeddings)
-    placings = {n: placed(n, shape, sharding) for n, shape in skeleton.shapes.items()}
-    return skeleton.filled(
-        {name: _place(weights.read(name, dtype), to) for name, to in placings.items()}
-    )
+    weights.check(separate_shapes(config, skeleton.shapes), tied=config.tie_embeddings)
+    return _filled(skeleton, sharding, weights.read)
+
+
+def _load_saved(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
+    from jspec.models import saved
+
+    config, version = saved.read_settings(path)
+    stored = saved.read_shapes(path, config.num_layers)
+    try:
+        skeleton = _Skeleton(config, dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{path / saved.SETTINGS}: {error}") from None
+    if version < saved.JOINED:
+        saved.check_shapes(path, stored, separate_shapes(config, skeleton.shapes))
+        return _filled(skeleton, sharding, functools.partial(saved.read_into, path))
+    saved.check_shapes(path, stored, skeleton.shapes)
+    # Left to itself, orbax would ask for the devices that the model was saved from.
+    default = jnp.zeros(()).sharding
+    wanted = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed(name, shape, sharding) or default)
+        for name, shape in skeleton.shapes.items()
+    }
+    return skeleton.filled(saved.read_arrays(path, wanted))
 
 
 def _dtype(dtype: Any) -> np.dtype:
@@ -120,6 +129,7 @@ class _Skeleton:
     """A decoder without arrays: ``shapes`` of its parameters by name, to be filled."""
 
     def __init__(self, config: ModelConfig, dtype: np.dtype):
+        self.config, self.dtype = config, dtype
         self._graph, state = nnx.split(Decoder(config, dtype=dtype, rngs=None))
         self._flat = list(nnx.to_flat_state(state))
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -129,6 +139,24 @@ class _Skeleton:
     def filled(self, arrays: Mapping[str, jax.Array]) -> Decoder:
         flat = [(key, value.replace(arrays[_name(key)])) for key, value in self._flat]
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+
+def _filled(
+    skeleton: _Skeleton, sharding: Placing, read: Callable[[str, np.ndarray], None]
+) -> Decoder:
+    """``skeleton`` with parameters made on the host, one by one, of what ``read`` puts in.
+
+    ``read(name, out)`` fills ``out`` with a parameter, or with a part of one that is joined.
+    """
+
+    def made(name: str) -> np.ndarray:
+        out = np.empty(skeleton.shapes[name], skeleton.dtype)
+        for part, place in separate(skeleton.config, name, out).items():
+            read(part, place)
+        return out
+
+    placings = {name: placed(name, shape, sharding) for name, shape in skeleton.shapes.items()}
+    return skeleton.filled({name: _place(made(name), to) for name, to in placings.items()})
 
 
 def _place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:

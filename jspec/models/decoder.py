@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jspec.config import LayerSpec, ModelConfig
+from jspec.models.joined import Part, gate_up_parts, joined_shape, qkv_parts
 from jspec.models.rope import rope_angles, rope_frequencies, rotate
 from jspec.typing import Array, Attend
 
@@ -21,10 +22,22 @@ def _normal(shape: tuple[int, ...], scale: float, dtype, rngs: nnx.Rngs | None) 
     return nnx.Param(values.astype(dtype))
 
 
-def _constant(size: int, value: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+def _constant(shape: tuple[int, ...], value: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
     if rngs is None:
-        return nnx.Param(jax.ShapeDtypeStruct((size,), dtype))
-    return nnx.Param(jnp.full((size,), value, dtype))
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param(jnp.full(shape, value, dtype))
+
+
+def _joined(inputs: int, parts: tuple[Part, ...], dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+    shape = (inputs, *joined_shape(parts))
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    kernel = jnp.zeros(shape, dtype)
+    for part in parts:
+        # Drawn apart: a seed gives the weights that it gave before projections were joined.
+        own = _normal((inputs, part.outputs), inputs**-0.5, dtype, rngs).get_value()
+        kernel = kernel.at[part.index].set(own.reshape(part.of(kernel).shape))
+    return nnx.Param(kernel)
 
 
 def product(x: Array, kernel: Array, dtype=None) -> Array:
@@ -43,18 +56,35 @@ class Linear(nnx.Module):
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
         self.kernel = _normal((inputs, outputs), inputs**-0.5, dtype, rngs)
-        self.bias = _constant(outputs, 0.0, dtype, rngs) if bias else None
+        self.bias = _constant((outputs,), 0.0, dtype, rngs) if bias else None
 
     def __call__(self, x: Array) -> Array:
         y = product(x, self.kernel[...])
         return y if self.bias is None else y + self.bias[None, None]
 
 
+class JoinedLinear(nnx.Module):
+    """Projections of one input as one product, ``kernel [in, rows, columns]``; see `joined`."""
+
+    def __init__(
+        self, inputs: int, parts: tuple[Part, ...], *, bias: bool, dtype, rngs: nnx.Rngs | None
+    ):
+        self.parts = parts
+        self.kernel = _joined(inputs, parts, dtype, rngs)
+        self.bias = _constant(joined_shape(parts), 0.0, dtype, rngs) if bias else None
+
+    def __call__(self, x: Array) -> tuple[Array, ...]:
+        """Each part ``[B, T, rows, columns]`` of ``x [B, T, in]``."""
+        y = jnp.tensordot(x, self.kernel[...], axes=1)
+        y = y if self.bias is None else y + self.bias[None, None]
+        return tuple(part.of(y) for part in self.parts)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
     def __init__(self, size: int, *, eps: float, dtype, rngs: nnx.Rngs | None):
-        self.scale = _constant(size, 1.0, dtype, rngs)
+        self.scale = _constant((size,), 1.0, dtype, rngs)
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -67,26 +97,19 @@ class Attention(nnx.Module):
     """Projections, optional QK norm and rotation around ``attend``."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs | None):
-        width, bias = config.hidden_size, config.qkv_bias
-        queries, outputs = config.num_heads * spec.key_size, config.num_heads * spec.value_size
-        keys, values = spec.kv_heads * spec.key_size, spec.kv_heads * spec.value_size
-        self.q = Linear(width, queries, bias=bias, dtype=dtype, rngs=rngs)
-        self.k = Linear(width, keys, bias=bias, dtype=dtype, rngs=rngs)
-        self.v = Linear(width, values, bias=bias, dtype=dtype, rngs=rngs)
+        width, outputs = config.hidden_size, config.num_heads * spec.value_size
+        parts = qkv_parts(config.num_heads, spec)
+        self.qkv = JoinedLinear(width, parts, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.out = Linear(outputs, width, bias=config.out_bias, dtype=dtype, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
             self.k_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
         else:
             self.q_norm = self.k_norm = None
-        self.key_size, self.value_size = spec.key_size, spec.value_size
 
     def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
-        def heads(y: Array, size: int) -> Array:
-            return y.reshape(*y.shape[:2], -1, size)
-
-        q, k = heads(self.q(x), self.key_size), heads(self.k(x), self.key_size)
-        v = heads(self.v(x), self.value_size)
+        q, k, v = self.qkv(x)
+        q = q.reshape(*x.shape[:2], -1, k.shape[-1])
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(layer, rotate(q, *angles), rotate(k, *angles), v, cache)
@@ -98,12 +121,13 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
         wide, narrow, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        self.gate = Linear(narrow, wide, bias=bias, dtype=dtype, rngs=rngs)
-        self.up = Linear(narrow, wide, bias=bias, dtype=dtype, rngs=rngs)
+        parts = gate_up_parts(wide)
+        self.gate_up = JoinedLinear(narrow, parts, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(wide, narrow, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = (part[..., 0, :] for part in self.gate_up(x))
+        return self.down(jax.nn.silu(gate) * up)
 
 
 class Block(nnx.Module):

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jspec.config import ModelConfig
@@ -23,7 +24,8 @@ from jspec.models.files import Fields, read_json
 
 SETTINGS = "jspec.json"
 ARRAYS = "arrays"
-FORMAT = 2  # 1 described all layers at once
+FORMAT = 3  # 1 described all layers at once
+JOINED = 3  # the first to store projections as the decoder has them; before, each was an array
 LIST_LIMIT = 4096  # items of a list in a file: layers, ropes or stop tokens
 
 
@@ -58,13 +60,13 @@ def _quiet() -> Iterator[None]:
 
 
 def write_settings(path: Path, config: ModelConfig) -> None:
-    """Write ``config`` into the directory ``path``, for `read_config`."""
+    """Write ``config`` into the directory ``path``, for `read_settings`."""
     settings = {"format": FORMAT, "config": dataclasses.asdict(config)}
     (path / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def read_config(path: Path) -> ModelConfig:
-    """The settings beside the arrays; `CheckpointError` where they are malformed."""
+def read_settings(path: Path) -> tuple[ModelConfig, int]:
+    """The settings beside the arrays, and the format; `CheckpointError` where malformed."""
     source = str(path / SETTINGS)
     fields = Fields(read_json(path / SETTINGS), source)
     version = fields.values.get("format")
@@ -73,8 +75,8 @@ def read_config(path: Path) -> ModelConfig:
     _refuse_unknown(fields.values, {"format", "config"}, source)
     config, source = fields.values.get("config"), f"{source}: config"
     if version == 1:
-        return _make(ModelConfig.uniform, _hints_of_format_1(), config, source)
-    return _make(ModelConfig, get_type_hints(ModelConfig), config, source)
+        return _make(ModelConfig.uniform, _hints_of_format_1(), config, source), version
+    return _make(ModelConfig, get_type_hints(ModelConfig), config, source), version
 
 
 def _hints_of_format_1() -> dict[str, Any]:
@@ -135,38 +137,46 @@ def read_shapes(path: Path, num_layers: int) -> Mapping[str, tuple[int, ...]]:
     return shapes
 
 
-def read_arrays(
-    path: Path,
-    stored: Mapping[str, tuple[int, ...]],
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
-) -> Mapping[str, jax.Array]:
-    """The arrays named in ``wanted``, each of its shape, dtype and sharding."""
+def check_shapes(
+    path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compare the shapes of the stored arrays with those that the settings ask for."""
+    for name in sorted({*stored, *wanted}):
+        have, want = stored.get(name), wanted.get(name)
+        if have != want:
+            raise CheckpointError(
+                f"{path.absolute() / ARRAYS}: array {quoted(name)} has shape "
+                f"{have or 'none (it is missing)'}, but {SETTINGS} asks for "
+                f"{want or 'no such array'}"
+            )
+
+
+def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, jax.Array]:
+    """All arrays of the checkpoint, each of its dtype and sharding in ``wanted``."""
     with _reading(path) as (directory, checkpointer):
-        _check(directory, stored, wanted)
         return checkpointer.restore(directory, dict(wanted))
 
 
+def read_into(path: Path, name: str, out: np.ndarray) -> None:
+    """Fill ``out`` with the array ``name``, which has as many elements, in the dtype of ``out``."""
+    wanted = {name: jax.ShapeDtypeStruct(out.shape, out.dtype)}
+    arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=out.dtype)}
+    with _reading(path, ocp.PyTreeCheckpointer) as (directory, checkpointer):
+        restored = checkpointer.restore(
+            directory, item=wanted, restore_args=arguments, partial_restore=True
+        )
+        out[...] = restored[name].reshape(out.shape)
+
+
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[tuple[Path, ocp.StandardCheckpointer]]:
+def _reading(
+    path: Path, make: Callable[[], Any] = ocp.StandardCheckpointer
+) -> Iterator[tuple[Path, Any]]:
     directory = path.absolute() / ARRAYS
     try:
-        with _quiet(), ocp.StandardCheckpointer() as checkpointer:
+        with _quiet(), make() as checkpointer:
             yield directory, checkpointer
     except CheckpointError:
         raise
     except Exception as error:  # orbax has no one type for what it cannot read
         raise CheckpointError(f"{directory} cannot be read: {on_one_line(error)}") from error
-
-
-def _check(
-    directory: Path,
-    stored: Mapping[str, tuple[int, ...]],
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
-) -> None:
-    for name in sorted({*stored, *wanted}):
-        have, want = stored.get(name), wanted.get(name)
-        if want is None or have != want.shape:
-            raise CheckpointError(
-                f"{directory}: array {quoted(name)} has shape {have or 'none (it is missing)'}, "
-                f"but {SETTINGS} asks for {'no such array' if want is None else want.shape}"
-            )

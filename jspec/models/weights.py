@@ -187,19 +187,21 @@ class Weights:
                 "tie_word_embeddings=true; set it to false to use both"
             )
 
-    def read(self, parameter: str, dtype: np.dtype) -> np.ndarray:
-        """A parameter in jspec's layout and ``dtype``, in one host array and a block's worth."""
+    def read(self, parameter: str, out: np.ndarray) -> None:
+        """Fill ``out``, in jspec's layout, with a block's worth of memory besides.
+
+        ``out`` of a kernel is ``[in, out]``, or ``[in, rows, columns]`` with its outputs row by row
+        where it is a part of a joined one.
+        """
         name = self.family.stored_name(parameter)
         entry = self.entry(name)
         scale = self._scale(name) if entry.dtype == np.int8 else None
-        transposed = parameter.endswith(".kernel")
-        out = np.empty(entry.shape[::-1] if transposed else entry.shape, dtype)
-        rows_of_out = out.T if transposed else out
+        target = np.moveaxis(out, 0, -1) if parameter.endswith(".kernel") else out
+        target = target[None] if target.ndim == len(entry.shape) else target
         for rows, block in self.files[name].blocks(name):
             if scale is not None:
                 block = block.astype(np.float32) * scale[rows]
-            rows_of_out[rows] = block
-        return out
+            _write(target, rows.start, block)
 
     def _scale(self, name: str) -> np.ndarray:
         name = f"{name}_scale"
@@ -211,6 +213,16 @@ class Weights:
 
 def _stored_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::-1] if parameter.endswith(".kernel") else shape
+
+
+def _write(target: np.ndarray, first: int, block: np.ndarray) -> None:
+    """Put ``block`` into ``target [rows, columns, ...]``, row by row, from place ``first`` on."""
+    columns = target.shape[1]
+    while len(block):
+        row, column = divmod(first, columns)
+        run = block[: columns - column]
+        target[row, column : column + len(run)] = run
+        first, block = first + len(run), block[len(run) :]
 
 
 def _is_harmless(name: str) -> bool:

@@ -63,9 +63,10 @@ def test_every_drafter_passes_the_check_of_shard_map(name, kind, tiny, other):
 
 
 def weight(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> NamedSharding:
-    """Columns of the matrices over the axis "model"."""
-    divides = len(shape) == 2 and shape[1] % mesh.shape["model"] == 0
-    return NamedSharding(mesh, P(None, "model") if divides else P())
+    """KV heads, and the columns of the other matrices, over the axis "model"."""
+    axis = len(shape) - (2 if "qkv" in name else 1)
+    divides = len(shape) > 1 and shape[axis] % mesh.shape["model"] == 0
+    return NamedSharding(mesh, P(*[None] * axis, "model") if divides else P())
 
 
 def of_state(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> NamedSharding:

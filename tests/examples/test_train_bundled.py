@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 pytest.importorskip("optax")
 
+import jspec  # noqa: E402
 from examples.train_bundled import batches, checkpoint, corpus, evaluate, export, model, train  # noqa: E402
 from examples.train_bundled.licences import permissive_licence  # noqa: E402
 from examples.train_bundled.plan import FULL, SMOKE, parse_stages  # noqa: E402
@@ -192,8 +193,13 @@ def test_export_quantises_within_half_a_step_and_reads_back(tmp_path):
         if name.endswith("kernel"):
             step = np.abs(kernel).max(axis=1, keepdims=True) / 127
             assert np.all(np.abs(after[name] - kernel) <= 0.5001 * step)
-    again = export.parameters_of(export.load_file(tmp_path / "model.safetensors"), parameters)
+    stored = export.load_file(tmp_path / "model.safetensors")
+    again = export.parameters_of(stored, parameters, CONFIG)
     jax.tree.map(np.testing.assert_array_equal, again, shipped)
+    loaded = jspec.load_model(tmp_path)
+    for layer, block in enumerate(loaded.layers):
+        for name, value in checkpoint.named(nnx.state(block)).items():
+            np.testing.assert_array_equal(value, after[export.BLOCKS + name][layer])
     settings = json.loads((tmp_path / "config.json").read_text())
     assert settings["head_dim"] == CONFIG.layers[0].key_size
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

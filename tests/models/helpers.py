@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jspec import Cache, Decoder, Linear, dense_attend
+from jspec import Cache, Decoder, Linear, ModelConfig, dense_attend
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -109,6 +111,52 @@ def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+# Without layer and leaf: names in a Llama file, and what jspec calls them apart.
+MODULES = {
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "self_attn.o_proj": "attention.out",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+}
+
+
+def apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A Llama file's tensors in jspec's layout, each projection apart."""
+    arrays = {}
+    for name, value in tensors.items():
+        match name.removeprefix("model.").removesuffix(".weight").split(".", 2):
+            case ["embed_tokens"]:
+                arrays["embedding"] = value
+            case ["lm_head"]:
+                arrays["head.kernel"] = value.T
+            case ["norm"]:
+                arrays["norm.scale"] = value
+            case ["layers", layer, module]:
+                leaf, array = ("kernel", value.T) if value.ndim == 2 else ("scale", value)
+                arrays[f"layers.{layer}.{MODULES[module]}.{leaf}"] = array
+    assert len(arrays) == len(tensors)
+    return arrays
+
+
+def together(arrays: dict[str, np.ndarray], kv_heads: int) -> dict[str, np.ndarray]:
+    """Arrays apart as the decoder has them: q, k and v by KV head, gate and up in two rows."""
+    joined = dict(arrays)
+    for name in arrays:
+        if name.endswith((".q.kernel", ".q.bias")):
+            parts = [joined.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
+            rows = [part.reshape(*part.shape[:-1], kv_heads, -1) for part in parts]
+            joined[name.replace(".q.", ".qkv.")] = np.concatenate(rows, axis=-1)
+        if name.endswith((".gate.kernel", ".gate.bias")):
+            pair = joined.pop(name), joined.pop(name.replace(".gate.", ".up."))
+            joined[name.replace(".gate.", ".gate_up.")] = np.stack(pair, axis=-2)
+    return joined
+
+
 def write_checkpoint(path: Path, config: dict | None = None, **settings) -> Path:
     """A checkpoint with random float32 weights; ``settings`` override those of `LLAMA`."""
     config = {**(config or LLAMA), **settings}
@@ -119,6 +167,19 @@ def write_checkpoint(path: Path, config: dict | None = None, **settings) -> Path
         name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes_of(config).items()
     }
     save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def write_apart(path: Path, config: ModelConfig, arrays: dict[str, np.ndarray]) -> Path:
+    """What `save_model` wrote at format 2, when each projection was an array of its own."""
+    path.mkdir()
+    with ocp.StandardCheckpointer() as checkpointer:
+        # From another device than they will be on.
+        place = jax.devices()[-1]
+        stored = {name: jax.device_put(array, place) for name, array in arrays.items()}
+        checkpointer.save(path.absolute() / "arrays", stored)
+    settings = {"format": 2, "config": dataclasses.asdict(config)}
+    (path / "jspec.json").write_text(json.dumps(settings))
     return path
 
 

@@ -12,13 +12,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jspec import CheckpointError, load_model, save_model
-from jspec.models.families import family
 from tests.models.helpers import (
+    apart,
     assert_equal,
     edit_config,
     edit_tensors,
     parameters,
     shapes_of,
+    together,
+    write_apart,
     write_checkpoint,
 )
 
@@ -30,16 +32,11 @@ def checkpoint(tmp_path):
 
 def expected_of(path, dtype=np.float32) -> dict[str, np.ndarray]:
     """Parameters of a checkpoint in jspec's layout, read by the safetensors library."""
-    names = [*shapes_of(json.loads((path / "config.json").read_text()))]
+    settings = json.loads((path / "config.json").read_text())
     stored = load_file(path / "model.safetensors")
-    expected = {}
-    for parameter in parameters(load_model(path)):
-        name = family("llama").stored_name(parameter)
-        names.remove(name)
-        value = stored[name].T if parameter.endswith("kernel") else stored[name]
-        expected[parameter] = value.astype(dtype)
-    assert not names
-    return expected
+    assert stored.keys() == shapes_of(settings).keys()
+    expected = together(apart(stored), settings["num_key_value_heads"])
+    return {name: value.astype(dtype) for name, value in expected.items()}
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
@@ -61,8 +58,9 @@ def test_other_dtypes_are_refused(checkpoint, dtype):
 
 
 def test_blocks_of_rows_are_joined(tmp_path):
-    """Tensors of several blocks, the last one partial, whole rows and transposed."""
-    path = write_checkpoint(tmp_path / "m", hidden_size=1200, vocab_size=777, num_hidden_layers=1)
+    """Blocks of 20 rows, the last ones partial, of which some begin within a head's 8."""
+    sizes = {"hidden_size": 13000, "intermediate_size": 24, "num_hidden_layers": 1}
+    path = write_checkpoint(tmp_path / "m", num_key_value_heads=4, **sizes)
     assert_equal(load_model(path), expected_of(path))
 
 
@@ -118,13 +116,13 @@ def quantized(checkpoint):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_int8_equals_dequantised_numpy(quantized, dtype):
     stored = load_file(quantized / "model.safetensors")
-    for parameter, value in parameters(load_model(quantized, dtype=dtype)).items():
-        name = family("llama").stored_name(parameter)
-        want = stored[name].astype(np.float32)
-        if stored[name].dtype == np.int8:
-            want = want * stored[f"{name}_scale"].astype(np.float32)
-        want = want.T if parameter.endswith("kernel") else want
-        np.testing.assert_array_equal(value, want.astype(dtype), err_msg=name)
+    weights = {name: value for name, value in stored.items() if not name.endswith("_scale")}
+    for name, value in weights.items():
+        if value.dtype == np.int8:
+            weights[name] = value * stored[f"{name}_scale"].astype(np.float32)
+    expected = together(apart(weights), 2)
+    want = {name: value.astype(np.float32).astype(dtype) for name, value in expected.items()}
+    assert_equal(load_model(quantized, dtype=dtype), want)
 
 
 def group(**weights):
@@ -189,21 +187,24 @@ def mesh(size: int = 8) -> jax.sharding.Mesh:
 
 
 def by_columns(name: str, shape: tuple[int, ...]) -> NamedSharding:
-    """Kernels over their outputs, the embedding over its rows, the rest everywhere."""
+    """Kernels over their last axis, the embedding over its rows, the rest everywhere."""
     spec = PartitionSpec()
     if name.endswith(".kernel"):
-        spec = PartitionSpec(None, "x")
+        spec = PartitionSpec(*[None] * (len(shape) - 1), "x")
     if name == "embedding":
         spec = PartitionSpec("x", None)
     return NamedSharding(mesh(), spec)
 
 
-@pytest.fixture(params=["hugging face", "jspec"])
+@pytest.fixture(params=["hugging face", "jspec", "format 2"])
 def either(request, tmp_path):
     path = write_checkpoint(tmp_path / "model", intermediate_size=24)
     if request.param == "jspec":
         save_model(load_model(path), tmp_path / "saved")
         return tmp_path / "saved"
+    if request.param == "format 2":
+        arrays = apart(load_file(path / "model.safetensors"))
+        return write_apart(tmp_path / "old", load_model(path).config, arrays)
     return path
 
 
@@ -217,9 +218,10 @@ def test_a_sharding_for_each(either):
     plain, model = load_model(either), load_model(either, sharding=sharding)
     assert_equal(model, parameters(plain))
     assert asked == {name: value.shape for name, value in parameters(model).items()}
-    kernel = model.layers[1].mlp.up.kernel.get_value()
-    assert kernel.sharding.is_equivalent_to(by_columns("x.kernel", (16, 24)), 2)
-    assert {shard.data.shape for shard in kernel.addressable_shards} == {(16, 3)}
+    assert asked["layers.0.attention.qkv.kernel"] == (16, 2, 32)
+    kernel = model.layers[1].mlp.gate_up.kernel.get_value()
+    assert kernel.sharding.is_equivalent_to(by_columns("x.kernel", (16, 2, 24)), 3)
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(16, 2, 3)}
     assert len(kernel.sharding.device_set) == 8
     assert model.norm.scale.get_value().is_fully_replicated
 

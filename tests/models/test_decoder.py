@@ -10,7 +10,7 @@ from flax import nnx
 
 from jspec import Decoder, LayerSpec, ModelConfig, Rope, RopeScaling
 from tests.conftest import TINY
-from tests.models.helpers import parameters
+from tests.models.helpers import parameters, together
 
 UNEQUAL = ModelConfig(
     vocab_size=13,
@@ -37,7 +37,7 @@ def random_decoder(config: ModelConfig) -> Decoder:
     rng = np.random.default_rng(0)
 
     def draw(leaf):
-        mean, deviation = (0, 2 * leaf.shape[0] ** -0.5) if leaf.ndim == 2 else (1, 0.3)
+        mean, deviation = (0, 2 * leaf.shape[0] ** -0.5) if leaf.ndim > 1 else (1, 0.3)
         return jnp.asarray(mean + deviation * rng.normal(size=leaf.shape), leaf.dtype)
 
     return jax.tree.map(draw, abstract_decoder(config))
@@ -71,9 +71,12 @@ def rotated(x, position, rope: Rope):
 def attention_layer(x, w, spec: LayerSpec, config: ModelConfig):
     rope, eps = config.ropes[spec.rope], config.norm_eps
     shared = config.num_heads // spec.kv_heads
+    ends = np.cumsum([shared * spec.key_size, spec.key_size])
+    apart = dict(zip("qkv", np.split(w["qkv.kernel"], ends, axis=2), strict=True))
 
     def heads(name, size, count, normed):
-        rows = [(row @ w[f"{name}.kernel"]).reshape(count, size) for row in x]
+        kernel = apart[name].reshape(x.shape[1], -1)
+        rows = [(row @ kernel).reshape(count, size) for row in x]
         if not normed:
             return rows
         scale = w[f"{name}_norm.scale"]
@@ -106,8 +109,8 @@ def expected_logits(w, config: ModelConfig, tokens):
         y = np.array([rms_norm(row, own["attention_norm.scale"], eps) for row in x])
         x = x + attention_layer(y, attention, spec, config)
         y = np.array([rms_norm(row, own["mlp_norm.scale"], eps) for row in x])
-        gate = y @ own["mlp.gate.kernel"]
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ own["mlp.up.kernel"])) @ own["mlp.down.kernel"]
+        gate, up = (y @ own["mlp.gate_up.kernel"][:, row] for row in (0, 1))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down.kernel"]
     return np.array([rms_norm(row, w["norm.scale"], eps) for row in x]) @ w["head.kernel"]
 
 
@@ -136,6 +139,33 @@ def test_equal_ropes_are_computed_once():
         )
         counts.append(str(traced).count(" cos "))
     assert counts == [1, 3]
+
+
+def test_a_layer_has_four_products():
+    def attend(layer, q, k, v, cache):
+        return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), cache
+
+    tokens = jax.ShapeDtypeStruct((1, 3), jnp.int32)
+    model = abstract_decoder(dataclasses.replace(UNEQUAL, qkv_bias=True, mlp_bias=True))
+    traced = jax.make_jaxpr(lambda m, t: m(t, t, attend, None)[0])(model, tokens)
+    assert str(traced).count("dot_general") == 4 * len(UNEQUAL.layers)
+
+
+def test_a_seed_gives_the_weights_that_separate_projections_had():
+    """Drawn one after another; a row of the joined kernel is a KV head's."""
+    rngs = nnx.Rngs(3)
+
+    def draw(*shape):
+        return jax.random.normal(rngs.params(), shape) / np.sqrt(shape[0], dtype=np.float32)
+
+    draw(41, 32)  # the embedding
+    outputs = {"q": 64, "k": 32, "v": 32}
+    arrays = {f"attention.{name}.kernel": draw(32, size) for name, size in outputs.items()}
+    arrays["attention.out.kernel"] = draw(64, 32)
+    arrays |= {f"mlp.{name}.kernel": draw(32, 48) for name in ("gate", "up")}
+    own = parameters(Decoder(TINY, rngs=nnx.Rngs(3)))
+    for name, want in together(jax.device_get(arrays), 2).items():
+        np.testing.assert_allclose(own[f"layers.0.{name}"], want, rtol=1e-6, atol=0)
 
 
 def test_values_in_keys_are_refused():

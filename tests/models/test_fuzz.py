@@ -155,7 +155,7 @@ def test_saved_settings(tmp_path, count):
     mutator = Mutator(3, trees, words, PARTS)
 
     def use():
-        config = saved.read_config(tmp_path)
+        config, _ = saved.read_settings(tmp_path)
         for rope in config.ropes:
             rope_frequencies(16, rope.theta, rope.scaling)
 

@@ -3,9 +3,12 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jspec import Rope, RopeScaling, load_model
 from jspec.models.rope import rope_frequencies
@@ -41,6 +44,24 @@ def test_prefill_in_one_pass(name):
 def test_cached_decoding_in_ragged_chunks(name):
     model, tokens, logits = load_golden(name)
     ours = logits_of(model, tokens, ragged(tokens))
+    np.testing.assert_allclose(ours, logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_kv_heads_over_two_devices():
+    """A device has the queries, keys and values of its KV head, and its columns of gate and up."""
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    axes = {"qkv.kernel": 1, "qkv.bias": 0, "out.kernel": 0, "gate_up.kernel": 2, "down.kernel": 0}
+
+    def by_head(name: str, shape: tuple[int, ...]) -> NamedSharding:
+        axis = axes.get(".".join(name.split(".")[-2:]))
+        return NamedSharding(mesh, P() if axis is None else P(*[None] * axis, "x"))
+
+    _, tokens, logits = load_golden("qwen3")
+    model = load_model(GOLDEN / "qwen3", sharding=by_head)
+    kernel = model.layers[0].attention.qkv.kernel.get_value()
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 1, 64)}
+    ours = logits_of(model, tokens, one_pass(tokens))
     np.testing.assert_allclose(ours, logits, atol=TOLERANCE, rtol=0)
 
 

@@ -23,8 +23,10 @@ class Family:
     modules: Mapping[str, str]
 
     def stored_name(self, parameter: str) -> str:
-        """The name in the file of a parameter: ``layers.0.mlp.up.kernel`` of a Llama is
-        ``model.layers.0.mlp.up_proj.weight``."""
+        """The name in the file of a parameter, or of a part of one that is joined.
+
+        ``layers.0.mlp.up.kernel`` of a Llama is ``model.layers.0.mlp.up_proj.weight``.
+        """
         if parameter == "embedding":
             return f"{self.modules[parameter]}.weight"
         module, _, leaf = parameter.rpartition(".")

@@ -1,0 +1,101 @@
+"""How projections that share an input lie in one parameter, so that they are one product.
+
+Checkpoints have them apart: queries, keys and values, and a SwiGLU's gate and up. A joined kernel
+is ``[in, rows, columns]``, its bias ``[rows, columns]``, and each part is a rectangle of the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jspec.config import LayerSpec, ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A projection within a joined parameter; its outputs are ``rows x columns``, row by row.
+
+    ``module`` is its name without layer and leaf, such as ``"attention.q"``; ``rows`` and
+    ``columns`` are the first, and one past the last.
+    """
+
+    module: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def index(self) -> tuple:
+        return ..., slice(*self.rows), slice(*self.columns)
+
+    def of(self, joined: Any) -> Any:
+        """Its rectangle of ``joined [..., rows, columns]``; a view where that is of NumPy."""
+        return joined[self.index]
+
+    @property
+    def outputs(self) -> int:
+        return math.prod(end - first for first, end in (self.rows, self.columns))
+
+
+def qkv_parts(num_heads: int, spec: LayerSpec) -> tuple[Part, Part, Part]:
+    """A row for each KV head: its G queries, its key and its value.
+
+    Split by rows, each device has whole groups, whose attention needs no other device.
+    """
+    queries = num_heads // spec.kv_heads * spec.key_size
+    ends = itertools.accumulate((0, queries, spec.key_size, spec.value_size))
+    (q, k, v), rows = itertools.pairwise(ends), (0, spec.kv_heads)
+    return (
+        Part("attention.q", rows, q),
+        Part("attention.k", rows, k),
+        Part("attention.v", rows, v),
+    )
+
+
+def gate_up_parts(width: int) -> tuple[Part, Part]:
+    """Gate in row 0, up in row 1. Split by columns, each device has the pairs it multiplies."""
+    return Part("mlp.gate", (0, 1), (0, width)), Part("mlp.up", (1, 2), (0, width))
+
+
+def joined_shape(parts: tuple[Part, ...]) -> tuple[int, int]:
+    """Rows and columns that hold all of ``parts``."""
+    return max(part.rows[1] for part in parts), max(part.columns[1] for part in parts)
+
+
+def separate(config: ModelConfig, parameter: str, array: Any) -> dict[str, Any]:
+    """The parts of ``array``, which has the shape of ``parameter``, by their names apart.
+
+    ``layers.0.mlp.gate_up.kernel`` has ``layers.0.mlp.gate.kernel`` and ``layers.0.mlp.up.kernel``,
+    each ``[in, rows, columns]``. A parameter that is not joined is its own part.
+    """
+    parts = _parts(config, parameter)
+    return {name: part.of(array) for name, part in parts.items()} or {parameter: array}
+
+
+def separate_shapes(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The ``shapes`` of a decoder's parameters, by name, as those of its separate projections."""
+    apart = {}
+    for parameter, shape in shapes.items():
+        parts = _parts(config, parameter)
+        if not parts:
+            apart[parameter] = shape
+        for name, part in parts.items():
+            apart[name] = (*shape[:-2], part.outputs)
+    return apart
+
+
+def _parts(config: ModelConfig, parameter: str) -> dict[str, Part]:
+    """Parts of a parameter by their names apart; none where it is not joined."""
+    match parameter.split("."):
+        case ["layers", layer, "attention", "qkv", leaf]:
+            parts = qkv_parts(config.num_heads, config.layers[int(layer)])
+        case ["layers", layer, "mlp", "gate_up", leaf]:
+            parts = gate_up_parts(config.intermediate_size)
+        case _:
+            return {}
+    return {f"layers.{layer}.{part.module}.{leaf}": part for part in parts}
