@@ -41,14 +41,13 @@ def _joined(inputs: int, parts: tuple[Part, ...], dtype, rngs: nnx.Rngs | None) 
 
 
 def product(x: Array, kernel: Array, dtype=None) -> Array:
-    """``x [..., in] @ kernel [in, out]`` with sums in float32, of ``dtype`` or that of ``x``."""
-    rows = x.size // x.shape[-1]
-    if rows > 1 or jax.default_backend() != "gpu":
-        return jnp.dot(x, kernel, preferred_element_type=dtype)
+    """``x [..., in]`` times ``kernel [in, ...]``: sums in float32, of ``dtype`` or that of ``x``."""
+    if x.size > x.shape[-1] or jax.default_backend() != "gpu":
+        return jnp.tensordot(x, kernel, axes=1, preferred_element_type=dtype)
     # XLA would write the products of a single row to memory, rounded, and add them up afterwards.
-    padded = jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0)))
-    y = jnp.dot(padded, kernel, preferred_element_type=dtype)[:1]
-    return y.reshape(*x.shape[:-1], -1)
+    rows = jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0)))
+    y = jnp.tensordot(rows, kernel, axes=1, preferred_element_type=dtype)
+    return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
 class Linear(nnx.Module):
@@ -75,7 +74,7 @@ class JoinedLinear(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[Array, ...]:
         """Each part ``[B, T, rows, columns]`` of ``x [B, T, in]``."""
-        y = jnp.tensordot(x, self.kernel[...], axes=1)
+        y = product(x, self.kernel[...])
         y = y if self.bias is None else y + self.bias[None, None]
         return tuple(part.of(y) for part in self.parts)
 
