@@ -41,7 +41,7 @@ def _joined(inputs: int, parts: tuple[Part, ...], dtype, rngs: nnx.Rngs | None) 
 
 
 def product(x: Array, kernel: Array, dtype=None) -> Array:
-    """``x [..., in]`` times ``kernel [in, ...]``: sums in float32, of ``dtype`` or that of ``x``."""
+    """``x [..., in]`` times ``kernel [in, ...]``, summed in float32, in the dtype of ``x``."""
     if x.size > x.shape[-1] or jax.default_backend() != "gpu":
         return jnp.tensordot(x, kernel, axes=1, preferred_element_type=dtype)
     # XLA would write the products of a single row to memory, rounded, and add them up afterwards.
