@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         named_draft,
     )
     from jspec.decode.engine import Generation, Interrupted, generate
+    from jspec.decode.growth import grow
     from jspec.decode.prefill import fill_slot, start_decoding
     from jspec.decode.requests import mode_of, sampling_of
     from jspec.decode.score import score
@@ -63,6 +64,7 @@ _HOMES = {
         "named_draft",
     ],
     "jspec.decode.engine": ["Generation", "Interrupted", "generate"],
+    "jspec.decode.growth": ["grow"],
     "jspec.decode.prefill": ["fill_slot", "start_decoding"],
     "jspec.decode.requests": ["mode_of", "sampling_of"],
     "jspec.decode.score": ["score"],
@@ -141,6 +143,7 @@ __all__ = [
     "fill_slot",
     "gathered_attention",
     "generate",
+    "grow",
     "law",
     "load_bundled",
     "load_chat_template",

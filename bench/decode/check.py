@@ -19,8 +19,8 @@ from jspec.policies.attend import dense_attend
 
 LAYERS = 2
 # Of the logits' norm, the largest of all positions. Right passes of bfloat16 are within 0.01 on a
-# CPU and 0.032 on an H200, whose products round otherwise at each number of rows; a block of 128 keys
-# of 8192 that is left out gives 0.06 and more, a new key that is left out or seen too early 1.3.
+# CPU and 0.032 on an H200, whose products round otherwise at each number of rows. A block of 128
+# keys of 8192 that is left out gives 0.06 and more, a new key left out or seen too early 1.3.
 TOLERANCE = 0.05
 NEW_KEYS = 6.0  # times what the model gives: among thousands of keys the new ones must count
 REFERENCE = Backends(attention="xla")

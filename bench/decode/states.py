@@ -6,7 +6,6 @@ How fast a step is does not depend on what the cache holds, so that no prompt ne
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
 from jspec.config import SamplingParams
 from jspec.decode.draft import NoDraft
-from jspec.decode.prefill import CAPACITY_STEP, start_decoding
+from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState
 from jspec.models.decoder import Decoder
@@ -41,7 +40,7 @@ class Blueprint:
     @classmethod
     def of(cls, model: Decoder, batch: int, context: int, gamma: int, room: int) -> Blueprint:
         """For passes of up to ``gamma + 1`` tokens, with ``room`` slots for what is to come."""
-        capacity = math.ceil((context + room + gamma + 1) / CAPACITY_STEP) * CAPACITY_STEP
+        capacity = rounded_capacity(context + room + gamma + 1)
         params = SamplingParams(max_new_tokens=1, ignore_eos=True)
         config = StepConfig(gamma, NoDraft())
         small = start_decoding(model, [[1]] * batch, params, config, capacity=2)

@@ -107,6 +107,18 @@ class Cache:
         """The same slots with other ``lengths [B]``: shorter rolls back, longer commits."""
         return dataclasses.replace(self, lengths=lengths)
 
+    def grown(self, capacity: int) -> Cache:
+        """The same positions with room for ``capacity`` of them; the arrays of this one are freed.
+
+        Raises `ValueError` for a layout that moves positions when it grows.
+        """
+        layouts = tuple(layout.grown(capacity) for layout in self.layouts)
+        columns = tuple(
+            {name: longer(x, layout.size) for name, x in held.items()}
+            for held, layout in zip(self.columns, layouts, strict=True)
+        )
+        return dataclasses.replace(self, columns=columns, layouts=layouts)
+
     def keys(self, layer: int) -> Array:
         """Keys of a layer, ``[B, S, K, key size]``."""
         return self.columns[layer]["keys"]
@@ -114,6 +126,17 @@ class Cache:
     def values(self, layer: int) -> Array:
         """Values of a layer, ``[B, S, K, value size]``."""
         return values_of(self.specs[layer], self.columns[layer])
+
+
+def longer(x: Array, size: int, fill: int = 0) -> Array:
+    """``x [B, S, ...]`` as ``[B, size, ...]`` with ``fill`` behind; its own memory is freed."""
+    more = size - x.shape[1]
+    if not more:
+        return x
+    widths = ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2))
+    found = jax.device_put(jnp.pad(x, widths, constant_values=fill), x.sharding)
+    x.delete()
+    return found
 
 
 def values_of(spec: LayerSpec, columns: Mapping[str, Array]) -> Array:

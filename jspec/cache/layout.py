@@ -33,6 +33,10 @@ class Layout(Protocol):
         """
         ...
 
+    def grown(self, capacity: int) -> Layout:
+        """The layout for so many positions in which every held position stays in its slot."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
@@ -49,6 +53,9 @@ class Linear:
     def held(self, newest: Array) -> Array:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
         return jnp.where(slot <= newest[:, None], slot, -1)
+
+    def grown(self, capacity: int) -> Linear:
+        return Linear(capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +78,9 @@ class Ring:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
         position = newest[:, None] - (newest[:, None] - slot) % self.size
         return jnp.where(position >= 0, position, -1)
+
+    def grown(self, capacity: int) -> Ring:
+        return self  # it holds the last positions of any number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +114,12 @@ class Striped:
         position = (own // self.block * self.ranks + rank) * self.block + own % self.block
         return jnp.where(position <= newest[:, None], position, -1)
 
+    def grown(self, capacity: int) -> Striped:
+        raise ValueError(
+            f"{self} cannot grow to {capacity} positions: other ranks would hold them; start with "
+            "the capacity that is needed"
+        )
+
     @property
     def _share(self) -> int:
         """Slots of a rank."""
@@ -115,12 +131,19 @@ def _check_size(layout: Layout) -> None:
         raise ValueError(f"size={layout.size} must be at least 1 slot")
 
 
-def layouts_of(specs: Sequence[LayerSpec], capacity: int, gamma: int) -> tuple[Layout, ...]:
-    """A layout for each layer: a `Ring` where a sliding window is shorter than the capacity."""
+def layouts_of(
+    specs: Sequence[LayerSpec], capacity: int, gamma: int, longest: int | None = None
+) -> tuple[Layout, ...]:
+    """A layout for each layer: a `Ring` where a sliding window is shorter than a row.
+
+    ``longest``: the positions of a row in the end, where the capacity is to grow; None is
+    ``capacity``.
+    """
+    longest = capacity if longest is None else longest
     rings = {
         spec.window: Ring(spec.window + gamma + 1)
         for spec in specs
-        if spec.window is not None and spec.window + gamma + 1 < capacity
+        if spec.window is not None and spec.window + gamma + 1 < longest
     }
     whole = Linear(capacity)
     return tuple(whole if s.window is None else rings.get(s.window, whole) for s in specs)

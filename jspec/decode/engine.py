@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.draft import Drafter, ModelDraft, NoDraft, SelfDraft
-from jspec.decode.prefill import start_decoding
+from jspec.decode.growth import first_capacity, grow
+from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import PROGRAMS, OnCompile
 from jspec.decode.requests import Prompt, as_ids, check_models, one_each
 from jspec.decode.settings import StepConfig, check_draft
@@ -142,13 +143,17 @@ class _Run:
         self.prompt_tokens = 0
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
 
+    @property
+    def needed(self) -> int:
+        """Positions of the longest row in the end."""
+        pairs = zip(self.prompts, self.params, strict=True)
+        return max(len(prompt) + params.max_new_tokens for prompt, params in pairs)
+
     def size(self) -> str:
         """What does not fit, where the device has no room."""
-        pairs = zip(self.prompts, self.params, strict=True)
-        longest = max(len(prompt) + params.max_new_tokens for prompt, params in pairs)
         return (
             f"the device is out of memory with {len(self.prompts)} prompts at a time, the longest "
-            f"of {longest} tokens with max_new_tokens"
+            f"of {self.needed} tokens with max_new_tokens"
         )
 
     @contextlib.contextmanager
@@ -163,7 +168,9 @@ class _Run:
 
     def prefill(self, **settings: Any) -> DecodeState:
         with self._clock("prefill_s"):
-            settings = settings | {"run": self.programs}
+            first = first_capacity(max(map(len, self.prompts)), self.needed)
+            settings = settings | {"run": self.programs, "grows": True}
+            settings["capacity"] = rounded_capacity(first)
             state = start_decoding(self.models, self.prompts, self.params, self.config, **settings)
             jax.block_until_ready(state)
         self.prompt_tokens = sum(map(len, self.prompts))
@@ -173,6 +180,7 @@ class _Run:
         stops, ended = np.array(state.stop_tokens), np.array(state.done)
         while not ended.all():
             with self._clock("decode_s"):
+                state = self._with_room(state, ended, steps)
                 args = (self.models, state)
                 state, record = self.programs(decode_chunk, *args, config=self.config, steps=steps)
                 record, done = jax.device_get((record, state.done))
@@ -181,6 +189,16 @@ class _Run:
             ended = done | unwanted
             if unwanted.any():
                 state = dataclasses.replace(state, done=jnp.asarray(ended))
+
+    def _with_room(self, state: DecodeState, ended: np.ndarray, steps: int) -> DecodeState:
+        """``state`` with room for a chunk of ``steps`` in every row that goes on."""
+        present = state.tokens.shape[1]
+        known = (len(self.prompts[row]) + len(self.tokens[row]) for row in np.flatnonzero(~ended))
+        most = min(max(known) + steps * (self.config.gamma + 1), self.needed)
+        if most <= present:
+            return state
+        capacity = min(max(most, 2 * present), self.needed)
+        return grow(state, rounded_capacity(capacity), self.config)
 
     def _take(
         self, record: StepRecord, ended: np.ndarray, done: np.ndarray, stops: np.ndarray

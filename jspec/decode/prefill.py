@@ -46,11 +46,13 @@ def start_decoding(
     on_prefill: OnPrefill | None = None,
     run: Callable[..., Any] | None = None,
     sharding: Placing = None,
+    grows: bool = False,
 ) -> DecodeState:
     """Check a batch of requests and prefill their prompts in chunks of ``chunk`` tokens a row.
 
     ``config``: of the steps to come, whose drafter takes up the prompts as well; they may use a
-    smaller gamma. ``capacity`` (positions a row) defaults to what the longest request needs.
+    smaller gamma. ``capacity`` (positions a row) defaults to what the longest request needs; with
+    ``grows`` it may be less, and the caller keeps it ahead of the rows by `jspec.grow`.
     ``cache_dtype``, of the target's keys and values, defaults to the model's ``dtype``.
     ``on_prefill(done, total)`` hears of prompt tokens a row; ``run(function, *args, **static)`` may
     stand between and the jitted prefill. ``sharding`` places the state's arrays, each of which
@@ -68,11 +70,14 @@ def start_decoding(
     params = one_each(params, len(ids))
     check_requests(models, ids, params)
     needed = max(len(p) + s.max_new_tokens for p, s in zip(ids, params, strict=True))
-    capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP if capacity is None else capacity
-    if (whole_number(capacity) or 0) < needed:
+    capacity = rounded_capacity(needed) if capacity is None else capacity
+    least, parts, shorten = needed, "prompt and max_new_tokens", "lower max_new_tokens"
+    if grows:
+        least, parts, shorten = max(map(len, ids)), "prompt", "shorten the prompt"
+    if (whole_number(capacity) or 0) < least:
         raise ValueError(
-            f"a request needs {needed} slots (prompt and max_new_tokens) but capacity="
-            f"{shown(capacity)}; raise the capacity or lower max_new_tokens"
+            f"a request needs {least} slots ({parts}) but capacity={shown(capacity)}; raise the "
+            f"capacity or {shorten}"
         )
     chunk = _default_chunk(len(ids)) if chunk is None else chunk
     if (whole_number(chunk) or 0) < 1:
@@ -81,6 +86,7 @@ def start_decoding(
     sharding = beside(models) if sharding is None else sharding
     tokens, lengths = padded(ids, capacity)
     fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}
+    fill["longest"] = max(capacity, needed)
     cache, own = _prefill(models, tokens, lengths, config, sharding, **fill)
     ends = tuple(models.target.config.stop_tokens)
     stops = [p.stop_tokens if p.ignore_eos else (*p.stop_tokens, *ends) for p in params]
@@ -161,11 +167,11 @@ def prefill_chunk(
     return with_auto_axes(piece, models, cache, own, tokens, positions, like=(cache, own))
 
 
-def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_prefill, run):
+def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_prefill, run, longest):
     """Take up every prompt token but the last of each row, which the first step feeds."""
     batch, capacity = tokens.shape
     specs, draft = models.target.config.layers, config.draft
-    layouts = layouts_of(specs, capacity, config.gamma)
+    layouts = layouts_of(specs, capacity, config.gamma, longest)
     cache = Cache.create(specs, layouts, batch, dtype, draft.keeps.columns, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.
@@ -211,6 +217,11 @@ def _default_chunk(batch: int) -> int:
     if jax.default_backend() == "cpu":
         return 256
     return max(256, min(2048, 16384 // batch))
+
+
+def rounded_capacity(needed: int) -> int:
+    """``needed`` positions rounded up, so that close capacities share a program."""
+    return -(-needed // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def padded(rows: Sequence[Prompt], width: int) -> tuple[np.ndarray, np.ndarray]:

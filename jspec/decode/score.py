@@ -12,7 +12,7 @@ import numpy as np
 from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
 from jspec.config import SamplingParams
-from jspec.decode.prefill import CAPACITY_STEP, padded
+from jspec.decode.prefill import padded, rounded_capacity
 from jspec.decode.requests import check_requests
 from jspec.decode.state import Models
 from jspec.dispatch import Backends
@@ -37,7 +37,7 @@ def score(
     check_requests(models, [text[-1:] for text in texts], one)
     # A text of n tokens needs the context of a prompt of n - 1 and one new token.
     check_requests(models, [text[:-1] or text for text in texts], one)
-    capacity = -(-max(map(len, texts)) // CAPACITY_STEP) * CAPACITY_STEP
+    capacity = rounded_capacity(max(map(len, texts)))
     tokens, lengths = padded(texts, capacity)
     layouts = layouts_of(model.config.layers, capacity, CHUNK)
     cache = Cache.create(model.config.layers, layouts, len(texts), model.dtype)

@@ -77,6 +77,10 @@ class Drafter:
         """
         return own
 
+    def grow(self, own: Any, capacity: int) -> Any:
+        """Its own state with room for ``capacity`` positions a row; that of before is donated."""
+        return own
+
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:

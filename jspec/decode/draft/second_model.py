@@ -60,6 +60,9 @@ class ModelDraft(Drafter):
         model, attend = _required(models), dense_attend(positions, backends=config.backends)
         return model(_known(tokens, model), positions, attend, own)[1]
 
+    def grow(self, own: Any, capacity: int) -> Cache:
+        return own.grown(capacity)
+
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:

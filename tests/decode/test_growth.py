@@ -1,0 +1,100 @@
+"""Capacity that follows the context: the same tokens, few copies, nothing held twice."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cache import Cache, Linear, Ring, Striped
+from jspec.config import SamplingParams
+from jspec.decode import engine, growth, prefill
+from jspec.decode.engine import generate
+from jspec.decode.growth import first_capacity, grow
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import PLAIN, StepConfig
+from tests.conftest import TINY, make_decoder
+from tests.decode.common import DRAFTERS, prompts
+
+PROMPTS = prompts((3, 5))
+PARAMS = [
+    SamplingParams(max_new_tokens=41, seed=1),
+    SamplingParams(max_new_tokens=9, seed=2, temperature=1.0),
+]
+
+
+def run(model, other, name):
+    draft = DRAFTERS[name]
+    settings = {"draft": draft, "draft_model": other if name == "model" else None}
+    return generate(model, PROMPTS, PARAMS, steps_per_chunk=2, **settings)
+
+
+@pytest.mark.parametrize("name", ["plain", "dense", "model"])
+def test_a_batch_that_grows_gives_the_same_tokens(name, sharp, other, monkeypatch):
+    """From 12 positions over 24 to the 44 that the longest row needs."""
+    whole = run(sharp, other, name)
+    seen = []
+
+    def watched(state, capacity, config):
+        seen.append((state.tokens.shape[1], capacity))
+        return grow(state, capacity, config)
+
+    monkeypatch.setattr(engine, "grow", watched)
+    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
+    grown = run(sharp, other, name)
+    assert grown.tokens == whole.tokens
+    assert seen == [(12, 24), (24, 44)]
+
+
+def test_it_starts_with_what_is_needed_unless_that_is_far_more_than_the_prompt():
+    assert first_capacity(100, 9000) == 9000
+    assert first_capacity(100, 100_000) == growth.START
+    assert first_capacity(90_000, 100_000) == 100_000
+    assert first_capacity(30_000, 100_000) == 60_000
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    """A layer with a window of 3 positions between two without."""
+    layers = [dataclasses.replace(TINY.layers[0], window=window) for window in (None, 3, None)]
+    return make_decoder(dataclasses.replace(TINY, layers=tuple(layers)))
+
+
+def test_every_column_keeps_what_it_held_and_frees_what_it_was(windowed):
+    state = start_decoding(windowed, PROMPTS, PARAMS, PLAIN, capacity=8, grows=True)
+    assert state.cache.layouts == (Linear(8), Ring(4), Linear(8))
+    before = jax.tree.map(np.asarray, (state.cache.columns, state.tokens))
+    old = jax.tree.leaves((state.cache.columns[0], state.cache.columns[2], state.tokens))
+    after = grow(state, 20, PLAIN)
+    assert all(x.is_deleted() for x in old)
+    assert after.cache.layouts == (Linear(20), Ring(4), Linear(20))
+    assert after.tokens.shape == (2, 20)
+    found = jax.tree.map(np.asarray, (after.cache.columns, after.tokens))
+    for was, now in zip(*map(jax.tree.leaves, (before, found)), strict=True):
+        np.testing.assert_array_equal(now[:, : was.shape[1]], was)
+    assert (found[1][:, 8:] == -1).all()
+    same = grow(after, 20, PLAIN)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(same))
+
+
+def test_a_sharded_batch_stays_where_it_is(sharp):
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P("rows"))
+    state = start_decoding(sharp, PROMPTS, PARAMS, PLAIN, capacity=8, grows=True, sharding=sharding)
+    after = grow(state, 16, PLAIN)
+    for x in jax.tree.leaves((after.cache.columns, after.tokens)):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def test_what_cannot_grow_is_refused(sharp):
+    state = start_decoding(sharp, PROMPTS, PARAMS, PLAIN, capacity=8, grows=True)
+    with pytest.raises(ValueError, match="capacity=7 must be at least the present one, 8"):
+        grow(state, 7, PLAIN)
+    with pytest.raises(ValueError, match=r"capacity=12\.0 must be at least the present one, 8"):
+        grow(state, 12.0, PLAIN)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"Striped\(size=32, .*cannot grow to 64 positions"):
+        Cache.create(TINY.layers, [Striped(32, 2)] * 2, 1, jnp.float32).grown(64)
+    with pytest.raises(ValueError, match=r"needs 5 slots \(prompt\) but capacity=4; raise"):
+        start_decoding(sharp, PROMPTS, PARAMS, StepConfig(), capacity=4, grows=True)
