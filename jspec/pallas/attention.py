@@ -274,7 +274,7 @@ class _Partials:
         )
         blocks = plgpu.SMEM((stages, self.blocks.keys, size), k.dtype, transforms=swizzled)
 
-        def entry(*refs):
+        def attention_chunks(*refs):
             pl.run_scoped(
                 lambda *scratch: self._kernel(*refs, *scratch),
                 plgpu.SMEM((sides, wide, size), k.dtype, transforms=swizzled),
@@ -298,7 +298,7 @@ class _Partials:
 
         kept = (batch, tiles, kv_heads, self.chunks, shape.groups * shape.kept)
         call = plgpu.kernel(
-            entry,
+            attention_chunks,
             out_type=(
                 jax.ShapeDtypeStruct((*kept, size), jnp.float32),
                 jax.ShapeDtypeStruct((*kept[:-1], wide), jnp.float32),
@@ -566,7 +566,7 @@ class _Merge:
         piece = Spread(min(floor_power(size), PART), warps=WARPS)
         group, wide = heads // self.kv_heads, lses.shape[4]
 
-        def kernel(outs, lses, bounds, out, lse):
+        def attention_merge(outs, lses, bounds, out, lse):
             program = lax.axis_index("program")
             before, head = lax.div(program, heads), lax.rem(program, heads)
             row, token = lax.div(before, tokens), lax.rem(before, tokens)
@@ -611,7 +611,7 @@ class _Merge:
                 store(here, (x / safe).astype(self.dtype))
 
         call = plgpu.kernel(
-            kernel,
+            attention_merge,
             out_type=(
                 jax.ShapeDtypeStruct(self.queries, self.dtype),
                 jax.ShapeDtypeStruct(self.queries[:3], jnp.float32),
