@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 _HOMES = (
     "jspec.ops.attention.dense:ATTENTION",
     "jspec.ops.attention.gathered:GATHERED",
+    "jspec.ops.append:APPEND",
     "jspec.ops.verify:VERIFY_GREEDY",
     "jspec.ops.stochastic:VERIFY_STOCHASTIC",
     "jspec.ops.sample:SAMPLE",

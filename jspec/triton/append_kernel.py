@@ -1,0 +1,93 @@
+"""The Triton body that norms and rotates queries and keys, and writes keys and values."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def turned(
+    x, at, scale, cosine, sine, live, EPS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr
+):
+    """The two halves of heads that begin at ``at``, normed where there is a scale, and rotated."""
+    half = tl.arange(0, HALF)
+    inside = half < SIZE // 2
+    mask = live[:, None] & inside[None, :]
+    pointers = x + at[:, None] + half[None, :]
+    first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointers + SIZE // 2, mask=mask, other=0.0).to(tl.float32)
+    if scale is not None:
+        mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / SIZE
+        root = (1.0 / tl.sqrt_rn(mean + EPS))[:, None]
+        # Rounded where the model rounds: after the norm, and after its scale.
+        kind = x.dtype.element_ty
+        one = tl.load(scale + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+        two = tl.load(scale + half + SIZE // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+        first = ((first * root).to(kind).to(tl.float32) * one).to(kind).to(tl.float32)
+        second = ((second * root).to(kind).to(tl.float32) * two).to(kind).to(tl.float32)
+    return first * cosine - second * sine, second * cosine + first * sine
+
+
+@triton.jit
+def append_kernel(
+    joined,
+    cosine,
+    sine,
+    slots,
+    keys_before,
+    values_before,
+    q_scale,
+    k_scale,
+    queries,
+    keys,
+    values,
+    NORMED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    EPS: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
+    """A program takes a KV head of a token: its queries, its key and its value.
+
+    ``keys`` and ``values`` are the memory of ``keys_before`` and ``values_before``.
+    """
+    head = tl.program_id(0) % KV_HEADS
+    token = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    start = (token * KV_HEADS + head) * (GROUP * SIZE + SIZE + VALUE)
+    half = tl.arange(0, HALF)
+    inside = half < SIZE // 2
+    c = tl.load(cosine + token * (SIZE // 2) + half, mask=inside, other=0.0)[None, :]
+    s = tl.load(sine + token * (SIZE // 2) + half, mask=inside, other=0.0)[None, :]
+
+    query = tl.arange(0, GROUP_WIDTH)
+    live = query < GROUP
+    scale = q_scale if NORMED else None
+    one, two = turned(joined, start + query * SIZE, scale, c, s, live, EPS, SIZE, HALF)
+    to = queries + ((token * KV_HEADS + head) * GROUP + query)[:, None] * SIZE + half[None, :]
+    mask = live[:, None] & inside[None, :]
+    tl.store(to, one.to(queries.dtype.element_ty), mask=mask)
+    tl.store(to + SIZE // 2, two.to(queries.dtype.element_ty), mask=mask)
+
+    slot = tl.load(slots + token)
+    place = (token // TOKENS * SLOTS + slot) * KV_HEADS + head
+    kept = slot < SLOTS
+    lone = tl.arange(0, 1)
+    scale = k_scale if NORMED else None
+    key = start + GROUP * SIZE + lone
+    one, two = turned(joined, key, scale, c, s, lone == 0, EPS, SIZE, HALF)
+    to = keys + place * SIZE + lone[:, None] + half[None, :]
+    mask = kept & (lone == 0)[:, None] & inside[None, :]
+    # Rounded as the queries are, also where the cache is of another type.
+    kind = joined.dtype.element_ty
+    tl.store(to, one.to(kind).to(keys.dtype.element_ty), mask=mask)
+    tl.store(to + SIZE // 2, two.to(kind).to(keys.dtype.element_ty), mask=mask)
+
+    channel = tl.arange(0, VALUE_WIDTH)
+    there = channel < VALUE
+    value = tl.load(joined + start + (GROUP * SIZE + SIZE) + channel, mask=there, other=0.0)
+    tl.store(values + place * VALUE + channel, value.to(values.dtype.element_ty), mask=there & kept)

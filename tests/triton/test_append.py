@@ -1,0 +1,78 @@
+"""Norm, rotation and cache write in Triton: interpreted, lowered for CUDA, and on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.ops.append import APPEND as OPERATION
+from jspec.ops.append import Turn
+from jspec.triton import append as module
+from jspec.triton.append import append_triton
+from jspec.triton.call import refuses_triton
+from tests.triton.lowering import lower
+
+REFERENCE = OPERATION.backend("xla").run
+
+
+def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True, kept=None):
+    """Random ones, with slots in no order and one of them out of the cache."""
+    rng = np.random.default_rng(batch * tokens + size)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+    group = heads // kv_heads
+    joined = normal(batch, tokens, kv_heads, group * size + size + value)
+    q, k, v = jnp.split(joined, [group * size, group * size + size], axis=-1)
+    angle = jnp.asarray(rng.standard_normal((batch, tokens, 1, size // 2), np.float32))
+    scales = (normal(size), normal(size)) if normed else (None, None)
+    slots = np.stack([rng.permutation(24)[:tokens] for _ in range(batch)]).astype(np.int32)
+    slots[0, -1] = 24
+    keys, values = (normal(batch, 24, kv_heads, n).astype(kept or dtype) for n in (size, value))
+    turn = Turn(jnp.cos(angle), jnp.sin(angle), *scales, joined)
+    return q.reshape(batch, tokens, heads, size), k, v, turn, keys, values, jnp.asarray(slots)
+
+
+CASES = {
+    "mha": (1, 1, 2, 2, 16, 16, "float32"),
+    "group-of-three": (2, 3, 6, 2, 16, 8, "float32"),
+    "odd-sizes": (2, 2, 4, 1, 24, 40, "float16"),
+}
+LARGE = {
+    "qwen3": (4, 10, 32, 8, 128, 128, "bfloat16"),
+    "gpt-oss": (2, 1, 64, 8, 64, 64, "bfloat16"),
+    "h80": (3, 2, 16, 4, 80, 80, "float16"),
+}
+
+
+def assert_appended(got, given) -> None:
+    expected = jax.jit(REFERENCE)(*given)
+    for name, have, want in zip(("q", "keys", "values"), got, expected, strict=True):
+        assert have.dtype == want.dtype
+        tolerance = 2e-6 if want.dtype == jnp.float32 else 2e-2
+        have, want = (np.asarray(x, np.float64) for x in (have, want))
+        np.testing.assert_allclose(have, want, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_reference_in_the_interpreter(case, normed, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    given = arguments(*CASES[case], normed=normed)
+    assert_appended(append_triton(*given), given)
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE])
+def test_equals_the_reference_on_a_gpu(case):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    given = arguments(*(CASES | LARGE)[case])
+    assert_appended(jax.jit(append_triton)(*given), given)
+
+
+def test_is_one_launch_that_writes_in_place():
+    given = arguments(*LARGE["qwen3"])
+    text = lower(append_triton, *given)
+    assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
+    assert text.count("output_operand_alias") == 2
