@@ -6,7 +6,12 @@ import jax
 
 from jspec.dispatch import Backend
 from jspec.ops.append import Turn
-from jspec.triton.call import next_power, refuses_triton, triton_call
+from jspec.triton.call import (
+    aliases_are_given_twice,
+    next_power,
+    refuses_triton,
+    triton_call,
+)
 from jspec.typing import Array
 
 
@@ -14,19 +19,19 @@ def append_triton(
     q: Array, k: Array, v: Array, turn: Turn, keys: Array, values: Array, slots: Array
 ) -> tuple[Array, Array, Array]:
     """As `jspec.ops.append.rotate_and_append`."""
-    from jspec.triton.append_kernel import append_kernel
+    from jspec.triton.append_kernel import append_kernel, append_kernel_0_3
 
     assert turn.joined is not None  # `refuses`
     batch, tokens, heads, size = q.shape
     kv_heads, value = v.shape[2:]
     normed = turn.q_scale is not None
-    like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values))
+    like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values, q))
     scales = (turn.q_scale, turn.k_scale) if normed else (turn.cosine, turn.cosine)
     found = triton_call(
-        append_kernel,
-        *(turn.joined, turn.cosine, turn.sine, slots, keys, values, *scales),
+        append_kernel_0_3 if aliases_are_given_twice() else append_kernel,
+        *(keys, values, turn.joined, turn.cosine, turn.sine, slots, *scales),
         out=tuple(like),
-        aliases={4: 1, 5: 2},
+        aliases={0: 0, 1: 1},
         programs=batch * tokens * kv_heads,
         warps=1,
         NORMED=normed,
@@ -41,7 +46,7 @@ def append_triton(
         HALF=next_power(size // 2),
         VALUE_WIDTH=next_power(value),
     )
-    queries, keys, values = found
+    keys, values, queries = found
     return queries, keys, values
 
 

@@ -28,13 +28,11 @@ def turned(
 
 
 @triton.jit
-def append_kernel(
+def append(
     joined,
     cosine,
     sine,
     slots,
-    keys_before,
-    values_before,
     q_scale,
     k_scale,
     queries,
@@ -52,10 +50,7 @@ def append_kernel(
     HALF: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """A program takes a KV head of a token: its queries, its key and its value.
-
-    ``keys`` and ``values`` are the memory of ``keys_before`` and ``values_before``.
-    """
+    """A program takes a KV head of a token: its queries, its key and its value."""
     head = tl.program_id(0) % KV_HEADS
     token = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     start = (token * KV_HEADS + head) * (GROUP * SIZE + SIZE + VALUE)
@@ -91,3 +86,101 @@ def append_kernel(
     there = channel < VALUE
     value = tl.load(joined + start + (GROUP * SIZE + SIZE) + channel, mask=there, other=0.0)
     tl.store(values + place * VALUE + channel, value.to(values.dtype.element_ty), mask=there & kept)
+
+
+@triton.jit
+def append_kernel(
+    keys,
+    values,
+    joined,
+    cosine,
+    sine,
+    slots,
+    q_scale,
+    k_scale,
+    queries,
+    NORMED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    EPS: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
+    """`append`, its caches given as they are before and after."""
+    append(
+        joined,
+        cosine,
+        sine,
+        slots,
+        q_scale,
+        k_scale,
+        queries,
+        keys,
+        values,
+        NORMED,
+        SLOTS,
+        TOKENS,
+        KV_HEADS,
+        GROUP,
+        SIZE,
+        VALUE,
+        EPS,
+        GROUP_WIDTH,
+        HALF,
+        VALUE_WIDTH,
+    )
+
+
+@triton.jit
+def append_kernel_0_3(
+    keys_before,
+    values_before,
+    joined,
+    cosine,
+    sine,
+    slots,
+    q_scale,
+    k_scale,
+    keys,
+    values,
+    queries,
+    NORMED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    EPS: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
+    """The same for jax-triton 0.3, which gives the memory of an alias twice."""
+    append(
+        joined,
+        cosine,
+        sine,
+        slots,
+        q_scale,
+        k_scale,
+        queries,
+        keys,
+        values,
+        NORMED,
+        SLOTS,
+        TOKENS,
+        KV_HEADS,
+        GROUP,
+        SIZE,
+        VALUE,
+        EPS,
+        GROUP_WIDTH,
+        HALF,
+        VALUE_WIDTH,
+    )

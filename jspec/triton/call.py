@@ -35,6 +35,16 @@ def next_power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def aliases_are_given_twice() -> bool:
+    """Whether a kernel gets the memory of an alias as its input and as its output.
+
+    So does jax-triton 0.3; 0.4 gives it once.
+    """
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
+    return "out_type" not in inspect.signature(jax_triton.triton_call).parameters
+
+
 def triton_call(
     kernel: Any,
     *arrays: Array,
@@ -56,8 +66,7 @@ def triton_call(
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     # 0.4 renamed out_shape to out_type and warns of the old name.
-    parameters = inspect.signature(jax_triton.triton_call).parameters
-    name = "out_type" if "out_type" in parameters else "out_shape"
+    name = "out_shape" if aliases_are_given_twice() else "out_type"
     settings = {name: tuple(out), "grid": (programs,), "num_warps": warps, "num_stages": stages}
     settings["input_output_aliases"] = dict(aliases or {})
 
