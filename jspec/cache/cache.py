@@ -93,15 +93,28 @@ class Cache:
             raise ValueError(
                 f"layer {layer} keeps {sorted(held)}, but {sorted(columns)} were appended"
             )
-        # Padding is sent past the end, where "drop" leaves it out.
-        slots = self.layouts[layer].slots(_last(positions, self.layouts[layer].size))
+        slots = self.slots(layer, positions)
         rows = jnp.arange(positions.shape[0])[:, None]
-        new = {
-            name: held[name].at[rows, slots].set(x.astype(held[name].dtype), mode="drop")
-            for name, x in columns.items()
-        }
-        columns_after = (*self.columns[:layer], new, *self.columns[layer + 1 :])
-        return dataclasses.replace(self, columns=columns_after)
+        return self.replaced(
+            layer,
+            **{
+                name: held[name].at[rows, slots].set(x.astype(held[name].dtype), mode="drop")
+                for name, x in columns.items()
+            },
+        )
+
+    def slots(self, layer: int, positions: Array) -> Array:
+        """Where a pass at ``positions [B, T]`` writes, int32 ``[B, T]``, each slot once.
+
+        The number of slots, past the end, for -1 and for a position whose slot a later one takes.
+        """
+        layout = self.layouts[layer]
+        return layout.slots(_last(positions, layout.size))
+
+    def replaced(self, layer: int, **columns: Array) -> Cache:
+        """The cache with these columns of a layer in place of its own."""
+        after = (*self.columns[:layer], columns, *self.columns[layer + 1 :])
+        return dataclasses.replace(self, columns=after)
 
     def with_lengths(self, lengths: Array) -> Cache:
         """The same slots with other ``lengths [B]``: shorter rolls back, longer commits."""

@@ -9,6 +9,7 @@ from typing import Any
 from jspec.config import shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.dispatch import Backends
+from jspec.ops.append import APPEND
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
 from jspec.ops.sample import SAMPLE
@@ -17,7 +18,7 @@ from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Policy
 
 # Of a step.
-OPERATIONS = (ATTENTION, GATHERED, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC)
+OPERATIONS = (APPEND, ATTENTION, GATHERED, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC)
 
 
 @dataclasses.dataclass(frozen=True)

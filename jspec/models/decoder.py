@@ -11,7 +11,8 @@ from flax import nnx
 
 from jspec.config import LayerSpec, ModelConfig
 from jspec.models.joined import Part, gate_up_parts, joined_shape, qkv_parts
-from jspec.models.rope import rope_angles, rope_frequencies, rotate
+from jspec.models.rope import rope_angles, rope_frequencies
+from jspec.ops.append import Turn, rms_norm
 from jspec.typing import Array, Attend
 
 
@@ -74,8 +75,15 @@ class JoinedLinear(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[Array, ...]:
         """Each part ``[B, T, rows, columns]`` of ``x [B, T, in]``."""
+        return self.split(self.joined(x))
+
+    def joined(self, x: Array) -> Array:
+        """All parts, side by side."""
         y = product(x, self.kernel[...])
-        y = y if self.bias is None else y + self.bias[None, None]
+        return y if self.bias is None else y + self.bias[None, None]
+
+    def split(self, y: Array) -> tuple[Array, ...]:
+        """Each part of what `joined` gives."""
         return tuple(part.of(y) for part in self.parts)
 
 
@@ -87,9 +95,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -107,12 +113,22 @@ class Attention(nnx.Module):
             self.q_norm = self.k_norm = None
 
     def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
-        q, k, v = self.qkv(x)
+        joined = self.qkv.joined(x)
+        q, k, v = self.qkv.split(joined)
         q = q.reshape(*x.shape[:2], -1, k.shape[-1])
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out, cache = attend(layer, rotate(q, *angles), rotate(k, *angles), v, cache)
+        turn = self.turn(angles, joined)
+        if getattr(attend, "turns", False):
+            out, cache = attend(layer, q, k, v, cache, turn=turn)
+        else:
+            out, cache = attend(layer, *turn(q, k), v, cache)
         return self.out(out.reshape(*out.shape[:2], -1)), cache
+
+    def turn(self, angles: tuple[Array, Array], joined: Array) -> Turn:
+        """What is to be done to queries and keys that are slices of ``joined``."""
+        if self.q_norm is None or self.k_norm is None:
+            return Turn(*angles, joined=joined)
+        scales = self.q_norm.scale[...], self.k_norm.scale[...]
+        return Turn(*angles, *scales, joined, self.q_norm.eps)
 
 
 class MLP(nnx.Module):

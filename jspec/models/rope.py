@@ -61,10 +61,3 @@ def rope_angles(positions: Array, frequencies: Array, factor: float) -> tuple[Ar
     """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of absolute ``positions [B, T]``."""
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies[None, None, None]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def rotate(x: Array, cosine: Array, sine: Array) -> Array:
-    """Rotate ``x [B, T, N, H]`` in the half-split layout of Llama checkpoints; keeps its dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cosine - second * sine, second * cosine + first * sine]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jspec.cache import Cache, Linear
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
+from jspec.ops.append import Turn, rotate_and_append
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.gathered import gathered_attention
 from jspec.policies.dense import Dense
@@ -20,6 +21,12 @@ from jspec.policies.policy import Policy
 from jspec.typing import Array, Attend
 
 DENSE = Dense()
+
+
+def turning(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark an `Attend` that takes ``turn``: queries and keys as the projection gives them."""
+    attend.turns = True  # pyright: ignore[reportFunctionMemberAccess]
+    return attend
 
 
 def dense_attend(
@@ -34,10 +41,13 @@ def dense_attend(
     What ``policy`` keeps of a token is appended with its key and value.
     """
 
-    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None):
+    @turning
+    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None, turn=None):
         spec, layout, before = cache.specs[layer], cache.layouts[layer], cache.columns[layer]
-        cache = _append(cache, layer, positions, k, v, policy, arrays)
         overwrites = spec.window is not None and positions.shape[1] > layout.size - spec.window
+        if overwrites and turn is not None:
+            (q, k), turn = turn(q, k), None
+        q, cache = _append(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
         if isinstance(layout, Linear) or not overwrites:
             return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
         # Such a pass overwrites what its first queries still see.
@@ -64,10 +74,11 @@ def selected_attend(
     draft has written. A layer with a sliding window is read whole: it is small already.
     """
 
-    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None):
+    @turning
+    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None, turn=None):
         spec = cache.specs[layer]
         # Written before it is read: a cache that is read and then written would be copied whole.
-        cache = _append(cache, layer, positions, k, v, policy, arrays)
+        q, cache = _append(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
         chosen = None if spec.window is not None else policy.select(arrays, layer, cache, q, until)
         if chosen is None:
             return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
@@ -156,10 +167,31 @@ def _named(k: Array, v: Array | None) -> dict[str, Array]:
     return {"keys": k} if v is None else {"keys": k, "values": v}
 
 
-def _append(cache: Cache, layer: int, positions, k, v, policy: Policy, arrays: Any) -> Cache:
-    return cache.append(
-        layer, positions, **_named(k, v), **policy.encode(arrays, cache.specs[layer], k)
-    )
+def _append(
+    cache: Cache,
+    layer: int,
+    positions: Array,
+    q: Array,
+    k: Array,
+    v: Array | None,
+    turn: Turn | None,
+    policy: Policy,
+    arrays: Any,
+    backends: Mapping[str, str],
+) -> tuple[Array, Cache]:
+    """The queries, turned if that is still to be done, and the cache with the new tokens."""
+    spec, held = cache.specs[layer], cache.columns[layer]
+    if turn is not None and v is not None and not policy.columns(spec):
+        slots = cache.slots(layer, positions)
+        q, keys, values = rotate_and_append(
+            *(q, k, v, turn, held["keys"], held["values"], slots),
+            implementation=backends.get("rotate_and_append"),
+        )
+        return q, cache.replaced(layer, keys=keys, values=values)
+    if turn is not None:
+        q, k = turn(q, k)
+    columns = _named(k, v) | policy.encode(arrays, spec, k)
+    return q, cache.append(layer, positions, **columns)
 
 
 def _read_whole(

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec import RopeScaling
-from jspec.models.rope import rope_angles, rope_frequencies, rotate
+from jspec.models.rope import rope_angles, rope_frequencies
+from jspec.ops.append import rotate
 
 HEADS = st.integers(1, 64).map(lambda half: 2 * half)
 THETAS = st.floats(500.0, 1e7)
