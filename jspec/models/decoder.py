@@ -12,7 +12,9 @@ from flax import nnx
 from jspec.config import LayerSpec, ModelConfig
 from jspec.models.joined import Part, gate_up_parts, joined_shape, qkv_parts
 from jspec.models.rope import rope_angles, rope_frequencies
-from jspec.ops.append import Turn, rms_norm
+from jspec.ops.append import Turn
+from jspec.ops.linear import linear
+from jspec.ops.norm import RMS
 from jspec.typing import Array, Attend
 
 
@@ -41,14 +43,8 @@ def _joined(inputs: int, parts: tuple[Part, ...], dtype, rngs: nnx.Rngs | None) 
     return nnx.Param(kernel)
 
 
-def product(x: Array, kernel: Array, dtype=None) -> Array:
-    """``x [..., in]`` times ``kernel [in, ...]``, summed in float32, in the dtype of ``x``."""
-    if x.size > x.shape[-1] or jax.default_backend() != "gpu":
-        return jnp.tensordot(x, kernel, axes=1, preferred_element_type=dtype)
-    # XLA would write the products of a single row to memory, rounded, and add them up afterwards.
-    rows = jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0)))
-    y = jnp.tensordot(rows, kernel, axes=1, preferred_element_type=dtype)
-    return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])
+def _value(parameter: nnx.Param | None) -> Array | None:
+    return None if parameter is None else parameter[...]
 
 
 class Linear(nnx.Module):
@@ -58,9 +54,9 @@ class Linear(nnx.Module):
         self.kernel = _normal((inputs, outputs), inputs**-0.5, dtype, rngs)
         self.bias = _constant((outputs,), 0.0, dtype, rngs) if bias else None
 
-    def __call__(self, x: Array) -> Array:
-        y = product(x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[None, None]
+    def __call__(self, x: Array, *, norm: RMS | None = None, add: Array | None = None) -> Array:
+        """Of ``x`` after ``norm``, with ``add`` added in the end."""
+        return linear(x, self.kernel[...], _value(self.bias), norm=norm, add=add)
 
 
 class JoinedLinear(nnx.Module):
@@ -77,10 +73,13 @@ class JoinedLinear(nnx.Module):
         """Each part ``[B, T, rows, columns]`` of ``x [B, T, in]``."""
         return self.split(self.joined(x))
 
-    def joined(self, x: Array) -> Array:
-        """All parts, side by side."""
-        y = product(x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[None, None]
+    def joined(self, x: Array, norm: RMS | None = None) -> Array:
+        """All parts of ``x`` after ``norm``, side by side."""
+        return linear(x, self.kernel[...], _value(self.bias), norm=norm)
+
+    def gated(self, x: Array, norm: RMS | None = None) -> Array:
+        """``silu(gate) * up`` of ``x`` after ``norm``, where those are the parts."""
+        return linear(x, self.kernel[...], _value(self.bias), norm=norm, gated=True)
 
     def split(self, y: Array) -> tuple[Array, ...]:
         """Each part of what `joined` gives."""
@@ -94,8 +93,12 @@ class RMSNorm(nnx.Module):
         self.scale = _constant((size,), 1.0, dtype, rngs)
         self.eps = eps
 
+    @property
+    def rms(self) -> RMS:
+        return RMS(self.scale[...], self.eps)
+
     def __call__(self, x: Array) -> Array:
-        return rms_norm(x, self.scale[...], self.eps)
+        return self.rms(x)
 
 
 class Attention(nnx.Module):
@@ -112,8 +115,11 @@ class Attention(nnx.Module):
         else:
             self.q_norm = self.k_norm = None
 
-    def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
-        joined = self.qkv.joined(x)
+    def __call__(
+        self, x: Array, norm: RMS, layer: int, angles: tuple[Array, Array], attend: Attend, cache
+    ):
+        """``x`` plus what attention gives for it after ``norm``, and the cache."""
+        joined = self.qkv.joined(x, norm)
         q, k, v = self.qkv.split(joined)
         q = q.reshape(*x.shape[:2], -1, k.shape[-1])
         turn = self.turn(angles, joined)
@@ -121,14 +127,12 @@ class Attention(nnx.Module):
             out, cache = attend(layer, q, k, v, cache, turn=turn)
         else:
             out, cache = attend(layer, *turn(q, k), v, cache)
-        return self.out(out.reshape(*out.shape[:2], -1)), cache
+        return self.out(out.reshape(*out.shape[:2], -1), add=x), cache
 
     def turn(self, angles: tuple[Array, Array], joined: Array) -> Turn:
         """What is to be done to queries and keys that are slices of ``joined``."""
-        if self.q_norm is None or self.k_norm is None:
-            return Turn(*angles, joined=joined)
-        scales = self.q_norm.scale[...], self.k_norm.scale[...]
-        return Turn(*angles, *scales, joined, self.q_norm.eps)
+        norms = (None if norm is None else norm.rms for norm in (self.q_norm, self.k_norm))
+        return Turn(*angles, *norms, joined)
 
 
 class MLP(nnx.Module):
@@ -140,9 +144,9 @@ class MLP(nnx.Module):
         self.gate_up = JoinedLinear(narrow, parts, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(wide, narrow, bias=bias, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Array) -> Array:
-        gate, up = (part[..., 0, :] for part in self.gate_up(x))
-        return self.down(jax.nn.silu(gate) * up)
+    def __call__(self, x: Array, norm: RMS) -> Array:
+        """``x`` plus what it gives after ``norm``."""
+        return self.down(self.gate_up.gated(x, norm), add=x)
 
 
 class Block(nnx.Module):
@@ -157,9 +161,8 @@ class Block(nnx.Module):
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
-        y, cache = self.attention(self.attention_norm(x), layer, angles, attend, cache)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cache
+        x, cache = self.attention(x, self.attention_norm.rms, layer, angles, attend, cache)
+        return self.mlp(x, self.mlp_norm.rms), cache
 
 
 class Decoder(nnx.Module):
@@ -218,5 +221,6 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """Next-token logits, float32 ``[..., V]``."""
-        kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
-        return product(hidden, kernel, jnp.float32)
+        if self.head is None:
+            return linear(hidden, self.embedding[...], transposed=True, dtype=jnp.float32)
+        return linear(hidden, self.head.kernel[...], dtype=jnp.float32)

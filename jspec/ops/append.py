@@ -6,50 +6,38 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.norm import RMS
 from jspec.typing import Array
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cosine", "sine", "q_scale", "k_scale", "joined"],
-    meta_fields=["eps"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Turn:
     """What is still to be done to queries and keys before they meet.
 
-    ``q_scale [H]`` and ``k_scale [H]`` of a root-mean-square norm of each head with ``eps``, None
-    for none; then a rotation by ``cosine`` and ``sine``, float32 ``[B, T, 1, H / 2]``. ``joined
-    [B, T, K, G * H + H + H']``: the product that queries, keys and values are slices of, for
-    kernels to read it in place; None where there is none.
+    A norm of each head, ``q_norm`` and ``k_norm``, None for none; then a rotation by ``cosine`` and
+    ``sine``, float32 ``[B, T, 1, H / 2]``. ``joined [B, T, K, G * H + H + H']``: the product that
+    queries, keys and values are slices of, for kernels to read it in place; None where there is
+    none.
     """
 
     cosine: Array
     sine: Array
-    q_scale: Array | None = None
-    k_scale: Array | None = None
+    q_norm: RMS | None = None
+    k_norm: RMS | None = None
     joined: Array | None = None
-    eps: float = 1e-6
 
     def __call__(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries ``[B, T, N, H]`` and keys ``[B, T, K, H]``, normed and rotated."""
-        if self.q_scale is not None and self.k_scale is not None:
-            q, k = (rms_norm(x, s, self.eps) for x, s in ((q, self.q_scale), (k, self.k_scale)))
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
         return rotate(q, self.cosine, self.sine), rotate(k, self.cosine, self.sine)
-
-
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """Root-mean-square norm over the last axis, in float32, rounded before it is scaled."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
 def rotate(x: Array, cosine: Array, sine: Array) -> Array:
@@ -114,8 +102,8 @@ def _cases() -> list[Case]:
             joined = normal(2, 3, 2, 4 * 16)
             q, k, v = np.split(joined, [32, 48], axis=-1)
             angle = normal(2, 3, 1, 8)
-            scales = (normal(16), normal(16)) if normed else (None, None)
-            turn = Turn(np.cos(angle), np.sin(angle), *scales, joined)
+            norms = (RMS(normal(16)), RMS(normal(16))) if normed else (None, None)
+            turn = Turn(np.cos(angle), np.sin(angle), *norms, joined)
             cache = normal(2, 20, 2, 16), normal(2, 20, 2, 16)
             slots = np.array([[4, 5, 20], [0, 7, 19]], np.int32)
             return q.reshape(2, 3, 4, 16), k, v, turn, *cache, slots

@@ -6,6 +6,7 @@ import jax
 
 from jspec.dispatch import Backend
 from jspec.ops.append import Turn
+from jspec.ops.norm import RMS
 from jspec.triton.call import (
     aliases_are_given_twice,
     next_power,
@@ -24,14 +25,14 @@ def append_triton(
     assert turn.joined is not None  # `refuses`
     batch, tokens, heads, size = q.shape
     kv_heads, value = v.shape[2:]
-    normed = turn.q_scale is not None
-    like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values, q))
-    scales = (turn.q_scale, turn.k_scale) if normed else (turn.cosine, turn.cosine)
+    normed = turn.q_norm is not None and turn.k_norm is not None
+    like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values))
+    norms = (turn.q_norm, turn.k_norm) if normed else (RMS(turn.cosine), RMS(turn.cosine))
     found = triton_call(
         append_kernel_0_3 if aliases_are_given_twice() else append_kernel,
-        *(keys, values, turn.joined, turn.cosine, turn.sine, slots, *scales),
+        *(keys, values, turn.joined, turn.cosine, turn.sine, slots, *(norm.scale for norm in norms)),
         out=tuple(like),
-        aliases={0: 0, 1: 1},
+        aliases={0: 1, 1: 2},
         programs=batch * tokens * kv_heads,
         warps=1,
         NORMED=normed,
@@ -41,12 +42,13 @@ def append_triton(
         GROUP=heads // kv_heads,
         SIZE=size,
         VALUE=value,
-        EPS=turn.eps,
+        Q_EPS=norms[0].eps,
+        K_EPS=norms[1].eps,
         GROUP_WIDTH=next_power(heads // kv_heads),
         HALF=next_power(size // 2),
         VALUE_WIDTH=next_power(value),
     )
-    keys, values, queries = found
+    queries, keys, values = found
     return queries, keys, values
 
 
@@ -56,6 +58,8 @@ def refuses(q: Array, v: Array, turn: Turn) -> str | None:
     kv_heads, value = v.shape[2:]
     if turn.joined is None:
         return "queries, keys and values are not slices of one product"
+    if (turn.q_norm is None) != (turn.k_norm is None):
+        return "of queries and keys only one has a norm"
     columns = heads // kv_heads * size + size + value
     if turn.joined.shape != (batch, tokens, kv_heads, columns):
         return f"joined {turn.joined.shape} is not [B, T, K, {columns}]"

@@ -45,7 +45,8 @@ def append(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE: tl.constexpr,
-    EPS: tl.constexpr,
+    Q_EPS: tl.constexpr,
+    K_EPS: tl.constexpr,
     GROUP_WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -62,7 +63,7 @@ def append(
     query = tl.arange(0, GROUP_WIDTH)
     live = query < GROUP
     scale = q_scale if NORMED else None
-    one, two = turned(joined, start + query * SIZE, scale, c, s, live, EPS, SIZE, HALF)
+    one, two = turned(joined, start + query * SIZE, scale, c, s, live, Q_EPS, SIZE, HALF)
     to = queries + ((token * KV_HEADS + head) * GROUP + query)[:, None] * SIZE + half[None, :]
     mask = live[:, None] & inside[None, :]
     tl.store(to, one.to(queries.dtype.element_ty), mask=mask)
@@ -74,7 +75,7 @@ def append(
     lone = tl.arange(0, 1)
     scale = k_scale if NORMED else None
     key = start + GROUP * SIZE + lone
-    one, two = turned(joined, key, scale, c, s, lone == 0, EPS, SIZE, HALF)
+    one, two = turned(joined, key, scale, c, s, lone == 0, K_EPS, SIZE, HALF)
     to = keys + place * SIZE + lone[:, None] + half[None, :]
     mask = kept & (lone == 0)[:, None] & inside[None, :]
     # Rounded as the queries are, also where the cache is of another type.
@@ -106,7 +107,8 @@ def append_kernel(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE: tl.constexpr,
-    EPS: tl.constexpr,
+    Q_EPS: tl.constexpr,
+    K_EPS: tl.constexpr,
     GROUP_WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -129,7 +131,8 @@ def append_kernel(
         GROUP,
         SIZE,
         VALUE,
-        EPS,
+        Q_EPS,
+        K_EPS,
         GROUP_WIDTH,
         HALF,
         VALUE_WIDTH,
@@ -146,9 +149,9 @@ def append_kernel_0_3(
     slots,
     q_scale,
     k_scale,
+    queries,
     keys,
     values,
-    queries,
     NORMED: tl.constexpr,
     SLOTS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -156,7 +159,8 @@ def append_kernel_0_3(
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE: tl.constexpr,
-    EPS: tl.constexpr,
+    Q_EPS: tl.constexpr,
+    K_EPS: tl.constexpr,
     GROUP_WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -179,7 +183,8 @@ def append_kernel_0_3(
         GROUP,
         SIZE,
         VALUE,
-        EPS,
+        Q_EPS,
+        K_EPS,
         GROUP_WIDTH,
         HALF,
         VALUE_WIDTH,

@@ -7,6 +7,7 @@ import pytest
 
 from jspec.ops.append import APPEND as OPERATION
 from jspec.ops.append import Turn
+from jspec.ops.norm import RMS
 from jspec.triton import append as module
 from jspec.triton.append import append_triton
 from jspec.triton.call import refuses_triton
@@ -26,11 +27,11 @@ def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True
     joined = normal(batch, tokens, kv_heads, group * size + size + value)
     q, k, v = jnp.split(joined, [group * size, group * size + size], axis=-1)
     angle = jnp.asarray(rng.standard_normal((batch, tokens, 1, size // 2), np.float32))
-    scales = (normal(size), normal(size)) if normed else (None, None)
+    norms = (RMS(normal(size)), RMS(normal(size), 1e-5)) if normed else (None, None)
     slots = np.stack([rng.permutation(24)[:tokens] for _ in range(batch)]).astype(np.int32)
     slots[0, -1] = 24
     keys, values = (normal(batch, 24, kv_heads, n).astype(kept or dtype) for n in (size, value))
-    turn = Turn(jnp.cos(angle), jnp.sin(angle), *scales, joined)
+    turn = Turn(jnp.cos(angle), jnp.sin(angle), *norms, joined)
     return q.reshape(batch, tokens, heads, size), k, v, turn, keys, values, jnp.asarray(slots)
 
 

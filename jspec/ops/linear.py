@@ -1,0 +1,152 @@
+"""A product with a matrix of weights, with the norm before it and what follows it.
+
+`linear` is the public operation; ``xla`` is the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.norm import RMS
+from jspec.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """Weights of a product, ``kernel [in, *out]`` and ``bias [*out]``, and the norm before it."""
+
+    kernel: Array
+    bias: Array | None = None
+    norm: RMS | None = None
+
+
+def linear(
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    norm: RMS | None = None,
+    add: Array | None = None,
+    gated: bool = False,
+    transposed: bool = False,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """``x [..., in]`` times ``kernel [in, *out]``, ``[*out, in]`` if ``transposed``, plus ``bias``.
+
+    ``norm``: of x before. ``gated``: ``out`` is ``(2, width)``, and what comes is ``silu(gate) *
+    up`` of the two, ``[..., width]`` (SwiGLU, Shazeer 2020). ``add``, of the result's shape, is
+    added in the end. Sums are float32; the result is of ``dtype``, by default that of x. Few rows
+    read the weights once, at the speed of memory, in one launch where Triton serves; a row's result
+    then is the same bits among any other rows, 64 in all at most. Raises `ValueError` for shapes
+    that do not fit.
+    """
+    inputs = kernel.shape[-1 if transposed else 0]
+    outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
+    fits = x.shape[-1] == inputs and (bias is None or bias.shape == outputs)
+    if gated:
+        fits = fits and len(outputs) == 2 and outputs[0] == 2
+        outputs = outputs[1:]
+    if not fits or (add is not None and add.shape != (*x.shape[:-1], *outputs)):
+        shapes = f"x {x.shape}, kernel {kernel.shape}"
+        for name, value in (("bias", bias), ("add", add)):
+            shapes += "" if value is None else f", {name} {value.shape}"
+        raise ValueError(
+            f"{shapes} with gated={gated}, transposed={transposed} must be [..., in], [in, *out] "
+            "([*out, in] if transposed), out and [..., *out], out being (2, width) if gated"
+        )
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    return LINEAR(
+        *(x, kernel, bias, norm, add),
+        gated=gated,
+        transposed=transposed,
+        dtype=dtype,
+        implementation=implementation,
+    )
+
+
+def linear_xla(
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    norm: RMS | None,
+    add: Array | None,
+    *,
+    gated: bool,
+    transposed: bool,
+    dtype: np.dtype,
+) -> Array:
+    """As `linear`, rounded to ``dtype`` after each operation."""
+    kernel = jnp.moveaxis(kernel, -1, 0) if transposed else kernel
+    y = _product(x if norm is None else norm(x), kernel, dtype)
+    if bias is not None:
+        y = y + jnp.expand_dims(bias, range(x.ndim - 1)).astype(dtype)
+    if gated:
+        y = jax.nn.silu(y[..., 0, :]) * y[..., 1, :]
+    return y if add is None else add.astype(dtype) + y
+
+
+def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
+    """``x [..., in]`` times ``kernel [in, ...]``, summed in float32."""
+    if x.size > x.shape[-1] or jax.default_backend() != "gpu":
+        return jnp.tensordot(x, kernel, axes=1, preferred_element_type=dtype)
+    # XLA would write the products of a single row to memory, rounded, and add them up afterwards.
+    rows = jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0)))
+    y = jnp.tensordot(rows, kernel, axes=1, preferred_element_type=dtype)
+    return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])
+
+
+def linear_sizes(x: Array, *args, **kwargs) -> dict[str, int]:
+    """What backends are ordered by."""
+    return {"rows": math.prod(x.shape[:-1]), "inputs": x.shape[-1]}
+
+
+def _cases() -> list[Case]:
+    """A layer's products, small and of sizes that no tile divides."""
+
+    def build(rows: int, *, inputs: int = 40, outputs: tuple[int, ...] = (24,), **given: bool):
+        def made():
+            rng = np.random.default_rng(rows)
+
+            def normal(*shape):
+                return rng.standard_normal(shape, np.float32)
+
+            x = normal(rows, inputs)
+            kernel = normal(*outputs, inputs) if given.get("transposed") else normal(inputs, *outputs)
+            bias = normal(*outputs) if given.get("bias") else None
+            norm = RMS(normal(inputs)) if given.get("norm") else None
+            add = normal(rows, *outputs) if given.get("add") else None
+            return x, kernel, bias, norm, add
+
+        return made
+
+    def static(**given: bool):
+        return {"gated": False, "transposed": False, "dtype": np.dtype("float32")} | given
+
+    return [
+        Case("plain", build(3), static(), small=True),
+        Case("normed", build(1, norm=True, bias=True), static(), small=True),
+        Case("gated", build(5, outputs=(2, 48), norm=True), static(gated=True), small=True),
+        Case("added", build(17, add=True), static(), small=True),
+        Case("transposed", build(2, transposed=True, norm=True), static(transposed=True), small=True),
+    ]
+
+
+LINEAR = Operation(
+    "linear",
+    {
+        "xla": Backend("xla", linear_xla, always),
+        "triton": "jspec.triton.linear:LINEAR",
+        "cuda": "jspec.cuda_ffi.linear:LINEAR",
+    },
+    linear_sizes,
+    _cases,
+)

@@ -1,0 +1,120 @@
+"""A product of a few rows as one Triton launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+
+from jspec import tuned
+from jspec.dispatch import Backend
+from jspec.ops.feed_forward import composed
+from jspec.ops.gradient import differentiated_as
+from jspec.ops.linear import linear_sizes, linear_xla
+from jspec.ops.norm import RMS
+from jspec.triton.call import next_power, refuses_triton, triton_call
+from jspec.typing import Array
+
+MOST = 64  # rows that one tile holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut: ``width`` columns of the result a program, ``bytes`` of weights a tile,
+    ``stages`` of tiles on their way, ``warps`` to run a program.
+    """
+
+    width: int
+    bytes: int
+    stages: int
+    warps: int
+
+
+def linear_triton(
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    norm: RMS | None,
+    add: Array | None,
+    *,
+    gated: bool,
+    transposed: bool,
+    dtype: np.dtype,
+    blocks: Blocks | None = None,
+) -> Array:
+    """As `jspec.ops.linear.linear`."""
+    settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
+    run = differentiated_as(
+        functools.partial(linear_xla, **settings),
+        functools.partial(_launch, **settings, blocks=blocks),
+    )
+    return run(x, kernel, bias, norm, add)
+
+
+def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> Array:
+    from jspec.triton.linear_kernel import linear_kernel
+
+    lead, inputs = x.shape[:-1], x.shape[-1]
+    outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
+    outputs = outputs[1:] if gated else outputs
+    rows, columns = math.prod(lead), math.prod(outputs)
+    sizes = linear_sizes(x) | {"outputs": columns}
+    blocks = blocks or Blocks(**tuned.block("linear", "triton", sizes))
+    width = min(blocks.width, max(16, next_power(columns)))
+    step = blocks.bytes // (width * kernel.dtype.itemsize)
+    (y,) = triton_call(
+        linear_kernel,
+        *(x, kernel, x if bias is None else bias),
+        *(x if norm is None else norm.scale, x if add is None else add),
+        out=(jax.ShapeDtypeStruct((*lead, *outputs), dtype),),
+        programs=-(-columns // width),
+        warps=blocks.warps,
+        ROWS=rows,
+        IN=inputs,
+        OUT=columns,
+        EPS=0.0 if norm is None else norm.eps,
+        BIASED=bias is not None,
+        NORMED=norm is not None,
+        ADDED=add is not None,
+        GATED=gated,
+        TRANSPOSED=transposed,
+        TILE=max(16, next_power(rows)),
+        STEP=max(16, min(step, next_power(inputs))),
+        WIDTH=width,
+        STAGES=blocks.stages,
+    )
+    return y
+
+
+def refuses(x: Array, kernel: Array) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    rows = math.prod(x.shape[:-1])
+    if not 1 <= rows <= MOST:
+        return f"it takes 1 to {MOST} rows, and there are {rows}"
+    if 0 in kernel.shape:
+        return f"kernel {kernel.shape} leaves nothing to launch"
+    if x.dtype != kernel.dtype or x.dtype not in ("bfloat16", "float16", "float32"):
+        return f"x {x.dtype} and kernel {kernel.dtype} are not of one type of 16 or 32 bits"
+    mesh = jax.typeof(kernel).sharding.mesh
+    if not mesh.are_all_axes_manual and mesh.size > 1:
+        return "XLA would gather weights that lie on a mesh; call it inside jax.shard_map"
+    return None
+
+
+def _supports(x, kernel, *args, **kwargs) -> str | None:
+    return refuses(x, kernel) or refuses_triton()
+
+
+LINEAR = Backend("triton", linear_triton, _supports)
+
+
+def _supports_all(attended, x, out, gate_up, down, following) -> str | None:
+    projections = (out, gate_up, down, *(() if following is None else (following,)))
+    reasons = (refuses(x, projection.kernel) for projection in projections)
+    return next(filter(None, reasons), None) or refuses_triton()
+
+
+FEED_FORWARD = Backend("triton", functools.partial(composed, linear_triton), _supports_all)

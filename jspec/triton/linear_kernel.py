@@ -1,0 +1,113 @@
+"""The Triton body of a product of a few rows, which reads the weights once."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def linear_kernel(
+    x,
+    kernel,
+    bias,
+    scale,
+    add,
+    out,
+    ROWS: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    EPS: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
+    ADDED: tl.constexpr,
+    GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program takes ``WIDTH`` columns of the result and all of their inputs, in one order."""
+    row = tl.arange(0, TILE)[:, None]
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    there = column < OUT
+    columns: tl.constexpr = 2 * OUT if GATED else OUT
+    at: tl.constexpr = IN if TRANSPOSED else 1
+    down: tl.constexpr = 1 if TRANSPOSED else columns
+    total = tl.zeros([TILE, WIDTH], tl.float32)
+    gates = tl.zeros([TILE, WIDTH], tl.float32)
+    squares = tl.zeros([TILE], tl.float32)
+    for start in tl.range(0, IN, STEP, num_stages=STAGES):
+        index = start + tl.arange(0, STEP)
+        inside = index < IN
+        live = (row < ROWS) & inside[None, :]
+        part = tl.load(x + row * IN + index[None, :], mask=live, other=0.0)
+        if NORMED:
+            wide = part.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+            factor = tl.load(scale + index, mask=inside, other=0.0).to(tl.float32)
+            part = (wide * factor[None, :]).to(part.dtype)
+        weights = kernel + index[:, None].to(tl.int64) * down + column * at
+        mask = inside[:, None] & there
+        if GATED:
+            gate = tl.load(weights, mask=mask, other=0.0)
+            gates = tl.dot(part, gate, gates, input_precision="tf32x3")
+            weights += OUT * at
+        total = tl.dot(part, tl.load(weights, mask=mask, other=0.0), total, input_precision="tf32x3")
+
+    kind = out.dtype.element_ty
+    if NORMED:
+        # The norm is a factor of the whole row, so that it can wait for the sum of the squares.
+        root = (1.0 / tl.sqrt_rn(squares / IN + EPS))[:, None]
+        total *= root
+        gates *= root
+    # Rounded where a model rounds: after the product, its bias, its activation and the sum.
+    total = total.to(kind)
+    if BIASED:
+        offset: tl.constexpr = OUT if GATED else 0
+        total += tl.load(bias + offset + column, mask=there, other=0.0).to(kind)
+    if GATED:
+        gates = gates.to(kind)
+        if BIASED:
+            gates += tl.load(bias + column, mask=there, other=0.0).to(kind)
+        wide = gates.to(tl.float32)
+        total = (wide * tl.sigmoid(wide)).to(kind) * total
+    place = row * OUT + column
+    mask = (row < ROWS) & there
+    if ADDED:
+        total = tl.load(add + place, mask=mask, other=0.0).to(kind) + total
+    tl.store(out + place, total, mask=mask)
+
+
+@triton.jit
+def parts_kernel(
+    x,
+    kernel,
+    out,
+    ROWS: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program takes ``WIDTH`` columns of the part that ``SPAN`` inputs give."""
+    tiles: tl.constexpr = (OUT + WIDTH - 1) // WIDTH
+    part = tl.program_id(0) // tiles
+    row = tl.arange(0, TILE)[:, None]
+    column = tl.program_id(0) % tiles * WIDTH + tl.arange(0, WIDTH)[None, :]
+    there = column < OUT
+    total = tl.zeros([TILE, WIDTH], tl.float32)
+    for start in tl.range(0, SPAN, STEP, num_stages=STAGES):
+        index = part * SPAN + start + tl.arange(0, STEP)
+        inside = index < IN
+        live = (row < ROWS) & inside[None, :]
+        some = tl.load(x + row * IN + index[None, :], mask=live, other=0.0)
+        mask = inside[:, None] & there
+        weights = tl.load(
+            kernel + index[:, None].to(tl.int64) * OUT + column, mask=mask, other=0.0
+        )
+        total = tl.dot(some, weights, total, input_precision="tf32x3")
+    place = (part * ROWS + row) * OUT + column
+    tl.store(out + place, total, mask=(row < ROWS) & there)

@@ -1,0 +1,115 @@
+"""Products of a few rows in Triton: interpreted, lowered for CUDA, and on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.ops.linear import linear_xla
+from jspec.ops.norm import RMS
+from jspec.triton import linear as module
+from jspec.triton.call import refuses_triton
+from jspec.triton.linear import Blocks, linear_triton, refuses
+from tests.triton.lowering import lower
+
+BLOCKS = Blocks(width=16, bytes=2048, stages=2, warps=1)
+
+
+def arguments(rows, inputs, outputs, dtype, *given):
+    """Random ones, with what ``given`` names; and the settings."""
+    rng = np.random.default_rng(rows + inputs)
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
+
+    gated, transposed = "gated" in given, "transposed" in given
+    every = (2, outputs) if gated else (outputs,)
+    kernel = normal(*((*every, inputs) if transposed else (inputs, *every)), scale=inputs**-0.5)
+    bias = normal(*every) if "bias" in given else None
+    norm = RMS(normal(inputs), 1e-5) if "norm" in given else None
+    add = normal(rows, 1, outputs) if "add" in given else None
+    settings = {
+        "gated": gated,
+        "transposed": transposed,
+        "dtype": jnp.dtype("float32" if "wide" in given else dtype),
+    }
+    return (3 * normal(rows, 1, inputs), kernel, bias, norm, add), settings
+
+
+CASES = {
+    "one-row": (1, 48, 40, "float32", "norm", "bias"),
+    "gated": (3, 40, 24, "float32", "norm", "gated", "bias"),
+    "added": (17, 72, 16, "float32", "add"),
+    "transposed": (2, 33, 50, "float32", "transposed", "norm"),
+    "transposed-gated": (2, 33, 20, "float32", "transposed", "gated"),
+    "half": (5, 64, 32, "float16", "norm", "add", "wide"),
+}
+LARGE = {
+    "qkv": (1, 4096, 6144, "bfloat16", "norm", "bias"),
+    "gate-up": (10, 4096, 12288, "bfloat16", "norm", "gated"),
+    "down": (64, 12288, 4096, "bfloat16", "add"),
+    "head": (4, 2560, 151936, "bfloat16", "transposed", "wide"),
+    "odd": (7, 1000, 777, "float16", "norm", "gated", "add"),
+}
+
+
+def in_double(arrays, settings):
+    """The definition in float64."""
+    x, kernel, bias, norm, add = jax.tree.map(lambda x: np.asarray(x, np.float64), arrays)
+    if norm is not None:
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps) * norm.scale
+    kernel = np.moveaxis(kernel, -1, 0) if settings["transposed"] else kernel
+    y = np.tensordot(x, kernel, 1) + (0 if bias is None else bias)
+    if settings["gated"]:
+        y = y[..., 0, :] / (1 + np.exp(-y[..., 0, :])) * y[..., 1, :]
+    return y + (0 if add is None else add)
+
+
+def assert_product(got, arrays, settings) -> None:
+    want = in_double(arrays, settings)
+    assert got.dtype == settings["dtype"]
+    tolerance = 1e-5 if arrays[0].dtype == jnp.float32 else 3e-2
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_definition_in_the_interpreter(case, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    arrays, settings = arguments(*CASES[case])
+    assert_product(module._launch(*arrays, **settings, blocks=BLOCKS), arrays, settings)
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE])
+def test_equals_the_definition_on_a_gpu(case):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    arrays, settings = arguments(*(CASES | LARGE)[case])
+    assert_product(linear_triton(*arrays, **settings), arrays, settings)
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_row_alone_is_the_row_among_others_on_a_gpu(case):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    arrays, settings = arguments(*LARGE[case])
+    (x, kernel, bias, norm, add), every = arrays, linear_triton(*arrays, **settings)
+    for row in (0, x.shape[0] - 1):
+        here = slice(row, row + 1)
+        alone = (x[here], kernel, bias, norm, None if add is None else add[here])
+        np.testing.assert_array_equal(linear_triton(*alone, **settings), every[here])
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_is_one_launch(case):
+    arrays, settings = arguments(*LARGE[case])
+    text = lower(lambda *arrays: linear_triton(*arrays, **settings), *arrays)
+    assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
+    assert "dot_general" not in text
+
+
+def test_refuses_with_a_reason():
+    x, kernel = jnp.zeros((65, 8)), jnp.zeros((8, 8))
+    assert refuses(x, kernel) == "it takes 1 to 64 rows, and there are 65"
+    assert "not of one type" in refuses(x[:1], kernel.astype(jnp.bfloat16))
+    assert "nothing to launch" in refuses(x[:1, :0], kernel[:0])
+    assert refuses(x[:64], kernel) is None
