@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -50,6 +52,25 @@ class Backends(Mapping[str, str]):
                     f"there is no operation {name!r}; name one of {', '.join(known)}"
                 )
             known[name].check(backend)
+
+
+_PREFERRED: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
+    "preferred", default=Backends()
+)
+
+
+@contextlib.contextmanager
+def preferring(backends: Mapping[str, str]) -> Iterator[None]:
+    """Have operations called inside take these backends where no implementation is named.
+
+    For what a caller cannot hand ``implementation``, as the products of a model. It counts while
+    JAX traces, so that whatever is jitted must be traced anew for other ``backends``.
+    """
+    token = _PREFERRED.set(backends)
+    try:
+        yield
+    finally:
+        _PREFERRED.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +176,7 @@ class Operation:
         raise BackendError(f"{self.name} cannot run as asked; " + "; ".join(reasons))
 
     def __call__(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
+        implementation = implementation or _PREFERRED.get().get(self.name)
         backend = self.choose(implementation, *args, **kwargs)
         # Profiles and compiled programs then say which operation an instruction is from.
         with jax.named_scope(self.name):

@@ -9,15 +9,12 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.typing import DTypeLike
 
 from jspec.config import LayerSpec
-
-if TYPE_CHECKING:
-    from jspec.ops.append import Turn
 
 Array = jax.Array
 
@@ -35,8 +32,9 @@ class Attend(Protocol):
     ``values_in_keys``. ``sinks [N]`` takes the share of an attention sink from each head: its
     output times ``sigmoid(lse - sinks)``, where lse is the log-sum-exp of its scores. ``up
     [N, value_size, H']`` is a linear map applied to each head's output after that.
-    With ``turn`` queries and keys are neither normed nor rotated yet: ``turn(q, k)`` does both. An
-    attend that takes it has ``turns = True``; a model need not give it.
+    An attend with an attribute ``turns = True`` also takes ``turn=``, a `jspec.ops.append.Turn`:
+    queries and keys that are neither normed nor rotated yet, which ``turn(q, k)`` does. A model
+    need not give it.
     Returns the output, ``[B, T, N, value_size]`` or with ``up`` ``[B, T, N, H']``, in the dtype of
     ``q``, and the new cache. At a position of -1 nothing is appended and the output means nothing.
     """
@@ -52,7 +50,6 @@ class Attend(Protocol):
         *,
         sinks: Array | None = None,
         up: Array | None = None,
-        turn: Turn | None = None,
     ) -> tuple[Array, Any]: ...
 
 

@@ -164,7 +164,8 @@ def prefill_chunk(
         _, cache = models.target(tokens, positions, attend, cache)
         return cache, config.draft.prefill(models, own, tokens, positions, config)
 
-    return with_auto_axes(piece, models, cache, own, tokens, positions, like=(cache, own))
+    with config.of_models():
+        return with_auto_axes(piece, models, cache, own, tokens, positions, like=(cache, own))
 
 
 def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_prefill, run, longest):

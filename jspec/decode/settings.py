@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jspec.config import shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
-from jspec.dispatch import Backends
+from jspec.dispatch import Backends, preferring
 from jspec.ops.append import APPEND
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
+from jspec.ops.linear import LINEAR
 from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Policy
 
+OF_MODELS = (LINEAR,)  # operations that a model calls by itself
 # Of a step.
-OPERATIONS = (APPEND, ATTENTION, GATHERED, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC)
+OPERATIONS = (APPEND, ATTENTION, GATHERED, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC, *OF_MODELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,11 @@ class StepConfig:
                 f"gamma={self.gamma} must be at least {least}"
                 + ("" if least == 0 else "; pass draft=NoDraft(), gamma=0 for plain decoding")
             )
+
+    def of_models(self) -> AbstractContextManager[None]:
+        """Inside it, operations that a model calls take the backends that are named here."""
+        names = {operation.name for operation in OF_MODELS} & set(self.backends)
+        return preferring({name: self.backends[name] for name in names})
 
 
 def check_draft(draft: Any) -> None:

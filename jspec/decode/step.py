@@ -50,7 +50,8 @@ def step(
     """The body of `speculative_step` and what it did, for a jitted loop of the caller's own."""
     like = state, StepRecord(state.done, state.done, state.done, tokens=state.done[:, None])
     models = Models.of(models)
-    return with_auto_axes(functools.partial(_step, config), models, state, like=like)
+    with config.of_models():
+        return with_auto_axes(functools.partial(_step, config), models, state, like=like)
 
 
 def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[DecodeState, StepRecord]:

@@ -5,6 +5,8 @@ The attention itself is an argument, so dense, sparse and sharded decoding share
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -124,15 +126,16 @@ class Attention(nnx.Module):
         q = q.reshape(*x.shape[:2], -1, k.shape[-1])
         turn = self.turn(angles, joined)
         if getattr(attend, "turns", False):
-            out, cache = attend(layer, q, k, v, cache, turn=turn)
+            turning: Any = attend  # it takes more than `Attend` says
+            out, cache = turning(layer, q, k, v, cache, turn=turn)
         else:
             out, cache = attend(layer, *turn(q, k), v, cache)
         return self.out(out.reshape(*out.shape[:2], -1), add=x), cache
 
     def turn(self, angles: tuple[Array, Array], joined: Array) -> Turn:
         """What is to be done to queries and keys that are slices of ``joined``."""
-        norms = (None if norm is None else norm.rms for norm in (self.q_norm, self.k_norm))
-        return Turn(*angles, *norms, joined)
+        q_norm, k_norm = (None if norm is None else norm.rms for norm in (self.q_norm, self.k_norm))
+        return Turn(*angles, q_norm, k_norm, joined)
 
 
 class MLP(nnx.Module):

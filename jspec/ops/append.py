@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ def _cases() -> list[Case]:
         def made():
             rng = np.random.default_rng(0)
 
-            def normal(*shape):
+            def normal(*shape) -> Any:
                 return rng.standard_normal(shape, np.float32)
 
             joined = normal(2, 3, 2, 4 * 16)

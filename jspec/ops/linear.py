@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,6 @@ from jax.typing import DTypeLike
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.norm import RMS
 from jspec.typing import Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Projection:
-    """Weights of a product, ``kernel [in, *out]`` and ``bias [*out]``, and the norm before it."""
-
-    kernel: Array
-    bias: Array | None = None
-    norm: RMS | None = None
 
 
 def linear(
@@ -104,9 +94,10 @@ def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
     return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
-def linear_sizes(x: Array, *args, **kwargs) -> dict[str, int]:
+def linear_sizes(x: Array, kernel: Array, *args, **kwargs) -> dict[str, int]:
     """What backends are ordered by."""
-    return {"rows": math.prod(x.shape[:-1]), "inputs": x.shape[-1]}
+    rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
+    return {"rows": rows, "inputs": inputs, "outputs": math.prod(kernel.shape) // max(inputs, 1)}
 
 
 def _cases() -> list[Case]:
@@ -116,11 +107,13 @@ def _cases() -> list[Case]:
         def made():
             rng = np.random.default_rng(rows)
 
-            def normal(*shape):
+            def normal(*shape) -> Any:
                 return rng.standard_normal(shape, np.float32)
 
             x = normal(rows, inputs)
-            kernel = normal(*outputs, inputs) if given.get("transposed") else normal(inputs, *outputs)
+            kernel = (
+                normal(*outputs, inputs) if given.get("transposed") else normal(inputs, *outputs)
+            )
             bias = normal(*outputs) if given.get("bias") else None
             norm = RMS(normal(inputs)) if given.get("norm") else None
             add = normal(rows, *outputs) if given.get("add") else None
@@ -136,7 +129,9 @@ def _cases() -> list[Case]:
         Case("normed", build(1, norm=True, bias=True), static(), small=True),
         Case("gated", build(5, outputs=(2, 48), norm=True), static(gated=True), small=True),
         Case("added", build(17, add=True), static(), small=True),
-        Case("transposed", build(2, transposed=True, norm=True), static(transposed=True), small=True),
+        Case(
+            "transposed", build(2, transposed=True, norm=True), static(transposed=True), small=True
+        ),
     ]
 
 
@@ -145,7 +140,6 @@ LINEAR = Operation(
     {
         "xla": Backend("xla", linear_xla, always),
         "triton": "jspec.triton.linear:LINEAR",
-        "cuda": "jspec.cuda_ffi.linear:LINEAR",
     },
     linear_sizes,
     _cases,

@@ -25,25 +25,34 @@ def append_triton(
     assert turn.joined is not None  # `refuses`
     batch, tokens, heads, size = q.shape
     kv_heads, value = v.shape[2:]
-    normed = turn.q_norm is not None and turn.k_norm is not None
     like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values))
-    norms = (turn.q_norm, turn.k_norm) if normed else (RMS(turn.cosine), RMS(turn.cosine))
+    # Any array stands for the scales that there are not.
+    q_norm, k_norm = turn.q_norm or RMS(turn.cosine), turn.k_norm or RMS(turn.cosine)
     found = triton_call(
         append_kernel_0_3 if aliases_are_given_twice() else append_kernel,
-        *(keys, values, turn.joined, turn.cosine, turn.sine, slots, *(norm.scale for norm in norms)),
+        *(
+            keys,
+            values,
+            turn.joined,
+            turn.cosine,
+            turn.sine,
+            slots,
+            q_norm.scale,
+            k_norm.scale,
+        ),
         out=tuple(like),
         aliases={0: 1, 1: 2},
         programs=batch * tokens * kv_heads,
         warps=1,
-        NORMED=normed,
+        NORMED=turn.q_norm is not None,
         SLOTS=keys.shape[1],
         TOKENS=tokens,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         SIZE=size,
         VALUE=value,
-        Q_EPS=norms[0].eps,
-        K_EPS=norms[1].eps,
+        Q_EPS=q_norm.eps,
+        K_EPS=k_norm.eps,
         GROUP_WIDTH=next_power(heads // kv_heads),
         HALF=next_power(size // 2),
         VALUE_WIDTH=next_power(value),

@@ -11,7 +11,6 @@ import numpy as np
 
 from jspec import tuned
 from jspec.dispatch import Backend
-from jspec.ops.feed_forward import composed
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_sizes, linear_xla
 from jspec.ops.norm import RMS
@@ -61,8 +60,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> 
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
     outputs = outputs[1:] if gated else outputs
     rows, columns = math.prod(lead), math.prod(outputs)
-    sizes = linear_sizes(x) | {"outputs": columns}
-    blocks = blocks or Blocks(**tuned.block("linear", "triton", sizes))
+    blocks = blocks or Blocks(**tuned.block("linear", "triton", linear_sizes(x, kernel)))
     width = min(blocks.width, max(16, next_power(columns)))
     step = blocks.bytes // (width * kernel.dtype.itemsize)
     (y,) = triton_call(
@@ -109,12 +107,3 @@ def _supports(x, kernel, *args, **kwargs) -> str | None:
 
 
 LINEAR = Backend("triton", linear_triton, _supports)
-
-
-def _supports_all(attended, x, out, gate_up, down, following) -> str | None:
-    projections = (out, gate_up, down, *(() if following is None else (following,)))
-    reasons = (refuses(x, projection.kernel) for projection in projections)
-    return next(filter(None, reasons), None) or refuses_triton()
-
-
-FEED_FORWARD = Backend("triton", functools.partial(composed, linear_triton), _supports_all)

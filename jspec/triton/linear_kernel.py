@@ -52,7 +52,9 @@ def linear_kernel(
             gate = tl.load(weights, mask=mask, other=0.0)
             gates = tl.dot(part, gate, gates, input_precision="tf32x3")
             weights += OUT * at
-        total = tl.dot(part, tl.load(weights, mask=mask, other=0.0), total, input_precision="tf32x3")
+        total = tl.dot(
+            part, tl.load(weights, mask=mask, other=0.0), total, input_precision="tf32x3"
+        )
 
     kind = out.dtype.element_ty
     if NORMED:
@@ -76,38 +78,3 @@ def linear_kernel(
     if ADDED:
         total = tl.load(add + place, mask=mask, other=0.0).to(kind) + total
     tl.store(out + place, total, mask=mask)
-
-
-@triton.jit
-def parts_kernel(
-    x,
-    kernel,
-    out,
-    ROWS: tl.constexpr,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    SPAN: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """A program takes ``WIDTH`` columns of the part that ``SPAN`` inputs give."""
-    tiles: tl.constexpr = (OUT + WIDTH - 1) // WIDTH
-    part = tl.program_id(0) // tiles
-    row = tl.arange(0, TILE)[:, None]
-    column = tl.program_id(0) % tiles * WIDTH + tl.arange(0, WIDTH)[None, :]
-    there = column < OUT
-    total = tl.zeros([TILE, WIDTH], tl.float32)
-    for start in tl.range(0, SPAN, STEP, num_stages=STAGES):
-        index = part * SPAN + start + tl.arange(0, STEP)
-        inside = index < IN
-        live = (row < ROWS) & inside[None, :]
-        some = tl.load(x + row * IN + index[None, :], mask=live, other=0.0)
-        mask = inside[:, None] & there
-        weights = tl.load(
-            kernel + index[:, None].to(tl.int64) * OUT + column, mask=mask, other=0.0
-        )
-        total = tl.dot(some, weights, total, input_precision="tf32x3")
-    place = (part * ROWS + row) * OUT + column
-    tl.store(out + place, total, mask=(row < ROWS) & there)

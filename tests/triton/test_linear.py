@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.ops.linear import linear_xla
 from jspec.ops.norm import RMS
 from jspec.triton import linear as module
 from jspec.triton.call import refuses_triton
