@@ -11,13 +11,14 @@ from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.dispatch import Backends
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
+from jspec.ops.commit import VERIFY_AND_COMMIT
 from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Policy
 
 # Of a step.
-OPERATIONS = (ATTENTION, GATHERED, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC)
+OPERATIONS = (ATTENTION, GATHERED, SAMPLE, VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,7 @@ def attention_triton(
     return merged(q, kv_heads, chunks, *parts)
 
 
-def tile_shape(k: Array, v: Array | None, value_size: int | None) -> dict[str, int | bool]:
+def tile_shape(k: Array, v: Array | None, value_size: int | None) -> dict[str, Any]:
     """Sizes of keys and values, and of their tiles: powers of 2."""
     size = k.shape[3]
     value = v.shape[3] if v is not None else (value_size or 0)

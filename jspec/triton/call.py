@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,6 +35,16 @@ def next_power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def aliases_are_given_twice() -> bool:
+    """Whether a kernel gets the memory of an alias as its input and as its output.
+
+    So does jax-triton 0.3; 0.4 gives it once.
+    """
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
+    return "out_type" not in inspect.signature(jax_triton.triton_call).parameters
+
+
 def triton_call(
     kernel: Any,
     *arrays: Array,
@@ -41,11 +52,13 @@ def triton_call(
     programs: int,
     warps: int,
     stages: int | None = None,
+    aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> tuple[Array, ...]:
     """Launch ``programs`` programs of ``kernel`` on a line.
 
-    ``stages``: how many rounds of a loop the compiler lets overlap, None for its own choice. The
+    ``stages``: how many rounds of a loop the compiler lets overlap, None for its own choice.
+    ``aliases``: which of ``arrays`` are the memory of which outputs, by number. The
     kernel gets pointers to ``arrays``, then to the arrays it returns, which are as ``out``
     says, and ``constants`` as its ``tl.constexpr`` parameters. Before jax-triton 0.4, XLA takes no
     such call into a command buffer: in a jitted loop it costs the host a launch each time.
@@ -53,12 +66,15 @@ def triton_call(
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     # 0.4 renamed out_shape to out_type and warns of the old name.
-    parameters = inspect.signature(jax_triton.triton_call).parameters
-    name = "out_type" if "out_type" in parameters else "out_shape"
+    name = "out_shape" if aliases_are_given_twice() else "out_type"
     settings = {name: tuple(out), "grid": (programs,), "num_warps": warps, "num_stages": stages}
+    settings["input_output_aliases"] = dict(aliases or {})
 
     @jax.custom_batching.sequential_vmap  # jax-triton itself has no rule for vmap
     def launch(*arrays: Array) -> tuple[Array, ...]:
-        return jax_triton.triton_call(*arrays, kernel=kernel, **settings, **constants)
+        with warnings.catch_warnings():
+            # 0.4 would have refs in place of aliases, which 0.3 does not take.
+            warnings.filterwarnings("ignore", "input_output_aliases is deprecated")
+            return jax_triton.triton_call(*arrays, kernel=kernel, **settings, **constants)
 
     return opaque(launch, *arrays)

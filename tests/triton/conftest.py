@@ -26,14 +26,15 @@ def process():
 def interpreted(process):
     """Stands in for `jspec.triton.call.triton_call`: runs the body in Triton's interpreter."""
 
-    def call(kernel, *arrays, out, programs, warps, stages=None, **constants):
+    def call(kernel, *arrays, out, programs, warps, stages=None, aliases=None, **constants):
         del warps, stages  # the interpreter has none
         name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
         # What the kernel does not write must not look like what it should have written.
         empty = [np.full(x.shape, 99, x.dtype) for x in out]
-        future = process.submit(
-            interpret, name, list(map(np.asarray, arrays)), empty, programs, constants
-        )
+        given = list(map(np.asarray, arrays))
+        for before, after in (aliases or {}).items():
+            given[before] = empty[after] = np.array(given[before])
+        future = process.submit(interpret, name, given, empty, programs, constants)
         return future.result()
 
     return call

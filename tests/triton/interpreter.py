@@ -47,8 +47,9 @@ def interpret(
 ) -> list[np.ndarray]:
     """The arrays ``out`` after ``programs`` programs of the kernel ``"module:name"``.
 
-    The last program runs first, so that what one writes too much another has written before. Call
-    it in a fresh process: Triton decides at import whether it interprets.
+    Those of ``out`` that are among ``arrays`` are updated. The last program runs first, so that
+    what one writes too much another has written before. Call it in a fresh process: Triton decides
+    at import whether it interprets.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     builder: Any = importlib.import_module("triton.runtime.interpreter").interpreter_builder
@@ -56,5 +57,6 @@ def interpret(
     builder.set_grid_idx = lambda x, y, z: set_grid_idx(builder, programs - 1 - x, y, z)
     module, name = kernel.split(":")
     body: Any = getattr(importlib.import_module(module), name)
-    body[(programs,)](*map(Tensor, [*arrays, *out]), **constants)
+    fresh = [x for x in out if not any(x is y for y in arrays)]
+    body[(programs,)](*map(Tensor, [*arrays, *fresh]), **constants)
     return out

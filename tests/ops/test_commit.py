@@ -1,0 +1,75 @@
+"""Verification with the bookkeeping of a step: against plain Python, by every backend."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.ops.cases import ragged_tokens
+from jspec.ops.commit import VERIFY_AND_COMMIT, Rows, verify_and_commit
+from jspec.ops.verify import verify_greedy
+from tests.ops.backends import every_backend, every_case, run_or_skip
+
+
+def by_hand(arguments) -> tuple[np.ndarray, Rows]:
+    """The record and the rows, from the definition: one row and one token at a time."""
+    draft, target, lengths, stops, limits, tokens, cached, done = map(np.array, arguments)
+    gamma = draft.shape[1]
+    record = np.full((len(draft), gamma + 4), -1, np.int32)
+    for row, (left, limit) in enumerate(zip(lengths.clip(0, gamma), limits, strict=True)):
+        accepted = 0
+        while accepted < left and draft[row, accepted] == target[row, accepted]:
+            accepted += 1
+        block = target[row, : accepted + 1].tolist()
+        ends = [i for i, token in enumerate(block) if token >= 0 and token in stops[row]]
+        block = block[: ends[0] + 1] if ends else block
+        drafted = len(block) if len(block) <= accepted else left
+        accepted = min(accepted, len(block))
+        record[row, :3] = drafted, 0, 0
+        if done[row]:
+            continue
+        record[row, 1:3] = accepted, len(block)
+        record[row, 3 : 3 + len(block)] = block
+        for token in block:
+            cached[row] += 1
+            if token >= 0 and cached[row] < tokens.shape[1]:
+                tokens[row, cached[row]] = token
+        done[row] = bool(ends) or cached[row] + 1 >= limit
+    # A row that was done stays done, whatever it has reached.
+    return record, Rows(tokens, cached, done)
+
+
+def called(*arguments, implementation=None):
+    *rest, tokens, cached, done = arguments
+    rows = Rows(tokens, cached, done)
+    return verify_and_commit(*rest, rows, implementation=implementation)
+
+
+@every_backend(VERIFY_AND_COMMIT)
+@every_case(VERIFY_AND_COMMIT)
+def test_equals_the_definition(case, backend):
+    arguments = case.arguments
+    verified, *got = run_or_skip(called, VERIFY_AND_COMMIT, backend, *arguments)
+    chex.assert_trees_all_equal(verified, jax.jit(verify_greedy)(*arguments[:4]))
+    chex.assert_trees_all_equal(tuple(got), by_hand(arguments))
+
+
+def test_cases_have_rows_of_every_kind():
+    """Rows that are done before, by a stop token, by their limit, and not at all."""
+    case = next(x for x in VERIFY_AND_COMMIT.cases() if x.name == "many-rows")
+    *_, limits, _, _, before = case.arguments
+    record, rows = by_hand(case.arguments)
+    full = rows.cached + 1 >= limits
+    kinds = {(bool(b), bool(d), bool(f)) for b, d, f in zip(before, rows.done, full, strict=True)}
+    assert kinds >= {(0, 0, 0), (0, 1, 0), (0, 1, 1), (1, 1, 0)}
+    assert (record[:, 0] != record[:, 1]).any()
+
+
+@pytest.mark.parametrize("which", ["tokens", "cached", "done"])
+def test_rows_of_another_kind_are_refused(which):
+    draft, target, lengths, stops = map(jnp.asarray, ragged_tokens(2, 3, 1))
+    rows = Rows(jnp.zeros((2, 9), jnp.int32), lengths, jnp.zeros(2, jnp.bool_))
+    rows = rows._replace(**{which: getattr(rows, which).astype(jnp.int8)})
+    with pytest.raises(ValueError, match=rf"{which} int8.* must be int32 \[B, S\]"):
+        verify_and_commit(draft, target, lengths, stops, lengths, rows)
