@@ -105,7 +105,7 @@ def verify(
     if state.mode == "greedy" and "verify_greedy" not in config.backends:
         verified, record, rows = verify_and_commit(
             drafted.tokens,
-            greedy(logits),
+            logits,
             drafted.lengths,
             state.stop_tokens,
             state.limits,

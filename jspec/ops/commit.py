@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.cases import accepted_tokens, ragged_tokens
+from jspec.ops.cases import ragged_tokens
+from jspec.ops.sample import greedy
 from jspec.ops.verify import (
     VERIFY_GREEDY,
     Verified,
-    check_greedy,
+    check_draft,
     greedy_sizes,
     greedy_xla,
     verified_like,
@@ -39,7 +40,7 @@ class Rows(NamedTuple):
 
 def verify_and_commit(
     draft_tokens: Array,
-    target_tokens: Array,
+    logits: Array,
     draft_lengths: Array,
     stop_tokens: Array,
     limits: Array,
@@ -47,25 +48,26 @@ def verify_and_commit(
     *,
     implementation: str | None = None,
 ) -> tuple[Verified, Array, Rows]:
-    """`jspec.verify_greedy`, and its outcome appended to each row that is not done.
+    """`jspec.verify_greedy` by the largest of the target's logits, and `commit` of its outcome.
 
-    Token ids are int32; ``limits`` int32 ``[B]``: most tokens that a row may know. The caller makes
-    sure that a block fits into S; what does not is never written. Returns the outcome, the record
-    of `commit` and the rows as they then are: donate them, and nothing is copied.
+    ``logits [B, gamma + 1, V]``; a token is taken of them as by `jspec.ops.sample.greedy`. Token
+    ids are int32; ``limits`` int32 ``[B]``: most tokens that a row may know. The caller makes sure
+    that a block fits into S; what does not is never written. Returns the outcome, the record of
+    `commit` and the rows as they then are: donate them, and nothing is copied.
     """
-    check_greedy(draft_tokens, target_tokens, draft_lengths, stop_tokens)
+    check_draft(draft_tokens, draft_lengths, stop_tokens, logits.shape[:2])
     batch = draft_tokens.shape[0]
-    given = (rows.cached, rows.done, limits)
-    kinds = (rows.tokens.dtype, target_tokens.dtype, *(x.dtype for x in given))
-    wanted = (jnp.int32, jnp.int32, jnp.int32, jnp.bool_, jnp.int32)
-    if rows.tokens.ndim != 2 or any(x.shape[0] != batch for x in rows) or kinds != wanted:
+    arguments = (draft_tokens, logits, draft_lengths, stop_tokens, limits, *rows)
+    kinds = tuple(x.dtype for x in (draft_tokens, stop_tokens, limits, *rows))
+    wanted = (jnp.int32,) * 5 + (jnp.bool_,)
+    shapes = (limits.shape, rows.tokens.shape[:1], rows.cached.shape, rows.done.shape)
+    if kinds != wanted or logits.ndim != 3 or rows.tokens.ndim != 2 or set(shapes) != {(batch,)}:
+        names = "draft_tokens logits draft_lengths stop_tokens limits tokens cached done".split()
+        pairs = zip(names, arguments, strict=True)
         raise ValueError(
-            f"tokens {rows.tokens.dtype}{rows.tokens.shape}, cached {rows.cached.dtype}"
-            f"{rows.cached.shape}, done {rows.done.dtype}{rows.done.shape} and limits "
-            f"{limits.dtype}{limits.shape} must be int32 [B, S], int32 [B], bool [B] and int32 "
-            f"[B] with B={batch}, and token ids int32"
+            ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in pairs)
+            + f" must be int32, but for logits [B, gamma + 1, V] and done bool [B], with B={batch}"
         )
-    arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens, limits, *rows)
     out = VERIFY_AND_COMMIT(*arguments, implementation=implementation)
     return Verified(*out[:6]), out[6], Rows(*out[7:])
 
@@ -114,49 +116,60 @@ def _after(fields: tuple[Array, ...], lengths: Array, limits: Array, *rows: Arra
     return *fields, record, *after
 
 
-def _xla(draft, target, lengths, stops, limits, *rows: Array) -> tuple[Array, ...]:
-    return _after(greedy_xla(draft, target, lengths, stops), lengths, limits, *rows)
+def _xla(draft, logits, lengths, stops, limits, *rows: Array) -> tuple[Array, ...]:
+    return _after(greedy_xla(draft, greedy(logits), lengths, stops), lengths, limits, *rows)
 
 
-def _two_steps(draft, target, lengths, stops, limits, *rows: Array) -> tuple[Array, ...]:
+def _two_steps(draft, logits, lengths, stops, limits, *rows: Array) -> tuple[Array, ...]:
     """The best backend of verification, and XLA's bookkeeping behind it."""
-    return _after(VERIFY_GREEDY(draft, target, lengths, stops), lengths, limits, *rows)
+    return _after(VERIFY_GREEDY(draft, greedy(logits), lengths, stops), lengths, limits, *rows)
 
 
-def _rows(tokens: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """Limits and rows beside ``tokens`` of a verification: some are done, and some reach limits."""
-    batch, gamma = tokens[0].shape
-    rng = np.random.default_rng([batch, gamma])
+def commit_sizes(draft_tokens: Array, logits: Array, *rest: Array) -> dict[str, int]:
+    """What backends are ordered by."""
+    return greedy_sizes(draft_tokens) | {"vocabulary": logits.shape[2]}
+
+
+def _build(batch: int, gamma: int, stops: int, vocabulary: int) -> tuple[np.ndarray, ...]:
+    """Ragged drafts; some rows are done before and some reach their limits.
+
+    Logits have ties, NaN and infinities, and some of them nothing else.
+    """
+    ids = ragged_tokens(batch, gamma, stops)
+    draft, target, lengths, stop_tokens = (np.where(x > 7, np.int32(5), x) for x in ids)
+    rng = np.random.default_rng([batch, gamma, vocabulary])
+    shape = (batch, gamma + 1, vocabulary)
+    logits = rng.integers(-9, 1, shape).astype(np.float32)
+    np.put_along_axis(logits, np.maximum(target, 0)[..., None], 1, axis=2)
+    for value in (1, np.nan, -np.inf):
+        where = rng.random(shape) < 0.2
+        where[..., :8] &= target[..., None] < 0
+        logits[where] = value
+    logits[..., -1] = np.where(rng.random(shape[:2]) < 0.1, np.inf, logits[..., -1])
+    logits[rng.random(shape[:2]) < 0.05] = -np.inf
     cached = rng.integers(0, 7, batch, np.int32)
-    known = np.full((batch, gamma + 9), -1, np.int32)
-    known = np.where(np.arange(gamma + 9) <= cached[:, None], np.int32(5), known)
+    known = np.where(np.arange(gamma + 6) <= cached[:, None], np.int32(5), np.int32(-1))
     limits = cached + rng.integers(2, gamma + 4, batch, np.int32)
-    return limits, known, cached, rng.random(batch) < 0.2
+    done = rng.random(batch) < 0.2
+    return draft, logits, lengths, stop_tokens, limits, known, cached, done
 
 
-# ``(B, gamma, M)`` by name.
+# ``(B, gamma, M, V)`` by name.
 _SHAPES = {
-    "no-draft": (6, 0, 2),
-    "odd": (5, 5, 2),
-    "no-stops": (7, 2, 0),
-    "over-a-warp": (9, 33, 3),
-    "many-rows": (300, 4, 1),
+    "small": (2, 3, 1, 19),
+    "no-draft": (6, 0, 2, 260),
+    "odd": (5, 5, 2, 41),
+    "no-stops": (7, 2, 0, 9001),
+    "over-a-warp": (9, 33, 3, 1030),
+    "many-rows": (300, 4, 1, 16),
 }
 
 
 def _cases() -> list[Case]:
-    """A case of which all is accepted, and ragged ones."""
-
-    def build(tokens: Any, *shape: int) -> tuple[np.ndarray, ...]:
-        given = tokens(*shape)
-        return *given, *_rows(given)
-
-    ragged = [
-        Case(name, functools.partial(build, ragged_tokens, *shape))
+    return [
+        Case(name, functools.partial(_build, *shape), small=name == "small")
         for name, shape in _SHAPES.items()
     ]
-    whole = functools.partial(build, accepted_tokens, 2, 14)
-    return [Case("all-accepted", whole, small=True), *ragged]
 
 
 # Backends return the fields of `Verified`, the record, and the rows.
@@ -167,6 +180,6 @@ VERIFY_AND_COMMIT = Operation(
         "two_steps": Backend("two_steps", _two_steps, always),
         "triton": "jspec.triton.commit:VERIFY_AND_COMMIT",
     },
-    lambda draft_tokens, *rest: greedy_sizes(draft_tokens),
+    commit_sizes,
     _cases,
 )

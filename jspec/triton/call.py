@@ -58,7 +58,8 @@ def triton_call(
     """Launch ``programs`` programs of ``kernel`` on a line.
 
     ``stages``: how many rounds of a loop the compiler lets overlap, None for its own choice.
-    ``aliases``: which of ``arrays`` are the memory of which outputs, by number. The
+    ``aliases``: which of ``arrays`` are the memory of which outputs, by number; such outputs come
+    last (jax-triton 0.4 hands the kernel the outputs by their place). The
     kernel gets pointers to ``arrays``, then to the arrays it returns, which are as ``out``
     says, and ``constants`` as its ``tl.constexpr`` parameters. Before jax-triton 0.4, XLA takes no
     such call into a command buffer: in a jitted loop it costs the host a launch each time.

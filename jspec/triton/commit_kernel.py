@@ -1,4 +1,4 @@
-"""The Triton body of greedy verification with the bookkeeping of a step."""
+"""The Triton bodies of greedy verification with the bookkeeping of a step."""
 
 import triton
 import triton.language as tl
@@ -7,18 +7,46 @@ from jspec.triton.verify_kernel import accepted_of, find_ends, write_blocks
 
 
 @triton.jit
+def cleaned(logits):
+    """As `jspec.ops.distribution.cleaned`."""
+    x = logits.to(tl.float32)
+    return tl.where(x != x, float("-inf"), tl.minimum(x, 3.4028234663852886e38))
+
+
+@triton.jit
+def first_of_largest(x, token, axis: tl.constexpr):
+    """The largest of ``x`` and the lowest token that has it; tokens are below 2**31 - 1."""
+    top = tl.max(x, axis=axis)
+    return top, tl.min(tl.where(x == tl.expand_dims(top, axis), token, 2147483647), axis=axis)
+
+
+@triton.jit
+def parts_kernel(
+    logits, tops, firsts, VOCABULARY: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr
+):
+    """A program takes a part of a position."""
+    pair = tl.program_id(0)
+    token = pair % PARTS * PART + tl.arange(0, PART)
+    inside = token < VOCABULARY
+    at = logits + (pair // PARTS).to(tl.int64) * VOCABULARY + token
+    x = cleaned(tl.load(at, mask=inside, other=float("-inf")))
+    top, first = first_of_largest(x, tl.where(inside, token, 2147483647), 0)
+    tl.store(tops + pair, top)
+    tl.store(firsts + pair, first)
+
+
+@triton.jit
 def commit(
     tokens_before,
     cached_before,
     done_before,
     draft,
-    target,
+    tops,
+    firsts,
     lengths,
     stops,
     limits,
-    tokens,
-    cached,
-    done,
+    target,
     accepted_out,
     committed_out,
     mismatch_out,
@@ -26,25 +54,46 @@ def commit(
     stopped_out,
     tokens_out,
     record,
-    BATCH: tl.constexpr,
+    tokens,
+    cached,
+    done,
     SLOTS: tl.constexpr,
     GAMMA: tl.constexpr,
     STOPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """ROWS rows a program; ``tokens``, ``cached`` and ``done`` are the memory of those before."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < BATCH
-    held = tl.load(cached_before + row, mask=live, other=0)
-    ended = tl.load(done_before + row, mask=live, other=1).to(tl.int1)
-    limit = tl.load(limits + row, mask=live, other=0)
-    drafted = tl.load(lengths + row, mask=live, other=0)
-    event, length, wanted, bonus = find_ends(
-        draft, target, lengths, stops, row, live, GAMMA, STOPS, ROWS, TILE
-    )
-    # All lanes have read the rows before one of them writes.
+    """A row a program; ``tokens``, ``cached`` and ``done`` are the memory of those before.
+
+    ``tops`` are logits where WHOLE says so, else those of parts with their tokens in ``firsts``.
+    """
+    pair = tl.program_id(0)
+    row = pair + tl.arange(0, 1)
+    live = row >= 0
+    held = tl.load(cached_before + row)
+    ended = tl.load(done_before + row).to(tl.int1)
+    limit = tl.load(limits + row)
+    drafted = tl.load(lengths + row)
+
+    position = tl.arange(0, POSITIONS)
+    column = tl.arange(0, COLUMNS)
+    inside = (position < GAMMA + 1)[:, None] & (column < WIDTH)[None, :]
+    place = (pair.to(tl.int64) * (GAMMA + 1) + position)[:, None] * WIDTH + column[None, :]
+    x = cleaned(tl.load(tops + place, mask=inside, other=float("-inf")))
+    if WHOLE:
+        token = tl.where(inside, column[None, :], 2147483647)
+    else:
+        token = tl.load(firsts + place, mask=inside, other=2147483647)
+    _, token = first_of_largest(x, token, 1)
+    tl.store(target + pair * (GAMMA + 1) + position, token, mask=position < GAMMA + 1)
+    # All threads have read the rows before one of them writes, and see all of the target.
     tl.debug_barrier()
+    event, length, wanted, bonus = find_ends(
+        draft, target, lengths, stops, row, live, GAMMA, STOPS, 1, TILE
+    )
     write_blocks(
         target,
         row,
@@ -70,26 +119,24 @@ def commit(
     after = held + committed
     drafted = tl.minimum(tl.maximum(drafted, 0), GAMMA)
     drafted = tl.where(end + 1 <= accepted, accepted, drafted)
-    tl.store(cached + row, after, mask=live)
-    tl.store(done + row, ended | ((event & 1) != 0) | (after + 1 >= limit), mask=live)
+    tl.store(cached + row, after)
+    tl.store(done + row, ended | ((event & 1) != 0) | (after + 1 >= limit))
     at = record + row * (GAMMA + 4)
-    tl.store(at, drafted, mask=live)
-    tl.store(at + 1, tl.where(active, accepted, 0), mask=live)
-    tl.store(at + 2, committed, mask=live)
+    tl.store(at, drafted)
+    tl.store(at + 1, tl.where(active, accepted, 0))
+    tl.store(at + 2, committed)
 
     first = (held + 1)[:, None]
     known = tokens + row.to(tl.int64)[:, None] * SLOTS + first
-    kept = (live & active)[:, None]
     for start in tl.static_range(0, GAMMA, TILE):
         index = start + tl.arange(0, TILE)[None, :]
-        block = tl.where(kept & (index <= end[:, None]), wanted[start // TILE], -1)
-        inside = live[:, None] & (index < GAMMA)
-        tl.store(at[:, None] + 3 + index, block, mask=inside)
-        # An id of -1 is padding and leaves what is there.
-        tl.store(known + index, block, mask=inside & (block >= 0) & (first + index < SLOTS))
-    last = tl.where(active & (end == GAMMA), bonus, -1)[:, None]
-    tl.store(at[:, None] + 3 + GAMMA, last, mask=live[:, None])
-    tl.store(known + GAMMA, last, mask=live[:, None] & (last >= 0) & (first + GAMMA < SLOTS))
+        kept = active[:, None] & (index <= end[:, None])
+        block = tl.where(kept, wanted[start // TILE], -1)
+        tl.store(at[:, None] + 3 + index, block, mask=index < GAMMA)
+        tl.store(known + index, block, mask=kept & (index < GAMMA) & (first + index < SLOTS))
+    kept = (active & (end == GAMMA))[:, None]
+    tl.store(at[:, None] + 3 + GAMMA, tl.where(kept, bonus[:, None], -1))
+    tl.store(known + GAMMA, bonus[:, None], mask=kept & (first + GAMMA < SLOTS))
 
 
 @triton.jit
@@ -98,10 +145,12 @@ def commit_kernel(
     cached,
     done,
     draft,
-    target,
+    tops,
+    firsts,
     lengths,
     stops,
     limits,
+    target,
     accepted_out,
     committed_out,
     mismatch_out,
@@ -109,11 +158,13 @@ def commit_kernel(
     stopped_out,
     tokens_out,
     record,
-    BATCH: tl.constexpr,
     SLOTS: tl.constexpr,
     GAMMA: tl.constexpr,
     STOPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """`commit`, its rows given once."""
@@ -122,13 +173,12 @@ def commit_kernel(
         cached,
         done,
         draft,
-        target,
+        tops,
+        firsts,
         lengths,
         stops,
         limits,
-        tokens,
-        cached,
-        done,
+        target,
         accepted_out,
         committed_out,
         mismatch_out,
@@ -136,11 +186,16 @@ def commit_kernel(
         stopped_out,
         tokens_out,
         record,
-        BATCH,
+        tokens,
+        cached,
+        done,
         SLOTS,
         GAMMA,
         STOPS,
-        ROWS,
+        WHOLE,
+        WIDTH,
+        POSITIONS,
+        COLUMNS,
         TILE,
     )
 
@@ -151,13 +206,12 @@ def commit_kernel_0_3(
     cached_before,
     done_before,
     draft,
-    target,
+    tops,
+    firsts,
     lengths,
     stops,
     limits,
-    tokens,
-    cached,
-    done,
+    target,
     accepted_out,
     committed_out,
     mismatch_out,
@@ -165,11 +219,16 @@ def commit_kernel_0_3(
     stopped_out,
     tokens_out,
     record,
-    BATCH: tl.constexpr,
+    tokens,
+    cached,
+    done,
     SLOTS: tl.constexpr,
     GAMMA: tl.constexpr,
     STOPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """The same for jax-triton 0.3, which gives the memory of an alias twice."""
@@ -178,13 +237,12 @@ def commit_kernel_0_3(
         cached_before,
         done_before,
         draft,
-        target,
+        tops,
+        firsts,
         lengths,
         stops,
         limits,
-        tokens,
-        cached,
-        done,
+        target,
         accepted_out,
         committed_out,
         mismatch_out,
@@ -192,10 +250,15 @@ def commit_kernel_0_3(
         stopped_out,
         tokens_out,
         record,
-        BATCH,
+        tokens,
+        cached,
+        done,
         SLOTS,
         GAMMA,
         STOPS,
-        ROWS,
+        WHOLE,
+        WIDTH,
+        POSITIONS,
+        COLUMNS,
         TILE,
     )
