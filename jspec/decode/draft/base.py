@@ -38,8 +38,8 @@ class Drafted:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What the target's pass over a draft saw: ``positions [B, T]``, -1 for padding, and the final
-    hidden states ``[B, T, D]``."""
+    """What the target's pass over a draft saw: ``positions [B, T]``, -1 for padding, and the hidden
+    states ``[B, T, D]`` that the model returned."""
 
     positions: Array
     hidden: Array
