@@ -14,6 +14,7 @@ import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.cases import ragged_tokens
+from jspec.ops.distribution import LARGEST
 from jspec.ops.sample import greedy
 from jspec.ops.verify import (
     VERIFY_GREEDY,
@@ -131,34 +132,41 @@ def commit_sizes(draft_tokens: Array, logits: Array, *rest: Array) -> dict[str, 
 
 
 def _build(batch: int, gamma: int, stops: int, vocabulary: int) -> tuple[np.ndarray, ...]:
-    """Ragged drafts; some rows are done before and some reach their limits.
+    """Ragged drafts; some rows are done before, and some reach their limits or the last slot.
 
-    Logits have ties, NaN and infinities, and some of them nothing else.
+    Logits have ties, NaN and infinities, and some positions nothing else.
     """
-    ids = ragged_tokens(batch, gamma, stops)
-    draft, target, lengths, stop_tokens = (np.where(x > 7, np.int32(5), x) for x in ids)
+    draft, target, lengths, stop_tokens = ragged_tokens(batch, gamma, stops)
+    # Few ids, all over the vocabulary.
+    draft, target, stop_tokens = (
+        np.where(x < 0, -1, np.minimum(x, 5 + 2 * (x == 7)) * (vocabulary // 8))
+        for x in (draft, target, stop_tokens)
+    )
     rng = np.random.default_rng([batch, gamma, vocabulary])
-    shape = (batch, gamma + 1, vocabulary)
-    logits = rng.integers(-9, 1, shape).astype(np.float32)
-    np.put_along_axis(logits, np.maximum(target, 0)[..., None], 1, axis=2)
-    for value in (1, np.nan, -np.inf):
-        where = rng.random(shape) < 0.2
-        where[..., :8] &= target[..., None] < 0
-        logits[where] = value
-    logits[..., -1] = np.where(rng.random(shape[:2]) < 0.1, np.inf, logits[..., -1])
-    logits[rng.random(shape[:2]) < 0.05] = -np.inf
-    cached = rng.integers(0, 7, batch, np.int32)
-    known = np.where(np.arange(gamma + 6) <= cached[:, None], np.int32(5), np.int32(-1))
+    logits = rng.integers(-9, 1, (batch, gamma + 1, vocabulary)).astype(np.float32)
+    behind = np.arange(vocabulary) - target[..., None]
+    for value, where in ((1, behind > 0), (np.nan, behind != 0), (-np.inf, behind != 0)):
+        logits[where & (rng.random(logits.shape) < 0.2)] = value
+    logits[behind == 0] = 1
+    kind = rng.integers(0, 20, (batch, gamma + 1))
+    logits[kind == 0] = np.nan
+    logits[kind == 1] = -np.inf
+    logits[(kind == 2) | (kind == 3), -1] = np.inf
+    logits[kind == 3, -2] = LARGEST
+    cached = rng.integers(0, 12, batch, np.int32)
+    slots = gamma + 6
+    known = np.where(np.arange(slots) <= cached[:, None], np.int32(5), np.int32(-1))
     limits = cached + rng.integers(2, gamma + 4, batch, np.int32)
-    done = rng.random(batch) < 0.2
-    return draft, logits, lengths, stop_tokens, limits, known, cached, done
+    arrays = (draft, logits, lengths, stop_tokens, limits, known, np.minimum(cached, slots - 1))
+    kinds = (np.int32, np.float32, *[np.int32] * 5)
+    return *(x.astype(k) for x, k in zip(arrays, kinds, strict=True)), np.arange(batch) % 5 == 3
 
 
 # ``(B, gamma, M, V)`` by name.
 _SHAPES = {
     "small": (2, 3, 1, 19),
     "no-draft": (6, 0, 2, 260),
-    "odd": (5, 5, 2, 41),
+    "odd": (11, 5, 2, 41),
     "no-stops": (7, 2, 0, 9001),
     "over-a-warp": (9, 33, 3, 1030),
     "many-rows": (300, 4, 1, 16),

@@ -13,7 +13,7 @@ from jspec.typing import Array
 
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_LOGITS = 2**14  # of a row that its program looks at itself; others are cut into parts before
-PART = 2**12
+PART = 2**11
 MOST_TILE = 2**14  # largest logits of parts, of all positions of a row: they stay in registers
 
 

@@ -30,7 +30,7 @@ def parts_kernel(
     inside = token < VOCABULARY
     at = logits + (pair // PARTS).to(tl.int64) * VOCABULARY + token
     x = cleaned(tl.load(at, mask=inside, other=float("-inf")))
-    top, first = first_of_largest(x, tl.where(inside, token, 2147483647), 0)
+    top, first = first_of_largest(x, token, 0)
     tl.store(tops + pair, top)
     tl.store(firsts + pair, first)
 
@@ -83,10 +83,7 @@ def commit(
     inside = (position < GAMMA + 1)[:, None] & (column < WIDTH)[None, :]
     place = (pair.to(tl.int64) * (GAMMA + 1) + position)[:, None] * WIDTH + column[None, :]
     x = cleaned(tl.load(tops + place, mask=inside, other=float("-inf")))
-    if WHOLE:
-        token = tl.where(inside, column[None, :], 2147483647)
-    else:
-        token = tl.load(firsts + place, mask=inside, other=2147483647)
+    token = column[None, :] if WHOLE else tl.load(firsts + place, mask=inside, other=2147483647)
     _, token = first_of_largest(x, token, 1)
     tl.store(target + pair * (GAMMA + 1) + position, token, mask=position < GAMMA + 1)
     # All threads have read the rows before one of them writes, and see all of the target.

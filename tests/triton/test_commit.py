@@ -63,7 +63,7 @@ def test_is_few_launches_and_writes_in_place(gamma, vocabulary, launches):
     [
         (2, 0, "float32", "V=0 leaves no token to take"),
         (2, 9, "float64", "logits of float64 are none of float32, bfloat16, float16"),
-        (900, 151936, "float32", "900 positions of 151936 logits are over 16384 parts of 4096"),
+        (900, 151936, "float32", "900 positions of 151936 logits are over 16384 parts of 2048"),
         (1200, 16, "float32", "gamma=1199 is over 1024"),
     ],
 )
