@@ -47,8 +47,8 @@ class StepRecord:
     tokens: Array
 
     @classmethod
-    def of(cls, packed: Array) -> StepRecord:
-        """The record that `jspec.ops.commit.commit` gives, int32 ``[..., B, gamma + 4]``."""
+    def unpacked(cls, packed: Array) -> StepRecord:
+        """The record of which ``packed [..., B, gamma + 4]`` is `packed`."""
         return cls(packed[..., 0], packed[..., 1], packed[..., 2], packed[..., 3:])
 
     def packed(self) -> Array:

@@ -44,7 +44,7 @@ def decode_chunk(
         return state, record.packed()
 
     state, records = lax.scan(body, state, length=steps)
-    return state, StepRecord.of(records)
+    return state, StepRecord.unpacked(records)
 
 
 def step(
@@ -103,7 +103,7 @@ def verify(
     """
     rows = Rows(state.tokens, state.cache.lengths, state.done)
     if state.mode == "greedy" and "verify_greedy" not in config.backends:
-        verified, record, rows = verify_and_commit(
+        verified, committed, rows = verify_and_commit(
             drafted.tokens,
             logits,
             drafted.lengths,
@@ -114,10 +114,13 @@ def verify(
         )
     else:
         verified = _verified(state, drafted, logits, config)
-        record, rows = commit(verified, drafted.lengths, state.limits, rows)
+        committed, rows = commit(verified, state.limits, rows)
     cache = state.cache.with_lengths(rows.cached)
     state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
-    return verified, state, StepRecord.of(record)
+    cut = verified.committed <= verified.accepted
+    longest = jnp.where(cut, verified.accepted, drafted.lengths)
+    record = StepRecord(longest, committed[:, 0], committed[:, 1], committed[:, 2:])
+    return verified, state, record
 
 
 def _verified(state: DecodeState, drafted: Drafted, logits: Array, config: StepConfig) -> Verified:

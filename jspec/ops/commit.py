@@ -6,7 +6,7 @@ jspec's own loop calls it: what XLA makes a dozen small kernels of is one launch
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +53,8 @@ def verify_and_commit(
 
     ``logits [B, gamma + 1, V]``; a token is taken of them as by `jspec.ops.sample.greedy`. Token
     ids are int32; ``limits`` int32 ``[B]``: most tokens that a row may know. The caller makes sure
-    that a block fits into S; what does not is never written. Returns the outcome, the record of
-    `commit` and the rows as they then are: donate them, and nothing is copied.
+    that a block fits into S; what does not is never written. Returns the outcome and what `commit`
+    does: donate the rows, and nothing is copied.
     """
     check_draft(draft_tokens, draft_lengths, stop_tokens, logits.shape[:2])
     batch = draft_tokens.shape[0]
@@ -73,23 +73,17 @@ def verify_and_commit(
     return Verified(*out[:6]), out[6], Rows(*out[7:])
 
 
-def commit(
-    verified: Verified, draft_lengths: Array, limits: Array, rows: Rows
-) -> tuple[Array, Rows]:
-    """Append the committed block to each row that is not done.
+def commit(verified: Verified, limits: Array, rows: Rows) -> tuple[Array, Rows]:
+    """Append the committed block to each row that is not done; one that is commits nothing.
 
-    Returns a record int32 ``[B, gamma + 4]``: draft tokens (those behind a stop token do not
-    count), accepted and committed tokens, then the committed block, -1 behind its end; and the rows
-    as they then are. A row that is done commits nothing.
+    Returns what was committed, int32 ``[B, gamma + 3]``: how many draft tokens were accepted and
+    how many tokens committed, then the block, -1 behind its end; and the rows as they then are.
     """
     active = ~rows.done
-    committed = jnp.where(active, verified.committed, 0)
+    counts = jnp.stack([verified.accepted, verified.committed], axis=1)
+    counts = jnp.where(active[:, None], counts, 0)
     block = jnp.where(active[:, None], verified.tokens, -1)
-    cached = rows.cached + committed
-    cut = verified.committed <= verified.accepted
-    longest = verified.tokens.shape[1] - 1
-    drafted = jnp.where(cut, verified.accepted, jnp.clip(draft_lengths, 0, longest))
-    counts = jnp.stack([drafted, jnp.where(active, verified.accepted, 0), committed], axis=1)
+    cached = rows.cached + counts[:, 1]
     tokens = _write(rows.tokens, block, rows.cached + 1)
     done = rows.done | verified.stopped | (cached + 1 >= limits)
     return jnp.concatenate([counts, block], axis=1), Rows(tokens, cached, done)
@@ -103,27 +97,27 @@ def _write(tokens: Array, block: Array, start: Array) -> Array:
 
 
 def committed_like(draft_tokens: Array, tokens: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of what backends return: fields of `Verified`, the record and the rows."""
+    """Shapes and dtypes of what backends return: `Verified`, what was committed, and the rows."""
     batch, gamma = draft_tokens.shape
-    record = jax.ShapeDtypeStruct((batch, gamma + 4), jnp.int32)
+    committed = jax.ShapeDtypeStruct((batch, gamma + 3), jnp.int32)
     count = jax.ShapeDtypeStruct((batch,), jnp.int32)
     flag = jax.ShapeDtypeStruct((batch,), jnp.bool_)
     known = jax.ShapeDtypeStruct(tokens.shape, jnp.int32)
-    return *verified_like(draft_tokens), record, known, count, flag
+    return *verified_like(draft_tokens), committed, known, count, flag
 
 
-def _after(fields: tuple[Array, ...], lengths: Array, limits: Array, *rows: Array) -> Any:
-    record, after = commit(Verified(*fields), lengths, limits, Rows(*rows))
-    return *fields, record, *after
+def _after(fields: tuple[Array, ...], limits: Array, *rows: Array) -> tuple[Array, ...]:
+    committed, after = commit(Verified(*fields), limits, Rows(*rows))
+    return *fields, committed, *after
 
 
 def _xla(draft, logits, lengths, stops, limits, *rows: Array) -> tuple[Array, ...]:
-    return _after(greedy_xla(draft, greedy(logits), lengths, stops), lengths, limits, *rows)
+    return _after(greedy_xla(draft, greedy(logits), lengths, stops), limits, *rows)
 
 
 def _two_steps(draft, logits, lengths, stops, limits, *rows: Array) -> tuple[Array, ...]:
     """The best backend of verification, and XLA's bookkeeping behind it."""
-    return _after(VERIFY_GREEDY(draft, greedy(logits), lengths, stops), lengths, limits, *rows)
+    return _after(VERIFY_GREEDY(draft, greedy(logits), lengths, stops), limits, *rows)
 
 
 def commit_sizes(draft_tokens: Array, logits: Array, *rest: Array) -> dict[str, int]:
@@ -180,7 +174,7 @@ def _cases() -> list[Case]:
     ]
 
 
-# Backends return the fields of `Verified`, the record, and the rows.
+# Backends return the fields of `Verified`, what was committed, and the rows.
 VERIFY_AND_COMMIT = Operation(
     "verify_and_commit",
     {

@@ -53,7 +53,7 @@ def commit(
     next_out,
     stopped_out,
     tokens_out,
-    record,
+    committed_block,
     tokens,
     cached,
     done,
@@ -76,7 +76,6 @@ def commit(
     held = tl.load(cached_before + row)
     ended = tl.load(done_before + row).to(tl.int1)
     limit = tl.load(limits + row)
-    drafted = tl.load(lengths + row)
 
     position = tl.arange(0, POSITIONS)
     column = tl.arange(0, COLUMNS)
@@ -111,17 +110,13 @@ def commit(
 
     active = ended == 0
     end = GAMMA - event // 4
-    accepted = accepted_of(event, GAMMA)
     committed = tl.where(active, end + 1, 0)
     after = held + committed
-    drafted = tl.minimum(tl.maximum(drafted, 0), GAMMA)
-    drafted = tl.where(end + 1 <= accepted, accepted, drafted)
     tl.store(cached + row, after)
     tl.store(done + row, ended | ((event & 1) != 0) | (after + 1 >= limit))
-    at = record + row * (GAMMA + 4)
-    tl.store(at, drafted)
-    tl.store(at + 1, tl.where(active, accepted, 0))
-    tl.store(at + 2, committed)
+    at = committed_block + row * (GAMMA + 3)
+    tl.store(at, tl.where(active, accepted_of(event, GAMMA), 0))
+    tl.store(at + 1, committed)
 
     first = (held + 1)[:, None]
     known = tokens + row.to(tl.int64)[:, None] * SLOTS + first
@@ -129,10 +124,10 @@ def commit(
         index = start + tl.arange(0, TILE)[None, :]
         kept = active[:, None] & (index <= end[:, None])
         block = tl.where(kept, wanted[start // TILE], -1)
-        tl.store(at[:, None] + 3 + index, block, mask=index < GAMMA)
+        tl.store(at[:, None] + 2 + index, block, mask=index < GAMMA)
         tl.store(known + index, block, mask=kept & (index < GAMMA) & (first + index < SLOTS))
     kept = (active & (end == GAMMA))[:, None]
-    tl.store(at[:, None] + 3 + GAMMA, tl.where(kept, bonus[:, None], -1))
+    tl.store(at[:, None] + 2 + GAMMA, tl.where(kept, bonus[:, None], -1))
     tl.store(known + GAMMA, bonus[:, None], mask=kept & (first + GAMMA < SLOTS))
 
 
@@ -154,7 +149,7 @@ def commit_kernel(
     next_out,
     stopped_out,
     tokens_out,
-    record,
+    committed_block,
     SLOTS: tl.constexpr,
     GAMMA: tl.constexpr,
     STOPS: tl.constexpr,
@@ -182,7 +177,7 @@ def commit_kernel(
         next_out,
         stopped_out,
         tokens_out,
-        record,
+        committed_block,
         tokens,
         cached,
         done,
@@ -215,7 +210,7 @@ def commit_kernel_0_3(
     next_out,
     stopped_out,
     tokens_out,
-    record,
+    committed_block,
     tokens,
     cached,
     done,
@@ -246,7 +241,7 @@ def commit_kernel_0_3(
         next_out,
         stopped_out,
         tokens_out,
-        record,
+        committed_block,
         tokens,
         cached,
         done,
