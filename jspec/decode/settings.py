@@ -13,6 +13,7 @@ from jspec.dispatch import Backends, preferring
 from jspec.ops.append import APPEND
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
+from jspec.ops.commit import VERIFY_AND_COMMIT
 from jspec.ops.linear import LINEAR
 from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
@@ -21,7 +22,10 @@ from jspec.policies import Policy
 
 OF_MODELS = (LINEAR,)  # operations that a model calls by itself
 # Of a step.
-OPERATIONS = (APPEND, ATTENTION, GATHERED, SAMPLE, VERIFY_GREEDY, VERIFY_STOCHASTIC, *OF_MODELS)
+OPERATIONS = (
+    *(APPEND, ATTENTION, GATHERED, SAMPLE, VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC),
+    *OF_MODELS,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,16 @@ class StepRecord:
     committed: Array
     tokens: Array
 
+    @classmethod
+    def unpacked(cls, packed: Array) -> StepRecord:
+        """The record of which ``packed [..., B, gamma + 4]`` is `packed`."""
+        return cls(packed[..., 0], packed[..., 1], packed[..., 2], packed[..., 3:])
+
+    def packed(self) -> Array:
+        """All of it side by side, so that a loop writes one array a step."""
+        counts = (self.drafted, self.accepted, self.committed)
+        return jnp.concatenate([*(x[..., None] for x in counts), self.tokens], axis=-1)
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,

@@ -13,6 +13,7 @@ from jspec.cache.layout import check_rings
 from jspec.decode.draft import Drafted, Seen
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models, StepRecord
+from jspec.ops.commit import Rows, commit, verify_and_commit
 from jspec.ops.sample import greedy
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
@@ -39,9 +40,11 @@ def decode_chunk(
     """``steps`` speculative steps in one program; the records are stacked, ``[steps, B, ...]``."""
 
     def body(state, _):
-        return step(models, state, config)
+        state, record = step(models, state, config)
+        return state, record.packed()
 
-    return lax.scan(body, state, length=steps)
+    state, records = lax.scan(body, state, length=steps)
+    return state, StepRecord.unpacked(records)
 
 
 def step(
@@ -58,8 +61,8 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     check_rings(state.cache.specs, state.cache.layouts, config.gamma)
     drafted, state = config.draft.draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
-    verified, state, seen = verify(models, state, drafted, config)
-    state, record = commit(state, drafted, verified)
+    logits, state, seen = read(models, state, drafted, config)
+    verified, state, record = verify(state, drafted, logits, config)
     return config.draft.learn(state, seen, verified), record
 
 
@@ -68,16 +71,18 @@ def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:
 
     One token of the limit is left for the corrected or bonus token.
     """
+    if gamma == 0:
+        return drafted
     room = state.limits - state.lengths - 1
     most = jnp.minimum(jnp.minimum(room, state.draft_limits), gamma)
     most = jnp.where(state.done, 0, jnp.maximum(most, 0))
     return dataclasses.replace(drafted, lengths=jnp.minimum(drafted.lengths, most))
 
 
-def verify(
+def read(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
-) -> tuple[Verified, DecodeState, Seen]:
-    """Run the target over the last token and the draft, and judge the draft by it."""
+) -> tuple[Array, DecodeState, Seen]:
+    """Run the target over the last token and the draft; its logits ``[B, gamma + 1, V]``."""
     tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
     index = jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
@@ -86,9 +91,42 @@ def verify(
         positions, policy=config.draft.keeps, arrays=models.policy, backends=config.backends
     )
     hidden, cache = models.target(tokens, positions, attend, state.cache)
-    logits = models.target.logits(hidden)
+    state = dataclasses.replace(state, cache=cache)
+    return models.target.logits(hidden), state, Seen(positions, hidden)
+
+
+def verify(
+    state: DecodeState, drafted: Drafted, logits: Array, config: StepConfig
+) -> tuple[Verified, DecodeState, StepRecord]:
+    """Judge the draft by the target, and append to each row that is not done what is committed.
+
+    A length rolls back the rest.
+    """
+    rows = Rows(state.tokens, state.cache.lengths, state.done)
+    if state.mode == "greedy" and "verify_greedy" not in config.backends:
+        verified, committed, rows = verify_and_commit(
+            drafted.tokens,
+            logits,
+            drafted.lengths,
+            state.stop_tokens,
+            state.limits,
+            rows,
+            implementation=config.backends.get("verify_and_commit"),
+        )
+    else:
+        verified = _verified(state, drafted, logits, config)
+        committed, rows = commit(verified, state.limits, rows)
+    cache = state.cache.with_lengths(rows.cached)
+    state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
+    cut = verified.committed <= verified.accepted
+    longest = jnp.where(cut, verified.accepted, drafted.lengths)
+    record = StepRecord(longest, committed[:, 0], committed[:, 1], committed[:, 2:])
+    return verified, state, record
+
+
+def _verified(state: DecodeState, drafted: Drafted, logits: Array, config: StepConfig) -> Verified:
     if state.mode == "greedy":
-        verified = verify_greedy(
+        return verify_greedy(
             drafted.tokens,
             greedy(logits),
             drafted.lengths,
@@ -96,47 +134,14 @@ def verify(
             # Without a draft there is nothing to verify, and some kernels refuse that.
             implementation=config.backends.get("verify_greedy") if config.gamma else None,
         )
-    else:
-        verified = verify_stochastic(
-            drafted.tokens,
-            logits,
-            drafted.lengths,
-            state.stop_tokens,
-            state.sampling,
-            state.lengths,
-            draft_logits=drafted.logits,
-            filtered=state.mode == "filtered",
-            implementation=config.backends.get("verify_stochastic"),
-        )
-    return verified, dataclasses.replace(state, cache=cache), Seen(positions, hidden)
-
-
-def commit(
-    state: DecodeState, drafted: Drafted, verified: Verified
-) -> tuple[DecodeState, StepRecord]:
-    """Append the committed block to each row that is not done; a length rolls back the rest."""
-    active = ~state.done
-    committed = jnp.where(active, verified.committed, 0)
-    block = jnp.where(active[:, None], verified.tokens, -1)
-    lengths = state.lengths + committed
-    cut = verified.committed <= verified.accepted
-    record = StepRecord(
-        drafted=jnp.where(cut, verified.accepted, drafted.lengths),
-        accepted=jnp.where(active, verified.accepted, 0),
-        committed=committed,
-        tokens=block,
+    return verify_stochastic(
+        drafted.tokens,
+        logits,
+        drafted.lengths,
+        state.stop_tokens,
+        state.sampling,
+        state.lengths,
+        draft_logits=drafted.logits,
+        filtered=state.mode == "filtered",
+        implementation=config.backends.get("verify_stochastic"),
     )
-    state = dataclasses.replace(
-        state,
-        cache=state.cache.with_lengths(lengths - 1),
-        tokens=_write(state.tokens, block, state.lengths),
-        done=state.done | verified.stopped | (lengths >= state.limits),
-    )
-    return state, record
-
-
-def _write(tokens: Array, block: Array, start: Array) -> Array:
-    """Put ``block [B, T]`` into ``tokens [B, S]`` from ``start [B]`` on, -1 writing nothing."""
-    index = start[:, None] + jnp.arange(block.shape[1], dtype=jnp.int32)[None]
-    index = jnp.where(block >= 0, index, tokens.shape[1])
-    return tokens.at[jnp.arange(tokens.shape[0])[:, None], index].set(block, mode="drop")

@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
         return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
 
     def __call__(self, tokens: Array, positions: Array, attend: Attend, cache):
-        """Final hidden states ``[B, T, D]`` of ``tokens [B, T]``, and the cache ``attend`` left."""
+        """What the last layer gives ``[B, T, D]`` for ``tokens [B, T]``, and the cache after it."""
         x = self.embed(tokens)
         angles: dict[tuple[int, int], tuple[Array, Array]] = {}
         for index, block in enumerate(self.layers):
@@ -220,10 +220,11 @@ class Decoder(nnx.Module):
             if kind not in angles:
                 angles[kind] = self.angles(positions, spec)
             x, cache = block(x, index, angles[kind], attend, cache)
-        return self.norm(x), cache
+        return x, cache
 
     def logits(self, hidden: Array) -> Array:
-        """Next-token logits, float32 ``[..., V]``."""
+        """Next-token logits, float32 ``[..., V]``, of what `__call__` gives."""
+        embedding, norm = self.embedding[...], self.norm.rms
         if self.head is None:
-            return linear(hidden, self.embedding[...], transposed=True, dtype=jnp.float32)
-        return linear(hidden, self.head.kernel[...], dtype=jnp.float32)
+            return linear(hidden, embedding, norm=norm, transposed=True, dtype=jnp.float32)
+        return linear(hidden, self.head.kernel[...], norm=norm, dtype=jnp.float32)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -59,5 +60,7 @@ def _yarn(
 
 def rope_angles(positions: Array, frequencies: Array, factor: float) -> tuple[Array, Array]:
     """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of absolute ``positions [B, T]``."""
+    # XLA makes one kernel of cosine and sine if they share an array that it does not know.
+    frequencies = jax.lax.optimization_barrier(frequencies)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies[None, None, None]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

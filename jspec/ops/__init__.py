@@ -19,6 +19,7 @@ _HOMES = (
     "jspec.ops.pack:PACK",
     "jspec.ops.fused:VERIFY_AND_PACK",
     "jspec.ops.fused:VERIFY_AND_APPEND",
+    "jspec.ops.commit:VERIFY_AND_COMMIT",
 )
 
 

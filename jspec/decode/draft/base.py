@@ -38,8 +38,8 @@ class Drafted:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What the target's pass over a draft saw: ``positions [B, T]``, -1 for padding, and the final
-    hidden states ``[B, T, D]``."""
+    """What the target's pass over a draft saw: ``positions [B, T]``, -1 for padding, and the hidden
+    states ``[B, T, D]`` that the model returned."""
 
     positions: Array
     hidden: Array
@@ -104,26 +104,32 @@ def autoregressive(
     at ``positions`` and the next carry.
     """
 
+    index = jnp.arange(config.gamma, dtype=jnp.int32)
+
     def body(carried, step):
-        token, carry = carried
+        token, drafted, carry = carried
         positions = state.lengths + step
         logits, carry = advance(step, token, positions - 1, carry)
         if state.mode == "greedy":
             token = greedy(logits)
-            return (token, carry), (token, None)
-        token = sample(
-            logits[:, None],
-            state.sampling,
-            positions[:, None],
-            Role.DRAFT,
-            filtered=state.mode == "filtered",
-            implementation=config.backends.get("sample"),
-        )[:, 0]
-        return (token, carry), (token, logits)
+            logits = None
+        else:
+            token = sample(
+                logits[:, None],
+                state.sampling,
+                positions[:, None],
+                Role.DRAFT,
+                filtered=state.mode == "filtered",
+                implementation=config.backends.get("sample"),
+            )[:, 0]
+        # Of tokens that the loop stacks itself, XLA makes a copy a step on a stream of its own,
+        # for which a GPU waits longer than for this kernel.
+        drafted = jnp.where(index[None] == step, token[:, None], drafted)
+        return (token, drafted, carry), logits
 
-    (_, carry), (tokens, logits) = lax.scan(
-        body, (state.last_token, carry), jnp.arange(config.gamma, dtype=jnp.int32)
-    )
+    token = state.last_token
+    drafted = jnp.broadcast_to(token[:, None], (len(token), config.gamma))
+    (_, tokens, carry), logits = lax.scan(body, (token, drafted, carry), index)
     lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
     logits = None if logits is None else jnp.swapaxes(logits, 0, 1)
-    return Drafted(tokens.T, lengths, logits), carry
+    return Drafted(tokens, lengths, logits), carry
