@@ -13,6 +13,7 @@ _HOMES = (
     "jspec.ops.attention.dense:ATTENTION",
     "jspec.ops.attention.gathered:GATHERED",
     "jspec.ops.append:APPEND",
+    "jspec.ops.linear:LINEAR",
     "jspec.ops.verify:VERIFY_GREEDY",
     "jspec.ops.stochastic:VERIFY_STOCHASTIC",
     "jspec.ops.sample:SAMPLE",
