@@ -34,10 +34,9 @@ def linear(
 
     ``norm``: of x before. ``gated``: ``out`` is ``(2, width)``, and what comes is ``silu(gate) *
     up`` of the two, ``[..., width]`` (SwiGLU, Shazeer 2020). ``add``, of the result's shape, is
-    added in the end. Sums are float32; the result is of ``dtype``, by default that of x. Few rows
-    read the weights once, at the speed of memory, in one launch where Triton serves; a row's result
-    then is the same bits among any other rows, 64 in all at most. Raises `ValueError` for shapes
-    that do not fit.
+    added in the end. Sums are float32; the result is of ``dtype``, by default that of x. Where
+    Triton serves, few rows of a small model are one launch. Raises `ValueError` for shapes that do
+    not fit.
     """
     inputs = kernel.shape[-1 if transposed else 0]
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]

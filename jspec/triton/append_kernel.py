@@ -5,23 +5,27 @@ import triton.language as tl
 
 
 @triton.jit
-def turned(
-    x, at, scale, cosine, sine, live, EPS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr
-):
-    """The two halves of heads that begin at ``at``, normed where there is a scale, and rotated."""
+def halves(x, at, live, SIZE: tl.constexpr, HALF: tl.constexpr):
+    """The two halves of heads that begin at ``at``."""
     half = tl.arange(0, HALF)
-    inside = half < SIZE // 2
-    mask = live[:, None] & inside[None, :]
+    mask = live[:, None] & (half < SIZE // 2)[None, :]
     pointers = x + at[:, None] + half[None, :]
-    first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(pointers + SIZE // 2, mask=mask, other=0.0).to(tl.float32)
-    if scale is not None:
+    first = tl.load(pointers, mask=mask, other=0.0)
+    return first, tl.load(pointers + SIZE // 2, mask=mask, other=0.0)
+
+
+@triton.jit
+def turned(first, second, one, two, cosine, sine, EPS: tl.constexpr, SIZE: tl.constexpr):
+    """Both halves of heads, normed where there is a scale, ``one`` and ``two``, and rotated."""
+    kind = first.dtype
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    if one is not None:
         mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / SIZE
         root = (1.0 / tl.sqrt_rn(mean + EPS))[:, None]
         # Rounded where the model rounds: after the norm, and after its scale.
-        kind = x.dtype.element_ty
-        one = tl.load(scale + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-        two = tl.load(scale + half + SIZE // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+        one = one.to(tl.float32)[None, :]
+        two = two.to(tl.float32)[None, :]
         first = ((first * root).to(kind).to(tl.float32) * one).to(kind).to(tl.float32)
         second = ((second * root).to(kind).to(tl.float32) * two).to(kind).to(tl.float32)
     return first * cosine - second * sine, second * cosine + first * sine
@@ -57,35 +61,38 @@ def append(
     start = (token * KV_HEADS + head) * (GROUP * SIZE + SIZE + VALUE)
     half = tl.arange(0, HALF)
     inside = half < SIZE // 2
-    c = tl.load(cosine + token * (SIZE // 2) + half, mask=inside, other=0.0)[None, :]
-    s = tl.load(sine + token * (SIZE // 2) + half, mask=inside, other=0.0)[None, :]
-
     query = tl.arange(0, GROUP_WIDTH)
     live = query < GROUP
-    scale = q_scale if NORMED else None
-    one, two = turned(joined, start + query * SIZE, scale, c, s, live, Q_EPS, SIZE, HALF)
+    lone = tl.arange(0, 1)
+    channel = tl.arange(0, VALUE_WIDTH)
+    there = channel < VALUE
+    # Everything is loaded before anything is stored: no load waits for another.
+    slot = tl.load(slots + token)
+    q_first, q_second = halves(joined, start + query * SIZE, live, SIZE, HALF)
+    k_first, k_second = halves(joined, start + GROUP * SIZE + lone, lone == 0, SIZE, HALF)
+    value = tl.load(joined + start + (GROUP * SIZE + SIZE) + channel, mask=there, other=0.0)
+    c = tl.load(cosine + token * (SIZE // 2) + half, mask=inside, other=0.0)[None, :]
+    s = tl.load(sine + token * (SIZE // 2) + half, mask=inside, other=0.0)[None, :]
+    q_one = tl.load(q_scale + half, mask=inside, other=0.0) if NORMED else None
+    q_two = tl.load(q_scale + half + SIZE // 2, mask=inside, other=0.0) if NORMED else None
+    k_one = tl.load(k_scale + half, mask=inside, other=0.0) if NORMED else None
+    k_two = tl.load(k_scale + half + SIZE // 2, mask=inside, other=0.0) if NORMED else None
+
+    one, two = turned(q_first, q_second, q_one, q_two, c, s, Q_EPS, SIZE)
     to = queries + ((token * KV_HEADS + head) * GROUP + query)[:, None] * SIZE + half[None, :]
     mask = live[:, None] & inside[None, :]
     tl.store(to, one.to(queries.dtype.element_ty), mask=mask)
     tl.store(to + SIZE // 2, two.to(queries.dtype.element_ty), mask=mask)
 
-    slot = tl.load(slots + token)
     place = (token // TOKENS * SLOTS + slot) * KV_HEADS + head
     kept = slot < SLOTS
-    lone = tl.arange(0, 1)
-    scale = k_scale if NORMED else None
-    key = start + GROUP * SIZE + lone
-    one, two = turned(joined, key, scale, c, s, lone == 0, K_EPS, SIZE, HALF)
+    one, two = turned(k_first, k_second, k_one, k_two, c, s, K_EPS, SIZE)
     to = keys + place * SIZE + lone[:, None] + half[None, :]
     mask = kept & (lone == 0)[:, None] & inside[None, :]
     # Rounded as the queries are, also where the cache is of another type.
     kind = joined.dtype.element_ty
     tl.store(to, one.to(kind).to(keys.dtype.element_ty), mask=mask)
     tl.store(to + SIZE // 2, two.to(kind).to(keys.dtype.element_ty), mask=mask)
-
-    channel = tl.arange(0, VALUE_WIDTH)
-    there = channel < VALUE
-    value = tl.load(joined + start + (GROUP * SIZE + SIZE) + channel, mask=there, other=0.0)
     tl.store(values + place * VALUE + channel, value.to(values.dtype.element_ty), mask=there & kept)
 
 

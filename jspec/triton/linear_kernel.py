@@ -1,4 +1,4 @@
-"""The Triton body of a product of a few rows, which reads the weights once."""
+"""The Triton body of a product of a few rows with weights that are small."""
 
 import triton
 import triton.language as tl
@@ -24,57 +24,60 @@ def linear_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """A program takes ``WIDTH`` columns of the result and all of their inputs, in one order."""
-    row = tl.arange(0, TILE)[:, None]
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    """A program takes ``WIDTH`` columns of the result.
+
+    It multiplies without tensor cores: with so few inputs, what counts is that all weights are on
+    their way at once and that no product waits for another.
+    """
+    row = tl.arange(0, TILE)
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     there = column < OUT
     columns: tl.constexpr = 2 * OUT if GATED else OUT
-    at: tl.constexpr = IN if TRANSPOSED else 1
+    across: tl.constexpr = IN if TRANSPOSED else 1
     down: tl.constexpr = 1 if TRANSPOSED else columns
-    total = tl.zeros([TILE, WIDTH], tl.float32)
-    gates = tl.zeros([TILE, WIDTH], tl.float32)
-    squares = tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, IN, STEP, num_stages=STAGES):
+    totals = tl.zeros([TILE, STEP, WIDTH], tl.float32)
+    gates = tl.zeros([TILE, STEP, WIDTH], tl.float32)
+    squares = tl.zeros([TILE, STEP], tl.float32)
+    for start in tl.static_range(0, IN, STEP):
         index = start + tl.arange(0, STEP)
         inside = index < IN
-        live = (row < ROWS) & inside[None, :]
-        part = tl.load(x + row * IN + index[None, :], mask=live, other=0.0)
+        weights = kernel + index[:, None] * down + column[None, :] * across
+        mask = inside[:, None] & there[None, :]
+        w = tl.load(weights + OUT * across if GATED else weights, mask=mask, other=0.0)
+        live = (row < ROWS)[:, None] & inside[None, :]
+        part = tl.load(x + row[:, None] * IN + index[None, :], mask=live, other=0.0)
+        part = part.to(tl.float32)
         if NORMED:
-            wide = part.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
+            squares += part * part
             factor = tl.load(scale + index, mask=inside, other=0.0).to(tl.float32)
-            part = (wide * factor[None, :]).to(part.dtype)
-        weights = kernel + index[:, None].to(tl.int64) * down + column * at
-        mask = inside[:, None] & there
+            part = (part * factor[None, :]).to(x.dtype.element_ty).to(tl.float32)
+        totals += part[:, :, None] * w.to(tl.float32)[None, :, :]
         if GATED:
-            gate = tl.load(weights, mask=mask, other=0.0)
-            gates = tl.dot(part, gate, gates, input_precision="tf32x3")
-            weights += OUT * at
-        total = tl.dot(
-            part, tl.load(weights, mask=mask, other=0.0), total, input_precision="tf32x3"
-        )
+            w = tl.load(weights, mask=mask, other=0.0)
+            gates += part[:, :, None] * w.to(tl.float32)[None, :, :]
 
     kind = out.dtype.element_ty
+    total = tl.sum(totals, axis=1)
+    gate = tl.sum(gates, axis=1)
     if NORMED:
         # The norm is a factor of the whole row, so that it can wait for the sum of the squares.
-        root = (1.0 / tl.sqrt_rn(squares / IN + EPS))[:, None]
+        root = (1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / IN + EPS))[:, None]
         total *= root
-        gates *= root
+        gate *= root
     # Rounded where a model rounds: after the product, its bias, its activation and the sum.
     total = total.to(kind)
     if BIASED:
         offset: tl.constexpr = OUT if GATED else 0
-        total += tl.load(bias + offset + column, mask=there, other=0.0).to(kind)
+        total += tl.load(bias + offset + column, mask=there, other=0.0).to(kind)[None, :]
     if GATED:
-        gates = gates.to(kind)
+        gate = gate.to(kind)
         if BIASED:
-            gates += tl.load(bias + column, mask=there, other=0.0).to(kind)
-        wide = gates.to(tl.float32)
+            gate += tl.load(bias + column, mask=there, other=0.0).to(kind)[None, :]
+        wide = gate.to(tl.float32)
         total = (wide * tl.sigmoid(wide)).to(kind) * total
-    place = row * OUT + column
-    mask = (row < ROWS) & there
+    place = row[:, None] * OUT + column[None, :]
+    mask = (row < ROWS)[:, None] & there[None, :]
     if ADDED:
         total = tl.load(add + place, mask=mask, other=0.0).to(kind) + total
     tl.store(out + place, total, mask=mask)

@@ -1,0 +1,59 @@
+"""Norm, rotation and cache write, against float64 from the definition."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.ops.append import Turn, rotate_and_append
+from jspec.ops.norm import RMS
+
+B, T, N, K, H, V, S = 2, 3, 4, 2, 8, 6, 12
+SLOTS = np.array([[4, S, 5], [11, 0, S]], np.int32)
+
+
+def arrays(normed):
+    rng = np.random.default_rng(1)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    angle = 3 * normal(B, T, 1, H // 2)
+    norms = (RMS(normal(H), 1e-2), RMS(normal(H), 1e-1)) if normed else ()
+    turn = Turn(jnp.cos(angle), jnp.sin(angle), *norms)
+    q, k, v = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, V)
+    return q, k, v, turn, normal(B, S, K, H), normal(B, S, K, V)
+
+
+def turned(x, norm, angle):
+    """A head, normed, and its first half as real, its second as imaginary parts, rotated."""
+    x = np.float64(x)
+    if norm is not None:
+        x = x / np.sqrt(np.mean(x * x) + norm.eps) * np.float64(norm.scale)
+    y = (x[: H // 2] + 1j * x[H // 2 :]) * angle
+    return np.concatenate([y.real, y.imag])
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
+def test_equals_the_definition(normed):
+    q, k, v, turn, keys, values = arrays(normed)
+    got = rotate_and_append(q, k, v, turn, keys, values, jnp.asarray(SLOTS))
+    angle = np.float64(turn.cosine) + 1j * np.float64(turn.sine)
+    want = np.float64(q), np.float64(keys), np.float64(values)
+    for row, token in np.ndindex(B, T):
+        by = angle[row, token, 0]
+        for head in range(N):
+            want[0][row, token, head] = turned(q[row, token, head], turn.q_norm, by)
+        if (slot := SLOTS[row, token]) < S:
+            for head in range(K):
+                want[1][row, slot, head] = turned(k[row, token, head], turn.k_norm, by)
+            want[2][row, slot] = v[row, token]
+    for have, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(have, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    q, k, v, turn, keys, values = arrays(False)
+    with pytest.raises(ValueError, match=r"slots \(2, 2\) must be \[B, T, N, H\]"):
+        rotate_and_append(q, k, v, turn, keys, values, jnp.asarray(SLOTS[:, :2]))
+    with pytest.raises(ValueError, match=r"v \(2, 3, 2, 5\)"):
+        rotate_and_append(q, k, v[..., :5], turn, keys, values, jnp.asarray(SLOTS))
