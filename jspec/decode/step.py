@@ -61,7 +61,7 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     check_rings(state.cache.specs, state.cache.layouts, config.gamma)
     drafted, state = config.draft.draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
-    logits, state, seen = read(models, state, drafted, config)
+    logits, state, seen = run_target(models, state, drafted, config)
     verified, state, record = verify(state, drafted, logits, config)
     return config.draft.learn(state, seen, verified), record
 
@@ -79,7 +79,7 @@ def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:
     return dataclasses.replace(drafted, lengths=jnp.minimum(drafted.lengths, most))
 
 
-def read(
+def run_target(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
 ) -> tuple[Array, DecodeState, Seen]:
     """Run the target over the last token and the draft; its logits ``[B, gamma + 1, V]``."""
@@ -118,9 +118,11 @@ def verify(
         committed, rows = commit(verified, state.limits, rows)
     cache = state.cache.with_lengths(rows.cached)
     state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
+    # Counted here, not by the operation: a record that XLA need not compute would be copied on a
+    # stream of its own, for which a GPU waits 20 us a step (H200).
     cut = verified.committed <= verified.accepted
-    longest = jnp.where(cut, verified.accepted, drafted.lengths)
-    record = StepRecord(longest, committed[:, 0], committed[:, 1], committed[:, 2:])
+    counted = jnp.where(cut, verified.accepted, drafted.lengths)
+    record = StepRecord(counted, committed[:, 0], committed[:, 1], committed[:, 2:])
     return verified, state, record
 
 
