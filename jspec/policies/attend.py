@@ -134,13 +134,19 @@ class Compact:
 
     def append(self, layer: int, slot: Array, **columns: Array) -> Compact:
         """Write one token's ``columns [B, 1, K, H]`` of one layer into ``slot`` of every row."""
-        new = {
-            name: jax.lax.dynamic_update_slice_in_dim(
-                x, columns[name].astype(x.dtype), slot, axis=1
-            )
-            for name, x in self.columns[layer].items()
-        }
-        after = (*self.columns[:layer], new, *self.columns[layer + 1 :])
+        return self.replaced(
+            layer,
+            **{
+                name: jax.lax.dynamic_update_slice_in_dim(
+                    x, columns[name].astype(x.dtype), slot, axis=1
+                )
+                for name, x in self.columns[layer].items()
+            },
+        )
+
+    def replaced(self, layer: int, **columns: Array) -> Compact:
+        """The copy with these columns of a layer in place of its own."""
+        after = (*self.columns[:layer], columns, *self.columns[layer + 1 :])
         return dataclasses.replace(self, columns=after)
 
 
@@ -152,10 +158,17 @@ def compact_attend(
     ``back``: how far from the end the token's slot is, 1 for the last.
     """
 
-    def attend(layer, q, k, v, cache: Compact, *, sinks=None, up=None):
-        slot = cache.positions[layer].shape[1] - back
-        cache = cache.append(layer, slot, **_named(k, v))
-        columns, where = cache.columns[layer], cache.positions[layer]
+    @turning
+    def attend(layer, q, k, v, cache: Compact, *, sinks=None, up=None, turn=None):
+        where = cache.positions[layer]
+        slot = where.shape[1] - back
+        if turn is not None and v is not None:
+            slots = jnp.full(positions.shape, slot, jnp.int32)
+            q, cache = _turned(layer, q, k, v, turn, cache, slots, backends)
+        else:
+            q, k = (q, k) if turn is None else turn(q, k)
+            cache = cache.append(layer, slot, **_named(k, v))
+        columns = cache.columns[layer]
         out = _read(cache.specs[layer], q, columns, positions, where, sinks, up, backends)
         return out, cache
 
@@ -180,18 +193,32 @@ def _append(
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
     """The queries, turned if that is still to be done, and the cache with the new tokens."""
-    spec, held = cache.specs[layer], cache.columns[layer]
+    spec = cache.specs[layer]
     if turn is not None and v is not None and not policy.columns(spec):
-        slots = cache.slots(layer, positions)
-        q, keys, values = rotate_and_append(
-            *(q, k, v, turn, held["keys"], held["values"], slots),
-            implementation=backends.get("rotate_and_append"),
-        )
-        return q, cache.replaced(layer, keys=keys, values=values)
+        return _turned(layer, q, k, v, turn, cache, cache.slots(layer, positions), backends)
     if turn is not None:
         q, k = turn(q, k)
     columns = _named(k, v) | policy.encode(arrays, spec, k)
     return q, cache.append(layer, positions, **columns)
+
+
+def _turned(
+    layer: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    turn: Turn,
+    cache: Any,
+    slots: Array,
+    backends: Mapping[str, str],
+) -> tuple[Array, Any]:
+    """The queries, turned, and a `Cache` or `Compact` with turned keys and values in ``slots``."""
+    held = cache.columns[layer]
+    q, keys, values = rotate_and_append(
+        *(q, k, v, turn, held["keys"], held["values"], slots),
+        implementation=backends.get("rotate_and_append"),
+    )
+    return q, cache.replaced(layer, keys=keys, values=values)
 
 
 def _read_whole(
