@@ -16,8 +16,12 @@ from jspec.triton.attention import (
     rows_of_tile,
     tile_shape,
 )
-from jspec.triton.call import refuses_triton, triton_call
+from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
+
+
+MOST_LISTED = 1024  # slots that a program keeps, 8 a thread
+LATE = 2  # steps in the time that the tail's own loop waits for memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +68,10 @@ def gathered_triton(
     together = heads_together(kv_heads, tokens * group, blocks.heads) if shared else 1
     shape = tile_shape(k, v, value_size)
     keys = keys_of_tile(shape, k, v, blocks.bytes)
-    step = keys // together
     rows = rows_of_tile(together * tokens * group, q, k, blocks.rows)
     tiles = -(-together * tokens * group // rows)
-    chunk = min(-(-blocks.chunk // step), -(-count // step)) * step
-    chunks = -(-count // chunk)
+    cut = cut_of(count, tail.shape[1], tokens, keys // together, blocks.chunk)
+    chunks = cut["CHUNKS"]
     parts = triton_call(
         gathered_kernel,
         *(q, k, k if v is None else v, positions, selected),
@@ -92,12 +95,32 @@ def gathered_triton(
         HEADS=together,
         TILES=tiles,
         ROWS=rows,
-        CHUNK=chunk,
-        CHUNKS=chunks,
         KEYS=keys,
+        **cut,
         **shape,
     )
     return merged(q, kv_heads, chunks, *parts)
+
+
+def cut_of(count: int, tail: int, tokens: int, step: int, chunk: int) -> dict[str, int]:
+    """How the steps of ``step`` slots are shared out, as the kernel takes it.
+
+    ``count`` selected slots are cut for chunks of ``chunk`` at most; the steps of the ``tail`` come
+    first.
+    """
+    selected = -(-count // step)
+    chunks = -(-selected // -(-chunk // step))
+    before = -(-tail // step)
+    if before and tokens > 1:
+        before += LATE
+    steps = selected + before
+    listed = next_power(-(-steps // chunks) * step)
+    return {
+        "STEPS": steps,
+        "BEFORE": before,
+        "LISTED": listed if listed <= MOST_LISTED else 0,
+        "CHUNKS": chunks,
+    }
 
 
 def heads_together(kv_heads: int, rows: int, most: int) -> int:
