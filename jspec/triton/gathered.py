@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.attention.gathered import gathered_sizes
 from jspec.triton.attention import (
     LEAST,
     keys_of_tile,
-    merged,
     part_types,
     refuses,
     rows_of_tile,
@@ -19,9 +21,9 @@ from jspec.triton.attention import (
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-
 MOST_LISTED = 1024  # slots that a program keeps, 8 a thread
 LATE = 2  # steps in the time that the tail's own loop waits for memory
+MERGED_PARTS, MERGED_COLUMNS = 16, 128  # that a program merges at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,38 @@ def gathered_triton(
         **cut,
         **shape,
     )
-    return merged(q, kv_heads, chunks, *parts)
+    return _merged(q, kv_heads, chunks, *parts)
+
+
+def _merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tuple[Array, Array]:
+    """Output ``[B, T, N, H']`` in the dtype of ``q`` and log-sum-exp of all chunks."""
+    from jspec.triton.gathered_kernel import gathered_merge_kernel
+
+    if chunks == 1:
+        return out, lse
+    batch, tokens, heads, _ = q.shape
+    value, lead = out.shape[-1], (batch, tokens, heads)
+    columns = min(MERGED_COLUMNS, next_power(value))
+    blocks = -(-value // columns)
+    out, lse = triton_call(
+        gathered_merge_kernel,
+        *(out, lse),
+        out=(
+            jax.ShapeDtypeStruct((*lead, value), q.dtype),
+            jax.ShapeDtypeStruct(lead, jnp.float32),
+        ),
+        programs=batch * tokens * heads * blocks,
+        warps=1,
+        TOKENS=tokens,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        VALUE=value,
+        CHUNKS=chunks,
+        SOME=min(MERGED_PARTS, next_power(chunks)),
+        COLUMNS=columns,
+        BLOCKS=blocks,
+    )
+    return out, lse
 
 
 def cut_of(count: int, tail: int, tokens: int, step: int, chunk: int) -> dict[str, int]:

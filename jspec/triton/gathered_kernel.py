@@ -1,9 +1,9 @@
-"""The Triton body of gathered attention."""
+"""The Triton bodies of gathered attention."""
 
 import triton
 import triton.language as tl
 
-from jspec.triton.attention_kernel import fold, read_queries, read_tile, write_rows
+from jspec.triton.attention_kernel import LOG2E, fold, read_queries, read_tile, write_rows
 
 
 @triton.jit
@@ -163,3 +163,53 @@ def gathered_kernel(
     else:
         part = ((batch_row * KV_HEADS + head + own) * CHUNKS + chunk) * MINE + row
         write_rows(out, lse, part, sums, live, begin < end, VALUE, VALUE_WIDTH)
+
+
+@triton.jit
+def gathered_merge_kernel(
+    parts,
+    part_lse,
+    out,
+    lse,
+    TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SOME: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """A program merges COLUMNS of the parts of one query row, SOME of its CHUNKS at a time.
+
+    ``parts [B, KV_HEADS, CHUNKS, TOKENS * GROUP, VALUE]`` and their log-sum-exp. A part of -inf was
+    not written: it is read all the same, since no read waits for another so, and left out.
+    """
+    query = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < VALUE
+    n = query % (KV_HEADS * GROUP)
+    token = query // (KV_HEADS * GROUP)
+    row = token % TOKENS * GROUP + n % GROUP
+    first = (token // TOKENS * KV_HEADS + n // GROUP) * CHUNKS * (TOKENS * GROUP) + row
+    acc = tl.zeros([COLUMNS], tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for start in range(0, CHUNKS, SOME):
+        chunk = start + tl.arange(0, SOME)
+        at = first + chunk * (TOKENS * GROUP)
+        exponent = tl.load(part_lse + at, mask=chunk < CHUNKS, other=float("-inf"))
+        mask = (chunk < CHUNKS)[:, None] & inside[None, :]
+        part = tl.load(parts + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(top, tl.max(exponent))
+        center = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp2((top - center) * LOG2E)
+        weight = tl.exp2((exponent - center) * LOG2E)
+        part = tl.where((exponent == float("-inf"))[:, None], 0.0, part)
+        total = total * decay + tl.sum(weight)
+        acc = acc * decay + tl.sum(weight[:, None] * part, axis=0)
+        top = higher
+    whole = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + query * VALUE + column, (acc / whole).to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(0) % BLOCKS == 0:
+        tl.store(lse + query, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole) / LOG2E))
