@@ -21,22 +21,27 @@ from jspec.triton.attention import (
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MOST_LISTED = 1024  # slots that a program keeps, 8 a thread
-LATE = 2  # steps in the time that the tail's own loop waits for memory
-MERGED_PARTS, MERGED_COLUMNS = 16, 128  # that a program merges at a time
+LEAST_STEPS = 4  # of a chunk, where there are several; fewer wait for memory more than they read
+MERGED_PARTS = 16  # of a query row that a program merges at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``chunk`` of the selected slots a program at most, ``bytes`` of keys and
-    values a tile, ``rows`` of queries a tile and KV ``heads`` a program at most (both powers of 2),
-    ``stages`` of tiles on their way, ``warps`` to run a program.
+    """How the work is cut.
 
-    They may follow from n and from T, never from B or counts: a row's arithmetic must not depend on
-    its neighbours.
+    ``chunk`` of the selected slots a program at most, less where a batch row would have fewer than
+    ``programs``; ``listed`` slots at most that a program reads at once and keeps, else it reads
+    them tile by tile; ``bytes`` of keys and values a tile, ``rows`` of queries a tile and KV
+    ``heads`` a program at most (all three powers of 2); ``stages`` of the compiler's pipeline, and
+    ``warps`` to run a program.
+
+    They may follow from n, T and the heads, never from B or counts: a row's arithmetic must not
+    depend on its neighbours.
     """
 
     chunk: int
+    programs: int
+    listed: int
     bytes: int
     rows: int
     heads: int
@@ -72,7 +77,8 @@ def gathered_triton(
     keys = keys_of_tile(shape, k, v, blocks.bytes)
     rows = rows_of_tile(together * tokens * group, q, k, blocks.rows)
     tiles = -(-together * tokens * group // rows)
-    cut = cut_of(count, tail.shape[1], tokens, keys // together, blocks.chunk)
+    least = -(-blocks.programs * together // (kv_heads * tiles))
+    cut = cut_of(count, tail.shape[1], keys // together, least, blocks)
     chunks = cut["CHUNKS"]
     parts = triton_call(
         gathered_kernel,
@@ -112,7 +118,7 @@ def _merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tup
         return out, lse
     batch, tokens, heads, _ = q.shape
     value, lead = out.shape[-1], (batch, tokens, heads)
-    columns = min(MERGED_COLUMNS, next_power(value))
+    columns = min(128 if chunks <= MERGED_PARTS else 64, next_power(value))
     blocks = -(-value // columns)
     out, lse = triton_call(
         gathered_merge_kernel,
@@ -135,23 +141,19 @@ def _merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tup
     return out, lse
 
 
-def cut_of(count: int, tail: int, tokens: int, step: int, chunk: int) -> dict[str, int]:
-    """How the steps of ``step`` slots are shared out, as the kernel takes it.
+def cut_of(count: int, tail: int, step: int, least: int, blocks: Blocks) -> dict[str, int]:
+    """How the kernel shares out ``count`` selected slots and the ``tail``, in steps of ``step``.
 
-    ``count`` selected slots are cut for chunks of ``chunk`` at most; the steps of the ``tail`` come
-    first.
+    In at least so many chunks, as long as each has `LEAST_STEPS`.
     """
-    selected = -(-count // step)
-    chunks = -(-selected // -(-chunk // step))
-    before = -(-tail // step)
-    if before and tokens > 1:
-        before += LATE
-    steps = selected + before
-    listed = next_power(-(-steps // chunks) * step)
+    selected, before = -(-count // step), -(-tail // step)
+    most = max(blocks.chunk // step, 1)
+    chunks = max(-(-selected // most), min(least, selected // LEAST_STEPS))
+    listed = next_power(-(-(selected + before) // chunks) * step)
     return {
-        "STEPS": steps,
+        "STEPS": selected + before,
         "BEFORE": before,
-        "LISTED": listed if listed <= MOST_LISTED else 0,
+        "LISTED": listed if listed <= blocks.listed else 0,
         "CHUNKS": chunks,
     }
 

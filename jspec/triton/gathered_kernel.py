@@ -83,14 +83,14 @@ def gathered_kernel(
 
     HEADS * TOKENS * GROUP rows, ROWS of them a tile. A tile of keys holds those of HEADS heads at
     KEYS / HEADS slots: what a slot has of them is one run of memory. Each row sees its own head
-    alone. The tail is at indices below 0. Its tiles and those of the selection are STEPS, of which
-    the first BEFORE count for the tail; CHUNKS share them evenly. SHARED: the heads share their
-    selection, and otherwise HEADS is 1. LISTED: as many slots as a program keeps, a power of 2, or
-    0 for one that reads them tile by tile.
+    alone. The tail is at indices below 0. It has the first BEFORE of the STEPS that CHUNKS share
+    evenly, the selection has the others. SHARED: the heads share their selection, and otherwise
+    HEADS is 1. LISTED: how many slots a program reads at once and keeps, a power of 2, or 0 for one
+    that reads them tile by tile.
     """
     MINE: tl.constexpr = TOKENS * GROUP
     STEP: tl.constexpr = KEYS // HEADS
-    AHEAD: tl.constexpr = (TAIL + STEP - 1) // STEP * STEP
+    AHEAD: tl.constexpr = BEFORE * STEP
     head = tl.program_id(0) % (KV_HEADS // HEADS) * HEADS
     rest = tl.program_id(0) // (KV_HEADS // HEADS)
     chunk = rest // TILES % CHUNKS
@@ -98,7 +98,7 @@ def gathered_kernel(
     list_of = batch_row if SHARED else batch_row * KV_HEADS + head
     selected += list_of * SELECTED
     tail += batch_row * TAIL
-    begin = tl.maximum((chunk * STEPS // CHUNKS - BEFORE) * STEP, -AHEAD)
+    begin = (chunk * STEPS // CHUNKS - BEFORE) * STEP
     end = tl.minimum(((chunk + 1) * STEPS // CHUNKS - BEFORE) * STEP, SELECTED)
     if COUNTED:
         end = tl.minimum(end, tl.maximum(tl.load(counts + list_of), 0))
@@ -122,11 +122,12 @@ def gathered_kernel(
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     sums = acc, total, top
-    # Tiles of which each query has positions of its own to see; a single query needs none.
+    # A query sees some of the tail and all that was selected; without others, both in one loop.
     masked_end = tl.minimum(end, 0) if TOKENS > 1 else end
     for start in range(begin, masked_end, STEP):
         index = start + key // HEADS
         if LISTED > 0:
+            # The compiler looks ahead past the end, and must not leave the list.
             slot = tl.gather(slots, tl.minimum(index - begin, LISTED - 1), 0)
         else:
             slot = slots_at(index, end, selected, tail, TAIL, AHEAD)
