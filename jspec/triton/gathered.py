@@ -4,33 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.attention.gathered import gathered_sizes
 from jspec.triton.attention import (
     LEAST,
     keys_of_tile,
-    merged,
     part_types,
     refuses,
     rows_of_tile,
     tile_shape,
 )
-from jspec.triton.call import refuses_triton, triton_call
+from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
+
+LEAST_STEPS = 4  # of a chunk, where there are several; fewer wait for memory more than they read
+MERGED_PARTS = 16  # of a query row that a program merges at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``chunk`` of the selected slots a program at most, ``bytes`` of keys and
-    values a tile, ``rows`` of queries a tile and KV ``heads`` a program at most (both powers of 2),
-    ``stages`` of tiles on their way, ``warps`` to run a program.
+    """How the work is cut.
 
-    They may follow from n and from T, never from B or counts: a row's arithmetic must not depend on
-    its neighbours.
+    ``chunk`` of the selected slots a program at most, less where a batch row would have fewer than
+    ``programs``; ``listed`` slots at most that a program reads at once and keeps, else it reads
+    them tile by tile; ``bytes`` of keys and values a tile, ``rows`` of queries a tile and KV
+    ``heads`` a program at most (all three powers of 2); ``stages`` of the compiler's pipeline, and
+    ``warps`` to run a program.
+
+    They may follow from n, T and the heads, never from B or counts: a row's arithmetic must not
+    depend on its neighbours.
     """
 
     chunk: int
+    programs: int
+    listed: int
     bytes: int
     rows: int
     heads: int
@@ -64,11 +75,11 @@ def gathered_triton(
     together = heads_together(kv_heads, tokens * group, blocks.heads) if shared else 1
     shape = tile_shape(k, v, value_size)
     keys = keys_of_tile(shape, k, v, blocks.bytes)
-    step = keys // together
     rows = rows_of_tile(together * tokens * group, q, k, blocks.rows)
     tiles = -(-together * tokens * group // rows)
-    chunk = min(-(-blocks.chunk // step), -(-count // step)) * step
-    chunks = -(-count // chunk)
+    least = -(-blocks.programs * together // (kv_heads * tiles))
+    cut = cut_of(count, tail.shape[1], keys // together, least, blocks)
+    chunks = cut["CHUNKS"]
     parts = triton_call(
         gathered_kernel,
         *(q, k, k if v is None else v, positions, selected),
@@ -92,12 +103,59 @@ def gathered_triton(
         HEADS=together,
         TILES=tiles,
         ROWS=rows,
-        CHUNK=chunk,
-        CHUNKS=chunks,
         KEYS=keys,
+        **cut,
         **shape,
     )
-    return merged(q, kv_heads, chunks, *parts)
+    return _merged(q, kv_heads, chunks, *parts)
+
+
+def _merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tuple[Array, Array]:
+    """Output ``[B, T, N, H']`` in the dtype of ``q`` and log-sum-exp of all chunks."""
+    from jspec.triton.gathered_kernel import gathered_merge_kernel
+
+    if chunks == 1:
+        return out, lse
+    batch, tokens, heads, _ = q.shape
+    value, lead = out.shape[-1], (batch, tokens, heads)
+    columns = min(128 if chunks <= MERGED_PARTS else 64, next_power(value))
+    blocks = -(-value // columns)
+    out, lse = triton_call(
+        gathered_merge_kernel,
+        *(out, lse),
+        out=(
+            jax.ShapeDtypeStruct((*lead, value), q.dtype),
+            jax.ShapeDtypeStruct(lead, jnp.float32),
+        ),
+        programs=batch * tokens * heads * blocks,
+        warps=1,
+        TOKENS=tokens,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        VALUE=value,
+        CHUNKS=chunks,
+        SOME=min(MERGED_PARTS, next_power(chunks)),
+        COLUMNS=columns,
+        BLOCKS=blocks,
+    )
+    return out, lse
+
+
+def cut_of(count: int, tail: int, step: int, least: int, blocks: Blocks) -> dict[str, int]:
+    """How the kernel shares out ``count`` selected slots and the ``tail``, in steps of ``step``.
+
+    In at least so many chunks, as long as each has `LEAST_STEPS`.
+    """
+    selected, before = -(-count // step), -(-tail // step)
+    most = max(blocks.chunk // step, 1)
+    chunks = max(-(-selected // most), min(least, selected // LEAST_STEPS))
+    listed = next_power(-(-(selected + before) // chunks) * step)
+    return {
+        "STEPS": selected + before,
+        "BEFORE": before,
+        "LISTED": listed if listed <= blocks.listed else 0,
+        "CHUNKS": chunks,
+    }
 
 
 def heads_together(kv_heads: int, rows: int, most: int) -> int:

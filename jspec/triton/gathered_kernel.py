@@ -1,20 +1,46 @@
-"""The Triton body of gathered attention."""
+"""The Triton bodies of gathered attention."""
 
 import triton
 import triton.language as tl
 
-from jspec.triton.attention_kernel import fold, read_queries, read_tile, write_rows
+from jspec.triton.attention_kernel import LOG2E, fold, read_queries, read_tile, write_rows
 
 
 @triton.jit
 def slots_at(index, end, selected, tail, TAIL: tl.constexpr, AHEAD: tl.constexpr):
     """The slots at these indices of the selection, below 0 those of the tail; -1 for none."""
-    slot = tl.load(selected + index, mask=(index >= 0) & (index < end), other=-1)
+    there = (index >= 0) & (index < end)
+    where = selected + index
     if TAIL > 0:
         later = index + AHEAD
-        there = (index < 0) & (later < TAIL)
-        slot = tl.maximum(slot, tl.load(tail + later, mask=there, other=-1))
-    return slot
+        there |= (index < 0) & (later < TAIL)
+        where = tl.where(index < 0, tail + later, where)
+    return tl.load(where, mask=there, other=-1)
+
+
+@triton.jit
+def attend_tile(
+    sums,
+    q,
+    k,
+    v,
+    here,
+    read,
+    seen,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Add the keys and values number ``here`` to the sums, where ``read``."""
+    keys = read_tile(k, here * SIZE, read, SIZE, WIDTH)
+    values = keys
+    if not VALUES_IN_KEYS:
+        values = read_tile(v, here * VALUE, read, VALUE, VALUE_WIDTH)
+    return fold(sums, q, keys, values, seen, SCALE, SOFTCAP)
 
 
 @triton.jit
@@ -47,69 +73,144 @@ def gathered_kernel(
     HEADS: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    STEPS: tl.constexpr,
+    BEFORE: tl.constexpr,
+    LISTED: tl.constexpr,
     CHUNKS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """A program attends the query rows of HEADS KV heads to CHUNK of the selected slots.
+    """A program attends the query rows of HEADS KV heads to a chunk of the selected slots.
 
     HEADS * TOKENS * GROUP rows, ROWS of them a tile. A tile of keys holds those of HEADS heads at
     KEYS / HEADS slots: what a slot has of them is one run of memory. Each row sees its own head
-    alone. The first chunk reads the tail too, at indices below 0. SHARED: the heads share their
-    selection, and otherwise HEADS is 1.
+    alone. The tail is at indices below 0. It has the first BEFORE of the STEPS that CHUNKS share
+    evenly, the selection has the others. SHARED: the heads share their selection, and otherwise
+    HEADS is 1. LISTED: how many slots a program reads at once and keeps, a power of 2, or 0 for one
+    that reads them tile by tile.
     """
     MINE: tl.constexpr = TOKENS * GROUP
     STEP: tl.constexpr = KEYS // HEADS
-    AHEAD: tl.constexpr = (TAIL + STEP - 1) // STEP * STEP
+    AHEAD: tl.constexpr = BEFORE * STEP
     head = tl.program_id(0) % (KV_HEADS // HEADS) * HEADS
     rest = tl.program_id(0) // (KV_HEADS // HEADS)
     chunk = rest // TILES % CHUNKS
     batch_row = (rest // (TILES * CHUNKS)).to(tl.int64)
+    list_of = batch_row if SHARED else batch_row * KV_HEADS + head
+    selected += list_of * SELECTED
+    tail += batch_row * TAIL
+    begin = (chunk * STEPS // CHUNKS - BEFORE) * STEP
+    end = tl.minimum(((chunk + 1) * STEPS // CHUNKS - BEFORE) * STEP, SELECTED)
+    if COUNTED:
+        end = tl.minimum(end, tl.maximum(tl.load(counts + list_of), 0))
+    if LISTED > 0:
+        slots = slots_at(begin + tl.arange(0, LISTED), end, selected, tail, TAIL, AHEAD)
+
     number = rest % TILES * ROWS + tl.arange(0, ROWS)
     live = number < HEADS * MINE
     own, row = number // MINE, number % MINE
     position = tl.load(positions + batch_row * TOKENS + row // GROUP, mask=live, other=-1)
     newest = tl.max(position)
-    list_of = batch_row if SHARED else batch_row * KV_HEADS + head
-    count = tl.minimum(tl.load(counts + list_of), SELECTED) if COUNTED else SELECTED
-    begin = chunk * CHUNK
-    end = tl.minimum(begin + CHUNK, count)
-    if TAIL > 0:
-        begin = tl.where(chunk == 0, -AHEAD, begin)
-        end = tl.where(chunk == 0, tl.maximum(end, 0), end)
-
+    behind = tl.load(until + batch_row) + AHEAD
     at_query = (batch_row * TOKENS + row // GROUP) * (KV_HEADS * GROUP) + row % GROUP
     at_query += (head + own) * GROUP
     WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
     tile = read_queries(q, at_query, live, begin < end, SIZE, WIDTH, WIDE)
-    behind = tl.load(until + batch_row)
-    selected += list_of * SELECTED
-    tail += batch_row * TAIL
-    base = batch_row * SLOTS
+    base = batch_row * (SLOTS * KV_HEADS) + head
     key = tl.arange(0, KEYS)
+    mine = own[:, None] == (key % HEADS)[None, :]
     acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    index = begin + key // HEADS
-    slot = slots_at(index, end, selected, tail, TAIL, AHEAD)
-    for start in range(begin, end, STEP):
-        at = tl.where(index < 0, behind + index + AHEAD, 0)
+    sums = acc, total, top
+    # A query sees some of the tail and all that was selected; without others, both in one loop.
+    masked_end = tl.minimum(end, 0) if TOKENS > 1 else end
+    for start in range(begin, masked_end, STEP):
+        index = start + key // HEADS
+        if LISTED > 0:
+            # The compiler looks ahead past the end, and must not leave the list.
+            slot = tl.gather(slots, tl.minimum(index - begin, LISTED - 1), 0)
+        else:
+            slot = slots_at(index, end, selected, tail, TAIL, AHEAD)
+        at = tl.where(index < 0, behind + index, 0)
         read = (slot >= 0) & (at <= newest)
-        seen = read[None, :] & (at[None, :] <= position[:, None])
-        if HEADS > 1:
-            seen &= (key % HEADS)[None, :] == own[:, None]
-        here = (base + slot) * KV_HEADS + head + key % HEADS
-        # The next slots are on their way before this tile is multiplied.
-        index = start + STEP + key // HEADS
-        slot = slots_at(index, end, selected, tail, TAIL, AHEAD)
-        keys = read_tile(k, here * SIZE, read, SIZE, WIDTH)
-        values = keys
-        if not VALUES_IN_KEYS:
-            values = read_tile(v, here * VALUE, read, VALUE, VALUE_WIDTH)
-        acc, total, top = fold((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP)
+        seen = read[None, :] & mine if HEADS > 1 else read[None, :]
+        if TOKENS > 1:
+            seen &= at[None, :] <= position[:, None]
+        here = base + slot.to(tl.int64) * KV_HEADS + key % HEADS
+        sums = attend_tile(
+            *(sums, tile, k, v, here, read, seen),
+            *(SIZE, VALUE, WIDTH, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
+        )
+    if TOKENS > 1:
+        for start in range(tl.maximum(begin, 0), end, STEP):
+            index = start + key // HEADS
+            if LISTED > 0:
+                slot = tl.gather(slots, tl.minimum(index - begin, LISTED - 1), 0)
+            else:
+                slot = slots_at(index, end, selected, tail, 0, 0)
+            read = slot >= 0
+            seen = read[None, :] & mine if HEADS > 1 else read[None, :]
+            here = base + slot.to(tl.int64) * KV_HEADS + key % HEADS
+            sums = attend_tile(
+                *(sums, tile, k, v, here, read, seen),
+                *(SIZE, VALUE, WIDTH, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
+            )
+        # Padding saw the selection with the others.
+        acc, total, top = sums
+        sums = tl.where((position < 0)[:, None], 0.0, acc), tl.where(position < 0, 0.0, total), top
 
     if CHUNKS == 1:
-        write_rows(out, lse, at_query, (acc, total, top), live, True, VALUE, VALUE_WIDTH)
+        write_rows(out, lse, at_query, sums, live, True, VALUE, VALUE_WIDTH)
     else:
         part = ((batch_row * KV_HEADS + head + own) * CHUNKS + chunk) * MINE + row
-        write_rows(out, lse, part, (acc, total, top), live, begin < end, VALUE, VALUE_WIDTH)
+        write_rows(out, lse, part, sums, live, begin < end, VALUE, VALUE_WIDTH)
+
+
+@triton.jit
+def gathered_merge_kernel(
+    parts,
+    part_lse,
+    out,
+    lse,
+    TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SOME: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """A program merges COLUMNS of the parts of one query row, SOME of its CHUNKS at a time.
+
+    ``parts [B, KV_HEADS, CHUNKS, TOKENS * GROUP, VALUE]`` and their log-sum-exp. A part of -inf was
+    not written: it is read all the same, since no read waits for another so, and left out.
+    """
+    query = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < VALUE
+    n = query % (KV_HEADS * GROUP)
+    token = query // (KV_HEADS * GROUP)
+    row = token % TOKENS * GROUP + n % GROUP
+    first = (token // TOKENS * KV_HEADS + n // GROUP) * CHUNKS * (TOKENS * GROUP) + row
+    acc = tl.zeros([COLUMNS], tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for start in range(0, CHUNKS, SOME):
+        chunk = start + tl.arange(0, SOME)
+        at = first + chunk * (TOKENS * GROUP)
+        exponent = tl.load(part_lse + at, mask=chunk < CHUNKS, other=float("-inf"))
+        mask = (chunk < CHUNKS)[:, None] & inside[None, :]
+        part = tl.load(parts + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(top, tl.max(exponent))
+        center = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp2((top - center) * LOG2E)
+        weight = tl.exp2((exponent - center) * LOG2E)
+        part = tl.where((exponent == float("-inf"))[:, None], 0.0, part)
+        total = total * decay + tl.sum(weight)
+        acc = acc * decay + tl.sum(weight[:, None] * part, axis=0)
+        top = higher
+    whole = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + query * VALUE + column, (acc / whole).to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(0) % BLOCKS == 0:
+        tl.store(lse + query, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole) / LOG2E))

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.triton import attention, gathered
+from jspec.triton import gathered
 from jspec.triton.call import refuses_triton
-from jspec.triton.gathered import GATHERED, Blocks, gathered_triton, heads_together
+from jspec.triton.gathered import GATHERED, Blocks, cut_of, gathered_triton, heads_together
 from tests.ops.attention.test_dense import EXACT
 from tests.ops.attention.test_gathered import CASES, LARGE, Case, Inputs, expected, inputs
 from tests.triton.lowering import lower
 
-# Several chunks of several tiles each, a head a program; and one chunk for as many heads as fit.
-SMALL = Blocks(chunk=16, bytes=1, rows=16, heads=1, stages=2, warps=4)
-WHOLE = Blocks(chunk=4096, bytes=8192, rows=64, heads=16, stages=2, warps=4)
+# Several chunks, a head a program; and one chunk for as many heads as fit.
+SMALL = Blocks(chunk=16, programs=1, listed=64, bytes=1, rows=16, heads=1, stages=2, warps=4)
+WHOLE = Blocks(chunk=4096, programs=1, listed=0, bytes=8192, rows=64, heads=16, stages=5, warps=4)
 BOTH = dataclasses.replace(SMALL, heads=2, chunk=8)
 cuts = pytest.mark.parametrize("blocks", [SMALL, WHOLE, BOTH], ids=["chunks", "one", "two-heads"])
 INTERPRETED = [
@@ -48,14 +48,13 @@ def assert_right(got, case: Case, dtype_tolerance: float):
 @cuts
 @pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
 def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, monkeypatch):
-    monkeypatch.setattr(attention, "triton_call", interpreted)
     monkeypatch.setattr(gathered, "triton_call", interpreted)
+    monkeypatch.setattr(gathered, "MERGED_PARTS", 2)
     assert_right(run(inputs(case, junk=np.nan), case, blocks), case, 1e-3)
 
 
 @pytest.mark.parametrize("case", CASES[1:4], ids=lambda case: case.name)
 def test_a_row_alone_is_the_row_in_the_batch(case, interpreted, monkeypatch):
-    monkeypatch.setattr(attention, "triton_call", interpreted)
     monkeypatch.setattr(gathered, "triton_call", interpreted)
     x = inputs(case, junk=np.nan)
     alone, together = run(x.row(1), case, BOTH), run(x, case, BOTH)
@@ -97,6 +96,24 @@ def test_a_row_alone_is_the_row_in_the_batch_on_a_gpu(case):
 )
 def test_heads_share_a_program_while_the_least_tile_holds_them(kv_heads, rows, most, together):
     assert heads_together(kv_heads, rows, most) == together
+
+
+@pytest.mark.parametrize(
+    ("count", "tail", "step", "least", "chunks", "listed"),
+    [
+        (8192, 1, 16, 16, 16, 1024),  # 513 steps: one of the chunks has 33 of them
+        (2048, 1, 16, 16, 16, 256),
+        (512, 1, 16, 16, 8, 128),  # no more chunks than of four steps each
+        (512, 1, 64, 1, 1, 1024),
+        (65536, 10, 64, 4, 128, 1024),
+        (65536, 0, 2048, 1, 32, 0),  # more than a program keeps
+    ],
+)
+def test_chunks_follow_from_the_selection_and_the_heads(count, tail, step, least, chunks, listed):
+    cut = cut_of(count, tail, step, least, dataclasses.replace(SMALL, chunk=512, listed=1024))
+    assert (cut["CHUNKS"], cut["LISTED"]) == (chunks, listed)
+    assert (cut["STEPS"] - cut["BEFORE"]) * step >= count
+    assert cut["BEFORE"] * step >= tail
 
 
 @pytest.mark.parametrize(
