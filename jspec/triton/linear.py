@@ -17,18 +17,18 @@ from jspec.ops.norm import RMS
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MOST_ROWS = 16  # one tile holds them
-MOST_INPUTS = 2048  # the body has a step of its own for each few of them
+MOST = 64  # rows that one tile holds
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``width`` columns of the result a program, ``step`` inputs at a time
-    (both powers of 2), and ``warps`` to run a program.
+    """How the work is cut: ``width`` columns of the result a program, ``bytes`` of weights a tile,
+    ``stages`` of tiles on their way, ``warps`` to run a program.
     """
 
     width: int
-    step: int
+    bytes: int
+    stages: int
     warps: int
 
 
@@ -61,12 +61,14 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> 
     outputs = outputs[1:] if gated else outputs
     rows, columns = math.prod(lead), math.prod(outputs)
     blocks = blocks or Blocks(**tuned.block("linear", "triton", linear_sizes(x, kernel)))
+    width = min(blocks.width, max(16, next_power(columns)))
+    step = blocks.bytes // (width * kernel.dtype.itemsize)
     (y,) = triton_call(
         linear_kernel,
         *(x, kernel, x if bias is None else bias),
         *(x if norm is None else norm.scale, x if add is None else add),
         out=(jax.ShapeDtypeStruct((*lead, *outputs), dtype),),
-        programs=-(-columns // blocks.width),
+        programs=-(-columns // width),
         warps=blocks.warps,
         ROWS=rows,
         IN=inputs,
@@ -77,20 +79,19 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> 
         ADDED=add is not None,
         GATED=gated,
         TRANSPOSED=transposed,
-        TILE=next_power(rows),
-        STEP=blocks.step,
-        WIDTH=blocks.width,
+        TILE=max(16, next_power(rows)),
+        STEP=max(16, min(step, next_power(inputs))),
+        WIDTH=width,
+        STAGES=blocks.stages,
     )
     return y
 
 
 def refuses(x: Array, kernel: Array) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
-    if not 1 <= rows <= MOST_ROWS:
-        return f"it takes 1 to {MOST_ROWS} rows, and there are {rows}"
-    if inputs > MOST_INPUTS:
-        return f"it takes {MOST_INPUTS} inputs at most, and there are {inputs}"
+    rows = math.prod(x.shape[:-1])
+    if not 1 <= rows <= MOST:
+        return f"it takes 1 to {MOST} rows, and there are {rows}"
     if 0 in kernel.shape:
         return f"kernel {kernel.shape} leaves nothing to launch"
     if x.dtype != kernel.dtype or x.dtype not in ("bfloat16", "float16", "float32"):

@@ -12,7 +12,7 @@ from jspec.triton.call import refuses_triton
 from jspec.triton.linear import Blocks, linear_triton, refuses
 from tests.triton.lowering import lower
 
-BLOCKS = Blocks(width=16, step=16, warps=1)
+BLOCKS = Blocks(width=16, bytes=2048, stages=2, warps=1)
 
 
 def arguments(rows, inputs, outputs, dtype, *given):
@@ -39,16 +39,16 @@ def arguments(rows, inputs, outputs, dtype, *given):
 CASES = {
     "one-row": (1, 48, 40, "float32", "norm", "bias"),
     "gated": (3, 40, 24, "float32", "norm", "gated", "bias"),
-    "added": (16, 72, 16, "float32", "add"),
+    "added": (17, 72, 16, "float32", "add"),
     "transposed": (2, 33, 50, "float32", "transposed", "norm"),
     "transposed-gated": (2, 33, 20, "float32", "transposed", "gated"),
     "half": (5, 64, 32, "float16", "norm", "add", "wide"),
 }
 LARGE = {
-    "qkv": (1, 384, 1280, "float32", "norm", "bias"),
-    "gate-up": (10, 384, 1024, "bfloat16", "norm", "gated"),
-    "down": (16, 1024, 384, "float32", "add"),
-    "head": (4, 384, 260, "float32", "norm", "transposed"),
+    "qkv": (1, 4096, 6144, "bfloat16", "norm", "bias"),
+    "gate-up": (10, 4096, 12288, "bfloat16", "norm", "gated"),
+    "down": (64, 12288, 4096, "bfloat16", "add"),
+    "head": (4, 2560, 151936, "bfloat16", "transposed", "wide"),
     "odd": (7, 1000, 777, "float16", "norm", "gated", "add"),
 }
 
@@ -88,6 +88,18 @@ def test_equals_the_definition_on_a_gpu(case):
 
 
 @pytest.mark.parametrize("case", LARGE)
+def test_a_row_alone_is_the_row_among_others_on_a_gpu(case):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    arrays, settings = arguments(*LARGE[case])
+    (x, kernel, bias, norm, add), every = arrays, linear_triton(*arrays, **settings)
+    for row in (0, x.shape[0] - 1):
+        here = slice(row, row + 1)
+        alone = (x[here], kernel, bias, norm, None if add is None else add[here])
+        np.testing.assert_array_equal(linear_triton(*alone, **settings), every[here])
+
+
+@pytest.mark.parametrize("case", LARGE)
 def test_is_one_launch(case):
     arrays, settings = arguments(*LARGE[case])
     text = lower(lambda *arrays: linear_triton(*arrays, **settings), *arrays)
@@ -107,12 +119,11 @@ def test_has_the_derivatives_of_the_reference(monkeypatch):
 
 
 def test_refuses_with_a_reason():
-    x, kernel = jnp.zeros((17, 8)), jnp.zeros((8, 8))
-    assert refuses(x, kernel) == "it takes 1 to 16 rows, and there are 17"
-    assert "at most, and there are 4096" in refuses(jnp.zeros((1, 4096)), jnp.zeros((4096, 8)))
+    x, kernel = jnp.zeros((65, 8)), jnp.zeros((8, 8))
+    assert refuses(x, kernel) == "it takes 1 to 64 rows, and there are 65"
     assert "not of one type" in refuses(x[:1], kernel.astype(jnp.bfloat16))
     assert "nothing to launch" in refuses(x[:1, :0], kernel[:0])
-    assert refuses(x[:16], kernel) is None
+    assert refuses(x[:64], kernel) is None
 
 
 def test_weights_on_a_mesh_are_left_to_xla():
