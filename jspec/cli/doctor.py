@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
@@ -29,6 +30,7 @@ from jspec.extras import GPU_PYTHON, install_gpu
 from jspec.gpu import gpu_in_use
 from jspec.models.bundled import bundled_path
 from jspec.ops import operations
+from jspec.ops.attention.dense import ATTENTION
 
 BUNDLED = "bundled model"
 NO_NEED = "nothing, unless you want this one: others serve"
@@ -78,6 +80,8 @@ def _checks() -> Iterator[Check]:
     yield "GPU", _gpu
     yield "tuning", _tuned
     yield BUNDLED, _bundled
+    if jax.default_backend() == "gpu":
+        yield "cache", _cache
     for operation in operations():
         pairs = functools.cache(functools.partial(_pairs, operation))
         for name in operation.backends:
@@ -181,6 +185,18 @@ def _tuned() -> Finding:
         return Finding("tuning", True, f"{seen}: measured")
     advice = "it may be faster; in a checkout: python -m bench all, then python -m bench tune"
     return Finding("tuning", True, f"{seen}: a guess, {found.guess}", advice)
+
+
+def _cache() -> Finding:
+    """How often a GPU holds the cache while it decodes a batch: XLA's attention transposes it."""
+    q, keys = jnp.zeros((2, 1, 8, 128), jnp.bfloat16), jnp.zeros((2, 256, 2, 128), jnp.bfloat16)
+    settings = {"window": None, "scale": 1.0, "softcap": None, "value_size": None}
+    positions, arguments = jnp.zeros((2, 1), jnp.int32), {"key_positions": None, **settings}
+    chosen = ATTENTION.choose(None, q, keys, keys, positions, **arguments).name
+    if not chosen.startswith("xla"):
+        return Finding("cache", True, f"held once: attention runs by {chosen}")
+    seen = f"held twice by batches of two rows and more: attention runs by {chosen}"
+    return Finding("cache", True, seen, install_gpu("cuda13"))
 
 
 def _pairs(operation: Operation) -> list[tuple[Case, Any]]:

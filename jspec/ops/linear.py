@@ -110,9 +110,8 @@ def _cases() -> list[Case]:
                 return rng.standard_normal(shape, np.float32)
 
             x = normal(rows, inputs)
-            kernel = (
-                normal(*outputs, inputs) if given.get("transposed") else normal(inputs, *outputs)
-            )
+            shape = (*outputs, inputs) if given.get("transposed") else (inputs, *outputs)
+            kernel = normal(*shape) * np.float32(inputs**-0.5)
             bias = normal(*outputs) if given.get("bias") else None
             norm = RMS(normal(inputs)) if given.get("norm") else None
             add = normal(rows, *outputs) if given.get("add") else None

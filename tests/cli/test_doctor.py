@@ -180,6 +180,20 @@ def test_a_terminal_sees_what_is_looked_at(monkeypatch):
     assert re.search(r"probing pack, xla\.\.\. \S*0:00:00", screen.getvalue())
 
 
+def test_on_a_gpu_doctor_says_how_often_the_cache_is_held(monkeypatch):
+    found = doctor._cache()  # a CPU has no kernel of ours for attention
+    seen = "held twice by batches of two rows and more: attention runs by xla"
+    assert found.seen.removesuffix("_blocked") == seen
+    assert found.advice == install_gpu("cuda13")
+    ours = dataclasses.replace(ATTENTION, backends={"triton": Backend("triton", print, always)})
+    monkeypatch.setattr(type(ours), "order", lambda self, *args, **kwargs: ["triton"])
+    monkeypatch.setattr(doctor, "ATTENTION", ours)
+    assert doctor._cache().seen == "held once: attention runs by triton"
+    assert "cache" not in dict(doctor._checks())
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    assert "cache" in dict(doctor._checks())
+
+
 def test_every_operation_has_a_case_that_doctor_runs():
     for operation in operations():
         assert any(case.small for case in operation.cases()), operation.name
