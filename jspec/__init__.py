@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jspec.ops.attention.dense import attention
     from jspec.ops.attention.gathered import gathered_attention
     from jspec.ops.attention.merge import merge_attention
+    from jspec.ops.attention.scored import scored_attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
     from jspec.ops.law import law
     from jspec.ops.pack import Packed, pack
@@ -83,6 +84,7 @@ _HOMES = {
     "jspec.ops.attention.dense": ["attention"],
     "jspec.ops.attention.gathered": ["gathered_attention"],
     "jspec.ops.attention.merge": ["merge_attention"],
+    "jspec.ops.attention.scored": ["scored_attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
     "jspec.ops.law": ["law"],
     "jspec.ops.pack": ["Packed", "pack"],
@@ -156,6 +158,7 @@ __all__ = [
     "sampling_of",
     "save_model",
     "score",
+    "scored_attention",
     "speculative_step",
     "start_decoding",
     "step",

@@ -53,6 +53,33 @@ def attention_triton(
     blocks: Blocks | None = None,
 ) -> tuple[Array, Array]:
     """As `jspec.attention`."""
+    settings = {"key_positions": key_positions, "scale": scale, "window": window}
+    settings |= {"softcap": softcap, "value_size": value_size, "blocks": blocks}
+    return _attended(q, k, v, positions, None, **settings)[:2]
+
+
+def scored_attention_triton(
+    q: Array, k: Array, v: Array | None, positions: Array, probe: Array, **settings: Any
+) -> tuple[Array, Array, Array]:
+    """As `jspec.scored_attention`; ``settings`` as `attention_triton` takes them."""
+    return _attended(q, k, v, positions, probe, **settings)
+
+
+def _attended(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    positions: Array,
+    probe: Array | None,
+    *,
+    key_positions: Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    value_size: int | None,
+    blocks: Blocks | None = None,
+) -> tuple[Array, Array, Array]:
+    """Output, log-sum-exp, and the scores of ``probe``, which are one number where it is None."""
     from jspec.triton.attention_kernel import attention_kernel
 
     blocks = blocks or Blocks(**tuned.block("attention", "triton", attention_sizes(q, k)))
@@ -64,11 +91,16 @@ def attention_triton(
     tiles = -(-tokens * heads // kv_heads // rows)
     splits = splits_of(kv_heads, tiles, blocks)
     parts = min(splits, -(-slots // keys))
-    found = triton_call(
+    scored = (1,) if probe is None else (batch, kv_heads, slots)
+    *found, scores = triton_call(
         attention_kernel,
         *(q, k, k if v is None else v, positions),
         positions if key_positions is None else key_positions,
-        out=part_types(q, kv_heads, parts, shape["VALUE"]),
+        q if probe is None else probe,
+        out=(
+            *part_types(q, kv_heads, parts, shape["VALUE"]),
+            jax.ShapeDtypeStruct(scored, jnp.float32),
+        ),
         programs=batch * parts * tiles * kv_heads,
         warps=blocks.warps,
         stages=blocks.stages,
@@ -80,6 +112,7 @@ def attention_triton(
         SOFTCAP=softcap,
         WINDOW=window,
         HELD=key_positions is not None,
+        PROBED=probe is not None,
         TILES=tiles,
         ROWS=rows,
         SPLITS=splits,
@@ -87,7 +120,7 @@ def attention_triton(
         KEYS=keys,
         **shape,
     )
-    return merged(q, kv_heads, parts, splits, *found)
+    return *merged(q, kv_heads, parts, splits, *found), scores
 
 
 def splits_of(kv_heads: int, tiles: int, blocks: Blocks) -> int:
@@ -184,8 +217,9 @@ def refuses(q: Array, k: Array, v: Array | None) -> str | None:
     return None
 
 
-def _supports(q, k, v, positions, **kwargs) -> str | None:
+def _supports(q, k, v, *args, **kwargs) -> str | None:
     return refuses(q, k, v) or refuses_triton()
 
 
 ATTENTION = Backend("triton", attention_triton, _supports)
+SCORED = Backend("triton", scored_attention_triton, _supports)

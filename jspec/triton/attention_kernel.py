@@ -92,8 +92,10 @@ def attention_kernel(
     v,
     positions,
     key_positions,
+    probe,
     out,
     lse,
+    scores,
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -104,6 +106,7 @@ def attention_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HELD: tl.constexpr,
+    PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -120,7 +123,8 @@ def attention_kernel(
     time. Programs of neighbouring heads follow each other, as their keys do in memory. PARTS: how
     many of the SPLITS may have something to read. With one part the program writes the result,
     else a part for `merge_kernel`. HELD: ``key_positions`` say where the keys stand; otherwise a
-    key's slot is its position.
+    key's slot is its position. PROBED: ``scores`` gets the products of the keys and of the head's
+    query in ``probe``; tiles that share keys write the same numbers.
     """
     head = tl.program_id(0) % KV_HEADS
     rest = tl.program_id(0) // KV_HEADS
@@ -151,6 +155,13 @@ def attention_kernel(
     if HELD:
         key_positions += batch_row * SLOTS
         held = tl.load(key_positions + begin + key, mask=begin + key < end, other=-1)
+    if PROBED:
+        # The matrix units take no fewer than 16 rows: the others are 0.
+        channel = tl.arange(0, WIDTH)
+        mask = (tl.arange(0, 16) == 0)[:, None] & (channel < SIZE)[None, :]
+        own = (batch_row * KV_HEADS + head) * SIZE + channel
+        pooled = tl.load(probe + own[None, :], mask=mask, other=0.0).to(tile.dtype)
+        scores += (batch_row * KV_HEADS + head) * SLOTS
     for start in range(begin, end, SPLITS * KEYS):
         slot = start + key
         if HELD:
@@ -167,6 +178,9 @@ def attention_kernel(
         # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
         here = (base + start) * KV_HEADS + head
         keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
+        if PROBED:
+            products = tl.dot(pooled, tl.trans(keys.to(tile.dtype)), input_precision="ieee")
+            tl.store(scores + start + key, tl.sum(products, axis=0) * SCALE, mask=read)
         values = keys
         if not VALUES_IN_KEYS:
             values = read_tile(v + here * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH)
