@@ -18,6 +18,11 @@ from jspec.ops.norm import RMS
 from jspec.typing import Array
 
 
+# Multiplications of a single row up to which XLA on a GPU makes a reduction of a product: the bound
+# of `IsMatrixMultiplicationTooSmallForRewriting` in its algebraic simplifier.
+REWRITTEN = 10**7
+
+
 def linear(
     x: Array,
     kernel: Array,
@@ -85,9 +90,10 @@ def linear_xla(
 
 def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
     """``x [..., in]`` times ``kernel [in, ...]``, summed in float32."""
-    if x.size > x.shape[-1] or jax.default_backend() != "gpu":
+    rewritten = x.size == x.shape[-1] and kernel.size <= REWRITTEN
+    if not rewritten or jax.default_backend() != "gpu":
         return jnp.tensordot(x, kernel, axes=1, preferred_element_type=dtype)
-    # XLA would write the products of a single row to memory, rounded, and add them up afterwards.
+    # XLA would write the products of the row to memory, rounded, and add them up afterwards.
     rows = jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0)))
     y = jnp.tensordot(rows, kernel, axes=1, preferred_element_type=dtype)
     return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])
