@@ -19,6 +19,7 @@ MOST_CHANNELS = 256  # of a key or value: a tile of queries and its sums stay in
 LEAST = 16  # the matrix units take no fewer rows, keys or channels
 MOST_KEYS = 128  # of a tile
 MOST_SPLITS = 128  # of a head's keys; one tile merges them
+MERGED = 4096  # elements of that tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +181,8 @@ def merged(
         return out, lse
     batch, tokens, heads, _ = q.shape
     value = out.shape[-1]
-    columns = min(32, next_power(value))
+    # A warp holds the tile, so that no sum waits for another warp.
+    columns = min(64, MERGED // splits, next_power(value))
     blocks = -(-value // columns)
     lead = (batch, tokens, heads)
     out, lse = triton_call(
@@ -191,7 +193,7 @@ def merged(
             jax.ShapeDtypeStruct(lead, jnp.float32),
         ),
         programs=batch * tokens * heads * blocks,
-        warps=4,
+        warps=1,
         TOKENS=tokens,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
