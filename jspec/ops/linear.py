@@ -79,34 +79,12 @@ def linear_xla(
 ) -> Array:
     """As `linear`, rounded to ``dtype`` after each operation."""
     kernel = jnp.moveaxis(kernel, -1, 0) if transposed else kernel
-    if norm is not None and _norms_late(x, dtype):
-        y = _late_norm(x, kernel, norm, dtype)
-    else:
-        y = _product(x if norm is None else norm(x), kernel, dtype)
+    y = _product(x if norm is None else norm(x), kernel, dtype)
     if bias is not None:
         y = y + jnp.expand_dims(bias, range(x.ndim - 1)).astype(dtype)
     if gated:
         y = jax.nn.silu(y[..., 0, :]) * y[..., 1, :]
     return y if add is None else add.astype(dtype) + y
-
-
-def _norms_late(x: Array, dtype: np.dtype) -> bool:
-    """Whether to multiply by a norm's factor behind the product.
-
-    For a single row XLA on a GPU makes two kernels of a norm, and one of its sum and its scale. A
-    result of another dtype, a head's, has no kernel behind it that the factor could join; float16
-    may not hold what is not normed yet.
-    """
-    single = x.size == x.shape[-1] and jax.default_backend() == "gpu"
-    return single and dtype == x.dtype and dtype != jnp.float16
-
-
-def _late_norm(x: Array, kernel: Array, norm: RMS, dtype: np.dtype) -> Array:
-    """The product of ``x`` after ``norm``, whose factor is multiplied behind it."""
-    wide = x.astype(jnp.float32)
-    scaled = x * jnp.expand_dims(norm.scale, range(x.ndim - 1)).astype(x.dtype)
-    factor = jax.lax.rsqrt(jnp.mean(wide * wide) + norm.eps)
-    return (_product(scaled, kernel, np.dtype("float32")) * factor).astype(dtype)
 
 
 def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
