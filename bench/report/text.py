@@ -23,9 +23,10 @@ def header(title: str, result: dict[str, Any]) -> str:
     machine = result["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
     driver = f"driver {machine['driver']}; " if machine["driver"] else ""
+    cut = " The run was interrupted: cases are missing." if result.get("interrupted") else ""
     return (
         f"## {title}: {machine['device']}\n\n{versions}; {driver}{machine['cores']} cores; "
-        f"{machine['date']}.\n"
+        f"{machine['date']}.{cut}\n"
     )
 
 

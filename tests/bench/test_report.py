@@ -7,7 +7,7 @@ import re
 import pytest
 
 from bench import attention, gather, regret, report
-from bench.report import figures
+from bench.report import figures, text
 
 MACHINE = {
     "device": "NVIDIA Test",
@@ -257,6 +257,12 @@ def test_a_selection_says_when_its_copy_wins(tmp_path):
     assert [cells[-1] for cells in lines(text, "8")] == ["100 (50%)", "90.0 (56%)", "80.0 (62%)"]
     assert "- B=8, n=8K of 128K, 32/8 heads, T=1, shared: gather 100 us; copy 90.0 us" in text
     assert "the copy wins from read 5 on" in text
+
+
+def test_an_interrupted_run_says_so():
+    assert "cases are missing" not in text.header("Attention", {"machine": MACHINE})
+    found = text.header("Attention", {"machine": MACHINE, "interrupted": True})
+    assert found.rstrip().endswith("The run was interrupted: cases are missing.")
 
 
 def test_every_suite_has_its_section_and_another_run_writes_the_same(tmp_path):
