@@ -19,9 +19,13 @@ HALF = {"dtype": "bfloat16", "heads": 2, "kv_heads": 1, "size": 64}
 SMALL = [
     # The last block begins before the end of the one before it; a row of one key, one of none.
     Case("ragged", 1, 152, (152, 1, 97), **HALF),
-    Case("padding-over-chunks", 3, 256, (256, 140, 2), padded=(0, 2, 3), **HALF),
+    # Two warpgroups, each of some of the rows.
+    Case("padding-over-chunks", 40, 256, (256, 140, 40), padded=(0, 7, 40), **HALF),
     Case("window", 4, 200, (200, 70), window=66, **HALF | {"size": 128}),
-    Case("scale-float16", 2, 128, (128, 100), scale=0.5, **HALF | {"dtype": "float16"}),
+    # Two warpgroups, each of half of the channels.
+    Case(
+        "scale-float16", 2, 128, (128, 100), scale=0.5, **HALF | {"dtype": "float16", "size": 160}
+    ),
     Case("two-tiles", 15, 192, (190, 70), padded=(0, 9), **HALF | {"heads": 10}),
 ]
 LARGE = [
@@ -34,7 +38,7 @@ LARGE = [
     Case("size-80", 2, 904, (904, 333), **HALF | {"size": 80}),
     Case("size-96-window", 2, 904, (904, 333), window=100, **HALF | {"size": 96}),
     Case("size-256-softcap", 5, 904, (900, 333), softcap=20.0, **HALF | {"size": 256}),
-    Case("size-160", 2, 904, (904, 333), **HALF | {"size": 160}),
+    Case("size-192", 2, 904, (904, 333), **HALF | {"size": 192}),
     Case("size-16", 2, 904, (904, 333), **HALF | {"size": 16}),
 ]
 
