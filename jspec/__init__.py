@@ -45,8 +45,19 @@ if TYPE_CHECKING:
     from jspec.ops.sample import Sampling
     from jspec.ops.stochastic import verify_stochastic
     from jspec.ops.verify import Verified, verify_greedy
-    from jspec.policies import Dense, Policy, ScoredPolicy, Streaming
+    from jspec.policies import (
+        Dense,
+        ExactTopK,
+        Loki,
+        MagicPIG,
+        Policy,
+        Quest,
+        ScoredPolicy,
+        Streaming,
+        named_policy,
+    )
     from jspec.policies.attend import dense_attend
+    from jspec.policies.prepare import prepare
     from jspec.typing import Attend, Model, ModelShape
 
 __version__ = "0.2.0.dev0"
@@ -89,8 +100,19 @@ _HOMES = {
     "jspec.ops.sample": ["Sampling"],
     "jspec.ops.stochastic": ["verify_stochastic"],
     "jspec.ops.verify": ["Verified", "verify_greedy"],
-    "jspec.policies": ["Dense", "Policy", "ScoredPolicy", "Streaming"],
+    "jspec.policies": [
+        "Dense",
+        "ExactTopK",
+        "Loki",
+        "MagicPIG",
+        "Policy",
+        "Quest",
+        "ScoredPolicy",
+        "Streaming",
+        "named_policy",
+    ],
     "jspec.policies.attend": ["dense_attend"],
+    "jspec.policies.prepare": ["prepare"],
     "jspec.typing": ["Attend", "Model", "ModelShape"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -110,10 +132,13 @@ __all__ = [
     "Dense",
     "Drafted",
     "Drafter",
+    "ExactTopK",
     "Generation",
     "Interrupted",
     "LayerSpec",
     "Linear",
+    "Loki",
+    "MagicPIG",
     "Model",
     "ModelConfig",
     "ModelDraft",
@@ -123,6 +148,7 @@ __all__ = [
     "NoDraft",
     "Packed",
     "Policy",
+    "Quest",
     "Ring",
     "Rope",
     "RopeScaling",
@@ -152,7 +178,9 @@ __all__ = [
     "merge_attention",
     "mode_of",
     "named_draft",
+    "named_policy",
     "pack",
+    "prepare",
     "sampling_of",
     "save_model",
     "score",

@@ -9,6 +9,7 @@ from typing import Any
 
 from jspec.config import shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
+from jspec.decode.state import Models
 from jspec.dispatch import Backends, preferring
 from jspec.ops.append import APPEND
 from jspec.ops.attention.dense import ATTENTION
@@ -18,7 +19,7 @@ from jspec.ops.linear import LINEAR
 from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
-from jspec.policies import Policy
+from jspec.policies import Dense, Policy
 
 OF_MODELS = (LINEAR,)  # operations that a model calls by itself
 # Of a step.
@@ -33,7 +34,9 @@ class StepConfig:
     """The static part of a step: one compiled program for each value in use.
 
     ``gamma``: most draft tokens of a step; ``NoDraft()`` takes 0 or, for passes that are shaped
-    like those of speculation, more. ``backends`` names a backend for an operation of a step, the
+    like those of speculation, more. ``target``: the policy whose selection the model itself reads
+    when it decodes, which is not lossless; it takes ``draft=NoDraft(), gamma=0``. Prompts are taken
+    up densely. ``backends`` names a backend for an operation of a step, the
     best one where it names none; it raises `BackendError` for a name that is not there, and
     `TypeError` for a setting of another type. What machinery the sampling settings need is part of
     the state.
@@ -42,6 +45,7 @@ class StepConfig:
     gamma: int = 4
     draft: Drafter = SelfDraft()
     backends: Mapping[str, str] = Backends()
+    target: Policy = Dense()
 
     def __post_init__(self) -> None:
         check_draft(self.draft)
@@ -65,6 +69,17 @@ class StepConfig:
                 f"gamma={self.gamma} must be at least {least}"
                 + ("" if least == 0 else "; pass draft=NoDraft(), gamma=0 for plain decoding")
             )
+        check_target(self.target, self.draft, self.gamma)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the model reads a selection of the context alone."""
+        return not isinstance(self.target, Dense)
+
+    @property
+    def keeps(self) -> Policy:
+        """The policy whose columns and pages the target's cache keeps."""
+        return self.target if self.is_lossy else self.draft.keeps
 
     def of_models(self) -> AbstractContextManager[None]:
         """Inside it, operations that a model calls take the backends that are named here."""
@@ -83,6 +98,27 @@ def check_draft(draft: Any) -> None:
     if isinstance(draft, Policy):
         raise TypeError(f"draft={shown(draft)} is a policy; pass SelfDraft({shown(draft)})")
     raise TypeError(f"draft={shown(draft)} must be a drafter, as NgramDraft() is")
+
+
+def check_target(target: Any, draft: Drafter, gamma: int) -> None:
+    """Raise `TypeError` for what is no policy, `ValueError` for a draft beside a lossy one."""
+    if not isinstance(target, Policy):
+        way_out = "pass jspec.named_policy(...)" if isinstance(target, str) else "as Quest() is one"
+        raise TypeError(f"target={shown(target)} must be a policy; {way_out}")
+    if not isinstance(target, Dense) and (gamma or not isinstance(draft, NoDraft)):
+        raise ValueError(
+            f"target={shown(target)} selects for one token at a time; pass draft=NoDraft(), "
+            "gamma=0, or draft=SelfDraft(...) with that policy for lossless decoding"
+        )
+
+
+def check_arrays(models: Models, config: StepConfig) -> None:
+    """Raise `ValueError` where a policy lacks what `jspec.prepare` makes for it."""
+    if config.keeps.needs_arrays and models.policy is None:
+        raise ValueError(
+            f"{type(config.keeps).__name__} needs arrays of its own; pass jspec.Models(target, "
+            "policy=jspec.prepare(policy, target, tokens)), with a sample text of the model"
+        )
 
 
 PLAIN = StepConfig(gamma=0, draft=NoDraft())
