@@ -40,9 +40,12 @@ if TYPE_CHECKING:
     from jspec.ops.attention.gathered import gathered_attention
     from jspec.ops.attention.merge import merge_attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
+    from jspec.ops.hash import encode, encode_both, hamming_scores
+    from jspec.ops.hash_select import hash_select
     from jspec.ops.law import law
     from jspec.ops.pack import Packed, pack
     from jspec.ops.sample import Sampling
+    from jspec.ops.select import select
     from jspec.ops.stochastic import verify_stochastic
     from jspec.ops.verify import Verified, verify_greedy
     from jspec.policies import (
@@ -95,9 +98,12 @@ _HOMES = {
     "jspec.ops.attention.gathered": ["gathered_attention"],
     "jspec.ops.attention.merge": ["merge_attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
+    "jspec.ops.hash": ["encode", "encode_both", "hamming_scores"],
+    "jspec.ops.hash_select": ["hash_select"],
     "jspec.ops.law": ["law"],
     "jspec.ops.pack": ["Packed", "pack"],
     "jspec.ops.sample": ["Sampling"],
+    "jspec.ops.select": ["select"],
     "jspec.ops.stochastic": ["verify_stochastic"],
     "jspec.ops.verify": ["Verified", "verify_greedy"],
     "jspec.policies": [
@@ -166,10 +172,14 @@ __all__ = [
     "attention",
     "decode_chunk",
     "dense_attend",
+    "encode",
+    "encode_both",
     "fill_slot",
     "gathered_attention",
     "generate",
     "grow",
+    "hamming_scores",
+    "hash_select",
     "law",
     "load_bundled",
     "load_chat_template",
@@ -184,6 +194,7 @@ __all__ = [
     "sampling_of",
     "save_model",
     "score",
+    "select",
     "speculative_step",
     "start_decoding",
     "step",
