@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from jspec.policies import (
         Dense,
         ExactTopK,
+        Hata,
         Loki,
         MagicPIG,
         Policy,
@@ -109,6 +110,7 @@ _HOMES = {
     "jspec.policies": [
         "Dense",
         "ExactTopK",
+        "Hata",
         "Loki",
         "MagicPIG",
         "Policy",
@@ -140,6 +142,7 @@ __all__ = [
     "Drafter",
     "ExactTopK",
     "Generation",
+    "Hata",
     "Interrupted",
     "LayerSpec",
     "Linear",

@@ -15,13 +15,17 @@ from jspec.ops.append import APPEND
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
 from jspec.ops.commit import VERIFY_AND_COMMIT
+from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
+from jspec.ops.hash_select import HASH_SELECT
 from jspec.ops.linear import LINEAR
 from jspec.ops.sample import SAMPLE
+from jspec.ops.select import SELECT
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Dense, Policy
 
-OF_MODELS = (LINEAR,)  # operations that a model calls by itself
+# Operations that a model or a policy calls by itself.
+OF_MODELS = (LINEAR, HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, SELECT)
 # Of a step.
 OPERATIONS = (
     *(ATTENTION, GATHERED, APPEND, SAMPLE, VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC),
@@ -82,7 +86,7 @@ class StepConfig:
         return self.target if self.is_lossy else self.draft.keeps
 
     def of_models(self) -> AbstractContextManager[None]:
-        """Inside it, operations that a model calls take the backends that are named here."""
+        """Inside it, operations of models and policies take the backends that are named here."""
         names = {operation.name for operation in OF_MODELS} & set(self.backends)
         return preferring({name: self.backends[name] for name in names})
 

@@ -5,6 +5,7 @@ Adding one is a file with a subclass of `Policy` and a line in `named.POLICIES`.
 
 from jspec.policies.dense import Dense
 from jspec.policies.exact_topk import ExactTopK
+from jspec.policies.hata import Hata
 from jspec.policies.loki import Loki
 from jspec.policies.magicpig import MagicPIG
 from jspec.policies.named import POLICIES, named_policy
@@ -16,6 +17,7 @@ __all__ = [
     "POLICIES",
     "Dense",
     "ExactTopK",
+    "Hata",
     "Loki",
     "MagicPIG",
     "Policy",

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from jspec.policies.dense import Dense
 from jspec.policies.exact_topk import ExactTopK
+from jspec.policies.hata import Hata
 from jspec.policies.loki import Loki
 from jspec.policies.magicpig import MagicPIG
 from jspec.policies.policy import Policy
@@ -18,11 +19,18 @@ POLICIES: dict[str, type[Policy]] = {
     "dense": Dense,
     "streaming": Streaming,
     "exact_topk": ExactTopK,
+    "hata": Hata,
     "quest": Quest,
     "loki": Loki,
     "magicpig": MagicPIG,
 }
-_KINDS = {int: "a whole number", float: "a number", types.UnionType: "a number"}
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    types.UnionType: "a number",
+}
+_FLAGS = {"true": True, "false": False}
 
 
 def named_policy(text: str) -> Policy:
@@ -59,6 +67,10 @@ def made(kind: type, what: str, name: str, settings: str) -> Any:
 
 def _value(kind: Any, text: str) -> Any:
     """``text`` as a ``kind``; a budget is a whole number, or a ratio where it is none."""
+    if kind is bool:
+        if text not in _FLAGS:
+            raise ValueError(text)
+        return _FLAGS[text]
     if not isinstance(kind, types.UnionType):
         return kind(text)
     try:

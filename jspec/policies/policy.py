@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jspec.cache import Cache
+from jspec.cache import Cache, Linear
 from jspec.cache.cache import Shapes
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
+from jspec.ops.select import select
 from jspec.sharding import Placing
 from jspec.typing import Array
 
@@ -132,7 +132,7 @@ def with_pages(
 
 @dataclasses.dataclass(frozen=True)
 class ScoredPolicy(Policy):
-    """A policy that reads the positions of the highest scores; ties go to the first slot.
+    """A policy that reads the positions of the highest scores; ties go to the first.
 
     ``budget``: how many positions, a whole number, or a ratio of the context such as 0.0156; what
     follows the committed context is read besides. ``sinks`` first and ``recent`` last positions are
@@ -178,18 +178,49 @@ class ScoredPolicy(Policy):
         if layer < self.dense_layers:
             return None
         assert q is not None
+        pages, size = until, cache.layouts[layer].size
+        if self.page_size > 1:
+            pages, size = -(-until // self.page_size), whole_pages(size, self.page_size)
+        if isinstance(self.budget, float):
+            most = min(max(math.ceil(self.budget * size), self._always, 1), size)
+            share = jnp.ceil(self.budget * until.astype(jnp.float32) / self.page_size)
+            counts = jnp.maximum(share.astype(jnp.int32), self._always)
+        else:
+            most = min(max(self.budget // self.page_size, 1), size)
+            counts = jnp.full_like(until, self.budget // self.page_size)
+        recent = touched(self._recent, self.page_size)
+        sinks = whole_pages(self.sinks, self.page_size)
+        # A capacity that the budget exceeds holds them all, whatever is a sink or recent.
+        sinks = min(sinks, most)
+        recent = min(recent, most - sinks)
+        chosen = self.best(
+            *(arrays, layer, cache, q, most),
+            counts=jnp.minimum(counts, most),
+            lengths=pages,
+            sinks=sinks,
+            recent=recent,
+        )
+        return chosen if self.page_size == 1 else _inside(chosen, self.page_size, until)
+
+    def best(
+        self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+    ) -> Array:
+        """The positions, or pages, of the ``most`` highest scores, int32 ``[B, ..., most]``.
+
+        ``budget`` is what else `jspec.select` takes. Minus infinity is not read, unless forced.
+        """
         scores = self.score(arrays, layer, cache, q)
-        first = self._first(cache, layer, until)
-        first = first.reshape(first.shape[0], *[1] * (scores.ndim - 2), first.shape[1])
-        first = jnp.broadcast_to(first, scores.shape)
-        end = until.reshape(-1, *[1] * (scores.ndim - 1))
-        always = (first < self.sinks) | (first + self.page_size > end - self._recent)
-        scores = jnp.where(always, jnp.inf, scores.astype(jnp.float32))
-        scores, picked = lax.top_k(jnp.where(first >= 0, scores, -jnp.inf), self._most(first))
-        chosen = jnp.take_along_axis(first, picked, axis=-1)
-        rank = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
-        within = rank.reshape(*[1] * (chosen.ndim - 1), -1) < self._count(end)
-        return self._whole(jnp.where(within & (scores > -jnp.inf), chosen, -1), end)
+        layout = cache.layouts[layer]
+        if self.page_size == 1 and not isinstance(layout, Linear):
+            order = layout.slots(jnp.arange(layout.size, dtype=jnp.int32))
+            scores = jnp.take(scores, order, axis=-1)
+        chosen = select(scores, most, **budget)
+        if not jnp.issubdtype(scores.dtype, jnp.floating):
+            return chosen
+        end = budget["lengths"].reshape(-1, *[1] * (chosen.ndim - 1))
+        forced = (chosen < budget["sinks"]) | (chosen >= end - budget["recent"])
+        found = jnp.take_along_axis(scores, jnp.maximum(chosen, 0), axis=-1) > -jnp.inf
+        return jnp.where(forced | found, chosen, -1)
 
     @property
     def _recent(self) -> int:
@@ -198,40 +229,17 @@ class ScoredPolicy(Policy):
 
     @property
     def _always(self) -> int:
-        """The most pages, or positions, that are read whatever they score."""
+        """How many positions, or pages, are read whatever they score."""
         return whole_pages(self.sinks, self.page_size) + touched(self._recent, self.page_size)
 
-    def _first(self, cache: Cache, layer: int, until: Array) -> Array:
-        """The first position of all that has a score, -1 where nothing is committed, ``[B, S]``."""
-        if self.page_size == 1:
-            return cache.layouts[layer].held(until - 1)
-        pages = whole_pages(cache.layouts[layer].size, self.page_size)
-        first = self.page_size * jnp.arange(pages, dtype=jnp.int32)[None]
-        return jnp.where(first < until[:, None], first, -1)
 
-    def _most(self, first: Array) -> int:
-        """How many of the scored are chosen from at most."""
-        size = first.shape[-1]
-        if isinstance(self.budget, float):
-            return min(max(math.ceil(self.budget * size), self._always, 1), size)
-        return min(max(self.budget // self.page_size, 1), size)
-
-    def _count(self, until: Array) -> Array:
-        """How many of them a row with ``until`` positions reads, as many axes as ``until``."""
-        if isinstance(self.budget, float):
-            share = jnp.ceil(self.budget * until.astype(jnp.float32) / self.page_size)
-            return jnp.maximum(share.astype(jnp.int32), self._always)
-        return jnp.full_like(until, self.budget // self.page_size)
-
-    def _whole(self, chosen: Array, end: Array) -> Array:
-        """All positions of the ``chosen`` pages that are below ``end``."""
-        if self.page_size == 1:
-            return chosen
-        inside = jnp.arange(self.page_size, dtype=jnp.int32)
-        positions = chosen[..., None] + inside.reshape(*[1] * chosen.ndim, -1)
-        positions = jnp.where(chosen[..., None] >= 0, positions, -1)
-        positions = positions.reshape(*chosen.shape[:-1], -1)
-        return jnp.where(positions < end, positions, -1)
+def _inside(pages: Array, size: int, until: Array) -> Array:
+    """All positions of ``pages [..., n]`` that are below ``until [B]``."""
+    inside = jnp.arange(size, dtype=jnp.int32).reshape(*[1] * pages.ndim, size)
+    positions = jnp.where(pages[..., None] >= 0, pages[..., None] * size + inside, -1)
+    positions = positions.reshape(*pages.shape[:-1], -1)
+    end = until.reshape(-1, *[1] * (pages.ndim - 1))
+    return jnp.where(positions < end, positions, -1)
 
 
 def whole_pages(positions: int, size: int) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import LayerSpec
-from jspec.policies import Dense, ExactTopK, Loki, MagicPIG, Quest, ScoredPolicy, Streaming
+from jspec.policies import Dense, ExactTopK, Hata, Loki, MagicPIG, Quest, ScoredPolicy, Streaming
 from jspec.policies.policy import create_cache, with_pages
 
 BATCH, CAPACITY, SPEC = 3, 24, LayerSpec(kv_heads=2, key_size=8, value_size=4)
@@ -53,6 +53,7 @@ MATRIX = {
     "dense": Dense(),
     "streaming": Streaming(sinks=2, window=6),
     "exact_topk": ExactTopK(**SOME),
+    "hata": Hata(**SOME, bits=32),
     "quest": Quest(**SOME | {"budget": 12}, page=4),
     "loki": Loki(**SOME, channels=3),
     "magicpig": MagicPIG(**SOME, bits=3, tables=12),

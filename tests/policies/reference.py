@@ -27,6 +27,12 @@ def loki(policy, arrays, keys, queries, sample):
     return (keys @ leading) @ (queries.sum(axis=0) @ leading)
 
 
+def hata(policy, arrays, keys, queries, sample):
+    """The paper, algorithms 2 and 3: bits that differ, summed over the queries of a group."""
+    codes = keys @ np.float64(arrays) > 0
+    return -sum((codes != (q @ np.float64(arrays) > 0)).sum(axis=-1) for q in queries)
+
+
 def magicpig(policy, arrays, keys, queries, sample):
     """Chen et al. 2024: how many tables put a key into the query's bucket, from two on."""
     projections = np.float64(arrays["projections"]).reshape(-1, policy.tables, policy.bits)
@@ -42,7 +48,13 @@ def magicpig(policy, arrays, keys, queries, sample):
     return np.where(found > 0, found, -np.inf)
 
 
-SCORES = {"exact_topk": exact_topk, "quest": quest, "loki": loki, "magicpig": magicpig}
+SCORES = {
+    "exact_topk": exact_topk,
+    "hata": hata,
+    "quest": quest,
+    "loki": loki,
+    "magicpig": magicpig,
+}
 
 
 def selected(name, policy, arrays, keys, queries, sample) -> list[int]:
@@ -51,14 +63,14 @@ def selected(name, policy, arrays, keys, queries, sample) -> list[int]:
     if not count:
         return []
     scores = SCORES[name](policy, arrays, keys, queries, sample)
-    last = max(count - policy.recent, 0)
-    always = {p // page for p in (*range(min(policy.sinks, count)), *range(last, count))}
-    always |= {(count - 1) // page} if page > 1 else set()
+    recent = max(policy.recent, 1) if page > 1 else policy.recent
+    # Of pages, as many as the recent positions may lie in.
+    first, last = -(-policy.sinks // page), min(recent, -(-(recent - 1) // page) + 1)
+    pages = -(-count // page)
+    always = {p for p in range(pages) if p < first or p >= pages - last}
     budget = policy.budget
     if isinstance(budget, float):
-        recent = max(policy.recent, 1) if page > 1 else policy.recent
-        least = -(-policy.sinks // page) + min(recent, -(-(recent - 1) // page) + 1)
-        budget = max(math.ceil(budget * count / page), least)
+        budget = max(math.ceil(budget * count / page), first + last)
     else:
         budget //= page
     ranked = sorted(range(len(scores)), key=lambda i: (i not in always, -scores[i], i))

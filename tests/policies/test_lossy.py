@@ -18,6 +18,7 @@ from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
 from tests.policies import reference
 from tests.policies.common import MATRIX, SharedTopK, arrays_of, random
+from tests.policies.test_selection import per_head
 
 NEW = 5
 
@@ -71,7 +72,7 @@ def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering):
         if layer < 1:
             return None
         sample = np.float64(random(64, 2, 16, seed=7 + layer))[:, group] + 0.5
-        own = None if arrays is None else arrays[layer]
+        own = None if arrays is None else per_head(arrays[layer], group)
         return reference.selected(name, policy, own, keys, np.float64(queries), sample)
 
     wanted = [tuple(brute_force(wandering, text, NEW, read)) for text in texts]

@@ -24,6 +24,11 @@ EDGES = {
 }
 
 
+def per_head(arrays, head: int):
+    """What a policy's reference is given: HATA has a matrix for each KV head."""
+    return arrays if isinstance(arrays, dict) else arrays[head]
+
+
 def edge_of(name: str, edge: str):
     """The policy at an edge; Quest's least budget is the page of the last position."""
     settings = dict(EDGES[edge])
@@ -35,10 +40,9 @@ def edge_of(name: str, edge: str):
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", reference.SCORES)
 def test_it_selects_what_the_paper_says(name, edge):
-    """Slots that hold nothing are NaN. One layout deals the positions out, where nothing ties."""
+    """Slots that hold nothing are NaN; one layout deals the positions out."""
     policy = edge_of(name, edge)
-    deals = edge == "some" and name != "magicpig"
-    layout = Striped(CAPACITY, 3, 2) if deals else Linear(CAPACITY)
+    layout = Striped(CAPACITY, 3, 2) if edge == "some" else Linear(CAPACITY)
     cache = filled(policy, layout, LENGTHS, junk=np.nan)
     q, _, _ = query(len(LENGTHS))
     arrays = arrays_of(policy)
@@ -48,7 +52,7 @@ def test_it_selects_what_the_paper_says(name, edge):
     sample = np.float64(random(64, 2, 8, seed=7)) + 0.5
     for row, head in np.ndindex(len(LENGTHS), 2):
         wanted = reference.selected(
-            *(name, policy, None if arrays is None else arrays[0]),
+            *(name, policy, None if arrays is None else per_head(arrays[0], head)),
             *(keys[row, : LENGTHS[row], head], np.float64(q[row, 0, 2 * head : 2 * head + 2])),
             sample[:, head],
         )
@@ -102,6 +106,7 @@ def test_the_first_layers_are_read_whole():
         ("norms", {"sinks": -1}, "sinks=-1 must be at least 0"),
         ("norms", {"every": 0}, "every=0 must be at least 1"),
         ("quest", {"page": 0}, "page=0 must be at least 1 position"),
+        ("hata", {"bits": 48}, "bits=48 must be one of 32, 64, 128, 256"),
         ("loki", {"channels": 0}, "channels=0 must be at least 1"),
         ("magicpig", {"bits": 17}, "bits=17 must be in [1, 16]"),
         ("magicpig", {"tables": 1}, "tables=1 must be at least 2"),
@@ -111,6 +116,20 @@ def test_bad_settings_are_refused(name, settings, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared below
         dataclasses.replace(MATRIX[name], **settings)
     assert message in str(error.value)
+
+
+def test_hata_counts_a_bit_times_the_norm_of_its_key():
+    """The authors' code: ``|k| (g - 2 h / R)`` for a distance h to the g queries of a group."""
+    policy = dataclasses.replace(MATRIX["hata"], norms=True)
+    cache, q, (w,) = filled(policy, Linear(CAPACITY)), query()[0], arrays_of(policy)
+    keys = np.float64(random(3, CAPACITY, 2, 8, seed=1))
+    scores = np.asarray(policy.score((w,), 0, cache, q))
+    for head in range(2):
+        k, w_head = keys[0, :20, head], np.float64(w[head])
+        groups = np.float64(q[0, 0, 2 * head : 2 * head + 2])
+        differ = sum(((k @ w_head > 0) != (one @ w_head > 0)).sum(axis=-1) for one in groups)
+        wanted = np.linalg.norm(k, axis=-1) * (2 - 2 * differ / 32)
+        np.testing.assert_allclose(scores[0, head, :20], wanted, rtol=1e-5)
 
 
 def test_loki_needs_a_sample():
