@@ -101,8 +101,14 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
-        help="where draft tokens come from: ngram (earlier text; default), streaming (the model "
-        "over a window), dense (the model itself), model (a second one), none (plain decoding)",
+        help="where draft tokens come from: ngram (earlier text; default), model (a second one), "
+        "none (plain decoding), or a policy, over which the model drafts: dense, streaming, "
+        "exact_topk, hata, quest, loki, magicpig",
+    )
+    add(
+        "--policy",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="have the model itself read only what a policy selects: not lossless; no draft",
     )
     add("--gamma", type=int, metavar="N", help="most draft tokens a step; default 8 or 4, by draft")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
