@@ -41,7 +41,8 @@ def imported(folder: Path) -> set[str]:
 
 def test_every_dependency_is_imported_and_every_import_is_a_dependency(project):
     needed = names(project["project"]["dependencies"])
-    optional = names(project["project"]["optional-dependencies"]["cuda13"]) | {"triton"}
+    extras = project["project"]["optional-dependencies"]
+    optional = names([*extras["cuda13"], *extras["bench"]]) | {"triton"}
     found = imported(ROOT / "jspec")
     assert needed <= found
     assert found <= needed | optional

@@ -12,6 +12,7 @@ from typing import NoReturn
 from jspec import __version__
 from jspec.cli.requests import one_line
 
+METRICS = ("recall", "contains", "exact", "f1", "rouge_l", "edit")  # of jspec.eval.metrics
 SMALLER = "lower --batch or --max-new-tokens, shorten the prompt, or take a smaller model"
 
 
@@ -27,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jspec.cli.doctor import doctor
 
             return doctor(arguments)
+        if arguments.command == "eval":
+            from jspec.cli.evaluate import run_eval
+
+            return run_eval(arguments)
         from jspec.cli.generate import generate
 
         return generate(arguments)
@@ -67,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jspec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="continue text, speculatively"))
+    _add_eval(commands.add_parser("eval", help="how well the model answers with each policy"))
     doctor = commands.add_parser("doctor", help="say what runs here, and what to do about the rest")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -132,6 +138,42 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
     add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
     add("--json", action="store_true", help="print one JSON object instead of text and table")
+    add(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help="keep no compiled programs in the cache folder for the next run",
+    )
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("tasks", metavar="ruler|FILE.jsonl", help="RULER's six tasks, or tasks of your own")
+    add("--model", metavar="DIR", help="model directory (default: bundled)")
+    add(
+        "--policy",
+        action="append",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="what the model reads; repeatable; default dense",
+    )
+    add(
+        "--budget",
+        action="append",
+        default=[],
+        metavar="M",
+        help="of each policy, in positions or as a ratio of the length; repeatable",
+    )
+    add("--draft", action="store_true", help="policies draft, and the model stays lossless")
+    add("--length", type=int, default=4096, metavar="N", help="tokens; default 4096")
+    add("--examples", type=int, default=10, metavar="N", help="of each task; default 10")
+    add("--only", metavar="TASK,...", help="some of RULER's tasks, as in single_needle")
+    add("--seed", type=int, default=0, metavar="N", help="of the first example; default 0")
+    add("--batch", type=int, default=8, metavar="N", help="questions at once; default 8")
+    add("--metric", choices=METRICS, help="default: that of the benchmark")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="of FILE.jsonl; default 128")
+    add("--heatmap", metavar="FILE.png", help="also draw needles by depth at up to --length tokens")
+    add("--answers", action="store_true", help="put the answers into --json")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
     add(
         "--no-compile-cache",
         dest="compile_cache",
