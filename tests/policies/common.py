@@ -54,7 +54,7 @@ MATRIX = {
     "streaming": Streaming(sinks=2, window=6),
     "exact_topk": ExactTopK(**SOME),
     "hata": Hata(**SOME, bits=32),
-    "quest": Quest(**SOME | {"budget": 12}, page=4),
+    "quest": Quest(**SOME | {"budget": 10}, page=2),
     "loki": Loki(**SOME, channels=3),
     "magicpig": MagicPIG(**SOME, bits=3, tables=12),
     "shared top-k": SharedTopK(),

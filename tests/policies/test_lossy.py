@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
+from jspec.decode import growth, prefill
 from jspec.decode.draft import NgramDraft, NoDraft, SelfDraft
 from jspec.decode.engine import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
+from jspec.decode.step import decode_chunk
 from jspec.policies import Dense, ExactTopK, Loki, Quest, Streaming
 from jspec.policies.attend import run_selected
 from tests.conftest import TINY, make_decoder
@@ -112,6 +114,28 @@ def test_a_request_alone_gets_what_it_gets_among_others(tiny):
             tiny, prompts()[row : row + 1], requests()[row], prefill_chunk=5, **settings
         )
         assert alone.tokens == whole.tokens[row : row + 1]
+
+
+def test_a_batch_that_grows_keeps_its_pages(tiny, monkeypatch):
+    """From 12 positions over 24 to 44, of pages of 5, as if there had been room from the start."""
+    settings = {"draft": None, "target": Quest(budget=15, page=5, sinks=1, recent=2)}
+    settings |= {"params": SamplingParams(max_new_tokens=40), "steps_per_chunk": 2}
+    whole = generate(tiny, prompts((3, 4)), **settings)
+    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
+    assert generate(tiny, prompts((3, 4)), **settings).tokens == whole.tokens
+
+
+def test_a_slot_takes_over_pages_with_its_request(tiny):
+    config = StepConfig(0, NoDraft(), target=Quest(budget=12, page=4, sinks=1, recent=2))
+    params = SamplingParams(max_new_tokens=8)
+    first, other = prompts((40, 31))
+    state = start_decoding(tiny, [first, first], params, config)
+    state = prefill.fill_slot(tiny, state, 1, other, params, config)
+    state, record = decode_chunk(tiny, state, config, 8)
+    alone = generate(tiny, [first, other], params, draft=None, target=config.target)
+    got = np.asarray(record.tokens)[..., 0]
+    assert [tuple(got[:, row].tolist()) for row in (0, 1)] == list(alone.tokens)
 
 
 def test_a_selection_serves_several_layers():

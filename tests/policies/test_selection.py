@@ -33,7 +33,7 @@ def edge_of(name: str, edge: str):
     """The policy at an edge; Quest's least budget is the page of the last position."""
     settings = dict(EDGES[edge])
     if name == "quest" and edge in ("one", "none"):
-        settings["budget"] = 4
+        settings["budget"] = 2
     return dataclasses.replace(MATRIX[name], **settings)
 
 
@@ -101,7 +101,7 @@ def test_the_first_layers_are_read_whole():
     ("name", "settings", "message"),
     [
         ("norms", {"budget": 2, "sinks": 1, "recent": 2}, "budget=2 must be at least 3 positions"),
-        ("quest", {"budget": 11}, "budget=11 must be at least 12 positions"),
+        ("quest", {"budget": 5}, "budget=5 must be at least 6 positions"),
         ("norms", {"budget": 1.5}, "budget=1.5 must be a ratio in [0, 1]"),
         ("norms", {"sinks": -1}, "sinks=-1 must be at least 0"),
         ("norms", {"every": 0}, "every=0 must be at least 1"),
