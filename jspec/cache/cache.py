@@ -117,8 +117,16 @@ class Cache:
             raise ValueError(
                 f"layer {layer} keeps {sorted(held)}, but {sorted(columns)} were appended"
             )
-        slots = self.slots(layer, positions)
-        rows = jnp.arange(positions.shape[0])[:, None]
+        return self.written(layer, self.slots(layer, positions), **columns)
+
+    def written(self, layer: int, slots: Array, **columns: Array) -> Cache:
+        """Write some ``columns [B, T, ...]`` of a layer into ``slots [B, T]``, as `slots` gives."""
+        held, rows = self.columns[layer], jnp.arange(slots.shape[0])[:, None]
+        if missing := columns.keys() - held.keys():
+            raise ValueError(
+                f"layer {layer} keeps {sorted(held)} and no {sorted(missing)}; start decoding with "
+                "the config of the steps, whose policy says what it keeps"
+            )
         return self.replaced(
             layer,
             **{
@@ -136,8 +144,9 @@ class Cache:
         return layout.slots(_last(positions, layout.size))
 
     def replaced(self, layer: int, **columns: Array) -> Cache:
-        """The cache with these columns of a layer in place of its own."""
-        after = (*self.columns[:layer], columns, *self.columns[layer + 1 :])
+        """The cache with these columns of a layer in place of its own; it keeps the others."""
+        held = self.columns[layer] | columns
+        after = (*self.columns[:layer], held, *self.columns[layer + 1 :])
         return dataclasses.replace(self, columns=after)
 
     def with_lengths(self, lengths: Array) -> Cache:

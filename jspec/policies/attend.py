@@ -250,8 +250,15 @@ def _append(
 ) -> tuple[Array, Cache]:
     """The queries, turned if that is still to be done, and the cache with the new tokens."""
     keeps_more = columns_of(policy, cache.specs[layer])
-    if turn is not None and v is not None and not keeps_more:
-        return _turned(layer, q, k, v, turn, cache, cache.slots(layer, positions), backends)
+    if turn is not None and v is not None:
+        slots = cache.slots(layer, positions)
+        q, cache = _turned(layer, q, k, v, turn, cache, slots, backends)
+        if keeps_more:
+            # Of the turned keys the cache has the only copy; a slot past its end is not written.
+            rows = jnp.arange(slots.shape[0])[:, None]
+            k = cache.keys(layer).at[rows, slots].get(mode="clip")
+            cache = cache.written(layer, slots, **policy.encode(arrays, layer, k))
+        return q, cache
     if turn is not None:
         q, k = turn(q, k)
     more = policy.encode(arrays, layer, k) if keeps_more else {}

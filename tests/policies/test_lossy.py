@@ -13,6 +13,7 @@ from jspec.decode.draft import NgramDraft, NoDraft, SelfDraft
 from jspec.decode.engine import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
 from jspec.policies import Dense, ExactTopK, Loki, Quest, Streaming
 from jspec.policies.attend import run_selected
@@ -184,6 +185,14 @@ def test_a_draft_beside_it_is_refused(settings, message):
 def test_what_is_no_policy_is_refused(target):
     with pytest.raises(TypeError, match="must be a policy"):
         StepConfig(0, NoDraft(), target=target)
+
+
+def test_a_cache_that_was_started_for_another_policy_is_refused(tiny):
+    state = start_decoding(tiny, prompts((9,)), config=StepConfig(0, NoDraft()))
+    config = StepConfig(0, NoDraft(), target=MATRIX["hata"])
+    models = Models(tiny, policy=arrays_of(config.target, TINY.layers))
+    with pytest.raises(ValueError, match=r"layer 0 keeps \['keys', 'values'\] and no \['codes'\]"):
+        decode_chunk(models, state, config, 1)
 
 
 def test_a_policy_without_its_arrays_is_refused(tiny):
