@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jspec.ops.attention.dense import attention
     from jspec.ops.attention.gathered import gathered_attention
     from jspec.ops.attention.merge import merge_attention
+    from jspec.ops.attention.scored import scored_attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
     from jspec.ops.hash import encode, encode_both, hamming_scores
     from jspec.ops.hash_select import hash_select
@@ -98,6 +99,7 @@ _HOMES = {
     "jspec.ops.attention.dense": ["attention"],
     "jspec.ops.attention.gathered": ["gathered_attention"],
     "jspec.ops.attention.merge": ["merge_attention"],
+    "jspec.ops.attention.scored": ["scored_attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
     "jspec.ops.hash": ["encode", "encode_both", "hamming_scores"],
     "jspec.ops.hash_select": ["hash_select"],
@@ -197,6 +199,7 @@ __all__ = [
     "sampling_of",
     "save_model",
     "score",
+    "scored_attention",
     "select",
     "speculative_step",
     "start_decoding",

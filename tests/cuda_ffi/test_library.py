@@ -58,6 +58,13 @@ CALLS = {
     "verify_and_pack": ([*TOKENS, KV], [*VERIFIED, *PACKED], CUT, None),
     "verify_and_pack_single": ([*TOKENS, KV], [*VERIFIED, *PACKED], {}, None),
     "verify_and_append": ([*TOKENS, KV, CACHE, LENGTHS], [*VERIFIED, CACHE], CUT, {5: 6}),
+    "linear": (
+        [((*shape,), jnp.bfloat16) for shape in ((B, 64), (64, 2, 40), (2, 40), (64,), (B, 40))],
+        [((B, 40), jnp.float32)],
+        dict.fromkeys(("biased", "normed", "added", "gated"), np.bool_(True))
+        | {"transposed": np.bool_(False), "eps": np.float32(1e-6)},
+        None,
+    ),
 }
 
 
