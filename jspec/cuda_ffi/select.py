@@ -17,18 +17,17 @@ from jspec.ops.hash import most
 from jspec.ops.select import selected_like
 from jspec.typing import Array
 
-LEAST, MOST = 1024, 16384  # slots of a row that a block takes
+LEAST, MOST = 1024, 32768  # slots of a row that a block takes
 MOST_SLOTS = 2**30
 MOST_BINS = 4096  # of a histogram
-BLOCKS = 2  # that a multiprocessor holds
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """How rows are cut for a GPU: slots that a block counts, and that it later takes out of.
 
-    Powers of 2 in 256..16384; ``taken`` is at least ``counted``, and the same unless one digit of
-    12 bits holds a score.
+    Powers of 2 in 256..32768, ``taken`` at least ``counted``. Where ``counted`` holds a row of
+    scores, one block does all of it.
     """
 
     counted: int
@@ -41,27 +40,27 @@ class Cut:
 
 
 def chunk(lines: int, n: int, least: int = LEAST, most: int = MOST) -> int:
-    """The most slots for a block of which every multiprocessor still has enough blocks.
+    """The most slots for a block of which every multiprocessor still has one, and half have two.
 
     ``lines`` of n slots are cut.
     """
     size = most
-    while size > least and lines * -(-n // size) < BLOCKS * multiprocessors():
+    while size > least and 2 * lines * -(-n // size) < 3 * multiprocessors():
         size //= 2
     return size
 
 
+def cut_for(rows: int, n: int) -> Cut:
+    """The cut that serves rows of scores well."""
+    size = max(256, 1 << max(n - 1, 0).bit_length()) if n <= MOST else chunk(rows, n)
+    return Cut(size, size)
+
+
 def bins_of(keys: int) -> list[int]:
     """Bins of the histogram of each digit of scores that have ``keys`` values, as `Digits`."""
-
-    def rounded(count: int) -> int:
-        return -(-count // 64) * 64
-
     if keys <= MOST_BINS:
-        return [rounded(keys)]
-    rest = (keys - 1).bit_length() - 12
-    parts = [rest] if rest <= 12 else [rest - rest // 2, rest // 2]
-    return [MOST_BINS, *(rounded(1 << part) for part in parts)]
+        return [-(-keys // 64) * 64]
+    return [MOST_BINS, 64] if keys <= 2**16 else [MOST_BINS, 1024, 1024]
 
 
 def workspace_words(keys: int, n: int, cut: Cut, *, scored: bool) -> int:
@@ -70,16 +69,17 @@ def workspace_words(keys: int, n: int, cut: Cut, *, scored: bool) -> int:
     The handlers refuse another size.
     """
     chunks, bins = max(1, -(-n // cut.counted)), bins_of(keys)
-    words = -(-n // 8) * 4 if scored else 0
-    words += 8 + chunks * sum((count + 64) // 2 for count in bins)
-    if len(bins) > 1:
-        words += chunks * cut.counted // 2
-    return -(-words // 4) * 4
+    words = 4 + (-(-n // 8) * 4 if scored else 0)
+    if chunks > 1 or scored:
+        words += chunks * (bins[0] + 64) // 2
+    return words + (-(-n // 4) * 4 if len(bins) > 1 else 0)
 
 
 def keys_of(dtype: Any, highest: int | None) -> int:
-    """How many values scores can have."""
-    return highest + 2 if highest is not None else 1 << jnp.dtype(dtype).itemsize * 8
+    """How many values scores have, as far as it is known and of use."""
+    if highest is not None and highest + 2 <= MOST_BINS:
+        return highest + 2
+    return 1 << jnp.dtype(dtype).itemsize * 8
 
 
 def _refusal(n: int, k: int) -> str | None:
@@ -106,7 +106,7 @@ def select_cuda(
     """As `jspec.ops.select.select`."""
     lead, n = scores.shape[:-1], scores.shape[-1]
     keys = keys_of(scores.dtype, highest)
-    cut = cut or Cut(*[chunk(math.prod(lead), n)] * 2)
+    cut = cut or cut_for(math.prod(lead), n)
     words = workspace_words(keys, n, cut, scored=False)
     outputs = (selected_like(scores, k), jax.ShapeDtypeStruct((*lead, words), jnp.uint32))
     return library.call(
@@ -165,7 +165,7 @@ def _hash_cut(k_codes: Array, keys: int) -> Cut:
     batch, n, heads, words = k_codes.shape
     together = min(heads, 32 // words)
     groups = -(-heads // together)
-    most_counted = MOST // max(1 << (together - 1).bit_length(), 4)
+    most_counted = MOST // max(1 << (together - 1).bit_length(), 8)
     return Cut(
         counted=chunk(batch * groups, n, 256, most_counted),
         taken=max(chunk(batch * heads, n), most_counted),

@@ -110,21 +110,25 @@ int main() {
   const Scores types[] = {Scores::kFloat32, Scores::kInt32, Scores::kBfloat16, Scores::kFloat16};
   const int shapes[][5] = {{3, 1, 1, 0, 1},        {7, 90, 16, 1, 2},      {10, 1000, 1200, 4, 9},
                            {10, 1024, 64, 0, 0},   {5, 4097, 300, 16, 64}, {10, 20003, 700, 4, 16},
-                           {10, 40000, 2048, 0, 3}};
+                           {10, 40000, 2048, 0, 3},
+                           {5, 70001, 30000, 1, 1}};
   for (const auto& s : shapes) {
-    for (const int chunk : {256, 1024, 4096, 16384}) {
-      for (const Scores type : types) try_select(type, -1, s[0], s[1], s[2], s[3], s[4], {chunk, chunk});
+    for (const int chunk : {256, 1024, 4096, 32768}) {
+      for (const Scores type : types) {
+        try_select(type, -1, s[0], s[1], s[2], s[3], s[4], {chunk, chunk});
+        try_select(type, -1, s[0], s[1], s[2], s[3], s[4], {std::min(chunk, 512), chunk});
+      }
       for (const int highest : {0, 1, 128, 512, 4094, 4095, 5000, 70000}) {
         try_select(Scores::kInt32, highest, s[0], s[1], s[2], s[3], s[4], {chunk, chunk});
       }
-      if (chunk > 256) try_select(Scores::kInt32, 128, s[0], s[1], s[2], s[3], s[4], {chunk / 4, chunk});
+      try_select(Scores::kInt32, 128, s[0], s[1], s[2], s[3], s[4], {256, chunk});
     }
   }
   for (const int words : {1, 2, 4, 8}) {
     const int codes[][5] = {{1, 1, 1, 1, 1}, {2, 1, 8, 4, 3000}, {1, 3, 5, 2, 777},
                             {2, 1, 40, 1, 2050}, {1, 1, 3, 6, 9001}};
     for (const auto& c : codes) {
-      for (const Cut cut : {Cut{256, 256}, Cut{512, 2048}, Cut{2048, 16384}}) {
+      for (const Cut cut : {Cut{256, 256}, Cut{512, 2048}, Cut{2048, 32768}}) {
         if (c[1] * c[3] * 32 * words < 4096) {
           try_hash(c[0], c[1], c[2], c[3], words, c[4], std::min(c[4], 300), c[4] > 9, c[4] > 9, cut);
         }

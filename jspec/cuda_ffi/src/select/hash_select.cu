@@ -1,6 +1,7 @@
 // Scoring and selection of hash codes on a GPU: the scores are counted as they are computed, so that
 // one launch more takes the slots.
 #include <algorithm>
+#include <type_traits>
 
 #include "select/score.cuh"
 
@@ -26,11 +27,12 @@ const char* score(const Work& work, const Hash& hash, Stream stream) {
     score_kernel<words, queries.value><<<blocks, kThreads, bytes, stream>>>(work, hash, heads);
     return launch_error();
   };
-  switch (hash.queries()) {
-    case 1: return launch(std::integral_constant<int, 1>());
-    case 4: return launch(std::integral_constant<int, 4>());
-    default: return launch(std::integral_constant<int, 0>());
+  // Few codes of queries stay in registers.
+  if (hash.queries() == 1) return launch(std::integral_constant<int, 1>());
+  if constexpr (words <= 4) {
+    if (hash.queries() == 4) return launch(std::integral_constant<int, 4>());
   }
+  return launch(std::integral_constant<int, 0>());
 }
 
 }  // namespace
@@ -48,7 +50,7 @@ const char* hash_select(const Hash& hash, const Cut& cut, void* workspace, Strea
       default: return score<8>(work, hash, stream);
     }
   }();
-  return error ? error : take(work, Uint16Key(), stream);
+  return error ? error : place(work, Uint16Key(), stream);
 }
 
 }  // namespace jspec

@@ -27,16 +27,16 @@ JSPEC_HOST_DEVICE inline uint32_t key_of_half(uint32_t bits, uint32_t infinity) 
   return bits >> 15 ? ~bits & 0xFFFFu : bits | 0x8000u;
 }
 
-// Traits of each kind of score: the type that is loaded, its key, and how many digits a key can have.
+// Traits of each kind of score: the type that is loaded, its key, and whether that has several digits.
 struct Int32Key {
   using Type = int32_t;
-  static constexpr int kLeastLevels = 3, kMostLevels = 3;
+  static constexpr bool kSeveral = true;
   JSPEC_HOST_DEVICE uint32_t operator()(int32_t x) const { return uint32_t(x) ^ 0x80000000u; }
 };
 
 struct BoundedKey {
   using Type = int32_t;
-  static constexpr int kLeastLevels = 1, kMostLevels = 3;
+  static constexpr bool kSeveral = false;
   int32_t highest;
   JSPEC_HOST_DEVICE uint32_t operator()(int32_t x) const {
     return uint32_t((x < -1 ? -1 : x > highest ? highest : x) + 1);
@@ -45,13 +45,13 @@ struct BoundedKey {
 
 struct Float32Key {
   using Type = uint32_t;
-  static constexpr int kLeastLevels = 3, kMostLevels = 3;
+  static constexpr bool kSeveral = true;
   JSPEC_HOST_DEVICE uint32_t operator()(uint32_t x) const { return key_of_float(x); }
 };
 
 struct HalfKey {
   using Type = uint16_t;
-  static constexpr int kLeastLevels = 2, kMostLevels = 2;
+  static constexpr bool kSeveral = true;
   uint32_t infinity;
   JSPEC_HOST_DEVICE uint32_t operator()(uint16_t x) const { return key_of_half(x, infinity); }
 };
@@ -59,9 +59,16 @@ struct HalfKey {
 // Of the scores of hash codes.
 struct Uint16Key {
   using Type = uint16_t;
-  static constexpr int kLeastLevels = 1, kMostLevels = 1;
+  static constexpr bool kSeveral = false;
   JSPEC_HOST_DEVICE uint32_t operator()(uint16_t x) const { return x; }
 };
+
+constexpr int kMostBins = 4096;  // of a histogram
+
+// Whether integer scores are known to have so few values that a histogram holds them.
+inline bool bounded(const Select& select) {
+  return select.highest >= 0 && select.highest <= kMostBins - 2;
+}
 
 // Calls `run(key)` with the traits of these scores.
 template <typename Run>
@@ -70,39 +77,28 @@ auto for_scores(const Select& select, Run run) {
     case Scores::kFloat32: return run(Float32Key());
     case Scores::kBfloat16: return run(HalfKey{0x7F80u});
     case Scores::kFloat16: return run(HalfKey{0x7C00u});
-    default: break;
+    default: return bounded(select) ? run(BoundedKey{select.highest}) : run(Int32Key());
   }
-  if (select.highest >= 0) return run(BoundedKey{select.highest});
-  return run(Int32Key());
 }
 
 // How many keys there are.
 inline int64_t keys_of(const Select& select) {
-  if (select.type == Scores::kInt32 && select.highest >= 0) return int64_t(select.highest) + 2;
-  if (select.type == Scores::kInt32 || select.type == Scores::kFloat32) return int64_t(1) << 32;
-  return int64_t(1) << 16;
+  if (bounded(select)) return select.highest + 2;
+  const bool half = select.type == Scores::kBfloat16 || select.type == Scores::kFloat16;
+  return int64_t(1) << (half ? 16 : 32);
 }
 
-constexpr int kMostBins = 4096, kMostLevels = 3;
-
 // How a key is cut into digits, from the highest: digit i is `key >> shift[i]` without the bits
-// above it. A level of the selection finds one, by a histogram of `bins[i]`, a multiple of 64.
+// above it. Each is found by a histogram of `bins[i]`, a multiple of 64.
 struct Digits {
   int levels;
-  int shift[kMostLevels];
-  int bins[kMostLevels];
+  int shift[3], bins[3];
 };
 
-inline int round64(int64_t x) { return static_cast<int>((x + 63) / 64 * 64); }
-
 inline Digits digits_of(int64_t keys) {
-  if (keys <= kMostBins) return {1, {0}, {round64(keys)}};
-  int bits = 12;
-  while (int64_t(1) << bits < keys) ++bits;
-  const int rest = bits - 12;
-  if (rest <= 12) return {2, {rest, 0}, {kMostBins, round64(int64_t(1) << rest)}};
-  const int last = rest / 2;
-  return {3, {rest, last, 0}, {kMostBins, round64(int64_t(1) << (rest - last)), round64(1 << last)}};
+  if (keys <= kMostBins) return {1, {0}, {static_cast<int>((keys + 63) / 64 * 64)}};
+  if (keys <= 1 << 16) return {2, {4, 0}, {kMostBins, 64}};
+  return {3, {20, 10, 0}, {kMostBins, 1024, 1024}};
 }
 
 // What a row takes: the slots 0..first - 1, `need` of low..high - 1 by their scores, and the slots

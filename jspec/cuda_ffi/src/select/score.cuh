@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   const bool works = head < hash.heads && place < heads.slots;
   const int64_t own = batch * hash.heads + min(head, hash.heads - 1);
-  const Row row(work, own);
+  const Row<Uint16Key> row(work, own);
   uint16_t* scores = reinterpret_cast<uint16_t*>(row.workspace + work.plan.scores);
   const int64_t token = int64_t(hash.heads) * hash.group * words;  // words of a token's queries
   const uint32_t* q = hash.q_codes + batch * hash.tokens * token +
@@ -103,9 +103,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   write_records(counters, bins, heads.heads, totals, [&](int i) -> uint16_t* {
     if (head0 + i >= hash.heads) return nullptr;
     const int64_t at = batch * hash.heads + head0 + i;
-    return reinterpret_cast<uint16_t*>(work.workspace + at * work.plan.words +
-                                       work.plan.records[0]) +
-           chunk * work.plan.record_words(0) * 2;
+    return Row<Uint16Key>(work, at).record(chunk);
   });
 }
 

@@ -2,7 +2,6 @@
 #include "select/take.cuh"
 
 namespace jspec {
-
 const char* select(const Select& select, const Cut& cut, void* workspace, Stream stream) {
   const Rows& rows = select.rows;
   const Plan plan(keys_of(select), rows.n, cut, false);
@@ -12,9 +11,13 @@ const char* select(const Select& select, const Cut& cut, void* workspace, Stream
         rows.n % vector == 0 && reinterpret_cast<uint64_t>(select.scores) % 16 == 0;
     const Work work{select.scores, rows.n, aligned, rows,
                     plan,          cut,    static_cast<uint32_t*>(workspace)};
+    if (plan.chunks == 1) {
+      row_kernel<<<rows.rows, kThreads, 0, stream>>>(work, key);
+      return launch_error();
+    }
     count_kernel<<<rows.rows * plan.chunks, kThreads, 0, stream>>>(work, key);
     if (const char* error = launch_error()) return error;
-    return take(work, key, stream);
+    return place(work, key, stream);
   });
 }
 

@@ -36,13 +36,14 @@ struct Hash {
   JSPEC_HOST_DEVICE int64_t highest() const { return queries() * 32 * words; }
 };
 
-// How the work is cut for a GPU. A block counts the digits of `counted` slots, and later takes slots
-// out of `taken`, a multiple of that. Both are powers of 2.
+// How the work is cut for a GPU. A block counts `counted` slots of a row, and later takes slots out of
+// `taken`, a multiple of that. Both are powers of 2. Where `counted` holds a whole row of scores, one
+// block does all of it.
 struct Cut {
   int32_t counted, taken;
 };
 
-constexpr int32_t kLeastChunk = 256, kMostChunk = 16384;
+constexpr int32_t kLeastChunk = 256, kMostChunk = 32768;
 
 // Each returns what went wrong, or null. What a row has of the workspace, `Plan` says.
 const char* select(const Select& select, const Cut& cut, void* workspace, Stream stream);

@@ -28,11 +28,10 @@ inline ffi::Error rows_of(const Buffers& buffers, size_t first, int64_t batch, i
 
 inline ffi::Error check_cut(const Cut& cut, const Plan& plan, int64_t rows) {
   if (!is_power(cut.counted) || !is_power(cut.taken) || cut.counted < kLeastChunk ||
-      cut.taken < cut.counted || cut.taken > kMostChunk ||
-      (plan.digits.levels > 1 && cut.taken != cut.counted)) {
+      cut.taken < cut.counted ||
+      cut.taken > kMostChunk) {
     return invalid("counted=", cut.counted, " and taken=", cut.taken, " must be powers of 2 in ",
-                   kLeastChunk, "..", kMostChunk,
-                   ", taken at least counted, and the same where keys have several digits");
+                   kLeastChunk, "..", kMostChunk, ", taken at least counted");
   }
   if (rows * plan.chunks > INT32_MAX) {
     return invalid(rows, " rows of ", plan.chunks, " chunks are more than 2^31 blocks");
@@ -56,9 +55,11 @@ ffi::Error select_call(Stream stream, ffi::RemainingArgs arguments, ffi::Remaini
     case Type::F16: out.type = Scores::kFloat16; break;
     default: return invalid("scores ", buffers[0], " must be int32, float32, bfloat16 or float16");
   }
-  if (shape.size() < 1 || highest < -1 || highest == INT32_MAX) {
+  const bool bounded = highest != -1;
+  if (shape.size() < 1 || highest < -1 || highest == INT32_MAX ||
+      (bounded && out.type != Scores::kInt32)) {
     return invalid("scores ", buffers[0], " must be [..., n], and highest=", highest,
-                   " in -1..2^31 - 2");
+                   " in -1..2^31 - 2, -1 unless they are int32");
   }
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];

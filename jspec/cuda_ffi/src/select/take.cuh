@@ -1,10 +1,10 @@
-// The kernels of a selection, level by level: a histogram of the first digit; the digit that the row
-// needs, and a list of what reaches it with a histogram of the next; and the slots themselves.
+// The kernels of a selection. Rows of many chunks: `count_kernel` leaves a histogram of the first
+// digit for each chunk; `place_kernel` finds the digit that the row needs and writes the slots, or
+// for keys of several digits a list of what may be taken; `finish_kernel` takes the slots out of the
+// list. Rows of one chunk: `row_kernel` does all of it.
 #pragma once
 
-#include <type_traits>
-
-#include "select/chunk.cuh"
+#include "select/tile.cuh"
 
 namespace jspec {
 
@@ -22,270 +22,267 @@ struct Work {
   uint32_t* workspace;
 };
 
-// A row as its blocks see it: what it takes, and which of its chunks hold slots with a score that
-// counts.
+// Shared memory of the kernels that count.
+struct Counting {
+  __align__(16) uint32_t counters[kMostBins];
+  uint32_t totals[64];
+};
+
+// A row as its blocks see it: what it takes, and which of its chunks hold slots whose scores count.
+template <typename Key>
 struct Row {
+  using Type = typename Key::Type;
+
   const Work& work;
   int64_t row;
   Taken taken;
   int begin, end;
+  const Type* scores;
   uint32_t* workspace;
 
   __device__ __forceinline__ Row(const Work& work, int64_t row)
       : work(work), row(row), taken(taken_of(work.rows, row)),
         begin(taken.low / work.cut.counted),
         end((taken.high + work.cut.counted - 1) / work.cut.counted),
+        scores(static_cast<const Type*>(work.scores) + row * work.stride),
         workspace(work.workspace + row * work.plan.words) {}
 
-  template <typename Key>
-  __device__ __forceinline__ const typename Key::Type* scores() const {
-    return static_cast<const typename Key::Type*>(work.scores) + row * work.stride;
+  __device__ __forceinline__ uint16_t* record(int chunk) const {
+    return reinterpret_cast<uint16_t*>(workspace + work.plan.records +
+                                       chunk * work.plan.record_words());
   }
 
-  __device__ __forceinline__ uint16_t* record(int level, int chunk) const {
-    const int64_t at = work.plan.records[level] + chunk * work.plan.record_words(level);
-    return reinterpret_cast<uint16_t*>(workspace + at);
+  // The slots whose first digit is at least the one that was found, ascending.
+  __device__ __forceinline__ int32_t* list() const {
+    return reinterpret_cast<int32_t*>(workspace + work.plan.list);
   }
 
-  __device__ __forceinline__ uint16_t* list(int chunk) const {
-    return reinterpret_cast<uint16_t*>(workspace + work.plan.lists) +
-           int64_t(chunk) * work.cut.counted;
+  __device__ __forceinline__ Found* found() const {
+    return reinterpret_cast<Found*>(workspace + work.plan.found);
   }
 
-  __device__ __forceinline__ Found* found(int level) const {
-    return reinterpret_cast<Found*>(workspace + work.plan.found) + level;
+  __device__ __forceinline__ int32_t* slots() const {
+    return work.rows.slots + row * work.rows.k + taken.first;
   }
 
-  // The digit of a level whose records are there. One block of the row keeps it for later kernels.
-  __device__ __forceinline__ Found find_digit(int level, int chunk, Finding& shared) const {
-    const int need = level == 0 ? taken.need : found(level - 1)->need;
-    const Found own = find(record(level, 0), work.plan.digits.bins[level], begin, end, need, shared);
-    if (chunk == begin && threadIdx.x == 0) *found(level) = own;
+  // The tile from slot `first` on, of a chunk of `length` slots, its keys on their way.
+  __device__ __forceinline__ Held<Key> tile(int first, int length) const {
+    Held<Key> own{{first, min(length, kTile), taken.low, taken.high}};
+    own.load(scores, work.aligned);
     return own;
   }
 
-  // The digits down to `level`, whose own is `last`, as the highest bits of a key.
-  __device__ __forceinline__ uint32_t prefix(int level, int32_t last) const {
-    const Digits& digits = work.plan.digits;
-    uint32_t key = 0;
-    for (int i = 0; i < level; ++i) key |= uint32_t(found(i)->digit) << digits.shift[i];
-    return (key | uint32_t(last) << digits.shift[level]) >> digits.shift[level];
-  }
-
-  // A chunk of `length` slots, its keys on their way.
-  template <typename Key>
-  __device__ __forceinline__ Held<Key> held(int chunk, int length) const {
-    Held<Key> own;
-    own.first = chunk * length;
-    own.length = length;
-    own.low = taken.low;
-    own.high = taken.high;
-    own.load(scores<Key>(), work.aligned);
-    return own;
-  }
-
-  // The list of a chunk: its items are distances from the chunk's first slot.
-  __device__ __forceinline__ Held<Uint16Key> listed(int chunk) const {
-    const int bins = work.plan.digits.bins[0];
-    Held<Uint16Key> own;
-    own.first = own.low = 0;
-    own.length = work.cut.counted;
-    own.high = reaching(record(0, chunk), found(0)->digit, bins);
-    own.load(list(chunk), true);
-    return own;
-  }
-};
-
-// Sets `count` counters of a block to 0.
-__device__ __forceinline__ void clear(uint32_t* counters, int count) {
-  for (int i = threadIdx.x; i < count; i += kThreads) counters[i] = 0;
-}
-
-// Level 0: a block a chunk.
-template <typename Key>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    count_kernel(const __grid_constant__ Work work, Key key) {
-  __shared__ __align__(16) uint32_t counters[kMostBins], totals[64];
-  const int chunk = blockIdx.x % work.plan.chunks;
-  const Row row(work, blockIdx.x / work.plan.chunks);
-  if (row.taken.need == 0 || chunk < row.begin || chunk >= row.end) return;
-  const Held<Key> held = row.held<Key>(chunk, work.cut.counted);
-  const int bins = work.plan.digits.bins[0], shift = work.plan.digits.shift[0];
-  clear(counters, bins);
-  __syncthreads();
+  // Adds the first digits of the `length` slots from `first` on to the counters, which are 0.
+  __device__ __forceinline__ void count(Key key, int first, int length,
+                                        uint32_t* counters) const {
+    const int shift = work.plan.digits.shift[0];
+    for (int at = 0; at < length && first + at < taken.high; at += kTile) {
+      const Held<Key> held = tile(first + at, length);
+      if (at == 0) __syncthreads();  // the counters are clear
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (held.counts(i)) atomicAdd(counters + (key(held.raw[i]) >> shift), 1);
+      for (int i = 0; i < kEach; ++i) {
+        if (held.items.counts(i)) atomicAdd(counters + (key(held.raw[i]) >> shift), 1);
+      }
+    }
+    __syncthreads();
   }
-  __syncthreads();
-  write_records(counters, bins, 1, totals, [&](int) { return row.record(0, chunk); });
-}
 
-// The digit of level 0, the lists of what reaches it, and level 1 of what has it.
-template <typename Key>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    narrow_kernel(const __grid_constant__ Work work, Key key) {
-  __shared__ __align__(16) uint32_t counters[kMostBins], totals[64];
-  __shared__ uint32_t sums[kWarps];
-  __shared__ Finding finding;
-  const int chunk = blockIdx.x % work.plan.chunks;
-  const Row row(work, blockIdx.x / work.plan.chunks);
-  if (row.taken.need == 0 || chunk < row.begin || chunk >= row.end) return;
-  const Held<Key> held = row.held<Key>(chunk, work.cut.counted);
-  const Digits& digits = work.plan.digits;
-  const int bins = digits.bins[1], shift = digits.shift[1];
-  const uint32_t mask = (1u << (digits.shift[0] - shift)) - 1;
-  clear(counters, bins);
-  const uint32_t digit = row.find_digit(0, chunk, finding).digit;
-  uint32_t over = 0, ties = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (!held.counts(i)) continue;
-    const uint32_t own = key(held.raw[i]), top = own >> digits.shift[0];
-    over |= uint32_t(top > digit) << i;
-    ties |= uint32_t(top == digit) << i;
-    if (top == digit) atomicAdd(counters + (own >> shift & mask), 1);
-  }
-  uint16_t* list = row.list(chunk);
-  in_order<Held<Key>::V>(over, ties, sums, [&](int i, Before before, bool) {
-    list[before.over + before.at] = static_cast<uint16_t>(held.index(i));
-  });
-  __syncthreads();
-  write_records(counters, bins, 1, totals, [&](int) { return row.record(1, chunk); });
-}
-
-// The digit of level 1, and level 2 of what has it.
-template <typename Key>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    refine_kernel(const __grid_constant__ Work work, Key key) {
-  __shared__ __align__(16) uint32_t counters[kMostBins], totals[64];
-  __shared__ Finding finding;
-  const int chunk = blockIdx.x % work.plan.chunks;
-  const Row row(work, blockIdx.x / work.plan.chunks);
-  if (row.taken.need == 0 || chunk < row.begin || chunk >= row.end) return;
-  const Held<Uint16Key> listed = row.listed(chunk);
-  const Digits& digits = work.plan.digits;
-  const int bins = digits.bins[2];
-  clear(counters, bins);
-  const uint32_t prefix = row.prefix(1, row.find_digit(1, chunk, finding).digit);
-  const typename Key::Type* scores = row.scores<Key>() + chunk * work.cut.counted;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (!listed.counts(i)) continue;
-    const uint32_t own = key(scores[listed.raw[i]]);
-    if (own >> digits.shift[1] == prefix) {
-      atomicAdd(counters + (own & ((1u << digits.shift[1]) - 1)), 1);
+  // Writes the slots that are taken whatever their scores, and what lies behind the last one.
+  __device__ __forceinline__ void write_forced() const {
+    int32_t* slots = work.rows.slots + row * work.rows.k;
+    for (int i = threadIdx.x; i < work.rows.k; i += kThreads) {
+      const int behind = i - taken.first - taken.need;
+      if (i < taken.first) slots[i] = i;
+      if (behind >= 0) slots[i] = behind < taken.last ? taken.high + behind : -1;
     }
   }
-  __syncthreads();
-  write_records(counters, bins, 1, totals, [&](int) { return row.record(2, chunk); });
-}
 
-// What the chunks of a row before `chunk` take. Called by all threads; `shared` is 0.
-__device__ __forceinline__ Before before_chunk(const Row& row, int chunk, int32_t last, int* shared) {
-  const Digits& digits = row.work.plan.digits;
-  int over = 0, at = 0;
-  for (int i = row.begin + threadIdx.x; i < chunk; i += kThreads) {
-    for (int level = 0; level < digits.levels; ++level) {
-      const bool is_last = level + 1 == digits.levels;
-      const int digit = is_last ? last : row.found(level)->digit;
-      const uint16_t* record = row.record(level, i);
-      const int beyond = reaching(record, digit + 1, digits.bins[level]);
-      over += beyond;
-      if (is_last) at += record[digit] - beyond;
-    }
-  }
-  over = __reduce_add_sync(kAllLanes, over);
-  at = __reduce_add_sync(kAllLanes, at);
-  if (threadIdx.x % 32 == 0 && (over || at)) {
-    atomicAdd(shared, over);
-    atomicAdd(shared + 1, at);
-  }
-  __syncthreads();
-  return {shared[0], shared[1]};
-}
-
-// Writes the slots that are taken whatever their scores, and what lies behind the last one.
-__device__ __forceinline__ void write_forced(const Row& row) {
-  const Taken& taken = row.taken;
-  const Rows& rows = row.work.rows;
-  int32_t* slots = rows.slots + row.row * rows.k;
-  for (int i = threadIdx.x; i < rows.k; i += kThreads) {
-    const int behind = i - taken.first - taken.need;
-    if (i < taken.first) slots[i] = i;
-    if (behind >= 0) slots[i] = behind < taken.last ? taken.high + behind : -1;
-  }
-}
-
-// The last digit, and the slots of a row in order: a block looks at `taken` slots, or at the list of
-// a chunk.
-template <typename Key, bool lists>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    take_kernel(const __grid_constant__ Work work, Key key, int chunks) {
-  __shared__ uint32_t sums[kWarps];
-  __shared__ int base[2];
-  __shared__ Finding finding;
-  const int chunk = blockIdx.x % chunks, ratio = work.cut.taken / work.cut.counted;
-  const Row row(work, blockIdx.x / chunks);
-  if (chunk == 0) write_forced(row);
-  const int first = chunk * (lists ? 1 : ratio), last = first + (lists ? 1 : ratio);
-  if (row.taken.need == 0 || last <= row.begin || first >= row.end) return;
-
-  const int level = work.plan.digits.levels - 1;
-  const int length = lists ? work.cut.counted : work.cut.taken;
-  int32_t* slots = work.rows.slots + row.row * work.rows.k + row.taken.first;
-  const auto take = [&](const auto& held, auto key_of, auto slot_of) {
-    if (threadIdx.x < 2) base[threadIdx.x] = 0;
-    const Found found = row.find_digit(level, first, finding);
-    const Before earlier = before_chunk(row, first, found.digit, base);
-    const uint32_t threshold = row.prefix(level, found.digit);
+  // Takes what is over `threshold`, and the first `need` at it, of the items of a tile, whose keys are
+  // `key_of(i)`, and the slot of the item at a place `slot_at(place)`; `before` says what lies before
+  // the tile. Returns what lies before the next.
+  template <int V, typename KeyOf, typename SlotAt>
+  __device__ __forceinline__ Before take(const Items<V>& items, uint32_t threshold, int need,
+                                         Before before, uint32_t* sums, KeyOf key_of,
+                                         SlotAt slot_at) const {
     uint32_t over = 0, ties = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      if (!held.counts(i)) continue;
+      if (!items.counts(i)) continue;
       const uint32_t own = key_of(i);
       over |= uint32_t(own > threshold) << i;
       ties |= uint32_t(own == threshold) << i;
     }
-    in_order<std::remove_reference_t<decltype(held)>::V>(
-        over, ties, sums, [&](int i, Before before, bool tied) {
-          const int at = earlier.at + before.at;
-          if (tied && at >= found.need) return;
-          slots[earlier.over + before.over + min(at, found.need)] = slot_of(i);
-        });
-  };
-  if constexpr (lists) {
-    const Held<Uint16Key> listed = row.listed(chunk);
-    const typename Key::Type* scores = row.scores<Key>() + chunk * length;
-    take(listed, [&](int i) { return key(scores[listed.raw[i]]); },
-         [&](int i) { return chunk * length + listed.raw[i]; });
-  } else {
-    const Held<Key> held = row.held<Key>(chunk, length);
-    take(held, [&](int i) { return key(held.raw[i]); },
-         [&](int i) { return held.first + held.index(i); });
+    int32_t* slots = this->slots();
+    return before + in_order<V>(over, ties, sums, [&](int i, Before own, bool tied) {
+             own = before + own;
+             if (!tied || own.at < need) {
+               slots[own.over + min(own.at, need)] = slot_at(items.at(i));
+             }
+           });
+  }
+
+  // Writes the slots of a tile, or, for keys of several digits, those that reach the first digit into
+  // the list.
+  __device__ __forceinline__ Before place(Key key, const Held<Key>& held, const Found& found,
+                                          Before before, uint32_t* sums) const {
+    const int shift = work.plan.digits.shift[0];
+    if constexpr (!Key::kSeveral) {
+      return take(
+          held.items, found.digit, found.need, before, sums,
+          [&](int i) { return key(held.raw[i]); }, [&](int at) { return at; });
+    } else {
+      uint32_t reaching = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const bool reaches = held.items.counts(i) && int(key(held.raw[i]) >> shift) >= found.digit;
+        reaching |= uint32_t(reaches) << i;
+      }
+      int32_t* list = this->list();
+      return before + in_order<Held<Key>::V>(reaching, 0, sums, [&](int i, Before own, bool) {
+               list[before.over + own.over] = held.items.at(i);
+             });
+    }
+  }
+
+  // Takes the slots out of a list of `length`, by the digits behind the first. Called by all threads
+  // of a block once the list is there; `sums` holds two tiles' worth.
+  __device__ __forceinline__ void finish(Key key, const Found& first, int length,
+                                         Counting& shared, Found& chosen, uint32_t* sums) const {
+    const Digits& digits = work.plan.digits;
+    const int32_t* list = this->list();
+    uint32_t keys[kEach];
+    const auto items_from = [&](int start) {
+      return Items<4>(start, min(kTile, (length - start + 63) / 64 * 64), 0, length);
+    };
+    const auto load = [&](const Items<4>& items) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (items.counts(i)) keys[i] = key(scores[list[items.at(i)]]);
+      }
+    };
+    load(items_from(0));
+    uint32_t threshold = first.digit;  // the digits found, as the highest bits of a key
+    int need = first.need;
+    for (int level = 1; level < digits.levels; ++level) {
+      const int shift = digits.shift[level], width = digits.shift[level - 1] - shift;
+      clear(shared.counters, digits.bins[level]);
+      __syncthreads();
+      for (int start = 0; start < length; start += kTile) {
+        const Items<4> items = items_from(start);
+        if (length > kTile) load(items);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          if (items.counts(i) && keys[i] >> (shift + width) == threshold) {
+            atomicAdd(shared.counters + (keys[i] >> shift & ((1u << width) - 1)), 1);
+          }
+        }
+      }
+      __syncthreads();
+      const Found own = find(shared.counters, digits.bins[level], need, shared.totals, chosen);
+      threshold = threshold << width | own.digit;
+      need = own.need;
+      __syncthreads();
+    }
+    Before before{0, 0};
+    for (int start = 0; start < length; start += kTile) {
+      const Items<4> items = items_from(start);
+      if (length > kTile) load(items);
+      before = take(
+          items, threshold, need, before, sums + start / kTile % 2 * kWarps,
+          [&](int i) { return keys[i]; }, [&](int at) { return list[at]; });
+    }
+  }
+};
+
+template <typename Key>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    count_kernel(const __grid_constant__ Work work, Key key) {
+  __shared__ Counting shared;
+  const int chunk = blockIdx.x % work.plan.chunks, bins = work.plan.digits.bins[0];
+  const Row<Key> row(work, blockIdx.x / work.plan.chunks);
+  if (row.taken.need == 0 || chunk < row.begin || chunk >= row.end) return;
+  clear(shared.counters, bins);
+  row.count(key, chunk * work.cut.counted, work.cut.counted, shared.counters);
+  write_records(shared.counters, bins, 1, shared.totals, [&](int) { return row.record(chunk); });
+}
+
+// A block has `taken` slots, a multiple of a record's.
+template <typename Key>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    place_kernel(const __grid_constant__ Work work, Key key, int blocks) {
+  __shared__ uint32_t sums[2 * kWarps];
+  __shared__ Finding finding;
+  const int block = blockIdx.x % blocks, ratio = work.cut.taken / work.cut.counted;
+  const Row<Key> row(work, blockIdx.x / blocks);
+  const int chunk = block * ratio, first = block * work.cut.taken;
+  if (block == 0) row.write_forced();
+  if (row.taken.need == 0 || first >= row.taken.high || chunk + ratio <= row.begin) return;
+  Held<Key> held = row.tile(first, work.cut.taken);
+  const Place place = find(row.record(0), work.plan.digits.bins[0], row.begin, row.end, chunk,
+                           row.taken.need, finding);
+  Before before{place.over, place.at};
+  if constexpr (Key::kSeveral) {
+    before = {place.over + place.at, 0};
+    if (threadIdx.x == 0 && chunk <= row.begin) *row.found() = place.found;
+  }
+  for (int at = 0;;) {
+    before = row.place(key, held, place.found, before, sums + at / kTile % 2 * kWarps);
+    at += kTile;
+    if (at >= work.cut.taken || first + at >= row.taken.high) break;
+    held = row.tile(first + at, work.cut.taken);
+  }
+  if constexpr (Key::kSeveral) {
+    // The block of the last slots knows the length of the list.
+    if (threadIdx.x == 0 && first + work.cut.taken >= row.taken.high) {
+      reinterpret_cast<int32_t*>(row.found() + 1)[0] = before.over;
+    }
   }
 }
 
-// Launches what follows the records of level 0.
 template <typename Key>
-const char* take(const Work& work, Key key, Stream stream) {
-  if constexpr (Key::kLeastLevels == 1) {
-    if (work.plan.digits.levels == 1) {
-      const int chunks = work.rows.n > 0 ? (work.rows.n - 1) / work.cut.taken + 1 : 1;
-      const unsigned blocks = work.rows.rows * chunks;
-      take_kernel<Key, false><<<blocks, kThreads, 0, stream>>>(work, key, chunks);
-      return launch_error();
-    }
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    finish_kernel(const __grid_constant__ Work work, Key key) {
+  __shared__ Counting shared;
+  __shared__ Found chosen;
+  __shared__ uint32_t sums[2 * kWarps];
+  const Row<Key> row(work, blockIdx.x);
+  if (row.taken.need == 0) return;
+  const int4 known = *reinterpret_cast<const int4*>(row.found());
+  row.finish(key, {known.x, known.y, known.z}, known.w, shared, chosen, sums);
+}
+
+template <typename Key>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    row_kernel(const __grid_constant__ Work work, Key key) {
+  __shared__ Counting shared;
+  __shared__ Found chosen;
+  __shared__ uint32_t sums[4 * kWarps];
+  const Row<Key> row(work, blockIdx.x);
+  const int bins = work.plan.digits.bins[0], length = work.cut.counted;
+  row.write_forced();
+  if (row.taken.need == 0) return;
+  clear(shared.counters, bins);
+  const int first = row.taken.low / kTile * kTile;
+  row.count(key, first, length - first, shared.counters);
+  const Found found = find(shared.counters, bins, row.taken.need, shared.totals, chosen);
+  Before before{0, 0};
+  for (int at = first; at < row.taken.high; at += kTile) {
+    const Held<Key> held = row.tile(at, length);
+    before = row.place(key, held, found, before, sums + at / kTile % 2 * kWarps);
   }
-  if constexpr (Key::kMostLevels > 1) {
-    const unsigned blocks = work.rows.rows * work.plan.chunks;
-    narrow_kernel<<<blocks, kThreads, 0, stream>>>(work, key);
-    if constexpr (Key::kMostLevels > 2) {
-      if (work.plan.digits.levels > 2) {
-        refine_kernel<<<blocks, kThreads, 0, stream>>>(work, key);
-      }
-    }
-    take_kernel<Key, true><<<blocks, kThreads, 0, stream>>>(work, key, work.plan.chunks);
+  if constexpr (Key::kSeveral) {
+    __syncthreads();  // the list is there
+    row.finish(key, found, before.over, shared, chosen, sums + 2 * kWarps);
+  }
+}
+
+// Launches what follows the records.
+template <typename Key>
+const char* place(const Work& work, Key key, Stream stream) {
+  const int each = work.rows.n > 0 ? (work.rows.n - 1) / work.cut.taken + 1 : 1;
+  place_kernel<<<work.rows.rows * each, kThreads, 0, stream>>>(work, key, each);
+  if constexpr (Key::kSeveral) {
+    finish_kernel<<<work.rows.rows, kThreads, 0, stream>>>(work, key);
   }
   return launch_error();
 }
