@@ -25,9 +25,11 @@ from bench import (
     decoding,
     fused,
     gather,
+    hash,
     pack,
     point,
     sampling,
+    select,
     verify,
 )
 from bench.decode import options
@@ -39,7 +41,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(ceilings, verify, pack, fused, sampling),
-        *(attention, gather, decoding, decode),
+        *(attention, gather, hash, select, decoding, decode),
     )
 }
 _INTERRUPTED = threading.Event()

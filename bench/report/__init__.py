@@ -15,6 +15,7 @@ from bench.report import (
     figures,
     packing,
     sampling,
+    selection,
     verification,
 )
 
@@ -33,6 +34,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "sampling": sampling.section,
     "attention": attention.dense,
     "gather": attention.gathered,
+    "hash": selection.codes,
+    "select": selection.scores,
     "step": decoding.section,
     "decode": decode.section,
 }
