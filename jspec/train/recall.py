@@ -21,7 +21,7 @@ from jspec.config import LayerSpec
 from jspec.ops.hash import encode, hamming_scores
 from jspec.typing import Array
 
-BUDGETS = (1 / 64, 1 / 32)  # of the keys that a query may read: 1.56 % and 3.1 %
+BUDGETS = (64, 32)  # one in so many of the keys that a query may read: 1.56 % and 3.1 %
 KEY_BYTES = 2  # of a key's channel in a cache of bfloat16
 
 
@@ -100,12 +100,15 @@ def page_scores(q: Array, k: Array, held: Array, page: int) -> Array:
     return jnp.repeat(bounds, page, axis=2)
 
 
-def selected(scores: Array, held: Array, counts: Array) -> Array:
-    """The ``counts [M]`` best of ``scores [M, K, S]`` in ``held [M, S]``; ties go to the first."""
+def ranks(scores: Array, held: Array) -> Array:
+    """How many of ``held [M, S]`` have a better one of ``scores [M, K, S]``; ties go to the first.
+
+    What is not held comes last.
+    """
     wanted = jnp.where(held[:, None], scores, -jnp.inf)
     best_first = jnp.argsort(-wanted, axis=2, stable=True)
-    rank = jnp.argsort(best_first, axis=2)
-    return (rank < counts[:, None, None]) & held[:, None]
+    places = jnp.broadcast_to(jnp.arange(scores.shape[2])[None, None], scores.shape)
+    return jnp.put_along_axis(places, best_first, places, axis=2, inplace=False)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -117,7 +120,7 @@ def compare(
     axes: Array,
     spec: LayerSpec,
 ) -> dict[str, list[Kept]]:
-    """What each method keeps of a layer of ``spec`` at each of `BUDGETS`, by name.
+    """What each method keeps of a layer of ``spec`` at each of `BUDGETS`, by its name.
 
     ``queries [M, N, H]`` at ``positions [M]``, ``keys [S, K, H]`` of which those up to a query's
     position count, ``hashes``: weights ``[K, H, R]`` by name, ``axes [K, H, H]`` of Loki.
@@ -134,17 +137,21 @@ def compare(
         "quest": page_scores(q, k, held, sizes.page)[:, :, : len(k)],
     }
     weights = _attention(q, k, held, spec)
-    found: dict[str, list[Kept]] = {name: [] for name in scores}
-    for budget in BUDGETS:
-        counts = jnp.maximum(1, (budget * (positions + 1).astype(jnp.float32)).astype(jnp.int32))
-        truth = selected(scores["exact"], held, counts)
-        for name, own in scores.items():
-            mine = selected(own, held, counts)
-            hits = (mine & truth).sum(axis=2, dtype=jnp.float32)
-            hits = hits / counts[:, None].astype(jnp.float32)
-            mass = jnp.where(mine[:, :, None], weights, 0).sum(axis=3)
-            found[name].append(Kept(hits.mean(), mass.mean()))
-    return found
+    places = {name: ranks(own, held) for name, own in scores.items()}
+    wanted = [jnp.maximum(1, (positions + 1) // one_in) for one_in in BUDGETS]
+    return {
+        name: [_kept(own, places["exact"], counts, weights) for counts in wanted]
+        for name, own in places.items()
+    }
+
+
+def _kept(own: Array, exact: Array, counts: Array, weights: Array) -> Kept:
+    """What the best ``counts [M]`` by the ranks ``own`` keep, the true ones being ``exact``'s."""
+    limit = counts[:, None, None]
+    mine = own < limit
+    hits = (mine & (exact < limit)).sum(axis=2, dtype=jnp.float32)
+    recall = hits / counts[:, None].astype(jnp.float32)
+    return Kept(recall.mean(), jnp.where(mine[:, :, None], weights, 0).sum(axis=3).mean())
 
 
 def _attention(q: Array, k: Array, held: Array, spec: LayerSpec) -> Array:

@@ -55,13 +55,15 @@ def prefill(
     tokens: Sequence[int],
     positions: Sequence[int],
     *,
+    room: int = 0,
     chunk: int | None = None,
     on_piece: OnPiece | None = None,
 ) -> Seen:
     """Run ``model`` over ``tokens`` up to the last of ``positions``, and keep what it compared.
 
     Queries and keys are as attention takes them: after norm and rotation. The device holds the
-    cache of one row. ``on_piece(done, total)`` hears of tokens.
+    cache of one row, with slots for ``room`` tokens or for all of these: texts with the same room
+    share a program. ``on_piece(done, total)`` hears of tokens.
     """
     wanted = np.asarray(positions, np.int32)
     total = int(wanted.max()) + 1
@@ -69,8 +71,7 @@ def prefill(
         raise ValueError(f"positions {list(positions)} must be below the {len(tokens)} tokens")
     if chunk is None:
         chunk = 256 if jax.default_backend() == "cpu" else 2048
-    # A power of two of chunks, so that texts of close lengths share a program.
-    capacity = chunk << max(-(-total // chunk) - 1, 0).bit_length()
+    capacity = -(-max(room, total) // chunk) * chunk
     specs = model.config.layers
     cache = Cache.create(specs, [Linear(capacity)] * len(specs), 1, model.dtype)
     # As many of each pass, for the same reason.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jspec import LayerSpec
-from jspec.train.recall import BUDGETS, Rivals, compare, page_scores, principal_axes, selected
+from jspec.train.recall import BUDGETS, Rivals, compare, page_scores, principal_axes, ranks
 
 SPEC = LayerSpec(2, 16, 16)
 POSITIONS = np.array([199, 130, 64])
@@ -45,7 +45,7 @@ def brute(data, name, budget):
                     scores[begin : begin + Rivals(32, 16).page] = bound
             else:
                 scores = exact
-            k = max(1, int(count * budget))
+            k = max(1, int(count / budget))
             best = [
                 set(sorted(range(count), key=lambda i: (-s[i], i))[:k]) for s in (scores, exact)
             ]
@@ -78,10 +78,9 @@ def test_a_bound_is_made_of_the_keys_that_the_query_may_read(data):
             )
 
 
-def test_selection_takes_the_first_of_equals_and_nothing_outside():
+def test_ranks_put_the_first_of_equals_before_others_and_what_is_not_held_last():
     held = np.array([[True, True, False, True, True]])
-    chosen = selected(np.array([[[1.0, 3.0, 9.0, 3.0, 3.0]]]), held, np.array([2]))
-    assert np.asarray(chosen)[0, 0].tolist() == [False, True, False, True, False]
+    assert ranks(np.array([[[1.0, 3.0, 9.0, 3.0, 3.0]]]), held).tolist() == [[[3, 0, 4, 1, 2]]]
 
 
 def test_rivals_read_as_many_bytes():
