@@ -13,6 +13,7 @@ from bench.report import (
     decode,
     decoding,
     figures,
+    learning,
     packing,
     sampling,
     verification,
@@ -33,6 +34,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "sampling": sampling.section,
     "attention": attention.dense,
     "gather": attention.gathered,
+    "hash-training": learning.section,
     "step": decoding.section,
     "decode": decode.section,
 }
