@@ -169,6 +169,13 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
         help="pairs of a query and a key in a layer, about; default 200000",
     )
     add(
+        "--step-pairs",
+        type=int,
+        default=98304,
+        metavar="N",
+        help="pairs of a step of SGD, about; default 98304, and a CPU may well take 8192",
+    )
+    add(
         "--length",
         type=int,
         metavar="N",

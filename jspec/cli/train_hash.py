@@ -31,11 +31,16 @@ HELD_OUT = 10  # one text in so many, where none is named
 
 def train_hash(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
+    for option in ("pairs", "step_pairs"):
+        if getattr(arguments, option) < 1:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} {getattr(arguments, option)} must be at least 1")
     settings = HashTraining(
-        bits=arguments.bits, variant=arguments.variant, seed=_seed(arguments.seed)
+        bits=arguments.bits,
+        variant=arguments.variant,
+        pairs=arguments.step_pairs,
+        seed=_seed(arguments.seed),
     )
-    if arguments.pairs < 1:
-        raise ValueError(f"--pairs {arguments.pairs} must be at least 1")
     if find_spec("optax") is None:
         raise ValueError(f"train-hash needs optax: {install('train')}")
     from jspec.train.job import Job, Texts, run

@@ -95,6 +95,7 @@ def test_texts_are_taken_until_there_are_pairs_enough():
         (["--bits", "100"], "bits=100 must be one of 32, 64, 128, 256"),
         (["--variant", "mine"], "variant='mine' must be paper or authors"),
         (["--pairs", "0"], "--pairs 0 must be at least 1"),
+        (["--step-pairs", "0"], "--step-pairs 0 must be at least 1"),
         (["--seed", "-1"], "--seed -1 must be in [0, 2**32)"),
         (["--length", "5"], "--length 5 must be from 16 to the model's context of "),
         (["--length", "10000000"], "--length 10000000 must be from 16 to"),
