@@ -146,8 +146,8 @@ def _draw(out: Path) -> str:
         return f"no picture of the loss: {install('bench')}"
     from jspec.train.picture import draw_loss
 
-    draw_loss(out / "loss.json", out / "loss.png")
-    return f"the loss is in {out / 'loss.png'}"
+    draw_loss(out / "curve.json", out / "curve.png")
+    return f"the loss is in {out / 'curve.png'}"
 
 
 def _show(report: dict[str, Any], out: Path, picture: str) -> None:

@@ -292,7 +292,7 @@ def _write(job: Job, found: list[Layer], report: dict[str, Any]) -> None:
     save_hashes(tuple(hashes), done, made)
     (done / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     curves = {v: [_curve(own.loss[v]) for own in found] for v in job.variants}
-    (done / "loss.json").write_text(json.dumps(curves) + "\n")
+    (done / "curve.json").write_text(json.dumps(curves) + "\n")
     try:
         os.rename(done, job.out)
     except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def draw_loss(source: Path, picture: Path) -> None:
-    """Draw ``source``, the loss.json of a run: each term over the steps, a line for each layer."""
+    """Draw ``source``, the curve.json of a run: each term over the steps, a line for each layer."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -68,7 +68,7 @@ def test_the_table_and_the_picture(model, texts, tmp_path, capsys):
     assert not captured.out
     assert "hata-authors" in captured.err
     assert "recall" in captured.err
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert run(model, texts, out) == 2
     assert "exists; choose another folder" in capsys.readouterr().err
 

@@ -6,7 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
+import jspec
 from jspec import CheckpointError, LayerSpec, load_hashes
+from jspec.models.bundled import bundled_path
 from jspec.models.hashes import check_hashes, save_hashes
 
 
@@ -90,3 +92,24 @@ def test_hashes_of_another_model_are_refused(specs, message):
     with pytest.raises(ValueError, match=message):
         check_hashes(made(), specs)
     check_hashes(made(), [LayerSpec(2, 8, 8), LayerSpec(2, 8, 8, window=4), LayerSpec(2, 8, 8)])
+
+
+def test_the_bundled_model_has_hashes():
+    model, _ = jspec.load_bundled()
+    hashes = load_hashes()
+    check_hashes(hashes, model.config.layers)
+    # Learned: their columns are close to orthonormal, which random ones are not.
+    for w in hashes:
+        assert w is not None
+        gram = np.einsum("khr,khs->krs", w, w)
+        assert np.abs(gram - np.eye(w.shape[2])).max() < 0.3
+
+
+def test_the_card_of_the_bundled_model_has_the_figures_of_its_report():
+    card = (bundled_path() / "MODEL_CARD.md").read_text()
+    report = json.loads((bundled_path() / "hashes" / "report.json").read_text())
+    for row in report["methods"]:
+        pairs = zip(row["recall"], row["mass"], strict=True)
+        figures = [f"{x:.3f}" for pair in pairs for x in pair]
+        assert f"| {row['name']} | {row['bytes']:g} | {' | '.join(figures)} |" in card
+    assert f"{report['pairs']:,} pairs of {report['texts']} texts" in card

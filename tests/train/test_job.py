@@ -27,7 +27,7 @@ def job(tmp_path, tiny) -> Job:
 def test_a_run_writes_hashes_loss_and_report_and_nothing_else(job):
     report = run(job)
     assert sorted(path.name for path in job.out.iterdir()) == [
-        *("arrays", "hashes.json", "loss.json", "report.json")
+        *("arrays", "curve.json", "hashes.json", "report.json")
     ]
     assert [path.name for path in job.out.parent.iterdir()] == ["hashes"]
     hashes = load_hashes(job.out)
@@ -40,7 +40,7 @@ def test_a_run_writes_hashes_loss_and_report_and_nothing_else(job):
     assert methods["exact"]["recall"] == [1, 1]
     assert all(0 <= x <= 1 for row in methods.values() for x in (*row["recall"], *row["mass"]))
     assert all(row["mass"][0] <= methods["exact"]["mass"][0] + 1e-6 for row in methods.values())
-    loss = json.loads((job.out / "loss.json").read_text())["paper"]
+    loss = json.loads((job.out / "curve.json").read_text())["paper"]
     assert [len(layer["independence"]) for layer in loss] == [6, 6]
 
 
