@@ -26,6 +26,7 @@ from bench import (
     fused,
     gather,
     hash,
+    hash_training,
     pack,
     point,
     sampling,
@@ -41,7 +42,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(ceilings, verify, pack, fused, sampling),
-        *(attention, gather, hash, select, decoding, decode),
+        *(attention, gather, hash, select, hash_training, decoding, decode),
     )
 }
 _INTERRUPTED = threading.Event()
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{asked.results} says nothing to {asked.suite}")
     if asked.suite == "list":
         for name, suite in SUITES.items():
-            print(f"{name:9} {suite.title}")
+            print(f"{name:13} {suite.title}")
         return 0
     if asked.suite == "env":
         print(json.dumps(describe(), indent=2))

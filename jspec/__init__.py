@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jspec.models.checkpoint import load_model, save_model
     from jspec.models.decoder import Decoder
     from jspec.models.errors import CheckpointError
+    from jspec.models.hashes import load_hashes
     from jspec.models.tokenizer import Tokenizer, load_tokenizer
     from jspec.ops.attention.dense import attention
     from jspec.ops.attention.gathered import gathered_attention
@@ -95,6 +96,7 @@ _HOMES = {
     "jspec.models.checkpoint": ["load_model", "save_model"],
     "jspec.models.decoder": ["Decoder"],
     "jspec.models.errors": ["CheckpointError"],
+    "jspec.models.hashes": ["load_hashes"],
     "jspec.models.tokenizer": ["Tokenizer", "load_tokenizer"],
     "jspec.ops.attention.dense": ["attention"],
     "jspec.ops.attention.gathered": ["gathered_attention"],
@@ -188,6 +190,7 @@ __all__ = [
     "law",
     "load_bundled",
     "load_chat_template",
+    "load_hashes",
     "load_model",
     "load_tokenizer",
     "merge_attention",

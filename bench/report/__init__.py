@@ -13,6 +13,7 @@ from bench.report import (
     decode,
     decoding,
     figures,
+    learning,
     packing,
     sampling,
     selection,
@@ -36,6 +37,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "gather": attention.gathered,
     "hash": selection.codes,
     "select": selection.scores,
+    "hash-training": learning.section,
     "step": decoding.section,
     "decode": decode.section,
 }

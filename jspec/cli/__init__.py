@@ -32,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jspec.cli.evaluate import run_eval
 
             return run_eval(arguments)
+        if arguments.command == "train-hash":
+            from jspec.cli.train_hash import train_hash
+
+            return train_hash(arguments)
         from jspec.cli.generate import generate
 
         return generate(arguments)
@@ -73,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="continue text, speculatively"))
     _add_eval(commands.add_parser("eval", help="how well the model answers with each policy"))
+    _add_train_hash(
+        commands.add_parser("train-hash", help="learn the hashes of the policy hata from texts")
+    )
     doctor = commands.add_parser("doctor", help="say what runs here, and what to do about the rest")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -173,6 +180,56 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="of FILE.jsonl; default 128")
     add("--heatmap", metavar="FILE.png", help="also draw needles by depth at up to --length tokens")
     add("--answers", action="store_true", help="put the answers into --json")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help="keep no compiled programs in the cache folder for the next run",
+    )
+
+
+def _add_train_hash(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="Hugging Face or jspec model directory (default: bundled)")
+    add("--data", nargs="+", required=True, metavar="FILE", help="texts to learn from")
+    add("--out", required=True, metavar="DIR", help="the folder to write, which must not exist")
+    add(
+        "--held-out",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts of the report; default one in ten of --data, which are not learned from",
+    )
+    add("--bits", type=int, default=128, metavar="R", help="32, 64, 128 (default) or 256")
+    add(
+        "--variant",
+        default="paper",
+        metavar="NAME",
+        help="of the loss: paper (default: Eq. 9 of HATA) or authors (what its authors released)",
+    )
+    add("--compare", action="store_true", help="learn with the other variant too, for the report")
+    add(
+        "--pairs",
+        type=int,
+        default=200_000,
+        metavar="N",
+        help="pairs of a query and a key in a layer, about; default 200000",
+    )
+    add(
+        "--step-pairs",
+        type=int,
+        default=98304,
+        metavar="N",
+        help="pairs of a step of SGD, about; default 98304, and a CPU may well take 8192",
+    )
+    add(
+        "--length",
+        type=int,
+        metavar="N",
+        help="most tokens of a text; default 32768 or the model's context",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of every random choice; default 0")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add(
         "--no-compile-cache",
