@@ -50,9 +50,8 @@ class LLM:
     ``model``: a directory for `load_model`, the bundled model where it is None, or a model, which
     needs a ``tokenizer``. ``chat_template`` and ``tokenizer`` default to those of the directory.
     ``draft``, ``gamma``, ``draft_model``, ``target``, ``policy_arrays`` and ``backends`` as in
-    `jspec.generate`, ``batch`` prompts at a time; the arrays default to trained hashes in the
-    directory, and to what a text of jspec's own gives. Raises `CheckpointError` as `load_model`
-    does.
+    `jspec.generate`, ``batch`` prompts at a time; the arrays default to those that a text of
+    jspec's own gives. Raises `CheckpointError` as `load_model` does.
     """
 
     def __init__(
@@ -76,8 +75,6 @@ class LLM:
             tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
             chat_template = load_chat_template(path) if chat_template is None else chat_template
             model = load_model(path)
-        else:
-            path = None
         if tokenizer is None:
             raise ValueError("a model without a directory needs tokenizer=load_tokenizer(...)")
         self.model = model
@@ -85,21 +82,23 @@ class LLM:
         self.chat_template = chat_template
         self._batch = batch
         if policy_arrays is None:
-            policy_arrays = self._arrays(draft, target, path)
+            policy_arrays = self._arrays(draft, target)
         self._settings = {
             "draft": draft,
             "gamma": gamma,
             "draft_model": draft_model,
             "target": target,
-            "policy_arrays": policy_arrays,
+            "policy_arrays": self._arrays(draft, target)
+            if policy_arrays is None
+            else policy_arrays,
             "backends": backends,
         }
 
-    def _arrays(self, draft: Drafter | None, target: Policy, path: Path | None) -> Any:
-        """What the policy of a drafter or of the model itself takes."""
+    def _arrays(self, draft: Drafter | None, target: Policy) -> Any:
+        """What the policy of a drafter or of the model itself takes, from jspec's own text."""
         policy = NoDraft().keeps if draft is None else draft.keeps
         policy = policy if isinstance(target, Dense) else target
-        return prepared(policy, self.model, self.tokenizer, path)
+        return prepared(policy, self.model, self.tokenizer)
 
     def generate(
         self,

@@ -19,7 +19,6 @@ from jspec.eval.evaluate import Budget, Score, evaluate, with_budget
 from jspec.eval.jsonl import read_questions
 from jspec.eval.questions import Asked, own_questions, ruler_questions
 from jspec.eval.ruler import TASKS
-from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
 from jspec.models.checkpoint import load_model
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
@@ -57,13 +56,12 @@ def run_eval(arguments: argparse.Namespace) -> int:
             bars.update(task, description=name)
             score = evaluate(
                 *(model, tokenizer, policy, questions),
-                arrays=prepared(policy, model, tokenizer, path),
                 on_batch=lambda count: bars.advance(task, count),
                 **settings,
             )
             results.append(_result(name, budget, score, arguments, settings))
     if arguments.heatmap:
-        _heatmap(arguments, model, tokenizer, path, runs[0])
+        _heatmap(arguments, model, tokenizer, runs[0])
     if arguments.json:
         found = results[0] if len(results) == 1 else {"results": results}
         print(json.dumps(found | {"environment": environment()}))
@@ -156,13 +154,10 @@ def _table(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> 
     return table
 
 
-def _heatmap(
-    arguments: argparse.Namespace, model: Any, tokenizer: Tokenizer, path: str | Path, run: Run
-) -> None:
+def _heatmap(arguments: argparse.Namespace, model: Any, tokenizer: Tokenizer, run: Run) -> None:
     name, budget, policy = run
     lengths = [arguments.length * part // 4 for part in range(1, 5)]
     settings = {"examples": arguments.examples, "seed": arguments.seed, "batch": arguments.batch}
-    arrays = prepared(policy, model, tokenizer, path)
-    found = heatmap.needles(model, tokenizer, policy, lengths, arrays=arrays, **settings)
+    found = heatmap.needles(model, tokenizer, policy, lengths, **settings)
     title = name if budget is None else f"{name}, budget {budget:g}"
     heatmap.draw(found, lengths, title, arguments.heatmap)

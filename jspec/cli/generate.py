@@ -226,7 +226,7 @@ def _load(
             "it (8 is usual) or raise --context"
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
-    arrays = prepared(StepConfig(gamma, draft, target=target).keeps, model, tokenizer, path)
+    arrays = prepared(StepConfig(gamma, draft, target=target).keeps, model, tokenizer)
     return Job(
         model=model,
         tokenizer=tokenizer,

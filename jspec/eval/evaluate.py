@@ -59,7 +59,6 @@ def evaluate(
     *,
     length: int,
     metric: str = "recall",
-    arrays: Any = None,
     drafts: bool = False,
     batch: int = 8,
     on_batch: Callable[[int], None] | None = None,
@@ -67,14 +66,12 @@ def evaluate(
     """Greedy answers to ``questions``, of at most ``length`` tokens with theirs, and their score.
 
     The model reads what ``policy`` selects or, with ``drafts``, drafts over it and stays lossless.
-    ``arrays``: the policy's, as `jspec.eval.sample.prepared` makes them.
     An answer ends at its first line break behind text. ``on_batch(count)`` hears of questions that
     were answered, which go ``batch`` at a time.
     """
     if not questions:
         raise ValueError("there are no questions; give at least one")
-    arrays = prepared(policy, model, tokenizer) if arrays is None else arrays
-    settings: dict[str, Any] = {"policy_arrays": arrays}
+    settings: dict[str, Any] = {"policy_arrays": prepared(policy, model, tokenizer)}
     if drafts:
         settings |= {"draft": SelfDraft(policy), "gamma": GAMMA}
     else:

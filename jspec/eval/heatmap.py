@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,6 @@ def needles(
     policy: Policy,
     lengths: Sequence[int],
     *,
-    arrays: Any = None,
     examples: int = 1,
     seed: int = 0,
     batch: int = 8,
@@ -37,8 +35,7 @@ def needles(
             for depth in DEPTHS
             for each in range(seed, seed + examples)
         ]
-        settings = {"length": length, "arrays": arrays, "batch": batch}
-        score = evaluate(model, tokenizer, policy, questions, **settings)
+        score = evaluate(model, tokenizer, policy, questions, length=length, batch=batch)
         found[:, column] = np.reshape(score.each, (len(DEPTHS), examples)).mean(axis=1)
     return found
 

@@ -200,7 +200,7 @@ def test_a_file_of_tasks_and_a_heat_map(small, capsys, tmp_path, monkeypatch):
 def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
     monkeypatch.setattr(heatmap, "DEPTHS", (0.0, 0.5, 1.0))
 
-    def answered(model, tokenizer, policy, questions, *, length, arrays, batch):
+    def answered(model, tokenizer, policy, questions, *, length, batch):
         each = [float(at < length // 1000) for at in range(len(questions))]
         return dataclasses.make_dataclass("Found", ["each"])(each)
 
