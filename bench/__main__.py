@@ -25,10 +25,12 @@ from bench import (
     decoding,
     fused,
     gather,
+    hash,
     hash_training,
     pack,
     point,
     sampling,
+    select,
     verify,
 )
 from bench.decode import options
@@ -40,7 +42,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(ceilings, verify, pack, fused, sampling),
-        *(attention, gather, hash_training, decoding, decode),
+        *(attention, gather, hash, select, hash_training, decoding, decode),
     )
 }
 _INTERRUPTED = threading.Event()

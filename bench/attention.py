@@ -47,7 +47,7 @@ def grid(settings: Settings) -> list[Case]:
     whole = (
         *("B=8,S=32K,heads=32/32", "B=8,S=32K", "B=4,S=128K", "B=4,S=128K,T=10", "B=1,S=256K"),
         *("B=1,S=128K,T=10", "B=8,S=32K,heads=64/8,H=64,T=12", "B=8,S=64K,lengths=ragged"),
-        *("B=1,S=8K", "B=32,S=8K"),
+        *("B=1,S=8K", "B=32,S=8K", "B=32,S=8K,T=10"),
         *(f"B=4,S={slots}" for slots in CONTEXTS),
         *(f"B=4,S=32K,T={tokens}" for tokens in TOKENS),
     )

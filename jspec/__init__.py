@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from jspec.ops.attention.dense import attention
     from jspec.ops.attention.gathered import gathered_attention
     from jspec.ops.attention.merge import merge_attention
+    from jspec.ops.attention.scored import scored_attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
     from jspec.ops.hash import encode, encode_both, hamming_scores
     from jspec.ops.hash_select import hash_select
@@ -49,8 +50,20 @@ if TYPE_CHECKING:
     from jspec.ops.select import select
     from jspec.ops.stochastic import verify_stochastic
     from jspec.ops.verify import Verified, verify_greedy
-    from jspec.policies import Dense, Policy, ScoredPolicy, Streaming
+    from jspec.policies import (
+        Dense,
+        ExactTopK,
+        Hata,
+        Loki,
+        MagicPIG,
+        Policy,
+        Quest,
+        ScoredPolicy,
+        Streaming,
+        named_policy,
+    )
     from jspec.policies.attend import dense_attend
+    from jspec.policies.prepare import prepare
     from jspec.typing import Attend, Model, ModelShape
 
 __version__ = "0.2.0.dev0"
@@ -88,6 +101,7 @@ _HOMES = {
     "jspec.ops.attention.dense": ["attention"],
     "jspec.ops.attention.gathered": ["gathered_attention"],
     "jspec.ops.attention.merge": ["merge_attention"],
+    "jspec.ops.attention.scored": ["scored_attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
     "jspec.ops.hash": ["encode", "encode_both", "hamming_scores"],
     "jspec.ops.hash_select": ["hash_select"],
@@ -97,8 +111,20 @@ _HOMES = {
     "jspec.ops.select": ["select"],
     "jspec.ops.stochastic": ["verify_stochastic"],
     "jspec.ops.verify": ["Verified", "verify_greedy"],
-    "jspec.policies": ["Dense", "Policy", "ScoredPolicy", "Streaming"],
+    "jspec.policies": [
+        "Dense",
+        "ExactTopK",
+        "Hata",
+        "Loki",
+        "MagicPIG",
+        "Policy",
+        "Quest",
+        "ScoredPolicy",
+        "Streaming",
+        "named_policy",
+    ],
     "jspec.policies.attend": ["dense_attend"],
+    "jspec.policies.prepare": ["prepare"],
     "jspec.typing": ["Attend", "Model", "ModelShape"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -118,10 +144,14 @@ __all__ = [
     "Dense",
     "Drafted",
     "Drafter",
+    "ExactTopK",
     "Generation",
+    "Hata",
     "Interrupted",
     "LayerSpec",
     "Linear",
+    "Loki",
+    "MagicPIG",
     "Model",
     "ModelConfig",
     "ModelDraft",
@@ -131,6 +161,7 @@ __all__ = [
     "NoDraft",
     "Packed",
     "Policy",
+    "Quest",
     "Ring",
     "Rope",
     "RopeScaling",
@@ -165,10 +196,13 @@ __all__ = [
     "merge_attention",
     "mode_of",
     "named_draft",
+    "named_policy",
     "pack",
+    "prepare",
     "sampling_of",
     "save_model",
     "score",
+    "scored_attention",
     "select",
     "speculative_step",
     "start_decoding",

@@ -18,6 +18,7 @@ import jax
 
 from bench import point
 from bench.decode import prefill, shapes
+from bench.decode.shapes import Ceilings
 from bench.decode.steps import Case, Steps
 from bench.decode.tables import compare, show
 from bench.machine import matrix_ceiling, read_ceiling
@@ -83,39 +84,36 @@ def run(settings: Settings) -> dict[str, Any]:
     names = list(dict.fromkeys(case.model for case in chosen))
     own = not (asked.batches or asked.contexts or asked.tokens or settings.quick)
     prefilled = names[: None if asked.models else 1] if own and not cpu else []
-    ceiling = read_ceiling()
-    matrix = matrix_ceiling() if prefilled else None
+    ceilings = Ceilings(read_ceiling(), None if cpu else matrix_ceiling())
     return {
-        "read_ceiling_bytes_per_s": ceiling,
-        "matrix_ceiling_flops_per_s": matrix,
+        "read_ceiling_bytes_per_s": ceilings.read,
+        "matrix_ceiling_flops_per_s": ceilings.matrix,
         "steps": asked.steps,
-        "rows": _rows(chosen, settings, ceiling, matrix, prefilled),
+        "rows": _rows(chosen, settings, ceilings, prefilled),
     }
 
 
 def _rows(
-    chosen: list[Case],
-    settings: Settings,
-    ceiling: float,
-    matrix: float | None,
-    prefilled: list[str],
+    chosen: list[Case], settings: Settings, ceilings: Ceilings, prefilled: list[str]
 ) -> Iterator[point.Row]:
     for name in dict.fromkeys(case.model for case in chosen):
         config = shapes.MODELS[name]
         layers = settings.decode.layers or config.num_layers
         model = shapes.random_model(shapes.first_layers(config, layers))
-        yield from _steps(model, [case for case in chosen if case.model == name], settings, ceiling)
-        if name in prefilled and matrix is not None:
+        yield from _steps(
+            model, [case for case in chosen if case.model == name], settings, ceilings
+        )
+        if name in prefilled and ceilings.matrix is not None:
             for tokens in PREFILLED:
-                yield prefill.row(name, model, tokens, settings, matrix)
+                yield prefill.row(name, model, tokens, settings, ceilings.matrix)
         del model  # before the next one is drawn
 
 
 def _steps(
-    model: Decoder, chosen: list[Case], settings: Settings, ceiling: float
+    model: Decoder, chosen: list[Case], settings: Settings, ceilings: Ceilings
 ) -> Iterator[point.Row]:
     """The rows of a model's steps."""
-    own = [Steps(model, case, settings, ceiling) for case in chosen]
+    own = [Steps(model, case, settings, ceilings) for case in chosen]
     # The smallest first: the device tells the peak of all that ran until then.
     own.sort(key=lambda steps: steps.size)
     # All of them before any cache takes the memory that compiling needs.

@@ -75,6 +75,24 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What a device can do: bytes ``read`` and ``matrix`` operations a second, None if unknown."""
+
+    read: float
+    matrix: float | None
+
+    def floor_ns(self, weights: int, cached: int, flops: int) -> float:
+        """The least time of a step that reads so many bytes of weights and of the cache.
+
+        ``flops``: of its products with the weights, which run beside the reading of these.
+        """
+        products = weights / self.read
+        if self.matrix is not None:
+            products = max(products, flops / self.matrix)
+        return (products + cached / self.read) * 1e9
+
+
 def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
     """The same model with its first ``layers`` layers alone."""
     return dataclasses.replace(config, layers=config.layers[:layers])

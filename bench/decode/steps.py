@@ -13,7 +13,7 @@ import jax
 from bench import clocks, point
 from bench.decode import parts
 from bench.decode.check import TOLERANCE, Check
-from bench.decode.shapes import read_cache_bytes, read_weight_bytes, weight_bytes
+from bench.decode.shapes import Ceilings, read_cache_bytes, read_weight_bytes, weight_bytes
 from bench.decode.states import Blueprint
 from bench.program import Absent, failure
 from bench.settings import Settings
@@ -44,9 +44,9 @@ class Case:
 class Steps:
     """Measures a case: compile what `lowerings` gives, then take `rows`."""
 
-    def __init__(self, model: Decoder, case: Case, settings: Settings, ceiling: float):
+    def __init__(self, model: Decoder, case: Case, settings: Settings, ceilings: Ceilings):
         self.case, self._model, self._settings = case, model, settings
-        self._ceiling, self._asked = ceiling, settings.decode
+        self._ceilings, self._asked = ceilings, settings.decode
         room, gamma = CHUNKS[1] * self._asked.steps, max(case.tokens) - 1
         self._blueprint = Blueprint.of(model, case.batch, case.context, gamma, room)
         self._check = Check(model, case.context, case.tokens, self._asked.backends)
@@ -196,16 +196,16 @@ class Steps:
             "context": case.context,
             "T": tokens,
         }
-        read = read_weight_bytes(self._model) + read_cache_bytes(
-            config, case.batch, case.context, self._model.dtype.itemsize
-        )
+        weights = read_weight_bytes(self._model)
+        cached = read_cache_bytes(config, case.batch, case.context, self._model.dtype.itemsize)
+        flops = 2 * weights // self._model.dtype.itemsize * case.batch * tokens
         return point.row(
             "decode_step",
             at,
             self._attention(tokens),
             checked=checked,
-            read_bytes=read,
-            floor_ns=read / self._ceiling * 1e9,
+            read_bytes=weights + cached,
+            floor_ns=self._ceilings.floor_ns(weights, cached, flops),
             weight_bytes=weight_bytes(self._model),
             cache_bytes=self.size,
             **rest,

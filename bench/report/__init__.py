@@ -16,6 +16,7 @@ from bench.report import (
     learning,
     packing,
     sampling,
+    selection,
     verification,
 )
 
@@ -34,6 +35,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "sampling": sampling.section,
     "attention": attention.dense,
     "gather": attention.gathered,
+    "hash": selection.codes,
+    "select": selection.scores,
     "hash-training": learning.section,
     "step": decoding.section,
     "decode": decode.section,

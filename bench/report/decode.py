@@ -12,7 +12,13 @@ from bench.report.text import absent, header, paragraphs, picture, table
 def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
     steps = [row for row in of_kind(result["rows"], "decode_step") if "step_ns" in row]
     prefills = [row for row in of_kind(result["rows"], "prefill") if "wall_ns" in row]
-    ceiling = result["read_ceiling_bytes_per_s"] / 1e9
+    ceiling, matrix = result["read_ceiling_bytes_per_s"] / 1e9, result["matrix_ceiling_flops_per_s"]
+    products = ""
+    if matrix is not None:
+        products = (
+            "; where the products of all rows take longer than reading their weights, at the "
+            f"matrix ceiling, {matrix / 1e12:,.0f} TFLOP/s"
+        )
     return paragraphs(
         header("A step at real models' shapes", result),
         f"Random weights, keys and values in bfloat16; a pass of T tokens is a step without a "
@@ -20,8 +26,9 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         f"marginal time of a jitted chunk of {result['steps']} among chunks that follow each "
         "other, over its steps. *floor*: milliseconds to read the weights that a step needs (no "
         "embedding table that only looks tokens up), and the keys and values of the context in "
-        f"each row and layer, at the read ceiling of the same run, {ceiling:,.0f} GB/s. */floor*: "
-        "step over floor. *idle*: 1 - time of kernels, as CUPTI records them, over the step. "
+        f"each row and layer, at the read ceiling of the same run, {ceiling:,.0f} GB/s{products}. "
+        "*/floor*: step over floor. *idle*: 1 - time of kernels, as CUPTI records them, over the "
+        "step, below zero where kernels overlap. "
         "*peak*: memory over weights and cache, as the device measured it where the row set the "
         "process's peak, else (~) as the program's plan has it. *temp*: temporary memory of the "
         "program over the cache. *attention*: the backend. *checked*: of how many layers the "
@@ -30,7 +37,7 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         picture(pictures, "decode-floor", "step over floor"),
         table((*CASE, "attention", *STEP, "checked"), map(_step, steps)),
         _parts(steps),
-        _prefill(prefills, result["matrix_ceiling_flops_per_s"]),
+        _prefill(prefills, matrix),
         absent(result),
     )
 

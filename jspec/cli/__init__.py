@@ -12,6 +12,7 @@ from typing import NoReturn
 from jspec import __version__
 from jspec.cli.requests import one_line
 
+METRICS = ("recall", "contains", "exact", "f1", "rouge_l", "edit")  # of jspec.eval.metrics
 SMALLER = "lower --batch or --max-new-tokens, shorten the prompt, or take a smaller model"
 
 
@@ -27,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jspec.cli.doctor import doctor
 
             return doctor(arguments)
+        if arguments.command == "eval":
+            from jspec.cli.evaluate import run_eval
+
+            return run_eval(arguments)
         if arguments.command == "train-hash":
             from jspec.cli.train_hash import train_hash
 
@@ -71,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jspec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="continue text, speculatively"))
+    _add_eval(commands.add_parser("eval", help="how well the model answers with each policy"))
     _add_train_hash(
         commands.add_parser("train-hash", help="learn the hashes of the policy hata from texts")
     )
@@ -108,8 +114,14 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
-        help="where draft tokens come from: ngram (earlier text; default), streaming (the model "
-        "over a window), dense (the model itself), model (a second one), none (plain decoding)",
+        help="where draft tokens come from: ngram (earlier text; default), model (a second one), "
+        "none (plain decoding), or a policy, over which the model drafts: dense, streaming, "
+        "exact_topk, hata, quest, loki, magicpig",
+    )
+    add(
+        "--policy",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="have the model itself read only what a policy selects: not lossless; no draft",
     )
     add("--gamma", type=int, metavar="N", help="most draft tokens a step; default 8 or 4, by draft")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
@@ -182,6 +194,42 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
         help="most tokens of a text; default 32768 or the model's context",
     )
     add("--seed", type=int, default=0, metavar="N", help="of every random choice; default 0")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help="keep no compiled programs in the cache folder for the next run",
+    )
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("tasks", metavar="ruler|FILE.jsonl", help="RULER's six tasks, or tasks of your own")
+    add("--model", metavar="DIR", help="model directory (default: bundled)")
+    add(
+        "--policy",
+        action="append",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="what the model reads; repeatable; default dense",
+    )
+    add(
+        "--budget",
+        action="append",
+        default=[],
+        metavar="M",
+        help="of each policy, in positions or as a ratio of the length; repeatable",
+    )
+    add("--draft", action="store_true", help="policies draft, and the model stays lossless")
+    add("--length", type=int, default=4096, metavar="N", help="tokens; default 4096")
+    add("--examples", type=int, default=10, metavar="N", help="of each task; default 10")
+    add("--only", metavar="TASK,...", help="some of RULER's tasks, as in single_needle")
+    add("--seed", type=int, default=0, metavar="N", help="of the first example; default 0")
+    add("--batch", type=int, default=8, metavar="N", help="questions at once; default 8")
+    add("--metric", choices=METRICS, help="default: that of the benchmark")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="of FILE.jsonl; default 128")
+    add("--heatmap", metavar="FILE.png", help="also draw needles by depth at up to --length tokens")
+    add("--answers", action="store_true", help="put the answers into --json")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add(
         "--no-compile-cache",

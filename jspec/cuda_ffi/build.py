@@ -29,7 +29,13 @@ from jspec.cuda_ffi.errors import BuildError
 
 SRC = Path(__file__).parent / "src"
 # Subjects, and the subjects whose kernels each calls: these are compiled into its library too.
-SUBJECTS: dict[str, tuple[str, ...]] = {"verify": (), "pack": ("verify",), "sample": ()}
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "verify": (),
+    "pack": ("verify",),
+    "sample": (),
+    "linear": (),
+    "select": (),
+}
 DURATION = {"cpu": "about 10 s", "CUDA": "a minute or two"}
 _LOG = logging.getLogger("jspec")  # without a handler of the caller's, it writes to stderr
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)

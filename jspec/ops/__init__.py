@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _HOMES = (
     "jspec.ops.attention.dense:ATTENTION",
+    "jspec.ops.attention.scored:SCORED",
     "jspec.ops.attention.gathered:GATHERED",
     "jspec.ops.append:APPEND",
     "jspec.ops.hash:HASH_ENCODE",

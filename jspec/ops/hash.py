@@ -229,14 +229,14 @@ def _cases(build, shapes, first: str):
 
 HASH_ENCODE = Operation(
     "hash_encode",
-    {"xla": Backend("xla", _encode_xla, always)},
+    {"xla": Backend("xla", _encode_xla, always), "triton": "jspec.triton.hash:HASH_ENCODE"},
     encode_sizes,
     _cases(_encode_case, _ENCODED, "one-token"),
 )
 
 HAMMING_SCORES = Operation(
     "hamming_scores",
-    {"xla": Backend("xla", hamming_xla, always)},
+    {"xla": Backend("xla", hamming_xla, always), "triton": "jspec.triton.hash:HAMMING_SCORES"},
     hamming_sizes,
     _cases(_hamming_case, _SCORED, "small"),
 )

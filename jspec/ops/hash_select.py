@@ -109,7 +109,11 @@ def _cases() -> list[Case]:
 
 HASH_SELECT = Operation(
     "hash_select",
-    {"xla": Backend("xla", _xla, always), "two_steps": Backend("two_steps", _two_steps, always)},
+    {
+        "xla": Backend("xla", _xla, always),
+        "two_steps": Backend("two_steps", _two_steps, always),
+        "cuda": "jspec.cuda_ffi.select:HASH_SELECT",
+    },
     hash_select_sizes,
     _cases,
 )

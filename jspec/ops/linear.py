@@ -17,6 +17,10 @@ from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.norm import RMS
 from jspec.typing import Array
 
+# Multiplications of a single row up to which XLA on a GPU makes a reduction of a product: the bound
+# of `IsMatrixMultiplicationTooSmallForRewriting` in its algebraic simplifier.
+REWRITTEN = 10**7
+
 
 def linear(
     x: Array,
@@ -35,7 +39,7 @@ def linear(
     ``norm``: of x before. ``gated``: ``out`` is ``(2, width)``, and what comes is ``silu(gate) *
     up`` of the two, ``[..., width]`` (SwiGLU, Shazeer 2020). ``add``, of the result's shape, is
     added in the end. Sums are float32; the result is of ``dtype``, by default that of x. Where
-    Triton serves, which is for few rows of a small model, all of it is one launch. Raises
+    CUDA or Triton serves, which is for few rows of a small model, all of it is one launch. Raises
     `ValueError` for shapes that do not fit.
     """
     inputs = kernel.shape[-1 if transposed else 0]
@@ -85,12 +89,21 @@ def linear_xla(
 
 def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
     """``x [..., in]`` times ``kernel [in, ...]``, summed in float32."""
-    if x.size > x.shape[-1] or jax.default_backend() != "gpu":
+    rewritten = x.size == x.shape[-1] and kernel.size <= REWRITTEN
+    if not rewritten or jax.default_backend() != "gpu":
         return jnp.tensordot(x, kernel, axes=1, preferred_element_type=dtype)
-    # XLA would write the products of a single row to memory, rounded, and add them up afterwards.
+    # XLA would write the products of the row to memory, rounded, and add them up afterwards.
     rows = jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0)))
     y = jnp.tensordot(rows, kernel, axes=1, preferred_element_type=dtype)
     return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])
+
+
+def on_a_mesh(kernel: Array) -> str | None:
+    """Why a kernel of our own should not take these weights, or None."""
+    mesh = jax.typeof(kernel).sharding.mesh
+    if not mesh.are_all_axes_manual and mesh.size > 1:
+        return "XLA would gather weights that lie on a mesh; call it inside jax.shard_map"
+    return None
 
 
 def linear_sizes(x: Array, kernel: Array, *args, **kwargs) -> dict[str, int]:
@@ -100,18 +113,21 @@ def linear_sizes(x: Array, kernel: Array, *args, **kwargs) -> dict[str, int]:
 
 
 def _cases() -> list[Case]:
-    """A layer's products, small and of sizes that no tile divides."""
+    """A layer's products in bfloat16, with results in float32; and one that no tile divides."""
 
-    def build(rows: int, *, inputs: int = 40, outputs: tuple[int, ...] = (24,), **given: bool):
+    def build(
+        rows: int, dtype: str, *, inputs: int = 64, outputs: tuple[int, ...] = (24,), **given: bool
+    ):
         def made():
             rng = np.random.default_rng(rows)
 
-            def normal(*shape) -> Any:
-                return rng.standard_normal(shape, np.float32)
+            def normal(*shape, scale: float = 1.0) -> Any:
+                values = scale * rng.standard_normal(shape, np.float32)
+                return values.astype(jnp.dtype(dtype))
 
             x = normal(rows, inputs)
             shape = (*outputs, inputs) if given.get("transposed") else (inputs, *outputs)
-            kernel = normal(*shape) * np.float32(inputs**-0.5)
+            kernel = normal(*shape, scale=inputs**-0.5)
             bias = normal(*outputs) if given.get("bias") else None
             norm = RMS(normal(inputs)) if given.get("norm") else None
             add = normal(rows, *outputs) if given.get("add") else None
@@ -122,14 +138,14 @@ def _cases() -> list[Case]:
     def static(**given: bool):
         return {"gated": False, "transposed": False, "dtype": np.dtype("float32")} | given
 
+    half, gate, flipped = "bfloat16", static(gated=True), static(transposed=True)
     return [
-        Case("plain", build(3), static(), small=True),
-        Case("normed", build(1, norm=True, bias=True), static(), small=True),
-        Case("gated", build(5, outputs=(2, 48), norm=True), static(gated=True), small=True),
-        Case("added", build(17, add=True), static(), small=True),
-        Case(
-            "transposed", build(2, transposed=True, norm=True), static(transposed=True), small=True
-        ),
+        Case("plain", build(3, half), static(), small=True),
+        Case("normed", build(1, half, norm=True, bias=True), static(), small=True),
+        Case("gated", build(5, half, outputs=(2, 48), norm=True), gate, small=True),
+        Case("added", build(16, half, add=True), static(), small=True),
+        Case("transposed", build(2, half, transposed=True, norm=True), flipped, small=True),
+        Case("odd", build(17, "float32", inputs=40, outputs=(21,), norm=True, bias=True), static()),
     ]
 
 
@@ -137,6 +153,7 @@ LINEAR = Operation(
     "linear",
     {
         "xla": Backend("xla", linear_xla, always),
+        "cuda": "jspec.cuda_ffi.linear:LINEAR",
         "triton": "jspec.triton.linear:LINEAR",
     },
     linear_sizes,

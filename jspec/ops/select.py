@@ -194,7 +194,10 @@ def _cases() -> list[Case]:
 
 SELECT = Operation(
     "select",
-    {"xla": Backend("xla", select_xla, always)},
+    {
+        "xla": Backend("xla", select_xla, always),
+        "cuda": "jspec.cuda_ffi.select:SELECT",
+    },
     select_sizes,
     _cases,
 )

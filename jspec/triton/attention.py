@@ -18,19 +18,22 @@ DTYPES = ("bfloat16", "float16", "float32")
 MOST_CHANNELS = 256  # of a key or value: a tile of queries and its sums stay in registers
 LEAST = 16  # the matrix units take no fewer rows, keys or channels
 MOST_KEYS = 128  # of a tile
+MOST_SPLITS = 128  # of a head's keys; one tile merges them
+MERGED = 4096  # elements of that tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``chunk`` keys a program at most, ``bytes`` of keys and values a tile,
-    ``rows`` of queries a tile at most (a power of 2), ``stages`` of tiles on their way, ``warps``
-    to run a program.
+    """How the work is cut: ``splits`` of a head's keys at least, more where a batch row would have
+    fewer ``programs`` (both powers of 2); ``bytes`` of keys and values a tile, ``rows`` of queries
+    a tile at most (a power of 2), ``stages`` of tiles on their way, ``warps`` to run a program.
 
-    They may follow from the capacity and from T, never from B or lengths: a row's arithmetic must
-    not depend on its neighbours.
+    They may follow from T and the heads, never from B, lengths or the capacity: a row's arithmetic
+    depends on its own positions alone.
     """
 
-    chunk: int
+    splits: int
+    programs: int
     bytes: int
     rows: int
     stages: int
@@ -51,6 +54,33 @@ def attention_triton(
     blocks: Blocks | None = None,
 ) -> tuple[Array, Array]:
     """As `jspec.attention`."""
+    settings = {"key_positions": key_positions, "scale": scale, "window": window}
+    settings |= {"softcap": softcap, "value_size": value_size, "blocks": blocks}
+    return _attended(q, k, v, positions, None, **settings)[:2]
+
+
+def scored_attention_triton(
+    q: Array, k: Array, v: Array | None, positions: Array, probe: Array, **settings: Any
+) -> tuple[Array, Array, Array]:
+    """As `jspec.scored_attention`; ``settings`` as `attention_triton` takes them."""
+    return _attended(q, k, v, positions, probe, **settings)
+
+
+def _attended(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    positions: Array,
+    probe: Array | None,
+    *,
+    key_positions: Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    value_size: int | None,
+    blocks: Blocks | None = None,
+) -> tuple[Array, Array, Array]:
+    """Output, log-sum-exp, and the scores of ``probe``, which are one number where it is None."""
     from jspec.triton.attention_kernel import attention_kernel
 
     blocks = blocks or Blocks(**tuned.block("attention", "triton", attention_sizes(q, k)))
@@ -60,14 +90,19 @@ def attention_triton(
     keys = keys_of_tile(shape, k, v, blocks.bytes)
     rows = rows_of_tile(tokens * heads // kv_heads, q, k, blocks.rows)
     tiles = -(-tokens * heads // kv_heads // rows)
-    chunk = min(-(-blocks.chunk // keys), -(-slots // keys)) * keys
-    chunks = -(-slots // chunk)
-    parts = triton_call(
+    splits = splits_of(kv_heads, tiles, blocks)
+    parts = min(splits, -(-slots // keys))
+    scored = (1,) if probe is None else (batch, kv_heads, slots)
+    *found, scores = triton_call(
         attention_kernel,
         *(q, k, k if v is None else v, positions),
         positions if key_positions is None else key_positions,
-        out=part_types(q, kv_heads, chunks, shape["VALUE"]),
-        programs=batch * chunks * tiles * kv_heads,
+        q if probe is None else probe,
+        out=(
+            *part_types(q, kv_heads, parts, shape["VALUE"]),
+            jax.ShapeDtypeStruct(scored, jnp.float32),
+        ),
+        programs=batch * parts * tiles * kv_heads,
         warps=blocks.warps,
         stages=blocks.stages,
         TOKENS=tokens,
@@ -78,14 +113,22 @@ def attention_triton(
         SOFTCAP=softcap,
         WINDOW=window,
         HELD=key_positions is not None,
+        PROBED=probe is not None,
         TILES=tiles,
         ROWS=rows,
-        CHUNK=chunk,
-        CHUNKS=chunks,
+        SPLITS=splits,
+        PARTS=parts,
         KEYS=keys,
         **shape,
     )
-    return merged(q, kv_heads, chunks, *parts)
+    return *merged(q, kv_heads, parts, splits, *found), scores
+
+
+def splits_of(kv_heads: int, tiles: int, blocks: Blocks) -> int:
+    """Among how many programs a head's keys are split, a power of 2; ``tiles`` of queries share
+    them."""
+    splits = min(max(blocks.programs // next_power(kv_heads), blocks.splits), MOST_SPLITS)
+    return max(splits // next_power(tiles), 1)
 
 
 def tile_shape(k: Array, v: Array | None, value_size: int | None) -> dict[str, Any]:
@@ -118,25 +161,28 @@ def rows_of_tile(rows: int, q: Array, k: Array, most: int) -> int:
 
 
 def part_types(
-    q: Array, kv_heads: int, chunks: int, value: int
+    q: Array, kv_heads: int, parts: int, value: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """What each chunk leaves for the merge; of one chunk, the result itself."""
+    """What is left for the merge; of one part, the result itself."""
     batch, tokens, heads, _ = q.shape
     lead, dtype = (batch, tokens, heads), q.dtype
-    if chunks > 1:
-        lead, dtype = (batch, kv_heads, chunks, tokens * heads // kv_heads), jnp.float32
+    if parts > 1:
+        lead, dtype = (batch, kv_heads, parts, tokens * heads // kv_heads), jnp.float32
     return jax.ShapeDtypeStruct((*lead, value), dtype), jax.ShapeDtypeStruct(lead, jnp.float32)
 
 
-def merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tuple[Array, Array]:
-    """Output ``[B, T, N, H']`` in the dtype of ``q`` and log-sum-exp of all chunks."""
+def merged(
+    q: Array, kv_heads: int, parts: int, splits: int, out: Array, lse: Array
+) -> tuple[Array, Array]:
+    """Output ``[B, T, N, H']`` in the dtype of ``q`` and log-sum-exp of the parts of ``splits``."""
     from jspec.triton.attention_kernel import merge_kernel
 
-    if chunks == 1:
+    if parts == 1:
         return out, lse
     batch, tokens, heads, _ = q.shape
     value = out.shape[-1]
-    columns = min(32, next_power(value))
+    # A warp holds the tile, so that no sum waits for another warp.
+    columns = min(64, MERGED // splits, next_power(value))
     blocks = -(-value // columns)
     lead = (batch, tokens, heads)
     out, lse = triton_call(
@@ -147,14 +193,13 @@ def merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tupl
             jax.ShapeDtypeStruct(lead, jnp.float32),
         ),
         programs=batch * tokens * heads * blocks,
-        warps=4,
+        warps=1,
         TOKENS=tokens,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         VALUE=value,
-        CHUNKS=chunks,
-        ALL=next_power(chunks),
-        SOME=min(128, next_power(chunks)),
+        PARTS=parts,
+        SOME=splits,  # whatever the capacity, so that sums are of one order
         COLUMNS=columns,
         BLOCKS=blocks,
     )
@@ -174,8 +219,9 @@ def refuses(q: Array, k: Array, v: Array | None) -> str | None:
     return None
 
 
-def _supports(q, k, v, positions, **kwargs) -> str | None:
+def _supports(q, k, v, *args, **kwargs) -> str | None:
     return refuses(q, k, v) or refuses_triton()
 
 
 ATTENTION = Backend("triton", attention_triton, _supports)
+SCORED = Backend("triton", scored_attention_triton, _supports)

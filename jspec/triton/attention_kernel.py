@@ -92,8 +92,10 @@ def attention_kernel(
     v,
     positions,
     key_positions,
+    probe,
     out,
     lse,
+    scores,
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -104,37 +106,43 @@ def attention_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HELD: tl.constexpr,
+    PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """A program attends ROWS of the TOKENS * GROUP query rows of a KV head to CHUNK slots.
+    """A program attends ROWS of the TOKENS * GROUP query rows of a KV head to its share of slots.
 
-    Programs of neighbouring heads follow each other, as their keys do in memory. With one chunk the
-    program writes the result, else a part for `merge_kernel`. HELD: ``key_positions`` say where
-    the keys stand; otherwise a key's slot is its position.
+    Of the tiles of KEYS slots it takes one in SPLITS, whatever the length or the capacity: all
+    programs of a batch row have about as much to do, and read what lies together at about the same
+    time. Programs of neighbouring heads follow each other, as their keys do in memory. PARTS: how
+    many of the SPLITS may have something to read. With one part the program writes the result,
+    else a part for `merge_kernel`. HELD: ``key_positions`` say where the keys stand; otherwise a
+    key's slot is its position. PROBED: ``scores`` gets the products of the keys and of the head's
+    query in ``probe``; tiles that share keys write the same numbers.
     """
     head = tl.program_id(0) % KV_HEADS
     rest = tl.program_id(0) // KV_HEADS
-    chunk = rest // TILES % CHUNKS
-    batch_row = (rest // (TILES * CHUNKS)).to(tl.int64)
+    split = rest // TILES % PARTS
+    batch_row = (rest // (TILES * PARTS)).to(tl.int64)
     row = rest % TILES * ROWS + tl.arange(0, ROWS)
     live = row < TOKENS * GROUP
     position = tl.load(positions + batch_row * TOKENS + row // GROUP, mask=live, other=-1)
     until = tl.max(position) + 1
-    first = 0
+    end = SLOTS if HELD else tl.minimum(until, SLOTS)
+    number = split
     if WINDOW is not None:
         first = tl.min(tl.where(position >= 0, position, 2**31 - 1)) - (WINDOW - 1)
-    begin = chunk * CHUNK
-    end = tl.minimum(begin + CHUNK, SLOTS)
-    if not HELD:
-        end = tl.minimum(end, until)
-        begin = tl.maximum(begin, first // KEYS * KEYS)
+        if not HELD:
+            # The first of this program's tiles that the window reaches.
+            passed = tl.minimum(tl.maximum(first, 0), SLOTS) // KEYS
+            number = passed + (split + SPLITS - passed % SPLITS) % SPLITS
+    begin = number * KEYS
 
     query = (batch_row * TOKENS + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
     WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
@@ -147,12 +155,19 @@ def attention_kernel(
     if HELD:
         key_positions += batch_row * SLOTS
         held = tl.load(key_positions + begin + key, mask=begin + key < end, other=-1)
-    for start in range(begin, end, KEYS):
+    if PROBED:
+        # The matrix units take no fewer than 16 rows: the others are 0.
+        channel = tl.arange(0, WIDTH)
+        mask = (tl.arange(0, 16) == 0)[:, None] & (channel < SIZE)[None, :]
+        own = (batch_row * KV_HEADS + head) * SIZE + channel
+        pooled = tl.load(probe + own[None, :], mask=mask, other=0.0).to(tile.dtype)
+        scores += (batch_row * KV_HEADS + head) * SLOTS
+    for start in range(begin, end, SPLITS * KEYS):
         slot = start + key
         if HELD:
             at, read = held, (held >= 0) & (held < until)
             # The next positions are on their way before this tile is multiplied.
-            slot += KEYS
+            slot += SPLITS * KEYS
             held = tl.load(key_positions + slot, mask=slot < end, other=-1)
         else:
             at, read = slot, slot < end
@@ -163,15 +178,18 @@ def attention_kernel(
         # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
         here = (base + start) * KV_HEADS + head
         keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
+        if PROBED:
+            products = tl.dot(pooled, tl.trans(keys.to(tile.dtype)), input_precision="ieee")
+            tl.store(scores + start + key, tl.sum(products, axis=0) * SCALE, mask=read)
         values = keys
         if not VALUES_IN_KEYS:
             values = read_tile(v + here * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH)
         acc, total, top = fold((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP)
 
-    if CHUNKS == 1:
+    if PARTS == 1:
         write_rows(out, lse, query, (acc, total, top), live, True, VALUE, VALUE_WIDTH)
     else:
-        part = (batch_row * KV_HEADS + head) * CHUNKS + chunk
+        part = (batch_row * KV_HEADS + head) * PARTS + split
         part = part * (TOKENS * GROUP) + row
         write_rows(out, lse, part, (acc, total, top), live, begin < end, VALUE, VALUE_WIDTH)
 
@@ -186,46 +204,40 @@ def merge_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     VALUE: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ALL: tl.constexpr,
+    PARTS: tl.constexpr,
     SOME: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A program merges COLUMNS of the parts of one query row, SOME of its CHUNKS at a time.
+    """A program merges COLUMNS of the parts of one query row, SOME of its PARTS at a time.
 
-    ``parts [B, KV_HEADS, CHUNKS, TOKENS * GROUP, VALUE]`` and their log-sum-exp; a part of -inf is
-    not read. ALL: a power of 2 that is at least CHUNKS.
+    ``parts [B, KV_HEADS, PARTS, TOKENS * GROUP, VALUE]`` and their log-sum-exp; a part of -inf is
+    not read.
     """
     query = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < VALUE
     n = query % (KV_HEADS * GROUP)
     token = query // (KV_HEADS * GROUP)
-    batch_row = token // TOKENS
     row = token % TOKENS * GROUP + n % GROUP
-    first = (batch_row * KV_HEADS + n // GROUP) * CHUNKS * (TOKENS * GROUP) + row
-
-    chunk = tl.arange(0, ALL)
-    exponent = tl.load(
-        part_lse + first + chunk * (TOKENS * GROUP), mask=chunk < CHUNKS, other=float("-inf")
-    )
-    top = tl.max(exponent)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2((exponent - base) * LOG2E))
-    whole = tl.where(total == 0.0, 1.0, total)
-    written = tl.max(tl.where(exponent == float("-inf"), 0, chunk + 1))
-    acc = tl.zeros([SOME, COLUMNS], tl.float32)
-    for start in range(0, written, SOME):
+    first = (token // TOKENS * KV_HEADS + n // GROUP) * PARTS * (TOKENS * GROUP) + row
+    acc = tl.zeros([COLUMNS], tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for start in tl.static_range(0, PARTS, SOME):
         some = start + tl.arange(0, SOME)
         at = first + some * (TOKENS * GROUP)
-        exponents = tl.load(part_lse + at, mask=some < written, other=float("-inf"))
-        weight = tl.exp2((exponents - base) * LOG2E) / whole
-        mask = (exponents != float("-inf"))[:, None] & inside[None, :]
+        exponent = tl.load(part_lse + at, mask=some < PARTS, other=float("-inf"))
+        mask = (exponent != float("-inf"))[:, None] & inside[None, :]
         part = tl.load(parts + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
-        acc += weight[:, None] * part
-    tl.store(
-        out + query * VALUE + column, tl.sum(acc, axis=0).to(out.dtype.element_ty), mask=inside
-    )
+        higher = tl.maximum(top, tl.max(exponent))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp2((top - base) * LOG2E)
+        weight = tl.exp2((exponent - base) * LOG2E)
+        total = total * decay + tl.sum(weight)
+        acc = acc * decay + tl.sum(weight[:, None] * part, axis=0)
+        top = higher
+    whole = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + query * VALUE + column, (acc / whole).to(out.dtype.element_ty), mask=inside)
     if tl.program_id(0) % BLOCKS == 0:
-        tl.store(lse + query, tl.where(total == 0.0, float("-inf"), base + tl.log2(whole) / LOG2E))
+        tl.store(lse + query, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole) / LOG2E))

@@ -12,7 +12,7 @@ import numpy as np
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.gradient import differentiated_as
-from jspec.ops.linear import linear_sizes, linear_xla
+from jspec.ops.linear import linear_sizes, linear_xla, on_a_mesh
 from jspec.ops.norm import RMS
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
@@ -96,10 +96,7 @@ def refuses(x: Array, kernel: Array) -> str | None:
         return f"kernel {kernel.shape} leaves nothing to launch"
     if x.dtype != kernel.dtype or x.dtype not in ("bfloat16", "float16", "float32"):
         return f"x {x.dtype} and kernel {kernel.dtype} are not of one type of 16 or 32 bits"
-    mesh = jax.typeof(kernel).sharding.mesh
-    if not mesh.are_all_axes_manual and mesh.size > 1:
-        return "XLA would gather weights that lie on a mesh; call it inside jax.shard_map"
-    return None
+    return on_a_mesh(kernel)
 
 
 def _supports(x, kernel, *args, **kwargs) -> str | None:

@@ -94,6 +94,13 @@ def test_a_row_has_its_floor_its_parts_and_its_memory(whole):
     assert three["peak_bytes"] > three["weight_bytes"] + three["cache_bytes"]
 
 
+def test_many_rows_are_held_against_the_matrix_ceiling():
+    ceilings = shapes.Ceilings(read=10.0, matrix=100.0)
+    assert ceilings.floor_ns(weights=50, cached=20, flops=400) == pytest.approx(7e9)
+    assert ceilings.floor_ns(weights=50, cached=20, flops=900) == pytest.approx(11e9)
+    assert shapes.Ceilings(10.0, None).floor_ns(50, 20, 900) == pytest.approx(7e9)
+
+
 def test_a_table_fits_and_explains_itself(whole, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     _, result, _ = whole

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from bench import attention, gather, regret, report
+from bench import hash as hashing
 from bench.report import figures
 
 MACHINE = {
@@ -106,6 +107,20 @@ def gather_rows():
         yield row(gather.OPERATIONS[part], case, "xla", microseconds, bytes=10**8, chosen=True)
 
 
+def hash_rows():
+    for part, operation in zip(
+        ("encode", "score", "select"), hashing.SUITE.operations, strict=True
+    ):
+        case = hashing.DEFAULT | {"part": part, "l2": "cold"}
+        yield row(operation.name, case, "xla", 50.0, bytes=10**8, chosen=True)
+
+
+def select_rows():
+    case = {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32", "l2": "cold"}
+    for name, microseconds in (("cuda", 100.0), ("torch", 400.0)):
+        yield row("select", case, name, microseconds, bytes=10**8, chosen=name == "cuda")
+
+
 RESULTS = {
     "ceilings": ceilings,
     "verify": verify_rows,
@@ -115,6 +130,8 @@ RESULTS = {
     "decode": decode_rows,
     "attention": attention_rows,
     "gather": gather_rows,
+    "hash": hash_rows,
+    "select": select_rows,
 }
 
 
@@ -257,6 +274,13 @@ def test_a_selection_says_when_its_copy_wins(tmp_path):
     assert [cells[-1] for cells in lines(text, "8")] == ["100 (50%)", "90.0 (56%)", "80.0 (62%)"]
     assert "- B=8, n=8K of 128K, 32/8 heads, T=1, shared: gather 100 us; copy 90.0 us" in text
     assert "the copy wins from read 5 on" in text
+
+
+def test_selection_is_measured_by_the_read_ceiling(tmp_path):
+    text = written(tmp_path / "select", "select")
+    assert lines(text, "8")[0][1:] == ["1024K", "8192", "float32", "100", "100 (50%)", "400 (12%)"]
+    text = written(tmp_path / "hash", "hash")
+    assert [cells[-1] for cells in lines(text, "8")] == ["50.0 (100%)"] * 3
 
 
 def test_every_suite_has_its_section_and_another_run_writes_the_same(tmp_path):

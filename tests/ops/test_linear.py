@@ -1,11 +1,12 @@
 """A product with what is before and after it, against float64 from the definition."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.dispatch import BackendError, preferring
-from jspec.ops.linear import linear
+from jspec.ops.linear import REWRITTEN, linear
 from jspec.ops.norm import RMS
 
 RNG = np.random.default_rng(0)
@@ -43,10 +44,15 @@ def test_gate_sum_and_transposed():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_sums_are_float32_and_the_result_is_of_the_dtype_asked_for():
+@pytest.mark.parametrize("outputs", [8, REWRITTEN // 1024 + 8])
+def test_sums_are_float32_and_the_result_is_of_the_dtype_asked_for(outputs):
+    """Also of the smallest product that XLA is given as a single row on a GPU."""
     x = jnp.ones((1, 1024), jnp.bfloat16).at[0, 0].set(256)
-    kernel = jnp.ones((1024, 8), jnp.bfloat16)
-    assert linear(x, kernel, dtype=jnp.float32).tolist() == [[1279.0] * 8]
+    kernel = jnp.ones((1024, outputs), jnp.bfloat16)
+    got = jax.jit(lambda *arrays: linear(*arrays, dtype=jnp.float32, implementation="xla"))(
+        x, kernel
+    )
+    np.testing.assert_array_equal(got, np.full((1, outputs), 1279.0))
     assert linear(x, kernel).dtype == jnp.bfloat16
 
 

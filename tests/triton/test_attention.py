@@ -25,9 +25,9 @@ from tests.ops.attention.test_dense import (
 )
 from tests.triton.lowering import lower
 
-# Several chunks of several tiles each, where a case has more than 16 keys; and one chunk.
-SMALL = Blocks(chunk=32, bytes=1, rows=16, stages=2, warps=4)
-WHOLE = Blocks(chunk=4096, bytes=8192, rows=64, stages=3, warps=8)
+# Two splits of several tiles each, where a case has more than 32 keys; and one.
+SMALL = Blocks(splits=2, programs=1, bytes=1, rows=16, stages=2, warps=4)
+WHOLE = Blocks(splits=1, programs=1, bytes=8192, rows=64, stages=3, warps=8)
 NAMED = {case.name: case for case in CASES}
 INTERPRETED = [
     NAMED["three-tokens-mqa"],
@@ -37,7 +37,8 @@ INTERPRETED = [
     NAMED["values-in-keys"],
     NAMED["size-80"],
     NAMED["size-96-many-rows"],
-    Case("many-chunks", 1, 4200, (4190,), heads=2, kv_heads=1, size=4),
+    Case("many-tiles", 1, 4200, (4190,), heads=2, kv_heads=1, size=4),
+    Case("window-past-many-tiles", 2, 300, (290, 100, 2), size=4, window=40),
     dataclasses.replace(NAMED["bfloat16"], dtype="float16", tokens=1),  # it has no bfloat16
 ]
 by_name = pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
@@ -60,7 +61,7 @@ def row(x: Inputs, index: int) -> Inputs:
 
 
 @by_name
-@pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["chunks", "one-chunk"])
+@pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["splits", "one-split"])
 def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
     out, lse = run(inputs(case, junk=np.nan), case, blocks)
@@ -71,7 +72,7 @@ def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, mon
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["chunks", "one-chunk"])
+@pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["splits", "one-split"])
 @pytest.mark.parametrize(
     ("where", "readers"), [((0, 32), [[0, 1, 1]]), ((1, 0), [[1, 0, 1], [1, 1, 1]])]
 )
@@ -108,6 +109,34 @@ def test_a_row_alone_is_the_row_in_the_batch_in_the_interpreter(interpreted, mon
         np.testing.assert_array_equal(got[0], want[2])
 
 
+def with_room(x: Inputs, slots: int) -> Inputs:
+    """The same in a cache of ``slots`` more, which hold NaN."""
+    assert x.v is not None
+    room = np.full((x.k.shape[0], slots, *x.k.shape[2:]), np.nan, x.k.dtype)
+    k, v = (np.concatenate([a, room], axis=1) for a in (x.k, x.v))
+    return dataclasses.replace(x, k=k, v=v)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_more_capacity_changes_no_bit_in_the_interpreter(window, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    case = Case("long", 2, 100, (100, 37), size=4, window=window)
+    blocks, x = dataclasses.replace(SMALL, splits=16), inputs(case, junk=np.nan)
+    pairs = zip(run(with_room(x, 400), case, blocks), run(x, case, blocks), strict=True)
+    for got, want in pairs:
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("case", LARGE[:4], ids=lambda case: case.name)
+def test_more_capacity_changes_no_bit_on_a_gpu(case):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    x = inputs(case, junk=np.nan)
+    pairs = zip(run(with_room(x, 30000), case, None), run(x, case, None), strict=True)
+    for got, want in pairs:
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("case", [NAMED["window-padding"], *LARGE], ids=lambda case: case.name)
 def test_a_row_alone_is_the_row_in_the_batch_on_a_gpu(case):
     if reason := refuses_triton():
@@ -119,7 +148,7 @@ def test_a_row_alone_is_the_row_in_the_batch_on_a_gpu(case):
             np.testing.assert_array_equal(got[0], want[index])
 
 
-@pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["chunks", "one-chunk"])
+@pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["splits", "one-split"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_definition_on_a_gpu(case, blocks):
     if reason := refuses_triton():
@@ -150,10 +179,10 @@ def test_slots_past_two_to_the_31_elements_are_read_on_a_gpu():
     [
         ((8, 1, 32, 8, 128, 262144), "bfloat16", {}, 2),
         ((2, 10, 28, 4, 128, 1000), "float16", {"window": 64, "key_positions": True}, 2),
-        ((2, 3, 8, 8, 80, 200), "float32", {"softcap": 5.0}, 1),
+        ((2, 3, 8, 8, 80, 16), "float32", {"softcap": 5.0}, 1),
         ((2, 4, 16, 1, 256, 9000), "bfloat16", {"value_size": 192}, 2),
     ],
-    ids=["t1", "t10-ring", "float32-one-chunk", "values-in-keys"],
+    ids=["t1", "t10-ring", "float32-one-tile", "values-in-keys"],
 )
 def test_is_one_launch_and_one_that_merges(shape, dtype, settings, launches):
     batch, tokens, heads, kv_heads, size, slots = shape
@@ -175,11 +204,11 @@ def test_is_one_launch_and_one_that_merges(shape, dtype, settings, launches):
 
 
 @pytest.mark.parametrize("operation", ["attention", "gathered_attention"])
-def test_the_cut_never_follows_from_the_batch(operation):
-    """A row's arithmetic must not depend on its neighbours."""
+def test_the_cut_follows_neither_from_the_batch_nor_from_the_capacity(operation):
+    """A row's arithmetic must not depend on its neighbours, nor on room that it does not use."""
     for table in tuned.tables().values():
         for rule in table.blocks.get(operation, {}).get("triton", []):
-            assert set(rule.up_to) <= {"tokens", "slots", "selected"}
+            assert set(rule.up_to) <= {"tokens", "rows", "selected"}
 
 
 @pytest.mark.parametrize(

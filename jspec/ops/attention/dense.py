@@ -47,11 +47,7 @@ def attention(
     hold, NaN included, has no effect. Returns the output ``[B, T, N, H']`` in the dtype of ``q``
     and the log-sum-exp of the scores, natural log, float32 ``[B, T, N]``; padding gives 0 and -inf.
     """
-    check_heads(q, k, v, value_size)
-    if positions.shape != q.shape[:2]:
-        raise ValueError(f"positions {positions.shape} must be [B, T] = {q.shape[:2]}")
-    if key_positions is not None and key_positions.shape != k.shape[:2]:
-        raise ValueError(f"key_positions {key_positions.shape} must be [B, S] = {k.shape[:2]}")
+    check_attention(q, k, v, positions, key_positions, value_size)
     return ATTENTION(
         q,
         k,
@@ -64,6 +60,22 @@ def attention(
         value_size=value_size,
         implementation=implementation,
     )
+
+
+def check_attention(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    positions: Array,
+    key_positions: Array | None,
+    value_size: int | None,
+) -> None:
+    """Raise `ValueError` where the arguments of an attention do not fit together."""
+    check_heads(q, k, v, value_size)
+    if positions.shape != q.shape[:2]:
+        raise ValueError(f"positions {positions.shape} must be [B, T] = {q.shape[:2]}")
+    if key_positions is not None and key_positions.shape != k.shape[:2]:
+        raise ValueError(f"key_positions {key_positions.shape} must be [B, S] = {k.shape[:2]}")
 
 
 def check_heads(q: Array, k: Array, v: Array | None, value_size: int | None) -> None:

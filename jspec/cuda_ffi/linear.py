@@ -1,0 +1,95 @@
+"""A product of a few rows of a small model by one CUDA kernel."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cuda_ffi import library
+from jspec.dispatch import Backend
+from jspec.ops.gradient import differentiated_as
+from jspec.ops.linear import linear_xla, on_a_mesh
+from jspec.ops.norm import RMS
+from jspec.typing import Array
+
+MOST_ROWS, MOST_INPUTS, GROUP = 16, 2048, 32  # as in src/linear/linear.h
+
+
+def linear_cuda(
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    norm: RMS | None,
+    add: Array | None,
+    *,
+    gated: bool,
+    transposed: bool,
+    dtype: np.dtype,
+) -> Array:
+    """As `jspec.ops.linear.linear`."""
+    settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
+    run = differentiated_as(
+        functools.partial(linear_xla, **settings), functools.partial(_launch, **settings)
+    )
+    return run(x, kernel, bias, norm, add)
+
+
+def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
+    outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
+    outputs = outputs[1:] if gated else outputs
+    # Any array stands for what there is not.
+    given = (bias, None if norm is None else norm.scale, add)
+    (y,) = library.call(
+        "linear",
+        (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype),),
+        *(x, kernel, *(x if one is None else one for one in given)),
+        vmap_method="sequential",
+        biased=np.bool_(bias is not None),
+        normed=np.bool_(norm is not None),
+        added=np.bool_(add is not None),
+        gated=np.bool_(gated),
+        transposed=np.bool_(transposed),
+        eps=np.float32(0 if norm is None else norm.eps),
+    )
+    return y
+
+
+def refuses(
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    norm: RMS | None,
+    add: Array | None,
+    *,
+    gated: bool,
+    transposed: bool,
+    dtype: np.dtype,
+) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
+    columns = math.prod(kernel.shape) // max(inputs, 1)
+    if not 1 <= rows <= MOST_ROWS:
+        return f"it takes 1 to {MOST_ROWS} rows, and there are {rows}"
+    if not 1 <= inputs <= MOST_INPUTS or inputs % GROUP:
+        return f"{inputs} inputs are no multiple of {GROUP} up to {MOST_INPUTS}"
+    if not transposed and (not columns or columns % (16 if gated else 8)):
+        return f"kernel {kernel.shape} does not have its columns in eights"
+    if (gated and transposed) or not 1 <= columns <= 2**20:
+        return f"kernel {kernel.shape} with gated={gated}, transposed={transposed} has no kernel"
+    arrays = (x, kernel, bias, None if norm is None else norm.scale, add)
+    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
+        return "something is not bfloat16"
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the result is of {dtype}, neither bfloat16 nor float32"
+    return on_a_mesh(kernel)
+
+
+def _supports(*args, **settings) -> str | None:
+    return refuses(*args, **settings) or library.refusal("linear")
+
+
+LINEAR = Backend("cuda", linear_cuda, _supports)

@@ -1,0 +1,31 @@
+// A product of a few rows with the norm before it and what follows it: arguments, and the launch
+// behind the handler. What each field means is said in jspec/ops/linear.py; values are bfloat16.
+#pragma once
+
+#include "common/launch.h"
+
+namespace jspec {
+
+// Inputs that a warp multiplies at a time, and most rows and inputs that a kernel takes.
+constexpr int kGroup = 32, kMostRows = 16, kMostInputs = 2048;
+
+struct Linear {
+  const uint16_t* x;       // [rows, inputs]
+  const uint16_t* kernel;  // [inputs, columns], [columns, inputs] if transposed
+  const uint16_t* bias;    // [columns], null for none
+  const uint16_t* scale;   // [inputs] of the norm, null for none
+  const uint16_t* add;     // [rows, outputs], null for none
+  void* out;               // [rows, outputs], bfloat16, or float32 if wide
+  int32_t rows;
+  int32_t inputs;
+  int32_t outputs;  // columns, or half of them if gated
+  float eps;
+  bool gated;
+  bool transposed;
+  bool wide;
+};
+
+// Returns what went wrong, or null.
+const char* linear(const Linear& linear, Stream stream);
+
+}  // namespace jspec

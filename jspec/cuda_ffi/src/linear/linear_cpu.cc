@@ -1,0 +1,64 @@
+// A product of a few rows on a CPU: one sum a value.
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "linear/linear.h"
+
+namespace jspec {
+namespace {
+
+float wide(uint16_t value) {
+  const uint32_t bits = uint32_t(value) << 16;
+  float found;
+  std::memcpy(&found, &bits, 4);
+  return found;
+}
+
+uint16_t narrow(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (std::isnan(value)) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
+}
+
+}  // namespace
+
+const char* linear(const Linear& linear, Stream) {
+  const int64_t inputs = linear.inputs, outputs = linear.outputs;
+  const int sides = linear.gated ? 2 : 1;
+  const auto rounded = [&](float value) { return linear.wide ? value : wide(narrow(value)); };
+  std::vector<float> x(inputs);
+  for (int64_t row = 0; row < linear.rows; ++row) {
+    float squares = 0;
+    for (int64_t i = 0; i < inputs; ++i) {
+      x[i] = wide(linear.x[row * inputs + i]);
+      squares += x[i] * x[i];
+      if (linear.scale) x[i] = wide(narrow(x[i] * wide(linear.scale[i])));
+    }
+    const float root = linear.scale ? 1 / std::sqrt(squares / inputs + linear.eps) : 1.0f;
+    for (int64_t column = 0; column < outputs; ++column) {
+      float totals[2] = {};
+      for (int side = 0; side < sides; ++side) {
+        const int64_t at = side * outputs + column;
+        const int64_t down = linear.transposed ? 1 : sides * outputs;
+        const uint16_t* weights = linear.kernel + at * (linear.transposed ? inputs : 1);
+        for (int64_t i = 0; i < inputs; ++i) totals[side] += x[i] * wide(weights[i * down]);
+        totals[side] = rounded(totals[side] * root);
+        if (linear.bias) totals[side] = rounded(totals[side] + wide(linear.bias[at]));
+      }
+      float value = totals[sides - 1];
+      if (linear.gated) value = rounded(rounded(totals[0] / (1 + std::exp(-totals[0]))) * value);
+      const int64_t place = row * outputs + column;
+      if (linear.add) value = rounded(wide(linear.add[place]) + value);
+      if (linear.wide) {
+        static_cast<float*>(linear.out)[place] = value;
+      } else {
+        static_cast<uint16_t*>(linear.out)[place] = narrow(value);
+      }
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace jspec

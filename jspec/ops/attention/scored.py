@@ -1,0 +1,91 @@
+"""Attention over a cache that also scores every key for one pooled query of each KV head.
+
+`scored_attention` is the public operation; ``xla`` is the reference.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.attention.dense import ATTENTION, attention_sizes, check_attention
+from jspec.typing import Array
+
+
+def scored_attention(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    positions: Array,
+    probe: Array,
+    *,
+    key_positions: Array | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    value_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """`jspec.attention`, and the scores of one more query for each KV head, which reads no value.
+
+    ``probe [B, K, H]``, of the dtype of ``q``; the other arguments are those of `jspec.attention`.
+    Scores are linear: the mean over query heads and tokens of what they score is what the mean of
+    these queries scores, so that a pass that verifies can rank its keys at the cost of one row.
+    Returns output, log-sum-exp and scores, float32 ``[B, K, S]``: ``scale`` times the product of
+    probe and key, without soft cap. Scores of slots that no query of the row reads are not
+    specified.
+    """
+    check_attention(q, k, v, positions, key_positions, value_size)
+    wanted = (q.shape[0], *k.shape[2:])
+    if probe.shape != wanted or probe.dtype != q.dtype:
+        raise ValueError(
+            f"probe {probe.dtype}{list(probe.shape)} must be {q.dtype}{list(wanted)}, [B, K, H]"
+        )
+    return SCORED(
+        *(q, k, v, positions, probe),
+        key_positions=key_positions,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
+        value_size=value_size,
+        implementation=implementation,
+    )
+
+
+def _xla(q, k, v, positions, probe, *, scale, **settings):
+    wide = q.dtype if q.dtype == k.dtype else jnp.float32
+    scores = jnp.einsum(
+        "bkh,bskh->bks", probe.astype(wide), k.astype(wide), preferred_element_type=jnp.float32
+    )
+    run = ATTENTION.backend("xla").run
+    return *run(q, k, v, positions, scale=scale, **settings), scores * jnp.float32(scale)
+
+
+def _sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
+    return attention_sizes(q, k)
+
+
+def _cases() -> list[Case]:
+    """The case of attention, with a probe, and what numpy makes of it."""
+    (dense,) = ATTENTION.cases()
+    probe = np.random.default_rng(1).standard_normal((1, 2, 16), np.float32)
+
+    def wanted() -> tuple[np.ndarray, ...]:
+        assert dense.wanted is not None
+        k = dense.build()[1]
+        return *dense.wanted(), np.einsum("bkh,bskh->bks", probe, k) / 4
+
+    return [
+        Case(
+            "three-tokens", lambda: (*dense.build(), probe), dense.static, small=True, wanted=wanted
+        )
+    ]
+
+
+SCORED = Operation(
+    "scored_attention",
+    {"xla": Backend("xla", _xla, always), "triton": "jspec.triton.attention:SCORED"},
+    _sizes,
+    _cases,
+)

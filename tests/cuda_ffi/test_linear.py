@@ -1,0 +1,69 @@
+"""Products of a few rows: the CUDA kernel on a GPU, its twin on a CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cuda_ffi import library
+from jspec.cuda_ffi.linear import linear_cuda, refuses
+from tests.triton.test_linear import arguments, in_double
+
+CASES = {
+    "qkv": (1, 384, 1280, "bfloat16", "norm"),
+    "biased": (3, 96, 24, "bfloat16", "norm", "bias"),
+    "gate-up": (10, 384, 1024, "bfloat16", "norm", "gated"),
+    "gated-biased": (8, 32, 40, "bfloat16", "gated", "bias"),
+    "down": (5, 1024, 384, "bfloat16", "add"),
+    "added-biased": (16, 2048, 72, "bfloat16", "add", "bias"),
+    "head": (9, 384, 260, "bfloat16", "transposed", "norm", "wide"),
+    "odd-head": (2, 160, 7, "bfloat16", "transposed"),
+}
+
+
+def run_or_skip(arrays, settings):
+    if reason := library.refusal("linear"):
+        pytest.skip(reason)
+    assert refuses(*arrays, **settings) is None
+    return jax.jit(lambda *arrays: linear_cuda(*arrays, **settings))(*arrays)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_definition(case):
+    arrays, settings = arguments(*CASES[case])
+    got = run_or_skip(arrays, settings)
+    assert got.dtype == settings["dtype"]
+    want = in_double(arrays, settings)
+    tolerance = 1e-2 if got.dtype == jnp.float32 else 3e-2
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", ["gate-up", "added-biased", "head"])
+def test_a_row_alone_is_the_row_among_others(case):
+    arrays, settings = arguments(*CASES[case])
+    (x, kernel, bias, norm, add), every = arrays, run_or_skip(arrays, settings)
+    for row in (0, x.shape[0] - 1):
+        here = slice(row, row + 1)
+        alone = (x[here], kernel, bias, norm, None if add is None else add[here])
+        np.testing.assert_array_equal(run_or_skip(alone, settings), every[here])
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "reason"),
+    [
+        ((17, 64, 8), {}, "it takes 1 to 16 rows, and there are 17"),
+        ((1, 48, 8), {}, "48 inputs are no multiple of 32 up to 2048"),
+        ((1, 64, 12), {}, "does not have its columns in eights"),
+        ((1, 64, 8), {"gated": True, "transposed": True}, "gated=True, transposed=True"),
+        ((1, 64, 8), {"dtype": jnp.dtype("float16")}, "the result is of float16"),
+        ((1, 64, 8), {"add": jnp.zeros((1, 8))}, "something is not bfloat16"),
+    ],
+    ids=["rows", "inputs", "columns", "kind", "dtype", "add"],
+)
+def test_refuses_with_a_reason(shape, change, reason):
+    rows, inputs, outputs = shape
+    x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, outputs)))
+    settings = {"gated": False, "transposed": False, "dtype": jnp.dtype("float32")} | change
+    found = refuses(x, kernel, None, None, settings.pop("add", None), **settings)
+    assert found is not None
+    assert reason in found
