@@ -25,6 +25,7 @@ from jspec.models.checkpoint import load_model
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
 from jspec.policies import Dense, Policy
+from jspec.policies.hata import with_hashes
 from jspec.typing import Model
 
 
@@ -70,6 +71,7 @@ class LLM:
     ):
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
+        path = None
         if model is None or isinstance(model, str | os.PathLike):
             path = bundled_path() if model is None else Path(model)
             tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
@@ -82,22 +84,24 @@ class LLM:
         self.chat_template = chat_template
         self._batch = batch
         if policy_arrays is None:
-            policy_arrays = self._arrays(draft, target)
+            policy_arrays = self._arrays(draft, target, path)
         self._settings = {
             "draft": draft,
             "gamma": gamma,
             "draft_model": draft_model,
             "target": target,
-            "policy_arrays": self._arrays(draft, target)
-            if policy_arrays is None
-            else policy_arrays,
+            "policy_arrays": policy_arrays,
             "backends": backends,
         }
 
-    def _arrays(self, draft: Drafter | None, target: Policy) -> Any:
-        """What the policy of a drafter or of the model itself takes, from jspec's own text."""
+    def _arrays(self, draft: Drafter | None, target: Policy, path: Path | None) -> Any:
+        """What the policy of a drafter or of the model itself takes, from jspec's own text.
+
+        ``path``: the model's directory, which may have hashes.
+        """
         policy = NoDraft().keeps if draft is None else draft.keeps
         policy = policy if isinstance(target, Dense) else target
+        policy = policy if path is None else with_hashes(policy, path)
         return prepared(policy, self.model, self.tokenizer)
 
     def generate(

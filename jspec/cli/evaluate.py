@@ -23,6 +23,7 @@ from jspec.models.bundled import bundled_path
 from jspec.models.checkpoint import load_model
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
 from jspec.policies import Policy, named_policy
+from jspec.policies.hata import with_hashes
 
 Run = tuple[str, Budget, Policy]  # a policy's name with its settings, and its budget
 
@@ -46,6 +47,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--length {arguments.length} exceeds the model's context of {model.config.max_context}"
         )
+    runs = [(name, budget, with_hashes(policy, Path(path))) for name, budget, policy in runs]
     questions = _questions(arguments, tokenizer, own)
     settings = {"length": arguments.length, "metric": metric or "recall"}
     settings |= {"drafts": arguments.draft, "batch": arguments.batch}

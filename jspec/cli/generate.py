@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jspec.cli import demo
@@ -27,6 +28,7 @@ from jspec.dispatch import Backends
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Dense, Policy, named_policy
+from jspec.policies.hata import with_hashes
 
 if TYPE_CHECKING:
     from jspec.models.chat import ChatTemplate
@@ -226,7 +228,8 @@ def _load(
             "it (8 is usual) or raise --context"
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
-    arrays = prepared(StepConfig(gamma, draft, target=target).keeps, model, tokenizer)
+    keeps = with_hashes(StepConfig(gamma, draft, target=target).keeps, Path(path))
+    arrays = prepared(keeps, model, tokenizer)
     return Job(
         model=model,
         tokenizer=tokenizer,

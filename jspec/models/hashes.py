@@ -21,7 +21,7 @@ from jspec.typing import Array
 SETTINGS = "hashes.json"
 FORMAT = 1
 STORED = np.float16
-BUNDLED = "hashes"  # a folder beside the bundled model's weights
+FOLDER = "hashes"  # of a model's directory
 
 
 Hashes = tuple[Array | None, ...]
@@ -78,7 +78,7 @@ def load_hashes(path: str | os.PathLike | None = None) -> Hashes:
     # orbax takes a second to import, which only its own files should cost.
     from jspec.models import saved
 
-    path = bundled_path() / BUNDLED if path is None else Path(path)
+    path = bundled_path() / FOLDER if path is None else Path(path)
     bits, sizes = _read_settings(path / SETTINGS)
     wanted = {_name(layer): (*size, bits) for layer, size in enumerate(sizes) if size is not None}
     saved.check_shapes(path, saved.read_all_shapes(path), wanted, SETTINGS)
@@ -89,6 +89,11 @@ def load_hashes(path: str | os.PathLike | None = None) -> Hashes:
     }
     arrays = saved.read_arrays(path, kinds)
     return tuple(arrays.get(_name(layer)) for layer in range(len(sizes)))
+
+
+def bits_of(path: str | os.PathLike) -> int:
+    """Bits of a code by the hashes in the directory ``path``; raises as `load_hashes` does."""
+    return _read_settings(Path(path) / SETTINGS)[0]
 
 
 def _name(layer: int) -> str:

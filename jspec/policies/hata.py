@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ import numpy as np
 from jspec.cache import Cache, Linear
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
+from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hashes
 from jspec.ops.hash import BITS, encode, hamming_scores
 from jspec.ops.hash_select import hash_select
-from jspec.policies.policy import ScoredPolicy
+from jspec.policies.policy import Policy, ScoredPolicy
 from jspec.typing import Array
 
 
@@ -25,13 +27,15 @@ class Hata(ScoredPolicy):
     A code is the signs of a key's products with a matrix of its KV head. Each token keeps its
     key's; a query's is made when it scores, and shared bits are summed over a KV head's group.
     With ``norms`` a score counts times the key's norm, which is kept too, as in the authors' code.
-    Without trained matrices they are random ones from ``seed``.
+    ``hashes``: a folder that `jspec train-hash` wrote; without one the matrices are random, of
+    ``seed``.
     """
 
     needs_arrays: ClassVar[bool] = True
 
     bits: int = 128
     norms: bool = False
+    hashes: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -44,10 +48,23 @@ class Hata(ScoredPolicy):
         return codes | ({"norms": ((spec.kv_heads,), jnp.float32)} if self.norms else {})
 
     def prepare(self, specs: Sequence[LayerSpec], keys: Sequence[np.ndarray] | None) -> Any:
-        """Random matrices of each layer, float32 ``[K, H, bits]``."""
+        """Matrices of each layer, float32 ``[K, H, bits]``."""
+        if self.hashes:
+            return self._trained(specs)
         rng = np.random.default_rng(self.seed)
         shapes = [(spec.kv_heads, spec.key_size, self.bits) for spec in specs]
         return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+
+    def _trained(self, specs: Sequence[LayerSpec]) -> Hashes:
+        found = bits_of(self.hashes)
+        if found != self.bits:
+            raise ValueError(
+                f"hashes in {self.hashes} have {found} bits, but bits={self.bits}; pass "
+                f"bits={found}, or train others by `jspec train-hash --bits {self.bits}`"
+            )
+        hashes = load_hashes(self.hashes)
+        check_hashes(hashes, specs)
+        return hashes
 
     def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
         columns = {"codes": encode(k, arrays[layer])}
@@ -66,3 +83,16 @@ class Hata(ScoredPolicy):
             return super().best(arrays, layer, cache, q, most, **budget)
         codes = cache.columns[layer]["codes"]
         return hash_select(encode(q, arrays[layer]), codes, most, **budget)
+
+
+def with_hashes(policy: Policy, model: Path) -> Policy:
+    """``policy`` with the trained hashes in a model's directory, where it is `Hata` and names none.
+
+    They are in the folder ``hashes`` of it, and have as many bits as the policy asks for.
+    """
+    folder = model / FOLDER
+    if not isinstance(policy, Hata) or policy.hashes or not folder.is_dir():
+        return policy
+    if bits_of(folder) != policy.bits:
+        return policy
+    return dataclasses.replace(policy, hashes=str(folder))

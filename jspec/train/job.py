@@ -27,7 +27,7 @@ from jspec.train.learn import learn
 from jspec.train.loss import VARIANTS, HashTraining, Terms, first_weights
 from jspec.train.recall import BUDGETS, Rivals, compare, principal_axes
 from jspec.train.samples import Pairs, Seen, pairs_of, prefill, query_position
-from jspec.typing import Array, Model
+from jspec.typing import Model
 
 KEPT = np.float16  # of queries and keys on disk
 QUERIES = 16  # of a held-out text, in its second half
@@ -146,7 +146,7 @@ def _plan(job: Job) -> dict[str, Any]:
     """What a stopped run and the one that goes on with it must share."""
     digest = hashlib.sha256(repr(job.model.config).encode())
     for leaf in jax.tree.leaves(job.model):
-        digest.update(np.asarray(leaf.ravel()[:64]).tobytes())
+        digest.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)]).tobytes())  # its first row
     texts = hashlib.sha256(repr([list(map(len, part)) for part in job.texts]).encode())
     for part in job.texts:
         for text in part:
@@ -176,16 +176,16 @@ def _collect(job: Job, on_progress: OnProgress) -> None:
             partial.mkdir()
             for layer in job.layers:
                 query = _kept(seen.queries[layer][0], layer)
-                keys = _kept(seen.keys(layer)[: position + 1], layer)
+                keys = _kept(np.asarray(seen.keys(layer))[: position + 1], layer)
                 np.savez(partial / f"{layer}.npz", query=query, keys=keys)
             os.rename(partial, place)
         before += position + 1
         on_progress("read texts", before, total)
 
 
-def _kept(x: Array, layer: int) -> np.ndarray:
+def _kept(x: np.ndarray, layer: int) -> np.ndarray:
     with np.errstate(over="ignore"):  # looked at below
-        found = np.asarray(x).astype(KEPT)
+        found = x.astype(KEPT)
     if not np.isfinite(found).all():
         raise ValueError(
             f"queries or keys of layer {layer} are not finite, or beyond float16's 65504: the "

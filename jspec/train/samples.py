@@ -160,16 +160,19 @@ def pairs_of(
     The pairs of a query are shuffled before they are cut into blocks of ``block``, so that any
     choice of blocks is a fair sample.
     """
-    parts = []
+    parts, used = [], []
     for query, keys in samples:
         count = len(keys)
         # A power of two of blocks, so that texts of close lengths share a program.
         room = block << max(-(-count // block) - 1, 0).bit_length()
         padding = ((0, room - count), (0, 0), (0, 0))
         order = np.concatenate([rng.permutation(count), np.arange(count, room)]).astype(np.int32)
-        cut = _cut(query, np.pad(keys, padding), np.int32(count), order, spec.kv_heads, block)
-        parts.append([x[: -(-count // block)] for x in cut])
-    return Pairs(*(jnp.concatenate(part) for part in zip(*parts, strict=True)))
+        keys = np.pad(keys, padding)
+        parts.append(_cut(query, keys, np.int32(count), order, spec.kv_heads, block))
+        used.append(np.arange(room // block) * block < count)
+    # Once for all texts: slicing each to its own length would compile a program for each length.
+    chosen = np.flatnonzero(np.concatenate(used))
+    return Pairs(*(jnp.concatenate(part)[chosen] for part in zip(*parts, strict=True)))
 
 
 @functools.partial(jax.jit, static_argnames=("kv_heads", "block"))
