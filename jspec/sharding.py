@@ -71,10 +71,11 @@ def varying_over(axes: frozenset[str], tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def opaque(function: Callable[..., Any], *arrays: Array) -> Any:
+def opaque(function: Callable[..., Any], *arrays: Any) -> Any:
     """``function(*arrays)`` for a kernel of which JAX does not know what its results depend on.
 
-    Its arrays all vary over the axes that one of them does, and so do its results.
+    Its arrays, or trees of them, all vary over the axes that one of them does, and so do its
+    results.
     """
     axes = varying_axes(arrays)
     return varying_over(axes, function(*varying_over(axes, arrays)))

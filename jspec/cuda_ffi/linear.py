@@ -16,7 +16,7 @@ from jspec.ops.linear import linear_xla, on_a_mesh
 from jspec.ops.norm import RMS
 from jspec.typing import Array
 
-MOST_ROWS, MOST_INPUTS, GROUP = 16, 2048, 32  # as in src/linear/linear.h
+MOST_ROWS, MOST_INPUTS, GROUP = 16, 1024, 32  # as in src/linear/linear.h
 
 
 def linear_cuda(

@@ -6,15 +6,17 @@
 // looks: one barrier is left, before the sums of the warps are added up, in one order.
 #include <cuda_bf16.h>
 
+#include <algorithm>
+
 #include "common/warp.cuh"
 #include "linear/linear.h"
 
 namespace jspec {
 namespace {
 
-constexpr int kWidth = 16;               // columns of a block
-constexpr int kMostWarps = 16;           // of a block
-constexpr int kTile = kGroup * kWidth;   // weights of a group
+constexpr int kWidth = 16;              // columns of a block
+constexpr int kMostWarps = 16;          // of a block
+constexpr int kTile = kGroup * kWidth;  // weights of a group
 
 __device__ float wide(uint16_t value) { return __uint_as_float(uint32_t(value) << 16); }
 __device__ uint16_t narrow(float value) {
@@ -23,10 +25,11 @@ __device__ uint16_t narrow(float value) {
 __device__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Sixteen bytes on their way into shared memory, zeros where there is nothing to read.
+// Sixteen bytes on their way into shared memory, zeros where there is nothing to read. What lies
+// beside them goes to L2: a block near by reads it at the same time.
 __device__ void copy(uint16_t* shared, const uint16_t* global, bool reads) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
                "r"(reads ? 16 : 0));
 }
 
@@ -160,13 +163,15 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
   }
 
   constexpr int size = tiles * 8 * kWidth;  // of what a warp leaves of each side
-  float* parts = reinterpret_cast<float*>(shared + (transposed ? 0 : warps * groups * sides * kTile));
+  float* parts =
+      reinterpret_cast<float*>(shared + (transposed ? 0 : warps * groups * sides * kTile));
   float* norms = parts + warps * sides * size;
 #pragma unroll
   for (int tile = 0; tile < tiles; ++tile) {
 #pragma unroll
     for (int side = 0; side < sides; ++side) {
-      float* part = parts + (warp * sides + side) * size + (tile * 8 + quarter * 2) * kWidth + eighth;
+      float* part =
+          parts + (warp * sides + side) * size + (tile * 8 + quarter * 2) * kWidth + eighth;
       part[0] = sums[side][tile][0];
       part[kWidth] = sums[side][tile][1];
       part[8] = sums[side][tile][2];
@@ -236,10 +241,9 @@ const char* launch_tiles(const Linear& linear, Stream stream) {
 }  // namespace
 
 const char* linear(const Linear& linear, Stream stream) {
-  const int all = linear.inputs / kGroup;
-  if (all <= kMostWarps) return launch_tiles<1>(linear, stream);
-  if (all <= 2 * kMostWarps) return launch_tiles<2>(linear, stream);
-  return launch_tiles<kMostInputs / kGroup / kMostWarps>(linear, stream);
+  constexpr int most = kMostInputs / kGroup / kMostWarps;
+  return linear.inputs <= kMostWarps * kGroup ? launch_tiles<1>(linear, stream)
+                                              : launch_tiles<most>(linear, stream);
 }
 
 }  // namespace jspec

@@ -7,7 +7,7 @@
 namespace jspec {
 
 // Inputs that a warp multiplies at a time, and most rows and inputs that a kernel takes.
-constexpr int kGroup = 32, kMostRows = 16, kMostInputs = 2048;
+constexpr int kGroup = 32, kMostRows = 16, kMostInputs = 1024;
 
 struct Linear {
   const uint16_t* x;       // [rows, inputs]

@@ -1,0 +1,273 @@
+"""How attention on Mosaic GPU is cut into items of work, and which program takes which.
+
+A cache's keys are cut into chunks at positions that are the same for every row and capacity. An
+item is a chunk of a key-value head of a batch row, for a tile of its queries. Only chunks that
+some query sees are items. They are in order of size, large ones first, and the programs take them
+by turns, forward and backward, so that all have about as much to do. Programs are in gangs, which
+take neighbouring heads at the same time: neighbours in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.gpu import multiprocessors
+from jspec.pallas.mosaic import floor_power
+from jspec.pallas.products import TILE
+from jspec.typing import Array
+
+PART = 128  # most channels that a warpgroup sums
+SHARED = 223 * 1024  # bytes of shared memory for what is large; the rest is for what is not
+FIRST, LARGEST = 512, 4096  # keys of the first chunk and of the largest, for few query rows
+FEW = 16  # query rows
+EVEN = 132  # multiprocessors that a row is to be read by; a number that follows from no GPU
+EVERYTHING = jnp.iinfo(jnp.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Positions in chunks, larger ones farther behind.
+
+    ``levels``: up to which position, and how many keys a chunk; all but the last position are
+    multiples of the sizes on both sides.
+    """
+
+    levels: tuple[tuple[int, int], ...]
+
+    def each(self) -> list[tuple[int, int, int, int]]:
+        """Of each level: its first chunk, its first position, a chunk's size, and how many."""
+        found, chunk, begin = [], 0, 0
+        for until, size in self.levels:
+            count = -(-(until - begin) // size)
+            found.append((chunk, begin, size, count))
+            chunk, begin = chunk + count, until
+        return found
+
+    @property
+    def count(self) -> int:
+        chunk, _, _, count = self.each()[-1]
+        return chunk + count
+
+    def place(self, index):
+        """Where a chunk begins, and its size."""
+        where = jnp.int32(0), jnp.int32(0)
+        for chunk, begin, size, _ in self.each():
+            here = begin + (index - chunk) * size, size
+            where = tuple(jnp.where(index >= chunk, x, y) for x, y in zip(here, where, strict=True))
+        return where
+
+    def holding(self, position):
+        """The chunk that a position is in."""
+        index = jnp.int32(0)
+        for chunk, begin, size, _ in self.each():
+            here = chunk + lax.div(position - begin, jnp.int32(size))
+            index = jnp.where(position >= begin, here, index)
+        return index
+
+
+def chunks_for(slots: int, streams: int, rows: int) -> Chunks:
+    """Chunks of which a row of any length has about as many as an H200 has multiprocessors.
+
+    ``streams``: how many tiles of query rows read a row's keys. The size of a chunk doubles with
+    the position. The more ``rows`` share a head, the more time partial results take beside the
+    keys: chunks are larger then.
+    """
+    factor = 1 if rows <= FEW else 2
+    least, most = FIRST * (1 if rows <= TILE else 2), LARGEST * factor
+    levels, begin, until = [], 0, 8 * FIRST
+    while begin < slots:
+        even = 2 * floor_power(max(begin * streams // EVEN, 2) - 1)
+        levels.append((min(until, slots), min(max(even * factor, least), most)))
+        begin, until = until, 2 * until
+    return Chunks(tuple(levels))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of an attention, and how its queries are laid into tiles."""
+
+    batch: int
+    slots: int
+    kv_heads: int
+    rows: int  # T * G
+    size: int
+    item: int  # bytes of an element
+
+    @property
+    def halves(self) -> int:
+        """Warpgroups that share a tile's values: each sums half of the channels."""
+        return 2 if self.size > PART else 1
+
+    @property
+    def channels(self) -> int:
+        """Channels that a warpgroup sums."""
+        return self.size // self.halves
+
+    @property
+    def stacked(self) -> int:
+        """Tiles of 64 rows that a program holds."""
+        return 1 if self.rows <= TILE or self.halves > 1 else 2
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that compute."""
+        return self.stacked * self.halves
+
+    @property
+    def wide(self) -> int:
+        """Rows that a program holds."""
+        return self.stacked * TILE
+
+    @property
+    def tiles(self) -> int:
+        """How many times that is of the queries that share a head."""
+        return -(-self.rows // self.wide)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Rows that are written of each tile of 64 rows of a program, multiples of 8."""
+        rows = self.wide if self.tiles > 1 else -(-self.rows // 8) * 8
+        return tuple(min(rows - i, TILE) for i in range(0, self.wide, TILE))
+
+    @property
+    def part(self) -> int:
+        """Channels of results that are on their way to global memory at a time."""
+        return 16 if self.channels % 16 == 0 else 8
+
+    def stages(self, keys: int, sides: int) -> tuple[int, int]:
+        """How many blocks of keys and of values fit into shared memory beside all else."""
+        own = sides * self.wide * self.size * self.item + 2 * self.groups * TILE * self.part * 4
+        both = min((SHARED - own) // (keys * self.size * self.item), 12)
+        return (both + 1) // 2, both // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How the work is cut: ``keys`` of a block, ``stages`` that hold a block of keys or of values
+    each, ``sides`` that hold the queries of an item each, the ``chunks`` (of multiples of
+    ``keys``), the ``programs`` that stay, and how many of them are a ``gang``, which divides their
+    number and the heads'."""
+
+    keys: int
+    stages: tuple[int, int]
+    sides: int
+    chunks: Chunks
+    programs: int
+    gang: int
+
+
+def blocks_for(shape: Shape) -> Blocks:
+    """The cut that serves a shape well."""
+    streams = shape.tiles * shape.kv_heads
+    if shape.tiles > 1 and streams > EVEN // 2:  # each reads all keys, and nothing is merged
+        chunks = Chunks(((shape.slots, -(-shape.slots // 128) * 128),))
+    else:
+        chunks = chunks_for(shape.slots, streams, shape.rows)
+    keys = TILE if shape.halves > 1 or shape.slots < 2 * TILE else 2 * TILE
+    # The queries of the next item are copied early where that leaves blocks enough.
+    sides = 2 if sum(shape.stages(keys, 2)) >= min(sum(shape.stages(keys, 1)), 8) else 1
+    stages, programs = shape.stages(keys, sides), multiprocessors()
+    return Blocks(keys, stages, sides, chunks, programs, math.gcd(shape.kv_heads, programs))
+
+
+def reach(positions: Array, shape: Shape, window: int | None) -> tuple[Array, Array]:
+    """Which keys the queries at ``positions [B, T]`` see.
+
+    int32 ``[B, tiles, wide]``: the last position that each query of a tile sees, -1 for none; and
+    ``[B, tiles, 3]``: where those begin that any of them sees, where those end that all of them see
+    (or those that begin, with a window), and where the last of them ends.
+    """
+    group = shape.rows // positions.shape[1]
+    spare = shape.tiles * shape.wide - shape.rows
+    last = jnp.pad(jnp.repeat(positions, group, axis=1), ((0, 0), (0, spare)), constant_values=-1)
+    last = last.reshape(shape.batch, shape.tiles, shape.wide)
+    first = jnp.where(last >= 0, last, EVERYTHING).min(axis=2)
+    end = last.max(axis=2) + 1
+    begin, common = jnp.zeros_like(end), jnp.minimum(first, end - 1) + 1
+    if window is not None:
+        begin = common = jnp.maximum(jnp.minimum(first, end) - window + 1, 0)
+    return last, jnp.stack([begin, common, end], axis=2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Items:
+    """What there is to do; int32, an element an item.
+
+    Batch row, tile, the first of the gang's heads, and the chunk; where the item's keys ``begin``,
+    how many of its ``blocks`` of keys there are, and how many of the first are ``plain``, seen by
+    all queries; and where the tile's keys ``end``.
+    """
+
+    row: Array
+    tile: Array
+    head: Array
+    chunk: Array
+    begin: Array
+    plain: Array
+    blocks: Array
+    end: Array
+
+
+def plan(bounds: Array, shape: Shape, blocks: Blocks) -> tuple[Items, Array]:
+    """The items of ``bounds`` as `reach` gives them, large ones first. The last of the second array
+    says how many."""
+    merged = blocks.chunks.count > 1
+    row, tile, first, counts = _chunks(bounds, blocks) if merged else _tiles(bounds)
+    parts = shape.kv_heads // blocks.gang
+    counts *= parts
+    index = jnp.arange(len(counts))
+    until = jnp.where(index[:, None] >= index[None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
+    most = shape.batch * shape.tiles * blocks.chunks.count * parts
+    index = jnp.arange(most, dtype=jnp.int32)
+    entry = (index[:, None] >= until[None]).sum(axis=1, dtype=jnp.int32)
+    entry = jnp.minimum(entry, len(counts) - 1)
+    within = index - (until - counts)[entry]
+    chunk = first[entry] + lax.div(within, jnp.int32(parts))
+    head = lax.rem(within, jnp.int32(parts)) * blocks.gang
+    row, tile = row[entry], tile[entry]
+    begin, common, end = (bounds[row, tile, i] for i in range(3))
+    start, size = blocks.chunks.place(chunk)
+    keys = jnp.int32(blocks.keys)
+
+    def inside(position: Array) -> Array:
+        return jnp.clip(position - start, 0, size)
+
+    low = lax.div(inside(begin), keys)
+    plain = lax.div(inside(common), keys)
+    # A tile that sees nothing reads a block, and leaves a result that says so.
+    high = jnp.maximum(lax.div(inside(end) + keys - 1, keys), low + 1)
+    begin = start + low * keys
+    return Items(row, tile, head, chunk, begin, plain - low, high - low, end), until
+
+
+def _chunks(bounds: Array, blocks: Blocks) -> tuple[Array, ...]:
+    """The chunks that are seen, of which some follow each other: row, tile, first chunk, and how
+    many. Those that a tile sees in part come first, then the largest."""
+    batch, tiles = bounds.shape[:2]
+    rows = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tiles)
+    tile = jnp.tile(jnp.arange(tiles, dtype=jnp.int32), batch)
+    begin, _, end = (bounds[:, :, i].reshape(-1) for i in range(3))
+    low, last = blocks.chunks.holding(begin), blocks.chunks.holding(end - 1)
+    start, size = blocks.chunks.place(last)
+    cut = (end > begin) & (start + size > end)
+    found = [(rows, tile, last, cut.astype(jnp.int32))]
+    for chunk, start, size, count in reversed(blocks.chunks.each()):
+        first = jnp.maximum(low, chunk)
+        whole = chunk + jnp.clip(lax.div(end - start, jnp.int32(size)), 0, count) - first
+        found.append((rows, tile, first, jnp.maximum(whole, 0)))
+    return tuple(jnp.concatenate(x) for x in zip(*found, strict=True))
+
+
+def _tiles(bounds: Array) -> tuple[Array, ...]:
+    """As `_chunks`, all tiles with their only chunk; the last ones see most and come first."""
+    batch, tiles = bounds.shape[:2]
+    tile = jnp.repeat(jnp.arange(tiles - 1, -1, -1, dtype=jnp.int32), batch)
+    row = jnp.tile(jnp.arange(batch, dtype=jnp.int32), tiles)
+    zero = jnp.zeros_like(row)
+    return row, tile, zero, zero + 1

@@ -1,0 +1,72 @@
+"""Products of tiles by a warpgroup on Mosaic GPU, one at a time or two beside each other.
+
+A tile has 64 rows. The sum of a product is in registers; its second factor is in shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jspec.typing import Array
+
+TILE = 64  # rows that a warpgroup multiplies at a time
+
+
+def swizzled(shape: tuple[int, ...], dtype: jnp.dtype):
+    """Shared memory in the form that products read."""
+    channels = beside(shape[-1])
+    swizzle = plgpu.SwizzleTransform(channels * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, channels)), swizzle))
+
+
+def beside(channels: int) -> int:
+    """How many channels lie beside each other in shared memory."""
+    return next(c for c in (64, 32, 16) if channels % c == 0)
+
+
+def _accumulator(columns: int):
+    return plgpu.ACC((TILE, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def times(a, b) -> Array:
+    """The product of two tiles in shared memory."""
+
+    def multiply(product):
+        plgpu.wgmma(product, a, b)
+        return product[...]
+
+    return pl.run_scoped(multiply, _accumulator(b.shape[1]))
+
+
+def plus(acc: Array, a: Array, b) -> Array:
+    """``acc`` plus the product of a tile in registers and one in shared memory."""
+
+    def add(result):
+        result[...] = acc
+        plgpu.wgmma(result, a, b)
+        return result[...]
+
+    return pl.run_scoped(add, _accumulator(b.shape[1]))
+
+
+def both(q, k, ready: Callable[[], None], sums, between: Callable[[Array], tuple[Array, ...]]):
+    """``between(q @ k)``, and beside it ``acc + a @ b`` of ``sums``, once ``b`` is ``ready``."""
+    acc, a, b = sums
+
+    def run(product, result):
+        result[...] = acc
+        plgpu.wgmma(product, q, k)
+        ready()
+        plgpu.wgmma(result, a, b)
+        found = between(plgpu.wgmma_accumulator_load(product, wait_n=1))
+        # All of it comes before the wait for the second product, and nothing else does: what is
+        # `a` of the next one must not be written while this one reads it.
+        found = lax.optimization_barrier(found)
+        return lax.optimization_barrier((found, result[...]))
+
+    return pl.run_scoped(run, _accumulator(k.shape[1]), _accumulator(b.shape[1]))

@@ -1,0 +1,111 @@
+"""How attention on Mosaic GPU is cut: chunks, items, and what each program takes."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.pallas.attention_cut import (
+    Blocks,
+    Chunks,
+    Shape,
+    blocks_for,
+    chunks_for,
+    plan,
+    reach,
+)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
+@pytest.mark.parametrize("slots", [100, 8192, 8448, 40_000, 300_000])
+@pytest.mark.parametrize("rows", [16, 17, 65])
+def test_chunks_cover_a_capacity_once_and_begin_alike_in_every_other(slots, kv_heads, rows):
+    chunks, longest = chunks_for(slots, kv_heads, rows), chunks_for(1_000_000, kv_heads, rows)
+    index = jnp.arange(chunks.count)
+    begin, size = map(np.asarray, chunks.place(index))
+    np.testing.assert_array_equal(begin[1:], (begin + size)[:-1])
+    assert begin[0] == 0
+    assert begin[-1] < slots <= begin[-1] + size[-1]
+    assert (size % 128 == 0).all()
+    last = np.minimum(begin + size, slots) - 1
+    for positions in (begin, last):
+        np.testing.assert_array_equal(chunks.holding(jnp.asarray(positions)), index)
+        np.testing.assert_array_equal(longest.holding(jnp.asarray(positions)), index)
+
+
+def shape(batch: int, slots: int, rows: int, kv_heads: int = 8, size: int = 128) -> Shape:
+    return Shape(batch, slots, kv_heads, rows, size, 2)
+
+
+def planned(lengths, tokens, window, shape, blocks):
+    """The items that there are, and the positions that they are of."""
+    positions = np.array(lengths)[:, None] - tokens + np.arange(tokens)
+    positions = jnp.asarray(np.maximum(positions, -1), jnp.int32)
+    call = jax.jit(lambda x: plan(reach(x, shape, window)[1], shape, blocks))
+    items, until = call(positions)
+    return jax.tree.map(lambda x: np.asarray(x)[: until[-1]], items), np.asarray(positions)
+
+
+CHUNKED = [
+    ((40_000, 0, 8193, 1, 8192), 1, None),
+    ((40_000, 0, 8193, 1, 8192), 3, 9000),
+    ((300, 200), 2, 5),
+    ((0, 0), 1, None),
+]
+
+
+@pytest.mark.parametrize(("lengths", "tokens", "window"), CHUNKED)
+def test_items_are_the_chunks_that_are_seen(lengths, tokens, window):
+    here = shape(len(lengths), 40_960, 4 * tokens)
+    blocks = blocks_for(here)
+    items, positions = planned(lengths, tokens, window, here, blocks)
+    expected = []
+    for row, own in enumerate(positions):
+        own = own[own >= 0]
+        end = own.max(initial=-1) + 1
+        begin = 0 if window is None or not own.size else max(own.min() - window + 1, 0)
+        seen = np.unique(np.asarray(blocks.chunks.holding(jnp.arange(begin, end))))
+        heads = range(0, here.kv_heads, blocks.gang)
+        expected += itertools.product([row], heads, seen)
+        mine = jax.tree.map(lambda x, row=row: x[items.row == row], items)
+        start, size = map(np.asarray, blocks.chunks.place(mine.chunk))
+        low, high = np.maximum(start, begin), np.minimum(start + size, end)
+        final = mine.begin + (mine.blocks - 1) * blocks.keys
+        assert ((mine.begin <= low) & (low < mine.begin + blocks.keys)).all()
+        assert ((final < high) & (high <= final + blocks.keys)).all()
+        assert (mine.end == end).all()
+        # Blocks that are not masked are seen by all queries.
+        plain = mine.begin + mine.plain * blocks.keys
+        assert ((mine.plain == 0) | (plain <= own.min(initial=end) + 1)).all()
+        assert window is None or not mine.plain.any()
+    got = zip(items.row, items.head, items.chunk, strict=True)
+    assert sorted(got) == sorted(expected)
+    assert not items.tile.any()
+
+
+@pytest.mark.parametrize("slots", [32_768, 131_072])
+@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize("lengths", [(32_768,) * 8, (30_000, 9000, 17_777, 32_768), (32_000,)])
+def test_turns_share_the_work_evenly(lengths, rows, slots):
+    here = shape(len(lengths), slots, rows)
+    blocks = blocks_for(here)
+    items, _ = planned(lengths, 1, None, here, blocks)
+    gangs = blocks.programs // blocks.gang
+    turns = np.zeros(-(-len(items.blocks) // gangs) * gangs, int)
+    turns[: len(items.blocks)] = items.blocks
+    turns = turns.reshape(-1, gangs)
+    turns[1::2] = turns[1::2, ::-1]
+    loads = turns.sum(axis=0)
+    assert loads.max() <= loads.mean() + items.blocks.max()
+    assert loads.max() <= 1.4 * loads.mean()
+
+
+def test_every_tile_is_an_item_where_nothing_is_merged():
+    here = shape(2, 1024, 300)
+    blocks = Blocks(64, (2, 2), 1, Chunks(((1024, 1024),)), programs=16, gang=8)
+    items, _ = planned((0, 700), 75, None, here, blocks)
+    got = sorted(zip(items.row, items.tile, strict=True))
+    assert got == list(itertools.product((0, 1), (0, 1, 2)))
+    assert (items.blocks[items.row == 0] == 1).all()  # a block, to leave zeros
