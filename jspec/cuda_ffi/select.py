@@ -39,20 +39,22 @@ class Cut:
         return {"counted": np.int32(self.counted), "taken": np.int32(self.taken)}
 
 
-def chunk(lines: int, n: int, least: int = LEAST, most: int = MOST) -> int:
-    """The most slots for a block of which every multiprocessor still has one, and half have two.
+def chunk(lines: int, n: int, least: int, most: int, blocks: float) -> int:
+    """The most slots for a block of which there are ``blocks`` for each multiprocessor.
 
     ``lines`` of n slots are cut.
     """
     size = most
-    while size > least and 2 * lines * -(-n // size) < 3 * multiprocessors():
+    while size > least and lines * -(-n // size) < blocks * multiprocessors():
         size //= 2
     return size
 
 
 def cut_for(rows: int, n: int) -> Cut:
     """The cut that serves rows of scores well."""
-    size = max(256, 1 << max(n - 1, 0).bit_length()) if n <= MOST else chunk(rows, n)
+    size = (
+        max(256, 1 << max(n - 1, 0).bit_length()) if n <= MOST else chunk(rows, n, LEAST, MOST, 1.5)
+    )
     return Cut(size, size)
 
 
@@ -165,11 +167,8 @@ def _hash_cut(k_codes: Array, keys: int) -> Cut:
     batch, n, heads, words = k_codes.shape
     together = min(heads, 32 // words)
     groups = -(-heads // together)
-    most_counted = MOST // max(1 << (together - 1).bit_length(), 8)
-    return Cut(
-        counted=chunk(batch * groups, n, 256, most_counted),
-        taken=max(chunk(batch * heads, n), most_counted),
-    )
+    counted = chunk(batch * groups, n, 256, MOST // max(1 << (together - 1).bit_length(), 8), 0.8)
+    return Cut(counted, chunk(batch * heads, n, max(LEAST, counted), MOST, 0.8))
 
 
 SELECT = Backend("cuda", select_cuda, _supports)

@@ -102,6 +102,27 @@ def test_select_under_vmap_and_with_shared_counts(backend):
     np.testing.assert_array_equal(got, wanted)
 
 
+@every_backend(SELECT)
+def test_select_inside_shard_map(backend):
+    """Each device selects from its own rows."""
+    devices = jax.device_count()
+    scores = rows_of_scores(2 * devices, 40, "float32", 0)
+    counts, lengths = (np.full(2 * devices, x, np.int32) for x in (7, 33))
+    static = {"k": 7, "sinks": 1, "recent": 2, "highest": None}
+    arguments = tuple(map(jnp.asarray, (scores, counts, lengths)))
+    run(backend, arguments, **static)  # skips where it refuses
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("x")
+
+    def local(scores, counts, lengths):
+        given = {"counts": counts, "lengths": lengths, "implementation": backend}
+        return select(scores, 7, sinks=1, recent=2, **given)
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    got = jax.jit(sharded)(*arguments)
+    np.testing.assert_array_equal(got, by_sorting(scores, counts, lengths, **static))
+
+
 def test_equals_the_library_where_there_are_no_ties():
     scores = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1000), np.float32))
     wanted = np.sort(jax.lax.top_k(scores, 77)[1], axis=-1)

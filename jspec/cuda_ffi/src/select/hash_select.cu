@@ -1,7 +1,6 @@
 // Scoring and selection of hash codes on a GPU: the scores are counted as they are computed, so that
 // one launch more takes the slots.
 #include <algorithm>
-#include <type_traits>
 
 #include "select/score.cuh"
 
@@ -21,18 +20,16 @@ template <int words>
 const char* score(const Work& work, const Hash& hash, Stream stream) {
   const Heads heads = heads_of(hash, work.plan.digits.bins[0]);
   const int64_t blocks = hash.batch * heads.groups * work.plan.chunks;
-  const int bins = work.plan.digits.bins[0];
-  const size_t bytes = heads.heads * (bins + bins / 64) * sizeof(uint32_t);
-  const auto launch = [&](auto queries) {
-    score_kernel<words, queries.value><<<blocks, kThreads, bytes, stream>>>(work, hash, heads);
-    return launch_error();
-  };
-  // Few codes of queries stay in registers.
-  if (hash.queries() == 1) return launch(std::integral_constant<int, 1>());
-  if constexpr (words <= 4) {
-    if (hash.queries() == 4) return launch(std::integral_constant<int, 4>());
+  const int bins = work.plan.digits.bins[0], planes = planes_of(hash.queries());
+  // Counters, their totals, 32 bases and the planes.
+  const size_t bytes = (heads.heads * bins + heads.totals(bins) + 32 + planes * heads.heads * words) *
+                       sizeof(uint32_t);
+  if (hash.queries() == 1) {
+    score_kernel<words, true><<<blocks, kThreads, bytes, stream>>>(work, hash, heads, 0);
+  } else {
+    score_kernel<words, false><<<blocks, kThreads, bytes, stream>>>(work, hash, heads, planes);
   }
-  return launch(std::integral_constant<int, 0>());
+  return launch_error();
 }
 
 }  // namespace

@@ -79,10 +79,7 @@ struct Row {
     for (int at = 0; at < length && first + at < taken.high; at += kTile) {
       const Held<Key> held = tile(first + at, length);
       if (at == 0) __syncthreads();  // the counters are clear
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (held.items.counts(i)) atomicAdd(counters + (key(held.raw[i]) >> shift), 1);
-      }
+      held.items.each([&](int i) { atomicAdd(counters + (key(held.raw[i]) >> shift), 1); });
     }
     __syncthreads();
   }
@@ -105,18 +102,16 @@ struct Row {
                                          Before before, uint32_t* sums, KeyOf key_of,
                                          SlotAt slot_at) const {
     uint32_t over = 0, ties = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (!items.counts(i)) continue;
+    items.each([&](int i) {
       const uint32_t own = key_of(i);
-      over |= uint32_t(own > threshold) << i;
-      ties |= uint32_t(own == threshold) << i;
-    }
+      if (own > threshold) over |= 1u << i;
+      if (own == threshold) ties |= 1u << i;
+    });
     int32_t* slots = this->slots();
-    return before + in_order<V>(over, ties, sums, [&](int i, Before own, bool tied) {
+    return before + in_order<V>(over, ties, sums, [&](int offset, Before own, bool tied) {
              own = before + own;
              if (!tied || own.at < need) {
-               slots[own.over + min(own.at, need)] = slot_at(items.at(i));
+               slots[own.over + min(own.at, need)] = slot_at(items.base + offset);
              }
            });
   }
@@ -132,14 +127,12 @@ struct Row {
           [&](int i) { return key(held.raw[i]); }, [&](int at) { return at; });
     } else {
       uint32_t reaching = 0;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const bool reaches = held.items.counts(i) && int(key(held.raw[i]) >> shift) >= found.digit;
-        reaching |= uint32_t(reaches) << i;
-      }
+      held.items.each([&](int i) {
+        if (int(key(held.raw[i]) >> shift) >= found.digit) reaching |= 1u << i;
+      });
       int32_t* list = this->list();
-      return before + in_order<Held<Key>::V>(reaching, 0, sums, [&](int i, Before own, bool) {
-               list[before.over + own.over] = held.items.at(i);
+      return before + in_order<Held<Key>::V>(reaching, 0, sums, [&](int offset, Before own, bool) {
+               list[before.over + own.over] = held.items.base + offset;
              });
     }
   }
@@ -154,11 +147,12 @@ struct Row {
     const auto items_from = [&](int start) {
       return Items<4>(start, min(kTile, (length - start + 63) / 64 * 64), 0, length);
     };
+    // No branch comes between the loads, so that all are on their way at once.
     const auto load = [&](const Items<4>& items) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (items.counts(i)) keys[i] = key(scores[list[items.at(i)]]);
-      }
+      for (int i = 0; i < kEach; ++i) keys[i] = list[min(items.at(i), length - 1)];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) keys[i] = key(scores[keys[i]]);
     };
     load(items_from(0));
     uint32_t threshold = first.digit;  // the digits found, as the highest bits of a key
@@ -170,12 +164,11 @@ struct Row {
       for (int start = 0; start < length; start += kTile) {
         const Items<4> items = items_from(start);
         if (length > kTile) load(items);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          if (items.counts(i) && keys[i] >> (shift + width) == threshold) {
+        items.each([&](int i) {
+          if (keys[i] >> (shift + width) == threshold) {
             atomicAdd(shared.counters + (keys[i] >> shift & ((1u << width) - 1)), 1);
           }
-        }
+        });
       }
       __syncthreads();
       const Found own = find(shared.counters, digits.bins[level], need, shared.totals, chosen);
@@ -240,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 template <typename Key>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, 1)
     finish_kernel(const __grid_constant__ Work work, Key key) {
   __shared__ Counting shared;
   __shared__ Found chosen;
