@@ -25,9 +25,12 @@ from bench import (
     decoding,
     fused,
     gather,
+    hash,
+    hash_training,
     pack,
     point,
     sampling,
+    select,
     verify,
 )
 from bench.decode import options
@@ -39,7 +42,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(ceilings, verify, pack, fused, sampling),
-        *(attention, gather, decoding, decode),
+        *(attention, gather, hash, select, hash_training, decoding, decode),
     )
 }
 _INTERRUPTED = threading.Event()
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{asked.results} says nothing to {asked.suite}")
     if asked.suite == "list":
         for name, suite in SUITES.items():
-            print(f"{name:9} {suite.title}")
+            print(f"{name:13} {suite.title}")
         return 0
     if asked.suite == "env":
         print(json.dumps(describe(), indent=2))

@@ -35,19 +35,35 @@ if TYPE_CHECKING:
     from jspec.models.checkpoint import load_model, save_model
     from jspec.models.decoder import Decoder
     from jspec.models.errors import CheckpointError
+    from jspec.models.hashes import load_hashes
     from jspec.models.tokenizer import Tokenizer, load_tokenizer
     from jspec.ops.attention.dense import attention
     from jspec.ops.attention.gathered import gathered_attention
     from jspec.ops.attention.merge import merge_attention
     from jspec.ops.attention.scored import scored_attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
+    from jspec.ops.hash import encode, encode_both, hamming_scores
+    from jspec.ops.hash_select import hash_select
     from jspec.ops.law import law
     from jspec.ops.pack import Packed, pack
     from jspec.ops.sample import Sampling
+    from jspec.ops.select import select
     from jspec.ops.stochastic import verify_stochastic
     from jspec.ops.verify import Verified, verify_greedy
-    from jspec.policies import Dense, Policy, ScoredPolicy, Streaming
+    from jspec.policies import (
+        Dense,
+        ExactTopK,
+        Hata,
+        Loki,
+        MagicPIG,
+        Policy,
+        Quest,
+        ScoredPolicy,
+        Streaming,
+        named_policy,
+    )
     from jspec.policies.attend import dense_attend
+    from jspec.policies.prepare import prepare
     from jspec.typing import Attend, Model, ModelShape
 
 __version__ = "0.2.0.dev0"
@@ -80,19 +96,35 @@ _HOMES = {
     "jspec.models.checkpoint": ["load_model", "save_model"],
     "jspec.models.decoder": ["Decoder"],
     "jspec.models.errors": ["CheckpointError"],
+    "jspec.models.hashes": ["load_hashes"],
     "jspec.models.tokenizer": ["Tokenizer", "load_tokenizer"],
     "jspec.ops.attention.dense": ["attention"],
     "jspec.ops.attention.gathered": ["gathered_attention"],
     "jspec.ops.attention.merge": ["merge_attention"],
     "jspec.ops.attention.scored": ["scored_attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
+    "jspec.ops.hash": ["encode", "encode_both", "hamming_scores"],
+    "jspec.ops.hash_select": ["hash_select"],
     "jspec.ops.law": ["law"],
     "jspec.ops.pack": ["Packed", "pack"],
     "jspec.ops.sample": ["Sampling"],
+    "jspec.ops.select": ["select"],
     "jspec.ops.stochastic": ["verify_stochastic"],
     "jspec.ops.verify": ["Verified", "verify_greedy"],
-    "jspec.policies": ["Dense", "Policy", "ScoredPolicy", "Streaming"],
+    "jspec.policies": [
+        "Dense",
+        "ExactTopK",
+        "Hata",
+        "Loki",
+        "MagicPIG",
+        "Policy",
+        "Quest",
+        "ScoredPolicy",
+        "Streaming",
+        "named_policy",
+    ],
     "jspec.policies.attend": ["dense_attend"],
+    "jspec.policies.prepare": ["prepare"],
     "jspec.typing": ["Attend", "Model", "ModelShape"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -112,10 +144,14 @@ __all__ = [
     "Dense",
     "Drafted",
     "Drafter",
+    "ExactTopK",
     "Generation",
+    "Hata",
     "Interrupted",
     "LayerSpec",
     "Linear",
+    "Loki",
+    "MagicPIG",
     "Model",
     "ModelConfig",
     "ModelDraft",
@@ -125,6 +161,7 @@ __all__ = [
     "NoDraft",
     "Packed",
     "Policy",
+    "Quest",
     "Ring",
     "Rope",
     "RopeScaling",
@@ -142,23 +179,31 @@ __all__ = [
     "attention",
     "decode_chunk",
     "dense_attend",
+    "encode",
+    "encode_both",
     "fill_slot",
     "gathered_attention",
     "generate",
     "grow",
+    "hamming_scores",
+    "hash_select",
     "law",
     "load_bundled",
     "load_chat_template",
+    "load_hashes",
     "load_model",
     "load_tokenizer",
     "merge_attention",
     "mode_of",
     "named_draft",
+    "named_policy",
     "pack",
+    "prepare",
     "sampling_of",
     "save_model",
     "score",
     "scored_attention",
+    "select",
     "speculative_step",
     "start_decoding",
     "step",

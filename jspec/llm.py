@@ -13,16 +13,19 @@ from typing import Any
 import numpy as np
 
 from jspec.config import SamplingParams
-from jspec.decode.draft import Drafter, NgramDraft
+from jspec.decode.draft import Drafter, NgramDraft, NoDraft
 from jspec.decode.engine import generate
 from jspec.decode.requests import one_each
 from jspec.decode.score import score
 from jspec.dispatch import Backends
+from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate, Message, load_chat_template
 from jspec.models.checkpoint import load_model
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
+from jspec.policies import Dense, Policy
+from jspec.policies.hata import with_hashes
 from jspec.typing import Model
 
 
@@ -47,8 +50,9 @@ class LLM:
 
     ``model``: a directory for `load_model`, the bundled model where it is None, or a model, which
     needs a ``tokenizer``. ``chat_template`` and ``tokenizer`` default to those of the directory.
-    ``draft``, ``gamma``, ``draft_model`` and ``backends`` as in `jspec.generate`, ``batch`` prompts
-    at a time. Raises `CheckpointError` as `load_model` does.
+    ``draft``, ``gamma``, ``draft_model``, ``target``, ``policy_arrays`` and ``backends`` as in
+    `jspec.generate`, ``batch`` prompts at a time; the arrays default to those that a text of
+    jspec's own gives. Raises `CheckpointError` as `load_model` does.
     """
 
     def __init__(
@@ -60,11 +64,14 @@ class LLM:
         draft: Drafter | None = NgramDraft(),
         gamma: int | None = None,
         draft_model: Model | None = None,
+        target: Policy = Dense(),
+        policy_arrays: Any = None,
         batch: int = 8,
         backends: Mapping[str, str] = Backends(),
     ):
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
+        path = None
         if model is None or isinstance(model, str | os.PathLike):
             path = bundled_path() if model is None else Path(model)
             tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
@@ -76,12 +83,26 @@ class LLM:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._batch = batch
+        if policy_arrays is None:
+            policy_arrays = self._arrays(draft, target, path)
         self._settings = {
             "draft": draft,
             "gamma": gamma,
             "draft_model": draft_model,
+            "target": target,
+            "policy_arrays": policy_arrays,
             "backends": backends,
         }
+
+    def _arrays(self, draft: Drafter | None, target: Policy, path: Path | None) -> Any:
+        """What the policy of a drafter or of the model itself takes, from jspec's own text.
+
+        ``path``: the model's directory, which may have hashes.
+        """
+        policy = NoDraft().keeps if draft is None else draft.keeps
+        policy = policy if isinstance(target, Dense) else target
+        policy = policy if path is None else with_hashes(policy, path)
+        return prepared(policy, self.model, self.tokenizer)
 
     def generate(
         self,

@@ -13,8 +13,10 @@ from bench.report import (
     decode,
     decoding,
     figures,
+    learning,
     packing,
     sampling,
+    selection,
     verification,
 )
 
@@ -33,6 +35,9 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "sampling": sampling.section,
     "attention": attention.dense,
     "gather": attention.gathered,
+    "hash": selection.codes,
+    "select": selection.scores,
+    "hash-training": learning.section,
     "step": decoding.section,
     "decode": decode.section,
 }

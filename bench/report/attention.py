@@ -23,7 +23,7 @@ def dense(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any
     return paragraphs(
         header("Attention over a cache", result),
         f"bfloat16. {COLD}{floor.bytes}.",
-        _shares(result, "attention", attention.COLUMNS, floor),
+        shares(result, "attention", attention.COLUMNS, floor),
         picture(pictures, "attention-context", "share of the read ceiling against context"),
         picture(pictures, "attention-tokens", "share of the read ceiling against tokens"),
         choice(result, "attention"),
@@ -35,7 +35,7 @@ def dense(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any
 def gathered(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
     floor, columns = gather.floor(result), gather.COLUMNS[:-1]
     operations = gather.OPERATIONS.values()
-    places, copies, reads = (_shares(result, x, columns, floor) for x in operations)
+    places, copies, reads = (shares(result, x, columns, floor) for x in operations)
     return paragraphs(
         header("Attention over a selection of a cache", result),
         f"bfloat16. {COLD}{floor.bytes}.",
@@ -53,7 +53,7 @@ def gathered(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, 
     )
 
 
-def _shares(result: dict[str, Any], operation: str, columns: tuple[str, ...], floor: Floor) -> str:
+def shares(result: dict[str, Any], operation: str, columns: tuple[str, ...], floor: Floor) -> str:
     """A line a case, its bytes, and each name's time and share of the read ceiling."""
     everyone = names(result, operation)
     lines = []

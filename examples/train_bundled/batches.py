@@ -127,7 +127,7 @@ def retrieval_row(
     at = 0
     while (room := length - 1 - at) >= shortest:
         size = room if whole else round(float(np.exp(rng.uniform(np.log(shortest), np.log(room)))))
-        filler = _source_filler(data) if rng.random() < 0.5 else ruler.sentences
+        filler = source_filler(data) if rng.random() < 0.5 else ruler.sentences
         document, spans = ruler.training_document(max(size, shortest), rng, filler)
         end = at + 1 + len(document)
         row[at], row[end] = BOS_TOKEN, END_TOKEN
@@ -139,7 +139,7 @@ def retrieval_row(
     return row, kinds[1:]
 
 
-def _source_filler(data: np.ndarray) -> ruler.Filler:
+def source_filler(data: np.ndarray) -> ruler.Filler:
     """Lines of the training split as haystack, `jspec.eval.ruler.Filler`."""
 
     def filler(rng: np.random.Generator, size: int) -> bytes:

@@ -1,6 +1,7 @@
 """The cache: columns of each layer under a layout, appended at ragged offsets, undone by length.
 
-A column holds one array of every token: its key, its value, or what a policy keeps beside them.
+A column holds one array of every token: its key, its value, or what a policy keeps beside them. A
+page holds what a policy gathers of some tokens side by side, from committed ones alone.
 Slots that no committed position lives in hold nothing; their content, NaN included, never reaches
 an output.
 """
@@ -21,13 +22,19 @@ from jspec.config import LayerSpec
 from jspec.sharding import Placing, placed
 from jspec.typing import Array
 
-Shapes = Mapping[str, tuple[tuple[int, ...], Any]]  # of a token in each column, with its dtype
+# Of a token in each column, or of a page, with its dtype; None is that of the keys.
+Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
+
+
+def nothing(spec: LayerSpec) -> Shapes:
+    """No columns or pages but a layer's own."""
+    return {}
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["columns", "lengths"],
-    meta_fields=["specs", "layouts"],
+    data_fields=["columns", "lengths", "pages"],
+    meta_fields=["specs", "layouts", "page"],
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
@@ -35,13 +42,17 @@ class Cache:
 
     ``columns``: a layer's arrays by name, each ``[B, S, ...]``: ``keys [B, S, K, key size]``,
     ``values [B, S, K, value size]`` unless they are part of the keys, and a policy's own.
-    ``lengths`` int32 ``[B]``. ``specs`` and ``layouts``: one a layer, static.
+    ``lengths`` int32 ``[B]``. ``specs`` and ``layouts``: one a layer, static. ``pages``: a layer's
+    arrays by name, each ``[B, ceil(S / page), ...]``, of ``page`` positions side by side; nothing
+    is in a page without a committed position.
     """
 
     columns: tuple[dict[str, Array], ...]
     lengths: Array
     specs: tuple[LayerSpec, ...]
     layouts: tuple[Layout, ...]
+    pages: tuple[dict[str, Array], ...] = ()
+    page: int = 1
 
     @classmethod
     def create(
@@ -50,35 +61,48 @@ class Cache:
         layouts: Sequence[Layout],
         batch: int,
         dtype: Any,
-        extra: Callable[[LayerSpec], Shapes] = lambda spec: {},
+        extra: Callable[[LayerSpec], Shapes] = nothing,
         sharding: Placing = None,
+        pages: Callable[[LayerSpec], Shapes] = nothing,
+        page: int = 1,
     ) -> Cache:
-        """An empty cache with keys and values of ``dtype`` and the ``extra`` columns of a layer.
+        """An empty cache with keys and values of ``dtype``, and of a layer the ``extra`` columns
+        and the ``pages`` of ``page`` positions.
 
-        ``sharding``: of the columns, as `jspec.start_decoding` takes it.
+        ``sharding``: of all arrays, as `jspec.start_decoding` takes it.
         """
 
-        def column(layer: int, name: str, shape: tuple[int, ...], kind: Any) -> Array:
-            where = placed(f"cache.columns.{layer}.{name}", shape, sharding)
-            return jnp.zeros(shape, kind, device=where)
+        def made(kind: str, layer: int, shapes: Shapes, size: int) -> dict[str, Array]:
+            arrays = {}
+            for name, (own, own_dtype) in shapes.items():
+                shape = (batch, size, *own)
+                where = placed(f"cache.{kind}.{layer}.{name}", shape, sharding)
+                arrays[name] = jnp.zeros(shape, own_dtype or dtype, device=where)
+            return arrays
 
         def columns_of(layer: int, spec: LayerSpec, layout: Layout) -> dict[str, Array]:
             shapes = {"keys": ((spec.kv_heads, spec.key_size), dtype)}
             if not spec.values_in_keys:
                 shapes["values"] = ((spec.kv_heads, spec.value_size), dtype)
-            return {
-                name: column(layer, name, (batch, layout.size, *shape), kind)
-                for name, (shape, kind) in (shapes | dict(extra(spec))).items()
-            }
+            return made("columns", layer, shapes | dict(extra(spec)), layout.size)
 
-        pairs = zip(specs, layouts, strict=True)
-        columns = tuple(columns_of(layer, *pair) for layer, pair in enumerate(pairs))
-        return cls(columns, jnp.zeros((batch,), jnp.int32), tuple(specs), tuple(layouts))
+        def pages_of(layer: int, spec: LayerSpec, layout: Layout) -> dict[str, Array]:
+            return made("pages", layer, pages(spec), -(-layout.size // page))
+
+        layers = list(enumerate(zip(specs, layouts, strict=True)))
+        return cls(
+            columns=tuple(columns_of(layer, *pair) for layer, pair in layers),
+            lengths=jnp.zeros((batch,), jnp.int32),
+            specs=tuple(specs),
+            layouts=tuple(layouts),
+            pages=tuple(pages_of(layer, *pair) for layer, pair in layers),
+            page=page,
+        )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns over all layers."""
-        leaves = jax.tree.leaves(self.columns)
+        """Bytes of all columns and pages over all layers."""
+        leaves = jax.tree.leaves((self.columns, self.pages))
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
     def append(self, layer: int, positions: Array, **columns: Array) -> Cache:
@@ -93,8 +117,16 @@ class Cache:
             raise ValueError(
                 f"layer {layer} keeps {sorted(held)}, but {sorted(columns)} were appended"
             )
-        slots = self.slots(layer, positions)
-        rows = jnp.arange(positions.shape[0])[:, None]
+        return self.written(layer, self.slots(layer, positions), **columns)
+
+    def written(self, layer: int, slots: Array, **columns: Array) -> Cache:
+        """Write some ``columns [B, T, ...]`` of a layer into ``slots [B, T]``, as `slots` gives."""
+        held, rows = self.columns[layer], jnp.arange(slots.shape[0])[:, None]
+        if missing := columns.keys() - held.keys():
+            raise ValueError(
+                f"layer {layer} keeps {sorted(held)} and no {sorted(missing)}; start decoding with "
+                "the config of the steps, whose policy says what it keeps"
+            )
         return self.replaced(
             layer,
             **{
@@ -112,8 +144,9 @@ class Cache:
         return layout.slots(_last(positions, layout.size))
 
     def replaced(self, layer: int, **columns: Array) -> Cache:
-        """The cache with these columns of a layer in place of its own."""
-        after = (*self.columns[:layer], columns, *self.columns[layer + 1 :])
+        """The cache with these columns of a layer in place of its own; it keeps the others."""
+        held = self.columns[layer] | columns
+        after = (*self.columns[:layer], held, *self.columns[layer + 1 :])
         return dataclasses.replace(self, columns=after)
 
     def with_lengths(self, lengths: Array) -> Cache:
@@ -130,7 +163,11 @@ class Cache:
             {name: longer(x, layout.size) for name, x in held.items()}
             for held, layout in zip(self.columns, layouts, strict=True)
         )
-        return dataclasses.replace(self, columns=columns, layouts=layouts)
+        pages = tuple(
+            {name: longer(x, -(-layout.size // self.page)) for name, x in held.items()}
+            for held, layout in zip(self.pages, layouts, strict=True)
+        )
+        return dataclasses.replace(self, columns=columns, layouts=layouts, pages=pages)
 
     def keys(self, layer: int) -> Array:
         """Keys of a layer, ``[B, S, K, key size]``."""

@@ -12,6 +12,7 @@ from typing import NoReturn
 from jspec import __version__
 from jspec.cli.requests import one_line
 
+METRICS = ("recall", "contains", "exact", "f1", "rouge_l", "edit")  # of jspec.eval.metrics
 SMALLER = "lower --batch or --max-new-tokens, shorten the prompt, or take a smaller model"
 
 
@@ -27,6 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jspec.cli.doctor import doctor
 
             return doctor(arguments)
+        if arguments.command == "eval":
+            from jspec.cli.evaluate import run_eval
+
+            return run_eval(arguments)
+        if arguments.command == "train-hash":
+            from jspec.cli.train_hash import train_hash
+
+            return train_hash(arguments)
         from jspec.cli.generate import generate
 
         return generate(arguments)
@@ -67,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jspec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="continue text, speculatively"))
+    _add_eval(commands.add_parser("eval", help="how well the model answers with each policy"))
+    _add_train_hash(
+        commands.add_parser("train-hash", help="learn the hashes of the policy hata from texts")
+    )
     doctor = commands.add_parser("doctor", help="say what runs here, and what to do about the rest")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -101,8 +114,14 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
-        help="where draft tokens come from: ngram (earlier text; default), streaming (the model "
-        "over a window), dense (the model itself), model (a second one), none (plain decoding)",
+        help="where draft tokens come from: ngram (earlier text; default), model (a second one), "
+        "none (plain decoding), or a policy, over which the model drafts: dense, streaming, "
+        "exact_topk, hata, quest, loki, magicpig",
+    )
+    add(
+        "--policy",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="have the model itself read only what a policy selects: not lossless; no draft",
     )
     add("--gamma", type=int, metavar="N", help="most draft tokens a step; default 8 or 4, by draft")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
@@ -126,6 +145,92 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
     add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
     add("--json", action="store_true", help="print one JSON object instead of text and table")
+    add(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help="keep no compiled programs in the cache folder for the next run",
+    )
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("tasks", metavar="ruler|FILE.jsonl", help="RULER's six tasks, or tasks of your own")
+    add("--model", metavar="DIR", help="model directory (default: bundled)")
+    add(
+        "--policy",
+        action="append",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="what the model reads; repeatable; default dense",
+    )
+    add(
+        "--budget",
+        action="append",
+        default=[],
+        metavar="M",
+        help="of each policy, in positions or as a ratio of the length; repeatable",
+    )
+    add("--draft", action="store_true", help="policies draft, and the model stays lossless")
+    add("--length", type=int, default=4096, metavar="N", help="tokens; default 4096")
+    add("--examples", type=int, default=10, metavar="N", help="of each task; default 10")
+    add("--only", metavar="TASK,...", help="some of RULER's tasks, as in single_needle")
+    add("--seed", type=int, default=0, metavar="N", help="of the first example; default 0")
+    add("--batch", type=int, default=8, metavar="N", help="questions at once; default 8")
+    add("--metric", choices=METRICS, help="default: that of the benchmark")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="of FILE.jsonl; default 128")
+    add("--heatmap", metavar="FILE.png", help="also draw needles by depth at up to --length tokens")
+    add("--answers", action="store_true", help="put the answers into --json")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help="keep no compiled programs in the cache folder for the next run",
+    )
+
+
+def _add_train_hash(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="Hugging Face or jspec model directory (default: bundled)")
+    add("--data", nargs="+", required=True, metavar="FILE", help="texts to learn from")
+    add("--out", required=True, metavar="DIR", help="the folder to write, which must not exist")
+    add(
+        "--held-out",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts of the report; default one in ten of --data, which are not learned from",
+    )
+    add("--bits", type=int, default=128, metavar="R", help="32, 64, 128 (default) or 256")
+    add(
+        "--variant",
+        default="paper",
+        metavar="NAME",
+        help="of the loss: paper (default: Eq. 9 of HATA) or authors (what its authors released)",
+    )
+    add("--compare", action="store_true", help="learn with the other variant too, for the report")
+    add(
+        "--pairs",
+        type=int,
+        default=200_000,
+        metavar="N",
+        help="pairs of a query and a key in a layer, about; default 200000",
+    )
+    add(
+        "--step-pairs",
+        type=int,
+        default=98304,
+        metavar="N",
+        help="pairs of a step of SGD, about; default 98304, and a CPU may well take 8192",
+    )
+    add(
+        "--length",
+        type=int,
+        metavar="N",
+        help="most tokens of a text; default 32768 or the model's context",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of every random choice; default 0")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
     add(
         "--no-compile-cache",
         dest="compile_cache",

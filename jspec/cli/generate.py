@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jspec.cli import demo
@@ -20,12 +21,14 @@ from jspec.decode.draft import Drafter, ModelDraft, NoDraft, named_draft
 from jspec.decode.engine import Generation, Interrupted
 from jspec.decode.engine import generate as decode
 from jspec.decode.requests import check_request, one_each
-from jspec.decode.settings import OPERATIONS
+from jspec.decode.settings import OPERATIONS, StepConfig
 from jspec.decode.state import Models
 from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer
+from jspec.policies import Dense, Policy, named_policy
+from jspec.policies.hata import with_hashes
 
 if TYPE_CHECKING:
     from jspec.models.chat import ChatTemplate
@@ -67,6 +70,7 @@ class Outcome:
 class Job:
     """All that decoding needs besides the requests; ``batch`` of them at a time.
 
+    ``target`` is the policy whose selection the model reads, dense where decoding is lossless.
     ``template`` renders conversations, None where the model has none or nobody asked for one.
     """
 
@@ -76,11 +80,14 @@ class Job:
     draft: Drafter
     gamma: int
     draft_model: Any
+    target: Policy
+    policy_arrays: Any
     backends: Backends
     batch: int
 
     def plain(self) -> Job:
-        return dataclasses.replace(self, draft=NoDraft(), gamma=0, draft_model=None)
+        none = {"draft_model": None, "policy_arrays": None}
+        return dataclasses.replace(self, draft=NoDraft(), gamma=0, target=Dense(), **none)
 
     def encode(self, prompt: bytes | list[Message]) -> list[int]:
         """Token ids of a text or a conversation."""
@@ -97,7 +104,8 @@ class Job:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    draft, gamma = _draft(arguments)
+    target = named_policy(arguments.policy or "dense")
+    draft, gamma = _draft(arguments, is_lossy=not isinstance(target, Dense))
     backends = _backends(arguments)
     if arguments.batch < 1:
         raise ValueError(f"--batch {arguments.batch} must be at least 1")
@@ -114,7 +122,7 @@ def generate(arguments: argparse.Namespace) -> int:
         params = one_each([r.params for r in requests], len(requests)) if requests else ()
         requests = [dataclasses.replace(r, params=p) for r, p in zip(requests, params, strict=True)]
         talks = not all(isinstance(request.prompt, bytes) for request in requests)
-        job = _load(arguments, draft, gamma, backends, talks)
+        job = _load(arguments, draft, gamma, target, backends, talks)
         ready = [r for r in (_ready(job, request, refused) for request in requests) if r]
         return _run(arguments, job, ready, refused, file)
 
@@ -138,7 +146,8 @@ def _run(
         silent = Show(streams=False, prints=False)
         plainly = _serve(job.plain(), ready, silent, name="decode plainly")
         interrupted = plainly.interrupted
-        compare = None if interrupted else _compare(outcome, plainly)
+        is_lossy = not isinstance(job.target, Dense)
+        compare = None if interrupted else _compare(outcome, plainly, lossless=not is_lossy)
     results = [result_of(s.request, s.row.text, s.row.tokens, s.finished) for s in outcome.served]
     errors = [error_of(line) for line in refused]
     if file is not None:
@@ -157,9 +166,15 @@ def _run(
     return 2 if refused else 0
 
 
-def _draft(arguments: argparse.Namespace) -> tuple[Drafter, int]:
+def _draft(arguments: argparse.Namespace, *, is_lossy: bool) -> tuple[Drafter, int]:
     """The drafter and gamma, checked before a model is loaded."""
-    draft = named_draft(arguments.draft or ("model" if arguments.draft_model else "ngram"))
+    usual = "none" if is_lossy else "model" if arguments.draft_model else "ngram"
+    draft = named_draft(arguments.draft or usual)
+    if is_lossy and (arguments.gamma or not isinstance(draft, NoDraft)):
+        raise ValueError(
+            f"--policy {arguments.policy} decodes token by token; leave out --draft and --gamma, "
+            f"or pass --draft {arguments.policy} for lossless decoding"
+        )
     if isinstance(draft, ModelDraft) != (arguments.draft_model is not None):
         raise ValueError("--draft model and --draft-model DIR go together; pass both or neither")
     gamma = draft.usual_gamma if arguments.gamma is None else arguments.gamma
@@ -186,9 +201,15 @@ def _backends(arguments: argparse.Namespace) -> Backends:
 
 
 def _load(
-    arguments: argparse.Namespace, draft: Drafter, gamma: int, backends: Backends, talks: bool
+    arguments: argparse.Namespace,
+    draft: Drafter,
+    gamma: int,
+    target: Policy,
+    backends: Backends,
+    talks: bool,
 ) -> Job:
-    """The models, and with ``talks`` the chat template."""
+    """The models, what a policy takes of them, and with ``talks`` the chat template."""
+    from jspec.eval.sample import prepared
     from jspec.models.bundled import bundled_path
     from jspec.models.chat import load_chat_template
     from jspec.models.checkpoint import load_model
@@ -207,7 +228,20 @@ def _load(
             "it (8 is usual) or raise --context"
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
-    return Job(model, tokenizer, template, draft, gamma, draft_model, backends, arguments.batch)
+    keeps = with_hashes(StepConfig(gamma, draft, target=target).keeps, Path(path))
+    arrays = prepared(keeps, model, tokenizer)
+    return Job(
+        model=model,
+        tokenizer=tokenizer,
+        template=template,
+        draft=draft,
+        gamma=gamma,
+        draft_model=draft_model,
+        target=target,
+        policy_arrays=arrays,
+        backends=backends,
+        batch=arguments.batch,
+    )
 
 
 def _ready(job: Job, request: Request, refused: list[Refused]) -> Ready | None:
@@ -291,6 +325,8 @@ def _decode(
             gamma=job.gamma,
             draft=job.draft,
             draft_model=job.draft_model,
+            target=job.target,
+            policy_arrays=job.policy_arrays,
             backends=job.backends,
             on_tokens=on_tokens,
             on_prefill=progress.prefilled if progress.shown else None,
@@ -309,17 +345,18 @@ def _again(
     return fresh
 
 
-def _compare(outcome: Outcome, plainly: Outcome) -> dict[str, Any]:
-    """Speculative against plain decoding: the same tokens? how much faster a token?
+def _compare(outcome: Outcome, plainly: Outcome, *, lossless: bool = True) -> dict[str, Any]:
+    """Speculative or lossy against plain decoding: the same tokens? how much faster a token?
 
     Sampled rows spend their random numbers otherwise than plain decoding does: there, tokens that
-    differ follow the same law.
+    differ follow the same law, unless decoding was not lossless.
     """
     pairs = list(zip(outcome.served, plainly.served, strict=True))
     same = [s.row.tokens == p.row.tokens for s, p in pairs]
     greedy = [s.request.params.temperature == 0 for s, _ in pairs]
     speed = plainly.stats.decode_tokens_per_s
     return {
+        "lossless": lossless,
         "sampled": not all(greedy),
         "identical": all(same),
         "greedy_identical": all(x for x, is_greedy in zip(same, greedy, strict=True) if is_greedy),

@@ -123,6 +123,8 @@ def print_table(
 def _sameness(compare: dict[str, Any]) -> str:
     if compare["identical"]:
         return "identical tokens"
+    if not compare["lossless"]:
+        return "tokens differ, as --policy is not lossless"
     if not compare["greedy_identical"]:
         return "tokens differ"
     return "other tokens of the same law"

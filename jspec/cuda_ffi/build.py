@@ -34,6 +34,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "pack": ("verify",),
     "sample": (),
     "linear": (),
+    "select": (),
 }
 DURATION = {"cpu": "about 10 s", "CUDA": "a minute or two"}
 _LOG = logging.getLogger("jspec")  # without a handler of the caller's, it writes to stderr

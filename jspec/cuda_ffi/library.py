@@ -29,6 +29,7 @@ TARGETS = {
     "pack": ("pack", "verify_and_pack", "verify_and_pack_single", "verify_and_append"),
     "sample": ("verify_stochastic", "sample"),
     "linear": ("linear",),
+    "select": ("select", "hash_select"),
 }
 PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}
 

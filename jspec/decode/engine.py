@@ -24,6 +24,8 @@ from jspec.decode.state import DecodeState, Models, StepRecord
 from jspec.decode.stats import Stats, Tally, kept_of
 from jspec.decode.step import decode_chunk
 from jspec.dispatch import Backends
+from jspec.policies import Dense, Policy
+from jspec.policies.prepare import prepare
 from jspec.typing import Model
 
 OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
@@ -70,6 +72,8 @@ def generate(
     draft: Drafter | None = SelfDraft(),
     gamma: int | None = None,
     draft_model: Model | None = None,
+    target: Policy = Dense(),
+    policy_arrays: Any = None,
     steps_per_chunk: int | None = None,
     prefill_chunk: int | None = None,
     cache_dtype: DTypeLike | None = None,
@@ -82,9 +86,11 @@ def generate(
 
     ``prompts`` are token ids, ``params`` one for all or one each. ``draft=None`` is ``NoDraft()``:
     plain decoding through the same code. ``gamma``, the most draft tokens of a step, defaults to
-    what suits the drafter. ``cache_dtype`` as in `jspec.start_decoding`. ``backends`` names
-    backends of operations, as in ``{"verify_greedy": "cuda"}``. A model of numpy arrays is put on
-    the device first.
+    what suits the drafter. ``target=Quest()`` or another policy has the model itself read a
+    selection of the context, with ``draft=None``: not lossless. ``policy_arrays`` are what
+    `jspec.prepare` makes for a policy that needs something. ``cache_dtype`` as in
+    `jspec.start_decoding`. ``backends`` names backends of operations, as in
+    ``{"verify_greedy": "cuda"}``. A model of numpy arrays is put on the device first.
 
     Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new tokens go to
     ``on_tokens(row, tokens)``. It may return True to end the row behind them, or a number to end it
@@ -96,13 +102,16 @@ def generate(
     generation so far. Raises `TypeError` for arguments of another kind, `ValueError` as
     `jspec.start_decoding` does, and `MemoryError` where the device has no room for the batch.
     """
-    models = Models(model, draft_model)
+    models = Models(model, draft_model, policy_arrays)
     check_models(models)
     ids = as_ids(prompts)
     rows = one_each(params, len(ids))
     draft = NoDraft() if draft is None else draft
     check_draft(draft)
-    config = StepConfig(draft.usual_gamma if gamma is None else gamma, draft, backends)
+    gamma = draft.usual_gamma if gamma is None else gamma
+    config = StepConfig(gamma, draft, backends, target)
+    if config.keeps.needs_arrays and policy_arrays is None:
+        models = models._replace(policy=prepare(config.keeps, model))
     if isinstance(draft, ModelDraft) == (draft_model is None):
         raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
     if steps_per_chunk is None:

@@ -24,9 +24,10 @@ from jspec.decode.requests import (
     sampling_of,
     strongest,
 )
-from jspec.decode.settings import StepConfig
+from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
 from jspec.policies.attend import dense_attend
+from jspec.policies.policy import create_cache, with_pages
 from jspec.sharding import Placing, beside, place, with_auto_axes
 from jspec.typing import Array, Model
 
@@ -66,6 +67,7 @@ def start_decoding(
     """
     models = Models.of(models)
     check_models(models)
+    check_arrays(models, config)
     ids = as_ids(prompts)
     params = one_each(params, len(ids))
     check_requests(models, ids, params)
@@ -159,9 +161,13 @@ def prefill_chunk(
 
     def piece(models: Models, cache: Cache, own: Any, tokens: Array, positions: Array):
         attend = dense_attend(
-            positions, policy=config.draft.keeps, arrays=models.policy, backends=config.backends
+            positions, policy=config.keeps, arrays=models.policy, backends=config.backends
         )
         _, cache = models.target(tokens, positions, attend, cache)
+        after = positions.max(axis=1) + 1
+        before = jnp.where(positions >= 0, positions, after[:, None]).min(axis=1)
+        most = positions.shape[1]
+        cache = with_pages(config.keeps, models.policy, cache, before, after, most)
         return cache, config.draft.prefill(models, own, tokens, positions, config)
 
     with config.of_models():
@@ -173,7 +179,7 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
     batch, capacity = tokens.shape
     specs, draft = models.target.config.layers, config.draft
     layouts = layouts_of(specs, capacity, config.gamma, longest)
-    cache = Cache.create(specs, layouts, batch, dtype, draft.keeps.columns, sharding)
+    cache = create_cache(config.keeps, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.
     own = draft.init(models, jnp.asarray(lengths - 1), capacity, config.gamma)

@@ -9,18 +9,23 @@ from typing import Any
 
 from jspec.config import shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
+from jspec.decode.state import Models
 from jspec.dispatch import Backends, preferring
 from jspec.ops.append import APPEND
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
 from jspec.ops.commit import VERIFY_AND_COMMIT
+from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
+from jspec.ops.hash_select import HASH_SELECT
 from jspec.ops.linear import LINEAR
 from jspec.ops.sample import SAMPLE
+from jspec.ops.select import SELECT
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
-from jspec.policies import Policy
+from jspec.policies import Dense, Policy
 
-OF_MODELS = (LINEAR,)  # operations that a model calls by itself
+# Operations that a model or a policy calls by itself.
+OF_MODELS = (LINEAR, HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, SELECT)
 # Of a step.
 OPERATIONS = (
     *(ATTENTION, GATHERED, APPEND, SAMPLE, VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC),
@@ -33,7 +38,9 @@ class StepConfig:
     """The static part of a step: one compiled program for each value in use.
 
     ``gamma``: most draft tokens of a step; ``NoDraft()`` takes 0 or, for passes that are shaped
-    like those of speculation, more. ``backends`` names a backend for an operation of a step, the
+    like those of speculation, more. ``target``: the policy whose selection the model itself reads
+    when it decodes, which is not lossless; it takes ``draft=NoDraft(), gamma=0``. Prompts are taken
+    up densely. ``backends`` names a backend for an operation of a step, the
     best one where it names none; it raises `BackendError` for a name that is not there, and
     `TypeError` for a setting of another type. What machinery the sampling settings need is part of
     the state.
@@ -42,6 +49,7 @@ class StepConfig:
     gamma: int = 4
     draft: Drafter = SelfDraft()
     backends: Mapping[str, str] = Backends()
+    target: Policy = Dense()
 
     def __post_init__(self) -> None:
         check_draft(self.draft)
@@ -65,9 +73,20 @@ class StepConfig:
                 f"gamma={self.gamma} must be at least {least}"
                 + ("" if least == 0 else "; pass draft=NoDraft(), gamma=0 for plain decoding")
             )
+        check_target(self.target, self.draft, self.gamma)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the model reads a selection of the context alone."""
+        return not isinstance(self.target, Dense)
+
+    @property
+    def keeps(self) -> Policy:
+        """The policy whose columns and pages the target's cache keeps."""
+        return self.target if self.is_lossy else self.draft.keeps
 
     def of_models(self) -> AbstractContextManager[None]:
-        """Inside it, operations that a model calls take the backends that are named here."""
+        """Inside it, operations of models and policies take the backends that are named here."""
         names = {operation.name for operation in OF_MODELS} & set(self.backends)
         return preferring({name: self.backends[name] for name in names})
 
@@ -83,6 +102,27 @@ def check_draft(draft: Any) -> None:
     if isinstance(draft, Policy):
         raise TypeError(f"draft={shown(draft)} is a policy; pass SelfDraft({shown(draft)})")
     raise TypeError(f"draft={shown(draft)} must be a drafter, as NgramDraft() is")
+
+
+def check_target(target: Any, draft: Drafter, gamma: int) -> None:
+    """Raise `TypeError` for what is no policy, `ValueError` for a draft beside a lossy one."""
+    if not isinstance(target, Policy):
+        way_out = "pass jspec.named_policy(...)" if isinstance(target, str) else "as Quest() is one"
+        raise TypeError(f"target={shown(target)} must be a policy; {way_out}")
+    if not isinstance(target, Dense) and (gamma or not isinstance(draft, NoDraft)):
+        raise ValueError(
+            f"target={shown(target)} selects for one token at a time; pass draft=NoDraft(), "
+            "gamma=0, or draft=SelfDraft(...) with that policy for lossless decoding"
+        )
+
+
+def check_arrays(models: Models, config: StepConfig) -> None:
+    """Raise `ValueError` where a policy lacks what `jspec.prepare` makes for it."""
+    if config.keeps.needs_arrays and models.policy is None:
+        raise ValueError(
+            f"{type(config.keeps).__name__} needs arrays of its own; pass jspec.Models(target, "
+            "policy=jspec.prepare(policy, target, tokens)), with a sample text of the model"
+        )
 
 
 PLAIN = StepConfig(gamma=0, draft=NoDraft())

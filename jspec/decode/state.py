@@ -19,7 +19,7 @@ class Models(NamedTuple):
     """What a step reads and never changes.
 
     ``target``: the model whose tokens are decoded. ``draft``: a second model, for `ModelDraft`.
-    ``policy``: what the drafting policy was trained for, a pytree, None where it needs nothing.
+    ``policy``: what `jspec.prepare` made for the policy of the step, None where it needs nothing.
     """
 
     target: Model

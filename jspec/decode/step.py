@@ -17,7 +17,8 @@ from jspec.ops.commit import Rows, commit, verify_and_commit
 from jspec.ops.sample import greedy
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
-from jspec.policies.attend import dense_attend
+from jspec.policies.attend import dense_attend, run_selected
+from jspec.policies.policy import with_pages
 from jspec.sharding import with_auto_axes
 from jspec.typing import Array, Model
 
@@ -62,7 +63,11 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     drafted, state = config.draft.draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
     logits, state, seen = run_target(models, state, drafted, config)
+    before = state.cache.lengths
     verified, state, record = verify(state, drafted, logits, config)
+    after, most = state.cache.lengths, config.gamma + 1
+    cache = with_pages(config.keeps, models.policy, state.cache, before, after, most)
+    state = dataclasses.replace(state, cache=cache)
     return config.draft.learn(state, seen, verified), record
 
 
@@ -86,11 +91,16 @@ def run_target(
     tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
     index = jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
-    positions = jnp.where(counts, state.cache.lengths[:, None] + index, -1)
-    attend = dense_attend(
-        positions, policy=config.draft.keeps, arrays=models.policy, backends=config.backends
-    )
-    hidden, cache = models.target(tokens, positions, attend, state.cache)
+    until = state.cache.lengths
+    positions = jnp.where(counts, until[:, None] + index, -1)
+    kept = {"policy": config.keeps, "arrays": models.policy, "backends": config.backends}
+    if config.is_lossy:
+        hidden, cache = run_selected(
+            *(models.target, tokens, positions, state.cache, until, 1), **kept
+        )
+    else:
+        attend = dense_attend(positions, **kept)
+        hidden, cache = models.target(tokens, positions, attend, state.cache)
     state = dataclasses.replace(state, cache=cache)
     return models.target.logits(hidden), state, Seen(positions, hidden)
 

@@ -109,6 +109,25 @@ def make_task(name: str, length_bytes: int, seed: int, filler: Filler = sentence
     return Example(b"".join(lines) + ask.question, ask.answers)
 
 
+def needle(length_bytes: int, depth: float, seed: int, filler: Filler = sentences) -> Example:
+    """A ``single_needle`` of at most ``length_bytes``, ``depth`` in [0, 1] of its filler deep.
+
+    Depth 0 is the first line of the text, 1 the last one before the question.
+    """
+    if length_bytes < MIN_LENGTH:
+        raise ValueError(f"length_bytes={length_bytes} must be at least {MIN_LENGTH}")
+    if not 0 <= depth <= 1:
+        raise ValueError(f"depth={depth} must be in [0, 1]")
+    rng = np.random.default_rng((zlib.crc32(b"needle"), length_bytes, round(depth * 1e6), seed))
+    stream = CodeFacts(rng)
+    line, ask = stream.line(), stream.ask(final=True)
+    assert ask is not None
+    room = length_bytes - len(line) - len(ask.question) - len(ask.answer)
+    lines = filler(rng, room).splitlines(keepends=True)
+    place = round(depth * len(lines))
+    return Example(b"".join([*lines[:place], line, *lines[place:]]) + ask.question, ask.answers)
+
+
 def score(name: str, output: bytes, example: Example) -> float:
     """Share of the expected strings that ``output`` contains, case ignored (RULER's recall).
 

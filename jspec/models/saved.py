@@ -1,4 +1,4 @@
-"""jspec's own checkpoints: the arrays by orbax, the settings as JSON beside them."""
+"""jspec's own checkpoints: arrays by orbax, settings as JSON beside them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,21 @@ LIST_LIMIT = 4096  # items of a list in a file: layers, ropes or stop tokens
 
 
 def write(path: Path, config: ModelConfig, arrays: Mapping[str, jax.Array]) -> None:
-    """Write a checkpoint that appears at ``path`` whole or not at all."""
+    """Write a checkpoint of a model that appears at ``path`` whole or not at all."""
+    write_folder(path, arrays, SETTINGS, {"format": FORMAT, "config": dataclasses.asdict(config)})
+
+
+def write_folder(path: Path, arrays: Mapping[str, Any], name: str, settings: Any) -> None:
+    """Write a folder with ``arrays``, and ``settings`` in the file ``name``, whole or not at all.
+
+    Raises `CheckpointError` where it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.mkdir()
         with _quiet(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(partial.absolute() / ARRAYS, dict(arrays))
-        write_settings(partial, config)
+        _write_json(partial / name, settings)
         os.rename(partial, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -61,8 +69,11 @@ def _quiet() -> Iterator[None]:
 
 def write_settings(path: Path, config: ModelConfig) -> None:
     """Write ``config`` into the directory ``path``, for `read_settings`."""
-    settings = {"format": FORMAT, "config": dataclasses.asdict(config)}
-    (path / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    _write_json(path / SETTINGS, {"format": FORMAT, "config": dataclasses.asdict(config)})
+
+
+def _write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def read_settings(path: Path) -> tuple[ModelConfig, int]:
@@ -124,29 +135,38 @@ def _refuse_unknown(values: Mapping[str, Any], known: Collection[str], source: s
 
 def read_shapes(path: Path, num_layers: int) -> Mapping[str, tuple[int, ...]]:
     """Shapes of the stored arrays by name, which are those of ``num_layers`` layers."""
-    with _reading(path) as (directory, checkpointer):
-        item = checkpointer.metadata(directory).item_metadata
-        if item is None:
-            raise CheckpointError(f"{directory} has no array metadata; save the model again")
-        shapes = {name: tuple(value.shape) for name, value in item.tree.items()}
+    shapes = read_all_shapes(path)
     stored = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
     if len(stored) != num_layers:
         raise CheckpointError(
-            f"{directory} has arrays of {len(stored)} layers, but {SETTINGS} asks for {num_layers}"
+            f"{path.absolute() / ARRAYS} has arrays of {len(stored)} layers, but {SETTINGS} asks "
+            f"for {num_layers}"
         )
     return shapes
 
 
+def read_all_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the stored arrays by name, whatever they are."""
+    with _reading(path) as (directory, checkpointer):
+        item = checkpointer.metadata(directory).item_metadata
+        if item is None:
+            raise CheckpointError(f"{directory} has no array metadata; save them again")
+        return {name: tuple(value.shape) for name, value in item.tree.items()}
+
+
 def check_shapes(
-    path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+    path: Path,
+    stored: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    settings: str = SETTINGS,
 ) -> None:
-    """Compare the shapes of the stored arrays with those that the settings ask for."""
+    """Compare the shapes of the stored arrays with those that the file ``settings`` asks for."""
     for name in sorted({*stored, *wanted}):
         have, want = stored.get(name), wanted.get(name)
         if have != want:
             raise CheckpointError(
                 f"{path.absolute() / ARRAYS}: array {quoted(name)} has shape "
-                f"{have or 'none (it is missing)'}, but {SETTINGS} asks for "
+                f"{have or 'none (it is missing)'}, but {settings} asks for "
                 f"{want or 'no such array'}"
             )
 

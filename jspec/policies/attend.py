@@ -17,8 +17,8 @@ from jspec.ops.append import Turn, rotate_and_append
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.gathered import gathered_attention
 from jspec.policies.dense import Dense
-from jspec.policies.policy import Policy
-from jspec.typing import Array, Attend
+from jspec.policies.policy import Policy, columns_of
+from jspec.typing import Array, Attend, Model
 
 DENSE = Dense()
 
@@ -71,17 +71,26 @@ def selected_attend(
     """The ``attend`` that appends at ``positions [B, T]`` and reads what ``policy`` selects.
 
     It selects below ``until [B]`` and reads all of the ``tail`` positions from there on, which the
-    draft has written. A layer with a sliding window is read whole: it is small already.
+    pass and those before it have written. A layer with a sliding window is read whole: it is small
+    already. A model hands it a `Cache`, or a `Reading` where a selection is to serve several
+    layers, and gets one of the same kind.
     """
 
     @turning
-    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None, turn=None):
+    def attend(layer, q, k, v, given, *, sinks=None, up=None, turn=None):
+        cache: Cache = given.cache if isinstance(given, Reading) else given
         spec = cache.specs[layer]
         # Written before it is read: a cache that is read and then written would be copied whole.
         q, cache = _append(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
-        chosen = None if spec.window is not None else policy.select(arrays, layer, cache, q, until)
-        if chosen is None:
-            return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
+        earlier = given.serving(layer) if isinstance(given, Reading) else None
+        chosen = earlier
+        if chosen is None and spec.window is None:
+            chosen = policy.select(arrays, layer, cache, q, until)
+        after = cache
+        if isinstance(given, Reading):
+            after = given.behind(cache, chosen, policy.layers_served, is_new=earlier is None)
+        if spec.window is not None or chosen is None:
+            return _read_whole(cache, layer, q, positions, sinks, up, backends), after
         behind = until[:, None] + jnp.arange(tail, dtype=jnp.int32)[None]
         slots = cache.layouts[layer].slots
         columns = cache.columns[layer]
@@ -96,9 +105,56 @@ def selected_attend(
             implementation=backends.get("gathered_attention"),
             **_settings(spec),
         )
-        return _finished(out, lse, sinks, up), cache
+        return _finished(out, lse, sinks, up), after
 
     return attend
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A cache in the middle of a pass, and the selection that the next ``left`` layers read too."""
+
+    cache: Cache
+    chosen: Array | None = None
+    left: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def serving(self, layer: int) -> Array | None:
+        """The selection for a layer, where an earlier one made it."""
+        spec, chosen = self.cache.specs[layer], self.chosen
+        if not self.left or chosen is None or spec.window is not None:
+            return None
+        return chosen if chosen.ndim == 2 or chosen.shape[1] == spec.kv_heads else None
+
+    def behind(self, cache: Cache, chosen: Array | None, served: int, *, is_new: bool) -> Reading:
+        """What the next layer is given, behind one that read ``chosen``; None read all there is."""
+        if chosen is None:
+            return dataclasses.replace(self, cache=cache)
+        return Reading(cache, chosen, served - 1 if is_new else self.left - 1)
+
+
+def run_selected(
+    model: Model,
+    tokens: Array,
+    positions: Array,
+    cache: Cache,
+    until: Array,
+    tail: int,
+    *,
+    policy: Policy,
+    arrays: Any = None,
+    backends: Mapping[str, str] = Backends(),
+) -> tuple[Array, Cache]:
+    """A pass of ``model`` over ``tokens [B, T]`` that reads what ``policy`` selects.
+
+    The hidden states ``[B, T, D]``, and the cache with the tokens' columns. The other arguments as
+    `selected_attend` takes them.
+    """
+    attend = selected_attend(
+        positions, until, tail, policy=policy, arrays=arrays, backends=backends
+    )
+    hidden, reading = model(tokens, positions, attend, Reading(cache))
+    return hidden, reading.cache
 
 
 @jax.tree_util.register_dataclass
@@ -193,13 +249,20 @@ def _append(
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
     """The queries, turned if that is still to be done, and the cache with the new tokens."""
-    spec = cache.specs[layer]
-    if turn is not None and v is not None and not policy.columns(spec):
-        return _turned(layer, q, k, v, turn, cache, cache.slots(layer, positions), backends)
+    keeps_more = columns_of(policy, cache.specs[layer])
+    if turn is not None and v is not None:
+        slots = cache.slots(layer, positions)
+        q, cache = _turned(layer, q, k, v, turn, cache, slots, backends)
+        if keeps_more:
+            # Of the turned keys the cache has the only copy; a slot past its end is not written.
+            rows = jnp.arange(slots.shape[0])[:, None]
+            k = cache.keys(layer).at[rows, slots].get(mode="clip")
+            cache = cache.written(layer, slots, **policy.encode(arrays, layer, k))
+        return q, cache
     if turn is not None:
         q, k = turn(q, k)
-    columns = _named(k, v) | policy.encode(arrays, spec, k)
-    return q, cache.append(layer, positions, **columns)
+    more = policy.encode(arrays, layer, k) if keeps_more else {}
+    return q, cache.append(layer, positions, **_named(k, v), **more)
 
 
 def _turned(
@@ -296,4 +359,11 @@ def _finished(out: Array, lse: Array, sinks: Array | None, up: Array | None) -> 
     return out
 
 
-__all__ = ["Compact", "compact_attend", "dense_attend", "selected_attend"]
+__all__ = [
+    "Compact",
+    "Reading",
+    "compact_attend",
+    "dense_attend",
+    "run_selected",
+    "selected_attend",
+]

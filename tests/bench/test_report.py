@@ -7,7 +7,9 @@ import re
 import pytest
 
 from bench import attention, gather, regret, report
-from bench.report import figures, text
+from bench import hash as hashing
+from bench.report import figures
+from bench.report.text import header
 
 MACHINE = {
     "device": "NVIDIA Test",
@@ -106,6 +108,20 @@ def gather_rows():
         yield row(gather.OPERATIONS[part], case, "xla", microseconds, bytes=10**8, chosen=True)
 
 
+def hash_rows():
+    for part, operation in zip(
+        ("encode", "score", "select"), hashing.SUITE.operations, strict=True
+    ):
+        case = hashing.DEFAULT | {"part": part, "l2": "cold"}
+        yield row(operation.name, case, "xla", 50.0, bytes=10**8, chosen=True)
+
+
+def select_rows():
+    case = {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32", "l2": "cold"}
+    for name, microseconds in (("cuda", 100.0), ("torch", 400.0)):
+        yield row("select", case, name, microseconds, bytes=10**8, chosen=name == "cuda")
+
+
 RESULTS = {
     "ceilings": ceilings,
     "verify": verify_rows,
@@ -115,6 +131,8 @@ RESULTS = {
     "decode": decode_rows,
     "attention": attention_rows,
     "gather": gather_rows,
+    "hash": hash_rows,
+    "select": select_rows,
 }
 
 
@@ -260,9 +278,16 @@ def test_a_selection_says_when_its_copy_wins(tmp_path):
 
 
 def test_an_interrupted_run_says_so():
-    assert "cases are missing" not in text.header("Attention", {"machine": MACHINE})
-    found = text.header("Attention", {"machine": MACHINE, "interrupted": True})
+    assert "cases are missing" not in header("Attention", {"machine": MACHINE})
+    found = header("Attention", {"machine": MACHINE, "interrupted": True})
     assert found.rstrip().endswith("The run was interrupted: cases are missing.")
+
+
+def test_selection_is_measured_by_the_read_ceiling(tmp_path):
+    text = written(tmp_path / "select", "select")
+    assert lines(text, "8")[0][1:] == ["1024K", "8192", "float32", "100", "100 (50%)", "400 (12%)"]
+    text = written(tmp_path / "hash", "hash")
+    assert [cells[-1] for cells in lines(text, "8")] == ["50.0 (100%)"] * 3
 
 
 def test_every_suite_has_its_section_and_another_run_writes_the_same(tmp_path):

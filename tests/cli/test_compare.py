@@ -30,7 +30,19 @@ def test_compare_expects_of_sampled_tokens_the_same_law_alone(run, source):
     assert "other tokens of the same law" in err
 
 
-def compared(rows: list[tuple[float, list[int], list[int]]]) -> dict:
+def test_a_lossy_policy_is_compared_as_such(run, source):
+    """Eight positions in every layer cannot give what the whole context gives."""
+    policy = "exact_topk:budget=8,sinks=1,recent=4,dense_layers=0"
+    asked = ("--prompt-file", source, "--max-new-tokens", "24", "--policy", policy, "--compare")
+    code, out, _ = run(*asked, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert not result["compare"]["lossless"]
+    assert not result["compare"]["identical"]
+    assert result["stats"]["drafted"] == 0
+
+
+def compared(rows: list[tuple[float, list[int], list[int]]], *, lossless: bool = True) -> dict:
     """What `--compare` says of rows of (temperature, tokens, tokens of plain decoding)."""
     from jspec.cli import generate
 
@@ -42,7 +54,7 @@ def compared(rows: list[tuple[float, list[int], list[int]]]) -> dict:
             served.append(generate.Served(Request(b"x", params, ()), text, "stop"))
         return generate.Outcome(served, Stats.merged([]), False)
 
-    return generate._compare(outcome(1), outcome(2))
+    return generate._compare(outcome(1), outcome(2), lossless=lossless)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +76,8 @@ def test_compare_tells_greedy_from_sampled_in_a_mixed_batch(rows, sampled, said,
     assert found["greedy_identical"] == (said != "tokens differ")
     print_table(Stats.merged([]), [], found)
     assert f"against plain decoding  {said}, " in capsys.readouterr().err
+
+
+def test_compare_promises_no_law_of_a_lossy_policy(capsys):
+    print_table(Stats.merged([]), [], compared([(1, [1], [2])], lossless=False))
+    assert "tokens differ, as --policy is not lossless, " in capsys.readouterr().err

@@ -84,6 +84,8 @@ def test_a_library_is_built_once_and_named_after_its_sources(tmp_path, toy, sour
         ("pack/kv_ffi.h", {"pack"}),
         ("verify/verify_ffi.cc", {"verify"}),
         ("verify/row.h", {"verify", "pack"}),
+        ("select/keys.h", {"select"}),
+        ("common/host_device.h", {"verify", "pack", "select"}),
         ("common/ffi.h", set(SUBJECTS)),
         ("common/launch.h", set(SUBJECTS)),
         ("common/version_ffi.cc", set(SUBJECTS)),

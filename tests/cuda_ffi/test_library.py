@@ -14,6 +14,7 @@ from jspec.cuda_ffi import build as build_module
 from jspec.cuda_ffi import library, toolchain
 from jspec.cuda_ffi.build import Built, build
 from jspec.cuda_ffi.errors import BuildError
+from jspec.cuda_ffi.select import Cut, workspace_words
 from jspec.ops import operations
 from jspec.ops.sample import settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
@@ -50,6 +51,14 @@ TOKENS = [
 KV, CACHE, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B, S, D), jnp.float32), ((B,), jnp.int32)
 PACKED = [((B * GAMMA, D), jnp.float32), ((B,), jnp.int32), ((), jnp.int32)]
 CUT = {"threads": np.int32(128), "eager": np.bool_(True), "recounts": np.bool_(False)}
+# One more slot would be another chunk.
+WORDS = workspace_words(130, 512, Cut(256, 256), scored=False)
+ROWS = [((B,), jnp.int32)] * 2
+SELECT = {name: np.int32(x) for name, x in (("sinks", 0), ("recent", 0), ("highest", 128))}
+HASH = [((B, 1, 4, 2), jnp.uint32), ((B, 256, 1, 2), jnp.uint32), *ROWS]
+HASH_WORDS = workspace_words(257, 256, Cut(256, 256), scored=True)
+SLOTS = ((B, 1), jnp.int32)
+CHUNKS = Cut(256, 256).attributes
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
@@ -63,6 +72,18 @@ CALLS = {
         [((B, 40), jnp.float32)],
         dict.fromkeys(("biased", "normed", "added", "gated"), np.bool_(True))
         | {"transposed": np.bool_(False), "eps": np.float32(1e-6)},
+        None,
+    ),
+    "select": (
+        [((B, 512), jnp.int32), *ROWS],
+        [SLOTS, ((B, WORDS), jnp.uint32)],
+        SELECT | CHUNKS,
+        None,
+    ),
+    "hash_select": (
+        HASH,
+        [SLOTS, ((B, HASH_WORDS), jnp.uint32)],
+        {"sinks": np.int32(0), "recent": np.int32(0), **CHUNKS},
         None,
     ),
 }
@@ -90,7 +111,7 @@ def test_every_wrong_shape_and_dtype_is_an_invalid_argument(target, kernels):
             continue  # JAX itself refuses aliases of different shapes
         changes = [(shape, jnp.float16), ((*shape[:-1], shape[-1] + 1) if shape else (2,), dtype)]
         if shape == TOKENS[3][0]:
-            changes.pop()  # there may be any number of stop tokens
+            changes.pop()  # there may be any number of stop tokens, and of slots
         for change in changes:
             bad = [*both[:i], change, *both[i + 1 :]]
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*\["):
@@ -111,8 +132,12 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         ("verify_greedy", {"warps": np.int32(33)}, r"warps=33 must be in 1\.\.32"),
         ("pack", {"threads": np.int32(100)}, "threads=100 must be a multiple of 32 up to 256"),
         ("verify_greedy", {"warps": np.int64(1)}, "expected S32 but got S64"),
+        ("select", {"taken": np.int32(128)}, "counted=256 and taken=128 must be powers of 2"),
+        ("hash_select", {"counted": np.int32(300)}, "counted=300 and taken=256 must be powers"),
+        ("select", {"counted": np.int32(0)}, "counted=0 must be at least 256"),
+        ("select", {"sinks": np.int32(-1)}, r"sinks=-1 and recent=0 must be \[\.\.\., k\]"),
     ],
-    ids=["warps", "threads", "wrong-type"],
+    ids=["warps", "threads", "wrong-type", "taken", "counted", "none", "sinks"],
 )
 def test_attributes_are_checked_and_typed(target, change, message, kernels):
     arguments, results, attributes, aliases = CALLS[target]
@@ -241,6 +266,13 @@ def test_every_source_belongs_to_a_library():
     files = {file for file in build_module.SRC.rglob("*") if file.is_file()}
     assert {file for file in files if file.suffix not in (".h", ".cuh")} == compiled
     assert list(library.TARGETS) == list(build_module.SUBJECTS)
+
+
+def test_scores_that_no_histogram_holds_are_refused(kernels):
+    arguments, results, attributes, _ = CALLS["hash_select"]
+    wide = [((B, 16, 4, 2), jnp.uint32), *arguments[1:]]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"scores that are not in 0\.\.4095"):
+        call("hash_select", wide, results, attributes, None)
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["one-hot", "logits"])

@@ -8,9 +8,18 @@ import pytest
 from flax import nnx
 
 import jspec
+from jspec.eval.sample import prepared
 from jspec.models.decoder import Decoder
 
 SOURCES = ("streaming", "ngram", "model")
+# Drafts of policies: a first layer that is dense, and selections far smaller than the prompts.
+POLICIES = {
+    "exact_topk": "exact_topk:budget=32,dense_layers=1",
+    "hata": "hata:budget=32,dense_layers=1",
+    "quest": "quest:budget=64,dense_layers=1",
+    "loki": "loki:budget=32,dense_layers=1,channels=16",
+    "magicpig": "magicpig:budget=32,dense_layers=1,bits=5,tables=30",
+}
 NEW_TOKENS = 256
 
 
@@ -47,6 +56,9 @@ def prompts(tokenizer: jspec.Tokenizer, count: int) -> list[list[int]]:
 
 def decode(model, prompts, batch, draft_model=None, new_tokens=NEW_TOKENS, **settings):
     """Tokens of all prompts, decoded ``batch`` at a time."""
+    if settings["draft"] is not None:
+        arrays = prepared(settings["draft"].keeps, model, jspec.load_bundled()[1])
+        settings = settings | {"policy_arrays": arrays}
     params = jspec.SamplingParams(max_new_tokens=new_tokens)
     tokens: list[tuple[int, ...]] = []
     for begin in range(0, len(prompts), batch):
@@ -57,6 +69,8 @@ def decode(model, prompts, batch, draft_model=None, new_tokens=NEW_TOKENS, **set
 
 
 def draft_of(source: str, draft_model):
+    if source in POLICIES:
+        return jspec.named_draft(POLICIES[source]), None
     drafts = {
         "streaming": (jspec.SelfDraft(jspec.Streaming(sinks=8, window=56)), None),
         "ngram": (jspec.NgramDraft(), None),
@@ -73,7 +87,7 @@ def shortly(bundled):
     return some, decode(model, some, 8, draft=None, new_tokens=48)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", [*SOURCES, "hata"])
 def test_real_text_is_decoded_as_plainly(bundled, draft_model, shortly, source):
     some, plain = shortly
     draft, second = draft_of(source, draft_model)
@@ -84,6 +98,14 @@ def test_real_text_is_decoded_as_plainly(bundled, draft_model, shortly, source):
 def plainly(bundled):
     model, tokenizer = bundled
     return decode(model, prompts(tokenizer, 64), 8, draft=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", POLICIES)
+def test_64_prompts_with_a_policy(bundled, plainly, source):
+    model, tokenizer = bundled
+    draft, _ = draft_of(source, None)
+    assert decode(model, prompts(tokenizer, 64), 8, draft=draft, gamma=4) == plainly
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from jspec.decode.draft import ModelDraft, NgramDraft, NoDraft, SelfDraft
 from jspec.decode.draft import base as draft_module
 from jspec.decode.engine import generate
 from jspec.ops import vocabulary as vocabulary_module
-from jspec.policies import Dense, Streaming
+from jspec.policies import Dense, Quest, Streaming
 from tests.conftest import make_decoder
 from tests.decode.common import DRAFTERS, STREAMING, full_logits, prompts
 from tests.ops.laws import check_counts, filtered_law
@@ -130,6 +130,7 @@ SAMPLED = SamplingParams(max_new_tokens=4, temperature=1.0)
 SOURCES = {
     "streaming": SelfDraft(Streaming(sinks=0, window=1)),
     "dense": SelfDraft(Dense()),
+    "quest": SelfDraft(Quest(budget=2, page=2, sinks=0, recent=0, dense_layers=0)),
     "ngram": NgramDraft(min_match=1, max_match=3),
     "model": ModelDraft(),
     "plain": NoDraft(),

@@ -21,7 +21,16 @@ sys.path.insert(0, str(ROOT))
 pytest.importorskip("optax")
 
 import jspec  # noqa: E402
-from examples.train_bundled import batches, checkpoint, corpus, evaluate, export, model, train  # noqa: E402
+from examples.train_bundled import (  # noqa: E402
+    batches,
+    checkpoint,
+    corpus,
+    evaluate,
+    export,
+    model,
+    texts,
+    train,
+)
 from examples.train_bundled.licences import permissive_licence  # noqa: E402
 from examples.train_bundled.plan import FULL, SMOKE, parse_stages  # noqa: E402
 from jspec.eval import ruler  # noqa: E402
@@ -328,3 +337,22 @@ def test_smoke_run_and_its_continuation(tmp_path):
         "tokenizer.json",
         "training.json",
     }
+
+
+def test_texts_for_hashes_have_their_lengths_and_keep_apart(tmp_path, monkeypatch):
+    """Source of held-out packages alone goes to the held-out texts."""
+    splits = {"train": b"value = compute(index)\n", "packages": b"held_out = other(index)\n"}
+    for name, line in splits.items():
+        (tmp_path / f"{name}.bin").write_bytes(b"\x01" + line * 3000 + b"\x00")
+    monkeypatch.setattr(texts, "LENGTHS", {"train": (1024, 2048), "held-out": (1024,)})
+    out = tmp_path / "out"
+    texts.write(out, corpus.Corpus(tmp_path, [], {}), seed=0)
+    for part, lengths in texts.LENGTHS.items():
+        files = sorted((out / part).iterdir())
+        assert len(files) == 2 * texts.COUNT[part] * len(lengths)
+        for path in files:
+            length, source = int(path.name.split("-")[0]), "source" in path.name
+            size = path.stat().st_size
+            assert size == length - 2 if source else size <= length - 2
+            assert (b"held_out" in path.read_bytes()) <= (part == "held-out")
+            assert (b"value = c" in path.read_bytes()) <= (part == "train")

@@ -7,18 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Cache, Linear, Striped
-from jspec.config import LayerSpec, SamplingParams
+from jspec.cache import Linear, Striped
+from jspec.config import SamplingParams
 from jspec.decode.draft import SelfDraft
 from jspec.decode.engine import generate
 from jspec.ops.attention.dense import attention
 from jspec.policies import POLICIES
 from jspec.policies.attend import Compact, compact_attend, dense_attend, selected_attend
 from tests.decode.common import prompts, requests
-from tests.policies.common import MATRIX
+from tests.policies.common import (
+    BATCH,
+    CAPACITY,
+    LENGTHS,
+    MATRIX,
+    arrays_of,
+    filled,
+    query,
+    random,
+)
 
-BATCH, CAPACITY, SPEC = 3, 24, LayerSpec(kv_heads=2, key_size=8, value_size=4)
-LENGTHS = np.array([20, 3, 0], np.int32)
 LAYOUTS = {"linear": Linear(CAPACITY), "striped": Striped(CAPACITY, 3, 2)}
 
 
@@ -35,36 +42,17 @@ def plain(sharp):
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(name, plain, sharp):
-    got = generate(sharp, prompts(), requests(), draft=SelfDraft(MATRIX[name]), gamma=3)
+    policy = MATRIX[name]
+    arrays = arrays_of(policy, sharp.config.layers)
+    settings = {"draft": SelfDraft(policy), "policy_arrays": arrays}
+    got = generate(sharp, prompts(), requests(), gamma=3, **settings)
     assert got.tokens == plain.tokens
     assert got.stats.acceptance_rate > 0.4
 
 
-def random(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
-def filled(policy, layout, junk_at=None) -> Cache:
-    """A layer with random tokens at all committed positions, and ``junk_at [B, S]`` NaN."""
-    cache = Cache.create([SPEC], [layout], BATCH, jnp.float32, policy.columns)
-    index = np.arange(CAPACITY)[None]
-    positions = jnp.asarray(np.where(index < LENGTHS[:, None], index, -1), jnp.int32)
-    k, v = random(BATCH, CAPACITY, 2, 8, seed=1), random(BATCH, CAPACITY, 2, 4, seed=2)
-    if junk_at is not None:
-        k, v = (jnp.where(junk_at[:, :, None, None], jnp.nan, x) for x in (k, v))
-    extra = policy.encode(None, SPEC, k)
-    cache = cache.append(0, positions, keys=k, values=v, **extra)
-    return cache.with_lengths(jnp.asarray(LENGTHS))
-
-
-def query(seed: int = 5):
-    q = random(BATCH, 1, 4, 8, seed=seed)
-    return q, random(BATCH, 1, 2, 8, seed=seed + 1), random(BATCH, 1, 2, 4, seed=seed + 2)
-
-
 def selected_by(policy, cache, q) -> np.ndarray:
     """Which positions each KV head reads, bool ``[B, K, CAPACITY]``, the query's own included."""
-    chosen = policy.select(None, 0, cache, q, cache.lengths)
+    chosen = policy.select(arrays_of(policy), 0, cache, q, cache.lengths)
     own = np.arange(CAPACITY)[None, None] == LENGTHS[:, None, None]
     if chosen is None:
         return np.broadcast_to(np.arange(CAPACITY) <= LENGTHS[:, None, None], (BATCH, 2, CAPACITY))
@@ -82,7 +70,8 @@ def test_attention_reads_what_it_selects(name, layout):
     cache = filled(policy, LAYOUTS[layout])
     q, k, v = query()
     positions = jnp.asarray(LENGTHS)[:, None]
-    attend = selected_attend(positions, cache.lengths, 3, policy=policy)
+    arrays = arrays_of(policy)
+    attend = selected_attend(positions, cache.lengths, 3, policy=policy, arrays=arrays)
     out, after = jax.jit(lambda q, k, v, c: attend(0, q, k, v, c))(q, k, v, cache)
 
     read = selected_by(policy, cache, q)
@@ -120,13 +109,14 @@ def test_what_is_not_selected_never_reaches_an_output(name):
     policy = MATRIX[name]
     q, k, v = query()
     positions = jnp.asarray(LENGTHS)[:, None]
-    attend = selected_attend(positions, jnp.asarray(LENGTHS), 3, policy=policy)
+    until, arrays = jnp.asarray(LENGTHS), arrays_of(policy)
+    attend = selected_attend(positions, until, 3, policy=policy, arrays=arrays)
     clean = filled(policy, Linear(CAPACITY))
     expected, _ = attend(0, q, k, v, clean)
     unread = ~selected_by(policy, clean, q)
     junk = jnp.where(jnp.asarray(np.swapaxes(unread, 1, 2))[..., None], jnp.nan, 0.0)
     # What a policy scores by must stay as it is, or it would select something else.
-    keys = clean.keys(0) if name == "shared top-k" else clean.keys(0) + junk
+    keys = clean.keys(0) if name in ("shared top-k", "exact_topk") else clean.keys(0) + junk
     columns = clean.columns[0] | {"keys": keys, "values": clean.values(0) + junk}
     got, _ = attend(0, q, k, v, dataclasses.replace(clean, columns=(columns,)))
     np.testing.assert_array_equal(got, expected)
@@ -151,11 +141,6 @@ def test_sinks_and_a_projection_follow_their_formulae():
         np.testing.assert_allclose(
             out[row, 0, head], weights @ values @ np.float64(up[head]), atol=2e-5
         )
-
-
-def test_a_budget_is_checked():
-    with pytest.raises(ValueError, match="budget=0 must be at least 1 position"):
-        dataclasses.replace(MATRIX["norms"], budget=0)
 
 
 def test_requests_share_a_batch_whatever_drafts(sharp, plain):

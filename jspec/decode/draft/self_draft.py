@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jspec.decode.draft.base import Drafted, Drafter, autoregressive
 from jspec.decode.state import DecodeState, Models
 from jspec.policies import Policy, Streaming
-from jspec.policies.attend import Compact, compact_attend, selected_attend
+from jspec.policies.attend import Compact, compact_attend, run_selected
 
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
@@ -46,15 +46,12 @@ class SelfDraft(Drafter):
         def advance(step, token, positions, cache):
             where = positions[:, None]
             where = jnp.where(state.beyond(where), -1, where)
-            attend = selected_attend(
-                where,
-                until,
-                config.gamma,
+            hidden, cache = run_selected(
+                *(models.target, token[:, None], where, cache, until, config.gamma),
                 policy=self.policy,
                 arrays=models.policy,
                 backends=config.backends,
             )
-            hidden, cache = models.target(token[:, None], where, attend, cache)
             return models.target.logits(hidden)[:, 0], cache
 
         drafted, cache = autoregressive(state, config, advance, state.cache)

@@ -2,13 +2,8 @@
 // The naive CUDA kernel and the CPU handlers run it.
 #pragma once
 
+#include "common/host_device.h"
 #include "verify/verify.h"
-
-#ifdef __CUDACC__
-#define JSPEC_HOST_DEVICE __host__ __device__
-#else
-#define JSPEC_HOST_DEVICE
-#endif
 
 namespace jspec {
 

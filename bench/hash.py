@@ -1,0 +1,173 @@
+"""Hash codes of a decoding step: encoding, scores, and scores with their selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import attention, cases, ceilings, point, regret, table, workload
+from bench.cases import Case, heads
+from bench.program import bound, chosen, compile_all, shapes, sources
+from bench.select import expected
+from bench.settings import Settings, bar
+from bench.suite import Suite
+from jspec.dispatch import Operation
+from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
+from jspec.ops.hash_select import HASH_SELECT
+
+COLUMNS = ("B", "S", "n", "heads", "T", "R", "part")
+DEFAULT: Case = {"B": 8, "S": 32768, "n": 512, "heads": "32/32", "H": 128, "T": 1, "R": 128}
+BYTES = (
+    "of encoding the weights; of scoring the codes and 4 bytes a score; of selecting the codes and "
+    "4 bytes a slot"
+)
+Check = Callable[[Any], bool]
+
+
+def case(text: str) -> Case:
+    """A case of ``--case``; `ValueError` where it is none."""
+    found = cases.parse(text, DEFAULT)
+    if found["R"] not in (32, 64, 128, 256) or found["n"] > found["S"]:
+        raise ValueError(f"{text}: R must be 32, 64, 128 or 256, and n at most S")
+    return found
+
+
+def grid(settings: Settings) -> list[Case]:
+    """The cases that were asked for, or the suite's own."""
+    if settings.cases:
+        return [case(text) for text in settings.cases]
+    if jax.default_backend() != "gpu":
+        return [case("B=1,S=8K,n=128,heads=8/2")]
+    some = ("S=32K", "S=32K,heads=32/8")
+    whole = (*some, "B=1,S=256K,n=4K", "B=1,S=128K,n=2K,heads=32/8", "S=32K,R=256")
+    return [case(text) for text in (some if settings.quick else whole)]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    return {"ceilings": ceilings.rows(settings), "rows": _rows(settings)}
+
+
+def _rows(settings: Settings) -> Iterator[point.Row]:
+    with bar("hash", len(grid(settings))) as advance:
+        for here in grid(settings):
+            yield from _encoded(here, settings)
+            yield from _scored(here, settings)
+            advance()
+
+
+def _encoded(here: Case, settings: Settings) -> list[point.Row]:
+    """Small whole numbers: sums are exact in any order."""
+    query_heads, kv_heads = heads(here)
+    rng = np.random.default_rng([workload.SEED, here["B"], query_heads])
+    lead, size = (here["B"], here["T"]), here["H"]
+    sizes = (*lead, query_heads, size), (*lead, kv_heads, size), (kv_heads, size, here["R"])
+    q, k, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in sizes)
+
+    def codes(x: np.ndarray) -> np.ndarray:
+        sums = np.einsum("btnh,nhr->btnr", x, np.repeat(w, x.shape[2] // kv_heads, axis=0))
+        return np.packbits(sums > 0, axis=-1, bitorder="little").view("<u4")
+
+    want = codes(q), codes(k)
+    arguments = tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, k, w))
+    return _measured(
+        "encode",
+        HASH_ENCODE,
+        here,
+        arguments,
+        lambda out: all(map(np.array_equal, out, want)),
+        arguments[2].nbytes,
+        settings,
+    )
+
+
+def _scored(here: Case, settings: Settings) -> Iterator[point.Row]:
+    (query_heads, kv_heads), batch, slots = heads(here), here["B"], here["S"]
+    words, keys = here["R"] // 32, jax.random.split(jax.random.key(workload.SEED))
+    q = jax.random.bits(keys[0], (batch, here["T"], query_heads, words), jnp.uint32)
+    k = jax.random.bits(keys[1], (batch, slots, kv_heads, words), jnp.uint32)
+    want = scores_of(np.asarray(q), np.asarray(k))
+    lengths = jnp.full((batch,), slots, jnp.int32)
+    yield from _measured(
+        "score",
+        HAMMING_SCORES,
+        here,
+        (q, k, lengths, None),
+        lambda out: np.array_equal(out, want),
+        k.nbytes + want.nbytes,
+        settings,
+    )
+    count = here["n"]
+    taken = expected(want.reshape(-1, slots), count).reshape(batch, kv_heads, count)
+    rows = (jnp.full((batch, kv_heads), x, jnp.int32) for x in (count, slots))
+    yield from _measured(
+        "select",
+        HASH_SELECT,
+        here,
+        (q, k, *rows),
+        lambda out: np.array_equal(out, taken),
+        k.nbytes + taken.nbytes,
+        settings,
+        **static(here),
+    )
+
+
+def static(here: Mapping[str, Any]) -> dict[str, Any]:
+    """What every backend of `jspec.hash_select` is given beside its arrays."""
+    return {"k": here["n"], "sinks": 0, "recent": 0}
+
+
+def scores_of(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """The bits that keys share with the queries that read them, int32 ``[B, K, S]``."""
+    batch, slots, kv_heads, words = k.shape
+    q = q.reshape(batch, q.shape[1], kv_heads, -1, words)
+    found = np.zeros((batch, kv_heads, slots), np.int32)
+    for token in range(q.shape[1]):
+        for one in range(q.shape[3]):
+            shared = np.bitwise_count(~(k ^ q[:, token, None, :, one]))
+            found += np.swapaxes(shared.sum(axis=-1, dtype=np.int32), 1, 2)
+    return found
+
+
+def _measured(
+    part: str,
+    operation: Operation,
+    here: Case,
+    arguments: tuple[Any, ...],
+    right: Check,
+    moved: int,
+    settings: Settings,
+    **static: Any,
+) -> list[point.Row]:
+    best = chosen(operation, arguments, **static)
+    found = sources(operation, shapes(arguments), settings, **static)
+    programs = [
+        bound(name, program, arguments, right, chosen=name == best)
+        for name, program in compile_all(part, found).items()
+    ]
+    where = {**here, "part": part}
+    clock = attention.clock()
+    return point.measure(operation.name, where, programs, settings, moved=moved, **clock)
+
+
+def floor(result: Mapping[str, Any]) -> table.Floor:
+    """What the rows of a result are held against."""
+    return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
+
+
+def show(result: dict[str, Any]) -> None:
+    table.show(result, COLUMNS, floor(result))
+    regret.show(result["rows"])
+
+
+SUITE = Suite(
+    "hash",
+    "hash codes of a decoding step: encoding, scores, and scores with their selection",
+    run,
+    show,
+    (HASH_ENCODE, HAMMING_SCORES, HASH_SELECT),
+    case=case,
+)

@@ -1,0 +1,117 @@
+"""Exact selection of the highest scores of each row: every backend, JAX, PyTorch and FlashInfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import attention, ceilings, point, regret, table, workload
+from bench.program import Absent, Program, Source, bound, chosen, compile_all, shapes, sources
+from bench.rivals import select as rivals
+from bench.settings import Settings, bar
+from bench.suite import Suite
+from jspec.ops.select import SELECT
+
+COLUMNS = ("rows", "n", "k", "scores")
+BYTES = "every score once, and 4 bytes a selected slot"
+BITS = 128  # scores "0..128" are how many of so many random bits agree
+NAMES = ("lax.top_k", *rivals.NAMES)
+Case = dict[str, Any]
+
+
+def grid(settings: Settings) -> list[Case]:
+    """Rows of scores whose k highest are wanted: ``scores`` is a dtype, or whole numbers' range."""
+    large = [
+        (256, 32768, 512, "0..128"),
+        (256, 32768, 512, "float32"),
+        (256, 32768, 512, "bfloat16"),
+        (8, 2**20, 8192, "float32"),
+        (32, 131072, 2048, "float32"),
+        (4, 131072, 8192, "float32"),
+    ]
+    some = [large[0], large[3]]
+    if jax.default_backend() != "gpu":
+        some = large = [(4, 8192, 256, "0..128"), (4, 8192, 256, "float32")]
+    wanted = some if settings.quick else large
+    return [dict(zip(COLUMNS, case, strict=True)) for case in wanted]
+
+
+def scores_of(case: Case) -> np.ndarray:
+    """Normal numbers, or the bits that two random codes share."""
+    rng = np.random.default_rng([workload.SEED, case["rows"], case["n"]])
+    shape = case["rows"], case["n"]
+    if case["scores"] == "0..128":
+        return rng.binomial(BITS, 0.5, shape).astype(np.int32)
+    return rng.standard_normal(shape, np.float32).astype(jnp.dtype(case["scores"]))
+
+
+def expected(scores: np.ndarray, k: int) -> np.ndarray:
+    """The slots by numpy's stable sort, ascending."""
+    falling = -scores.astype(np.float32)
+    return np.sort(np.argsort(falling, axis=1, kind="stable")[:, :k], axis=1).astype(np.int32)
+
+
+def static(case: Case) -> dict[str, Any]:
+    """What every backend is given beside its arrays."""
+    highest = BITS if case["scores"] == "0..128" else None
+    return {"k": case["k"], "sinks": 0, "recent": 0, "highest": highest}
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    return {"ceilings": ceilings.rows(settings), "rows": _rows(settings)}
+
+
+def _rows(settings: Settings) -> Iterator[point.Row]:
+    with bar("select", len(grid(settings))) as advance:
+        for case in grid(settings):
+            yield from _measured(case, settings)
+            advance()
+
+
+def _measured(case: Case, settings: Settings) -> list[point.Row]:
+    rows, n, k, _ = case.values()
+    scores = scores_of(case)
+    want = expected(scores, k)
+    arguments = (jnp.asarray(scores), *(jnp.full((rows,), x, jnp.int32) for x in (k, n)))
+    best = chosen(SELECT, arguments, **static(case))
+    found = sources(SELECT, shapes(arguments), settings, **static(case))
+    programs = [
+        bound(name, program, arguments, lambda out: np.array_equal(out, want), chosen=name == best)
+        for name, program in compile_all("select", found).items()
+    ]
+    if settings.wants("lax.top_k"):
+        programs.append(_top_k(arguments[0], k, want))
+    programs += rivals.select(scores, k, settings)
+    moved = scores.nbytes + want.nbytes
+    return point.measure("select", case, programs, settings, moved=moved, **attention.clock())
+
+
+def _top_k(scores: jax.Array, k: int, want: np.ndarray) -> Program | Absent:
+    """Whose slots come in the order of their scores."""
+    source = Source(lambda x: jax.lax.top_k(x, k)[1], shapes((scores,)))
+    program = compile_all("top_k", {"lax.top_k": source})["lax.top_k"]
+    return bound("lax.top_k", program, (scores,), lambda out: np.array_equal(np.sort(out), want))
+
+
+def floor(result: dict[str, Any]) -> table.Floor:
+    """What the rows of a result are held against."""
+    return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
+
+
+def show(result: dict[str, Any]) -> None:
+    table.show(result, COLUMNS, floor(result))
+    regret.show(result["rows"])
+
+
+SUITE = Suite(
+    "select",
+    "exact selection of the highest scores of a row: every backend, JAX, PyTorch, FlashInfer",
+    run,
+    show,
+    (SELECT,),
+    NAMES,
+)

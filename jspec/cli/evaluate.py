@@ -1,0 +1,165 @@
+"""`jspec eval`: how well the model answers with each policy and budget, as a table or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from jspec.cli.compile_cache import keep_programs
+from jspec.cli.show import console, environment
+from jspec.eval import heatmap
+from jspec.eval.evaluate import Budget, Score, evaluate, with_budget
+from jspec.eval.jsonl import read_questions
+from jspec.eval.questions import Asked, own_questions, ruler_questions
+from jspec.eval.ruler import TASKS
+from jspec.models.bundled import bundled_path
+from jspec.models.checkpoint import load_model
+from jspec.models.tokenizer import Tokenizer, load_tokenizer
+from jspec.policies import Policy, named_policy
+from jspec.policies.hata import with_hashes
+
+Run = tuple[str, Budget, Policy]  # a policy's name with its settings, and its budget
+
+
+def run_eval(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    runs = _runs(arguments)
+    own, metric = None, arguments.metric
+    if arguments.tasks != "ruler":
+        own, usual = read_questions(arguments.tasks)
+        metric = metric or usual
+    if arguments.heatmap:
+        heatmap.check_pictures()
+        if len(runs) > 1:
+            raise ValueError("--heatmap takes one --policy and at most one --budget")
+    if arguments.compile_cache:
+        keep_programs()
+    path = bundled_path() if arguments.model in (None, "bundled") else arguments.model
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    if arguments.length > model.config.max_context:
+        raise ValueError(
+            f"--length {arguments.length} exceeds the model's context of {model.config.max_context}"
+        )
+    runs = [(name, budget, with_hashes(policy, Path(path))) for name, budget, policy in runs]
+    questions = _questions(arguments, tokenizer, own)
+    settings = {"length": arguments.length, "metric": metric or "recall"}
+    settings |= {"drafts": arguments.draft, "batch": arguments.batch}
+    results = []
+    with Bars(console=console(), transient=True, disable=arguments.json) as bars:
+        task = bars.add_task("", total=len(runs) * len(questions))
+        for name, budget, policy in runs:
+            bars.update(task, description=name)
+            score = evaluate(
+                *(model, tokenizer, policy, questions),
+                on_batch=lambda count: bars.advance(task, count),
+                **settings,
+            )
+            results.append(_result(name, budget, score, arguments, settings))
+    if arguments.heatmap:
+        _heatmap(arguments, model, tokenizer, runs[0])
+    if arguments.json:
+        found = results[0] if len(results) == 1 else {"results": results}
+        print(json.dumps(found | {"environment": environment()}))
+    else:
+        Console(highlight=False).print(_table(results, arguments))
+    return 0
+
+
+def _runs(arguments: argparse.Namespace) -> list[Run]:
+    """Every policy with every budget, checked before a model is loaded."""
+    for task in _tasks(arguments):
+        if task not in TASKS:
+            raise ValueError(f"--only {task!r} is unknown; RULER's tasks are {', '.join(TASKS)}")
+    names = arguments.policy or ["dense"]
+    if arguments.length < 1 or arguments.batch < 1 or arguments.examples < 1:
+        raise ValueError("--length, --batch and --examples must be at least 1")
+    budgets = [_budget(text) for text in arguments.budget] or [None]
+    runs = []
+    for name in names:
+        policy = named_policy(name)
+        for budget in budgets if name != "dense" else [None]:
+            try:
+                found = with_budget(policy, budget, arguments.length)
+            except ValueError as error:
+                raise ValueError(f"policy {name}: {error}") from None
+            runs.append((name, budget or getattr(found, "budget", None), found))
+    return runs
+
+
+def _budget(text: str) -> int | float:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    raise ValueError(f"--budget {text!r} must be a whole number of positions, or a ratio")
+
+
+def _questions(
+    arguments: argparse.Namespace, tokenizer: Tokenizer, own: Sequence[Any] | None
+) -> list[Asked]:
+    if own is not None:
+        return own_questions(tokenizer, own, arguments.length, arguments.max_new_tokens)
+    settings = (arguments.length, arguments.examples, arguments.seed)
+    return ruler_questions(tokenizer, _tasks(arguments), *settings)
+
+
+def _tasks(arguments: argparse.Namespace) -> Sequence[str]:
+    return arguments.only.split(",") if arguments.only else TASKS
+
+
+def _result(
+    name: str,
+    budget: Budget,
+    score: Score,
+    arguments: argparse.Namespace,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    found = {
+        "score": score.score,
+        "scores": score.scores,
+        "policy": name,
+        "budget": budget,
+        "length": arguments.length,
+        "metric": settings["metric"],
+        "drafts": arguments.draft,
+        "questions": len(score.each),
+        "seed": arguments.seed,
+        "stats": score.stats.as_dict(),
+    }
+    return found | ({"answers": list(score.answers)} if arguments.answers else {})
+
+
+def _table(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> Table:
+    tasks = list(results[0]["scores"])
+    what = "drafts of each policy" if arguments.draft else "what each policy reads"
+    title = f"{Path(arguments.tasks).name}, {arguments.length:,} tokens, {what}: percent right"
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy")
+    for column in ("budget", "score", *(task.replace("_", " ") for task in tasks)):
+        table.add_column(column, justify="right")
+    if arguments.draft:
+        table.add_column("mean accepted length", justify="right")
+    for found in results:
+        row = [found["policy"], "all" if found["budget"] is None else f"{found['budget']:g}"]
+        row += [f"{found['score']:.1f}", *(f"{found['scores'][task]:.1f}" for task in tasks)]
+        if arguments.draft:
+            row.append(f"{found['stats']['mean_accepted_length']:.2f}")
+        table.add_row(*row)
+    return table
+
+
+def _heatmap(arguments: argparse.Namespace, model: Any, tokenizer: Tokenizer, run: Run) -> None:
+    name, budget, policy = run
+    lengths = [arguments.length * part // 4 for part in range(1, 5)]
+    settings = {"examples": arguments.examples, "seed": arguments.seed, "batch": arguments.batch}
+    found = heatmap.needles(model, tokenizer, policy, lengths, **settings)
+    title = name if budget is None else f"{name}, budget {budget:g}"
+    heatmap.draw(found, lengths, title, arguments.heatmap)

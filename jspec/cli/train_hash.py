@@ -1,0 +1,170 @@
+"""`jspec train-hash`: learn a model's hashes from texts, and say what they keep of attention."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from jspec.cli.compile_cache import keep_programs
+from jspec.cli.show import console, environment, print_json
+from jspec.extras import install
+from jspec.models.bundled import bundled_path
+from jspec.models.checkpoint import load_model
+from jspec.models.files import read_file
+from jspec.models.tokenizer import Tokenizer, load_tokenizer
+from jspec.train.loss import HashTraining
+from jspec.train.samples import MIN_TOKENS
+
+FILE_LIMIT = 1 << 30  # bytes of a text
+USUAL_LENGTH = 32768  # most tokens of a text, unless the model's context is shorter
+HELD_OUT = 10  # one text in so many, where none is named
+
+
+def train_hash(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    for option in ("pairs", "step_pairs"):
+        if getattr(arguments, option) < 1:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} {getattr(arguments, option)} must be at least 1")
+    settings = HashTraining(
+        bits=arguments.bits,
+        variant=arguments.variant,
+        pairs=arguments.step_pairs,
+        seed=_seed(arguments.seed),
+    )
+    if find_spec("optax") is None:
+        raise ValueError(f"train-hash needs optax: {install('train')}")
+    from jspec.train.job import Job, Texts, run
+
+    if arguments.compile_cache:
+        keep_programs()
+    path = bundled_path() if arguments.model in (None, "bundled") else Path(arguments.model)
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    length = _length(arguments.length, model.config.max_context)
+    learned = _texts(arguments.data, tokenizer, length, "--data")
+    if arguments.held_out:
+        held_out = _texts(arguments.held_out, tokenizer, length, "--held-out")
+    else:
+        held_out = learned[::HELD_OUT]
+        learned = [text for index, text in enumerate(learned) if index % HELD_OUT]
+    if not learned:
+        raise ValueError(
+            "--data has one text, which is held out for the report; give more files, or other "
+            "ones by --held-out"
+        )
+    texts = Texts(_enough(learned, arguments.pairs, settings.seed), held_out)
+    job = Job(model, texts, Path(arguments.out), settings, arguments.compare)
+    with _progress() as on_progress:
+        report = run(job, on_progress)
+    picture = _draw(job.out)
+    if arguments.json:
+        print_json(report | {"out": str(job.out), "environment": environment()})
+    else:
+        _show(report, job.out, picture)
+    return 0
+
+
+def _seed(seed: int) -> int:
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed {seed} must be in [0, 2**32)")
+    return seed
+
+
+def _length(asked: int | None, context: int) -> int:
+    if asked is None:
+        return min(context, USUAL_LENGTH)
+    if not MIN_TOKENS <= asked <= context:
+        raise ValueError(
+            f"--length {asked} must be from {MIN_TOKENS} to the model's context of {context}"
+        )
+    return asked
+
+
+def _texts(names: Sequence[str], tokenizer: Tokenizer, length: int, option: str) -> list[list[int]]:
+    """The files as token ids, in pieces of at most ``length``; what is too short is left out."""
+    opening = _opening(tokenizer)
+    size = length - len(opening)
+    found = []
+    for name in names:
+        ids = tokenizer.encode(read_file(Path(name), FILE_LIMIT), special=False)
+        pieces = [opening + ids[at : at + size] for at in range(0, len(ids), size)]
+        found += [piece for piece in pieces if len(piece) >= MIN_TOKENS]
+    if not found:
+        raise ValueError(
+            f"{option}: none of {len(names)} files has the {MIN_TOKENS} tokens that a text needs"
+        )
+    return found
+
+
+def _opening(tokenizer: Tokenizer) -> list[int]:
+    """The special tokens before a text."""
+    plain, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
+    return whole[: whole.index(plain[0])]
+
+
+def _enough(texts: list[list[int]], pairs: int, seed: int) -> list[list[int]]:
+    """Texts in random order, until they give about ``pairs`` pairs of a query and a key."""
+    found, total = [], 0.0
+    for index in np.random.default_rng(seed).permutation(len(texts)):
+        if total >= pairs:
+            break
+        found.append(texts[index])
+        total += 0.75 * len(texts[index])  # a query stands in the second half
+    return found
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each thing that is done, on stderr where that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shows = console()
+    with Bars(
+        *(*columns, TimeElapsedColumn()), console=shows, disable=not shows.is_terminal
+    ) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def on_progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield on_progress
+
+
+def _draw(out: Path) -> str:
+    """Draw the loss beside the hashes; returns what to tell the user."""
+    if find_spec("matplotlib") is None:
+        return f"no picture of the loss: {install('bench')}"
+    from jspec.train.picture import draw_loss
+
+    draw_loss(out / "curve.json", out / "curve.png")
+    return f"the loss is in {out / 'curve.png'}"
+
+
+def _show(report: dict[str, Any], out: Path, picture: str) -> None:
+    shows = console()
+    shows.print(
+        f"{report['pairs']:,} pairs of {report['texts']} texts, "
+        f"{report['seconds']['collect']:.0f} s to read and {report['seconds']['learn']:.0f} s to "
+        f"learn; kept of attention in {report['held_out']} held-out texts:"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("method", no_wrap=True)
+    table.add_column("bytes a key", justify="right")
+    for budget in report["budgets"]:
+        table.add_column(f"recall, mass at {budget:.1%}", justify="right")
+    for row in sorted(report["methods"], key=lambda row: -row["mass"][0]):
+        pairs = zip(row["recall"], row["mass"], strict=True)
+        cells = [f"{recall:.3f}  {mass:.3f}" for recall, mass in pairs]
+        table.add_row(row["name"], f"{row['bytes']:g}", *cells)
+    shows.print(table)
+    shows.print(f"hashes of {report['bits']} bits are in {out}; {picture}", soft_wrap=True)

@@ -1,0 +1,35 @@
+// What lies where in the memory that the kernels of a selection share. docs/selection.md shows it.
+#pragma once
+
+#include "select/keys.h"
+
+namespace jspec {
+
+// Offsets are in words of 4 bytes from the beginning of a row's part of the workspace.
+//
+// A chunk of `counted` slots has a record: how many of its slots have a first digit of at least d, for
+// d in 0..bins - 1, and once more for every 64th d, 64 places. A count is a uint16. Keys of several
+// digits have a list, of the slots whose first digit is at least the one that the row needs.
+struct Plan {
+  Digits digits;
+  int32_t chunks;
+  int64_t scores;  // of hash codes: uint16 [n rounded up to 8]
+  int64_t found;   // the first digit, how many of its slots are needed, and the list's length
+  int64_t records;
+  int64_t list;
+  int64_t words;  // a row
+
+  Plan(int64_t keys, int32_t n, const Cut& cut, bool scored) : digits(digits_of(keys)) {
+    chunks = n > 0 ? (n - 1) / cut.counted + 1 : 1;
+    scores = 0;
+    found = scored ? (int64_t(n) + 7) / 8 * 4 : 0;
+    records = found + 4;
+    const bool whole = chunks == 1 && !scored;
+    list = records + (whole ? 0 : chunks * record_words());
+    words = list + (digits.levels > 1 ? (int64_t(n) + 3) / 4 * 4 : 0);
+  }
+
+  JSPEC_HOST_DEVICE int64_t record_words() const { return (digits.bins[0] + 64) / 2; }
+};
+
+}  // namespace jspec

@@ -1,0 +1,69 @@
+"""Needles at all depths and lengths, and the picture of how many were found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jspec.eval.evaluate import evaluate
+from jspec.eval.questions import needle_question
+from jspec.extras import install
+from jspec.models.tokenizer import Tokenizer
+from jspec.policies import Policy
+from jspec.typing import Model
+
+DEPTHS = tuple(np.linspace(0, 1, 11).tolist())
+
+
+def needles(
+    model: Model,
+    tokenizer: Tokenizer,
+    policy: Policy,
+    lengths: Sequence[int],
+    *,
+    examples: int = 1,
+    seed: int = 0,
+    batch: int = 8,
+) -> np.ndarray:
+    """The share of needles found, float64 ``[depths, lengths]``, at each of `DEPTHS`."""
+    found = np.zeros((len(DEPTHS), len(lengths)))
+    for column, length in enumerate(lengths):
+        questions = [
+            needle_question(tokenizer, length, depth, each)
+            for depth in DEPTHS
+            for each in range(seed, seed + examples)
+        ]
+        score = evaluate(model, tokenizer, policy, questions, length=length, batch=batch)
+        found[:, column] = np.reshape(score.each, (len(DEPTHS), examples)).mean(axis=1)
+    return found
+
+
+def check_pictures() -> None:
+    """Raise `ValueError` with the way out where matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError(f"pictures need matplotlib; {install('bench')}") from None
+
+
+def draw(found: np.ndarray, lengths: Sequence[int], title: str, path: str | Path) -> None:
+    """Write the picture of ``found [depths, lengths]``."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(1.6 + 0.7 * len(lengths), 4.5), layout="constrained")
+    image = axes.imshow(found, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
+    axes.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
+    axes.set_xlabel("length, tokens")
+    axes.set_ylabel("depth of the needle")
+    axes.set_title(title, fontsize="medium")
+    for (row, column), value in np.ndenumerate(found):
+        axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize="small")
+    figure.colorbar(image, label="needles found")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

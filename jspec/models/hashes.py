@@ -1,0 +1,132 @@
+"""Trained hashes on disk: a matrix for each KV head of a layer, by orbax, and JSON beside them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.config import LAYER_LIMIT, LayerSpec
+from jspec.models.bundled import bundled_path
+from jspec.models.errors import CheckpointError, quoted
+from jspec.models.files import INTEGER_LIMIT, Fields, read_json
+from jspec.ops.hash import BITS
+from jspec.typing import Array
+
+SETTINGS = "hashes.json"
+FORMAT = 1
+STORED = np.float16
+FOLDER = "hashes"  # of a model's directory
+
+
+Hashes = tuple[Array | None, ...]
+
+
+def check_hashes(hashes: Hashes, specs: Sequence[LayerSpec]) -> None:
+    """Raise `ValueError` unless ``hashes`` are of the sizes of a model's layers."""
+    way_out = "train hashes of this model by `jspec train-hash`"
+    if len(hashes) != len(specs):
+        raise ValueError(
+            f"hashes of {len(hashes)} layers do not fit a model of {len(specs)}; {way_out}"
+        )
+    for layer, (w, spec) in enumerate(zip(hashes, specs, strict=True)):
+        if w is None and spec.window is None:
+            raise ValueError(f"layer {layer} has no hashes and no sliding window; {way_out}")
+        if w is not None and w.shape[:2] != (spec.kv_heads, spec.key_size):
+            raise ValueError(
+                f"hashes of layer {layer} are for {w.shape[0]} KV heads of size {w.shape[1]}, but "
+                f"the model has {spec.kv_heads} of size {spec.key_size}; {way_out}"
+            )
+
+
+def save_hashes(hashes: Hashes, path: str | os.PathLike, made: Mapping[str, Any]) -> None:
+    """Write ``hashes`` as float16 to a new directory; ``made`` says how they were learned.
+
+    It appears whole or not at all. Raises `CheckpointError` where ``path`` exists or cannot be
+    written.
+    """
+    from jspec.models import saved
+
+    path = Path(path)
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} exists; choose another path, hashes are never overwritten")
+    bits = {w.shape[2] for w in hashes if w is not None}
+    if len(bits) != 1:
+        raise ValueError(f"hashes of {sorted(bits)} bits must all have as many, and be some")
+    layers = [None if w is None else list(w.shape[:2]) for w in hashes]
+    settings = {"format": FORMAT, "bits": bits.pop(), "layers": layers, "made": dict(made)}
+    arrays = {
+        _name(layer): np.asarray(w).astype(STORED)
+        for layer, w in enumerate(hashes)
+        if w is not None
+    }
+    saved.write_folder(path, arrays, SETTINGS, settings)
+
+
+def load_hashes(path: str | os.PathLike | None = None) -> Hashes:
+    """Hashes that `jspec train-hash` wrote to the directory ``path``; None is the bundled model's.
+
+    Of each layer float32 ``[K, H, R]``, as `jspec.encode` takes them; None for a layer with a
+    sliding window, which is read whole. Raises `CheckpointError` for files that are missing,
+    malformed or do not fit together.
+    """
+    # orbax takes a second to import, which only its own files should cost.
+    from jspec.models import saved
+
+    path = bundled_path() / FOLDER if path is None else Path(path)
+    bits, sizes = _read_settings(path / SETTINGS)
+    wanted = {_name(layer): (*size, bits) for layer, size in enumerate(sizes) if size is not None}
+    saved.check_shapes(path, saved.read_all_shapes(path), wanted, SETTINGS)
+    where = jnp.zeros(()).sharding
+    kinds = {
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=where)
+        for name, shape in wanted.items()
+    }
+    arrays = saved.read_arrays(path, kinds)
+    return tuple(arrays.get(_name(layer)) for layer in range(len(sizes)))
+
+
+def bits_of(path: str | os.PathLike) -> int:
+    """Bits of a code by the hashes in the directory ``path``; raises as `load_hashes` does."""
+    return _read_settings(Path(path) / SETTINGS)[0]
+
+
+def _name(layer: int) -> str:
+    return f"layers.{layer}"
+
+
+def _read_settings(path: Path) -> tuple[int, list[tuple[int, int] | None]]:
+    """Bits of a code, and KV heads and key size of each layer."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: the folder has no hashes; `jspec train-hash --out` writes one"
+        )
+    fields = Fields(read_json(path), str(path))
+    version = fields.values.get("format")
+    if version != FORMAT or type(version) is not int:
+        raise fields.error(f"format={quoted(version)} is unknown; jspec has {FORMAT}")
+    unknown = sorted(set(fields.values) - {"format", "bits", "layers", "made"})
+    if unknown:
+        raise fields.error(f"fields {quoted(unknown)} are unknown; the file is of a newer jspec")
+    bits = fields.integer("bits")
+    if bits not in BITS:
+        raise fields.error(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
+    layers = fields.values.get("layers")
+    if not isinstance(layers, list) or not 1 <= len(layers) <= LAYER_LIMIT:
+        raise fields.error(f"layers={quoted(layers)} must be a list of 1 to {LAYER_LIMIT} layers")
+    if not all(layer is None or _is_size(layer) for layer in layers) or not any(layers):
+        raise fields.error(
+            f"layers={quoted(layers)} must hold [KV heads, key size] or null, not null alone"
+        )
+    return bits, [None if layer is None else (layer[0], layer[1]) for layer in layers]
+
+
+def _is_size(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(type(x) is int and 1 <= x <= INTEGER_LIMIT for x in value)

@@ -1,0 +1,203 @@
+"""Exact, deterministic selection of the best slots of each row of scores.
+
+`select` is the public operation. ``xla``, the reference, is a stable sort; the others count.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.hash import lengths_or
+from jspec.typing import Array
+
+DTYPES = ("int32", "float32", "bfloat16", "float16")
+
+
+def select(
+    scores: Array,
+    k: int,
+    *,
+    counts: Array | None = None,
+    lengths: Array | None = None,
+    sinks: int = 0,
+    recent: int = 0,
+    highest: int | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """The slots of the ``k`` highest scores of each row, in ascending order.
+
+    ``scores [..., n]`` of a dtype in `DTYPES`. Of slots with equal scores the first goes first;
+    -0 equals 0, and NaN comes behind minus infinity. ``counts`` int32: the budget of each row, at
+    most k; ``lengths`` int32: how many slots of it there are, the first ones. Both have the leading
+    sizes of ``scores``, or the first of those; None is k and n. The first ``sinks`` and the last
+    ``recent`` slots of a row are part of the budget and always taken; of a budget that does not
+    hold them all they are the first. ``highest``: integer scores lie in -1..highest. Where it is
+    small, they are counted in one pass; for scores beyond it the result is unspecified.
+
+    Returns int32 ``[..., k]``: the slots, and -1 behind the last one. Raises `ValueError` for
+    arguments that do not fit.
+    """
+    check_budget(k, sinks, recent)
+    if scores.ndim < 1 or scores.dtype not in DTYPES:
+        raise ValueError(
+            f"scores {scores.dtype}{list(scores.shape)} must be {' or '.join(DTYPES)} [..., n]"
+        )
+    if highest is not None and (scores.dtype != jnp.int32 or not 0 <= highest < 2**31 - 1):
+        raise ValueError(
+            f"highest={highest} must be in 0..2**31 - 2, of int32 scores, not of {scores.dtype}"
+        )
+    lead = scores.shape[:-1]
+    return SELECT(
+        lax.stop_gradient(scores),
+        lengths_or(counts, lead, k),
+        lengths_or(lengths, lead, scores.shape[-1]),
+        k=k,
+        sinks=sinks,
+        recent=recent,
+        highest=highest,
+        implementation=implementation,
+    )
+
+
+def check_budget(k: int, sinks: int, recent: int) -> None:
+    """Raise `ValueError` where sinks and recent slots have no room in a budget of ``k``."""
+    if k < 1 or sinks < 0 or recent < 0 or sinks + recent > k:
+        raise ValueError(
+            f"k={k} must be at least 1 and hold sinks={sinks} and recent={recent}, at least 0 each"
+        )
+
+
+def selected_like(scores: Array, k: int) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of what backends return."""
+    return jax.ShapeDtypeStruct((*scores.shape[:-1], k), jnp.int32)
+
+
+def select_xla(
+    scores: Array,
+    counts: Array,
+    lengths: Array,
+    *,
+    k: int,
+    sinks: int,
+    recent: int,
+    highest: int | None,
+) -> Array:
+    """As `select`, by a stable sort of whole rows."""
+    n = scores.shape[-1]
+    slots = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    lengths = jnp.clip(lengths, 0, n)[..., None]
+    counts = jnp.clip(counts[..., None], 0, jnp.minimum(k, lengths))
+    forced = (slots < sinks) | (slots >= lengths - recent)
+    rank = jnp.where(slots < lengths, jnp.where(forced, 0, 1), 2)
+    falling = jnp.where(rank == 1, ~_rising(scores), 0)
+    *_, order = lax.sort((rank, falling, slots), num_keys=2, is_stable=True)
+    order = order[..., :k]
+    taken = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1) < counts
+    # What is left out sorts behind, and fills the places up to k.
+    order = jnp.sort(jnp.where(taken, order, n), axis=-1)
+    order = jnp.where(order < n, order, -1)
+    return jnp.pad(
+        order, [(0, 0)] * (scores.ndim - 1) + [(0, k - order.shape[-1])], constant_values=-1
+    )
+
+
+def _rising(scores: Array) -> Array:
+    """uint32 numbers that are ordered, and equal, as the scores are."""
+    if scores.dtype == jnp.int32:
+        return lax.bitcast_convert_type(scores, jnp.uint32) ^ np.uint32(2**31)
+    # By bits alone: some devices take subnormal numbers for zero when they compare.
+    bits = lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.uint32)
+    magnitude = bits & np.uint32(2**31 - 1)
+    rising = jnp.where(bits == magnitude, bits | np.uint32(2**31), ~bits)
+    rising = jnp.where(magnitude == 0, np.uint32(2**31), rising)
+    return jnp.where(magnitude > np.uint32(0x7F800000), np.uint32(0), rising)
+
+
+def select_sizes(scores: Array, *args: Array, k: int, **kwargs: int | None) -> dict[str, int]:
+    """What backends are ordered by."""
+    n = scores.shape[-1]
+    return {"rows": math.prod(scores.shape[:-1]), "n": n, "k": k}
+
+
+def rows_of_scores(rows: int, n: int, dtype: DTypeLike, kinds: int) -> np.ndarray:
+    """Rows of which each has scores of another kind, ``kinds`` values or, for 0, all there are.
+
+    Floats have infinities, NaN and both zeros; of every four rows one has all its scores equal.
+    """
+    rng = np.random.default_rng([rows, n, kinds])
+    if dtype == "int32":
+        low, high = (-1, kinds) if kinds else (-(2**31), 2**31)
+        scores = rng.integers(low, high, (rows, n)).astype(np.int32)
+    else:
+        drawn = rng.standard_normal((rows, n), np.float32)
+        scores = np.round(drawn * kinds) / kinds if kinds else drawn
+        odd = rng.choice(
+            np.array([np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0], np.float32), (rows, n)
+        )
+        scores = np.where(rng.random((rows, n)) < 0.2, odd, scores).astype(dtype)
+    scores[3::4] = scores[3::4, :1]
+    return scores
+
+
+def ragged(rows: int, most: int) -> np.ndarray:
+    """Counts int32 ``[rows]``: none and all are frequent, and some are past both ends."""
+    rng = np.random.default_rng([rows, most])
+    ends = rng.choice([0, most], rows)
+    return np.where(rng.random(rows) < 0.3, ends, rng.integers(-1, most + 2, rows)).astype(np.int32)
+
+
+def _build(rows: int, n: int, k: int, dtype: str, kinds: int) -> tuple[np.ndarray, ...]:
+    lengths = ragged(rows, n)
+    lengths[0] = n
+    return rows_of_scores(rows, n, dtype, kinds), ragged(rows, k), lengths
+
+
+# ``(rows, n, k, dtype, kinds, sinks, recent)`` by name.
+_SHAPES = {
+    "small": (3, 20, 6, "float32", 0, 1, 2),
+    "all-integers": (9, 300, 40, "int32", 0, 4, 16),
+    "few-integers": (8, 1100, 64, "int32", 128, 0, 0),
+    "ties": (12, 700, 100, "float32", 2, 3, 30),
+    "half": (8, 530, 64, "bfloat16", 0, 0, 5),
+    "half-ties": (5, 90, 90, "float16", 1, 0, 0),
+    "more-than-there-is": (4, 30, 50, "float32", 0, 2, 2),
+    "one-slot": (6, 1, 1, "float32", 0, 0, 1),
+    "no-slots": (2, 0, 3, "float32", 0, 1, 1),
+    "long": (2, 40000, 700, "float32", 0, 16, 64),
+}
+
+
+def _cases() -> list[Case]:
+    return [
+        Case(
+            name,
+            functools.partial(_build, rows, n, k, dtype, kinds),
+            {
+                "k": k,
+                "sinks": sinks,
+                "recent": recent,
+                "highest": kinds if dtype == "int32" and kinds else None,
+            },
+            small=name == "small",
+        )
+        for name, (rows, n, k, dtype, kinds, sinks, recent) in _SHAPES.items()
+    ]
+
+
+SELECT = Operation(
+    "select",
+    {
+        "xla": Backend("xla", select_xla, always),
+        "cuda": "jspec.cuda_ffi.select:SELECT",
+    },
+    select_sizes,
+    _cases,
+)

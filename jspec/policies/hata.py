@@ -1,0 +1,98 @@
+"""HATA: keys whose hash codes share the most bits with the query's (arXiv 2506.02572)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cache import Cache, Linear
+from jspec.cache.cache import Shapes
+from jspec.config import LayerSpec
+from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hashes
+from jspec.ops.hash import BITS, encode, hamming_scores
+from jspec.ops.hash_select import hash_select
+from jspec.policies.policy import Policy, ScoredPolicy
+from jspec.typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Hata(ScoredPolicy):
+    """Hash codes of ``bits`` bits, compared by their Hamming distance (algorithms 1 to 3).
+
+    A code is the signs of a key's products with a matrix of its KV head. Each token keeps its
+    key's; a query's is made when it scores, and shared bits are summed over a KV head's group.
+    With ``norms`` a score counts times the key's norm, which is kept too, as in the authors' code.
+    ``hashes``: a folder that `jspec train-hash` wrote; without one the matrices are random, of
+    ``seed``.
+    """
+
+    needs_arrays: ClassVar[bool] = True
+
+    bits: int = 128
+    norms: bool = False
+    hashes: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits} must be one of {', '.join(map(str, BITS))}")
+
+    def columns(self, spec: LayerSpec) -> Shapes:
+        codes = {"codes": ((spec.kv_heads, self.bits // 32), jnp.uint32)}
+        return codes | ({"norms": ((spec.kv_heads,), jnp.float32)} if self.norms else {})
+
+    def prepare(self, specs: Sequence[LayerSpec], keys: Sequence[np.ndarray] | None) -> Any:
+        """Matrices of each layer, float32 ``[K, H, bits]``."""
+        if self.hashes:
+            return self._trained(specs)
+        rng = np.random.default_rng(self.seed)
+        shapes = [(spec.kv_heads, spec.key_size, self.bits) for spec in specs]
+        return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+
+    def _trained(self, specs: Sequence[LayerSpec]) -> Hashes:
+        found = bits_of(self.hashes)
+        if found != self.bits:
+            raise ValueError(
+                f"hashes in {self.hashes} have {found} bits, but bits={self.bits}; pass "
+                f"bits={found}, or train others by `jspec train-hash --bits {self.bits}`"
+            )
+        hashes = load_hashes(self.hashes)
+        check_hashes(hashes, specs)
+        return hashes
+
+    def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
+        columns = {"codes": encode(k, arrays[layer])}
+        if self.norms:
+            columns["norms"] = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
+        return columns
+
+    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
+        held = cache.columns[layer]
+        return hamming_scores(encode(q, arrays[layer]), held["codes"], norms=held.get("norms"))
+
+    def best(
+        self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+    ) -> Array:
+        if self.norms or not isinstance(cache.layouts[layer], Linear):
+            return super().best(arrays, layer, cache, q, most, **budget)
+        codes = cache.columns[layer]["codes"]
+        return hash_select(encode(q, arrays[layer]), codes, most, **budget)
+
+
+def with_hashes(policy: Policy, model: Path) -> Policy:
+    """``policy`` with the trained hashes in a model's directory, where it is `Hata` and names none.
+
+    They are in the folder ``hashes`` of it, and have as many bits as the policy asks for.
+    """
+    folder = model / FOLDER
+    if not isinstance(policy, Hata) or policy.hashes or not folder.is_dir():
+        return policy
+    if bits_of(folder) != policy.bits:
+        return policy
+    return dataclasses.replace(policy, hashes=str(folder))

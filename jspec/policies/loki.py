@@ -1,0 +1,62 @@
+"""Loki: products in the leading principal components of the keys (Singhania et al. 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cache import Cache
+from jspec.cache.cache import Shapes
+from jspec.config import LayerSpec
+from jspec.policies.policy import ScoredPolicy, dots, pooled
+from jspec.typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Loki(ScoredPolicy):
+    """q.k in the first ``channels`` principal components of a KV head's keys.
+
+    The components come from the covariance of sample keys, rotated as the cache holds them. Each
+    token keeps its key's part in them beside the key, and a query is brought there when it scores.
+    """
+
+    needs_arrays: ClassVar[bool] = True
+
+    channels: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.channels < 1:
+            raise ValueError(f"channels={self.channels} must be at least 1")
+
+    def columns(self, spec: LayerSpec) -> Shapes:
+        return {"components": ((spec.kv_heads, self._channels(spec.key_size)), None)}
+
+    def prepare(self, specs: Sequence[LayerSpec], keys: Sequence[np.ndarray] | None) -> Any:
+        """The components of each layer, float32 ``[K, H, channels]``, the largest first."""
+        if keys is None:
+            raise ValueError(
+                "loki needs the keys of a sample text: jspec.prepare(policy, model, tokens) takes "
+                "one, and makes the policy_arrays that generate takes"
+            )
+        return tuple(jnp.asarray(self._components(k)) for k in keys)
+
+    def _components(self, keys: np.ndarray) -> np.ndarray:
+        k = np.swapaxes(keys, 0, 1).astype(np.float64)
+        k = k - k.mean(axis=1, keepdims=True)
+        _, vectors = np.linalg.eigh(np.swapaxes(k, 1, 2) @ k)  # ascending
+        return vectors[..., ::-1][..., : self._channels(k.shape[-1])].astype(np.float32)
+
+    def _channels(self, size: int) -> int:
+        return min(self.channels, size)
+
+    def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
+        return {"components": jnp.einsum("btkh,khr->btkr", k.astype(jnp.float32), arrays[layer])}
+
+    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
+        q = jnp.einsum("bkh,khr->bkr", pooled(q, cache.specs[layer].kv_heads), arrays[layer])
+        return dots(q, cache.columns[layer]["components"])

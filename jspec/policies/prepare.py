@@ -1,0 +1,64 @@
+"""What a policy needs of a model before it decodes, from the keys of a sample text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cache import Cache, Linear
+from jspec.dispatch import Backends
+from jspec.policies.attend import dense_attend
+from jspec.policies.policy import Policy
+from jspec.typing import Array, Model
+
+CHUNK = 256  # tokens of the sample that the model takes up at once
+
+
+def prepare(
+    policy: Policy,
+    model: Model,
+    tokens: Sequence[int] | None = None,
+    *,
+    backends: Mapping[str, str] = Backends(),
+) -> Any:
+    """The arrays that ``policy`` takes in decoding with ``model``, None where it takes none.
+
+    They go to ``policy_arrays`` of `jspec.generate`, or into `jspec.Models`. ``tokens``: a sample
+    text, of which some thousand tokens do; its kind matters little. Costs a prefill of it. Raises
+    `ValueError` where the policy cannot do without a sample.
+    """
+    keys = None if tokens is None else _keys_of(model, np.asarray(tokens, np.int32), backends)
+    return policy.prepare(model.config.layers, keys)
+
+
+def _keys_of(model: Model, tokens: np.ndarray, backends: Mapping[str, str]) -> list[np.ndarray]:
+    """Keys of every layer after a text, float32 ``[M, K, H]``."""
+    size = -(-len(tokens) // CHUNK) * CHUNK
+    if not 1 <= len(tokens) <= model.config.max_context:
+        raise ValueError(
+            f"a sample of {len(tokens)} tokens must have at least 1, and at most the model's "
+            f"context of {model.config.max_context}"
+        )
+    specs = model.config.layers
+    cache = Cache.create(specs, [Linear(size)] * len(specs), 1, model.dtype)
+    for begin in range(0, size, CHUNK):
+        index = np.arange(begin, begin + CHUNK)
+        positions = np.where(index < len(tokens), index, -1).astype(np.int32)[None]
+        piece = np.full((1, CHUNK), -1, np.int32)
+        piece[0, : len(tokens) - begin] = tokens[begin : begin + CHUNK]
+        cache = _chunk(model, cache, jnp.asarray(piece), jnp.asarray(positions), Backends(backends))
+    return [
+        np.asarray(cache.keys(layer)[0, : len(tokens)], np.float32) for layer in range(len(specs))
+    ]
+
+
+@functools.partial(jax.jit, static_argnames="backends", donate_argnames="cache")
+def _chunk(
+    model: Model, cache: Cache, tokens: Array, positions: Array, backends: Backends
+) -> Cache:
+    return model(tokens, positions, dense_attend(positions, backends=backends), cache)[1]

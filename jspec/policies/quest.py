@@ -1,0 +1,73 @@
+"""Quest: pages scored by an upper bound of what their keys can score (Tang et al. 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jspec.cache import Cache
+from jspec.cache.cache import Shapes
+from jspec.config import LayerSpec
+from jspec.policies.policy import ScoredPolicy, dots, touched
+from jspec.typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Quest(ScoredPolicy):
+    """Whole pages of ``page`` positions; the page of the last position is always read.
+
+    Of each page the smallest and the largest key in every channel are kept. A page scores
+    ``sum_i max(q_i low_i, q_i high_i)`` for each query (algorithm 1), which no key in it exceeds,
+    summed over a KV head's group of queries. ``budget`` is in positions and is rounded down to
+    pages.
+    """
+
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        if self.page < 1:
+            raise ValueError(f"page={self.page} must be at least 1 position")
+        super().__post_init__()
+
+    @property
+    def page_size(self) -> int:
+        return self.page
+
+    def pages(self, spec: LayerSpec) -> Shapes:
+        channels = (spec.kv_heads, spec.key_size)
+        return {"low": (channels, None), "high": (channels, None)}
+
+    def fold(
+        self, arrays: Any, layer: int, cache: Cache, before: Array, after: Array, most: int
+    ) -> dict[str, Array]:
+        """Pages that got positions are made anew from all committed keys in them."""
+        held = cache.pages[layer]
+        count = touched(most, self.page)
+        page = before[:, None] // self.page + jnp.arange(count, dtype=jnp.int32)[None]
+        inside = jnp.arange(self.page, dtype=jnp.int32)[None, None]
+        positions = page[..., None] * self.page + inside
+        committed = (positions < after[:, None, None]) & (before < after)[:, None, None]
+        rows = jnp.arange(len(before))[:, None, None]
+        slots = cache.layouts[layer].slots(positions)
+        keys = cache.keys(layer).at[rows, slots].get(mode="clip")
+        known = committed[..., None, None]
+        found = {
+            "low": jnp.where(known, keys, jnp.inf).min(axis=2),
+            "high": jnp.where(known, keys, -jnp.inf).max(axis=2),
+        }
+        target = jnp.where(committed.any(axis=2), page, held["low"].shape[1])
+        return {
+            name: held[name].at[rows[..., 0], target].set(x, mode="drop")
+            for name, x in found.items()
+        }
+
+    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
+        # Positive channels meet the largest key and negative ones the smallest.
+        batch, tokens, heads, size = q.shape
+        kv_heads = cache.specs[layer].kv_heads
+        q = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, size)
+        high, low = (part.sum(axis=(1, 3)) for part in (jnp.maximum(q, 0), jnp.minimum(q, 0)))
+        held = cache.pages[layer]
+        return dots(high, held["high"]) + dots(low, held["low"])

@@ -1,0 +1,114 @@
+"""The loss of HATA's Eq. 9, for all KV heads of a layer at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jspec.train.samples import Pairs
+from jspec.typing import Array
+
+Variant = Literal["paper", "authors"]
+VARIANTS: tuple[Variant, ...] = ("paper", "authors")
+BITS = (32, 64, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class HashTraining:
+    """How hashes are learned; the defaults are those of HATA's table 13.
+
+    ``bits`` of a code; ``variant`` of the loss, see `hash_loss`. ``sigma`` relaxes the sign,
+    ``epsilon`` weighs similarity, ``eta`` and ``lambda_`` balance and independence of bits. SGD
+    with ``rate``, ``momentum`` and weight ``decay`` takes ``iterations`` steps on each of
+    ``epochs`` draws of ``pairs`` pairs. ``seed`` is of the first weights and of the draws.
+    """
+
+    bits: int = 128
+    variant: Variant = "paper"
+    sigma: float = 0.1
+    epsilon: float = 0.01
+    eta: float = 2.0
+    lambda_: float = 1.0
+    rate: float = 0.1
+    momentum: float = 0.9
+    decay: float = 1e-6
+    epochs: int = 15
+    iterations: int = 20
+    pairs: int = 3 * 32768
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits!r:.80} must be one of {', '.join(map(str, BITS))}")
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant={self.variant!r:.80} must be {' or '.join(VARIANTS)}")
+        for name, kind, least in _BOUNDS:
+            value = getattr(self, name)
+            valid = isinstance(value, kind) and not isinstance(value, bool)
+            if not valid or not least <= value < 2**32:
+                what = "whole number" if kind is int else "finite number"
+                raise ValueError(f"{name}={value!r:.80} must be a {what} of at least {least}")
+
+
+_BOUNDS: tuple[tuple[str, Any, int], ...] = (
+    *((name, (int, float), 0) for name in ("sigma", "epsilon", "eta", "lambda_")),
+    *((name, (int, float), 0) for name in ("rate", "momentum", "decay")),
+    *((name, int, 1) for name in ("epochs", "iterations", "pairs")),
+    ("seed", int, 0),
+)
+
+
+class Terms(NamedTuple):
+    """The three terms of the loss with their weights, each ``[K]``."""
+
+    similarity: Array
+    balance: Array
+    independence: Array
+
+
+def relaxed(x: Array, w: Array, sigma: float) -> Array:
+    """Codes between -1 and 1: ``2 sigmoid(sigma x w) - 1`` (Eq. 7). ``x [..., K, H]``."""
+    return jnp.tanh(sigma / 2 * jnp.einsum("...kh,khr->...kr", x, w))
+
+
+def hash_loss(w: Array, pairs: Pairs, settings: HashTraining) -> Terms:
+    """The loss of ``w [K, H, R]`` on ``pairs``, which are all float32.
+
+    ``"paper"`` is Eq. 9 with means over pairs in place of sums, of which SGD at the paper's rate
+    would diverge::
+
+        epsilon mean(s |h(q) - h(k)|^2) + eta |mean h(k)|^2 + lambda |w' w - I|
+
+    ``"authors"`` is what the authors' code does: eta and lambda change places, and balance is of
+    ``(h(q) + h(k)) / R``. In both, the terms of the query heads of a group are added, and the norm
+    of the matrix is Frobenius', not squared. A KV head is learned by itself.
+    """
+    queries, keys, labels, counts = pairs
+    total_pairs = counts.sum()
+    hq = relaxed(queries.swapaxes(1, 2), w, settings.sigma)  # [blocks, G, K, R]
+    hk = relaxed(keys, w, settings.sigma)  # [blocks, P, K, R]; zero where there is no pair
+    # Opened up, so that no code of a query is ever repeated for each of its pairs.
+    cross = jnp.einsum("bgkr,bpkr,bpkg->k", hq, hk, labels, optimize=[(1, 2), (0, 1)])
+    own = jnp.einsum("bgkr,bgkr,bkg->k", hq, hq, labels.sum(axis=1))
+    theirs = jnp.einsum("bpkr,bpkr,bpk->k", hk, hk, labels.sum(axis=3))
+    similarity = settings.epsilon / total_pairs * (own + theirs - 2 * cross)
+    total = hk.sum(axis=(0, 1))[None]  # [1, K, R]
+    scale, balance, independence = total_pairs, settings.eta, settings.lambda_
+    if settings.variant == "authors":
+        total = total + jnp.einsum("bgkr,b->gkr", hq, counts)
+        scale, balance, independence = total_pairs * w.shape[2], independence, balance
+    gram = jnp.einsum("khr,khs->krs", w, w) - jnp.eye(w.shape[2])[None]
+    return Terms(
+        similarity,
+        balance * ((total / scale) ** 2).sum(axis=(0, 2)),
+        independence * jnp.sqrt((gram**2).sum(axis=(1, 2))),
+    )
+
+
+def first_weights(heads: int, size: int, settings: HashTraining, layer: int) -> Array:
+    """Normal random numbers ``[K, H, R]``: random projections, from which training starts."""
+    key = jax.random.fold_in(jax.random.key(settings.seed), layer)
+    return jax.random.normal(key, (heads, size, settings.bits), jnp.float32)

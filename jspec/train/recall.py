@@ -1,0 +1,172 @@
+"""How much of attention a selection keeps: hashes beside other scores that read as many bytes.
+
+A score says of each key how much a group of query heads wants it; the budget's best are kept. The
+truth is the sum of ``q . k`` over the group. Loki (Singhania et al. 2024) takes the first channels
+of the keys' principal axes, Quest (Tang et al. 2024) a bound from each page's smallest and largest
+keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.config import LayerSpec
+from jspec.ops.hash import encode, hamming_scores
+from jspec.typing import Array
+
+BUDGETS = (64, 32)  # one in so many of the keys that a query may read: 1.56 % and 3.1 %
+KEY_BYTES = 2  # of a key's channel in a cache of bfloat16
+
+
+class Kept(NamedTuple):
+    """``recall``: share of the true best that are selected. ``mass``: their attention weight.
+
+    Means over queries and KV heads; of the mass, over the query heads of a group.
+    """
+
+    recall: Array
+    mass: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Rivals:
+    """Sizes at which the others read as many bytes of a key as ``bits`` of a code.
+
+    ``channels`` of bfloat16 for Loki; pages of ``page`` tokens for Quest, two bounds of
+    bfloat16 for each of ``key_size`` channels a page.
+    """
+
+    bits: int
+    key_size: int
+
+    @property
+    def nbytes(self) -> float:
+        return self.bits / 8
+
+    @property
+    def channels(self) -> int:
+        return self.bits // (8 * KEY_BYTES)
+
+    @property
+    def page(self) -> int:
+        return max(1, 2 * KEY_BYTES * self.key_size * 8 // self.bits)
+
+
+def hash_scores(q: Array, k: Array, w: Array) -> Array:
+    """Bits that codes share, added over a group: ``[M, K, S]`` of ``q [M, K, G, H]``."""
+    q_codes = encode(q.reshape(q.shape[0], 1, -1, q.shape[3]), w)
+    k_codes = jnp.broadcast_to(encode(k[None], w), (q.shape[0], *k.shape[:2], w.shape[2] // 32))
+    return hamming_scores(q_codes, k_codes).astype(jnp.float32)
+
+
+def exact_scores(q: Array, k: Array) -> Array:
+    """``q . k``, added over a group."""
+    return jnp.einsum("mkh,skh->mks", q.sum(axis=2), k)
+
+
+def channel_scores(q: Array, k: Array, axes: Array, channels: int) -> Array:
+    """Loki: ``q . k`` over the first ``channels`` of ``axes [K, H, H]``, columns by variance."""
+    first = axes[:, :, :channels]
+    return exact_scores(
+        jnp.einsum("mkgh,khc->mkgc", q, first), jnp.einsum("skh,khc->skc", k, first)
+    )
+
+
+def page_scores(q: Array, k: Array, held: Array, page: int) -> Array:
+    """Quest: for each page the most that ``q . k`` could be, added over a group, for its tokens.
+
+    ``held [M, S]``: the keys that a query may read, of which alone its pages are made.
+    """
+    size = -(-k.shape[0] // page) * page
+    k = jnp.pad(k, ((0, size - len(k)), (0, 0), (0, 0)))
+    held = jnp.pad(held, ((0, 0), (0, size - held.shape[1])))
+
+    def one(q: Array, held: Array) -> Array:
+        pages = k.reshape(-1, page, *k.shape[1:])
+        mine = held.reshape(-1, page, 1, 1)
+        low = jnp.where(mine, pages, jnp.inf).min(axis=1)
+        high = jnp.where(mine, pages, -jnp.inf).max(axis=1)
+        bound = jnp.maximum(q[None] * low[:, :, None], q[None] * high[:, :, None])
+        return bound.sum(axis=(2, 3)).T  # [K, pages]
+
+    bounds = jax.lax.map(lambda pair: one(*pair), (q, held))
+    return jnp.repeat(bounds, page, axis=2)
+
+
+def ranks(scores: Array, held: Array) -> Array:
+    """How many of ``held [M, S]`` have a better one of ``scores [M, K, S]``; ties go to the first.
+
+    What is not held comes last.
+    """
+    wanted = jnp.where(held[:, None], scores, -jnp.inf)
+    best_first = jnp.argsort(-wanted, axis=2, stable=True)
+    places = jnp.broadcast_to(jnp.arange(scores.shape[2])[None, None], scores.shape)
+    return jnp.put_along_axis(places, best_first, places, axis=2, inplace=False)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def compare(
+    queries: Array,
+    positions: Array,
+    keys: Array,
+    hashes: Mapping[str, Array],
+    axes: Array,
+    spec: LayerSpec,
+) -> dict[str, list[Kept]]:
+    """What each method keeps of a layer of ``spec`` at each of `BUDGETS`, by its name.
+
+    ``queries [M, N, H]`` at ``positions [M]``, ``keys [S, K, H]`` of which those up to a query's
+    position count, ``hashes``: weights ``[K, H, R]`` by name, ``axes [K, H, H]`` of Loki.
+    """
+    k = keys.astype(jnp.float32)
+    q = queries.astype(jnp.float32).reshape(len(queries), k.shape[1], -1, k.shape[2])
+    held = jnp.arange(len(k))[None] <= positions[:, None]
+    # What is behind the last position may be anything, NaN included.
+    k = jnp.where(held.any(axis=0)[:, None, None], k, 0)
+    sizes = Rivals(next(iter(hashes.values())).shape[2], k.shape[2])
+    scores = {name: hash_scores(q, k, w) for name, w in hashes.items()} | {
+        "exact": exact_scores(q, k),
+        "loki": channel_scores(q, k, axes, sizes.channels),
+        "quest": page_scores(q, k, held, sizes.page)[:, :, : len(k)],
+    }
+    weights = _attention(q, k, held, spec)
+    places = {name: ranks(own, held) for name, own in scores.items()}
+    wanted = [jnp.maximum(1, (positions + 1) // one_in) for one_in in BUDGETS]
+    return {
+        name: [_kept(own, places["exact"], counts, weights) for counts in wanted]
+        for name, own in places.items()
+    }
+
+
+def _kept(own: Array, exact: Array, counts: Array, weights: Array) -> Kept:
+    """What the best ``counts [M]`` by the ranks ``own`` keep, the true ones being ``exact``'s."""
+    limit = counts[:, None, None]
+    mine = own < limit
+    hits = (mine & (exact < limit)).sum(axis=2, dtype=jnp.float32)
+    recall = hits / counts[:, None].astype(jnp.float32)
+    return Kept(recall.mean(), jnp.where(mine[:, :, None], weights, 0).sum(axis=3).mean())
+
+
+def _attention(q: Array, k: Array, held: Array, spec: LayerSpec) -> Array:
+    """Weights ``[M, K, G, S]`` of attention over ``held [M, S]``."""
+    scale = spec.key_size**-0.5 if spec.scale is None else spec.scale
+    logits = scale * jnp.einsum("mkgh,skh->mkgs", q, k)
+    if spec.softcap is not None:
+        logits = spec.softcap * jnp.tanh(logits / spec.softcap)
+    return jax.nn.softmax(jnp.where(held[:, None, None], logits, -jnp.inf), axis=-1)
+
+
+def principal_axes(keys: np.ndarray) -> np.ndarray:
+    """Principal axes of ``keys [n, K, H]`` of each KV head, ``[K, H, H]``, columns by variance."""
+    found = []
+    for own in np.moveaxis(keys.astype(np.float32), 1, 0):
+        values, vectors = np.linalg.eigh(np.cov(own, rowvar=False))
+        found.append(vectors[:, np.argsort(-values)])
+    return np.stack(found).astype(np.float32)

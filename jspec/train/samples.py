@@ -1,0 +1,189 @@
+"""Queries and keys of a prefill, and the labelled pairs that hashes are learned from.
+
+The sampling is that of HATA's appendix B.1: one query from the second half of a text with all keys
+up to its own, the tenth of the pairs with the highest scores labelled 20 down to 1, the rest -1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cache import Cache, Linear
+from jspec.config import LayerSpec
+from jspec.policies.attend import dense_attend
+from jspec.typing import Array, Model
+
+POSITIVE = 10  # one pair in so many of a query
+HIGHEST, LOWEST, NEGATIVE = 20.0, 1.0, -1.0  # labels: of the positive pairs, and of the others
+BLOCK = 256  # pairs of one query that are drawn together
+MIN_TOKENS = 16  # of a text; the positive pairs of a shorter one would be none
+ASKED = 16  # queries of a pass, rounded up to this
+OnPiece = Callable[[int, int], None]
+
+
+def query_position(length: int, rng: np.random.Generator) -> int:
+    """A position in the second half of a text of ``length`` tokens."""
+    return int(rng.integers(length // 2, length))
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What attention compared in a prefill of one text, layer by layer.
+
+    ``queries``: of each layer ``[M, N, H]``, at the ``positions [M]`` that were asked for.
+    ``cache``: of one row, which holds the keys up to the last of them.
+    """
+
+    queries: tuple[np.ndarray, ...]
+    positions: np.ndarray
+    cache: Cache
+
+    def keys(self, layer: int) -> Array:
+        """Keys of a layer, ``[S, K, H]``; slots behind the last position hold anything."""
+        return self.cache.keys(layer)[0]
+
+
+def prefill(
+    model: Model,
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    *,
+    room: int = 0,
+    chunk: int | None = None,
+    on_piece: OnPiece | None = None,
+) -> Seen:
+    """Run ``model`` over ``tokens`` up to the last of ``positions``, and keep what it compared.
+
+    Queries and keys are as attention takes them: after norm and rotation. The device holds the
+    cache of one row, with slots for ``room`` tokens or for all of these: texts with the same room
+    share a program. ``on_piece(done, total)`` hears of tokens.
+    """
+    wanted = np.asarray(positions, np.int32)
+    total = int(wanted.max()) + 1
+    if not 0 < total <= len(tokens) or wanted.min() < 0:
+        raise ValueError(f"positions {list(positions)} must be below the {len(tokens)} tokens")
+    if chunk is None:
+        chunk = 256 if jax.default_backend() == "cpu" else 2048
+    capacity = -(-max(room, total) // chunk) * chunk
+    specs = model.config.layers
+    cache = Cache.create(specs, [Linear(capacity)] * len(specs), 1, model.dtype)
+    # As many of each pass, for the same reason.
+    asked = np.full(-(-len(wanted) // ASKED) * ASKED, -1, np.int32)
+    asked[: len(wanted)] = wanted
+    queries: tuple[np.ndarray, ...] = ()
+    for begin in range(0, total, chunk):
+        end = min(begin + chunk, total)
+        piece = np.full((1, chunk), -1, np.int32)
+        piece[0, : end - begin] = tokens[begin:end]
+        where = begin + np.arange(chunk, dtype=np.int32)
+        where = np.where(where < total, where, -1)[None]
+        found, cache = _piece(model, cache, piece, where, asked - begin)
+        inside = (begin <= wanted) & (wanted < end)
+        if inside.any():
+            own = [np.asarray(x)[: len(wanted)] for x in found]
+            queries = queries or tuple(map(np.zeros_like, own))
+            for x, new in zip(queries, own, strict=True):
+                x[inside] = new[inside]
+        if on_piece is not None:
+            jax.block_until_ready(cache)
+            on_piece(end, total)
+    return Seen(queries, wanted, cache)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _piece(
+    model: Model, cache: Cache, tokens: Array, positions: Array, asked: Array
+) -> tuple[tuple[Array, ...], Cache]:
+    """Append ``tokens [1, T]``, and give the queries of each layer at ``asked`` of these tokens.
+
+    What is asked outside of them gives any query.
+    """
+    inner = dense_attend(positions)
+    found: list[Array] = []
+
+    # Without the mark `turns`, the model hands over queries that are normed and rotated already.
+    def attend(layer, q, k, v, cache, *, sinks=None, up=None):
+        found.append(jnp.take(q[0], asked, axis=0, mode="clip"))
+        return inner(layer, q, k, v, cache, sinks=sinks, up=up)
+
+    _, cache = model(tokens, positions, attend, cache)
+    return tuple(found), cache
+
+
+@functools.partial(jax.jit, static_argnames="kv_heads")
+def labels(query: Array, keys: Array, count: Array, kv_heads: int) -> Array:
+    """Labels of the pairs of one ``query [N, H]`` with the first ``count`` of ``keys [n, K, H]``.
+
+    float32 ``[n, K, G]``. Each query head ranks the keys by its own scores: the first tenth (at
+    least one) gets 20 down to 1, evenly spaced, the rest -1 (HATA, appendix B.1), and what is
+    behind ``count`` gets 0. Ties go to the earlier key.
+    """
+    grouped = query.reshape(kv_heads, -1, query.shape[-1]).astype(jnp.float32)
+    scores = jnp.einsum("kgh,nkh->nkg", grouped, keys.astype(jnp.float32))
+    is_pair = (jnp.arange(keys.shape[0]) < count)[:, None, None]
+    best_first = jnp.argsort(jnp.where(is_pair, -scores, jnp.inf), axis=0, stable=True)
+    rank = jnp.argsort(best_first, axis=0)
+    positive = jnp.maximum(1, count // POSITIVE)
+    step = (HIGHEST - LOWEST) / jnp.maximum(positive - 1, 1).astype(jnp.float32)
+    falling = HIGHEST - step * rank.astype(jnp.float32)
+    return jnp.where(is_pair, jnp.where(rank < positive, falling, NEGATIVE), 0.0)
+
+
+class Pairs(NamedTuple):
+    """Labelled pairs of a layer in blocks, each of one query, on the device.
+
+    ``queries [blocks, K, G, H]``, ``keys [blocks, P, K, H]`` and ``labels [blocks, P, K, G]``;
+    ``counts [blocks]``: the pairs of a block, behind which its rows are zero.
+    """
+
+    queries: Array
+    keys: Array
+    labels: Array
+    counts: Array
+
+
+def pairs_of(
+    samples: Iterable[tuple[np.ndarray, np.ndarray]],
+    spec: LayerSpec,
+    rng: np.random.Generator,
+    block: int = BLOCK,
+) -> Pairs:
+    """Pairs of a layer from its ``samples``: a query ``[N, H]`` and keys ``[n, K, H]`` each.
+
+    The pairs of a query are shuffled before they are cut into blocks of ``block``, so that any
+    choice of blocks is a fair sample.
+    """
+    parts, used = [], []
+    for query, keys in samples:
+        count = len(keys)
+        # A power of two of blocks, so that texts of close lengths share a program.
+        room = block << max(-(-count // block) - 1, 0).bit_length()
+        padding = ((0, room - count), (0, 0), (0, 0))
+        order = np.concatenate([rng.permutation(count), np.arange(count, room)]).astype(np.int32)
+        keys = np.pad(keys, padding)
+        parts.append(_cut(query, keys, np.int32(count), order, spec.kv_heads, block))
+        used.append(np.arange(room // block) * block < count)
+    # Once for all texts: slicing each to its own length would compile a program for each length.
+    chosen = np.flatnonzero(np.concatenate(used))
+    return Pairs(*(jnp.concatenate(part)[chosen] for part in zip(*parts, strict=True)))
+
+
+@functools.partial(jax.jit, static_argnames=("kv_heads", "block"))
+def _cut(query: Array, keys: Array, count: Array, order: Array, kv_heads: int, block: int) -> Pairs:
+    """The first ``count`` of ``keys [n, K, H]`` in blocks, ``order [n]`` first applied."""
+    blocks = len(keys) // block
+    own = labels(query, keys, count, kv_heads)
+    grouped = query.reshape(1, kv_heads, -1, query.shape[-1])
+    return Pairs(
+        jnp.broadcast_to(grouped, (blocks, *grouped.shape[1:])),
+        keys[order].reshape(blocks, block, *keys.shape[1:]),
+        own[order].reshape(blocks, block, *own.shape[1:]),
+        jnp.clip(count - block * jnp.arange(blocks), 0, block),
+    )

@@ -1,0 +1,124 @@
+"""`jspec train-hash`: arguments, the table and the JSON, and bad input as one line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax")
+
+import jspec
+from jspec.cli import main, train_hash
+from jspec.train.loss import HashTraining
+from tests.cli.test_models import GOLDEN, character_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "qwen3"
+    shutil.copytree(GOLDEN / "qwen3", path)
+    character_tokenizer(path, json.loads((path / "config.json").read_text())["vocab_size"])
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path) -> list[str]:
+    """Three texts of 120 to 140 tokens."""
+    paths = [tmp_path / f"{index}.txt" for index in range(3)]
+    for index, path in enumerate(paths):
+        letters = np.random.default_rng(index).choice(list("abcdef \n"), 120 + 10 * index)
+        path.write_text("".join(letters))
+    return list(map(str, paths))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """A few steps."""
+    monkeypatch.setattr(
+        train_hash, "HashTraining", lambda **asked: HashTraining(epochs=1, iterations=2, **asked)
+    )
+
+
+def run(model, texts, out, *more: str) -> int:
+    path = ["--model", str(model), "--out", str(out), "--no-compile-cache"]
+    return main(["train-hash", *path, "--data", *texts, *more])
+
+
+def test_json_says_what_was_kept_and_where(model, texts, tmp_path, capsys):
+    out = tmp_path / "hashes"
+    assert run(model, texts, out, "--bits", "64", "--compare", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["bits"], found["texts"], found["held_out"]) == (64, 2, 1)
+    assert found["out"] == str(out)
+    assert found["environment"]["platform"] == "cpu"
+    names = {row["name"] for row in found["methods"]}
+    assert names == {"exact", "hata-paper", "hata-authors", "random", "loki", "quest"}
+    hashes = jspec.load_hashes(out)
+    specs = jspec.load_model(model).config.layers
+    assert [w.shape for w in hashes] == [(s.kv_heads, s.key_size, 64) for s in specs]
+
+
+def test_the_table_and_the_picture(model, texts, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "hashes"
+    assert run(model, texts[:2], out, "--held-out", texts[2], "--variant", "authors") == 0
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert "hata-authors" in captured.err
+    assert "recall" in captured.err
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert run(model, texts, out) == 2
+    assert "exists; choose another folder" in capsys.readouterr().err
+
+
+def test_pieces_are_no_longer_than_asked_and_open_as_a_text_does(tmp_path):
+    _, tokenizer = jspec.load_bundled()
+    path = tmp_path / "long"
+    path.write_bytes(bytes(range(97, 107)) * 15)
+    pieces = train_hash._texts([str(path)], tokenizer, 64, "--data")
+    assert [len(piece) for piece in pieces] == [64, 64, 25]
+    assert all(piece[0] == 256 for piece in pieces)
+    assert b"".join(bytes(piece[1:]) for piece in pieces) == path.read_bytes()
+
+
+def test_texts_are_taken_until_there_are_pairs_enough():
+    texts = [[0] * 100 for _ in range(9)]
+    assert len(train_hash._enough(texts, 300, 0)) == 4
+    assert len(train_hash._enough(texts, 10**9, 0)) == 9
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--bits", "100"], "bits=100 must be one of 32, 64, 128, 256"),
+        (["--variant", "mine"], "variant='mine' must be paper or authors"),
+        (["--pairs", "0"], "--pairs 0 must be at least 1"),
+        (["--step-pairs", "0"], "--step-pairs 0 must be at least 1"),
+        (["--seed", "-1"], "--seed -1 must be in [0, 2**32)"),
+        (["--length", "5"], "--length 5 must be from 16 to the model's context of "),
+        (["--length", "10000000"], "--length 10000000 must be from 16 to"),
+        (["--held-out", "missing.txt"], "missing.txt cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line(model, texts, tmp_path, capsys, more, message):
+    assert run(model, texts, tmp_path / "out", *more) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_text_is_refused(model, texts, tmp_path, capsys):
+    assert run(model, texts[:1], tmp_path / "out") == 2
+    assert "--data has one text, which is held out for the report" in capsys.readouterr().err
+    Path(texts[0]).write_text("short")
+    assert run(model, texts[:1], tmp_path / "out") == 2
+    assert "none of 1 files has the 16 tokens" in capsys.readouterr().err
+
+
+def test_without_optax_the_command_says_how_to_get_it(model, texts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_hash, "find_spec", lambda name: None)
+    assert run(model, texts, tmp_path / "out") == 2
+    assert "train-hash needs optax: pip install" in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""Questions of a length, and what becomes of the answers of a model that is not there."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import jspec
+from jspec import cli
+from jspec.cli import evaluate as command
+from jspec.config import ModelConfig
+from jspec.decode.draft import NoDraft, SelfDraft
+from jspec.decode.stats import Stats
+from jspec.eval import evaluate as module
+from jspec.eval import heatmap, ruler
+from jspec.eval.evaluate import evaluate, with_budget
+from jspec.eval.questions import (
+    Asked,
+    Question,
+    fitted,
+    needle_question,
+    own_questions,
+    ruler_questions,
+)
+from jspec.models.tokenizer import Tokenizer
+from jspec.policies import Dense, ExactTopK, Quest, Streaming
+from tests.conftest import make_decoder
+from tests.eval.test_ruler import solve
+from tests.models import tokenizers
+
+LENGTH = 1600
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return jspec.load_bundled()[1]
+
+
+@pytest.fixture
+def merging(tmp_path) -> Tokenizer:
+    """A tokenizer of fewer tokens than bytes."""
+    made = tokenizers.byte_level()
+    made.save(str(tmp_path / "tokenizer.json"))
+    return jspec.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "merging"])
+def test_questions_fill_their_length_with_room_for_the_answer(kind, tokenizer, merging):
+    use = tokenizer if kind == "bytes" else merging
+    asked = ruler_questions(use, ruler.TASKS, 3000, 1, seed=4)
+    assert [x.question.task for x in asked] == list(ruler.TASKS)
+    for one in asked:
+        answer = use.encode(" ".join(one.question.answers), special=False)
+        assert len(answer) < one.room
+        assert 2700 < len(one.prompt) + one.room <= 3000
+        assert solve(one.question.prompt.decode()) == list(one.question.answers)
+
+
+def test_a_length_without_room_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="length=900 tokens are too few"):
+        ruler_questions(tokenizer, ["single_needle"], 900, 1)
+    with pytest.raises(ValueError, match="length=8 must be more than the 8 tokens"):
+        own_questions(tokenizer, [Question("t", b"x", ("y",))], 8, 8)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_needle_lies_at_its_depth(depth, tokenizer):
+    one = needle_question(tokenizer, 4000, depth, 3)
+    text = one.question.prompt.decode()
+    haystack = text[: text.index("Question: ")]
+    line = next(x for x in haystack.splitlines(keepends=True) if one.question.answers[0] in x)
+    before = haystack.index(line)
+    assert before / (len(haystack) - len(line)) == pytest.approx(depth, abs=0.02)
+    assert solve(text) == list(one.question.answers)
+
+
+def test_the_middle_of_a_long_prompt_is_left_out(tokenizer):
+    prompt = bytes(range(65, 91))
+    (one,) = own_questions(tokenizer, [Question("t", prompt, ("y",))], 14, 4)
+    whole = tokenizer.encode(prompt)
+    assert list(one.prompt) == [*whole[:5], *whole[-5:]]
+
+
+def oracle(monkeypatch, tokenizer, say):
+    """`generate` that answers ``say(prompt text)``; returns the calls it heard."""
+    calls = []
+
+    def generate(model, prompts, params, *, on_tokens, **settings):
+        calls.append((len(prompts), settings))
+        for row, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            assert len(prompt) + own.max_new_tokens == LENGTH
+            tokens = tokenizer.encode(say(tokenizer.decode(prompt)), special=False)
+            for begin in range(0, len(tokens), 3):
+                taken = on_tokens(row, tuple(tokens[begin : begin + 3]))
+                if taken is not None:
+                    assert 1 <= taken <= 3
+                    break
+        return type("Generation", (), {"stats": Stats.merged([])})
+
+    monkeypatch.setattr(module, "generate", generate)
+    return calls
+
+
+@pytest.fixture
+def model():
+    config = ModelConfig.uniform(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        max_context=4096,
+    )
+    return make_decoder(config)
+
+
+def test_right_answers_score_100_and_the_first_line_alone_counts(monkeypatch, tokenizer, model):
+    questions = ruler_questions(tokenizer, ruler.TASKS, LENGTH, 3)
+
+    def say(text):
+        right = " ".join(solve(text))
+        # Of the needle, an answer on the second line; of the frequent words, two of three.
+        if "What is the access code" in text:
+            return f"nothing\n{right}"
+        if "Which three" in text:
+            return right.rpartition(" ")[0] + "\n"
+        return f"\n {right}.\nQuestion"
+
+    calls = oracle(monkeypatch, tokenizer, say)
+    score = evaluate(model, tokenizer, Quest(), questions, length=LENGTH, batch=5)
+    wanted = dict.fromkeys(ruler.TASKS, 100.0)
+    wanted |= {"single_needle": 0.0, "multikey_words": 0.0, "frequent_words": 200 / 3}
+    assert score.scores == pytest.approx(wanted)
+    assert score.score == pytest.approx(np.mean(list(wanted.values())))
+    assert len(score.each) == len(score.answers) == 18
+    # The last batch is filled up, so that all have one shape.
+    assert [count for count, _ in calls] == [5, 5, 5, 5]
+    assert all(isinstance(x["draft"], NoDraft) and x["target"] == Quest() for _, x in calls)
+
+
+def test_policies_draft_where_that_is_asked_for(monkeypatch, tokenizer, model):
+    calls = oracle(monkeypatch, tokenizer, lambda text: "x" * 2000)
+    questions = ruler_questions(tokenizer, ["multikey_uuids"], LENGTH, 1)
+    score = evaluate(model, tokenizer, Quest(), questions, length=LENGTH, drafts=True)
+    assert calls[0][1]["draft"] == SelfDraft(Quest())
+    assert "target" not in calls[0][1]
+    # An answer without end is cut behind its room.
+    assert len(score.answers[0]) == questions[0].room
+
+
+def test_a_budget_is_that_of_the_policy():
+    assert with_budget(ExactTopK(), 64, 4096).budget == 64
+    assert with_budget(Streaming(sinks=4), 64, 4096) == Streaming(sinks=4, window=60)
+    assert with_budget(Streaming(sinks=4), 0.25, 4096) == Streaming(sinks=4, window=1020)
+    assert with_budget(Dense(), 64, 4096) == Dense()
+    assert with_budget(Quest(), None, 4096) == Quest()
+
+
+@pytest.fixture
+def small(monkeypatch, model, tokenizer):
+    monkeypatch.setattr(command, "load_model", lambda path: model)
+
+
+def test_the_command_prints_json_and_tables(small, capsys):
+    asked = ["eval", "ruler", "--length", "1300", "--examples", "1", "--only", "single_needle"]
+    asked += ["--no-compile-cache", "--policy", "streaming"]
+    assert cli.main([*asked, "--budget", "64", "--json", "--answers"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["score"] == found["scores"]["single_needle"] == 0.0  # random weights
+    assert (found["policy"], found["budget"], found["length"]) == ("streaming", 64, 1300)
+    assert found["questions"] == len(found["answers"]) == 1
+    assert found["environment"]["device"]
+    assert cli.main([*asked, "--policy", "dense", "--draft"]) == 0
+    table = capsys.readouterr().out
+    assert "streaming" in table
+    assert "mean accepted length" in " ".join(table.split())
+
+
+def test_a_file_of_tasks_and_a_heat_map(small, capsys, tmp_path, monkeypatch):
+    tasks = tmp_path / "own.jsonl"
+    tasks.write_text('{"input": "a b", "outputs": ["zz"]}\n')
+    monkeypatch.setattr(heatmap, "DEPTHS", (0.0, 1.0))
+    picture = tmp_path / "needles.png"
+    asked = ["eval", str(tasks), "--length", "5200", "--examples", "1", "--max-new-tokens", "8"]
+    monkeypatch.setattr(heatmap, "needles", lambda *args, **settings: np.eye(2, 4))
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "ruler", "--metric", "magic"])
+    assert cli.main([*asked, "--json"]) == 2
+    assert "--length 5200 exceeds the model's context of 4096" in capsys.readouterr().err
+    asked[3] = "1600"
+    assert cli.main([*asked, "--no-compile-cache", "--json", "--heatmap", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["scores"], found["metric"], found["policy"]) == ({"own": 0.0}, "recall", "dense")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
+    monkeypatch.setattr(heatmap, "DEPTHS", (0.0, 0.5, 1.0))
+
+    def answered(model, tokenizer, policy, questions, *, length, batch):
+        each = [float(at < length // 1000) for at in range(len(questions))]
+        return dataclasses.make_dataclass("Found", ["each"])(each)
+
+    monkeypatch.setattr(heatmap, "evaluate", answered)
+    found = heatmap.needles(model, tokenizer, Dense(), [2000, 5000], examples=2)
+    np.testing.assert_array_equal(found, [[1, 1], [0, 1], [0, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ruler", "--policy", "oracle"], "policy 'oracle' is unknown"),
+        (["ruler", "--policy", "hata", "--budget", "8"], "policy hata: budget=8 must be at least"),
+        (["ruler", "--budget", "few"], "--budget 'few' must be a whole number"),
+        (["ruler", "--only", "niah"], "--only 'niah' is unknown; RULER's tasks are single_needle"),
+        (["ruler", "--length", "0"], "must be at least 1"),
+        (["no/such.jsonl"], "no/such.jsonl"),
+        (
+            ["ruler", "--policy", "dense", "--policy", "quest", "--heatmap", "x.png"],
+            "--heatmap takes one --policy",
+        ),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, message, capsys):
+    assert cli.main(["eval", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_question_may_be_made_by_a_caller(tokenizer):
+    def make(size: int) -> Question:
+        return Question("own", b"x" * size, ("yes",))
+
+    one = fitted(tokenizer, 2000, make)
+    assert isinstance(one, Asked)
+    assert 1990 <= len(one.prompt) + one.room <= 2000

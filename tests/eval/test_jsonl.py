@@ -1,0 +1,48 @@
+"""Tasks in a user's own file: the fields of each benchmark, and lines that are none."""
+
+import json
+
+import pytest
+
+from jspec.eval.jsonl import read_questions
+from jspec.eval.questions import Question
+
+
+def write(path, *lines):
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines) + "\n")
+    return path
+
+
+def test_the_fields_of_three_benchmarks_are_read(tmp_path):
+    ruler = {"index": 0, "input": "Find it.", "outputs": ["7", "8"], "length": 4096}
+    long = {"input": "Who?", "context": "Text.", "answers": ["Ann"], "dataset": "qasper"}
+    infinite = {"id": 1, "context": "Text.", "input": "Who?", "answer": "Ann"}
+    read = [read_questions(write(tmp_path / "own.jsonl", x, "")) for x in (ruler, long, infinite)]
+    assert read == [
+        ([Question("own", b"Find it.", ("7", "8"))], "recall"),
+        ([Question("qasper", b"Text.\n\nWho?", ("Ann",))], "f1"),
+        ([Question("own", b"Text.\n\nWho?", ("Ann",))], "contains"),
+    ]
+
+
+GOOD = {"prompt": "x", "outputs": ["y"], "task": "t"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "holds no tasks"),
+        ([GOOD, "{"], "line 2: is no JSON"),
+        (["[]"], "line 1: must be a JSON object, got list"),
+        ([{"prompt": "x"}], "has no answers; name them by one of outputs, answers, answer"),
+        ([{"prompt": "x", "answer": []}], "'answer' must be a text or a list of texts"),
+        ([{"prompt": "x", "outputs": [""]}], "none of them empty"),
+        ([{"answer": "y"}], "has no 'context', 'input' or 'prompt'"),
+        ([{"prompt": 1, "answer": "y"}], "'prompt' must be a text"),
+        ([GOOD, {"prompt": "x", "answer": "y"}], "mixes kinds of tasks"),
+    ],
+)
+def test_a_file_that_is_none_says_why(lines, message, tmp_path):
+    with pytest.raises(ValueError, match=r"own\.jsonl") as error:
+        read_questions(write(tmp_path / "own.jsonl", *lines))
+    assert message in str(error.value)

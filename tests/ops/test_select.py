@@ -1,0 +1,147 @@
+"""Selection against numpy's stable sort, by every backend, bit for bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.ops.select import DTYPES, SELECT, rows_of_scores, select
+from tests.ops.backends import every_backend, every_case
+
+
+def by_sorting(scores, counts, lengths, *, k, sinks=0, recent=0, highest=None) -> np.ndarray:
+    """A row after the other: what is forced first, then the rest by a stable sort."""
+    out = np.full((*scores.shape[:-1], k), -1, np.int32)
+    for row in np.ndindex(*scores.shape[:-1]):
+        length = int(np.clip(lengths[row], 0, scores.shape[-1]))
+        count = int(np.clip(counts[row], 0, min(k, length)))
+        falling = -scores[row][:length].astype(np.float64)  # NaN sorts last
+        slots = np.argsort(falling, kind="stable")
+        forced = (slots < sinks) | (slots >= length - recent)
+        order = [*sorted(slots[forced]), *slots[~forced]]
+        out[row][:count] = sorted(order[:count])
+    return out
+
+
+def run(backend, arguments, **static):
+    """`select` by a backend with the arguments of `SELECT`, jitted; a skip where it refuses."""
+    if reason := SELECT.backend(backend).supports(*arguments, **static):
+        pytest.skip(f"{backend}: {reason}")
+    scores, counts, lengths = arguments
+    function = functools.partial(select, **static, implementation=backend)
+    return jax.jit(lambda s, c, n: function(s, counts=c, lengths=n))(scores, counts, lengths)
+
+
+@every_backend(SELECT)
+@every_case(SELECT)
+def test_equals_a_stable_sort(case, backend):
+    got = run(backend, case.arguments, **case.static)
+    np.testing.assert_array_equal(got, by_sorting(*case.build(), **case.static))
+
+
+@every_backend(SELECT)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_budget_of_every_length(dtype, backend):
+    """From nothing to more than there is, with sinks and recent slots that have room or not."""
+    scores = np.repeat(rows_of_scores(4, 12, dtype, 2), 14 * 9, axis=0).reshape(4, 14, 9, 12)
+    counts = np.broadcast_to(np.arange(9, dtype=np.int32), (4, 14, 9)).copy()
+    lengths = np.broadcast_to(np.arange(14, dtype=np.int32)[:, None], (4, 14, 9)).copy()
+    static = {"k": 8, "sinks": 2, "recent": 3, "highest": 2 if dtype == "int32" else None}
+    got = run(backend, tuple(map(jnp.asarray, (scores, counts, lengths))), **static)
+    np.testing.assert_array_equal(got, by_sorting(scores, counts, lengths, **static))
+
+
+@every_backend(SELECT)
+def test_slots_behind_the_length_are_never_read_as_scores(backend):
+    """Infinity there would be chosen first, and NaN is what an unused slot holds in tests."""
+    scores = rows_of_scores(6, 90, "float32", 0)
+    lengths = np.array([0, 1, 40, 89, 90, 7], np.int32)
+    behind = np.arange(90) >= lengths[:, None]
+    counts = np.full(6, 16, np.int32)
+    static = {"k": 16, "sinks": 1, "recent": 2, "highest": None}
+    wanted = by_sorting(scores, counts, lengths, **static)
+    for value in (np.inf, np.nan):
+        given = np.where(behind, np.float32(value), scores)
+        got = run(backend, tuple(map(jnp.asarray, (given, counts, lengths))), **static)
+        np.testing.assert_array_equal(got, wanted)
+
+
+@every_backend(SELECT)
+def test_scores_at_the_ends_of_their_type(backend):
+    info = np.iinfo(np.int32)
+    scores = np.array([[info.min, info.max, 0, -1, info.max, info.min, 1]], np.int32)
+    scores = np.repeat(scores, 8, axis=0)
+    counts, lengths = np.arange(8, dtype=np.int32), np.full(8, 7, np.int32)
+    static = {"k": 7, "sinks": 0, "recent": 0, "highest": None}
+    got = run(backend, tuple(map(jnp.asarray, (scores, counts, lengths))), **static)
+    np.testing.assert_array_equal(got, by_sorting(scores, counts, lengths, **static))
+    tiny = np.finfo(np.float32)
+    floats = np.array(
+        [[tiny.max, -0.0, tiny.smallest_subnormal, 0.0, tiny.min, -tiny.tiny, np.nan]]
+    )
+    floats = np.repeat(floats.astype(np.float32), 8, axis=0)
+    got = run(backend, tuple(map(jnp.asarray, (floats, counts, lengths))), **static)
+    np.testing.assert_array_equal(got, by_sorting(floats, counts, lengths, **static))
+
+
+@every_backend(SELECT)
+def test_select_under_vmap_and_with_shared_counts(backend):
+    scores = rows_of_scores(6, 50, "float32", 3).reshape(2, 3, 50)
+    counts = np.array([4, 9], np.int32)
+    static = {"k": 9, "sinks": 1, "recent": 1, "highest": None}
+    arguments = tuple(map(jnp.asarray, (scores, counts, counts * 5)))
+    run(backend, (arguments[0][:, 0], *arguments[1:]), **static)  # skips where it refuses
+    function = functools.partial(select, k=9, sinks=1, recent=1, implementation=backend)
+    wide = [np.repeat(x[:, None], 3, axis=1) for x in (counts, counts * 5)]
+    wanted = by_sorting(scores, *wide, **static)
+    got = function(arguments[0], counts=arguments[1], lengths=arguments[2])
+    np.testing.assert_array_equal(got, wanted)
+    got = jax.vmap(lambda s, c, n: function(s, counts=c, lengths=n))(*arguments)
+    np.testing.assert_array_equal(got, wanted)
+
+
+@every_backend(SELECT)
+def test_select_inside_shard_map(backend):
+    """Each device selects from its own rows."""
+    devices = jax.device_count()
+    scores = rows_of_scores(2 * devices, 40, "float32", 0)
+    counts, lengths = (np.full(2 * devices, x, np.int32) for x in (7, 33))
+    static = {"k": 7, "sinks": 1, "recent": 2, "highest": None}
+    arguments = tuple(map(jnp.asarray, (scores, counts, lengths)))
+    run(backend, arguments, **static)  # skips where it refuses
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("x")
+
+    def local(scores, counts, lengths):
+        given = {"counts": counts, "lengths": lengths, "implementation": backend}
+        return select(scores, 7, sinks=1, recent=2, **given)
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    got = jax.jit(sharded)(*arguments)
+    np.testing.assert_array_equal(got, by_sorting(scores, counts, lengths, **static))
+
+
+def test_equals_the_library_where_there_are_no_ties():
+    scores = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1000), np.float32))
+    wanted = np.sort(jax.lax.top_k(scores, 77)[1], axis=-1)
+    np.testing.assert_array_equal(select(scores, 77), wanted)
+
+
+@pytest.mark.parametrize(
+    ("static", "message"),
+    [
+        ({"k": 0}, "k=0 must be at least 1"),
+        ({"k": 4, "sinks": 3, "recent": 2}, "k=4 must be at least 1 and hold sinks=3 and recent=2"),
+        ({"k": 4, "sinks": -1}, "hold sinks=-1"),
+        ({"k": 4, "highest": 3}, "highest=3 must be in .* of int32 scores, not of float32"),
+        ({"k": 4, "counts": jnp.zeros(3, jnp.int32)}, r"int32\[3\] must be int32 of the sizes"),
+        ({"k": 4, "lengths": jnp.zeros(2)}, r"float32\[2\] must be int32 of the sizes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(static, message):
+    with pytest.raises(ValueError, match=message):
+        select(jnp.zeros((2, 5)), **static)
+    with pytest.raises(ValueError, match=r"scores uint8\[2, 5\] must be int32 or float32"):
+        select(jnp.zeros((2, 5), jnp.uint8), 2)

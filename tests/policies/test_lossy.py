@@ -1,0 +1,201 @@
+"""Policies as lossy decoders: the model reads what was selected, and nothing else."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.decode import growth, prefill
+from jspec.decode.draft import NgramDraft, NoDraft, SelfDraft
+from jspec.decode.engine import generate
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
+from jspec.decode.step import decode_chunk
+from jspec.policies import Dense, ExactTopK, Loki, Quest, Streaming
+from jspec.policies.attend import run_selected
+from tests.conftest import TINY, make_decoder
+from tests.decode.common import prompts, requests
+from tests.policies import reference
+from tests.policies.common import MATRIX, SharedTopK, arrays_of, random
+from tests.policies.test_selection import per_head
+
+NEW = 5
+
+
+@pytest.fixture(scope="module")
+def wandering():
+    """Three layers whose text depends on what attention reads."""
+    config = dataclasses.replace(TINY, layers=(TINY.layers[0],) * 3)
+    return make_decoder(config, seed=3, head=8.0)
+
+
+def brute_force(model, prompt, new: int, read) -> list[int]:
+    """Greedy decoding without a cache of jspec's: ``read(layer, keys, queries)`` gives, per KV
+    head, the positions that the last token reads; those of the prompt before it read all."""
+    keys = [np.zeros((0, 2, 16)) for _ in model.config.layers]
+    values, text, done = list(keys), list(prompt), 0
+
+    def attend(layer, q, k, v, cache):
+        first = len(keys[layer])
+        keys[layer] = np.concatenate([keys[layer], np.float64(k[0])])
+        values[layer] = np.concatenate([values[layer], np.float64(v[0])])
+        out = np.zeros((q.shape[1], 4, 16))
+        for at, head in np.ndindex(q.shape[1], 4):
+            here, group = first + at, head // 2
+            seen = list(range(here + 1))
+            if here + 1 >= len(prompt):
+                chosen = read(layer, keys[layer][:here, group], q[0, at, 2 * group :][:2], group)
+                seen = seen if chosen is None else [*chosen, here]
+            scores = keys[layer][seen, group] @ np.float64(q[0, at, head]) / 4
+            weights = np.exp(scores - scores.max())
+            out[at, head] = weights / weights.sum() @ values[layer][seen, group]
+        return jnp.asarray(out[None], q.dtype), cache
+
+    for _ in range(new):
+        tokens = jnp.asarray([text[done:]], jnp.int32)
+        positions = jnp.asarray([range(done, len(text))], jnp.int32)
+        hidden, _ = model(tokens, positions, attend, None)
+        done = len(text)
+        text.append(int(model.logits(hidden[:, -1:])[0, 0].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", reference.SCORES)
+def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering):
+    """The first layer reads all there is, the others what the paper's formula selects."""
+    policy = dataclasses.replace(MATRIX[name], dense_layers=1)
+    arrays = arrays_of(policy, wandering.config.layers)
+    texts = prompts((30, 7), seed=5)
+
+    def read(layer, keys, queries, group):
+        if layer < 1:
+            return None
+        sample = np.float64(random(64, 2, 16, seed=7 + layer))[:, group] + 0.5
+        own = None if arrays is None else per_head(arrays[layer], group)
+        return reference.selected(name, policy, own, keys, np.float64(queries), sample)
+
+    wanted = [tuple(brute_force(wandering, text, NEW, read)) for text in texts]
+    got = generate(
+        wandering,
+        texts,
+        SamplingParams(max_new_tokens=NEW),
+        draft=None,
+        target=policy,
+        policy_arrays=arrays,
+        prefill_chunk=16,
+    )
+    assert list(got.tokens) == wanted
+    dense = [tuple(brute_force(wandering, text, NEW, lambda *_: None)) for text in texts]
+    assert wanted != dense, "the case is too easy: reading all there is decodes the same"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Streaming(sinks=0, window=100), dataclasses.replace(MATRIX["hata"], budget=1.0)],
+    ids=["streaming", "hata"],
+)
+def test_with_room_for_all_it_is_plain_decoding(policy, tiny):
+    plain = generate(tiny, prompts(), requests(), draft=None)
+    arrays = arrays_of(policy, TINY.layers)
+    got = generate(tiny, prompts(), requests(), draft=None, target=policy, policy_arrays=arrays)
+    assert got.tokens == plain.tokens
+
+
+def test_a_request_alone_gets_what_it_gets_among_others(tiny):
+    settings = {"draft": None, "target": Quest(budget=12, page=4, sinks=1, recent=2)}
+    whole = generate(tiny, prompts(), requests(), **settings)
+    for row in (0, 3):
+        alone = generate(
+            tiny, prompts()[row : row + 1], requests()[row], prefill_chunk=5, **settings
+        )
+        assert alone.tokens == whole.tokens[row : row + 1]
+
+
+def test_a_batch_that_grows_keeps_its_pages(tiny, monkeypatch):
+    """From 12 positions over 24 to 44, of pages of 5, as if there had been room from the start."""
+    settings = {"draft": None, "target": Quest(budget=15, page=5, sinks=1, recent=2)}
+    settings |= {"params": SamplingParams(max_new_tokens=40), "steps_per_chunk": 2}
+    whole = generate(tiny, prompts((3, 4)), **settings)
+    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
+    assert generate(tiny, prompts((3, 4)), **settings).tokens == whole.tokens
+
+
+def test_a_slot_takes_over_pages_with_its_request(tiny):
+    config = StepConfig(0, NoDraft(), target=Quest(budget=12, page=4, sinks=1, recent=2))
+    params = SamplingParams(max_new_tokens=8)
+    first, other = prompts((40, 31))
+    state = start_decoding(tiny, [first, first], params, config)
+    state = prefill.fill_slot(tiny, state, 1, other, params, config)
+    state, record = decode_chunk(tiny, state, config, 8)
+    alone = generate(tiny, [first, other], params, draft=None, target=config.target)
+    got = np.asarray(record.tokens)[..., 0]
+    assert [tuple(got[:, row].tolist()) for row in (0, 1)] == list(alone.tokens)
+
+
+def test_a_selection_serves_several_layers():
+    """Every second layer behind the first selects; one with a window is read whole."""
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Watched(SharedTopK):
+        def score(self, arrays, layer, cache, q):
+            seen.append(layer)
+            return super().score(arrays, layer, cache, q)
+
+    windows = (None, None, 3, None, None, None, None)
+    layers = tuple(dataclasses.replace(TINY.layers[0], window=w) for w in windows)
+    model = make_decoder(dataclasses.replace(TINY, layers=layers), seed=3)
+    config = StepConfig(0, NoDraft(), target=Watched(dense_layers=1, every=2))
+    params = SamplingParams(max_new_tokens=8)
+    state = start_decoding(model, prompts((30, 7)), params, config)
+    tokens, positions = state.last_token[:, None], state.cache.lengths[:, None]
+    run = jax.jit(run_selected, static_argnums=5, static_argnames=("policy", "backends"))
+    until = state.cache.lengths
+    hidden, _ = run(model, tokens, positions, state.cache, until, 1, policy=config.target)
+    # Layer 0 is dense; 1 serves 3, 2 being windowed; 4 serves 5; 6 begins anew.
+    assert seen == [1, 4, 6]
+    always = dataclasses.replace(config.target, every=1)
+    each, _ = run(model, tokens, positions, state.cache, until, 1, policy=always)
+    assert seen[3:] == [1, 3, 4, 5, 6]
+    assert not np.array_equal(hidden, each)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gamma": 4, "draft": NgramDraft()}, "selects for one token at a time"),
+        ({"gamma": 2, "draft": NoDraft()}, "selects for one token at a time"),
+    ],
+    ids=["draft", "gamma"],
+)
+def test_a_draft_beside_it_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        StepConfig(**settings, target=ExactTopK())
+    assert not StepConfig(**settings, target=Dense()).is_lossy
+
+
+@pytest.mark.parametrize("target", ["quest", Quest], ids=["name", "class"])
+def test_what_is_no_policy_is_refused(target):
+    with pytest.raises(TypeError, match="must be a policy"):
+        StepConfig(0, NoDraft(), target=target)
+
+
+def test_a_cache_that_was_started_for_another_policy_is_refused(tiny):
+    state = start_decoding(tiny, prompts((9,)), config=StepConfig(0, NoDraft()))
+    config = StepConfig(0, NoDraft(), target=MATRIX["hata"])
+    models = Models(tiny, policy=arrays_of(config.target, TINY.layers))
+    with pytest.raises(ValueError, match=r"layer 0 keeps \['keys', 'values'\] and no \['codes'\]"):
+        decode_chunk(models, state, config, 1)
+
+
+def test_a_policy_without_its_arrays_is_refused(tiny):
+    config = StepConfig(3, SelfDraft(Loki()))
+    with pytest.raises(ValueError, match=r"Loki needs arrays of its own; pass jspec\.Models"):
+        start_decoding(tiny, prompts(), config=config)
+    with pytest.raises(ValueError, match="loki needs the keys of a sample text"):
+        generate(tiny, prompts(), draft=SelfDraft(Loki()))

@@ -1,0 +1,54 @@
+"""What policies take of a model: from the keys of a sample, in pieces, of every layer."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import jspec
+import jspec.policies.prepare as prepare
+from jspec.eval.sample import prepared
+from jspec.policies import ExactTopK, Loki, MagicPIG, Policy
+from tests.conftest import TINY, make_decoder
+from tests.decode.common import prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept(Policy):
+    """Its arrays are the keys themselves."""
+
+    def prepare(self, specs, keys):
+        return keys
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    """A layer with a window shorter than the sample behind one without."""
+    layers = tuple(dataclasses.replace(TINY.layers[0], window=window) for window in (None, 5))
+    return make_decoder(dataclasses.replace(TINY, layers=layers))
+
+
+def test_the_keys_are_those_of_decoding(windowed, monkeypatch):
+    (text,) = prompts((43,))
+    monkeypatch.setattr(prepare, "CHUNK", 16)
+    keys = prepare.prepare(Kept(), windowed, text)
+    params = jspec.SamplingParams(max_new_tokens=1)
+    state = jspec.start_decoding(windowed, [[*text, 0]], params, jspec.PLAIN, chunk=64)
+    assert [k.shape for k in keys] == [(43, 2, 16)] * 2
+    np.testing.assert_allclose(keys[0], state.cache.keys(0)[0, :43], atol=1e-5)
+
+
+def test_a_sample_must_fit_the_context(windowed):
+    for count in (0, 513):
+        with pytest.raises(ValueError, match=f"a sample of {count} tokens must have at least 1"):
+            jspec.prepare(Loki(), windowed, [1] * count)
+
+
+def test_the_text_that_ships_with_jspec_serves_any_model(tiny):
+    tokenizer = jspec.load_bundled()[1]
+    assert prepared(ExactTopK(), tiny, tokenizer) is None
+    for components in prepared(Loki(channels=4), tiny, tokenizer):
+        for x in np.float64(components):
+            np.testing.assert_allclose(x.T @ x, np.eye(4), atol=1e-6)
+    center = prepared(MagicPIG(), tiny, tokenizer)[0]["center"]
+    assert np.abs(center).max() > 1e-3

@@ -1,0 +1,137 @@
+"""What policies select, against their papers' formulae, at the edges of budgets and contexts."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cache import Linear, Striped
+from jspec.policies import Quest
+from jspec.policies.policy import create_cache, with_pages
+from tests.policies import reference
+from tests.policies.common import CAPACITY, MATRIX, SPEC, arrays_of, filled, query, random
+
+# Of one row a page is half full, one token, a page more than full, nothing, and all there is.
+LENGTHS = [18, 1, 9, 0, CAPACITY]
+EDGES = {
+    "some": {},
+    "one": {"budget": 1, "sinks": 0, "recent": 0},
+    "none": {"budget": 0, "sinks": 0, "recent": 0},
+    "ratio": {"budget": 0.25},
+    "whole": {"budget": 1.0},
+    "beyond": {"budget": 1000},
+}
+
+
+def per_head(arrays, head: int):
+    """What a policy's reference is given: HATA has a matrix for each KV head."""
+    return arrays if isinstance(arrays, dict) else arrays[head]
+
+
+def edge_of(name: str, edge: str):
+    """The policy at an edge; Quest's least budget is the page of the last position."""
+    settings = dict(EDGES[edge])
+    if name == "quest" and edge in ("one", "none"):
+        settings["budget"] = 2
+    return dataclasses.replace(MATRIX[name], **settings)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", reference.SCORES)
+def test_it_selects_what_the_paper_says(name, edge):
+    """Slots that hold nothing are NaN; one layout deals the positions out."""
+    policy = edge_of(name, edge)
+    layout = Striped(CAPACITY, 3, 2) if edge == "some" else Linear(CAPACITY)
+    cache = filled(policy, layout, LENGTHS, junk=np.nan)
+    q, _, _ = query(len(LENGTHS))
+    arrays = arrays_of(policy)
+    chosen = np.asarray(policy.select(arrays, 0, cache, q, cache.lengths))
+    assert chosen.dtype == np.int32
+    keys = np.float64(random(len(LENGTHS), CAPACITY, 2, 8, seed=1))
+    sample = np.float64(random(64, 2, 8, seed=7)) + 0.5
+    for row, head in np.ndindex(len(LENGTHS), 2):
+        wanted = reference.selected(
+            *(name, policy, None if arrays is None else per_head(arrays[0], head)),
+            *(keys[row, : LENGTHS[row], head], np.float64(q[row, 0, 2 * head : 2 * head + 2])),
+            sample[:, head],
+        )
+        got = chosen[row, head]
+        assert sorted(got[got >= 0].tolist()) == wanted, (row, head)
+
+
+def test_pages_do_not_depend_on_how_tokens_came():
+    """Committed one by one, in blocks, with rejected tokens behind them; once more changes none."""
+    policy = Quest(page=4)
+    wanted = filled(policy, Linear(CAPACITY), LENGTHS)
+    cache = create_cache(policy, [SPEC], [Linear(CAPACITY)], len(LENGTHS), jnp.float32)
+    k, v = random(len(LENGTHS), CAPACITY, 2, 8, seed=1), jnp.zeros((len(LENGTHS), CAPACITY, 2, 4))
+    cache = cache.replaced(0, keys=k, values=v)
+    ends, before = jnp.asarray(LENGTHS, jnp.int32), jnp.zeros(len(LENGTHS), jnp.int32)
+    for block in (1, 6, 2, 7, 7, 7):
+        after = jnp.minimum(before + block, ends)
+        # What lies behind the committed positions is a rejected draft.
+        behind = jnp.arange(CAPACITY)[None] >= after[:, None]
+        drafted = jnp.where(behind[..., None, None], 99.0, k)
+        cache = with_pages(
+            policy, None, cache.replaced(0, keys=drafted, values=v), before, after, 7
+        )
+        again = with_pages(policy, None, cache, before, after, 7)
+        for name, x in cache.pages[0].items():
+            np.testing.assert_array_equal(again.pages[0][name], x)
+        before = after
+    for name, x in wanted.pages[0].items():
+        np.testing.assert_array_equal(cache.pages[0][name], x)
+        assert x.shape == (len(LENGTHS), CAPACITY // 4, 2, 8)
+
+
+def test_pages_are_refused_to_a_policy_that_keeps_others():
+    cache = filled(MATRIX["quest"], Linear(CAPACITY))
+    with pytest.raises(ValueError, match=r"layer 0 keeps pages \['high', 'low'\], but ExactTopK"):
+        with_pages(MATRIX["exact_topk"], None, cache, cache.lengths, cache.lengths, 1)
+
+
+def test_the_first_layers_are_read_whole():
+    policy = dataclasses.replace(MATRIX["exact_topk"], dense_layers=1)
+    cache = filled(policy, Linear(CAPACITY))
+    assert policy.select(None, 0, cache, query()[0], cache.lengths) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("norms", {"budget": 2, "sinks": 1, "recent": 2}, "budget=2 must be at least 3 positions"),
+        ("quest", {"budget": 5}, "budget=5 must be at least 6 positions"),
+        ("norms", {"budget": 1.5}, "budget=1.5 must be a ratio in [0, 1]"),
+        ("norms", {"sinks": -1}, "sinks=-1 must be at least 0"),
+        ("norms", {"every": 0}, "every=0 must be at least 1"),
+        ("quest", {"page": 0}, "page=0 must be at least 1 position"),
+        ("hata", {"bits": 48}, "bits=48 must be one of 32, 64, 128, 256"),
+        ("loki", {"channels": 0}, "channels=0 must be at least 1"),
+        ("magicpig", {"bits": 17}, "bits=17 must be in [1, 16]"),
+        ("magicpig", {"tables": 1}, "tables=1 must be at least 2"),
+    ],
+)
+def test_bad_settings_are_refused(name, settings, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared below
+        dataclasses.replace(MATRIX[name], **settings)
+    assert message in str(error.value)
+
+
+def test_hata_counts_a_bit_times_the_norm_of_its_key():
+    """The authors' code: ``|k| (g - 2 h / R)`` for a distance h to the g queries of a group."""
+    policy = dataclasses.replace(MATRIX["hata"], norms=True)
+    cache, q, (w,) = filled(policy, Linear(CAPACITY)), query()[0], arrays_of(policy)
+    keys = np.float64(random(3, CAPACITY, 2, 8, seed=1))
+    scores = np.asarray(policy.score((w,), 0, cache, q))
+    for head in range(2):
+        k, w_head = keys[0, :20, head], np.float64(w[head])
+        groups = np.float64(q[0, 0, 2 * head : 2 * head + 2])
+        differ = sum(((k @ w_head > 0) != (one @ w_head > 0)).sum(axis=-1) for one in groups)
+        wanted = np.linalg.norm(k, axis=-1) * (2 - 2 * differ / 32)
+        np.testing.assert_allclose(scores[0, head, :20], wanted, rtol=1e-5)
+
+
+def test_loki_needs_a_sample():
+    with pytest.raises(ValueError, match=r"jspec\.prepare"):
+        MATRIX["loki"].prepare([SPEC], None)
