@@ -345,7 +345,7 @@ class _Partials:
             acc = plgpu.layout_cast(jnp.zeros((TILE, channels), jnp.float32), plgpu.Layout.WGMMA)
             top, total = vector(LOWEST), vector(0)
             if channels > NARROW:
-                top, total, _, weights = weigh(scores_of(0), 0, top, total, True)
+                top, total, _decay, weights = weigh(scores_of(0), 0, top, total, True)
                 carry = acc, top, total, weights.astype(v_smem.dtype)
                 acc, top, total, weights = through(1, count, block_beside, carry)
             else:
