@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from jspec.ops.attention.merge import merge_attention
     from jspec.ops.attention.scored import scored_attention
     from jspec.ops.fused import verify_and_append, verify_and_pack
-    from jspec.ops.hash import encode, encode_both, hamming_scores
+    from jspec.ops.hash import hamming_scores, hash_encode, hash_encode_both
     from jspec.ops.hash_select import hash_select
     from jspec.ops.law import law
     from jspec.ops.pack import Packed, pack
@@ -103,7 +103,7 @@ _HOMES = {
     "jspec.ops.attention.merge": ["merge_attention"],
     "jspec.ops.attention.scored": ["scored_attention"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
-    "jspec.ops.hash": ["encode", "encode_both", "hamming_scores"],
+    "jspec.ops.hash": ["hash_encode", "hash_encode_both", "hamming_scores"],
     "jspec.ops.hash_select": ["hash_select"],
     "jspec.ops.law": ["law"],
     "jspec.ops.pack": ["Packed", "pack"],
@@ -179,13 +179,13 @@ __all__ = [
     "attention",
     "decode_chunk",
     "dense_attend",
-    "encode",
-    "encode_both",
     "fill_slot",
     "gathered_attention",
     "generate",
     "grow",
     "hamming_scores",
+    "hash_encode",
+    "hash_encode_both",
     "hash_select",
     "law",
     "load_bundled",

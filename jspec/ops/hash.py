@@ -1,6 +1,7 @@
 """Hash codes of queries and keys, and their Hamming scores (HATA, arXiv 2506.02572).
 
-`encode`, `encode_both` and `hamming_scores` are the public operations; ``xla`` is the reference.
+`hash_encode`, `hash_encode_both` and `hamming_scores` are the public operations; ``xla`` is the
+reference.
 A code has R bits, R in `BITS`. Bit j lies in word j // 32 at place j % 32, the lowest first.
 """
 
@@ -19,7 +20,7 @@ BITS = (32, 64, 128, 256)
 _MOST = 2**24  # of a score: float32 then holds each one exactly
 
 
-def encode(x: Array, w: Array, *, implementation: str | None = None) -> Array:
+def hash_encode(x: Array, w: Array, *, implementation: str | None = None) -> Array:
     """The signs of ``x`` times ``w``, as bits of uint32 words (section 3.1 of the paper).
 
     ``x [B, T, N, H]`` are queries or, with N = K, keys; ``w [K, H, R]`` floats, one matrix for each
@@ -31,10 +32,10 @@ def encode(x: Array, w: Array, *, implementation: str | None = None) -> Array:
     return HASH_ENCODE(*map(lax.stop_gradient, (x, None, w)), implementation=implementation)[0]
 
 
-def encode_both(
+def hash_encode_both(
     q: Array, k: Array, w: Array, *, implementation: str | None = None
 ) -> tuple[Array, Array]:
-    """`encode` of the queries ``q [B, T, N, H]`` and keys ``k [B, T, K, H]`` of the same tokens.
+    """`hash_encode` of queries ``q [B, T, N, H]`` and keys ``k [B, T, K, H]`` of the same tokens.
 
     Where Triton serves, it is one launch.
     """
@@ -52,10 +53,10 @@ def hamming_scores(
 ) -> Array:
     """How many bits each key's code shares with those of the queries that read it.
 
-    ``q_codes`` uint32 ``[B, T, N, W]`` and ``k_codes`` uint32 ``[B, S, K, W]`` as from `encode`,
-    R = 32 W. The score of a key is ``G T R - h`` where h is its Hamming distance to the G = N / K
-    query heads and T tokens, summed: a whole number in 0..G T R, higher is better. Returns int32
-    ``[B, K, S]``, and -1 from ``lengths`` int32 ``[B]`` on, None for all of S.
+    ``q_codes`` uint32 ``[B, T, N, W]`` and ``k_codes`` uint32 ``[B, S, K, W]`` are as from
+    `hash_encode`, R = 32 W. The score of a key is ``G T R - h`` where h is its Hamming distance to
+    the G = N / K query heads and T tokens, summed: a whole number in 0..G T R, higher is better.
+    Returns int32 ``[B, K, S]``, and -1 from ``lengths`` int32 ``[B]`` on, None for all of S.
 
     With ``norms`` float32 ``[B, S, K]`` of the keys it returns float32, ``norms (G T - 2 h / R)``,
     the estimate of the sum of products that the paper's code takes, and minus infinity from

@@ -14,7 +14,7 @@ from jspec.cache import Cache, Linear
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
 from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hashes
-from jspec.ops.hash import BITS, encode, hamming_scores
+from jspec.ops.hash import BITS, hamming_scores, hash_encode
 from jspec.ops.hash_select import hash_select
 from jspec.policies.policy import Policy, ScoredPolicy
 from jspec.typing import Array
@@ -67,14 +67,14 @@ class Hata(ScoredPolicy):
         return hashes
 
     def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
-        columns = {"codes": encode(k, arrays[layer])}
+        columns = {"codes": hash_encode(k, arrays[layer])}
         if self.norms:
             columns["norms"] = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
         return columns
 
     def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
         held = cache.columns[layer]
-        return hamming_scores(encode(q, arrays[layer]), held["codes"], norms=held.get("norms"))
+        return hamming_scores(hash_encode(q, arrays[layer]), held["codes"], norms=held.get("norms"))
 
     def best(
         self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
@@ -82,7 +82,7 @@ class Hata(ScoredPolicy):
         if self.norms or not isinstance(cache.layouts[layer], Linear):
             return super().best(arrays, layer, cache, q, most, **budget)
         codes = cache.columns[layer]["codes"]
-        return hash_select(encode(q, arrays[layer]), codes, most, **budget)
+        return hash_select(hash_encode(q, arrays[layer]), codes, most, **budget)
 
 
 def with_hashes(policy: Policy, model: Path) -> Policy:

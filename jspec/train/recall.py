@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import LayerSpec
-from jspec.ops.hash import encode, hamming_scores
+from jspec.ops.hash import hamming_scores, hash_encode
 from jspec.typing import Array
 
 BUDGETS = (64, 32)  # one in so many of the keys that a query may read: 1.56 % and 3.1 %
@@ -61,8 +61,10 @@ class Rivals:
 
 def hash_scores(q: Array, k: Array, w: Array) -> Array:
     """Bits that codes share, added over a group: ``[M, K, S]`` of ``q [M, K, G, H]``."""
-    q_codes = encode(q.reshape(q.shape[0], 1, -1, q.shape[3]), w)
-    k_codes = jnp.broadcast_to(encode(k[None], w), (q.shape[0], *k.shape[:2], w.shape[2] // 32))
+    q_codes = hash_encode(q.reshape(q.shape[0], 1, -1, q.shape[3]), w)
+    k_codes = jnp.broadcast_to(
+        hash_encode(k[None], w), (q.shape[0], *k.shape[:2], w.shape[2] // 32)
+    )
     return hamming_scores(q_codes, k_codes).astype(jnp.float32)
 
 

@@ -35,7 +35,7 @@ class ScoreBlocks:
 def encode_triton(
     q: Array, k: Array | None, w: Array, *, blocks: EncodeBlocks | None = None
 ) -> tuple[Array, Array | None]:
-    """As `jspec.ops.hash.encode_both`, or `jspec.ops.hash.encode` without keys."""
+    """As `jspec.ops.hash.hash_encode_both`, or `jspec.ops.hash.hash_encode` without keys."""
     from jspec.triton.hash_kernel import encode_kernel
 
     kv_heads, size, bits = w.shape

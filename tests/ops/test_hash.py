@@ -11,9 +11,9 @@ from jspec.ops.hash import (
     BITS,
     HAMMING_SCORES,
     HASH_ENCODE,
-    encode,
-    encode_both,
     hamming_scores,
+    hash_encode,
+    hash_encode_both,
 )
 from tests.ops.backends import every_backend, every_case, run_or_skip
 
@@ -54,12 +54,12 @@ def test_encode_has_no_derivative_and_both_are_each():
         jnp.asarray(rng.standard_normal(shape, np.float32))
         for shape in ((2, 3, 4, 8), (2, 3, 2, 8), (2, 8, 64))
     )
-    both = encode_both(q, k, w)
-    np.testing.assert_array_equal(both[0], encode(q, w))
-    np.testing.assert_array_equal(both[1], encode(k, w))
+    both = hash_encode_both(q, k, w)
+    np.testing.assert_array_equal(both[0], hash_encode(q, w))
+    np.testing.assert_array_equal(both[1], hash_encode(k, w))
 
     def loss(q, w):
-        codes = encode(q, w)
+        codes = hash_encode(q, w)
         return hamming_scores(codes, codes[:, :, ::2]).sum().astype(jnp.float32)
 
     assert all((g == 0).all() for g in jax.grad(loss, (0, 1))(q, w))
@@ -99,7 +99,7 @@ def test_without_lengths_every_slot_is_scored():
 )
 def test_encode_refuses_what_does_not_fit(q, k, w, message):
     with pytest.raises(ValueError, match=message):
-        encode_both(jnp.zeros(q), jnp.zeros(k), jnp.zeros(w))
+        hash_encode_both(jnp.zeros(q), jnp.zeros(k), jnp.zeros(w))
 
 
 @pytest.mark.parametrize(
