@@ -96,17 +96,27 @@ def run(settings: Settings) -> dict[str, Any]:
 def _rows(
     chosen: list[Case], settings: Settings, ceilings: Ceilings, prefilled: list[str]
 ) -> Iterator[point.Row]:
-    for name in dict.fromkeys(case.model for case in chosen):
+    def drawn(name: str) -> Decoder:
         config = shapes.MODELS[name]
         layers = settings.decode.layers or config.num_layers
-        model = shapes.random_model(shapes.first_layers(config, layers))
-        yield from _steps(
-            model, [case for case in chosen if case.model == name], settings, ceilings
-        )
-        if name in prefilled and ceilings.matrix is not None:
-            for tokens in PREFILLED:
-                yield prefill.row(name, model, tokens, settings, ceilings.matrix)
-        del model  # before the next one is drawn
+        return shapes.random_model(shapes.first_layers(config, layers))
+
+    # No variable here holds a model, so that it is gone before the next one is drawn.
+    for name in dict.fromkeys(case.model for case in chosen):
+        own = [case for case in chosen if case.model == name]
+        yield from _steps(drawn(name), own, settings, ceilings)
+    # Last, since their products of many rows take long to compile.
+    for name in prefilled:
+        if ceilings.matrix is not None:
+            yield from _prefills(name, drawn(name), settings, ceilings.matrix)
+
+
+def _prefills(
+    name: str, model: Decoder, settings: Settings, matrix_ceiling: float
+) -> Iterator[point.Row]:
+    """The rows of a model's prefill."""
+    for tokens in PREFILLED:
+        yield prefill.row(name, model, tokens, settings, matrix_ceiling)
 
 
 def _steps(
