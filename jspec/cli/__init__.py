@@ -145,12 +145,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
     add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
     add("--json", action="store_true", help="print one JSON object instead of text and table")
-    add(
-        "--no-compile-cache",
-        dest="compile_cache",
-        action="store_false",
-        help="keep no compiled programs in the cache folder for the next run",
-    )
+    _add_compile_cache(parser)
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
@@ -181,12 +176,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add("--heatmap", metavar="FILE.png", help="also draw needles by depth at up to --length tokens")
     add("--answers", action="store_true", help="put the answers into --json")
     add("--json", action="store_true", help="print one JSON object instead of a table")
-    add(
-        "--no-compile-cache",
-        dest="compile_cache",
-        action="store_false",
-        help="keep no compiled programs in the cache folder for the next run",
-    )
+    _add_compile_cache(parser)
 
 
 def _add_train_hash(parser: argparse.ArgumentParser) -> None:
@@ -231,7 +221,11 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, metavar="N", help="of every random choice; default 0")
     add("--json", action="store_true", help="print one JSON object instead of a table")
-    add(
+    _add_compile_cache(parser)
+
+
+def _add_compile_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--no-compile-cache",
         dest="compile_cache",
         action="store_false",

@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspec.ops.hash import BITS
 from jspec.train.samples import Pairs
 from jspec.typing import Array
 
 Variant = Literal["paper", "authors"]
 VARIANTS: tuple[Variant, ...] = ("paper", "authors")
-BITS = (32, 64, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True)
