@@ -36,9 +36,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
         own, usual = read_questions(arguments.tasks)
         metric = metric or usual
     if arguments.heatmap:
-        heatmap.check_pictures()
         if len(runs) > 1:
             raise ValueError("--heatmap takes one --policy and at most one --budget")
+        heatmap.check_pictures()
     if arguments.compile_cache:
         keep_programs()
     path = bundled_path() if arguments.model in (None, "bundled") else arguments.model

@@ -13,6 +13,7 @@ from jspec.train.loss import HashTraining
 
 
 def test_it_times_each_layer_and_all_and_is_compared_and_reported(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(
         hash_training, "HashTraining", lambda **asked: HashTraining(epochs=5, **asked)
     )

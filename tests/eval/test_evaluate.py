@@ -180,6 +180,7 @@ def test_the_command_prints_json_and_tables(small, capsys):
 
 
 def test_a_file_of_tasks_and_a_heat_map(small, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
     tasks = tmp_path / "own.jsonl"
     tasks.write_text('{"input": "a b", "outputs": ["zz"]}\n')
     monkeypatch.setattr(heatmap, "DEPTHS", (0.0, 1.0))
