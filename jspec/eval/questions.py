@@ -59,14 +59,22 @@ def fitted(tokenizer: Tokenizer, length: int, make: Callable[[int], Question]) -
     for _ in range(_TRIES):
         if size < ruler.MIN_LENGTH:
             break
-        question = make(size)
-        prompt = tokenizer.encode(question.prompt)
-        room = len(tokenizer.encode(" ".join(question.answers), special=False)) + SLACK
-        over = len(prompt) + room - length
+        asked = _asked(tokenizer, make(size))
+        over = len(asked.prompt) + asked.room - length
         if over <= 0:
-            return Asked(question, prompt, room)
-        size -= over * len(question.prompt) // len(prompt) + 1
-    raise ValueError(f"length={length} tokens are too few for a question; raise it")
+            return asked
+        size -= over * len(asked.question.prompt) // len(asked.prompt) + 1
+    shortest = _asked(tokenizer, make(ruler.MIN_LENGTH))
+    least = len(shortest.prompt) + shortest.room
+    raise ValueError(
+        f"length={length} tokens are too few for a question; the shortest takes {least}"
+    )
+
+
+def _asked(tokenizer: Tokenizer, question: Question) -> Asked:
+    prompt = tokenizer.encode(question.prompt)
+    room = len(tokenizer.encode(" ".join(question.answers), special=False)) + SLACK
+    return Asked(question, prompt, room)
 
 
 def own_questions(

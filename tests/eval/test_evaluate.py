@@ -218,6 +218,7 @@ def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
         (["ruler", "--budget", "few"], "--budget 'few' must be a whole number"),
         (["ruler", "--only", "niah"], "--only 'niah' is unknown; RULER's tasks are single_needle"),
         (["ruler", "--length", "0"], "must be at least 1"),
+        (["ruler", "--length", "1000"], "are too few for a question; the shortest takes 10"),
         (["no/such.jsonl"], "no/such.jsonl"),
         (
             ["ruler", "--policy", "dense", "--policy", "quest", "--heatmap", "x.png"],
