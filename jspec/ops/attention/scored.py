@@ -62,10 +62,6 @@ def _xla(q, k, v, positions, probe, *, scale, **settings):
     return *run(q, k, v, positions, scale=scale, **settings), scores * jnp.float32(scale)
 
 
-def _sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
-    return attention_sizes(q, k)
-
-
 def _cases() -> list[Case]:
     """The case of attention, with a probe, and what numpy makes of it."""
     (dense,) = ATTENTION.cases()
@@ -86,6 +82,6 @@ def _cases() -> list[Case]:
 SCORED = Operation(
     "scored_attention",
     {"xla": Backend("xla", _xla, always), "triton": "jspec.triton.attention:SCORED"},
-    _sizes,
+    attention_sizes,
     _cases,
 )
