@@ -19,21 +19,29 @@ from pathlib import Path
 from typing import Any
 
 from bench import (
+    acceptance,
     attention,
+    auto,
     ceilings,
+    collect,
     decode,
     decoding,
     fused,
     gather,
     hash,
     hash_training,
+    hata_off,
+    layer,
+    overlap,
     pack,
     point,
+    ruler,
     sampling,
     select,
     verify,
 )
-from bench.decode import options
+from bench.decode import lossy, options
+from bench.layer import ablation
 from bench.machine import describe
 from bench.settings import Settings, console
 from bench.suite import Suite
@@ -42,7 +50,9 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(ceilings, verify, pack, fused, sampling),
-        *(attention, gather, hash, select, hash_training, decoding, decode),
+        *(attention, gather, hash, select, layer, ablation, hata_off),
+        *(hash_training, ruler, decoding, auto, decode, lossy),
+        *(collect, acceptance, overlap),
     )
 }
 _INTERRUPTED = threading.Event()

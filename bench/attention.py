@@ -62,11 +62,11 @@ def run(settings: Settings) -> dict[str, Any]:
 def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("attention", len(grid(settings))) as advance:
         for here in grid(settings):
-            yield from _measured(here, settings)
+            yield from measured(here, settings)
             advance()
 
 
-def _measured(here: Case, settings: Settings) -> list[point.Row]:
+def measured(here: Case, settings: Settings) -> list[point.Row]:
     """The rows of a case; its cache is gone when they are there."""
     # Case by case: to find its fastest products, XLA makes arrays of the cache's size.
     programs = compile_all("attention", sources(ATTENTION, shapes(here), settings, **static(here)))

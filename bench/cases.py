@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 Case = dict[str, Any]  # sizes by their letters, and words
-CHOICES = {"lengths": ("full", "ragged"), "indices": ("shared", "per-head")}
+CHOICES = {
+    "lengths": ("full", "ragged"),
+    "indices": ("shared", "per-head"),
+    "model": ("llama-3.1-8b", "llama-2-7b", "qwen3-8b", "qwen3-4b"),
+}
 
 
 def parse(text: str, default: Mapping[str, Any]) -> Case:
@@ -21,9 +25,10 @@ def parse(text: str, default: Mapping[str, Any]) -> Case:
         if key not in case:
             raise ValueError(f"{part!r} must be one of {', '.join(default)}, a = and a value")
         case[key] = _value(key, value)
-    query_heads, kv_heads = heads(case)
-    if query_heads % kv_heads:
-        raise ValueError(f"heads={case['heads']}: {query_heads} is no multiple of {kv_heads}")
+    if "heads" in case:
+        query_heads, kv_heads = heads(case)
+        if query_heads % kv_heads:
+            raise ValueError(f"heads={case['heads']}: {query_heads} is no multiple of {kv_heads}")
     return case
 
 

@@ -57,7 +57,7 @@ def _rows(
         cases = [(1, 8192)]
     with bar("step", len(cases) * len(SOURCES)) as advance:
         for batch, context in cases:
-            prompts = _prompts(tokenizer, batch, context - NEW_TOKENS - 1)
+            prompts = texts(tokenizer, batch, context - NEW_TOKENS - 1)
             prefill_s, state = _prefill(model, prompts)
             floor_s = _step_bytes(model, prompts) / ceiling
             plain = None
@@ -69,7 +69,7 @@ def _rows(
                 row |= figures | _marginal(model, state, config)
                 row |= {"speedup": speedup, "read_floor_ms": floor_s * 1e3}
                 row |= {"prefill_tokens_per_s": sum(map(len, prompts)) / prefill_s}
-                row |= _check(model, prompts, tokens, plain[1])
+                row |= check_tokens(model, prompts, tokens, plain[1])
                 if not settings.check:
                     row["checked"] = None
                 yield row
@@ -77,7 +77,7 @@ def _rows(
             del state
 
 
-def _prompts(tokenizer: jspec.Tokenizer, batch: int, length: int) -> list[list[int]]:
+def texts(tokenizer: jspec.Tokenizer, batch: int, length: int) -> list[list[int]]:
     """Stretches of ``length`` bytes of the standard library's own source, spread evenly."""
     root = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
@@ -154,7 +154,7 @@ def _step_bytes(model: jspec.Decoder, prompts: list[list[int]]) -> int:
     return weights + sum(map(len, prompts)) * one.nbytes
 
 
-def _check(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]:
+def check_tokens(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]:
     """Rows equal to plain decoding; where one parts, the two tokens must be a near tie.
 
     In bf16 a pass over several tokens rounds differently from a pass over one. The margin is the

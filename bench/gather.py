@@ -239,7 +239,10 @@ def argument_shapes(here: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def static(here: Mapping[str, Any]) -> dict[str, Any]:
     """What every backend of `jspec.gathered_attention` is given beside its arrays."""
-    return {**dict.fromkeys(("counts", "softcap", "value_size")), "scale": here["H"] ** -0.5}
+    return {
+        **dict.fromkeys(("counts", "log_weights", "softcap", "value_size")),
+        "scale": here["H"] ** -0.5,
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Hash codes of a decoding step: encoding, scores, and scores with their selection."""
+"""Hash codes of a decoding step: encoding, also as keys are written, scores, and selection."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from bench.select import expected
 from bench.settings import Settings, bar
 from bench.suite import Suite
 from jspec.dispatch import Operation
+from jspec.ops.append import APPEND_ENCODE, Turn
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
 from jspec.ops.hash_select import HASH_SELECT
 
 COLUMNS = ("B", "S", "n", "heads", "T", "R", "part")
 DEFAULT: Case = {"B": 8, "S": 32768, "n": 512, "heads": "32/32", "H": 128, "T": 1, "R": 128}
 BYTES = (
-    "of encoding the weights; of scoring the codes and 4 bytes a score; of selecting the codes and "
-    "4 bytes a slot"
+    "of encoding, also into the column, the weights; of scoring the codes and 4 bytes a score; of "
+    "selecting the codes and 4 bytes a slot"
 )
 Check = Callable[[Any], bool]
 
@@ -55,23 +56,30 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("hash", len(grid(settings))) as advance:
         for here in grid(settings):
             yield from _encoded(here, settings)
+            yield from _appended(here, settings)
             yield from _scored(here, settings)
             advance()
 
 
-def _encoded(here: Case, settings: Settings) -> list[point.Row]:
-    """Small whole numbers: sums are exact in any order."""
+def _vectors(here: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and matrices of small whole numbers: sums are exact in any order."""
     query_heads, kv_heads = heads(here)
     rng = np.random.default_rng([workload.SEED, here["B"], query_heads])
     lead, size = (here["B"], here["T"]), here["H"]
     sizes = (*lead, query_heads, size), (*lead, kv_heads, size), (kv_heads, size, here["R"])
     q, k, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in sizes)
+    return q, k, w
 
-    def codes(x: np.ndarray) -> np.ndarray:
-        sums = np.einsum("btnh,nhr->btnr", x, np.repeat(w, x.shape[2] // kv_heads, axis=0))
-        return np.packbits(sums > 0, axis=-1, bitorder="little").view("<u4")
 
-    want = codes(q), codes(k)
+def _codes(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """The codes of ``x [B, T, N, H]``, uint32 ``[B, T, N, R // 32]``."""
+    sums = np.einsum("btnh,nhr->btnr", x, np.repeat(w, x.shape[2] // len(w), axis=0))
+    return np.packbits(sums > 0, axis=-1, bitorder="little").view("<u4")
+
+
+def _encoded(here: Case, settings: Settings) -> list[point.Row]:
+    q, k, w = _vectors(here)
+    want = _codes(q, w), _codes(k, w)
     arguments = tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, k, w))
     return _measured(
         "encode",
@@ -80,6 +88,34 @@ def _encoded(here: Case, settings: Settings) -> list[point.Row]:
         arguments,
         lambda out: all(map(np.array_equal, out, want)),
         arguments[2].nbytes,
+        settings,
+    )
+
+
+def _appended(here: Case, settings: Settings) -> list[point.Row]:
+    """Codes of new keys, made as the keys are written into a cache with room for no more.
+
+    Its columns are not donated: each run copies them first.
+    """
+    q, k, w = _vectors(here)
+    batch, tokens, kv_heads, size = k.shape
+    own = _codes(k, w)
+    # Matrices are float32 in a policy.
+    half, codes = jnp.bfloat16, jnp.zeros((batch, tokens, kv_heads, here["R"] // 32), jnp.uint32)
+    parts = [x.reshape(batch, tokens, kv_heads, -1) for x in (q, k, k)]
+    joined = jnp.asarray(np.concatenate(parts, axis=-1), half)
+    straight = jnp.ones((batch, tokens, 1, size // 2), jnp.float32)
+    turn = Turn(straight, jnp.zeros_like(straight), joined=joined)
+    q, k = jnp.asarray(q, half), jnp.asarray(k, half)
+    empty, slots = jnp.zeros_like(k), jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
+    want = (*map(np.asarray, (q, k, k)), own)
+    return _measured(
+        "append",
+        APPEND_ENCODE,
+        here,
+        (q, k, k, turn, empty, empty, codes, jnp.asarray(w), slots),
+        lambda out: all(map(np.array_equal, out, want)),
+        w.nbytes,
         settings,
     )
 
@@ -165,9 +201,9 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "hash",
-    "hash codes of a decoding step: encoding, scores, and scores with their selection",
+    "hash codes of a decoding step: encoding, also as keys are written, scores, and selection",
     run,
     show,
-    (HASH_ENCODE, HAMMING_SCORES, HASH_SELECT),
+    (HASH_ENCODE, APPEND_ENCODE, HAMMING_SCORES, HASH_SELECT),
     case=case,
 )

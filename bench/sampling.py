@@ -23,7 +23,7 @@ from jspec.ops.stochastic import VERIFY_STOCHASTIC
 COLUMNS = ("B", "V", "draft", "l2")
 GAMMA = 5
 STATES = ("warm", "cold")
-STATIC = {"filtered": False, "axis_name": None}
+STATIC = {"rule": "token", "filtered": False, "axis_name": None}
 LOOPED = ((32, 128256, "one-hot"), (32, 128256, "logits"))  # where the step clock runs too
 FEED = (3, 5)  # next tokens as the next positions: other random numbers for the same logits
 Case = tuple[int, int, str]  # batch, vocabulary, draft: "one-hot" or "logits"

@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from jspec.cache import Cache, Linear, Ring, Striped
     from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
     from jspec.decode.draft import (
+        Chain,
         Drafted,
         Drafter,
+        GuidedDraft,
         ModelDraft,
         NgramDraft,
         NoDraft,
         SelfDraft,
+        SuffixDraft,
         named_draft,
     )
     from jspec.decode.engine import Generation, Interrupted, generate
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from jspec.decode.state import DecodeState, Models, StepRecord
     from jspec.decode.stats import Stats
     from jspec.decode.step import decode_chunk, speculative_step, step
+    from jspec.decode.switch import switch
     from jspec.dispatch import BackendError, Backends
     from jspec.llm import LLM, Completion
     from jspec.models.bundled import load_bundled
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from jspec.ops.attention.gathered import gathered_attention
     from jspec.ops.attention.merge import merge_attention
     from jspec.ops.attention.scored import scored_attention
+    from jspec.ops.attention.weights import mean_weights
     from jspec.ops.fused import verify_and_append, verify_and_pack
     from jspec.ops.hash import hamming_scores, hash_encode, hash_encode_both
     from jspec.ops.hash_select import hash_select
@@ -53,13 +58,18 @@ if TYPE_CHECKING:
     from jspec.policies import (
         Dense,
         ExactTopK,
+        Guided,
         Hata,
+        HataOff,
         Loki,
         MagicPIG,
         Policy,
         Quest,
         ScoredPolicy,
+        SparseSpec,
+        SpecExtend,
         Streaming,
+        Vegas,
         named_policy,
     )
     from jspec.policies.attend import dense_attend
@@ -72,12 +82,15 @@ _HOMES = {
     "jspec.cache": ["Cache", "Linear", "Ring", "Striped"],
     "jspec.config": ["LayerSpec", "ModelConfig", "Rope", "RopeScaling", "SamplingParams"],
     "jspec.decode.draft": [
+        "Chain",
         "Drafted",
         "Drafter",
+        "GuidedDraft",
         "ModelDraft",
         "NgramDraft",
         "NoDraft",
         "SelfDraft",
+        "SuffixDraft",
         "named_draft",
     ],
     "jspec.decode.engine": ["Generation", "Interrupted", "generate"],
@@ -89,6 +102,7 @@ _HOMES = {
     "jspec.decode.state": ["DecodeState", "Models", "StepRecord"],
     "jspec.decode.stats": ["Stats"],
     "jspec.decode.step": ["decode_chunk", "speculative_step", "step"],
+    "jspec.decode.switch": ["switch"],
     "jspec.dispatch": ["BackendError", "Backends"],
     "jspec.llm": ["LLM", "Completion"],
     "jspec.models.chat": ["ChatTemplate", "load_chat_template"],
@@ -102,6 +116,7 @@ _HOMES = {
     "jspec.ops.attention.gathered": ["gathered_attention"],
     "jspec.ops.attention.merge": ["merge_attention"],
     "jspec.ops.attention.scored": ["scored_attention"],
+    "jspec.ops.attention.weights": ["mean_weights"],
     "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
     "jspec.ops.hash": ["hash_encode", "hash_encode_both", "hamming_scores"],
     "jspec.ops.hash_select": ["hash_select"],
@@ -114,13 +129,19 @@ _HOMES = {
     "jspec.policies": [
         "Dense",
         "ExactTopK",
+        "Guided",
         "Hata",
+        "HataOff",
+        "HataOff",
         "Loki",
         "MagicPIG",
         "Policy",
         "Quest",
         "ScoredPolicy",
+        "SparseSpec",
+        "SpecExtend",
         "Streaming",
+        "Vegas",
         "named_policy",
     ],
     "jspec.policies.attend": ["dense_attend"],
@@ -136,6 +157,7 @@ __all__ = [
     "BackendError",
     "Backends",
     "Cache",
+    "Chain",
     "ChatTemplate",
     "CheckpointError",
     "Completion",
@@ -146,7 +168,10 @@ __all__ = [
     "Drafter",
     "ExactTopK",
     "Generation",
+    "Guided",
+    "GuidedDraft",
     "Hata",
+    "HataOff",
     "Interrupted",
     "LayerSpec",
     "Linear",
@@ -169,12 +194,16 @@ __all__ = [
     "SamplingParams",
     "ScoredPolicy",
     "SelfDraft",
+    "SparseSpec",
+    "SpecExtend",
     "Stats",
     "StepConfig",
     "StepRecord",
     "Streaming",
     "Striped",
+    "SuffixDraft",
     "Tokenizer",
+    "Vegas",
     "Verified",
     "attention",
     "decode_chunk",
@@ -193,6 +222,7 @@ __all__ = [
     "load_hashes",
     "load_model",
     "load_tokenizer",
+    "mean_weights",
     "merge_attention",
     "mode_of",
     "named_draft",
@@ -207,6 +237,7 @@ __all__ = [
     "speculative_step",
     "start_decoding",
     "step",
+    "switch",
     "verify_and_append",
     "verify_and_pack",
     "verify_greedy",

@@ -14,9 +14,10 @@ import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
-from jspec.decode.engine import generate
+from jspec.decode.engine import Gamma, generate
 from jspec.decode.requests import one_each
 from jspec.decode.score import score
+from jspec.decode.state import Models
 from jspec.dispatch import Backends
 from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
@@ -24,6 +25,7 @@ from jspec.models.chat import ChatTemplate, Message, load_chat_template
 from jspec.models.checkpoint import load_model
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
+from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
 from jspec.policies.hata import with_hashes
 from jspec.typing import Model
@@ -50,8 +52,8 @@ class LLM:
 
     ``model``: a directory for `load_model`, the bundled model where it is None, or a model, which
     needs a ``tokenizer``. ``chat_template`` and ``tokenizer`` default to those of the directory.
-    ``draft``, ``gamma``, ``draft_model``, ``target``, ``policy_arrays`` and ``backends`` as in
-    `jspec.generate`, ``batch`` prompts at a time; the arrays default to those that a text of
+    ``draft``, ``gamma``, ``draft_model``, ``target``, ``rule``, ``policy_arrays`` and ``backends``
+    as in `jspec.generate`, ``batch`` prompts at a time; the arrays default to those that a text of
     jspec's own gives. Raises `CheckpointError` as `load_model` does.
     """
 
@@ -62,9 +64,10 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         chat_template: ChatTemplate | None = None,
         draft: Drafter | None = NgramDraft(),
-        gamma: int | None = None,
+        gamma: Gamma = None,
         draft_model: Model | None = None,
         target: Policy = Dense(),
+        rule: Rule = "token",
         policy_arrays: Any = None,
         batch: int = 8,
         backends: Mapping[str, str] = Backends(),
@@ -85,11 +88,14 @@ class LLM:
         self._batch = batch
         if policy_arrays is None:
             policy_arrays = self._arrays(draft, target, path)
+        # What a drafter makes of the model is made once.
+        models = (NoDraft() if draft is None else draft).prepare(Models(model, draft_model))
         self._settings = {
             "draft": draft,
             "gamma": gamma,
-            "draft_model": draft_model,
+            "draft_model": models.draft,
             "target": target,
+            "rule": rule,
             "policy_arrays": policy_arrays,
             "backends": backends,
         }

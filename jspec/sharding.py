@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jspec.host import KIND, in_host
 from jspec.typing import Array
 
 # One for every array, or a function of an array's name and shape.
@@ -33,12 +34,17 @@ def placed(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.sharding
 
 
 def place(tree: Any, sharding: Placing) -> Any:
-    """``tree`` with every array placed; names are such as ``cache.columns.0.keys``."""
+    """``tree`` with every array placed; names are such as ``cache.columns.0.keys``.
+
+    One in the host's memory stays there.
+    """
 
     def put(path: Any, x: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         where = placed(name, x.shape, sharding)
-        return x if where is None else jax.device_put(x, where)
+        if where is None:
+            return x
+        return jax.device_put(x, where.with_memory_kind(KIND) if in_host(x) else where)
 
     return jax.tree.map_with_path(put, tree)
 

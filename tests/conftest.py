@@ -2,6 +2,8 @@
 
 # ruff: noqa: E402 - JAX reads its environment when it is imported
 
+import copy
+import dataclasses
 import gc
 import os
 from importlib.metadata import version
@@ -31,8 +33,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import jspec
 from jspec.config import ModelConfig
 from jspec.decode.programs import PROGRAMS
+from jspec.models import checkpoint
+from jspec.models.bundled import bundled_path
 from jspec.models.decoder import Decoder
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -104,6 +109,29 @@ def sharp() -> Decoder:
 def other() -> Decoder:
     """A second model of the same shape that agrees with `tiny` and `sharp` by chance only."""
     return make_decoder(seed=2)
+
+
+@pytest.fixture(scope="session")
+def short_bundled() -> Decoder:
+    """The bundled model's first two layers of eight: it writes text, and compiles four times as
+    fast."""
+    model, _ = jspec.load_bundled()
+    layers = list(model.layers)[:2]
+    model.config = dataclasses.replace(model.config, layers=model.config.layers[:2])
+    model.layers = nnx.List(layers)
+    return model
+
+
+@pytest.fixture
+def short_command(monkeypatch, short_bundled):
+    """`jspec generate` takes `short_bundled` where no model is named."""
+    right = checkpoint.load_model
+
+    def load_model(path, **settings):
+        # The command gives its model another context, which the next test must not see.
+        return copy.copy(short_bundled) if path == bundled_path() else right(path, **settings)
+
+    monkeypatch.setattr(checkpoint, "load_model", load_model)
 
 
 @pytest.fixture(scope="module")

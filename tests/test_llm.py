@@ -1,9 +1,10 @@
-"""`LLM`: text and conversations in, text out, by the bundled model."""
+"""`LLM`: text and conversations in, text out, by the first layers of the bundled model."""
 
 import numpy as np
 import pytest
 
 import jspec
+from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate
 
 CODE = "import os\nimport sys\n\n\ndef main():\n"
@@ -13,10 +14,11 @@ HOT = jspec.SamplingParams(max_new_tokens=12, temperature=1.0, seed=2**32 - 1)
 
 
 @pytest.fixture(scope="module")
-def llm() -> jspec.LLM:
+def llm(short_bundled) -> jspec.LLM:
     source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     template = ChatTemplate(source, {"bos_token": "<|bos|>"}, "test")
-    return jspec.LLM(chat_template=template)
+    tokenizer = jspec.load_tokenizer(bundled_path())
+    return jspec.LLM(short_bundled, tokenizer=tokenizer, chat_template=template)
 
 
 @pytest.fixture(scope="module")

@@ -96,19 +96,21 @@ def run(settings: Settings) -> dict[str, Any]:
 def _rows(
     chosen: list[Case], settings: Settings, ceilings: Ceilings, prefilled: list[str]
 ) -> Iterator[point.Row]:
-    def drawn(name: str) -> Decoder:
-        config = shapes.MODELS[name]
-        layers = settings.decode.layers or config.num_layers
-        return shapes.random_model(shapes.first_layers(config, layers))
-
     # No variable here holds a model, so that it is gone before the next one is drawn.
     for name in dict.fromkeys(case.model for case in chosen):
         own = [case for case in chosen if case.model == name]
-        yield from _steps(drawn(name), own, settings, ceilings)
+        yield from steps_of(drawn(name, settings), own, settings, ceilings)
     # Last, since their products of many rows take long to compile.
     for name in prefilled:
         if ceilings.matrix is not None:
-            yield from _prefills(name, drawn(name), settings, ceilings.matrix)
+            yield from _prefills(name, drawn(name, settings), settings, ceilings.matrix)
+
+
+def drawn(name: str, settings: Settings) -> Decoder:
+    """A model by name with random weights, of as many layers as were asked for."""
+    config = shapes.MODELS[name]
+    layers = settings.decode.layers or config.num_layers
+    return shapes.random_model(shapes.first_layers(config, layers))
 
 
 def _prefills(
@@ -119,7 +121,7 @@ def _prefills(
         yield prefill.row(name, model, tokens, settings, matrix_ceiling)
 
 
-def _steps(
+def steps_of(
     model: Decoder, chosen: list[Case], settings: Settings, ceilings: Ceilings
 ) -> Iterator[point.Row]:
     """The rows of a model's steps."""

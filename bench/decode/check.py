@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,9 +14,10 @@ import numpy as np
 from bench.decode.shapes import part_of
 from jspec.cache import Cache
 from jspec.decode.state import DecodeState
-from jspec.dispatch import Backends
+from jspec.dispatch import Backends, preferring
 from jspec.models.decoder import Decoder
-from jspec.policies.attend import dense_attend
+from jspec.policies import Dense, Policy, ScoredPolicy
+from jspec.policies.attend import DENSE, dense_attend, selected_attend
 
 LAYERS = 2
 # Of the logits' norm, the largest of all positions. Right passes of bfloat16 are within 0.01 on a
@@ -24,20 +26,45 @@ LAYERS = 2
 TOLERANCE = 0.05
 NEW_KEYS = 6.0  # times what the model gives: among thousands of keys the new ones must count
 REFERENCE = Backends(attention="xla")
+# The reference of passes that read a selection.
+SELECTED = Backends(
+    REFERENCE,
+    gathered_attention="xla",
+    rotate_and_append="xla",
+    rotate_append_encode="xla",
+    hash_encode="xla",
+    hash_select="xla",
+    hamming_scores="xla",
+    select="xla",
+)
 Key = tuple[int, Backends]  # tokens of a pass, and its backends
 
 
 class Check:
     """Compares passes of the first `LAYERS` layers with the reference, on random tokens.
 
-    ``tokens``: of the passes to compare.
+    ``tokens``: of the passes to compare. ``policy``: what they read, given ``arrays``; it selects
+    in all layers here.
     """
 
-    def __init__(self, model: Decoder, context: int, tokens: Sequence[int], backends: Backends):
+    def __init__(
+        self,
+        model: Decoder,
+        context: int,
+        tokens: Sequence[int],
+        backends: Backends,
+        policy: Policy = DENSE,
+        arrays: Any = None,
+    ):
         self.layers = min(LAYERS, model.config.num_layers)
         self._model = part_of(model, self.layers)
+        self._arrays = None if arrays is None else arrays[: self.layers]
+        if isinstance(policy, ScoredPolicy):
+            policy = dataclasses.replace(policy, dense_layers=0)
+        self._policy = policy
         self._context, self._longest, self._backends = context, max(tokens), backends
-        self._keys: list[Key] = [(1, REFERENCE), *((count, backends) for count in tokens)]
+        self._reference = REFERENCE if isinstance(policy, Dense) else SELECTED
+        self._keys: list[Key] = [(1, self._reference), *((count, backends) for count in tokens)]
 
     def lowerings(self, shapes: DecodeState) -> dict[Key, Callable[[], jax.stages.Lowered]]:
         """What lowers the programs that it needs for a state of these shapes."""
@@ -45,7 +72,7 @@ class Check:
 
         def lower(count: int, backends: Backends) -> jax.stages.Lowered:
             pair = [jax.ShapeDtypeStruct((batch, count), jnp.int32)] * 2
-            return _logits.lower(self._model, cache, *pair, backends)
+            return _logits.lower(self._model, self._arrays, cache, *pair, backends, self._policy)
 
         return {key: partial(lower, *key) for key in self._keys}
 
@@ -64,7 +91,9 @@ class Check:
         cache, wanted = jax.tree.map(jnp.copy, self._first(state.cache)), []
         for index in range(self._longest):
             at = slice(index, index + 1)
-            one, cache = programs[1, REFERENCE](self._model, cache, tokens[:, at], positions[:, at])
+            one, cache = programs[1, self._reference](
+                self._model, self._arrays, cache, tokens[:, at], positions[:, at]
+            )
             wanted.append(one)
         del cache
         logits, found = jnp.concatenate(wanted, axis=1), {}
@@ -72,6 +101,7 @@ class Check:
             program, cache = programs[count, backends], self._first(state.cache)
             own, _ = program(
                 self._model,
+                self._arrays,
                 jax.tree.map(jnp.copy, cache),
                 tokens[:, :count],
                 positions[:, :count],
@@ -82,23 +112,38 @@ class Check:
     def _first(self, cache: Cache) -> Cache:
         """The first layers of a cache."""
         count = self.layers
-        return Cache(
-            cache.columns[:count], cache.lengths, cache.specs[:count], cache.layouts[:count]
+        return dataclasses.replace(
+            cache,
+            columns=cache.columns[:count],
+            specs=cache.specs[:count],
+            layouts=cache.layouts[:count],
+            pages=cache.pages[:count],
         )
 
 
-@partial(jax.jit, static_argnames="backends", donate_argnames="cache")
+@partial(jax.jit, static_argnames=("backends", "policy"), donate_argnames="cache")
 def _logits(
-    model: Decoder, cache: Cache, tokens: Any, positions: Any, backends: Backends
+    model: Decoder,
+    arrays: Any,
+    cache: Cache,
+    tokens: Any,
+    positions: Any,
+    backends: Backends,
+    policy: Policy,
 ) -> tuple[jax.Array, Cache]:
     """Logits ``[B, T, V]`` of a pass that appends ``tokens [B, T]``, and the cache behind it."""
-    inner = dense_attend(positions, backends=backends)
+    if isinstance(policy, Dense):
+        inner = dense_attend(positions, backends=backends)
+    else:
+        kept = {"policy": policy, "arrays": arrays, "backends": backends}
+        inner = selected_attend(positions, positions[:, 0], positions.shape[1], **kept)
 
     def attend(layer: int, q: Any, k: Any, v: Any, cache: Cache, **rest: Any) -> Any:
         return inner(layer, q, jnp.asarray(NEW_KEYS, k.dtype) * k, v, cache, **rest)
 
-    hidden, cache = model(tokens, positions, attend, cache)
-    return model.logits(hidden), cache
+    with preferring(backends):
+        hidden, cache = model(tokens, positions, attend, cache)
+        return model.logits(hidden), cache
 
 
 @jax.jit

@@ -16,8 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.policies import scored_bytes
 from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling
 from jspec.models.decoder import Decoder
+from jspec.policies import Dense, Policy, ScoredPolicy
+from jspec.policies.attend import DENSE
 
 CONTEXT = 131072  # that every model here may have; Qwen3 reaches it by YaRN, which costs no time
 
@@ -71,6 +74,18 @@ MODELS: dict[str, ModelConfig] = {
         norm_eps=1e-5,
         max_context=CONTEXT,
     ),
+    "llama-2-7b": ModelConfig.uniform(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_size=128,
+        rope_theta=10000.0,
+        norm_eps=1e-5,
+        max_context=CONTEXT,
+    ),
     "gpt-oss-20b-attention": _gpt_oss(),
 }
 
@@ -113,6 +128,12 @@ def noise(seed: Any, scale: Any, shape: tuple[int, ...], dtype: Any, parts: int)
     return jax.lax.map(part, jnp.arange(parts)).reshape(shape)
 
 
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def random_bits(seed: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Whole numbers of random bits."""
+    return jax.random.bits(jax.random.key(seed, impl="rbg"), shape, dtype)
+
+
 def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16) -> Decoder:
     """A decoder with random weights; norms scale by 1 and biases are 0.
 
@@ -149,11 +170,29 @@ def read_weight_bytes(model: Decoder) -> int:
     return weight_bytes(model) - (0 if model.head is None else model.embedding[...].nbytes)
 
 
-def read_cache_bytes(config: ModelConfig, batch: int, context: int, itemsize: int) -> int:
-    """Bytes of the keys and values that a step reads at ``context`` tokens a row."""
-    seen = [min(context, spec.window or context) for spec in config.layers]
-    sizes = [spec.kv_heads * (spec.key_size + spec.value_size) for spec in config.layers]
-    return batch * itemsize * sum(a * b for a, b in zip(seen, sizes, strict=True))
+def read_cache_bytes(
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    dtype: Any,
+    policy: Policy = DENSE,
+    count: int = 0,
+) -> int:
+    """Bytes of the cache that a step reads at ``context`` tokens a row.
+
+    Of the layers in which ``policy`` selects: what it scores, keys and values of ``count`` tokens
+    and the new one; of the others all keys and values that they see.
+    """
+    first = policy.dense_layers if isinstance(policy, ScoredPolicy) else 0
+    total = 0.0
+    for layer, spec in enumerate(config.layers):
+        seen = min(context, spec.window or context)
+        if not (isinstance(policy, Dense) or spec.window or layer < first):
+            seen = count + 1
+            total += context * scored_bytes(policy, spec, dtype)
+        size = spec.kv_heads * (spec.key_size + spec.value_size)
+        total += seen * size * jnp.dtype(dtype).itemsize
+    return int(batch * total)
 
 
 def prefill_flops(model: Decoder, tokens: int) -> int:

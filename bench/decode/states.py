@@ -6,13 +6,14 @@ How fast a step is does not depend on what the cache holds, so that no prompt ne
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.decode.shapes import noise
-from jspec.cache import Cache
+from bench.decode.shapes import noise, random_bits
 from jspec.cache.layout import layouts_of
 from jspec.config import SamplingParams
 from jspec.decode.draft import NoDraft
@@ -20,6 +21,9 @@ from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState
 from jspec.models.decoder import Decoder
+from jspec.policies import Policy
+from jspec.policies.attend import DENSE
+from jspec.policies.policy import create_cache
 
 # Of keys: a share of them carries the softmax, and a block that is left out shows in the output.
 KEY_SCALE = 2.0
@@ -38,8 +42,19 @@ class Blueprint:
     context: int
 
     @classmethod
-    def of(cls, model: Decoder, batch: int, context: int, gamma: int, room: int) -> Blueprint:
-        """For passes of up to ``gamma + 1`` tokens, with ``room`` slots for what is to come."""
+    def of(
+        cls,
+        model: Decoder,
+        batch: int,
+        context: int,
+        gamma: int,
+        room: int,
+        policy: Policy = DENSE,
+    ) -> Blueprint:
+        """For passes of up to ``gamma + 1`` tokens, with ``room`` slots for what is to come.
+
+        ``policy``: whose columns and pages the cache keeps.
+        """
         capacity = rounded_capacity(context + room + gamma + 1)
         params = SamplingParams(max_new_tokens=1, ignore_eos=True)
         config = StepConfig(gamma, NoDraft())
@@ -48,33 +63,31 @@ class Blueprint:
         layouts = layouts_of(specs, capacity, gamma)
 
         def whole(state: DecodeState) -> DecodeState:
-            cache = Cache.create(specs, layouts, batch, model.dtype)
+            cache = create_cache(policy, specs, layouts, batch, model.dtype)
             tokens = jnp.zeros((batch, capacity), jnp.int32)
             return dataclasses.replace(state, cache=cache, tokens=tokens)
 
         return cls(small, jax.eval_shape(whole, small), context)
 
     def filled(self, vocabulary: int) -> DecodeState:
-        """The state, with random tokens, keys and values."""
+        """The state, with random tokens, keys and values, and what a policy keeps of them."""
         batch, capacity = self.shapes.tokens.shape
-        seeds = iter(range(2 * len(self.shapes.cache.columns)))
-        columns = tuple(
-            {
-                name: noise(
-                    next(seeds),
-                    jnp.float32(KEY_SCALE if name == "keys" else 1.0),
-                    x.shape,
-                    x.dtype,
-                    parts=16 * batch,
-                )
-                for name, x in column.items()
-            }
-            for column in self.shapes.cache.columns
+        seeds = itertools.count()
+
+        def drawn(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.Array:
+            seed = next(seeds)
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return random_bits(seed, x.shape, x.dtype)
+            scale = KEY_SCALE if path[-1].key == "keys" else 1.0
+            return noise(seed, jnp.float32(scale), x.shape, x.dtype, parts=16 * batch)
+
+        columns, pages = jax.tree_util.tree_map_with_path(
+            drawn, (self.shapes.cache.columns, self.shapes.cache.pages)
         )
         tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, capacity), np.int32)
         state = dataclasses.replace(
             self.small,
-            cache=dataclasses.replace(self.shapes.cache, columns=columns),
+            cache=dataclasses.replace(self.shapes.cache, columns=columns, pages=pages),
             tokens=jnp.asarray(tokens),
             limits=jnp.full((batch,), capacity, jnp.int32),
         )

@@ -15,30 +15,48 @@ from bench.decode import parts
 from bench.decode.check import TOLERANCE, Check
 from bench.decode.shapes import Ceilings, read_cache_bytes, read_weight_bytes, weight_bytes
 from bench.decode.states import Blueprint
+from bench.policies import arrays_of, policies
 from bench.program import Absent, failure
 from bench.settings import Settings
 from jspec.decode.draft import NoDraft
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState
+from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import decode_chunk
 from jspec.dispatch import BackendError
 from jspec.models.decoder import Decoder
 from jspec.ops.attention.dense import ATTENTION
+from jspec.policies import Policy
 
 CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
 REPEATS = 7
 KERNELS_KEPT = 12  # names of a row
+SHARE = 64  # of the context a policy selects one token in so many: 1.56 %
+LEAST = 128  # tokens that it selects; policies of pages need some
 Programs = Mapping[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A ``model`` by name, with ``batch`` rows of ``context`` tokens; ``tokens``: of the passes."""
+    """A ``model`` by name, with ``batch`` rows of ``context`` tokens; ``tokens``: of the passes.
+
+    ``policy``: the name of one in `bench.policies` that decides what the model reads, with a budget
+    of one token in `SHARE` and two dense layers; passes of several tokens are dense.
+    """
 
     model: str
     batch: int
     context: int
     tokens: tuple[int, ...]
+    policy: str = "dense"
+
+    @property
+    def count(self) -> int:
+        """How many tokens the policy selects."""
+        return max(self.context // SHARE, LEAST)
+
+    def made(self) -> Policy:
+        """The policy itself."""
+        return policies(self.count, dense_layers=2)[self.policy]
 
 
 class Steps:
@@ -48,8 +66,12 @@ class Steps:
         self.case, self._model, self._settings = case, model, settings
         self._ceilings, self._asked = ceilings, settings.decode
         room, gamma = CHUNKS[1] * self._asked.steps, max(case.tokens) - 1
-        self._blueprint = Blueprint.of(model, case.batch, case.context, gamma, room)
-        self._check = Check(model, case.context, case.tokens, self._asked.backends)
+        self._policy = case.made()
+        arrays = None if case.policy == "dense" else arrays_of(self._policy, model.config.layers)
+        self._models = Models(model, policy=arrays)
+        self._blueprint = Blueprint.of(model, case.batch, case.context, gamma, room, self._policy)
+        sizes = case.context, case.tokens
+        self._check = Check(model, *sizes, self._asked.backends, self._policy, arrays)
 
     @property
     def size(self) -> int:
@@ -61,8 +83,8 @@ class Steps:
         shapes = self._blueprint.shapes
 
         def lower(tokens: int) -> jax.stages.Lowered:
-            config = StepConfig(tokens - 1, NoDraft(), self._asked.backends)
-            return decode_chunk.lower(self._model, shapes, config=config, steps=self._asked.steps)
+            config = StepConfig(tokens - 1, NoDraft(), self._asked.backends, self._policy)
+            return decode_chunk.lower(self._models, shapes, config=config, steps=self._asked.steps)
 
         chunks = {tokens: partial(lower, tokens) for tokens in self.case.tokens}
         return chunks | (self._check.lowerings(shapes) if self._settings.check else {})
@@ -81,7 +103,7 @@ class Steps:
                     continue
                 try:
                     state = self._filled() if state is None else self._blueprint.rewound(state)
-                    state, peak = _first_run(partial(program, self._model), state)
+                    state, peak = _first_run(partial(program, self._models), state)
                 except Exception as error:
                     program, state = failure(tokens, error), None
                 else:
@@ -106,7 +128,7 @@ class Steps:
                 for tokens in ran:
                     yield self._row(tokens, False, reason=failure("check", error).reason)
                 return
-        loop = _Loop(self._model, self._blueprint, state)
+        loop = _Loop(self._models, self._blueprint, state)
         del state
         for tokens, memory in ran.items():
             if not self._settings.check:
@@ -196,8 +218,11 @@ class Steps:
             "context": case.context,
             "T": tokens,
         }
+        if case.policy != "dense":
+            at["policy"] = case.policy
         weights = read_weight_bytes(self._model)
-        cached = read_cache_bytes(config, case.batch, case.context, self._model.dtype.itemsize)
+        reads = case.batch, case.context, self._model.dtype, self._policy, case.count
+        cached = read_cache_bytes(config, *reads)
         flops = 2 * weights // self._model.dtype.itemsize * case.batch * tokens
         return point.row(
             "decode_step",
@@ -232,13 +257,13 @@ class Steps:
 class _Loop:
     """Runs chunks that follow each other; each takes the state of the one before."""
 
-    def __init__(self, model: Decoder, blueprint: Blueprint, state: DecodeState):
-        self._model, self._blueprint, self._state = model, blueprint, state
+    def __init__(self, models: Models, blueprint: Blueprint, state: DecodeState):
+        self._models, self._blueprint, self._state = models, blueprint, state
 
     def run(self, program: Any, count: int) -> jax.Array:
         state = self._blueprint.rewound(self._state)
         for _ in range(count):
-            state, _ = program(self._model, state)
+            state, _ = program(self._models, state)
         self._state = state
         return state.cache.lengths
 

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import (
+    acceptance,
     attention,
     ceilings,
+    choosing,
     decode,
     decoding,
     figures,
+    hata,
+    host_cache,
     learning,
     packing,
+    quality,
     sampling,
     selection,
     verification,
@@ -37,9 +42,18 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "gather": attention.gathered,
     "hash": selection.codes,
     "select": selection.scores,
+    "hata-layer": hata.layer,
+    "hata-ablation": hata.parts,
     "hash-training": learning.section,
+    "hata-off": host_cache.section,
+    "ruler": quality.section,
     "step": decoding.section,
+    "auto": choosing.section,
     "decode": decode.section,
+    "hata-e2e": hata.steps,
+    "collect": acceptance.collected,
+    "vegas-accept": acceptance.section,
+    "vegas-overlap": acceptance.alike,
 }
 
 

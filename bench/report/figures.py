@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import attention
+from bench import attention, ruler
 from bench.ceilings import bandwidth
 from bench.point import best_clock, spread
 from bench.regret import is_pipeline
+from bench.report import hata_figures
 from bench.report.text import median, names, pick, values
 
 COLOURS = {
@@ -30,6 +31,11 @@ COLOURS = {
     "fa3_jax": "#97266d",
     "cudnn": "#0bc5ea",
     "xla_blocked": "#b794f4",
+    "exact_topk": "#1a202c",
+    "hata": "#2b6cb0",
+    "quest-16": "#38a169",
+    "loki-16": "#d69e2e",
+    "magicpig-16": "#e53e3e",
 }
 Drawing = Callable[[Any, dict[str, Any]], bool]
 Lines = dict[str, list[tuple[float, float]]]
@@ -227,6 +233,20 @@ def _decoding(figure: Any, result: dict[str, Any]) -> bool:
     return True
 
 
+def _budget(figure: Any, result: dict[str, Any]) -> bool:
+    """Score against budget, of exact top-k and of what reads as few bytes as hashes."""
+    panels = []
+    for length in sorted({row["case"]["S"] for row in result["rows"]}):
+        found: Lines = {}
+        for row in result["rows"]:
+            case, name = row["case"], row["name"]
+            wanted = name in (*ruler.EQUAL_BYTES, "exact_topk") and case["kind"] == "read"
+            if wanted and case["S"] == length:
+                found.setdefault(name, []).append((100 * case["budget"], row["score"]))
+        panels.append((f"{length / 1024:g}K tokens", {n: sorted(x) for n, x in found.items()}))
+    return _panels(figure, panels, "budget, % of the context", "score, %", scales=LOG_X)
+
+
 def _floor(figure: Any, result: dict[str, Any]) -> bool:
     """Step over floor of each case, a group of bars a batch and context, a bar a pass's tokens."""
     ratios: dict[tuple[str, int, int], dict[int, float]] = {}
@@ -335,6 +355,10 @@ FIGURES: dict[str, dict[str, tuple[Drawing, tuple[float, float]]]] = {
         "attention-context": (_context, (8, 3.4)),
         "attention-tokens": (_tokens, (8, 3.4)),
     },
+    "hata-layer": {"hata-layer": (hata_figures.layer, (11, 4))},
+    "hata-ablation": {"hata-ablation": (hata_figures.parts, (11, 3.2))},
+    "hata-e2e": {"hata-e2e": (hata_figures.steps, (9, 3.2))},
+    "ruler": {"ruler-budget": (_budget, (8, 3.4))},
     "step": {"step": (_decoding, (9, 3))},
     "decode": {"decode-floor": (_floor, (10, 4))},
 }

@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
+from jspec.host import in_host, place_in_host
 from jspec.sharding import Placing, placed
 from jspec.typing import Array
 
@@ -65,11 +67,13 @@ class Cache:
         sharding: Placing = None,
         pages: Callable[[LayerSpec], Shapes] = nothing,
         page: int = 1,
+        host: Collection[int] = (),
     ) -> Cache:
         """An empty cache with keys and values of ``dtype``, and of a layer the ``extra`` columns
         and the ``pages`` of ``page`` positions.
 
-        ``sharding``: of all arrays, as `jspec.start_decoding` takes it.
+        ``sharding``: of all arrays, as `jspec.start_decoding` takes it. ``host``: layers whose keys
+        and values lie in the host's memory.
         """
 
         def made(kind: str, layer: int, shapes: Shapes, size: int) -> dict[str, Array]:
@@ -77,7 +81,10 @@ class Cache:
             for name, (own, own_dtype) in shapes.items():
                 shape = (batch, size, *own)
                 where = placed(f"cache.{kind}.{layer}.{name}", shape, sharding)
-                arrays[name] = jnp.zeros(shape, own_dtype or dtype, device=where)
+                if layer in host and name in ("keys", "values"):
+                    arrays[name] = place_in_host(np.zeros(shape, own_dtype or dtype), where)
+                else:
+                    arrays[name] = jnp.zeros(shape, own_dtype or dtype, device=where)
             return arrays
 
         def columns_of(layer: int, spec: LayerSpec, layout: Layout) -> dict[str, Array]:
@@ -121,12 +128,8 @@ class Cache:
 
     def written(self, layer: int, slots: Array, **columns: Array) -> Cache:
         """Write some ``columns [B, T, ...]`` of a layer into ``slots [B, T]``, as `slots` gives."""
+        self.check_keeps(layer, columns)
         held, rows = self.columns[layer], jnp.arange(slots.shape[0])[:, None]
-        if missing := columns.keys() - held.keys():
-            raise ValueError(
-                f"layer {layer} keeps {sorted(held)} and no {sorted(missing)}; start decoding with "
-                "the config of the steps, whose policy says what it keeps"
-            )
         return self.replaced(
             layer,
             **{
@@ -134,6 +137,15 @@ class Cache:
                 for name, x in columns.items()
             },
         )
+
+    def check_keeps(self, layer: int, names: Iterable[str]) -> None:
+        """Raise `ValueError` unless a layer has columns of these ``names``."""
+        held = self.columns[layer]
+        if missing := set(names) - held.keys():
+            raise ValueError(
+                f"layer {layer} keeps {sorted(held)} and no {sorted(missing)}; start decoding with "
+                "the config of the steps, whose policy says what it keeps"
+            )
 
     def slots(self, layer: int, positions: Array) -> Array:
         """Where a pass at ``positions [B, T]`` writes, int32 ``[B, T]``, each slot once.
@@ -184,6 +196,10 @@ def longer(x: Array, size: int, fill: int = 0) -> Array:
     if not more:
         return x
     widths = ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2))
+    if in_host(x):
+        found = jax.device_put(np.pad(np.asarray(x), widths, constant_values=fill), x.sharding)
+        x.delete()
+        return found
     found = jax.device_put(jnp.pad(x, widths, constant_values=fill), x.sharding)
     x.delete()
     return found

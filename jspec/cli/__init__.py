@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jspec.cli.train_hash import train_hash
 
             return train_hash(arguments)
+        if arguments.command == "simulate":
+            from jspec.cli.simulate import run_simulate
+
+            return run_simulate(arguments)
         from jspec.cli.generate import generate
 
         return generate(arguments)
@@ -80,9 +84,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_train_hash(
         commands.add_parser("train-hash", help="learn the hashes of the policy hata from texts")
     )
+    _add_simulate(
+        commands.add_parser("simulate", help="what Helix and its rivals could serve, by a model")
+    )
     doctor = commands.add_parser("doctor", help="say what runs here, and what to do about the rest")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _gamma(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, or auto") from None
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -114,16 +130,24 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
-        help="where draft tokens come from: ngram (earlier text; default), model (a second one), "
-        "none (plain decoding), or a policy, over which the model drafts: dense, streaming, "
-        "exact_topk, hata, quest, loki, magicpig",
+        help="where draft tokens come from: ngram (earlier text; default), suffix (the same "
+        "by matches of any length), model (a second one), none (plain decoding), or a policy, over "
+        "which the model drafts: dense, streaming, exact_topk, hata, hata_off, quest, loki, "
+        "magicpig, vegas, specextend, sparsespec. 'FIRST > POLICY; SETTING=VALUE,...' is a chain",
     )
     add(
         "--policy",
         metavar="NAME[:SETTING=VALUE,...]",
         help="have the model itself read only what a policy selects: not lossless; no draft",
     )
-    add("--gamma", type=int, metavar="N", help="most draft tokens a step; default 8 or 4, by draft")
+    add(
+        "--gamma",
+        type=_gamma,
+        metavar="N",
+        help="most draft tokens a step, or auto: by measured times and acceptance",
+    )
+    rules = "how a sampled draft is verified: token by token, or as a block; default %(default)s"
+    add("--rule", choices=("token", "block"), default="token", help=rules)
     add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
     add("--top-k", type=int, default=0, metavar="N", help="0 (default) is off")
     add("--top-p", type=float, default=1.0, metavar="X", help="1 (default) is off")
@@ -194,17 +218,18 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
     add("--bits", type=int, default=128, metavar="R", help="32, 64, 128 (default) or 256")
     add(
         "--variant",
-        default="paper",
+        default="attention",
         metavar="NAME",
-        help="of the loss: paper (default: Eq. 9 of HATA) or authors (what its authors released)",
+        help="of the loss: attention (default: jspec's own), paper (Eq. 9 of HATA) or authors "
+        "(what its authors released)",
     )
-    add("--compare", action="store_true", help="learn with the other variant too, for the report")
+    add("--compare", action="store_true", help="learn by the other variants too, for the report")
     add(
         "--pairs",
         type=int,
         default=200_000,
         metavar="N",
-        help="pairs of a query and a key in a layer, about; default 200000",
+        help="pairs of a query and a key in a layer, about, of a query a text; default 200000",
     )
     add(
         "--step-pairs",
@@ -222,6 +247,43 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of every random choice; default 0")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     _add_compile_cache(parser)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    roofline = kinds.add_parser("roofline", help="times to read a layer's cache and weights")
+    roofline.add_argument("--batch", type=int, default=8, metavar="N", help="rows; default 8")
+    pareto = kinds.add_parser("pareto", help="tokens a second of a GPU against those of a row")
+    pareto.add_argument("--gpus", type=int, default=64, metavar="N", help="at most; default 64")
+    pareto.add_argument("--fine", action="store_true", help="16 batch sizes an octave, not one")
+    pareto.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="also show how the ratios depend on a constant; repeatable",
+    )
+    for kind in (roofline, pareto):
+        add = kind.add_argument
+        add("--model", metavar="NAME", help="that ships with jspec, or a config.json or its folder")
+        add("--hardware", default="gb200", metavar="NAME", help="gb200 (default), h200, h100, FILE")
+        add("--context", default="1M", metavar="N", help="positions, as in 1M (default)")
+        add(
+            "--set",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help="a constant, as in collective_us=4; --json says what there is, and its source",
+        )
+    hopb = kinds.add_parser("hopb", help="messages of some rows while others attend")
+    hopb.add_argument("--requests", type=int, default=8, metavar="N", help="rows; default 8")
+    hopb.add_argument("--compute", type=float, default=16, metavar="X", help="of all; default 16")
+    hopb.add_argument("--message", type=float, default=9.6, metavar="X", help="of all; default 9.6")
+    hopb.add_argument("--fixed", type=float, default=0, metavar="X", help="of a message; default 0")
+    for kind in (roofline, pareto, hopb):
+        kind.add_argument("--png", metavar="FILE.png", help="also draw it")
+        kind.add_argument("--csv", metavar="FILE.csv", help="also write every row")
+        kind.add_argument("--json", action="store_true", help="print one JSON object, no table")
 
 
 def _add_compile_cache(parser: argparse.ArgumentParser) -> None:

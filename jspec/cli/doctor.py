@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from jspec import tuned
+from jspec import host, tuned
 from jspec.cli.compile_cache import keep_programs
 from jspec.cli.requests import one_line
 from jspec.cli.show import console, environment, print_json
@@ -82,6 +82,7 @@ def _checks() -> Iterator[Check]:
     yield BUNDLED, _bundled
     if jax.default_backend() == "gpu":
         yield "cache", _cache
+    yield "host memory", _host
     for operation in operations():
         pairs = functools.cache(functools.partial(_pairs, operation))
         for name in operation.backends:
@@ -197,6 +198,14 @@ def _cache() -> Finding:
         return Finding("cache", True, f"held once: attention runs by {chosen}")
     seen = f"held twice by batches of two rows and more: attention runs by {chosen}"
     return Finding("cache", True, seen, install_gpu("cuda13"))
+
+
+def _host() -> Finding:
+    """Whether a policy can keep the cache in the host's memory."""
+    reason, _, advice = (host.refusal() or "").partition("; ")
+    if reason:
+        return Finding("host memory", False, reason, advice)
+    return Finding("host memory", True, "the cache can lie there, by the policy hata_off")
 
 
 def _pairs(operation: Operation) -> list[tuple[Case, Any]]:

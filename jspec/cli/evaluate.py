@@ -15,7 +15,7 @@ from rich.table import Table
 from jspec.cli.compile_cache import keep_programs
 from jspec.cli.show import console, environment
 from jspec.eval import heatmap
-from jspec.eval.evaluate import Budget, Score, evaluate, with_budget
+from jspec.eval.evaluate import Budget, Run, Score, evaluate_all, with_budget
 from jspec.eval.jsonl import read_questions
 from jspec.eval.questions import Asked, own_questions, ruler_questions
 from jspec.eval.ruler import TASKS
@@ -25,7 +25,7 @@ from jspec.models.tokenizer import Tokenizer, load_tokenizer
 from jspec.policies import Policy, named_policy
 from jspec.policies.hata import with_hashes
 
-Run = tuple[str, Budget, Policy]  # a policy's name with its settings, and its budget
+Asking = tuple[str, Budget, Policy]  # a policy's name with its settings, and its budget
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -49,19 +49,18 @@ def run_eval(arguments: argparse.Namespace) -> int:
         )
     runs = [(name, budget, with_hashes(policy, Path(path))) for name, budget, policy in runs]
     questions = _questions(arguments, tokenizer, own)
-    settings = {"length": arguments.length, "metric": metric or "recall"}
-    settings |= {"drafts": arguments.draft, "batch": arguments.batch}
-    results = []
+    settings = {"length": arguments.length, "metric": metric or "recall", "batch": arguments.batch}
     with Bars(console=console(), transient=True, disable=arguments.json) as bars:
-        task = bars.add_task("", total=len(runs) * len(questions))
-        for name, budget, policy in runs:
-            bars.update(task, description=name)
-            score = evaluate(
-                *(model, tokenizer, policy, questions),
-                on_batch=lambda count: bars.advance(task, count),
-                **settings,
-            )
-            results.append(_result(name, budget, score, arguments, settings))
+        task = bars.add_task("answers", total=len(runs) * len(questions))
+        scores = evaluate_all(
+            *(model, tokenizer, [Run(policy, arguments.draft) for *_, policy in runs], questions),
+            on_batch=lambda count: bars.advance(task, count),
+            **settings,
+        )
+    results = [
+        _result(name, budget, score, arguments, settings)
+        for (name, budget, _), score in zip(runs, scores, strict=True)
+    ]
     if arguments.heatmap:
         _heatmap(arguments, model, tokenizer, runs[0])
     if arguments.json:
@@ -72,7 +71,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _runs(arguments: argparse.Namespace) -> list[Run]:
+def _runs(arguments: argparse.Namespace) -> list[Asking]:
     """Every policy with every budget, checked before a model is loaded."""
     for task in _tasks(arguments):
         if task not in TASKS:
@@ -156,7 +155,7 @@ def _table(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> 
     return table
 
 
-def _heatmap(arguments: argparse.Namespace, model: Any, tokenizer: Tokenizer, run: Run) -> None:
+def _heatmap(arguments: argparse.Namespace, model: Any, tokenizer: Tokenizer, run: Asking) -> None:
     name, budget, policy = run
     lengths = [arguments.length * part // 4 for part in range(1, 5)]
     settings = {"examples": arguments.examples, "seed": arguments.seed, "batch": arguments.batch}

@@ -17,8 +17,8 @@ from jspec.cli.output import error_of, result_of, whole_file, write_lines
 from jspec.cli.requests import Message, Refused, Request, one_line, read_requests
 from jspec.cli.show import Progress, environment, print_json, print_table
 from jspec.config import SamplingParams
-from jspec.decode.draft import Drafter, ModelDraft, NoDraft, named_draft
-from jspec.decode.engine import Generation, Interrupted
+from jspec.decode.draft import Drafter, NoDraft, named_draft
+from jspec.decode.engine import Gamma, Generation, Interrupted
 from jspec.decode.engine import generate as decode
 from jspec.decode.requests import check_request, one_each
 from jspec.decode.settings import OPERATIONS, StepConfig
@@ -27,6 +27,7 @@ from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer
+from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy, named_policy
 from jspec.policies.hata import with_hashes
 
@@ -78,9 +79,10 @@ class Job:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     draft: Drafter
-    gamma: int
+    gamma: Gamma
     draft_model: Any
     target: Policy
+    rule: Rule
     policy_arrays: Any
     backends: Backends
     batch: int
@@ -166,7 +168,7 @@ def _run(
     return 2 if refused else 0
 
 
-def _draft(arguments: argparse.Namespace, *, is_lossy: bool) -> tuple[Drafter, int]:
+def _draft(arguments: argparse.Namespace, *, is_lossy: bool) -> tuple[Drafter, Gamma]:
     """The drafter and gamma, checked before a model is loaded."""
     usual = "none" if is_lossy else "model" if arguments.draft_model else "ngram"
     draft = named_draft(arguments.draft or usual)
@@ -175,11 +177,13 @@ def _draft(arguments: argparse.Namespace, *, is_lossy: bool) -> tuple[Drafter, i
             f"--policy {arguments.policy} decodes token by token; leave out --draft and --gamma, "
             f"or pass --draft {arguments.policy} for lossless decoding"
         )
-    if isinstance(draft, ModelDraft) != (arguments.draft_model is not None):
+    if draft.needs_model != (arguments.draft_model is not None):
         raise ValueError("--draft model and --draft-model DIR go together; pass both or neither")
     gamma = draft.usual_gamma if arguments.gamma is None else arguments.gamma
     least = 0 if isinstance(draft, NoDraft) else 1
-    if gamma < least:
+    if gamma == "auto" and not least:
+        raise ValueError("--gamma auto chooses how much a drafter drafts; --draft none has none")
+    if gamma != "auto" and gamma < least:
         way_out = "; --draft none decodes plainly" if least else ""
         raise ValueError(f"--gamma {gamma} must be at least {least}{way_out}")
     if arguments.context is not None and arguments.context < 2:
@@ -203,7 +207,7 @@ def _backends(arguments: argparse.Namespace) -> Backends:
 def _load(
     arguments: argparse.Namespace,
     draft: Drafter,
-    gamma: int,
+    gamma: Gamma,
     target: Policy,
     backends: Backends,
     talks: bool,
@@ -222,13 +226,13 @@ def _load(
     model, tokenizer = load_model(path), load_tokenizer(path)
     if arguments.context is not None:
         model.config = dataclasses.replace(model.config, max_context=arguments.context)
-    if gamma >= model.config.max_context:
+    if isinstance(gamma, int) and gamma >= model.config.max_context:
         raise ValueError(
             f"--gamma {gamma} must be less than the context of {model.config.max_context}; lower "
             "it (8 is usual) or raise --context"
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
-    keeps = with_hashes(StepConfig(gamma, draft, target=target).keeps, Path(path))
+    keeps = with_hashes(StepConfig(draft.usual_gamma, draft, target=target).keeps, Path(path))
     arrays = prepared(keeps, model, tokenizer)
     return Job(
         model=model,
@@ -236,8 +240,9 @@ def _load(
         template=template,
         draft=draft,
         gamma=gamma,
-        draft_model=draft_model,
+        draft_model=draft.prepare(Models(model, draft_model)).draft,
         target=target,
+        rule=arguments.rule,
         policy_arrays=arrays,
         backends=backends,
         batch=arguments.batch,
@@ -326,6 +331,7 @@ def _decode(
             draft=job.draft,
             draft_model=job.draft_model,
             target=job.target,
+            rule=job.rule,
             policy_arrays=job.policy_arrays,
             backends=job.backends,
             on_tokens=on_tokens,

@@ -35,6 +35,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "sample": (),
     "linear": (),
     "select": (),
+    "host": (),
 }
 DURATION = {"cpu": "about 10 s", "CUDA": "a minute or two"}
 _LOG = logging.getLogger("jspec")  # without a handler of the caller's, it writes to stderr

@@ -30,6 +30,7 @@ TARGETS = {
     "sample": ("verify_stochastic", "sample"),
     "linear": ("linear",),
     "select": ("select", "hash_select"),
+    "host": ("fetch_rows", "fetch_ahead", "store_rows"),
 }
 PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}
 

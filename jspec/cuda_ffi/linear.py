@@ -14,6 +14,7 @@ from jspec.dispatch import Backend
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_xla, on_a_mesh
 from jspec.ops.norm import RMS
+from jspec.ops.quantized import Quantized
 from jspec.typing import Array
 
 MOST_ROWS, MOST_INPUTS, GROUP = 16, 1024, 32  # as in src/linear/linear.h
@@ -60,7 +61,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
 
 def refuses(
     x: Array,
-    kernel: Array,
+    kernel: Array | Quantized,
     bias: Array | None,
     norm: RMS | None,
     add: Array | None,
@@ -70,6 +71,8 @@ def refuses(
     dtype: np.dtype,
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
+    if isinstance(kernel, Quantized):
+        return "its weights are quantised"
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     columns = math.prod(kernel.shape) // max(inputs, 1)
     if not 1 <= rows <= MOST_ROWS:

@@ -83,7 +83,7 @@ def _workspace(batch: int, targets: int, drafted: int, vocabulary: int) -> jax.S
     In words as `Workspace::words` counts them; the handler refuses another size.
     """
     positions = targets + drafted
-    words = positions * (4 * -(-vocabulary // TILE) + 5) + 4 + 9 * targets
+    words = positions * (4 * -(-vocabulary // TILE) + 5) + 6 + 9 * targets
     return jax.ShapeDtypeStruct((batch, words), jnp.uint32)
 
 
@@ -119,6 +119,7 @@ def _verify(
     positions: Array,
     draft_logits: Array | None,
     *,
+    rule: str,
     filtered: bool,
     axis_name: str | None,
 ) -> tuple[Array, ...]:
@@ -136,6 +137,7 @@ def _verify(
         positions,
         *drafts,
         vmap_method="broadcast_all",
+        block=np.bool_(rule == "block"),
         filtered=np.bool_(filtered),
     )[:-1]
 

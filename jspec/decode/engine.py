@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.draft import Drafter, ModelDraft, NoDraft, SelfDraft
+from jspec.decode.auto import Gammas
+from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import PROGRAMS, OnCompile
@@ -23,11 +24,14 @@ from jspec.decode.settings import StepConfig, check_draft
 from jspec.decode.state import DecodeState, Models, StepRecord
 from jspec.decode.stats import Stats, Tally, kept_of
 from jspec.decode.step import decode_chunk
+from jspec.decode.switch import switch
 from jspec.dispatch import Backends
+from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
 from jspec.policies.prepare import prepare
 from jspec.typing import Model
 
+Gamma = int | Literal["auto"] | None
 OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
 
 
@@ -70,14 +74,16 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
     draft: Drafter | None = SelfDraft(),
-    gamma: int | None = None,
+    gamma: Gamma = None,
     draft_model: Model | None = None,
     target: Policy = Dense(),
+    rule: Rule = "token",
     policy_arrays: Any = None,
     steps_per_chunk: int | None = None,
     prefill_chunk: int | None = None,
     cache_dtype: DTypeLike | None = None,
     backends: Mapping[str, str] = Backends(),
+    prefilled: DecodeState | None = None,
     on_tokens: OnTokens | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
     on_compile: OnCompile | None = None,
@@ -86,11 +92,14 @@ def generate(
 
     ``prompts`` are token ids, ``params`` one for all or one each. ``draft=None`` is ``NoDraft()``:
     plain decoding through the same code. ``gamma``, the most draft tokens of a step, defaults to
-    what suits the drafter. ``target=Quest()`` or another policy has the model itself read a
-    selection of the context, with ``draft=None``: not lossless. ``policy_arrays`` are what
-    `jspec.prepare` makes for a policy that needs something. ``cache_dtype`` as in
-    `jspec.start_decoding`. ``backends`` names backends of operations, as in
+    what suits the drafter; ``"auto"`` chooses it again and again by measured times and acceptance
+    (docs/drafting.md). ``target=Quest()`` or another policy has the model itself read a
+    selection of the context, with ``draft=None``: not lossless. ``rule`` as in `StepConfig`.
+    ``policy_arrays`` are what `jspec.prepare` makes for a policy that needs something.
+    ``cache_dtype`` as in `jspec.start_decoding`. ``backends`` names backends of operations, as in
     ``{"verify_greedy": "cuda"}``. A model of numpy arrays is put on the device first.
+    ``prefilled``: what `jspec.start_decoding` gave for these prompts and params, with any policy,
+    in place of a prefill; it stays as it is, and serves several calls (`jspec.switch`).
 
     Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new tokens go to
     ``on_tokens(row, tokens)``. It may return True to end the row behind them, or a number to end it
@@ -98,7 +107,8 @@ def generate(
     hears of prompt tokens, ``on_compile(begins)`` of a program's compiling, before and after it.
 
     A request with a seed gives the same tokens in any row, with any neighbours and any chunk size,
-    where the model's logits do. Ctrl-C raises `Interrupted`, a `KeyboardInterrupt` with the
+    where the model's logits do; where it is sampled, with ``gamma="auto"`` it may not, as times
+    have a part in it. Ctrl-C raises `Interrupted`, a `KeyboardInterrupt` with the
     generation so far. Raises `TypeError` for arguments of another kind, `ValueError` as
     `jspec.start_decoding` does, and `MemoryError` where the device has no room for the batch.
     """
@@ -108,20 +118,27 @@ def generate(
     rows = one_each(params, len(ids))
     draft = NoDraft() if draft is None else draft
     check_draft(draft)
-    gamma = draft.usual_gamma if gamma is None else gamma
-    config = StepConfig(gamma, draft, backends, target)
+    most = draft.usual_gamma if gamma is None or gamma == "auto" else gamma
+    config = StepConfig(most, draft, backends, target, rule)
+    gammas = Gammas(config) if gamma == "auto" else None
+    config = config if gammas is None else gammas.longest
     if config.keeps.needs_arrays and policy_arrays is None:
         models = models._replace(policy=prepare(config.keeps, model))
-    if isinstance(draft, ModelDraft) == (draft_model is None):
-        raise ValueError("draft=ModelDraft() and draft_model go together; pass both or neither")
+    models = draft.prepare(models)
+    if (models.draft is None) == draft.takes_model:
+        raise ValueError(
+            "draft=ModelDraft() and draft_model go together; pass both or neither. SelfDraft takes "
+            "one with quantized=, and makes it where there is none"
+        )
     if steps_per_chunk is None:
         steps_per_chunk = 4 if jax.default_backend() == "cpu" else 16
     if (whole_number(steps_per_chunk) or 0) < 1:
         raise ValueError(f"steps_per_chunk={shown(steps_per_chunk)} must be at least 1")
 
-    run = _Run(_on_device(models), config, ids, rows, on_tokens, on_compile)
+    run = _Run(_on_device(models), config, ids, rows, on_tokens, on_compile, gammas)
     try:
-        state = run.prefill(chunk=prefill_chunk, cache_dtype=cache_dtype, on_prefill=on_prefill)
+        settings = {"chunk": prefill_chunk, "cache_dtype": cache_dtype, "on_prefill": on_prefill}
+        state = run.prefill(**settings) if prefilled is None else run.take_up(prefilled)
         run.decode(state, steps_per_chunk)
     except KeyboardInterrupt:
         raise Interrupted(run.generation()) from None
@@ -142,9 +159,9 @@ def _on_device(models: Models) -> Models:
 class _Run:
     """The host's side of decoding one batch. What it counts is right whenever Ctrl-C comes."""
 
-    def __init__(self, models, config, prompts, params, on_tokens, on_compile):
+    def __init__(self, models, config, prompts, params, on_tokens, on_compile, gammas):
         self.models, self.config, self.prompts, self.params = models, config, prompts, params
-        self.on_tokens = on_tokens
+        self.on_tokens, self.gammas = on_tokens, gammas
         self.programs = PROGRAMS.timed(on_compile)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.finished = ["interrupted"] * len(prompts)
@@ -185,19 +202,46 @@ class _Run:
         self.prompt_tokens = sum(map(len, self.prompts))
         return state
 
+    def take_up(self, prefilled: DecodeState) -> DecodeState:
+        """In place of `prefill`, a state that has the prompts already."""
+        tokens, lengths = jax.device_get((prefilled.tokens, prefilled.lengths))
+        rows = [line[:length].tolist() for line, length in zip(tokens, lengths, strict=True)]
+        if rows != [np.asarray(prompt).tolist() for prompt in self.prompts]:
+            raise ValueError(
+                f"prefilled has {len(rows)} rows of {[len(row) for row in rows]!r:.80} tokens, "
+                f"which are not the {len(self.prompts)} prompts; pass what start_decoding gave for "
+                "them"
+            )
+        with self._clock("prefill_s"):
+            return jax.block_until_ready(switch(self.models, prefilled, self.config))
+
     def decode(self, state: DecodeState, steps: int) -> None:
         stops, ended = np.array(state.stop_tokens), np.array(state.done)
         while not ended.all():
             with self._clock("decode_s"):
                 state = self._with_room(state, ended, steps)
-                args = (self.models, state)
-                state, record = self.programs(decode_chunk, *args, config=self.config, steps=steps)
-                record, done = jax.device_get((record, state.done))
+            state, record, done = self._chunk(state, steps)
             self.records.append((record.drafted, record.accepted, record.committed))
             unwanted = self._take(record, ended, done, stops)
             ended = done | unwanted
             if unwanted.any():
                 state = dataclasses.replace(state, done=jnp.asarray(ended))
+
+    def _chunk(self, state: DecodeState, steps: int) -> tuple[DecodeState, Any, np.ndarray]:
+        """Run a chunk of ``steps``; their `StepRecord` on the host, and which rows are done."""
+        config, choice = self.config, None
+        if self.gammas is not None:
+            choice = self.gammas.choice(self.models, state)
+            config = self.gammas.configs[choice.choose()]
+        before = self.seconds["decode_s"]
+        with self._clock("decode_s"):
+            args = (self.models, state)
+            state, record = self.programs(decode_chunk, *args, config=config, steps=steps)
+            record, done = jax.device_get((record, state.done))
+        if choice is not None:
+            seconds = (self.seconds["decode_s"] - before) / steps
+            choice.saw(config.gamma, seconds, record.accepted[record.committed > 0])
+        return state, record, done
 
     def _with_room(self, state: DecodeState, ended: np.ndarray, steps: int) -> DecodeState:
         """``state`` with room for a chunk of ``steps`` in every row that goes on."""

@@ -26,6 +26,7 @@ from jspec.decode.requests import (
 )
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
+from jspec.host import in_host, to_device, to_host
 from jspec.policies.attend import dense_attend
 from jspec.policies.policy import create_cache, with_pages
 from jspec.sharding import Placing, beside, place, with_auto_axes
@@ -142,7 +143,16 @@ def fill_slot(
     stops = jnp.pad(one.stop_tokens, ((0, 0), (0, missing)), constant_values=-1)
     mode = strongest([state.mode, one.mode])
     one = dataclasses.replace(one, stop_tokens=stops, mode=mode)
-    return _put(dataclasses.replace(state, mode=mode), one, jnp.int32(index))
+    state, index = dataclasses.replace(state, mode=mode), jnp.int32(index)
+    after = _put(_without_host(state), _without_host(one), index)
+    # One at a time: no more than one of them is on the device.
+    columns = tuple(
+        own | {name: _put_in_host(x, row[name], index) for name, x in held.items() if in_host(x)}
+        for own, held, row in zip(
+            after.cache.columns, state.cache.columns, one.cache.columns, strict=True
+        )
+    )
+    return dataclasses.replace(after, cache=dataclasses.replace(after.cache, columns=columns))
 
 
 @jax.jit(donate_argnames="state")
@@ -151,6 +161,20 @@ def _put(state: DecodeState, one: DecodeState, slot: Array) -> DecodeState:
         return jax.lax.dynamic_update_slice_in_dim(batch, row, slot, axis=0)
 
     return with_auto_axes(lambda *trees: jax.tree.map(put, *trees), state, one, like=state)
+
+
+def _without_host(state: DecodeState) -> DecodeState:
+    """The state without the columns that lie in the host's memory."""
+    columns = tuple(
+        {name: x for name, x in held.items() if not in_host(x)} for held in state.cache.columns
+    )
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, columns=columns))
+
+
+@jax.jit(donate_argnames="column")
+def _put_in_host(column: Array, row: Array, slot: Array) -> Array:
+    whole, row = to_device(column), to_device(row)
+    return to_host(jax.lax.dynamic_update_slice_in_dim(whole, row, slot, axis=0))
 
 
 @jax.jit(static_argnames="config", donate_argnames=("cache", "own"))

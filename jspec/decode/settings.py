@@ -11,24 +11,29 @@ from jspec.config import shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.state import Models
 from jspec.dispatch import Backends, preferring
-from jspec.ops.append import APPEND
+from jspec.ops.append import APPEND, APPEND_ENCODE
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
+from jspec.ops.attention.scored import SCORED
+from jspec.ops.attention.weights import WEIGHTS
 from jspec.ops.commit import VERIFY_AND_COMMIT
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
 from jspec.ops.hash_select import HASH_SELECT
+from jspec.ops.host_rows import FETCH_AHEAD, FETCH_ROWS, STORE_ROWS
 from jspec.ops.linear import LINEAR
 from jspec.ops.sample import SAMPLE
 from jspec.ops.select import SELECT
-from jspec.ops.stochastic import VERIFY_STOCHASTIC
+from jspec.ops.stochastic import VERIFY_STOCHASTIC, Rule, check_rule
 from jspec.ops.verify import VERIFY_GREEDY
-from jspec.policies import Dense, Policy
+from jspec.policies import Dense, Guided, Policy
 
 # Operations that a model or a policy calls by itself.
-OF_MODELS = (LINEAR, HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, SELECT)
+OF_MODELS = (LINEAR, HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, SELECT, WEIGHTS)
 # Of a step.
 OPERATIONS = (
-    *(ATTENTION, GATHERED, APPEND, SAMPLE, VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC),
+    *(ATTENTION, SCORED, GATHERED, APPEND, APPEND_ENCODE, SAMPLE),
+    *(FETCH_ROWS, FETCH_AHEAD, STORE_ROWS),
+    *(VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC),
     *OF_MODELS,
 )
 
@@ -40,16 +45,19 @@ class StepConfig:
     ``gamma``: most draft tokens of a step; ``NoDraft()`` takes 0 or, for passes that are shaped
     like those of speculation, more. ``target``: the policy whose selection the model itself reads
     when it decodes, which is not lossless; it takes ``draft=NoDraft(), gamma=0``. Prompts are taken
-    up densely. ``backends`` names a backend for an operation of a step, the
-    best one where it names none; it raises `BackendError` for a name that is not there, and
-    `TypeError` for a setting of another type. What machinery the sampling settings need is part of
-    the state.
+    up densely. ``rule`` verifies drafts that were sampled from logits: ``token`` decides token by
+    token, ``block`` for the draft as a whole, which accepts at least as much on average; greedy
+    rows and drafts without logits do not depend on it. ``backends`` names a backend for an
+    operation of a step, the best one where it names none; it raises `BackendError` for a name that
+    is not there, and `TypeError` for a setting of another type. What machinery the sampling
+    settings need is part of the state.
     """
 
     gamma: int = 4
     draft: Drafter = SelfDraft()
     backends: Mapping[str, str] = Backends()
     target: Policy = Dense()
+    rule: Rule = "token"
 
     def __post_init__(self) -> None:
         check_draft(self.draft)
@@ -74,6 +82,7 @@ class StepConfig:
                 + ("" if least == 0 else "; pass draft=NoDraft(), gamma=0 for plain decoding")
             )
         check_target(self.target, self.draft, self.gamma)
+        check_rule(self.rule)
 
     @property
     def is_lossy(self) -> bool:
@@ -99,6 +108,8 @@ def check_draft(draft: Any) -> None:
         raise TypeError(f"draft={shown(draft)} is a string; pass jspec.named_draft({shown(draft)})")
     if isinstance(draft, type):
         raise TypeError(f"draft={draft.__name__} is a class; pass one of it, {draft.__name__}()")
+    if isinstance(draft, Guided):
+        raise TypeError(f"draft={shown(draft)} is a policy; pass GuidedDraft({shown(draft)})")
     if isinstance(draft, Policy):
         raise TypeError(f"draft={shown(draft)} is a policy; pass SelfDraft({shown(draft)})")
     raise TypeError(f"draft={shown(draft)} must be a drafter, as NgramDraft() is")
@@ -109,6 +120,11 @@ def check_target(target: Any, draft: Drafter, gamma: int) -> None:
     if not isinstance(target, Policy):
         way_out = "pass jspec.named_policy(...)" if isinstance(target, str) else "as Quest() is one"
         raise TypeError(f"target={shown(target)} must be a policy; {way_out}")
+    if isinstance(target, Guided):
+        raise ValueError(
+            f"target={shown(target)} reads what verification attended to, so it only drafts: pass "
+            f"draft=GuidedDraft({shown(target)})"
+        )
     if not isinstance(target, Dense) and (gamma or not isinstance(draft, NoDraft)):
         raise ValueError(
             f"target={shown(target)} selects for one token at a time; pass draft=NoDraft(), "

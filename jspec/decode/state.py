@@ -18,7 +18,8 @@ from jspec.typing import Array, Model
 class Models(NamedTuple):
     """What a step reads and never changes.
 
-    ``target``: the model whose tokens are decoded. ``draft``: a second model, for `ModelDraft`.
+    ``target``: the model whose tokens are decoded. ``draft``: a second model, for
+    `ModelDraft`, or what `Drafter.prepare` makes of the target.
     ``policy``: what `jspec.prepare` made for the policy of the step, None where it needs nothing.
     """
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from jspec.cache.layout import check_rings
 from jspec.decode.draft import Drafted, Seen
+from jspec.decode.draft.base import within_limits
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models, StepRecord
 from jspec.ops.commit import Rows, commit, verify_and_commit
@@ -18,6 +19,7 @@ from jspec.ops.sample import greedy
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.policies.attend import dense_attend, run_selected
+from jspec.policies.collect import run_collecting
 from jspec.policies.policy import with_pages
 from jspec.sharding import with_auto_axes
 from jspec.typing import Array, Model
@@ -60,7 +62,7 @@ def step(
 
 def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[DecodeState, StepRecord]:
     check_rings(state.cache.specs, state.cache.layouts, config.gamma)
-    drafted, state = config.draft.draft(models, state, config)
+    drafted, state = draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
     logits, state, seen = run_target(models, state, drafted, config)
     before = state.cache.lengths
@@ -71,17 +73,15 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     return config.draft.learn(state, seen, verified), record
 
 
-def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:
-    """Cut a draft at its row's limits, and to nothing for a row that is done.
-
-    One token of the limit is left for the corrected or bonus token.
-    """
-    if gamma == 0:
-        return drafted
-    room = state.limits - state.lengths - 1
-    most = jnp.minimum(jnp.minimum(room, state.draft_limits), gamma)
-    most = jnp.where(state.done, 0, jnp.maximum(most, 0))
-    return dataclasses.replace(drafted, lengths=jnp.minimum(drafted.lengths, most))
+def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Drafted, DecodeState]:
+    """A draft, drawn by numbers of the step's own where the law needs them."""
+    fresh = config.rule == "block" or config.draft.learns_from_rejected
+    if not fresh or state.mode == "greedy":
+        return config.draft.draft(models, state, config)
+    sampling = state.sampling
+    state = dataclasses.replace(state, sampling=sampling.in_block(state.lengths))
+    drafted, state = config.draft.draft(models, state, config)
+    return drafted, dataclasses.replace(state, sampling=sampling)
 
 
 def run_target(
@@ -94,15 +94,22 @@ def run_target(
     until = state.cache.lengths
     positions = jnp.where(counts, until[:, None] + index, -1)
     kept = {"policy": config.keeps, "arrays": models.policy, "backends": config.backends}
+    found = None
     if config.is_lossy:
         hidden, cache = run_selected(
             *(models.target, tokens, positions, state.cache, until, 1), **kept
+        )
+    elif config.draft.guided is not None:
+        hidden, cache, found = run_collecting(
+            *(models.target, tokens, positions, state.cache),
+            policy=config.draft.guided,
+            backends=config.backends,
         )
     else:
         attend = dense_attend(positions, **kept)
         hidden, cache = models.target(tokens, positions, attend, state.cache)
     state = dataclasses.replace(state, cache=cache)
-    return models.target.logits(hidden), state, Seen(positions, hidden)
+    return models.target.logits(hidden), state, Seen(positions, hidden, found)
 
 
 def verify(
@@ -146,14 +153,18 @@ def _verified(state: DecodeState, drafted: Drafted, logits: Array, config: StepC
             # Without a draft there is nothing to verify, and some kernels refuse that.
             implementation=config.backends.get("verify_greedy") if config.gamma else None,
         )
+    sampling = state.sampling
+    if config.rule == "token" and config.draft.learns_from_rejected:
+        sampling = sampling.in_block(state.lengths)
     return verify_stochastic(
         drafted.tokens,
         logits,
         drafted.lengths,
         state.stop_tokens,
-        state.sampling,
+        sampling,
         state.lengths,
         draft_logits=drafted.logits,
+        rule=config.rule,
         filtered=state.mode == "filtered",
         implementation=config.backends.get("verify_stochastic"),
     )

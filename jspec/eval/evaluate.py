@@ -12,6 +12,10 @@ import numpy as np
 from jspec.config import SamplingParams
 from jspec.decode.draft import NoDraft, SelfDraft
 from jspec.decode.engine import generate
+from jspec.decode.prefill import start_decoding
+from jspec.decode.programs import PROGRAMS
+from jspec.decode.settings import PLAIN
+from jspec.decode.state import DecodeState
 from jspec.decode.stats import Stats
 from jspec.eval.metrics import METRICS
 from jspec.eval.questions import Asked
@@ -69,26 +73,68 @@ def evaluate(
     An answer ends at its first line break behind text. ``on_batch(count)`` hears of questions that
     were answered, which go ``batch`` at a time.
     """
+    runs = [Run(policy, drafts)]
+    settings = {"length": length, "metric": metric, "batch": batch, "on_batch": on_batch}
+    return evaluate_all(model, tokenizer, runs, questions, **settings)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A policy that the model reads by or, with ``drafts``, drafts by."""
+
+    policy: Policy
+    drafts: bool = False
+
+    def settings(self, model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
+        """What `generate` takes for it."""
+        found = {"policy_arrays": prepared(self.policy, model, tokenizer)}
+        if self.drafts:
+            return found | {"draft": SelfDraft(self.policy), "gamma": GAMMA}
+        return found | {"draft": NoDraft(), "target": self.policy}
+
+
+def evaluate_all(
+    model: Model,
+    tokenizer: Tokenizer,
+    runs: Sequence[Run],
+    questions: Sequence[Asked],
+    *,
+    length: int,
+    metric: str = "recall",
+    batch: int = 8,
+    on_batch: Callable[[int], None] | None = None,
+) -> list[Score]:
+    """As `evaluate`, the score of each of ``runs``, which share one prefill of each question.
+
+    ``on_batch(count)`` hears of the questions that one of them has answered.
+    """
     if not questions:
         raise ValueError("there are no questions; give at least one")
-    settings: dict[str, Any] = {"policy_arrays": prepared(policy, model, tokenizer)}
-    if drafts:
-        settings |= {"draft": SelfDraft(policy), "gamma": GAMMA}
-    else:
-        settings |= {"draft": NoDraft(), "target": policy}
+    settings = [run.settings(model, tokenizer) for run in runs]
+    answers = [[""] * len(questions) for _ in runs]
+    stats: list[list[Stats]] = [[] for _ in runs]
     # Answers of a length end together; all batches share their shapes, and so their programs.
     order = sorted(range(len(questions)), key=lambda at: questions[at].room)
-    answers, stats = [""] * len(questions), []
     for begin in range(0, len(order), batch):
         part = order[begin : begin + batch]
         rows = [questions[at] for at in part]
         rows += rows[-1:] * (min(batch, len(order)) - len(rows))
-        texts, found = _answer(model, tokenizer, rows, length, settings)
-        stats.append(found)
-        for at, text in zip(part, texts, strict=False):
-            answers[at] = text
-        if on_batch is not None:
-            on_batch(len(part))
+        prefilled = _prefilled(model, rows, length) if len(runs) > 1 else None
+        for own, found, given in zip(answers, stats, settings, strict=True):
+            texts, figures = _answer(model, tokenizer, rows, length, given, prefilled)
+            found.append(figures)
+            for at, text in zip(part, texts, strict=False):
+                own[at] = text
+            if on_batch is not None:
+                on_batch(len(part))
+    return [
+        _score(questions, own, found, metric) for own, found in zip(answers, stats, strict=True)
+    ]
+
+
+def _score(
+    questions: Sequence[Asked], answers: Sequence[str], stats: Sequence[Stats], metric: str
+) -> Score:
     each = tuple(
         METRICS[metric](text, asked.question.answers)
         for text, asked in zip(answers, questions, strict=True)
@@ -98,8 +144,24 @@ def evaluate(
     return Score(score, scores, each, tuple(answers), Stats.merged(stats))
 
 
+def _params(asked: Sequence[Asked], length: int) -> list[SamplingParams]:
+    """Every row could go on to the same length, which makes programs of one shape."""
+    return [SamplingParams(max_new_tokens=length - len(one.prompt), seed=0) for one in asked]
+
+
+def _prefilled(model: Model, asked: Sequence[Asked], length: int) -> DecodeState:
+    config = dataclasses.replace(PLAIN, gamma=GAMMA)  # rings have room for a draft
+    prompts = [one.prompt for one in asked]
+    return start_decoding(model, prompts, _params(asked, length), config, run=PROGRAMS)
+
+
 def _answer(
-    model: Model, tokenizer: Tokenizer, asked: Sequence[Asked], length: int, settings: Any
+    model: Model,
+    tokenizer: Tokenizer,
+    asked: Sequence[Asked],
+    length: int,
+    settings: dict[str, Any],
+    prefilled: DecodeState | None,
 ) -> tuple[list[str], Stats]:
     special = frozenset(model.config.stop_tokens)
     rows = [RowText(tokenizer, (), special) for _ in asked]
@@ -112,9 +174,9 @@ def _answer(
                 return taken
         return None
 
-    # Every row could go on to the same length, which makes programs of one shape.
-    params = [SamplingParams(max_new_tokens=length - len(one.prompt), seed=0) for one in asked]
-    found = generate(model, [x.prompt for x in asked], params, on_tokens=on_tokens, **settings)
+    prompts, params = [one.prompt for one in asked], _params(asked, length)
+    settings = settings | {"on_tokens": on_tokens, "prefilled": prefilled}
+    found = generate(model, prompts, params, **settings)
     for row in rows:
         row.close()
     return [row.text for row in rows], found.stats

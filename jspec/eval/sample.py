@@ -20,6 +20,8 @@ def prepared(policy: Policy, model: Model, tokenizer: Tokenizer) -> Any:
     """`jspec.prepare` with the text that ships with jspec; None where the policy needs nothing."""
     if not policy.needs_arrays:
         return None
+    if not policy.needs_keys:
+        return prepare(policy, model)
     most = min(TOKENS, model.config.max_context)
     text, _ = training_document(_BYTES_A_TOKEN * TOKENS, np.random.default_rng(0))
     return prepare(policy, model, tokenizer.encode(text)[:most])

@@ -5,6 +5,8 @@ The attention itself is an argument, so dense, sparse and sharded decoding share
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +20,8 @@ from jspec.ops.append import Turn
 from jspec.ops.linear import linear
 from jspec.ops.norm import RMS
 from jspec.typing import Array, Attend
+
+Foresee = Callable[[], Array]  # gives the queries of the next layer, of this layer's input
 
 
 def _normal(shape: tuple[int, ...], scale: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
@@ -58,7 +62,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array, *, norm: RMS | None = None, add: Array | None = None) -> Array:
         """Of ``x`` after ``norm``, with ``add`` added in the end."""
-        return linear(x, self.kernel[...], _value(self.bias), norm=norm, add=add)
+        return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm, add=add)
 
 
 class JoinedLinear(nnx.Module):
@@ -77,11 +81,11 @@ class JoinedLinear(nnx.Module):
 
     def joined(self, x: Array, norm: RMS | None = None) -> Array:
         """All parts of ``x`` after ``norm``, side by side."""
-        return linear(x, self.kernel[...], _value(self.bias), norm=norm)
+        return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm)
 
     def gated(self, x: Array, norm: RMS | None = None) -> Array:
         """``silu(gate) * up`` of ``x`` after ``norm``, where those are the parts."""
-        return linear(x, self.kernel[...], _value(self.bias), norm=norm, gated=True)
+        return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm, gated=True)
 
     def split(self, y: Array) -> tuple[Array, ...]:
         """Each part of what `joined` gives."""
@@ -118,7 +122,14 @@ class Attention(nnx.Module):
             self.q_norm = self.k_norm = None
 
     def __call__(
-        self, x: Array, norm: RMS, layer: int, angles: tuple[Array, Array], attend: Attend, cache
+        self,
+        x: Array,
+        norm: RMS,
+        layer: int,
+        angles: tuple[Array, Array],
+        attend: Attend,
+        cache,
+        foresee: Foresee | None = None,
     ):
         """``x`` plus what attention gives for it after ``norm``, and the cache."""
         joined = self.qkv.joined(x, norm)
@@ -127,10 +138,17 @@ class Attention(nnx.Module):
         turn = self.turn(angles, joined)
         if getattr(attend, "turns", False):
             turning: Any = attend  # it takes more than `Attend` says
-            out, cache = turning(layer, q, k, v, cache, turn=turn)
+            more = {} if foresee is None else {"foresee": foresee}
+            out, cache = turning(layer, q, k, v, cache, turn=turn, **more)
         else:
             out, cache = attend(layer, *turn(q, k), v, cache)
         return self.out(out.reshape(*out.shape[:2], -1), add=x), cache
+
+    def queries(self, x: Array, norm: RMS, angles: tuple[Array, Array]) -> Array:
+        """The queries ``[B, T, N, H]`` of ``x`` after ``norm``, turned."""
+        joined = self.qkv.joined(x, norm)
+        q, k, _ = self.qkv.split(joined)
+        return self.turn(angles, joined)(q.reshape(*x.shape[:2], -1, k.shape[-1]), k)[0]
 
     def turn(self, angles: tuple[Array, Array], joined: Array) -> Turn:
         """What is to be done to queries and keys that are slices of ``joined``."""
@@ -163,9 +181,22 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Array, layer: int, angles: tuple[Array, Array], attend: Attend, cache):
-        x, cache = self.attention(x, self.attention_norm.rms, layer, angles, attend, cache)
+    def __call__(
+        self,
+        x: Array,
+        layer: int,
+        angles: tuple[Array, Array],
+        attend: Attend,
+        cache,
+        foresee: Foresee | None = None,
+    ):
+        norm = self.attention_norm.rms
+        x, cache = self.attention(x, norm, layer, angles, attend, cache, foresee)
         return self.mlp(x, self.mlp_norm.rms), cache
+
+    def queries(self, x: Array, angles: tuple[Array, Array]) -> Array:
+        """The queries of its attention for ``x``, which may be the input of another layer."""
+        return self.attention.queries(x, self.attention_norm.rms, angles)
 
 
 class Decoder(nnx.Module):
@@ -213,13 +244,16 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: Array, positions: Array, attend: Attend, cache):
         """What the last layer gives ``[B, T, D]`` for ``tokens [B, T]``, and the cache after it."""
         x = self.embed(tokens)
-        angles: dict[tuple[int, int], tuple[Array, Array]] = {}
+        kinds = [(spec.rope, spec.key_size) for spec in self.config.layers]
+        specs = dict(zip(kinds, self.config.layers, strict=True))
+        angles = {kind: self.angles(positions, spec) for kind, spec in specs.items()}
+        foresees = getattr(attend, "foresees", False)
         for index, block in enumerate(self.layers):
-            spec = self.config.layers[index]
-            kind = (spec.rope, spec.key_size)
-            if kind not in angles:
-                angles[kind] = self.angles(positions, spec)
-            x, cache = block(x, index, angles[kind], attend, cache)
+            more = {}
+            if foresees and index + 1 < len(kinds):
+                following, turned = self.layers[index + 1], angles[kinds[index + 1]]
+                more = {"foresee": functools.partial(following.queries, x, turned)}
+            x, cache = block(x, index, angles[kinds[index]], attend, cache, **more)
         return x, cache
 
     def logits(self, hidden: Array) -> Array:
@@ -227,4 +261,4 @@ class Decoder(nnx.Module):
         embedding, norm = self.embedding[...], self.norm.rms
         if self.head is None:
             return linear(hidden, embedding, norm=norm, transposed=True, dtype=jnp.float32)
-        return linear(hidden, self.head.kernel[...], norm=norm, dtype=jnp.float32)
+        return linear(hidden, self.head.kernel.get_value(), norm=norm, dtype=jnp.float32)

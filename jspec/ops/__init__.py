@@ -12,8 +12,13 @@ if TYPE_CHECKING:
 _HOMES = (
     "jspec.ops.attention.dense:ATTENTION",
     "jspec.ops.attention.scored:SCORED",
+    "jspec.ops.attention.weights:WEIGHTS",
     "jspec.ops.attention.gathered:GATHERED",
     "jspec.ops.append:APPEND",
+    "jspec.ops.append:APPEND_ENCODE",
+    "jspec.ops.host_rows:FETCH_ROWS",
+    "jspec.ops.host_rows:FETCH_AHEAD",
+    "jspec.ops.host_rows:STORE_ROWS",
     "jspec.ops.hash:HASH_ENCODE",
     "jspec.ops.hash:HAMMING_SCORES",
     "jspec.ops.select:SELECT",

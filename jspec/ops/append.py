@@ -1,6 +1,7 @@
 """New keys and values into the cache, after the norm and the rotation of queries and keys.
 
-`rotate_and_append` is the public operation; ``xla`` is the reference.
+`rotate_and_append` and, for caches that keep hash codes too, `rotate_append_encode` are the public
+operations; ``xla`` is the reference.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.hash import BITS, HASH_ENCODE
 from jspec.ops.norm import RMS
 from jspec.typing import Array
 
@@ -66,6 +68,42 @@ def rotate_and_append(
     twice. Returns the queries, and keys and values with the new ones (RoFormer, Su et al. 2021;
     Qwen3's norm of queries and keys).
     """
+    _check(q, k, v, keys, values, slots)
+    return APPEND(q, k, v, turn, keys, values, slots, implementation=implementation)
+
+
+def rotate_append_encode(
+    q: Array,
+    k: Array,
+    v: Array,
+    turn: Turn,
+    keys: Array,
+    values: Array,
+    codes: Array,
+    w: Array,
+    slots: Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[Array, Array, Array, Array]:
+    """`rotate_and_append` and `jspec.hash_encode` of the new keys, into the column ``codes``.
+
+    ``codes`` uint32 ``[B, S, K, R / 32]`` is updated as the keys are, by ``w [K, H, R]``. The code
+    is that of the key as the cache holds it. Returns the queries, keys, values and codes. Where
+    Triton serves few tokens, it is one launch.
+    """
+    _check(q, k, v, keys, values, slots)
+    wanted = (*keys.shape[:3], w.shape[2] // 32)
+    fits = codes.dtype == jnp.uint32 and w.shape[2] in BITS
+    if not fits or codes.shape != wanted or w.shape[:2] != keys.shape[2:]:
+        raise ValueError(
+            f"codes {codes.dtype}{list(codes.shape)} and w {list(w.shape)} must be uint32 "
+            f"[B, S, K, R / 32] and [K, H, R] for keys {list(keys.shape)}, with R one of {BITS}"
+        )
+    given = (q, k, v, turn, keys, values, codes, w, slots)
+    return APPEND_ENCODE(*given, implementation=implementation)
+
+
+def _check(q: Array, k: Array, v: Array, keys: Array, values: Array, slots: Array) -> None:
     batch, tokens, _, size = q.shape
     fits = k.shape[:2] == v.shape[:2] == slots.shape == (batch, tokens) and k.shape[3] == size
     if not fits or (keys.shape[2:], values.shape[2:]) != (k.shape[2:], v.shape[2:]):
@@ -74,7 +112,6 @@ def rotate_and_append(
             f"slots {slots.shape} must be [B, T, N, H], [B, T, K, H], [B, T, K, H'], [B, S, K, H], "
             "[B, S, K, H'] and [B, T]"
         )
-    return APPEND(q, k, v, turn, keys, values, slots, implementation=implementation)
 
 
 def _xla(q, k, v, turn, keys, values, slots) -> tuple[Array, Array, Array]:
@@ -85,15 +122,25 @@ def _xla(q, k, v, turn, keys, values, slots) -> tuple[Array, Array, Array]:
     return q, keys, values
 
 
+def _encode_xla(q, k, v, turn, keys, values, codes, w, slots):
+    q, k = turn(q, k)
+    k = k.astype(keys.dtype)
+    found, _ = HASH_ENCODE(k, None, w, implementation="xla")
+    rows = jnp.arange(q.shape[0])[:, None]
+    keys = keys.at[rows, slots].set(k, mode="drop")
+    values = values.at[rows, slots].set(v.astype(values.dtype), mode="drop")
+    return q, keys, values, codes.at[rows, slots].set(found, mode="drop")
+
+
 def append_sizes(q: Array, *args, **kwargs) -> dict[str, int]:
     """What backends are ordered by."""
     return {"batch": q.shape[0], "tokens": q.shape[1]}
 
 
-def _cases() -> list[Case]:
-    """Two rows of three tokens, one of them padding, with and without norms."""
+def _cases(*bits: int) -> list[Case]:
+    """Two rows of three tokens, one of them padding, with and without norms, codes of ``bits``."""
 
-    def build(normed: bool):
+    def build(normed: bool, bits: int = 0):
         def made():
             rng = np.random.default_rng(0)
 
@@ -107,11 +154,18 @@ def _cases() -> list[Case]:
             turn = Turn(np.cos(angle), np.sin(angle), *norms, joined)
             cache = normal(2, 20, 2, 16), normal(2, 20, 2, 16)
             slots = np.array([[4, 5, 20], [0, 7, 19]], np.int32)
-            return q.reshape(2, 3, 4, 16), k, v, turn, *cache, slots
+            hashes = ()
+            if bits:
+                codes = rng.integers(0, 2**32, (2, 20, 2, bits // 32), np.uint32)
+                hashes = codes, normal(2, 16, bits)
+            return q.reshape(2, 3, 4, 16), k, v, turn, *cache, *hashes, slots
 
         return made
 
-    return [Case("normed", build(True), small=True), Case("plain", build(False), small=True)]
+    return [
+        Case("normed", build(True, *bits), small=True),
+        Case("plain", build(False, *bits), small=True),
+    ]
 
 
 APPEND = Operation(
@@ -119,4 +173,10 @@ APPEND = Operation(
     {"xla": Backend("xla", _xla, always), "triton": "jspec.triton.append:APPEND"},
     append_sizes,
     _cases,
+)
+APPEND_ENCODE = Operation(
+    "rotate_append_encode",
+    {"xla": Backend("xla", _encode_xla, always), "triton": "jspec.triton.append:APPEND_ENCODE"},
+    append_sizes,
+    lambda: _cases(64),
 )

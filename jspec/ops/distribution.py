@@ -39,8 +39,8 @@ POLYNOMIAL = (7839600, 10051532, 7356243, 5913159, 2091539)
 class Settings(NamedTuple):
     """How rows sample, as backends get it, so that each starts from the same bits.
 
-    ``rate`` float32 ``[B]``: log2(e) / temperature to 16 bits, 0 for a greedy row; the rest as in
-    `jspec.ops.sample.Sampling`.
+    ``rate`` float32 ``[B]``: log2(e) / temperature to 16 bits, 0 for a greedy row; ``seeds`` uint32
+    ``[B, 2]``: upper and lower words; the rest as in `jspec.ops.sample.Sampling`.
     """
 
     rate: Array

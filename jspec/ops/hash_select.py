@@ -36,10 +36,12 @@ def hash_select(
     check_codes(q_codes, k_codes)
     check_budget(k, sinks, recent)
     batch, slots, heads, _ = k_codes.shape
+    lengths = lengths_or(lengths, (batch, heads), slots)
     return HASH_SELECT(
         *(q_codes, k_codes),
-        lengths_or(counts, (batch, heads), k),
-        lengths_or(lengths, (batch, heads), slots),
+        # Backends cut a budget at k: a row's length leaves k, and no kernel makes another array.
+        lengths if counts is None else lengths_or(counts, (batch, heads), k),
+        lengths,
         k=k,
         sinks=sinks,
         recent=recent,

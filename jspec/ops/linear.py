@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.norm import RMS
+from jspec.ops.quantized import Quantized, quantized
 from jspec.typing import Array
 
 # Multiplications of a single row up to which XLA on a GPU makes a reduction of a product: the bound
@@ -24,7 +25,7 @@ REWRITTEN = 10**7
 
 def linear(
     x: Array,
-    kernel: Array,
+    kernel: Array | Quantized,
     bias: Array | None = None,
     *,
     norm: RMS | None = None,
@@ -36,11 +37,12 @@ def linear(
 ) -> Array:
     """``x [..., in]`` times ``kernel [in, *out]``, ``[*out, in]`` if ``transposed``, plus ``bias``.
 
-    ``norm``: of x before. ``gated``: ``out`` is ``(2, width)``, and what comes is ``silu(gate) *
-    up`` of the two, ``[..., width]`` (SwiGLU, Shazeer 2020). ``add``, of the result's shape, is
-    added in the end. Sums are float32; the result is of ``dtype``, by default that of x. Where
-    CUDA or Triton serves, which is for few rows of a small model, all of it is one launch. Raises
-    `ValueError` for shapes that do not fit.
+    A `Quantized` kernel is not transposed. ``norm``: of x before. ``gated``: ``out`` is ``(2,
+    width)``, and what comes is ``silu(gate) * up`` of the two, ``[..., width]`` (SwiGLU, Shazeer
+    2020). ``add``, of the result's shape, is added in the end. Sums are float32; the result is of
+    ``dtype``, by default that of x. Where CUDA or Triton serves, which is for few rows of a small
+    model or of weights of 8 bits, all of it is one launch. Raises `ValueError` for shapes that do
+    not fit.
     """
     inputs = kernel.shape[-1 if transposed else 0]
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
@@ -48,6 +50,7 @@ def linear(
     if gated:
         fits = fits and len(outputs) == 2 and outputs[0] == 2
         outputs = outputs[1:]
+    fits = fits and not (transposed and isinstance(kernel, Quantized))
     if not fits or (add is not None and add.shape != (*x.shape[:-1], *outputs)):
         shapes = f"x {x.shape}, kernel {kernel.shape}"
         for name, value in (("bias", bias), ("add", add)):
@@ -68,7 +71,7 @@ def linear(
 
 def linear_xla(
     x: Array,
-    kernel: Array,
+    kernel: Array | Quantized,
     bias: Array | None,
     norm: RMS | None,
     add: Array | None,
@@ -78,8 +81,13 @@ def linear_xla(
     dtype: np.dtype,
 ) -> Array:
     """As `linear`, rounded to ``dtype`` after each operation."""
-    kernel = jnp.moveaxis(kernel, -1, 0) if transposed else kernel
-    y = _product(x if norm is None else norm(x), kernel, dtype)
+    x = x if norm is None else norm(x)
+    if isinstance(kernel, Quantized):
+        # Numbers of 8 bits are exact in every wider type.
+        y = _product(x, kernel.values.astype(x.dtype), np.dtype(np.float32))
+        y = (y * jnp.expand_dims(kernel.scale, range(x.ndim - 1))).astype(dtype)
+    else:
+        y = _product(x, jnp.moveaxis(kernel, -1, 0) if transposed else kernel, dtype)
     if bias is not None:
         y = y + jnp.expand_dims(bias, range(x.ndim - 1)).astype(dtype)
     if gated:
@@ -98,25 +106,33 @@ def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
     return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
-def on_a_mesh(kernel: Array) -> str | None:
+def on_a_mesh(kernel: Array | Quantized) -> str | None:
     """Why a kernel of our own should not take these weights, or None."""
-    mesh = jax.typeof(kernel).sharding.mesh
+    array = kernel.values if isinstance(kernel, Quantized) else kernel
+    mesh = jax.typeof(array).sharding.mesh
     if not mesh.are_all_axes_manual and mesh.size > 1:
         return "XLA would gather weights that lie on a mesh; call it inside jax.shard_map"
     return None
 
 
-def linear_sizes(x: Array, kernel: Array, *args, **kwargs) -> dict[str, int]:
-    """What backends are ordered by."""
+def linear_sizes(x: Array, kernel: Array | Quantized, *args, **kwargs) -> dict[str, int]:
+    """What backends are ordered by; ``bits`` of a weight."""
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
-    return {"rows": rows, "inputs": inputs, "outputs": math.prod(kernel.shape) // max(inputs, 1)}
+    outputs, bits = math.prod(kernel.shape) // max(inputs, 1), 8 * kernel.dtype.itemsize
+    return {"rows": rows, "inputs": inputs, "outputs": outputs, "bits": bits}
 
 
 def _cases() -> list[Case]:
     """A layer's products in bfloat16, with results in float32; and one that no tile divides."""
 
     def build(
-        rows: int, dtype: str, *, inputs: int = 64, outputs: tuple[int, ...] = (24,), **given: bool
+        rows: int,
+        dtype: str,
+        *,
+        inputs: int = 64,
+        outputs: tuple[int, ...] = (24,),
+        kind: str = "",
+        **given: bool,
     ):
         def made():
             rng = np.random.default_rng(rows)
@@ -128,6 +144,7 @@ def _cases() -> list[Case]:
             x = normal(rows, inputs)
             shape = (*outputs, inputs) if given.get("transposed") else (inputs, *outputs)
             kernel = normal(*shape, scale=inputs**-0.5)
+            kernel = jax.tree.map(np.asarray, quantized(kernel, kind)) if kind else kernel
             bias = normal(*outputs) if given.get("bias") else None
             norm = RMS(normal(inputs)) if given.get("norm") else None
             add = normal(rows, *outputs) if given.get("add") else None
@@ -144,6 +161,8 @@ def _cases() -> list[Case]:
         Case("normed", build(1, half, norm=True, bias=True), static(), small=True),
         Case("gated", build(5, half, outputs=(2, 48), norm=True), gate, small=True),
         Case("added", build(16, half, add=True), static(), small=True),
+        Case("int8", build(4, half, kind="int8", norm=True, bias=True), static(), small=True),
+        Case("fp8", build(2, half, outputs=(2, 48), kind="fp8"), gate, small=True),
         Case("transposed", build(2, half, transposed=True, norm=True), flipped, small=True),
         Case("odd", build(17, "float32", inputs=40, outputs=(21,), norm=True, bias=True), static()),
     ]

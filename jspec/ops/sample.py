@@ -38,7 +38,7 @@ class Sampling:
     """Sampling settings of each row; meanings as in `jspec.SamplingParams`.
 
     ``temperature``, ``top_p``, ``min_p`` float32 ``[B]``, ``top_k`` int32 ``[B]``, ``seeds`` uint32
-    ``[B]``.
+    ``[B]``, or ``[B, 2]`` for upper and lower words.
     """
 
     temperature: Array
@@ -47,24 +47,44 @@ class Sampling:
     min_p: Array
     seeds: Array
 
+    def in_block(self, starts: Array) -> Sampling:
+        """The same with seeds for the blocks that begin at ``starts [B]``.
+
+        Numbers of another block are independent of theirs, at the same positions too: see
+        `docs/sampling.md`. Raises `ValueError` where the seeds are already those of a block.
+        """
+        if self.seeds.ndim != 1:
+            raise ValueError(
+                f"seeds {self.seeds.shape} are those of a block; inside a block verify "
+                "with rule='token'"
+            )
+        words = jnp.stack([starts.astype(jnp.uint32), self.seeds], axis=-1)
+        return dataclasses.replace(self, seeds=words)
+
 
 @in_64_bits
 def number(seeds: Array, positions: Array, role: Role) -> Array:
-    """64 random bits, uint64, for each of ``positions [B, ...]`` of the rows' ``seeds [B]``.
+    """64 random bits, uint64, for each of ``positions [B, ...]`` of the rows' ``seeds``.
 
-    They are ``jax.random.bits(key, dtype=uint64)`` of partitionable Threefry, whatever JAX's
-    settings are, where key is ``fold_in(fold_in(jax.random.key(seed), position), role)``.
+    ``seeds`` as in `Sampling`. The bits are ``jax.random.bits(key, dtype=uint64)`` of partitionable
+    Threefry, whatever JAX's settings are, where key is
+    ``fold_in(fold_in(jax.random.key(seed), position), role)``.
     """
 
     def one(seed: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
         # 64 random bits are the block that a key makes of 0, and so is the key folded with 0.
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, role), 0))
 
     for _ in range(positions.ndim - 1):
         one = jax.vmap(one, in_axes=(None, 0))
-    words = jax.vmap(one)(seeds, positions)
+    words = jax.vmap(one)(_words(seeds), positions)
     return widen(words[..., 0]) << 32 | widen(words[..., 1])
+
+
+def _words(seeds: Array) -> Array:
+    """Upper and lower words of ``seeds``, uint32 ``[B, 2]``."""
+    return seeds if seeds.ndim == 2 else jnp.stack([jnp.zeros_like(seeds), seeds], axis=-1)
 
 
 def settings_of(sampling: Sampling) -> Settings:
@@ -78,7 +98,7 @@ def settings_of(sampling: Sampling) -> Settings:
     hot = lax.bitcast_convert_type(sampling.temperature, jnp.int32) > 0
     rate = jnp.clip(_log2_e_over(sampling.temperature), 2.0**-100, 2.0**20)
     rate = jnp.where(hot, lax.reduce_precision(rate, 8, 15), 0)
-    return Settings(rate, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seeds)
+    return Settings(rate, sampling.top_k, sampling.top_p, sampling.min_p, _words(sampling.seeds))
 
 
 @in_64_bits

@@ -55,10 +55,12 @@ def select(
             f"highest={highest} must be in 0..2**31 - 2, of int32 scores, not of {scores.dtype}"
         )
     lead = scores.shape[:-1]
+    lengths = lengths_or(lengths, lead, scores.shape[-1])
     return SELECT(
         lax.stop_gradient(scores),
-        lengths_or(counts, lead, k),
-        lengths_or(lengths, lead, scores.shape[-1]),
+        # Backends cut a budget at k: a row's length leaves k, and no kernel makes another array.
+        lengths if counts is None else lengths_or(counts, lead, k),
+        lengths,
         k=k,
         sinks=sinks,
         recent=recent,

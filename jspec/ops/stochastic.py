@@ -1,18 +1,21 @@
 """Verification by rejection sampling, so that committed tokens follow the target's law.
 
-A draft token is accepted with probability min(1, p / q), and the first that is rejected is replaced
-by a draw from max(p - q, 0) (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). The law of both
-is in `docs/sampling.md`.
+By the token rule, a draft token is accepted with probability min(1, p / q), and the first that is
+rejected is replaced by a draw from max(p - q, 0) (Leviathan et al. 2023, algorithm 1; Chen et al.
+2023). The block rule is in `jspec.ops.block`. The law of both is in `docs/sampling.md`.
 """
 
 from __future__ import annotations
+
+from typing import Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.config import shown
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops import uint64
+from jspec.ops import block, uint64
 from jspec.ops.cases import accepted_tokens
 from jspec.ops.distribution import ONE, Position, Settings, distribution, draw, total
 from jspec.ops.sample import Role, Sampling, number, settings_of, unfiltered
@@ -20,6 +23,10 @@ from jspec.ops.uint64 import in_64_bits
 from jspec.ops.verify import Verified, check_draft, commit, leading
 from jspec.ops.vocabulary import Vocabulary
 from jspec.typing import Array
+
+Rule = Literal["token", "block"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+Rows = TypeVar("Rows", Position, Array)
 
 
 def verify_stochastic(
@@ -31,6 +38,7 @@ def verify_stochastic(
     positions: Array,
     *,
     draft_logits: Array | None = None,
+    rule: Rule = "token",
     filtered: bool = True,
     axis_name: str | None = None,
     implementation: str | None = None,
@@ -42,8 +50,15 @@ def verify_stochastic(
     ``positions`` int32 ``[B]``: absolute position of the first draft token, which keys the random
     numbers; ``draft_logits [B, gamma, V]``: what the draft was drawn from under the same settings,
     None for a draft that was certain of its tokens (one-hot). ``filtered`` and ``axis_name`` as in
-    `sample`. A logit that is NaN counts as minus infinity, plus infinity as the largest float32; a
-    row without a finite logit is certain of token 0, of target and draft alike.
+    `sample`.
+
+    ``rule``: ``block`` decides for the draft as a whole, and accepts at least as much on average as
+    ``token``; the draft must then be drawn by ``sampling.in_block(positions)``. For a one-hot draft
+    both have one law, and are one computation.
+
+    A logit that is NaN counts as minus infinity, plus infinity as the largest float32; a row
+    without a finite logit is certain of token 0, of target and draft alike. Raises `ValueError` for
+    shapes that do not fit and an unknown rule.
     """
     batch, gamma = draft_tokens.shape
     check_draft(draft_tokens, draft_lengths, stop_tokens, target_logits.shape[:2])
@@ -52,6 +67,11 @@ def verify_stochastic(
             f"draft_logits {draft_logits.shape} must be [B, gamma, V] = "
             f"{(batch, gamma, target_logits.shape[2])}"
         )
+    check_rule(rule)
+    if draft_logits is None or gamma == 0:
+        rule = "token"
+    if rule == "block":
+        sampling = sampling.in_block(positions)
     out = VERIFY_STOCHASTIC(
         draft_tokens,
         target_logits,
@@ -60,11 +80,18 @@ def verify_stochastic(
         settings_of(sampling),
         positions,
         draft_logits,
+        rule=rule,
         filtered=filtered,
         axis_name=axis_name,
         implementation=implementation,
     )
     return Verified(*out)
+
+
+def check_rule(rule: object) -> None:
+    """Raise `ValueError` for what is no rule of verification."""
+    if rule not in RULES:
+        raise ValueError(f"rule={shown(rule)} must be one of {', '.join(RULES)}")
 
 
 def stochastic_xla(
@@ -76,6 +103,7 @@ def stochastic_xla(
     positions: Array,
     draft_logits: Array | None,
     *,
+    rule: Rule,
     filtered: bool,
     axis_name: str | None,
 ) -> tuple[Array, ...]:
@@ -88,6 +116,7 @@ def stochastic_xla(
         positions,
         draft_logits,
         Vocabulary(target_logits.shape[2], axis_name),
+        rule=rule,
         filtered=filtered,
     )
     return commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
@@ -103,6 +132,7 @@ def _judged(
     draft_logits: Array | None,
     vocabulary: Vocabulary,
     *,
+    rule: Rule,
     filtered: bool,
 ) -> tuple[Array, Array]:
     """How many draft tokens are accepted, int32 ``[B]``, and the token that follows them."""
@@ -114,11 +144,18 @@ def _judged(
     where = positions[:, None] + jnp.arange(gamma, dtype=jnp.int32)[None]
     u = number(settings.seeds, where, Role.ACCEPT)
     tokens = draft_tokens.astype(jnp.int32)
-    accepted = leading(_accepts(u, p, q, tokens, vocabulary), draft_lengths)
+    if q is not None and rule == "block":
+        p_tokens = _of_token(jax.tree.map(lambda x: x[:, :gamma], p), tokens, vocabulary)
+        chances = block.chances(p_tokens, _of_token(q, tokens, vocabulary))
+        accepted = block.accepted(u, chances, p, q, draft_lengths, vocabulary)
+        p_here, q_here = _row(p, accepted), _row(q, jnp.minimum(accepted, gamma - 1))
+        residual = block.residual(p_here, q_here, _row(chances, accepted))
+    else:
+        accepted = leading(_accepts(u, p, q, tokens, vocabulary), draft_lengths)
+        p_here = _row(p, accepted)
+        residual = _residual(p_here, q, tokens, accepted, vocabulary)
 
     rejected = accepted < jnp.minimum(draft_lengths, gamma)
-    p_here = _row(p, accepted)
-    residual = _residual(p_here, q, tokens, accepted, vocabulary)
     # p and q that differ by rounding alone can leave an empty residual: then the target's serves.
     empty = total(residual.weights, residual.shift, vocabulary) == 0
     use_residual = rejected[:, None] & ~empty
@@ -149,7 +186,8 @@ def _cases() -> list[Case]:
         logits = 40 * np.eye(30, dtype=np.float32)[target]
         return draft, logits, lengths, stops, unfiltered(2), np.zeros(2, np.int32), None
 
-    return [Case("certain", certain, {"filtered": False, "axis_name": None}, small=True)]
+    static = {"rule": "token", "filtered": False, "axis_name": None}
+    return [Case("certain", certain, static, small=True)]
 
 
 # Backends return the fields of `Verified` in order.
@@ -198,7 +236,7 @@ def _of_token(rows: Position, tokens: Array, vocabulary: Vocabulary) -> Array:
     return vocabulary.sum(jnp.where(here, probability, 0))
 
 
-def _row(rows: Position, index: Array) -> Position:
+def _row(rows: Rows, index: Array) -> Rows:
     """The row at position ``index [B]`` of each of ``[B, T, ...]``."""
 
     def at(x: Array) -> Array:

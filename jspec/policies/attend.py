@@ -13,11 +13,19 @@ import numpy as np
 from jspec.cache import Cache, Linear
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
-from jspec.ops.append import Turn, rotate_and_append
+from jspec.ops.append import Turn, rotate_and_append, rotate_append_encode
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.gathered import gathered_attention
+from jspec.ops.host_rows import Ahead
 from jspec.policies.dense import Dense
-from jspec.policies.policy import Policy, columns_of
+from jspec.policies.offload import (
+    append_to_host,
+    fetch_next,
+    is_offloaded,
+    rows_of,
+    through_device,
+)
+from jspec.policies.policy import Policy, columns_of, taken
 from jspec.typing import Array, Attend, Model
 
 DENSE = Dense()
@@ -47,7 +55,7 @@ def dense_attend(
         overwrites = spec.window is not None and positions.shape[1] > layout.size - spec.window
         if overwrites and turn is not None:
             (q, k), turn = turn(q, k), None
-        q, cache = _append(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
+        q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
         if isinstance(layout, Linear) or not overwrites:
             return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
         # Such a pass overwrites what its first queries still see.
@@ -56,7 +64,7 @@ def dense_attend(
         where = jnp.concatenate([layout.held(first - 1), positions], axis=1)
         return _read(spec, q, columns, positions, where, sinks, up, backends), cache
 
-    return attend
+    return through_device(attend, positions, backends)
 
 
 def selected_attend(
@@ -70,54 +78,90 @@ def selected_attend(
 ) -> Attend:
     """The ``attend`` that appends at ``positions [B, T]`` and reads what ``policy`` selects.
 
-    It selects below ``until [B]`` and reads all of the ``tail`` positions from there on, which the
-    pass and those before it have written. A layer with a sliding window is read whole: it is small
-    already. A model hands it a `Cache`, or a `Reading` where a selection is to serve several
-    layers, and gets one of the same kind.
+    It selects below ``until [B]``, by the first query of the pass, and reads all of the ``tail``
+    positions from there on, which the pass and those before it have written. A layer with a sliding
+    window is read whole: it is small already. A model hands it a `Cache`, or a `Reading` where a
+    selection is to serve several layers or rows are fetched ahead, and gets one of the same kind.
     """
 
     @turning
-    def attend(layer, q, k, v, given, *, sinks=None, up=None, turn=None):
+    def attend(layer, q, k, v, given, *, sinks=None, up=None, turn=None, foresee=None):
         cache: Cache = given.cache if isinstance(given, Reading) else given
         spec = cache.specs[layer]
         # Written before it is read: a cache that is read and then written would be copied whole.
-        q, cache = _append(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
+        q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
         earlier = given.serving(layer) if isinstance(given, Reading) else None
         chosen = earlier
         if chosen is None and spec.window is None:
-            chosen = policy.select(arrays, layer, cache, q, until)
+            # Later queries are of draft tokens: the selection, and with it the law of the tokens
+            # before them, must not depend on these.
+            chosen = policy.select(arrays, layer, cache, q[:, :1], until)
         after = cache
         if isinstance(given, Reading):
             after = given.behind(cache, chosen, policy.layers_served, is_new=earlier is None)
+
+        def start_next(through):
+            # Its result is what the rest of the layer computes with, so that a GPU is told to fetch
+            # before it is told to compute.
+            if not isinstance(after, Reading):
+                return after, through
+            known = after.serving(layer + 1) if layer + 1 < len(cache.specs) else None
+            ahead, through = fetch_next(
+                *(cache, layer, known, foresee, through, until, policy, arrays, backends)
+            )
+            return dataclasses.replace(after, ahead=ahead), through
+
         if spec.window is not None or chosen is None:
+            after, q = start_next(q)
             return _read_whole(cache, layer, q, positions, sinks, up, backends), after
+        weights = None
+        if earlier is None:
+            weights = policy.weigh(arrays, layer, cache, q, until, chosen)
         behind = until[:, None] + jnp.arange(tail, dtype=jnp.int32)[None]
-        slots = cache.layouts[layer].slots
-        columns = cache.columns[layer]
+        if policy.moves_keys:
+            columns = _picked(policy, arrays, cache, layer, chosen, until)
+            columns = _joined(columns, taken(cache, layer, behind, ("keys", "values")))
+            where = jnp.concatenate([chosen, behind], axis=1)
+            return _read(spec, q, columns, positions, where, sinks, up, backends), after
+        if is_offloaded(cache, layer):
+            ahead = given.ahead if isinstance(given, Reading) else None
+            columns, selected, rest = rows_of(cache, layer, chosen, behind, ahead, backends)
+            after, columns["keys"] = start_next(columns["keys"])
+        else:
+            layout, columns = cache.layouts[layer], cache.columns[layer]
+            # Of a linear layout they are the positions: no kernel needs to say so.
+            linear = isinstance(layout, Linear)
+            selected = chosen if linear else jnp.where(chosen >= 0, layout.slots(chosen), -1)
+            rest = layout.slots(behind)
+            after, q = start_next(q)
         out, lse = gathered_attention(
             q,
             columns["keys"],
             columns.get("values"),
             positions,
-            jnp.where(chosen >= 0, slots(chosen), -1),
-            slots(behind),
+            selected,
+            rest,
             until,
+            log_weights=weights,
             implementation=backends.get("gathered_attention"),
-            **_settings(spec),
+            **settings_of(spec),
         )
-        return _finished(out, lse, sinks, up), after
+        return finished(out, lse, sinks, up), after
 
+    attend.foresees = True  # pyright: ignore[reportFunctionMemberAccess]
     return attend
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """A cache in the middle of a pass, and the selection that the next ``left`` layers read too."""
+    """A cache in the middle of a pass, the selection that the next ``left`` layers read too, and
+    rows of the next layer that are being fetched ``ahead``."""
 
     cache: Cache
     chosen: Array | None = None
     left: int = dataclasses.field(default=0, metadata={"static": True})
+    ahead: Ahead | None = None
 
     def serving(self, layer: int) -> Array | None:
         """The selection for a layer, where an earlier one made it."""
@@ -182,7 +226,7 @@ class Compact:
                 chosen = policy.select(arrays, layer, cache, None, cache.lengths)
             if chosen is None:
                 chosen = cache.layouts[layer].held(cache.lengths - 1)
-            picked = _gathered(cache, layer, chosen)
+            picked = _picked(policy, arrays, cache, layer, chosen, cache.lengths)
             pad = ((0, 0), (0, spare), (0, 0), (0, 0))
             columns.append({name: jnp.pad(x, pad) for name, x in picked.items()})
             positions.append(jnp.concatenate([chosen, behind], axis=1))
@@ -236,7 +280,7 @@ def _named(k: Array, v: Array | None) -> dict[str, Array]:
     return {"keys": k} if v is None else {"keys": k, "values": v}
 
 
-def _append(
+def appended(
     cache: Cache,
     layer: int,
     positions: Array,
@@ -249,9 +293,20 @@ def _append(
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
     """The queries, turned if that is still to be done, and the cache with the new tokens."""
+    if is_offloaded(cache, layer):
+        return append_to_host(*(cache, layer, positions, q, k, v, turn, policy, arrays, backends))
     keeps_more = columns_of(policy, cache.specs[layer])
     if turn is not None and v is not None:
         slots = cache.slots(layer, positions)
+        w = policy.codes_by(arrays, layer) if keeps_more and turn.joined is not None else None
+        if w is not None:
+            cache.check_keeps(layer, keeps_more)
+            held = cache.columns[layer]
+            q, keys, values, codes = rotate_append_encode(
+                *(q, k, v, turn, held["keys"], held["values"], held["codes"], w, slots),
+                implementation=backends.get("rotate_append_encode"),
+            )
+            return q, cache.replaced(layer, keys=keys, values=values, codes=codes)
         q, cache = _turned(layer, q, k, v, turn, cache, slots, backends)
         if keeps_more:
             # Of the turned keys the cache has the only copy; a slot past its end is not written.
@@ -300,23 +355,21 @@ def _read_whole(
     return _read(spec, q, columns, positions, where, sinks, up, backends)
 
 
+def _picked(
+    policy: Policy, arrays: Any, cache: Cache, layer: int, chosen: Array, until: Array
+) -> dict[str, Array]:
+    """A copy of the keys and values that ``policy`` chose, the keys where it moves them to."""
+    picked = taken(cache, layer, chosen, ("keys", "values"))
+    if policy.moves_keys and cache.specs[layer].window is None:
+        picked["keys"] = policy.moved(arrays, layer, picked["keys"], chosen, until)
+    return picked
+
+
 def _joined(held: Mapping[str, Array], new: Mapping[str, Array]) -> dict[str, Array]:
     """What a layer held, and new tokens behind it."""
     return {
         name: jnp.concatenate([held[name], x.astype(held[name].dtype)], axis=1)
         for name, x in new.items()
-    }
-
-
-def _gathered(cache: Cache, layer: int, positions: Array) -> dict[str, Array]:
-    """Keys and values at ``positions [B, n]`` or, per head, ``[B, K, n]``; any for -1."""
-    slots = cache.layouts[layer].slots(positions)
-    index = slots[:, :, None, None] if slots.ndim == 2 else jnp.swapaxes(slots, 1, 2)[..., None]
-    columns = cache.columns[layer]
-    return {
-        name: jnp.take_along_axis(columns[name], index, axis=1, mode="clip")
-        for name in ("keys", "values")
-        if name in columns
     }
 
 
@@ -339,18 +392,18 @@ def _read(
         key_positions=key_positions,
         window=spec.window,
         implementation=backends.get("attention"),
-        **_settings(spec),
+        **settings_of(spec),
     )
-    return _finished(out, lse, sinks, up)
+    return finished(out, lse, sinks, up)
 
 
-def _settings(spec: LayerSpec) -> dict[str, Any]:
+def settings_of(spec: LayerSpec) -> dict[str, Any]:
     """What a layer asks of attention, whatever it reads."""
     value_size = spec.value_size if spec.values_in_keys else None
     return {"scale": spec.scale, "softcap": spec.softcap, "value_size": value_size}
 
 
-def _finished(out: Array, lse: Array, sinks: Array | None, up: Array | None) -> Array:
+def finished(out: Array, lse: Array, sinks: Array | None, up: Array | None) -> Array:
     """The output after the model's sinks and projection."""
     if sinks is not None:
         out = out * jax.nn.sigmoid(lse - sinks[None, None]).astype(out.dtype)[..., None]

@@ -18,4 +18,4 @@ class ExactTopK(ScoredPolicy):
     """
 
     def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
-        return dots(pooled(q, cache.specs[layer].kv_heads), cache.keys(layer))
+        return dots((pooled(q, cache.specs[layer].kv_heads), cache.keys(layer)))

@@ -32,6 +32,7 @@ class Hata(ScoredPolicy):
     """
 
     needs_arrays: ClassVar[bool] = True
+    needs_keys: ClassVar[bool] = False
 
     bits: int = 128
     norms: bool = False
@@ -71,6 +72,9 @@ class Hata(ScoredPolicy):
         if self.norms:
             columns["norms"] = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
         return columns
+
+    def codes_by(self, arrays: Any, layer: int) -> Array | None:
+        return None if self.norms else arrays[layer]
 
     def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
         held = cache.columns[layer]

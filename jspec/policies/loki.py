@@ -59,4 +59,4 @@ class Loki(ScoredPolicy):
 
     def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
         q = jnp.einsum("bkh,khr->bkr", pooled(q, cache.specs[layer].kv_heads), arrays[layer])
-        return dots(q, cache.columns[layer]["components"])
+        return dots((q, cache.columns[layer]["components"]))

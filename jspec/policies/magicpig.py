@@ -8,15 +8,18 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
-from jspec.policies.policy import ScoredPolicy
+from jspec.policies.policy import ScoredPolicy, taken
 from jspec.typing import Array
 
 LEAST = 2  # tables in which a key must collide
 MOST_BITS = 16  # of a table's code, which is one uint16
+TINY = 1e-6  # the least probability of a bit, and how far that of a table stays from 1
+RARE = 0.05  # expected collisions below which five or more are left out, 2e-6 of the rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +27,20 @@ class MagicPIG(ScoredPolicy):
     """Keys that share a bucket with a query in at least two of ``tables`` random hash tables.
 
     A bucket is the signs of ``bits`` random projections. Keys are centred by the mean of sample
-    keys where there are some; softmax does not change for it. A KV head's group reads what any of
-    its queries found, where the budget is short those with the most collisions. The paper weights
-    what it sampled by the inverse of its probability; here, as for every policy, the softmax over
-    the selection is plain.
+    keys where there are some; softmax does not change for it. A KV head's group selects what any of
+    its queries found, where the budget is short those with the most collisions.
+
+    With ``weights`` a query reads the keys that it found itself, each with the inverse of the
+    probability that it did (arXiv 2410.16179, section 4): sums over them are unbiased estimates of
+    those over all keys, unless the budget cuts some off. Sinks and recent positions are read by
+    every query and count once. Without, the softmax over the selection is plain.
     """
 
     needs_arrays: ClassVar[bool] = True
 
     bits: int = 10
     tables: int = 150
+    weights: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -42,6 +49,11 @@ class MagicPIG(ScoredPolicy):
             raise ValueError(f"bits={self.bits} must be in [1, {MOST_BITS}]")
         if self.tables < LEAST:
             raise ValueError(f"tables={self.tables} must be at least {LEAST}")
+        if self.weights and self.every > 1:
+            raise ValueError(
+                f"every={self.every} layers cannot read one sample with weights=true, which are of "
+                "the layer that took it; set every=1 or weights=false"
+            )
 
     def columns(self, spec: LayerSpec) -> Shapes:
         return {"buckets": ((spec.kv_heads, self.tables), jnp.uint16)}
@@ -65,19 +77,75 @@ class MagicPIG(ScoredPolicy):
 
     def _buckets(self, x: Array, projections: Array) -> Array:
         """The bucket of ``x [..., H]`` in each table, uint16 ``[..., tables]``."""
-        signs = jnp.einsum("...h,hp->...p", x, projections) > 0
+        # In full precision: a key and a query of equal sign must not differ by the program they
+        # are in.
+        precision = lax.Precision.HIGHEST
+        signs = jnp.einsum("...h,hp->...p", x, projections, precision=precision) > 0
         signs = signs.reshape(*x.shape[:-1], self.tables, self.bits)
         weights = jnp.asarray(2 ** np.arange(self.bits), jnp.uint32)
         return jnp.einsum("...b,b->...", signs.astype(jnp.uint32), weights).astype(jnp.uint16)
 
     def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
-        batch, tokens, heads, size = q.shape
-        kv_heads = cache.specs[layer].kv_heads
-        q = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, size)
+        q = by_group(q, cache.specs[layer].kv_heads)
         own = self._buckets(q, arrays[layer]["projections"])
-        own = jnp.swapaxes(own, 1, 2).reshape(batch, kv_heads, -1, self.tables)
+        own = jnp.swapaxes(own, 1, 2).reshape(len(q), q.shape[2], -1, self.tables)
         held = cache.columns[layer]["buckets"]
         met = (held[:, :, :, None] == own[:, None]).sum(axis=-1, dtype=jnp.int32)
         met = jnp.where(met >= LEAST, met, 0).sum(axis=-1)
         met = jnp.swapaxes(met, 1, 2).astype(jnp.float32)
         return jnp.where(met > 0, met, -jnp.inf)
+
+    def weigh(
+        self, arrays: Any, layer: int, cache: Cache, q: Array, until: Array, chosen: Array
+    ) -> Array | None:
+        if not self.weights:
+            return None
+        heads = q.shape[2]
+        q = by_group(q, cache.specs[layer].kv_heads)
+        own = self._buckets(q, arrays[layer]["projections"])
+        held = taken(cache, layer, chosen, ("keys", "buckets"))
+        buckets = jnp.swapaxes(held["buckets"], 1, 2)[:, None, :, None]
+        met = (buckets == own[:, :, :, :, None]).sum(axis=-1, dtype=jnp.int32)
+        k = held["keys"].astype(jnp.float32) - arrays[layer]["center"][None, None]
+        probability = log_probability(cosines(q, k), self.bits, self.tables)
+        weights = jnp.where(met >= LEAST, -probability, -jnp.inf)
+        end = until[:, None, None]
+        always = (chosen < self.sinks) | (chosen >= end - self.recent)
+        weights = jnp.where(always[:, None, :, None], 0.0, weights)
+        return weights.reshape(*weights.shape[:2], heads, -1)
+
+
+def by_group(q: Array, kv_heads: int) -> Array:
+    """``q [B, T, N, H]`` as float32 ``[B, T, K, G, H]``."""
+    batch, tokens, heads, size = q.shape
+    return q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, size)
+
+
+def cosines(q: Array, k: Array) -> Array:
+    """The cosine of the angle between ``q [B, T, K, G, H]`` and each of ``k [B, n, K, H]``.
+
+    float32 ``[B, T, K, G, n]``; 0 for a vector of zeros.
+    """
+    q, k = (x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), TINY) for x in (q, k))
+    return jnp.einsum("btkgh,bnkh->btkgn", q, k, precision=lax.Precision.HIGHEST)
+
+
+def log_probability(cosine: Array, bits: int, tables: int) -> Array:
+    """The logarithm of the probability that a key shares a bucket in two tables or more.
+
+    ``u = 1 - (1 - x)^L - L x (1 - x)^(L - 1)`` with L ``tables`` and ``x = p^bits`` for a table;
+    ``p = 1 - angle / pi`` for a bit (arXiv 2410.16179, section 4).
+    """
+    p = 1 - jnp.arccos(jnp.clip(cosine, -1.0, 1.0)) / np.pi
+    log_x = jnp.minimum(bits * jnp.log(jnp.maximum(p, TINY)), np.log1p(-TINY))
+    x = jnp.exp(log_x)
+    # As it stands, u is a small difference of large numbers where x is small. There it is the sum
+    # of the probabilities of two, three and four collisions.
+    odds, pairs = x / (1 - x), tables * (tables - 1) / 2
+    three, four = (tables - 2) / 3, (tables - 2) * (tables - 3) / 12
+    few = np.log(pairs) + 2 * log_x + (tables - 2) * jnp.log1p(-x)
+    few = few + jnp.log1p(odds * (three + four * odds))
+    none_or_one = tables * jnp.log1p(-x) + jnp.log1p(tables * odds)
+    rare = tables * x < RARE
+    many = jnp.log(-jnp.expm1(jnp.where(rare, -1.0, none_or_one)))
+    return jnp.where(rare, few, many)

@@ -8,21 +8,31 @@ from typing import Any, get_type_hints
 
 from jspec.policies.dense import Dense
 from jspec.policies.exact_topk import ExactTopK
+from jspec.policies.guided import Guided
 from jspec.policies.hata import Hata
+from jspec.policies.hata_off import HataOff
 from jspec.policies.loki import Loki
 from jspec.policies.magicpig import MagicPIG
 from jspec.policies.policy import Policy
 from jspec.policies.quest import Quest
 from jspec.policies.streaming import Streaming
+from jspec.policies.vegas import SparseSpec, SpecExtend, Vegas
 
 POLICIES: dict[str, type[Policy]] = {
     "dense": Dense,
     "streaming": Streaming,
     "exact_topk": ExactTopK,
     "hata": Hata,
+    "hata_off": HataOff,
     "quest": Quest,
     "loki": Loki,
     "magicpig": MagicPIG,
+}
+# What verification guides drafts, and selects nothing by itself.
+GUIDED: dict[str, type[Guided]] = {
+    "vegas": Vegas,
+    "sparsespec": SparseSpec,
+    "specextend": SpecExtend,
 }
 _KINDS = {
     int: "a whole number",
@@ -39,15 +49,24 @@ def named_policy(text: str) -> Policy:
     Raises `ValueError` for an unknown name or setting, and for a value of the wrong type.
     """
     name, _, settings = text.partition(":")
+    if name in GUIDED:
+        raise ValueError(
+            f"policy {name!r} reads what verification attended to, so it only drafts: name it as "
+            "the draft"
+        )
     if name not in POLICIES:
         raise ValueError(f"policy {name!r} is unknown; choose one of {', '.join(POLICIES)}")
     return made(POLICIES[name], "policy", name, settings)
 
 
-def made(kind: type, what: str, name: str, settings: str) -> Any:
-    """A ``kind`` with the ``settings`` of a text; errors begin with ``what`` and its ``name``."""
+def made(kind: type, what: str, name: str, settings: str, **given: Any) -> Any:
+    """A ``kind`` with the ``settings`` of a text, and with what is ``given`` beside them.
+
+    Errors begin with ``what`` and its ``name``.
+    """
     hints = get_type_hints(kind)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in given]
+    fields = {name: hints[name] for name in names}
     values = {}
     for setting in filter(None, settings.split(",")):
         key, equals, value = setting.partition("=")
@@ -60,7 +79,7 @@ def made(kind: type, what: str, name: str, settings: str) -> Any:
             wanted = _KINDS.get(fields[key]) or _KINDS.get(type(fields[key]), "a word")
             raise ValueError(f"{what} {name}: {key}={value!r} must be {wanted}") from None
     try:
-        return kind(**values)
+        return kind(**given, **values)
     except ValueError as error:
         raise ValueError(f"{what} {name}: {error}") from None
 

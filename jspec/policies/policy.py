@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout as Order
+from jax.experimental.layout import with_layout_constraint
 
 from jspec.cache import Cache, Linear
 from jspec.cache.cache import Shapes
@@ -17,7 +19,7 @@ from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
 from jspec.ops.select import select
 from jspec.sharding import Placing
-from jspec.typing import Array
+from jspec.typing import Array, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Policy:
     """A sparse view of the cache. Subclasses are frozen dataclasses of settings.
 
     ``arrays`` are what `prepare` made, from `jspec.Models`; a policy with ``needs_arrays`` cannot
-    do without.
+    do without. With ``needs_keys=False`` they do not depend on the keys of a sample text.
     ``reads_queries=False`` promises that `select` ignores its query and gives None or ``[B, n]``:
     one selection then serves a whole draft. A layer with a sliding window is read whole, and keeps
     nothing for a policy: its methods are not asked about it.
@@ -33,11 +35,17 @@ class Policy:
 
     reads_queries: ClassVar[bool] = True
     needs_arrays: ClassVar[bool] = False
+    needs_keys: ClassVar[bool] = True
 
     @property
     def layers_served(self) -> int:
         """How many layers read one selection: the one that made it, and those behind it."""
         return 1
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether queries read what was selected as `moved` says, in a copy."""
+        return False
 
     @property
     def page_size(self) -> int:
@@ -51,6 +59,17 @@ class Policy:
         """
         return {}
 
+    def in_host(self, layer: int) -> bool:
+        """Whether the keys and values of a layer lie in the host's memory, its columns apart.
+
+        Its `select` then scores by the columns alone, and gives ascending positions, never None.
+        """
+        return False
+
+    def predicts_layer(self, layer: int) -> bool:
+        """Whether what such a layer reads is predicted, and fetched while another computes."""
+        return False
+
     def pages(self, spec: LayerSpec) -> Shapes:
         """What a layer keeps of each page of ``page_size`` positions: shape and dtype by name."""
         return {}
@@ -63,9 +82,20 @@ class Policy:
         """
         return None
 
+    def prepare_for(self, model: Model, keys: Sequence[np.ndarray] | None) -> Any:
+        """What `jspec.prepare` gives: `prepare`, unless the policy needs more of the model."""
+        return self.prepare(model.config.layers, keys)
+
     def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
         """The `columns` of new tokens, ``[B, T, ...]``, from their keys ``k [B, T, K, H]``."""
         return {}
+
+    def codes_by(self, arrays: Any, layer: int) -> Array | None:
+        """The matrices ``[K, H, R]`` of which `jspec.hash_encode` makes the only column, ``codes``.
+
+        None where `encode` does something else. The codes are then made as the keys are written.
+        """
+        return None
 
     def fold(
         self, arrays: Any, layer: int, cache: Cache, before: Array, after: Array, most: int
@@ -86,6 +116,20 @@ class Policy:
         """
         raise NotImplementedError
 
+    def moved(self, arrays: Any, layer: int, k: Array, chosen: Array, until: Array) -> Array:
+        """The keys ``k [B, n, K, H]`` of the positions ``chosen [B, n]`` as queries read them."""
+        return k
+
+    def weigh(
+        self, arrays: Any, layer: int, cache: Cache, q: Array, until: Array, chosen: Array
+    ) -> Array | None:
+        """The log-weights of the positions ``chosen`` that `select` gave for the queries ``q``.
+
+        float32 ``[B, T, N, n]``, as `jspec.gathered_attention` takes them; None weighs all alike.
+        Layers that read the selection of another one are not asked.
+        """
+        return None
+
 
 def columns_of(policy: Policy, spec: LayerSpec) -> Shapes:
     """What ``policy`` keeps of each token in a layer."""
@@ -105,10 +149,24 @@ def create_cache(
     dtype: Any,
     sharding: Placing = None,
 ) -> Cache:
-    """An empty `Cache` with what ``policy`` keeps beside keys and values."""
+    """An empty `Cache` with what ``policy`` keeps beside keys and values.
+
+    Raises `ValueError` for a policy that keeps keys and values in the host's memory where there is
+    none, and where the positions of a layout do not lie in order.
+    """
     columns, pages = (functools.partial(kept, policy) for kept in (columns_of, pages_of))
+    host = [i for i, x in enumerate(specs) if x.window is None and policy.in_host(i)]
+    for layer in host:
+        if not isinstance(layouts[layer], Linear):
+            raise ValueError(
+                f"{type(policy).__name__} keeps layer {layer} in host memory, where positions lie "
+                f"in order, not as {layouts[layer]}; take a policy that keeps it on the device"
+            )
     return Cache.create(
-        specs, layouts, batch, dtype, columns, sharding, pages=pages, page=policy.page_size
+        *(specs, layouts, batch, dtype, columns, sharding),
+        pages=pages,
+        page=policy.page_size,
+        host=host,
     )
 
 
@@ -131,7 +189,7 @@ def with_pages(
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoredPolicy(Policy):
+class Budgeted(Policy):
     """A policy that reads the positions of the highest scores; ties go to the first.
 
     ``budget``: how many positions, a whole number, or a ratio of the context such as 0.0156; what
@@ -163,6 +221,53 @@ class ScoredPolicy(Policy):
     def layers_served(self) -> int:
         return self.every
 
+    @property
+    def floor(self) -> int:
+        """How many positions, or pages, a ratio comes to at least."""
+        return self._always
+
+    def within(self, best: Callable[..., Array], size: int, until: Array) -> Array:
+        """The positions that ``best`` gives for the budget of rows with ``until [B]`` committed.
+
+        ``size``: the capacity of the layer. ``best(most, counts=, lengths=, sinks=, recent=)``
+        gives the positions, or pages, of the ``most`` highest scores, as `jspec.select` does.
+        """
+        pages = until
+        if self.page_size > 1:
+            pages, size = -(-until // self.page_size), whole_pages(size, self.page_size)
+        if isinstance(self.budget, float):
+            most = min(max(math.ceil(self.budget * size), self.floor, 1), size)
+            share = jnp.ceil(self.budget * until.astype(jnp.float32) / self.page_size)
+            counts = jnp.maximum(share.astype(jnp.int32), self.floor)
+        else:
+            own = self.budget // self.page_size
+            most = min(max(own, 1), size)
+            # Where it is the same for all rows, no array needs to say so.
+            counts = None if own else jnp.zeros_like(until)
+        recent = touched(self._recent, self.page_size)
+        sinks = whole_pages(self.sinks, self.page_size)
+        # A capacity that the budget exceeds holds them all, whatever is a sink or recent.
+        sinks = min(sinks, most)
+        recent = min(recent, most - sinks)
+        counts = None if counts is None else jnp.minimum(counts, most)
+        chosen = best(most, counts=counts, lengths=pages, sinks=sinks, recent=recent)
+        return chosen if self.page_size == 1 else _inside(chosen, self.page_size, until)
+
+    @property
+    def _recent(self) -> int:
+        """How many of the last positions are read; the last page always is."""
+        return max(self.recent, 1) if self.page_size > 1 else self.recent
+
+    @property
+    def _always(self) -> int:
+        """How many positions, or pages, are read whatever they score."""
+        return whole_pages(self.sinks, self.page_size) + touched(self._recent, self.page_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredPolicy(Budgeted):
+    """A `Budgeted` policy that scores the cache for the queries of each pass."""
+
     def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
         """Scores of all slots of a layer, ``[B, S]`` or, per head, ``[B, K, S]``.
 
@@ -178,29 +283,8 @@ class ScoredPolicy(Policy):
         if layer < self.dense_layers:
             return None
         assert q is not None
-        pages, size = until, cache.layouts[layer].size
-        if self.page_size > 1:
-            pages, size = -(-until // self.page_size), whole_pages(size, self.page_size)
-        if isinstance(self.budget, float):
-            most = min(max(math.ceil(self.budget * size), self._always, 1), size)
-            share = jnp.ceil(self.budget * until.astype(jnp.float32) / self.page_size)
-            counts = jnp.maximum(share.astype(jnp.int32), self._always)
-        else:
-            most = min(max(self.budget // self.page_size, 1), size)
-            counts = jnp.full_like(until, self.budget // self.page_size)
-        recent = touched(self._recent, self.page_size)
-        sinks = whole_pages(self.sinks, self.page_size)
-        # A capacity that the budget exceeds holds them all, whatever is a sink or recent.
-        sinks = min(sinks, most)
-        recent = min(recent, most - sinks)
-        chosen = self.best(
-            *(arrays, layer, cache, q, most),
-            counts=jnp.minimum(counts, most),
-            lengths=pages,
-            sinks=sinks,
-            recent=recent,
-        )
-        return chosen if self.page_size == 1 else _inside(chosen, self.page_size, until)
+        best = functools.partial(self.best, arrays, layer, cache, q)
+        return self.within(best, cache.layouts[layer].size, until)
 
     def best(
         self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
@@ -210,27 +294,31 @@ class ScoredPolicy(Policy):
         ``budget`` is what else `jspec.select` takes. Minus infinity is not read, unless forced.
         """
         scores = self.score(arrays, layer, cache, q)
-        layout = cache.layouts[layer]
-        if self.page_size == 1 and not isinstance(layout, Linear):
-            order = layout.slots(jnp.arange(layout.size, dtype=jnp.int32))
-            scores = jnp.take(scores, order, axis=-1)
-        chosen = select(scores, most, **budget)
-        if not jnp.issubdtype(scores.dtype, jnp.floating):
-            return chosen
-        end = budget["lengths"].reshape(-1, *[1] * (chosen.ndim - 1))
-        forced = (chosen < budget["sinks"]) | (chosen >= end - budget["recent"])
-        found = jnp.take_along_axis(scores, jnp.maximum(chosen, 0), axis=-1) > -jnp.inf
-        return jnp.where(forced | found, chosen, -1)
+        if self.page_size == 1:
+            scores = in_order(scores, cache.layouts[layer])
+        return highest(scores, most, **budget)
 
-    @property
-    def _recent(self) -> int:
-        """How many of the last positions are read; the last page always is."""
-        return max(self.recent, 1) if self.page_size > 1 else self.recent
 
-    @property
-    def _always(self) -> int:
-        """How many positions, or pages, are read whatever they score."""
-        return whole_pages(self.sinks, self.page_size) + touched(self._recent, self.page_size)
+def in_order(scores: Array, layout: Layout) -> Array:
+    """Scores of all slots ``[..., S]`` in the order of the positions that live in them."""
+    if isinstance(layout, Linear):
+        return scores
+    order = layout.slots(jnp.arange(layout.size, dtype=jnp.int32))
+    return jnp.take(scores, order, axis=-1)
+
+
+def highest(scores: Array, most: int, **budget: Any) -> Array:
+    """The places of the ``most`` highest scores, int32 ``[..., most]``, as `jspec.select` gives.
+
+    Minus infinity is not read, unless ``budget`` forces it.
+    """
+    chosen = select(scores, most, **budget)
+    if not jnp.issubdtype(scores.dtype, jnp.floating):
+        return chosen
+    end = budget["lengths"].reshape(-1, *[1] * (chosen.ndim - 1))
+    forced = (chosen < budget["sinks"]) | (chosen >= end - budget["recent"])
+    found = jnp.take_along_axis(scores, jnp.maximum(chosen, 0), axis=-1) > -jnp.inf
+    return jnp.where(forced | found, chosen, -1)
 
 
 def _inside(pages: Array, size: int, until: Array) -> Array:
@@ -252,6 +340,21 @@ def touched(positions: int, size: int) -> int:
     return min(positions, whole_pages(positions - 1, size) + 1)
 
 
+def taken(cache: Cache, layer: int, positions: Array, names: Sequence[str]) -> dict[str, Array]:
+    """Some columns ``[B, n, K, ...]`` at ``positions [B, n]`` or, per head, ``[B, K, n]``.
+
+    What stands for -1 means nothing.
+    """
+    slots = cache.layouts[layer].slots(positions)
+    index = slots[:, :, None, None] if slots.ndim == 2 else jnp.swapaxes(slots, 1, 2)[..., None]
+    columns = cache.columns[layer]
+    return {
+        name: jnp.take_along_axis(columns[name], index, axis=1, mode="clip")
+        for name in names
+        if name in columns
+    }
+
+
 def pooled(q: Array, kv_heads: int) -> Array:
     """``q [B, T, N, H]`` summed over tokens and the heads of a group, float32 ``[B, K, H]``.
 
@@ -262,9 +365,15 @@ def pooled(q: Array, kv_heads: int) -> Array:
     return q.astype(jnp.float32).sum(axis=(1, 3))
 
 
-def dots(q: Array, k: Array) -> Array:
+def dots(*pairs: tuple[Array, Array]) -> Array:
     """``q [B, K, H]`` times each of ``k [B, S, K, H]``, summed in float32: ``[B, K, S]``.
 
-    No matrix product: XLA would bring all keys into another order for it.
+    Of several pairs ``q, k`` the sum, as one kernel. No matrix product: XLA would bring all keys
+    into another order for it. Nor may it choose an order for a column that no kernel of jspec's
+    fixes: a chunk of steps would begin and end with a copy of the whole column.
     """
-    return jnp.swapaxes((k.astype(jnp.float32) * q[:, None]).sum(axis=-1), 1, 2)
+    products = (
+        with_layout_constraint(k, Order((0, 1, 2, 3))).astype(jnp.float32) * q[:, None]
+        for q, k in pairs
+    )
+    return jnp.swapaxes(functools.reduce(jnp.add, products).sum(axis=-1), 1, 2)

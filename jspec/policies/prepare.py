@@ -33,7 +33,7 @@ def prepare(
     `ValueError` where the policy cannot do without a sample.
     """
     keys = None if tokens is None else _keys_of(model, np.asarray(tokens, np.int32), backends)
-    return policy.prepare(model.config.layers, keys)
+    return policy.prepare_for(model, keys)
 
 
 def _keys_of(model: Model, tokens: np.ndarray, backends: Mapping[str, str]) -> list[np.ndarray]:

@@ -70,4 +70,4 @@ class Quest(ScoredPolicy):
         q = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, size)
         high, low = (part.sum(axis=(1, 3)) for part in (jnp.maximum(q, 0), jnp.minimum(q, 0)))
         held = cache.pages[layer]
-        return dots(high, held["high"]) + dots(low, held["low"])
+        return dots((high, held["high"]), (low, held["low"]))

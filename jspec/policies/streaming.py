@@ -3,37 +3,98 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from jspec.cache import Cache
+from jspec.models.rope import rope_angles, rope_frequencies
+from jspec.ops.append import rotate
 from jspec.policies.policy import Policy
-from jspec.typing import Array
+from jspec.typing import Array, Model
+
+POSITIONS = ("original", "window")
 
 
 @dataclasses.dataclass(frozen=True)
 class Streaming(Policy):
-    """The first ``sinks`` and the last ``window`` positions, at their original positions."""
+    """The first ``sinks`` and the last ``window`` positions.
+
+    ``window``: a whole number, or a ratio of the context that holds the sinks as well.
+    ``positions``: where keys stand for the queries. ``original`` is where they stand in the text;
+    with ``window``, as in section 3.2 of the paper, those that are left stand side by side. Keys
+    are cached as they are rotated in the text. So the sinks are rotated further, by the angles of
+    the positions between them and the window; the window and the queries stay as they are.
+    """
 
     reads_queries: ClassVar[bool] = False
 
     sinks: int = 16
-    window: int = 496
+    window: int | float = 496
+    positions: str = "original"
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
             raise ValueError(f"sinks={self.sinks} must be at least 0")
-        if self.window < 1:
+        if isinstance(self.window, float):
+            if not 0 < self.window <= 1:
+                raise ValueError(f"window={self.window} must be a ratio in (0, 1]")
+        elif self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions={self.positions!r} must be one of {', '.join(POSITIONS)}")
+
+    @property
+    def needs_arrays(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.moves_keys
+
+    @property
+    def moves_keys(self) -> bool:
+        return self.positions == "window"
+
+    def prepare_for(self, model: Model, keys: Sequence[np.ndarray] | None) -> Any:
+        """The angles that a position turns the keys of each layer by, float32 ``[H / 2]``."""
+        if not self.moves_keys:
+            return None
+        specs, ropes = model.config.layers, getattr(model.config, "ropes", None)
+        if ropes is None or any(spec.values_in_keys for spec in specs):
+            raise ValueError(
+                "positions=window rotates keys by config.ropes over all of their channels, which "
+                f"{type(model).__name__} does not; use positions=original"
+            )
+        kinds = [(spec.key_size, ropes[spec.rope]) for spec in specs]
+        # The factor on cosine and sine is in the cached keys already.
+        return tuple(
+            jnp.asarray(rope_frequencies(size, rope.theta, rope.scaling)[0]) for size, rope in kinds
+        )
 
     def select(
         self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
     ) -> Array | None:
         size = cache.layouts[layer].size
-        sinks, window = min(self.sinks, size), min(self.window, size)
+        sinks = min(self.sinks, size)
+        if isinstance(self.window, float):
+            window = max(math.ceil(self.window * size) - sinks, 1)
+        else:
+            window = min(self.window, size)
         first = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32)[None], (until.shape[0], sinks))
-        recent = jnp.maximum(until - window, 0)[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
+        begin = jnp.maximum(self._window_begin(until), 0)[:, None]
+        recent = begin + jnp.arange(window, dtype=jnp.int32)[None]
         # A recent position that is a sink as well is read once.
         positions = jnp.concatenate([first, jnp.where(recent >= sinks, recent, -1)], axis=1)
         return jnp.where(positions < until[:, None], positions, -1)
+
+    def _window_begin(self, until: Array) -> Array:
+        """Where the window of rows with ``until [B]`` positions begins; below 0 if it has room."""
+        if not isinstance(self.window, float):
+            return until - self.window
+        share = jnp.ceil(self.window * until.astype(jnp.float32)).astype(jnp.int32)
+        return until - jnp.maximum(share - self.sinks, 1)
+
+    def moved(self, arrays: Any, layer: int, k: Array, chosen: Array, until: Array) -> Array:
+        between = jnp.maximum(self._window_begin(until) - self.sinks, 0)[:, None]
+        by = jnp.where(chosen < self.sinks, between, 0)
+        return rotate(k, *rope_angles(by, arrays[layer], 1.0))

@@ -20,17 +20,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jspec.config import LayerSpec
 from jspec.models.errors import CheckpointError
 from jspec.models.files import read_json
 from jspec.models.hashes import save_hashes
-from jspec.train.learn import learn
-from jspec.train.loss import VARIANTS, HashTraining, Terms, first_weights
+from jspec.train.attention import QUERIES, learn_attention, views_of
+from jspec.train.attention import Learned as LearnedAttention
+from jspec.train.learn import Learned, learn
+from jspec.train.loss import VARIANTS, HashTraining, first_weights
 from jspec.train.recall import BUDGETS, Rivals, compare, principal_axes
-from jspec.train.samples import Pairs, Seen, pairs_of, prefill, query_position
-from jspec.typing import Model
+from jspec.train.samples import Seen, pairs_of, prefill, query_position
+from jspec.typing import Array, Model
 
 KEPT = np.float16  # of queries and keys on disk
-QUERIES = 16  # of a held-out text, in its second half
+Loss = dict[str, np.ndarray]  # terms of each step, by name
 Tokens = Sequence[int]
 OnProgress = Callable[[str, int, int], None]  # what is being done, how much of how much
 
@@ -43,28 +46,29 @@ class Texts(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What was learned of a layer: ``weights [K, H, R]`` and loss terms of each step by variant.
+    """What was learned of a layer: ``weights [K, H, R]`` and the loss by variant.
 
     ``axes [K, H, H]``: the principal axes of its keys, for the report.
     """
 
     weights: dict[str, np.ndarray]
-    loss: dict[str, Terms]
+    loss: dict[str, Loss]
     axes: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be done; ``both`` also learns the loss's other variant, for the report alone.
+    """What is to be done; ``compares`` also learns by the other variants, for the report alone.
 
-    ``out``: the folder to write, which must not exist. Each of ``texts.learned`` gives one query.
+    ``out``: the folder to write, which must not exist. Each of ``texts.learned`` gives one query to
+    the paper's variants, and `QUERIES` to jspec's own.
     """
 
     model: Model
     texts: Texts
     out: Path
     settings: HashTraining
-    both: bool = False
+    compares: bool = False
 
     @property
     def work(self) -> Path:
@@ -74,7 +78,7 @@ class Job:
     @property
     def variants(self) -> list[str]:
         """The loss variants to learn, the one to be written first."""
-        return sorted(VARIANTS if self.both else (self.settings.variant,), key=self._is_other)
+        return sorted(VARIANTS if self.compares else (self.settings.variant,), key=self._is_other)
 
     def _is_other(self, variant: str) -> bool:
         return variant != self.settings.variant
@@ -90,10 +94,22 @@ class Job:
         """Tokens of the longest text."""
         return max(len(text) for part in self.texts for text in part)
 
-    def positions(self) -> list[int]:
-        """Where each learned text is asked: one position in its second half."""
+    def positions(self) -> list[np.ndarray]:
+        """Where each learned text is asked, positions in its second half; pairs are of the first.
+
+        A short text is asked at the same place several times.
+        """
         rng = np.random.default_rng((self.settings.seed, 1))
-        return [query_position(len(text), rng) for text in self.texts.learned]
+        return [
+            np.array([query_position(len(text), rng) for _ in range(QUERIES)], np.int32)
+            for text in self.texts.learned
+        ]
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that a layer is learned from."""
+        asked = QUERIES if self.settings.variant == "attention" else 1
+        return sum(int((places[:asked] + 1).sum()) for places in self.positions())
 
 
 def run(job: Job, on_progress: OnProgress = lambda what, done, total: None) -> dict[str, Any]:
@@ -159,27 +175,27 @@ def _plan(job: Job) -> dict[str, Any]:
 
 
 def _collect(job: Job, on_progress: OnProgress) -> None:
-    """Keep the query and the keys of each text, a file for each layer."""
+    """Keep the queries and the keys of each text, a file for each layer."""
     positions = job.positions()
-    total = sum(positions) + len(positions)
+    total = sum(int(places.max()) + 1 for places in positions)
     before = 0
-    for index, (text, position) in enumerate(zip(job.texts.learned, positions, strict=True)):
+    for index, (text, places) in enumerate(zip(job.texts.learned, positions, strict=True)):
         place = job.work / f"text-{index}"
         if not place.exists():
 
             def on_piece(done: int, _: int, before: int = before) -> None:
                 on_progress("read texts", before + done, total)
 
-            seen = prefill(job.model, text, [position], room=job.room, on_piece=on_piece)
+            seen = prefill(job.model, text, places.tolist(), room=job.room, on_piece=on_piece)
             partial = place.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             for layer in job.layers:
-                query = _kept(seen.queries[layer][0], layer)
-                keys = _kept(np.asarray(seen.keys(layer))[: position + 1], layer)
-                np.savez(partial / f"{layer}.npz", query=query, keys=keys)
+                queries = _kept(seen.queries[layer], layer)
+                keys = _kept(np.asarray(seen.keys(layer))[: places.max() + 1], layer)
+                np.savez(partial / f"{layer}.npz", queries=queries, keys=keys)
             os.rename(partial, place)
-        before += position + 1
+        before += int(places.max()) + 1
         on_progress("read texts", before, total)
 
 
@@ -198,13 +214,14 @@ def _layer(job: Job, layer: int) -> Layer:
     """Learn a layer, unless that is done."""
     path = job.work / f"layer-{layer}.npz"
     if not path.exists():
-        pairs, axes = _pairs(job, layer)
+        samples = _samples(job, layer)
         spec = job.model.config.layers[layer]
         first = first_weights(spec.kv_heads, spec.key_size, job.settings, layer)
+        axes = principal_axes(np.concatenate([keys for *_, keys in samples]))
         arrays: dict[str, Any] = {"axes": axes}
         for variant in job.variants:
             settings = dataclasses.replace(job.settings, variant=variant)
-            found = learn(first, pairs, settings)
+            found = _learned(first, samples, spec, settings)
             arrays[variant] = np.asarray(found.weights)
             arrays |= {f"{variant}.{n}": np.asarray(x) for n, x in found.loss._asdict().items()}
             if not np.isfinite(arrays[variant]).all():
@@ -215,19 +232,35 @@ def _layer(job: Job, layer: int) -> Layer:
         np.savez(partial, **arrays)
         os.rename(partial, path)
     with np.load(path) as kept:
-        loss = {v: Terms(*(kept[f"{v}.{n}"] for n in Terms._fields)) for v in job.variants}
+        loss = {
+            v: {n[len(v) + 1 :]: kept[n] for n in kept if n.startswith(f"{v}.")}
+            for v in job.variants
+        }
         return Layer({v: kept[v] for v in job.variants}, loss, kept["axes"])
 
 
-def _pairs(job: Job, layer: int) -> tuple[Pairs, np.ndarray]:
-    """The labelled pairs of a layer, and the principal axes of its keys."""
+Sample = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _samples(job: Job, layer: int) -> list[Sample]:
+    """Of each text queries ``[M, N, H]``, their positions ``[M]`` and keys ``[n, K, H]``."""
     samples = []
-    for index in range(len(job.texts.learned)):
+    for index, places in enumerate(job.positions()):
         with np.load(job.work / f"text-{index}" / f"{layer}.npz") as kept:
-            samples.append((kept["query"], kept["keys"]))
-    rng = np.random.default_rng((job.settings.seed, 2))
-    axes = principal_axes(np.concatenate([keys for _, keys in samples]))
-    return pairs_of(samples, job.model.config.layers[layer], rng), axes
+            samples.append((kept["queries"], places, kept["keys"]))
+    return samples
+
+
+def _learned(
+    first: Array, samples: list[Sample], spec: LayerSpec, settings: HashTraining
+) -> Learned | LearnedAttention:
+    """Learn a layer by the variant of ``settings``."""
+    rng = np.random.default_rng((settings.seed, 2))
+    if settings.variant == "attention":
+        return learn_attention(first, views_of(samples, spec, rng), settings)
+    # The paper takes one query of a text, with all keys up to its own.
+    pairs = [(queries[0], keys[: places[0] + 1]) for queries, places, keys in samples]
+    return learn(first, pairs_of(pairs, spec, rng), settings)
 
 
 def _report(job: Job, found: list[Layer], on_progress: OnProgress) -> dict[str, Any]:
@@ -248,7 +281,7 @@ def _report(job: Job, found: list[Layer], on_progress: OnProgress) -> dict[str, 
     return {
         "bits": job.settings.bits,
         "variant": job.settings.variant,
-        "pairs": sum(job.positions()) + len(job.texts.learned),
+        "pairs": job.pairs,
         "texts": len(job.texts.learned),
         "held_out": len(job.texts.held_out),
         "budgets": [1 / one_in for one_in in BUDGETS],
@@ -288,7 +321,7 @@ def _write(job: Job, found: list[Layer], report: dict[str, Any]) -> None:
     hashes: list[Any] = [None] * len(job.model.config.layers)
     for layer, own in zip(job.layers, found, strict=True):
         hashes[layer] = own.weights[job.settings.variant]
-    made = {"pairs": report["pairs"], "settings": dataclasses.asdict(job.settings)}
+    made = {"pairs": report["pairs"], "settings": job.settings.used}
     save_hashes(tuple(hashes), done, made)
     (done / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     curves = {v: [_curve(own.loss[v]) for own in found] for v in job.variants}
@@ -300,9 +333,9 @@ def _write(job: Job, found: list[Layer], report: dict[str, Any]) -> None:
     shutil.rmtree(job.work)
 
 
-def _curve(loss: Terms) -> dict[str, list[float]]:
+def _curve(loss: Loss) -> dict[str, list[float]]:
     """Loss terms to four digits."""
-    return {name: [float(f"{x:.4g}") for x in values] for name, values in loss._asdict().items()}
+    return {name: [float(f"{x:.4g}") for x in values] for name, values in loss.items()}
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -12,15 +12,17 @@ from jspec.ops.hash import BITS
 from jspec.train.samples import Pairs
 from jspec.typing import Array
 
-Variant = Literal["paper", "authors"]
-VARIANTS: tuple[Variant, ...] = ("paper", "authors")
+Variant = Literal["attention", "paper", "authors"]
+VARIANTS: tuple[Variant, ...] = ("attention", "paper", "authors")
 
 
 @dataclasses.dataclass(frozen=True)
 class HashTraining:
     """How hashes are learned; the defaults are those of HATA's table 13.
 
-    ``bits`` of a code; ``variant`` of the loss, see `hash_loss`. ``sigma`` relaxes the sign,
+    ``bits`` of a code; ``variant`` of the loss: ``paper`` or ``authors``, see `hash_loss`, or
+    ``attention``, jspec's own, see `learn_attention`, of which what follows but ``epochs``,
+    ``iterations`` and ``seed`` is no part. ``sigma`` relaxes the sign,
     ``epsilon`` weighs similarity, ``eta`` and ``lambda_`` balance and independence of bits. SGD
     with ``rate``, ``momentum`` and weight ``decay`` takes ``iterations`` steps on each of
     ``epochs`` draws of ``pairs`` pairs. ``seed`` is of the first weights and of the draws.
@@ -44,7 +46,7 @@ class HashTraining:
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r:.80} must be one of {', '.join(map(str, BITS))}")
         if self.variant not in VARIANTS:
-            raise ValueError(f"variant={self.variant!r:.80} must be {' or '.join(VARIANTS)}")
+            raise ValueError(f"variant={self.variant!r:.80} must be one of {', '.join(VARIANTS)}")
         for name, kind, least in _BOUNDS:
             value = getattr(self, name)
             valid = isinstance(value, kind) and not isinstance(value, bool)
@@ -52,7 +54,15 @@ class HashTraining:
                 what = "whole number" if kind is int else "finite number"
                 raise ValueError(f"{name}={value!r:.80} must be a {what} of at least {least}")
 
+    @property
+    def used(self) -> dict[str, Any]:
+        """The settings that the variant takes, by name."""
+        found = dataclasses.asdict(self)
+        names = _OF_ATTENTION if self.variant == "attention" else found
+        return {name: found[name] for name in names}
 
+
+_OF_ATTENTION = ("bits", "variant", "epochs", "iterations", "seed")
 _BOUNDS: tuple[tuple[str, Any, int], ...] = (
     *((name, (int, float), 0) for name in ("sigma", "epsilon", "eta", "lambda_")),
     *((name, (int, float), 0) for name in ("rate", "momentum", "decay")),

@@ -14,12 +14,14 @@ def draw_loss(source: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     curves = json.loads(source.read_text())
-    terms = list(next(iter(curves.values()))[0])
+    widest = max(len(layers[0]) for layers in curves.values())
     figure, plots = plt.subplots(
-        *(len(curves), len(terms)), figsize=(11, 3.2 * len(curves)), dpi=110, squeeze=False
+        *(len(curves), widest), figsize=(3.7 * widest, 3.2 * len(curves)), dpi=110, squeeze=False
     )
     for row, (variant, layers) in zip(plots, curves.items(), strict=True):
-        for plot, term in zip(row, terms, strict=True):
+        for plot in row[len(layers[0]) :]:
+            plot.axis("off")
+        for plot, term in zip(row, layers[0], strict=False):
             for layer, curve in enumerate(layers):
                 shade = plt.get_cmap("viridis")(layer / max(len(layers) - 1, 1))
                 plot.plot(curve[term], color=shade, linewidth=0.9)

@@ -138,7 +138,7 @@ def compare(
         "loki": channel_scores(q, k, axes, sizes.channels),
         "quest": page_scores(q, k, held, sizes.page)[:, :, : len(k)],
     }
-    weights = _attention(q, k, held, spec)
+    weights = attention_weights(q, k, held, spec)
     places = {name: ranks(own, held) for name, own in scores.items()}
     wanted = [jnp.maximum(1, (positions + 1) // one_in) for one_in in BUDGETS]
     return {
@@ -156,7 +156,7 @@ def _kept(own: Array, exact: Array, counts: Array, weights: Array) -> Kept:
     return Kept(recall.mean(), jnp.where(mine[:, :, None], weights, 0).sum(axis=3).mean())
 
 
-def _attention(q: Array, k: Array, held: Array, spec: LayerSpec) -> Array:
+def attention_weights(q: Array, k: Array, held: Array, spec: LayerSpec) -> Array:
     """Weights ``[M, K, G, S]`` of attention over ``held [M, S]``."""
     scale = spec.key_size**-0.5 if spec.scale is None else spec.scale
     logits = scale * jnp.einsum("mkgh,skh->mkgs", q, k)

@@ -1,8 +1,12 @@
-"""Norm, rotation and the write into the cache as one Triton launch."""
+"""Norm, rotation and the write into the cache, with codes of the keys, as one Triton launch."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from jspec.dispatch import Backend
 from jspec.ops.append import Turn
@@ -13,7 +17,12 @@ from jspec.triton.call import (
     refuses_triton,
     triton_call,
 )
+from jspec.triton.hash import encode_triton, refuses_encode
 from jspec.typing import Array
+
+# Programs up to which one launch encodes too. Each reads the matrix of its head, which a launch for
+# the codes alone shares among the keys of a tile.
+ENCODED = 1024
 
 
 def append_triton(
@@ -22,30 +31,63 @@ def append_triton(
     """As `jspec.ops.append.rotate_and_append`."""
     from jspec.triton.append_kernel import append_kernel, append_kernel_0_3
 
+    kernel = append_kernel_0_3 if aliases_are_given_twice() else append_kernel
+    queries, keys, values = _launch(kernel, q, v, turn, (keys, values), slots)
+    return queries, keys, values
+
+
+def append_encode_triton(
+    q: Array,
+    k: Array,
+    v: Array,
+    turn: Turn,
+    keys: Array,
+    values: Array,
+    codes: Array,
+    w: Array,
+    slots: Array,
+) -> tuple[Array, Array, Array, Array]:
+    """As `jspec.ops.append.rotate_append_encode`; many tokens take a launch for their codes."""
+    from jspec.triton.append_encode_kernel import append_encode_kernel, append_encode_kernel_0_3
+
+    if math.prod(k.shape[:3]) > ENCODED:
+        q, keys, values = append_triton(q, k, v, turn, keys, values, slots)
+        rows = jnp.arange(len(slots))[:, None]
+        # Of the turned keys the cache has the only copy; a slot past its end is not written.
+        found, _ = encode_triton(keys.at[rows, slots].get(mode="clip"), None, w)
+        return q, keys, values, codes.at[rows, slots].set(found, mode="drop")
+    kernel = append_encode_kernel_0_3 if aliases_are_given_twice() else append_encode_kernel
+    found = _launch(kernel, q, v, turn, (keys, values, codes), slots, w, warps=4, BITS=w.shape[2])
+    queries, keys, values, codes = found
+    return queries, keys, values, codes
+
+
+def _launch(
+    kernel: Any,
+    q: Array,
+    v: Array,
+    turn: Turn,
+    columns: tuple[Array, ...],
+    slots: Array,
+    *more: Array,
+    warps: int = 1,
+    **constants: int,
+) -> tuple[Array, ...]:
+    """The queries, and the ``columns``, which are updated in place."""
     assert turn.joined is not None  # `refuses`
     batch, tokens, heads, size = q.shape
     kv_heads, value = v.shape[2:]
-    like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, keys, values))
     # Any array stands for the scales that there are not.
     q_norm, k_norm = turn.q_norm or RMS(turn.cosine), turn.k_norm or RMS(turn.cosine)
-    found = triton_call(
-        append_kernel_0_3 if aliases_are_given_twice() else append_kernel,
-        *(
-            keys,
-            values,
-            turn.joined,
-            turn.cosine,
-            turn.sine,
-            slots,
-            q_norm.scale,
-            k_norm.scale,
-        ),
-        out=tuple(like),
-        aliases={0: 1, 1: 2},
+    return triton_call(
+        kernel,
+        *(*columns, turn.joined, turn.cosine, turn.sine, slots, q_norm.scale, k_norm.scale, *more),
+        out=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *columns)),
+        aliases={index: index + 1 for index in range(len(columns))},
         programs=batch * tokens * kv_heads,
-        warps=1,
+        warps=warps,
         NORMED=turn.q_norm is not None,
-        SLOTS=keys.shape[1],
+        SLOTS=columns[0].shape[1],
         TOKENS=tokens,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
@@ -56,9 +98,8 @@ def append_triton(
         GROUP_WIDTH=next_power(heads // kv_heads),
         HALF=next_power(size // 2),
         VALUE_WIDTH=next_power(value),
+        **constants,
     )
-    queries, keys, values = found
-    return queries, keys, values
 
 
 def refuses(q: Array, v: Array, turn: Turn) -> str | None:
@@ -77,8 +118,13 @@ def refuses(q: Array, v: Array, turn: Turn) -> str | None:
     return None
 
 
-def _supports(q, k, v, turn, keys, values, slots) -> str | None:
+def _supports(q, k, v, turn, *args: Array) -> str | None:
     return refuses(q, v, turn) or refuses_triton()
 
 
+def _supports_encode(q, k, v, turn, keys, values, codes, w, slots) -> str | None:
+    return refuses(q, v, turn) or refuses_encode(k, None, w) or refuses_triton()
+
+
 APPEND = Backend("triton", append_triton, _supports)
+APPEND_ENCODE = Backend("triton", append_encode_triton, _supports_encode)

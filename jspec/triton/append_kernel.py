@@ -55,7 +55,10 @@ def append(
     HALF: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """A program takes a KV head of a token: its queries, its key and its value."""
+    """A program takes a KV head of a token: its queries, its key and its value.
+
+    Returns both halves of the key, its place in the cache and whether it has one.
+    """
     head = tl.program_id(0) % KV_HEADS
     token = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     start = (token * KV_HEADS + head) * (GROUP * SIZE + SIZE + VALUE)
@@ -94,6 +97,7 @@ def append(
     tl.store(to, one.to(kind).to(keys.dtype.element_ty), mask=mask)
     tl.store(to + SIZE // 2, two.to(kind).to(keys.dtype.element_ty), mask=mask)
     tl.store(values + place * VALUE + channel, value.to(values.dtype.element_ty), mask=there & kept)
+    return one.to(kind), two.to(kind), place, kept
 
 
 @triton.jit

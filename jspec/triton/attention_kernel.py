@@ -24,16 +24,18 @@ def in_base_2(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def fold(sums, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+def fold(sums, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, log_weights=None):
     """Add a tile of keys to the sums: weighted values, their weight, the maximum in base 2.
 
     ``q [ROWS, WIDTH]``, ``k [KEYS, WIDTH]``, ``v [KEYS, VALUE_WIDTH]``, ``seen [ROWS, KEYS]``. What
-    no row sees must be finite.
+    no row sees must be finite. ``log_weights [ROWS, KEYS]``: added to the scores, natural log.
     """
     acc, total, top = sums
     # Keys of another type than the queries are multiplied in float32, which the queries then are.
     k, v = k.to(q.dtype), v.to(q.dtype)
     scores = in_base_2(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP)
+    if log_weights is not None:
+        scores += log_weights * LOG2E
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -19,6 +19,14 @@ def slots_at(index, end, selected, tail, TAIL: tl.constexpr, AHEAD: tl.constexpr
 
 
 @triton.jit
+def weights_at(log_weights, at_query, live, index, end, slot, SELECTED: tl.constexpr):
+    """The log-weights of these queries for the slots at these indices; 0 for those of the tail."""
+    there = (index >= 0) & (index < end) & (slot >= 0)
+    where = log_weights + at_query[:, None] * SELECTED + index[None, :]
+    return tl.load(where, mask=live[:, None] & there[None, :], other=0.0)
+
+
+@triton.jit
 def attend_tile(
     sums,
     q,
@@ -34,13 +42,14 @@ def attend_tile(
     VALUES_IN_KEYS: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    weights=None,
 ):
     """Add the keys and values number ``here`` to the sums, where ``read``."""
     keys = read_tile(k, here * SIZE, read, SIZE, WIDTH)
     values = keys
     if not VALUES_IN_KEYS:
         values = read_tile(v, here * VALUE, read, VALUE, VALUE_WIDTH)
-    return fold(sums, q, keys, values, seen, SCALE, SOFTCAP)
+    return fold(sums, q, keys, values, seen, SCALE, SOFTCAP, weights)
 
 
 @triton.jit
@@ -53,6 +62,7 @@ def gathered_kernel(
     counts,
     tail,
     until,
+    log_weights,
     out,
     lse,
     TOKENS: tl.constexpr,
@@ -70,6 +80,7 @@ def gathered_kernel(
     TAIL: tl.constexpr,
     SHARED: tl.constexpr,
     COUNTED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     HEADS: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -85,8 +96,9 @@ def gathered_kernel(
     KEYS / HEADS slots: what a slot has of them is one run of memory. Each row sees its own head
     alone. The tail is at indices below 0. It has the first BEFORE of the STEPS that CHUNKS share
     evenly, the selection has the others. SHARED: the heads share their selection, and otherwise
-    HEADS is 1. LISTED: how many slots a program reads at once and keeps, a power of 2, or 0 for one
-    that reads them tile by tile.
+    HEADS is 1. WEIGHTED: ``log_weights`` are added to the scores of the selection. LISTED: how many
+    slots a program reads at once and keeps, a power of 2, or 0 for one that reads them tile by
+    tile.
     """
     MINE: tl.constexpr = TOKENS * GROUP
     STEP: tl.constexpr = KEYS // HEADS
@@ -137,9 +149,13 @@ def gathered_kernel(
         if TOKENS > 1:
             seen &= at[None, :] <= position[:, None]
         here = base + slot.to(tl.int64) * KV_HEADS + key % HEADS
+        weights = None
+        if WEIGHTED:
+            weights = weights_at(log_weights, at_query, live, index, end, slot, SELECTED)
         sums = attend_tile(
             *(sums, tile, k, v, here, read, seen),
             *(SIZE, VALUE, WIDTH, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
+            weights=weights,
         )
     if TOKENS > 1:
         for start in range(tl.maximum(begin, 0), end, STEP):
@@ -151,9 +167,13 @@ def gathered_kernel(
             read = slot >= 0
             seen = read[None, :] & mine if HEADS > 1 else read[None, :]
             here = base + slot.to(tl.int64) * KV_HEADS + key % HEADS
+            weights = None
+            if WEIGHTED:
+                weights = weights_at(log_weights, at_query, live, index, end, slot, SELECTED)
             sums = attend_tile(
                 *(sums, tile, k, v, here, read, seen),
                 *(SIZE, VALUE, WIDTH, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
+                weights=weights,
             )
         # Padding saw the selection with the others.
         acc, total, top = sums

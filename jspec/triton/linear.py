@@ -7,17 +7,21 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jspec import tuned
 from jspec.dispatch import Backend
+from jspec.gpu import refuses_gpu
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_sizes, linear_xla, on_a_mesh
 from jspec.ops.norm import RMS
+from jspec.ops.quantized import Quantized
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
 MOST = 64  # rows that one tile holds
+FP8 = jnp.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Blocks:
 
 def linear_triton(
     x: Array,
-    kernel: Array,
+    kernel: Array | Quantized,
     bias: Array | None,
     norm: RMS | None,
     add: Array | None,
@@ -46,10 +50,10 @@ def linear_triton(
 ) -> Array:
     """As `jspec.ops.linear.linear`."""
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
-    run = differentiated_as(
-        functools.partial(linear_xla, **settings),
-        functools.partial(_launch, **settings, blocks=blocks),
-    )
+    launch = functools.partial(_launch, **settings, blocks=blocks)
+    if isinstance(kernel, Quantized):  # of which there is no derivative
+        return launch(x, kernel, bias, norm, add)
+    run = differentiated_as(functools.partial(linear_xla, **settings), launch)
     return run(x, kernel, bias, norm, add)
 
 
@@ -65,7 +69,9 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> 
     step = blocks.bytes // (width * kernel.dtype.itemsize)
     (y,) = triton_call(
         linear_kernel,
-        *(x, kernel, x if bias is None else bias),
+        *((x, kernel.values) if isinstance(kernel, Quantized) else (x, kernel)),
+        kernel.scale if isinstance(kernel, Quantized) else x,
+        x if bias is None else bias,
         *(x if norm is None else norm.scale, x if add is None else add),
         out=(jax.ShapeDtypeStruct((*lead, *outputs), dtype),),
         programs=-(-columns // width),
@@ -74,6 +80,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> 
         IN=inputs,
         OUT=columns,
         EPS=0.0 if norm is None else norm.eps,
+        SCALED=isinstance(kernel, Quantized),
         BIASED=bias is not None,
         NORMED=norm is not None,
         ADDED=add is not None,
@@ -87,20 +94,23 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> 
     return y
 
 
-def refuses(x: Array, kernel: Array) -> str | None:
+def refuses(x: Array, kernel: Array | Quantized) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
     rows = math.prod(x.shape[:-1])
     if not 1 <= rows <= MOST:
         return f"it takes 1 to {MOST} rows, and there are {rows}"
     if 0 in kernel.shape:
         return f"kernel {kernel.shape} leaves nothing to launch"
-    if x.dtype != kernel.dtype or x.dtype not in ("bfloat16", "float16", "float32"):
+    alike = x.dtype == kernel.dtype or isinstance(kernel, Quantized)
+    if not alike or x.dtype not in ("bfloat16", "float16", "float32"):
         return f"x {x.dtype} and kernel {kernel.dtype} are not of one type of 16 or 32 bits"
     return on_a_mesh(kernel)
 
 
 def _supports(x, kernel, *args, **kwargs) -> str | None:
-    return refuses(x, kernel) or refuses_triton()
+    if reason := refuses(x, kernel) or refuses_triton():
+        return reason
+    return refuses_gpu((8, 9), "a product with fp8") if kernel.dtype == FP8 else None
 
 
 LINEAR = Backend("triton", linear_triton, _supports)

@@ -8,6 +8,7 @@ import triton.language as tl
 def linear_kernel(
     x,
     kernel,
+    column_scale,
     bias,
     scale,
     add,
@@ -16,6 +17,7 @@ def linear_kernel(
     IN: tl.constexpr,
     OUT: tl.constexpr,
     EPS: tl.constexpr,
+    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     NORMED: tl.constexpr,
     ADDED: tl.constexpr,
@@ -26,7 +28,10 @@ def linear_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program takes ``WIDTH`` columns of the result and all of their inputs, in one order."""
+    """A program takes ``WIDTH`` columns of the result and all of their inputs, in one order.
+
+    SCALED: weights are of 8 bits, and each column is times its ``column_scale``.
+    """
     row = tl.arange(0, TILE)[:, None]
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
     there = column < OUT
@@ -49,12 +54,11 @@ def linear_kernel(
         weights = kernel + index[:, None].to(tl.int64) * down + column * at
         mask = inside[:, None] & there
         if GATED:
-            gate = tl.load(weights, mask=mask, other=0.0)
+            gate = tl.load(weights, mask=mask, other=0.0).to(part.dtype)
             gates = tl.dot(part, gate, gates, input_precision="tf32x3")
             weights += OUT * at
-        total = tl.dot(
-            part, tl.load(weights, mask=mask, other=0.0), total, input_precision="tf32x3"
-        )
+        up = tl.load(weights, mask=mask, other=0.0).to(part.dtype)
+        total = tl.dot(part, up, total, input_precision="tf32x3")
 
     kind = out.dtype.element_ty
     if NORMED:
@@ -62,10 +66,14 @@ def linear_kernel(
         root = (1.0 / tl.sqrt_rn(squares / IN + EPS))[:, None]
         total *= root
         gates *= root
+    offset: tl.constexpr = OUT if GATED else 0
+    if SCALED:
+        total *= tl.load(column_scale + offset + column, mask=there, other=0.0)
+        if GATED:
+            gates *= tl.load(column_scale + column, mask=there, other=0.0)
     # Rounded where a model rounds: after the product, its bias, its activation and the sum.
     total = total.to(kind)
     if BIASED:
-        offset: tl.constexpr = OUT if GATED else 0
         total += tl.load(bias + offset + column, mask=there, other=0.0).to(kind)
     if GATED:
         gates = gates.to(kind)

@@ -188,7 +188,7 @@ def test_the_bytes_of_a_case_are_of_what_it_reads(monkeypatch):
         point, "measure", lambda name, *x, moved, **more: seen.setdefault(name, moved) and []
     )
     ragged = attention.case("B=2,S=256,heads=4/2,H=16,T=3,lengths=ragged")
-    attention._measured(ragged, Settings(only=("none",)))
+    attention.measured(ragged, Settings(only=("none",)))
     total = int(caches.lengths(ragged).sum())
     # Keys and values of two heads, queries and outputs of four; 16 numbers of two bytes.
     assert seen["attention"] == 2 * 16 * (2 * 2 * total + 2 * 4 * 2 * 3)

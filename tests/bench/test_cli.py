@@ -53,8 +53,11 @@ def test_env_is_json(capsys):
     assert json.loads(capsys.readouterr().out)["platform"] == "cpu"
 
 
-# The suites of whole steps and of training have other options and clocks.
-OWN_CLOCKS = ("hash-training", "step", "decode")
+# The suites of whole steps, of training, of parts and of drafts have other options and clocks.
+OWN_CLOCKS = (
+    *("hash-training", "hata-off", "hata-ablation", "hata-e2e"),
+    *("ruler", "step", "auto", "decode", "collect", "vegas-accept", "vegas-overlap"),
+)
 
 
 @pytest.mark.parametrize("suite", [name for name in SUITES if name not in OWN_CLOCKS])
@@ -160,7 +163,7 @@ def test_an_interrupted_decoding_keeps_what_it_measured(monkeypatch, tmp_path):
 
     monkeypatch.setattr(command, "_INTERRUPTED", threading.Event())
     monkeypatch.setattr(decoding, "_decode", interrupted)
-    monkeypatch.setattr(decoding, "_prompts", lambda *arguments: [[1, 2, 3]])
+    monkeypatch.setattr(decoding, "texts", lambda *arguments: [[1, 2, 3]])
     monkeypatch.setattr(decoding, "_marginal", lambda *arguments: {"step_ms": 0.5})
     path = tmp_path / "result.json"
     assert main(["step", "--quick", "--json", str(path)]) == 130

@@ -12,8 +12,9 @@ SOURCE = Path(json.__file__).read_text()[:600]
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    """Run `jspec` with arguments; returns (exit code, stdout, stderr)."""
+def run(capsys, monkeypatch, short_command):
+    """Run `jspec generate` with arguments, by default on the first layers of the bundled model;
+    returns (exit code, stdout, stderr)."""
 
     def call(*arguments: str, stdin: bytes | None = None):
         if stdin is not None:

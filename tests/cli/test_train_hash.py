@@ -54,7 +54,8 @@ def test_json_says_what_was_kept_and_where(model, texts, tmp_path, capsys):
     assert found["out"] == str(out)
     assert found["environment"]["platform"] == "cpu"
     names = {row["name"] for row in found["methods"]}
-    assert names == {"exact", "hata-paper", "hata-authors", "random", "loki", "quest"}
+    hashes = {"hata-attention", "hata-paper", "hata-authors"}
+    assert names == hashes | {"exact", "random", "loki", "quest"}
     hashes = jspec.load_hashes(out)
     specs = jspec.load_model(model).config.layers
     assert [w.shape for w in hashes] == [(s.kv_heads, s.key_size, 64) for s in specs]
@@ -93,7 +94,7 @@ def test_texts_are_taken_until_there_are_pairs_enough():
     ("more", "message"),
     [
         (["--bits", "100"], "bits=100 must be one of 32, 64, 128, 256"),
-        (["--variant", "mine"], "variant='mine' must be paper or authors"),
+        (["--variant", "mine"], "variant='mine' must be one of attention, paper, authors"),
         (["--pairs", "0"], "--pairs 0 must be at least 1"),
         (["--step-pairs", "0"], "--step-pairs 0 must be at least 1"),
         (["--seed", "-1"], "--seed -1 must be in [0, 2**32)"),

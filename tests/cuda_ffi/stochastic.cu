@@ -56,17 +56,17 @@ void run(const Case& c) {
   std::vector<float> rate(c.batch), top_p(c.batch, 1), min_p(c.batch, 0);
   std::vector<int32_t> top_k(c.batch, 0), lengths(c.batch), positions(c.batch * targets);
   std::vector<int32_t> tokens(c.batch * c.gamma), stop_tokens(c.batch * stops);
-  std::vector<uint32_t> seeds(c.batch);
+  std::vector<uint32_t> seeds(2 * c.batch);
   for (int row = 0; row < c.batch; ++row) {
     rate[row] = row % 4 == 3 ? 0 : static_cast<float>(random_in(0.3, 3));
     if (row % 8 == 6) rate[row] = 1e7;
     rate[row] = float_of(bits_of(rate[row]) & 0xFFFFFF00);  // 16 bits, as settings have
-    seeds[row] = std::rand();
     lengths[row] = std::rand() % 3 ? c.gamma : std::rand() % (c.gamma + 1);
     if (c.filtered && row % 3) top_k[row] = 1 + std::rand() % c.vocabulary;
     if (c.filtered && row % 2) top_p[row] = static_cast<float>(random_in(0.1, 1));
     if (c.filtered && row % 5) min_p[row] = static_cast<float>(random_in(0, 0.3));
   }
+  for (uint32_t& word : seeds) word = std::rand();
   for (int32_t& position : positions) position = std::rand() % 1000;
   for (int32_t& token : tokens) token = std::rand() % (c.vocabulary + 1) - 1;
   for (int32_t& token : stop_tokens) token = std::rand() % c.vocabulary;
@@ -78,7 +78,7 @@ void run(const Case& c) {
   const Device<uint32_t> d_seeds(seeds);
   const Device<uint32_t> d_workspace(c.batch * Workspace::words(targets, drafted, tiles));
   const Device<int32_t> accepted(c.batch), committed(c.batch), next(c.batch);
-  const Device<int32_t> block(c.batch * targets), drawn(c.batch * targets);
+  const Device<int32_t> block_tokens(c.batch * targets), drawn(c.batch * targets);
   const Device<Flag> mismatch(c.batch), stopped(c.batch);
   std::vector<int32_t> h_accepted(c.batch), h_committed(c.batch), h_next(c.batch);
   std::vector<int32_t> h_block(c.batch * targets), h_drawn(c.batch * targets);
@@ -97,15 +97,20 @@ void run(const Case& c) {
                   d_lengths.data,
                   Workspace(d_workspace.data, c.batch, targets, drafted, tiles),
                   c.batch, c.vocabulary, tiles, c.filtered};
-  verify_on_cpu({host, tokens.data(), stop_tokens.data(), positions.data(), h_accepted.data(),
-                 h_committed.data(), flags(h_mismatch.data()), h_next.data(),
-                 flags(h_stopped.data()), h_block.data(), c.gamma, stops}, nullptr);
-  launched(verify_stochastic({device, d_tokens.data, d_stop_tokens.data, d_positions.data,
-                              accepted.data, committed.data, flags(mismatch.data), next.data,
-                              flags(stopped.data), block.data, c.gamma, stops}, nullptr));
-  check(accepted.holds(h_accepted) && committed.holds(h_committed) && next.holds(h_next) &&
-            mismatch.holds(h_mismatch) && stopped.holds(h_stopped) && block.holds(h_block),
-        "verification", c);
+  for (const bool block : {false, true}) {
+    if (block && !c.draft) continue;
+    verify_on_cpu({host, tokens.data(), stop_tokens.data(), positions.data(), h_accepted.data(),
+                   h_committed.data(), flags(h_mismatch.data()), h_next.data(),
+                   flags(h_stopped.data()), h_block.data(), c.gamma, stops, block}, nullptr);
+    launched(verify_stochastic({device, d_tokens.data, d_stop_tokens.data, d_positions.data,
+                                accepted.data, committed.data, flags(mismatch.data), next.data,
+                                flags(stopped.data), block_tokens.data, c.gamma, stops, block},
+                               nullptr));
+    check(accepted.holds(h_accepted) && committed.holds(h_committed) && next.holds(h_next) &&
+              mismatch.holds(h_mismatch) && stopped.holds(h_stopped) &&
+              block_tokens.holds(h_block),
+          block ? "verification by blocks" : "verification", c);
+  }
 
   host.draft.positions = device.draft.positions = 0;
   host.lengths = device.lengths = nullptr;

@@ -34,7 +34,9 @@ class Mutant:
 MUTANTS = {
     "accept shares with draft": Mutant("first + at, kAccept", "first + at, kDraft", "gamma-1"),
     "residual shares with accept": Mutant(
-        "first + at, kResidual", "first + at, kAccept", "gamma-2"
+        "first + at, kResidual);\n    return commit(stochastic, row, length, at, draw(rest",
+        "first + at, kAccept);\n    return commit(stochastic, row, length, at, draw(rest",
+        "gamma-2",
     ),
     "residual is the target": Mutant("draw(rest.total() ? rest : p,", "draw(p,", "gamma-2"),
     "stale q": Mutant(

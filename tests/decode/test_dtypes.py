@@ -19,7 +19,7 @@ from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import step
 from tests.decode.common import DRAFTERS, NGRAM, STREAMING, prompts
-from tests.decode.test_engine import OneLayer
+from tests.decode.test_own_model import OneLayer
 
 TWELVE = SamplingParams(max_new_tokens=12)
 

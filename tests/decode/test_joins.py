@@ -10,7 +10,7 @@ import pytest
 from jspec import cli
 from jspec.config import SamplingParams
 from jspec.decode import step as step_module
-from jspec.decode.draft import DRAFTERS, SelfDraft, named_draft
+from jspec.decode.draft import DRAFTERS, Chain, NgramDraft, SelfDraft, named_draft
 from jspec.decode.engine import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
@@ -52,7 +52,7 @@ def test_the_drafter_learns_from_what_was_committed(sharp):
 
 
 @pytest.mark.parametrize("draft", ["followers", "norms:budget=64"])
-def test_the_command_knows_them(draft, capsys):
+def test_the_command_knows_them(draft, capsys, short_command):
     arguments = ["generate", "--prompt", "def add(a, b):\n", "--max-new-tokens", "6"]
     assert cli.main([*arguments, "--draft", draft, "--gamma", "2", "--compare", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -104,6 +104,9 @@ def test_verifying_from_the_state_before_would_cost_one(tiny, monkeypatch):
     assert temporary > 0.9
 
 
-def test_a_policy_as_a_drafter_costs_no_copy_either(tiny):
-    copies, _ = cache_sized_copies(tiny, StepConfig(4, SelfDraft(NormTopK())), 3, 4096)
+@pytest.mark.parametrize("is_chain", [False, True], ids=["alone", "in a chain"])
+def test_a_policy_as_a_drafter_costs_no_copy_either(is_chain, tiny):
+    draft = SelfDraft(NormTopK())
+    draft = Chain(NgramDraft(), draft, inner=1, rounds=2) if is_chain else draft
+    copies, _ = cache_sized_copies(tiny, StepConfig(4, draft), 3, 4096)
     assert not copies

@@ -18,11 +18,27 @@ from jspec.config import ModelConfig, SamplingParams
 from jspec.cuda_ffi import library
 from jspec.decode import engine, prefill
 from jspec.decode import step as step_module
-from jspec.decode.draft import ModelDraft, NgramDraft, NoDraft, SelfDraft
+from jspec.decode.auto import GammaChoice
+from jspec.decode.draft import (
+    Chain,
+    Drafted,
+    Drafter,
+    GuidedDraft,
+    ModelDraft,
+    NgramDraft,
+    NoDraft,
+    SelfDraft,
+)
 from jspec.decode.draft import base as draft_module
-from jspec.decode.engine import generate
+from jspec.decode.draft import chain as chain_module
+from jspec.decode.engine import Gamma, generate
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
 from jspec.ops import vocabulary as vocabulary_module
-from jspec.policies import Dense, Quest, Streaming
+from jspec.ops.sample import Role
+from jspec.ops.stochastic import Rule
+from jspec.policies import Dense, ExactTopK, Hata, Loki, MagicPIG, Quest, Streaming, Vegas
+from jspec.policies.prepare import prepare
 from tests.conftest import make_decoder
 from tests.decode.common import DRAFTERS, STREAMING, full_logits, prompts
 from tests.ops.laws import check_counts, filtered_law
@@ -76,11 +92,13 @@ def test_every_backend_gives_the_same_tokens(source, hot, sharp, monkeypatch):
     assert run_on("xla") == kernels
 
 
-@pytest.mark.parametrize("source", DRAFTERS)
-def test_a_request_has_its_own_tokens(source, sharp, other):
+@pytest.mark.parametrize(
+    ("source", "rule"), [*((source, "token") for source in DRAFTERS), ("streaming", "block")]
+)
+def test_a_request_has_its_own_tokens(source, rule, sharp, other):
     """In any row, beside any neighbours, alone, and however the work is cut."""
     second = other if source == "model" else None
-    run = functools.partial(generate, sharp, draft=DRAFTERS[source], draft_model=second)
+    run = functools.partial(generate, sharp, draft=DRAFTERS[source], draft_model=second, rule=rule)
     texts, params = prompts(), mixed_requests()
     expected = run(texts, params).tokens
     assert len({tokens[:3] for tokens in expected}) > 4
@@ -127,13 +145,57 @@ THREE = ModelConfig.uniform(
 )
 PROMPT = (0, 2, 1, 1, 0, 2)
 SAMPLED = SamplingParams(max_new_tokens=4, temperature=1.0)
+ONE = {"budget": 1, "sinks": 0, "recent": 0, "dense_layers": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Haunted(Drafter):
+    """Knows what it drew at a position when that was rejected, and seldom draws it again."""
+
+    @property
+    def learns_from_rejected(self):
+        return True
+
+    def init(self, models, lengths, capacity, gamma):
+        return jnp.full((len(lengths), capacity), -1, jnp.int32)
+
+    def draft(self, models, state, config):
+        rows = jnp.arange(len(state.lengths))[:, None]
+        where = state.lengths[:, None] + jnp.arange(config.gamma, dtype=jnp.int32)[None]
+        before = state.draft.at[rows, where].get(mode="fill", fill_value=-1)
+        logits = -3.0 * jax.nn.one_hot(before, 3)
+        tokens = draft_module.sample(logits, state.sampling, where, Role.DRAFT, filtered=False)
+        lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
+        own = state.draft.at[rows, where].set(tokens, mode="drop")
+        return Drafted(tokens, lengths, logits), dataclasses.replace(state, draft=own)
+
+
 SOURCES = {
+    "haunted": Haunted(),
     "streaming": SelfDraft(Streaming(sinks=0, window=1)),
     "dense": SelfDraft(Dense()),
     "quest": SelfDraft(Quest(budget=2, page=2, sinks=0, recent=0, dense_layers=0)),
+    # One position of the past, picked by its weight for a token of the step before: a bad draft.
+    "vegas": GuidedDraft(Vegas(budget=1, least=0, score="weight")),
     "ngram": NgramDraft(min_match=1, max_match=3),
     "model": ModelDraft(),
     "plain": NoDraft(),
+    "chain": Chain(NgramDraft(1, 3), SelfDraft(Streaming(sinks=0, window=1)), inner=2, rounds=2),
+    "chain-of-models": Chain(
+        ModelDraft(),
+        SelfDraft(Quest(budget=2, page=2, sinks=0, recent=0, dense_layers=0)),
+        inner=1,
+        rounds=2,
+    ),
+}
+# A view that the verification of tokens which may be rejected picked, in rounds of a chain.
+SOURCES["chain-guided"] = Chain(NgramDraft(1, 3), SOURCES["vegas"], inner=2, rounds=2)
+# Of one position each, where the model itself reads six to nine.
+OTHER_POLICIES = {
+    "exact_topk": ExactTopK(**ONE),
+    "hata": Hata(**ONE, bits=32),
+    "loki": Loki(**ONE, channels=2),
+    "magicpig": MagicPIG(**ONE, bits=2, tables=4),
 }
 
 
@@ -164,13 +226,20 @@ def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
 
 
 def check_law(
-    source: str, params: SamplingParams, gamma: int = 2, seed: int = 0, vocabulary: int = 3
+    source: str,
+    params: SamplingParams,
+    gamma: Gamma = 2,
+    seed: int = 0,
+    vocabulary: int = 3,
+    rule: Rule = "token",
 ) -> float:
     """Chi-square of 12,000 texts of one prompt, one seed each; returns the acceptance rate.
 
     Everything is traced anew, so that a patched internal is seen.
     """
-    draft, decode_chunk = SOURCES[source], step_module.decode_chunk.__wrapped__
+    draft = SelfDraft(OTHER_POLICIES[source]) if source in OTHER_POLICIES else SOURCES[source]
+    arrays = prepare(draft.keeps, target(), PROMPT) if draft.keeps.needs_arrays else None
+    decode_chunk = step_module.decode_chunk.__wrapped__
 
     def chunk(*args, **settings):
         return decode_chunk(*args, **settings)
@@ -186,14 +255,22 @@ def check_law(
             [SamplingParams(**{**vars(params), "seed": seed * ROWS + row}) for row in range(ROWS)],
             gamma=0 if source == "plain" else gamma,
             draft=draft,
-            draft_model=second(vocabulary) if source == "model" else None,
+            draft_model=second(vocabulary) if draft.needs_model else None,
+            policy_arrays=arrays,
+            rule=rule,
             steps_per_chunk=2,
         )
     check_counts(Counter(got.tokens), enumerated(params))
     return got.stats.acceptance_rate
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(x for x in SOURCES if x != "chain-guided"),
+        pytest.param("chain-guided", marks=pytest.mark.slow),
+    ],
+)
 def test_generated_texts_have_the_target_law(source):
     """Four tokens by gamma 2, so that every text takes several steps; fails below p = 1e-4."""
     rate = check_law(source, SAMPLED)
@@ -203,6 +280,24 @@ def test_generated_texts_have_the_target_law(source):
         assert source == "plain" or 0.2 < rate < 0.95
 
 
+def test_texts_verified_by_blocks_have_the_target_law():
+    assert check_law("model", SAMPLED, gamma=3, rule="block") > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["chain", "chain-of-models"])
+def test_the_block_rule_gives_the_law_of_chains(source):
+    """Their drafts end where their rounds do, which the tokens drawn so far decide."""
+    assert check_law(source, SAMPLED, gamma=3, rule="block") > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_POLICIES)
+def test_texts_by_drafts_of_every_policy_have_the_target_law(name):
+    """Their own law is another one: a share of their tokens is rejected."""
+    assert 0.2 < check_law(name, SAMPLED) < 0.95
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [2, 5])
 def test_texts_by_a_draft_of_another_padding_have_the_target_law(vocabulary):
@@ -210,7 +305,9 @@ def test_texts_by_a_draft_of_another_padding_have_the_target_law(vocabulary):
     assert 0.1 < rate < 0.95
 
 
-@pytest.mark.parametrize("source", ["streaming", "ngram"])
+@pytest.mark.parametrize(
+    "source", ["streaming", "ngram", pytest.param("chain", marks=pytest.mark.slow)]
+)
 def test_filtered_texts_that_may_stop_have_the_target_law(source):
     params = SamplingParams(max_new_tokens=4, temperature=1.4, top_p=0.6, stop_tokens=(2,))
     check_law(source, params, gamma=3)
@@ -222,6 +319,15 @@ def test_filtered_texts_that_may_stop_have_the_target_law(source):
 @pytest.mark.parametrize("source", SOURCES)
 def test_generated_texts_have_the_target_law_in_more_rows(source, gamma, seed):
     check_law(source, SAMPLED, gamma, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["streaming", "chain"])
+def test_texts_of_changing_gammas_have_the_target_law(source, monkeypatch):
+    """Plain steps and drafts of two lengths in turn, as ``gamma="auto"`` may choose them."""
+    gammas = itertools.cycle((1, 0, 2))
+    monkeypatch.setattr(GammaChoice, "choose", lambda self: next(gammas))
+    check_law(source, SAMPLED, gamma="auto")
 
 
 # --- mutants ---------------------------------------------------------------------------------
@@ -278,3 +384,81 @@ def test_a_mutant_is_caught(owner, name, mutant, monkeypatch):
     monkeypatch.setattr(owner, name, mutant)
     with pytest.raises(AssertionError, match=r"p-value|seldom"):
         check_law("streaming", SAMPLED)
+
+
+def test_numbers_of_rejected_tokens_are_not_used_again(monkeypatch):
+    monkeypatch.setattr(Haunted, "learns_from_rejected", False)
+    with pytest.raises(AssertionError, match=r"p-value|seldom"):
+        check_law("haunted", SAMPLED)
+
+
+def chain_with(change):
+    """The middle level's sampling with changed arguments."""
+    right = chain_module.sample
+
+    def sample(logits, sampling, positions, role, **static):
+        changed = {"positions": positions, "role": role} | change(positions, role)
+        return right(logits, sampling, **static, **changed)
+
+    return "sample", sample
+
+
+CHAIN_MUTANTS = {
+    "numbers of acceptance shared by two levels": chain_with(
+        lambda positions, role: {"role": Role.ACCEPT}
+    ),
+    "logits of another position": (
+        "_put",
+        lambda into, rows, begin, counts: PUT(into, jnp.roll(rows, 1, axis=1), begin, counts),
+    ),
+}
+PUT = chain_module._put
+
+
+@pytest.mark.parametrize(("name", "mutant"), CHAIN_MUTANTS.values(), ids=CHAIN_MUTANTS)
+def test_a_mutant_of_a_chain_is_caught(name, mutant, monkeypatch):
+    monkeypatch.setattr(chain_module, name, mutant)
+    with pytest.raises(AssertionError, match=r"p-value|seldom"):
+        check_law("chain", SAMPLED)
+
+
+# --- numbers of a block ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "learns", "expected"),
+    [
+        ("token", False, [9, 9]),
+        ("block", False, [[3, 9], [1, 9]]),
+        ("token", True, [[3, 9], [1, 9]]),
+    ],
+    ids=["token", "block", "learns-from-rejected"],
+)
+def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, monkeypatch):
+    """The first draft token's position is the upper word, and the state keeps the request's.
+
+    Verification gets the same seeds; under the block rule it makes them itself.
+    """
+    seen, judged = [], []
+    verify = step_module.verify_stochastic
+
+    def listening(tokens, logits, lengths, stops, sampling, *rest, **settings):
+        judged.append(sampling.seeds)
+        return verify(tokens, logits, lengths, stops, sampling, *rest, **settings)
+
+    class Listening(NoDraft):
+        learns_from_rejected = learns
+
+        def draft(self, models, state, config):
+            seen.append(state.sampling.seeds)
+            return super().draft(models, state, config)
+
+    config = StepConfig(2, Listening(), rule=rule)
+    hot = SamplingParams(temperature=1.0, seed=9, max_new_tokens=4)
+    state = prefill.start_decoding(sharp, [[1, 2, 3], [4]], [hot, hot], config)
+    _, after = step_module.draft(Models(sharp), state, config)
+    np.testing.assert_array_equal(seen[0], expected)
+    np.testing.assert_array_equal(after.sampling.seeds, [9, 9])
+    monkeypatch.setattr(step_module, "verify_stochastic", listening)
+    step_module.step(Models(sharp), after, config)
+    np.testing.assert_array_equal(judged[0], expected if learns else [9, 9])

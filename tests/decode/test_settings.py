@@ -5,7 +5,14 @@ import re
 
 import pytest
 
-from jspec.decode.draft import ModelDraft, NgramDraft, NoDraft, SelfDraft, named_draft
+from jspec.decode.draft import (
+    ModelDraft,
+    NgramDraft,
+    NoDraft,
+    SelfDraft,
+    SuffixDraft,
+    named_draft,
+)
 from jspec.decode.settings import PLAIN, StepConfig
 from jspec.dispatch import Backends
 from jspec.policies import Dense, Streaming
@@ -54,6 +61,7 @@ def test_the_borders_are_allowed():
         StepConfig(backends=Backends(attention="xla")),
         SelfDraft(),
         NgramDraft(),
+        SuffixDraft(),
         ModelDraft(),
         NoDraft(),
         Streaming(),
@@ -76,6 +84,7 @@ def test_settings_are_frozen_and_hashable(setting):
         ("ngram", NgramDraft()),
         ("ngram:min_match=2", NgramDraft(min_match=2)),
         ("ngram:max_match=9,min_match=1", NgramDraft(min_match=1, max_match=9)),
+        ("suffix:min_match=2,factor=0.5", SuffixDraft(min_match=2, factor=0.5)),
         ("model", ModelDraft()),
         ("dense", SelfDraft(Dense())),
         ("streaming", SelfDraft(Streaming())),
@@ -89,7 +98,7 @@ def test_a_drafter_is_found_by_name(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("oracle", "draft 'oracle' is unknown; choose one of none, ngram, model, dense, streaming"),
+        ("oracle", "draft 'oracle' is unknown; choose one of none, ngram, suffix, model, dense, "),
         ("", "draft '' is unknown"),
         (
             "ngram:length=3",

@@ -14,7 +14,7 @@ from jspec.decode.draft import NoDraft, SelfDraft
 from jspec.decode.stats import Stats
 from jspec.eval import evaluate as module
 from jspec.eval import heatmap, ruler
-from jspec.eval.evaluate import evaluate, with_budget
+from jspec.eval.evaluate import GAMMA, Run, evaluate, evaluate_all, with_budget
 from jspec.eval.questions import (
     Asked,
     Question,
@@ -149,6 +149,29 @@ def test_policies_draft_where_that_is_asked_for(monkeypatch, tokenizer, model):
     assert "target" not in calls[0][1]
     # An answer without end is cut behind its room.
     assert len(score.answers[0]) == questions[0].room
+
+
+def test_policies_share_a_prefill(monkeypatch, tokenizer, model):
+    prefills, heard = [], []
+
+    def start(model, prompts, params, config, **settings):
+        assert config.gamma == GAMMA
+        prefills.append(len(prompts))
+        return len(prefills)
+
+    monkeypatch.setattr(module, "start_decoding", start)
+    calls = oracle(monkeypatch, tokenizer, lambda text: " ".join(solve(text)) + "\n")
+    questions = ruler_questions(tokenizer, ["single_needle"], LENGTH, 3)
+    runs = [Run(Quest()), Run(Streaming(), drafts=True)]
+    settings = {"length": LENGTH, "batch": 2, "on_batch": heard.append}
+    scores = evaluate_all(model, tokenizer, runs, questions, **settings)
+    assert [score.score for score in scores] == [100.0, 100.0]
+    assert (prefills, heard) == ([2, 2], [2, 2, 1, 1])
+    assert [own["prefilled"] for _, own in calls] == [1, 1, 2, 2]
+    assert [own.get("target") for _, own in calls] == [Quest(), None] * 2
+    # One policy alone needs no copy of what its prefill leaves.
+    evaluate_all(model, tokenizer, runs[:1], questions, **settings)
+    assert len(prefills) == 2
 
 
 def test_a_budget_is_that_of_the_policy():

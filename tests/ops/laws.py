@@ -24,7 +24,7 @@ from jspec.ops import vocabulary as vocabulary_module
 from jspec.ops.distribution import ONE, distribution
 from jspec.ops.law import law, rate_of
 from jspec.ops.sample import Role, Sampling, greedy, sample, settings_of
-from jspec.ops.stochastic import verify_stochastic
+from jspec.ops.stochastic import Rule, verify_stochastic
 from jspec.ops.uint64 import in_64_bits
 from jspec.ops.vocabulary import Vocabulary
 
@@ -50,14 +50,16 @@ def sampling_of(params: list[SamplingParams], seeds=None) -> Sampling:
     )
 
 
-_distribution = jax.jit(distribution, static_argnames=("vocabulary", "filtered"))
+@functools.partial(jax.jit, static_argnames="filtered")
+def _probabilities(logits, rows: Sampling, *, filtered: bool) -> jax.Array:
+    vocabulary = Vocabulary(logits.shape[-1])
+    return distribution(logits, settings_of(rows), vocabulary, filtered=filtered).probabilities()
 
 
 def probabilities(logits, rows: Sampling, *, filtered: bool) -> np.ndarray:
     """What each row samples from, float64 ``[B, T, V]``, of ``logits [B, T, V]``."""
     size = logits.shape[-1]
-    p = _distribution(logits, settings_of(rows), vocabulary=Vocabulary(size), filtered=filtered)
-    whole = np.asarray(p.probabilities())
+    whole = np.asarray(_probabilities(logits, rows, filtered=filtered))
     return whole.reshape(*logits.shape[:2], -1)[..., :size] / ONE
 
 
@@ -141,13 +143,14 @@ def check_tail(numbers: np.ndarray) -> None:
 class Toy:
     """A target and a draft as tables: ``target[t]``, ``draft[t]`` float32 ``[V] * t + [V]`` hold
     the logits of token t after each prefix of t tokens. A ``one_hot`` draft takes its largest logit
-    and says that it was certain."""
+    and says that it was certain. ``rule``: by which the draft is verified."""
 
     name: str
     target: tuple[np.ndarray, ...]
     draft: tuple[np.ndarray, ...]
     one_hot: bool = False
     dtype: str = "float32"
+    rule: Rule = "token"
 
     @property
     def gamma(self) -> int:
@@ -187,6 +190,7 @@ def make_toy(
     empty: bool = False,
     one_hot: bool = False,
     dtype: str = "float32",
+    rule: Rule = "token",
 ) -> Toy:
     """Random tables. ``like`` in [0, 1] mixes the target into the draft, ``zeros`` is the share of
     logits at -inf in both, ``disjoint`` leaves target and draft no token in common, ``empty``
@@ -222,6 +226,7 @@ def make_toy(
         tuple(draft),
         one_hot=one_hot,
         dtype=dtype,
+        rule=rule,
     )
 
 
@@ -232,6 +237,8 @@ def block_law(toy: Toy, params: SamplingParams, length: int) -> dict[tuple, floa
     together min(p(d), q(d)). The first that is rejected is replaced by r with probability, drawn
     and rejected and redrawn together, of max(p(r) - q(r), 0); the bonus token follows p.
     """
+    if toy.rule == "block" and not toy.one_hot:
+        return law_of_the_paper(toy, params, length)
     law: dict[tuple, float] = {}
 
     def walk(prefix: tuple[int, ...], mass: float) -> None:
@@ -249,6 +256,36 @@ def block_law(toy: Toy, params: SamplingParams, length: int) -> dict[tuple, floa
     # A block says how much of it was accepted: all of it but its last token.
     walk((), 1.0)
     return law
+
+
+def law_of_the_paper(toy: Toy, params: SamplingParams, length: int) -> dict[tuple, float]:
+    """Block verification as Sun et al. write it (arXiv 2403.10444, algorithm 2), draft by draft."""
+    law: dict[tuple, float] = {}
+    for draft in itertools.product(range(toy.vocabulary), repeat=length):
+        prefixes = [draft[:i] for i in range(length + 1)]
+        p = [toy.target_law(prefix, params) for prefix in prefixes]
+        q = [toy.draft_law(prefix, params) for prefix in prefixes[:length]]
+        drawn = np.prod([q[i][draft[i]] for i in range(length)])
+        if drawn == 0:
+            continue
+        chance = [1.0]
+        for i, token in enumerate(draft):
+            chance.append(min(chance[-1] * p[i][token] / q[i][token], 1.0))
+        # From the longest on: none longer was accepted.
+        left = drawn
+        for i in range(length, -1, -1):
+            if i == length:
+                share, ends = chance[i], p[i]
+            else:
+                over = np.maximum(chance[i] * p[i] - q[i], 0)
+                mass = over.sum() + 1 - chance[i]
+                share = over.sum() / mass if mass > 1e-12 else 1.0
+                ends = over / over.sum() if over.sum() > 1e-12 else p[i]
+            for token in np.flatnonzero(ends):
+                block = (*prefixes[i], int(token))
+                law[block] = law.get(block, 0.0) + left * share * ends[token]
+            left *= 1 - share
+    return {block: mass for block, mass in law.items() if mass > 0}
 
 
 def completed(toy: Toy, params: SamplingParams, law: dict[tuple, float]) -> dict[tuple, float]:
@@ -274,7 +311,7 @@ draw = jax.jit(
 )
 verify = jax.jit(
     functools.partial(verify_stochastic, implementation="xla"),
-    static_argnames=("filtered", "implementation"),
+    static_argnames=("rule", "filtered", "implementation"),
 )
 
 
@@ -284,7 +321,7 @@ def fresh_verify(implementation: str = "xla"):
         lambda *args, **settings: verify_stochastic(
             *args, **settings, implementation=implementation
         ),
-        static_argnames="filtered",
+        static_argnames=("rule", "filtered"),
     )
 
 
@@ -296,11 +333,13 @@ def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -
     """
     sizes = [group.rows for group in groups]
     count = sum(sizes)
-    params = [group.params for group in groups for _ in range(group.rows)]
-    rows = sampling_of(params, seed * 10_000_019 + np.arange(count))
+    each = sampling_of([group.params for group in groups])
+    rows = jax.tree.map(lambda x: np.repeat(np.asarray(x), sizes), each)
+    rows = dataclasses.replace(rows, seeds=np.uint32(seed * 10_000_019 + np.arange(count)))
     lengths = np.repeat([group.length for group in groups], sizes).astype(np.int32)
     filtered = any(group.params.mode == "filtered" for group in groups)
     first = (np.arange(count) % 50).astype(np.int32)
+    drawing = rows.in_block(first) if toy.rule == "block" else rows
     drafted = np.zeros((count, toy.gamma), np.int32)
     draft_logits = np.zeros((count, toy.gamma, toy.vocabulary), jnp.dtype(toy.dtype))
     target_logits = np.zeros((count, toy.gamma + 1, toy.vocabulary), np.float32)
@@ -316,7 +355,7 @@ def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -
                 drafted[:, t] = greedy(draft_logits[:, t])
                 continue
             here, at = draft_logits[:, t : t + 1], first[:, None] + np.int32(t)
-            drafted[:, t] = draw(here, rows, at, Role.DRAFT, filtered=filtered)[:, 0]
+            drafted[:, t] = draw(here, drawing, at, Role.DRAFT, filtered=filtered)[:, 0]
         verified = verify(
             drafted,
             target_logits,
@@ -325,6 +364,7 @@ def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -
             rows,
             first,
             draft_logits=None if toy.one_hot else draft_logits,
+            rule=toy.rule,
             filtered=filtered,
         )
     verified = jax.device_get(verified)
@@ -374,13 +414,13 @@ def check_forced(toy: Toy, number: int) -> None:
             lambda seeds, at, role: to_uint64(number, at.shape),
         )
         got = fresh_verify()(
-            jnp.asarray(drafts),
-            jnp.asarray(target_logits),
-            jnp.full((count,), gamma, jnp.int32),
-            jnp.full((count, 1), -1, jnp.int32),
+            drafts,
+            target_logits,
+            np.full(count, gamma, np.int32),
+            np.full((count, 1), -1, np.int32),
             rows,
-            jnp.zeros((count,), jnp.int32),
-            draft_logits=None if toy.one_hot else jnp.asarray(draft_logits),
+            np.zeros(count, np.int32),
+            draft_logits=None if toy.one_hot else draft_logits,
             filtered=False,
         )
     for row, draft in enumerate(drafts):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.ops.append import Turn, rotate_and_append
+from jspec.ops.append import APPEND_ENCODE, Turn, rotate_and_append, rotate_append_encode
 from jspec.ops.norm import RMS
 
 B, T, N, K, H, V, S = 2, 3, 4, 2, 8, 6, 12
@@ -49,6 +49,23 @@ def test_equals_the_definition(normed):
             want[2][row, slot] = v[row, token]
     for have, expected in zip(got, want, strict=True):
         np.testing.assert_allclose(have, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_codes_are_the_signs_of_the_new_keys():
+    """Whatever the column held of other slots it still holds."""
+    arguments = next(case for case in APPEND_ENCODE.cases() if case.name == "normed").arguments
+    *_, before, w, slots = arguments
+    q, keys, values, codes = rotate_append_encode(*arguments)
+    for have, want in zip((q, keys, values), rotate_and_append(*arguments[:6], slots), strict=True):
+        np.testing.assert_array_equal(have, want)
+    want = np.array(before)
+    for row, token in np.ndindex(slots.shape):
+        if (slot := slots[row, token]) < keys.shape[1]:
+            signs = np.einsum("kh,khr->kr", np.float64(keys[row, slot]), np.float64(w)) > 0
+            want[row, slot] = np.packbits(signs, axis=-1, bitorder="little").view("<u4")
+    np.testing.assert_array_equal(codes, want)
+    with pytest.raises(ValueError, match=r"codes uint32\[2, 20, 2, 2\] and w \[2, 16, 32\] must"):
+        rotate_append_encode(*arguments[:7], w[..., :32], slots)
 
 
 def test_shapes_that_do_not_fit_are_named():

@@ -140,15 +140,16 @@ def test_an_empty_residual_leaves_the_target(monkeypatch):
 
 # --- the law ---------------------------------------------------------------------------------
 
-RAGGED = [Group(SAMPLED, length, 30_000) for length in range(3)]
+# Toys of one vocabulary and one gamma share their program where they have as many rows.
+RAGGED = [Group(SAMPLED, length, 40_000) for length in range(3)]
 MIXED = [
-    Group(SAMPLED, 2, 40_000),
-    Group(GREEDY, 2, 2_000),
-    Group(SamplingParams(temperature=0.5, top_k=3), 2, 40_000),
-    Group(SamplingParams(temperature=2.0, top_p=0.8), 2, 40_000),
-    Group(SamplingParams(temperature=1.3, min_p=0.2), 1, 40_000),
-    Group(SamplingParams(temperature=0.8, top_k=4, top_p=0.95, min_p=0.05), 2, 40_000),
-    Group(GREEDY, 1, 2_000),
+    Group(SAMPLED, 2, 20_000),
+    Group(GREEDY, 2, 1_000),
+    Group(SamplingParams(temperature=0.5, top_k=3), 2, 20_000),
+    Group(SamplingParams(temperature=2.0, top_p=0.8), 2, 20_000),
+    Group(SamplingParams(temperature=1.3, min_p=0.2), 1, 20_000),
+    Group(SamplingParams(temperature=0.8, top_k=4, top_p=0.95, min_p=0.05), 2, 20_000),
+    Group(GREEDY, 1, 1_000),
 ]
 LAWS: list[tuple[Toy, list[Group]]] = [
     (make_toy("gamma-1", vocabulary=5, gamma=1, seed=10), [Group(SAMPLED, 1, 120_000)]),
@@ -156,12 +157,18 @@ LAWS: list[tuple[Toy, list[Group]]] = [
     (make_toy("gamma-3", vocabulary=3, gamma=3, seed=12), [Group(SAMPLED, 3, 120_000)]),
     (make_toy("near-equal", vocabulary=4, gamma=2, seed=13, like=0.97), RAGGED),
     (make_toy("equal", vocabulary=4, gamma=2, seed=14, like=1.0), RAGGED),
-    (make_toy("zero-mass", vocabulary=5, gamma=2, seed=15, zeros=0.4), RAGGED),
+    (make_toy("zero-mass", vocabulary=4, gamma=2, seed=15, zeros=0.4), RAGGED),
     (make_toy("disjoint", vocabulary=4, gamma=2, seed=16, disjoint=True), RAGGED),
     (make_toy("empty", vocabulary=5, gamma=2, seed=22, empty=True), RAGGED),
-    (make_toy("one-hot", vocabulary=4, gamma=2, seed=17, one_hot=True), RAGGED),
+    (make_toy("one-hot", vocabulary=5, gamma=2, seed=17, one_hot=True), RAGGED),
     (make_toy("one-hot-zero", vocabulary=5, gamma=2, seed=18, one_hot=True, zeros=0.4), RAGGED),
     (make_toy("bfloat16", vocabulary=4, gamma=2, seed=19, dtype="bfloat16"), RAGGED),
+    (make_toy("block", vocabulary=3, gamma=3, seed=12, rule="block"), [Group(SAMPLED, 3, 40_000)]),
+    (
+        make_toy("block-zero-mass", vocabulary=5, gamma=2, seed=15, zeros=0.4, rule="block"),
+        RAGGED,
+    ),
+    (make_toy("block-settings", vocabulary=5, gamma=2, seed=20, rule="block"), MIXED),
     (make_toy("settings", vocabulary=5, gamma=2, seed=20), MIXED),
     (make_toy("settings-one-hot", vocabulary=5, gamma=2, seed=21, one_hot=True), MIXED),
 ]

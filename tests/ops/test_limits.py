@@ -89,7 +89,7 @@ def test_what_is_taken_runs_and_what_is_refused_goes_elsewhere(
 def _static(operation: Operation) -> dict:
     if operation is SAMPLE:
         return SAMPLED | {"role": Role.DRAFT}
-    return SAMPLED if operation is VERIFY_STOCHASTIC else {}
+    return SAMPLED | {"rule": "token"} if operation is VERIFY_STOCHASTIC else {}
 
 
 def _run(operation: Operation, backend: str | None, args: tuple) -> None:

@@ -14,7 +14,14 @@ from jspec.ops import stochastic as module
 from jspec.ops.distribution import ONE, total
 from jspec.ops.sample import Role
 from jspec.ops.vocabulary import NO_TOKEN
-from tests.ops.laws import LAST_NUMBER, check_block_law, check_forced, fresh_verify
+from tests.ops.laws import (
+    LAST_NUMBER,
+    SAMPLED,
+    Group,
+    check_block_law,
+    check_forced,
+    fresh_verify,
+)
 from tests.ops.test_block_law import FORCED, LAWS
 
 RIGHT = {
@@ -133,7 +140,6 @@ MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
     "<= for <, disjoint": ({"_accepts": or_equal}, by_forced("disjoint", 0)),
     "<= for <, one-hot": ({"_accepts": or_equal}, by_forced("one-hot", 0)),
     "residual not normalised": ({"draw": without_normalising}, by_law("gamma-2")),
-    "residual is the target": ({"_residual": target_for_residual}, by_law("gamma-2")),
     "residual is the target, near-equal": (
         {"_residual": target_for_residual},
         by_law("near-equal"),
@@ -159,6 +165,29 @@ MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
 }
 
 
+BLOCK = {name: getattr(module.block, name) for name in ("_masses", "residual", "_chance")}
+
+
+def residual_of_the_token_rule(p_here, q_here, chance):
+    return BLOCK["residual"](p_here, q_here, jnp.full_like(chance, ONE))
+
+
+def masses_of_the_token_rule(chance, p, q, vocabulary):
+    return BLOCK["_masses"](jnp.full_like(chance, ONE), p, q, vocabulary)
+
+
+def chance_beyond_one(chance, p, q):
+    """A chance that is forgotten: each token counts by itself."""
+    return BLOCK["_chance"](jnp.full_like(chance, ONE), p, q)
+
+
+MUTANTS_OF_BLOCK = {
+    "residual of the token rule": ("residual", residual_of_the_token_rule),
+    "masses of the token rule": ("_masses", masses_of_the_token_rule),
+    "chances of single tokens": ("_chance", chance_beyond_one),
+}
+
+
 CAUGHT = "p-value|impossible|seldom|draft"
 
 
@@ -168,6 +197,14 @@ def test_a_mutant_is_caught(patches, check, monkeypatch):
         monkeypatch.setattr(module, name, mutant)
     with pytest.raises(AssertionError, match=CAUGHT):
         check()
+
+
+@pytest.mark.parametrize(("name", "mutant"), MUTANTS_OF_BLOCK.values(), ids=MUTANTS_OF_BLOCK)
+def test_a_mutant_of_the_block_rule_is_caught(name, mutant, monkeypatch):
+    monkeypatch.setattr(module.block, name, mutant)
+    toy, _ = next((t, g) for t, g in LAWS if t.name == "block")
+    with pytest.raises(AssertionError, match=CAUGHT):
+        check_block_law(toy, [Group(SAMPLED, 3, 20_000)], verify=fresh_verify())
 
 
 def test_a_draft_that_was_not_drawn_from_its_logits_is_caught(monkeypatch):

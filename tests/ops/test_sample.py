@@ -69,6 +69,22 @@ def test_the_documented_key(role):
     assert numbers([11], [[5]], role)[0, 0] == expected
 
 
+def test_a_block_has_a_seed_of_its_own():
+    """Its start is the upper word, and no block begins inside a block."""
+    rows = sampling_of([SamplingParams(temperature=1.0)] * 2, [11, 12])
+    blocks = rows.in_block(jnp.array([3, 4], jnp.int32))
+    with jax.enable_x64(True):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(3 * 2**32 + 11), 5), 1)
+        expected = np.asarray(jax.random.bits(key, dtype=np.dtype("uint64")))
+    got = numbers(blocks.seeds, [[5], [5]])
+    assert got[0, 0] == expected
+    assert got[1, 0] == numbers(blocks.seeds[1:], [[5]])[0, 0]
+    of_request = numbers(settings_of(rows).seeds, [[5], [5]])
+    assert of_request[0, 0] == numbers([11], [[5]])[0, 0]
+    with pytest.raises(ValueError, match=r"seeds \(2, 2\) are those of a block"):
+        blocks.in_block(jnp.array([5, 6], jnp.int32))
+
+
 @pytest.fixture(scope="module")
 def many() -> dict[Role, np.ndarray]:
     """For each role, numbers ``[100_000 seeds, 2 positions]``."""

@@ -40,22 +40,23 @@ def sharded(function, vocabulary_arguments: list[str]):
 
 
 @pytest.mark.parametrize(
-    ("count", "vocabulary", "tile", "params", "one_hot"),
+    ("count", "vocabulary", "tile", "params", "draft"),
     [
-        (2000, 64, 4, PLAIN, False),
-        (1000, 80, 4, FILTERS, False),
-        (1000, 24, 7, PLAIN, False),
-        (1000, 24, 7, FILTERS, True),
-        (64, 8 * 1500, 1024, PLAIN, False),
+        pytest.param(2000, 64, 4, PLAIN, "logits", marks=pytest.mark.slow),
+        (1000, 80, 4, FILTERS, "logits"),
+        (1000, 24, 7, PLAIN, "block"),
+        (1000, 24, 7, FILTERS, "one-hot"),
+        (64, 8 * 1500, 1024, PLAIN, "block"),
     ],
-    ids=["fit", "shared", "over-three", "over-three-one-hot", "large"],
+    ids=["fit", "shared", "over-three-block", "over-three-one-hot", "large-block"],
 )
-def test_sharded_is_the_same_as_whole(count, vocabulary, tile, params, one_hot, monkeypatch):
+def test_sharded_is_the_same_as_whole(count, vocabulary, tile, params, draft, monkeypatch):
     """Tiles that shards hold whole, that two shards share, and that lie over three."""
     filtered = params is FILTERS
-    args = drafted(count, vocabulary, params, one_hot=one_hot)
+    args = drafted(count, vocabulary, params, one_hot=draft == "one-hot")
     monkeypatch.setattr(module, "TILE", tile)
-    verify = functools.partial(verify_stochastic, filtered=filtered, implementation="xla")
+    settings = {"rule": "block" if draft == "block" else "token", "filtered": filtered}
+    verify = functools.partial(verify_stochastic, **settings, implementation="xla")
     whole = jax.jit(verify)(**args)
     parts = sharded(verify, ["target_logits", "draft_logits"])(**args)
     for field in dataclasses.fields(Verified):

@@ -118,14 +118,22 @@ every_case = pytest.mark.parametrize(
 )
 
 
+VERIFIED = [(case, "distribution") for case in CASES]
+VERIFIED += [(case, "one-hot") for case in ("ragged-tiles", "one-token")]
+VERIFIED += [(case, "block") for case in ("filters", "many-tiles", "one-token")]
+
+
 @kernels(VERIFY_STOCHASTIC)
-@pytest.mark.parametrize("one_hot", [False, True], ids=["distribution", "one-hot"])
-@every_case
-def test_verification_is_that_of_the_reference(backend, count, vocabulary, params, dtype, one_hot):
-    filtered = params is FILTERS
-    run = by(verify_stochastic, backend, filtered=filtered)
-    reference = by(verify_stochastic, "xla", filtered=filtered)
-    args = drafted(count, vocabulary, params, one_hot=one_hot, dtype=dtype)
+@pytest.mark.parametrize(("case", "draft"), VERIFIED, ids=["-".join(x) for x in VERIFIED])
+def test_verification_is_that_of_the_reference(backend, case, draft):
+    count, vocabulary, params, dtype = CASES[case]
+    settings = {
+        "filtered": params is FILTERS,
+        "rule": "block" if draft == "block" else "token",
+    }
+    run = by(verify_stochastic, backend, **settings)
+    reference = by(verify_stochastic, "xla", **settings)
+    args = drafted(count, vocabulary, params, one_hot=draft == "one-hot", dtype=dtype)
     expected = reference(**args)
     assert_same(run(**args), expected)
     if count > 50:
@@ -176,7 +184,7 @@ def test_verification_under_vmap(backend):
 
 
 def test_a_backend_says_what_it_refuses():
-    args = drafted(2, 37, PLAIN, one_hot=True)
+    args = drafted(24, 37, PLAIN, one_hot=True)
     for change, reason in (
         ({"target_logits": args["target_logits"].astype(jnp.float16)}, "float16"),
         ({"axis_name": "shards"}, "sharded over 'shards'"),
@@ -186,12 +194,12 @@ def test_a_backend_says_what_it_refuses():
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    args = drafted(2, 37, PLAIN, one_hot=True)
-    with pytest.raises(ValueError, match=r"positions \(2, 3\) must be .* with B=2"):
+    args = drafted(24, 37, PLAIN, one_hot=True)
+    with pytest.raises(ValueError, match=r"positions \(24, 3\) must be .* with B=24"):
         sample(
             args["target_logits"],
             args["sampling"],
-            jnp.zeros((2, 3), jnp.int32),
+            jnp.zeros((24, 3), jnp.int32),
             Role.BONUS,
             filtered=False,
         )

@@ -56,7 +56,7 @@ MATRIX = {
     "hata": Hata(**SOME, bits=32),
     "quest": Quest(**SOME | {"budget": 10}, page=2),
     "loki": Loki(**SOME, channels=3),
-    "magicpig": MagicPIG(**SOME, bits=3, tables=12),
+    "magicpig": MagicPIG(**SOME, bits=3, tables=12, weights=False),
     "shared top-k": SharedTopK(),
     "norms": NormTopK(),
 }

@@ -30,8 +30,10 @@ LAYOUTS = {"linear": Linear(CAPACITY), "striped": Striped(CAPACITY, 3, 2)}
 
 
 def test_every_policy_of_the_table_is_in_the_matrix():
-    assert set(POLICIES) <= set(MATRIX)
-    for name, kind in POLICIES.items():
+    # JAX computes with no array in the host's memory: `tests.policies.test_hata_off` has its own.
+    kinds = {name: kind for name, kind in POLICIES.items() if name != "hata_off"}
+    assert set(kinds) <= set(MATRIX)
+    for name, kind in kinds.items():
         assert isinstance(MATRIX[name], kind)
 
 
@@ -40,9 +42,12 @@ def plain(sharp):
     return generate(sharp, prompts(), requests(), draft=None)
 
 
-@pytest.mark.parametrize("name", MATRIX)
+WEIGHTED = {"magicpig weighted": dataclasses.replace(MATRIX["magicpig"], weights=True)}
+
+
+@pytest.mark.parametrize("name", [*MATRIX, *WEIGHTED])
 def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(name, plain, sharp):
-    policy = MATRIX[name]
+    policy = (MATRIX | WEIGHTED)[name]
     arrays = arrays_of(policy, sharp.config.layers)
     settings = {"draft": SelfDraft(policy), "policy_arrays": arrays}
     got = generate(sharp, prompts(), requests(), gamma=3, **settings)

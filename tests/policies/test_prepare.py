@@ -8,7 +8,7 @@ import pytest
 import jspec
 import jspec.policies.prepare as prepare
 from jspec.eval.sample import prepared
-from jspec.policies import ExactTopK, Loki, MagicPIG, Policy
+from jspec.policies import ExactTopK, Hata, Loki, MagicPIG, Policy
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 
@@ -52,3 +52,8 @@ def test_the_text_that_ships_with_jspec_serves_any_model(tiny):
             np.testing.assert_allclose(x.T @ x, np.eye(4), atol=1e-6)
     center = prepared(MagicPIG(), tiny, tokenizer)[0]["center"]
     assert np.abs(center).max() > 1e-3
+
+
+def test_a_policy_that_takes_no_keys_costs_no_prefill(tiny, monkeypatch):
+    monkeypatch.setattr(prepare, "_keys_of", None)
+    assert [w.shape for w in prepared(Hata(bits=32), tiny, None)] == [(2, 16, 32)] * 2

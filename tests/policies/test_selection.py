@@ -2,13 +2,14 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.cache import Linear, Striped
 from jspec.policies import Quest
-from jspec.policies.policy import create_cache, with_pages
+from jspec.policies.policy import create_cache, dots, with_pages
 from tests.policies import reference
 from tests.policies.common import CAPACITY, MATRIX, SPEC, arrays_of, filled, query, random
 
@@ -110,6 +111,7 @@ def test_the_first_layers_are_read_whole():
         ("loki", {"channels": 0}, "channels=0 must be at least 1"),
         ("magicpig", {"bits": 17}, "bits=17 must be in [1, 16]"),
         ("magicpig", {"tables": 1}, "tables=1 must be at least 2"),
+        ("magicpig", {"weights": True, "every": 2}, "every=2 layers cannot read one sample"),
     ],
 )
 def test_bad_settings_are_refused(name, settings, message):
@@ -135,3 +137,9 @@ def test_hata_counts_a_bit_times_the_norm_of_its_key():
 def test_loki_needs_a_sample():
     with pytest.raises(ValueError, match=r"jspec\.prepare"):
         MATRIX["loki"].prepare([SPEC], None)
+
+
+def test_a_column_keeps_its_order_where_it_is_scored():
+    """XLA on a GPU would copy Loki's and Quest's into another at the ends of a chunk of steps."""
+    q, k = random(3, 2, 8), random(3, CAPACITY, 2, 8)
+    assert "LayoutConstraint" in jax.jit(dots).lower((q, k)).as_text()

@@ -1,19 +1,34 @@
-"""The selection of sinks and a recent window, from its definition."""
+"""Sinks and a recent window, at positions of the text and of the window, from the definitions."""
 
+import dataclasses
+import math
+import types
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.cache import Cache, Linear
-from jspec.config import LayerSpec
+from jspec.config import LayerSpec, Rope, RopeScaling, SamplingParams
+from jspec.decode.draft import SelfDraft
+from jspec.decode.engine import generate
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import PLAIN
 from jspec.policies import Streaming
+from jspec.policies.attend import Compact, compact_attend, run_selected, turning
+from jspec.policies.prepare import prepare
+from tests.conftest import TINY, make_decoder
+from tests.decode.common import prompts
 
 CAPACITY = 20
 SPEC = LayerSpec(kv_heads=1, key_size=2, value_size=2)
 
 
 @pytest.mark.parametrize(
-    ("sinks", "window"), [(0, 1), (2, 3), (4, 30), (30, 2), (10, 10), (0, 20)], ids=str
+    ("sinks", "window"),
+    [(0, 1), (2, 3), (4, 30), (30, 2), (10, 10), (0, 20), (1, 0.3), (4, 0.01), (0, 1.0)],
+    ids=str,
 )
 def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
     cache = Cache.create([SPEC], [Linear(CAPACITY)], 4, jnp.float32)
@@ -22,7 +37,10 @@ def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
     selected = np.asarray(Streaming(sinks, window).select(None, 0, cache, None, until))
     assert selected.dtype == np.int32
     for row, length in enumerate(lengths):
-        wanted = {*range(min(sinks, length)), *range(max(length - window, 0), length)}
+        last = window
+        if isinstance(window, float):
+            last = max(math.ceil(np.float32(window) * np.float32(length)) - sinks, 1)
+        wanted = {*range(min(sinks, length)), *range(max(length - int(last), 0), length)}
         assert sorted(p for p in selected[row].tolist() if p >= 0) == sorted(wanted)
 
 
@@ -31,9 +49,117 @@ def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
     [
         ({"sinks": -1}, "sinks=-1 must be at least 0"),
         ({"window": 0}, "window=0 must be at least 1"),
+        ({"positions": "new"}, "positions='new' must be one of original, window"),
+        ({"window": 1.5}, r"window=1.5 must be a ratio in \(0, 1\]"),
     ],
-    ids=["sinks", "window"],
+    ids=["sinks", "window", "positions", "ratio"],
 )
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Streaming(**settings)
+
+
+@pytest.fixture(scope="module")
+def families():
+    """A decoder with a layer of each kind of rope, whose text depends on what attention reads."""
+    scalings = [
+        None,
+        RopeScaling("linear", 3.0),
+        RopeScaling("llama3", 8.0, original_context=16),
+        RopeScaling("yarn", 4.0, original_context=16),
+    ]
+    layers = [dataclasses.replace(TINY.layers[0], rope=index) for index in range(4)]
+    ropes = tuple(Rope(100.0, scaling) for scaling in scalings)
+    config = dataclasses.replace(TINY, layers=tuple(layers), ropes=ropes)
+    return make_decoder(config, seed=3, head=8.0)
+
+
+def paper(model, prompt, new: int, sinks: int, window: int) -> list[int]:
+    """Greedy decoding from section 3.2: keys are kept as they are before rotation, and the new
+    token rotates those that are left, and itself, by their places in the cache."""
+    layers = model.config.layers
+    kept, values, text, done = [[] for _ in layers], [[] for _ in layers], list(prompt), 0
+
+    def rotated(layer, x, places):
+        cosine, sine = model.angles(jnp.asarray(places)[None], layers[layer])
+        angle = (np.float64(cosine) + 1j * np.float64(sine))[0]
+        half = x.shape[-1] // 2
+        y = (x[..., :half] + 1j * x[..., half:]) * angle
+        return np.concatenate([y.real, y.imag], axis=-1)
+
+    @turning
+    def attend(layer, q, k, v, cache, *, turn):
+        first, q = len(kept[layer]), np.float64(q[0])
+        kept[layer] += list(np.float64(k[0]))
+        values[layer] += list(np.float64(v[0]))
+        out = np.zeros(q.shape)
+        for at in range(len(q)):
+            seen = range(first + at + 1)
+            if first + at + 1 >= len(prompt):
+                seen = [*seen[:-1][:sinks], *seen[sinks:-1][-window:], seen[-1]]
+            keys = rotated(layer, np.array([kept[layer][p] for p in seen]), range(len(seen)))
+            query = rotated(layer, q[at : at + 1], [len(seen) - 1])[0]
+            for head in range(4):
+                scores = keys[:, head // 2] @ query[head] / 4
+                weights = np.exp(scores - scores.max())
+                read = np.array([values[layer][p][head // 2] for p in seen])
+                out[at, head] = weights / weights.sum() @ read
+        return jnp.asarray(out[None], jnp.float32), cache
+
+    for _ in range(new):
+        tokens = jnp.asarray([text[done:]], jnp.int32)
+        positions = jnp.asarray([range(done, len(text))], jnp.int32)
+        hidden, _ = model(tokens, positions, attend, None)
+        done = len(text)
+        text.append(int(model.logits(hidden[:, -1:])[0, 0].argmax()))
+    return text[len(prompt) :]
+
+
+POLICY = Streaming(sinks=3, window=9, positions="window")
+PARAMS = SamplingParams(max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """One with much between sinks and window, and one in which they overlap at first."""
+    return prompts((40, 10), seed=5)
+
+
+@pytest.fixture(scope="module")
+def plain(families, texts):
+    return generate(families, texts, PARAMS, draft=None)
+
+
+def test_positions_inside_the_window_are_those_of_the_paper(families, texts, plain):
+    wanted = [tuple(paper(families, text, 5, 3, 9)) for text in texts]
+    got = generate(families, texts, PARAMS, draft=None, target=POLICY)
+    assert list(got.tokens) == wanted
+    assert wanted[0] != plain.tokens[0], "the case is too easy"
+
+
+def test_a_draft_reads_what_the_model_itself_would_and_stays_lossless(families, texts, plain):
+    state = start_decoding(families, texts, PARAMS, PLAIN)
+    arrays = prepare(POLICY, families)
+    positions = state.cache.lengths[:, None]
+
+    @jax.jit
+    def both(state):
+        tokens, until = state.last_token[:, None], state.cache.lengths
+        compact = Compact.of(state.cache, POLICY, arrays, spare=1)
+        got, _ = families(tokens, positions, compact_attend(positions, jnp.int32(1)), compact)
+        wanted, _ = run_selected(
+            *(families, tokens, positions, state.cache, until, 1), policy=POLICY, arrays=arrays
+        )
+        return got, wanted
+
+    got, wanted = both(state)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    assert generate(families, texts, PARAMS, draft=SelfDraft(POLICY)).tokens == plain.tokens
+
+
+def test_a_model_without_ropes_is_refused():
+    class Own:
+        config = types.SimpleNamespace(layers=[SPEC])
+
+    with pytest.raises(ValueError, match=r"config\.ropes .* which Own does not; use positions="):
+        prepare(Streaming(positions="window"), Own())

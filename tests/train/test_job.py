@@ -33,7 +33,8 @@ def test_a_run_writes_hashes_loss_and_report_and_nothing_else(job):
     hashes = load_hashes(job.out)
     assert [w.shape for w in hashes] == [(2, 16, 32)] * 2
     made = json.loads((job.out / "hashes.json").read_text())["made"]
-    assert made["pairs"] == report["pairs"] == sum(job.positions()) + 2
+    first = [int(places[0]) + 1 for places in job.positions()]
+    assert made["pairs"] == report["pairs"] == sum(first)
     assert HashTraining(**made["settings"]) == SETTINGS
     methods = {row["name"]: row for row in report["methods"]}
     assert set(methods) == {"exact", "hata-paper", "random", "loki", "quest"}
@@ -91,15 +92,21 @@ def test_what_is_kept_of_another_run_is_refused(job, monkeypatch):
             run(other)
 
 
-def test_both_variants_are_compared_and_the_one_asked_for_is_written(job, tmp_path):
-    asked = dataclasses.replace(SETTINGS, variant="authors")
-    both = dataclasses.replace(job, settings=asked, both=True)
-    names = [row["name"] for row in run(both)["methods"]]
-    assert {"hata-paper", "hata-authors"} <= set(names)
+@pytest.mark.parametrize("variant", ["authors", "attention"])
+def test_variants_are_compared_and_the_one_asked_for_is_written(job, tmp_path, variant):
+    asked = dataclasses.replace(SETTINGS, variant=variant)
+    every = dataclasses.replace(job, settings=asked, compares=True)
+    report = run(every)
+    names = [row["name"] for row in report["methods"]]
+    assert {"hata-paper", "hata-authors", "hata-attention"} <= set(names)
     alone = dataclasses.replace(job, settings=asked, out=tmp_path / "alone")
     run(alone)
-    for got, own in zip(load_hashes(both.out), load_hashes(alone.out), strict=True):
+    for got, own in zip(load_hashes(every.out), load_hashes(alone.out), strict=True):
         np.testing.assert_array_equal(got, own)
+    made = json.loads((alone.out / "hashes.json").read_text())["made"]
+    assert HashTraining(**made["settings"]) == asked
+    asked_once = sum(int(places[0]) + 1 for places in job.positions())
+    assert (made["pairs"] == asked_once) == (variant == "authors")
 
 
 def test_a_layer_with_a_window_has_no_hashes(job):

@@ -113,7 +113,7 @@ def test_each_epoch_draws_its_blocks(pairs):
     ("field", "value", "message"),
     [
         ("bits", 100, "bits=100 must be one of 32, 64, 128, 256"),
-        ("variant", "mine", "variant='mine' must be paper or authors"),
+        ("variant", "mine", "variant='mine' must be one of attention, paper, authors"),
         ("epochs", 0, "epochs=0 must be a whole number of at least 1"),
         ("iterations", 2.5, "iterations=2.5 must be a whole number"),
         ("rate", float("nan"), "rate=nan must be a finite number of at least 0"),

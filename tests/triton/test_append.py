@@ -9,7 +9,8 @@ from jspec.ops.append import APPEND as OPERATION
 from jspec.ops.append import Turn
 from jspec.ops.norm import RMS
 from jspec.triton import append as module
-from jspec.triton.append import append_triton
+from jspec.triton import hash as hash_module
+from jspec.triton.append import append_encode_triton, append_triton
 from jspec.triton.call import refuses_triton
 from tests.triton.lowering import lower
 
@@ -77,3 +78,65 @@ def test_is_one_launch_that_writes_in_place():
     text = lower(append_triton, *given)
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
     assert text.count("#stablehlo.output_operand_alias<") == 2
+
+
+def with_codes(given, bits: int):
+    """The arguments with a column of codes and matrices that encode keys into it."""
+    *rest, keys, values, slots = given
+    rng = np.random.default_rng(bits)
+    batch, size, kv_heads, channels = keys.shape
+    codes = rng.integers(0, 2**32, (batch, size, kv_heads, bits // 32), np.uint32)
+    w = rng.standard_normal((kv_heads, channels, bits), np.float32)
+    return *rest, keys, values, jnp.asarray(codes), jnp.asarray(w), slots
+
+
+def assert_encoded(got, given) -> None:
+    """Keys and all as without codes; bits as of the keys, but where a sum is next to 0."""
+    *plain, before, w, slots = given
+    *appended, codes = got
+    assert_appended(appended, (*plain, slots))
+    keys, want = np.float64(np.asarray(appended[1], np.float32)), np.array(before)
+    sums = np.einsum("bskh,khr->bskr", keys, np.float64(w))
+    bits = np.packbits(sums > 0, axis=-1, bitorder="little").view("<u4")
+    unsure = np.packbits(np.abs(sums) < 1e-4, axis=-1, bitorder="little").view("<u4")
+    assert np.count_nonzero(unsure) < 5
+    for row, token in np.ndindex(slots.shape):
+        if (slot := slots[row, token]) < keys.shape[1]:
+            want[row, slot] = bits[row, slot] ^ ((bits ^ np.asarray(codes)) & unsure)[row, slot]
+    np.testing.assert_array_equal(codes, want)
+
+
+ENCODED = [("mha", 32), ("group-of-three", 64), ("odd-sizes", 128)]
+
+
+@pytest.mark.parametrize(("case", "bits"), ENCODED, ids=[name for name, _ in ENCODED])
+def test_codes_equal_the_signs_in_the_interpreter(case, bits, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    given = with_codes(arguments(*CASES[case]), bits)
+    assert_encoded(append_encode_triton(*given), given)
+
+
+def test_many_tokens_take_a_launch_for_their_codes(interpreted, monkeypatch):
+    def launch(*arrays, **settings):
+        return tuple(map(jnp.asarray, interpreted(*arrays, **settings)))
+
+    for home in (module, hash_module):
+        monkeypatch.setattr(home, "triton_call", launch)
+    monkeypatch.setattr(module, "ENCODED", 1)
+    given = with_codes(arguments(*CASES["group-of-three"]), 32)
+    assert_encoded(append_encode_triton(*given), given)
+
+
+@pytest.mark.parametrize("case", [*CASES, *LARGE])
+def test_codes_equal_the_signs_on_a_gpu(case):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    given = with_codes(arguments(*(CASES | LARGE)[case]), 128)
+    assert_encoded(jax.jit(append_encode_triton)(*given), given)
+
+
+def test_codes_are_of_the_same_launch():
+    given = with_codes(arguments(*LARGE["qwen3"]), 128)
+    text = lower(append_encode_triton, *given)
+    assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
+    assert text.count("#stablehlo.output_operand_alias<") == 3

@@ -30,7 +30,7 @@ def run(x: Inputs, case: Case, blocks: Blocks | None, transform=lambda f: f):
     settings = case.settings | {"scale": case.scale or case.size**-0.5, "blocks": blocks}
 
     def call(*arrays):
-        return gathered_triton(*arrays[:-1], counts=arrays[-1], **settings)
+        return gathered_triton(*arrays[:-2], counts=arrays[-2], log_weights=arrays[-1], **settings)
 
     arrays = [None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x)]
     return transform(call)(*arrays)
@@ -117,11 +117,17 @@ def test_chunks_follow_from_the_selection_and_the_heads(count, tail, step, least
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tokens", "lead", "chosen", "launches"),
-    [(32, 8, 1, (), 8192, 2), (32, 8, 10, (), 8192, 2), (32, 32, 1, (32,), 512, 1)],
-    ids=["shared-t1", "shared-t10", "per-head-one-chunk"],
+    ("heads", "kv_heads", "tokens", "lead", "chosen", "weighted", "launches"),
+    [
+        (32, 8, 1, (), 8192, False, 2),
+        (32, 8, 10, (), 8192, True, 2),
+        (32, 32, 1, (32,), 512, True, 1),
+    ],
+    ids=["shared-t1", "shared-t10-weighted", "per-head-one-chunk-weighted"],
 )
-def test_is_one_launch_and_one_that_merges(heads, kv_heads, tokens, lead, chosen, launches):
+def test_is_one_launch_and_one_that_merges(
+    heads, kv_heads, tokens, lead, chosen, weighted, launches
+):
     shapes = [(8, tokens), (8, *lead, chosen), (8, tokens + 9), (8,)]
     q, cache = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -129,9 +135,10 @@ def test_is_one_launch_and_one_that_merges(heads, kv_heads, tokens, lead, chosen
     )
     settings = {"scale": 0.1, "softcap": None, "value_size": None}
     text = lower(
-        lambda *x: gathered_triton(*x[:-1], counts=x[-1], **settings),
+        lambda *x: gathered_triton(*x[:-2], counts=x[-2], log_weights=x[-1], **settings),
         *(q, cache, cache),
         *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [*shapes, (8, *lead)]),
+        jax.ShapeDtypeStruct((8, tokens, heads, chosen), jnp.float32) if weighted else None,
     )
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == launches
     assert text.count("stablehlo.") == launches

@@ -1,5 +1,7 @@
 """Products of a few rows in Triton: interpreted, lowered for CUDA, and on a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from jspec.ops.linear import linear_xla
 from jspec.ops.norm import RMS
+from jspec.ops.quantized import KINDS, Quantized, quantized
 from jspec.triton import linear as module
 from jspec.triton.call import refuses_triton
 from jspec.triton.linear import Blocks, linear_triton, refuses
@@ -15,11 +18,13 @@ from tests.triton.lowering import lower
 BLOCKS = Blocks(width=16, bytes=2048, stages=2, warps=1)
 
 
-def arguments(rows, inputs, outputs, dtype, *given):
-    """Random ones, with what ``given`` names; and the settings."""
+def arguments(rows, inputs, outputs, dtype, *given, drawn=True):
+    """Random ones, with what ``given`` names, or their shapes alone; and the settings."""
     rng = np.random.default_rng(rows + inputs)
 
     def normal(*shape, scale=1.0):
+        if not drawn:
+            return jax.ShapeDtypeStruct(shape, dtype)
         return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
 
     gated, transposed = "gated" in given, "transposed" in given
@@ -28,12 +33,15 @@ def arguments(rows, inputs, outputs, dtype, *given):
     bias = normal(*every) if "bias" in given else None
     norm = RMS(normal(inputs), 1e-5) if "norm" in given else None
     add = normal(rows, 1, outputs) if "add" in given else None
+    for kind in set(given) & set(KINDS):
+        pack = functools.partial(quantized, kind=kind)
+        kernel = pack(kernel) if drawn else jax.eval_shape(pack, kernel)
     settings = {
         "gated": gated,
         "transposed": transposed,
         "dtype": jnp.dtype("float32" if "wide" in given else dtype),
     }
-    return (3 * normal(rows, 1, inputs), kernel, bias, norm, add), settings
+    return (normal(rows, 1, inputs, scale=3.0), kernel, bias, norm, add), settings
 
 
 CASES = {
@@ -42,6 +50,7 @@ CASES = {
     "added": (17, 72, 16, "float32", "add"),
     "transposed": (2, 33, 50, "float32", "transposed", "norm"),
     "transposed-gated": (2, 33, 20, "float32", "transposed", "gated"),
+    "int8": (3, 40, 24, "float32", "norm", "gated", "bias", "int8"),
     "half": (5, 64, 32, "float16", "norm", "add", "wide"),
 }
 LARGE = {
@@ -49,13 +58,17 @@ LARGE = {
     "gate-up": (10, 4096, 12288, "bfloat16", "norm", "gated"),
     "down": (64, 12288, 4096, "bfloat16", "add"),
     "head": (4, 2560, 151936, "bfloat16", "transposed", "wide"),
+    "int8-gate-up": (4, 2048, 3072, "bfloat16", "norm", "gated", "int8"),
+    "fp8-down": (2, 3072, 2048, "bfloat16", "add", "fp8"),
     "odd": (7, 1000, 777, "float16", "norm", "gated", "add"),
 }
 
 
 def in_double(arrays, settings):
     """The definition in float64."""
-    x, kernel, bias, norm, add = jax.tree.map(lambda x: np.asarray(x, np.float64), arrays)
+    x, kernel, bias, norm, add = jax.tree.map(lambda x: np.float64(np.float32(x)), arrays)
+    if isinstance(kernel, Quantized):
+        kernel = kernel.values * kernel.scale
     if norm is not None:
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps) * norm.scale
     kernel = np.moveaxis(kernel, -1, 0) if settings["transposed"] else kernel
@@ -101,7 +114,7 @@ def test_a_row_alone_is_the_row_among_others_on_a_gpu(case):
 
 @pytest.mark.parametrize("case", LARGE)
 def test_is_one_launch(case):
-    arrays, settings = arguments(*LARGE[case])
+    arrays, settings = arguments(*LARGE[case], drawn=False)
     text = lower(lambda *arrays: linear_triton(*arrays, **settings), *arrays)
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
     assert "dot_general" not in text

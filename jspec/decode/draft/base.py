@@ -13,8 +13,8 @@ from jax import lax
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.verify import Verified
-from jspec.policies import Dense, Policy
-from jspec.typing import Array
+from jspec.policies import Dense, Guided, Policy
+from jspec.typing import Array, Model
 
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
@@ -39,10 +39,12 @@ class Drafted:
 @dataclasses.dataclass(frozen=True)
 class Seen:
     """What the target's pass over a draft saw: ``positions [B, T]``, -1 for padding, and the hidden
-    states ``[B, T, D]`` that the model returned."""
+    states ``[B, T, D]`` that the model returned. ``found``: what a guided policy collected of each
+    layer, None where none asked for it."""
 
     positions: Array
     hidden: Array
+    found: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,33 @@ class Drafter:
     def keeps(self) -> Policy:
         """The policy whose columns the target's cache keeps for this drafter."""
         return Dense()
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether the caller must pass the second model of `jspec.Models`."""
+        return False
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether it drafts with ``models.draft``, which `prepare` may have made."""
+        return self.needs_model
+
+    def prepare(self, models: Models) -> Models:
+        """``models`` with what it makes of the target once, before the first step."""
+        return models
+
+    @property
+    def learns_from_rejected(self) -> bool:
+        """Whether what it learns depends on draft tokens that were not accepted.
+
+        Each step then has random numbers of its own (docs/sampling.md, *Numbers of a block*).
+        """
+        return False
+
+    @property
+    def guided(self) -> Guided | None:
+        """The policy for which verification collects what it attended to; None for none."""
+        return None
 
     def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Any:
         """The drafter's own state before prompts of which it will hear ``lengths [B]`` tokens.
@@ -81,6 +110,13 @@ class Drafter:
         """Its own state with room for ``capacity`` positions a row; that of before is donated."""
         return own
 
+    def undone(self, own: Any, before: Any) -> Any:
+        """Its own state where what it learned since ``before`` is taken back.
+
+        A `Chain` asks for it: within a step, its first drafter learns from drafts.
+        """
+        return before
+
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
@@ -90,6 +126,37 @@ class Drafter:
     def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
         """Take up what was verified; ``state`` has the committed tokens and lengths."""
         return state
+
+
+class SparseDrafter(Drafter):
+    """A drafter that is the model itself over a sparse view of its own cache.
+
+    A `Chain` runs passes over that view by itself.
+    """
+
+    def view(self, models: Models, own: Any, until: Array) -> tuple[Policy, Any]:
+        """The policy that says what a pass reads, and the arrays that the policy takes.
+
+        ``own``: the drafter's own state; ``until [B]``: positions in the cache.
+        """
+        raise NotImplementedError
+
+    def model_of(self, models: Models) -> Model:
+        """The model that drafts: the target, or a copy that ``models.draft`` holds."""
+        return models.target
+
+
+def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:
+    """Cut a draft at its row's limits, and to nothing for a row that is done.
+
+    One token of the limit is left for the corrected or bonus token.
+    """
+    if gamma == 0:
+        return drafted
+    room = state.limits - state.lengths - 1
+    most = jnp.minimum(jnp.minimum(room, state.draft_limits), gamma)
+    most = jnp.where(state.done, 0, jnp.maximum(most, 0))
+    return dataclasses.replace(drafted, lengths=jnp.minimum(drafted.lengths, most))
 
 
 def autoregressive(

@@ -2,35 +2,64 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jspec.decode.draft.base import Drafter
+from jspec.decode.draft.chain import Chain
+from jspec.decode.draft.guided import GuidedDraft
 from jspec.decode.draft.ngram import NgramDraft
 from jspec.decode.draft.plain import NoDraft
 from jspec.decode.draft.second_model import ModelDraft
 from jspec.decode.draft.self_draft import SelfDraft
-from jspec.policies import POLICIES
+from jspec.decode.draft.suffix import SuffixDraft
+from jspec.policies import GUIDED, POLICIES
 from jspec.policies.named import made
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "none": NoDraft,
     "ngram": NgramDraft,
+    "suffix": SuffixDraft,
     "model": ModelDraft,
 }
 
 
 def names() -> list[str]:
     """What `named_draft` knows: the drafters, and the policies that the model drafts with."""
-    return [*DRAFTERS, *POLICIES]
+    return [*DRAFTERS, *POLICIES, *GUIDED]
 
 
 def named_draft(text: str) -> Drafter:
     """The drafter that ``NAME`` or ``NAME:setting=value,...`` names, as in ``ngram:min_match=2``.
 
-    A policy's name drafts with the model itself over that policy: ``streaming:window=240``. Raises
+    A policy's name drafts with the model itself over that policy, ``streaming:window=240``; it
+    takes ``quantized=`` of `SelfDraft` too. ``FIRST > SECOND`` is a `Chain` of the two, whose own
+    settings may follow a semicolon: ``suffix > hata:budget=256; rounds=6,inner=4``. Raises
     `ValueError` for an unknown name or setting, and for a value of the wrong type.
     """
+    if ">" in text:
+        return _chain(text)
     name, _, settings = text.partition(":")
     if name in DRAFTERS:
         return made(DRAFTERS[name], "draft", name, settings)
     if name in POLICIES:
-        return SelfDraft(made(POLICIES[name], "draft", name, settings))
+        own = [x for x in settings.split(",") if x.startswith("quantized=")]
+        rest = [x for x in settings.split(",") if x not in own]
+        policy = made(POLICIES[name], "draft", name, ",".join(rest))
+        draft = made(SelfDraft, "draft", name, ",".join(own))
+        return dataclasses.replace(draft, policy=policy)
+    if name in GUIDED:
+        return GuidedDraft(made(GUIDED[name], "draft", name, settings))
     raise ValueError(f"draft {name!r} is unknown; choose one of {', '.join(names())}")
+
+
+def _chain(text: str) -> Chain:
+    names, _, settings = text.partition(";")
+    parts = [part.strip() for part in names.split(">")]
+    if len(parts) != 2:
+        raise ValueError(f"draft {text!r} must be FIRST > SECOND, a chain of two drafters")
+    first, second = map(named_draft, parts)
+    settings = "".join(settings.split())
+    try:
+        return made(Chain, "draft", "chain", settings, first=first, second=second)
+    except TypeError as error:
+        raise ValueError(f"draft {text!r}: {error}") from None

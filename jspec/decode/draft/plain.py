@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 
-from jspec.decode.draft.base import Drafted, Drafter
+from jspec.decode.draft.base import Drafted, Drafter, Seen
 from jspec.decode.state import DecodeState, Models
+from jspec.ops.verify import Verified
+from jspec.policies import Guided, Policy
+from jspec.typing import Array
 
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
@@ -27,3 +30,40 @@ class NoDraft(Drafter):
         batch = state.tokens.shape[0]
         tokens = jnp.zeros((batch, config.gamma), jnp.int32)
         return Drafted(tokens, jnp.zeros((batch,), jnp.int32)), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Paused(NoDraft):
+    """Plain decoding while the drafter ``of`` rests, which then goes on from the same state.
+
+    The cache keeps what it needs, and it learns what is committed. Raises `ValueError` for a
+    drafter with a model of its own, whose cache would lack these tokens.
+    """
+
+    of: Drafter
+
+    def __post_init__(self) -> None:
+        if self.of.needs_model:
+            raise ValueError(f"{self.of} cannot rest: its model's cache would miss plain steps")
+
+    @property
+    def keeps(self) -> Policy:
+        return self.of.keeps
+
+    @property
+    def guided(self) -> Guided | None:
+        return self.of.guided
+
+    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Any:
+        return self.of.init(models, lengths, capacity, gamma)
+
+    def prefill(
+        self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
+    ) -> Any:
+        return self.of.prefill(models, own, tokens, positions, config)
+
+    def grow(self, own: Any, capacity: int) -> Any:
+        return self.of.grow(own, capacity)
+
+    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+        return self.of.learn(state, seen, verified)

@@ -60,6 +60,13 @@ class ModelDraft(Drafter):
         model, attend = _required(models), dense_attend(positions, backends=config.backends)
         return model(_known(tokens, model), positions, attend, own)[1]
 
+    @property
+    def needs_model(self) -> bool:
+        return True
+
+    def undone(self, own: Any, before: Any) -> Cache:
+        return own.with_lengths(before.lengths)
+
     def grow(self, own: Any, capacity: int) -> Cache:
         return own.grown(capacity)
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,6 +26,7 @@ def gathered_attention(
     until: Array,
     *,
     counts: Array | None = None,
+    log_weights: Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     value_size: int | None = None,
@@ -39,11 +42,15 @@ def gathered_attention(
     up to its own. What other slots hold, NaN included, has no effect. Nothing is clamped: slots
     must be below S.
 
+    ``log_weights`` float32 ``[B, T, N, n]``: added to the scores of the selected slots, after the
+    soft cap, so that a slot counts as often as its weight says; minus infinity leaves it out for
+    that query. Importance sampling takes the negative logarithm of a slot's probability.
+
     Returns the output ``[B, T, N, H']`` in the dtype of ``q`` and the log-sum-exp, natural log,
     float32 ``[B, T, N]``; padding, and a query that reads nothing, give 0 and -inf.
     """
     check_heads(q, k, v, value_size)
-    _check(q, k, positions, selected, tail, until, counts)
+    _check(q, k, positions, selected, tail, until, counts, log_weights)
     return GATHERED(
         q,
         k,
@@ -53,6 +60,7 @@ def gathered_attention(
         tail,
         until,
         counts=counts,
+        log_weights=log_weights,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         value_size=value_size,
@@ -60,7 +68,7 @@ def gathered_attention(
     )
 
 
-def _check(q, k, positions, selected, tail, until, counts) -> None:
+def _check(q, k, positions, selected, tail, until, counts, log_weights) -> None:
     batch, tokens, kv_heads = *q.shape[:2], k.shape[2]
     if positions.shape != (batch, tokens) or until.shape != (batch,):
         raise ValueError(
@@ -76,10 +84,16 @@ def _check(q, k, positions, selected, tail, until, counts) -> None:
         raise ValueError(f"counts {counts.shape} must be {lead}, as selected {selected.shape} is")
     if tail.ndim != 2 or tail.shape[0] != batch:
         raise ValueError(f"tail {tail.shape} must be [B, m] with B={batch}")
+    wanted = (*q.shape[:3], selected.shape[-1])
+    if log_weights is not None and (log_weights.shape, log_weights.dtype) != (wanted, jnp.float32):
+        raise ValueError(
+            f"log_weights {log_weights.dtype}{list(log_weights.shape)} must be float32 "
+            f"[B, T, N, n] = {list(wanted)}"
+        )
 
 
 def _xla(
-    q, k, v, positions, selected, tail, until, *, counts, scale, softcap, value_size
+    q, k, v, positions, selected, tail, until, *, counts, log_weights, scale, softcap, value_size
 ) -> tuple[Array, Array]:
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[2]
@@ -102,7 +116,11 @@ def _xla(
     values = None if v is None else jnp.take_along_axis(v, index, axis=1, mode="clip")
     values = values_in(keys, values, value_size)
     rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
-    sums = accumulate(start(rows, values.shape[3]), rows, keys, values, valid, softcap)
+    if log_weights is not None:
+        more = ((0, 0), (0, 0), (0, 0), (0, tail.shape[-1]))
+        log_weights = jnp.pad(grouped(log_weights, kv_heads), more)
+    sums = start(rows, values.shape[3])
+    sums = accumulate(sums, rows, keys, values, valid, softcap, log_weights)
     return finish(sums, tokens, q.dtype)
 
 
@@ -114,9 +132,10 @@ def gathered_sizes(
 
 
 def _cases() -> list[Case]:
-    """Two tokens behind five selected ones of ten, and what numpy makes of them."""
+    """Two tokens behind five selected ones of ten, without and with weights, by numpy."""
     chosen = np.array([[7, 0, -1, 3, 4, 9]], np.int32)
-    static = {"scale": 0.25, "softcap": None, "value_size": None}
+    weights = np.random.default_rng(1).standard_normal((1, 2, 2, 6)).astype(np.float32)
+    weights[0, 0, 1, 3] = -np.inf
 
     def build() -> tuple[np.ndarray, ...]:
         rng = np.random.default_rng(0)
@@ -124,16 +143,25 @@ def _cases() -> list[Case]:
         positions, tail = np.array([[10, 11]], np.int32), np.array([[10, 11]], np.int32)
         return q, k, v, positions, chosen, tail, np.array([10], np.int32)
 
-    def wanted() -> tuple[np.ndarray, np.ndarray]:
+    def wanted(weighted: bool) -> tuple[np.ndarray, np.ndarray]:
         q, k, v, *_ = build()
         scores = np.einsum("btnh,bsnh->bnts", q, k) / 4
+        if weighted:
+            kept = chosen[0] >= 0
+            scores[..., chosen[0, kept]] += np.swapaxes(weights, 1, 2)[..., kept]
         read = [np.isin(np.arange(12), [*chosen[0], *range(10, last + 1)]) for last in (10, 11)]
         scores = np.where(np.array(read), scores, -np.inf)
         lse = np.log(np.exp(scores).sum(axis=-1))
         out = np.einsum("bnts,bsnh->btnh", np.exp(scores - lse[..., None]), v)
         return out, np.swapaxes(lse, 1, 2)
 
-    return [Case("two-tokens", build, {"counts": None, **static}, small=True, wanted=wanted)]
+    def case(name: str, log_weights: np.ndarray | None) -> Case:
+        static = {"counts": None, "scale": 0.25, "softcap": None, "value_size": None}
+        static["log_weights"] = log_weights
+        right = functools.partial(wanted, log_weights is not None)
+        return Case(name, build, static, small=True, wanted=right)
+
+    return [case("two-tokens", None), case("weighted", weights)]
 
 
 GATHERED = Operation(

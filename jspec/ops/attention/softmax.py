@@ -24,6 +24,11 @@ def ungrouped(x: Array, tokens: int) -> Array:
     return jnp.swapaxes(x, 1, 2).reshape(batch, tokens, kv_heads * (rows // tokens), *rest)
 
 
+def capped(scores: Array, softcap: float | None) -> Array:
+    """Scores in ``-softcap .. softcap``, bent by a tanh; None leaves them as they are."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
 def start(q: Array, size: int) -> Sums:
     """The sums over no key, for grouped queries ``[B, K, T * G, H]`` and values of ``size``."""
     rows = q.shape[:-1]
@@ -31,12 +36,20 @@ def start(q: Array, size: int) -> Sums:
     return jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), out
 
 
-def accumulate(sums: Sums, q: Array, k: Array, v: Array, valid: Array, softcap: float | None):
+def accumulate(
+    sums: Sums,
+    q: Array,
+    k: Array,
+    v: Array,
+    valid: Array,
+    softcap: float | None,
+    log_weights: Array | None = None,
+) -> Sums:
     """Add keys to the sums.
 
     ``q [B, K, T * G, H]`` scaled, ``k [B, S, K, H]``, ``v [B, S, K, H']``; ``valid``, bool
-    ``[B, K or 1, T * G, S]``, says which keys a query reads. Queries and keys of different dtypes
-    are multiplied in float32.
+    ``[B, K or 1, T * G, S]``, says which keys a query reads; ``log_weights [B, K, T * G, S]`` are
+    added to their scores. Queries and keys of different dtypes are multiplied in float32.
     """
     maximum, total, out = sums
     wide = q.dtype if q.dtype == k.dtype else jnp.float32
@@ -46,8 +59,9 @@ def accumulate(sums: Sums, q: Array, k: Array, v: Array, valid: Array, softcap: 
     scores = jnp.einsum(
         "bkmh,bskh->bkms", q.astype(wide), k.astype(wide), preferred_element_type=jnp.float32
     )
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    scores = capped(scores, softcap)
+    if log_weights is not None:
+        scores = scores + log_weights
     scores = jnp.where(valid, scores, LOWEST)
     highest = jnp.maximum(maximum, scores.max(axis=-1))
     weights = jnp.where(valid, jnp.exp(scores - highest[..., None]), 0)

@@ -20,7 +20,8 @@ from tests.ops.attention.test_dense import EXACT
 class Case:
     """``chosen``: how many slots each row selects, of which some are -1, and ``counts`` of which
     count; ``lengths``: how many tokens of the ``tail`` are written before the ``tokens`` queries;
-    ``padded``: how many queries at the end of each row are padding."""
+    ``padded``: how many queries at the end of each row are padding; ``weighted``: there are
+    log-weights, some of them -inf."""
 
     name: str
     tokens: int
@@ -39,6 +40,7 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     dtype: str = "float32"
+    weighted: bool = False
 
     @property
     def settings(self) -> dict:
@@ -52,6 +54,8 @@ CASES = [
     Case("per-head", 1, 40, 11, 2, per_head=True),
     Case("per-head-counts", 3, 60, 24, 6, counts=(24, 1, 0), per_head=True, softcap=0.8),
     Case("tail-alone", 4, 30, 5, 4, counts=(0, 0, 0)),
+    Case("weighted", 2, 40, 21, 3, counts=(21, 2, 9), weighted=True, softcap=0.8),
+    Case("weighted-per-head", 3, 50, 20, 5, weighted=True, per_head=True, padded=(1, 0, 3)),
     Case("no-tail", 2, 30, 9, 0),
     Case("queries-past-the-tail", 4, 40, 9, 2),
     Case("padding", 4, 50, 13, 7, padded=(0, 4, 1), scale=0.7),
@@ -67,7 +71,9 @@ LARGE = [
     Case("llama-t1", 1, 6000, 3000, 10, None, False, 2, 32, 8, 128, dtype="bfloat16"),
     Case("llama-t10", 10, 3000, 1025, 12, (1025, 5, 0), False, 3, 32, 8, 128, dtype="bfloat16"),
     Case("mha-t1", 1, 2000, 512, 1, (512, 77, 300), True, 3, 32, 32, 128, dtype="bfloat16"),
-    Case("gqa-per-head-t2", 2, 4000, 700, 9, None, True, 2, 32, 8, 64, dtype="float16"),
+    Case(
+        "gqa-per-head-t2", 2, 4000, 700, 9, None, True, 2, 32, 8, 64, dtype="float16", weighted=True
+    ),
     Case("size-80-t4", 4, 4000, 1000, 7, None, False, 2, 8, 8, 80, dtype="bfloat16"),
     Case("size-96-t64", 64, 3000, 600, 70, None, False, 2, 8, 2, 96, dtype="bfloat16"),
     Case("size-256", 2, 3000, 999, 4, None, False, 2, 8, 4, 256, softcap=50.0, dtype="bfloat16"),
@@ -87,6 +93,7 @@ class Inputs:
     tail: np.ndarray
     until: np.ndarray
     counts: np.ndarray | None
+    log_weights: np.ndarray | None = None
 
     def row(self, index: int) -> "Inputs":
         """That batch row alone."""
@@ -104,6 +111,18 @@ def reads(x: Inputs, b: int, t: int, head: int) -> list[int]:
     chosen = x.selected[lead][: None if x.counts is None else x.counts[lead]]
     behind = [s for i, s in enumerate(x.tail[b]) if x.until[b] + i <= here]
     return [s for s in (*chosen, *behind) if s >= 0]
+
+
+def weights(x: Inputs, junk: float) -> np.ndarray:
+    """Log-weights, some of them -inf; ``junk`` for entries that select nothing."""
+    rng = np.random.default_rng(5)
+    shape = (*x.q.shape[:3], x.selected.shape[-1])
+    found = np.where(rng.random(shape) < 0.3, -np.inf, rng.normal(0, 3, shape))
+    group = x.q.shape[2] // x.k.shape[2]
+    chosen = x.selected if x.selected.ndim == 3 else x.selected[:, None]
+    chosen = np.broadcast_to(chosen, (len(chosen), x.k.shape[2], shape[-1]))
+    none = np.repeat(chosen < 0, group, axis=1)[:, None]
+    return np.where(none, junk, found).astype(np.float32)
 
 
 def inputs(case: Case, *, junk: float) -> Inputs:
@@ -141,6 +160,8 @@ def inputs(case: Case, *, junk: float) -> Inputs:
             counts = np.stack([np.roll(counts, head) for head in range(kv_heads)], axis=1)
     whole = [np.asarray(a, np.int32) for a in (positions, selected, tail, until)]
     x = Inputs(q, k, v, *whole, None if counts is None else np.asarray(counts, np.int32))
+    if case.weighted:
+        x = dataclasses.replace(x, log_weights=weights(x, junk))
     unread = np.ones(k.shape[:3], bool)
     for b, t, head in np.ndindex(batch, case.tokens, kv_heads):
         unread[b, reads(x, b, t, head), head] = False
@@ -163,10 +184,14 @@ def brute_force(
     for b, t, n in np.ndindex(q.shape[:3]):
         slots = reads(x, b, t, n // group)
         scores = np.array([scale * q[b, t, n] @ k[b, s, n // group] for s in slots])
-        if not slots:
-            continue
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
+        if x.log_weights is not None:
+            chosen = x.selected[(b, n // group)[: x.selected.ndim - 1]]
+            added = dict(zip(chosen, np.float64(x.log_weights[b, t, n]), strict=True))
+            scores += [added.get(s, 0.0) for s in slots]
+        if not np.isfinite(scores).any():
+            continue
         lse[b, t, n] = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
         weights = np.exp(scores - lse[b, t, n])
         out[b, t, n] = sum(w * v[b, s, n // group] for w, s in zip(weights, slots, strict=True))
@@ -181,13 +206,13 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames=("implementation", "scale", "softcap", "value_size"))
 def _jitted(*arrays, **settings):
-    return gathered_attention(*arrays[:-1], counts=arrays[-1], **settings)
+    return gathered_attention(*arrays[:-2], counts=arrays[-2], log_weights=arrays[-1], **settings)
 
 
 def run(x: Inputs, backend: str, **settings):
     arrays = [None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x)]
-    given = settings | {"counts": arrays[-1]}
-    if reason := GATHERED.backend(backend).supports(*arrays[:-1], **given):
+    given = settings | {"counts": arrays[-2], "log_weights": arrays[-1]}
+    if reason := GATHERED.backend(backend).supports(*arrays[:-2], **given):
         pytest.skip(f"{backend}: {reason}")
     return _jitted(*arrays, implementation=backend, **settings)
 
@@ -288,6 +313,9 @@ SHAPES = {
 }
 
 
+FLOATS = ("q", "k", "v", "log_weights")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -299,13 +327,17 @@ SHAPES = {
         ({"selected": (2,)}, r"selected \(2,\) must be"),
         ({"counts": (2, 2)}, r"counts \(2, 2\) must be \(2,\), as selected \(2, 5\) is"),
         ({"selected": (2, 2, 5), "counts": (2,)}, r"counts \(2,\) must be \(2, 2\)"),
+        (
+            {"log_weights": (2, 4, 4, 4)},
+            r"log_weights float32\[2, 4, 4, 4\] must be float32 .*4, 5\]",
+        ),
         ({"tail": (3, 3)}, r"tail \(3, 3\) must be \[B, m\] with B=2"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_bad_shapes_are_refused(change, message):
     arrays = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name in "qkv" else jnp.int32)
+        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name in FLOATS else jnp.int32)
         for name, shape in (SHAPES | change).items()
     }
     with pytest.raises(ValueError, match=message):

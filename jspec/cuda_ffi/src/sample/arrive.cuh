@@ -51,7 +51,7 @@ __device__ __forceinline__ void draw_numbers(const Sampling& sampling, int64_t r
   const int lane = threadIdx.x % 32;
   uint64_t* numbers =
       sampling.workspace.numbers + (row * sampling.target.positions + position) * kRoles;
-  if (lane < kRoles) numbers[lane] = number_of(sampling.settings.seeds[row], key, lane);
+  if (lane < kRoles) numbers[lane] = number_of(sampling.settings.seeds + 2 * row, key, lane);
 }
 
 __device__ __forceinline__ uint64_t number_at(const Sampling& sampling, int64_t row, int position,

@@ -11,6 +11,11 @@ constexpr int kThreads = kWarps * 32;
 
 constexpr int kShare = kTile / kThreads;  // tokens of a tile for a thread
 
+// Blocks of a multiprocessor: two tiles of logits must fit a warp's registers.
+template <typename Target, typename Draft>
+constexpr int kBlocks =
+    std::is_same_v<Target, Bfloat16> && std::is_same_v<Draft, Bfloat16> ? 8 : 5;
+
 // The logits of a thread's share of a tile, which are neighbours; minus infinity behind the end.
 template <typename Logit>
 struct Share {
@@ -129,11 +134,13 @@ struct Prober {
   }
 };
 
-// What the target likes more than the draft did, in probabilities.
-template <typename Target, typename Draft>
+// What the target likes more than the draft did, in probabilities. Under the block rule those of the
+// target count by `chance`, in units of 2^-53.
+template <typename Target, typename Draft, bool kBlock = false>
 struct Residual {
   const Position &p, &q;
   const Scale &p_scale, &q_scale;
+  uint64_t chance = kOne;
 
   __device__ uint64_t mass(const Cell& cell, int) const { return cell.sum; }
   // The weights of this thread's share of a tile; returns how far they are shifted to be masses.
@@ -145,7 +152,8 @@ struct Residual {
     const Share<Draft> q_share(static_cast<const Draft*>(q.logits) + first, p.vocabulary - first);
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      weights[i] = over(p_prober(first + i, p_share.x[i]), q_prober(first + i, q_share.x[i]));
+      weights[i] =
+          over(scaled(p_prober(first + i, p_share.x[i])), q_prober(first + i, q_share.x[i]));
     }
     return 0;
   }
@@ -163,20 +171,24 @@ struct Residual {
 #pragma unroll
       for (int i = 0; i < x.kEach; ++i) {
         // Both are below 2^54, so the upper half of their difference has its sign.
-        const uint64_t more = p_prober.quick(x[i]) - q_prober.quick(y[i]);
+        const uint64_t more = scaled(p_prober.quick(x[i])) - q_prober.quick(y[i]);
         if (static_cast<int32_t>(more >> 32) >= 0) sum += more;
       }
     } else {
 #pragma unroll 1
       for (int i = threadIdx.x % 32; i < min(left, kTile); i += 32) {
-        sum += over(p_prober(first + i, logit_of(static_cast<const Target*>(p.logits)[first + i])),
-                    q_prober(first + i, logit_of(static_cast<const Draft*>(q.logits)[first + i])));
+        const float p_x = logit_of(static_cast<const Target*>(p.logits)[first + i]);
+        const float q_x = logit_of(static_cast<const Draft*>(q.logits)[first + i]);
+        sum += over(scaled(p_prober(first + i, p_x)), q_prober(first + i, q_x));
       }
     }
     return warp_sum(sum);
   }
 
  private:
+  __device__ __forceinline__ uint64_t scaled(uint64_t p) const {
+    return kBlock ? times(chance, p) : p;
+  }
   __device__ __forceinline__ static uint64_t over(uint64_t p, uint64_t q) {
     return p > q ? p - q : 0;
   }

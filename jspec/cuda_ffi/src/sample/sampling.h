@@ -216,15 +216,36 @@ JSPEC_INLINE void threefry(uint32_t key0, uint32_t key1, uint32_t& x0, uint32_t&
   }
 }
 
-// `jspec.ops.sample.number`: 64 random bits.
-JSPEC_INLINE uint64_t number_of(uint32_t seed, int32_t position, uint32_t role) {
+// `jspec.ops.sample.number`: 64 random bits of a seed's upper and lower words.
+JSPEC_INLINE uint64_t number_of(const uint32_t* seed, int32_t position, uint32_t role) {
   uint32_t position0 = 0, position1 = position;
-  threefry(0, seed, position0, position1);
+  threefry(seed[0], seed[1], position0, position1);
   uint32_t role0 = 0, role1 = role;
   threefry(position0, position1, role0, role1);
   uint32_t high = 0, low = 0;
   threefry(role0, role1, high, low);
   return uint64_t(high) << 32 | low;
+}
+
+// The product of two probabilities, rounded down.
+JSPEC_INLINE uint64_t times(uint64_t a, uint64_t b) { return high64(a << 10, b << 1); }
+
+// `jspec.ops.block`: min(chance * p / q, 1), rounded down; 1 where only q is 0.
+JSPEC_INLINE uint64_t chance_of(uint64_t chance, uint64_t p, uint64_t q) {
+  const unsigned __int128 product = static_cast<unsigned __int128>(chance) * p;
+  if (product == 0) return 0;
+  return times(chance, p) >= q ? kOne : static_cast<uint64_t>(product / q);
+}
+
+// Whether a draft is accepted up to here and no further, where `mass` is left of `chance` by what the
+// draft has behind it.
+JSPEC_INLINE bool ends_block(uint64_t number, uint64_t chance, uint64_t mass) {
+  return chance == kOne || high64(number, mass + (kOne - chance)) < mass;
+}
+
+// Whether a draft is accepted whole.
+JSPEC_INLINE bool takes_block(uint64_t number, uint64_t chance) {
+  return high64(number, kOne) < chance;
 }
 
 // Whether a draft token is accepted: u * q < p.

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "sample/arrive.cuh"
+#include "sample/block.cuh"
 #include "sample/filter.cuh"
 
 namespace jspec {
@@ -47,11 +48,6 @@ __device__ __forceinline__ void sum_tiles(const Sampling& sampling, const Source
     cell += kWarps;
   }
 }
-
-// Blocks of a multiprocessor: two tiles of logits must fit a warp's registers.
-template <typename Target, typename Draft>
-constexpr int kBlocks =
-    std::is_same_v<Target, Bfloat16> && std::is_same_v<Draft, Bfloat16> ? 8 : 5;
 
 // Positions of target and draft by turns, so that the first ones are verified first. A block has
 // `each` tiles for each of its warps.
@@ -194,6 +190,15 @@ const char* verify_stochastic(const Stochastic& stochastic, Stream stream) {
   return for_logits(sampling, [&](auto target, auto draft) {
     using Target = decltype(target);
     using Draft = decltype(draft);
+    if (stochastic.block && sampling.draft.positions > 0) {
+      const Block task{stochastic, sampling};
+      if (const char* error = launch<Block, Target, Draft>(task, stream)) return error;
+      return for_rows(sampling, blocks_of(sampling, 1), stochastic.gamma,
+                      [&](dim3 grid, int64_t first) {
+                        block_residual_kernel<Target, Draft>
+                            <<<grid, kThreads, 0, stream>>>(task, first);
+                      });
+    }
     const char* error = launch<Stochastic, Target, Draft>(stochastic, stream);
     if (error || sampling.draft.positions == 0) return error;
     return for_rows(sampling, blocks_of(sampling, 1), 1, [&](dim3 grid, int64_t first) {

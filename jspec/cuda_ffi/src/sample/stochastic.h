@@ -23,7 +23,7 @@ struct Settings {
   const int32_t* top_k;   // [batch]
   const float* top_p;     // [batch]
   const float* min_p;     // [batch]
-  const uint32_t* seeds;  // [batch]
+  const uint32_t* seeds;  // [batch, 2]: upper and lower words
 };
 
 // What is kept of a tile: the sum of its weights, its largest logit and its exponent. In a greedy
@@ -48,6 +48,8 @@ struct Progress {
   unsigned long long ended;  // see `Ended` in arrive.cuh
   uint32_t rejected;         // the target's positions from the first rejected one on
   uint32_t summed;           // blocks of the residual
+  uint32_t judged;           // positions that are done, under the block rule
+  uint32_t unused;
 };
 
 // What the kernels keep in one buffer, for the positions of target and draft together.
@@ -103,6 +105,7 @@ struct Stochastic {
   int32_t* tokens;              // [batch, gamma + 1]
   int32_t gamma;
   int32_t stops;
+  bool block;  // the rule: false for the token rule
 };
 
 struct Draws {

@@ -126,10 +126,12 @@ int32_t draw(const Position& from, uint64_t number) {
   return 0;
 }
 
-Position residual(const Position& p, const Position& q) {
+// max(chance * p - q, 0); the chance is 1 under the token rule.
+Position residual(const Position& p, const Position& q, uint64_t chance) {
   Position out{p.weights, std::vector<uint32_t>(p.shifts.size()), {}};
   for (size_t i = 0; i < p.weights.size(); ++i) {
-    out.weights[i] = p.probability(i) - std::min(p.probability(i), q.probability(i));
+    const uint64_t probability = times(chance, p.probability(i));
+    out.weights[i] = probability - std::min(probability, q.probability(i));
   }
   return out;
 }
@@ -156,12 +158,42 @@ void commit(const Stochastic& stochastic, int64_t row, int32_t length, int32_t a
   stochastic.stopped[row] = stopped;
 }
 
+// As `verify_row`, by the block rule, with draft logits.
+void verify_block(const Stochastic& stochastic, int64_t row) {
+  const Sampling& sampling = stochastic.sampling;
+  const int32_t* draft = stochastic.draft_tokens + row * stochastic.gamma;
+  const int32_t length = std::clamp(sampling.lengths[row], 0, stochastic.gamma);
+  const uint32_t* seed = sampling.settings.seeds + 2 * row;
+  const int32_t first = stochastic.positions[row];
+  std::vector<Position> p, q;
+  std::vector<uint64_t> chances{kOne};
+  for (int32_t i = 0; i <= length; ++i) {
+    p.push_back(position_of(sampling, sampling.target, row, i));
+    if (i == length) break;
+    q.push_back(position_of(sampling, sampling.draft, row, i));
+    const size_t token = std::max(draft[i], 0);
+    chances.push_back(chance_of(chances[i], p[i].probability(token), q[i].probability(token)));
+  }
+  const auto accept = [&](int32_t i) { return number_of(seed, first + i - 1, kAccept); };
+  if (length == 0 || takes_block(accept(length), chances[length])) {
+    const uint64_t number = number_of(seed, first + length, kBonus);
+    return commit(stochastic, row, length, length, draw(p[length], number));
+  }
+  for (int32_t at = length - 1;; --at) {
+    const Position rest = residual(p[at], q[at], chances[at]);
+    const uint64_t mass = rest.total();
+    if (at > 0 && !ends_block(accept(at), chances[at], mass)) continue;
+    const uint64_t number = number_of(seed, first + at, kResidual);
+    return commit(stochastic, row, length, at, draw(mass ? rest : p[at], number));
+  }
+}
+
 void verify_row(const Stochastic& stochastic, int64_t row) {
   const Sampling& sampling = stochastic.sampling;
   const int32_t gamma = stochastic.gamma;
   const int32_t* draft = stochastic.draft_tokens + row * gamma;
   const int32_t length = std::min(sampling.lengths[row], gamma);
-  const uint32_t seed = sampling.settings.seeds[row];
+  const uint32_t* seed = sampling.settings.seeds + 2 * row;
   const int32_t first = stochastic.positions[row];
   for (int32_t at = 0;; ++at) {
     const Position p = position_of(sampling, sampling.target, row, at);
@@ -176,7 +208,7 @@ void verify_row(const Stochastic& stochastic, int64_t row) {
     if (accepts(number_of(seed, first + at, kAccept), q_token, p.probability(token))) continue;
     Position rest = p;
     if (!one_hot) {
-      rest = residual(p, q);
+      rest = residual(p, q, kOne);
     } else if (draft[at] >= 0 && draft[at] < sampling.vocabulary) {
       rest.weights[draft[at]] = 0;
     }
@@ -189,7 +221,10 @@ void verify_row(const Stochastic& stochastic, int64_t row) {
 }  // namespace
 
 const char* verify_stochastic(const Stochastic& stochastic, Stream) {
-  for (int64_t row = 0; row < stochastic.sampling.batch; ++row) verify_row(stochastic, row);
+  const bool block = stochastic.block && stochastic.sampling.draft.positions > 0;
+  for (int64_t row = 0; row < stochastic.sampling.batch; ++row) {
+    block ? verify_block(stochastic, row) : verify_row(stochastic, row);
+  }
   return nullptr;
 }
 
@@ -198,7 +233,7 @@ const char* sample(const Draws& draws, Stream) {
   const int32_t count = sampling.target.positions;
   for (int64_t i = 0; i < sampling.batch * count; ++i) {
     const int64_t row = i / count;
-    const uint32_t seed = sampling.settings.seeds[row];
+    const uint32_t* seed = sampling.settings.seeds + 2 * row;
     const Position p = position_of(sampling, sampling.target, row, i % count);
     draws.tokens[i] = draw(p, number_of(seed, draws.positions[i], draws.role));
   }

@@ -28,7 +28,7 @@ inline ffi::Error sampling_of(const Buffers& buffers, size_t logits, size_t sett
                                     {"top_k", Type::S32, {}},
                                     {"top_p", Type::F32, {}},
                                     {"min_p", Type::F32, {}},
-                                    {"seeds", Type::U32, {}}});
+                                    {"seeds", Type::U32, {2}}});
   if (error.failure()) return error;
   error = buffers.check(buffers.size() - 1, batch, {{"workspace", Type::U32, {words}}});
   if (error.failure()) return error;
@@ -52,7 +52,7 @@ inline ffi::Error sampling_of(const Buffers& buffers, size_t logits, size_t sett
 // Arguments: draft_tokens, target_logits, draft_lengths, stop_tokens, five settings, positions and,
 // where the draft has them, draft_logits. Results: the fields of `jspec.Verified`, workspace.
 ffi::Error verify_stochastic_call(Stream stream, ffi::RemainingArgs arguments,
-                                  ffi::RemainingRets results, bool filtered) {
+                                  ffi::RemainingRets results, bool block, bool filtered) {
   using Type = ffi::DataType;
   const size_t count = arguments.size() == 11 ? 11 : 10;
   ffi::Error error = check_count(arguments, count, results, 7);
@@ -103,6 +103,7 @@ ffi::Error verify_stochastic_call(Stream stream, ffi::RemainingArgs arguments,
   out.tokens = buffers.data<int32_t>(count + 5);
   out.gamma = static_cast<int32_t>(gamma);
   out.stops = static_cast<int32_t>(stops);
+  out.block = block;
   return launched(verify_stochastic(out, stream));
 }
 
@@ -128,7 +129,7 @@ ffi::Error sample_call(Stream stream, ffi::RemainingArgs arguments, ffi::Remaini
 }  // namespace jspec
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_verify_stochastic, jspec::verify_stochastic_call,
-                              JSPEC_BIND().Attr<bool>("filtered"),
+                              JSPEC_BIND().Attr<bool>("block").Attr<bool>("filtered"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_sample, jspec::sample_call,

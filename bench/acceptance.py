@@ -1,0 +1,266 @@
+"""How many draft tokens are accepted, drafter by drafter, on real texts of the bundled model.
+
+Acceptance does not depend on the machine. All drafters start from one prefill of the same texts:
+source files of Python's standard library, and documents that ask for facts which they gave before.
+Of each, one row is greedy and one is sampled at temperature 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+
+import jspec
+from bench.settings import Settings, bar, console
+from bench.suite import Suite
+from jspec.cache import Cache
+from jspec.decode.prefill import start_decoding
+from jspec.decode.requests import mode_of, sampling_of
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+from jspec.decode.stats import Tally
+from jspec.decode.step import decode_chunk
+from jspec.eval.ruler import training_document
+from jspec.eval.sample import prepared
+from jspec.policies import Policy
+from jspec.policies.policy import columns_of, create_cache, with_pages
+
+TEMPERATURES = (0.0, 1.0)
+STEPS = 4  # of a jitted chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is run: ``texts`` of ``context`` tokens, ``new`` tokens of each row."""
+
+    context: int
+    texts: int
+    new: int
+    gamma: int
+    ratio: float
+
+
+def drafts(ratio: float) -> dict[str, str]:
+    """Drafters by the names of the tables, at one ratio of the context."""
+    guided = f"budget={ratio},least=0"
+    scored = f"budget={ratio},dense_layers=0"
+    return {
+        "none": "none",
+        "Vegas (first + bonus token, logits)": f"vegas:{guided}",
+        "MagicDec-Stream": f"streaming:window={ratio}",
+        "MagicDec-Quest": f"quest:{scored}",
+        "SpecExtend, layer-wise": f"specextend:{guided}",
+        "SparseSpec": f"sparsespec:{guided}",
+        "Vegas, all tokens": f"vegas:{guided},collect=all",
+        "Vegas, last accepted token": f"vegas:{guided},collect=last",
+        "Vegas, weights": f"vegas:{guided},score=weight",
+        "Vegas, all but discarded tokens": f"vegas:{guided},collect=accepted",
+        "Vegas, all tokens, per head": f"vegas:{guided},collect=all,per_head=true",
+        "exact top-k": f"exact_topk:{scored},sinks=0,recent=0",
+        "HATA, random hashes": f"hata:{scored}",
+        "n-gram": "ngram",
+    }
+
+
+def plans(settings: Settings) -> list[Plan]:
+    if settings.quick:
+        return [Plan(256, 2, 12, 3, 0.07)]
+    if jax.default_backend() == "cpu":
+        return [Plan(8192, 4, 64, 7, 0.07)]
+    grid = [(context, gamma, 0.07) for context in (8192, 32000) for gamma in (7, 11)]
+    grid += [(8192, 7, ratio) for ratio in (0.01, 0.02, 0.03, 0.05, 0.1)]
+    return [Plan(context, 16, 256, gamma, ratio) for context, gamma, ratio in grid]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Rows come one by one, a drafter and a temperature each."""
+    return {"rows": _rows(settings)}
+
+
+def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
+    model, tokenizer = jspec.load_bundled()
+    for plan in plans(settings):
+        prompts = texts_of(plan, tokenizer)
+        params = [
+            jspec.SamplingParams(max_new_tokens=plan.new, temperature=t, seed=row, ignore_eos=True)
+            for t in TEMPERATURES
+            for row in range(plan.texts)
+        ]
+        before = start_decoding(
+            model, prompts, params[: plan.texts], StepConfig(plan.gamma), chunk=512
+        )
+        wanted = None
+        named = drafts(plan.ratio)
+        if settings.quick:
+            named = dict(list(named.items())[:4])
+        with bar("vegas-accept", len(named)) as advance:
+            for name, text in named.items():
+                gamma = 0 if name == "none" else plan.gamma
+                config = StepConfig(gamma, jspec.named_draft(text))
+                arrays = prepared(config.keeps, model, tokenizer)
+                models = Models(model, policy=arrays)
+                state = started(before, models, config, params)
+                tokens, tallies = decoded(state, models, config)
+                wanted = tokens[: plan.texts] if wanted is None else wanted
+                right = bool(np.array_equal(tokens[: plan.texts], wanted))
+                if name != "none":
+                    yield from _found(plan, name, text, right, tallies)
+                advance()
+
+
+def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:
+    """Texts of ``plan.context`` tokens, of the two kinds by turns."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda p: p.name)
+    long = [path.read_bytes() for path in files if path.stat().st_size > 2 * plan.context]
+    found = []
+    for row in range(plan.texts):
+        if row % 2 == 0:
+            text: str | bytes = long[row * len(long) // plan.texts][plan.context // 2 :]
+        else:
+            text, _ = training_document(4 * plan.context, np.random.default_rng([1, row]))
+        found.append(tokenizer.encode(text)[: plan.context])
+    return found
+
+
+def started(
+    before: DecodeState, models: Models, config: StepConfig, params: list[jspec.SamplingParams]
+) -> DecodeState:
+    """A state as `jspec.start_decoding` makes it, from a prefill of the texts alone."""
+    repeats = len(params) // len(before.tokens)
+    state = jax.tree.map(lambda x: jnp.concatenate([x] * repeats), before)
+    cache = with_policy(config.keeps, models.policy, state.cache)
+    own = config.draft.init(models, cache.lengths + 0, cache.layouts[0].size, config.gamma)
+    return dataclasses.replace(
+        state, cache=cache, sampling=sampling_of(params), mode=mode_of(params), draft=own
+    )
+
+
+def with_policy(policy: Policy, arrays: Any, cache: Cache) -> Cache:
+    """The cache with what ``policy`` keeps of the tokens in it."""
+    batch, capacity = cache.columns[0]["keys"].shape[:2]
+    found = create_cache(policy, cache.specs, cache.layouts, batch, cache.keys(0).dtype)
+    for layer, (spec, columns) in enumerate(zip(cache.specs, cache.columns, strict=True)):
+        more = {}
+        if columns_of(policy, spec):
+            more = policy.encode(arrays, layer, cache.keys(layer))
+        found = found.replaced(layer, **columns, **more)
+    found = found.with_lengths(cache.lengths)
+    zero = jnp.zeros_like(cache.lengths)
+    return with_pages(policy, arrays, found, zero, cache.lengths, capacity)
+
+
+def decoded(
+    state: DecodeState, models: Models, config: StepConfig
+) -> tuple[np.ndarray, list[Tally]]:
+    """The tokens of all rows, and what was accepted in each of them."""
+    tallies = [Tally(config.gamma) for _ in state.done]
+    while not np.asarray(state.done).all():
+        state, record = decode_chunk(models, state, config, STEPS)
+        counts = [np.asarray(x) for x in (record.drafted, record.accepted, record.committed)]
+        for row, tally in enumerate(tallies):
+            tally.add(*(x[:, row : row + 1] for x in counts))
+    return np.asarray(state.tokens), tallies
+
+
+def _found(
+    plan: Plan, name: str, text: str, right: bool, tallies: list[Tally]
+) -> Iterator[dict[str, Any]]:
+    """A row of the result for each temperature."""
+    for index, temperature in enumerate(TEMPERATURES):
+        own = tallies[index * plan.texts : (index + 1) * plan.texts]
+        attempts = sum(tally.attempts_at for tally in own)
+        accepted = sum(tally.accepted_at for tally in own)
+        yield {
+            "operation": "vegas-accept",
+            "case": dataclasses.asdict(plan) | {"temperature": temperature},
+            "name": name,
+            "draft": text,
+            "checked": right,
+            "steps": sum(tally.steps for tally in own),
+            "committed": sum(tally.committed for tally in own),
+            "attempts_at": np.asarray(attempts).tolist(),
+            "accepted_at": np.asarray(accepted).tolist(),
+            "per_text": [tally.committed / tally.steps for tally in own],
+        }
+
+
+HEADINGS = ("drafter", "greedy", "", "T = 1", "", "acceptance by position, T = 1")
+
+
+def cells(rows: list[dict[str, Any]], shown: int = 7) -> list[str]:
+    """A line under `HEADINGS` of one drafter: mean accepted lengths, and the spread over texts."""
+    line = [rows[0]["name"]]
+    for row in rows:
+        line.append(f"{row['committed'] / row['steps']:.2f}")
+        line.append(f"{min(row['per_text']):.1f} to {max(row['per_text']):.1f}")
+    pairs = list(zip(rows[-1]["accepted_at"], rows[-1]["attempts_at"], strict=True))[:shown]
+    rates = [f"{accepted / attempts if attempts else 0.0:.2f}" for accepted, attempts in pairs]
+    return [*line, " ".join(rates)]
+
+
+def by_plan(result: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The lines of each table, highest greedy mean first, by what all its rows share."""
+    grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in result["rows"]:
+        case = row["case"]
+        title = (
+            f"{case['texts']} texts of {case['context']:,} tokens, {case['new']} new ones each, "
+            f"gamma {case['gamma']}, {100 * case['ratio']:g} % of the context"
+        )
+        grouped.setdefault(title, {}).setdefault(row["name"], []).append(row)
+
+    def mean(rows: list[dict[str, Any]]) -> float:
+        return statistics.mean(row["committed"] / row["steps"] for row in rows)
+
+    whole = {
+        title: [rows for rows in named.values() if len(rows) == len(TEMPERATURES)]
+        for title, named in grouped.items()
+    }
+    return {
+        title: [cells(rows) for rows in sorted(found, key=mean, reverse=True)]
+        for title, found in whole.items()
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    for title, lines in by_plan(result).items():
+        table = Table(title=title, box=None)
+        for index, name in enumerate(HEADINGS):
+            table.add_column(name, justify="left" if index in (0, 5) else "right")
+        for line in lines:
+            table.add_row(*line)
+        console().print(table)
+
+
+def compare_rows(result: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """By how much a mean accepted length is above that of an earlier result, by case and name."""
+
+    def key(row: dict[str, Any]) -> str:
+        return f"{row['case']} {row['name']}"
+
+    before = {key(row): row["committed"] / row["steps"] for row in earlier["rows"]}
+    met = 0
+    for row in result["rows"]:
+        if key(row) in before:
+            row["above_before"] = row["committed"] / row["steps"] - before[key(row)]
+            met += 1
+    return met
+
+
+SUITE = Suite(
+    "vegas-accept",
+    "mean accepted lengths of all drafters at an equal ratio, on the bundled model",
+    run,
+    show,
+    compare=compare_rows,
+    own_clocks=True,
+)

@@ -1,0 +1,212 @@
+"""gamma="auto" against every fixed gamma of its ladder, on the bundled model.
+
+A row is a case and a gamma. Its clock is wall time of chunks of steps, the host reading each
+chunk's tokens, without compiling and prefill.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+
+import jspec
+from bench import decoding
+from bench.settings import Settings, bar, console
+from bench.suite import Suite
+from bench.table import times
+from jspec.decode.auto import GammaChoice, Gammas
+from jspec.decode.programs import PROGRAMS
+
+NEW_TOKENS = 512
+CHUNK = 16  # steps of a program, as `jspec.generate` takes on a GPU
+RUNS = 3
+WARM = 3  # runs before them, in which auto gets to know its ladder
+DRAFTS = ("ngram", "streaming")
+SHAPES = ((1, 8192), (8, 8192), (32, 2048))  # batch and context
+TEMPERATURES = (0.0, 0.8)
+Case = dict[str, Any]
+
+
+class Fixed:
+    """A choice that is none."""
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+
+    def choose(self) -> int:
+        return self.gamma
+
+    def saw(self, gamma: int, seconds: float, accepted: np.ndarray) -> None:
+        pass
+
+
+def parse(text: str) -> Case:
+    """A case such as ``streaming,B=8,S=8192,t=0.8``; `ValueError` for what is none."""
+    draft, *rest = text.split(",")
+    try:
+        given = dict(setting.split("=") for setting in rest)
+        batch, context, temperature = int(given["B"]), int(given["S"]), float(given["t"])
+        wrong = draft not in DRAFTS or batch < 1 or len(given) != 3
+        if wrong or context < 2 * NEW_TOKENS or temperature < 0:
+            raise ValueError
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"{text!r} must be DRAFT,B=N,S=N,t=X with one of {', '.join(DRAFTS)}, a context S of "
+            f"{2 * NEW_TOKENS} at least and a temperature t, as in streaming,B=8,S=8192,t=0.8"
+        ) from None
+    return {"draft": draft, "B": batch, "S": context, "t": temperature}
+
+
+def cases_of(settings: Settings) -> list[Case]:
+    if settings.cases:
+        return [parse(text) for text in settings.cases]
+    if settings.quick:
+        return [{"draft": "ngram", "B": 1, "S": 2 * NEW_TOKENS, "t": 0.0}]
+    shapes = SHAPES if jax.default_backend() != "cpu" else ((1, 1024), (4, 1024))
+    return [
+        {"draft": draft, "B": batch, "S": context, "t": temperature}
+        for draft in DRAFTS
+        for batch, context in shapes
+        for temperature in TEMPERATURES
+    ]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Every case; greedy tokens are checked against plain decoding, sampled ones are counted."""
+    model, tokenizer = jspec.load_bundled()
+    return {"dtype": str(model.dtype), "rows": _rows(model, tokenizer, settings)}
+
+
+def _rows(
+    model: jspec.Decoder, tokenizer: jspec.Tokenizer, settings: Settings
+) -> Iterator[dict[str, Any]]:
+    cases = cases_of(settings)
+    with bar("auto", len(cases)) as advance:
+        for case in cases:
+            yield from _of_case(model, tokenizer, case, settings)
+            advance()
+
+
+def _of_case(
+    model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: Case, settings: Settings
+) -> list[dict[str, Any]]:
+    gammas = Gammas(jspec.StepConfig(draft=jspec.named_draft(case["draft"])))
+    prompts = decoding.texts(tokenizer, case["B"], case["S"] - NEW_TOKENS - 1)
+    params = [
+        jspec.SamplingParams(max_new_tokens=NEW_TOKENS, temperature=case["t"], seed=row)
+        for row in range(case["B"])
+    ]
+    state = jspec.start_decoding(model, prompts, params, gammas.longest)
+    choices = {gamma: Fixed(gamma) for gamma in gammas.configs}
+    auto = GammaChoice(list(gammas.configs), gammas.draft.usual_gamma, warm=2)
+    rows, plain = [], None
+    for gamma, choice in [*choices.items(), ("auto", auto)]:
+        runs = [_decode(model, state, gammas, choice) for _ in range(WARM + RUNS)][WARM:]
+        tokens = runs[-1][1]
+        plain = tokens if plain is None else plain
+        samples = [sum(map(len, t)) / seconds for seconds, t in runs]
+        row = {"case": case, "gamma": gamma, "tokens_per_s_samples": samples}
+        row["tokens_per_s"] = statistics.median(samples)
+        if not settings.check:
+            row["checked"] = None
+        elif case["t"]:
+            row["checked"] = all(len(t) == NEW_TOKENS for t in tokens)
+        else:
+            row |= decoding.check_tokens(model, prompts, tokens, plain)
+        rows.append(row)
+    best = max(row["tokens_per_s"] for row in rows[:-1])
+    for row in rows:
+        row["vs_plain"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
+        row["vs_best"] = row["tokens_per_s"] / best
+    return rows
+
+
+def _decode(
+    model: jspec.Decoder, state: jspec.DecodeState, gammas: Gammas, choice: GammaChoice | Fixed
+) -> tuple[float, list[tuple[int, ...]]]:
+    """Seconds of decoding to the end, without compiling, and the tokens of each row."""
+    state = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+    ended, blocks, total = np.asarray(state.done), [], 0.0
+    run = PROGRAMS.timed()
+    while not ended.all():
+        gamma, compiled = choice.choose(), run.compile_s
+        begin = time.perf_counter()
+        state, record = run(
+            jspec.decode_chunk, model, state, config=gammas.configs[gamma], steps=CHUNK
+        )
+        record, ended = jax.device_get((record, state.done))
+        seconds = time.perf_counter() - begin - (run.compile_s - compiled)
+        choice.saw(gamma, seconds / CHUNK, record.accepted[record.committed > 0])
+        total += seconds
+        blocks.append(record.tokens)
+    rows = [np.concatenate([b[:, row].reshape(-1) for b in blocks]) for row in range(len(ended))]
+    return total, [tuple(row[row >= 0].tolist()) for row in rows]
+
+
+def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """Write into each row how many times as fast it is as in the earlier result; how many rows had
+    one."""
+    before = {str((row["case"], row["gamma"])): row["tokens_per_s"] for row in earlier["rows"]}
+    met = 0
+    for row in result["rows"]:
+        then = before.get(str((row["case"], row["gamma"])))
+        if then is not None:
+            row["ratio"] = row["tokens_per_s"] / then
+            met += 1
+    return met
+
+
+HEADINGS = ("draft", "B", "context", "t", "gamma", "tok/s", "vs plain", "vs best")
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row under `HEADINGS`."""
+    case = tuple(str(row["case"][name]) for name in ("draft", "B", "S", "t"))
+    if not row["checked"]:
+        return (*case, str(row["gamma"]), "unchecked", "", "")
+    speed = f"{row['tokens_per_s']:,.0f}"
+    return (*case, str(row["gamma"]), speed, times(row["vs_plain"]), times(row["vs_best"]))
+
+
+def worst(result: dict[str, Any]) -> str:
+    """What auto comes to at worst, in words; nothing where no case was finished."""
+    rows = [row for row in result["rows"] if row["gamma"] == "auto" and row["checked"]]
+    if not rows:
+        return ""
+    plain, best = (min(row[name] for row in rows) for name in ("vs_plain", "vs_best"))
+    return (
+        f"auto at its worst of {len(rows)} cases: {plain:.2f}x plain decoding, {best:.2f}x the "
+        "best fixed gamma"
+    )
+
+
+def show(result: dict[str, Any]) -> None:
+    """One line a case and gamma, and what auto comes to."""
+    table = Table(title=f"{result['machine']['device']}, {result['dtype']}", box=None)
+    compared = any("ratio" in row for row in result["rows"])
+    for heading in (*HEADINGS, *(["vs before"] if compared else [])):
+        table.add_column(heading, justify="left" if heading == "draft" else "right")
+    for row in result["rows"]:
+        ratio = [times(row["ratio"]) if "ratio" in row else ""] if compared else []
+        table.add_row(*cells(row), *ratio)
+    screen = console()
+    screen.print(table)
+    screen.print(worst(result), markup=False)
+
+
+SUITE = Suite(
+    "auto",
+    'gamma="auto" against every fixed gamma, on the bundled model',
+    run,
+    show,
+    compare=compare,
+    own_clocks=True,
+    case=parse,
+)

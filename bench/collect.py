@@ -1,0 +1,151 @@
+"""What it costs that verification says which keys matter: attention alone, and with scores.
+
+Figure 6 of Yue et al. 2026, whose kernels write a logit for each collected token and head: 5 % for
+Qwen3-8B and 37 % for gpt-oss-20b with two tokens, 53 % and 189 % with all of twelve.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import attention, ceilings, point, table
+from bench.caches import TOLERANCE, Check, bytes_of, dense
+from bench.cases import Case
+from bench.program import Source, bound, compile_all
+from bench.settings import Settings, bar
+from bench.suite import Suite
+from jspec.ops.attention.dense import ATTENTION
+from jspec.ops.attention.dense import attention as attend
+from jspec.ops.attention.scored import SCORED, scored_attention
+from jspec.ops.attention.weights import WEIGHTS, mean_weights
+from jspec.policies import Vegas
+from jspec.policies.guided import mean_query, taken
+from jspec.typing import Array
+
+COLUMNS = ("B", "S", "heads", "H", "T")
+ALONE = "attention"
+POLICIES = {"first + bonus": Vegas(), "all tokens": Vegas(collect="all")}
+SHAPES = ("B=4,S=128K,heads=32/8,H=128", "B=4,S=128K,heads=64/8,H=64")
+SEEN = 512  # slots of each row whose scores are checked
+
+
+def grid(settings: Settings) -> list[Case]:
+    """Two models' shapes by the tokens of a pass, gamma + 1, or the cases that were asked for."""
+    if settings.cases:
+        return [attention.case(text) for text in settings.cases]
+    if jax.default_backend() != "gpu":
+        return [attention.case(f"B=1,S=2K,heads=8/2,H=64,T={tokens}") for tokens in (2, 8)]
+    tokens = (2, 9) if settings.quick else (2, 4, 6, 8, 9, 10, 12, 14, 16)
+    return [attention.case(f"{shape},T={n}") for shape in SHAPES for n in tokens]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    return {"ceilings": ceilings.rows(settings), "rows": _rows(settings)}
+
+
+def _rows(settings: Settings) -> Iterator[point.Row]:
+    with bar("collect", len(grid(settings))) as advance:
+        for here in grid(settings):
+            yield from _measured(here, settings)
+            advance()
+
+
+def passes(kv_heads: int) -> dict[str, Callable[..., tuple[Array, ...]]]:
+    """Attention by itself, and with the scores of each way to collect, by name."""
+
+    def logits(policy: Vegas, q: Array, k: Array, v: Array, positions: Array):
+        probe = mean_query(q, policy.scoring(positions), kv_heads).astype(q.dtype)
+        return scored_attention(q, k, v, positions, probe)
+
+    def weights(policy: Vegas, q: Array, k: Array, v: Array, positions: Array):
+        out, lse = attend(q, k, v, positions)
+        scoring = policy.scoring(positions)
+        own = jnp.where((scoring >= 0)[..., None], taken(lse, scoring), -jnp.inf)
+        return out, lse, mean_weights(taken(q, scoring), k, own)
+
+    found: dict[str, Callable[..., tuple[Array, ...]]] = {ALONE: attend}
+    for kind, collect in (("logits", logits), ("weights", weights)):
+        for name, policy in POLICIES.items():
+            found[f"{kind}, {name}"] = functools.partial(collect, policy)
+    return found
+
+
+def _measured(here: Case, settings: Settings) -> list[point.Row]:
+    shapes = attention.shapes(here)
+    named = passes(shapes[1].shape[2])
+    programs = compile_all("collect", {name: Source(run, shapes) for name, run in named.items()})
+    inputs = dense(here)
+    arguments = (inputs.q, inputs.k, inputs.v, inputs.positions)
+    check = Check.of(inputs.q, inputs.k, inputs.v, inputs.positions + 1)
+    bounds = []
+    for name, program in programs.items():
+        right = check.both if name == ALONE else _scored(name, check, arguments)
+        bounds.append(bound(name, program, arguments, right))
+    moved = bytes_of(int(inputs.lengths.sum()), here)
+    return point.measure("collect", here, bounds, settings, moved=moved, **attention.clock())
+
+
+def _scored(name: str, check: Check, arguments: tuple[Array, ...]) -> Callable[[Any], bool]:
+    """Whether output, log-sum-exp, and scores of the first slots are right."""
+    kind, _, who = name.partition(", ")
+    q, k, _, positions = arguments
+    wanted = np.asarray(
+        expected(q, k[:, :SEEN], check.lse, POLICIES[who].scoring(positions), kind == "weights")
+    )
+
+    def right(outputs: Any) -> bool:
+        got = np.asarray(outputs[2][:, :, :SEEN], np.float32)
+        near = np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+        return check.both(outputs) and bool(near)
+
+    return right
+
+
+@functools.partial(jax.jit, static_argnames="weighs")
+def expected(q: Array, k: Array, lse: Array, scoring: Array, weighs: bool) -> Array:
+    """The mean over query heads and ``scoring`` tokens of materialised logits, or of weights."""
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    batch, tokens, heads, size = q.shape
+    groups = (batch, tokens, k.shape[2], heads // k.shape[2])
+    logits = jnp.einsum(
+        "btkgh,bskh->bktgs", q.reshape(*groups, size), k, precision="highest"
+    ) * jnp.float32(size**-0.5)
+    if weighs:
+        logits = jnp.exp(logits - jnp.moveaxis(lse.reshape(groups), 2, 1)[..., None])
+    index = jnp.arange(tokens)[None, :, None]
+    counts = (scoring[:, None] == index).any(axis=2).astype(jnp.float32)
+    logits = logits.mean(axis=3) * counts[:, None, :, None]
+    return logits.sum(axis=2) / counts.sum(axis=1)[:, None, None]
+
+
+def over_alone(result: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, float]]]:
+    """Of each case, how much longer than attention by itself each pass takes, 0.05 for 5 %."""
+    found: dict[str, tuple[dict[str, Any], dict[str, float]]] = {}
+    for row in result["rows"]:
+        if (clock := point.best_clock(row)) is not None:
+            found.setdefault(str(row["case"]), (row["case"], {}))[1][row["name"]] = clock.median
+    return [
+        (case, {name: time / times[ALONE] - 1 for name, time in times.items() if name != ALONE})
+        for case, times in found.values()
+        if ALONE in times
+    ]
+
+
+def show(result: dict[str, Any]) -> None:
+    table.show(result, COLUMNS, attention.floor(result))
+
+
+SUITE = Suite(
+    "collect",
+    "what scores of keys cost beside verification: pooled logits and weights, by tokens",
+    run,
+    show,
+    (ATTENTION, SCORED, WEIGHTS),
+    case=attention.case,
+)

@@ -1,0 +1,368 @@
+"""HATA-off: a decoding step with the cache in the host's memory beside steps with it on the device.
+
+Table 9's shapes: Llama 2 at 36K tokens, Llama 3.1 at 72K, 1.56 % of them read. Weights, keys and
+values are random. Clock: *step* is the marginal wall time of a jitted chunk of steps among chunks
+that follow each other, over its steps. *bus*: wall time of a call that fetches the rows that all
+layers of a step read, and does nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+
+from bench import clocks, point
+from bench.decode.check import LAYERS, TOLERANCE, Check
+from bench.decode.shapes import MODELS, random_model
+from bench.decode.states import Blueprint
+from bench.program import failure
+from bench.settings import Settings, bar, console
+from bench.suite import Suite
+from jspec import host
+from jspec.config import ModelConfig
+from jspec.decode.draft import NoDraft
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+from jspec.decode.step import decode_chunk
+from jspec.dispatch import Backends
+from jspec.eval.ruler import training_document
+from jspec.models.bundled import bundled_path, load_bundled
+from jspec.models.decoder import Decoder
+from jspec.ops.host_rows import fetch_rows
+from jspec.policies import Dense, Hata, HataOff, Policy
+from jspec.policies.attend import run_selected
+from jspec.policies.hata import with_hashes
+from jspec.policies.policy import columns_of
+
+BUDGET = 0.0156
+CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
+STEPS, REPEATS = 16, 7
+SMALL = ModelConfig.uniform(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_context=1024,
+)
+# Name, shape, tokens in the cache, and the paper's seconds for 500 tokens (table 9).
+CASES = (
+    ("llama-2-7b", MODELS["llama-2-7b"], 36 * 1024, 15.04),
+    ("llama-3.1-8b", MODELS["llama-3.1-8b"], 72 * 1024, 15.86),
+)
+PAPER_TOKENS = 500
+BUNDLED_CONTEXT = 16 * 1024
+
+
+def policies(budget: float) -> dict[str, Policy]:
+    """What is timed, by name."""
+    asked: dict[str, Any] = {"budget": budget}
+    return {
+        "dense": Dense(),
+        "hata": Hata(**asked),
+        "hata_off": HataOff(**asked),
+        "hata_off, nothing predicted": HataOff(**asked, predicts=False),
+    }
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Every case, the prediction on the bundled model last."""
+    if reason := host.refusal():
+        return {"rows": [point.row("decode", {}, "hata_off", checked=None, reason=reason)]}
+    return {"rows": _rows(settings)}
+
+
+def _rows(settings: Settings) -> Iterator[point.Row]:
+    small = jax.default_backend() == "cpu"
+    cases = [("small", SMALL, 256, None)] if small else CASES[1:] if settings.quick else CASES
+    for name, config, context, paper in cases:
+        # No variable here holds a model, so that it is gone before the next one is drawn.
+        yield from _Case(name, random_model(config), context, paper, 1 if small else STEPS).rows(
+            settings
+        )
+        gc.collect()
+    if not small:
+        yield _bundled()
+
+
+class _Case:
+    """The rows of a model at a context."""
+
+    def __init__(
+        self, name: str, model: Decoder, context: int, paper: float | None, steps: int
+    ) -> None:
+        self.model, self.steps, self.paper = model, steps, paper
+        self.at = {"model": name, "layers": model.config.num_layers, "context": context}
+        self.blueprint = Blueprint.of(model, 1, context, 0, 2 * CHUNKS[1] * steps)
+        budget = 0.1 if model.config is SMALL else BUDGET
+        self.policies = policies(budget)
+
+    def rows(self, settings: Settings) -> Iterator[point.Row]:
+        """A row for each policy, with its times where its output was right."""
+        if not settings.check:
+            for name in self.policies:
+                reason = "not checked, so not timed"
+                yield point.row("decode", self.at, name, checked=None, reason=reason)
+            return
+        tokens: dict[str, np.ndarray] = {}
+        found: dict[str, dict[str, Any]] = {}
+        with bar(self.at["model"], len(self.policies)) as advance:
+            for name, policy in self.policies.items():
+                try:
+                    found[name], tokens[name] = self._timed(policy)
+                except Exception as error:
+                    yield point.row(
+                        "decode", self.at, name, checked=False, reason=failure(name, error).reason
+                    )
+                gc.collect()  # one cache at a time
+                advance()
+        for name, own in found.items():
+            checked, reason = self._judged(name, tokens, own)
+            if reason is None:
+                yield point.row("decode", self.at, name, checked=checked, paper_s=self.paper, **own)
+            else:
+                yield point.row("decode", self.at, name, checked=False, reason=reason)
+
+    def _judged(
+        self, name: str, tokens: dict[str, np.ndarray], own: dict[str, Any]
+    ) -> tuple[str, str | None]:
+        """How the output of a policy was checked, and why it is wrong, or None.
+
+        That of `hata` comes about in two ways, with the cache on the device and in the host.
+        """
+        if name == "dense":
+            wrong = own["error"] > TOLERANCE
+            return (
+                f"{LAYERS} layers",
+                f"its logits are wrong by {own['error']:.1%}" if wrong else None,
+            )
+        other = "hata_off" if name == "hata" else "hata"
+        if other not in tokens:
+            return "", f"{other} did not run, which its tokens are compared with"
+        same = np.array_equal(tokens[name], tokens[other])
+        return f"as {other}", None if same else f"its tokens differ from those of {other}"
+
+    def _timed(self, policy: Policy) -> tuple[dict[str, Any], np.ndarray]:
+        """The step's samples with what else is known of it, and the tokens of a first chunk."""
+        models = Models(self.model, policy=policy.prepare(self.model.config.layers, None))
+        state = self._state(policy, models.policy)
+        found: dict[str, Any] = {"device_bytes": _bytes(state, in_host=False)}
+        found["host_bytes"] = _bytes(state, in_host=True)
+        if isinstance(policy, HataOff):
+            found["bus_ns"], found["bus_bytes"] = _bus(state, policy)
+            if policy.predicts:
+                found["right"] = rows_right(models, state, policy)
+        if isinstance(policy, Dense):
+            found["error"] = self._error(state)
+        config = StepConfig(0, NoDraft(), target=policy)
+        state, record = decode_chunk(models, state, config=config, steps=self.steps)
+        tokens = np.asarray(record.tokens)
+        if not (np.asarray(record.committed) == 1).all():
+            raise RuntimeError("a step did not commit one token a row")
+        held = [state]
+
+        def chunks(count: int) -> Callable[[], Any]:
+            def call() -> jax.Array:
+                state = self.blueprint.rewound(held.pop())
+                for _ in range(count):
+                    state, _ = decode_chunk(models, state, config=config, steps=self.steps)
+                held.append(state)
+                return state.cache.lengths
+
+            return call
+
+        short, long = map(chunks, CHUNKS)
+        samples = clocks.step(short, long, 0.0, REPEATS, lengths=CHUNKS)
+        found["step_ns"] = [round(ns / self.steps) for ns in samples]
+        return found, tokens
+
+    def _error(self, state: DecodeState) -> float:
+        """How far logits are from those of the reference, over their norm."""
+        check = Check(self.model, self.at["context"], (1,), Backends())
+        lowerings = check.lowerings(self.blueprint.shapes)
+        return check.errors(state, {key: low().compile() for key, low in lowerings.items()})[1]
+
+    def _state(self, policy: Policy, arrays: Any) -> DecodeState:
+        """The same keys, values and tokens for every policy, where and with what it keeps."""
+        # Copies: the blueprint's small arrays serve every policy, whose steps overwrite them.
+        small = jax.tree.map(jnp.copy, self.blueprint.small)
+        state = dataclasses.replace(self.blueprint, small=small).filled(
+            self.model.config.vocab_size
+        )
+        columns = []
+        for layer, column in enumerate(state.cache.columns):
+            kept = dict(column)
+            if columns_of(policy, state.cache.specs[layer]):
+                kept |= policy.encode(arrays, layer, column["keys"])
+            if policy.in_host(layer):
+                for name in ("keys", "values"):
+                    kept[name] = host.place_in_host(column[name], None)
+            columns.append(kept)
+        cache = dataclasses.replace(state.cache, columns=tuple(columns))
+        return dataclasses.replace(state, cache=cache)
+
+
+def _bytes(state: DecodeState, *, in_host: bool) -> int:
+    """Bytes of the cache in the host's memory, or of that on the device."""
+    leaves = jax.tree.leaves(state.cache.columns)
+    return sum(x.nbytes for x in leaves if host.in_host(x) == in_host)
+
+
+def _bus(state: DecodeState, policy: HataOff) -> tuple[list[int], int]:
+    """Samples of a call that fetches as many rows as a step reads, and their bytes."""
+    cache = state.cache
+    layers = [i for i in range(len(cache.specs)) if policy.in_host(i)]
+    context, rng = int(cache.lengths[0]), np.random.default_rng(0)
+    count, heads = round(policy.budget * context), cache.specs[layers[0]].kv_heads
+    chosen = [np.sort(rng.choice(context, count, replace=False)) for _ in range(heads)]
+    slots = jnp.asarray(np.array(chosen, np.int32)[None])
+
+    @jax.jit
+    def fetch(columns: Any, slots: jax.Array) -> Any:
+        return [fetch_rows(pair, slots) for pair in columns]
+
+    columns = [tuple(cache.columns[i][name] for name in ("keys", "values")) for i in layers]
+    fetched = jax.block_until_ready(fetch(columns, slots))
+    moved = sum(x.nbytes for x in jax.tree.leaves(fetched))
+    samples = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter_ns()
+        jax.block_until_ready(fetch(columns, slots))
+        samples.append(time.perf_counter_ns() - begin)
+    return samples, moved
+
+
+def rows_right(models: Models, state: DecodeState, policy: HataOff) -> float:
+    """The share of the rows that layers read next which was predicted, over all of them."""
+    pairs: dict[int, list[jax.Array]] = {}
+
+    @dataclasses.dataclass(frozen=True)
+    class Watched(HataOff):
+        def select(self, arrays, layer, cache, q, until):
+            chosen = super().select(arrays, layer, cache, q, until)
+            if chosen is not None:
+                pairs.setdefault(layer, []).append(chosen)
+            return chosen
+
+    @jax.jit
+    def watch(models: Models, state: DecodeState) -> list[list[jax.Array]]:
+        until = state.cache.lengths
+        run_selected(
+            *(models.target, state.last_token[:, None], until[:, None], state.cache, until, 1),
+            policy=Watched(**dataclasses.asdict(policy)),
+            arrays=models.policy,
+        )
+        # A layer is asked twice where it was predicted: for the prediction, then for itself.
+        return [chosen for chosen in pairs.values() if len(chosen) == 2]
+
+    right = wanted = 0
+    for predicted, chosen in watch(models, state):
+        for early, row in zip(
+            np.asarray(predicted).reshape(-1, predicted.shape[-1]),
+            np.asarray(chosen).reshape(-1, chosen.shape[-1]),
+            strict=True,
+        ):
+            right += np.isin(row[row >= 0], early).sum()
+            wanted += (row >= 0).sum()
+    return float(right / wanted)
+
+
+def _bundled() -> point.Row:
+    """How much is predicted right on a model that was trained, with its hashes, in a text."""
+    model, tokenizer = load_bundled(jnp.bfloat16)
+    policy = with_hashes(HataOff(budget=BUDGET), bundled_path())
+    assert isinstance(policy, HataOff)
+    models = Models(model, policy=policy.prepare(model.config.layers, None))
+    text, _ = training_document(BUNDLED_CONTEXT, np.random.default_rng(0))
+    prompt = tokenizer.encode(text)[:BUNDLED_CONTEXT]
+    state = start_decoding(models, [prompt], config=StepConfig(0, NoDraft(), target=policy))
+    case = {"model": "bundled", "layers": model.config.num_layers, "context": len(prompt)}
+    right = rows_right(models, state, policy)
+    return point.row("prediction", case, "hata_off", checked="as hata", right=right)
+
+
+def hidden(rows: dict[str, point.Row]) -> float | None:
+    """The share of the bus's time that a step does not wait for: of what it costs over `hata`."""
+    if not all(name in rows and "step_ns" in rows[name] for name in ("hata", "hata_off")):
+        return None
+    step = {name: statistics.median(rows[name]["step_ns"]) for name in ("hata", "hata_off")}
+    return 1 - (step["hata_off"] - step["hata"]) / statistics.median(rows["hata_off"]["bus_ns"])
+
+
+HEADINGS = ("step ms", "of dense", "hidden", "right", "bus ms", "GB/s", "device GB", "host GB")
+
+
+def cells(row: point.Row, beside: dict[str, point.Row]) -> list[str]:
+    """A row under `HEADINGS`; ``beside``: the rows of its case by name."""
+    step = statistics.median(row["step_ns"]) if "step_ns" in row else None
+    dense = beside.get("dense", {}).get("step_ns")
+    bus = statistics.median(row["bus_ns"]) if "bus_ns" in row else None
+    share = hidden(beside) if row["name"] == "hata_off" else None
+    return [
+        "" if step is None else f"{step / 1e6:.2f}",
+        "" if step is None or not dense else f"{statistics.median(dense) / step:.2f}x",
+        "" if share is None else f"{share:.0%}",
+        f"{row['right']:.1%}" if "right" in row else "",
+        "" if bus is None else f"{bus / 1e6:.2f}",
+        "" if bus is None else f"{row['bus_bytes'] / bus:.1f}",
+        f"{row['device_bytes'] / 1e9:.2f}" if "device_bytes" in row else "",
+        f"{row['host_bytes'] / 1e9:.2f}" if "host_bytes" in row else "",
+    ]
+
+
+def beside(result: dict[str, Any], row: point.Row) -> dict[str, point.Row]:
+    """The rows of the same case, by name."""
+    return {x["name"]: x for x in result["rows"] if x["case"] == row["case"]}
+
+
+def show(result: dict[str, Any]) -> None:
+    """A line a policy."""
+    table = Table(title=f"hata-off: {result['machine']['device']}", box=None)
+    table.add_column("")
+    for name in ("model", "context", *HEADINGS):
+        table.add_column(name, justify="right")
+    for row in filter(lambda row: row["checked"], result["rows"]):
+        case = row["case"]["model"], f"{row['case']['context']:,}"
+        table.add_row(row["name"], *case, *cells(row, beside(result, row)))
+    screen = console()
+    screen.print(table)
+    for row in result["rows"]:
+        if "reason" in row:
+            screen.print(f"{row['name']}: {row['reason']}", markup=False)
+        if "vs_before" in row:
+            screen.print(f"{row['name']}: {row['vs_before']:.2f}x as fast as before", markup=False)
+
+
+def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """Times as fast as in an earlier result, by case and name."""
+    before = {(str(x["case"]), x["name"]): x for x in earlier["rows"] if "step_ns" in x}
+    met = 0
+    for row in result["rows"]:
+        was = before.get((str(row["case"]), row["name"]))
+        if was is not None and "step_ns" in row:
+            medians = [statistics.median(x["step_ns"]) for x in (was, row)]
+            row["vs_before"] = medians[0] / medians[1]
+            met += 1
+    return met
+
+
+SUITE = Suite(
+    "hata-off",
+    "a step with keys and values in host memory, beside dense and hata on the device",
+    run,
+    show,
+    compare=compare,
+    own_clocks=True,
+)

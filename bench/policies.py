@@ -1,0 +1,65 @@
+"""The policies that the suites on HATA compare, and the bytes that each reads to select."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from bench import workload
+from jspec.config import LayerSpec
+from jspec.policies import Dense, ExactTopK, Hata, Loki, MagicPIG, Policy, Quest, Streaming
+from jspec.policies.policy import columns_of, pages_of
+
+SAMPLE = 256  # tokens of the sample that Loki and MagicPIG are prepared with
+SINKS = 16  # of streaming
+
+
+def policies(
+    count: int, *, bits: int = 128, channels: int = 32, dense_layers: int = 0
+) -> dict[str, Policy]:
+    """The policies by name, each with a budget of ``count`` positions.
+
+    ``bits`` of HATA's codes; ``channels`` of Loki.
+    """
+    scored: dict[str, Any] = {"budget": count, "dense_layers": dense_layers}
+    sinks = min(SINKS, count - 1)
+    return {
+        "dense": Dense(),
+        "hata": Hata(**scored, bits=bits),
+        "quest_16": Quest(**scored, page=16),
+        "quest_32": Quest(**scored, page=32),
+        "loki": Loki(**scored, channels=channels),
+        "magicpig": MagicPIG(**scored),
+        "exact_topk": ExactTopK(**scored),
+        "streaming": Streaming(sinks=sinks, window=count - sinks),
+    }
+
+
+NAMES = tuple(policies(512))
+
+
+def scored_bytes(policy: Policy, spec: LayerSpec, dtype: Any) -> float:
+    """Bytes of a token that the policy reads to score it, in all KV heads of a layer.
+
+    What it keeps beside key and value; of exact top-k the key. ``dtype``: of the keys.
+    """
+
+    def size(kept: Mapping[str, Any]) -> int:
+        return sum(math.prod(x) * jnp.dtype(own or dtype).itemsize for x, own in kept.values())
+
+    if isinstance(policy, ExactTopK):
+        return spec.kv_heads * spec.key_size * jnp.dtype(dtype).itemsize
+    return size(columns_of(policy, spec)) + size(pages_of(policy, spec)) / policy.page_size
+
+
+def arrays_of(policy: Policy, specs: Sequence[LayerSpec]) -> Any:
+    """What the policy is given of a model, from random sample keys."""
+    rng = np.random.default_rng(workload.SEED)
+    sample = [
+        rng.standard_normal((SAMPLE, spec.kv_heads, spec.key_size), np.float32) for spec in specs
+    ]
+    return policy.prepare(specs, sample)

@@ -1,0 +1,212 @@
+"""RULER with every policy and budget: answers by what a policy reads, and drafts that are accepted.
+
+The bundled model answers questions of 8K and 32K tokens. A score does not depend on the machine;
+tokens a second are given on a GPU alone. Policies are compared at their defaults and where each
+reads as many bytes of a key to score it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from rich.table import Table
+
+import jspec
+from bench import cases
+from bench.settings import Settings, bar, console
+from bench.suite import Suite
+from jspec.eval.evaluate import GAMMA, Run, Score, evaluate_all, with_budget
+from jspec.eval.questions import ruler_questions
+from jspec.eval.ruler import TASKS
+from jspec.models.bundled import bundled_path
+from jspec.policies import Policy, named_policy
+from jspec.policies.hata import with_hashes
+
+DENSE = "dense"
+# Policies by the names of rows: as they come, and where each reads 16 bytes of a key and KV head to
+# score it, in a cache of bfloat16 with 128 channels.
+DEFAULTS = ("streaming", "exact_topk", "hata", "quest", "loki", "magicpig")
+AT_16_BYTES = {
+    "quest-16": "quest:page=32",
+    "loki-16": "loki:channels=8",
+    "magicpig-16": "magicpig:tables=8",
+}
+EQUAL_BYTES = ("hata", *AT_16_BYTES)
+NAMES = (*DEFAULTS, *AT_16_BYTES)
+BUDGETS = (1 / 64, 1 / 32)  # 1.56 % and 3.1 %
+MORE_BUDGETS = (1 / 256, 1 / 128, 1 / 16)  # of the paper's figure 7: readers at equal bytes alone
+CASE = {"S": 8192, "questions": 3}  # tokens, and questions of each task
+BATCH = 3  # questions at a time
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """The bundled model at each length; answers of drafts are checked against dense ones."""
+    model, tokenizer = jspec.load_bundled()
+    wanted = [cases.parse(text, CASE) for text in settings.cases] or _cases(settings)
+    rows = (row for case in wanted for row in _rows(model, tokenizer, case, settings))
+    return {"dtype": str(model.dtype), "gamma": GAMMA, "tasks": list(TASKS), "rows": rows}
+
+
+def _cases(settings: Settings) -> list[cases.Case]:
+    if settings.quick:
+        return [{"S": 2048, "questions": 1}]
+    lengths = (8192, 32768) if jax.default_backend() == "gpu" else (8192,)
+    return [CASE | {"S": length} for length in lengths]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A policy by its name in tables, and its share of the context."""
+
+    name: str
+    budget: float | None = None
+    drafts: bool = False
+
+    def policy(self, length: int) -> Policy:
+        found = named_policy(AT_16_BYTES.get(self.name, self.name))
+        found = with_budget(found, self.budget, length)
+        return with_hashes(found, bundled_path())
+
+
+def settings_of(*, quick: bool) -> list[Setting]:
+    """What is run at a length: readers and drafters of each policy, dense reading first."""
+    found = [Setting(DENSE)]
+    for budget in BUDGETS[: 1 if quick else None]:
+        found += [Setting(name, budget, drafts) for drafts in (False, True) for name in NAMES]
+    if not quick:
+        ablated = ("exact_topk", *EQUAL_BYTES)
+        found += [Setting(name, budget) for budget in MORE_BUDGETS for name in ablated]
+    return found
+
+
+def _rows(
+    model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: cases.Case, settings: Settings
+) -> Iterator[dict[str, Any]]:
+    """A row a setting; all of them share one prefill of a question."""
+    length = case["S"]
+    questions = ruler_questions(tokenizer, TASKS, length, case["questions"])
+    asked = [
+        own
+        for own in settings_of(quick=settings.quick)
+        if own.name == DENSE or settings.wants(own.name)
+    ]
+    with bar(f"ruler {cases.kilo(length)}", len(asked) * len(questions)) as advance:
+
+        def on_batch(count: int) -> None:
+            for _ in range(count):
+                advance()
+
+        scores = evaluate_all(
+            *(model, tokenizer, [Run(own.policy(length), own.drafts) for own in asked], questions),
+            length=length,
+            batch=BATCH,
+            on_batch=on_batch,
+        )
+    for own, score in zip(asked, scores, strict=True):
+        yield _row(own, score, scores[0], case, model)
+
+
+def _row(
+    own: Setting, score: Score, dense: Score, case: cases.Case, model: jspec.Decoder
+) -> dict[str, Any]:
+    kind = "draft" if own.drafts else "read"
+    row = {
+        "operation": "ruler",
+        "case": case | {"budget": own.budget, "kind": kind},
+        "name": own.name,
+        "bytes": bytes_to_score(own.policy(case["S"]), model),
+        "score": score.score,
+        "scores": score.scores,
+        "checked": None,
+    }
+    if own.drafts:
+        same = sum(a == b for a, b in zip(score.answers, dense.answers, strict=True))
+        # Of bfloat16 a pass over several tokens rounds otherwise than one over a token.
+        exact = model.dtype == jax.numpy.float32
+        row |= {
+            "mean_accepted_length": score.stats.mean_accepted_length,
+            "acceptance_rate": score.stats.acceptance_rate,
+            "identical": same,
+            "checked": same == len(score.answers) if exact else None,
+        }
+        if jax.default_backend() == "gpu":
+            row["tokens_per_s"] = score.stats.decode_tokens_per_s
+    return row
+
+
+def bytes_to_score(policy: Policy, model: jspec.Decoder) -> float:
+    """Bytes of a key and KV head that a policy reads to score it, in a cache of bfloat16."""
+    spec = model.config.layers[0]
+    if isinstance(policy, jspec.ExactTopK):
+        return 2.0 * spec.key_size
+    shapes = [(policy.columns(spec), 1), (policy.pages(spec), policy.page_size)]
+    return (
+        sum(
+            math.prod(shape) * jax.numpy.dtype(dtype or jax.numpy.bfloat16).itemsize / size
+            for kept, size in shapes
+            for shape, dtype in kept.values()
+        )
+        / spec.kv_heads
+    )
+
+
+HEADINGS = ("S", "budget", "policy", "bytes", "score", "accepted length")
+
+
+def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Cells under `HEADINGS`: a policy and budget a line, what it reads and what it drafts."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        case = row["case"]
+        own = found.setdefault((case["S"], case["budget"], row["name"]), {})
+        own[case["kind"]] = row
+    cells = []
+    for (length, budget, name), own in found.items():
+        read, draft = own["read"], own.get("draft")
+        shown = "" if draft is None else f"{draft['mean_accepted_length']:.2f}"
+        share = "all" if budget is None else f"{budget:.2%}"
+        bytes_read = f"{read['bytes']:g}" if read["bytes"] else ""
+        cells.append((cases.kilo(length), share, name, bytes_read, f"{read['score']:.1f}", shown))
+    return cells
+
+
+def show(result: dict[str, Any]) -> None:
+    """A line a policy and budget."""
+    table = Table(title=f"ruler: {result['machine']['device']}, percent right", box=None)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for line in lines(result):
+        table.add_row(*line)
+    console().print(table)
+    console().print(FOOT, markup=False)
+
+
+def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """Write into each row what its score was in the earlier result; how many rows had one."""
+    before = {(str(row["case"]), row["name"]): row["score"] for row in earlier["rows"]}
+    met = [row for row in result["rows"] if (str(row["case"]), row["name"]) in before]
+    for row in met:
+        row["score_before"] = before[str(row["case"]), row["name"]]
+    return len(met)
+
+
+FOOT = (
+    "budget: share of the context that is read; bytes: of a key and KV head, read to score it; "
+    "accepted length: mean, as a drafter with gamma 4"
+)
+
+SUITE = Suite(
+    "ruler",
+    "answers and accepted drafts of every policy and budget on the bundled model",
+    run,
+    show,
+    rivals=NAMES,
+    compare=compare,
+    own_clocks=True,
+    case=functools.partial(cases.parse, default=CASE),
+)

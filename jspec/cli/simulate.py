@@ -1,0 +1,324 @@
+"""`jspec simulate`: read times, frontiers and overlap of Helix, as tables, JSON, CSV, pictures."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jspec.helix.simulator.configurations import BASELINES, BATCHES, FINE_BATCHES, STRATEGIES
+from jspec.helix.simulator.cost import Constants, pipelined
+from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
+from jspec.helix.simulator.roofline import kv_read_us, weight_read_us
+from jspec.helix.simulator.shapes import Hardware, ModelShape, load_hardware, load_shape
+
+Rows = list[dict[str, Any]]
+Titled = tuple[str, Table]
+Found = tuple[Rows, dict[str, Any], list[Titled], Callable[[str], None]]
+LATENCIES_MS = (5, 10, 20, 50)
+SHOWN = 10  # points of a frontier in the table; all are in JSON and CSV
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    if arguments.png:
+        from jspec.eval.heatmap import check_pictures
+
+        check_pictures()
+    commands = {"roofline": _roofline, "pareto": _pareto, "hopb": _hopb}
+    rows, result, tables, draw = commands[arguments.what](arguments)
+    if arguments.png:
+        draw(arguments.png)
+    if arguments.csv:
+        with Path(arguments.csv).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        console = Console(highlight=False)
+        for title, table in tables:
+            console.print(f"\n{title}")
+            console.print(table)
+    return 0
+
+
+def _roofline(arguments: argparse.Namespace) -> Found:
+    """Appendix A over widths and contexts: the three panels of figure 1."""
+    shape, hardware = load_shape(arguments.model or "helix-figure-1"), _hardware(arguments)
+    constants = _constants(arguments)
+    context, batch = _context(arguments), arguments.batch
+    if shape.latent:
+        raise ValueError(
+            f"model {shape.name} has a latent cache, which appendix A leaves out; "
+            "jspec simulate pareto knows it"
+        )
+    if batch < 1:
+        raise ValueError(f"--batch {batch} must be at least 1")
+    rates: dict[str, Any] = {
+        "bytes_per_value": constants.bytes_per_value,
+        "memory_gbps": hardware.memory_gbps * constants.memory_share,
+    }
+    widths = 2 ** np.arange(7)
+    contexts = context * 2.0 ** np.arange(-6, 3)
+    most = min(shape.kv_heads, 8)
+    panels = []
+    for title, name, x, kv, weights in (
+        ("TP", "tp", widths, {"tpa": widths}, {"tpa": widths, "tpf": widths}),
+        ("context", "context", contexts, {"tpa": most}, {"tpa": most, "tpf": most}),
+        ("KVP", "kvp", widths, {"tpa": most, "kvp": widths}, {"tpa": most, "tpf": most * widths}),
+    ):
+        length = contexts if name == "context" else context
+        read = np.broadcast_to(kv_read_us(shape, batch, length, **kv, **rates), x.shape)
+        held = np.broadcast_to(weight_read_us(shape, **weights, **rates), x.shape)
+        found = zip(x.tolist(), read.tolist(), held.tolist(), strict=True)
+        rows = [{name: a, "kv_us": b, "weights_us": c} for a, b, c in found]
+        panels.append((f"{title}, batch {batch}", name, rows))
+    tables = [_read_table(panel, shape, hardware, context) for panel in panels]
+    rows = [
+        {"panel": name, "x": row[name], "kv_us": row["kv_us"], "weights_us": row["weights_us"]}
+        for _, name, found in panels
+        for row in found
+    ]
+
+    def draw(path: str) -> None:
+        from jspec.helix.simulator.pictures import draw_roofline
+
+        draw_roofline(panels, path)
+
+    result = {name: found for _, name, found in panels}
+    return rows, _named(shape, hardware, constants, context) | result, tables, draw
+
+
+def _read_table(panel: Any, shape: ModelShape, hardware: Hardware, context: float) -> Titled:
+    title, name, rows = panel
+    title = f"{shape.name} on {hardware.name}: a layer's reads in us, {title}"
+    if name != "context":
+        title += f", {context:,.0f} positions"
+    table = Table()
+    for column in (name, "KV cache", "weights", "both"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        both = row["kv_us"] + row["weights_us"]
+        table.add_row(f"{row[name]:,.0f}", *(f"{x:,.2f}" for x in (*list(row.values())[1:], both)))
+    return title, table
+
+
+def _pareto(arguments: argparse.Namespace) -> Found:
+    """Throughput against interactivity, Helix beside the baselines: figures 5 to 7."""
+    shape, hardware = load_shape(arguments.model or "llama-405b"), _hardware(arguments)
+    constants, context = _constants(arguments), _context(arguments)
+    settings: dict[str, Any] = {
+        "context": context,
+        "gpus": arguments.gpus,
+        "batches": FINE_BATCHES if arguments.fine else BATCHES,
+    }
+    found = simulate(shape, hardware, constants=constants, **settings)
+    frontiers = {"helix": found.frontier("helix", overlap=True)}
+    frontiers["helix without HOP-B"] = found.frontier("helix", overlap=False)
+    frontiers |= {name: found.frontier(name) for name in STRATEGIES if name in BASELINES}
+    frontiers = {name: x for name, x in frontiers.items() if len(x.users)}
+    headlines = found.headlines()
+    served = _served(found, arguments.gpus)
+    sweeps = [
+        row
+        for name, values in map(_sweep, arguments.sweep)
+        for row in swept(shape, hardware, name, values, constants=constants, **settings)
+    ]
+    title = f"{shape.name} on {hardware.name}, {context:,.0f} positions"
+    base = found.frontier(*BASELINES)
+    tables = [_frontier_table(found, frontiers["helix"], base, title)]
+    tables.append(_served_table(served, arguments.gpus))
+    tables.append(_ratio_table(headlines, found))
+    tables += [_sweep_table(sweeps)] if sweeps else []
+    rows = [
+        {"frontier": name} | _point(found, frontier, i)
+        for name, frontier in frontiers.items()
+        for i in range(len(frontier.users))
+    ]
+    result = _named(shape, hardware, constants, context) | {
+        "layouts": len(found.found),
+        "fit": int(found.fits.sum()),
+        "headlines": headlines,
+        "served": served,
+        "sweeps": sweeps,
+        "frontiers": rows,
+    }
+
+    def draw(path: str) -> None:
+        from jspec.helix.simulator.pictures import draw_frontiers
+
+        draw_frontiers(frontiers, title, path)
+
+    return rows, result, tables, draw
+
+
+def _point(found: Simulation, frontier: Frontier, i: int) -> dict[str, Any]:
+    index = int(frontier.indices[i])
+    point = {"tokens_per_s_row": float(frontier.users[i])}
+    point |= {"tokens_per_s_gpu": float(frontier.gpus[i])}
+    return point | found.found.one(index) | {"memory_gb": float(found.times.memory_gb[index])}
+
+
+def _served(found: Simulation, gpus: int) -> Rows:
+    """The most rows that ``gpus`` GPUs serve within each of `LATENCIES_MS`."""
+    rows = []
+    for latency in LATENCIES_MS:
+        rate = 1e3 / latency
+        row: dict[str, Any] = {"latency_ms": latency}
+        for name, chosen in (("helix", ("helix",)), ("baseline", BASELINES)):
+            row[name] = float(found.frontier(*chosen).throughput(rate)) / rate * gpus
+        rows.append(row)
+    return rows
+
+
+def _frontier_table(found: Simulation, helix: Frontier, base: Frontier, title: str) -> Titled:
+    table = Table()
+    for column in ("a row", "helix", "layout", "baseline", "layout"):
+        table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
+    points = helix.users[np.linspace(0, len(helix.users) - 1, SHOWN).astype(int)]
+    for users in np.unique(points)[::-1]:
+        row = [f"{users:,.1f}"]
+        for frontier in (helix, base):
+            i = int(np.searchsorted(-frontier.users, -users, side="right")) - 1
+            row += (
+                [f"{frontier.gpus[i]:,.2f}", _layout(found, frontier, i)] if i >= 0 else ["-"] * 2
+            )
+        table.add_row(*row)
+    return f"{title}: tokens a second of a row, and of a GPU", table
+
+
+def _layout(found: Simulation, frontier: Frontier, i: int) -> str:
+    one = found.found.one(int(frontier.indices[i]))
+    parts = [f"{one['strategy']}"] if one["strategy"] != "helix" else []
+    for name in ("kvp", "tpa", "dp", "tpf", "ep", "pp"):
+        if one[name] != 1:
+            parts.append(f"{name}{one[name]}")
+    return " ".join([*parts, f"B{one['batch']}"])
+
+
+def _served_table(rows: Rows, gpus: int) -> Titled:
+    table = Table()
+    for column in ("ms a token", "helix", "best baseline"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(f"{row['latency_ms']}", f"{row['helix']:,.0f}", f"{row['baseline']:,.0f}")
+    return f"Most rows on {gpus} GPUs", table
+
+
+def _ratio_table(headlines: dict[str, float], found: Simulation) -> Titled:
+    count, fit = len(found.found), int(found.fits.sum())
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    rows = {
+        "most tokens a second of a row, to the best baseline": f"{headlines['interactivity']:.2f}x",
+        "tokens a second of a GPU at one of a row, at most": f"{headlines['throughput']:.2f}x",
+        "tokens a second of a row that HOP-B saves, at most": f"{headlines['overlap']:.1%}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return f"Helix, of {count:,} layouts, {fit:,} of which fit", table
+
+
+def _sweep_table(rows: Rows) -> Titled:
+    table = Table()
+    for column in ("constant", "value", "of a row", "of a GPU", "HOP-B"):
+        table.add_column(column, justify="left" if column == "constant" else "right")
+    for row in rows:
+        name, value = next(iter(row.items()))
+        ratios = f"{row['interactivity']:.2f}x", f"{row['throughput']:.2f}x"
+        table.add_row(name, f"{value:g}", *ratios, f"{row['overlap']:.1%}")
+    return "The ratios by one constant", table
+
+
+def _hopb(arguments: argparse.Namespace) -> Found:
+    """The span of attention and its exchange, by chunks: figure 3."""
+    for name in ("requests", "compute", "message"):
+        if not getattr(arguments, name) > 0:
+            raise ValueError(f"--{name} {getattr(arguments, name)} must be above 0")
+    if arguments.fixed < 0:
+        raise ValueError(f"--fixed {arguments.fixed} must be at least 0")
+    requests = arguments.requests
+    chunks = [n for n in range(1, requests + 1) if requests % n == 0]
+    spans = pipelined(arguments.compute, arguments.message, chunks, arguments.fixed)
+    rows = [{"chunks": n, "span": float(x)} for n, x in zip(chunks, spans, strict=True)]
+    title = (
+        f"{requests} rows: {arguments.compute:g} of attention, {arguments.message:g} of messages"
+    )
+    table = Table()
+    for column in ("chunks", "span", "saved"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        saved = 1 - row["span"] / rows[0]["span"]
+        table.add_row(f"{row['chunks']}", f"{row['span']:g}", f"{saved:.1%}")
+
+    def draw(path: str) -> None:
+        from jspec.helix.simulator.pictures import draw_overlap
+
+        draw_overlap(rows, title, path)
+
+    return rows, {"spans": rows}, [(title, table)], draw
+
+
+def _named(
+    shape: ModelShape, hardware: Hardware, constants: Constants, context: float
+) -> dict[str, Any]:
+    """What a result depends on."""
+    return {
+        "model": dataclasses.asdict(shape),
+        "hardware": dataclasses.asdict(hardware),
+        "constants": dataclasses.asdict(constants),
+        "sources": Constants.sources(),
+        "context": context,
+    }
+
+
+def _hardware(arguments: argparse.Namespace) -> Hardware:
+    return load_hardware(arguments.hardware)
+
+
+def _context(arguments: argparse.Namespace) -> float:
+    text = arguments.context
+    factor = {"K": 1e3, "M": 1e6}.get(text[-1:].upper(), 1.0)
+    context = _number(text[:-1] if factor > 1 else text, f"--context {text!r}") * factor
+    if not 1 <= context < np.inf:
+        raise ValueError(f"--context {text!r} must be at least 1 position, as in 1000000 or 1M")
+    return context
+
+
+def _constants(arguments: argparse.Namespace) -> Constants:
+    """The constants with what ``--set`` changes."""
+    changed = {}
+    for text in arguments.set:
+        name, values = _sweep(text)
+        if len(values) != 1:
+            raise ValueError(f"--set {text!r} must give one value; --sweep takes several")
+        changed[name] = values[0]
+    return Constants(**changed)
+
+
+def _sweep(text: str) -> tuple[str, Sequence[float]]:
+    """The constant and the values of ``NAME=VALUE,...``."""
+    name, _, values = text.partition("=")
+    if name not in Constants.sources():
+        raise ValueError(
+            f"constant {name!r} is unknown; choose one of {', '.join(Constants.sources())}"
+        )
+    return name, [_number(value, text) for value in values.split(",")]
+
+
+def _number(text: str, where: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{where}: {text!r} must be a number") from None

@@ -1,0 +1,166 @@
+"""gamma="auto": which draft length pays, from measured times and what was accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.decode.draft import NoDraft, Paused
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+
+LADDER = (0, 1, 2, 4, 8, 16)
+MEMORY = 128.0  # steps of a row after which what was accepted counts half
+TIMES = 5  # last chunks whose median is the cost of a gamma
+WORTH = 1.01  # a longer draft must be so much better than a shorter one
+PROBING = 0.003  # share of the time that may be spent to look at a gamma again
+STALE = 16  # chunks after which a gamma may be looked at again
+KEPT = 32  # choices that are remembered, by what their times depend on
+
+
+class GammaChoice:
+    """Chooses a gamma of ``ladder`` for each chunk of steps, to commit most tokens a second.
+
+    A gamma commits 1 + s_1 + ... + s_gamma tokens a step in the mean, where s_i is how often at
+    least i draft tokens are accepted. That is a product of conditional rates, which longer drafts
+    than the present one are taken to go on with. A step's time is measured, never assumed: the
+    median of a gamma's last chunks, of which the first ``warm`` do not count. A gamma that never
+    ran is tried while it would win if it cost no more than the longest shorter one, 0 always. One
+    that lost is looked at again when its neighbour runs, in a bounded share of the time.
+
+    What it chooses follows from what it saw alone.
+    """
+
+    def __init__(self, ladder: Sequence[int], start: int, warm: int = 1) -> None:
+        self.ladder = tuple(ladder)
+        self.start = min(self.ladder, key=lambda g: abs(g - start))
+        self.warm = warm
+        self.times = {g: deque[float](maxlen=TIMES) for g in self.ladder}
+        self.runs = dict.fromkeys(self.ladder, 0)
+        self.last_run = dict.fromkeys(self.ladder, 0)
+        self.tried = np.zeros(max(self.ladder))
+        self.taken = np.zeros(max(self.ladder))
+        self.chunks = 0
+        self.allowance, self.probing = 0.0, False
+        self.current = self.start
+
+    def saw(self, gamma: int, seconds: float, accepted: np.ndarray) -> None:
+        """Take up a chunk: ``seconds`` a step, and what each step of a live row accepted."""
+        self.chunks += 1
+        self.runs[gamma] += 1
+        self.last_run[gamma] = self.chunks
+        if self.runs[gamma] > self.warm:
+            self.times[gamma].append(seconds)
+        self.allowance += PROBING * seconds
+        if self.probing and self.times[gamma]:  # the first runs of a program cost but once
+            wanted = self.cost(self.current) / self.tokens(self.current)
+            self.allowance -= max(seconds - wanted * float(np.mean(1 + accepted)), 0.0)
+        self.probing = False
+        fade = 0.5 ** (len(accepted) / MEMORY)
+        at_least = (accepted[:, None] >= np.arange(gamma + 1)).sum(axis=0)
+        self.tried[:gamma] = fade * self.tried[:gamma] + at_least[:-1]
+        self.taken[:gamma] = fade * self.taken[:gamma] + at_least[1:]
+
+    def choose(self) -> int:
+        """The gamma of the next chunk."""
+        rates = {g: self.tokens(g) / self.cost(g) for g in self.ladder if self.times[g]}
+        if not rates:
+            return self.start
+        best = min(g for g, rate in rates.items() if WORTH * rate >= max(rates.values()))
+        self.current = best
+        hoped = {g: self._hoped(g) for g in self.ladder if not self.times[g]}
+        if hoped and max(hoped.values()) > WORTH * rates[best]:
+            return max(hoped, key=hoped.__getitem__)
+        return self._probe(best)
+
+    def cost(self, gamma: int) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.times[gamma])
+
+    def tokens(self, gamma: int) -> float:
+        """Tokens that a step of a row commits in the mean."""
+        rate, reached, total = 0.8, 1.0, 1.0
+        for taken, tried in zip(self.taken[:gamma], self.tried[:gamma], strict=True):
+            rate = (taken + rate) / (tried + 1)
+            reached *= rate
+            total += reached
+        return total
+
+    def _hoped(self, gamma: int) -> float:
+        """The rate of a gamma that never ran, if it cost what the longest shorter one does."""
+        shorter = [g for g in self.ladder if g < gamma and self.times[g]]
+        return self.tokens(gamma) / self.cost(shorter[-1]) if shorter else float("inf")
+
+    def _probe(self, best: int) -> int:
+        """A neighbour of ``best`` that was not seen for long, where the allowance pays for it."""
+        at = self.ladder.index(best)
+        near = [g for g in self.ladder[max(at - 1, 0) : at + 2] if g != best]
+        probe = min(near, key=self.last_run.__getitem__, default=best)
+        known = [g for g in self.ladder if g >= probe and self.times[g]]
+        if not known:
+            return best
+        # At worst it commits one token a step, and costs what the next longer one does. `saw`
+        # charges what it came to.
+        loss = self.cost(known[0]) - self.cost(best) / self.tokens(best)
+        if self.chunks - self.last_run[probe] < STALE or loss > self.allowance:
+            return best
+        self.probing = True
+        return probe
+
+
+class Gammas:
+    """The steps that ``gamma="auto"`` chooses from: ``config`` with each gamma.
+
+    Gammas go up to twice the drafter's usual one. A second model's cache would miss what plain
+    steps commit, so that it always drafts. Choices are remembered by all that times depend on, the
+    capacity within a factor of two, so that later calls begin with what earlier ones measured.
+    Raises `ValueError` for a drafter that never drafts.
+    """
+
+    def __init__(self, config: StepConfig) -> None:
+        draft = config.draft
+        if isinstance(draft, NoDraft):
+            raise ValueError(
+                "gamma='auto' chooses how much a drafter drafts; pass one, or gamma=0 for plain "
+                "decoding"
+            )
+        least = 1 if draft.needs_model else 0
+        self.configs = {
+            gamma: dataclasses.replace(config, gamma=gamma, draft=draft if gamma else Paused(draft))
+            for gamma in LADDER
+            if least <= gamma <= 2 * draft.usual_gamma
+        }
+        self.draft = draft
+
+    @property
+    def longest(self) -> StepConfig:
+        """The config that a state for all of them is started with."""
+        return self.configs[max(self.configs)]
+
+    def choice(self, models: Models, state: DecodeState) -> GammaChoice:
+        """The choice for chunks of such a state."""
+        leaves, structure = jax.tree.flatten(models)
+        batch, capacity = state.tokens.shape
+        model = (structure, tuple((x.shape, x.dtype) for x in leaves))
+        key = (self.longest, batch, capacity.bit_length(), state.mode, model)
+        with _LOCK:
+            found = _CHOICES.pop(key, None)
+            if found is None:
+                # A GPU records a program's launches in its second run.
+                warm = 1 if jax.default_backend() == "cpu" else 2
+                found = GammaChoice(list(self.configs), self.draft.usual_gamma, warm)
+            _CHOICES[key] = found
+            while len(_CHOICES) > KEPT:
+                _CHOICES.popitem(last=False)
+        return found
+
+
+_CHOICES: OrderedDict[Any, GammaChoice] = OrderedDict()
+_LOCK = threading.Lock()

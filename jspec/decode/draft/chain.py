@@ -1,0 +1,220 @@
+"""Chains: a cheap drafter drafts for the model's sparse view, which drafts for the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.config import shown, whole_number
+from jspec.decode.draft.base import Drafted, Drafter, Seen, SparseDrafter, within_limits
+from jspec.decode.state import DecodeState, Models
+from jspec.ops.commit import Rows, commit
+from jspec.ops.sample import Role, greedy, sample
+from jspec.ops.verify import Verified, verify_greedy
+from jspec.policies import Dense, Guided, Policy
+from jspec.policies.attend import run_selected
+from jspec.typing import Array
+
+if TYPE_CHECKING:
+    from jspec.decode.settings import StepConfig
+
+
+class Levels(NamedTuple):
+    """The states of a chain's two drafters."""
+
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(Drafter):
+    """A draft in ``rounds``: ``first`` drafts ``inner`` tokens, one pass of ``second`` checks them.
+
+    A round adds what ``second`` would have drafted by itself, one token more than it takes of
+    ``first``. So the tokens and their law are those of ``second``, at fewer passes: each token is
+    drawn from its logits with its own number, and a token of ``first`` is taken where it is the
+    same (docs/sampling.md, *Chains*). The selection of a round is made by its first query. gamma
+    bounds the tokens of all rounds; more than ``rounds * (inner + 1)`` are never drafted.
+    """
+
+    usual_gamma: ClassVar[int] = 12
+
+    first: Drafter
+    second: SparseDrafter
+    inner: int = 4
+    rounds: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.first, Drafter) or isinstance(self.first, Chain):
+            raise TypeError(
+                f"first={shown(self.first)} must be a drafter and no chain, as SuffixDraft() is"
+            )
+        if not isinstance(self.second, SparseDrafter):
+            raise TypeError(
+                f"second={shown(self.second)} must draft with the model itself, as SelfDraft() does"
+            )
+        keeps = self.first.keeps
+        if self.first.guided is not None:
+            raise ValueError(
+                f"first={shown(self.first)} is guided by verification, which guides second alone; "
+                "pass one that is not, as SuffixDraft() is"
+            )
+        if keeps.reads_queries and not isinstance(keeps, Dense):
+            raise ValueError(
+                f"first={shown(self.first)} keeps columns in the cache, which has room for those "
+                "of second alone; pass one without, as SuffixDraft() is"
+            )
+        if self.first.takes_model and self.second.takes_model:
+            raise ValueError(
+                f"first={shown(self.first)} and second={shown(self.second)} both draft with "
+                "models.draft, which is one model; pass second without quantized"
+            )
+        for name in ("inner", "rounds"):
+            if (whole_number(getattr(self, name)) or 0) < 1:
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be at least 1")
+
+    @property
+    def keeps(self) -> Policy:
+        return self.second.keeps
+
+    @property
+    def needs_model(self) -> bool:
+        return self.first.needs_model
+
+    @property
+    def takes_model(self) -> bool:
+        return self.first.takes_model or self.second.takes_model
+
+    @property
+    def learns_from_rejected(self) -> bool:
+        return self.first.learns_from_rejected or self.second.learns_from_rejected
+
+    @property
+    def guided(self) -> Guided | None:
+        return self.second.guided
+
+    def prepare(self, models: Models) -> Models:
+        return self.second.prepare(self.first.prepare(models))
+
+    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Levels:
+        return Levels(
+            # Drafts on from where the rounds have come to.
+            self.first.init(models, lengths, capacity, gamma + self.inner),
+            self.second.init(models, lengths, capacity, gamma),
+        )
+
+    def prefill(
+        self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
+    ) -> Levels:
+        pairs = zip((self.first, self.second), own, strict=True)
+        return Levels(*(d.prefill(models, x, tokens, positions, config) for d, x in pairs))
+
+    def grow(self, own: Any, capacity: int) -> Levels:
+        return Levels(self.first.grow(own.first, capacity), self.second.grow(own.second, capacity))
+
+    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+        def learned(drafter: Drafter, own: Any) -> Any:
+            return drafter.learn(dataclasses.replace(state, draft=own), seen, verified).draft
+
+        own: Levels = state.draft
+        own = Levels(learned(self.first, own.first), learned(self.second, own.second))
+        return dataclasses.replace(state, draft=own)
+
+    def draft(
+        self, models: Models, state: DecodeState, config: StepConfig
+    ) -> tuple[Drafted, DecodeState]:
+        gamma, begin, until = config.gamma, state.lengths, state.cache.lengths
+        # A round may go up to the draft's end, and the outer step needs one token more.
+        room = jnp.minimum(jnp.minimum(state.limits - begin - 1, state.draft_limits), gamma)
+        room = jnp.maximum(room, 0)
+        own: Levels = state.draft
+        inside = dataclasses.replace(
+            state, limits=begin + room, done=state.done | (room == 0), draft=own.first
+        )
+        view = self.second.view(models, own.second, until)
+        # Each round adds a token at least.
+        rounds = min(self.rounds, gamma)
+        logits = None
+        if state.mode != "greedy":
+            logits = jnp.zeros((len(begin), gamma, models.target.config.vocab_size), jnp.float32)
+
+        def body(carried: tuple[DecodeState, Any], _) -> tuple[tuple[DecodeState, Any], None]:
+            inside, logits = carried
+            before = inside.lengths
+            inside, of_round = self._round(models, inside, until, view, config)
+            if logits is not None:
+                logits = _put(logits, of_round, before - begin, inside.lengths - before)
+            return (inside, logits), None
+
+        (inside, logits), _ = lax.scan(body, (inside, logits), length=rounds)
+        index = begin[:, None] + jnp.arange(gamma, dtype=jnp.int32)[None]
+        index = jnp.minimum(index, state.tokens.shape[1] - 1)
+        tokens = jnp.take_along_axis(inside.tokens, index, axis=1)
+        drafted = Drafted(tokens, inside.lengths - begin, logits)
+        cache = inside.cache.with_lengths(until)
+        own = own._replace(first=self.first.undone(inside.draft, own.first))
+        return drafted, dataclasses.replace(state, cache=cache, draft=own)
+
+    def _round(
+        self,
+        models: Models,
+        state: DecodeState,
+        until: Array,
+        view: tuple[Policy, Any],
+        config: StepConfig,
+    ) -> tuple[DecodeState, Array]:
+        """Draft, check by a sparse pass and commit within the draft; the logits ``[B, g + 1, V]``.
+
+        ``until [B]``: where the selected context ends and the outer draft begins. ``view``: of the
+        second drafter. ``state.draft`` is the first one's.
+        """
+        inner = dataclasses.replace(config, gamma=min(self.inner, config.gamma), draft=self.first)
+        drafted, state = self.first.draft(models, state, inner)
+        drafted = within_limits(drafted, state, inner.gamma)
+        tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
+        index = jnp.arange(inner.gamma + 1, dtype=jnp.int32)[None]
+        counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
+        positions = jnp.where(counts, state.cache.lengths[:, None] + index, -1)
+        model = self.second.model_of(models)
+        hidden, cache = run_selected(
+            *(model, tokens, positions, state.cache, until, config.gamma),
+            policy=view[0],
+            arrays=view[1],
+            backends=config.backends,
+        )
+        logits = model.logits(hidden)
+        if state.mode == "greedy":
+            own = greedy(logits)
+        else:
+            own = sample(
+                logits,
+                state.sampling,
+                state.lengths[:, None] + index,
+                Role.DRAFT,
+                filtered=state.mode == "filtered",
+                implementation=config.backends.get("sample"),
+            )
+        verified = verify_greedy(
+            drafted.tokens,
+            own,
+            drafted.lengths,
+            state.stop_tokens,
+            implementation=config.backends.get("verify_greedy"),
+        )
+        _, rows = commit(
+            verified, state.limits, Rows(state.tokens, state.cache.lengths, state.done)
+        )
+        cache = cache.with_lengths(rows.cached)
+        state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
+        return self.first.learn(state, Seen(positions, hidden), verified), logits
+
+
+def _put(into: Array, rows: Array, begin: Array, counts: Array) -> Array:
+    """``into [B, gamma, V]`` with the first ``counts [B]`` of ``rows [B, n, V]`` from ``begin``."""
+    index = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    at = jnp.where(index < counts[:, None], begin[:, None] + index, into.shape[1])
+    batch = jnp.arange(len(into))[:, None]
+    return into.at[batch, at].set(rows.astype(into.dtype), mode="drop")

@@ -1,0 +1,69 @@
+"""The same requests for steps of another config: one prefill serves several policies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jspec.cache import Cache
+from jspec.cache.layout import check_rings
+from jspec.config import shown
+from jspec.decode.settings import StepConfig, check_arrays
+from jspec.decode.state import DecodeState, Models
+from jspec.policies.policy import columns_of, create_cache, with_pages
+from jspec.sharding import Placing, beside, place, with_auto_axes
+from jspec.typing import Model
+
+TOKENS = ("keys", "values")  # columns of the model's own, whatever a policy keeps beside them
+
+
+def switch(
+    models: Model | Models, state: DecodeState, config: StepConfig, *, sharding: Placing = None
+) -> DecodeState:
+    """A copy of ``state`` for steps of ``config``, whose policy may be another one.
+
+    What that policy keeps is made from the cached keys, as a prefill of its own would have made it;
+    ``state`` stays as it is and can be switched again. Costs a copy of the cache. ``sharding`` as
+    in `jspec.start_decoding`. Raises `ValueError` for a drafter that takes up prompts itself, for a
+    policy without its arrays, and for a gamma for which a layer with a sliding window has no room.
+    """
+    models = Models.of(models)
+    check_arrays(models, config)
+    held, capacity = state.cache, state.tokens.shape[1]
+    check_rings(held.specs, held.layouts, config.gamma)
+    if config.draft.init(models, held.lengths, capacity, config.gamma) is not None:
+        raise ValueError(
+            f"draft={shown(config.draft)} takes up prompts itself; pass its config to "
+            "start_decoding instead"
+        )
+    sharding = beside(models) if sharding is None else sharding
+    sizes = (held.specs, held.layouts, len(held.lengths), held.keys(0).dtype, sharding)
+    empty = place({"cache": create_cache(config.keeps, *sizes)}, sharding)["cache"]
+    others = dataclasses.replace(state, cache=None, draft=None)
+    copied = jax.tree.map(jnp.copy, others)
+    cache = _filled(models, empty, held, config=config)
+    return place(dataclasses.replace(copied, cache=cache), sharding)
+
+
+@jax.jit(static_argnames="config", donate_argnames="empty")
+def _filled(models: Models, empty: Cache, held: Cache, config: StepConfig) -> Cache:
+    """``empty`` with the keys and values that are ``held``, and what the policy makes of them."""
+    policy, arrays = config.keeps, models.policy
+
+    def fill(arrays, empty: Cache, held: Cache) -> Cache:
+        cache = empty.with_lengths(held.lengths)
+        for layer, spec in enumerate(held.specs):
+            columns = {n: x for n, x in held.columns[layer].items() if n in TOKENS}
+            if columns_of(policy, spec):
+                columns |= policy.encode(arrays, layer, held.keys(layer))
+            kinds = empty.columns[layer]
+            cache = cache.replaced(
+                layer, **{n: x.astype(kinds[n].dtype) for n, x in columns.items()}
+            )
+        most = max(layout.size for layout in held.layouts)
+        return with_pages(policy, arrays, cache, jnp.zeros_like(held.lengths), held.lengths, most)
+
+    with config.of_models():
+        return with_auto_axes(fill, arrays, empty, held, like=empty)

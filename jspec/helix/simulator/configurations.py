@@ -1,0 +1,123 @@
+"""How a model can be laid out over GPUs: every combination of the strategies that are compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jspec.helix.simulator.shapes import ModelShape
+
+STRATEGIES = ("tp", "ep", "medha", "helix")
+BASELINES = ("tp", "ep", "medha")
+BATCHES = tuple(2**i for i in range(12))
+# Sixteen sizes an octave, and every size up to sixteen.
+FINE_BATCHES = tuple(sorted({(16 + i) << octave >> 4 for octave in range(12) for i in range(16)}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Configurations:
+    """Arrays ``[n]`` that describe a layout each.
+
+    ``strategy``: index into `STRATEGIES`. A stage of the pipeline of ``pp`` stages has
+    ``kvp * tpa * dp`` GPUs for attention, the same as ``tpf * ep`` for the feed-forward, but for
+    Medha's, whose feed-forward has ``tpf`` of them alone. ``batch``: rows of one stage at a time;
+    as many are in each other stage. ``overlap``: whether Helix sends the outputs of some rows
+    while others attend (HOP-B).
+    """
+
+    strategy: NDArray[np.int64]
+    kvp: NDArray[np.int64]
+    tpa: NDArray[np.int64]
+    dp: NDArray[np.int64]
+    tpf: NDArray[np.int64]
+    ep: NDArray[np.int64]
+    pp: NDArray[np.int64]
+    batch: NDArray[np.int64]
+    overlap: NDArray[np.int64]
+
+    @property
+    def stage(self) -> NDArray[np.int64]:
+        """GPUs of a stage."""
+        return self.kvp * self.tpa * self.dp
+
+    @property
+    def gpus(self) -> NDArray[np.int64]:
+        """GPUs in all."""
+        return self.stage * self.pp
+
+    @property
+    def users(self) -> NDArray[np.int64]:
+        """Rows in all stages."""
+        return self.batch * self.pp
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def of(self, *strategies: str) -> NDArray[np.bool_]:
+        """Which of them are of these strategies."""
+        return np.isin(self.strategy, [STRATEGIES.index(name) for name in strategies])
+
+    def one(self, index: int) -> dict[str, int | str | bool]:
+        """The fields of one of them."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        found = {name: int(x[index]) for name, x in fields.items()}
+        return found | {
+            "strategy": STRATEGIES[found["strategy"]],
+            "overlap": bool(found["overlap"]),
+            "gpus": int(self.gpus[index]),
+            "users": int(self.users[index]),
+        }
+
+
+def configurations(
+    shape: ModelShape, gpus: int, batches: Sequence[int] = BATCHES
+) -> Configurations:
+    """Every layout over 1, 2, 4, ... up to ``gpus`` GPUs, with each of ``batches``.
+
+    ``tp``: one tensor-parallel width for all, which copies the cache beyond the KV heads. ``ep``:
+    groups with rows of their own in attention, experts over all GPUs of a stage. ``medha``: the
+    cache over all GPUs, the feed-forward over one group. ``helix``: the cache over all GPUs, no
+    copies, and the feed-forward over all of them. ``ep`` is for mixtures of experts, ``medha`` for
+    dense models.
+    """
+    if gpus < 1:
+        raise ValueError(f"gpus={gpus} must be at least 1")
+    layouts = np.array(list(_layouts(shape, gpus)), np.int64)
+    sizes = np.array(batches, np.int64)
+    layouts = np.repeat(layouts, len(sizes), axis=0)
+    batch = np.tile(sizes, len(layouts) // len(sizes))
+    names = ("strategy", "kvp", "tpa", "dp", "tpf", "ep", "pp", "overlap")
+    columns = dict(zip(names, layouts.T, strict=True)) | {"batch": batch}
+    whole = batch % columns["dp"] == 0
+    return Configurations(**{name: column[whole] for name, column in columns.items()})
+
+
+def _layouts(shape: ModelShape, gpus: int) -> Iterator[tuple[int, ...]]:
+    """Strategy, kvp, tpa, dp, tpf, ep, pp and overlap of each layout."""
+    tp, ep, medha, helix = range(len(STRATEGIES))
+    for stage in _powers(gpus):
+        for pp in _powers(min(gpus // stage, shape.layers)):
+            if not shape.experts:
+                yield tp, 1, stage, 1, stage, 1, pp, 0
+                for tpa in _powers(stage // 2):
+                    yield medha, stage // tpa, tpa, 1, tpa, 1, pp, 0
+            for ranks in _powers(min(stage, shape.experts)) if shape.experts else [1]:
+                tpf = stage // ranks
+                if shape.experts:
+                    yield tp, 1, stage, 1, tpf, ranks, pp, 0
+                    for tpa in _powers(stage // 2):
+                        yield ep, 1, tpa, stage // tpa, tpf, ranks, pp, 0
+                for tpa in _powers(min(stage, shape.kv_heads)):
+                    for overlap in (0, 1):
+                        yield helix, stage // tpa, tpa, 1, tpf, ranks, pp, overlap
+
+
+def _powers(most: int) -> Iterator[int]:
+    """1, 2, 4, ... up to ``most``."""
+    found = 1
+    while found <= most:
+        yield found
+        found *= 2

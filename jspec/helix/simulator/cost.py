@@ -1,0 +1,292 @@
+"""The time of one decoding step under each layout, from bytes, operations and messages.
+
+A layer is a chain of stages that wait for each other. A stage on a GPU takes as long as its reads
+or its arithmetic, whichever is longer; a collective takes a fixed time and that of its bytes on a
+link. What the paper does not give is a field of `Constants`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jspec.helix.simulator.configurations import Configurations
+from jspec.helix.simulator.shapes import Hardware, ModelShape
+
+Floats = NDArray[np.float64]
+# Of a layer, one after another: two norms, q k v, rotation and write, attention, output, and the
+# two products of the feed-forward.
+KERNELS = 8
+
+
+def _constant(value: float, source: str) -> float:
+    return dataclasses.field(default=value, metadata={"source": source})
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What decides a time and is not in the paper; `Constants.sources` says where each is from."""
+
+    bytes_per_value: float = _constant(0.5, "the paper: weights and cache in FP4")
+    bytes_per_activation: float = _constant(0.5, "the paper: arithmetic in FP4; 2 is bfloat16")
+    collective_us: float = _constant(
+        6.5, "fixed time of a collective; NCCL's all-to-all of 2 KiB on 2 and 4 H100s"
+    )
+    row_us: float = _constant(
+        0.0, "fixed time of each row in the exchange of KVP; figure 3: 1.2, if its unit is 1 us"
+    )
+    kernel_us: float = _constant(
+        2.0, "fixed time of each of a layer's kernels; a kernel that reads little takes 2 on H200"
+    )
+    memory_share: float = _constant(1.0, "of the memory's rate that is reached; appendix A: 1")
+    arithmetic_share: float = _constant(1.0, "of the arithmetic's rate that is reached; assumed")
+    link_share: float = _constant(1.0, "of the links' rate that is reached; assumed")
+    memory_kept: float = _constant(0.0, "share of the memory that holds neither; assumed")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            divides = field.name.endswith("_share") or field.name.startswith("bytes")
+            if not (value > 0 if divides else value >= 0):
+                raise ValueError(
+                    f"{field.name}={value} must be {'above' if divides else 'at least'} 0"
+                )
+
+    @classmethod
+    def sources(cls) -> dict[str, str]:
+        """Where each constant is from."""
+        return {field.name: field.metadata["source"] for field in dataclasses.fields(cls)}
+
+
+CONSTANTS = Constants()
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step by part, and gigabytes of memory on the fullest GPU, each ``[n]``.
+
+    ``attention`` has in it what is exposed of the exchange of its partial outputs; ``hidden`` is
+    what HOP-B hides of that exchange, and is not in ``total``.
+    """
+
+    projections: Floats
+    attention: Floats
+    feed_forward: Floats
+    collectives: Floats
+    rest: Floats
+    hidden: Floats
+    memory_gb: Floats
+
+    @property
+    def total(self) -> Floats:
+        """From a token to the next one of a row."""
+        return self.projections + self.attention + self.feed_forward + self.collectives + self.rest
+
+
+def pipelined(
+    compute: ArrayLike, message: ArrayLike, chunks: ArrayLike, fixed: ArrayLike = 0.0
+) -> Floats:
+    """The span of ``compute`` in equal ``chunks``, each sent while the next one is computed.
+
+    ``message``: time of all bytes; ``fixed``: what each chunk's message takes besides. One chunk
+    overlaps nothing (figure 3).
+    """
+    count = np.asarray(chunks, float)
+    one = np.asarray(compute, float) / count
+    sent = np.asarray(message, float) / count + np.asarray(fixed, float)
+    return one + (count - 1) * np.maximum(one, sent) + sent
+
+
+def step_times(
+    shape: ModelShape,
+    hardware: Hardware,
+    found: Configurations,
+    context: float,
+    constants: Constants = CONSTANTS,
+) -> StepTimes:
+    """The `StepTimes` of each of ``found`` at ``context`` positions a row."""
+    return _Step(shape, hardware, found, context, constants).times()
+
+
+class _Step:
+    """The parts of a step; sizes are of one GPU and one layer unless they say otherwise."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        found: Configurations,
+        context: float,
+        constants: Constants,
+    ) -> None:
+        self.shape, self.constants, self.context = shape, constants, context
+        self.found, self.hardware = found, hardware
+        self.is_helix, self.is_ep = found.of("helix"), found.of("ep")
+        self.is_medha = found.of("medha")
+        self.rows = found.batch / found.dp
+        self.heads = np.ceil(shape.query_heads / found.tpa)
+        # The output projection is split over all GPUs where the exchange leaves it so.
+        self.out_ranks = np.where(self.is_helix, found.stage, found.tpa)
+
+    def times(self) -> StepTimes:
+        shape, found = self.shape, self.found
+        queries, out = self.projection_sizes()
+        projections = self.product(queries, self.rows) + self.product(out, self.rows)
+        fixed = KERNELS * self.constants.kernel_us * 1e-6
+        attention, hidden = self.attention()
+        reduced = self.all_reduce(self.out_ranks, self.rows * shape.hidden)
+        feed_forward, messages, held = self.feed_forward()
+        layers = shape.layers
+        head = self.product(shape.hidden * shape.vocabulary / found.stage, found.batch)
+        hops = (found.pp - 1) * self.message(found.batch * shape.hidden)
+        weights = (queries + out) * layers + held
+        weights = weights * self.stages_share() + 2 * shape.hidden * shape.vocabulary / found.stage
+        return StepTimes(
+            projections=projections * layers,
+            attention=attention * layers,
+            feed_forward=feed_forward,
+            collectives=reduced * layers + messages + hops,
+            rest=fixed * layers + head,
+            hidden=hidden * layers,
+            memory_gb=(weights * self.constants.bytes_per_value + self.cache_bytes()) / 1e9,
+        )
+
+    def stages_share(self) -> Floats:
+        """The share of a model's layers that the fullest stage holds."""
+        return np.ceil(self.shape.layers / self.found.pp) / self.shape.layers
+
+    def cache_bytes(self) -> Floats:
+        """Of the rows of all stages, in the layers of one."""
+        return self.cached() * self.found.pp * self.shape.layers * self.stages_share()
+
+    def projection_sizes(self) -> tuple[Floats, Floats]:
+        """Weights in front of attention, and those behind it."""
+        shape, found = self.shape, self.found
+        if shape.latent:
+            rank = shape.query_rank or shape.hidden
+            queries = rank * self.heads * (shape.nope + shape.rope)
+            queries = queries + (shape.hidden * rank if shape.query_rank else 0)
+            keys = shape.hidden * (shape.latent + shape.rope)
+            absorbed = self.heads * shape.latent * (shape.nope + shape.value_size)
+            size = shape.query_heads * shape.value_size
+            return queries + keys + absorbed, size * shape.hidden / self.out_ranks
+        kv = 2 * np.ceil(shape.kv_heads / found.tpa)
+        queries = shape.hidden * (self.heads + kv) * shape.head_size
+        size = shape.query_heads * shape.head_size
+        return queries, size * shape.hidden / self.out_ranks
+
+    def cached(self) -> Floats:
+        """Bytes of the cache that a step reads."""
+        shape, found = self.shape, self.found
+        if shape.latent:
+            values = np.full(len(found), shape.latent + shape.rope, float)
+        else:
+            values = 2 * np.ceil(shape.kv_heads / found.tpa) * shape.head_size
+        positions = self.context / found.kvp
+        return self.rows * values * positions * self.constants.bytes_per_value
+
+    def attention(self) -> tuple[Floats, Floats]:
+        """Seconds with what is exposed of the exchange, and those of it that are hidden."""
+        shape, found = self.shape, self.found
+        channels = 2 * shape.latent + shape.rope if shape.latent else 2 * shape.head_size
+        operations = 2 * self.rows * self.heads * self.context / found.kvp * channels
+        compute = np.maximum(self.read(self.cached()), self.arithmetic(operations))
+        value = shape.value_size if shape.latent else shape.head_size
+        # A float32 log-sum-exp goes with each head's output.
+        payload = self.rows * self.heads * (value * self.constants.bytes_per_activation + 4)
+        share = np.where(self.is_medha, found.kvp - 1, (found.kvp - 1) / found.kvp)
+        sent = self.link(payload * share)
+        sent = sent + np.where(found.kvp > 1, self.rows * self.constants.row_us * 1e-6, 0)
+        fixed = np.where(found.kvp > 1, self.constants.collective_us * 1e-6, 0)
+        back = self.message(self.rows * shape.hidden)  # Medha's next layer starts on all GPUs.
+        back = np.where(self.is_medha & (found.kvp > 1), back, 0)
+        sequential = span = compute + sent + fixed + back
+        chunks = 2
+        while chunks <= found.batch.max():
+            able = (found.overlap > 0) & (found.kvp > 1) & (found.batch >= chunks)
+            overlapped = pipelined(compute, sent, chunks, fixed)
+            span = np.where(able, np.minimum(span, overlapped), span)
+            chunks *= 2
+        return span, sequential - span
+
+    def feed_forward(self) -> tuple[Floats, Floats, Floats]:
+        """Seconds of all layers, seconds of their collectives, and the weights of all layers."""
+        shape, found = self.shape, self.found
+        width = np.where(self.is_medha, found.tpf, np.where(self.is_ep, found.tpa, found.stage))
+        rows = np.where(self.is_ep, self.rows, found.batch)
+        dense = 3 * shape.hidden * shape.ffn / width
+        time = self.product(dense, rows)
+        messages = self.all_reduce(width, rows * shape.hidden)
+        if not shape.experts:
+            return time * shape.layers, messages * shape.layers, dense * shape.layers
+        expert, expert_messages, held = self.experts(rows)
+        count, others = shape.dense_layers, shape.layers - shape.dense_layers
+        return (
+            time * count + expert * others,
+            messages * count + expert_messages * others,
+            dense * count + held * others,
+        )
+
+    def experts(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
+        """As `feed_forward`, of one layer of experts; tokens choose evenly among them."""
+        shape, found = self.shape, self.found
+        size = 3 * shape.hidden * shape.expert_ffn
+        held = shape.experts / found.ep
+        chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** found.batch
+        tokens = found.batch * shape.experts_per_token / found.ep
+        time = np.maximum(
+            self.read(held * chosen * size / found.tpf * self.constants.bytes_per_value),
+            self.arithmetic(2 * tokens * size / found.tpf),
+        )
+        shared = shape.shared_experts * size / np.where(self.is_ep, found.tpa, found.stage)
+        time = time + self.product(shared, rows)
+        hidden = found.batch * shape.hidden
+        # Helix: a sum inside each group of experts, then the groups' sums, or where that is less
+        # the outputs of the experts that a token chose, to all.
+        parts = np.minimum(found.ep, shape.experts_per_token)
+        helix = self.all_reduce(found.tpf, hidden * parts / found.ep)
+        helix = helix + self.gather(found.ep, hidden * parts)
+        # With rows of their own, GPUs send each token to its experts, and take it back.
+        own = 2 * self.gather(found.stage, rows * shape.experts_per_token * shape.hidden)
+        own = own + self.all_reduce(found.tpf, hidden * parts / found.ep)
+        return time, np.where(self.is_ep, own, helix), held * size / found.tpf + shared
+
+    def product(self, weights: ArrayLike, rows: ArrayLike) -> Floats:
+        """Seconds of a product of ``rows`` with ``weights``."""
+        weights = np.asarray(weights, float)
+        return np.maximum(
+            self.read(weights * self.constants.bytes_per_value),
+            self.arithmetic(2 * weights * rows),
+        )
+
+    def read(self, size: ArrayLike) -> Floats:
+        rate = self.hardware.memory_gbps * 1e9 * self.constants.memory_share
+        return np.asarray(size, float) / rate
+
+    def arithmetic(self, operations: ArrayLike) -> Floats:
+        rate = self.hardware.tflops * 1e12 * self.constants.arithmetic_share
+        return np.asarray(operations, float) / rate
+
+    def link(self, size: ArrayLike) -> Floats:
+        rate = self.hardware.link_gbps * 1e9 * self.constants.link_share
+        return np.asarray(size, float) / rate
+
+    def message(self, values: ArrayLike) -> Floats:
+        """Seconds to send activations to one neighbour."""
+        size = np.asarray(values, float) * self.constants.bytes_per_activation
+        return self.constants.collective_us * 1e-6 + self.link(size)
+
+    def gather(self, ranks: ArrayLike, values: ArrayLike) -> Floats:
+        """Seconds of an all-gather, or an all-to-all, of ``values`` in all; 0 with one rank."""
+        ranks, values = np.asarray(ranks, float), np.asarray(values, float)
+        return np.where(ranks > 1, self.message((ranks - 1) / ranks * values), 0)
+
+    def all_reduce(self, ranks: ArrayLike, values: ArrayLike) -> Floats:
+        """Seconds of an all-reduce of ``values`` on each rank: each link carries them twice."""
+        ranks, values = np.asarray(ranks, float), np.asarray(values, float)
+        return np.where(ranks > 1, self.message(2 * (ranks - 1) / ranks * values), 0)
+
+
+__all__ = ["CONSTANTS", "Constants", "StepTimes", "pipelined", "step_times"]

@@ -1,0 +1,132 @@
+"""What a machine can serve: throughput against interactivity, and the best layout at each point."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jspec.helix.simulator.configurations import (
+    BASELINES,
+    BATCHES,
+    Configurations,
+    configurations,
+)
+from jspec.helix.simulator.cost import CONSTANTS, Constants, Floats, StepTimes, step_times
+from jspec.helix.simulator.shapes import Hardware, ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """The layouts that no other beats in both tokens a second; the fastest for a user first.
+
+    ``users``: tokens a second of one row; ``gpus``: tokens a second of a GPU; ``indices``: of the
+    layouts; each ``[n]``.
+    """
+
+    users: Floats
+    gpus: Floats
+    indices: NDArray[np.int64]
+
+    def throughput(self, users: ArrayLike) -> Floats:
+        """Tokens a second of a GPU where a row gets at least ``users``; 0 where none can."""
+        above = np.searchsorted(-self.users, -np.asarray(users, float), side="right")
+        return np.concatenate([[0.0], self.gpus])[above]
+
+    def interactivity(self, gpus: ArrayLike) -> Floats:
+        """Tokens a second of a row where a GPU gives at least ``gpus``; 0 where none can."""
+        first = np.searchsorted(self.gpus, np.asarray(gpus, float), side="left")
+        return np.concatenate([self.users, [0.0]])[first]
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """The layouts of a model on a machine that fit its memory, and what each takes."""
+
+    found: Configurations
+    times: StepTimes
+    fits: NDArray[np.bool_]
+
+    @property
+    def users(self) -> Floats:
+        """Tokens a second of a row."""
+        return 1 / self.times.total
+
+    @property
+    def gpus(self) -> Floats:
+        """Tokens a second of a GPU."""
+        return self.found.users / self.times.total / self.found.gpus
+
+    def frontier(self, *strategies: str, overlap: bool | None = None) -> Frontier:
+        """Of the layouts of ``strategies``, with overlap or without where that is said."""
+        chosen = self.fits & self.found.of(*strategies)
+        if overlap is not None:
+            chosen &= (self.found.overlap > 0) == overlap
+        (indices,) = np.nonzero(chosen)
+        users, gpus = self.users[indices], self.gpus[indices]
+        order = np.lexsort((-gpus, -users))
+        users, gpus, indices = users[order], gpus[order], indices[order]
+        before = np.concatenate([[-np.inf], np.maximum.accumulate(gpus)[:-1]])
+        best = gpus > before
+        return Frontier(users[best], gpus[best], indices[best])
+
+    def headlines(self) -> dict[str, float]:
+        """The ratios of figures 5 to 7, Helix to the best baseline.
+
+        ``interactivity``: of the most tokens a second that a row can get. ``throughput``: the most
+        that tokens a second of a GPU grow at one interactivity. ``overlap``: the largest share of a
+        row's tokens a second that is lost without HOP-B, in a layout that is on its frontier.
+        """
+        base, helix = self.frontier(*BASELINES), self.frontier("helix", overlap=True)
+        if not len(base.users) or not len(helix.users):
+            raise ValueError("no layout of one of the two sides fits; take more or larger GPUs")
+        # A baseline's layout serves all rows that ask for more than the next one's gets.
+        slowest = np.nextafter(np.append(base.users[1:], 0), np.inf)
+        hidden = self.times.hidden[helix.indices]
+        return {
+            "interactivity": float(helix.users[0] / base.users[0]),
+            "throughput": float((helix.throughput(slowest) / base.gpus).max()),
+            "overlap": float((hidden / (self.times.total[helix.indices] + hidden)).max()),
+        }
+
+
+def simulate(
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    context: float = 1e6,
+    gpus: int = 64,
+    batches: Sequence[int] = BATCHES,
+    constants: Constants = CONSTANTS,
+) -> Simulation:
+    """Every layout of ``shape`` over up to ``gpus`` GPUs at ``context`` positions a row."""
+    if gpus > hardware.gpus:
+        raise ValueError(f"gpus={gpus} exceeds the {hardware.gpus} of {hardware.name}")
+    if not context >= 1:
+        raise ValueError(f"context={context} must be at least 1 position")
+    found = configurations(shape, gpus, batches)
+    times = step_times(shape, hardware, found, context, constants)
+    room = hardware.memory_gb * (1 - constants.memory_kept)
+    return Simulation(found, times, times.memory_gb <= room)
+
+
+def swept(
+    shape: ModelShape,
+    hardware: Hardware,
+    name: str,
+    values: ArrayLike,
+    *,
+    constants: Constants = CONSTANTS,
+    **settings: Any,
+) -> Iterator[dict[str, float]]:
+    """The headline ratios with the constant ``name`` at each of ``values``."""
+    for value in np.asarray(values, float):
+        changed = dataclasses.replace(constants, **{name: float(value)})
+        found = simulate(shape, hardware, constants=changed, **settings)
+        yield {name: float(value)} | found.headlines()
+
+
+__all__ = ["Frontier", "Simulation", "simulate", "swept"]

@@ -1,0 +1,48 @@
+"""Times to read the KV cache and the weights of a layer: appendix A of Helix, figure 1."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jspec.helix.simulator.shapes import ModelShape
+
+
+def kv_read_us(
+    shape: ModelShape,
+    batch: ArrayLike,
+    context: ArrayLike,
+    *,
+    tpa: ArrayLike = 1,
+    kvp: ArrayLike = 1,
+    bytes_per_value: float = 0.5,
+    memory_gbps: float = 8000,
+) -> NDArray[np.float64]:
+    """Microseconds in which a GPU reads its share of a layer's keys and values, any shape.
+
+    A KV head is read by every rank that serves one of its query heads, so that ``tpa`` above the
+    number of KV heads gains nothing. ``batch`` rows of ``context`` positions; ``kvp`` ranks share
+    the positions.
+    """
+    batch, context, tpa, kvp = (np.asarray(x, float) for x in (batch, context, tpa, kvp))
+    values = 2 * np.ceil(shape.kv_heads / tpa) * shape.head_size
+    return batch * values * context / kvp * bytes_per_value / (memory_gbps * 1e3)
+
+
+def weight_read_us(
+    shape: ModelShape,
+    *,
+    tpa: ArrayLike = 1,
+    tpf: ArrayLike = 1,
+    bytes_per_value: float = 0.5,
+    memory_gbps: float = 8000,
+) -> NDArray[np.float64]:
+    """Microseconds in which a GPU reads its share of a layer's weights, any shape.
+
+    Projections over ``tpa`` ranks, a gated feed-forward over ``tpf``.
+    """
+    tpa, tpf = np.asarray(tpa, float), np.asarray(tpf, float)
+    queries = 2 * shape.hidden * shape.query_heads / tpa * shape.head_size
+    keys = 2 * shape.hidden * np.ceil(shape.kv_heads / tpa) * shape.head_size
+    feed_forward = 3 * shape.hidden * shape.ffn / tpf
+    return (queries + keys + feed_forward) * bytes_per_value / (memory_gbps * 1e3)

@@ -1,0 +1,81 @@
+"""The softmax weight of every key, in the mean over the queries that read it.
+
+`mean_weights` is the public operation; ``xla`` is the reference.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.attention.dense import attention_sizes, check_heads
+from jspec.ops.attention.softmax import capped, grouped
+from jspec.typing import Array
+
+
+def mean_weights(
+    q: Array,
+    k: Array,
+    lse: Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """What weight each key of a cache has in an attention, in the mean over tokens and heads.
+
+    ``q [B, T, N, H]``, ``k [B, S, K, H]``, ``scale`` and ``softcap`` as in `jspec.attention`, and
+    ``lse`` float32 ``[B, T, N]`` as it gave it; -inf, as padding has, counts the query out. The
+    weight of a key for a query is ``exp(score - lse)``. Returns float32 ``[B, K, S]``, the mean
+    over the query heads of a KV head and the tokens that count, 0 where none does. It masks
+    nothing: what it gives for a slot that some query does not read is not specified.
+    """
+    check_heads(q, k, k, None)
+    if lse.shape != q.shape[:3] or lse.dtype != jnp.float32:
+        raise ValueError(f"lse {lse.dtype}{list(lse.shape)} must be float32{list(q.shape[:3])}")
+    return WEIGHTS(
+        *(q, k, lse),
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        implementation=implementation,
+    )
+
+
+def _xla(q: Array, k: Array, lse: Array, *, scale: float, softcap: float | None) -> Array:
+    kv_heads = k.shape[2]
+    wide = q.dtype if q.dtype == k.dtype else jnp.float32
+    rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads).astype(wide)
+    scores = jnp.einsum("bkrh,bskh->bkrs", rows, k.astype(wide), preferred_element_type=jnp.float32)
+    exponents = grouped(lse[..., None], kv_heads)
+    counts = exponents > -jnp.inf
+    weights = jnp.exp(capped(scores, softcap) - jnp.where(counts, exponents, 0.0))
+    total = jnp.where(counts, weights, 0.0).sum(axis=2)
+    return total / jnp.maximum(counts.sum(axis=2), 1).astype(jnp.float32)
+
+
+def _cases() -> list[Case]:
+    """Three tokens, one of them padding, and what numpy makes of them."""
+
+    def build() -> tuple[np.ndarray, ...]:
+        rng = np.random.default_rng(0)
+        q, k = (rng.standard_normal((1, n, 2, 16), np.float32) for n in (3, 40))
+        lse = rng.standard_normal((1, 3, 2), np.float32)
+        lse[0, 2] = -np.inf
+        return q, k, lse
+
+    def wanted() -> tuple[np.ndarray, ...]:
+        q, k, lse = build()
+        scores = np.einsum("btnh,bsnh->btns", q[:, :2], k) / 4
+        return (np.exp(scores - lse[:, :2, :, None]).mean(axis=1),)
+
+    static = {"scale": 0.25, "softcap": None}
+    return [Case("one-of-three-padding", build, static, small=True, wanted=wanted)]
+
+
+WEIGHTS = Operation(
+    "mean_weights",
+    {"xla": Backend("xla", _xla, always), "triton": "jspec.triton.weights:WEIGHTS"},
+    attention_sizes,
+    _cases,
+)

@@ -1,0 +1,111 @@
+"""Block verification: how much of a draft is accepted is decided for the block as a whole.
+
+Sun et al. 2025 (arXiv 2403.10444), algorithm 2. It accepts at least as many tokens as the token
+rule on average, and what is committed follows the target all the same. The whole numbers and their
+error bounds are in `docs/sampling.md`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.ops import uint64
+from jspec.ops.distribution import ONE, ONE_BITS, Position, total
+from jspec.ops.uint64 import in_64_bits
+from jspec.ops.vocabulary import Vocabulary
+from jspec.typing import Array
+
+DIGITS = (11, 11, 11, 11, 9)  # bits of a quotient that a division gives at a time
+
+
+@in_64_bits
+def chances(p_tokens: Array, q_tokens: Array) -> Array:
+    """Given a draft, how likely at least i of its tokens are accepted, for i in 0..gamma.
+
+    ``p_tokens``, ``q_tokens``: probabilities of the draft tokens, uint64 ``[B, gamma]`` in units of
+    2**-53, and so is the result, ``[B, gamma + 1]``.
+    """
+
+    def extend(chance: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
+        chance = _chance(chance, *token)
+        return chance, chance
+
+    certain = jnp.full_like(p_tokens[:, 0], ONE)
+    _, rest = lax.scan(extend, certain, (p_tokens.T, q_tokens.T))
+    return jnp.concatenate([certain[:, None], rest.T], axis=1)
+
+
+@in_64_bits
+def accepted(
+    numbers: Array,
+    chance: Array,
+    p: Position,
+    q: Position,
+    draft_lengths: Array,
+    vocabulary: Vocabulary,
+) -> Array:
+    """How many draft tokens are accepted, int32 ``[B]``.
+
+    ``numbers`` uint64 ``[B, gamma]``: of each draft token; ``chance``: `chances`; ``p`` and ``q``:
+    the distributions at ``gamma + 1`` and ``gamma`` positions.
+    """
+    gamma = numbers.shape[1]
+    index = jnp.arange(1, gamma + 1, dtype=jnp.int32)[None]
+    lengths = jnp.minimum(draft_lengths, gamma)[:, None]
+    here = chance[:, 1:]
+    behind = here[:, :-1]
+    over = _masses(behind, _positions(p, 1, gamma), _positions(q, 1, gamma), vocabulary)
+    is_last = index == lengths
+    # Behind the last token there is no draft: all of the chance is left for it.
+    mass = jnp.where(is_last, here, jnp.pad(over, ((0, 0), (0, 1))))
+    whole = jnp.where(is_last, jnp.uint64(ONE), mass + (ONE - here))
+    ends = (uint64.high64(numbers, whole) < mass) | (here == ONE)
+    return jnp.where(ends & (index <= lengths), index, 0).max(axis=1)
+
+
+@in_64_bits
+def residual(p_here: Position, q_here: Position, chance: Array) -> Position:
+    """``max(chance * p - q, 0)`` at a position, not normalised: to draw from alone.
+
+    ``chance`` uint64 ``[B]``: of what is accepted.
+    """
+    over = _over(chance[:, None, None], p_here, q_here)
+    return p_here._replace(weights=over, shift=jnp.zeros_like(p_here.shift))
+
+
+def _masses(chance: Array, p: Position, q: Position, vocabulary: Vocabulary) -> Array:
+    """Masses of the residuals, uint64 like ``chance [B, T]``."""
+    if chance.shape[1] == 0:
+        return chance
+    over = _over(chance[..., None, None], p, q)
+    return total(over, jnp.zeros_like(p.shift), vocabulary)[..., 0]
+
+
+def _over(chance: Array, p: Position, q: Position) -> Array:
+    p_tokens, q_tokens = _times(chance, p.probabilities()), q.probabilities()
+    return jnp.where(q_tokens < p_tokens, p_tokens - q_tokens, 0)
+
+
+def _times(a: Array, b: Array) -> Array:
+    """The product of two probabilities, rounded down."""
+    return uint64.high64(a << 10, b << 1)
+
+
+def _chance(chance: Array, p: Array, q: Array) -> Array:
+    """``min(chance * p / q, 1)``, rounded down; 1 where only q is 0."""
+    high, low = _times(chance, p), chance * p & (ONE - 1)
+    divisor = jnp.maximum(q, 1)
+    quotient, rest, left = jnp.zeros_like(high), high % divisor, ONE_BITS
+    for bits in DIGITS:
+        left -= bits
+        rest = rest << bits | (low >> left & (2**bits - 1))
+        quotient = quotient << bits | rest // divisor
+        rest = rest % divisor
+    quotient = jnp.where(high >= q, jnp.uint64(ONE), quotient)
+    return jnp.where(high | low == 0, 0, quotient)
+
+
+def _positions(rows: Position, begin: int, end: int) -> Position:
+    return jax.tree.map(lambda x: x[:, begin:end], rows)

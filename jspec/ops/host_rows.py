@@ -1,0 +1,274 @@
+"""Rows of columns that lie in the host's memory: fetched for attention, and stored when made.
+
+`fetch_rows`, `fetch_ahead` and `store_rows` are the public operations. ``xla``, the reference,
+brings whole columns to the device. A CUDA kernel reads and writes the host's memory over the bus,
+the rows alone. Columns in the device's memory serve as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.host import in_host, to_device, to_host
+from jspec.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """Rows that are on their way: nothing but `fetch_rows` may read them.
+
+    ``rows``: of each column, ``[B, m, K, H]``. ``slots`` int32 ``[B, K, m]``: where they are from.
+    ``backend``: the name of the one that fetches them.
+    """
+
+    rows: tuple[Array, ...]
+    slots: Array
+    backend: str = dataclasses.field(metadata={"static": True})
+
+
+def fetch_rows(
+    columns: Sequence[Array],
+    slots: Array,
+    *,
+    ahead: Ahead | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, ...]:
+    """The rows of one or two ``columns [B, S, K, H]`` that each KV head reads, on the device.
+
+    ``slots`` int32 ``[B, K, n]``; one that is not in 0..S - 1 gives zeros. What ``ahead`` holds
+    already is taken from there, once it has arrived; it must be of the same columns, of rows that
+    were not stored since. Returns a ``[B, n, K, H]`` for each column.
+    """
+    columns = tuple(columns)
+    _check(columns, slots)
+    if ahead is None:
+        return FETCH_ROWS(columns, slots, None, None, implementation=implementation)
+    # The backend that began to fetch is the one that knows when they are there.
+    return FETCH_ROWS(columns, slots, ahead.rows, ahead.slots, implementation=ahead.backend)
+
+
+def fetch_ahead(
+    columns: Sequence[Array],
+    slots: Array,
+    through: Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[Ahead, Array]:
+    """Begin to fetch the rows at ``slots [B, K, m]``, while the device computes.
+
+    Slots ascend in a row, with -1 behind the last. ``through`` comes back as it is: what is
+    computed from it is computed while the rows are on their way (InfiniGen, Lee et al. 2024).
+    """
+    columns = tuple(columns)
+    _check(columns, slots)
+    arguments = columns, slots, through
+    backend = FETCH_AHEAD.choose(implementation, *arguments)
+    *rows, through = FETCH_AHEAD(*arguments, implementation=backend.name)
+    return Ahead(tuple(rows), slots, backend.name), through
+
+
+def store_rows(
+    columns: Sequence[Array],
+    rows: Sequence[Array],
+    slots: Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[Array, ...]:
+    """One or two ``columns [B, S, K, H]`` with ``rows [B, T, K, H]`` at ``slots`` int32 ``[B, T]``.
+
+    A slot that is not in 0..S - 1 is not written; no other is there twice in a row. Columns stay
+    in the memory that they are in.
+    """
+    columns, rows = tuple(columns), tuple(rows)
+    for column, row in zip(columns, rows, strict=True):
+        fits = row.shape[:2] == slots.shape and row.shape[2:] == column.shape[2:]
+        if not fits or row.dtype != column.dtype or column.shape[0] != len(slots):
+            raise ValueError(
+                f"rows {row.dtype}{list(row.shape)} must be of the column "
+                f"{column.dtype}{list(column.shape)} and have slots {slots.shape} of [B, T]"
+            )
+    return STORE_ROWS(columns, rows, slots, implementation=implementation)
+
+
+def _check(columns: tuple[Array, ...], slots: Array) -> None:
+    shapes = [column.shape for column in columns]
+    if not 1 <= len(shapes) <= 2 or any(len(s) != 4 or s[:3] != shapes[0][:3] for s in shapes):
+        raise ValueError(f"columns {shapes} must be one or two of [B, S, K, H]")
+    wanted = (shapes[0][0], shapes[0][2])
+    if slots.ndim != 3 or slots.shape[:2] != wanted or slots.dtype != jnp.int32:
+        raise ValueError(f"slots {slots.dtype}{list(slots.shape)} must be int32 {[*wanted, 'n']}")
+
+
+def _near(column: Array) -> Array:
+    return to_device(column) if in_host(column) else column
+
+
+def _rows(column: Array, slots: Array) -> Array:
+    """Of a column on the device: its rows at ``slots [B, K, n]``, zeros where there is none."""
+    index = jnp.swapaxes(slots, 1, 2)[..., None]
+    rows = jnp.take_along_axis(column, index, axis=1, mode="clip")
+    return jnp.where((index >= 0) & (index < column.shape[1]), rows, 0)
+
+
+def fetch_rows_xla(
+    columns: tuple[Array, ...],
+    slots: Array,
+    ahead_rows: tuple[Array, ...] | None,
+    ahead_slots: Array | None,
+) -> tuple[Array, ...]:
+    """As `fetch_rows`. What was fetched ahead is used, although the columns are here as well."""
+    rows = tuple(_rows(_near(column), slots) for column in columns)
+    if ahead_rows is None or ahead_slots is None or not ahead_slots.shape[-1]:
+        return rows
+    same = (slots[..., None] == ahead_slots[:, :, None]) & (slots >= 0)[..., None]
+    place = jnp.where(same.any(axis=-1), same.argmax(axis=-1), -1)
+    found = jnp.swapaxes(place >= 0, 1, 2)[..., None]
+    return tuple(
+        jnp.where(found, _rows(there, place.astype(jnp.int32)), fetched)
+        for there, fetched in zip(ahead_rows, rows, strict=True)
+    )
+
+
+def _fetch_ahead_xla(columns: tuple[Array, ...], slots: Array, through: Array) -> tuple[Array, ...]:
+    return *fetch_rows_xla(columns, slots, None, None), through
+
+
+def _store_rows_xla(
+    columns: tuple[Array, ...], rows: tuple[Array, ...], slots: Array
+) -> tuple[Array, ...]:
+    batch = jnp.arange(len(slots))[:, None]
+    stored = []
+    for column, row in zip(columns, rows, strict=True):
+        inside = jnp.where(slots >= 0, slots, column.shape[1])  # a negative one counts from behind
+        after = _near(column).at[batch, inside].set(row, mode="drop")
+        stored.append(to_host(after) if in_host(column) else after)
+    return tuple(stored)
+
+
+def host_rows_sizes(
+    columns: tuple[Array, ...], slots: Array, *args: Array | None
+) -> dict[str, int]:
+    """What backends of fetching are ordered by."""
+    return {"batch": columns[0].shape[0], "rows": slots.shape[-1]}
+
+
+def store_rows_sizes(
+    columns: tuple[Array, ...], rows: tuple[Array, ...], slots: Array
+) -> dict[str, int]:
+    """What backends of storing are ordered by."""
+    return {"batch": len(slots), "tokens": slots.shape[1]}
+
+
+# ``(B, S, K, sizes, n, m, dtype)`` by name: slots wanted, and slots fetched ahead.
+_SHAPES = {
+    "small": (2, 9, 2, (8, 4), 5, 4, "float32"),
+    "half": (3, 70, 2, (128, 128), 40, 33, "bfloat16"),
+    "one-column": (1, 300, 3, (20,), 200, 130, "float16"),
+    "odd-bytes": (2, 40, 1, (3, 5), 7, 1, "int8"),
+}
+
+
+def _ascending(rng: np.random.Generator, batch: int, heads: int, slots: int, n: int) -> np.ndarray:
+    """Different slots in ascending order, -1 behind the last; every second row has fewer."""
+    found = np.full((batch, heads, n), -1, np.int32)
+    for at, row in enumerate(found.reshape(-1, n)):
+        count = min(n, slots) if at % 2 == 0 else int(rng.integers(0, min(n, slots) + 1))
+        row[:count] = np.sort(rng.choice(slots, count, replace=False))
+    return found
+
+
+def _columns(rng, batch, slots, heads, sizes, dtype) -> tuple[np.ndarray, ...]:
+    shapes = [(batch, slots, heads, size) for size in sizes]
+    return tuple((rng.standard_normal(shape) * 9).astype(dtype) for shape in shapes)
+
+
+def _fetch_cases(ahead: bool):
+    def build(batch, slots, heads, sizes, n, m, dtype):
+        rng = np.random.default_rng(n)
+        columns = _columns(rng, batch, slots, heads, sizes, jnp.dtype(dtype))
+        wanted = _ascending(rng, batch, heads, slots, n)
+        # Behind the selection come slots in no order, some past both ends.
+        wanted[..., -2:] = rng.choice([-1, 0, slots - 1, slots], (batch, heads, 2))
+        early = _ascending(rng, batch, heads, slots, m)
+        index = np.maximum(np.swapaxes(early, 1, 2), 0)[..., None]
+        rows = tuple(np.take_along_axis(x, index, axis=1) for x in columns)
+        return (columns, wanted, rows, early) if ahead else (columns, wanted, None, None)
+
+    return build
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for name, shape in _SHAPES.items():
+        for kind, build in (("", _fetch_cases(False)), ("-ahead", _fetch_cases(True))):
+
+            def made(build=build, shape=shape):
+                return build(*shape)
+
+            cases.append(Case(name + kind, made, small=name == "small"))
+    return cases
+
+
+def _ahead_cases() -> list[Case]:
+    def build() -> tuple:
+        rng = np.random.default_rng(0)
+        columns = _columns(rng, 2, 30, 2, (16, 16), np.dtype("float32"))
+        return columns, _ascending(rng, 2, 2, 30, 12), np.arange(6, dtype=np.float32)
+
+    return [Case("two-columns", build, small=True)]
+
+
+def _store_cases() -> list[Case]:
+    def build(batch, slots, heads, sizes, tokens, dtype):
+        rng = np.random.default_rng(tokens)
+        columns = _columns(rng, batch, slots, heads, sizes, jnp.dtype(dtype))
+        rows = _columns(rng, batch, tokens, heads, sizes, jnp.dtype(dtype))
+        where = np.stack([rng.choice(slots, tokens, replace=False) for _ in range(batch)])
+        where[0, :2] = [-1, slots]
+        return columns, rows, where.astype(np.int32)
+
+    shapes = {
+        "small": (2, 7, 2, (4, 8), 3, "float32"),
+        "half": (3, 90, 4, (64, 64), 33, "bfloat16"),
+        "odd-bytes": (2, 9, 1, (3,), 4, "int8"),
+    }
+    return [
+        Case(name, lambda shape=shape: build(*shape), small=name == "small")
+        for name, shape in shapes.items()
+    ]
+
+
+FETCH_ROWS = Operation(
+    "fetch_rows",
+    {
+        "xla": Backend("xla", fetch_rows_xla, always),
+        "cuda": "jspec.cuda_ffi.host_rows:FETCH_ROWS",
+    },
+    host_rows_sizes,
+    _cases,
+)
+FETCH_AHEAD = Operation(
+    "fetch_ahead",
+    {
+        "xla": Backend("xla", _fetch_ahead_xla, always),
+        "cuda": "jspec.cuda_ffi.host_rows:FETCH_AHEAD",
+    },
+    host_rows_sizes,
+    _ahead_cases,
+)
+STORE_ROWS = Operation(
+    "store_rows",
+    {
+        "xla": Backend("xla", _store_rows_xla, always),
+        "cuda": "jspec.cuda_ffi.host_rows:STORE_ROWS",
+    },
+    store_rows_sizes,
+    _store_cases,
+)

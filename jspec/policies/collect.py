@@ -1,0 +1,143 @@
+"""A verification pass that leaves behind what a guided policy picks by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jspec.cache import Cache, Linear
+from jspec.dispatch import Backends
+from jspec.ops.attention.dense import attention
+from jspec.ops.attention.scored import scored_attention
+from jspec.ops.attention.weights import mean_weights
+from jspec.policies.attend import DENSE, appended, dense_attend, finished, settings_of, turning
+from jspec.policies.guided import Guided, mean_query, taken
+from jspec.policies.policy import dots
+from jspec.typing import Array, Attend, Model
+
+
+class Queries(NamedTuple):
+    """The queries of a layer, ``[B, T, N, H]``, and the log-sum-exp of their attention,
+    ``[B, T, N]``: from these any of them can score the keys again."""
+
+    q: Array
+    lse: Array
+
+
+Found = tuple[Array | Queries | None, ...]  # of each layer: positions, what finds them, or nothing
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Collecting:
+    """A cache in the middle of a pass, and what the layers so far have found."""
+
+    cache: Cache
+    found: Found = ()
+
+    def behind(self, cache: Cache, found: Array | Queries | None) -> Collecting:
+        """What the next layer is given."""
+        return Collecting(cache, (*self.found, found))
+
+
+def collecting_attend(
+    positions: Array, until: Array, *, policy: Guided, backends: Mapping[str, str] = Backends()
+) -> Attend:
+    """The ``attend`` that appends at ``positions [B, T]``, reads all there is, and collects.
+
+    A layer that selects picks below ``until [B]`` on the spot, so that scores of two layers never
+    live at once, or keeps its queries where the tokens that score are not known yet. A model hands
+    it a `Collecting` and gets one.
+    """
+    dense: Any = dense_attend(positions, backends=backends)
+
+    @turning
+    def attend(layer, q, k, v, given: Collecting, *, sinks=None, up=None, turn=None):
+        cache = given.cache
+        spec, layout = cache.specs[layer], cache.layouts[layer]
+        if policy.leaders(cache.specs)[layer] != layer:
+            out, cache = dense(layer, q, k, v, cache, sinks=sinks, up=up, turn=turn)
+            return out, given.behind(cache, None)
+        q, cache = appended(cache, layer, positions, q, k, v, turn, DENSE, None, backends)
+        columns = cache.columns[layer]
+        where = None if isinstance(layout, Linear) else layout.held(positions.max(axis=1))
+        arguments = (q, columns["keys"], columns.get("values"), positions)
+        settings = settings_of(spec) | {"key_positions": where}
+        if policy.score == "logit" and not policy.needs_verdict:
+            probe = mean_query(q, policy.scoring(positions), spec.kv_heads)
+            out, lse, scores = scored_attention(
+                *(*arguments, probe.astype(q.dtype)),
+                implementation=backends.get("scored_attention"),
+                **settings,
+            )
+            found = policy.pick(scores, layout, until)
+        else:
+            out, lse = attention(*arguments, implementation=backends.get("attention"), **settings)
+            found = Queries(q, lse if sinks is None else jnp.logaddexp(lse, sinks[None, None]))
+            if not policy.needs_verdict:
+                scoring = policy.scoring(positions)
+                found = _picked(policy, cache, layer, found, scoring, until)
+        return finished(out, lse, sinks, up), given.behind(cache, found)
+
+    return attend
+
+
+def run_collecting(
+    model: Model,
+    tokens: Array,
+    positions: Array,
+    cache: Cache,
+    *,
+    policy: Guided,
+    backends: Mapping[str, str] = Backends(),
+) -> tuple[Array, Cache, Found]:
+    """A full pass of ``model`` over ``tokens [B, T]`` at ``positions [B, T]`` that collects.
+
+    The hidden states ``[B, T, D]``, the cache with the tokens' columns, and what was found of each
+    layer below the committed lengths.
+    """
+    attend = collecting_attend(positions, cache.lengths, policy=policy, backends=backends)
+    hidden, given = model(tokens, positions, attend, Collecting(cache))
+    return hidden, given.cache, given.found
+
+
+def picks(
+    policy: Guided,
+    cache: Cache,
+    found: Found,
+    positions: Array,
+    accepted: Array,
+) -> tuple[Array | None, ...]:
+    """What the layers pick once ``accepted [B]`` tokens of the pass at ``positions`` are known."""
+    scoring = policy.scoring(positions, accepted)
+    until = jnp.maximum(positions[:, 0], 0)
+    return tuple(
+        _picked(policy, cache, layer, own, scoring, until) if isinstance(own, Queries) else own
+        for layer, own in enumerate(found)
+    )
+
+
+def _picked(
+    policy: Guided,
+    cache: Cache,
+    layer: int,
+    own: Queries,
+    scoring: Array,
+    until: Array,
+) -> Array:
+    """The positions of a layer by the queries of the tokens ``scoring [B, P]``."""
+    spec, keys = cache.specs[layer], cache.keys(layer)
+    if policy.score == "logit":
+        scores = dots((mean_query(own.q, scoring, spec.kv_heads), keys))
+    else:
+        lse = jnp.where((scoring >= 0)[..., None], taken(own.lse, scoring), -jnp.inf)
+        scores = mean_weights(
+            *(taken(own.q, scoring), keys, lse),
+            scale=spec.scale,
+            softcap=spec.softcap,
+        )
+    return policy.pick(scores, cache.layouts[layer], until)

@@ -1,0 +1,164 @@
+"""Policies guided by verification: what the last full pass attended to is what a draft reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+
+from jspec.cache import Cache
+from jspec.cache.layout import Layout
+from jspec.config import LayerSpec
+from jspec.ops.select import select
+from jspec.policies.policy import Budgeted, highest, in_order, pooled, whole_pages
+from jspec.typing import Array
+
+COLLECTS = ("ends", "all", "accepted", "last")
+SCORES = ("logit", "weight")
+OPENING_SINKS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Guided(Budgeted):
+    """A selection by scores that verification leaves behind, which drafts read until the next one.
+
+    ``collect``: the tokens of a verification pass whose queries score the keys. ``ends``: the first
+    one, and the last, which gives the bonus token; ``all``: every one, those of discarded draft
+    tokens too; ``accepted``: those that were not discarded; ``last``: the last of these alone.
+    ``score``: ``logit``, the product of query and key, or ``weight``, the softmax of it; in the
+    mean over those tokens and all query heads, with ``per_head`` over those of a KV head.
+    ``least``: what a ratio comes to at least, in positions.
+
+    `select` takes as ``arrays`` what was picked: int32 ``[B, n]`` or, per head, ``[B, K, n]`` by
+    layer, None for a layer that picks nothing. Layers with a sliding window are read whole.
+    """
+
+    reads_queries: ClassVar[bool] = False
+
+    budget: int | float = 0.07
+    sinks: int = 0
+    recent: int = 0
+    dense_layers: int = 0
+    collect: str = "ends"
+    score: str = "logit"
+    per_head: bool = False
+    least: int = 256
+
+    def __post_init__(self) -> None:
+        for name, known in (("collect", COLLECTS), ("score", SCORES)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
+        if self.least < 0:
+            raise ValueError(f"least={self.least} must be at least 0")
+        super().__post_init__()
+
+    @property
+    def layers_served(self) -> int:
+        return 1  # `select` finds what an earlier layer picked
+
+    @property
+    def needs_verdict(self) -> bool:
+        """Whether the tokens that score are known only once the draft has been judged."""
+        return self.collect in ("accepted", "last")
+
+    @property
+    def floor(self) -> int:
+        return max(self._always, whole_pages(self.least, self.page_size))
+
+    def leaders(self, specs: Sequence[LayerSpec]) -> tuple[int | None, ...]:
+        """Which layer picks for each layer: itself, an earlier one, or None for no selection."""
+        found: list[int | None] = []
+        current, served = None, 0
+        for layer, spec in enumerate(specs):
+            if spec.window is not None or layer < self.dense_layers:
+                found.append(None)
+                continue
+            alike = current is not None and (
+                not self.per_head or specs[current].kv_heads == spec.kv_heads
+            )
+            if not alike or served == self.every:
+                current, served = layer, 0
+            served += 1
+            found.append(current)
+        return tuple(found)
+
+    def select(
+        self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
+    ) -> Array | None:
+        leader = self.leaders(cache.specs)[layer]
+        return None if leader is None else arrays[leader]
+
+    def scoring(self, positions: Array, accepted: Array | None = None) -> Array:
+        """Which tokens of a pass at ``positions [B, T]`` score, int32 ``[B, P]``, -1 for none.
+
+        Padding never does. ``accepted [B]``: how many draft tokens were; None before the verdict.
+        """
+        live = positions >= 0
+        index = jnp.where(live, jnp.arange(positions.shape[1], dtype=jnp.int32)[None], -1)
+        newest = index.max(axis=1, keepdims=True)
+        if self.collect == "all":
+            return index
+        if self.collect == "ends":
+            # The first and the last of a single token are one.
+            return jnp.concatenate([jnp.minimum(newest, 0), jnp.where(newest > 0, newest, -1)], 1)
+        assert accepted is not None
+        latest = jnp.minimum(accepted[:, None], newest)
+        return latest if self.collect == "last" else jnp.where(index <= latest, index, -1)
+
+    def pick(self, scores: Array, layout: Layout, until: Array) -> Array:
+        """The positions below ``until [B]`` of the highest ``scores [B, K, S]`` of a layer's slots.
+
+        int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``; -1 for none.
+        """
+        scores = in_order(scores if self.per_head else scores.sum(axis=1), layout)
+        if self.page_size > 1:
+            scores = _page_means(scores, self.page_size, until)
+        return self.within(lambda most, **own: highest(scores, most, **own), layout.size, until)
+
+    def opening(self, kv_heads: int, size: int, until: Array) -> Array:
+        """What a draft reads before any verification: the first positions, and the last ones."""
+
+        def best(most: int, *, sinks: int, recent: int, **own: Any) -> Array:
+            later = jnp.arange(whole_pages(size, self.page_size), dtype=jnp.int32)[None]
+            later = jnp.broadcast_to(later, (len(until), later.shape[1]))
+            sinks = min(max(sinks, whole_pages(OPENING_SINKS, self.page_size)), most - recent)
+            return select(later, most, sinks=sinks, recent=recent, **own)
+
+        found = self.within(best, size, until)
+        if not self.per_head:
+            return found
+        return jnp.broadcast_to(found[:, None], (len(found), kv_heads, found.shape[1]))
+
+
+def mean_query(q: Array, scoring: Array, kv_heads: int) -> Array:
+    """The mean over ``scoring [B, P]`` tokens and a head's group of queries ``q [B, T, N, H]``.
+
+    float32 ``[B, K, H]``. Products are linear: its product with a key is the mean of theirs.
+    """
+    counts = (scoring >= 0)[..., None, None]
+    q = jnp.where(counts, taken(q, scoring), 0)
+    many = jnp.maximum(counts.sum(axis=1), 1) * (q.shape[2] // kv_heads)
+    return pooled(q, kv_heads) / many.astype(jnp.float32)
+
+
+def taken(x: Array, scoring: Array) -> Array:
+    """``x [B, T, ...]`` of the tokens ``scoring [B, P]``; any for -1."""
+    index = jnp.maximum(scoring, 0).reshape(*scoring.shape, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1)
+
+
+def _page_means(scores: Array, size: int, until: Array) -> Array:
+    """``scores [B, ..., S]`` in the mean over the positions below ``until`` of each page."""
+    slots = scores.shape[-1]
+    end = until.reshape(-1, *[1] * (scores.ndim - 1))
+    inside = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1) < end
+    pad = [(0, 0)] * (scores.ndim - 1) + [(0, -slots % size)]
+
+    def by_page(x: Array) -> Array:
+        return jnp.pad(x, pad).reshape(*x.shape[:-1], -1, size).sum(axis=-1)
+
+    total, many = by_page(jnp.where(inside, scores, 0)), by_page(inside.astype(jnp.float32))
+    return total / jnp.maximum(many, 1)

@@ -1,0 +1,166 @@
+"""Layers whose keys and values lie in the host's memory: brought whole, or the rows that are read.
+
+A pass that reads all of a layer works on a copy of it. One that reads a selection gets its rows in
+a small buffer. Either stores the new keys and values in the host's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jspec.cache import Cache
+from jspec.host import in_host
+from jspec.ops.append import Turn, rotate_and_append
+from jspec.ops.host_rows import Ahead, fetch_ahead, fetch_rows, store_rows
+from jspec.policies.policy import Policy, columns_of
+from jspec.typing import Array, Attend
+
+
+def is_offloaded(cache: Cache, layer: int) -> bool:
+    """Whether the keys and values of a layer lie in the host's memory."""
+    return layer < len(cache.specs) and in_host(cache.keys(layer))
+
+
+def through_device(
+    attend: Attend, positions: Array, backends: Mapping[str, str]
+) -> Callable[..., Any]:
+    """``attend``, which appends at ``positions [B, T]``, for layers in the host's memory as well.
+
+    It is given a copy of such a layer on the device, for as long as it reads it.
+    """
+
+    @functools.wraps(attend)
+    def near(layer, q, k, v, cache: Cache, **more):
+        if not is_offloaded(cache, layer):
+            return attend(layer, q, k, v, cache, **more)
+        held, slots = _held(cache, layer), cache.slots(layer, positions)
+        copies = dict(zip(held, _whole(cache, layer, positions, backends), strict=True))
+        out, after = attend(layer, q, k, v, cache.replaced(layer, **copies), **more)
+        rows = jnp.arange(len(slots))[:, None]
+        new = [after.columns[layer][name].at[rows, slots].get(mode="clip") for name in held]
+        return out, _stored(after.replaced(layer, **held), layer, new, slots, backends)
+
+    return near
+
+
+def append_to_host(
+    cache: Cache,
+    layer: int,
+    positions: Array,
+    q: Array,
+    k: Array,
+    v: Array | None,
+    turn: Turn | None,
+    policy: Policy,
+    arrays: Any,
+    backends: Mapping[str, str],
+) -> tuple[Array, Cache]:
+    """The queries, turned if that is still to be done, and the cache with the new tokens."""
+    slots, held = cache.slots(layer, positions), _held(cache, layer)
+    encode = functools.partial(policy.encode, arrays, layer)
+    dtype = held["keys"].dtype
+    if turn is not None and v is not None:
+        # By the operation that appends on a device, into room for the new tokens alone: the same
+        # bits.
+        keys, values = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+        own = jnp.broadcast_to(jnp.arange(slots.shape[1], dtype=jnp.int32)[None], slots.shape)
+        implementation = backends.get("rotate_and_append")
+        q, k, v = rotate_and_append(
+            *(q, k, v, turn, keys, values, own), implementation=implementation
+        )
+    elif turn is not None:
+        q, k = turn(q, k)
+    kept = encode(k) if columns_of(policy, cache.specs[layer]) else {}
+    new = [x.astype(dtype) for x in (k, v) if x is not None]
+    return q, _stored(cache, layer, new, slots, backends).written(layer, slots, **kept)
+
+
+def rows_of(
+    cache: Cache,
+    layer: int,
+    chosen: Array,
+    behind: Array,
+    ahead: Ahead | None,
+    backends: Mapping[str, str],
+) -> tuple[dict[str, Array], Array, Array]:
+    """Keys and values of a layer at ``chosen`` positions and ``behind [B, m]`` them, by name.
+
+    Beside them, as `gathered_attention` takes them: the slots of what was chosen, and of the rest.
+    ``chosen`` int32 ``[B, n]`` or ``[B, K, n]``, -1 for none.
+    """
+    held, slots = _held(cache, layer), cache.layouts[layer].slots
+    heads = cache.specs[layer].kv_heads
+    shared = (chosen if chosen.ndim == 3 else chosen[:, None], behind[:, None])
+    wanted = [jnp.broadcast_to(slots(x), (len(x), heads, x.shape[-1])) for x in shared]
+    rows = fetch_rows(
+        tuple(held.values()),
+        jnp.concatenate(wanted, axis=-1),
+        ahead=ahead,
+        implementation=backends.get("fetch_rows"),
+    )
+    count = chosen.shape[-1]
+    places = jnp.where(chosen >= 0, jnp.arange(count, dtype=jnp.int32), -1)
+    rest = count + jnp.arange(behind.shape[1], dtype=jnp.int32)
+    return dict(zip(held, rows, strict=True)), places, jnp.broadcast_to(rest, behind.shape)
+
+
+def fetch_next(
+    cache: Cache,
+    layer: int,
+    known: Array | None,
+    foresee: Callable[[], Array] | None,
+    through: Array,
+    until: Array,
+    policy: Policy,
+    arrays: Any,
+    backends: Mapping[str, str],
+) -> tuple[Ahead | None, Array]:
+    """What the layer behind ``layer`` will read on its way, where the policy predicts it.
+
+    ``known``: its selection, where an earlier layer made it; else it is predicted from the queries
+    that ``foresee()`` gives. ``through`` is what this layer computes with, and comes back as it is.
+    """
+    following = layer + 1
+    if not is_offloaded(cache, following) or not policy.predicts_layer(following):
+        return None, through
+    if known is None and foresee is not None:
+        known = policy.select(arrays, following, cache, foresee()[:, :1], until)
+    if known is None:
+        return None, through
+    columns, heads = tuple(_held(cache, following).values()), cache.specs[following].kv_heads
+    known = known if known.ndim == 3 else known[:, None]
+    slots = jnp.broadcast_to(known, (len(known), heads, known.shape[-1]))
+    return fetch_ahead(columns, slots, through, implementation=backends.get("fetch_ahead"))
+
+
+def _whole(
+    cache: Cache, layer: int, positions: Array, backends: Mapping[str, str]
+) -> tuple[Array, ...]:
+    """A copy of a layer, of all that stands before ``positions [B, T]``; zeros behind.
+
+    By the operation that fetches rows: copies by XLA begin with the program, those of all layers.
+    """
+    columns = tuple(_held(cache, layer).values())
+    batch, size, heads, _ = columns[0].shape
+    first = jnp.where(positions >= 0, positions, size).min(axis=1, keepdims=True)
+    slots = jnp.arange(size, dtype=jnp.int32)[None]
+    slots = jnp.where(slots < first, slots, -1)[:, None]
+    slots = jnp.broadcast_to(slots, (batch, heads, size))
+    return fetch_rows(columns, slots, implementation=backends.get("fetch_rows"))
+
+
+def _held(cache: Cache, layer: int) -> dict[str, Array]:
+    columns = cache.columns[layer]
+    return {name: columns[name] for name in ("keys", "values") if name in columns}
+
+
+def _stored(
+    cache: Cache, layer: int, new: Sequence[Array], slots: Array, backends: Mapping[str, str]
+) -> Cache:
+    held = _held(cache, layer)
+    stored = store_rows(tuple(held.values()), new, slots, implementation=backends.get("store_rows"))
+    return cache.replaced(layer, **dict(zip(held, stored, strict=True)))

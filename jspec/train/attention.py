@@ -1,0 +1,172 @@
+"""Hashes learned from attention itself: jspec's own variant beside the losses of HATA.
+
+Eq. 9 asks that codes of a query and its best keys agree bit by bit. What a selection needs is less:
+that the keys with the most attention weight share the most bits. So the loss here is the cross
+entropy between the attention weights of a query and the softmax of its scores by codes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jspec.config import LayerSpec
+from jspec.train.loss import HashTraining
+from jspec.train.recall import attention_weights
+from jspec.typing import Array
+
+QUERIES = 16  # of a text
+KEYS = 2048  # of a text that are compared; half are those with the most weight, half are random
+SINKS, RECENT = 4, 16  # keys that a policy reads whatever they score: none to learn from
+RATE = 3e-3  # of Adam; it falls to 0 as a cosine
+
+
+class Views(NamedTuple):
+    """What queries of some texts see of their keys, on the device.
+
+    ``queries [texts, M, K, H]``, summed over the heads of a group; ``keys [texts, K, P, H]``;
+    ``weights [texts, M, K, P]``: attention weights in the mean over a group, their sum over P
+    being 1; NaN where the query does not score the key.
+    """
+
+    queries: Array
+    keys: Array
+    weights: Array
+
+
+class CrossEntropy(NamedTuple):
+    """The loss of each step, mean over KV heads."""
+
+    cross_entropy: Array
+
+
+def views_of(
+    samples: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    spec: LayerSpec,
+    rng: np.random.Generator,
+    most: int = KEYS,
+) -> Views:
+    """Views of a layer's ``samples``: queries ``[M, N, H]``, positions ``[M]``, keys ``[n, K, H]``.
+
+    All texts have as many queries. Each KV head has keys of its own.
+    """
+    samples = list(samples)
+    size = min(most, max(len(keys) for *_, keys in samples))
+    parts = []
+    for queries, positions, keys in samples:
+        # A power of two of slots, so that texts of close lengths share a program.
+        room = max(size, 1 << max(len(keys) - 1, 0).bit_length())
+        keys = np.pad(keys, ((0, room - len(keys)), (0, 0), (0, 0)))
+        draw = rng.random((spec.kv_heads, room), np.float32)
+        parts.append(_view(queries, positions, keys, draw, spec, size))
+    return Views(*(jnp.stack(part) for part in zip(*parts, strict=True)))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "size"))
+def _view(
+    queries: Array, positions: Array, keys: Array, draw: Array, spec: LayerSpec, size: int
+) -> tuple[Array, Array, Array]:
+    k = keys.astype(jnp.float32)
+    q = queries.astype(jnp.float32).reshape(len(queries), spec.kv_heads, -1, spec.key_size)
+    slot = jnp.arange(len(k))[None]
+    scored = (slot >= SINKS) & (slot <= positions[:, None] - RECENT)  # [M, S]
+    weights = attention_weights(q, k, scored, spec).mean(axis=2)  # NaN for a query without any
+    strength = jnp.nan_to_num(weights).max(axis=0)  # [K, S]
+    least = lax.top_k(strength, size // 2)[0][:, -1:]
+    wanted = jnp.where(scored.any(axis=0)[None], draw, -1)
+    is_best = (strength >= least) & (strength > 0)
+    chosen = lax.top_k(jnp.where(is_best, 1 + strength, wanted), size)[1]
+    mine = jnp.take_along_axis(jnp.swapaxes(k, 0, 1), chosen[..., None], axis=1)
+    weights = jnp.take_along_axis(weights, chosen[None], axis=2)
+    is_scored = jnp.take_along_axis(scored[:, None], chosen[None], axis=2)
+    total = weights.sum(axis=2, keepdims=True)
+    return q.sum(axis=2), mine, jnp.where(is_scored & (total > 0), weights / total, jnp.nan)
+
+
+def signs(x: Array) -> Array:
+    """The signs of ``x``, 1 or -1, whose derivative is that of ``tanh(x)`` (straight through)."""
+    soft = jnp.tanh(x)
+    return soft + lax.stop_gradient(jnp.where(x > 0, 1.0, -1.0) - soft)
+
+
+def attention_loss(w: Array, log_scale: Array, views: Views) -> Array:
+    """Cross entropy ``[K]`` of one text's ``views``, mean over its queries.
+
+    The score of a key is the sum of its bits, 1 or -1, times the products of the query with ``w``:
+    what the Hamming score is where the query's own bits are not rounded. ``log_scale [K]``: of the
+    scores, learned as well. Products count in units of their root mean square.
+    """
+    queries, keys, weights = views
+    products = jnp.einsum("kph,khr->kpr", keys, w)
+    products /= lax.stop_gradient(_size(products, (1, 2)))
+    asked = jnp.einsum("mkh,khr->mkr", queries, w)
+    asked /= _size(asked, (2,))
+    scores = jnp.einsum("mkr,kpr->mkp", asked, signs(products))
+    scores *= jnp.exp(log_scale)[None, :, None]
+    is_scored = jnp.isfinite(weights)
+    log_probabilities = jax.nn.log_softmax(jnp.where(is_scored, scores, -1e9), axis=2)
+    found = -jnp.where(is_scored, weights, 0) * log_probabilities
+    return found.sum(axis=2).mean(axis=0)
+
+
+def _size(x: Array, axes: tuple[int, ...]) -> Array:
+    """The root mean square of ``x`` over ``axes``, which stay."""
+    return jnp.sqrt((x * x).mean(axis=axes, keepdims=True) + 1e-12)
+
+
+class Learned(NamedTuple):
+    """``weights [K, H, R]`` float32, columns of length 1, and the loss of each step."""
+
+    weights: Array
+    loss: CrossEntropy
+
+
+def learn_attention(first: Array, views: Views, settings: HashTraining) -> Learned:
+    """Learn from ``first [K, H, R]`` by Adam, a text a step; all KV heads of the layer together.
+
+    Of ``settings`` it takes the number of steps, ``epochs`` times ``iterations``, and the seed.
+    """
+    texts = len(views.keys)
+    rng = np.random.default_rng(settings.seed)
+    steps = settings.epochs * settings.iterations
+    rounds = [rng.permutation(texts) for _ in range(-(-steps // texts))]
+    order = np.concatenate(rounds)[:steps].astype(np.int32)
+    return _learn(orthogonal(first), views, order)
+
+
+def orthogonal(w: Array) -> Array:
+    """``w [K, H, R]`` with orthonormal columns, in blocks of H where there are more than H."""
+    size = w.shape[1]
+    blocks = [w[:, :, at : at + size] for at in range(0, w.shape[2], size)]
+    return jnp.concatenate([jnp.linalg.qr(block)[0] for block in blocks], axis=2)
+
+
+@jax.jit
+def _learn(first: Array, views: Views, order: Array) -> Learned:
+    adam = optax.adam(optax.cosine_decay_schedule(RATE, len(order)))
+    scale = jnp.full(first.shape[:1], -0.5 * np.log(first.shape[2]), jnp.float32)
+
+    def total(parameters: tuple[Array, Array], text: Views) -> tuple[Array, Array]:
+        found = attention_loss(*parameters, text)
+        return found.sum(), found.mean()
+
+    def step(carry, at: Array):
+        parameters, state = carry
+        text = jax.tree.map(lambda x: x[at], views)
+        gradient, loss = jax.grad(total, has_aux=True)(parameters, text)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts steps in whole numbers
+            update, state = adam.update(gradient, state, parameters)
+        moved: Any = optax.apply_updates(parameters, update)
+        return (moved, state), loss
+
+    begin: Any = (first, scale)
+    ((weights, _), _), loss = lax.scan(step, (begin, adam.init(begin)), order)
+    weights /= jnp.linalg.norm(weights, axis=1, keepdims=True)
+    return Learned(weights, CrossEntropy(loss))

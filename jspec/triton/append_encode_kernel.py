@@ -1,0 +1,113 @@
+"""The Triton body that also writes the hash code of each new key into its column."""
+
+import triton
+import triton.language as tl
+
+from jspec.triton.append_kernel import append
+
+
+@triton.jit
+def encode(
+    one,
+    two,
+    w,
+    codes,
+    head,
+    place,
+    kept,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Store the signs of a key ``[1, HALF]`` twice times the matrix of its head, word by word."""
+    half = tl.arange(0, HALF)
+    inside = (half < SIZE // 2)[:, None]
+    bit = tl.arange(0, 32)
+    one = tl.trans(one.to(tl.float32))
+    two = tl.trans(two.to(tl.float32))
+    at = w + (head * SIZE + half[:, None]) * BITS + bit[None, :]
+    for word in tl.static_range(BITS // 32):
+        first = tl.load(at + word * 32, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(at + (SIZE // 2 * BITS + word * 32), mask=inside, other=0.0)
+        sums = tl.sum(one * first + two * second, axis=0)
+        ones = (sums > 0).to(tl.uint32) << bit.to(tl.uint32)
+        tl.store(codes + place * (BITS // 32) + word, tl.sum(ones, axis=0), mask=kept)
+
+
+@triton.jit
+def append_encode_kernel(
+    keys,
+    values,
+    codes,
+    joined,
+    cosine,
+    sine,
+    slots,
+    q_scale,
+    k_scale,
+    w,
+    queries,
+    NORMED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    Q_EPS: tl.constexpr,
+    K_EPS: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """`append` and the codes of its keys, its caches given as they are before and after."""
+    one, two, place, kept = append(
+        *(joined, cosine, sine, slots, q_scale, k_scale, queries, keys, values),
+        *(NORMED, SLOTS, TOKENS, KV_HEADS, GROUP, SIZE, VALUE, Q_EPS, K_EPS),
+        *(GROUP_WIDTH, HALF, VALUE_WIDTH),
+    )
+    head = tl.program_id(0) % KV_HEADS
+    one, two = one.to(keys.dtype.element_ty), two.to(keys.dtype.element_ty)
+    encode(one, two, w, codes, head, place, kept, SIZE, HALF, BITS)
+
+
+@triton.jit
+def append_encode_kernel_0_3(
+    keys_before,
+    values_before,
+    codes_before,
+    joined,
+    cosine,
+    sine,
+    slots,
+    q_scale,
+    k_scale,
+    w,
+    queries,
+    keys,
+    values,
+    codes,
+    NORMED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    Q_EPS: tl.constexpr,
+    K_EPS: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """The same for jax-triton 0.3, which gives the memory of an alias twice."""
+    one, two, place, kept = append(
+        *(joined, cosine, sine, slots, q_scale, k_scale, queries, keys, values),
+        *(NORMED, SLOTS, TOKENS, KV_HEADS, GROUP, SIZE, VALUE, Q_EPS, K_EPS),
+        *(GROUP_WIDTH, HALF, VALUE_WIDTH),
+    )
+    head = tl.program_id(0) % KV_HEADS
+    one, two = one.to(keys.dtype.element_ty), two.to(keys.dtype.element_ty)
+    encode(one, two, w, codes, head, place, kept, SIZE, HALF, BITS)

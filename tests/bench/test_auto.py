@@ -1,0 +1,70 @@
+"""The suite `auto`: each gamma of the ladder and auto beside, checked, compared and reported."""
+
+import json
+import re
+
+import pytest
+
+import jspec
+from bench import auto, report
+from bench.__main__ import main
+from jspec.decode import auto as choice
+from tests.conftest import make_decoder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    config = jspec.ModelConfig.uniform(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        max_context=1024,
+    )
+    _, tokenizer = jspec.load_bundled()
+    monkeypatch.setattr(jspec, "load_bundled", lambda: (make_decoder(config), tokenizer))
+    monkeypatch.setattr(choice, "LADDER", (0, 2))
+    monkeypatch.setattr(auto, "NEW_TOKENS", 24)
+    monkeypatch.setattr(auto, "CHUNK", 4)
+    monkeypatch.setattr(auto, "WARM", 1)
+
+
+def test_it_holds_auto_against_each_gamma_and_is_reported(small, tmp_path, capsys):
+    path = tmp_path / "results" / "some" / "auto.json"
+    cases = ["--case", "ngram,B=2,S=64,t=0", "--case", "ngram,B=1,S=48,t=1"]
+    assert main(["auto", *cases, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["gamma"] for row in rows] == [0, 2, "auto"] * 2
+    assert all(row["checked"] for row in rows)
+    for of_case in (rows[:3], rows[3:]):
+        speeds = [row["tokens_per_s"] for row in of_case]
+        for row, speed in zip(of_case, speeds, strict=True):
+            assert row["vs_plain"] == pytest.approx(speed / speeds[0])
+            assert row["vs_best"] == pytest.approx(speed / max(speeds[:2]))
+    assert "auto at its worst of 2 cases" in capsys.readouterr().out
+    slower = {"rows": [rows[0] | {"tokens_per_s": rows[0]["tokens_per_s"] / 2}]}
+    assert auto.compare({"rows": rows}, slower) == 1
+    assert rows[0]["ratio"] == pytest.approx(2)
+    pytest.importorskip("matplotlib")
+    (tmp_path / "docs").mkdir()
+    report.write(path.parents[1], tmp_path / "docs")
+    text = (tmp_path / "docs" / "RESULTS.md").read_text()
+    assert "| ngram | 2 | 64 | 0.0 | auto | " in text
+    assert f"{min(rows[2]['vs_plain'], rows[5]['vs_plain']):.2f}x plain decoding" in text
+
+
+def test_tokens_that_differ_fail_the_run(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(auto.decoding, "check_tokens", lambda *_: {"checked": False})
+    path = tmp_path / "result.json"
+    assert main(["auto", "--case", "ngram,B=1,S=48,t=0", "--json", str(path)]) == 1
+
+
+@pytest.mark.parametrize("text", ["model,B=1,S=2048,t=0", "ngram,B=1,S=2048", "ngram,B=1,S=9,t=0"])
+def test_a_case_that_is_none_says_what_one_is(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["auto", "--case", text])
+    wanted = "must be DRAFT,B=N,S=N,t=X with one of ngram, streaming"
+    assert wanted in re.sub(r"\s+", " ", capsys.readouterr().err)

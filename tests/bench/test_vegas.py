@@ -1,0 +1,98 @@
+"""The suites about drafts that verification guides: their checks, their tables, their sections."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import acceptance, attention, caches, collect, overlap, report
+from bench.__main__ import main
+from jspec.decode.draft import named_draft
+from jspec.policies import Vegas
+from tests.bench.test_report import MACHINE
+
+CASE = attention.case("B=2,S=96,heads=4/2,H=16,T=3,lengths=ragged")
+
+
+@pytest.mark.parametrize("weighs", [False, True], ids=["logits", "weights"])
+@pytest.mark.parametrize("which", ["ends", "all"])
+def test_the_scores_that_collect_checks_by(which, weighs):
+    data = caches.dense(CASE)
+    check = caches.Check.of(data.q, data.k, data.v, data.positions + 1)
+    scoring = Vegas(collect=which).scoring(data.positions)
+    got = np.asarray(collect.expected(data.q, data.k[:, :20], check.lse, scoring, weighs))
+    q, k = (np.asarray(x, np.float64) for x in (data.q, data.k[:, :20]))
+    tokens = (0, 2) if which == "ends" else (0, 1, 2)
+    for row, head in np.ndindex(2, 2):
+        logits = np.stack(
+            [k[row, :, head] @ q[row, t, 2 * head + g] / 4 for t in tokens for g in range(2)]
+        )
+        if weighs:
+            lse = [check.lse[row, t, 2 * head + g] for t in tokens for g in range(2)]
+            logits = np.exp(logits - np.array(lse)[:, None])
+        np.testing.assert_allclose(got[row, head], logits.mean(axis=0), rtol=1e-4, atol=1e-5)
+
+
+def test_positions_in_common():
+    picked = np.array([[[1, 2, 3, 4], [1, 2, -1, -1]], [[3, 4, 5, 6], [2, 1, -1, -1]]])
+    np.testing.assert_allclose(overlap.shared(picked), [[1, 0.75], [0.75, 1]])
+
+
+def test_every_draft_of_the_table_has_a_name():
+    for text in acceptance.drafts(0.07).values():
+        named_draft(text)
+
+
+def row(name: str, temperature: float, committed: int) -> dict:
+    plan = {"context": 512, "texts": 2, "new": 8, "gamma": 2, "ratio": 0.07}
+    return {
+        "case": plan | {"temperature": temperature},
+        "name": name,
+        "checked": True,
+        "steps": 10,
+        "committed": committed,
+        "attempts_at": [10, 10],
+        "accepted_at": [8, 4],
+        "per_text": [1.5, 2.5],
+    }
+
+
+def test_a_report_of_all_three(tmp_path):
+    """Drafters by their means, highest first; one of which a temperature is missing is left out."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "results" / "some"
+    folder.mkdir(parents=True)
+    rows = [row(*x) for x in (("a", 0.0, 20), ("a", 1.0, 15), ("b", 0.0, 25), ("b", 1.0, 30))]
+    accepted = {"suite": "vegas-accept", "machine": MACHINE, "rows": [*rows, row("c", 0.0, 30)]}
+    case = {"texts": 2, "context": 512, "ratio": 0.07}
+    alike = {"case": case, "overlap": [[1, 0.5, 0.2], [0.5, 1, 0.7], [0.2, 0.7, 1]]}
+    common = {"suite": "vegas-overlap", "machine": MACHINE, "rows": [alike]}
+    for result in (accepted, common):
+        (folder / f"{result['suite']}.json").write_text(json.dumps(result))
+    (tmp_path / "docs").mkdir()
+    report.write(tmp_path / "results", tmp_path / "docs")
+    text = (tmp_path / "docs" / "RESULTS.md").read_text()
+    assert "2 texts of 512 tokens, 8 new ones each, gamma 2, 7 % of the context" in text
+    first = "| b | 2.50 | 1.5 to 2.5 | 3.00 | 1.5 to 2.5 | 0.80 0.40 |"
+    assert text.index(first) < text.index("| a | 2.00 | ")
+    assert "| c |" not in text
+    assert "| 0.600 | 0.200 |" in text
+
+
+def test_collecting_is_held_against_attention_alone(tmp_path):
+    path = tmp_path / "collect.json"
+    case = "B=1,S=512,heads=4/2,H=16,T=3"
+    assert main(["collect", "--quick", "--case", case, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert all(row["checked"] is True for row in result["rows"])
+    ((found, more),) = collect.over_alone(result)
+    assert found["S"] == 512
+    collects = ("first + bonus", "all tokens")
+    assert set(more) == {f"{kind}, {who}" for kind in ("logits", "weights") for who in collects}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["vegas-accept", "vegas-overlap"])
+def test_a_quick_run(suite, capsys):
+    assert main([suite, "--quick"]) == 0
+    assert capsys.readouterr().out

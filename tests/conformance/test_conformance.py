@@ -1,0 +1,136 @@
+"""The conformance tool: right verifiers hold every law, and each fault shows its class."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.conformance import verifier as verifier_module
+from jspec.conformance.__main__ import main
+from jspec.conformance.laws import ALARM, FAULTS, LAWS, Finding, check, diagnosis, g_test, law_of
+from jspec.ops import vocabulary as vocabulary_module
+from tests.conformance import verifiers
+from tests.ops.laws import filtered_law
+
+CHEAP = tuple(name for name in LAWS if name != "tail")
+WRONG = {
+    "shared": "accepted tokens",
+    "residual": "one draft token",
+    "top_p": "top-p",
+    "bfloat16": "rounding",
+    "block_residual": "block",
+    "reused": "steps",
+}
+
+
+@pytest.mark.parametrize("name", ["token", "block"])
+def test_a_right_verifier_holds_every_law(name):
+    """Written in NumPy with a generator of its own."""
+    findings = list(check(getattr(verifiers, name), CHEAP, rows=10_000))
+    assert diagnosis(findings) is None
+    assert min(finding.p_value for finding in findings) > 1e-4
+
+
+@pytest.mark.parametrize(("name", "law"), WRONG.items(), ids=WRONG)
+def test_a_fault_shows_its_class(name, law):
+    """At p < 1e-9, of 20,000 requests a law; what comes before in the order holds."""
+    findings = list(check(getattr(verifiers, name), CHEAP, rows=20_000))
+    assert diagnosis(findings) == FAULTS[law]
+    assert next(x.p_value for x in findings if x.law == law) < ALARM
+
+
+@pytest.mark.parametrize("function", ["token_rule", "block_rule"])
+def test_jspecs_own_rules_hold(function, monkeypatch):
+    monkeypatch.setattr(vocabulary_module, "TILE", 4)
+    laws = ("one draft token", "block")
+    findings = list(check(getattr(verifier_module, function), laws, rows=10_000))
+    assert min(finding.p_value for finding in findings) > 1e-4
+
+
+@pytest.mark.slow
+def test_numbers_of_23_bits_show_in_the_tail():
+    [finding] = check(verifiers.few_bits, ("tail",))
+    assert finding.p_value < ALARM
+    assert diagnosis([finding]) == FAULTS["tail"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.parametrize("function", ["token_rule", "block_rule"])
+def test_a_thousand_seeds_raise_no_alarm(function, name, monkeypatch):
+    """Of 500 requests each, 100 seeds in a call."""
+    monkeypatch.setattr(vocabulary_module, "TILE", 4)
+    law, p_values = LAWS[name], []
+    for seed in range(10):
+        found, of_outcomes = law.outcomes(
+            law.problem, getattr(verifier_module, function), 50_000, seed
+        )
+        for part in np.split(found, 100):
+            p_values.append(g_test(np.bincount(part, minlength=of_outcomes.size), of_outcomes))
+    assert len(p_values) == 1000
+    assert min(p_values) > 1e-7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_the_laws_are_those_of_the_suite(temperature, top_p):
+    logits = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
+    params = SamplingParams(temperature=temperature, top_p=top_p if temperature else 1.0)
+    expected = [filtered_law(row, params) for row in logits]
+    np.testing.assert_allclose(law_of(logits, temperature, params.top_p), expected, atol=2e-5)
+
+
+def test_the_g_test_is_that_of_scipy():
+    from scipy.stats import power_divergence
+
+    law = np.array([0.5, 0.3, 0.2, 0.0])
+    counts = np.array([530, 280, 190, 0])
+    expected = power_divergence(counts[:3], 1000 * law[:3], lambda_="log-likelihood").pvalue
+    assert g_test(counts, law) == pytest.approx(expected)
+    assert g_test(np.array([530, 280, 190, 1]), law) == 0
+
+
+def test_to_accept_little_is_no_fault():
+    assert diagnosis([Finding("accepted tokens", 0.0, 1000, 0.1)]) is None
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def run(capsys, *more: str):
+    laws = ["--laws", "greedy", "one draft token", "top-p", "--rows", "5000"]
+    code = main(["--verifier", f"tests.conformance.verifiers:{more[0]}", *laws, *more[1:]])
+    return code, capsys.readouterr()
+
+
+def test_the_table_names_the_fault(capsys):
+    code, out = run(capsys, "top_p")
+    assert code == 1
+    assert "fails" in out.out
+    assert FAULTS["top-p"][:30] in out.out
+    assert max(map(len, out.out.splitlines())) <= 100
+
+
+def test_json_is_one_line(capsys):
+    code, out = run(capsys, "token", "--json")
+    report = json.loads(out.out)
+    assert code == 0
+    assert report["fault"] is None
+    assert [law["holds"] for law in report["laws"]] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "must be module:function"),
+        ("no.such.module:f", "No module named"),
+        ("math:nothing", "math has no function 'nothing'"),
+        ("tests.conformance.verifiers:draw", "unexpected keyword argument"),
+        ("tests.conformance.verifiers:no_block", r"1 to 3 ids below 5, then -1"),
+        ("tests.conformance.verifiers:floats", "not integers"),
+    ],
+)
+def test_what_is_no_verifier_is_refused(name, message, capsys):
+    assert main(["--verifier", name, "--rows", "1000"]) == 2
+    assert message in capsys.readouterr().err

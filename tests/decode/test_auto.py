@@ -1,0 +1,205 @@
+"""gamma="auto": its choice against the best fixed gamma, by simulation with stated costs."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.decode.auto import LADDER, GammaChoice, Gammas
+from jspec.decode.draft import ModelDraft, NgramDraft, Paused, SelfDraft, SuffixDraft, named_draft
+from jspec.decode.engine import generate
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
+from jspec.decode.step import speculative_step
+from jspec.policies import Quest
+from tests.decode.common import prompts, requests
+
+STEPS = 16
+
+
+class World:
+    """Steps of stated cost and acceptance.
+
+    A step of gamma g takes 1 + ``draft`` g + ``verify`` g seconds, with 2 % of noise, and twice as
+    long in the first two chunks of a gamma. Each of ``rows`` accepts a further draft token with
+    probability ``rate``.
+    """
+
+    def __init__(self, draft: float, verify: float, rate: float, rows: int, seed: int = 0):
+        self.per_token = draft + verify
+        self.rate, self.rows = rate, rows
+        self.rng = np.random.default_rng(seed)
+        self.runs = dict.fromkeys(LADDER, 0)
+
+    def cost(self, gamma: int) -> float:
+        return 1 + self.per_token * gamma
+
+    def value(self, gamma: int) -> float:
+        """Tokens a second of a row, in the mean."""
+        return sum(self.rate**i for i in range(gamma + 1)) / self.cost(gamma)
+
+    def chunk(self, gamma: int) -> tuple[float, np.ndarray]:
+        self.runs[gamma] += 1
+        seconds = self.cost(gamma) * self.rng.lognormal(0, 0.02)
+        if self.runs[gamma] <= 2:
+            seconds *= 2
+        accepted = self.rng.geometric(1 - self.rate, STEPS * self.rows) - 1
+        return seconds, np.minimum(accepted, gamma)
+
+
+def run(choice: GammaChoice, world: World, chunks: int) -> tuple[float, list[int]]:
+    """Tokens a second over so many chunks, and the gammas that ran."""
+    tokens = time = 0.0
+    taken = []
+    for _ in range(chunks):
+        gamma = choice.choose()
+        seconds, accepted = world.chunk(gamma)
+        choice.saw(gamma, seconds, accepted)
+        tokens += (1 + accepted).mean() * STEPS
+        time += seconds * STEPS
+        taken.append(gamma)
+    return tokens / time, taken
+
+
+# Draft tokens that cost nothing, as n-grams, or a sparse pass; passes that are bound by memory or
+# by their products; drafts that are never, seldom and mostly accepted.
+COSTS = ((0.0, 0.01), (0.0, 0.2), (0.3, 0.01))
+GRID = [(*cost, *rest) for cost, *rest in itertools.product(COSTS, (0.0, 0.5, 0.9), (1, 32))]
+
+
+@pytest.mark.parametrize(("draft", "verify", "rate", "rows"), GRID)
+def test_it_is_near_the_best_and_never_below_plain(draft, verify, rate, rows):
+    """Once its ladder is warm: at least 0.95 of the best fixed one and 0.99 of plain decoding."""
+    world = World(draft, verify, rate, rows)
+    choice = GammaChoice(LADDER, 8, warm=2)
+    _, first = run(choice, world, 60)
+    got, _ = run(choice, world, 800)
+    best = max(map(world.value, LADDER))
+    assert got > 0.95 * best
+    assert got > 0.99 * world.value(0)
+    assert 0 in first
+
+
+def test_it_follows_what_is_accepted():
+    """From no acceptance to much and back: it settles on the best of each."""
+    world = World(0.0, 0.01, 0.0, rows=4)
+    choice = GammaChoice(LADDER, 8, warm=2)
+    run(choice, world, 100)
+    assert choice.current == 0
+    for rate, low, high in ((0.9, 8, 16), (0.0, 0, 1)):
+        world.rate = rate
+        run(choice, world, 400)
+        assert low <= choice.current <= high
+
+
+def test_what_it_chooses_follows_from_what_it_saw():
+    taken = [run(GammaChoice(LADDER, 4), World(0.1, 0.1, 0.5, 2, seed=7), 80)[1] for _ in range(2)]
+    assert taken[0] == taken[1]
+    assert len(set(taken[0])) > 2
+
+
+def test_a_hopeless_gamma_never_runs():
+    """What could not win at the cost of a shorter one is not compiled."""
+    choice = GammaChoice(LADDER, 1)
+    _, taken = run(choice, World(0.5, 0.0, 0.05, rows=8), 200)
+    assert max(taken) < 8
+
+
+def test_looking_again_costs_a_bounded_share():
+    """Where nothing is accepted, drafting takes under 1 % of the time that plain steps take."""
+    world = World(1.0, 0.2, 0.0, rows=8)
+    choice = GammaChoice(LADDER, 1, warm=2)
+    run(choice, world, 40)
+    got, taken = run(choice, world, 2000)
+    assert got > 0.99
+    assert 0 < sum(g > 0 for g in taken) < 20
+
+
+# --- in generation ---------------------------------------------------------------------------
+
+
+def in_turn(monkeypatch, gammas):
+    """Have chunks take these gammas in turn, whatever they cost; returns what was seen of them."""
+    turns, seen = itertools.cycle(gammas), []
+    monkeypatch.setattr(GammaChoice, "choose", lambda self: next(turns))
+
+    def saw(self, gamma, seconds, accepted):
+        seen.append((gamma, seconds, accepted))
+
+    monkeypatch.setattr(GammaChoice, "saw", saw)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "suffix:min_match=1",
+        "vegas",
+        pytest.param("quest:budget=12,page=4,sinks=1,recent=2", marks=pytest.mark.slow),
+    ],
+)
+def test_greedy_tokens_are_the_plain_ones_whatever_is_chosen(name, tiny, monkeypatch):
+    """Plain steps keep what the drafter needs: its index, what guides it, its pages."""
+    seen = in_turn(monkeypatch, (0, 4, 1))
+    draft = named_draft(name)
+    plain = generate(tiny, prompts(), requests(), draft=None)
+    settings = {"draft": draft, "steps_per_chunk": 2}
+    got = generate(tiny, prompts(), requests(), gamma="auto", **settings)
+    assert got.tokens == plain.tokens
+    assert [gamma for gamma, *_ in seen[:4]] == [0, 4, 1, 0]
+    assert all(accepted.max() <= gamma for gamma, _, accepted in seen)
+    assert sum(int(a.sum()) for *_, a in seen) == got.stats.accepted > 10
+    assert sum(len(a) for *_, a in seen) == got.stats.steps
+    again = generate(tiny, prompts(), requests(), gamma="auto", **settings)
+    assert again.stats.compilations == 0
+
+
+def test_a_paused_drafter_is_as_if_it_had_drafted(sharp):
+    """The index after plain steps is that of the same tokens after speculative ones."""
+    draft = SuffixDraft(min_match=1)
+    longest, params = StepConfig(4, draft), SamplingParams(max_new_tokens=8)
+    states = []
+    for config in (longest, StepConfig(0, Paused(draft))):
+        state = start_decoding(sharp, prompts((9, 30)), params, longest)
+        while not state.done.all():
+            state = speculative_step(sharp, state, config)
+        states.append(jax.device_get((state.tokens, state.draft)))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_choices_are_remembered_by_what_times_depend_on(sharp, tiny):
+    params = SamplingParams(max_new_tokens=8)
+    gammas = Gammas(StepConfig(draft=NgramDraft()))
+    state = start_decoding(sharp, [[1, 2]], params, gammas.longest)
+    found = gammas.choice(Models(sharp), state)
+    assert gammas.choice(Models(tiny), state) is found  # of the same shape
+    assert Gammas(StepConfig(draft=NgramDraft())).choice(Models(sharp), state) is found
+    assert Gammas(StepConfig(draft=NgramDraft(2))).choice(Models(sharp), state) is not found
+    wider = start_decoding(sharp, [[1, 2]] * 2, params, gammas.longest)
+    assert gammas.choice(Models(sharp), wider) is not found
+
+
+def test_the_ladder_ends_at_twice_the_usual_gamma():
+    assert list(Gammas(StepConfig(draft=NgramDraft())).configs) == [0, 1, 2, 4, 8, 16]
+    assert list(Gammas(StepConfig(draft=SelfDraft())).configs) == [0, 1, 2, 4, 8]
+    assert list(Gammas(StepConfig(draft=ModelDraft())).configs) == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draft": None}, "gamma='auto' chooses how much a drafter drafts; pass one, or gamma=0"),
+        ({"target": Quest()}, "selects for one token at a time; pass draft=NoDraft"),
+    ],
+)
+def test_what_has_nothing_to_choose_is_refused(settings, message, tiny):
+    with pytest.raises(ValueError, match=message):
+        generate(tiny, [[1]], gamma="auto", **settings)
+
+
+def test_a_drafter_with_a_model_of_its_own_does_not_rest():
+    with pytest.raises(ValueError, match="its model's cache would miss plain steps"):
+        Paused(ModelDraft())

@@ -1,0 +1,78 @@
+"""Drafts with weights of 8 bits: the output stays the target's own."""
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.decode.draft import Chain, ModelDraft, SelfDraft, SuffixDraft, named_draft
+from jspec.decode.engine import generate
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
+from jspec.models.quantized import quantized_copy
+from jspec.ops.quantized import Quantized
+from jspec.policies import Dense
+from tests.conftest import make_decoder
+from tests.decode.common import full_logits, prompts, requests
+from tests.policies.common import MATRIX
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        SelfDraft(MATRIX["quest"], quantized="fp8"),
+        Chain(SuffixDraft(), SelfDraft(Dense(), quantized="int8"), inner=2, rounds=2),
+    ],
+    ids=["fp8-quest", "int8-chain"],
+)
+def test_greedy_tokens_are_those_of_plain_decoding(draft, sharp):
+    plain = generate(sharp, prompts(), requests(), draft=None)
+    got = generate(sharp, prompts(), requests(), draft=draft, gamma=3)
+    assert got.tokens == plain.tokens
+    assert got.stats.acceptance_rate > 0.4
+
+
+def test_verification_reads_the_targets_own_weights(tiny):
+    """A copy of another model drafts what is rejected, and nothing else changes."""
+    other = quantized_copy(make_decoder(seed=9), "int8")
+    params = SamplingParams(max_new_tokens=12)
+    draft = SelfDraft(Dense(), quantized="int8")
+    plain = generate(tiny, prompts((9, 20)), params, draft=None)
+    got = generate(tiny, prompts((9, 20)), params, draft=draft, draft_model=other)
+    assert got.tokens == plain.tokens
+    assert got.stats.acceptance_rate < 0.9
+
+
+def test_a_copy_is_near_and_shares_all_else(tiny):
+    copy = quantized_copy(tiny, "int8")
+    mine, own = (jax.tree.leaves(model) for model in (copy, tiny))
+    shared = {id(leaf) for leaf in own}
+    fresh = [leaf for leaf in mine if id(leaf) not in shared]
+    # A kernel and its scales, of four products in each of two layers and of the head.
+    assert sorted({leaf.dtype.name for leaf in fresh}) == ["float32", "int8"]
+    assert len(fresh) == 2 * (4 * 2 + 1)
+    weights = sum(leaf.size for leaf in own) - sum(leaf.size for leaf in mine if id(leaf) in shared)
+    assert sum(leaf.nbytes for leaf in fresh if leaf.dtype.name == "int8") == weights
+    assert isinstance(copy.layers[0].mlp.down.kernel.get_value(), Quantized)
+    tokens = np.array(prompts((24,)), np.int32)
+    got, want = (np.float64(full_logits(model, tokens)) for model in (copy, tiny))
+    assert 0 < np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
+def test_settings_are_named_and_checked(tiny):
+    assert named_draft("quest:page=4,quantized=int8") == SelfDraft(
+        named_draft("quest:page=4").keeps, quantized="int8"
+    )
+    assert not SelfDraft().takes_model
+    assert ModelDraft().takes_model
+    with pytest.raises(ValueError, match="draft dense: quantized='int4' must be one of int8, fp8"):
+        named_draft("dense:quantized=int4")
+    config = StepConfig(2, SelfDraft(quantized="int8"))
+    with pytest.raises(ValueError, match=r"pass draft\.prepare\(jspec\.Models\(target\)\)"):
+        start_decoding(tiny, prompts((9,)), config=config)
+    start_decoding(config.draft.prepare(Models(tiny)), prompts((9,)), config=config)
+    with pytest.raises(ValueError, match="which is one model; pass second without quantized"):
+        Chain(ModelDraft(), SelfDraft(quantized="int8"))
+    with pytest.raises(TypeError, match=r"type object is no jspec\.Decoder"):
+        quantized_copy(object(), "int8")  # pyright: ignore[reportArgumentType]

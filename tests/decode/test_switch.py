@@ -1,0 +1,90 @@
+"""One prefill for several policies: what each keeps is as in a prefill of its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jspec.config import SamplingParams
+from jspec.decode.draft import ModelDraft, SelfDraft
+from jspec.decode.engine import generate
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import PLAIN, StepConfig
+from jspec.decode.state import Models
+from jspec.decode.switch import switch
+from tests.conftest import TINY, make_decoder
+from tests.decode.common import prompts
+from tests.policies.common import MATRIX, arrays_of
+
+PROMPTS = prompts((30, 7, 1))
+PARAMS = SamplingParams(max_new_tokens=8)
+PLAINLY = {"draft": None}
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    first, second = TINY.layers
+    layers = (first, dataclasses.replace(second, window=8))
+    return make_decoder(dataclasses.replace(TINY, layers=layers), seed=3)
+
+
+@pytest.mark.parametrize("name", ["hata", "quest", "loki"])
+def test_it_keeps_what_a_prefill_of_its_own_keeps(name, windowed):
+    policy = MATRIX[name]
+    models = Models(windowed, policy=arrays_of(policy, windowed.config.layers))
+    config = StepConfig(3, SelfDraft(policy))
+    wide = dataclasses.replace(PLAIN, gamma=3)
+    own = start_decoding(models, PROMPTS, PARAMS, config)
+    shared = start_decoding(windowed, PROMPTS, PARAMS, wide)
+    got = switch(models, shared, config)
+    assert jax.tree.structure(got) == jax.tree.structure(own)
+    kept = [x.columns for x in (own.cache, got.cache)]
+    for wanted, found in zip(*kept, strict=True):
+        for column in wanted:
+            assert wanted[column].dtype == found[column].dtype
+            size = wanted[column].shape[1]
+            for row, length in enumerate(map(len, PROMPTS)):
+                # What no position is in may be anything.
+                used = slice(0, min(length - 1, size))
+                np.testing.assert_allclose(
+                    found[column][row, used], wanted[column][row, used], rtol=1e-5, atol=1e-6
+                )
+    jax.tree.map(np.testing.assert_array_equal, got.cache.pages, own.cache.pages)
+    assert not shared.cache.keys(0).is_deleted()
+
+
+def test_a_prefill_serves_several_calls(tiny):
+    shared = start_decoding(tiny, PROMPTS, PARAMS, PLAIN)
+    lossy = {"draft": None, "target": MATRIX["quest"]}
+    wanted = [generate(tiny, PROMPTS, PARAMS, **settings).tokens for settings in (lossy, PLAINLY)]
+    for settings, tokens in zip((lossy, PLAINLY, lossy), (*wanted, wanted[0]), strict=True):
+        got = generate(tiny, PROMPTS, PARAMS, prefilled=shared, **settings)
+        assert got.tokens == tokens
+    assert wanted[0] != wanted[1]
+
+
+def test_it_lies_where_it_is_told_to(tiny):
+    mesh = jax.make_mesh((3,), ("rows",), devices=jax.devices()[:3])
+    where = NamedSharding(mesh, PartitionSpec("rows"))
+    state = start_decoding(tiny, PROMPTS, PARAMS, PLAIN, sharding=where)
+    config = dataclasses.replace(PLAIN, target=MATRIX["quest"])
+    got = switch(tiny, state, config, sharding=where)
+    assert {x.sharding for x in jax.tree.leaves(got)} == {where}
+    np.testing.assert_array_equal(got.cache.keys(1), state.cache.keys(1))
+
+
+def test_what_it_cannot_make_is_refused(tiny, windowed, other):
+    state = start_decoding(windowed, PROMPTS, PARAMS, PLAIN)
+    with pytest.raises(ValueError, match="gamma=3 does not fit"):
+        switch(windowed, state, StepConfig(3, SelfDraft(MATRIX["streaming"])))
+    state = start_decoding(tiny, PROMPTS, PARAMS, PLAIN)
+    with pytest.raises(ValueError, match="Loki needs arrays of its own"):
+        switch(tiny, state, dataclasses.replace(PLAIN, target=MATRIX["loki"]))
+    with pytest.raises(ValueError, match=r"ModelDraft\(\) takes up prompts itself"):
+        switch(Models(tiny, other), state, StepConfig(3, ModelDraft()))
+    with pytest.raises(ValueError, match=r"prefilled has 3 rows of \[30, 7, 1\] tokens"):
+        generate(tiny, PROMPTS[:2], PARAMS, draft=None, prefilled=state)
+    assert jnp.isfinite(state.cache.keys(0)[0, :29]).all()

@@ -1,0 +1,148 @@
+"""Rows fetched from columns and stored in them, against plain numpy, in either memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import host
+from jspec.dispatch import BackendError
+from jspec.ops.host_rows import (
+    FETCH_AHEAD,
+    FETCH_ROWS,
+    STORE_ROWS,
+    Ahead,
+    fetch_ahead,
+    fetch_rows,
+    store_rows,
+)
+from jspec.sharding import place
+from tests.ops.backends import every_backend, every_case
+
+MEMORIES = ("device", "host")
+over_memories = pytest.mark.parametrize("memory", MEMORIES)
+
+
+def put(memory, columns):
+    if memory == "host":
+        return tuple(host.place_in_host(x, None) for x in columns)
+    return tuple(map(jnp.asarray, columns))
+
+
+def skip_or_run(function, operation, backend, *arguments):
+    if reason := operation.backend(backend).supports(*arguments):
+        pytest.skip(f"{backend}: {reason}")
+    return jax.jit(functools.partial(function, implementation=backend))(*arguments)
+
+
+def rows_by_hand(column: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    batch, heads, n = slots.shape
+    found = np.zeros((batch, n, heads, column.shape[3]), column.dtype)
+    for b, head, i in np.ndindex(batch, heads, n):
+        if 0 <= (slot := slots[b, head, i]) < column.shape[1]:
+            found[b, i, head] = column[b, slot, head]
+    return found
+
+
+@over_memories
+@every_backend(FETCH_ROWS)
+@every_case(FETCH_ROWS)
+def test_rows_are_those_of_the_columns(case, backend, memory):
+    columns, slots, rows, early = case.build()
+    arguments = put(memory, columns), jnp.asarray(slots)
+    if reason := FETCH_ROWS.backend(backend).supports(*arguments):
+        pytest.skip(f"{backend}: {reason}")
+    ahead = None if rows is None else Ahead(put("device", rows), jnp.asarray(early), backend)
+    got = jax.jit(lambda *x: fetch_rows(*x, implementation=backend, ahead=ahead))(*arguments)
+    for have, column in zip(got, columns, strict=True):
+        assert not host.in_host(have)
+        np.testing.assert_array_equal(have, rows_by_hand(column, slots))
+
+
+@every_backend(FETCH_ROWS)
+def test_what_was_fetched_ahead_is_not_fetched_again(backend):
+    """The rows that are there are taken, although the column has others by now."""
+    column = np.arange(2 * 40 * 2 * 4, dtype=np.float32).reshape(2, 40, 2, 4)
+    early = np.array([[[0, 7, 39, -1], [-1] * 4], [[3, 4, 5, 6], [38, 39, -1, -1]]], np.int32)
+    slots = np.array([[[0, 8, 39], [1, 2, 3]], [[2, 6, 7], [39, 38, -1]]], np.int32)
+    arguments = put("host", [column]), jnp.asarray(slots)
+    if reason := FETCH_ROWS.backend(backend).supports(*arguments):
+        pytest.skip(f"{backend}: {reason}")
+    rows = jnp.asarray(-1 - rows_by_hand(column, early))
+    ahead = Ahead((rows,), jnp.asarray(early), backend)
+    (got,) = fetch_rows(*arguments, ahead=ahead)
+    there = (slots[..., None] == early[:, :, None]).any(-1) & (slots >= 0)
+    wanted = rows_by_hand(column, slots)
+    wanted = np.where(np.swapaxes(there, 1, 2)[..., None], -1 - wanted, wanted)
+    np.testing.assert_array_equal(got, wanted)
+
+
+@over_memories
+@every_backend(FETCH_AHEAD)
+def test_rows_on_their_way_arrive(backend, memory):
+    columns, slots, through = FETCH_AHEAD.cases()[0].build()
+    arguments = put(memory, columns), jnp.asarray(slots), jnp.asarray(through)
+    ahead, same = skip_or_run(fetch_ahead, FETCH_AHEAD, backend, *arguments)
+    assert ahead.backend == backend
+    np.testing.assert_array_equal(same, through)
+    got = fetch_rows(*arguments[:2], ahead=ahead)
+    for have, column in zip(got, columns, strict=True):
+        np.testing.assert_array_equal(have, rows_by_hand(column, slots))
+
+
+@over_memories
+@every_backend(STORE_ROWS)
+@every_case(STORE_ROWS)
+def test_stored_rows_are_in_their_slots(case, backend, memory):
+    columns, rows, slots = case.build()
+    arguments = put(memory, columns), put("device", rows), jnp.asarray(slots)
+    got = skip_or_run(store_rows, STORE_ROWS, backend, *arguments)
+    for have, column, row in zip(got, columns, rows, strict=True):
+        wanted = column.copy()
+        for b, i in np.ndindex(slots.shape):
+            if 0 <= slots[b, i] < column.shape[1]:
+                wanted[b, slots[b, i]] = row[b, i]
+        assert host.in_host(have) == (memory == "host")
+        np.testing.assert_array_equal(have, wanted)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    column, slots = jnp.zeros((2, 9, 3, 4)), jnp.zeros((2, 3, 5), jnp.int32)
+    with pytest.raises(ValueError, match=r"slots int32\[2, 2, 5\] must be int32 \[2, 3, 'n'\]"):
+        fetch_rows((column,), slots[:, :2])
+    with pytest.raises(ValueError, match=r"must be one or two of \[B, S, K, H\]"):
+        fetch_rows((column, column[:, :8]), slots)
+    with pytest.raises(ValueError, match=r"rows float32\[2, 1, 3, 5\] must be of the column"):
+        store_rows((column,), (jnp.zeros((2, 1, 3, 5)),), jnp.zeros((2, 1), jnp.int32))
+    with pytest.raises(BackendError, match="columns of int4 must have elements of whole bytes"):
+        fetch_rows((column.astype(jnp.int4),), slots, implementation="cuda")
+
+
+def test_a_machine_without_pinned_memory_says_what_to_do(monkeypatch):
+    class Device:
+        device_kind, platform = "Abacus", "wood"
+
+        def addressable_memories(self):
+            return []
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    assert "Abacus (wood) has no memory of the kind 'pinned_host'" in str(host.refusal())
+    with pytest.raises(ValueError, match=r"the cache cannot lie in host memory: .* as hata does"):
+        host.place_in_host(np.zeros(3), None)
+
+
+def test_placing_a_state_leaves_an_array_in_the_memory_that_it_is_in():
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = {"host": host.place_in_host(np.zeros(3), None), "device": jnp.zeros(3)}
+    assert [host.in_host(x) for x in place(state, where).values()] == [False, True]
+
+
+def test_several_devices_are_refused():
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    if jax.device_count() < 2:
+        pytest.skip("one device")
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    with pytest.raises(ValueError, match=r"serves one device, and sharding=.* has 8"):
+        host.place_in_host(np.zeros(8), sharding)

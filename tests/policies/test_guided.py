@@ -1,0 +1,146 @@
+"""What a guided policy picks: against the top of means that are written out one by one."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cache import Linear, Striped
+from jspec.config import LayerSpec
+from jspec.policies import Dense, Guided, SparseSpec, SpecExtend, Vegas, named_policy
+from jspec.policies.attend import dense_attend
+from jspec.policies.collect import Collecting, collecting_attend, picks
+from tests.policies.common import BATCH, CAPACITY, LENGTHS, filled, random
+
+SOME: dict[str, Any] = {"budget": 5, "least": 0}
+GUIDED = {
+    "ends": Vegas(**SOME),
+    "all-per-head": Vegas(**SOME, collect="all", per_head=True),
+    "accepted": Vegas(**SOME, collect="accepted"),
+    "last-weight": Vegas(**SOME, collect="last", score="weight"),
+    "ends-weight": Vegas(**SOME, score="weight"),
+    "ratio": Vegas(budget=0.3, least=2, sinks=1, recent=1),
+    "sparsespec": SparseSpec(**SOME),
+    "specextend": SpecExtend(budget=12, least=0, page=4),
+}
+# The second row drafted one token of the three, the last one none.
+DRAFTED, ACCEPTED = (3, 1, 0), (2, 1, 0)
+POSITIONS = np.array(
+    [[n + i if i <= d else -1 for i in range(4)] for n, d in zip(LENGTHS, DRAFTED, strict=True)]
+)
+
+
+def tokens_that_score(policy: Guided, row: int) -> list[int]:
+    return {
+        "ends": sorted({0, DRAFTED[row]}),
+        "all": list(range(DRAFTED[row] + 1)),
+        "accepted": list(range(ACCEPTED[row] + 1)),
+        "last": [ACCEPTED[row]],
+    }[policy.collect]
+
+
+def wanted(policy: Guided, q, keys, row: int) -> list[set[int]]:
+    """The positions that each KV head reads, from logits or softmax weights of every query."""
+    until = int(LENGTHS[row])
+    means = np.zeros((2, until))
+    for head in range(4):
+        for token in tokens_that_score(policy, row):
+            logits = keys[row, : until + token + 1, head // 2] @ q[row, token, head] / np.sqrt(8)
+            weights = np.exp(logits) / np.exp(logits).sum()
+            means[head // 2] += (logits if policy.score == "logit" else weights)[:until]
+    if not policy.per_head:
+        means = np.broadcast_to(means.sum(axis=0), means.shape)
+    size = policy.page_size
+    starts = range(0, until, size)
+    means = np.array([[m[s : s + size].mean() for s in starts] for m in means])
+    last, count = means.shape[1] - 1, int(policy.budget) // size
+    if isinstance(policy.budget, float):
+        count = max(math.ceil(policy.budget * until), policy.least)
+    found = []
+    for scores in means:
+        forced = {p for p in (0, last) if p >= 0 and (policy.sinks or (size > 1 and p == last))}
+        order = sorted(range(len(scores)), key=lambda p: (p not in forced, -scores[p]))
+        pages = order[:count]
+        found.append({p for s in pages for p in range(s * size, min((s + 1) * size, until))})
+    return found
+
+
+@pytest.mark.parametrize("layout", [Linear(CAPACITY), Striped(CAPACITY, 3, 2)], ids=["", "striped"])
+@pytest.mark.parametrize("name", GUIDED)
+def test_it_picks_the_highest_means(name, layout):
+    """In ragged rows, one of them without a past, with NaN in all slots that hold nothing."""
+    policy = GUIDED[name]
+    cache = filled(Dense(), layout, junk=np.nan)
+    positions = jnp.asarray(POSITIONS, jnp.int32)
+    q, k, v = random(BATCH, 4, 4, 8, seed=5), random(BATCH, 4, 2, 8), random(BATCH, 4, 2, 4)
+    accepted = jnp.asarray(ACCEPTED, jnp.int32)
+
+    @jax.jit
+    def run(q, k, v, cache):
+        attend = collecting_attend(positions, cache.lengths, policy=policy)
+        out, given = attend(0, q, k, v, Collecting(cache))
+        return out, given.cache, picks(policy, given.cache, given.found, positions, accepted)
+
+    out, after, (found,) = run(q, k, v, cache)
+    expected, _ = dense_attend(positions)(0, q, k, v, cache)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    slots = layout.slots(jnp.arange(CAPACITY, dtype=jnp.int32))
+    keys = np.float64(jnp.take(after.keys(0), slots, axis=1))
+    found = np.asarray(found)
+    assert found.ndim == 2 + policy.per_head
+    for row in range(BATCH):
+        per_head = found[row] if policy.per_head else np.stack([found[row]] * 2)
+        for got, best in zip(per_head, wanted(policy, np.float64(q), keys, row), strict=True):
+            got = got[got >= 0].tolist()
+            assert len(set(got)) == len(got)
+            assert set(got) == best
+
+
+def test_the_first_draft_reads_first_and_last_positions():
+    until = jnp.array([100, 12, 0], jnp.int32)
+    found = np.asarray(Vegas(budget=0.1, least=8).opening(2, 200, until))
+    rows = [set(row[row >= 0].tolist()) for row in found]
+    assert rows == [{0, 1, 2, 3, *range(94, 100)}, {0, 1, 2, 3, *range(8, 12)}, set()]
+    assert Vegas(per_head=True).opening(2, 200, until).shape == (3, 2, 200)
+
+
+@pytest.mark.parametrize(
+    ("settings", "leaders"),
+    [
+        ({}, (0, 1, None, 3, 4, 5)),
+        ({"dense_layers": 1}, (None, 1, None, 3, 4, 5)),
+        ({"every": 2}, (0, 0, None, 3, 3, 5)),
+        ({"every": 9}, (0, 0, None, 0, 0, 0)),
+        ({"every": 9, "per_head": True}, (0, 0, None, 0, 4, 4)),
+    ],
+    ids=str,
+)
+def test_layers_that_pick_and_layers_that_follow(settings, leaders):
+    """The third layer has a sliding window; the last two have other KV heads."""
+    spec = LayerSpec(kv_heads=2, key_size=8, value_size=8)
+    windowed, wide = dataclasses.replace(spec, window=4), dataclasses.replace(spec, kv_heads=4)
+    assert Vegas(**settings).leaders([spec, spec, windowed, spec, wide, wide]) == leaders
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "message"),
+    [
+        (Vegas, {"collect": "some"}, "collect='some' must be one of ends, all, accepted, last"),
+        (Vegas, {"score": "norm"}, "score='norm' must be one of logit, weight"),
+        (Vegas, {"least": -1}, "least=-1 must be at least 0"),
+        (SpecExtend, {"page": 0}, "page=0 must be at least 1 position"),
+    ],
+    ids=["collect", "score", "least", "page"],
+)
+def test_bad_settings_are_refused(policy, settings, message):
+    with pytest.raises(ValueError, match=message):
+        policy(**settings)
+
+
+def test_it_is_no_policy_to_read_by():
+    with pytest.raises(ValueError, match="policy 'vegas' reads what verification attended to"):
+        named_policy("vegas")

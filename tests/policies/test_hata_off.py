@@ -1,0 +1,188 @@
+"""HATA-off gives what HATA gives, bit for bit, whatever was predicted."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cache import Striped
+from jspec.cache.layout import Linear
+from jspec.config import SamplingParams
+from jspec.decode import growth, prefill
+from jspec.decode.draft import NoDraft, SelfDraft
+from jspec.decode.engine import generate
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
+from jspec.decode.step import decode_chunk
+from jspec.host import in_host, place_in_host
+from jspec.policies import Hata, HataOff
+from jspec.policies.attend import Reading, dense_attend, selected_attend
+from jspec.policies.policy import create_cache
+from tests.conftest import TINY, make_decoder
+from tests.decode.common import prompts
+from tests.policies.common import BATCH, CAPACITY, LENGTHS, SPEC, arrays_of, query, random
+
+SOME: dict[str, Any] = {"budget": 8, "sinks": 1, "recent": 2, "bits": 32}
+LAYERS = dataclasses.replace(TINY, layers=(TINY.layers[0],) * 3)
+
+
+def cache_of(policy):
+    """Two layers of random tokens, and NaN in all slots that hold none."""
+    empty = create_cache(policy, [SPEC] * 2, [Linear(CAPACITY)] * 2, BATCH, jnp.float32)
+    held = np.arange(CAPACITY)[None, :, None, None] < LENGTHS[:, None, None, None]
+    arrays, columns = arrays_of(policy, (SPEC, SPEC)), []
+    for layer, column in enumerate(empty.columns):
+        made = {}
+        for at, name in enumerate(("keys", "values")):
+            tokens = np.asarray(random(*column[name].shape, seed=10 * layer + at))
+            tokens = np.where(held, tokens, np.nan)
+            is_host = in_host(column[name])
+            made[name] = place_in_host(tokens, None) if is_host else jnp.asarray(tokens)
+        keys = jnp.asarray(np.asarray(made["keys"]))
+        columns.append(made | policy.encode(arrays, layer, keys))
+    lengths = jnp.asarray(LENGTHS)
+    return dataclasses.replace(empty, columns=tuple(columns), lengths=lengths)
+
+
+def two_layers(policy):
+    """A pass over two layers: their outputs, and their keys afterwards."""
+    arrays = arrays_of(policy, (SPEC, SPEC))
+    positions = jnp.asarray(LENGTHS)[:, None]
+
+    @jax.jit
+    def run(cache, foreseen):
+        attend = selected_attend(positions, cache.lengths, 2, policy=policy, arrays=arrays)
+        reading, outs = Reading(cache), []
+        for layer in (0, 1):
+            more: dict[str, Any] = (
+                {} if layer or foreseen is None else {"foresee": lambda: foreseen}
+            )
+            out, reading = attend(layer, *query(seed=20 * layer), reading, **more)
+            outs.append(out)
+        return outs, [reading.cache.keys(layer) for layer in (0, 1)]
+
+    return lambda foreseen: run(cache_of(policy), foreseen)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"dense_layers": 1}, {"dense_layers": 0, "norms": True}, {"dense_layers": 0, "every": 2}],
+    ids=["behind-a-dense-layer", "norms", "one-selection"],
+)
+def test_a_layer_reads_what_hata_reads_whatever_was_predicted(more):
+    """Ragged rows, one of them empty; the right queries, their opposites, and none."""
+    settings = SOME | more
+    wanted, keys = two_layers(Hata(**settings))(None)
+    run, right = two_layers(HataOff(**settings)), query(seed=20)[0]
+    for foreseen in (right, -right, None):
+        got, after = run(foreseen)
+        for x, y in zip([*got, *after], [*wanted, *keys], strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_a_pass_that_reads_all_of_a_layer_finds_it_in_the_host():
+    """Of a prefill's chunk, or of verification: outputs, keys, values and codes."""
+    positions = jnp.asarray(LENGTHS)[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
+    q, k, v = (jnp.concatenate([x, -x], axis=1) for x in query())
+    found = []
+    for policy in (Hata(**SOME, dense_layers=1), HataOff(**SOME, dense_layers=1)):
+        arrays = arrays_of(policy, (SPEC, SPEC))
+        attend = dense_attend(positions, policy=policy, arrays=arrays)
+        out, after = jax.jit(lambda cache, attend=attend: attend(1, q, k, v, cache))(
+            cache_of(policy)
+        )
+        assert in_host(after.keys(1)) == isinstance(policy, HataOff)
+        found.append([out, *after.columns[1].values()])
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_what_was_predicted_is_read_from_where_it_was_fetched_to(monkeypatch):
+    """With a wrong row in it, the output is wrong: the second layer reads no row twice."""
+    from jspec.policies import offload
+
+    def spoiled(*arguments, **settings):
+        ahead, through = fetch_ahead(*arguments, **settings)
+        return dataclasses.replace(ahead, rows=tuple(2 * x for x in ahead.rows)), through
+
+    fetch_ahead = offload.fetch_ahead
+    policy = HataOff(**SOME, dense_layers=1)
+    right = query(seed=20)[0]
+    wanted, _ = two_layers(policy)(right)
+    monkeypatch.setattr(offload, "fetch_ahead", spoiled)
+    got, _ = two_layers(policy)(right)
+    np.testing.assert_array_equal(got[0], wanted[0])
+    assert not np.array_equal(got[1][0], wanted[1][0])
+    unpredicted, _ = two_layers(dataclasses.replace(policy, predicts=False))(right)
+    np.testing.assert_array_equal(unpredicted[1], wanted[1])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_decoder(LAYERS, seed=3, head=8.0)
+
+
+PARAMS, TEXTS = SamplingParams(max_new_tokens=14), prompts((12, 7, 1), seed=5)
+
+
+def decoded(model, policy):
+    arrays = arrays_of(policy, LAYERS.layers)
+    settings = {"draft": None, "target": policy, "steps_per_chunk": 2, "prefill_chunk": 4}
+    return generate(model, TEXTS, PARAMS, policy_arrays=arrays, **settings)
+
+
+@pytest.fixture(scope="module")
+def hata(model):
+    return decoded(model, Hata(**SOME, dense_layers=1))
+
+
+def test_it_decodes_as_hata_does_in_a_cache_that_grows(model, hata, monkeypatch):
+    seen, longer = [], growth.longer
+
+    def watched(x, size):
+        seen.append(in_host(x))
+        return longer(x, size)
+
+    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
+    monkeypatch.setattr("jspec.cache.cache.longer", watched)
+    got = decoded(model, HataOff(**SOME, dense_layers=1))
+    assert got.tokens == hata.tokens
+    assert sum(seen) == 4, "the keys and values of two layers grow in the host's memory"
+
+
+@pytest.mark.slow
+def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(model):
+    policy = HataOff(**SOME, dense_layers=1)
+    plain = generate(model, TEXTS, PARAMS, draft=None)
+    arrays = arrays_of(policy, LAYERS.layers)
+    got = generate(model, TEXTS, PARAMS, draft=SelfDraft(policy), gamma=3, policy_arrays=arrays)
+    assert got.tokens == plain.tokens
+    assert got.stats.acceptance_rate > 0.4
+
+
+@pytest.mark.slow
+def test_a_slot_takes_over_another_request(model):
+    policy = HataOff(**SOME, dense_layers=1)
+    models = Models(model, policy=arrays_of(policy, LAYERS.layers))
+    config, (first, other, _) = StepConfig(0, NoDraft(), target=policy), TEXTS
+    state = start_decoding(models, [first, first], PARAMS, config)
+    keys = state.cache.keys(1)
+    assert in_host(keys)
+    assert keys.sharding.memory_kind == "pinned_host"
+    state = prefill.fill_slot(models, state, 1, other, PARAMS, config)
+    assert in_host(state.cache.keys(1))
+    state, record = decode_chunk(models, state, config, 14)
+    assert in_host(state.cache.keys(1))
+    got = np.asarray(record.tokens)[..., 0]
+    alone = decoded(model, policy).tokens
+    assert [tuple(got[:, row].tolist()) for row in (0, 1)] == list(alone[:2])
+
+
+def test_positions_out_of_order_are_refused():
+    with pytest.raises(ValueError, match="HataOff keeps layer 0 in host memory, where positions"):
+        create_cache(HataOff(dense_layers=0), [SPEC], [Striped(24, 3, 2)], 1, jnp.float32)

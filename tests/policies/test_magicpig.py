@@ -1,0 +1,106 @@
+"""MagicPIG's importance weights, against the paper's estimator in float64 and by their law."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jspec.cache import Linear
+from jspec.policies.attend import selected_attend
+from jspec.policies.magicpig import log_probability
+from tests.policies.common import (
+    BATCH,
+    CAPACITY,
+    LENGTHS,
+    MATRIX,
+    arrays_of,
+    filled,
+    query,
+    random,
+)
+
+WEIGHTED = dataclasses.replace(MATRIX["magicpig"], weights=True)
+
+
+@pytest.mark.parametrize(("bits", "tables"), [(10, 150), (9, 120), (1, 2), (16, 300), (3, 12)])
+def test_a_probability_is_that_of_two_collisions_or_more(bits, tables):
+    """Down to 1e-12; below, the sampling of float32 angles says no more."""
+    p = np.linspace(0.02, 1, 200)
+    wanted = stats.binom.logsf(1, tables, p**bits)
+    got = log_probability(jnp.asarray(-np.cos(np.pi * p), jnp.float32), bits, tables)
+    there = wanted > np.log(1e-12)
+    assert there.sum() > 50
+    np.testing.assert_allclose(np.asarray(got)[there], wanted[there], atol=1e-3)
+    assert np.isfinite(got).all()
+
+
+def sampled(policy, arrays, keys, q) -> tuple[np.ndarray, np.ndarray]:
+    """Which ``keys [n, H]`` a query finds, and with which probability; keys are centred."""
+    planes = np.float64(arrays["projections"]).reshape(-1, policy.tables, policy.bits)
+    sides = np.einsum("nh,htb->ntb", keys, planes) > 0
+    same = (sides == (np.einsum("h,htb->tb", q, planes) > 0)).all(axis=-1)
+    cosine = keys @ q / np.linalg.norm(keys, axis=-1) / np.linalg.norm(q)
+    p = 1 - np.arccos(cosine) / np.pi
+    return same.sum(axis=-1) >= 2, stats.binom.sf(1, policy.tables, p**policy.bits)
+
+
+@pytest.mark.parametrize("junk", [0.0, np.nan], ids=["clean", "poisoned"])
+def test_a_query_reads_what_it_found_by_the_inverse_of_its_probability(junk):
+    policy = dataclasses.replace(WEIGHTED, budget=20)
+    cache, arrays = filled(policy, Linear(CAPACITY), junk=junk), arrays_of(policy)
+    q, k, v = query()
+    positions = jnp.asarray(LENGTHS)[:, None]
+    attend = selected_attend(positions, cache.lengths, 3, policy=policy, arrays=arrays)
+    out, after = jax.jit(lambda q, k, v, c: attend(0, q, k, v, c))(q, k, v, cache)
+    found_by_one = 0
+    for row, head in np.ndindex(BATCH, 4):
+        here, group = LENGTHS[row], head // 2
+        keys, values = (
+            np.float64(x[row, : here + 1, group]) for x in (after.keys(0), after.values(0))
+        )
+        one = np.float64(q[row, 0, head])
+        centre = np.float64(arrays[0]["center"])[group]
+        found, u = sampled(policy, arrays[0], keys - centre, one)
+        index = np.arange(here + 1)
+        always = (index < policy.sinks) | (index >= here - policy.recent)
+        factor = np.where(always, 1, found / u)
+        weights = factor * np.exp(keys @ one / np.sqrt(8))
+        np.testing.assert_allclose(out[row, 0, head], weights @ values / weights.sum(), atol=2e-5)
+        found_by_one += (found & ~always).sum()
+    assert found_by_one > 5
+
+
+def test_each_key_counts_once_in_the_mean_over_projections():
+    """1 / u for a key that is found, 0 for one that is not, has the mean 1, the variance 1 / u - 1.
+
+    Seed 1; the largest of 2 x 17 deviations from the normal law has p > 1e-4.
+    """
+    seeds = 1500
+    policy = dataclasses.replace(WEIGHTED, budget=1.0, sinks=0, recent=0)
+    (own,), cache = arrays_of(policy), filled(policy, Linear(CAPACITY), [17])
+    q, chosen = query(1)[0], jnp.arange(17, dtype=jnp.int32)[None, None].repeat(2, axis=1)
+    keys = cache.keys(0)
+
+    @jax.jit
+    @jax.vmap
+    def weights(projections):
+        arrays = ({"center": own["center"], "projections": projections},)
+        again = cache.replaced(0, **policy.encode(arrays, 0, keys))
+        found = policy.weigh(arrays, 0, again, q, cache.lengths, chosen)
+        assert found is not None
+        return jnp.exp(found[0, 0])
+
+    means = np.float64(weights(random(seeds, *own["projections"].shape, seed=1))).mean(axis=0)
+    deviations = []
+    for head in (0, 2):
+        centre = np.float64(own["center"])[head // 2]
+        _, u = sampled(
+            policy, own, np.float64(keys)[0, :17, head // 2] - centre, np.float64(q[0, 0, head])
+        )
+        usual = u > 0.02  # of rarer ones there are too few for a normal law
+        assert usual.sum() > 10
+        deviations += list((means[head] - 1)[usual] / np.sqrt((1 / u[usual] - 1) / seeds))
+    assert np.abs(deviations).max() < stats.norm.isf(1e-4 / len(deviations) / 2)
