@@ -22,6 +22,7 @@ from bench import (
     acceptance,
     attention,
     auto,
+    breakdown,
     ceilings,
     collect,
     decode,
@@ -52,7 +53,7 @@ SUITES: dict[str, Suite] = {
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
         *(hash_training, ruler, decoding, auto, decode, lossy),
-        *(collect, acceptance, overlap),
+        *(collect, acceptance, overlap, breakdown),
     )
 }
 _INTERRUPTED = threading.Event()
