@@ -39,6 +39,7 @@ from bench import (
     ruler,
     sampling,
     select,
+    throughput,
     verify,
 )
 from bench.decode import lossy, options
@@ -53,7 +54,7 @@ SUITES: dict[str, Suite] = {
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
         *(hash_training, ruler, decoding, auto, decode, lossy),
-        *(collect, acceptance, overlap, breakdown),
+        *(collect, acceptance, overlap, breakdown, throughput),
     )
 }
 _INTERRUPTED = threading.Event()

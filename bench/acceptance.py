@@ -68,6 +68,7 @@ def drafts(ratio: float) -> dict[str, str]:
         "exact top-k": f"exact_topk:{scored},sinks=0,recent=0",
         "HATA, random hashes": f"hata:{scored}",
         "n-gram": "ngram",
+        "suffix": "suffix",
     }
 
 
@@ -139,6 +140,10 @@ def started(
     state = jax.tree.map(lambda x: jnp.concatenate([x] * repeats), before)
     cache = with_policy(config.keeps, models.policy, state.cache)
     own = config.draft.init(models, cache.lengths + 0, cache.layouts[0].size, config.gamma)
+    heard = jnp.arange(int(cache.lengths.max()), dtype=jnp.int32)[None]
+    positions = jnp.where(heard < cache.lengths[:, None], heard, -1)
+    tokens = state.tokens[:, : positions.shape[1]]
+    own = config.draft.prefill(models, own, tokens, positions, config)
     return dataclasses.replace(
         state, cache=cache, sampling=sampling_of(params), mode=mode_of(params), draft=own
     )

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.decode import drafting, phases
-from bench.decode.drafting import CASE, GUIDED, RATIO, case, case_cells
+from bench.decode.drafting import CASE, GUIDED, RATIO, before_cells, case, case_cells
 from bench.decode.iterations import Drafting
 from bench.decode.shapes import Ceilings
 from bench.decode.tables import compare, ms
@@ -144,10 +144,11 @@ def show(result: dict[str, Any]) -> None:
     """Iterations, and their parts; what has no times is a line with its reason."""
     screen, rows = console(), result["rows"]
     title = f"{result['machine']['device']}; random weights; times in milliseconds"
-    times = _table(title, (*CASE, *HEADINGS))
+    compared = ("vs before",) if any("ratio" in row for row in rows) else ()
+    times = _table(title, (*CASE, *HEADINGS, *compared))
     for row in rows:
         if "step_ns" in row:
-            times.add_row(*case_cells(row), *cells(row, rows))
+            times.add_row(*case_cells(row), *cells(row, rows), *before_cells(row, rows))
     if times.row_count:
         screen.print(times)
     for where, lines in by_case(rows).items():

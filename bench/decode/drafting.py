@@ -14,6 +14,7 @@ from bench.decode.shapes import Ceilings
 from bench.machine import matrix_ceiling, read_ceiling
 from bench.point import Row
 from bench.settings import Settings
+from bench.table import times
 
 RATIO = 0.07
 STEPS = 4  # of a chunk
@@ -63,6 +64,13 @@ def case_cells(row: Row) -> tuple[str, ...]:
     """Model, layers, rows and context."""
     at: dict[str, Any] = row["case"]
     return at["model"], str(at["layers"]), str(at["B"]), cases.kilo(at["S"])
+
+
+def before_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    """How many times as fast it is as in an earlier result, where ``rows`` were compared."""
+    if not any("ratio" in own for own in rows):
+        return ()
+    return (times(row["ratio"]) if "ratio" in row else "",)
 
 
 CASE = ("model", "layers", "B", "S")

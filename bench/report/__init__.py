@@ -56,6 +56,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "vegas-accept": acceptance.section,
     "vegas-overlap": acceptance.alike,
     "vegas-breakdown": iterations.parts,
+    "throughput": iterations.speeds,
 }
 
 

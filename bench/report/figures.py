@@ -360,6 +360,7 @@ FIGURES: dict[str, dict[str, tuple[Drawing, tuple[float, float]]]] = {
     "hata-e2e": {"hata-e2e": (hata_figures.steps, (9, 3.2))},
     "ruler": {"ruler-budget": (_budget, (8, 3.4))},
     "step": {"step": (_decoding, (9, 3))},
+    "throughput": {"throughput": (iteration_figures.speeds, (13, 3.6))},
     "vegas-breakdown": {"vegas-breakdown": (iteration_figures.parts, (12, 3.6))},
     "decode": {"decode-floor": (_floor, (10, 4))},
 }

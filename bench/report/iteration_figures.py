@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench import breakdown
+from bench import breakdown, throughput
 from bench.decode import phases
 from bench.decode.drafting import case_cells
 
@@ -44,4 +44,26 @@ def parts(figure: Any, result: dict[str, Any]) -> bool:
         axis.set_ylabel("ms; right bars: floors")
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return True
+
+
+def speeds(figure: Any, result: dict[str, Any]) -> bool:
+    """Tokens a second of each drafter, a panel a case."""
+    rows = [row for row in result["rows"] if "tokens_per_s" in row and row["checked"]]
+    cases = list(dict.fromkeys(case_cells(row) for row in rows))
+    if not cases:
+        return False
+    axes = figure.subplots(1, len(cases), squeeze=False)[0]
+    for axis, case in zip(axes, cases, strict=True):
+        here = [row for row in rows if case_cells(row) == case]
+        bars = axis.bar([row["name"] for row in here], [row["tokens_per_s"] for row in here])
+        above = [throughput.speedup(row, rows) for row in here]
+        axis.bar_label(bars, [f"{x:.2f}x" if x else "" for x in above], fontsize=7)
+        model, _, batch, context = case
+        kind = here[0]["acceptance"]
+        axis.set_title(f"{model}, B={batch}, S={context}\nacceptance {kind}", fontsize=8)
+        axis.tick_params(axis="x", labelsize=6, rotation=40)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(y=0.12)
+    axes[0].set_ylabel("tokens / s")
     return True

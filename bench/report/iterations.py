@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench import breakdown
+from bench import breakdown, throughput
 from bench.decode.drafting import CASE, case_cells
 from bench.report.text import absent, header, paragraphs, picture, table
 
@@ -30,5 +30,26 @@ def parts(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any
         picture(pictures, "vegas-breakdown", "parts of an iteration, and their floors"),
         table((*CASE, *breakdown.HEADINGS), lines),
         *own,
+        absent(result),
+    )
+
+
+def speeds(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
+    """Tokens a second of each drafter: measured, and by the paper's acceptance."""
+    found = {kind: throughput.lines(result["rows"], kind) for kind in ("measured", "imposed")}
+    headings = (*CASE, *throughput.HEADINGS)
+    parts = [
+        f"### Acceptance {kind}\n\n{table(headings, lines)}"
+        for kind, lines in found.items()
+        if lines
+    ]
+    foot = throughput.FOOT.format(source=result["acceptance"]["source"])
+    return paragraphs(
+        header("Tokens a second by drafter", result),
+        f"Drafters read 7 % of the context. {foot[0].upper()}{foot[1:]}. Yue et al. 2026 (figures "
+        "9 and 11, H100, vLLM): with Vegas 1.25 to 2.81 times the tokens a second of plain "
+        "decoding.",
+        picture(pictures, "throughput", "tokens a second of each drafter over plain decoding"),
+        *parts,
         absent(result),
     )
