@@ -11,7 +11,9 @@ PARTS = ("attention", "products", "rest")
 _ATTENTION = re.compile(
     r"attention|attend|fmha|sdpa|flash|merge_kernel|gathered_kernel", re.IGNORECASE
 )
-_SCOPE = re.compile(r"/(?:gathered_)?attention/")  # of what an operation of that name traced
+_SCOPE = re.compile(
+    r"/(?:gathered_|scored_)?attention/"
+)  # of what an operation of that name traced
 _PRODUCTS = re.compile(
     r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matmul|linear_kernel|(?:^|_)dot(?:_|$)",
     re.IGNORECASE,

@@ -48,7 +48,7 @@ def test_a_kernel_belongs_to_the_phase_that_runs():
     found = phases.by_part(ran, MADE)
     assert found["draft passes"] == {"attention": 4, "products": 1, "rest": 2}
     assert found["compaction"]["rest"] == 8
-    assert found["verification"] == {"attention": 0, "products": 32, "rest": 16 + 512}
+    assert found["verification"] == {"attention": 16, "products": 32, "rest": 512}
     assert sum(found["collection"].values()) == 64 + 256
     assert found["selection"]["rest"] == 128
     assert found["bookkeeping"]["rest"] == 1024 + 2048

@@ -5,18 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from bench import acceptance, profiles, throughput
+from bench import profiles, throughput
 from bench.__main__ import main
 from bench.decode import drafting, iterations, shapes
 from bench.settings import Settings
-from jspec.config import SamplingParams
-from jspec.decode.draft import named_draft
-from jspec.decode.prefill import start_decoding
-from jspec.decode.settings import StepConfig
-from jspec.decode.state import Models
 from tests.bench.test_breakdown import ONE
 from tests.bench.test_report import MACHINE
-from tests.decode.common import prompts
 
 
 def test_the_rate_gives_what_the_paper_states():
@@ -108,18 +102,6 @@ def test_the_report_keeps_measured_and_imposed_apart(tmp_path):
     )
     assert "random weights" in text
     assert (tmp_path / "docs" / "some-throughput.png").exists()
-
-
-def test_a_drafter_hears_the_prompts_of_a_prefill_without_it(tiny):
-    params = SamplingParams(max_new_tokens=8)
-    config = StepConfig(3, named_draft("suffix"))
-    texts = prompts((9, 20))
-    wanted = start_decoding(tiny, texts, params, config, capacity=64)
-    before = start_decoding(tiny, texts, params, StepConfig(3), capacity=64)
-    seeded = [SamplingParams(max_new_tokens=8, seed=row) for row in range(2)]
-    got = acceptance.started(before, Models(tiny), config, seeded)
-    for name in ("text", "heard", "agreed"):
-        np.testing.assert_array_equal(getattr(got.draft, name), getattr(wanted.draft, name))
 
 
 def test_a_chain_is_the_same_wherever_it_is_measured():
