@@ -73,6 +73,7 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     return config.draft.learn(state, seen, verified), record
 
 
+@jax.named_scope("draft")
 def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Drafted, DecodeState]:
     """A draft, drawn by numbers of the step's own where the law needs them."""
     fresh = config.rule == "block" or config.draft.learns_from_rejected
@@ -84,6 +85,7 @@ def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Draft
     return drafted, dataclasses.replace(state, sampling=sampling)
 
 
+@jax.named_scope("verification")
 def run_target(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
 ) -> tuple[Array, DecodeState, Seen]:

@@ -216,6 +216,7 @@ class Compact:
     specs: tuple[LayerSpec, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
+    @jax.named_scope("compaction")
     def of(cls, cache: Cache, policy: Policy, arrays: Any, spare: int) -> Compact:
         """Copy what ``policy`` selects of the committed positions, with ``spare`` slots behind."""
         behind = cache.lengths[:, None] + jnp.arange(spare, dtype=jnp.int32)[None]

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout as Order
@@ -277,6 +278,7 @@ class ScoredPolicy(Budgeted):
         """
         raise NotImplementedError
 
+    @jax.named_scope("selection")
     def select(
         self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
     ) -> Array | None:
