@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jspec.config import LayerSpec, ModelConfig
 from jspec.models.joined import Part, gate_up_parts, joined_shape, qkv_parts
@@ -54,15 +55,26 @@ def _value(parameter: nnx.Param | None) -> Array | None:
 
 
 class Linear(nnx.Module):
-    """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``."""
+    """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``.
+
+    ``axes``: those of an enclosing `jax.shard_map` over which the inputs are sharded, with the rows
+    of the kernel; what devices give is then added up.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
         self.kernel = _normal((inputs, outputs), inputs**-0.5, dtype, rngs)
         self.bias = _constant((outputs,), 0.0, dtype, rngs) if bias else None
+        self.axes: tuple[str, ...] = ()
 
     def __call__(self, x: Array, *, norm: RMS | None = None, add: Array | None = None) -> Array:
         """Of ``x`` after ``norm``, with ``add`` added in the end."""
-        return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm, add=add)
+        kernel, bias = self.kernel.get_value(), _value(self.bias)
+        if not self.axes:
+            return linear(x, kernel, bias, norm=norm, add=add)
+        part = linear(x, kernel, norm=norm, dtype=jnp.float32)
+        y = lax.psum(part, self.axes).astype(x.dtype)
+        y = y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1)).astype(y.dtype)
+        return y if add is None else add.astype(y.dtype) + y
 
 
 class JoinedLinear(nnx.Module):
@@ -204,6 +216,8 @@ class Decoder(nnx.Module):
 
     Parameters are of ``dtype``, which is also the dtype of activations and of the cache. ``rngs``
     draws them; None leaves `jax.ShapeDtypeStruct` in their places, for a loader to fill.
+    ``vocabulary_axes``: those of an enclosing `jax.shard_map` over which the vocabulary is sharded,
+    in the embedding and in the logits.
     Raises `ValueError` for a layer whose values are in its keys, which no family here has.
     """
 
@@ -215,6 +229,7 @@ class Decoder(nnx.Module):
                     "pass a model of your own that calls attend with v=None"
                 )
         self.config = config
+        self.vocabulary_axes: tuple[str, ...] = ()
         self.embedding = _normal((config.vocab_size, config.hidden_size), 0.02, dtype, rngs)
         self.layers = nnx.List(
             [Block(config, spec, dtype=dtype, rngs=rngs) for spec in config.layers]
@@ -239,7 +254,13 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of ``tokens [B, T]``; padding takes any."""
-        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        embedding = self.embedding[...]
+        if not self.vocabulary_axes:
+            return jnp.take(embedding, tokens, axis=0, mode="clip")
+        tokens = tokens - lax.axis_index(self.vocabulary_axes) * len(embedding)
+        found = jnp.take(embedding, tokens, axis=0, mode="clip")
+        here = (tokens >= 0) & (tokens < len(embedding))
+        return lax.psum(jnp.where(here[..., None], found, 0), self.vocabulary_axes)
 
     def __call__(self, tokens: Array, positions: Array, attend: Attend, cache):
         """What the last layer gives ``[B, T, D]`` for ``tokens [B, T]``, and the cache after it."""

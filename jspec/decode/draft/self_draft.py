@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jspec.config import shown
 from jspec.decode.draft.base import Drafted, SparseDrafter, autoregressive
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState, Models, vocabulary_axes
 from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import KINDS
 from jspec.policies import Guided, Policy, Streaming
@@ -75,7 +75,8 @@ class SelfDraft(SparseDrafter):
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
         models = models._replace(target=self.model_of(models))
-        if self.policy.reads_queries:
+        # Devices that share the rows have no copy of what is selected.
+        if self.policy.reads_queries or state.cache.shards is not None:
             return self._in_cache(models, state, config)
         return self._in_copy(models, state, config)
 
@@ -95,7 +96,8 @@ class SelfDraft(SparseDrafter):
             )
             return models.target.logits(hidden)[:, 0], cache
 
-        drafted, cache = autoregressive(state, config, advance, state.cache)
+        axes = vocabulary_axes(models.target)
+        drafted, cache = autoregressive(state, config, advance, state.cache, axis_name=axes)
         return drafted, dataclasses.replace(state, cache=cache)
 
     def _in_copy(
