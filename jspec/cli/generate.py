@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from jspec.cli import demo
 from jspec.cli.compile_cache import keep_programs
+from jspec.cli.devices import named_mesh, take_virtual_devices
 from jspec.cli.output import error_of, result_of, whole_file, write_lines
 from jspec.cli.requests import Message, Refused, Request, one_line, read_requests
 from jspec.cli.show import Progress, environment, print_json, print_table
@@ -25,6 +26,8 @@ from jspec.decode.settings import OPERATIONS, StepConfig
 from jspec.decode.state import Models
 from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
+from jspec.helix.mesh import HelixConfig
+from jspec.helix.sharded import decoder_sharding, shard
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer
 from jspec.ops.stochastic import Rule
@@ -106,6 +109,9 @@ class Job:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
+    if arguments.devices is not None:
+        take_virtual_devices(arguments.devices)
+    helix = None if arguments.helix is None else named_mesh(arguments.helix)
     target = named_policy(arguments.policy or "dense")
     draft, gamma = _draft(arguments, is_lossy=not isinstance(target, Dense))
     backends = _backends(arguments)
@@ -124,7 +130,7 @@ def generate(arguments: argparse.Namespace) -> int:
         params = one_each([r.params for r in requests], len(requests)) if requests else ()
         requests = [dataclasses.replace(r, params=p) for r, p in zip(requests, params, strict=True)]
         talks = not all(isinstance(request.prompt, bytes) for request in requests)
-        job = _load(arguments, draft, gamma, target, backends, talks)
+        job = _load(arguments, draft, gamma, target, backends, talks, helix)
         ready = [r for r in (_ready(job, request, refused) for request in requests) if r]
         return _run(arguments, job, ready, refused, file)
 
@@ -211,6 +217,7 @@ def _load(
     target: Policy,
     backends: Backends,
     talks: bool,
+    helix: HelixConfig | None,
 ) -> Job:
     """The models, what a policy takes of them, and with ``talks`` the chat template."""
     from jspec.eval.sample import prepared
@@ -223,7 +230,8 @@ def _load(
     template = load_chat_template(path) if talks else None
     if arguments.chat and template is None:
         raise ValueError(NO_TEMPLATE)
-    model, tokenizer = load_model(path), load_tokenizer(path)
+    sharding = None if helix is None else decoder_sharding(helix)
+    model, tokenizer = load_model(path, sharding=sharding), load_tokenizer(path)
     if arguments.context is not None:
         model.config = dataclasses.replace(model.config, max_context=arguments.context)
     if isinstance(gamma, int) and gamma >= model.config.max_context:
@@ -234,13 +242,14 @@ def _load(
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
     keeps = with_hashes(StepConfig(draft.usual_gamma, draft, target=target).keeps, Path(path))
     arrays = prepared(keeps, model, tokenizer)
+    own = model if helix is None else shard(model, helix)
     return Job(
-        model=model,
+        model=own,
         tokenizer=tokenizer,
         template=template,
         draft=draft,
         gamma=gamma,
-        draft_model=draft.prepare(Models(model, draft_model)).draft,
+        draft_model=draft.prepare(Models(own, draft_model)).draft,
         target=target,
         rule=arguments.rule,
         policy_arrays=arrays,
