@@ -125,6 +125,8 @@ def generate(
     config = config if gammas is None else gammas.longest
     if config.keeps.needs_arrays and policy_arrays is None:
         models = models._replace(policy=prepare(config.keeps, model))
+    on_mesh = mesh_model(model)
+    models = models if on_mesh is None else on_mesh.placed(models)
     models = draft.prepare(models)
     if (models.draft is None) == draft.takes_model:
         raise ValueError(

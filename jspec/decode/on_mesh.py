@@ -13,6 +13,7 @@ from jspec.typing import Model
 
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
+    from jspec.decode.state import Models
 
 
 class MeshModel(Model, Protocol):
@@ -32,6 +33,10 @@ class MeshModel(Model, Protocol):
 
     def placing(self, name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
         """Where an array of the state lies, as `jspec.start_decoding` takes it."""
+        ...
+
+    def placed(self, models: Models) -> Models:
+        """``models`` with what a policy takes on the mesh, of which this one is the target."""
         ...
 
     def check(self, config: StepConfig) -> None:

@@ -92,7 +92,7 @@ def start_decoding(
     on_mesh = mesh_model(models.target)
     if on_mesh is not None:
         on_mesh.check(config)
-        sharding = on_mesh.placing
+        models, sharding = on_mesh.placed(models), on_mesh.placing
     sharding = beside(models) if sharding is None else sharding
     tokens, lengths = padded(ids, capacity)
     fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}

@@ -105,7 +105,21 @@ class HelixConfig:
 
     def check_layer(self, layer: int, num_heads: int, spec: LayerSpec) -> None:
         """Raise `ValueError` where the heads of a layer do not divide into the devices."""
-        heads, where = spec.kv_heads, f"layer {layer} has {num_heads} query heads"
+        heads = spec.kv_heads
+        self.check_kv_heads(layer, heads)
+        if num_heads % self.devices:
+            raise ValueError(
+                f"layer {layer} has {num_heads} query heads, which do not divide into "
+                f"kvp={self.kvp} times tpa={self.tpa} devices; choose others"
+            )
+        if self.strategy == "tp" and self.kvp > 1 and heads > self.tpa:
+            raise ValueError(
+                f"strategy='tp' copies the cache over kvp={self.kvp} devices, but layer {layer} "
+                f"has {heads} key-value heads to share; pass tpa={min(heads, self.devices)} first"
+            )
+
+    def check_kv_heads(self, layer: int, heads: int) -> None:
+        """Raise `ValueError` where the key-value heads of a layer do not divide into ``tpa``."""
         if self.tpa > heads:
             kvp = self.devices // heads
             raise ValueError(
@@ -116,13 +130,4 @@ class HelixConfig:
         if heads % self.tpa:
             raise ValueError(
                 f"tpa={self.tpa} must divide the {heads} key-value heads of layer {layer}"
-            )
-        if num_heads % self.devices:
-            raise ValueError(
-                f"{where}, which do not divide into kvp={self.kvp} times tpa={self.tpa} devices"
-            )
-        if self.strategy == "tp" and self.kvp > 1 and heads > self.tpa:
-            raise ValueError(
-                f"strategy='tp' copies the cache over kvp={self.kvp} devices, but layer {layer} "
-                f"has {heads} key-value heads to share; pass tpa={min(heads, self.devices)} first"
             )

@@ -110,6 +110,11 @@ class Sharded:
             return NamedSharding(self.helix.mesh, column_spec(self.helix))
         return self.helix.sharding()
 
+    def placed(self, models: Models) -> Models:
+        """``models`` with what a policy takes on the mesh; steps then need not bring it there."""
+        arrays = jax.tree.map(lambda x: jax.device_put(x, self.helix.sharding(TPA)), models.policy)
+        return models._replace(policy=arrays)
+
     def check(self, config: StepConfig) -> None:
         """Raise `ValueError` for a drafter or policy that needs all positions on one device."""
         draft = config.draft.of if isinstance(config.draft, Paused) else config.draft
@@ -214,10 +219,12 @@ def load_model(path: str | os.PathLike, helix: HelixConfig, *, dtype: Any = None
     Raises as `jspec.load_model` and `shard` do.
     """
 
-    def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding:
-        return NamedSharding(helix.mesh, decoder_spec(helix, name, shape))
+    return shard(checkpoint.load_model(path, dtype=dtype, sharding=decoder_sharding(helix)), helix)
 
-    return shard(checkpoint.load_model(path, dtype=dtype, sharding=sharding), helix)
+
+def decoder_sharding(helix: HelixConfig) -> Callable[[str, tuple[int, ...]], NamedSharding]:
+    """Where each parameter of a `Decoder` lies, for the ``sharding`` of `jspec.load_model`."""
+    return lambda name, shape: NamedSharding(helix.mesh, decoder_spec(helix, name, shape))
 
 
 def place_parameters(sharded: Sharded) -> Any:
@@ -242,17 +249,22 @@ def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> Parti
 
     Queries, keys and values by key-value heads over TPA, copied over KVP; the output projection and
     the feed-forward over all N devices, and so the vocabulary, if they divide it. Raises
-    `ValueError` for a feed-forward that they do not divide.
+    `ValueError` for heads and a feed-forward that they do not divide.
     """
     match name.split("."):
         case [*_, "qkv", "kernel"]:
+            helix.check_kv_heads(int(name.split(".")[1]), shape[1])
             return Spec(None, TPA)
         case [*_, "qkv", "bias"]:
             return Spec(TPA)
         case [*_, "gate_up", leaf]:
             _check_divides(helix, "intermediate_size", shape[-1])
             return Spec(None, None, helix.axes) if leaf == "kernel" else Spec(None, helix.axes)
-        case [*_, "out" | "down", "kernel"]:
+        case [*_, "down", "kernel"]:
+            _check_divides(helix, "intermediate_size", shape[0])
+            return Spec(helix.axes)
+        case [*_, "out", "kernel"]:
+            _check_divides(helix, "the query heads' channels", shape[0])
             return Spec(helix.axes)
         case ["embedding"] if shape[0] % helix.shares == 0:
             return Spec(helix.axes)
@@ -265,8 +277,8 @@ def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> Parti
 def _check_divides(helix: HelixConfig, name: str, size: int) -> None:
     if size % helix.shares:
         raise ValueError(
-            f"{name}={size} does not divide into {helix.shares} devices; choose kvp and tpa so "
-            "that it does"
+            f"{name}={size} does not divide into kvp={helix.kvp} times tpa={helix.tpa} devices; "
+            "choose others"
         )
 
 

@@ -50,8 +50,7 @@ def select_sharded(
     positions = jnp.broadcast_to(positions, scores.shape)
     among = (positions >= 0) & (positions < lengths)
     forced = (positions < sinks) | (positions >= lengths - recent)
-    digits = [(jnp.where(forced, 1, 0), 2), *_of_scores(scores, forced, highest)]
-    digits += _of_positions(positions, capacity)
+    digits = [*_of_scores(scores, forced, highest), *_of_positions(positions, capacity)]
     taken = jnp.zeros(scores.shape, bool)
     need = jnp.maximum(counts, 0)
     for digit, base in digits:
@@ -63,12 +62,15 @@ def select_sharded(
 
 
 def _of_scores(scores: Array, forced: Array, highest: int | None) -> list[tuple[Array, int]]:
-    """Digits of scores, each below its base; forced positions are all alike."""
+    """Digits of scores, each below its base; forced positions are all alike, above all others."""
     if highest is not None:
-        return [(jnp.where(forced, 0, scores + 1), highest + 2)]
+        return [(jnp.where(forced, highest + 2, scores + 1), highest + 3)]
     keys = jnp.where(forced, 0, rising(scores))
-    pieces = (keys >> 2 * DIGIT, keys >> DIGIT, keys)
-    return [((piece & (2**DIGIT - 1)).astype(jnp.int32), 2**DIGIT) for piece in pieces]
+    above = 2 ** (32 - 2 * DIGIT)
+    first = jnp.where(forced, above, (keys >> 2 * DIGIT).astype(jnp.int32))
+    pieces = (keys >> DIGIT, keys)
+    rest = [((piece & (2**DIGIT - 1)).astype(jnp.int32), 2**DIGIT) for piece in pieces]
+    return [(first, above + 1), *rest]
 
 
 def _of_positions(positions: Array, capacity: int) -> list[tuple[Array, int]]:

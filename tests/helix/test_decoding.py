@@ -175,7 +175,7 @@ def test_what_needs_a_whole_row_is_refused(config, message, model):
 
 
 def test_sizes_that_do_not_divide_are_refused(model):
-    with pytest.raises(ValueError, match="intermediate_size=48 does not divide into 5 devices"):
+    with pytest.raises(ValueError, match="intermediate_size=48 does not divide into kvp=5"):
         decoder_spec(helix.HelixConfig(kvp=5), "layers.0.mlp.gate_up.kernel", (32, 2, 48))
     with pytest.raises(ValueError, match="8 query heads, which do not divide into kvp=3"):
         helix.shard(model, helix.HelixConfig(kvp=3))
