@@ -11,8 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.decode.state import DecodeState, Models
+from jspec.models.quantized import quantized_copy
+from jspec.ops.quantized import KINDS
 from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.verify import Verified
+from jspec.ops.vocabulary import Axes
 from jspec.policies import Dense, Guided, Policy
 from jspec.typing import Array, Model
 
@@ -131,8 +134,34 @@ class Drafter:
 class SparseDrafter(Drafter):
     """A drafter that is the model itself over a sparse view of its own cache.
 
-    A `Chain` runs passes over that view by itself.
+    A `Chain` runs passes over that view by itself. ``quantized``: ``int8`` or ``fp8`` has the draft
+    read a copy of the linear weights of so many bits, which `prepare` makes and ``models.draft``
+    holds; verification reads the target's own. Subclasses have it as a setting, "" for no copy, and
+    check it by `check_quantized`.
     """
+
+    quantized: str
+
+    def check_quantized(self) -> None:
+        """Raise `ValueError` for a kind of copy that there is not."""
+        if self.quantized not in ("", *KINDS):
+            raise ValueError(f"quantized={self.quantized!r} must be one of {', '.join(KINDS)}")
+
+    @property
+    def takes_model(self) -> bool:
+        return bool(self.quantized)
+
+    def prepare(self, models: Models) -> Models:
+        if not self.quantized or models.draft is not None:
+            return models
+        return models._replace(draft=quantized_copy(models.target, self.quantized))
+
+    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Any:
+        if self.quantized and models.draft is None:
+            raise ValueError(
+                f"{type(self).__name__}(quantized={self.quantized!r}) drafts with a copy of the "
+                "target; pass draft.prepare(jspec.Models(target))"
+            )
 
     def view(self, models: Models, own: Any, until: Array) -> tuple[Policy, Any]:
         """The policy that says what a pass reads, and the arrays that the policy takes.
@@ -142,8 +171,11 @@ class SparseDrafter(Drafter):
         raise NotImplementedError
 
     def model_of(self, models: Models) -> Model:
-        """The model that drafts: the target, or a copy that ``models.draft`` holds."""
-        return models.target
+        """The model that drafts: the target, or its copy."""
+        if not self.quantized:
+            return models.target
+        assert models.draft is not None  # `init`
+        return models.draft
 
 
 def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:
@@ -164,11 +196,13 @@ def autoregressive(
     config: StepConfig,
     advance: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
     carry: Any,
+    *,
+    axis_name: Axes | None = None,
 ) -> tuple[Drafted, Any]:
     """Draw gamma tokens one by one.
 
     ``advance(step, token [B], positions [B], carry)`` gives the logits ``[B, V]`` behind the token
-    at ``positions`` and the next carry.
+    at ``positions`` and the next carry. ``axis_name`` as in `jspec.ops.sample.sample`.
     """
 
     index = jnp.arange(config.gamma, dtype=jnp.int32)
@@ -178,7 +212,7 @@ def autoregressive(
         positions = state.lengths + step
         logits, carry = advance(step, token, positions - 1, carry)
         if state.mode == "greedy":
-            token = greedy(logits)
+            token = greedy(logits, axis_name)
             logits = None
         else:
             token = sample(
@@ -187,6 +221,7 @@ def autoregressive(
                 positions[:, None],
                 Role.DRAFT,
                 filtered=state.mode == "filtered",
+                axis_name=axis_name,
                 implementation=config.backends.get("sample"),
             )[:, 0]
         # Of tokens that the loop stacks itself, XLA makes a copy a step on a stream of its own,
