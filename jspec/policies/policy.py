@@ -332,6 +332,12 @@ def _inside(pages: Array, size: int, until: Array) -> Array:
     return jnp.where(positions < end, positions, -1)
 
 
+def check_page(page: int) -> None:
+    """Raise `ValueError` for pages without a position."""
+    if page < 1:
+        raise ValueError(f"page={page} must be at least 1 position")
+
+
 def whole_pages(positions: int, size: int) -> int:
     """Pages of ``size`` that hold the first ``positions``."""
     return -(-positions // size)
