@@ -17,7 +17,6 @@ from jspec.pallas.attention_cut import (
     reach,
 )
 
-
 CAPACITIES = itertools.product([100, 8192, 8448, 40_000, 300_000], [1, 2, 8, 32])
 
 
