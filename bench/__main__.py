@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{asked.results} says nothing to {asked.suite}")
     if asked.suite == "list":
         for name, suite in SUITES.items():
-            print(f"{name:13} {suite.title}")
+            print(f"{name:15} {suite.title}")
         return 0
     if asked.suite == "env":
         print(json.dumps(describe(), indent=2))

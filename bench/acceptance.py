@@ -64,6 +64,7 @@ def drafts(ratio: float) -> dict[str, str]:
         "Vegas, all tokens, per head": f"vegas:{guided},collect=all,per_head=true",
         "exact top-k": f"exact_topk:{scored},sinks=0,recent=0",
         "HATA, random hashes": f"hata:{scored}",
+        "QuantSpec, all in 4 bits": "quantspec",
         "n-gram": "ngram",
         "suffix": "suffix",
     }

@@ -58,7 +58,7 @@ class DraftCheck:
         }
 
     def wrong(self, state: DecodeState, programs: Mapping[Any, Any]) -> tuple[str | None, float]:
-        """What is wrong with the iteration, or None, and the largest error of its logits.
+        """What is wrong with the iteration, or None, and the error of its logits.
 
         On the keys and values of ``state``, which stay as they are.
         """
@@ -68,15 +68,14 @@ class DraftCheck:
         state = self._cut(state, self._own_state(self._models))
         arguments = _loud(self._models), state, tokens
         got, wanted = (programs[name](*arguments) for name in ("own", "reference"))
-        errors = {"verification": float(_distance(got.target, wanted.target).max())}
+        errors = {"verification": _error(got.target, wanted.target)}
         if got.draft is not None:
             # A draft goes on from its own tokens: once these part, logits say nothing.
             alike = (got.tokens[:, :-1] == wanted.tokens[:, :-1]).cumprod(axis=1).astype(bool)
             known = jnp.pad(alike, ((0, 0), (1, 0)), constant_values=True)
             ends = jnp.minimum(got.lengths, wanted.lengths)[:, None]
             known &= jnp.arange(known.shape[1])[None] < ends
-            distance = _distance(got.draft, wanted.draft)
-            errors["draft"] = float(jnp.where(known, distance, 0).max())
+            errors["draft"] = _error(got.draft, wanted.draft, known)
         for what, error in errors.items():
             if not error <= TOLERANCE:
                 return f"the logits of its {what} are wrong by {error:.1%}", error
@@ -150,9 +149,17 @@ def _iteration(models: Models, state: DecodeState, tokens: Array, config: StepCo
     return _Found(drafted.tokens, drafted.lengths, drafted.logits, target, picks)
 
 
-def _distance(found: Array, wanted: Array) -> Array:
-    """Of logits ``[..., V]``, over the norm of those that are wanted."""
-    return jnp.linalg.norm(found - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)
+def _error(found: Array, wanted: Array, known: Array | None = None) -> float:
+    """By how much logits ``[B, T, V]`` are off, over the norm of those that are wanted.
+
+    The largest of a row's mean and of a position's, of what is ``known [B, T]``: drafts are long,
+    and one of many positions is off by twice as much as the others where nothing is wrong.
+    """
+    distance = jnp.linalg.norm(found - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)
+    known = jnp.ones_like(distance, bool) if known is None else known
+    distance, many = jnp.where(known, distance, 0), known.astype(distance.dtype)
+    means = (distance.sum(axis) / jnp.maximum(many.sum(axis), 1) for axis in (0, 1))
+    return max(float(mean.max()) for mean in means)
 
 
 def _share(found: Array, wanted: Array) -> float:

@@ -51,6 +51,18 @@ def decode_chunk(
     return state, StepRecord.unpacked(records)
 
 
+@jax.jit(static_argnames="config", donate_argnames="state")
+def catch_up(models: Model | Models, state: DecodeState, config: StepConfig) -> DecodeState:
+    """The state behind plain steps where its drafter took up `CATCH_UP` more of their tokens.
+
+    ``state`` is donated. Call it until there can be none left, before the drafter drafts again.
+    """
+    models = Models.of(models)
+    with config.of_models():
+        caught_up = functools.partial(config.draft.caught_up, config=config)
+        return with_auto_axes(caught_up, models, state, like=state)
+
+
 def step(
     models: Model | Models, state: DecodeState, config: StepConfig
 ) -> tuple[DecodeState, StepRecord]:

@@ -12,7 +12,7 @@ from jspec.cache.layout import check_rings
 from jspec.config import shown
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
-from jspec.policies.policy import columns_of, create_cache, with_pages
+from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
 from jspec.sharding import Placing, beside, place, with_auto_axes
 from jspec.typing import Model
 
@@ -63,7 +63,7 @@ def _filled(models: Models, empty: Cache, held: Cache, config: StepConfig) -> Ca
         for layer, spec in enumerate(held.specs):
             columns = {n: x for n, x in held.columns[layer].items() if n in TOKENS}
             if columns_of(policy, spec):
-                columns |= policy.encode(arrays, layer, held.keys(layer))
+                columns |= encoded(policy, arrays, layer, columns["keys"], columns.get("values"))
             kinds = empty.columns[layer]
             cache = cache.replaced(
                 layer, **{n: x.astype(kinds[n].dtype) for n, x in columns.items()}

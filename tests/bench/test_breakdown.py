@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from bench import breakdown, point
@@ -106,6 +107,16 @@ def test_floors_are_bytes_of_what_each_part_reads():
     columns = (64 + 32 + 32) + 32 + 2 * 64 + 32 + 128
     assert less == kernels / 2 - 4 * columns
     assert of("ngram").keys() == plain.keys()
+
+
+def test_one_wrong_position_is_an_error_and_so_is_a_wrong_row():
+    wanted = jax.random.normal(jax.random.key(0), (4, 10, 50))
+    assert draft_check._error(wanted, wanted) == 0
+    for wrong in (np.s_[2, 7], np.s_[:, 3], np.s_[1]):
+        assert draft_check._error(wanted.at[wrong].set(0), wanted) >= 0.1
+    found, known = wanted.at[1].set(0), jnp.ones((4, 10), bool).at[1].set(False)
+    assert draft_check._error(found, wanted, known) == 0
+    assert not draft_check._error(wanted * jnp.nan, wanted) <= 1
 
 
 def rows() -> list[dict]:
@@ -225,9 +236,9 @@ def test_a_wrong_draft_is_found_and_a_right_one_is_timed(tmp_path, monkeypatch):
         return right(models, state, drafted, config)
 
     monkeypatch.setattr(draft_check, "run_target", late)
-    draft_check._iteration.clear_cache()
+    jax.clear_caches()
     assert main([*asked, "--backend", "vegas"]) == 1
     (row,) = json.loads(path.read_text())["rows"]
     assert row["checked"] is False
     assert "verification are wrong by" in row["reason"]
-    draft_check._iteration.clear_cache()
+    jax.clear_caches()

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
 
 
+CATCH_UP = 64  # tokens that a second model takes up in a pass after it rested
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafted:
@@ -120,6 +123,10 @@ class Drafter:
         """
         return before
 
+    def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
+        """The state where it took up `CATCH_UP` more of the tokens that `rest` left to it."""
+        return state
+
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
@@ -129,6 +136,13 @@ class Drafter:
     def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
         """Take up what was verified; ``state`` has the committed tokens and lengths."""
         return state
+
+    def rest(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+        """Take up a plain step, as `learn` does, or leave its token to `caught_up`.
+
+        That is for a drafter with a model of its own, of which a plain step should cost no pass.
+        """
+        return self.learn(state, seen, verified)
 
 
 class SparseDrafter(Drafter):
