@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jspec.host import KIND, in_host
 from jspec.typing import Array
 
-# One for every array, or a function of an array's name and shape.
-Placing = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
+# One for every array, or a function of an array's name and shape; None is as `placed` says.
+Sharding = jax.sharding.Sharding
+Placing = Sharding | Callable[[str, tuple[int, ...]], Sharding | None] | None
 
 
 def placed(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.sharding.Sharding | None:

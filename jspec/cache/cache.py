@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,35 @@ def nothing(spec: LayerSpec) -> Shapes:
     return {}
 
 
+class Shards(Protocol):
+    """How devices that hold parts of the same rows attend together, inside `jax.shard_map`.
+
+    Frozen and hashable.
+    """
+
+    def attended(
+        self, read: Callable[[Array], tuple[Array, Array]], q: Array
+    ) -> tuple[Array, Array]:
+        """Attention of the queries ``q [B, T, N, H]`` over the keys of all devices.
+
+        ``read(q)`` gives output and log-sum-exp over the keys of this one. What comes is of the
+        heads whose part of the model's output projection this device has.
+        """
+        ...
+
+    def merged(self, out: Array, lse: Array) -> tuple[Array, Array]:
+        """The same, where ``out`` and ``lse`` of all queries have been read already."""
+        ...
+
+    def over_heads(self, x: Array) -> Array:
+        """The sum of ``x`` over the devices that hold the other key-value heads."""
+        ...
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["columns", "lengths", "pages"],
-    meta_fields=["specs", "layouts", "page"],
+    meta_fields=["specs", "layouts", "page", "shards"],
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
@@ -46,7 +71,7 @@ class Cache:
     ``values [B, S, K, value size]`` unless they are part of the keys, and a policy's own.
     ``lengths`` int32 ``[B]``. ``specs`` and ``layouts``: one a layer, static. ``pages``: a layer's
     arrays by name, each ``[B, ceil(S / page), ...]``, of ``page`` positions side by side; nothing
-    is in a page without a committed position.
+    is in a page without a committed position. ``shards``: set where this is a device's part of it.
     """
 
     columns: tuple[dict[str, Array], ...]
@@ -55,6 +80,7 @@ class Cache:
     layouts: tuple[Layout, ...]
     pages: tuple[dict[str, Array], ...] = ()
     page: int = 1
+    shards: Shards | None = None
 
     @classmethod
     def create(
@@ -153,7 +179,7 @@ class Cache:
         The number of slots, past the end, for -1 and for a position whose slot a later one takes.
         """
         layout = self.layouts[layer]
-        return layout.slots(_last(positions, layout.size))
+        return layout.slots(_last(positions, layout.capacity))
 
     def replaced(self, layer: int, **columns: Array) -> Cache:
         """The cache with these columns of a layer in place of its own; it keeps the others."""

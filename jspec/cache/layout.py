@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import jax.numpy as jnp
+from jax import lax
 
 from jspec.config import LayerSpec
 from jspec.typing import Array
@@ -21,6 +22,11 @@ class Layout(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """The most positions that there are slots for, those of other devices included."""
+        ...
 
     def slots(self, positions: Array) -> Array:
         """The slot of each position, int32 of the same shape; ``size`` for a negative position."""
@@ -47,6 +53,10 @@ class Linear:
     def __post_init__(self) -> None:
         _check_size(self)
 
+    @property
+    def capacity(self) -> int:
+        return self.size
+
     def slots(self, positions: Array) -> Array:
         return jnp.where(positions >= 0, positions, self.size)
 
@@ -70,6 +80,10 @@ class Ring:
 
     def __post_init__(self) -> None:
         _check_size(self)
+
+    @property
+    def capacity(self) -> int:
+        return self.size
 
     def slots(self, positions: Array) -> Array:
         return jnp.where(positions >= 0, positions % self.size, self.size)
@@ -103,6 +117,19 @@ class Striped:
                 f"block={self.block}, each at least 1"
             )
 
+    @classmethod
+    def holding(cls, capacity: int, ranks: int, block: int) -> Striped:
+        """The smallest one with room for ``capacity`` positions."""
+        return cls(-(-capacity // (ranks * block)) * ranks * block, ranks, block)
+
+    @property
+    def capacity(self) -> int:
+        return self.size
+
+    def part(self, axis: str) -> Stripe:
+        """What a rank has of it, inside a `jax.shard_map` over the mesh axis ``axis``."""
+        return Stripe(self._share, self.ranks, self.block, axis)
+
     def slots(self, positions: Array) -> Array:
         turn, within = positions // self.block, positions % self.block
         slot = (turn % self.ranks) * self._share + turn // self.ranks * self.block + within
@@ -124,6 +151,60 @@ class Striped:
     def _share(self) -> int:
         """Slots of a rank."""
         return self.size // self.ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripe:
+    """The ``size`` slots that one of ``ranks`` devices holds of a `Striped` row.
+
+    It is used inside a `jax.shard_map`, whose ``axis`` says which rank this is. Positions of other
+    ranks have no slot. Slots hold positions in ascending order.
+    """
+
+    size: int
+    ranks: int
+    block: int
+    axis: str
+
+    @property
+    def capacity(self) -> int:
+        return self.size * self.ranks
+
+    @property
+    def whole(self) -> Striped:
+        """The layout of all ranks."""
+        return Striped(self.capacity, self.ranks, self.block)
+
+    def slots(self, positions: Array) -> Array:
+        turn, within = positions // self.block, positions % self.block
+        own = (positions >= 0) & (turn % self.ranks == self._rank)
+        return jnp.where(own, turn // self.ranks * self.block + within, self.size)
+
+    def held(self, newest: Array) -> Array:
+        position = self.at(jnp.arange(self.size, dtype=jnp.int32)[None])
+        return jnp.where(position <= newest[:, None], position, -1)
+
+    def at(self, slots: Array) -> Array:
+        """The position that lives in each of ``slots``."""
+        turn = slots // self.block * self.ranks + self._rank
+        return turn * self.block + slots % self.block
+
+    def seen(self, positions: Array) -> Array:
+        """The slot of the last position up to each of ``positions``; -1 if none has a slot here.
+
+        So a query sees the slots up to it, as if they were the positions of a `Linear` layout.
+        """
+        turn, within = positions // self.block, positions % self.block
+        before = (turn - self._rank + self.ranks - 1) // self.ranks * self.block
+        here = jnp.where(turn % self.ranks == self._rank, within + 1, 0)
+        return jnp.where(positions >= 0, before + here - 1, -1)
+
+    def grown(self, capacity: int) -> Stripe:
+        raise ValueError(f"{self} cannot grow to {capacity} positions inside jax.shard_map")
+
+    @property
+    def _rank(self) -> Array:
+        return lax.axis_index(self.axis)
 
 
 def _check_size(layout: Layout) -> None:

@@ -182,6 +182,12 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         metavar="OPERATION=NAME",
         help="as in verify_greedy=cuda; default the fastest here (jspec doctor lists them)",
     )
+    add(
+        "--helix",
+        metavar="kvp=N,tpa=N",
+        help="share each row among kvp x tpa devices, by positions and by heads (docs/helix.md)",
+    )
+    add("--devices", type=int, metavar="N", help="on N virtual CPU devices, to try --helix on")
     add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
 
 

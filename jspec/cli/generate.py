@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from jspec.cli import demo
 from jspec.cli.compile_cache import keep_programs
+from jspec.cli.devices import named_mesh, take_virtual_devices
 from jspec.cli.output import error_of, result_of, whole_file, write_lines
 from jspec.cli.requests import Message, Refused, Request, one_line, read_requests
 from jspec.cli.settings import read_settings
@@ -26,6 +27,8 @@ from jspec.decode.settings import OPERATIONS, StepConfig
 from jspec.decode.state import Models
 from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
+from jspec.helix.mesh import HelixConfig
+from jspec.helix.sharded import decoder_sharding, shard
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer
 from jspec.ops.stochastic import Rule
@@ -107,6 +110,9 @@ class Job:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
+    if arguments.devices is not None:
+        take_virtual_devices(arguments.devices)
+    helix = None if arguments.helix is None else named_mesh(arguments.helix)
     target = named_policy(arguments.policy or "dense")
     draft, gamma = _draft(arguments, is_lossy=not isinstance(target, Dense))
     backends = backends_of(arguments)
@@ -125,7 +131,7 @@ def generate(arguments: argparse.Namespace) -> int:
         params = one_each([r.params for r in requests], len(requests)) if requests else ()
         requests = [dataclasses.replace(r, params=p) for r, p in zip(requests, params, strict=True)]
         talks = not all(isinstance(request.prompt, bytes) for request in requests)
-        job = load(arguments, draft, gamma, target, backends, talks)
+        job = load(arguments, draft, gamma, target, backends, talks, helix)
         ready = [r for r in (ready_for(job, request, refused) for request in requests) if r]
         return _run(arguments, job, ready, refused, file)
 
@@ -217,8 +223,10 @@ def load(
     target: Policy,
     backends: Backends,
     talks: bool,
+    helix: HelixConfig | None = None,
 ) -> Job:
-    """The models, what a policy takes of them, and with ``talks`` the chat template."""
+    """The models, on the mesh of ``helix`` if so, what a policy takes of them, and with ``talks``
+    the chat template."""
     from jspec.eval.sample import prepared
     from jspec.models.bundled import bundled_path
     from jspec.models.chat import load_chat_template
@@ -229,7 +237,8 @@ def load(
     template = load_chat_template(path) if talks else None
     if arguments.chat and template is None:
         raise ValueError(NO_TEMPLATE)
-    model, tokenizer = load_model(path), load_tokenizer(path)
+    sharding = None if helix is None else decoder_sharding(helix)
+    model, tokenizer = load_model(path, sharding=sharding), load_tokenizer(path)
     if arguments.context is not None:
         model.config = dataclasses.replace(model.config, max_context=arguments.context)
     if isinstance(gamma, int) and gamma >= model.config.max_context:
@@ -240,13 +249,14 @@ def load(
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
     keeps = with_hashes(StepConfig(draft.usual_gamma, draft, target=target).keeps, Path(path))
     arrays = prepared(keeps, model, tokenizer)
+    own = model if helix is None else shard(model, helix)
     return Job(
-        model=model,
+        model=own,
         tokenizer=tokenizer,
         template=template,
         draft=draft,
         gamma=gamma,
-        draft_model=draft.prepare(Models(model, draft_model)).draft,
+        draft_model=draft.prepare(Models(own, draft_model)).draft,
         target=target,
         rule=arguments.rule,
         policy_arrays=arrays,

@@ -13,7 +13,7 @@ from jspec.dispatch import Backend
 from jspec.ops.distribution import Settings
 from jspec.ops.sample import Role
 from jspec.ops.verify import verified_like
-from jspec.ops.vocabulary import TILE
+from jspec.ops.vocabulary import TILE, Axes
 from jspec.typing import Array
 
 MOST_POSITIONS = 2**10
@@ -27,7 +27,7 @@ def _refusal(
     draft_logits: Array | None,
     tokens: tuple[Array, ...],
     settings: Settings,
-    axis_name: str | None,
+    axis_name: Axes | None,
 ) -> str | None:
     for x in (logits, draft_logits):
         if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16):
@@ -53,7 +53,7 @@ def supports_sample(
     settings: Settings,
     positions: Array,
     *,
-    axis_name: str | None,
+    axis_name: Axes | None,
     **attributes: Any,
 ) -> str | None:
     """Why the kernel cannot draw from these logits, or None."""
@@ -69,7 +69,7 @@ def supports_verify(
     positions: Array,
     draft_logits: Array | None,
     *,
-    axis_name: str | None,
+    axis_name: Axes | None,
     **attributes: Any,
 ) -> str | None:
     """Why the kernel cannot verify these tokens, or None."""
@@ -94,7 +94,7 @@ def _sample(
     *,
     role: Role,
     filtered: bool,
-    axis_name: str | None,
+    axis_name: Axes | None,
 ) -> Array:
     batch, count, vocabulary = logits.shape
     tokens = jax.ShapeDtypeStruct(positions.shape, jnp.int32)
@@ -121,7 +121,7 @@ def _verify(
     *,
     rule: str,
     filtered: bool,
-    axis_name: str | None,
+    axis_name: Axes | None,
 ) -> tuple[Array, ...]:
     batch, count, vocabulary = target_logits.shape
     drafts = [] if draft_logits is None or count == 1 else [draft_logits]

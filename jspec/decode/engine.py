@@ -17,6 +17,7 @@ from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.auto import Gammas
 from jspec.decode.draft import CATCH_UP, Drafter, NoDraft, SelfDraft
 from jspec.decode.growth import first_capacity, grow
+from jspec.decode.on_mesh import mesh_model
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import PROGRAMS, OnCompile
 from jspec.decode.requests import Prompt, as_ids, check_models, one_each
@@ -124,6 +125,8 @@ def generate(
     config = config if gammas is None else gammas.longest
     if config.keeps.needs_arrays and policy_arrays is None:
         models = models._replace(policy=prepare(config.keeps, model))
+    on_mesh = mesh_model(model)
+    models = models if on_mesh is None else on_mesh.placed(models)
     models = draft.prepare(models)
     if (models.draft is None) == draft.takes_model:
         raise ValueError(
@@ -196,6 +199,8 @@ class _Run:
     def prefill(self, **settings: Any) -> DecodeState:
         with self._clock("prefill_s"):
             first = first_capacity(max(map(len, self.prompts)), self.needed)
+            if mesh_model(self.models.target) is not None:  # shards do not grow
+                first = self.needed
             settings = settings | {"run": self.programs, "grows": True}
             settings["capacity"] = rounded_capacity(first)
             state = start_decoding(self.models, self.prompts, self.params, self.config, **settings)
@@ -228,7 +233,8 @@ class _Run:
             unwanted = self._take(record, ended, done, stops)
             ended = done | unwanted
             if unwanted.any():
-                state = dataclasses.replace(state, done=jnp.asarray(ended))
+                ended_on_device = jax.device_put(ended, state.done.sharding)
+                state = dataclasses.replace(state, done=ended_on_device)
 
     def _chunk(self, state: DecodeState, steps: int) -> tuple[DecodeState, Any, np.ndarray]:
         """Run a chunk of ``steps``; their `StepRecord` on the host, and which rows are done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
 from jspec.config import SamplingParams, shown, whole_number
+from jspec.decode.on_mesh import mesh_model, on_mesh_of
 from jspec.decode.requests import (
     Prompt,
     as_ids,
@@ -61,6 +63,7 @@ def start_decoding(
     begins with the batch axis: one over batch rows, such as ``NamedSharding(mesh, P("rows"))``, or
     a function of an array's name and shape, such as ``"cache.columns.0.keys"`` and
     ``(B, S, K, H)``; None is the default device, or all of the Explicit mesh that the model is on.
+    A model on a mesh of its own, such as `jspec.helix.Sharded`, places the state itself.
 
     Raises `ValueError` where a prompt is empty, holds ids outside the vocabulary, or would outgrow
     the capacity or a model's context, and for a sharding that an array does not divide into;
@@ -86,6 +89,10 @@ def start_decoding(
     if (whole_number(chunk) or 0) < 1:
         raise ValueError(f"a prefill chunk of {shown(chunk)} tokens must be at least 1")
     dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
+    on_mesh = mesh_model(models.target)
+    if on_mesh is not None:
+        on_mesh.check(config)
+        models, sharding = on_mesh.placed(models), on_mesh.placing
     sharding = beside(models) if sharding is None else sharding
     tokens, lengths = padded(ids, capacity)
     fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}
@@ -195,18 +202,23 @@ def prefill_chunk(
         return cache, config.draft.prefill(models, own, tokens, positions, config)
 
     with config.of_models():
-        return with_auto_axes(piece, models, cache, own, tokens, positions, like=(cache, own))
+        args = (models, cache, own, tokens, positions)
+        return on_mesh_of(models.target, config, piece, *args, like=(cache, own))
 
 
 def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_prefill, run, longest):
     """Take up every prompt token but the last of each row, which the first step feeds."""
     batch, capacity = tokens.shape
-    specs, draft = models.target.config.layers, config.draft
-    layouts = layouts_of(specs, capacity, config.gamma, longest)
+    specs = models.target.config.layers
+    on_mesh = mesh_model(models.target)
+    if on_mesh is None:
+        layouts = layouts_of(specs, capacity, config.gamma, longest)
+    else:
+        layouts = on_mesh.layouts(capacity)
     cache = create_cache(config.keeps, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.
-    own = draft.init(models, jnp.asarray(lengths - 1), capacity, config.gamma)
+    own = _own_state(models, config, jnp.asarray(lengths - 1), capacity)
     empty = place({"cache": cache, "draft": own}, sharding)
     cache, own = empty["cache"], empty["draft"]
     total = int(lengths.max()) - 1
@@ -224,6 +236,19 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
             jax.block_until_ready(cache)
             on_prefill(min(begin + chunk, total), total)
     return cache, own
+
+
+def _own_state(models: Models, config: StepConfig, lengths: Array, capacity: int) -> Any:
+    """What the drafter keeps before the prompts, of which it will hear ``lengths [B]`` tokens."""
+
+    def init(models: Models, lengths: Array) -> Any:
+        return config.draft.init(models, lengths, capacity, config.gamma)
+
+    if mesh_model(models.target) is None:
+        return init(models, lengths)
+    like = jax.eval_shape(init, models, lengths)
+    run = functools.partial(on_mesh_of, models.target, config, init, like=like)
+    return jax.jit(run)(models, lengths)
 
 
 def _float_dtype(dtype: DTypeLike) -> np.dtype:

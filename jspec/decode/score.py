@@ -12,6 +12,7 @@ import numpy as np
 from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
 from jspec.config import SamplingParams
+from jspec.decode.on_mesh import mesh_model
 from jspec.decode.prefill import padded, rounded_capacity
 from jspec.decode.requests import check_requests
 from jspec.decode.state import Models
@@ -33,6 +34,11 @@ def score(
     """
     if not texts:
         return []
+    if mesh_model(model) is not None:
+        raise ValueError(
+            "score takes logits of the whole vocabulary, and this model shares it among devices; "
+            "pass one that is not on a mesh of its own"
+        )
     models, one = Models(model), [SamplingParams(max_new_tokens=1)] * len(texts)
     check_requests(models, [text[-1:] for text in texts], one)
     # A text of n tokens needs the context of a prompt of n - 1 and one new token.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.config import SamplingMode
 from jspec.ops.sample import Sampling
+from jspec.ops.vocabulary import Axes
 from jspec.typing import Array, Model
 
 
@@ -31,6 +32,11 @@ class Models(NamedTuple):
     def of(cls, models: Model | Models) -> Models:
         """``models`` as they are, or a target alone."""
         return models if isinstance(models, Models) else cls(models)
+
+
+def vocabulary_axes(model: Model) -> Axes | None:
+    """The axes of an enclosing `jax.shard_map` that the model's logits are sharded over."""
+    return getattr(model, "vocabulary_axes", None) or None
 
 
 @jax.tree_util.register_dataclass

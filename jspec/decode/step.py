@@ -12,16 +12,17 @@ from jax import lax
 from jspec.cache.layout import check_rings
 from jspec.decode.draft import Drafted, Seen
 from jspec.decode.draft.base import within_limits
+from jspec.decode.on_mesh import on_mesh_of
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState, Models, StepRecord
+from jspec.decode.state import DecodeState, Models, StepRecord, vocabulary_axes
 from jspec.ops.commit import Rows, commit, verify_and_commit
 from jspec.ops.sample import greedy
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
+from jspec.ops.vocabulary import Axes
 from jspec.policies.attend import dense_attend, run_selected
 from jspec.policies.collect import run_collecting
 from jspec.policies.policy import with_pages
-from jspec.sharding import with_auto_axes
 from jspec.typing import Array, Model
 
 
@@ -69,7 +70,8 @@ def step(
     like = state, StepRecord(state.done, state.done, state.done, tokens=state.done[:, None])
     models = Models.of(models)
     with config.of_models():
-        return with_auto_axes(functools.partial(_step, config), models, state, like=like)
+        body = functools.partial(_step, config)
+        return on_mesh_of(models.target, config, body, models, state, like=like)
 
 
 def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[DecodeState, StepRecord]:
@@ -78,7 +80,8 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     drafted = within_limits(drafted, state, config.gamma)
     logits, state, seen = run_target(models, state, drafted, config)
     before = state.cache.lengths
-    verified, state, record = verify(state, drafted, logits, config)
+    axes = vocabulary_axes(models.target)
+    verified, state, record = verify(state, drafted, logits, config, axes)
     after, most = state.cache.lengths, config.gamma + 1
     cache = with_pages(config.keeps, models.policy, state.cache, before, after, most)
     state = dataclasses.replace(state, cache=cache)
@@ -127,14 +130,19 @@ def run_target(
 
 
 def verify(
-    state: DecodeState, drafted: Drafted, logits: Array, config: StepConfig
+    state: DecodeState,
+    drafted: Drafted,
+    logits: Array,
+    config: StepConfig,
+    axis_name: Axes | None = None,
 ) -> tuple[Verified, DecodeState, StepRecord]:
     """Judge the draft by the target, and append to each row that is not done what is committed.
 
-    A length rolls back the rest.
+    A length rolls back the rest. ``axis_name`` as in `jspec.ops.sample.sample`.
     """
     rows = Rows(state.tokens, state.cache.lengths, state.done)
-    if state.mode == "greedy" and "verify_greedy" not in config.backends:
+    in_one = axis_name is None and "verify_greedy" not in config.backends
+    if state.mode == "greedy" and in_one:
         verified, committed, rows = verify_and_commit(
             drafted.tokens,
             logits,
@@ -145,7 +153,7 @@ def verify(
             implementation=config.backends.get("verify_and_commit"),
         )
     else:
-        verified = _verified(state, drafted, logits, config)
+        verified = _verified(state, drafted, logits, config, axis_name)
         committed, rows = commit(verified, state.limits, rows)
     cache = state.cache.with_lengths(rows.cached)
     state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
@@ -157,11 +165,17 @@ def verify(
     return verified, state, record
 
 
-def _verified(state: DecodeState, drafted: Drafted, logits: Array, config: StepConfig) -> Verified:
+def _verified(
+    state: DecodeState,
+    drafted: Drafted,
+    logits: Array,
+    config: StepConfig,
+    axis_name: Axes | None,
+) -> Verified:
     if state.mode == "greedy":
         return verify_greedy(
             drafted.tokens,
-            greedy(logits),
+            greedy(logits, axis_name),
             drafted.lengths,
             state.stop_tokens,
             # Without a draft there is nothing to verify, and some kernels refuse that.
@@ -180,5 +194,6 @@ def _verified(state: DecodeState, drafted: Drafted, logits: Array, config: StepC
         draft_logits=drafted.logits,
         rule=config.rule,
         filtered=state.mode == "filtered",
+        axis_name=axis_name,
         implementation=config.backends.get("verify_stochastic"),
     )

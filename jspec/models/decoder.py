@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jspec.config import LayerSpec, ModelConfig
 from jspec.models.experts import MixtureOfExperts
@@ -112,6 +113,8 @@ class Decoder(nnx.Module):
 
     Parameters are of ``dtype``, which is also the dtype of activations and of the cache. ``rngs``
     draws them; None leaves `jax.ShapeDtypeStruct` in their places, for a loader to fill.
+    ``vocabulary_axes``: those of an enclosing `jax.shard_map` over which the vocabulary is sharded,
+    in the embedding and in the logits.
     Raises `ValueError` for a layer whose values are in its keys without `ModelConfig.latent`.
     """
 
@@ -124,6 +127,7 @@ class Decoder(nnx.Module):
                     "attend with v=None"
                 )
         self.config = config
+        self.vocabulary_axes: tuple[str, ...] = ()
         self.embedding = normal((config.vocab_size, config.hidden_size), 0.02, dtype, rngs)
         self.layers = nnx.List(
             [Block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_layers)]
@@ -149,7 +153,13 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of ``tokens [B, T]``; padding takes any."""
-        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip")
+        embedding = self.embedding[...]
+        if not self.vocabulary_axes:
+            return jnp.take(embedding, tokens, axis=0, mode="clip")
+        tokens = tokens - lax.axis_index(self.vocabulary_axes) * len(embedding)
+        found = jnp.take(embedding, tokens, axis=0, mode="clip")
+        here = (tokens >= 0) & (tokens < len(embedding))
+        return lax.psum(jnp.where(here[..., None], found, 0), self.vocabulary_axes)
 
     def __call__(self, tokens: Array, positions: Array, attend: Attend, cache):
         """What the last layer gives ``[B, T, D]`` for ``tokens [B, T]``, and the cache after it."""

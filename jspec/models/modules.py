@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jspec.models.joined import Part, gate_up_parts, joined_shape
 from jspec.ops.linear import linear
@@ -55,15 +56,26 @@ class Kernel(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``."""
+    """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``.
+
+    ``axes``: those of an enclosing `jax.shard_map` over which the inputs are sharded, with the rows
+    of the kernel; what devices give is then added up.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
         self.kernel = normal((inputs, outputs), inputs**-0.5, dtype, rngs)
         self.bias = constant((outputs,), 0.0, dtype, rngs) if bias else None
+        self.axes: tuple[str, ...] = ()
 
     def __call__(self, x: Array, *, norm: RMS | None = None, add: Array | None = None) -> Array:
         """Of ``x`` after ``norm``, with ``add`` added in the end."""
-        return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm, add=add)
+        kernel, bias = self.kernel.get_value(), _value(self.bias)
+        if not self.axes:
+            return linear(x, kernel, bias, norm=norm, add=add)
+        part = linear(x, kernel, norm=norm, dtype=jnp.float32)
+        y = lax.psum(part, self.axes).astype(x.dtype)
+        y = y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1)).astype(y.dtype)
+        return y if add is None else add.astype(y.dtype) + y
 
 
 class JoinedLinear(nnx.Module):

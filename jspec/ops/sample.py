@@ -17,7 +17,7 @@ from jax import lax
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.distribution import Settings, cleaned, distribution, draw
 from jspec.ops.uint64 import in_64_bits, widen
-from jspec.ops.vocabulary import Vocabulary
+from jspec.ops.vocabulary import NO_TOKEN, Axes, Vocabulary
 from jspec.typing import Array
 
 LOG2_E = int(np.float32(np.log2(np.e)) * 2**23)  # the mantissa of log2(e) as float32
@@ -127,13 +127,13 @@ def sample(
     role: Role,
     *,
     filtered: bool,
-    axis_name: str | None = None,
+    axis_name: Axes | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Draw the tokens at ``positions [B, T]`` from ``logits [B, T, V]``; int32 ``[B, T]``.
 
-    ``filtered=False`` promises that no row uses top-k, top-p or min-p. ``axis_name``: the axis of
-    an enclosing `jax.shard_map` over which V is sharded, everything else being replicated.
+    ``filtered=False`` promises that no row uses top-k, top-p or min-p. ``axis_name``: the axis,
+    or axes, of an enclosing `jax.shard_map` over which V is sharded, all else being replicated.
     """
     batch = sampling.seeds.shape[0]
     if logits.ndim != 3 or positions.shape != logits.shape[:2] or logits.shape[0] != batch:
@@ -159,7 +159,7 @@ def sample_xla(
     *,
     role: Role,
     filtered: bool,
-    axis_name: str | None,
+    axis_name: Axes | None,
 ) -> Array:
     """The reference of `sample`."""
     vocabulary = Vocabulary(logits.shape[-1], axis_name)
@@ -167,13 +167,21 @@ def sample_xla(
     return draw(rows.weights, rows.shift, number(settings.seeds, positions, role), vocabulary)
 
 
-def greedy(logits: Array) -> Array:
+def greedy(logits: Array, axis_name: Axes | None = None) -> Array:
     """The token that temperature 0 takes from ``logits [..., V]``; int32 ``[...]``.
 
     The first of the largest. NaN counts as minus infinity, plus infinity as the largest float32; 0
-    where no logit is finite. Every backend and every sampling mode takes the same.
+    where no logit is finite. Every backend and every sampling mode takes the same. ``axis_name`` as
+    in `sample`.
     """
-    return jnp.argmax(cleaned(logits), axis=-1).astype(jnp.int32)
+    logits = cleaned(logits)
+    first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if axis_name is None:
+        return first
+    largest = logits.max(axis=-1)
+    first = first + lax.axis_index(axis_name) * logits.shape[-1]
+    is_largest = largest == lax.pmax(largest, axis_name)
+    return lax.pmin(jnp.where(is_largest, first, NO_TOKEN), axis_name)
 
 
 def _sizes(logits: Array, *rest: Array, **static: object) -> dict[str, int]:

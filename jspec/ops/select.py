@@ -99,7 +99,7 @@ def select_xla(
     counts = jnp.clip(counts[..., None], 0, jnp.minimum(k, lengths))
     forced = (slots < sinks) | (slots >= lengths - recent)
     rank = jnp.where(slots < lengths, jnp.where(forced, 0, 1), 2)
-    falling = jnp.where(rank == 1, ~_rising(scores), 0)
+    falling = jnp.where(rank == 1, ~rising(scores), 0)
     *_, order = lax.sort((rank, falling, slots), num_keys=2, is_stable=True)
     order = order[..., :k]
     taken = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1) < counts
@@ -111,7 +111,7 @@ def select_xla(
     )
 
 
-def _rising(scores: Array) -> Array:
+def rising(scores: Array) -> Array:
     """uint32 numbers that are ordered, and equal, as the scores are."""
     if scores.dtype == jnp.int32:
         return lax.bitcast_convert_type(scores, jnp.uint32) ^ np.uint32(2**31)

@@ -21,7 +21,7 @@ from jspec.ops.distribution import ONE, Position, Settings, distribution, draw, 
 from jspec.ops.sample import Role, Sampling, number, settings_of, unfiltered
 from jspec.ops.uint64 import in_64_bits
 from jspec.ops.verify import Verified, check_draft, commit, leading
-from jspec.ops.vocabulary import Vocabulary
+from jspec.ops.vocabulary import Axes, Vocabulary
 from jspec.typing import Array
 
 Rule = Literal["token", "block"]
@@ -40,7 +40,7 @@ def verify_stochastic(
     draft_logits: Array | None = None,
     rule: Rule = "token",
     filtered: bool = True,
-    axis_name: str | None = None,
+    axis_name: Axes | None = None,
     implementation: str | None = None,
 ) -> Verified:
     """Accept draft tokens by rejection sampling, so that what is committed follows the target.
@@ -105,7 +105,7 @@ def stochastic_xla(
     *,
     rule: Rule,
     filtered: bool,
-    axis_name: str | None,
+    axis_name: Axes | None,
 ) -> tuple[Array, ...]:
     """The reference of `verify_stochastic`: the fields of `Verified`."""
     accepted, following = _judged(

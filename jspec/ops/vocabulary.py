@@ -17,6 +17,7 @@ from jspec.typing import Array
 
 TILE = 1024  # tokens of the vocabulary that share a maximum; every backend has the same tiles
 NO_TOKEN = np.iinfo(np.int32).max
+Axes = str | tuple[str, ...]  # mesh axes, the first of which varies slowest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Vocabulary:
     """
 
     size: int
-    axis: str | None = None
+    axis: Axes | None = None
 
     @property
     def _ragged(self) -> bool:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, Linear, Ring, Stripe
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
 from jspec.ops.append import Turn, rotate_and_append, rotate_append_encode
@@ -52,11 +52,13 @@ def dense_attend(
     @turning
     def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None, turn=None):
         spec, layout, before = cache.specs[layer], cache.layouts[layer], cache.columns[layer]
-        overwrites = spec.window is not None and positions.shape[1] > layout.size - spec.window
+        overwrites = False
+        if isinstance(layout, Ring) and spec.window is not None:
+            overwrites = positions.shape[1] > layout.size - spec.window
         if overwrites and turn is not None:
             (q, k), turn = turn(q, k), None
         q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
-        if isinstance(layout, Linear) or not overwrites:
+        if not overwrites:
             return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
         # Such a pass overwrites what its first queries still see.
         columns = _joined(before, _named(k, v))
@@ -136,20 +138,25 @@ def selected_attend(
             linear = isinstance(layout, Linear)
             selected = chosen if linear else jnp.where(chosen >= 0, layout.slots(chosen), -1)
             rest = layout.slots(behind)
+            if isinstance(layout, Stripe):  # other positions have no slot here
+                selected, rest = (jnp.where(x < layout.size, x, -1) for x in (selected, rest))
             after, q = start_next(q)
-        out, lse = gathered_attention(
-            q,
-            columns["keys"],
-            columns.get("values"),
-            positions,
-            selected,
-            rest,
-            until,
-            log_weights=weights,
-            implementation=backends.get("gathered_attention"),
-            **settings_of(spec),
-        )
-        return finished(out, lse, sinks, up), after
+
+        def read(q: Array) -> tuple[Array, Array]:
+            return gathered_attention(
+                q,
+                columns["keys"],
+                columns.get("values"),
+                positions,
+                selected,
+                rest,
+                until,
+                log_weights=weights,
+                implementation=backends.get("gathered_attention"),
+                **settings_of(spec),
+            )
+
+        return finished(*over_shards(cache, read, q), sinks, up), after
 
     attend.foresees = True  # pyright: ignore[reportFunctionMemberAccess]
     return attend
@@ -353,10 +360,33 @@ def _read_whole(
     backends: Mapping[str, str],
 ) -> Array:
     """Attention over all that a layer holds, the new tokens at ``positions`` included."""
-    layout = cache.layouts[layer]
-    where = None if isinstance(layout, Linear) else layout.held(positions.max(axis=1))
     spec, columns = cache.specs[layer], cache.columns[layer]
-    return _read(spec, q, columns, positions, where, sinks, up, backends)
+    positions, where = in_slots(cache, layer, positions)
+
+    def read(q: Array) -> tuple[Array, Array]:
+        return _attention(spec, q, columns, positions, where, backends)
+
+    return finished(*over_shards(cache, read, q), sinks, up)
+
+
+def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array | None]:
+    """Positions ``[B, T]`` of queries and ``[B, S]`` of a layer's slots for `jspec.attention`.
+
+    None for the latter where a slot's position is its number.
+    """
+    layout = cache.layouts[layer]
+    if isinstance(layout, Linear):
+        return positions, None
+    if isinstance(layout, Stripe) and cache.specs[layer].window is None:
+        return layout.seen(positions), None
+    return positions, layout.held(positions.max(axis=1))
+
+
+def over_shards(
+    cache: Cache, read: Callable[[Array], tuple[Array, Array]], q: Array
+) -> tuple[Array, Array]:
+    """What ``read(q)`` gives, and where devices share the rows, that of all their keys."""
+    return read(q) if cache.shards is None else cache.shards.attended(read, q)
 
 
 def _with_tail(
@@ -400,7 +430,19 @@ def _read(
     backends: Mapping[str, str],
 ) -> Array:
     """Attention of a layer over keys that stand at ``key_positions``, all of them for None."""
-    out, lse = attention(
+    out, lse = _attention(spec, q, columns, positions, key_positions, backends)
+    return finished(out, lse, sinks, up)
+
+
+def _attention(
+    spec: LayerSpec,
+    q: Array,
+    columns: Mapping[str, Array],
+    positions: Array,
+    key_positions: Array | None,
+    backends: Mapping[str, str],
+) -> tuple[Array, Array]:
+    return attention(
         q,
         columns["keys"],
         columns.get("values"),
@@ -410,7 +452,6 @@ def _read(
         implementation=backends.get("attention"),
         **settings_of(spec),
     )
-    return finished(out, lse, sinks, up)
 
 
 def settings_of(spec: LayerSpec) -> dict[str, Any]:

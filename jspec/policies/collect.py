@@ -9,12 +9,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache
 from jspec.dispatch import Backends
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.scored import scored_attention
 from jspec.ops.attention.weights import mean_weights
-from jspec.policies.attend import DENSE, appended, dense_attend, finished, settings_of, turning
+from jspec.policies.attend import (
+    DENSE,
+    appended,
+    dense_attend,
+    finished,
+    in_slots,
+    settings_of,
+    turning,
+)
 from jspec.policies.guided import Guided, mean_query, taken
 from jspec.policies.policy import dots
 from jspec.typing import Array, Attend, Model
@@ -58,15 +66,15 @@ def collecting_attend(
     @turning
     def attend(layer, q, k, v, given: Collecting, *, sinks=None, up=None, turn=None):
         cache = given.cache
-        spec, layout = cache.specs[layer], cache.layouts[layer]
+        spec = cache.specs[layer]
         if policy.leaders(cache.specs)[layer] != layer:
             out, cache = dense(layer, q, k, v, cache, sinks=sinks, up=up, turn=turn)
             return out, given.behind(cache, None)
         q, cache = appended(cache, layer, positions, q, k, v, turn, DENSE, None, backends)
         columns = cache.columns[layer]
-        where = None if isinstance(layout, Linear) else layout.held(positions.max(axis=1))
-        arguments = (q, columns["keys"], columns.get("values"), positions)
-        settings = settings_of(spec) | {"key_positions": where}
+        own, where = in_slots(cache, layer, positions)
+        arguments = (q, columns["keys"], columns.get("values"), own)
+        settings: Any = settings_of(spec) | {"key_positions": where}
         if policy.score == "logit" and not policy.needs_verdict:
             with jax.named_scope("collection"):
                 probe = mean_query(q, policy.scoring(positions), spec.kv_heads)
@@ -75,7 +83,9 @@ def collecting_attend(
                 implementation=backends.get("scored_attention"),
                 **settings,
             )
-            found = policy.pick(scores, layout, until)
+            if cache.shards is not None:
+                out, lse = cache.shards.merged(out, lse)
+            found = policy.pick(scores, cache, layer, until)
         else:
             out, lse = attention(*arguments, implementation=backends.get("attention"), **settings)
             found = Queries(q, lse if sinks is None else jnp.logaddexp(lse, sinks[None, None]))
@@ -132,7 +142,7 @@ def _picked(
 ) -> Array:
     """The positions of a layer by the queries of the tokens ``scoring [B, P]``."""
     scores = _scores(policy, cache, layer, own, scoring)
-    return policy.pick(scores, cache.layouts[layer], until)
+    return policy.pick(scores, cache, layer, until)
 
 
 @jax.named_scope("collection")

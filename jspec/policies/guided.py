@@ -11,10 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.cache import Cache
-from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
 from jspec.ops.select import select
-from jspec.policies.policy import Budgeted, highest, in_order, pooled, whole_pages
+from jspec.policies.policy import (
+    Budgeted,
+    best_positions,
+    highest,
+    in_order,
+    pooled,
+    whole_pages,
+)
 from jspec.typing import Array
 
 COLLECTS = ("ends", "all", "accepted", "last")
@@ -110,15 +116,23 @@ class Guided(Budgeted):
         return latest if self.collect == "last" else jnp.where(index <= latest, index, -1)
 
     @jax.named_scope("selection")
-    def pick(self, scores: Array, layout: Layout, until: Array) -> Array:
+    def pick(self, scores: Array, cache: Cache, layer: int, until: Array) -> Array:
         """The positions below ``until [B]`` of the highest ``scores [B, K, S]`` of a layer's slots.
 
         int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``; -1 for none.
         """
-        scores = in_order(scores if self.per_head else scores.sum(axis=1), layout)
-        if self.page_size > 1:
-            scores = _page_means(scores, self.page_size, until)
-        return self.within(lambda most, **own: highest(scores, most, **own), layout.size, until)
+        layout = cache.layouts[layer]
+        if not self.per_head:
+            scores = scores.sum(axis=1)
+            scores = scores if cache.shards is None else cache.shards.over_heads(scores)
+
+        def best(most: int, **own: Any) -> Array:
+            if self.page_size == 1:
+                return best_positions(scores, layout, most, **own)
+            means = _page_means(in_order(scores, layout), self.page_size, until)
+            return highest(means, most, **own)
+
+        return self.within(best, layout.capacity, until)
 
     def opening(self, kv_heads: int, size: int, until: Array) -> Array:
         """What a draft reads before any verification: the first positions, and the last ones."""

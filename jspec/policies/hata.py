@@ -16,7 +16,7 @@ from jspec.config import LayerSpec
 from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hashes
 from jspec.ops.hash import BITS, hamming_scores, hash_encode
 from jspec.ops.hash_select import hash_select
-from jspec.policies.policy import Policy, ScoredPolicy
+from jspec.policies.policy import Policy, ScoredPolicy, best_positions
 from jspec.typing import Array
 
 
@@ -83,9 +83,13 @@ class Hata(ScoredPolicy):
     def best(
         self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
     ) -> Array:
-        if self.norms or not isinstance(cache.layouts[layer], Linear):
+        layout, codes = cache.layouts[layer], cache.columns[layer]["codes"]
+        if self.norms:
             return super().best(arrays, layer, cache, q, most, **budget)
-        codes = cache.columns[layer]["codes"]
+        if not isinstance(layout, Linear):
+            shared = q.shape[1] * (q.shape[2] // codes.shape[2]) * self.bits
+            scores = self.score(arrays, layer, cache, q)
+            return best_positions(scores, layout, most, highest=shared, **budget)
         return hash_select(hash_encode(q, arrays[layer]), codes, most, **budget)
 
 

@@ -14,11 +14,12 @@ import numpy as np
 from jax.experimental.layout import Layout as Order
 from jax.experimental.layout import with_layout_constraint
 
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, Linear, Stripe
 from jspec.cache.cache import Shapes
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
 from jspec.ops.select import select
+from jspec.ops.select_sharded import select_sharded
 from jspec.sharding import Placing
 from jspec.typing import Array, Model
 
@@ -303,7 +304,7 @@ class ScoredPolicy(Budgeted):
             return None
         assert q is not None
         best = functools.partial(self.best, arrays, layer, cache, q)
-        return self.within(best, cache.layouts[layer].size, until)
+        return self.within(best, cache.layouts[layer].capacity, until)
 
     def best(
         self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
@@ -314,8 +315,26 @@ class ScoredPolicy(Budgeted):
         """
         scores = self.score(arrays, layer, cache, q)
         if self.page_size == 1:
-            scores = in_order(scores, cache.layouts[layer])
+            return best_positions(scores, cache.layouts[layer], most, **budget)
         return highest(scores, most, **budget)
+
+
+def best_positions(scores: Array, layout: Layout, most: int, **budget: Any) -> Array:
+    """The positions with the ``most`` highest of the scores ``[..., S]`` of all slots.
+
+    int32 ``[..., most]``, as `jspec.select` gives; of a `Stripe` those that this device holds.
+    ``budget`` is what else that takes. Minus infinity is not read, unless ``budget`` forces it.
+    """
+    if not isinstance(layout, Stripe):
+        return highest(in_order(scores, layout), most, **budget)
+    slots = select_sharded(
+        *(scores, layout.held(budget["lengths"] - 1), most),
+        axis_name=layout.axis,
+        capacity=layout.capacity,
+        **budget,
+    )
+    positions = jnp.where(slots >= 0, layout.at(slots), -1)
+    return _read_of(scores, slots, positions, **budget)
 
 
 def in_order(scores: Array, layout: Layout) -> Array:
@@ -332,12 +351,26 @@ def highest(scores: Array, most: int, **budget: Any) -> Array:
     Minus infinity is not read, unless ``budget`` forces it.
     """
     chosen = select(scores, most, **budget)
+    return _read_of(scores, chosen, chosen, **budget)
+
+
+def _read_of(
+    scores: Array,
+    slots: Array,
+    positions: Array,
+    *,
+    lengths: Array,
+    sinks: int,
+    recent: int,
+    **others: Any,
+) -> Array:
+    """The chosen ``positions``, -1 for those whose scores, in ``slots``, are minus infinity."""
     if not jnp.issubdtype(scores.dtype, jnp.floating):
-        return chosen
-    end = budget["lengths"].reshape(-1, *[1] * (chosen.ndim - 1))
-    forced = (chosen < budget["sinks"]) | (chosen >= end - budget["recent"])
-    found = jnp.take_along_axis(scores, jnp.maximum(chosen, 0), axis=-1) > -jnp.inf
-    return jnp.where(forced | found, chosen, -1)
+        return positions
+    end = lengths.reshape(-1, *[1] * (positions.ndim - 1))
+    forced = (positions < sinks) | (positions >= end - recent)
+    found = jnp.take_along_axis(scores, jnp.maximum(slots, 0), axis=-1) > -jnp.inf
+    return jnp.where(forced | found, positions, -1)
 
 
 def _inside(pages: Array, size: int, until: Array) -> Array:

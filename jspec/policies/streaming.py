@@ -74,7 +74,7 @@ class Streaming(Policy):
     def select(
         self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
     ) -> Array | None:
-        size = cache.layouts[layer].size
+        size = cache.layouts[layer].capacity
         sinks = min(self.sinks, size)
         if isinstance(self.window, float):
             window = max(math.ceil(self.window * size) - sinks, 1)

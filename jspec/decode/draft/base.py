@@ -15,6 +15,7 @@ from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import KINDS
 from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.verify import Verified
+from jspec.ops.vocabulary import Axes
 from jspec.policies import Dense, Guided, Policy
 from jspec.typing import Array, Model
 
@@ -209,11 +210,13 @@ def autoregressive(
     config: StepConfig,
     advance: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
     carry: Any,
+    *,
+    axis_name: Axes | None = None,
 ) -> tuple[Drafted, Any]:
     """Draw gamma tokens one by one.
 
     ``advance(step, token [B], positions [B], carry)`` gives the logits ``[B, V]`` behind the token
-    at ``positions`` and the next carry.
+    at ``positions`` and the next carry. ``axis_name`` as in `jspec.ops.sample.sample`.
     """
 
     index = jnp.arange(config.gamma, dtype=jnp.int32)
@@ -223,7 +226,7 @@ def autoregressive(
         positions = state.lengths + step
         logits, carry = advance(step, token, positions - 1, carry)
         if state.mode == "greedy":
-            token = greedy(logits)
+            token = greedy(logits, axis_name)
             logits = None
         else:
             token = sample(
@@ -232,6 +235,7 @@ def autoregressive(
                 positions[:, None],
                 Role.DRAFT,
                 filtered=state.mode == "filtered",
+                axis_name=axis_name,
                 implementation=config.backends.get("sample"),
             )[:, 0]
         # Of tokens that the loop stacks itself, XLA makes a copy a step on a stream of its own,

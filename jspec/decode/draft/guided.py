@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jspec.config import shown
 from jspec.decode.draft.base import Drafted, Seen, SparseDrafter, autoregressive
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState, Models, vocabulary_axes
 from jspec.ops.verify import Verified
 from jspec.policies import Guided, Vegas
 from jspec.policies.attend import run_selected
@@ -116,7 +116,8 @@ class GuidedDraft(SparseDrafter):
             )
             return model.logits(hidden)[:, 0], cache
 
-        drafted, cache = autoregressive(state, config, advance, state.cache)
+        axes = vocabulary_axes(models.target)
+        drafted, cache = autoregressive(state, config, advance, state.cache, axis_name=axes)
         return drafted, dataclasses.replace(state, cache=cache)
 
     def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jspec.config import shown
 from jspec.decode.draft.base import Drafted, SparseDrafter, autoregressive
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState, Models, vocabulary_axes
 from jspec.policies import Guided, Policy, Streaming
 from jspec.policies.attend import Compact, compact_attend, run_selected
 from jspec.typing import Array
@@ -47,7 +47,8 @@ class SelfDraft(SparseDrafter):
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
         models = models._replace(target=self.model_of(models))
-        if self.policy.reads_queries:
+        # Devices that share the rows have no copy of what is selected.
+        if self.policy.reads_queries or state.cache.shards is not None:
             return self._in_cache(models, state, config)
         return self._in_copy(models, state, config)
 
@@ -67,7 +68,8 @@ class SelfDraft(SparseDrafter):
             )
             return models.target.logits(hidden)[:, 0], cache
 
-        drafted, cache = autoregressive(state, config, advance, state.cache)
+        axes = vocabulary_axes(models.target)
+        drafted, cache = autoregressive(state, config, advance, state.cache, axis_name=axes)
         return drafted, dataclasses.replace(state, cache=cache)
 
     def _in_copy(

@@ -1,0 +1,301 @@
+"""A model on the devices of a `HelixConfig`, which decodes there as it would on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jspec.cache import Cache, Layout
+from jspec.config import LayerSpec
+from jspec.decode.draft import GuidedDraft, NgramDraft, NoDraft, SelfDraft, SuffixDraft
+from jspec.decode.draft.guided import Guide
+from jspec.decode.draft.plain import Paused
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
+from jspec.helix.cache import (
+    cache_specs,
+    column_spec,
+    layouts_on,
+    own_heads_of,
+    part_of,
+    whole_of,
+)
+from jspec.helix.mesh import KVP, TPA, HelixConfig
+from jspec.models import checkpoint
+from jspec.models.decoder import Decoder
+from jspec.models.modules import MLP
+from jspec.policies import Dense, Policy, Streaming
+from jspec.policies.guided import Guided
+from jspec.policies.policy import ScoredPolicy
+from jspec.typing import Array, Attend, ModelShape
+
+Spec = PartitionSpec
+Specs = Callable[[HelixConfig, str, tuple[int, ...]], PartitionSpec]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """A model whose parameters lie in shares on the mesh of ``helix``.
+
+    It goes wherever jspec takes a model, and nothing else changes: `jspec.generate`,
+    `jspec.start_decoding`, `jspec.decode_chunk`. `shard` and `load_model` make one of a `Decoder`.
+
+    ``model``: any `jspec.Model` that computes, inside a `jax.shard_map` over the mesh, with its
+    device's share of each parameter: queries of N / TPA heads and keys of K / TPA for ``attend``,
+    which gives back those of its part of the output projection; sums over ``helix.axes`` behind
+    that and the feed-forward are the model's own. ``specs(helix, name, shape)``: how the parameter
+    ``name`` is sharded, a function at the top of a module. ``vocabulary_axes``: mesh axes that the
+    model's logits are sharded over, none if they are whole.
+
+    Raises `ValueError` for heads that do not divide into the devices.
+    """
+
+    model: Any
+    helix: HelixConfig = dataclasses.field(metadata={"static": True})
+    specs: Specs = dataclasses.field(metadata={"static": True})
+    vocabulary_axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    inside: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def config(self) -> ModelShape:
+        """The model's; inside the mesh, with the key-value heads of one device."""
+        config = self.model.config
+        if not self.inside:
+            return config
+        layers = tuple(own_heads_of(spec, self.helix.tpa) for spec in config.layers)
+        return _Shape(config.vocab_size, layers, config.max_context, config.stop_tokens)
+
+    @property
+    def dtype(self) -> Any:
+        return self.model.dtype
+
+    def __call__(
+        self, tokens: Array, positions: Array, attend: Attend, cache: Any
+    ) -> tuple[Array, Any]:
+        return self.model(tokens, positions, attend, cache)
+
+    def logits(self, hidden: Array) -> Array:
+        return self.model.logits(hidden)
+
+    def over_mesh(self, function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
+        """``function(*arguments)`` on every device, as `jspec.decode.on_mesh.MeshModel` says."""
+
+        def on_device(*arguments: Any) -> Any:
+            return self._outside(function(*map(self._inside, arguments)))
+
+        run = jax.shard_map(
+            on_device,
+            mesh=self.helix.mesh,
+            in_specs=tuple(map(self._specs_of, arguments)),
+            out_specs=self._specs_of(like),
+        )
+        return run(*arguments)
+
+    def layouts(self, capacity: int) -> tuple[Layout, ...]:
+        """As `jspec.helix.cache.layouts_on` gives."""
+        return layouts_on(self.helix, self.config.layers, capacity)
+
+    def placing(self, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
+        """Where an array of the state lies; what a drafter keeps is where it was made."""
+        if name.startswith("draft"):
+            return None
+        if name.startswith("cache.columns"):
+            return NamedSharding(self.helix.mesh, column_spec(self.helix))
+        return self.helix.sharding()
+
+    def placed(self, models: Models) -> Models:
+        """``models`` with what a policy takes on the mesh; steps then need not bring it there."""
+        arrays = jax.tree.map(lambda x: jax.device_put(x, self.helix.sharding(TPA)), models.policy)
+        return models._replace(policy=arrays)
+
+    def check(self, config: StepConfig) -> None:
+        """Raise `ValueError` for a drafter or policy that needs all positions on one device."""
+        draft = config.draft.of if isinstance(config.draft, Paused) else config.draft
+        reads = config.target
+        if isinstance(draft, SelfDraft) and not draft.quantized:
+            reads = draft.policy if isinstance(reads, Dense) else reads
+        elif isinstance(draft, GuidedDraft):
+            reads = draft.policy
+        elif not isinstance(draft, (NoDraft, NgramDraft, SuffixDraft)):
+            raise ValueError(
+                f"{draft} does not run on the mesh of {self.helix}; take NoDraft, NgramDraft, "
+                "SuffixDraft, SelfDraft without a quantized copy, or GuidedDraft"
+            )
+        if not _shares(reads):
+            raise ValueError(
+                f"{reads} does not run on the mesh of {self.helix}; take Dense, Streaming at the "
+                "original positions, ExactTopK, Loki, Hata, or Vegas"
+            )
+        if not isinstance(reads, Dense) and self.helix.strategy != "helix":
+            raise ValueError(
+                f"strategy={self.helix.strategy!r} is there to be compared with and reads all "
+                f"there is; take strategy='helix' for {reads}"
+            )
+
+    def _specs_of(self, tree: Any) -> Any:
+        """How each array of ``tree`` is sharded, in its structure; replicated unless known."""
+
+        def of(node: Any) -> Any:
+            if isinstance(node, Sharded):
+                return parameter_specs(node)
+            if isinstance(node, Models):
+                # Policies keep one array for each key-value head.
+                arrays = jax.tree.map(lambda x: Spec(TPA), node.policy)
+                return Models(of(node.target), jax.tree.map(of, node.draft), arrays)
+            if isinstance(node, Cache):
+                return cache_specs(self.helix, node)
+            if isinstance(node, Guide):
+                since: Any = Spec()
+                return Guide(jax.tree.map(_spec_of_picked, node.picked), since)
+            return Spec()
+
+        known = (Sharded, Models, Cache, Guide)
+        return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, known))
+
+    def _inside(self, tree: Any) -> Any:
+        """``tree`` as a device sees it: its models and caches know that they are parts."""
+
+        def of(node: Any) -> Any:
+            if isinstance(node, Sharded):
+                return dataclasses.replace(node, inside=True)
+            return part_of(self.helix, node) if isinstance(node, Cache) else node
+
+        return _over(of, tree)
+
+    def _outside(self, tree: Any) -> Any:
+        """What `_inside` made, as it was."""
+
+        def of(node: Any) -> Any:
+            return whole_of(self.helix, node) if isinstance(node, Cache) else node
+
+        return _over(of, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """The `jspec.ModelShape` of a device."""
+
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    max_context: int
+    stop_tokens: tuple[int, ...]
+
+
+def shard(model: Decoder, helix: HelixConfig) -> Sharded:
+    """``model`` on the mesh of ``helix``, each device with its share of the parameters.
+
+    Raises `ValueError` where the machine has too few devices, for sizes that do not divide, and for
+    latent attention and mixtures of experts.
+    """
+    for name in ("latent", "experts"):
+        if getattr(model.config, name) is not None:
+            raise ValueError(
+                f"a model of the family {model.config.family} has {name}, which a mesh does not "
+                "share out yet; run it on one device"
+            )
+    for layer, spec in enumerate(model.config.layers):
+        helix.check_layer(layer, model.config.num_heads, spec)
+    graph, state = nnx.split(model)
+    copy: Decoder = nnx.merge(graph, state)
+    for block in copy.layers:
+        assert isinstance(block.mlp, MLP)
+        block.attention.out.axes = block.mlp.down.axes = helix.axes
+    if model.config.vocab_size % helix.shares == 0:
+        copy.vocabulary_axes = helix.axes
+    sharded = Sharded(copy, helix, decoder_spec, copy.vocabulary_axes)
+    return dataclasses.replace(sharded, model=place_parameters(sharded))
+
+
+def load_model(path: str | os.PathLike, helix: HelixConfig, *, dtype: Any = None) -> Sharded:
+    """A decoder from disk, as `jspec.load_model` reads it, each parameter straight to its devices.
+
+    Raises as `jspec.load_model` and `shard` do.
+    """
+
+    return shard(checkpoint.load_model(path, dtype=dtype, sharding=decoder_sharding(helix)), helix)
+
+
+def decoder_sharding(helix: HelixConfig) -> Callable[[str, tuple[int, ...]], NamedSharding]:
+    """Where each parameter of a `Decoder` lies, for the ``sharding`` of `jspec.load_model`."""
+    return lambda name, shape: NamedSharding(helix.mesh, decoder_spec(helix, name, shape))
+
+
+def place_parameters(sharded: Sharded) -> Any:
+    """The model's parameters on their devices."""
+    mesh = sharded.helix.mesh
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(sharded).model)
+    return jax.device_put(sharded.model, shardings)
+
+
+def parameter_specs(sharded: Sharded) -> Sharded:
+    """``sharded`` with the `PartitionSpec` of each parameter in its place."""
+
+    def of(path: Any, x: Array) -> PartitionSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        return sharded.specs(sharded.helix, name, x.shape)
+
+    return dataclasses.replace(sharded, model=jax.tree.map_with_path(of, sharded.model))
+
+
+def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    """How a parameter of `jspec.models.decoder.Decoder` is sharded; small ones are not.
+
+    Queries, keys and values by key-value heads over TPA, copied over KVP; the output projection and
+    the feed-forward over all N devices, and so the vocabulary, if they divide it. Raises
+    `ValueError` for heads and a feed-forward that they do not divide.
+    """
+    match name.split("."):
+        case [*_, "qkv", "kernel"]:
+            helix.check_kv_heads(int(name.split(".")[1]), shape[1])
+            return Spec(None, TPA)
+        case [*_, "qkv", "bias"]:
+            return Spec(TPA)
+        case [*_, "gate_up", leaf]:
+            _check_divides(helix, "intermediate_size", shape[-1])
+            return Spec(None, None, helix.axes) if leaf == "kernel" else Spec(None, helix.axes)
+        case [*_, "down", "kernel"]:
+            _check_divides(helix, "intermediate_size", shape[0])
+            return Spec(helix.axes)
+        case [*_, "out", "kernel"]:
+            _check_divides(helix, "the query heads' channels", shape[0])
+            return Spec(helix.axes)
+        case ["embedding"] if shape[0] % helix.shares == 0:
+            return Spec(helix.axes)
+        case ["head", "kernel"] if shape[1] % helix.shares == 0:
+            return Spec(None, helix.axes)
+        case _:
+            return Spec()
+
+
+def _check_divides(helix: HelixConfig, name: str, size: int) -> None:
+    if size % helix.shares:
+        raise ValueError(
+            f"{name}={size} does not divide into kvp={helix.kvp} times tpa={helix.tpa} devices; "
+            "choose others"
+        )
+
+
+def _spec_of_picked(picked: Any) -> PartitionSpec:
+    """Of positions that a drafter picked: each device has its own, and each head may."""
+    return Spec(None, KVP) if picked.ndim == 2 else Spec(None, TPA, KVP)
+
+
+def _shares(policy: Policy) -> bool:
+    """Whether what a policy reads can be found by devices that have a part of the positions."""
+    if isinstance(policy, Guided):
+        return policy.score == "logit" and not policy.needs_verdict and policy.page_size == 1
+    if isinstance(policy, ScoredPolicy):
+        return policy.page_size == 1 and not policy.in_host(0) and not policy.moves_keys
+    return isinstance(policy, Dense) or (isinstance(policy, Streaming) and not policy.moves_keys)
+
+
+def _over(of: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with ``of`` in the place of each model, cache and other leaf."""
+    return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, (Sharded, Cache)))

@@ -1,0 +1,221 @@
+"""Attention on a KVP x TPA mesh against numpy's, row by row, over 8 virtual devices."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jspec
+from jspec.cache import Cache, Striped
+from jspec.config import LayerSpec
+from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of, whole_of
+from jspec.helix.attention import all_to_all
+from jspec.helix.mesh import STRATEGIES, Strategy
+from jspec.ops.attention.dense import attention
+from jspec.ops.attention.merge import merge_attention
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+BLOCK, SIZE = 4, 8
+# Shards without a token, blocks that end before, in and behind a pass.
+LENGTHS = (0, 1, 3, 4, 15, 30, 37)
+HEADS = {"gqa": (8, 2), "mha": (8, 8), "mqa": (8, 1), "gqa4": (16, 4)}
+MESHES = [(k, t) for k in (1, 2, 4, 8) for t in (1, 2, 4, 8) if k * t in (1, 2, 4, 8)]
+FIRST = (  # each mesh, head layout and T occurs, and what crosses most blocks
+    *((8, 1, "mqa", 9), (4, 2, "gqa", 4), (2, 4, "gqa4", 9), (1, 8, "mha", 1)),
+    *((2, 1, "gqa", 1),),
+)
+EVERY = [
+    (kvp, tpa, heads, tokens)
+    for (kvp, tpa), heads, tokens in itertools.product(MESHES, HEADS, (1, 4, 9))
+    if tpa <= HEADS[heads][1]
+]
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
+def wanted(q, k, v, begin: int, window: int | None = None) -> np.ndarray:
+    """One row: ``q [T, N, H]`` at positions from ``begin`` on over ``k, v [S, K, H]``."""
+    k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1).astype(np.float64) for x in (k, v))
+    out = np.zeros(q.shape)
+    for token in range(len(q)):
+        last = begin + token + 1
+        first = 0 if window is None else max(last - window, 0)
+        scores = np.einsum("nh,snh->ns", q[token], k[first:last]) / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[token] = np.einsum("ns,snh->nh", weights, v[first:last])
+    return out
+
+
+def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int):
+    """``q`` of ``tokens`` behind each of ``lengths``, in a cache that was poisoned before.
+
+    The prefix comes in two passes; then a draft that is rejected, and what takes its place.
+    """
+    specs, capacity = (spec,), k.shape[1]
+    cache = Cache.create(specs, layouts_on(helix, specs, capacity), len(lengths), jnp.float32)
+    cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.ndim == 4 else x, cache)
+    begin = jnp.asarray(lengths, jnp.int32)
+
+    def body(cache, q, k, v):
+        cache = part_of(helix, cache)
+        half = capacity // 2
+
+        def run(q, k, v, positions, cache):
+            return jspec.dense_attend(positions)(0, q, k, v, cache)
+
+        for start in (0, half):
+            index = start + jnp.arange(half, dtype=jnp.int32)[None]
+            where = jnp.where(index < begin[:, None], index, -1)
+            part = slice(start, start + half)
+            none = jnp.zeros((len(lengths), half, *q.shape[2:]))
+            _, cache = run(none, k[:, part], v[:, part], where, cache)
+        where = begin[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+        new_k, new_v = (jnp.take_along_axis(x, where[..., None, None], axis=1) for x in (k, v))
+        _, cache = run(q, -new_k, 3 * new_v, where, cache)
+        out, cache = run(q, new_k, new_v, where, cache)
+        return out, whole_of(helix, cache)
+
+    spec_of = cache_specs(helix, cache)
+    heads = P(None, None, "tpa")
+    run = jax.shard_map(
+        body,
+        mesh=helix.mesh,
+        in_specs=(spec_of, heads, heads, heads),
+        out_specs=(P(None, None, helix.axes), spec_of),
+    )
+    return jax.jit(run)(cache, q, k, v)
+
+
+def check(kvp, tpa, heads, tokens, strategy: Strategy = "helix", window=None) -> None:
+    num_heads, kv_heads = HEADS[heads]
+    helix = HelixConfig(kvp=kvp, tpa=tpa, block=BLOCK, strategy=strategy)
+    spec = LayerSpec(kv_heads=kv_heads, key_size=SIZE, value_size=SIZE, window=window)
+    helix.check_layer(0, num_heads, spec)
+    rows = len(LENGTHS)
+    q, k, v = (
+        random(rows, *shape, seed=i)
+        for i, shape in enumerate(
+            [(tokens, num_heads, SIZE), (64, kv_heads, SIZE), (64, kv_heads, SIZE)]
+        )
+    )
+    out, cache = attended(helix, spec, q, k, v, LENGTHS, tokens)
+    for row, length in enumerate(LENGTHS):
+        right = wanted(q[row], k[row], v[row], length, window)
+        np.testing.assert_allclose(out[row], right, rtol=1e-5, atol=1e-5)
+    # Every device holds its share and no more.
+    shares = {x.data.shape for x in cache.keys(0).addressable_shards}
+    assert shares == {(rows, 64 // helix.stripes, kv_heads // tpa, SIZE)}
+
+
+@pytest.mark.parametrize(("kvp", "tpa", "heads", "tokens"), FIRST, ids=str)
+def test_attention_is_that_of_one_device(kvp, tpa, heads, tokens):
+    check(kvp, tpa, heads, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kvp", "tpa", "heads", "tokens"), EVERY, ids=str)
+def test_attention_is_that_of_one_device_on_every_mesh(kvp, tpa, heads, tokens):
+    check(kvp, tpa, heads, tokens)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_what_helix_is_compared_with_is_as_exact(strategy):
+    """Two of four devices would hold copies of a key-value head under tensor parallelism."""
+    check(2, 2, "gqa", 4, strategy)
+
+
+def test_a_layer_with_a_sliding_window_is_read_by_its_positions():
+    check(4, 1, "gqa", 4, window=6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_merge_has_the_bits_of_one_device(dtype):
+    """The same parts, merged on one device: ranks are summed in order, and no bit is lost."""
+    helix = HelixConfig(kvp=4, tpa=2)
+    outs = jnp.asarray(random(4, 2, 3, 16, SIZE), dtype)
+    lses = random(4, 2, 3, 16, seed=1) * 20
+    lses[1] = -np.inf  # a rank without a token, and a query that no rank has a key for
+    lses[:, 0, 1] = -np.inf
+    run = jax.shard_map(
+        lambda out, lse: all_to_all(out[0], lse[0], 4),
+        mesh=helix.mesh,
+        in_specs=(P("kvp", None, None, "tpa"), P("kvp", None, None, "tpa")),
+        out_specs=P(None, None, helix.axes),
+    )
+    found, alone = jax.jit(run)(outs, lses), jax.jit(merge_attention)(outs, lses)
+    for x, y in zip(found, alone, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+    assert not np.isnan(np.asarray(found[0], np.float32)).any()
+
+
+def test_a_rank_attends_as_one_device_does_to_its_part():
+    """Slots up to a number stand for positions up to the query's: no mask by position is needed."""
+    helix, spec = HelixConfig(kvp=4, block=BLOCK), LayerSpec(1, SIZE, SIZE)
+    whole = layouts_on(helix, (spec,), 64)[0]
+    assert isinstance(whole, Striped)
+    layout = whole.part("kvp")
+    positions = jnp.asarray([[-1, 0, 3, 4, 16, 17, 40, 63]], jnp.int32)
+    q, k, v = (random(1, n, 1, SIZE) for n in (8, 16, 16))
+
+    def body(q, k, v):
+        by_slots = attention(q, k, v, layout.seen(positions))
+        newest = jnp.asarray([63], jnp.int32)
+        by_positions = attention(q, k, v, positions, key_positions=layout.held(newest))
+        return jax.tree.map(lambda x: x[None], (by_slots, by_positions))
+
+    run = jax.shard_map(body, mesh=helix.mesh, in_specs=P(), out_specs=P("kvp"))
+    (out, lse), (right, right_lse) = jax.jit(run)(q, k, v)
+    np.testing.assert_allclose(out, right, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-6)
+    assert (np.asarray(lse)[1:, 0, 1] == -np.inf).all()  # position 0 is on rank 0 alone
+
+
+def test_stripes_on_a_device_are_its_part_of_the_whole():
+    helix = HelixConfig(kvp=4, block=BLOCK)
+    whole = layouts_on(helix, (LayerSpec(1, SIZE, SIZE),), 61)[0]
+    assert isinstance(whole, Striped)
+    assert whole.size == 64
+    positions = jnp.arange(-1, 64, dtype=jnp.int32)
+    newest = jnp.asarray([-1, 0, 22, 63], jnp.int32)
+
+    def body():
+        layout = whole.part("kvp")
+        slots = jnp.arange(layout.size, dtype=jnp.int32)
+        found = layout.slots(positions), layout.held(newest), layout.at(slots)
+        return jax.tree.map(lambda x: x[None], (*found, layout.seen(positions)))
+
+    run = jax.shard_map(body, mesh=helix.mesh, in_specs=(), out_specs=P("kvp"))
+    slots, held, at, seen = map(np.asarray, jax.jit(run)())
+    np.testing.assert_array_equal(np.concatenate(list(held), axis=1), whole.held(newest))
+    ranks, own = np.divmod(np.asarray(whole.slots(positions)), 16)
+    for rank in range(4):
+        np.testing.assert_array_equal(slots[rank], np.where(ranks == rank, own, 16))
+        upto = [((at[rank] <= position) & (position >= 0)).sum() for position in range(-1, 64)]
+        np.testing.assert_array_equal(seen[rank], np.array(upto) - 1)
+
+
+def test_what_is_exchanged_is_one_message():
+    """Outputs and log-sum-exp together, and nothing as large as the cache."""
+    helix = HelixConfig(kvp=4, tpa=2)
+    shapes = (
+        jax.ShapeDtypeStruct((2, 3, 16, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 3, 16), jnp.float32),
+    )
+    run = jax.shard_map(
+        functools.partial(all_to_all, ranks=4),
+        mesh=helix.mesh,
+        in_specs=(P(None, None, "tpa"), P(None, None, "tpa")),
+        out_specs=P(None, None, helix.axes),
+        check_vma=False,
+    )
+    text = str(jax.make_jaxpr(run)(*shapes))
+    assert text.count("all_to_all") == 1
+    assert "u16[2,3,4,2,130]" in text

@@ -1,0 +1,201 @@
+"""Whole steps on a KVP x TPA mesh: the tokens of one device, and nothing large is gathered."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jspec
+from jspec import helix
+from jspec.config import ModelConfig
+from jspec.decode.draft import Drafter
+from jspec.helix.mesh import STRATEGIES
+from jspec.helix.sharded import decoder_spec
+from jspec.models.decoder import Decoder
+from jspec.policies.prepare import prepare
+from tests.decode.common import NGRAM, STREAMING, prompts
+from tests.models.goldens import GOLDEN
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+CONFIG = ModelConfig.uniform(
+    vocab_size=2048,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_size=16,
+    qk_norm=True,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+)
+SPARSE: dict[str, Any] = {"budget": 8, "sinks": 1, "recent": 2, "dense_layers": 0}
+DRAFTERS: dict[str, Drafter] = {
+    "plain": jspec.NoDraft(),
+    "ngram": NGRAM,
+    "suffix": jspec.SuffixDraft(),
+    "streaming": STREAMING,
+    "exact": jspec.SelfDraft(jspec.ExactTopK(**SPARSE)),
+    "hata": jspec.SelfDraft(jspec.Hata(bits=64, **SPARSE)),
+    "vegas": jspec.GuidedDraft(jspec.Vegas(budget=8, least=0)),
+}
+LENGTHS = (40, 1, 17, 6)  # blocks of 4 end before, in and behind a group of 4
+GREEDY, SAMPLED, FILTERED = {}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9}
+TEXTS = prompts(LENGTHS, vocabulary=40)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+def decoded(model, draft: Drafter, mode: dict, new: int = 16) -> tuple[list[list[int]], str]:
+    """Tokens of each row, and the compiled program that a chunk of steps is."""
+    params = [jspec.SamplingParams(max_new_tokens=new, seed=i, **mode) for i in range(len(TEXTS))]
+    config = jspec.StepConfig(0 if isinstance(draft, jspec.NoDraft) else 3, draft)
+    arrays = prepare(config.keeps, model) if config.keeps.needs_arrays else None
+    models = jspec.Models(model, policy=arrays)
+    state = jspec.start_decoding(models, TEXTS, params, config, capacity=256)
+    program = jspec.decode_chunk.lower(models, state, config, 4).compile()
+    while not bool(state.done.all()):
+        state, _ = program(models, state)
+    return [row[row >= 0].tolist() for row in np.asarray(state.tokens)], str(program.as_text())
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> list[list[int]]:
+    """Greedy tokens of one device, which no drafter changes."""
+    return decoded(model, DRAFTERS["plain"], GREEDY)[0]
+
+
+def gathered(program: str) -> list[int]:
+    """How many numbers each all-gather of a compiled program gives."""
+    found = re.findall(r"= ([^=]*?) all-gather(?:-start)?\(", program)
+    shapes = [shape for result in found for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
+    return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+
+
+def check(model, name: str, kvp: int, tpa: int, mode: dict, right: list[list[int]]) -> None:
+    sharded = helix.shard(model, helix.HelixConfig(kvp=kvp, tpa=tpa, block=4))
+    tokens, program = decoded(sharded, DRAFTERS[name], mode)
+    assert tokens == right
+    # A device has 2048 / N of the vocabulary for each of 16 positions, and more of the cache.
+    assert "all-reduce" in program
+    assert all(size < 2048 // (kvp * tpa) for size in gathered(program)), gathered(program)
+
+
+@pytest.mark.parametrize(
+    ("name", "kvp", "tpa"), [("ngram", 4, 1), ("hata", 2, 2), ("vegas", 4, 2)], ids=str
+)
+def test_greedy_tokens_are_those_of_one_device(name, kvp, tpa, model, alone):
+    check(model, name, kvp, tpa, GREEDY, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kvp", "tpa"), [(8, 1), (2, 1), (1, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_tokens_on_more_meshes(name, kvp, tpa, model, alone):
+    check(model, name, kvp, tpa, GREEDY, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [SAMPLED, FILTERED], ids=["sampled", "filtered"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_tokens_are_those_of_one_device(name, mode, model):
+    check(model, name, 2, 2, mode, decoded(model, DRAFTERS[name], mode)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_what_helix_is_compared_with_has_the_same_tokens(strategy, model, alone):
+    config = helix.HelixConfig(kvp=2, tpa=2, block=4, strategy=strategy)
+    assert decoded(helix.shard(model, config), NGRAM, GREEDY)[0] == alone
+
+
+@pytest.mark.slow
+def test_a_request_goes_into_a_slot_of_a_running_batch(model):
+    """Each device takes its part of the row, and what the drafter picked of it."""
+    params, found = jspec.SamplingParams(max_new_tokens=12), []
+    config = jspec.StepConfig(3, DRAFTERS["vegas"])
+    for own in (model, helix.shard(model, helix.HelixConfig(kvp=2, tpa=2, block=4))):
+        state = jspec.start_decoding(own, TEXTS, params, config, capacity=256)
+        state = jspec.speculative_step(own, state, config)
+        state = jspec.fill_slot(own, state, 2, TEXTS[0], params, config)
+        while not bool(state.done.all()):
+            state = jspec.speculative_step(own, state, config)
+        found.append(np.asarray(state.tokens))
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_checkpoint_goes_straight_to_its_shards():
+    """By the sizes of what each device holds, which are those of DESIGN's split."""
+    config = helix.HelixConfig(kvp=2, tpa=2)
+    model = helix.load_model(GOLDEN / "qwen3", config)
+    params = dict(jax.tree_util.tree_leaves_with_path(model.model))
+    shares = {
+        jax.tree_util.keystr(path, simple=True, separator="."): (
+            x.shape,
+            {shard.data.shape for shard in x.addressable_shards},
+            len(x.sharding.device_set),
+        )
+        for path, x in params.items()
+    }
+    held = {name: found for name, (_, (found,), devices) in shares.items() if devices == 4}
+    assert held.keys() == shares.keys()
+    layer = "layers.0."
+    assert held["embedding.value"] == (112 // 4, 32)
+    assert held[f"{layer}attention.qkv.kernel.value"] == (32, 2 // 2, 64)
+    assert held[f"{layer}attention.qkv.bias.value"] == (2 // 2, 64)
+    assert held[f"{layer}attention.out.kernel.value"] == (64 // 4, 32)
+    assert held[f"{layer}mlp.gate_up.kernel.value"] == (32, 2, 40 // 4)
+    assert held[f"{layer}mlp.down.kernel.value"] == (40 // 4, 32)
+    assert held["norm.scale.value"] == (32,)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (jspec.StepConfig(2, jspec.ModelDraft()), r"ModelDraft\(\) does not run on the mesh of"),
+        (jspec.StepConfig(2, jspec.SelfDraft(quantized="int8")), "take NoDraft, NgramDraft, Suf"),
+        (jspec.StepConfig(2, jspec.SelfDraft(jspec.Quest())), r"Quest\(.* does not run on the m"),
+        (jspec.StepConfig(2, jspec.GuidedDraft(jspec.SpecExtend())), r"take Dense, .* or Vegas"),
+    ],
+    ids=["model", "quantized", "pages", "weights"],
+)
+def test_what_needs_a_whole_row_is_refused(config, message, model):
+    sharded = helix.shard(model, helix.HelixConfig(kvp=2))
+    with pytest.raises(ValueError, match=message):
+        jspec.start_decoding(jspec.Models(sharded, model), [[1, 2]], config=config)
+
+
+def test_sizes_that_do_not_divide_are_refused(model):
+    with pytest.raises(ValueError, match="intermediate_size=48 does not divide into kvp=5"):
+        decoder_spec(helix.HelixConfig(kvp=5), "layers.0.mlp.gate_up.kernel", (32, 2, 48))
+    with pytest.raises(ValueError, match="8 query heads, which do not divide into kvp=3"):
+        helix.shard(model, helix.HelixConfig(kvp=3))
+    with pytest.raises(ValueError, match="tpa=4 is more than the 2 key-value heads"):
+        helix.shard(model, helix.HelixConfig(tpa=4))
+
+
+def test_a_request_beyond_the_capacity_is_refused(model):
+    sharded = helix.shard(model, helix.HelixConfig(kvp=2, block=4))
+    params = jspec.SamplingParams(max_new_tokens=60)
+    with pytest.raises(ValueError, match=r"needs 63 slots .* but capacity=40"):
+        jspec.start_decoding(sharded, [[1, 2, 3]], params, jspec.PLAIN, capacity=40)
+
+
+def test_a_vocabulary_that_does_not_divide_is_whole_on_every_device(tiny):
+    """41 tokens on two devices."""
+    sharded = helix.shard(tiny, helix.HelixConfig(kvp=2, block=4))
+    assert sharded.vocabulary_axes == ()
+    params = jspec.SamplingParams(max_new_tokens=9)
+    texts = prompts((7, 2), vocabulary=41)
+    both = [jspec.generate(m, texts, params, draft=None, gamma=0) for m in (tiny, sharded)]
+    assert both[0].tokens == both[1].tokens
+    assert jnp.asarray(both[0].tokens).shape == (2, 9)

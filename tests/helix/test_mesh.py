@@ -1,0 +1,75 @@
+"""Sizes of a mesh that fit together, and what is said of those that do not."""
+
+import jax
+import pytest
+
+from jspec import load_model
+from jspec.config import LayerSpec
+from jspec.helix import HelixConfig, shard
+from jspec.helix.mesh import AXES
+from tests.models.goldens import GOLDEN
+
+EIGHT = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+
+def spec(kv_heads: int) -> LayerSpec:
+    return LayerSpec(kv_heads=kv_heads, key_size=8, value_size=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kvp": 0}, "kvp=0 must be a whole number, at least 1"),
+        ({"tpa": 2.0}, "tpa=2.0 must be a whole number"),
+        ({"block": 0}, "block=0"),
+        ({"kvp": 2, "tpf": 4}, "tpf=4 times ep=1 must be kvp=2 times tpa=1, 2 devices"),
+        ({"kvp": 3, "tpa": 2, "tpf": 4, "ep": 2}, "tpf=4 times ep=2 must be .* 6 devices"),
+        ({"kvp": 4, "ep": 2}, "ep=2 shares out the experts of a mixture, .* dense; leave ep out"),
+        ({"strategy": "ring"}, "strategy='ring' must be one of helix, gather, medha, tp"),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        HelixConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads", "message"),
+    [
+        ({"kvp": 2, "tpa": 4}, (8, 2), r"tpa=4 is more than the 2 .* as with kvp=4, tpa=2"),
+        ({"tpa": 2}, (6, 3), "tpa=2 must divide the 3 key-value heads of layer 5"),
+        ({"kvp": 4}, (6, 2), "6 query heads, which do not divide into kvp=4 times tpa=1 devices"),
+        ({"kvp": 2, "strategy": "tp"}, (8, 2), "2 key-value heads to share; pass tpa=2 first"),
+    ],
+    ids=str,
+)
+def test_heads_that_do_not_divide_are_refused(settings, heads, message):
+    with pytest.raises(ValueError, match=message):
+        HelixConfig(**settings).check_layer(5, heads[0], spec(heads[1]))
+
+
+def test_a_mesh_that_the_machine_has_no_devices_for():
+    many = jax.device_count() + 1
+    with pytest.raises(ValueError, match=f"needs {many} devices .* has {many - 1} .*; lower kvp"):
+        _ = HelixConfig(kvp=many).mesh
+
+
+@EIGHT
+def test_devices_with_the_same_heads_stand_side_by_side():
+    """Rank tpa * KVP + kvp: the order in which the output projection's rows are cut."""
+    config = HelixConfig(kvp=4, tpa=2)
+    assert (config.devices, config.tpf, config.mesh.axis_names) == (8, 8, AXES)
+    ids = [[device.id for device in group] for group in config.mesh.devices]
+    first = [device.id for device in jax.devices()]
+    assert ids == [first[:4], first[4:8]]
+    rows = config.sharding(config.axes).devices_indices_map((16,))
+    assert [rows[device][0].start or 0 for device in config.mesh.devices.flat] == list(
+        range(0, 16, 2)
+    )
+
+
+def test_latents_and_experts_are_refused():
+    model = load_model(GOLDEN / "deepseek_v2")
+    with pytest.raises(ValueError, match="deepseek_v2 has latent, which a mesh does not share out"):
+        shard(model, HelixConfig(kvp=2, tpa=1))

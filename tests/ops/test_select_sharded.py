@@ -1,0 +1,105 @@
+"""Selection over rows that devices share, against `select` of the whole rows by a sort."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jspec.cache import Striped
+from jspec.ops.select import ragged, rows_of_scores, select
+from jspec.ops.select_sharded import select_sharded
+from tests.ops.test_sharded import collective_bytes
+
+RANKS = 4
+pytestmark = pytest.mark.skipif(jax.device_count() < RANKS, reason="needs 4 devices")
+
+
+def sharded(layout: Striped, k: int, **settings):
+    """Scores in the order of positions to the positions that any rank selects, ``[ranks, ...]``."""
+    mesh = jax.make_mesh((RANKS,), ("ranks",), axis_types=(AxisType.Auto,))
+    part = layout.part("ranks")
+
+    def body(scores, counts, lengths):
+        positions = part.held(lengths.reshape(-1)[:1] * 0 + layout.size - 1)
+        slots = select_sharded(
+            *(scores, positions, k),
+            axis_name="ranks",
+            capacity=layout.size,
+            counts=counts,
+            lengths=lengths,
+            **settings,
+        )
+        return jnp.where(slots >= 0, part.at(slots), -1)[None]
+
+    def run(scores, counts, lengths):
+        slots = layout.slots(jnp.arange(layout.size, dtype=jnp.int32))
+        placed = jnp.zeros_like(scores).at[..., slots].set(scores)
+        axes = [None] * (scores.ndim - 1)
+        specs = (P(*axes, "ranks"), P(), P())
+        shard = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("ranks"))
+        return shard(placed, counts, lengths)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kinds", "k", "sinks", "recent", "lead"),
+    [
+        ("int32", 9, 40, 3, 5, (12,)),
+        ("float32", 2, 96, 2, 8, (12,)),
+        ("float32", 0, 30, 0, 1, (4, 3)),
+        ("bfloat16", 0, 1, 1, 0, (8,)),
+    ],
+    ids=["ties", "all", "floats", "one"],
+)
+def test_ranks_select_what_one_device_does(dtype, kinds, k, sinks, recent, lead):
+    layout, rows = Striped(96, RANKS, 4), int(np.prod(lead))
+    scores = jnp.asarray(rows_of_scores(rows, 96, dtype, kinds)).reshape(*lead, 96)
+    counts, lengths = (jnp.asarray(ragged(rows, most)).reshape(lead) for most in (k, 96))
+    lengths = lengths.at[0].set(96)
+    settings = {"sinks": sinks, "recent": recent}
+    highest = {"highest": kinds} if dtype == "int32" and kinds else {}
+    right = select(
+        *(scores, k), counts=counts, lengths=lengths, **settings, **highest, implementation="xla"
+    )
+    found = np.asarray(sharded(layout, k, **settings, **highest)(scores, counts, lengths))
+    for rank, own in enumerate(found):
+        assert ((own < 0) | (own // 4 % RANKS == rank)).all()
+        live = np.where(own < 0, np.iinfo(np.int32).max, own)
+        assert (np.diff(live, axis=-1) >= 0).all()  # ascending, the empty places last
+    found = np.moveaxis(found, 0, -2).reshape(*lead, -1)
+    found = np.sort(np.where(found < 0, 96, found), axis=-1)[..., :k]
+    np.testing.assert_array_equal(np.where(found == 96, -1, found), right)
+    assert (np.asarray(right) >= 0).any()
+
+
+def test_what_is_exchanged_does_not_grow_with_the_scores():
+    moved = []
+    for size in (2**14, 2**16):
+        run = sharded(Striped(size, RANKS, 16), 64, sinks=0, recent=0, highest=128)
+        shapes = [jax.ShapeDtypeStruct((2, *x), jnp.int32) for x in ((size,), (), ())]
+        moved.append(collective_bytes(jax.make_jaxpr(run)(*shapes).jaxpr))
+    # The digits of positions grow with the square root of their number.
+    assert 0 < moved[1] <= 2 * moved[0] < 2**14
+
+
+def test_scores_that_no_rank_can_read_are_left_out():
+    """Minus infinity behind the policies' own rule, on one rank and on all."""
+    layout = Striped(32, RANKS, 4)
+    scores = jnp.full((1, 32), -jnp.inf).at[0, 5].set(1.0)
+    counts = lengths = jnp.asarray([3], jnp.int32)
+    found = sharded(layout, 3, sinks=0, recent=0)(scores, counts, lengths + 29)
+    assert sorted(found[found >= 0].tolist()) == [0, 1, 5]
+
+
+def test_a_budget_without_room_is_refused():
+    with pytest.raises(ValueError, match="k=2 must be at least 1 and hold sinks=3"):
+        select_sharded(
+            *(jnp.zeros((1, 4)), jnp.zeros((1, 4), jnp.int32), 2),
+            axis_name="ranks",
+            capacity=4,
+            lengths=jnp.ones(1, jnp.int32),
+            sinks=3,
+        )
