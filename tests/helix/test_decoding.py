@@ -162,6 +162,10 @@ def test_a_checkpoint_goes_straight_to_its_shards():
     ("config", "message"),
     [
         (jspec.StepConfig(2, jspec.ModelDraft()), r"ModelDraft\(\) does not run on the mesh of"),
+        (
+            jspec.StepConfig(2, jspec.GuidedDraft(quantized="int8")),
+            "SelfDraft or GuidedDraft without a quantized copy",
+        ),
         (jspec.StepConfig(2, jspec.SelfDraft(quantized="int8")), "take NoDraft, NgramDraft, Suf"),
         (jspec.StepConfig(2, jspec.SelfDraft(jspec.Quest())), r"Quest\(.* does not run on the m"),
         (jspec.StepConfig(2, jspec.GuidedDraft(jspec.SpecExtend())), r"take Dense, .* or Vegas"),
