@@ -22,6 +22,7 @@ from bench import (
     acceptance,
     attention,
     auto,
+    breakdown,
     ceilings,
     collect,
     decode,
@@ -38,6 +39,7 @@ from bench import (
     ruler,
     sampling,
     select,
+    throughput,
     verify,
 )
 from bench.decode import lossy, options
@@ -52,7 +54,7 @@ SUITES: dict[str, Suite] = {
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
         *(hash_training, ruler, decoding, auto, decode, lossy),
-        *(collect, acceptance, overlap),
+        *(collect, acceptance, overlap, breakdown, throughput),
     )
 }
 _INTERRUPTED = threading.Event()
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{asked.results} says nothing to {asked.suite}")
     if asked.suite == "list":
         for name, suite in SUITES.items():
-            print(f"{name:13} {suite.title}")
+            print(f"{name:15} {suite.title}")
         return 0
     if asked.suite == "env":
         print(json.dumps(describe(), indent=2))

@@ -22,7 +22,6 @@ from rich.table import Table
 import jspec
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
-from jspec.cache import Cache
 from jspec.decode.prefill import start_decoding
 from jspec.decode.requests import mode_of, sampling_of
 from jspec.decode.settings import StepConfig
@@ -31,8 +30,6 @@ from jspec.decode.stats import Tally
 from jspec.decode.step import decode_chunk
 from jspec.eval.ruler import training_document
 from jspec.eval.sample import prepared
-from jspec.policies import Policy
-from jspec.policies.policy import columns_of, create_cache, with_pages
 
 TEMPERATURES = (0.0, 1.0)
 STEPS = 4  # of a jitted chunk
@@ -67,7 +64,9 @@ def drafts(ratio: float) -> dict[str, str]:
         "Vegas, all tokens, per head": f"vegas:{guided},collect=all,per_head=true",
         "exact top-k": f"exact_topk:{scored},sinks=0,recent=0",
         "HATA, random hashes": f"hata:{scored}",
+        "QuantSpec, all in 4 bits": "quantspec",
         "n-gram": "ngram",
+        "suffix": "suffix",
     }
 
 
@@ -137,25 +136,8 @@ def started(
     """A state as `jspec.start_decoding` makes it, from a prefill of the texts alone."""
     repeats = len(params) // len(before.tokens)
     state = jax.tree.map(lambda x: jnp.concatenate([x] * repeats), before)
-    cache = with_policy(config.keeps, models.policy, state.cache)
-    own = config.draft.init(models, cache.lengths + 0, cache.layouts[0].size, config.gamma)
-    return dataclasses.replace(
-        state, cache=cache, sampling=sampling_of(params), mode=mode_of(params), draft=own
-    )
-
-
-def with_policy(policy: Policy, arrays: Any, cache: Cache) -> Cache:
-    """The cache with what ``policy`` keeps of the tokens in it."""
-    batch, capacity = cache.columns[0]["keys"].shape[:2]
-    found = create_cache(policy, cache.specs, cache.layouts, batch, cache.keys(0).dtype)
-    for layer, (spec, columns) in enumerate(zip(cache.specs, cache.columns, strict=True)):
-        more = {}
-        if columns_of(policy, spec):
-            more = policy.encode(arrays, layer, cache.keys(layer))
-        found = found.replaced(layer, **columns, **more)
-    found = found.with_lengths(cache.lengths)
-    zero = jnp.zeros_like(cache.lengths)
-    return with_pages(policy, arrays, found, zero, cache.lengths, capacity)
+    sampled = dataclasses.replace(state, sampling=sampling_of(params), mode=mode_of(params))
+    return jspec.switch(models, sampled, config)
 
 
 def decoded(

@@ -10,7 +10,7 @@ Case = dict[str, Any]  # sizes by their letters, and words
 CHOICES = {
     "lengths": ("full", "ragged"),
     "indices": ("shared", "per-head"),
-    "model": ("llama-3.1-8b", "llama-2-7b", "qwen3-8b", "qwen3-4b"),
+    "model": ("llama-3.1-8b", "llama-2-7b", "qwen3-8b", "qwen3-4b", "gpt-oss-20b-attention"),
 }
 
 

@@ -62,7 +62,7 @@ def _rows(
             floor_s = _step_bytes(model, prompts) / ceiling
             plain = None
             for name, config in SOURCES.items():
-                figures, tokens = _decode(model, state, config)
+                figures, tokens = decoded(model, state, config)
                 plain = (figures, tokens) if plain is None else plain
                 speedup = figures["decode_tokens_per_s"] / plain[0]["decode_tokens_per_s"]
                 row = {"source": name, "gamma": config.gamma, "batch": batch, "context": context}
@@ -94,7 +94,9 @@ def _prefill(model: jspec.Decoder, prompts: list[list[int]]) -> tuple[float, jsp
     return time.perf_counter() - begin, state
 
 
-def _decode(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.StepConfig):
+def decoded(
+    model: jspec.Decoder | jspec.Models, state: jspec.DecodeState, config: jspec.StepConfig
+) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
     """Decode to the end three times, after a warm-up; figures of the median, and the tokens."""
     runs = []
     for _ in range(4):
@@ -123,6 +125,8 @@ def _decode(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.StepCo
         "mean_accepted_length": tally.committed / tally.steps,
         "acceptance_rate": tally.accepted / max(tally.drafted, 1),
         "committed": tally.committed,
+        "steps": tally.steps,
+        "attempts_at": tally.attempts_at.tolist(),
     }
     return figures, [tuple(row[row >= 0].tolist()) for row in rows]
 

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from jspec.ops.select import select
     from jspec.ops.stochastic import verify_stochastic
     from jspec.ops.verify import Verified, verify_greedy
+    from jspec.parts import Experts, Latent
     from jspec.policies import (
         Dense,
         ExactTopK,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         Loki,
         MagicPIG,
         Policy,
+        QuantSpec,
         Quest,
         ScoredPolicy,
         SparseSpec,
@@ -126,6 +128,7 @@ _HOMES = {
     "jspec.ops.select": ["select"],
     "jspec.ops.stochastic": ["verify_stochastic"],
     "jspec.ops.verify": ["Verified", "verify_greedy"],
+    "jspec.parts": ["Experts", "Latent"],
     "jspec.policies": [
         "Dense",
         "ExactTopK",
@@ -136,6 +139,7 @@ _HOMES = {
         "Loki",
         "MagicPIG",
         "Policy",
+        "QuantSpec",
         "Quest",
         "ScoredPolicy",
         "SparseSpec",
@@ -167,12 +171,14 @@ __all__ = [
     "Drafted",
     "Drafter",
     "ExactTopK",
+    "Experts",
     "Generation",
     "Guided",
     "GuidedDraft",
     "Hata",
     "HataOff",
     "Interrupted",
+    "Latent",
     "LayerSpec",
     "Linear",
     "Loki",
@@ -186,6 +192,7 @@ __all__ = [
     "NoDraft",
     "Packed",
     "Policy",
+    "QuantSpec",
     "Quest",
     "Ring",
     "Rope",

@@ -8,54 +8,21 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
+from jspec.checks import check_flags, check_numbers, check_sizes, given, is_number, require
+from jspec.parts import Experts, Latent
+
 SamplingMode = Literal["greedy", "sampled", "filtered"]
 
 LAYER_LIMIT = 1024  # a file that asks for more is damaged
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _is_number(value: Any) -> bool:
-    # Comparing never turns a huge int into a float, as math.isfinite does.
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and -1e300 < value < 1e300
-
-
-def _check_sizes(setting: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(setting, name)
-        valid = type(value) is int and 1 <= value < 2**31
-        _require(valid, f"{name}={value!r:.80} must be a positive int32")
-
-
-def _check_numbers(setting: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(setting, name)
-        valid = _is_number(value) and value > 0
-        _require(valid, f"{name}={value!r:.80} must be a positive, finite number")
-
-
 def _check_rope_numbers(setting: Any, *names: str, low: float = 1e-6) -> None:
     # No model comes near the bounds, and products of such numbers stay finite.
     for name in names:
         value = getattr(setting, name)
-        valid = _is_number(value) and low <= value <= 1e12
-        _require(valid, f"{name}={value!r:.80} must be a finite number from {low:g} to 1e12")
-
-
-def _check_flags(setting: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(setting, name)
-        _require(type(value) is bool, f"{name}={value!r:.80} must be True or False")
-
-
-def _given(setting: Any, *names: str) -> tuple[str, ...]:
-    """Those of ``names`` that are not None."""
-    return tuple(name for name in names if getattr(setting, name) is not None)
+        valid = is_number(value) and low <= value <= 1e12
+        require(valid, f"{name}={value!r:.80} must be a finite number from {low:g} to 1e12")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,28 +45,28 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.kind in ("linear", "llama3", "yarn"),
             f"rope scaling {self.kind!r:.80} is unknown; jspec has linear, llama3 and yarn",
         )
         _check_rope_numbers(self, "factor", low=1)
-        _require(
+        require(
             type(self.original_context) is int and 0 <= self.original_context < 2**31,
             f"original_context={self.original_context!r:.80} must be an int32, at least 0",
         )
-        _require(
+        require(
             self.kind == "linear" or self.original_context > 0,
             f"rope scaling {self.kind} needs original_context, got {self.original_context}",
         )
         _check_rope_numbers(self, "low_frequency_factor", "high_frequency_factor")
-        _check_rope_numbers(self, "beta_fast", "beta_slow", *_given(self, "attention_factor"))
-        _check_flags(self, "truncate")
+        _check_rope_numbers(self, "beta_fast", "beta_slow", *given(self, "attention_factor"))
+        check_flags(self, "truncate")
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        _require(
+        require(
             low < high, f"high_frequency_factor={high} must be above low_frequency_factor={low}"
         )
         fast, slow = self.beta_fast, self.beta_slow
-        _require(fast >= slow, f"beta_fast={fast} must be at least beta_slow={slow}")
+        require(fast >= slow, f"beta_fast={fast} must be at least beta_slow={slow}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +78,8 @@ class Rope:
 
     def __post_init__(self) -> None:
         _check_rope_numbers(self, "theta", low=1)
-        _require(self.theta > 1, f"theta={self.theta} must be above 1")
-        _require(
+        require(self.theta > 1, f"theta={self.theta} must be above 1")
+        require(
             self.scaling is None or isinstance(self.scaling, RopeScaling),
             f"scaling={self.scaling!r:.80} must be a RopeScaling or None",
         )
@@ -140,14 +107,14 @@ class LayerSpec:
     rope: int = 0
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "kv_heads", "key_size", "value_size", *_given(self, "window"))
-        _check_numbers(self, *_given(self, "scale", "softcap"))
-        _check_flags(self, "values_in_keys")
-        _require(
+        check_sizes(self, "kv_heads", "key_size", "value_size", *given(self, "window"))
+        check_numbers(self, *given(self, "scale", "softcap"))
+        check_flags(self, "values_in_keys")
+        require(
             type(self.rope) is int and self.rope >= 0,
             f"rope={self.rope!r:.80} must be an index, at least 0",
         )
-        _require(
+        require(
             not self.values_in_keys or self.value_size <= self.key_size,
             f"value_size={self.value_size} must be at most key_size={self.key_size} where values "
             "are in keys",
@@ -160,7 +127,9 @@ class ModelConfig:
 
     `ModelConfig.uniform` makes one whose layers are all alike; `jspec.models.families` reads one
     from a config.json. ``num_heads`` (N) query heads are the same in every layer. ``family`` names
-    where the conventions are from and changes nothing.
+    where the conventions are from and changes nothing. With ``latent`` a layer keeps one KV head,
+    latent and rotated key side by side, and its values are the latent in it; with ``experts`` the
+    feed-forward of some layers is a mixture.
     """
 
     vocab_size: int
@@ -176,6 +145,8 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
     max_context: int = 4096
     stop_tokens: tuple[int, ...] = ()
 
@@ -195,13 +166,11 @@ class ModelConfig:
         ``settings`` are the other fields: all but ``layers`` and ``ropes``.
         """
         # Checked here, before a tuple of this length is made.
-        _require(
+        require(
             type(num_layers) is int and num_layers >= 1,
             f"num_layers={num_layers!r:.80} must be a positive int",
         )
-        _require(
-            num_layers <= LAYER_LIMIT, f"num_layers={num_layers} must be at most {LAYER_LIMIT}"
-        )
+        require(num_layers <= LAYER_LIMIT, f"num_layers={num_layers} must be at most {LAYER_LIMIT}")
         spec = LayerSpec(kv_heads=num_kv_heads, key_size=head_size, value_size=head_size)
         rope = Rope(rope_theta, rope_scaling)
         return cls(layers=(spec,) * num_layers, ropes=(rope,), **settings)
@@ -211,40 +180,57 @@ class ModelConfig:
         return len(self.layers)
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "vocab_size", "hidden_size", "intermediate_size", "num_heads")
-        _check_sizes(self, "max_context")
-        _check_numbers(self, "norm_eps")
-        _check_flags(self, "tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
-        _require(isinstance(self.family, str), f"family={self.family!r:.80} must be a string")
+        check_sizes(self, "vocab_size", "hidden_size", "intermediate_size", "num_heads")
+        check_sizes(self, "max_context")
+        check_numbers(self, "norm_eps")
+        check_flags(self, "tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
+        require(isinstance(self.family, str), f"family={self.family!r:.80} must be a string")
         for name, kind in (("layers", LayerSpec), ("ropes", Rope)):
             items = getattr(self, name)
-            _require(
+            require(
                 isinstance(items, tuple) and all(isinstance(item, kind) for item in items),
                 f"{name}={items!r:.200} must be a tuple of {kind.__name__}",
             )
         layers = self.num_layers
-        _require(
+        require(
             1 <= layers <= LAYER_LIMIT,
             f"the model has {layers} layers; it must have 1 to {LAYER_LIMIT}",
         )
+        for name, kind in (("latent", Latent), ("experts", Experts)):
+            part = getattr(self, name)
+            require(
+                part is None or isinstance(part, kind),
+                f"{name}={part!r:.80} must be {kind.__name__} or None",
+            )
         for index, spec in enumerate(self.layers):
             self._check_layer(f"layers[{index}]", spec)
         self._check_stop_tokens()
 
     def _check_layer(self, name: str, spec: LayerSpec) -> None:
-        _require(
+        require(
             self.num_heads % spec.kv_heads == 0,
             f"{name}: num_heads={self.num_heads} must be a multiple of kv_heads={spec.kv_heads}",
         )
-        _require(spec.key_size % 2 == 0, f"{name}: key_size={spec.key_size} must be even for RoPE")
-        _require(
+        require(
+            self.latent is not None or spec.key_size % 2 == 0,
+            f"{name}: key_size={spec.key_size} must be even for RoPE",
+        )
+        require(
             spec.rope < len(self.ropes),
             f"{name}: rope={spec.rope} must be an index into the {len(self.ropes)} ropes",
         )
+        if (latent := self.latent) is not None:
+            keeps = spec.kv_heads, spec.key_size, spec.value_size, spec.values_in_keys
+            wanted = 1, latent.rank + latent.rope_size, latent.rank, True
+            require(
+                keeps == wanted,
+                f"{name}: kv_heads, key_size, value_size, values_in_keys={keeps} must be {wanted}, "
+                "those of latent",
+            )
 
     def _check_stop_tokens(self) -> None:
         stops = self.stop_tokens
-        _require(
+        require(
             isinstance(stops, tuple)
             and all(type(token) is int and 0 <= token < self.vocab_size for token in stops),
             f"stop_tokens={stops!r:.200} must be a tuple of token ids below {self.vocab_size}",
@@ -291,23 +277,23 @@ class SamplingParams:
         self._real("min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]; 0 switches it off")
         object.__setattr__(self, "stop_tokens", token_ids("stop_tokens", self.stop_tokens))
         flag = self.ignore_eos
-        _require(type(flag) is bool, f"ignore_eos={shown(flag)} must be True or False")
+        require(type(flag) is bool, f"ignore_eos={shown(flag)} must be True or False")
 
     def _whole(self, name: str, least: int, wanted: str, limit: int = 2**31) -> None:
         value = getattr(self, name)
         number = whole_number(value)
         if number is None:
             raise ValueError(f"{name}={shown(value)} must be a whole number")
-        _require(number >= least, f"{name}={shown(number)} {wanted}")
+        require(number >= least, f"{name}={shown(number)} {wanted}")
         above = wanted if limit == 2**32 else f"must be below {limit}"
-        _require(number < limit, f"{name}={shown(number)} {above}")
+        require(number < limit, f"{name}={shown(number)} {above}")
         object.__setattr__(self, name, number)
 
     def _real(self, name: str, valid: Callable[[Any], bool], wanted: str) -> None:
         value = getattr(self, name)
         is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
         # Compared before it becomes a float, which an int of 400 digits cannot.
-        _require(is_real and valid(value), f"{name}={shown(value)} {wanted}")
+        require(is_real and valid(value), f"{name}={shown(value)} {wanted}")
         object.__setattr__(self, name, float(value))
 
     @property
@@ -334,7 +320,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     listed = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
     ids = tuple(map(whole_number, value)) if listed else (None,)
     known = tuple(token for token in ids if token is not None and 0 <= token < 2**31)
-    _require(
+    require(
         len(known) == len(ids),
         f"{name}={shown(value)} must be token ids, whole numbers below 2**31, as in (2, 7)",
     )

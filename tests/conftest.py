@@ -77,6 +77,14 @@ def make_decoder(
     return model
 
 
+def first_layers(count: int) -> Decoder:
+    """The bundled model's first ``count`` layers of eight: they write text, and compile sooner."""
+    model, _ = jspec.load_bundled()
+    model.config = dataclasses.replace(model.config, layers=model.config.layers[:count])
+    model.layers = nnx.List(list(model.layers)[:count])
+    return model
+
+
 def pytest_collection_finish():
     """Modules and tests stay to the end: the collector, which tracing keeps busy, need not look."""
     gc.collect()
@@ -113,13 +121,7 @@ def other() -> Decoder:
 
 @pytest.fixture(scope="session")
 def short_bundled() -> Decoder:
-    """The bundled model's first two layers of eight: it writes text, and compiles four times as
-    fast."""
-    model, _ = jspec.load_bundled()
-    layers = list(model.layers)[:2]
-    model.config = dataclasses.replace(model.config, layers=model.config.layers[:2])
-    model.layers = nnx.List(layers)
-    return model
+    return first_layers(2)
 
 
 @pytest.fixture

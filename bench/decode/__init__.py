@@ -12,7 +12,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -126,11 +126,25 @@ def steps_of(
 ) -> Iterator[point.Row]:
     """The rows of a model's steps."""
     own = [Steps(model, case, settings, ceilings) for case in chosen]
+    yield from by_size(chosen[0].model, own)
+
+
+class Measured(Protocol):
+    """What is measured by itself: `Steps`, or an `Iteration`."""
+
+    @property
+    def size(self) -> int: ...
+    def lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]: ...
+    def rows(self, programs: Mapping[Any, Any]) -> Iterator[point.Row]: ...
+
+
+def by_size(label: str, own: Sequence[Measured]) -> Iterator[point.Row]:
+    """The rows of each, compiled side by side."""
     # The smallest first: the device tells the peak of all that ran until then.
-    own.sort(key=lambda steps: steps.size)
+    own = sorted(own, key=lambda steps: steps.size)
     # All of them before any cache takes the memory that compiling needs.
-    programs = _compiled(chosen[0].model, [steps.lowerings() for steps in own])
-    with bar(chosen[0].model, len(own)) as advance:
+    programs = _compiled(label, [steps.lowerings() for steps in own])
+    with bar(label, len(own)) as advance:
         for steps, ready in zip(own, programs, strict=True):
             yield from steps.rows(ready)
             gc.collect()  # a failure's traceback may hold a cache

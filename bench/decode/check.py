@@ -68,7 +68,7 @@ class Check:
 
     def lowerings(self, shapes: DecodeState) -> dict[Key, Callable[[], jax.stages.Lowered]]:
         """What lowers the programs that it needs for a state of these shapes."""
-        cache, batch = self._first(shapes.cache), shapes.tokens.shape[0]
+        cache, batch = first_layers_of(shapes.cache, self.layers), shapes.tokens.shape[0]
 
         def lower(count: int, backends: Backends) -> jax.stages.Lowered:
             pair = [jax.ShapeDtypeStruct((batch, count), jnp.int32)] * 2
@@ -88,7 +88,7 @@ class Check:
             self._context + np.arange(self._longest, dtype=np.int32), tokens.shape
         )
         # Copied, because each pass takes the cache that it is given.
-        cache, wanted = jax.tree.map(jnp.copy, self._first(state.cache)), []
+        cache, wanted = jax.tree.map(jnp.copy, first_layers_of(state.cache, self.layers)), []
         for index in range(self._longest):
             at = slice(index, index + 1)
             one, cache = programs[1, self._reference](
@@ -98,7 +98,7 @@ class Check:
         del cache
         logits, found = jnp.concatenate(wanted, axis=1), {}
         for count, backends in self._keys[1:]:
-            program, cache = programs[count, backends], self._first(state.cache)
+            program, cache = programs[count, backends], first_layers_of(state.cache, self.layers)
             own, _ = program(
                 self._model,
                 self._arrays,
@@ -109,16 +109,16 @@ class Check:
             found[count] = float(_distance(own, logits[:, :count]))
         return found
 
-    def _first(self, cache: Cache) -> Cache:
-        """The first layers of a cache."""
-        count = self.layers
-        return dataclasses.replace(
-            cache,
-            columns=cache.columns[:count],
-            specs=cache.specs[:count],
-            layouts=cache.layouts[:count],
-            pages=cache.pages[:count],
-        )
+
+def first_layers_of(cache: Cache, count: int) -> Cache:
+    """The first ``count`` layers of a cache."""
+    return dataclasses.replace(
+        cache,
+        columns=cache.columns[:count],
+        specs=cache.specs[:count],
+        layouts=cache.layouts[:count],
+        pages=cache.pages[:count],
+    )
 
 
 @partial(jax.jit, static_argnames=("backends", "policy"), donate_argnames="cache")

@@ -8,10 +8,15 @@ from collections.abc import Iterable
 from bench.clocks import Kernel
 
 PARTS = ("attention", "products", "rest")
-_ATTENTION = re.compile(r"attention|attend|fmha|sdpa|flash|merge_kernel", re.IGNORECASE)
-_SCOPE = re.compile(r"/(?:gathered_)?attention/")  # of what an operation of that name traced
+_ATTENTION = re.compile(
+    r"attention|attend|fmha|sdpa|flash|merge_kernel|gathered_kernel", re.IGNORECASE
+)
+_SCOPE = re.compile(
+    r"/(?:gathered_|scored_)?attention/"
+)  # of what an operation of that name traced
 _PRODUCTS = re.compile(
-    r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matmul|(?:^|_)dot(?:_|$)", re.IGNORECASE
+    r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matmul|linear_kernel|(?:^|_)dot(?:_|$)",
+    re.IGNORECASE,
 )
 # An instruction of a compiled program with the name of what it was made from.
 _INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{op_name="([^"]*)"')
@@ -34,10 +39,14 @@ def origins(program: str) -> dict[str, str]:
     return found
 
 
+def instruction_of(kernel: str) -> str:
+    """The name that `origins` knows a kernel by."""
+    return re.sub("(_mosaic_gpu).*", r"\1", kernel)
+
+
 def part_of(kernel: str, made_from: dict[str, str]) -> str:
     """The part of a kernel, by the operation that it was made from and by its name."""
-    name = re.sub("(_mosaic_gpu).*", r"\1", kernel)
-    if _SCOPE.search(made_from.get(name, "")) or _ATTENTION.search(kernel):
+    if _SCOPE.search(made_from.get(instruction_of(kernel), "")) or _ATTENTION.search(kernel):
         return "attention"
     return "products" if _PRODUCTS.search(kernel) else "rest"
 

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from bench.policies import scored_bytes
 from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling
 from jspec.models.decoder import Decoder
-from jspec.policies import Dense, Policy, ScoredPolicy
+from jspec.policies import Dense, Policy
 from jspec.policies.attend import DENSE
+from jspec.policies.policy import Budgeted
 
 CONTEXT = 131072  # that every model here may have; Qwen3 reaches it by YaRN, which costs no time
 
@@ -183,16 +184,29 @@ def read_cache_bytes(
     Of the layers in which ``policy`` selects: what it scores, keys and values of ``count`` tokens
     and the new one; of the others all keys and values that they see.
     """
-    first = policy.dense_layers if isinstance(policy, ScoredPolicy) else 0
-    total = 0.0
-    for layer, spec in enumerate(config.layers):
-        seen = min(context, spec.window or context)
-        if not (isinstance(policy, Dense) or spec.window or layer < first):
-            seen = count + 1
-            total += context * scored_bytes(policy, spec, dtype)
+    total = scored_cache_bytes(config, batch, context, dtype, policy)
+    for spec, selects in zip(config.layers, _selecting(config, policy), strict=True):
+        seen = count + 1 if selects else min(context, spec.window or context)
         size = spec.kv_heads * (spec.key_size + spec.value_size)
-        total += seen * size * jnp.dtype(dtype).itemsize
-    return int(batch * total)
+        total += batch * seen * size * jnp.dtype(dtype).itemsize
+    return total
+
+
+def scored_cache_bytes(
+    config: ModelConfig, batch: int, context: int, dtype: Any, policy: Policy
+) -> int:
+    """Bytes of the cache that ``policy`` scores in a step, in the layers in which it selects."""
+    pairs = zip(config.layers, _selecting(config, policy), strict=True)
+    scored = (context * scored_bytes(policy, spec, dtype) for spec, selects in pairs if selects)
+    return int(batch * sum(scored))
+
+
+def _selecting(config: ModelConfig, policy: Policy) -> list[bool]:
+    """In which layers ``policy`` selects."""
+    first = policy.dense_layers if isinstance(policy, Budgeted) else 0
+    selects = not isinstance(policy, Dense)
+    pairs = enumerate(config.layers)
+    return [selects and layer >= first and spec.window is None for layer, spec in pairs]
 
 
 def prefill_flops(model: Decoder, tokens: int) -> int:

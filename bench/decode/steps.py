@@ -13,6 +13,16 @@ import jax
 from bench import clocks, point
 from bench.decode import parts
 from bench.decode.check import TOLERANCE, Check
+from bench.decode.running import (
+    CHUNKS,
+    REPEATS,
+    Loop,
+    first_run,
+    kernels_of,
+    memory_of,
+    of_kernels,
+    too_large,
+)
 from bench.decode.shapes import Ceilings, read_cache_bytes, read_weight_bytes, weight_bytes
 from bench.decode.states import Blueprint
 from bench.policies import arrays_of, policies
@@ -27,9 +37,6 @@ from jspec.models.decoder import Decoder
 from jspec.ops.attention.dense import ATTENTION
 from jspec.policies import Policy
 
-CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
-REPEATS = 7
-KERNELS_KEPT = 12  # names of a row
 SHARE = 64  # of the context a policy selects one token in so many: 1.56 %
 LEAST = 128  # tokens that it selects; policies of pages need some
 Programs = Mapping[Any, Any]
@@ -96,14 +103,17 @@ class Steps:
         for tokens in self.case.tokens:
             program = programs[tokens]
             if not isinstance(program, Absent):
-                memory = self._memory(program)
-                reason = self._too_large(memory)
+                memory = memory_of(program)
+                held = weight_bytes(self._model) + self.size
+                reason = too_large(held, memory)
                 if reason:
                     yield self._row(tokens, None, reason=reason, **memory)
                     continue
                 try:
                     state = self._filled() if state is None else self._blueprint.rewound(state)
-                    state, peak = _first_run(partial(program, self._models), state)
+                    state, record, peak = first_run(partial(program, self._models), state)
+                    if not (record.committed == 1).all():
+                        raise RuntimeError("a step without a draft did not commit one token a row")
                 except Exception as error:
                     program, state = failure(tokens, error), None
                 else:
@@ -128,7 +138,7 @@ class Steps:
                 for tokens in ran:
                     yield self._row(tokens, False, reason=failure("check", error).reason)
                 return
-        loop = _Loop(self._models, self._blueprint, state)
+        loop = Loop(self._models, self._blueprint.rewound, state)
         del state
         for tokens, memory in ran.items():
             if not self._settings.check:
@@ -142,7 +152,7 @@ class Steps:
                 yield from self._right(loop, programs[tokens], tokens, about)
 
     def _right(
-        self, loop: _Loop, program: Any, tokens: int, about: dict[str, Any]
+        self, loop: Loop, program: Any, tokens: int, about: dict[str, Any]
     ) -> Iterator[point.Row]:
         """The row of a pass that was right, and one that says why its kernels are not known."""
         run, failed = partial(loop.run, program), None
@@ -155,9 +165,14 @@ class Steps:
             return
         if point.DEVICE.reason is None:
             try:
-                about |= self._kernels(run, program, statistics.median(about["step_ns"]))
+                kernels = kernels_of(partial(run, 1))
             except RuntimeError as error:
                 failed = str(error)
+            else:
+                steps, step_ns = self._asked.steps, statistics.median(about["step_ns"])
+                sums = parts.by_part(kernels, parts.origins(program.as_text()))
+                about |= of_kernels(kernels, steps, step_ns)
+                about["parts_ns"] = {part: ns / steps for part, ns in sums.items()}
         yield self._row(tokens, f"{self._check.layers} layers", **about)
         if failed is not None:
             yield self._row(tokens, False, reason=f"device clock: {failed}")
@@ -169,45 +184,6 @@ class Steps:
             if isinstance(program, Absent):
                 raise RuntimeError(program.reason)
         return found
-
-    def _kernels(self, run: Callable[[int], Any], program: Any, step_ns: float) -> dict[str, Any]:
-        """How many kernels a step of ``step_ns`` has, and where their time goes."""
-        steps, kernels = self._asked.steps, point.DEVICE.kernels(partial(run, 1))
-        if not kernels:
-            raise RuntimeError("CUPTI recorded no kernel")
-        busy = sum(ns for _, ns in kernels) / steps
-        sums = parts.by_part(kernels, parts.origins(program.as_text()))
-        return {
-            "kernels": len(kernels) / steps,
-            "idle": 1 - busy / step_ns,
-            "parts_ns": {part: ns / steps for part, ns in sums.items()},
-            "longest": {
-                name: [count / steps, ns / steps]
-                for name, (count, ns) in parts.longest(kernels, KERNELS_KEPT).items()
-            },
-        }
-
-    def _memory(self, program: Any) -> dict[str, Any]:
-        """Bytes of a program beside its arguments, and of these."""
-        found = program.memory_analysis()
-        if found is None:
-            return {}
-        kept = max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-        return {
-            "temp_bytes": found.temp_size_in_bytes,
-            "peak_bytes": found.argument_size_in_bytes + found.temp_size_in_bytes + kept,
-        }
-
-    def _too_large(self, memory: dict[str, Any]) -> str | None:
-        """Why the program cannot run in the memory that there is, or None."""
-        limit = _device_bytes("bytes_limit")
-        needed = weight_bytes(self._model) + self.size + memory.get("temp_bytes", 0)
-        if limit is None or needed <= limit:
-            return None
-        return (
-            f"it needs {needed / 1e9:.1f} GB, of which {memory.get('temp_bytes', 0) / 1e9:.1f} "
-            f"are temporary, and JAX may use {limit / 1e9:.1f} (XLA_PYTHON_CLIENT_MEM_FRACTION)"
-        )
 
     def _row(self, tokens: int, checked: str | bool | None, **rest: Any) -> point.Row:
         config, case = self._model.config, self.case
@@ -252,39 +228,3 @@ class Steps:
             return ATTENTION.choose(asked, *arguments, **settings).name
         except BackendError:
             return str(asked)
-
-
-class _Loop:
-    """Runs chunks that follow each other; each takes the state of the one before."""
-
-    def __init__(self, models: Models, blueprint: Blueprint, state: DecodeState):
-        self._models, self._blueprint, self._state = models, blueprint, state
-
-    def run(self, program: Any, count: int) -> jax.Array:
-        state = self._blueprint.rewound(self._state)
-        for _ in range(count):
-            state, _ = program(self._models, state)
-        self._state = state
-        return state.cache.lengths
-
-
-def _first_run(
-    run: Callable[[DecodeState], Any], state: DecodeState
-) -> tuple[DecodeState, dict[str, Any]]:
-    """The state after a chunk, and the peak of memory where this run set it.
-
-    A device's peak is that of the whole process: one that did not rise says nothing of this run.
-    Raises `RuntimeError` where a step committed another number of tokens than one a row.
-    """
-    before = _device_bytes("peak_bytes_in_use")
-    state, record = jax.block_until_ready(run(state))
-    after = _device_bytes("peak_bytes_in_use")
-    if not (record.committed == 1).all():
-        raise RuntimeError("a step without a draft did not commit one token a row")
-    raised = before is not None and after is not None and after > before
-    return state, {"peak_bytes": after, "peak_measured": True} if raised else {}
-
-
-def _device_bytes(name: str) -> int | None:
-    """What the device says of its memory, None where it does not."""
-    return (jax.local_devices()[0].memory_stats() or {}).get(name)

@@ -17,6 +17,7 @@ from bench.report import (
     figures,
     hata,
     host_cache,
+    iterations,
     learning,
     packing,
     quality,
@@ -54,6 +55,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "collect": acceptance.collected,
     "vegas-accept": acceptance.section,
     "vegas-overlap": acceptance.alike,
+    "vegas-breakdown": iterations.parts,
+    "throughput": iterations.speeds,
 }
 
 

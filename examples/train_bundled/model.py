@@ -51,7 +51,7 @@ class ScannedBlocks(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap
         def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, config.layers[0], dtype=dtype, rngs=rngs)
+            return Block(config, 0, dtype=dtype, rngs=rngs)
 
         self.blocks = blocks(rngs)
 

@@ -40,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jspec.cli.simulate import run_simulate
 
             return run_simulate(arguments)
+        if arguments.command == "tune":
+            from jspec.cli.tune import run_tune
+
+            return run_tune(arguments)
         from jspec.cli.generate import generate
 
         return generate(arguments)
@@ -80,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jspec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="continue text, speculatively"))
+    _add_tune(commands.add_parser("tune", help="find the ratio and gamma of a sparse drafter"))
     _add_eval(commands.add_parser("eval", help="how well the model answers with each policy"))
     _add_train_hash(
         commands.add_parser("train-hash", help="learn the hashes of the policy hata from texts")
@@ -121,19 +126,15 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.jsonl",
         help="what came of --requests, one JSON object a line; written when all is done",
     )
-    add("--chat", action="store_true", help="a prompt is a user's message: take the chat template")
-    add("--system", metavar="TEXT", help="the system message of --chat")
-    add("--batch", type=int, default=8, metavar="N", help="requests at once; default 8")
-    add("--model", metavar="DIR", help="Hugging Face or jspec model directory (default: bundled)")
     add("--draft-model", metavar="DIR", help="the draft model of --draft model")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
     add(
         "--draft",
         metavar="NAME[:SETTING=VALUE,...]",
         help="where draft tokens come from: ngram (earlier text; default), suffix (the same "
         "by matches of any length), model (a second one), none (plain decoding), or a policy, over "
         "which the model drafts: dense, streaming, exact_topk, hata, hata_off, quest, loki, "
-        "magicpig, vegas, specextend, sparsespec. 'FIRST > POLICY; SETTING=VALUE,...' is a chain",
+        "magicpig, quantspec, vegas, specextend, sparsespec. 'FIRST > POLICY; SETTING=VALUE,...' "
+        "is a chain",
     )
     add(
         "--policy",
@@ -146,8 +147,23 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most draft tokens a step, or auto: by measured times and acceptance",
     )
+    add("--settings", metavar="FILE.json", help="draft and gamma, as jspec tune writes them")
     rules = "how a sampled draft is verified: token by token, or as a block; default %(default)s"
     add("--rule", choices=("token", "block"), default="token", help=rules)
+    _add_decoding(parser)
+    add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
+    add("--json", action="store_true", help="print one JSON object instead of text and table")
+    _add_compile_cache(parser)
+
+
+def _add_decoding(parser: argparse.ArgumentParser) -> None:
+    """The model, and the settings of requests that do not name their own."""
+    add = parser.add_argument
+    add("--chat", action="store_true", help="a prompt is a user's message: take the chat template")
+    add("--system", metavar="TEXT", help="the system message of --chat")
+    add("--batch", type=int, default=8, metavar="N", help="requests at once; default 8")
+    add("--model", metavar="DIR", help="Hugging Face or jspec model directory (default: bundled)")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
     add("--top-k", type=int, default=0, metavar="N", help="0 (default) is off")
     add("--top-p", type=float, default=1.0, metavar="X", help="1 (default) is off")
@@ -173,8 +189,35 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     add("--devices", type=int, metavar="N", help="on N virtual CPU devices, to try --helix on")
     add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
-    add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
-    add("--json", action="store_true", help="print one JSON object instead of text and table")
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--requests", required=True, metavar="FILE.jsonl", help="requests to decode, a sample")
+    add("--out", required=True, metavar="DIR", help="the folder to write, which must not exist")
+    add(
+        "--draft",
+        default="vegas",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="the policy that drafts, without its budget or window; default vegas",
+    )
+    add(
+        "--ratio",
+        type=float,
+        action="append",
+        metavar="X",
+        help="of the context that drafts read; repeatable; default 0.01 to 0.1",
+    )
+    add(
+        "--gamma",
+        type=int,
+        action="append",
+        metavar="N",
+        help="draft tokens a step; repeatable; default 3 to 12",
+    )
+    _add_decoding(parser)
+    parser.set_defaults(draft_model=None, rule="token")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
     _add_compile_cache(parser)
 
 

@@ -16,6 +16,7 @@ from jspec.cli.compile_cache import keep_programs
 from jspec.cli.devices import named_mesh, take_virtual_devices
 from jspec.cli.output import error_of, result_of, whole_file, write_lines
 from jspec.cli.requests import Message, Refused, Request, one_line, read_requests
+from jspec.cli.settings import read_settings
 from jspec.cli.show import Progress, environment, print_json, print_table
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, NoDraft, named_draft
@@ -114,7 +115,7 @@ def generate(arguments: argparse.Namespace) -> int:
     helix = None if arguments.helix is None else named_mesh(arguments.helix)
     target = named_policy(arguments.policy or "dense")
     draft, gamma = _draft(arguments, is_lossy=not isinstance(target, Dense))
-    backends = _backends(arguments)
+    backends = backends_of(arguments)
     if arguments.batch < 1:
         raise ValueError(f"--batch {arguments.batch} must be at least 1")
     if arguments.output is not None and arguments.requests is None:
@@ -130,8 +131,8 @@ def generate(arguments: argparse.Namespace) -> int:
         params = one_each([r.params for r in requests], len(requests)) if requests else ()
         requests = [dataclasses.replace(r, params=p) for r, p in zip(requests, params, strict=True)]
         talks = not all(isinstance(request.prompt, bytes) for request in requests)
-        job = _load(arguments, draft, gamma, target, backends, talks, helix)
-        ready = [r for r in (_ready(job, request, refused) for request in requests) if r]
+        job = load(arguments, draft, gamma, target, backends, talks, helix)
+        ready = [r for r in (ready_for(job, request, refused) for request in requests) if r]
         return _run(arguments, job, ready, refused, file)
 
 
@@ -177,15 +178,20 @@ def _run(
 def _draft(arguments: argparse.Namespace, *, is_lossy: bool) -> tuple[Drafter, Gamma]:
     """The drafter and gamma, checked before a model is loaded."""
     usual = "none" if is_lossy else "model" if arguments.draft_model else "ngram"
-    draft = named_draft(arguments.draft or usual)
-    if is_lossy and (arguments.gamma or not isinstance(draft, NoDraft)):
+    text, gamma = arguments.draft or usual, arguments.gamma
+    if arguments.settings is not None:
+        if arguments.draft is not None or gamma is not None:
+            raise ValueError("--settings names draft and gamma; leave out --draft and --gamma")
+        text, gamma = read_settings(arguments.settings)
+    draft = named_draft(text)
+    if is_lossy and (gamma or not isinstance(draft, NoDraft)):
         raise ValueError(
-            f"--policy {arguments.policy} decodes token by token; leave out --draft and --gamma, "
-            f"or pass --draft {arguments.policy} for lossless decoding"
+            f"--policy {arguments.policy} decodes token by token; leave out --draft, --gamma and "
+            f"--settings, or pass --draft {arguments.policy} for lossless decoding"
         )
     if draft.needs_model != (arguments.draft_model is not None):
         raise ValueError("--draft model and --draft-model DIR go together; pass both or neither")
-    gamma = draft.usual_gamma if arguments.gamma is None else arguments.gamma
+    gamma = draft.usual_gamma if gamma is None else gamma
     least = 0 if isinstance(draft, NoDraft) else 1
     if gamma == "auto" and not least:
         raise ValueError("--gamma auto chooses how much a drafter drafts; --draft none has none")
@@ -197,7 +203,7 @@ def _draft(arguments: argparse.Namespace, *, is_lossy: bool) -> tuple[Drafter, G
     return draft, gamma
 
 
-def _backends(arguments: argparse.Namespace) -> Backends:
+def backends_of(arguments: argparse.Namespace) -> Backends:
     """The backends of ``--backend OPERATION=NAME``, checked before a model is loaded."""
     named = {}
     for text in arguments.backend:
@@ -210,16 +216,17 @@ def _backends(arguments: argparse.Namespace) -> Backends:
     return backends
 
 
-def _load(
+def load(
     arguments: argparse.Namespace,
     draft: Drafter,
     gamma: Gamma,
     target: Policy,
     backends: Backends,
     talks: bool,
-    helix: HelixConfig | None,
+    helix: HelixConfig | None = None,
 ) -> Job:
-    """The models, what a policy takes of them, and with ``talks`` the chat template."""
+    """The models, on the mesh of ``helix`` if so, what a policy takes of them, and with ``talks``
+    the chat template."""
     from jspec.eval.sample import prepared
     from jspec.models.bundled import bundled_path
     from jspec.models.chat import load_chat_template
@@ -258,7 +265,7 @@ def _load(
     )
 
 
-def _ready(job: Job, request: Request, refused: list[Refused]) -> Ready | None:
+def ready_for(job: Job, request: Request, refused: list[Refused]) -> Ready | None:
     """The request for the model; a line that it cannot serve is refused, others go on."""
     try:
         prompt = job.encode(request.prompt)

@@ -1,10 +1,11 @@
-"""Results of requests as JSON: of one, of JSON lines, and as a file of JSON lines."""
+"""What commands write: results of requests as JSON, whole files and whole folders."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,4 +57,27 @@ def whole_file(path: str) -> Iterator[TextIO]:
         os.replace(name, target)
     except BaseException:
         os.unlink(name)
+        raise
+
+
+@contextlib.contextmanager
+def whole_folder(path: str) -> Iterator[Path]:
+    """A folder that gets the name ``path`` when the block ends, and is gone if it fails.
+
+    Raises `ValueError` at once where ``path`` exists or cannot be written.
+    """
+    if os.path.lexists(path):
+        raise ValueError(f"{path} exists; choose another folder, none is overwritten")
+    target = Path(os.path.realpath(path))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".jspec-", dir=target.parent))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+    try:
+        yield folder
+        os.umask(mask := os.umask(0))
+        folder.chmod(0o777 & ~mask)
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder)
         raise

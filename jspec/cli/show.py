@@ -105,6 +105,9 @@ def print_table(
         )
         rates = " ".join(f"{p.rate:.2f}" for p in stats.acceptance_by_position[:16])
         table.add_row("acceptance by position", rates)
+    if len(stats.steps_at_gamma) > 1:
+        steps = ", ".join(f"{gamma}: {steps}" for gamma, steps in stats.steps_at_gamma)
+        table.add_row("steps by gamma", steps)
     if seeds:
         table.add_row("seed" if len(seeds) == 1 else "seeds", ", ".join(seeds))
     table.add_row("prefill", f"{stats.prefill_tokens_per_s:,.0f} tokens/s, {stats.prefill_s:.1f} s")

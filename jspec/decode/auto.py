@@ -118,10 +118,9 @@ class GammaChoice:
 class Gammas:
     """The steps that ``gamma="auto"`` chooses from: ``config`` with each gamma.
 
-    Gammas go up to twice the drafter's usual one. A second model's cache would miss what plain
-    steps commit, so that it always drafts. Choices are remembered by all that times depend on, the
-    capacity within a factor of two, so that later calls begin with what earlier ones measured.
-    Raises `ValueError` for a drafter that never drafts.
+    Gammas go up to twice the drafter's usual one. Choices are remembered by all that times depend
+    on, the capacity within a factor of two, so that later calls begin with what earlier ones
+    measured. Raises `ValueError` for a drafter that never drafts.
     """
 
     def __init__(self, config: StepConfig) -> None:
@@ -131,11 +130,10 @@ class Gammas:
                 "gamma='auto' chooses how much a drafter drafts; pass one, or gamma=0 for plain "
                 "decoding"
             )
-        least = 1 if draft.needs_model else 0
         self.configs = {
             gamma: dataclasses.replace(config, gamma=gamma, draft=draft if gamma else Paused(draft))
             for gamma in LADDER
-            if least <= gamma <= 2 * draft.usual_gamma
+            if gamma <= 2 * draft.usual_gamma
         }
         self.draft = draft
 

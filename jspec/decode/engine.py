@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.auto import Gammas
-from jspec.decode.draft import Drafter, NoDraft, SelfDraft
+from jspec.decode.draft import CATCH_UP, Drafter, NoDraft, SelfDraft
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.prefill import rounded_capacity, start_decoding
@@ -24,7 +24,7 @@ from jspec.decode.requests import Prompt, as_ids, check_models, one_each
 from jspec.decode.settings import StepConfig, check_draft
 from jspec.decode.state import DecodeState, Models, StepRecord
 from jspec.decode.stats import Stats, Tally, kept_of
-from jspec.decode.step import decode_chunk
+from jspec.decode.step import catch_up, decode_chunk
 from jspec.decode.switch import switch
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
@@ -170,6 +170,7 @@ class _Run:
         self.finished = ["interrupted"] * len(prompts)
         self.records: list[tuple[np.ndarray, ...]] = []
         self.prompt_tokens = 0
+        self.rested = 0  # steps since the drafter last drafted
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
 
     @property
@@ -226,7 +227,9 @@ class _Run:
             with self._clock("decode_s"):
                 state = self._with_room(state, ended, steps)
             state, record, done = self._chunk(state, steps)
-            self.records.append((record.drafted, record.accepted, record.committed))
+            # A record has a token for each of gamma + 1 positions.
+            gammas = np.full(steps, record.tokens.shape[-1] - 1)
+            self.records.append((record.drafted, record.accepted, record.committed, gammas))
             unwanted = self._take(record, ended, done, stops)
             ended = done | unwanted
             if unwanted.any():
@@ -239,6 +242,7 @@ class _Run:
         if self.gammas is not None:
             choice = self.gammas.choice(self.models, state)
             config = self.gammas.configs[choice.choose()]
+            state = self._awake(state, config, steps)
         before = self.seconds["decode_s"]
         with self._clock("decode_s"):
             args = (self.models, state)
@@ -248,6 +252,20 @@ class _Run:
             seconds = (self.seconds["decode_s"] - before) / steps
             choice.saw(config.gamma, seconds, record.accepted[record.committed > 0])
         return state, record, done
+
+    def _awake(self, state: DecodeState, config: StepConfig, steps: int) -> DecodeState:
+        """``state`` for a chunk of ``steps``: a drafter with a model that rested is caught up."""
+        if not self.config.draft.needs_model:
+            return state
+        if not config.gamma:
+            self.rested += steps
+            return state
+        with self._clock("decode_s"):
+            while self.rested > 0:
+                state = self.programs(catch_up, self.models, state, config=self.config)
+                self.rested -= CATCH_UP - 1  # the first of its tokens is taken up anew
+        self.rested = 0
+        return state
 
     def _with_room(self, state: DecodeState, ended: np.ndarray, steps: int) -> DecodeState:
         """``state`` with room for a chunk of ``steps`` in every row that goes on."""
@@ -291,8 +309,9 @@ class _Run:
     def generation(self) -> Generation:
         tally = Tally(self.config.gamma)
         if self.records:
-            records = map(np.concatenate, zip(*self.records, strict=True))
-            tally.add(*kept_of(*records, kept=np.array([len(row) for row in self.tokens])))
+            *counts, gammas = map(np.concatenate, zip(*self.records, strict=True))
+            kept = kept_of(*counts, kept=np.array([len(row) for row in self.tokens]))
+            tally.add(*kept, gammas=gammas)
         return Generation(
             tokens=tuple(map(tuple, self.tokens)),
             finished=tuple(self.finished),

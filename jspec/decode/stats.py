@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,8 @@ class Stats:
 
     A *step* is one verification of one row. ``committed`` tokens are what the caller got.
     ``mean_accepted_length`` is committed tokens a step, the corrected or bonus token included, so 1
-    is plain decoding. Draft tokens behind a stop token or a stop text count nowhere. ``compile_s``,
+    is plain decoding. ``steps_at_gamma``: how many steps had each gamma, in pairs; several with
+    ``gamma="auto"``. Draft tokens behind a stop token or a stop text count nowhere. ``compile_s``,
     for ``compilations`` programs, is not part of ``prefill_s`` or ``decode_s``.
     """
 
@@ -38,6 +40,7 @@ class Stats:
     accepted: int
     committed: int
     acceptance_by_position: tuple[PositionRate, ...]
+    steps_at_gamma: tuple[tuple[int, int], ...]
     compilations: int
     compile_s: float
     prefill_s: float
@@ -51,12 +54,17 @@ class Stats:
         for index in range(longest):
             at = [r for p in parts for r in p.acceptance_by_position[index : index + 1]]
             positions.append(PositionRate(sum(a.attempts for a in at), sum(a.accepted for a in at)))
+        at_gamma = sum((Counter(dict(p.steps_at_gamma)) for p in parts), Counter[int]())
+        sequences = {
+            "acceptance_by_position": tuple(positions),
+            "steps_at_gamma": tuple(sorted(at_gamma.items())),
+        }
         counts = {
             f.name: sum(getattr(p, f.name) for p in parts)
             for f in dataclasses.fields(cls)
-            if f.name != "acceptance_by_position"
+            if f.name not in sequences
         }
-        return cls(**counts, acceptance_by_position=tuple(positions))
+        return cls(**counts, **sequences)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -86,7 +94,9 @@ class Stats:
             {"attempts": p.attempts, "accepted": p.accepted, "rate": p.rate}
             for p in self.acceptance_by_position
         ]
-        return {n: getattr(self, n) for n in names.split()} | {"acceptance_by_position": positions}
+        at_gamma = {str(gamma): steps for gamma, steps in self.steps_at_gamma}
+        sequences = {"acceptance_by_position": positions, "steps_at_gamma": at_gamma}
+        return {n: getattr(self, n) for n in names.split()} | sequences
 
 
 def kept_of(
@@ -106,14 +116,28 @@ class Tally:
     """Adds up step records, ``drafted``, ``accepted``, ``committed`` int32 ``[steps, B]``."""
 
     def __init__(self, gamma: int):
+        self.gamma = gamma
         self.steps = self.drafted = self.accepted = self.committed = 0
+        self.steps_at: Counter[int] = Counter()
         self.attempts_at = np.zeros(gamma, np.int64)
         self.accepted_at = np.zeros(gamma, np.int64)
 
-    def add(self, drafted: np.ndarray, accepted: np.ndarray, committed: np.ndarray) -> None:
-        """A row that committed nothing was done: it took no step."""
+    def add(
+        self,
+        drafted: np.ndarray,
+        accepted: np.ndarray,
+        committed: np.ndarray,
+        gammas: np.ndarray | None = None,
+    ) -> None:
+        """A row that committed nothing was done: it took no step.
+
+        ``gammas [steps]``: of each step, where they are not that of the tally.
+        """
         live = committed > 0
         self.steps += int(live.sum())
+        gammas = np.full(len(live), self.gamma) if gammas is None else gammas
+        for gamma in np.unique(gammas).tolist():
+            self.steps_at[gamma] += int(live[gammas == gamma].sum())
         self.drafted += int(drafted[live].sum())
         self.accepted += int(accepted[live].sum())
         self.committed += int(committed.sum())
@@ -129,5 +153,6 @@ class Tally:
             accepted=self.accepted,
             committed=self.committed,
             acceptance_by_position=tuple(PositionRate(*p) for p in positions),
+            steps_at_gamma=tuple(sorted((g, n) for g, n in self.steps_at.items() if n)),
             **rest,
         )

@@ -51,6 +51,18 @@ def decode_chunk(
     return state, StepRecord.unpacked(records)
 
 
+@jax.jit(static_argnames="config", donate_argnames="state")
+def catch_up(models: Model | Models, state: DecodeState, config: StepConfig) -> DecodeState:
+    """The state behind plain steps where its drafter took up `CATCH_UP` more of their tokens.
+
+    ``state`` is donated. Call it until there can be none left, before the drafter drafts again.
+    """
+    models = Models.of(models)
+    with config.of_models():
+        caught_up = functools.partial(config.draft.caught_up, config=config)
+        return with_auto_axes(caught_up, models, state, like=state)
+
+
 def step(
     models: Model | Models, state: DecodeState, config: StepConfig
 ) -> tuple[DecodeState, StepRecord]:
@@ -76,6 +88,7 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     return config.draft.learn(state, seen, verified), record
 
 
+@jax.named_scope("draft")
 def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Drafted, DecodeState]:
     """A draft, drawn by numbers of the step's own where the law needs them."""
     fresh = config.rule == "block" or config.draft.learns_from_rejected
@@ -87,6 +100,7 @@ def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Draft
     return drafted, dataclasses.replace(state, sampling=sampling)
 
 
+@jax.named_scope("verification")
 def run_target(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
 ) -> tuple[Array, DecodeState, Seen]:

@@ -12,7 +12,7 @@ from jspec.cache.layout import check_rings
 from jspec.config import shown
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
-from jspec.policies.policy import columns_of, create_cache, with_pages
+from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
 from jspec.sharding import Placing, beside, place, with_auto_axes
 from jspec.typing import Model
 
@@ -24,19 +24,20 @@ def switch(
 ) -> DecodeState:
     """A copy of ``state`` for steps of ``config``, whose policy may be another one.
 
-    What that policy keeps is made from the cached keys, as a prefill of its own would have made it;
-    ``state`` stays as it is and can be switched again. Costs a copy of the cache. ``sharding`` as
-    in `jspec.start_decoding`. Raises `ValueError` for a drafter that takes up prompts itself, for a
-    policy without its arrays, and for a gamma for which a layer with a sliding window has no room.
+    What that policy keeps is made from the cached keys, and the drafter hears the tokens, as in a
+    prefill of its own; ``state`` stays as it is and can be switched again. Costs a copy of the
+    cache. ``sharding`` as in `jspec.start_decoding`. Raises `ValueError` for a drafter with a model
+    of its own, for a policy without its arrays, and for a gamma for which a layer with a sliding
+    window has no room.
     """
     models = Models.of(models)
     check_arrays(models, config)
     held, capacity = state.cache, state.tokens.shape[1]
     check_rings(held.specs, held.layouts, config.gamma)
-    if config.draft.init(models, held.lengths, capacity, config.gamma) is not None:
+    if config.draft.needs_model:
         raise ValueError(
-            f"draft={shown(config.draft)} takes up prompts itself; pass its config to "
-            "start_decoding instead"
+            f"draft={shown(config.draft)} takes up prompts with a model of its own; pass its "
+            "config to start_decoding instead"
         )
     sharding = beside(models) if sharding is None else sharding
     sizes = (held.specs, held.layouts, len(held.lengths), held.keys(0).dtype, sharding)
@@ -44,7 +45,12 @@ def switch(
     others = dataclasses.replace(state, cache=None, draft=None)
     copied = jax.tree.map(jnp.copy, others)
     cache = _filled(models, empty, held, config=config)
-    return place(dataclasses.replace(copied, cache=cache), sharding)
+    own = config.draft.init(models, held.lengths, capacity, config.gamma)
+    heard = jnp.arange(int(held.lengths.max()), dtype=jnp.int32)[None]
+    positions = jnp.where(heard < held.lengths[:, None], heard, -1)
+    tokens = state.tokens[:, : positions.shape[1]]
+    own = config.draft.prefill(models, own, tokens, positions, config)
+    return place(dataclasses.replace(copied, cache=cache, draft=own), sharding)
 
 
 @jax.jit(static_argnames="config", donate_argnames="empty")
@@ -57,7 +63,7 @@ def _filled(models: Models, empty: Cache, held: Cache, config: StepConfig) -> Ca
         for layer, spec in enumerate(held.specs):
             columns = {n: x for n, x in held.columns[layer].items() if n in TOKENS}
             if columns_of(policy, spec):
-                columns |= policy.encode(arrays, layer, held.keys(layer))
+                columns |= encoded(policy, arrays, layer, columns["keys"], columns.get("values"))
             kinds = empty.columns[layer]
             cache = cache.replaced(
                 layer, **{n: x.astype(kinds[n].dtype) for n, x in columns.items()}

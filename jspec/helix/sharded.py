@@ -29,6 +29,7 @@ from jspec.helix.cache import (
 from jspec.helix.mesh import KVP, TPA, HelixConfig
 from jspec.models import checkpoint
 from jspec.models.decoder import Decoder
+from jspec.models.modules import MLP
 from jspec.policies import Dense, Policy, Streaming
 from jspec.policies.guided import Guided
 from jspec.policies.policy import ScoredPolicy
@@ -190,13 +191,21 @@ class _Shape:
 def shard(model: Decoder, helix: HelixConfig) -> Sharded:
     """``model`` on the mesh of ``helix``, each device with its share of the parameters.
 
-    Raises `ValueError` where the machine has too few devices, and for sizes that do not divide.
+    Raises `ValueError` where the machine has too few devices, for sizes that do not divide, and for
+    latent attention and mixtures of experts.
     """
+    for name in ("latent", "experts"):
+        if getattr(model.config, name) is not None:
+            raise ValueError(
+                f"a model of the family {model.config.family} has {name}, which a mesh does not "
+                "share out yet; run it on one device"
+            )
     for layer, spec in enumerate(model.config.layers):
         helix.check_layer(layer, model.config.num_heads, spec)
     graph, state = nnx.split(model)
     copy: Decoder = nnx.merge(graph, state)
     for block in copy.layers:
+        assert isinstance(block.mlp, MLP)
         block.attention.out.axes = block.mlp.down.axes = helix.axes
     if model.config.vocab_size % helix.shares == 0:
         copy.vocabulary_axes = helix.axes

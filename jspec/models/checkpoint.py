@@ -30,7 +30,8 @@ GENERATION = "generation_config.json"
 def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing = None) -> Decoder:
     """A decoder from a local Hugging Face directory or from what `save_model` wrote.
 
-    The directory holds config.json (families llama, qwen2 and qwen3) and model.safetensors, whole
+    The directory holds config.json (families llama, qwen2, qwen3, deepseek_v2 and
+    deepseek_v3) and model.safetensors, whole
     or in shards with an index; int8 weights of compressed-tensors are dequantised. ``dtype`` is
     float32, bfloat16 or float16; None is float32 on a CPU and bfloat16 elsewhere. ``sharding`` is
     one for every parameter, or a function of a parameter's name and shape, such as
@@ -106,7 +107,9 @@ def _load_saved(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
     # Left to itself, orbax would ask for the devices that the model was saved from.
     default = jnp.zeros(()).sharding
     wanted = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed(name, shape, sharding) or default)
+        name: jax.ShapeDtypeStruct(
+            shape, skeleton.dtypes[name], sharding=placed(name, shape, sharding) or default
+        )
         for name, shape in skeleton.shapes.items()
     }
     return skeleton.filled(saved.read_arrays(path, wanted))
@@ -126,15 +129,16 @@ def _name(key: tuple) -> str:
 
 
 class _Skeleton:
-    """A decoder without arrays: ``shapes`` of its parameters by name, to be filled."""
+    """A decoder without arrays: ``shapes`` and ``dtypes`` of its parameters by name, to be
+    filled."""
 
     def __init__(self, config: ModelConfig, dtype: np.dtype):
-        self.config, self.dtype = config, dtype
+        self.config = config
         self._graph, state = nnx.split(Decoder(config, dtype=dtype, rngs=None))
         self._flat = list(nnx.to_flat_state(state))
-        self.shapes: dict[str, tuple[int, ...]] = {
-            _name(key): value.get_value().shape for key, value in self._flat
-        }
+        arrays = {_name(key): value.get_value() for key, value in self._flat}
+        self.shapes: dict[str, tuple[int, ...]] = {n: array.shape for n, array in arrays.items()}
+        self.dtypes: dict[str, np.dtype] = {n: array.dtype for n, array in arrays.items()}
 
     def filled(self, arrays: Mapping[str, jax.Array]) -> Decoder:
         flat = [(key, value.replace(arrays[_name(key)])) for key, value in self._flat]
@@ -150,7 +154,7 @@ def _filled(
     """
 
     def made(name: str) -> np.ndarray:
-        out = np.empty(skeleton.shapes[name], skeleton.dtype)
+        out = np.empty(skeleton.shapes[name], skeleton.dtypes[name])
         for part, place in separate(skeleton.config, name, out).items():
             read(part, place)
         return out

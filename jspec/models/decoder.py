@@ -6,117 +6,22 @@ The attention itself is an argument, so dense, sparse and sharded decoding share
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from jspec.config import LayerSpec, ModelConfig
-from jspec.models.joined import Part, gate_up_parts, joined_shape, qkv_parts
+from jspec.models.experts import MixtureOfExperts
+from jspec.models.joined import qkv_parts
+from jspec.models.latent import LatentAttention
+from jspec.models.modules import MLP, Foresee, JoinedLinear, Linear, RMSNorm, normal
 from jspec.models.rope import rope_angles, rope_frequencies
 from jspec.ops.append import Turn
 from jspec.ops.linear import linear
 from jspec.ops.norm import RMS
 from jspec.typing import Array, Attend
-
-Foresee = Callable[[], Array]  # gives the queries of the next layer, of this layer's input
-
-
-def _normal(shape: tuple[int, ...], scale: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
-    if rngs is None:
-        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
-    values = scale * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(values.astype(dtype))
-
-
-def _constant(shape: tuple[int, ...], value: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
-    if rngs is None:
-        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
-    return nnx.Param(jnp.full(shape, value, dtype))
-
-
-def _joined(inputs: int, parts: tuple[Part, ...], dtype, rngs: nnx.Rngs | None) -> nnx.Param:
-    shape = (inputs, *joined_shape(parts))
-    if rngs is None:
-        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
-    kernel = jnp.zeros(shape, dtype)
-    for part in parts:
-        # Drawn apart: a seed gives the weights that it gave before projections were joined.
-        own = _normal((inputs, part.outputs), inputs**-0.5, dtype, rngs).get_value()
-        kernel = kernel.at[part.index].set(own.reshape(part.of(kernel).shape))
-    return nnx.Param(kernel)
-
-
-def _value(parameter: nnx.Param | None) -> Array | None:
-    return None if parameter is None else parameter[...]
-
-
-class Linear(nnx.Module):
-    """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``.
-
-    ``axes``: those of an enclosing `jax.shard_map` over which the inputs are sharded, with the rows
-    of the kernel; what devices give is then added up.
-    """
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
-        self.kernel = _normal((inputs, outputs), inputs**-0.5, dtype, rngs)
-        self.bias = _constant((outputs,), 0.0, dtype, rngs) if bias else None
-        self.axes: tuple[str, ...] = ()
-
-    def __call__(self, x: Array, *, norm: RMS | None = None, add: Array | None = None) -> Array:
-        """Of ``x`` after ``norm``, with ``add`` added in the end."""
-        kernel, bias = self.kernel.get_value(), _value(self.bias)
-        if not self.axes:
-            return linear(x, kernel, bias, norm=norm, add=add)
-        part = linear(x, kernel, norm=norm, dtype=jnp.float32)
-        y = lax.psum(part, self.axes).astype(x.dtype)
-        y = y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1)).astype(y.dtype)
-        return y if add is None else add.astype(y.dtype) + y
-
-
-class JoinedLinear(nnx.Module):
-    """Projections of one input as one product, ``kernel [in, rows, columns]``; see `joined`."""
-
-    def __init__(
-        self, inputs: int, parts: tuple[Part, ...], *, bias: bool, dtype, rngs: nnx.Rngs | None
-    ):
-        self.parts = parts
-        self.kernel = _joined(inputs, parts, dtype, rngs)
-        self.bias = _constant(joined_shape(parts), 0.0, dtype, rngs) if bias else None
-
-    def __call__(self, x: Array) -> tuple[Array, ...]:
-        """Each part ``[B, T, rows, columns]`` of ``x [B, T, in]``."""
-        return self.split(self.joined(x))
-
-    def joined(self, x: Array, norm: RMS | None = None) -> Array:
-        """All parts of ``x`` after ``norm``, side by side."""
-        return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm)
-
-    def gated(self, x: Array, norm: RMS | None = None) -> Array:
-        """``silu(gate) * up`` of ``x`` after ``norm``, where those are the parts."""
-        return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm, gated=True)
-
-    def split(self, y: Array) -> tuple[Array, ...]:
-        """Each part of what `joined` gives."""
-        return tuple(part.of(y) for part in self.parts)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, computed in float32."""
-
-    def __init__(self, size: int, *, eps: float, dtype, rngs: nnx.Rngs | None):
-        self.scale = _constant((size,), 1.0, dtype, rngs)
-        self.eps = eps
-
-    @property
-    def rms(self) -> RMS:
-        return RMS(self.scale[...], self.eps)
-
-    def __call__(self, x: Array) -> Array:
-        return self.rms(x)
 
 
 class Attention(nnx.Module):
@@ -168,30 +73,22 @@ class Attention(nnx.Module):
         return Turn(*angles, q_norm, k_norm, joined)
 
 
-class MLP(nnx.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))`` (Shazeer 2020)."""
-
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
-        wide, narrow, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        parts = gate_up_parts(wide)
-        self.gate_up = JoinedLinear(narrow, parts, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear(wide, narrow, bias=bias, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: Array, norm: RMS) -> Array:
-        """``x`` plus what it gives after ``norm``."""
-        return self.down(self.gate_up.gated(x, norm), add=x)
-
-
 class Block(nnx.Module):
-    """A pre-norm decoder layer."""
+    """A pre-norm decoder layer, the one of number ``layer``."""
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, *, dtype, rngs: nnx.Rngs | None):
-        self.attention_norm = RMSNorm(
-            config.hidden_size, eps=config.norm_eps, dtype=dtype, rngs=rngs
-        )
-        self.attention = Attention(config, spec, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
+        width, experts = config.hidden_size, config.experts
+        own: Any = {"dtype": dtype, "rngs": rngs}
+        self.attention_norm = RMSNorm(width, eps=config.norm_eps, **own)
+        if config.latent is None:
+            self.attention = Attention(config, config.layers[layer], **own)
+        else:
+            self.attention = LatentAttention(config, **own)
+        self.mlp_norm = RMSNorm(width, eps=config.norm_eps, **own)
+        if experts is None or layer < experts.dense_layers:
+            self.mlp = MLP(width, config.intermediate_size, bias=config.mlp_bias, **own)
+        else:
+            self.mlp = MixtureOfExperts(width, experts, **own)
 
     def __call__(
         self,
@@ -212,27 +109,28 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A causal language model of the Llama lineage; see `jspec.typing.Model` for its contract.
+    """A causal language model as Llama, Qwen or DeepSeek; `jspec.typing.Model` is its contract.
 
     Parameters are of ``dtype``, which is also the dtype of activations and of the cache. ``rngs``
     draws them; None leaves `jax.ShapeDtypeStruct` in their places, for a loader to fill.
     ``vocabulary_axes``: those of an enclosing `jax.shard_map` over which the vocabulary is sharded,
     in the embedding and in the logits.
-    Raises `ValueError` for a layer whose values are in its keys, which no family here has.
+    Raises `ValueError` for a layer whose values are in its keys without `ModelConfig.latent`.
     """
 
     def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs | None):
         for index, spec in enumerate(config.layers):
-            if spec.values_in_keys:
+            if spec.values_in_keys and config.latent is None:
                 raise ValueError(
-                    f"layers[{index}] has values_in_keys=True, which Decoder does not compute; "
-                    "pass a model of your own that calls attend with v=None"
+                    f"layers[{index}] has values_in_keys=True, which Decoder does not compute "
+                    "without ModelConfig.latent; give it, or pass a model of your own that calls "
+                    "attend with v=None"
                 )
         self.config = config
         self.vocabulary_axes: tuple[str, ...] = ()
-        self.embedding = _normal((config.vocab_size, config.hidden_size), 0.02, dtype, rngs)
+        self.embedding = normal((config.vocab_size, config.hidden_size), 0.02, dtype, rngs)
         self.layers = nnx.List(
-            [Block(config, spec, dtype=dtype, rngs=rngs) for spec in config.layers]
+            [Block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_layers)]
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
         if config.tie_embeddings:
@@ -248,8 +146,9 @@ class Decoder(nnx.Module):
 
     def angles(self, positions: Array, spec: LayerSpec) -> tuple[Array, Array]:
         """Rotary cosine and sine of ``positions [B, T]`` in a layer of ``spec``."""
-        rope = self.config.ropes[spec.rope]
-        frequencies, factor = rope_frequencies(spec.key_size, rope.theta, rope.scaling)
+        rope, latent = self.config.ropes[spec.rope], self.config.latent
+        size = spec.key_size if latent is None else latent.rope_size
+        frequencies, factor = rope_frequencies(size, rope.theta, rope.scaling)
         return rope_angles(positions, jnp.asarray(frequencies), factor)
 
     def embed(self, tokens: Array) -> Array:

@@ -133,6 +133,11 @@ class Fields:
         """A positive int32."""
         return self._read(key, "a positive integer", _is_size, default)
 
+    def count(self, key: str, default: Any = ...) -> int:
+        """An int32, at least 0."""
+        kind = "a whole number, at least 0"
+        return self._read(key, kind, lambda value: _is_size(value) or value == 0, default)
+
     def number(self, key: str, default: Any = ...) -> float:
         """A positive, finite number."""
         return self._read(key, "a positive number", _is_positive, default)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspec.config import LayerSpec, ModelConfig
+from jspec.parts import Latent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +56,19 @@ def qkv_parts(num_heads: int, spec: LayerSpec) -> tuple[Part, Part, Part]:
     )
 
 
-def gate_up_parts(width: int) -> tuple[Part, Part]:
+def gate_up_parts(width: int, mlp: str = "mlp") -> tuple[Part, Part]:
     """Gate in row 0, up in row 1. Split by columns, each device has the pairs it multiplies."""
-    return Part("mlp.gate", (0, 1), (0, width)), Part("mlp.up", (1, 2), (0, width))
+    return Part(f"{mlp}.gate", (0, 1), (0, width)), Part(f"{mlp}.up", (1, 2), (0, width))
+
+
+def down_parts(num_heads: int, latent: Latent) -> tuple[Part, Part]:
+    """What latent attention projects its input to: the latent of the queries, or the queries where
+    there is none, and what a token keeps."""
+    name, queries = "attention.q_down", latent.query_rank
+    if queries is None:
+        name, queries = "attention.q", num_heads * latent.query_size
+    kept, rows = queries + latent.rank + latent.rope_size, (0, 1)
+    return Part(name, rows, (0, queries)), Part("attention.kv_down", rows, (queries, kept))
 
 
 def joined_shape(parts: tuple[Part, ...]) -> tuple[int, int]:
@@ -69,24 +80,45 @@ def separate(config: ModelConfig, parameter: str, array: Any) -> dict[str, Any]:
     """The parts of ``array``, which has the shape of ``parameter``, by their names apart.
 
     ``layers.0.mlp.gate_up.kernel`` has ``layers.0.mlp.gate.kernel`` and ``layers.0.mlp.up.kernel``,
-    each ``[in, rows, columns]``. A parameter that is not joined is its own part.
+    each ``[in, rows, columns]``. The experts of ``layers.3.mlp.experts.gate_up.kernel`` are apart
+    besides, as in ``layers.3.mlp.experts.7.gate.kernel``. A parameter that is not joined is its own
+    part.
     """
-    parts = _parts(config, parameter)
-    return {name: part.of(array) for name, part in parts.items()} or {parameter: array}
+    wholes = {parameter: array}
+    if _OF_EXPERTS in parameter:
+        wholes = {_of_expert(parameter, expert): own for expert, own in enumerate(array)}
+    apart = {}
+    for whole, own in wholes.items():
+        parts = _parts(config, whole)
+        apart |= {name: part.of(own) for name, part in parts.items()} or {whole: own}
+    return apart
 
 
 def separate_shapes(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """The ``shapes`` of a decoder's parameters, by name, as those of its separate projections."""
-    apart = {}
+    wholes = {}
     for parameter, shape in shapes.items():
-        parts = _parts(config, parameter)
-        if not parts:
-            apart[parameter] = shape
-        for name, part in parts.items():
-            apart[name] = (*shape[:-2], part.outputs)
+        if _OF_EXPERTS in parameter:
+            wholes |= {_of_expert(parameter, expert): shape[1:] for expert in range(shape[0])}
+        else:
+            wholes[parameter] = shape
+    apart = {}
+    for whole, shape in wholes.items():
+        parts = _parts(config, whole)
+        apart |= {name: (*shape[:-2], part.outputs) for name, part in parts.items()} or {
+            whole: shape
+        }
     return apart
+
+
+_OF_EXPERTS = ".experts."
+
+
+def _of_expert(parameter: str, expert: int) -> str:
+    """The name of an expert's own part of a parameter that holds all experts."""
+    return parameter.replace(_OF_EXPERTS, f"{_OF_EXPERTS}{expert}.")
 
 
 def _parts(config: ModelConfig, parameter: str) -> dict[str, Part]:
@@ -94,8 +126,14 @@ def _parts(config: ModelConfig, parameter: str) -> dict[str, Part]:
     match parameter.split("."):
         case ["layers", layer, "attention", "qkv", leaf]:
             parts = qkv_parts(config.num_heads, config.layers[int(layer)])
-        case ["layers", layer, "mlp", "gate_up", leaf]:
-            parts = gate_up_parts(config.intermediate_size)
+        case ["layers", layer, "attention", "down", leaf] if config.latent is not None:
+            parts = down_parts(config.num_heads, config.latent)
+        case ["layers", layer, *mlp, "gate_up", leaf]:
+            wide = config.intermediate_size
+            if config.experts is not None and len(mlp) > 1:
+                experts = config.experts
+                wide = experts.size if mlp[1] == "experts" else experts.shared_size or 0
+            parts = gate_up_parts(wide, ".".join(mlp))
         case _:
             return {}
     return {f"layers.{layer}.{part.module}.{leaf}": part for part in parts}

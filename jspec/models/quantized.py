@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from flax import nnx
 
-from jspec.models.decoder import Decoder, JoinedLinear, Linear
+from jspec.models.decoder import Decoder
+from jspec.models.modules import JoinedLinear, Linear
 from jspec.ops.quantized import KINDS, quantized
 from jspec.typing import Model
 
@@ -14,9 +13,9 @@ from jspec.typing import Model
 def quantized_copy(model: Model, kind: str) -> Decoder:
     """A copy of ``model`` with all linear weights as ``kind``: ``int8`` or ``fp8``.
 
-    Embeddings, also where they are the head, norms and biases are shared with ``model``. The copy
-    takes a byte a weight and 4 bytes a column besides. Raises `TypeError` for another model than
-    `Decoder`, `ValueError` for another kind.
+    Embeddings, also where they are the head, norms, biases, experts and the maps of a latent are
+    shared with ``model``. The copy takes a byte a weight and 4 bytes a column besides. Raises
+    `TypeError` for another model than `Decoder`, `ValueError` for another kind.
     """
     if kind not in KINDS:
         raise ValueError(f"quantized={kind!r} must be one of {', '.join(KINDS)}")
@@ -26,13 +25,7 @@ def quantized_copy(model: Model, kind: str) -> Decoder:
             "knows how to quantise; pass a quantised one of your own as draft_model"
         )
     copy = nnx.merge(*nnx.split(model))
-    for linear in _linears(copy):
-        linear.kernel = nnx.Param(quantized(linear.kernel.get_value(), kind))
+    for _, module in nnx.iter_modules(copy):
+        if isinstance(module, (Linear, JoinedLinear)):
+            module.kernel = nnx.Param(quantized(module.kernel.get_value(), kind))
     return copy
-
-
-def _linears(model: Decoder) -> Iterator[Linear | JoinedLinear]:
-    for block in model.layers:
-        yield from (block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down)
-    if model.head is not None:
-        yield model.head

@@ -64,3 +64,15 @@ def rope_angles(positions: Array, frequencies: Array, factor: float) -> tuple[Ar
     frequencies = jax.lax.optimization_barrier(frequencies)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies[None, None, None]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate_pairs(x: Array, cosine: Array, sine: Array) -> Array:
+    """Rotate ``x [B, T, N, H]``, whose neighbouring channels are pairs; keeps its dtype.
+
+    The first channels of all pairs come out before the second ones, which no product of two arrays
+    that are rotated so can tell.
+    """
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    rotated = [first * cosine - second * sine, second * cosine + first * sine]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

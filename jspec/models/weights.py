@@ -116,7 +116,9 @@ class Weights:
 
     def check_layers(self, num_layers: int) -> None:
         """Compare the number of layers with the names of the tensors, before work on each."""
-        stored = {int(match[1]) for match in map(_LAYER.match, self.files) if match}
+        if self.family.more_layers:
+            self.files = {n: f for n, f in self.files.items() if _layer(n) < num_layers}
+        stored = {layer for layer in map(_layer, self.files) if layer >= 0}
         if len(stored) != num_layers:
             raise CheckpointError(
                 f"{self.directory} has tensors of {len(stored)} layers, but config.json asks for "
@@ -209,6 +211,12 @@ class Weights:
         for rows, block in self.files[name].blocks(name):
             scale[rows] = block
         return scale
+
+
+def _layer(name: str) -> int:
+    """The number of the layer that a tensor is of; -1 for none."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else -1
 
 
 def _stored_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jspec.gpu import multiprocessors
 from jspec.pallas.mosaic import floor_power
@@ -22,6 +23,8 @@ from jspec.pallas.products import TILE
 from jspec.typing import Array
 
 PART = 128  # most channels that a warpgroup sums
+REGISTERS = 65536  # of a multiprocessor
+PROBES = 8  # rows in which the query that scores is repeated: a product has no fewer columns
 SHARED = 223 * 1024  # bytes of shared memory for what is large; the rest is for what is not
 FIRST, LARGEST = 512, 4096  # keys of the first chunk and of the largest, for few query rows
 FEW = 16  # query rows
@@ -89,7 +92,10 @@ def chunks_for(slots: int, streams: int, rows: int) -> Chunks:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of an attention, and how its queries are laid into tiles."""
+    """Sizes of an attention, and how its queries are laid into tiles.
+
+    ``scored``: one more query of each head scores every key, by a warpgroup of its own.
+    """
 
     batch: int
     slots: int
@@ -97,6 +103,7 @@ class Shape:
     rows: int  # T * G
     size: int
     item: int  # bytes of an element
+    scored: bool = False
 
     @property
     def halves(self) -> int:
@@ -117,6 +124,22 @@ class Shape:
     def groups(self) -> int:
         """Warpgroups that compute."""
         return self.stacked * self.halves
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that compute, the one that copies, and the one that scores."""
+        return self.groups + 1 + self.scored
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Of a thread that computes, and of all others, where some take what others need not."""
+        if self.warpgroups == 2:
+            return None
+        others = 40 if self.warpgroups == 3 else 32
+        # What a program of so many threads begins with.
+        even = REGISTERS // (self.warpgroups * 128) // 8 * 8
+        free = even * self.warpgroups - others * (self.warpgroups - self.groups)
+        return min(free // self.groups // 8 * 8, 232), others
 
     @property
     def wide(self) -> int:
@@ -141,7 +164,9 @@ class Shape:
 
     def stages(self, keys: int, sides: int) -> tuple[int, int]:
         """How many blocks of keys and of values fit into shared memory beside all else."""
-        own = sides * self.wide * self.size * self.item + 2 * self.groups * TILE * self.part * 4
+        queries = self.wide + PROBES * self.scored
+        own = sides * queries * self.size * self.item + 2 * self.groups * TILE * self.part * 4
+        own += 2 * keys * 4 * self.scored
         both = min((SHARED - own) // (keys * self.size * self.item), 12)
         return (both + 1) // 2, both // 2
 
@@ -173,6 +198,38 @@ def blocks_for(shape: Shape) -> Blocks:
     sides = 2 if sum(shape.stages(keys, 2)) >= min(sum(shape.stages(keys, 1)), 8) else 1
     stages, programs = shape.stages(keys, sides), multiprocessors()
     return Blocks(keys, stages, sides, chunks, programs, math.gcd(shape.kv_heads, programs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Which item a program of the kernel takes in each turn, and where it reads its blocks."""
+
+    blocks: Blocks
+    slots: int
+
+    def count(self, items: Array):
+        """How many turns this program has, of so many items in all."""
+        whole = lax.div(items, self.blocks.programs // self.blocks.gang)
+        # The last turn is not whole.
+        return whole + (self._index(whole) < items).astype(jnp.int32)
+
+    def item(self, items: Items, turn) -> Items:
+        """The item of a turn; read a turn ahead, since global memory is slow."""
+        index = jnp.minimum(self._index(turn), items.row.shape[0] - 1)
+        here = jax.tree.map(lambda x: x[index], items)
+        own = lax.rem(lax.axis_index("program"), self.blocks.gang)
+        return dataclasses.replace(here, head=here.head + own)
+
+    def at(self, here: Items, i):
+        """Where block ``i`` of an item begins and is read: the last one ends with the cache."""
+        begins = here.begin + i * self.blocks.keys
+        return begins, pl.multiple_of(jnp.minimum(begins, self.slots - self.blocks.keys), 8)
+
+    def _index(self, turn):
+        """Gangs take the items in order, and in every other turn backward."""
+        gang = lax.div(lax.axis_index("program"), self.blocks.gang)
+        gangs = self.blocks.programs // self.blocks.gang
+        return turn * gangs + jnp.where(lax.rem(turn, 2) == 0, gang, gangs - 1 - gang)
 
 
 def reach(positions: Array, shape: Shape, window: int | None) -> tuple[Array, Array]:

@@ -13,6 +13,7 @@ from jspec.policies.loki import Loki
 from jspec.policies.magicpig import MagicPIG
 from jspec.policies.named import GUIDED, POLICIES, named_policy
 from jspec.policies.policy import Policy, ScoredPolicy
+from jspec.policies.quantspec import QuantSpec
 from jspec.policies.quest import Quest
 from jspec.policies.streaming import Streaming
 from jspec.policies.vegas import SparseSpec, SpecExtend, Vegas
@@ -28,6 +29,7 @@ __all__ = [
     "Loki",
     "MagicPIG",
     "Policy",
+    "QuantSpec",
     "Quest",
     "ScoredPolicy",
     "SparseSpec",

@@ -25,7 +25,7 @@ from jspec.policies.offload import (
     rows_of,
     through_device,
 )
-from jspec.policies.policy import Policy, columns_of, taken
+from jspec.policies.policy import Policy, columns_of, encoded, taken
 from jspec.typing import Array, Attend, Model
 
 DENSE = Dense()
@@ -115,6 +115,9 @@ def selected_attend(
 
         if spec.window is not None or chosen is None:
             after, q = start_next(q)
+            other = None if spec.window is not None else policy.read_as(arrays, layer, cache)
+            if other is not None:
+                cache = _with_tail(cache, layer, other, until, positions)
             return _read_whole(cache, layer, q, positions, sinks, up, backends), after
         weights = None
         if earlier is None:
@@ -223,6 +226,7 @@ class Compact:
     specs: tuple[LayerSpec, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
+    @jax.named_scope("compaction")
     def of(cls, cache: Cache, policy: Policy, arrays: Any, spare: int) -> Compact:
         """Copy what ``policy`` selects of the committed positions, with ``spare`` slots behind."""
         behind = cache.lengths[:, None] + jnp.arange(spare, dtype=jnp.int32)[None]
@@ -319,11 +323,11 @@ def appended(
             # Of the turned keys the cache has the only copy; a slot past its end is not written.
             rows = jnp.arange(slots.shape[0])[:, None]
             k = cache.keys(layer).at[rows, slots].get(mode="clip")
-            cache = cache.written(layer, slots, **policy.encode(arrays, layer, k))
+            cache = cache.written(layer, slots, **encoded(policy, arrays, layer, k, v))
         return q, cache
     if turn is not None:
         q, k = turn(q, k)
-    more = policy.encode(arrays, layer, k) if keeps_more else {}
+    more = encoded(policy, arrays, layer, k, v) if keeps_more else {}
     return q, cache.append(layer, positions, **_named(k, v), **more)
 
 
@@ -383,6 +387,18 @@ def over_shards(
 ) -> tuple[Array, Array]:
     """What ``read(q)`` gives, and where devices share the rows, that of all their keys."""
     return read(q) if cache.shards is None else cache.shards.attended(read, q)
+
+
+def _with_tail(
+    cache: Cache, layer: int, columns: Mapping[str, Array], until: Array, positions: Array
+) -> Cache:
+    """The cache where a layer's ``columns`` are others below ``until [B]``, for reading alone."""
+    held = cache.layouts[layer].held(positions.max(axis=1))
+    is_tail = (held >= until[:, None])[..., None, None]
+    own = cache.columns[layer]
+    return cache.replaced(
+        layer, **{name: jnp.where(is_tail, own[name], x) for name, x in columns.items()}
+    )
 
 
 def _picked(

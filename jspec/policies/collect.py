@@ -76,7 +76,8 @@ def collecting_attend(
         arguments = (q, columns["keys"], columns.get("values"), own)
         settings: Any = settings_of(spec) | {"key_positions": where}
         if policy.score == "logit" and not policy.needs_verdict:
-            probe = mean_query(q, policy.scoring(positions), spec.kv_heads)
+            with jax.named_scope("collection"):
+                probe = mean_query(q, policy.scoring(positions), spec.kv_heads)
             out, lse, scores = scored_attention(
                 *(*arguments, probe.astype(q.dtype)),
                 implementation=backends.get("scored_attention"),
@@ -140,14 +141,16 @@ def _picked(
     until: Array,
 ) -> Array:
     """The positions of a layer by the queries of the tokens ``scoring [B, P]``."""
+    scores = _scores(policy, cache, layer, own, scoring)
+    return policy.pick(scores, cache, layer, until)
+
+
+@jax.named_scope("collection")
+def _scores(policy: Guided, cache: Cache, layer: int, own: Queries, scoring: Array) -> Array:
+    """What the queries of the tokens ``scoring`` score every slot of a layer, ``[B, K, S]``."""
     spec, keys = cache.specs[layer], cache.keys(layer)
     if policy.score == "logit":
-        scores = dots((mean_query(own.q, scoring, spec.kv_heads), keys))
-    else:
-        lse = jnp.where((scoring >= 0)[..., None], taken(own.lse, scoring), -jnp.inf)
-        scores = mean_weights(
-            *(taken(own.q, scoring), keys, lse),
-            scale=spec.scale,
-            softcap=spec.softcap,
-        )
-    return policy.pick(scores, cache, layer, until)
+        return dots((mean_query(own.q, scoring, spec.kv_heads), keys))
+    lse = jnp.where((scoring >= 0)[..., None], taken(own.lse, scoring), -jnp.inf)
+    q = taken(own.q, scoring)
+    return mean_weights(q, keys, lse, scale=spec.scale, softcap=spec.softcap)

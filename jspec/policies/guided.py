@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -114,6 +115,7 @@ class Guided(Budgeted):
         latest = jnp.minimum(accepted[:, None], newest)
         return latest if self.collect == "last" else jnp.where(index <= latest, index, -1)
 
+    @jax.named_scope("selection")
     def pick(self, scores: Array, cache: Cache, layer: int, until: Array) -> Array:
         """The positions below ``until [B]`` of the highest ``scores [B, K, S]`` of a layer's slots.
 

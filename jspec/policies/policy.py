@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout as Order
@@ -91,6 +92,10 @@ class Policy:
         """The `columns` of new tokens, ``[B, T, ...]``, from their keys ``k [B, T, K, H]``."""
         return {}
 
+    def encode_values(self, arrays: Any, layer: int, v: Array) -> dict[str, Array]:
+        """More of the `columns` of new tokens, from their values ``v [B, T, K, value size]``."""
+        return {}
+
     def codes_by(self, arrays: Any, layer: int) -> Array | None:
         """The matrices ``[K, H, R]`` of which `jspec.hash_encode` makes the only column, ``codes``.
 
@@ -117,6 +122,13 @@ class Policy:
         """
         raise NotImplementedError
 
+    def read_as(self, arrays: Any, layer: int, cache: Cache) -> dict[str, Array] | None:
+        """``keys`` and ``values`` of a layer's slots as queries read them, None for as they are.
+
+        Asked where `select` gives None; what follows the committed context is read as it is.
+        """
+        return None
+
     def moved(self, arrays: Any, layer: int, k: Array, chosen: Array, until: Array) -> Array:
         """The keys ``k [B, n, K, H]`` of the positions ``chosen [B, n]`` as queries read them."""
         return k
@@ -130,6 +142,12 @@ class Policy:
         Layers that read the selection of another one are not asked.
         """
         return None
+
+
+def encoded(policy: Policy, arrays: Any, layer: int, k: Array, v: Array | None) -> dict[str, Array]:
+    """What ``policy`` keeps of new tokens with keys ``k`` and values ``v``, None if in the keys."""
+    more = {} if v is None else policy.encode_values(arrays, layer, v)
+    return policy.encode(arrays, layer, k) | more
 
 
 def columns_of(policy: Policy, spec: LayerSpec) -> Shapes:
@@ -278,6 +296,7 @@ class ScoredPolicy(Budgeted):
         """
         raise NotImplementedError
 
+    @jax.named_scope("selection")
     def select(
         self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
     ) -> Array | None:
@@ -361,6 +380,12 @@ def _inside(pages: Array, size: int, until: Array) -> Array:
     positions = positions.reshape(*pages.shape[:-1], -1)
     end = until.reshape(-1, *[1] * (pages.ndim - 1))
     return jnp.where(positions < end, positions, -1)
+
+
+def check_page(page: int) -> None:
+    """Raise `ValueError` for pages without a position."""
+    if page < 1:
+        raise ValueError(f"page={page} must be at least 1 position")
 
 
 def whole_pages(positions: int, size: int) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
-from jspec.policies.policy import ScoredPolicy, dots, touched
+from jspec.policies.policy import ScoredPolicy, check_page, dots, touched
 from jspec.typing import Array
 
 
@@ -27,8 +27,7 @@ class Quest(ScoredPolicy):
     page: int = 16
 
     def __post_init__(self) -> None:
-        if self.page < 1:
-            raise ValueError(f"page={self.page} must be at least 1 position")
+        check_page(self.page)
         super().__post_init__()
 
     @property

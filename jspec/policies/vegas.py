@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jspec.policies.guided import Guided
+from jspec.policies.policy import check_page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,7 @@ class SpecExtend(Guided):
     page: int = 32
 
     def __post_init__(self) -> None:
-        if self.page < 1:
-            raise ValueError(f"page={self.page} must be at least 1 position")
+        check_page(self.page)
         super().__post_init__()
 
     @property

@@ -57,6 +57,7 @@ def test_env_is_json(capsys):
 OWN_CLOCKS = (
     *("hash-training", "hata-off", "hata-ablation", "hata-e2e"),
     *("ruler", "step", "auto", "decode", "collect", "vegas-accept", "vegas-overlap"),
+    *("vegas-breakdown", "throughput"),
 )
 
 
@@ -162,7 +163,7 @@ def test_an_interrupted_decoding_keeps_what_it_measured(monkeypatch, tmp_path):
         return {"decode_tokens_per_s": 2.0, "mean_accepted_length": 1.0}, [(1, 2)]
 
     monkeypatch.setattr(command, "_INTERRUPTED", threading.Event())
-    monkeypatch.setattr(decoding, "_decode", interrupted)
+    monkeypatch.setattr(decoding, "decoded", interrupted)
     monkeypatch.setattr(decoding, "texts", lambda *arguments: [[1, 2, 3]])
     monkeypatch.setattr(decoding, "_marginal", lambda *arguments: {"step_ms": 0.5})
     path = tmp_path / "result.json"

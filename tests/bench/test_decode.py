@@ -13,7 +13,7 @@ import pytest
 
 from bench import decode, point
 from bench.__main__ import main
-from bench.decode import parts, prefill, shapes, steps, tables
+from bench.decode import parts, prefill, running, shapes, steps, tables
 from bench.settings import DecodeSettings, Settings
 from jspec.config import LayerSpec, ModelConfig
 from jspec.dispatch import Backend, Backends, always
@@ -56,7 +56,7 @@ def measured(*arguments, peaks=(), limit=None) -> tuple[int, dict, str]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setitem(shapes.MODELS, "qwen3-8b", TINY)
         patch.setattr(point, "DEVICE", Device())
-        patch.setattr(steps, "_device_bytes", lambda name: device[name]())
+        patch.setattr(running, "device_bytes", lambda name: device[name]())
         patch.setattr(steps, "REPEATS", 3)
         patch.setattr(decode, "read_ceiling", lambda: 1e10)
         with tempfile.TemporaryDirectory() as folder:

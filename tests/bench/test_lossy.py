@@ -8,7 +8,7 @@ import pytest
 
 from bench import point
 from bench.__main__ import main
-from bench.decode import lossy, shapes, steps
+from bench.decode import lossy, running, shapes, steps
 from bench.policies import policies
 from jspec.ops.attention.gathered import gathered_attention
 from jspec.policies import Dense, attend
@@ -22,7 +22,7 @@ SMALL = dataclasses.replace(TINY, layers=(SPECS[0],) * 3)
 def small(monkeypatch):
     monkeypatch.setitem(shapes.MODELS, "llama-3.1-8b", SMALL)
     monkeypatch.setattr(point, "DEVICE", Device())
-    monkeypatch.setattr(steps, "_device_bytes", lambda name: None)
+    monkeypatch.setattr(running, "device_bytes", lambda name: None)
     monkeypatch.setattr(steps, "REPEATS", 3)
     monkeypatch.setattr(lossy, "read_ceiling", lambda: 1e10)
 

@@ -25,8 +25,11 @@ from jspec.models import checkpoint
         ),
         (["--prompt", "x", "--policy", "hata:norms=1"], "norms='1' must be true or false"),
         (["--prompt", "x", "--policy", "loki:budget=x"], "budget='x' must be a number"),
-        (["--prompt", "x", "--policy", "quest", "--draft", "ngram"], "leave out --draft and"),
-        (["--prompt", "x", "--policy", "quest", "--gamma", "2"], "leave out --draft and --gamma"),
+        (
+            ["--prompt", "x", "--policy", "quest", "--draft", "ngram"],
+            "leave out --draft, --gamma and",
+        ),
+        (["--prompt", "x", "--policy", "quest", "--gamma", "2"], "leave out --draft, --gamma and"),
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "x", "--temperature", "nan"], "temperature=nan"),
         (["--prompt", "x", "--top-p", "0"], "top_p=0.0"),

@@ -15,9 +15,8 @@ import pytest
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.build import SRC
 from jspec.cuda_ffi.toolchain import FLAGS, find
-from tests.ops.laws import check_block_law, fresh_verify
-from tests.ops.test_block_law import LAWS
-from tests.ops.test_mutants import CAUGHT
+from tests.ops.laws import fresh_verify
+from tests.ops.test_mutants import CAUGHT, check_mutant
 
 HANDLER, SOURCE = "sample/stochastic_ffi.cc", "sample/stochastic_cpu.cc"
 
@@ -98,8 +97,7 @@ def call_built_from(folder, monkeypatch):
 
 def check(name: str) -> None:
     """The chi-square check of one of the toys."""
-    toy, groups = next((t, g) for t, g in LAWS if t.name == name)
-    check_block_law(toy, groups, verify=fresh_verify("cuda"))
+    check_mutant(name, fresh_verify("cuda"))
 
 
 def test_the_handler_as_it_is_passes(call_built_from):

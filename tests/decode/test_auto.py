@@ -1,20 +1,32 @@
 """gamma="auto": its choice against the best fixed gamma, by simulation with stated costs."""
 
 import itertools
+from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
+from jspec.decode import engine
 from jspec.decode.auto import LADDER, GammaChoice, Gammas
-from jspec.decode.draft import ModelDraft, NgramDraft, Paused, SelfDraft, SuffixDraft, named_draft
+from jspec.decode.draft import (
+    Chain,
+    ModelDraft,
+    NgramDraft,
+    Paused,
+    SelfDraft,
+    SuffixDraft,
+    named_draft,
+    second_model,
+)
 from jspec.decode.engine import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
+from jspec.decode.stats import Stats
 from jspec.decode.step import speculative_step
-from jspec.policies import Quest
+from jspec.policies import Dense, Quest
 from tests.decode.common import prompts, requests
 
 STEPS = 16
@@ -32,7 +44,7 @@ class World:
         self.per_token = draft + verify
         self.rate, self.rows = rate, rows
         self.rng = np.random.default_rng(seed)
-        self.runs = dict.fromkeys(LADDER, 0)
+        self.runs: dict[int, int] = dict.fromkeys(LADDER, 0)
 
     def cost(self, gamma: int) -> float:
         return 1 + self.per_token * gamma
@@ -153,6 +165,13 @@ def test_greedy_tokens_are_the_plain_ones_whatever_is_chosen(name, tiny, monkeyp
     assert all(accepted.max() <= gamma for gamma, _, accepted in seen)
     assert sum(int(a.sum()) for *_, a in seen) == got.stats.accepted > 10
     assert sum(len(a) for *_, a in seen) == got.stats.steps
+    taken = Counter()
+    for gamma, _, accepted in seen:
+        taken[gamma] += len(accepted)
+    assert dict(got.stats.steps_at_gamma) == {gamma: n for gamma, n in taken.items() if n}
+    assert Stats.merged([got.stats] * 2).steps_at_gamma == tuple(
+        (gamma, 2 * n) for gamma, n in got.stats.steps_at_gamma
+    )
     again = generate(tiny, prompts(), requests(), gamma="auto", **settings)
     assert again.stats.compilations == 0
 
@@ -185,7 +204,7 @@ def test_choices_are_remembered_by_what_times_depend_on(sharp, tiny):
 def test_the_ladder_ends_at_twice_the_usual_gamma():
     assert list(Gammas(StepConfig(draft=NgramDraft())).configs) == [0, 1, 2, 4, 8, 16]
     assert list(Gammas(StepConfig(draft=SelfDraft())).configs) == [0, 1, 2, 4, 8]
-    assert list(Gammas(StepConfig(draft=ModelDraft())).configs) == [1, 2, 4, 8]
+    assert list(Gammas(StepConfig(draft=ModelDraft())).configs) == [0, 1, 2, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +219,23 @@ def test_what_has_nothing_to_choose_is_refused(settings, message, tiny):
         generate(tiny, [[1]], gamma="auto", **settings)
 
 
-def test_a_drafter_with_a_model_of_its_own_does_not_rest():
-    with pytest.raises(ValueError, match="its model's cache would miss plain steps"):
-        Paused(ModelDraft())
+@pytest.mark.parametrize(
+    "draft",
+    [
+        ModelDraft(),
+        pytest.param(
+            Chain(ModelDraft(), SelfDraft(Dense()), inner=2, rounds=1), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["alone", "in-a-chain"],
+)
+def test_a_second_model_takes_up_what_was_decoded_while_it_rested(draft, tiny, monkeypatch):
+    """The target as its own draft model is always right, where its cache lacks nothing."""
+    for module in (engine, second_model):
+        monkeypatch.setattr(module, "CATCH_UP", 3)  # so that six tokens take several passes
+    in_turn(monkeypatch, (0, 0, 0, 2))
+    plain = generate(tiny, prompts(), requests(), draft=None)
+    settings = {"draft": draft, "draft_model": tiny, "steps_per_chunk": 2}
+    got = generate(tiny, prompts(), requests(), gamma="auto", **settings)
+    assert got.tokens == plain.tokens
+    assert got.stats.accepted == got.stats.drafted > 10

@@ -1,6 +1,7 @@
 """Capacity that follows the context: the same tokens, few copies, nothing held twice."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,13 @@ import pytest
 from jspec.cache import Cache, Linear, Ring, Striped
 from jspec.config import SamplingParams
 from jspec.decode import engine, growth, prefill
+from jspec.decode.draft import ModelDraft
 from jspec.decode.engine import generate
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
 from tests.conftest import TINY, make_decoder
-from tests.decode.common import DRAFTERS, prompts
+from tests.decode.common import prompts
 
 PROMPTS = prompts((3, 5))
 PARAMS = [
@@ -24,16 +26,11 @@ PARAMS = [
 ]
 
 
-def run(model, other, name):
-    draft = DRAFTERS[name]
-    settings = {"draft": draft, "draft_model": other if name == "model" else None}
-    return generate(model, PROMPTS, PARAMS, steps_per_chunk=2, **settings)
-
-
-@pytest.mark.parametrize("name", ["dense", "model"])
-def test_a_batch_that_grows_gives_the_same_tokens(name, sharp, other, monkeypatch):
-    """From 12 positions over 24 to the 44 that the longest row needs."""
-    whole = run(sharp, other, name)
+def test_a_batch_that_grows_gives_the_same_tokens(sharp, other, monkeypatch):
+    """From 12 positions over 24 to the 44 that the longest row needs, the draft's cache too."""
+    drafted = {"draft": ModelDraft(), "draft_model": other}
+    run = functools.partial(generate, sharp, PROMPTS, PARAMS, steps_per_chunk=2, **drafted)
+    whole = run()
     seen = []
 
     def watched(state, capacity, config):
@@ -43,7 +40,7 @@ def test_a_batch_that_grows_gives_the_same_tokens(name, sharp, other, monkeypatc
     monkeypatch.setattr(engine, "grow", watched)
     monkeypatch.setattr(growth, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
-    grown = run(sharp, other, name)
+    grown = run()
     assert grown.tokens == whole.tokens
     assert seen == [(12, 24), (24, 44)]
 

@@ -39,8 +39,8 @@ def test_a_slot_takes_another_request_while_others_go_on(name, sharp, other):
     assert state.done[4]  # the request of one token
     state = fill_slot(models, state, 4, NEWCOMER, ITS_PARAMS, config)
     assert not state.done[4]
-    state, _ = decode_chunk(models, state, config, 40)
-    assert state.done.all()
+    while not state.done.all():
+        state, _ = decode_chunk(models, state, config, 3)
     alone = generate(sharp, [NEWCOMER], ITS_PARAMS, draft=None).tokens[0]
     expected = list(generate(sharp, prompts(), requests(), draft=None).tokens)
     texts = [*prompts()]

@@ -17,7 +17,7 @@ from jspec.decode.prefill import start_decoding
 from jspec.decode.programs import PROGRAMS, Programs
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
-from jspec.decode.step import decode_chunk, speculative_step, step
+from jspec.decode.step import decode_chunk, speculative_step
 from jspec.dispatch import Backends
 from tests.decode.common import DRAFTERS, LENGTHS, NGRAM, STREAMING, prompts, requests
 
@@ -112,15 +112,14 @@ def test_a_step_is_one_program_without_the_host(source, tiny, other):
     state = start_decoding(models, [[1, 2, 3]], params, config)
     assert state.mode == "filtered"
 
-    traced = jax.make_jaxpr(lambda *args: step(*args, config))(models, state)
-    names = primitives(traced.jaxpr)
+    traced = speculative_step.trace(models, state, config)
+    names = primitives(traced.jaxpr.jaxpr)
     assert "dot_general" in names
     assert not {name for name in names if "callback" in name}
     # A condition or a loop of unknown length would make a GPU wait for the host.
     assert not names & {"cond", "while"}
 
-    lowered = speculative_step.lower(models, state, config)
-    executable = lowered.compile().runtime_executable()
+    executable = traced.lower().compile().runtime_executable()
     (module,) = executable.hlo_modules()
     text = module.to_string()
     assert "dot" in text

@@ -5,26 +5,29 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode.draft import Chain, ModelDraft, SelfDraft, SuffixDraft, named_draft
+from jspec.decode.draft import Chain, GuidedDraft, ModelDraft, SelfDraft, SuffixDraft, named_draft
 from jspec.decode.engine import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import Quantized
-from jspec.policies import Dense
+from jspec.policies import Dense, Vegas
 from tests.conftest import make_decoder
 from tests.decode.common import full_logits, prompts, requests
 from tests.policies.common import MATRIX
+
+GUIDED = GuidedDraft(Vegas(budget=6, least=0), quantized="int8")
 
 
 @pytest.mark.parametrize(
     "draft",
     [
         SelfDraft(MATRIX["quest"], quantized="fp8"),
-        Chain(SuffixDraft(), SelfDraft(Dense(), quantized="int8"), inner=2, rounds=2),
+        GUIDED,
+        Chain(SuffixDraft(), GUIDED, inner=2, rounds=2),
     ],
-    ids=["fp8-quest", "int8-chain"],
+    ids=["fp8-quest", "int8-vegas", "int8-chain"],
 )
 def test_greedy_tokens_are_those_of_plain_decoding(draft, sharp):
     plain = generate(sharp, prompts(), requests(), draft=None)
@@ -64,10 +67,12 @@ def test_settings_are_named_and_checked(tiny):
     assert named_draft("quest:page=4,quantized=int8") == SelfDraft(
         named_draft("quest:page=4").keeps, quantized="int8"
     )
+    assert named_draft("vegas:budget=6,quantized=int8,least=0") == GUIDED
     assert not SelfDraft().takes_model
     assert ModelDraft().takes_model
-    with pytest.raises(ValueError, match="draft dense: quantized='int4' must be one of int8, fp8"):
-        named_draft("dense:quantized=int4")
+    for name in ("dense", "vegas"):
+        with pytest.raises(ValueError, match=f"draft {name}: quantized='int4' must be one of int8"):
+            named_draft(f"{name}:quantized=int4")
     config = StepConfig(2, SelfDraft(quantized="int8"))
     with pytest.raises(ValueError, match=r"pass draft\.prepare\(jspec\.Models\(target\)\)"):
         start_decoding(tiny, prompts((9,)), config=config)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec.config import SamplingParams
-from jspec.decode.draft import ModelDraft, SelfDraft
+from jspec.decode.draft import ModelDraft, SelfDraft, named_draft
 from jspec.decode.engine import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
@@ -66,6 +66,15 @@ def test_a_prefill_serves_several_calls(tiny):
     assert wanted[0] != wanted[1]
 
 
+@pytest.mark.parametrize("text", ["suffix", "suffix > vegas:budget=6,least=0; rounds=2"])
+def test_a_drafter_hears_what_was_prefilled_without_it(text, tiny):
+    config = StepConfig(3, named_draft(text))
+    own = start_decoding(tiny, PROMPTS, PARAMS, config)
+    shared = start_decoding(tiny, PROMPTS, PARAMS, dataclasses.replace(PLAIN, gamma=3))
+    got = switch(tiny, shared, config)
+    jax.tree.map(np.testing.assert_array_equal, got.draft, own.draft)
+
+
 def test_it_lies_where_it_is_told_to(tiny):
     mesh = jax.make_mesh((3,), ("rows",), devices=jax.devices()[:3])
     where = NamedSharding(mesh, PartitionSpec("rows"))
@@ -83,7 +92,7 @@ def test_what_it_cannot_make_is_refused(tiny, windowed, other):
     state = start_decoding(tiny, PROMPTS, PARAMS, PLAIN)
     with pytest.raises(ValueError, match="Loki needs arrays of its own"):
         switch(tiny, state, dataclasses.replace(PLAIN, target=MATRIX["loki"]))
-    with pytest.raises(ValueError, match=r"ModelDraft\(\) takes up prompts itself"):
+    with pytest.raises(ValueError, match=r"ModelDraft\(\) takes up prompts with a model"):
         switch(Models(tiny, other), state, StepConfig(3, ModelDraft()))
     with pytest.raises(ValueError, match=r"prefilled has 3 rows of \[30, 7, 1\] tokens"):
         generate(tiny, PROMPTS[:2], PARAMS, draft=None, prefilled=state)

@@ -134,7 +134,7 @@ def test_scanned_training_decoder_is_the_decoder():
     parameters = model.initial_parameters(CONFIG, 3)
     graph, attend = model.graph_of(CONFIG), model.causal_attention("xla")
     tokens = np.random.default_rng(0).integers(0, 256, (2, 48)).astype(np.int32)
-    scanned = model.forward(graph, parameters, tokens, attend)
+    scanned = jax.jit(lambda leaves: model.forward(graph, leaves, tokens, attend))(parameters)
     decoder = Decoder(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     ours = checkpoint.named(parameters)
     target_graph, state = nnx.split(decoder)
@@ -147,8 +147,8 @@ def test_scanned_training_decoder_is_the_decoder():
         )
         leaves.append(jnp.asarray(value, jnp.bfloat16))
     decoder = nnx.merge(target_graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
-    positions = jnp.broadcast_to(jnp.arange(48), (2, 48))
-    plain = decoder.logits(decoder(tokens, positions, attend, None)[0])
+    positions = np.broadcast_to(np.arange(48, dtype=np.int32), (2, 48))
+    plain = jax.jit(lambda own: own.logits(own(tokens, positions, attend, None)[0]))(decoder)
     np.testing.assert_allclose(scanned, plain, atol=0.03)
 
 
@@ -156,7 +156,7 @@ def test_norms_do_not_decay():
     parameters = jax.tree.map(jnp.ones_like, model.initial_parameters(CONFIG, 0))
     optimise = model.optimiser()
     zeros = jax.tree.map(jnp.zeros_like, parameters)
-    updates, _ = optimise.update(zeros, optimise.init(parameters), parameters)
+    updates, _ = jax.jit(optimise.update)(zeros, optimise.init(parameters), parameters)
     for name, update in checkpoint.named(updates).items():
         assert np.all(update == (0.0 if name.endswith("scale") else np.float32(0.05)))
 

@@ -3,9 +3,11 @@
 import jax
 import pytest
 
+from jspec import load_model
 from jspec.config import LayerSpec
-from jspec.helix import HelixConfig
+from jspec.helix import HelixConfig, shard
 from jspec.helix.mesh import AXES
+from tests.models.goldens import GOLDEN
 
 EIGHT = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
@@ -65,3 +67,9 @@ def test_devices_with_the_same_heads_stand_side_by_side():
     assert [rows[device][0].start or 0 for device in config.mesh.devices.flat] == list(
         range(0, 16, 2)
     )
+
+
+def test_latents_and_experts_are_refused():
+    model = load_model(GOLDEN / "deepseek_v2")
+    with pytest.raises(ValueError, match="deepseek_v2 has latent, which a mesh does not share out"):
+        shard(model, HelixConfig(kvp=2, tpa=1))

@@ -58,7 +58,27 @@ YARN_TUNED = {
     "truncate": False,
 }
 
+# Latent attention; the first layer has no experts, the others choose three of them.
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+IN_GROUPS = {"n_group": 4, "topk_group": 2}
+
 CASES: dict[str, tuple[str, dict]] = {
+    "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 1}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, **IN_GROUPS, "rope_parameters": YARN_TUNED}),
     "llama2": ("llama", {"num_key_value_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "eos_token_id": [2, 3]}),
     "llama_linear": (
@@ -85,7 +105,11 @@ def make_model(family: str, settings: dict, seed: int):
     import torch
     import transformers
 
-    settings = {key: value for key, value in {**SIZES, **settings}.items() if value is not None}
+    settings = {
+        key: value
+        for key, value in {**SIZES, **settings}.items()
+        if value is not None or key == "q_lora_rank"  # which means something there
+    }
     config = transformers.AutoConfig.for_model(family, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -97,6 +121,9 @@ def make_model(family: str, settings: dict, seed: int):
                 value.copy_(noise * scale * value.shape[-1] ** -0.5)
             else:
                 value.copy_(noise * 0.3 + (1.0 if "norm" in name else 0.0))
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
     return model.eval()
 
 

@@ -82,7 +82,6 @@ def paths(tmp_path_factory):
     [
         ("float32", "float32", "one", 1),
         ("bfloat16", "float32", "sharded", 1),
-        ("float32", "bfloat16", "one", 1),
         ("float32", "bfloat16", "sharded", 1),
         ("format 2", "float32", "one", 1.5),
     ],

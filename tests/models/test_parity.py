@@ -70,15 +70,64 @@ def test_logits(tmp_path, family, rope, shape):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
 
 
+LATENT = {
+    "v2": ("deepseek_v2", {}),
+    "v2-groups-yarn": (
+        "deepseek_v2",
+        {
+            **goldens.IN_GROUPS,
+            "topk_method": "group_limited_greedy",
+            "q_lora_rank": None,
+            "rope_parameters": goldens.YARN_TUNED,
+        },
+    ),
+    "v3": ("deepseek_v3", {**goldens.IN_GROUPS, "rope_parameters": goldens.YARN}),
+    "v3-one-group": (
+        "deepseek_v3",
+        {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "v3-all-layers": ("deepseek_v3", {**goldens.IN_GROUPS, "first_k_dense_replace": 0}),
+}
+
+
+def latent_model(tmp_path, name: str):
+    """A random DeepSeek of transformers, and the same saved and loaded by jspec."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    family, settings = LATENT[name]
+    theirs = goldens.make_model(family, {**goldens.LATENT, **settings}, seed=len(name))
+    theirs.save_pretrained(tmp_path / "model", max_shard_size="60KB")
+    return theirs, load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_logits_with_latents_and_experts(tmp_path, name):
+    theirs, ours = latent_model(tmp_path, name)
+    tokens = np.random.default_rng(1).integers(0, ours.config.vocab_size, (2, 90), np.int32)
+    expected = goldens.logits_of(theirs, tokens)
+    for chunks in (one_pass(tokens), ragged(tokens, 1)):
+        got = logits_of(ours, tokens, chunks)
+        np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("draft", [None, SelfDraft(Streaming(sinks=4, window=16)), NgramDraft()])
 @pytest.mark.parametrize(
     ("family", "rope"),
     [("llama", "llama3"), ("qwen2", "default"), ("qwen3", "yarn"), ("llama-biased", "linear")],
 )
 def test_greedy_generation(tmp_path, family, rope, draft):
+    theirs, ours = saved_model(tmp_path, family, rope, "one-kv-head", 7)
+    assert_generates_alike(theirs, ours, draft)
+
+
+@pytest.mark.parametrize("draft", [None, SelfDraft(Streaming(sinks=4, window=16)), NgramDraft()])
+def test_greedy_generation_with_latents_and_experts(tmp_path, draft):
+    assert_generates_alike(*latent_model(tmp_path, "v3"), draft)
+
+
+def assert_generates_alike(theirs, ours, draft):
     import torch
 
-    theirs, ours = saved_model(tmp_path, family, rope, "one-kv-head", 7)
     rng = np.random.default_rng(7)
     prompts = [rng.integers(0, 112, size).tolist() for size in (1, 13, 40)]
     result = generate(

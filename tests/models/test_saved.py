@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from jspec import (
     CheckpointError,
     Decoder,
+    Experts,
+    Latent,
     LayerSpec,
     ModelConfig,
     Rope,
@@ -70,8 +72,39 @@ FIELDS_OF_ROPE = {
 }
 
 
+FIELDS_OF_LATENT = {
+    "rank": st.integers(1, 2**29),
+    "rope_size": st.integers(1, 2**29).map(lambda half: 2 * half),
+    "plain_size": SIZES,
+    "value_size": SIZES,
+    "query_rank": st.none() | SIZES,
+}
+
+
 @st.composite
-def layers(draw, ropes: int) -> LayerSpec:
+def experts(draw) -> Experts:
+    groups, each = draw(st.integers(1, 9)), draw(st.integers(2, 9))
+    taken = draw(st.integers(1, groups))
+    fields = {
+        "routed": groups * each,
+        "chosen": draw(st.integers(1, taken * each)),
+        "size": draw(SIZES),
+        "shared_size": draw(st.none() | SIZES),
+        "dense_layers": draw(st.integers(0, 2**31 - 1)),
+        "score": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "groups": groups,
+        "chosen_groups": taken,
+        "group_score": draw(st.sampled_from(["highest", "two_highest"])),
+        "corrected": draw(st.booleans()),
+        "normalized": draw(st.booleans()),
+        "factor": draw(POSITIVE),
+    }
+    assert fields.keys() == {field.name for field in dataclasses.fields(Experts)}
+    return Experts(**fields)
+
+
+@st.composite
+def layers(draw, ropes: int, latent: Latent | None) -> LayerSpec:
     fields = {
         "kv_heads": draw(st.sampled_from([1, 2, 3, 6])),
         "key_size": 2 * draw(st.integers(1, 2**30 - 1)),
@@ -83,6 +116,9 @@ def layers(draw, ropes: int) -> LayerSpec:
     }
     most = fields["key_size"] if fields["values_in_keys"] else 2**31 - 1
     fields["value_size"] = draw(st.integers(1, most))
+    if latent is not None:
+        fields |= {"kv_heads": 1, "key_size": latent.rank + latent.rope_size}
+        fields |= {"value_size": latent.rank, "values_in_keys": True}
     assert fields.keys() == {field.name for field in dataclasses.fields(LayerSpec)}
     return LayerSpec(**fields)
 
@@ -91,16 +127,18 @@ def layers(draw, ropes: int) -> LayerSpec:
 def configs(draw) -> ModelConfig:
     """Any `ModelConfig`: every field of it and of what it holds takes other values than its own."""
     ropes = draw(st.lists(st.builds(Rope, **FIELDS_OF_ROPE), min_size=1, max_size=3))
-    vocab = draw(SIZES)
+    vocab, latent = draw(SIZES), draw(st.none() | st.builds(Latent, **FIELDS_OF_LATENT))
     flags = ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
     sizes = ("hidden_size", "intermediate_size", "max_context")
     fields = {
         "vocab_size": vocab,
         "num_heads": 6 * draw(st.integers(1, 2**20)),
-        "layers": tuple(draw(st.lists(layers(len(ropes)), min_size=1, max_size=4))),
+        "layers": tuple(draw(st.lists(layers(len(ropes), latent), min_size=1, max_size=4))),
         "ropes": tuple(ropes),
         "family": draw(st.text()),
         "norm_eps": draw(POSITIVE),
+        "latent": latent,
+        "experts": draw(st.none() | experts()),
         "stop_tokens": tuple(draw(st.lists(st.integers(0, vocab - 1), max_size=3))),
         **{name: draw(SIZES) for name in sizes},
         **{name: draw(st.booleans()) for name in flags},
@@ -111,6 +149,7 @@ def configs(draw) -> ModelConfig:
 
 def test_the_strategies_know_every_field():
     assert FIELDS_OF_SCALING.keys() == {field.name for field in dataclasses.fields(RopeScaling)}
+    assert FIELDS_OF_LATENT.keys() == {field.name for field in dataclasses.fields(Latent)}
     assert FIELDS_OF_ROPE.keys() == {field.name for field in dataclasses.fields(Rope)}
 
 

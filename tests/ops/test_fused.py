@@ -1,5 +1,7 @@
 """Verification fused with packing or appending: the same as one after the other, everywhere."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ from jspec.ops.verify import verify_greedy
 from tests.ops.backends import every_backend, every_case, run_or_skip
 from tests.ops.test_pack import assert_packed, random_kv
 
+verify_alone = jax.jit(functools.partial(verify_greedy, implementation="xla"))
+
 
 def placed(arguments):
     return jax.tree.map(jnp.asarray, arguments)
@@ -25,7 +29,7 @@ def placed(arguments):
 
 def assert_verified(got, tokens) -> np.ndarray:
     """Compare with the reference of verification alone; returns the accepted counts."""
-    expected = verify_greedy(*tokens, implementation="xla")
+    expected = verify_alone(*tokens)
     chex.assert_trees_all_equal(got, expected)
     return np.asarray(expected.accepted)
 

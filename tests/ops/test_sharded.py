@@ -43,10 +43,10 @@ def sharded(function, vocabulary_arguments: list[str]):
     ("count", "vocabulary", "tile", "params", "draft"),
     [
         pytest.param(2000, 64, 4, PLAIN, "logits", marks=pytest.mark.slow),
-        (1000, 80, 4, FILTERS, "logits"),
-        (1000, 24, 7, PLAIN, "block"),
-        (1000, 24, 7, FILTERS, "one-hot"),
-        (64, 8 * 1500, 1024, PLAIN, "block"),
+        (200, 80, 4, FILTERS, "logits"),
+        (200, 24, 7, PLAIN, "block"),
+        (200, 24, 7, FILTERS, "one-hot"),
+        (16, 8 * 1500, 1024, PLAIN, "block"),
     ],
     ids=["fit", "shared", "over-three-block", "over-three-one-hot", "large-block"],
 )

@@ -118,8 +118,8 @@ every_case = pytest.mark.parametrize(
 )
 
 
-VERIFIED = [(case, "distribution") for case in CASES]
-VERIFIED += [(case, "one-hot") for case in ("ragged-tiles", "one-token")]
+VERIFIED = [(case, "distribution") for case in CASES if case != "one-token"]
+VERIFIED += [("ragged-tiles", "one-hot")]
 VERIFIED += [(case, "block") for case in ("filters", "many-tiles", "one-token")]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jspec.ops.attention.dense import attention
-from jspec.pallas import attention as module
 from jspec.pallas.attention import ATTENTION, attention_pallas, shape_of
 from jspec.pallas.attention_cut import Blocks, Chunks, blocks_for
 from jspec.pallas.mosaic import refuses_pallas
@@ -70,22 +69,6 @@ def assert_attends(got, x, case: Case):
     padding = x.positions < 0
     assert not np.asarray(out, np.float64)[padding].any()
     assert (np.asarray(lse)[padding] == -np.inf).all()
-
-
-@pytest.fixture
-def products_of_arrays(monkeypatch):
-    """The interpreter has no product of a tile in registers with one in shared memory."""
-
-    def plus(acc, a, b):
-        return acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-
-    def both(q, k, ready, sums, between):
-        found = between(module.times(q, k))
-        ready()
-        return found, plus(*sums)
-
-    monkeypatch.setattr(module, "plus", plus)
-    monkeypatch.setattr(module, "both", both)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)

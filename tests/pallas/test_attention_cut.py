@@ -17,10 +17,13 @@ from jspec.pallas.attention_cut import (
     reach,
 )
 
+CAPACITIES = itertools.product([100, 8192, 8448, 40_000, 300_000], [1, 2, 8, 32])
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
-@pytest.mark.parametrize("slots", [100, 8192, 8448, 40_000, 300_000])
-@pytest.mark.parametrize("rows", [16, 17, 65])
+
+@pytest.mark.parametrize(
+    ("slots", "kv_heads", "rows"),
+    [(*x, rows) for x, rows in zip(CAPACITIES, itertools.cycle([16, 17, 65]), strict=False)],
+)
 def test_chunks_cover_a_capacity_once_and_begin_alike_in_every_other(slots, kv_heads, rows):
     chunks, longest = chunks_for(slots, kv_heads, rows), chunks_for(1_000_000, kv_heads, rows)
     index = jnp.arange(chunks.count)

@@ -1,7 +1,9 @@
 """Policies that tests add to those of the table, and a layer of random tokens to select from."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -77,10 +79,15 @@ def arrays_of(policy, specs=(SPEC,)):
 
 def filled(policy, layout, lengths=LENGTHS, junk=0.0) -> Cache:
     """A layer with random tokens at all committed positions, and ``junk`` in all other slots."""
-    batch, arrays = len(lengths), arrays_of(policy)
+    return _filled(policy, layout, junk, arrays_of(policy), np.array(lengths, np.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "layout", "junk"))
+def _filled(policy, layout, junk, arrays, until):
+    batch = len(until)
     cache = create_cache(policy, [SPEC], [layout], batch, jnp.float32)
-    index = np.arange(CAPACITY)[None]
-    positions = jnp.asarray(np.where(index < np.array(lengths)[:, None], index, -1), jnp.int32)
+    index = jnp.arange(CAPACITY, dtype=jnp.int32)[None]
+    positions = jnp.where(index < until[:, None], index, -1)
     k, v = random(batch, CAPACITY, 2, 8, seed=1), random(batch, CAPACITY, 2, 4, seed=2)
     columns = {
         name: jnp.full_like(x, junk) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -88,7 +95,6 @@ def filled(policy, layout, lengths=LENGTHS, junk=0.0) -> Cache:
     }
     cache = cache.replaced(0, **columns)
     cache = cache.append(0, positions, keys=k, values=v, **policy.encode(arrays, 0, k))
-    until = jnp.asarray(lengths, jnp.int32)
     cache = with_pages(policy, arrays, cache, jnp.zeros_like(until), until, CAPACITY)
     return cache.with_lengths(until)
 

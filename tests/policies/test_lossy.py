@@ -37,51 +37,58 @@ def brute_force(model, prompt, new: int, read) -> list[int]:
     """Greedy decoding without a cache of jspec's: ``read(layer, keys, queries)`` gives, per KV
     head, the positions that the last token reads; those of the prompt before it read all."""
     keys = [np.zeros((0, 2, 16)) for _ in model.config.layers]
-    values, text, done = list(keys), list(prompt), 0
+    values, text = list(keys), list(prompt)
 
     def attend(layer, q, k, v, cache):
-        first = len(keys[layer])
+        here, queries = len(keys[layer]), np.float64(q[0, 0])
         keys[layer] = np.concatenate([keys[layer], np.float64(k[0])])
         values[layer] = np.concatenate([values[layer], np.float64(v[0])])
-        out = np.zeros((q.shape[1], 4, 16))
-        for at, head in np.ndindex(q.shape[1], 4):
-            here, group = first + at, head // 2
-            seen = list(range(here + 1))
+        out = np.zeros((4, 16))
+        for head in range(4):
+            group, seen = head // 2, list(range(here + 1))
             if here + 1 >= len(prompt):
-                chosen = read(layer, keys[layer][:here, group], q[0, at, 2 * group :][:2], group)
+                chosen = read(layer, keys[layer][:here, group], queries[2 * group :][:2], group)
                 seen = seen if chosen is None else [*chosen, here]
-            scores = keys[layer][seen, group] @ np.float64(q[0, at, head]) / 4
+            scores = keys[layer][seen, group] @ queries[head] / 4
             weights = np.exp(scores - scores.max())
-            out[at, head] = weights / weights.sum() @ values[layer][seen, group]
-        return jnp.asarray(out[None], q.dtype), cache
+            out[head] = weights / weights.sum() @ values[layer][seen, group]
+        return jnp.asarray(out[None, None], q.dtype), cache
 
-    for _ in range(new):
-        tokens = jnp.asarray([text[done:]], jnp.int32)
-        positions = jnp.asarray([range(done, len(text))], jnp.int32)
-        hidden, _ = model(tokens, positions, attend, None)
-        done = len(text)
-        text.append(int(model.logits(hidden[:, -1:])[0, 0].argmax()))
+    # A token at a time: passes of one shape.
+    for at in range(len(prompt) + new - 1):
+        position = jnp.full((1, 1), at, jnp.int32)
+        hidden, _ = model(jnp.full((1, 1), text[at], jnp.int32), position, attend, None)
+        if at + 1 == len(text):
+            text.append(int(model.logits(hidden)[0, 0].argmax()))
     return text[len(prompt) :]
 
 
+TEXTS = prompts((30, 7), seed=5)
+
+
+@pytest.fixture(scope="module")
+def dense(wandering):
+    """What is decoded where all there is is read."""
+    return [tuple(brute_force(wandering, text, NEW, lambda *_: None)) for text in TEXTS]
+
+
 @pytest.mark.parametrize("name", reference.SCORES)
-def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering):
+def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dense):
     """The first layer reads all there is, the others what the paper's formula selects."""
     policy = dataclasses.replace(MATRIX[name], dense_layers=1)
     arrays = arrays_of(policy, wandering.config.layers)
-    texts = prompts((30, 7), seed=5)
 
     def read(layer, keys, queries, group):
         if layer < 1:
             return None
         sample = np.float64(random(64, 2, 16, seed=7 + layer))[:, group] + 0.5
         own = None if arrays is None else per_head(arrays[layer], group)
-        return reference.selected(name, policy, own, keys, np.float64(queries), sample)
+        return reference.selected(name, policy, own, keys, queries, sample)
 
-    wanted = [tuple(brute_force(wandering, text, NEW, read)) for text in texts]
+    wanted = [tuple(brute_force(wandering, text, NEW, read)) for text in TEXTS]
     got = generate(
         wandering,
-        texts,
+        TEXTS,
         SamplingParams(max_new_tokens=NEW),
         draft=None,
         target=policy,
@@ -89,7 +96,6 @@ def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering):
         prefill_chunk=16,
     )
     assert list(got.tokens) == wanted
-    dense = [tuple(brute_force(wandering, text, NEW, lambda *_: None)) for text in texts]
     assert wanted != dense, "the case is too easy: reading all there is decodes the same"
 
 

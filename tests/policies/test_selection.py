@@ -1,6 +1,7 @@
 """What policies select, against their papers' formulae, at the edges of budgets and contexts."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,11 @@ EDGES = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def select(policy, arrays, cache, q):
+    return policy.select(arrays, 0, cache, q, cache.lengths)
+
+
 def per_head(arrays, head: int):
     """What a policy's reference is given: HATA has a matrix for each KV head."""
     return arrays if isinstance(arrays, dict) else arrays[head]
@@ -47,7 +53,7 @@ def test_it_selects_what_the_paper_says(name, edge):
     cache = filled(policy, layout, LENGTHS, junk=np.nan)
     q, _, _ = query(len(LENGTHS))
     arrays = arrays_of(policy)
-    chosen = np.asarray(policy.select(arrays, 0, cache, q, cache.lengths))
+    chosen = np.asarray(select(policy, arrays, cache, q))
     assert chosen.dtype == np.int32
     keys = np.float64(random(len(LENGTHS), CAPACITY, 2, 8, seed=1))
     sample = np.float64(random(64, 2, 8, seed=7)) + 0.5

@@ -78,40 +78,41 @@ def paper(model, prompt, new: int, sinks: int, window: int) -> list[int]:
     """Greedy decoding from section 3.2: keys are kept as they are before rotation, and the new
     token rotates those that are left, and itself, by their places in the cache."""
     layers = model.config.layers
-    kept, values, text, done = [[] for _ in layers], [[] for _ in layers], list(prompt), 0
+    kept, values, text = [[] for _ in layers], [[] for _ in layers], list(prompt)
+    places = jnp.arange(len(prompt) + new)[None]
+    turns = []
+    for layer in layers:
+        cosine, sine = model.angles(places, layer)
+        turns.append((np.float64(cosine) + 1j * np.float64(sine))[0])
 
     def rotated(layer, x, places):
-        cosine, sine = model.angles(jnp.asarray(places)[None], layers[layer])
-        angle = (np.float64(cosine) + 1j * np.float64(sine))[0]
         half = x.shape[-1] // 2
-        y = (x[..., :half] + 1j * x[..., half:]) * angle
+        y = (x[..., :half] + 1j * x[..., half:]) * turns[layer][np.asarray(places)]
         return np.concatenate([y.real, y.imag], axis=-1)
 
     @turning
     def attend(layer, q, k, v, cache, *, turn):
-        first, q = len(kept[layer]), np.float64(q[0])
-        kept[layer] += list(np.float64(k[0]))
-        values[layer] += list(np.float64(v[0]))
-        out = np.zeros(q.shape)
-        for at in range(len(q)):
-            seen = range(first + at + 1)
-            if first + at + 1 >= len(prompt):
-                seen = [*seen[:-1][:sinks], *seen[sinks:-1][-window:], seen[-1]]
-            keys = rotated(layer, np.array([kept[layer][p] for p in seen]), range(len(seen)))
-            query = rotated(layer, q[at : at + 1], [len(seen) - 1])[0]
-            for head in range(4):
-                scores = keys[:, head // 2] @ query[head] / 4
-                weights = np.exp(scores - scores.max())
-                read = np.array([values[layer][p][head // 2] for p in seen])
-                out[at, head] = weights / weights.sum() @ read
-        return jnp.asarray(out[None], jnp.float32), cache
+        kept[layer].append(np.float64(k[0, 0]))
+        values[layer].append(np.float64(v[0, 0]))
+        seen = range(len(kept[layer]))
+        if len(seen) >= len(prompt):
+            seen = [*seen[:-1][:sinks], *seen[sinks:-1][-window:], seen[-1]]
+        keys = rotated(layer, np.array([kept[layer][p] for p in seen]), range(len(seen)))
+        query = rotated(layer, np.float64(q[0]), [len(seen) - 1])[0]
+        out = np.zeros(query.shape)
+        for head in range(4):
+            scores = keys[:, head // 2] @ query[head] / 4
+            weights = np.exp(scores - scores.max())
+            read = np.array([values[layer][p][head // 2] for p in seen])
+            out[head] = weights / weights.sum() @ read
+        return jnp.asarray(out[None, None], jnp.float32), cache
 
-    for _ in range(new):
-        tokens = jnp.asarray([text[done:]], jnp.int32)
-        positions = jnp.asarray([range(done, len(text))], jnp.int32)
-        hidden, _ = model(tokens, positions, attend, None)
-        done = len(text)
-        text.append(int(model.logits(hidden[:, -1:])[0, 0].argmax()))
+    # A token at a time: passes of one shape.
+    for at in range(len(prompt) + new - 1):
+        position = jnp.full((1, 1), at, jnp.int32)
+        hidden, _ = model(jnp.full((1, 1), text[at], jnp.int32), position, attend, None)
+        if at + 1 == len(text):
+            text.append(int(model.logits(hidden)[0, 0].argmax()))
     return text[len(prompt) :]
 
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.decode.state import DecodeState, Models
+from jspec.models.quantized import quantized_copy
+from jspec.ops.quantized import KINDS
 from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.verify import Verified
 from jspec.ops.vocabulary import Axes
@@ -19,6 +21,9 @@ from jspec.typing import Array, Model
 
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
+
+
+CATCH_UP = 64  # tokens that a second model takes up in a pass after it rested
 
 
 @jax.tree_util.register_dataclass
@@ -118,6 +123,10 @@ class Drafter:
         """
         return before
 
+    def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
+        """The state where it took up `CATCH_UP` more of the tokens that `rest` left to it."""
+        return state
+
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
@@ -128,12 +137,45 @@ class Drafter:
         """Take up what was verified; ``state`` has the committed tokens and lengths."""
         return state
 
+    def rest(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+        """Take up a plain step, as `learn` does, or leave its token to `caught_up`.
+
+        That is for a drafter with a model of its own, of which a plain step should cost no pass.
+        """
+        return self.learn(state, seen, verified)
+
 
 class SparseDrafter(Drafter):
     """A drafter that is the model itself over a sparse view of its own cache.
 
-    A `Chain` runs passes over that view by itself.
+    A `Chain` runs passes over that view by itself. ``quantized``: ``int8`` or ``fp8`` has the draft
+    read a copy of the linear weights of so many bits, which `prepare` makes and ``models.draft``
+    holds; verification reads the target's own. Subclasses have it as a setting, "" for no copy, and
+    check it by `check_quantized`.
     """
+
+    quantized: str
+
+    def check_quantized(self) -> None:
+        """Raise `ValueError` for a kind of copy that there is not."""
+        if self.quantized not in ("", *KINDS):
+            raise ValueError(f"quantized={self.quantized!r} must be one of {', '.join(KINDS)}")
+
+    @property
+    def takes_model(self) -> bool:
+        return bool(self.quantized)
+
+    def prepare(self, models: Models) -> Models:
+        if not self.quantized or models.draft is not None:
+            return models
+        return models._replace(draft=quantized_copy(models.target, self.quantized))
+
+    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Any:
+        if self.quantized and models.draft is None:
+            raise ValueError(
+                f"{type(self).__name__}(quantized={self.quantized!r}) drafts with a copy of the "
+                "target; pass draft.prepare(jspec.Models(target))"
+            )
 
     def view(self, models: Models, own: Any, until: Array) -> tuple[Policy, Any]:
         """The policy that says what a pass reads, and the arrays that the policy takes.
@@ -143,8 +185,11 @@ class SparseDrafter(Drafter):
         raise NotImplementedError
 
     def model_of(self, models: Models) -> Model:
-        """The model that drafts: the target, or a copy that ``models.draft`` holds."""
-        return models.target
+        """The model that drafts: the target, or its copy."""
+        if not self.quantized:
+            return models.target
+        assert models.draft is not None  # `init`
+        return models.draft
 
 
 def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:

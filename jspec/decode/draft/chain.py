@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -116,12 +117,21 @@ class Chain(Drafter):
         return Levels(self.first.grow(own.first, capacity), self.second.grow(own.second, capacity))
 
     def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
-        def learned(drafter: Drafter, own: Any) -> Any:
-            return drafter.learn(dataclasses.replace(state, draft=own), seen, verified).draft
+        return self._each(state, lambda drafter, state: drafter.learn(state, seen, verified))
 
-        own: Levels = state.draft
-        own = Levels(learned(self.first, own.first), learned(self.second, own.second))
-        return dataclasses.replace(state, draft=own)
+    def rest(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+        return self._each(state, lambda drafter, state: drafter.rest(state, seen, verified))
+
+    def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
+        return self._each(state, lambda drafter, state: drafter.caught_up(models, state, config))
+
+    def _each(
+        self, state: DecodeState, take_up: Callable[[Drafter, DecodeState], DecodeState]
+    ) -> DecodeState:
+        """The state where each drafter's own is as ``take_up`` leaves it."""
+        pairs = zip((self.first, self.second), state.draft, strict=True)
+        own = (take_up(x, dataclasses.replace(state, draft=held)).draft for x, held in pairs)
+        return dataclasses.replace(state, draft=Levels(*own))
 
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig

@@ -57,8 +57,10 @@ class GuidedDraft(SparseDrafter):
     """
 
     policy: Guided = VEGAS
+    quantized: str = ""
 
     def __post_init__(self) -> None:
+        self.check_quantized()
         if not isinstance(self.policy, Guided):
             raise TypeError(
                 f"policy={shown(self.policy)} is not guided by verification; pass SelfDraft(...)"
@@ -73,6 +75,7 @@ class GuidedDraft(SparseDrafter):
         return not self.policy.needs_verdict
 
     def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Guide:
+        super().init(models, lengths, capacity, gamma)
         specs = models.target.config.layers
         picked = tuple(
             self.policy.opening(specs[layer].kv_heads, capacity, lengths)
@@ -100,17 +103,18 @@ class GuidedDraft(SparseDrafter):
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
         until, selections = state.cache.lengths, state.draft.selections(state.cache.lengths)
+        model = self.model_of(models)
 
         def advance(step, token, positions, cache):
             where = positions[:, None]
             where = jnp.where(state.beyond(where), -1, where)
             hidden, cache = run_selected(
-                *(models.target, token[:, None], where, cache, until, config.gamma),
+                *(model, token[:, None], where, cache, until, config.gamma),
                 policy=self.policy,
                 arrays=selections,
                 backends=config.backends,
             )
-            return models.target.logits(hidden)[:, 0], cache
+            return model.logits(hidden)[:, 0], cache
 
         axes = vocabulary_axes(models.target)
         drafted, cache = autoregressive(state, config, advance, state.cache, axis_name=axes)

@@ -32,7 +32,7 @@ def named_draft(text: str) -> Drafter:
     """The drafter that ``NAME`` or ``NAME:setting=value,...`` names, as in ``ngram:min_match=2``.
 
     A policy's name drafts with the model itself over that policy, ``streaming:window=240``; it
-    takes ``quantized=`` of `SelfDraft` too. ``FIRST > SECOND`` is a `Chain` of the two, whose own
+    takes ``quantized=`` of the drafter too. ``FIRST > SECOND`` is a `Chain` of the two, whose own
     settings may follow a semicolon: ``suffix > hata:budget=256; rounds=6,inner=4``. Raises
     `ValueError` for an unknown name or setting, and for a value of the wrong type.
     """
@@ -41,14 +41,13 @@ def named_draft(text: str) -> Drafter:
     name, _, settings = text.partition(":")
     if name in DRAFTERS:
         return made(DRAFTERS[name], "draft", name, settings)
-    if name in POLICIES:
+    if name in POLICIES or name in GUIDED:
+        kind, policies = (GuidedDraft, GUIDED) if name in GUIDED else (SelfDraft, POLICIES)
         own = [x for x in settings.split(",") if x.startswith("quantized=")]
         rest = [x for x in settings.split(",") if x not in own]
-        policy = made(POLICIES[name], "draft", name, ",".join(rest))
-        draft = made(SelfDraft, "draft", name, ",".join(own))
+        policy = made(policies[name], "draft", name, ",".join(rest))
+        draft = made(kind, "draft", name, ",".join(own))
         return dataclasses.replace(draft, policy=policy)
-    if name in GUIDED:
-        return GuidedDraft(made(GUIDED[name], "draft", name, settings))
     raise ValueError(f"draft {name!r} is unknown; choose one of {', '.join(names())}")
 
 

@@ -36,15 +36,11 @@ class NoDraft(Drafter):
 class Paused(NoDraft):
     """Plain decoding while the drafter ``of`` rests, which then goes on from the same state.
 
-    The cache keeps what it needs, and it learns what is committed. Raises `ValueError` for a
-    drafter with a model of its own, whose cache would lack these tokens.
+    The cache keeps what it needs, and it takes up what is committed. A second model must be caught
+    up before it drafts again, `jspec.decode.step.catch_up`.
     """
 
     of: Drafter
-
-    def __post_init__(self) -> None:
-        if self.of.needs_model:
-            raise ValueError(f"{self.of} cannot rest: its model's cache would miss plain steps")
 
     @property
     def keeps(self) -> Policy:
@@ -66,4 +62,4 @@ class Paused(NoDraft):
         return self.of.grow(own, capacity)
 
     def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
-        return self.of.learn(state, seen, verified)
+        return self.of.rest(state, seen, verified)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.cache.layout import check_rings, layouts_of
-from jspec.decode.draft.base import Drafted, Drafter, Seen, autoregressive
+from jspec.decode.draft.base import CATCH_UP, Drafted, Drafter, Seen, autoregressive
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
 from jspec.policies.attend import dense_attend
@@ -70,6 +70,17 @@ class ModelDraft(Drafter):
     def grow(self, own: Any, capacity: int) -> Cache:
         return own.grown(capacity)
 
+    def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
+        own: Cache = state.draft
+        # Behind a draft that was accepted whole, its last token is missing too.
+        begin = jnp.maximum(own.lengths - 1, 0)[:, None]
+        positions = begin + jnp.arange(CATCH_UP, dtype=jnp.int32)[None]
+        positions = jnp.where(positions < state.cache.lengths[:, None], positions, -1)
+        tokens = jnp.take_along_axis(state.tokens, jnp.maximum(positions, 0), axis=1)
+        own = self.prefill(models, own, tokens, positions, config)
+        lengths = jnp.minimum(begin[:, 0] + CATCH_UP, state.cache.lengths)
+        return dataclasses.replace(state, draft=own.with_lengths(lengths))
+
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
@@ -95,6 +106,9 @@ class ModelDraft(Drafter):
 
     def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
         return dataclasses.replace(state, draft=state.draft.with_lengths(state.cache.lengths))
+
+    def rest(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+        return state
 
 
 def _known(tokens: Array, model: Model) -> Array:

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jspec.config import shown
 from jspec.decode.draft.base import Drafted, SparseDrafter, autoregressive
 from jspec.decode.state import DecodeState, Models, vocabulary_axes
-from jspec.models.quantized import quantized_copy
-from jspec.ops.quantized import KINDS
 from jspec.policies import Guided, Policy, Streaming
 from jspec.policies.attend import Compact, compact_attend, run_selected
-from jspec.typing import Array, Model
+from jspec.typing import Array
 
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
@@ -27,46 +25,20 @@ class SelfDraft(SparseDrafter):
     Where the selection depends on the query, it is made for each draft token, and the draft's keys
     and values go into the target's cache. Where it does not, it is copied once a step, and the
     draft reads and writes the copy.
-
-    ``quantized``: ``int8`` or ``fp8`` has the draft read a copy of the linear weights of so many
-    bits, which `prepare` makes and ``models.draft`` holds. Verification reads the target's own.
     """
 
     policy: Policy = Streaming()
     quantized: str = ""
 
     def __post_init__(self) -> None:
-        if self.quantized not in ("", *KINDS):
-            raise ValueError(f"quantized={self.quantized!r} must be one of {', '.join(KINDS)}")
+        self.check_quantized()
         if isinstance(self.policy, Guided):
             given = shown(self.policy)
             raise TypeError(f"policy={given} is guided by verification; pass GuidedDraft({given})")
 
     @property
-    def takes_model(self) -> bool:
-        return bool(self.quantized)
-
-    def prepare(self, models: Models) -> Models:
-        if not self.quantized or models.draft is not None:
-            return models
-        return models._replace(draft=quantized_copy(models.target, self.quantized))
-
-    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> None:
-        if self.quantized and models.draft is None:
-            raise ValueError(
-                f"SelfDraft(quantized={self.quantized!r}) drafts with a copy of the target; pass "
-                "draft.prepare(jspec.Models(target))"
-            )
-
-    @property
     def keeps(self) -> Policy:
         return self.policy
-
-    def model_of(self, models: Models) -> Model:
-        if not self.quantized:
-            return models.target
-        assert models.draft is not None  # `init`
-        return models.draft
 
     def view(self, models: Models, own: Any, until: Array) -> tuple[Policy, Any]:
         return self.policy, models.policy

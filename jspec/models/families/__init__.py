@@ -19,6 +19,8 @@ FAMILIES = (
     "llama",
     "qwen2",
     "qwen3",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 
 

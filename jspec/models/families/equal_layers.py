@@ -14,7 +14,7 @@ _FULL = "full_attention"
 
 def read_equal_layers(fields: Fields, **special: Any) -> ModelConfig:
     """The fields shared by families; ``special`` are settings that the family knows itself."""
-    _refuse_variants(fields)
+    refuse_variants(fields)
     heads = fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
     vocab = fields.integer("vocab_size")
@@ -23,7 +23,7 @@ def read_equal_layers(fields: Fields, **special: Any) -> ModelConfig:
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=_layers(fields),
+        num_layers=layer_count(fields),
         num_heads=heads,
         num_kv_heads=fields.integer("num_key_value_heads", heads),
         head_size=_head_size(fields, hidden, heads),
@@ -31,13 +31,14 @@ def read_equal_layers(fields: Fields, **special: Any) -> ModelConfig:
         rope_scaling=rope.scaling,
         norm_eps=float(fields.number("rms_norm_eps")),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        max_context=_max_context(fields, rope.scaling),
+        max_context=max_context(fields, rope.scaling),
         stop_tokens=fields.tokens("eos_token_id", vocab),
         **special,
     )
 
 
-def _refuse_variants(fields: Fields) -> None:
+def refuse_variants(fields: Fields) -> None:
+    """Raise `CheckpointError` for another activation, and for layers with windows."""
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.error(f"hidden_act={quoted(activation)} is not supported; jspec has silu")
@@ -52,7 +53,7 @@ def _refuse_variants(fields: Fields) -> None:
     if not fields.has("layer_types") and fields.boolean("use_sliding_window", False):
         window = fields.values.get("sliding_window")
         first = fields.values.get("max_window_layers", 0)
-        if window is not None and not (type(first) is int and first >= _layers(fields)):
+        if window is not None and not (type(first) is int and first >= layer_count(fields)):
             raise fields.error(
                 f"use_sliding_window=true with sliding_window={quoted(window)} and "
                 f"max_window_layers={quoted(first)}: jspec attends to the whole context; set "
@@ -60,7 +61,8 @@ def _refuse_variants(fields: Fields) -> None:
             )
 
 
-def _layers(fields: Fields) -> int:
+def layer_count(fields: Fields) -> int:
+    """The number of layers, within the limit of a sound file."""
     layers = fields.integer("num_hidden_layers")
     if layers > LAYER_LIMIT:
         raise fields.error(f"num_hidden_layers={layers} must be at most {LAYER_LIMIT}")
@@ -77,7 +79,8 @@ def _head_size(fields: Fields, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _max_context(fields: Fields, scaling: RopeScaling | None) -> int:
+def max_context(fields: Fields, scaling: RopeScaling | None) -> int:
+    """The most tokens of a row."""
     # Qwen's advice for long inputs adds YaRN and leaves max_position_embeddings as it was.
     context = fields.integer("max_position_embeddings")
     if scaling is None or scaling.kind != "yarn":

@@ -15,15 +15,33 @@ _KEYS = frozenset(
 )
 
 
-def read_rope(fields: Fields) -> Rope:
-    """Base and scaling from ``rope_scaling`` or, as transformers 5 writes it, rope_parameters."""
+def read_score_factor(fields: Fields) -> float:
+    """The factor on the scores of latent attention beyond its trained context.
+
+    That is the square of YaRN's temperature for ``mscale_all_dim`` (DeepSeek-V2, section 3.1.4).
+    """
+    rope = _rope_fields(fields)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "default" or not rope.values.get("mscale_all_dim"):
+        return 1.0
+    factor, scale = rope.number("factor"), rope.number("mscale_all_dim")
+    return (0.1 * scale * math.log(max(factor, 1.0)) + 1.0) ** 2
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    """``rope_scaling`` or, as transformers 5 writes it, rope_parameters."""
     old, new = fields.object("rope_scaling"), fields.object("rope_parameters")
     if old.values and new.values and old.values != new.values:
         raise fields.error(
             f"rope_scaling={quoted(old.values)} and rope_parameters={quoted(new.values)} disagree; "
             "keep the one that the model was trained with"
         )
-    rope = old if old.values else new
+    return old if old.values else new
+
+
+def read_rope(fields: Fields) -> Rope:
+    """The base and the scaling of a config.json."""
+    rope = _rope_fields(fields)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)

@@ -81,7 +81,11 @@ def _cases() -> list[Case]:
 
 SCORED = Operation(
     "scored_attention",
-    {"xla": Backend("xla", _xla, always), "triton": "jspec.triton.attention:SCORED"},
+    {
+        "xla": Backend("xla", _xla, always),
+        "triton": "jspec.triton.attention:SCORED",
+        "pallas": "jspec.pallas.attention:SCORED",
+    },
     attention_sizes,
     _cases,
 )

@@ -1,0 +1,169 @@
+"""Whether a draft and its verification are right: against ``xla``'s version of every operation.
+
+On the first `LAYERS` layers, greedily, with new keys so loud that they count among thousands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.decode.check import LAYERS, NEW_KEYS, TOLERANCE, first_layers_of
+from bench.decode.shapes import part_of
+from jspec.decode.draft import Drafted
+from jspec.decode.settings import OPERATIONS, StepConfig
+from jspec.decode.state import DecodeState, Models
+from jspec.decode.step import draft, run_target
+from jspec.dispatch import Backends
+from jspec.typing import Array
+
+REFERENCE = Backends({x.name: "xla" for x in OPERATIONS if "xla" in x.backends})
+# Of what the two pick in a layer. Scores that differ by 1 % of their spread turn around one pick in
+# 25 at 7 %; picks that have nothing to do with each other share 7 %.
+SHARED = 0.9
+
+
+class DraftCheck:
+    """Compares an iteration of ``config`` with the reference, on random draft tokens.
+
+    ``own_state(models, lengths, layers)``: the drafter's own state for a model of so many layers.
+    """
+
+    def __init__(self, models: Models, config: StepConfig, own_state: Callable[[Models], Any]):
+        target: Any = models.target
+        self.layers = min(LAYERS, target.config.num_layers)
+        small = Models(part_of(target, self.layers), policy=_first(models.policy, self.layers))
+        self._models = config.draft.prepare(small)
+        self._config, self._own_state = config, own_state
+
+    def lowerings(self, shapes: DecodeState) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """What lowers the two programs for a state of these shapes."""
+        own = jax.eval_shape(self._own_state, self._models)
+        state = self._cut(shapes, own)
+        tokens = jax.ShapeDtypeStruct((shapes.tokens.shape[0], self._config.gamma), jnp.int32)
+
+        def lower(backends: Backends) -> jax.stages.Lowered:
+            config = dataclasses.replace(self._config, backends=backends)
+            return _iteration.lower(_loud(self._models), state, tokens, config)
+
+        return {
+            "own": partial(lower, Backends(self._config.backends)),
+            "reference": partial(lower, REFERENCE),
+        }
+
+    def wrong(self, state: DecodeState, programs: Mapping[Any, Any]) -> tuple[str | None, float]:
+        """What is wrong with the iteration, or None, and the error of its logits.
+
+        On the keys and values of ``state``, which stay as they are.
+        """
+        vocabulary = self._models.target.config.vocab_size
+        size = state.tokens.shape[0], self._config.gamma
+        tokens = np.random.default_rng(1).integers(0, vocabulary, size, np.int32)
+        state = self._cut(state, self._own_state(self._models))
+        arguments = _loud(self._models), state, tokens
+        got, wanted = (programs[name](*arguments) for name in ("own", "reference"))
+        errors = {"verification": _error(got.target, wanted.target)}
+        if got.draft is not None:
+            # A draft goes on from its own tokens: once these part, logits say nothing.
+            alike = (got.tokens[:, :-1] == wanted.tokens[:, :-1]).cumprod(axis=1).astype(bool)
+            known = jnp.pad(alike, ((0, 0), (1, 0)), constant_values=True)
+            ends = jnp.minimum(got.lengths, wanted.lengths)[:, None]
+            known &= jnp.arange(known.shape[1])[None] < ends
+            errors["draft"] = _error(got.draft, wanted.draft, known)
+        for what, error in errors.items():
+            if not error <= TOLERANCE:
+                return f"the logits of its {what} are wrong by {error:.1%}", error
+        error = max(errors.values())
+        share = min(map(_share, got.picks, wanted.picks), default=1.0)
+        if share < SHARED:
+            return f"it picks {share:.0%} of what the reference picks in a layer", error
+        return None, error
+
+    def _cut(self, state: DecodeState, own: Any) -> DecodeState:
+        """The state for the first layers; ``sampled``, so that drafts give their logits."""
+        cache = first_layers_of(state.cache, self.layers)
+        return dataclasses.replace(state, cache=cache, draft=own, mode="sampled")
+
+
+def _first(arrays: Any, layers: int) -> Any:
+    return None if arrays is None else arrays[:layers]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Loud:
+    """A model whose new keys are `NEW_KEYS` times as large."""
+
+    model: Any
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def dtype(self) -> Any:
+        return self.model.dtype
+
+    def __call__(self, tokens: Array, positions: Array, attend: Any, cache: Any) -> Any:
+        def louder(layer: int, q: Any, k: Any, v: Any, cache: Any, **rest: Any) -> Any:
+            return attend(layer, q, jnp.asarray(NEW_KEYS, k.dtype) * k, v, cache, **rest)
+
+        return self.model(tokens, positions, louder, cache)
+
+    def logits(self, hidden: Array) -> Array:
+        return self.model.logits(hidden)
+
+
+def _loud(models: Models) -> Models:
+    copy = None if models.draft is None else _Loud(models.draft)
+    return models._replace(target=_Loud(models.target), draft=copy)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """``tokens [B, gamma]``, ``lengths [B]`` and logits ``draft [B, gamma, V]`` of a draft, the
+    logits ``target [B, gamma + 1, V]`` of a verification, and its ``picks``."""
+
+    tokens: Array
+    lengths: Array
+    draft: Array | None
+    target: Array
+    picks: list[Array]
+
+
+@partial(jax.jit, static_argnames="config")
+def _iteration(models: Models, state: DecodeState, tokens: Array, config: StepConfig) -> _Found:
+    with config.of_models():
+        drafted, after = draft(models, state, config)
+        after = dataclasses.replace(after, cache=after.cache.with_lengths(state.cache.lengths))
+        whole = Drafted(tokens, jnp.full(state.lengths.shape, config.gamma, jnp.int32))
+        target, _, seen = run_target(models, after, whole, config)
+    picks = [found for found in seen.found or () if isinstance(found, jax.Array)]
+    return _Found(drafted.tokens, drafted.lengths, drafted.logits, target, picks)
+
+
+def _error(found: Array, wanted: Array, known: Array | None = None) -> float:
+    """By how much logits ``[B, T, V]`` are off, over the norm of those that are wanted.
+
+    The largest of a row's mean and of a position's, of what is ``known [B, T]``: drafts are long,
+    and one of many positions is off by twice as much as the others where nothing is wrong.
+    """
+    distance = jnp.linalg.norm(found - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)
+    known = jnp.ones_like(distance, bool) if known is None else known
+    distance, many = jnp.where(known, distance, 0), known.astype(distance.dtype)
+    means = (distance.sum(axis) / jnp.maximum(many.sum(axis), 1) for axis in (0, 1))
+    return max(float(mean.max()) for mean in means)
+
+
+def _share(found: Array, wanted: Array) -> float:
+    """The least share of a row's picks ``[B, ...]`` that the two have in common."""
+    pairs = zip(np.asarray(found), np.asarray(wanted), strict=True)
+    sets = [(set(a[a >= 0].ravel().tolist()), set(b[b >= 0].ravel().tolist())) for a, b in pairs]
+    return min(len(a & b) / max(len(b), 1) for a, b in sets)

@@ -1,0 +1,76 @@
+"""Which iterations a suite measures: shapes of models, and drafters at one ratio of the context."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from bench import cases, decode
+from bench.decode.iterations import Drafting, Shape, iterations
+from bench.decode.shapes import Ceilings
+from bench.machine import matrix_ceiling, read_ceiling
+from bench.point import Row
+from bench.settings import Settings
+from bench.table import times
+
+RATIO = 0.07
+STEPS = 4  # of a chunk
+CPU_STEPS = 1
+GUIDED = f"vegas:budget={RATIO}"
+# layers: the first ones alone, 0 for all; gamma: of drafters that are no chain.
+DEFAULT: cases.Case = {"model": "qwen3-8b", "B": 4, "S": 122880, "gamma": 9, "layers": 0}
+CPU = "model=qwen3-4b,B=1,S=2K,gamma=3,layers=2"
+
+
+def case(text: str) -> cases.Case:
+    """A case of ``--case``; `ValueError` where it is none."""
+    return cases.parse(text, DEFAULT)
+
+
+def grid(settings: Settings, own: Sequence[str]) -> list[cases.Case]:
+    """The cases that were asked for, or a suite's ``own``, of which a quick run has the first."""
+    if jax.default_backend() != "gpu":
+        own = [CPU]
+    elif settings.quick:
+        own = own[:1]
+    return [case(text) for text in settings.cases or own]
+
+
+def ceilings() -> Ceilings:
+    """Those of this machine."""
+    cpu = jax.default_backend() == "cpu"
+    return Ceilings(read_ceiling(), None if cpu else matrix_ceiling())
+
+
+def rows(
+    here: cases.Case, wanted: Sequence[Drafting], settings: Settings, limits: Ceilings
+) -> Iterator[Row]:
+    """The iterations of a case, each a row."""
+    cpu = jax.default_backend() == "cpu"
+    asked = dataclasses.replace(
+        settings.decode, steps=CPU_STEPS if cpu else STEPS, layers=here["layers"] or None
+    )
+    settings = dataclasses.replace(settings, decode=asked, only=())
+    name = here["model"]
+    shape = Shape(name, here["B"], here["S"])
+    model = decode.drawn(name, settings)
+    yield from decode.by_size(name, iterations(model, shape, wanted, settings, limits))
+
+
+def case_cells(row: Row) -> tuple[str, ...]:
+    """Model, layers, rows and context."""
+    at: dict[str, Any] = row["case"]
+    return at["model"], str(at["layers"]), str(at["B"]), cases.kilo(at["S"])
+
+
+def before_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    """How many times as fast it is as in an earlier result, where ``rows`` were compared."""
+    if not any("ratio" in own for own in rows):
+        return ()
+    return (times(row["ratio"]) if "ratio" in row else "",)
+
+
+CASE = ("model", "layers", "B", "S")

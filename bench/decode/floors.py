@@ -1,0 +1,95 @@
+"""The least time of each part of an iteration: the bytes that it must read, at the read ceiling."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from bench.decode.shapes import Ceilings, read_cache_bytes, read_weight_bytes, scored_cache_bytes
+from jspec.decode.draft import Chain, SparseDrafter
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
+from jspec.policies import Guided, Policy, Streaming
+from jspec.policies.policy import Budgeted
+
+
+def of_iteration(
+    models: Models, batch: int, context: int, config: StepConfig, ceilings: Ceilings
+) -> dict[str, float]:
+    """Nanoseconds of each part of `bench.decode.phases.PARTS` that has to read something.
+
+    *draft passes*: the weights that they read, keys and values of what is selected; *verification*:
+    weights and cache; *collection*: the scores of every key, written; *selection*: these read, or
+    what a policy scores by itself; *compaction*: the copy, read and written; *bookkeeping*: the
+    logits of the verification.
+    """
+    model: Any = models.target
+    layers, dtype = model.config, model.dtype
+    own, gamma = view_of(config), config.gamma
+    weights = read_weight_bytes(model)
+    elements = weights // dtype.itemsize
+
+    def read(count: float) -> float:
+        return count / ceilings.read * 1e9
+
+    cached = read_cache_bytes(layers, batch, context, dtype)
+    found = {
+        "verification": ceilings.floor_ns(weights, cached, 2 * elements * batch * (gamma + 1)),
+        "bookkeeping": read(4.0 * batch * (gamma + 1) * layers.vocab_size),
+    }
+    if own is None:
+        return found
+    passes, tokens = passes_of(config)
+    count = positions_read(own, context)
+    scored = scored_cache_bytes(layers, batch, context, dtype, own)
+    selected = read_cache_bytes(layers, batch, context, dtype, own, count) - scored
+    draft_weights = draft_weight_bytes(models, config)
+    flops = 2 * elements * batch * tokens
+    found["draft passes"] = passes * ceilings.floor_ns(draft_weights, selected, flops)
+    if isinstance(own, Guided):
+        leaders = own.leaders(layers.layers)
+        heads = sum(layers.layers[i].kv_heads for i in {x for x in leaders if x is not None})
+        found["collection"] = found["selection"] = read(4.0 * batch * heads * context)
+    elif own.reads_queries:
+        found["selection"] = passes * read(scored)
+    else:
+        found["compaction"] = 2 * read(selected)
+    return found
+
+
+def view_of(config: StepConfig) -> Policy | None:
+    """The policy that draft passes of the model itself read by; None where it makes none."""
+    draft = config.draft.second if isinstance(config.draft, Chain) else config.draft
+    if not isinstance(draft, SparseDrafter):
+        return None
+    return draft.guided or draft.keeps
+
+
+def passes_of(config: StepConfig) -> tuple[int, int]:
+    """How many passes a draft makes, and the tokens of each."""
+    if isinstance(config.draft, Chain):
+        return min(config.draft.rounds, config.gamma), min(config.draft.inner, config.gamma) + 1
+    return config.gamma, 1
+
+
+def positions_read(policy: Policy, context: int) -> int:
+    """How many positions of a row ``policy`` selects."""
+    if isinstance(policy, Streaming):
+        size = policy.window
+        return math.ceil(size * context) if isinstance(size, float) else policy.sinks + size
+    if not isinstance(policy, Budgeted):
+        return context
+    if isinstance(policy.budget, float):
+        share = math.ceil(policy.budget * context)
+        return min(max(share, policy.floor * policy.page_size), context)
+    return min(policy.budget, context)
+
+
+def draft_weight_bytes(models: Models, config: StepConfig) -> int:
+    """Bytes of the weights that a draft pass reads, 0 where the model does not draft."""
+    if view_of(config) is None:
+        return 0
+    draft = config.draft.second if isinstance(config.draft, Chain) else config.draft
+    assert isinstance(draft, SparseDrafter)
+    model: Any = draft.model_of(models)
+    return read_weight_bytes(model)

@@ -1,0 +1,230 @@
+"""What an iteration costs: a draft and its verification, by a drafter at a model's true shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench import clocks, point
+from bench.decode import floors, parts, phases
+from bench.decode.draft_check import DraftCheck
+from bench.decode.running import (
+    CHUNKS,
+    REPEATS,
+    Loop,
+    first_run,
+    kernels_of,
+    memory_of,
+    of_kernels,
+    too_large,
+)
+from bench.decode.shapes import Ceilings, weight_bytes
+from bench.decode.states import Blueprint
+from bench.policies import arrays_of
+from bench.program import Absent, failure
+from bench.settings import Settings
+from jspec.decode.draft import named_draft
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+from jspec.decode.step import decode_chunk
+from jspec.models.decoder import Decoder
+
+Programs = Mapping[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """``batch`` rows of ``context`` tokens of a ``model`` by name."""
+
+    model: str
+    batch: int
+    context: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """A row's ``name``; its ``draft``, as `named_draft` reads it, of ``gamma`` tokens."""
+
+    name: str
+    draft: str
+    gamma: int
+
+    @property
+    def config(self) -> StepConfig:
+        return StepConfig(self.gamma, named_draft(self.draft))
+
+
+def iterations(
+    model: Decoder,
+    shape: Shape,
+    wanted: Sequence[Drafting],
+    settings: Settings,
+    ceilings: Ceilings,
+) -> list[Iteration]:
+    """The iterations to measure; those with quantised drafts share one copy of the weights."""
+    found, copy = [], None
+    for drafting in wanted:
+        config = drafting.config
+        keeps = config.keeps
+        arrays = arrays_of(keeps, model.config.layers) if keeps.needs_arrays else None
+        models = Models(model, copy if config.draft.takes_model else None, arrays)
+        models = config.draft.prepare(models)
+        copy = copy if models.draft is None else models.draft
+        found.append(Iteration(models, shape, drafting, settings, ceilings))
+    return found
+
+
+class Iteration:
+    """Measures one drafter's iteration: compile what `lowerings` gives, then take `rows`."""
+
+    def __init__(
+        self,
+        models: Models,
+        shape: Shape,
+        drafting: Drafting,
+        settings: Settings,
+        ceilings: Ceilings,
+    ):
+        self.shape, self.drafting, self._models = shape, drafting, models
+        self._config, self._settings = drafting.config, settings
+        self._steps = settings.decode.steps
+        target: Any = models.target
+        self._target: Decoder = target
+        room = CHUNKS[1] * self._steps * (drafting.gamma + 1)
+        self._blueprint = Blueprint.of(
+            self._target, shape.batch, shape.context, drafting.gamma, room, self._config.keeps
+        )
+        self._floors = floors.of_iteration(
+            models, shape.batch, shape.context, self._config, ceilings
+        )
+        self._check = DraftCheck(models, self._config, self._own_state)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the cache."""
+        return self._blueprint.shapes.cache.nbytes
+
+    def lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
+        """What lowers each program: a chunk, and those of the check."""
+        own = jax.eval_shape(self._own_state, self._models)
+        shapes = dataclasses.replace(self._blueprint.shapes, draft=own)
+
+        def lower() -> jax.stages.Lowered:
+            return decode_chunk.lower(self._models, shapes, config=self._config, steps=self._steps)
+
+        return {"chunk": lower} | (self._check.lowerings(shapes) if self._settings.check else {})
+
+    def rows(self, programs: Programs) -> Iterator[point.Row]:
+        """The iteration's row, with its times where its output was right."""
+        for program in programs.values():
+            if isinstance(program, Absent):
+                yield self._row(False, reason=program.reason)
+                return
+        program = programs["chunk"]
+        memory = memory_of(program)
+        reason = too_large(self._held, memory)
+        if reason:
+            yield self._row(None, reason=reason, **memory)
+            return
+        try:
+            yield from self._measured(programs, memory)
+        except Exception as error:
+            reason = failure(self.drafting.name, error).reason
+            yield self._row(False, reason=reason, **memory)
+
+    def _measured(self, programs: Programs, memory: dict[str, Any]) -> Iterator[point.Row]:
+        program, own = programs["chunk"], self._own()
+        filled = self._blueprint.filled(self._target.config.vocab_size)
+
+        def rewound(state: DecodeState) -> DecodeState:
+            # A chunk takes the state that it is given.
+            draft = jax.tree.map(jnp.copy, own)
+            return dataclasses.replace(self._blueprint.rewound(state), draft=draft)
+
+        state = rewound(filled)
+        del filled
+        state, record, peak = first_run(partial(program, self._models), state)
+        about = memory | peak
+        if not (record.committed >= 1).all():
+            raise RuntimeError("an iteration committed no token in some row")
+        if not self._settings.check:
+            yield self._row(None, reason="not checked, so not timed", **about)
+            return
+        reason, error = self._check.wrong(rewound(state), programs)
+        about["error"] = error
+        if reason:
+            yield self._row(False, reason=reason, **about)
+            return
+        run = partial(Loop(self._models, rewound, state).run, program)
+        del state
+        short, long = (partial(run, count) for count in CHUNKS)
+        samples = clocks.step(short, long, 0.0, REPEATS, lengths=CHUNKS)
+        about["step_ns"] = [round(ns / self._steps) for ns in samples]
+        failed = None
+        if point.DEVICE.reason is None:
+            try:
+                about |= self._kernels(run, program, statistics.median(about["step_ns"]))
+            except RuntimeError as error:
+                failed = f"device clock: {error}"
+        yield self._row(f"{self._check.layers} layers", **about)
+        if failed:
+            yield self._row(False, reason=failed)
+
+    def _kernels(self, run: Callable[[int], Any], program: Any, step_ns: float) -> dict[str, Any]:
+        """How many kernels an iteration has, and how long its parts take."""
+        kernels = kernels_of(partial(run, 1))
+        sums = phases.by_part(kernels, parts.origins(program.as_text()))
+        return of_kernels(kernels, self._steps, step_ns) | {
+            "parts_ns": {
+                part: {kind: ns / self._steps for kind, ns in kinds.items()}
+                for part, kinds in sums.items()
+            }
+        }
+
+    def _own_state(self, models: Models) -> Any:
+        """The drafter's own state behind the context, which it has heard."""
+        state, draft = self._blueprint.shapes, self._config.draft
+        lengths = jnp.full(state.tokens.shape[:1], self.shape.context, jnp.int32)
+        own = draft.init(models, lengths, state.tokens.shape[1], self._config.gamma)
+        positions = jnp.arange(self.shape.context, dtype=jnp.int32)
+        positions = jnp.broadcast_to(positions, (len(lengths), self.shape.context))
+        tokens = positions % self._target.config.vocab_size
+        return draft.prefill(models, own, tokens, positions, self._config)
+
+    def _own(self) -> Any:
+        return jax.jit(self._own_state)(self._models)
+
+    @property
+    def _held(self) -> int:
+        """Bytes of weights and cache."""
+        copies = {id(x): x.nbytes for x in jax.tree.leaves(self._models)}
+        return sum(copies.values()) + self.size
+
+    def _row(self, checked: str | bool | None, **rest: Any) -> point.Row:
+        shape, own = self.shape, self.drafting
+        at = {
+            "model": shape.model,
+            "layers": self._target.config.num_layers,
+            "B": shape.batch,
+            "S": shape.context,
+            "gamma": own.gamma,
+            "draft": own.name,
+        }
+        return point.row(
+            "iteration",
+            at,
+            own.name,
+            checked=checked,
+            setting=own.draft,
+            floors_ns=self._floors,
+            weight_bytes=weight_bytes(self._target),
+            draft_weight_bytes=floors.draft_weight_bytes(self._models, own.config),
+            cache_bytes=self.size,
+            **rest,
+        )

@@ -1,0 +1,234 @@
+"""Tokens a second by batch, context and drafter, after figures 9 and 11 of Yue et al. 2026.
+
+Two kinds of rows. *measured*: the bundled model on real texts, tokens and times alike. *imposed*:
+true shapes of real models with random weights; the time of an iteration is measured, and how many
+tokens it commits follows from the acceptance that the paper states (`bench.profiles`). How long the
+drafts of a chain are comes from the measured row of the same drafter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from rich.table import Table
+
+import jspec
+from bench import acceptance, decoding, profiles
+from bench.acceptance import Plan
+from bench.decode import drafting
+from bench.decode.drafting import CASE, GUIDED, RATIO, before_cells, case, case_cells
+from bench.decode.iterations import Drafting
+from bench.decode.shapes import Ceilings
+from bench.decode.tables import ms
+from bench.point import Row, spread
+from bench.settings import Settings, bar, console
+from bench.suite import Suite
+from bench.table import times
+from jspec.cli.compile_cache import keep_programs
+from jspec.decode.prefill import start_decoding
+
+QUANTIZED = f"{GUIDED},quantized=int8"
+CHAINED = "inner=4, rounds=6"
+CHAIN_GAMMA = 20
+CHAINS = {
+    "chain": f"suffix > {GUIDED}; {CHAINED}",
+    "chain-int8": f"suffix > {QUANTIZED}; {CHAINED}",
+}
+NAMES = ("plain", "vegas", "vegas-int8", *CHAINS)
+OWN = (
+    "B=4,S=120K",
+    "B=64,S=8K,gamma=6",
+    "B=32,S=20K,gamma=6",
+    "model=gpt-oss-20b-attention,B=20,S=120K,gamma=7",
+)
+BUNDLED_GAMMA = 9
+FOOT = (
+    "imposed: random weights; iteration and floor in ms, the median; tokens of a row and iteration "
+    "by the paper's rate of acceptance ({source}), with drafts as long as those of the same chain "
+    "measured. measured: the bundled model, greedy, on code and on documents with questions. "
+    "tok/s: of all rows. -int8: drafts read weights of 8 bits. chain: suffix drafts, checked by "
+    "the sparse model"
+)
+
+
+def wanted(gamma: int, settings: Settings) -> list[Drafting]:
+    """The rows of a case."""
+    every = [
+        Drafting("plain", "none", 0),
+        Drafting("vegas", GUIDED, gamma),
+        Drafting("vegas-int8", QUANTIZED, gamma),
+        *(Drafting(name, text, CHAIN_GAMMA) for name, text in CHAINS.items()),
+    ]
+    return [own for own in every if settings.wants(own.name)]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """The bundled model first, since chains need to know how long their drafts are."""
+    keep_programs()
+    limits = drafting.ceilings()
+    return {
+        "read_ceiling_bytes_per_s": limits.read,
+        "acceptance": {"source": profiles.SOURCE, "stated": profiles.LONGBENCH},
+        "rows": _rows(settings, limits),
+    }
+
+
+def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
+    drafted: dict[str, list[float]] = {}
+    for row in bundled(plan(settings), settings):
+        drafted[row["name"]] = [n / row["steps"] for n in row["attempts_at"]]
+        yield row
+    for here in drafting.grid(settings, OWN):
+        for row in drafting.rows(here, wanted(here["gamma"], settings), settings, limits):
+            yield imposed(row, drafted)
+
+
+def imposed(row: Row, drafted: dict[str, list[float]]) -> Row:
+    """The row of an iteration with the tokens that the paper's acceptance gives it.
+
+    ``drafted``: by a drafter's name, how often its drafts have at least 1, 2, ... tokens.
+    """
+    rate, gamma = profiles.rate_of(row["case"]["model"]), row["case"]["gamma"]
+    lengths = drafted[row["name"]] if row["name"] in CHAINS else None
+    tokens = profiles.committed(rate, gamma, lengths)
+    found = row | {"acceptance": "imposed", "rate": rate, "drafted_at_least": lengths}
+    time = spread(row, "step")
+    if time is not None:
+        found["tokens_per_iteration"] = tokens
+        found["tokens_per_s"] = tokens * row["case"]["B"] / time.median * 1e6
+    return found
+
+
+def plan(settings: Settings) -> Plan:
+    """What the bundled model decodes."""
+    if settings.quick and jax.default_backend() == "cpu":
+        return Plan(256, 2, 24, BUNDLED_GAMMA, RATIO)
+    if jax.default_backend() == "cpu":
+        return Plan(2048, 4, 64, BUNDLED_GAMMA, RATIO)
+    return Plan(8192, 8, 256, BUNDLED_GAMMA, RATIO)
+
+
+def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
+    """The rows of the bundled model, whose greedy tokens must be those of plain decoding."""
+    model, tokenizer = jspec.load_bundled()
+    prompts = acceptance.texts_of(plan, tokenizer)
+    params = [jspec.SamplingParams(max_new_tokens=plan.new, ignore_eos=True)] * plan.texts
+    params = [dataclasses.replace(own, seed=row) for row, own in enumerate(params)]
+    before = start_decoding(model, prompts, params, jspec.StepConfig(CHAIN_GAMMA), chunk=512)
+    every = wanted(plan.gamma, settings)
+    if not every or every[0].name != "plain":
+        every = [Drafting("plain", "none", 0), *every]  # the others are held against it
+    plain = None
+    with bar("bundled", len(every)) as advance:
+        for own in every:
+            models = own.config.draft.prepare(jspec.Models(model))
+            state = acceptance.started(before, models, own.config, params)
+            figures, tokens = decoding.decoded(models, state, own.config)
+            plain = tokens if plain is None else plain
+            checked = decoding.check_tokens(model, prompts, tokens, plain)
+            if not settings.check:
+                checked["checked"] = None
+            yield _measured(plan, own, str(model.dtype), figures, checked)
+            advance()
+
+
+def _measured(
+    plan: Plan, own: Drafting, dtype: str, figures: dict[str, Any], checked: dict[str, Any]
+) -> Row:
+    at = {"model": "bundled", "layers": "all", "B": plan.texts, "S": plan.context}
+    at |= {"gamma": own.gamma, "draft": own.name}
+    return {
+        "operation": "bundled",
+        "case": at,
+        "name": own.name,
+        "setting": own.draft,
+        "dtype": dtype,
+        "acceptance": "measured",
+        "tokens_per_iteration": figures["mean_accepted_length"],
+        "tokens_per_s": figures["decode_tokens_per_s"],
+        **{name: figures[name] for name in ("decode_s_samples", "steps", "attempts_at")},
+        **checked,
+    }
+
+
+HEADINGS = ("draft", "gamma", "tokens", "iteration", "floor", "tok/s", "vs plain")
+
+
+def speedup(row: Row, rows: list[Row]) -> float | None:
+    """Tokens a second over those of plain decoding in the same case."""
+
+    def where(own: Row) -> tuple[Any, ...]:
+        return tuple(own["case"][key] for key in CASE)
+
+    plain = [own for own in rows if own["name"] == "plain" and where(own) == where(row)]
+    if not plain or "tokens_per_s" not in plain[0]:
+        return None
+    return row["tokens_per_s"] / plain[0]["tokens_per_s"]
+
+
+def cells(row: Row, rows: list[Row]) -> tuple[str, ...]:
+    """A row with tokens a second under `HEADINGS`."""
+    time, above = spread(row, "step"), speedup(row, rows)
+    floor = sum(row["floors_ns"].values()) / 1e3 if "floors_ns" in row else None
+    return (
+        row["name"],
+        str(row["case"]["gamma"]),
+        f"{row['tokens_per_iteration']:.2f}",
+        "" if time is None else ms(time.median),
+        "" if floor is None else ms(floor),
+        f"{row['tokens_per_s']:,.0f}",
+        "" if above is None else times(above),
+    )
+
+
+def lines(rows: list[Row], kind: str) -> list[tuple[str, ...]]:
+    """The lines of what is ``measured`` or ``imposed``, with their cases."""
+    own = [x for x in rows if x["acceptance"] == kind and "tokens_per_s" in x and x["checked"]]
+    return [(*case_cells(row), *cells(row, rows), *before_cells(row, rows)) for row in own]
+
+
+def show(result: dict[str, Any]) -> None:
+    """Measured rows, and imposed ones; what has no times is a line with its reason."""
+    screen, rows = console(), result["rows"]
+    for kind in ("measured", "imposed"):
+        own = lines(rows, kind)
+        title = f"{result['machine']['device']}; acceptance {kind}"
+        table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None)
+        compared = any("ratio" in row for row in rows)
+        for heading in (*CASE, *HEADINGS, *(["vs before"] if compared else [])):
+            words = heading in ("model", "draft")
+            table.add_column(heading, justify="left" if words else "right", no_wrap=not words)
+        for line in own:
+            table.add_row(*line)
+        if own:
+            screen.print(table)
+    screen.print(FOOT.format(source=result["acceptance"]["source"]), markup=False)
+    for reason in dict.fromkeys(f"{x['name']}: {x['reason']}" for x in rows if x.get("reason")):
+        screen.print(reason, markup=False)
+
+
+def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """Write into each row how many times as many tokens a second it has as in the earlier result;
+    how many rows had one."""
+    before = {str(row["case"]): row.get("tokens_per_s") for row in earlier["rows"]}
+    met = 0
+    for row in result["rows"]:
+        then = before.get(str(row["case"]))
+        if then is not None and "tokens_per_s" in row:
+            row["ratio"] = row["tokens_per_s"] / then
+            met += 1
+    return met
+
+
+SUITE = Suite(
+    "throughput",
+    "tokens a second by batch, context and drafter: real, and by the paper's acceptance",
+    run,
+    show,
+    rivals=NAMES,
+    compare=compare,
+    case=case,
+)

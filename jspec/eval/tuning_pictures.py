@@ -1,0 +1,43 @@
+"""The two pictures of a tuning, after figures 8 and 13 of Yue et al. 2026."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jspec.eval.tuning import Tuning
+
+
+def draw(found: Tuning, plain: float, folder: Path) -> None:
+    """Write acceptance.png and throughput.png into ``folder``; ``plain``: tokens a second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
+    _line(axis, [(100 * own.ratio, own.accepted) for own in found.acceptance])
+    axis.axvline(100 * found.settled, color="#1a202c", linestyle="--", linewidth=1)
+    axis.set(
+        xlabel="ratio of the context, %", ylabel="accepted draft tokens a step", ylim=(0, None)
+    )
+    figure.savefig(folder / "acceptance.png", dpi=120)
+    plt.close(figure)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
+    _line(axes[0], [(own.gamma, own.tokens_per_s) for own in found.gammas])
+    axes[0].set(xlabel="gamma", ylabel="tokens / s", title=f"ratio {found.settled:g}")
+    _line(axes[1], [(100 * own.ratio, own.tokens_per_s) for own in found.ratios])
+    axes[1].set(xlabel="ratio of the context, %", title=f"gamma {found.best.gamma}")
+    for axis in axes:
+        axis.axhline(plain, color="#718096", linestyle="--", linewidth=1, label="plain")
+        axis.set_ylim(0, None)
+        axis.legend(fontsize=7, frameon=False)
+    figure.savefig(folder / "throughput.png", dpi=120)
+    plt.close(figure)
+
+
+def _line(axis: Any, points: Sequence[tuple[float, float]]) -> None:
+    axis.plot(*zip(*points, strict=True), marker=".", color="#2b6cb0", label="drafts")
+    axis.set_xticks([x for x, _ in points])
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,95 @@
+"""Settings of DeepSeek's models: latent attention, and a mixture of experts in most layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jspec.config import LayerSpec, ModelConfig
+from jspec.models.errors import quoted
+from jspec.models.families.equal_layers import layer_count, max_context, refuse_variants
+from jspec.models.families.llama import MODULES as LLAMA
+from jspec.models.families.rope_fields import read_rope, read_score_factor
+from jspec.models.files import Fields
+from jspec.parts import Experts, Latent
+
+_OTHER = ("attention.k", "attention.v")
+MODULES = {
+    **{name: stored for name, stored in LLAMA.items() if name not in _OTHER},
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "gate_proj",
+    "mlp.experts.up": "up_proj",
+    "mlp.experts.down": "down_proj",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
+
+
+def read_latent_layers(fields: Fields, *, family: str, experts: Experts) -> ModelConfig:
+    """The fields that the families share; ``experts`` are as the family reads them."""
+    refuse_variants(fields)
+    for key in ("attention_bias", "mlp_bias"):
+        if fields.boolean(key, False):
+            raise fields.error(f"{key}=true is not supported; DeepSeek's models have no such bias")
+    for key, wanted in (("moe_layer_freq", 1), ("rope_interleave", True)):
+        value = fields.values.get(key)
+        if value is not None and value != wanted:
+            raise fields.error(f"{key}={quoted(value)} is not supported; jspec has {wanted}")
+    latent = Latent(
+        rank=fields.integer("kv_lora_rank"),
+        rope_size=fields.integer("qk_rope_head_dim"),
+        plain_size=fields.integer("qk_nope_head_dim"),
+        value_size=fields.integer("v_head_dim"),
+        query_rank=fields.integer("q_lora_rank", None),
+    )
+    spec = LayerSpec(
+        kv_heads=1,
+        key_size=latent.rank + latent.rope_size,
+        value_size=latent.rank,
+        values_in_keys=True,
+        scale=latent.query_size**-0.5 * read_score_factor(fields),
+    )
+    vocab, rope = fields.integer("vocab_size"), read_rope(fields)
+    return ModelConfig(
+        vocab_size=vocab,
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=fields.integer("num_attention_heads"),
+        layers=(spec,) * layer_count(fields),
+        ropes=(rope,),
+        family=family,
+        norm_eps=float(fields.number("rms_norm_eps")),
+        tie_embeddings=fields.boolean("tie_word_embeddings", False),
+        latent=latent,
+        experts=experts,
+        max_context=max_context(fields, rope.scaling),
+        stop_tokens=fields.tokens("eos_token_id", vocab),
+    )
+
+
+def read_experts(fields: Fields, **special: Any) -> Experts:
+    """The fields of experts that the families share; ``special`` are those of one."""
+    size = fields.integer("moe_intermediate_size")
+    return Experts(
+        routed=fields.integer("n_routed_experts"),
+        chosen=fields.integer("num_experts_per_tok"),
+        size=size,
+        shared_size=fields.integer("n_shared_experts") * size,
+        dense_layers=fields.count("first_k_dense_replace"),
+        factor=float(fields.number("routed_scaling_factor")),
+        **special,
+    )
+
+
+def refuse_other(fields: Fields, **known: str) -> None:
+    """Raise `CheckpointError` for a field of ``known`` that is there with another value."""
+    for key, wanted in known.items():
+        value = fields.text(key, wanted)
+        if value != wanted:
+            raise fields.error(f"{key}={quoted(value)} is not supported; jspec has {wanted}")

@@ -1,0 +1,133 @@
+"""The parts that decoders are made of: linear maps, norms, and the gated feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jspec.models.joined import Part, gate_up_parts, joined_shape
+from jspec.ops.linear import linear
+from jspec.ops.norm import RMS
+from jspec.typing import Array
+
+Foresee = Callable[[], Array]  # gives the queries of the next layer, of this layer's input
+
+
+def normal(shape: tuple[int, ...], scale: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+    """Normal numbers of deviation ``scale``; without ``rngs`` their shape, for a loader to fill."""
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    values = scale * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(values.astype(dtype))
+
+
+def constant(shape: tuple[int, ...], value: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+    """``value`` throughout; without ``rngs`` its shape, for a loader to fill."""
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param(jnp.full(shape, value, dtype))
+
+
+def _joined(inputs: int, parts: tuple[Part, ...], dtype, rngs: nnx.Rngs | None) -> nnx.Param:
+    shape = (inputs, *joined_shape(parts))
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    kernel = jnp.zeros(shape, dtype)
+    for part in parts:
+        # Drawn apart: a seed gives the weights that it gave before projections were joined.
+        own = normal((inputs, part.outputs), inputs**-0.5, dtype, rngs).get_value()
+        kernel = kernel.at[part.index].set(own.reshape(part.of(kernel).shape))
+    return nnx.Param(kernel)
+
+
+def _value(parameter: nnx.Param | None) -> Array | None:
+    return None if parameter is None else parameter[...]
+
+
+class Kernel(nnx.Module):
+    """A parameter that is called kernel, as those of linear maps are."""
+
+    def __init__(self, shape: tuple[int, ...], scale: float, *, dtype, rngs: nnx.Rngs | None):
+        self.kernel = normal(shape, scale, dtype, rngs)
+
+
+class Linear(nnx.Module):
+    """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``.
+
+    ``axes``: those of an enclosing `jax.shard_map` over which the inputs are sharded, with the rows
+    of the kernel; what devices give is then added up.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
+        self.kernel = normal((inputs, outputs), inputs**-0.5, dtype, rngs)
+        self.bias = constant((outputs,), 0.0, dtype, rngs) if bias else None
+        self.axes: tuple[str, ...] = ()
+
+    def __call__(self, x: Array, *, norm: RMS | None = None, add: Array | None = None) -> Array:
+        """Of ``x`` after ``norm``, with ``add`` added in the end."""
+        kernel, bias = self.kernel.get_value(), _value(self.bias)
+        if not self.axes:
+            return linear(x, kernel, bias, norm=norm, add=add)
+        part = linear(x, kernel, norm=norm, dtype=jnp.float32)
+        y = lax.psum(part, self.axes).astype(x.dtype)
+        y = y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1)).astype(y.dtype)
+        return y if add is None else add.astype(y.dtype) + y
+
+
+class JoinedLinear(nnx.Module):
+    """Projections of one input as one product, ``kernel [in, rows, columns]``; see `joined`."""
+
+    def __init__(
+        self, inputs: int, parts: tuple[Part, ...], *, bias: bool, dtype, rngs: nnx.Rngs | None
+    ):
+        self.parts = parts
+        self.kernel = _joined(inputs, parts, dtype, rngs)
+        self.bias = constant(joined_shape(parts), 0.0, dtype, rngs) if bias else None
+
+    def __call__(self, x: Array, norm: RMS | None = None) -> tuple[Array, ...]:
+        """Each part ``[B, T, rows, columns]`` of ``x [B, T, in]`` after ``norm``."""
+        return self.split(self.joined(x, norm))
+
+    def joined(self, x: Array, norm: RMS | None = None) -> Array:
+        """All parts of ``x`` after ``norm``, side by side."""
+        return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm)
+
+    def gated(self, x: Array, norm: RMS | None = None) -> Array:
+        """``silu(gate) * up`` of ``x`` after ``norm``, where those are the parts."""
+        return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm, gated=True)
+
+    def split(self, y: Array) -> tuple[Array, ...]:
+        """Each part of what `joined` gives."""
+        return tuple(part.of(y) for part in self.parts)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in float32."""
+
+    def __init__(self, size: int, *, eps: float, dtype, rngs: nnx.Rngs | None):
+        self.scale = constant((size,), 1.0, dtype, rngs)
+        self.eps = eps
+
+    @property
+    def rms(self) -> RMS:
+        return RMS(self.scale[...], self.eps)
+
+    def __call__(self, x: Array) -> Array:
+        return self.rms(x)
+
+
+class MLP(nnx.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))`` (Shazeer 2020), from ``narrow`` over ``wide``."""
+
+    def __init__(self, narrow: int, wide: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
+        parts = gate_up_parts(wide)
+        self.gate_up = JoinedLinear(narrow, parts, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(wide, narrow, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array, norm: RMS) -> Array:
+        """``x`` plus what it gives after ``norm``."""
+        return self.down(self.gate_up.gated(x, norm), add=x)

@@ -1,0 +1,129 @@
+"""The suite `throughput`: the stated acceptance, what it makes of times, tables and sections."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import profiles, throughput
+from bench.__main__ import main
+from bench.decode import drafting, iterations, shapes
+from bench.settings import Settings
+from tests.bench.test_breakdown import ONE
+from tests.bench.test_report import MACHINE
+
+
+def test_the_rate_gives_what_the_paper_states():
+    """Within 2 % at each gamma, though one rate stands for all positions."""
+    for model, stated in profiles.LONGBENCH.items():
+        rate = profiles.rate_of(model)
+        for gamma, accepted in stated.items():
+            assert profiles.committed(rate, gamma) - 1 == pytest.approx(accepted, rel=0.02)
+    assert profiles.rate_of("llama-3.1-8b") == profiles.rate_of("qwen3-8b")
+
+
+def test_tokens_of_an_iteration_against_drawn_ones():
+    rng, rate = np.random.default_rng(0), 0.9
+    lengths = rng.integers(0, 6, 200_000)
+    first_rejected = rng.geometric(1 - rate, 200_000) - 1
+    drawn = 1 + np.minimum(first_rejected, lengths).mean()
+    at_least = [(lengths >= i).mean() for i in range(1, 6)]
+    assert profiles.committed(rate, 5, at_least) == pytest.approx(drawn, rel=0.005)
+    assert profiles.committed(rate, 0) == 1
+
+
+def row(name: str, kind: str, ms: float = 0.0, **rest) -> dict:
+    gamma = {"plain": 0, "chain": 20}.get(name, 9)
+    case = {"model": "bundled", "layers": "all", "B": 8, "S": 8192, "gamma": gamma, "draft": name}
+    own = {"operation": "iteration", "case": case, "name": name, "checked": True}
+    if kind == "imposed":
+        case |= {"model": "qwen3-8b", "layers": 36, "B": 4, "S": 122880}
+        own |= {"step_ns": [round(ms * 1e6)] * 5, "floors_ns": {"verification": ms * 5e5}}
+        return throughput.imposed(own, {"chain": [1.0] * 10 + [0.0] * 10})
+    return own | {"acceptance": kind} | rest
+
+
+def rows() -> list[dict]:
+    """A plain step of 20 ms, an iteration of Vegas of 60 and of a chain of 50."""
+    real = {"tokens_per_iteration": 1.0, "tokens_per_s": 100.0}
+    faster = {"tokens_per_iteration": 5.0, "tokens_per_s": 250.0}
+    found = [row("plain", "measured", **real), row("vegas", "measured", **faster)]
+    times = {"plain": 20, "vegas": 60, "chain": 50}
+    return [*found, *(row(name, "imposed", ms) for name, ms in times.items())]
+
+
+RESULT = {
+    "suite": "throughput",
+    "machine": MACHINE,
+    "rows": rows(),
+    "read_ceiling_bytes_per_s": 4e12,
+    "acceptance": {"source": profiles.SOURCE},
+}
+
+
+def test_imposed_rows_take_the_time_and_the_stated_tokens():
+    _, _, plain, vegas, chain = rows()
+    rate = profiles.rate_of("qwen3-8b")
+    assert plain["tokens_per_s"] == pytest.approx(4 / 0.020)
+    assert vegas["tokens_per_s"] == pytest.approx(4 * profiles.committed(rate, 9) / 0.060)
+    assert chain["tokens_per_iteration"] == pytest.approx(profiles.committed(rate, 10))
+    assert {own["acceptance"] for own in (plain, vegas, chain)} == {"imposed"}
+    speedup = throughput.speedup(vegas, rows())
+    assert speedup == pytest.approx(profiles.committed(rate, 9) / 3)
+
+
+def test_tables_fit_and_say_which_acceptance_they_have(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    result = json.loads(json.dumps(RESULT))
+    for own in result["rows"]:
+        own |= {"ratio": 1.0, "tokens_per_s": 99999.0}
+        own["case"] |= {"model": "gpt-oss-20b-attention", "B": 128}
+    throughput.show(result)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    assert out.index("acceptance measured") < out.index("acceptance imposed")
+    assert throughput.compare(result, json.loads(json.dumps(result))) == 5
+
+
+def test_the_report_keeps_measured_and_imposed_apart(tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench import report
+
+    folder = tmp_path / "results" / "some"
+    folder.mkdir(parents=True)
+    (folder / "throughput.json").write_text(json.dumps(RESULT))
+    (tmp_path / "docs").mkdir()
+    report.write(tmp_path / "results", tmp_path / "docs")
+    text = (tmp_path / "docs" / "RESULTS.md").read_text()
+    measured, imposed = text.split("### Acceptance imposed")
+    assert "| bundled | all | 8 | 8K | vegas | 9 | 5.00 |  |  | 250 | 2.50x |" in measured
+    assert (
+        "| qwen3-8b | 36 | 4 | 120K | vegas | 9 | 8.47 | 60.00 | 30.00 | 565 | 2.82x |" in imposed
+    )
+    assert "random weights" in text
+    assert (tmp_path / "docs" / "some-throughput.png").exists()
+
+
+def test_a_chain_is_the_same_wherever_it_is_measured():
+    for gamma in (6, 9):
+        chains = [own for own in throughput.wanted(gamma, Settings()) if own.name.startswith("ch")]
+        assert [own.gamma for own in chains] == [throughput.CHAIN_GAMMA] * 2
+    asked = throughput.wanted(9, Settings(only=("plain", "chain")))
+    assert [own.name for own in asked] == ["plain", "chain"]
+
+
+@pytest.mark.slow
+def test_a_quick_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(shapes.MODELS, "qwen3-8b", ONE)
+    monkeypatch.setattr(drafting, "read_ceiling", lambda: 1e10)
+    monkeypatch.setattr(iterations, "REPEATS", 3)
+    path = tmp_path / "out.json"
+    asked = ["throughput", "--quick", "--case", "B=2,S=300,gamma=2", "--json", str(path)]
+    assert main([*asked, "--backend", "plain", "--backend", "chain-int8"]) == 0
+    real, chained, plain, imposed = json.loads(path.read_text())["rows"]
+    assert [own["acceptance"] for own in (real, chained, plain, imposed)] == [
+        *["measured"] * 2,
+        *["imposed"] * 2,
+    ]
+    assert imposed["drafted_at_least"] == [n / chained["steps"] for n in chained["attempts_at"]]
+    assert imposed["tokens_per_iteration"] > plain["tokens_per_iteration"] == 1
