@@ -60,7 +60,7 @@ def catch_up(models: Model | Models, state: DecodeState, config: StepConfig) -> 
     models = Models.of(models)
     with config.of_models():
         caught_up = functools.partial(config.draft.caught_up, config=config)
-        return with_auto_axes(caught_up, models, state, like=state)
+        return on_mesh_of(models.target, config, caught_up, models, state, like=state)
 
 
 def step(

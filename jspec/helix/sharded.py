@@ -256,6 +256,11 @@ def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> Parti
     `ValueError` for heads and a feed-forward that they do not divide.
     """
     match name.split("."):
+        case [*_, "attention", "down" | "q_up" | "kv_up", _] | [*_, "experts" | "router", _, _]:
+            raise ValueError(
+                f"{name} is of latent attention or experts, which a mesh does not share out yet; "
+                "load it for one device"
+            )
         case [*_, "qkv", "kernel"]:
             helix.check_kv_heads(int(name.split(".")[1]), shape[1])
             return Spec(None, TPA)
