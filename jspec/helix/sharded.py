@@ -237,11 +237,15 @@ def place_parameters(sharded: Sharded) -> Any:
 def parameter_specs(sharded: Sharded) -> Sharded:
     """``sharded`` with the `PartitionSpec` of each parameter in its place."""
 
-    def of(path: Any, x: Array) -> PartitionSpec:
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        return sharded.specs(sharded.helix, name, x.shape)
+    def of(path: Any, parameter: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return jax.tree.map(lambda x: sharded.specs(sharded.helix, name, x.shape), parameter)
 
-    return dataclasses.replace(sharded, model=jax.tree.map_with_path(of, sharded.model))
+    # Of Flax's variables the array is a leaf of its own, which adds nothing to the name.
+    found = jax.tree.map_with_path(
+        of, sharded.model, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    return dataclasses.replace(sharded, model=found)
 
 
 def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -252,6 +256,11 @@ def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> Parti
     `ValueError` for heads and a feed-forward that they do not divide.
     """
     match name.split("."):
+        case [*_, "attention", "down" | "q_up" | "kv_up", _] | [*_, "experts" | "router", _, _]:
+            raise ValueError(
+                f"{name} is of latent attention or experts, which a mesh does not share out yet; "
+                "load it for one device"
+            )
         case [*_, "qkv", "kernel"]:
             helix.check_kv_heads(int(name.split(".")[1]), shape[1])
             return Spec(None, TPA)
