@@ -53,6 +53,10 @@ class Shards(Protocol):
         """The same, where ``out`` and ``lse`` of all queries have been read already."""
         ...
 
+    def own_heads(self, x: Array) -> Array:
+        """What ``x [N, ...]`` has for the heads that `attended` gives."""
+        ...
+
     def over_heads(self, x: Array) -> Array:
         """The sum of ``x`` over the devices that hold the other key-value heads."""
         ...

@@ -30,10 +30,10 @@ class Exchange:
 
     def attended(self, read: Read, q: Array) -> tuple[Array, Array]:
         if self.helix.strategy == "tp":
-            return read(own_heads(q, self.helix.kvp))
+            return read(own_heads(q, self.helix.kvp, 2))
         if self.helix.strategy == "gather":
             # As if each device had projected the queries of its own heads alone.
-            q = lax.all_gather(own_heads(q, self.helix.kvp), KVP, axis=2, tiled=True)
+            q = lax.all_gather(own_heads(q, self.helix.kvp, 2), KVP, axis=2, tiled=True)
         return self.merged(*read(q))
 
     def merged(self, out: Array, lse: Array) -> tuple[Array, Array]:
@@ -45,7 +45,10 @@ class Exchange:
         if self.helix.strategy == "medha":
             return lax.psum(weighted, KVP).astype(out.dtype), lse
         scattered = lax.psum_scatter(weighted, KVP, scatter_dimension=2, tiled=True)
-        return scattered.astype(out.dtype), own_heads(lse, self.helix.kvp)
+        return scattered.astype(out.dtype), own_heads(lse, self.helix.kvp, 2)
+
+    def own_heads(self, x: Array) -> Array:
+        return x if self.helix.strategy == "medha" else own_heads(x, self.helix.kvp, 0)
 
     def over_heads(self, x: Array) -> Array:
         return lax.psum(x, TPA)
@@ -83,7 +86,7 @@ def summed_weights(out: Array, lse: Array) -> tuple[Array, Array]:
     return out * share[..., None], finite + jnp.log(total)
 
 
-def own_heads(x: Array, ranks: int) -> Array:
-    """This rank's share of the heads of ``x [B, T, n, ...]``."""
-    size = x.shape[2] // ranks
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(KVP) * size, size, axis=2)
+def own_heads(x: Array, ranks: int, axis: int) -> Array:
+    """This rank's share of the heads that are the ``axis`` of ``x``."""
+    size = x.shape[axis] // ranks
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(KVP) * size, size, axis=axis)

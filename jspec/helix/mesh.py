@@ -25,7 +25,8 @@ class HelixConfig:
 
     ``kvp`` devices share the positions of a row, ``block`` of them to each in turn; ``tpa`` share
     the key-value heads. All N share the output projection, the vocabulary and the feed-forward;
-    ``tpf`` None is N / ``ep``; ``ep`` above 1 is for a mixture of experts, which no family has.
+    ``tpf`` None is N / ``ep``. Of a mixture of experts, ``ep=1`` shares out the channels of each
+    expert, ``ep=N`` the experts.
 
     ``strategy``: ``helix``, or one to compare it with. ``gather``: queries are gathered before
     attention, and outputs summed and scattered behind it. ``medha``: TPA alone shares the weights,
@@ -56,10 +57,10 @@ class HelixConfig:
                 f"tpf={self.tpf} times ep={self.ep} must be kvp={self.kvp} times tpa={self.tpa}, "
                 f"{self.devices} devices; leave tpf out"
             )
-        if self.ep > 1:
+        if self.ep not in (1, self.shares):
             raise ValueError(
-                f"ep={self.ep} shares out the experts of a mixture, and jspec's models are dense; "
-                "leave ep out"
+                f"ep={self.ep} must be 1, which shares out the channels of each expert, or "
+                f"{self.shares}, which shares out the experts"
             )
 
     @property

@@ -191,22 +191,26 @@ class _Shape:
 def shard(model: Decoder, helix: HelixConfig) -> Sharded:
     """``model`` on the mesh of ``helix``, each device with its share of the parameters.
 
-    Raises `ValueError` where the machine has too few devices, for sizes that do not divide, and for
-    latent attention and mixtures of experts.
+    Raises `ValueError` where the machine has too few devices, and for sizes that do not divide.
     """
-    for name in ("latent", "experts"):
-        if getattr(model.config, name) is not None:
-            raise ValueError(
-                f"a model of the family {model.config.family} has {name}, which a mesh does not "
-                "share out yet; run it on one device"
-            )
+    if helix.ep > 1 and model.config.experts is None:
+        raise ValueError(
+            f"ep={helix.ep} shares out experts, and a model of the family {model.config.family} "
+            "has none; leave ep out"
+        )
     for layer, spec in enumerate(model.config.layers):
         helix.check_layer(layer, model.config.num_heads, spec)
     graph, state = nnx.split(model)
     copy: Decoder = nnx.merge(graph, state)
     for block in copy.layers:
-        assert isinstance(block.mlp, MLP)
-        block.attention.out.axes = block.mlp.down.axes = helix.axes
+        block.attention.out.axes = helix.axes
+        if isinstance(block.mlp, MLP):
+            block.mlp.down.axes = helix.axes
+        else:
+            block.mlp.experts.axes = helix.axes
+            block.mlp.experts.owned = helix.ep > 1
+            if block.mlp.shared is not None:
+                block.mlp.shared.down.axes = helix.axes
     if model.config.vocab_size % helix.shares == 0:
         copy.vocabulary_axes = helix.axes
     sharded = Sharded(copy, helix, decoder_spec, copy.vocabulary_axes)
@@ -252,20 +256,25 @@ def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> Parti
     """How a parameter of `jspec.models.decoder.Decoder` is sharded; small ones are not.
 
     Queries, keys and values by key-value heads over TPA, copied over KVP; the output projection and
-    the feed-forward over all N devices, and so the vocabulary, if they divide it. Raises
-    `ValueError` for heads and a feed-forward that they do not divide.
+    the feed-forward over all N devices, and so the vocabulary, if they divide it. Experts are
+    shared out as ``ep`` says, and projections to and from latents not at all. Raises `ValueError`
+    for heads and a feed-forward that they do not divide.
     """
     match name.split("."):
-        case [*_, "attention", "down" | "q_up" | "kv_up", _] | [*_, "experts" | "router", _, _]:
-            raise ValueError(
-                f"{name} is of latent attention or experts, which a mesh does not share out yet; "
-                "load it for one device"
-            )
         case [*_, "qkv", "kernel"]:
             helix.check_kv_heads(int(name.split(".")[1]), shape[1])
             return Spec(None, TPA)
         case [*_, "qkv", "bias"]:
             return Spec(TPA)
+        case [*_, "attention", "down", "kernel"]:
+            return Spec()
+        case [*_, "experts", name, "kernel"] if helix.ep > 1:
+            _check_divides(helix, "n_routed_experts", shape[0])
+            return Spec(helix.axes)
+        case [*_, "experts", name, "kernel"]:
+            gates = name == "gate_up"
+            _check_divides(helix, "moe_intermediate_size", shape[-1 if gates else 1])
+            return Spec(None, None, None, helix.axes) if gates else Spec(None, helix.axes)
         case [*_, "gate_up", leaf]:
             _check_divides(helix, "intermediate_size", shape[-1])
             return Spec(None, None, helix.axes) if leaf == "kernel" else Spec(None, helix.axes)

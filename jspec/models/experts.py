@@ -57,25 +57,41 @@ class Router(nnx.Module):
 
 
 class ExpertMLPs(nnx.Module):
-    """The SwiGLU of every expert: ``gate_up [E, D, 2, size]`` and ``down [E, size, D]``."""
+    """The SwiGLU of every expert: ``gate_up [E, D, 2, size]`` and ``down [E, size, D]``.
+
+    ``axes``: those of an enclosing `jax.shard_map` over which they are sharded, the experts where
+    ``owned``, else the channels of each; what devices give is then added up.
+    """
 
     def __init__(self, width: int, experts: Experts, *, dtype, rngs: nnx.Rngs | None):
         count, size = experts.routed, experts.size
         self.gate_up = Kernel((count, width, 2, size), width**-0.5, dtype=dtype, rngs=rngs)
         self.down = Kernel((count, size, width), size**-0.5, dtype=dtype, rngs=rngs)
+        self.axes: tuple[str, ...] = ()
+        self.owned = False
 
     def __call__(self, x: Array, chosen: Array, weights: Array) -> Array:
         """The weighted sum over the experts that each token of ``x [M, D]`` has chosen."""
         tokens, count = chosen.shape
         gate_up, down = self.gate_up.kernel[...], self.down.kernel[...]
+        held = len(down)
+        if self.owned:
+            # Those of other devices come behind the ones of this.
+            own = chosen - lax.axis_index(self.axes) * held
+            is_own = (own >= 0) & (own < held)
+            chosen, weights = jnp.where(is_own, own, held), jnp.where(is_own, weights, 0)
         # Tokens of one expert lie side by side, however many there are.
         order = jnp.argsort(chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(chosen.reshape(-1), length=len(down)).astype(jnp.int32)
+        sizes = jnp.bincount(chosen.reshape(-1), length=held + 1)[:held].astype(jnp.int32)
         both = _ragged(x[order // count], gate_up.reshape(*gate_up.shape[:2], -1), sizes)
         gate, up = jnp.split(both, 2, axis=1)
         found = _ragged((jax.nn.silu(gate) * up).astype(x.dtype), down, sizes)
+        if self.owned:
+            # What no expert of this device multiplied is not specified.
+            found = jnp.where(jnp.arange(len(found))[:, None] < sizes.sum(), found, 0)
         found = found[jnp.argsort(order)].reshape(tokens, count, -1)
-        return jnp.einsum("mcd,mc->md", found, weights).astype(x.dtype)
+        found = jnp.einsum("mcd,mc->md", found, weights)
+        return (lax.psum(found, self.axes) if self.axes else found).astype(x.dtype)
 
 
 class MixtureOfExperts(nnx.Module):

@@ -156,7 +156,7 @@ def selected_attend(
                 **settings_of(spec),
             )
 
-        return finished(*over_shards(cache, read, q), sinks, up), after
+        return finished(*over_shards(cache, read, q), *of_own_heads(cache, sinks, up)), after
 
     attend.foresees = True  # pyright: ignore[reportFunctionMemberAccess]
     return attend
@@ -366,7 +366,7 @@ def _read_whole(
     def read(q: Array) -> tuple[Array, Array]:
         return _attention(spec, q, columns, positions, where, backends)
 
-    return finished(*over_shards(cache, read, q), sinks, up)
+    return finished(*over_shards(cache, read, q), *of_own_heads(cache, sinks, up))
 
 
 def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array | None]:
@@ -399,6 +399,14 @@ def _with_tail(
     return cache.replaced(
         layer, **{name: jnp.where(is_tail, own[name], x) for name, x in columns.items()}
     )
+
+
+def of_own_heads(cache: Cache, *arrays: Array | None) -> tuple[Array | None, ...]:
+    """What a model gives for each query head, for the heads that attention comes back with."""
+    shards = cache.shards
+    if shards is None:
+        return arrays
+    return tuple(None if x is None else shards.own_heads(x) for x in arrays)
 
 
 def _picked(

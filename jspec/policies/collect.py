@@ -20,6 +20,7 @@ from jspec.policies.attend import (
     dense_attend,
     finished,
     in_slots,
+    of_own_heads,
     settings_of,
     turning,
 )
@@ -92,7 +93,8 @@ def collecting_attend(
             if not policy.needs_verdict:
                 scoring = policy.scoring(positions)
                 found = _picked(policy, cache, layer, found, scoring, until)
-        return finished(out, lse, sinks, up), given.behind(cache, found)
+        out = finished(out, lse, *of_own_heads(cache, sinks, up))
+        return out, given.behind(cache, found)
 
     return attend
 

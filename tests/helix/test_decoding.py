@@ -203,8 +203,3 @@ def test_a_vocabulary_that_does_not_divide_is_whole_on_every_device(tiny):
     both = [jspec.generate(m, texts, params, draft=None, gamma=0) for m in (tiny, sharded)]
     assert both[0].tokens == both[1].tokens
     assert jnp.asarray(both[0].tokens).shape == (2, 9)
-
-
-def test_latent_attention_is_refused_before_it_is_read():
-    with pytest.raises(ValueError, match=r"attention\.down\.kernel is of latent attention or exp"):
-        helix.load_model(GOLDEN / "deepseek_v3", helix.HelixConfig(kvp=2))
