@@ -59,7 +59,7 @@ def dense_attend(
             (q, k), turn = turn(q, k), None
         q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
         if not overwrites:
-            return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
+            return read_whole(cache, layer, q, positions, sinks, up, backends), cache
         # Such a pass overwrites what its first queries still see.
         columns = _joined(before, _named(k, v))
         first = jnp.where(positions >= 0, positions, np.iinfo(np.int32).max).min(axis=1)
@@ -118,7 +118,7 @@ def selected_attend(
             other = None if spec.window is not None else policy.read_as(arrays, layer, cache)
             if other is not None:
                 cache = _with_tail(cache, layer, other, until, positions)
-            return _read_whole(cache, layer, q, positions, sinks, up, backends), after
+            return read_whole(cache, layer, q, positions, sinks, up, backends), after
         weights = None
         if earlier is None:
             weights = policy.weigh(arrays, layer, cache, q, until, chosen)
@@ -350,14 +350,14 @@ def _turned(
     return q, cache.replaced(layer, keys=keys, values=values)
 
 
-def _read_whole(
+def read_whole(
     cache: Cache,
     layer: int,
     q: Array,
     positions: Array,
-    sinks: Array | None,
-    up: Array | None,
-    backends: Mapping[str, str],
+    sinks: Array | None = None,
+    up: Array | None = None,
+    backends: Mapping[str, str] = Backends(),
 ) -> Array:
     """Attention over all that a layer holds, the new tokens at ``positions`` included."""
     spec, columns = cache.specs[layer], cache.columns[layer]
