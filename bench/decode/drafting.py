@@ -22,7 +22,7 @@ CPU_STEPS = 1
 GUIDED = f"vegas:budget={RATIO}"
 # layers: the first ones alone, 0 for all; gamma: of drafters that are no chain.
 DEFAULT: cases.Case = {"model": "qwen3-8b", "B": 4, "S": 122880, "gamma": 9, "layers": 0}
-CPU = "model=qwen3-4b,B=1,S=2K,gamma=3,layers=2"
+CPU = "model=qwen3-4b,B=1,S=2K,gamma=2,layers=1"
 
 
 def case(text: str) -> cases.Case:

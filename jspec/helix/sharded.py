@@ -121,12 +121,12 @@ class Sharded:
         reads = config.target
         if isinstance(draft, SelfDraft) and not draft.quantized:
             reads = draft.policy if isinstance(reads, Dense) else reads
-        elif isinstance(draft, GuidedDraft):
+        elif isinstance(draft, GuidedDraft) and not draft.quantized:
             reads = draft.policy
         elif not isinstance(draft, (NoDraft, NgramDraft, SuffixDraft)):
             raise ValueError(
                 f"{draft} does not run on the mesh of {self.helix}; take NoDraft, NgramDraft, "
-                "SuffixDraft, SelfDraft without a quantized copy, or GuidedDraft"
+                "SuffixDraft, or SelfDraft or GuidedDraft without a quantized copy"
             )
         if not _shares(reads):
             raise ValueError(

@@ -209,7 +209,6 @@ def test_what_cannot_be_a_case_is_said():
 def test_a_wrong_draft_is_found_and_a_right_one_is_timed(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.MODELS, "qwen3-8b", ONE)
     monkeypatch.setattr(drafting, "read_ceiling", lambda: 1e10)
-    monkeypatch.setattr(iterations, "REPEATS", 3)
 
     class Device:
         reason = None

@@ -225,6 +225,11 @@ def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
     return law
 
 
+@functools.cache
+def seeded(params: SamplingParams, first: int, rows: int) -> list[SamplingParams]:
+    return [SamplingParams(**{**vars(params), "seed": first + row}) for row in range(rows)]
+
+
 def check_law(
     source: str,
     params: SamplingParams,
@@ -253,7 +258,7 @@ def check_law(
         got = generate(
             target(),
             [PROMPT] * rows,
-            [SamplingParams(**{**vars(params), "seed": seed * rows + row}) for row in range(rows)],
+            seeded(params, seed * rows, rows),
             gamma=0 if source == "plain" else gamma,
             draft=draft,
             draft_model=second(vocabulary) if draft.needs_model else None,

@@ -162,11 +162,15 @@ def test_a_checkpoint_goes_straight_to_its_shards():
     ("config", "message"),
     [
         (jspec.StepConfig(2, jspec.ModelDraft()), r"ModelDraft\(\) does not run on the mesh of"),
+        (
+            jspec.StepConfig(2, jspec.GuidedDraft(quantized="int8")),
+            "SelfDraft or GuidedDraft without a quantized copy",
+        ),
         (jspec.StepConfig(2, jspec.SelfDraft(quantized="int8")), "take NoDraft, NgramDraft, Suf"),
         (jspec.StepConfig(2, jspec.SelfDraft(jspec.Quest())), r"Quest\(.* does not run on the m"),
         (jspec.StepConfig(2, jspec.GuidedDraft(jspec.SpecExtend())), r"take Dense, .* or Vegas"),
     ],
-    ids=["model", "quantized", "pages", "weights"],
+    ids=["model", "quantized-guided", "quantized", "pages", "weights"],
 )
 def test_what_needs_a_whole_row_is_refused(config, message, model):
     sharded = helix.shard(model, helix.HelixConfig(kvp=2))
