@@ -24,7 +24,7 @@ from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of
 from jspec.helix.cache import column_spec
 from jspec.helix.mesh import TPA
 from jspec.ops.attention.dense import attention
-from jspec.policies.attend import read_whole
+from jspec.policies.read import read_whole
 from jspec.typing import Array
 
 COLUMNS = ("B", "S", "heads", "T", "kvp", "tpa")
