@@ -25,6 +25,7 @@ from bench import (
     breakdown,
     ceilings,
     collect,
+    collectives,
     decode,
     decoding,
     fused,
@@ -32,6 +33,7 @@ from bench import (
     hash,
     hash_training,
     hata_off,
+    helix_attention,
     layer,
     overlap,
     pack,
@@ -55,6 +57,7 @@ SUITES: dict[str, Suite] = {
         *(attention, gather, hash, select, layer, ablation, hata_off),
         *(hash_training, ruler, decoding, auto, decode, lossy),
         *(collect, acceptance, overlap, breakdown, throughput),
+        *(collectives, helix_attention),
     )
 }
 _INTERRUPTED = threading.Event()

@@ -10,6 +10,7 @@ Case = dict[str, Any]  # sizes by their letters, and words
 CHOICES = {
     "lengths": ("full", "ragged"),
     "indices": ("shared", "per-head"),
+    "strategy": ("helix", "gather", "medha", "tp"),
     "model": ("llama-3.1-8b", "llama-2-7b", "qwen3-8b", "qwen3-4b", "gpt-oss-20b-attention"),
 }
 

@@ -19,6 +19,7 @@ from bench.report import (
     host_cache,
     iterations,
     learning,
+    meshes,
     packing,
     quality,
     sampling,
@@ -57,6 +58,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "vegas-overlap": acceptance.alike,
     "vegas-breakdown": iterations.parts,
     "throughput": iterations.speeds,
+    "collectives": meshes.messages,
+    "helix-attention": meshes.attention,
 }
 
 

@@ -14,7 +14,6 @@ from jspec.cache import Cache, Linear, Ring, Stripe
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
 from jspec.ops.append import Turn, rotate_and_append, rotate_append_encode
-from jspec.ops.attention.dense import attention
 from jspec.ops.attention.gathered import gathered_attention
 from jspec.ops.host_rows import Ahead
 from jspec.policies.dense import Dense
@@ -26,6 +25,17 @@ from jspec.policies.offload import (
     through_device,
 )
 from jspec.policies.policy import Policy, columns_of, encoded, taken
+from jspec.policies.read import (
+    finished,
+    joined_columns,
+    of_own_heads,
+    over_shards,
+    picked_columns,
+    read_columns,
+    read_whole,
+    settings_of,
+    with_tail,
+)
 from jspec.typing import Array, Attend, Model
 
 DENSE = Dense()
@@ -59,12 +69,12 @@ def dense_attend(
             (q, k), turn = turn(q, k), None
         q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
         if not overwrites:
-            return _read_whole(cache, layer, q, positions, sinks, up, backends), cache
+            return read_whole(cache, layer, q, positions, sinks, up, backends), cache
         # Such a pass overwrites what its first queries still see.
-        columns = _joined(before, _named(k, v))
+        columns = joined_columns(before, _named(k, v))
         first = jnp.where(positions >= 0, positions, np.iinfo(np.int32).max).min(axis=1)
         where = jnp.concatenate([layout.held(first - 1), positions], axis=1)
-        return _read(spec, q, columns, positions, where, sinks, up, backends), cache
+        return read_columns(spec, q, columns, positions, where, sinks, up, backends), cache
 
     return through_device(attend, positions, backends)
 
@@ -117,17 +127,17 @@ def selected_attend(
             after, q = start_next(q)
             other = None if spec.window is not None else policy.read_as(arrays, layer, cache)
             if other is not None:
-                cache = _with_tail(cache, layer, other, until, positions)
-            return _read_whole(cache, layer, q, positions, sinks, up, backends), after
+                cache = with_tail(cache, layer, other, until, positions)
+            return read_whole(cache, layer, q, positions, sinks, up, backends), after
         weights = None
         if earlier is None:
             weights = policy.weigh(arrays, layer, cache, q, until, chosen)
         behind = until[:, None] + jnp.arange(tail, dtype=jnp.int32)[None]
         if policy.moves_keys:
-            columns = _picked(policy, arrays, cache, layer, chosen, until)
-            columns = _joined(columns, taken(cache, layer, behind, ("keys", "values")))
+            columns = picked_columns(policy, arrays, cache, layer, chosen, until)
+            columns = joined_columns(columns, taken(cache, layer, behind, ("keys", "values")))
             where = jnp.concatenate([chosen, behind], axis=1)
-            return _read(spec, q, columns, positions, where, sinks, up, backends), after
+            return read_columns(spec, q, columns, positions, where, sinks, up, backends), after
         if is_offloaded(cache, layer):
             ahead = given.ahead if isinstance(given, Reading) else None
             columns, selected, rest = rows_of(cache, layer, chosen, behind, ahead, backends)
@@ -237,7 +247,7 @@ class Compact:
                 chosen = policy.select(arrays, layer, cache, None, cache.lengths)
             if chosen is None:
                 chosen = cache.layouts[layer].held(cache.lengths - 1)
-            picked = _picked(policy, arrays, cache, layer, chosen, cache.lengths)
+            picked = picked_columns(policy, arrays, cache, layer, chosen, cache.lengths)
             pad = ((0, 0), (0, spare), (0, 0), (0, 0))
             columns.append({name: jnp.pad(x, pad) for name, x in picked.items()})
             positions.append(jnp.concatenate([chosen, behind], axis=1))
@@ -280,7 +290,7 @@ def compact_attend(
             q, k = (q, k) if turn is None else turn(q, k)
             cache = cache.append(layer, slot, **_named(k, v))
         columns = cache.columns[layer]
-        out = _read(cache.specs[layer], q, columns, positions, where, sinks, up, backends)
+        out = read_columns(cache.specs[layer], q, columns, positions, where, sinks, up, backends)
         return out, cache
 
     return attend
@@ -348,133 +358,6 @@ def _turned(
         implementation=backends.get("rotate_and_append"),
     )
     return q, cache.replaced(layer, keys=keys, values=values)
-
-
-def _read_whole(
-    cache: Cache,
-    layer: int,
-    q: Array,
-    positions: Array,
-    sinks: Array | None,
-    up: Array | None,
-    backends: Mapping[str, str],
-) -> Array:
-    """Attention over all that a layer holds, the new tokens at ``positions`` included."""
-    spec, columns = cache.specs[layer], cache.columns[layer]
-    positions, where = in_slots(cache, layer, positions)
-
-    def read(q: Array) -> tuple[Array, Array]:
-        return _attention(spec, q, columns, positions, where, backends)
-
-    return finished(*over_shards(cache, read, q), *of_own_heads(cache, sinks, up))
-
-
-def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array | None]:
-    """Positions ``[B, T]`` of queries and ``[B, S]`` of a layer's slots for `jspec.attention`.
-
-    None for the latter where a slot's position is its number.
-    """
-    layout = cache.layouts[layer]
-    if isinstance(layout, Linear):
-        return positions, None
-    if isinstance(layout, Stripe) and cache.specs[layer].window is None:
-        return layout.seen(positions), None
-    return positions, layout.held(positions.max(axis=1))
-
-
-def over_shards(
-    cache: Cache, read: Callable[[Array], tuple[Array, Array]], q: Array
-) -> tuple[Array, Array]:
-    """What ``read(q)`` gives, and where devices share the rows, that of all their keys."""
-    return read(q) if cache.shards is None else cache.shards.attended(read, q)
-
-
-def _with_tail(
-    cache: Cache, layer: int, columns: Mapping[str, Array], until: Array, positions: Array
-) -> Cache:
-    """The cache where a layer's ``columns`` are others below ``until [B]``, for reading alone."""
-    held = cache.layouts[layer].held(positions.max(axis=1))
-    is_tail = (held >= until[:, None])[..., None, None]
-    own = cache.columns[layer]
-    return cache.replaced(
-        layer, **{name: jnp.where(is_tail, own[name], x) for name, x in columns.items()}
-    )
-
-
-def of_own_heads(cache: Cache, *arrays: Array | None) -> tuple[Array | None, ...]:
-    """What a model gives for each query head, for the heads that attention comes back with."""
-    shards = cache.shards
-    if shards is None:
-        return arrays
-    return tuple(None if x is None else shards.own_heads(x) for x in arrays)
-
-
-def _picked(
-    policy: Policy, arrays: Any, cache: Cache, layer: int, chosen: Array, until: Array
-) -> dict[str, Array]:
-    """A copy of the keys and values that ``policy`` chose, the keys where it moves them to."""
-    picked = taken(cache, layer, chosen, ("keys", "values"))
-    if policy.moves_keys and cache.specs[layer].window is None:
-        picked["keys"] = policy.moved(arrays, layer, picked["keys"], chosen, until)
-    return picked
-
-
-def _joined(held: Mapping[str, Array], new: Mapping[str, Array]) -> dict[str, Array]:
-    """What a layer held, and new tokens behind it."""
-    return {
-        name: jnp.concatenate([held[name], x.astype(held[name].dtype)], axis=1)
-        for name, x in new.items()
-    }
-
-
-def _read(
-    spec: LayerSpec,
-    q: Array,
-    columns: Mapping[str, Array],
-    positions: Array,
-    key_positions: Array | None,
-    sinks: Array | None,
-    up: Array | None,
-    backends: Mapping[str, str],
-) -> Array:
-    """Attention of a layer over keys that stand at ``key_positions``, all of them for None."""
-    out, lse = _attention(spec, q, columns, positions, key_positions, backends)
-    return finished(out, lse, sinks, up)
-
-
-def _attention(
-    spec: LayerSpec,
-    q: Array,
-    columns: Mapping[str, Array],
-    positions: Array,
-    key_positions: Array | None,
-    backends: Mapping[str, str],
-) -> tuple[Array, Array]:
-    return attention(
-        q,
-        columns["keys"],
-        columns.get("values"),
-        positions,
-        key_positions=key_positions,
-        window=spec.window,
-        implementation=backends.get("attention"),
-        **settings_of(spec),
-    )
-
-
-def settings_of(spec: LayerSpec) -> dict[str, Any]:
-    """What a layer asks of attention, whatever it reads."""
-    value_size = spec.value_size if spec.values_in_keys else None
-    return {"scale": spec.scale, "softcap": spec.softcap, "value_size": value_size}
-
-
-def finished(out: Array, lse: Array, sinks: Array | None, up: Array | None) -> Array:
-    """The output after the model's sinks and projection."""
-    if sinks is not None:
-        out = out * jax.nn.sigmoid(lse - sinks[None, None]).astype(out.dtype)[..., None]
-    if up is not None:
-        out = jnp.einsum("btnv,nvh->btnh", out, up)
-    return out
 
 
 __all__ = [

@@ -14,18 +14,10 @@ from jspec.dispatch import Backends
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.scored import scored_attention
 from jspec.ops.attention.weights import mean_weights
-from jspec.policies.attend import (
-    DENSE,
-    appended,
-    dense_attend,
-    finished,
-    in_slots,
-    of_own_heads,
-    settings_of,
-    turning,
-)
+from jspec.policies.attend import DENSE, appended, dense_attend, turning
 from jspec.policies.guided import Guided, mean_query, taken
 from jspec.policies.policy import dots
+from jspec.policies.read import finished, in_slots, of_own_heads, settings_of
 from jspec.typing import Array, Attend, Model
 
 

@@ -1,0 +1,133 @@
+"""What devices of one host say to each other: collectives by the bytes that each device gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from bench import cases, point, table
+from bench.cases import Case
+from bench.mesh import marginal, on_mesh
+from bench.program import Absent, Program
+from bench.settings import Settings, bar
+from bench.suite import Suite
+from jspec.helix import HelixConfig
+from jspec.helix.mesh import KVP
+from jspec.typing import Array
+
+COLUMNS = ("P", "bytes")
+DEFAULT: Case = {"P": 2, "bytes": 32768}
+SIZES = ("2K", "32K", "256K", "1024K", "16384K")
+
+
+def _all_to_all(x: Array) -> Array:
+    return lax.all_to_all(x, KVP, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _all_gather(x: Array) -> Array:
+    # Summed, as XLA drops a gather of which a device reads its own part alone.
+    return lax.all_gather(x, KVP).sum(axis=0)
+
+
+def _all_reduce(x: Array) -> Array:
+    return lax.psum(x, KVP)
+
+
+def _reduce_scatter(x: Array) -> Array:
+    part = lax.psum_scatter(x, KVP, scatter_dimension=0, tiled=True)
+    return jnp.tile(part, (len(x) // len(part), 1))
+
+
+def _summed(x: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(x.sum(axis=0), x.shape)
+
+
+def _exchanged(x: np.ndarray) -> np.ndarray:
+    return np.swapaxes(x.reshape(len(x), len(x), -1), 0, 1).reshape(x.shape)
+
+
+def _scattered(x: np.ndarray) -> np.ndarray:
+    parts = x.sum(axis=0).reshape(len(x), -1)
+    return np.stack([np.tile(part, len(x)) for part in parts]).reshape(x.shape)
+
+
+# Each with what it gives, of what the devices give ``[P, n]`` by numpy.
+COLLECTIVES: dict[str, tuple[Callable[[Array], Array], Callable[[np.ndarray], np.ndarray]]] = {
+    "all_to_all": (_all_to_all, _exchanged),
+    "all_gather": (_all_gather, _summed),
+    "all_reduce": (_all_reduce, _summed),
+    "reduce_scatter": (_reduce_scatter, _scattered),
+}
+
+
+def case(text: str) -> Case:
+    """A case of ``--case``; `ValueError` where it is none."""
+    found = cases.parse(text, DEFAULT)
+    if found["P"] < 2 or found["bytes"] % (4 * found["P"]):
+        raise ValueError(f"{text}: P must be 2 or more, and bytes a multiple of 4 P")
+    return found
+
+
+def grid(settings: Settings) -> list[Case]:
+    """The cases that were asked for, or one for each size on all devices."""
+    if settings.cases:
+        return [case(text) for text in settings.cases]
+    devices = max(jax.device_count(), 2)
+    sizes = SIZES[:2] if settings.quick or jax.default_backend() != "gpu" else SIZES
+    return [case(f"P={devices},bytes={size}") for size in sizes]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    return {"rows": _rows(settings)}
+
+
+def _rows(settings: Settings) -> Iterator[point.Row]:
+    every = [(here, name) for here in grid(settings) for name in COLLECTIVES]
+    with bar("collectives", len(every)) as advance:
+        for here, name in every:
+            yield from _measured(here, name, settings)
+            advance()
+
+
+def _measured(here: Case, name: str, settings: Settings) -> list[point.Row]:
+    devices, (body, right) = here["P"], COLLECTIVES[name]
+    if jax.device_count() < devices:
+        reason = f"it needs {devices} devices, and {jax.device_count()} are here"
+        return point.measure(name, here, [Absent(name, reason)], settings)
+    helix, specs = HelixConfig(kvp=devices), (P(KVP),)
+    rng = np.random.default_rng(devices)
+    # Whole numbers, whose sums are exact in any order; a device has a row for each of them.
+    x = rng.integers(-9, 10, (devices, here["bytes"] // 4)).astype(np.float32)
+    shape = (devices * devices, x.shape[1] // devices)
+    placed = jax.device_put(x.reshape(shape), helix.sharding(KVP))
+    compiled = on_mesh(helix, body, specs).lower(placed).compile()
+
+    def is_right(out: Any) -> bool:
+        return np.array_equal(np.asarray(out).reshape(x.shape), right(x))
+
+    program = Program(name, lambda: compiled(placed), is_right)
+    rows = point.measure(name, here, [program], settings, clocks=("wall",), moved=here["bytes"])
+    for own in rows:
+        if own["checked"]:
+            own["step_ns"] = marginal(helix, body, specs, (placed,), settings)
+    return rows
+
+
+def show(result: dict[str, Any]) -> None:
+    table.show(result, COLUMNS)
+
+
+SUITE = Suite(
+    "collectives",
+    "collectives between the devices of one host, by the bytes that each of them gives",
+    run,
+    show,
+    own_clocks=True,
+    case=case,
+)

@@ -1,0 +1,51 @@
+"""The sections on several devices: their messages, and attention that they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.cases import kilo
+from bench.point import spread
+from bench.report.text import header, paragraphs, table
+from bench.table import number
+
+NOTE = "*step*: marginal time inside a jitted loop, microseconds, the median of samples."
+
+
+def messages(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
+    headings = ("collective", "devices", "bytes of each", "step", "p10-p90")
+    rows = [
+        (own["operation"], str(own["case"]["P"]), kilo(own["case"]["bytes"]), *_times(own))
+        for own in result["rows"]
+    ]
+    return paragraphs(header("Collectives", result), NOTE, table(headings, rows))
+
+
+def attention(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
+    headings = ("B", "S", "heads", "T", "strategy", "KVP", "TPA", "step", "p10-p90", "GB/s")
+    rows = [(*_case(own), *_times(own), _rate(own)) for own in result["rows"]]
+    return paragraphs(
+        header("Attention of a layer by several devices", result),
+        f"{NOTE} *GB/s*: keys and values that a device reads, over that time; the exchange is in "
+        "it. One device with half the positions reads as much as each of two.",
+        table(headings, rows),
+    )
+
+
+def _case(own: dict[str, Any]) -> tuple[str, ...]:
+    case = own["case"]
+    shape = str(case["B"]), kilo(case["S"]), case["heads"], str(case["T"])
+    return (*shape, own["name"], str(case["kvp"]), str(case["tpa"]))
+
+
+def _times(own: dict[str, Any]) -> tuple[str, str]:
+    """The median and its spread; why there is none where the row was not timed."""
+    found = spread(own, "step")
+    if found is None:
+        return own.get("reason") or "not timed", ""
+    return number(found.median), f"{number(found.low)}-{number(found.high)}"
+
+
+def _rate(own: dict[str, Any]) -> str:
+    found = spread(own, "step")
+    return "" if found is None else number(own["bytes"] / found.median / 1e3)
