@@ -135,7 +135,6 @@ _HOMES = {
         "Guided",
         "Hata",
         "HataOff",
-        "HataOff",
         "Loki",
         "MagicPIG",
         "Policy",
