@@ -142,3 +142,20 @@ def optimised():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", QUICK)
+
+
+@pytest.fixture
+def small_bundled(monkeypatch):
+    """A model of random weights for the bundled one, which takes longer to compile."""
+    config = ModelConfig.uniform(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        max_context=1024,
+    )
+    _, tokenizer = jspec.load_bundled()
+    monkeypatch.setattr(jspec, "load_bundled", lambda: (make_decoder(config), tokenizer))

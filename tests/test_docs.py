@@ -8,7 +8,6 @@ import pytest
 
 import jspec
 from jspec.ops.sample import number
-from tests.conftest import make_decoder
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,25 +27,8 @@ def run(page: str) -> dict:
     return names
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """A model of random weights for the bundled one, which takes longer to compile."""
-    config = jspec.ModelConfig.uniform(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        max_context=1024,
-    )
-    _, tokenizer = jspec.load_bundled()
-    monkeypatch.setattr(jspec, "load_bundled", lambda: (make_decoder(config), tokenizer))
-
-
 @pytest.mark.parametrize("page", RUN_HERE)
-def test_the_code_of_a_page_runs(page, small):
+def test_the_code_of_a_page_runs(page, small_bundled):
     names = run(page)
     if page == "sampling":
         settings = (jnp.asarray([names[x]], t) for x, t in (("seed", "uint32"), ("position", int)))

@@ -222,7 +222,6 @@ def load_model(path: str | os.PathLike, helix: HelixConfig, *, dtype: Any = None
 
     Raises as `jspec.load_model` and `shard` do.
     """
-
     return shard(checkpoint.load_model(path, dtype=dtype, sharding=decoder_sharding(helix)), helix)
 
 
@@ -268,11 +267,11 @@ def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> Parti
             return Spec(TPA)
         case [*_, "attention", "down", "kernel"]:
             return Spec()
-        case [*_, "experts", name, "kernel"] if helix.ep > 1:
+        case [*_, "experts", _, "kernel"] if helix.ep > 1:
             _check_divides(helix, "n_routed_experts", shape[0])
             return Spec(helix.axes)
-        case [*_, "experts", name, "kernel"]:
-            gates = name == "gate_up"
+        case [*_, "experts", which, "kernel"]:
+            gates = which == "gate_up"
             _check_divides(helix, "moe_intermediate_size", shape[-1 if gates else 1])
             return Spec(None, None, None, helix.axes) if gates else Spec(None, helix.axes)
         case [*_, "gate_up", leaf]:

@@ -15,6 +15,8 @@ from typing import Any
 from jspec.config import LayerSpec, ModelConfig
 from jspec.parts import Latent
 
+_OF_EXPERTS = ".experts."  # in the name of a parameter that holds all of them
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -111,9 +113,6 @@ def separate_shapes(
             whole: shape
         }
     return apart
-
-
-_OF_EXPERTS = ".experts."
 
 
 def _of_expert(parameter: str, expert: int) -> str:

@@ -76,8 +76,11 @@ class LatentAttention(nnx.Module):
         return maps[..., : self.latent.plain_size], maps[..., self.latent.plain_size :]
 
     def _absorbed(self, q: Array, angles: tuple[Array, Array]) -> Array:
-        """Queries over latents and rotated keys, of ``q [B, T, 1, query_rank]`` or, without such a
-        latent, of the projected queries ``[B, T, N, query_size]``."""
+        """Queries over latents and rotated keys, ``[B, T, N, rank + rope_size]``.
+
+        Of the latent of the queries, ``q [B, T, 1, query_rank]``, or where there is none of the
+        queries themselves, ``[B, T, 1, N * query_size]``.
+        """
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(q[:, :, 0], norm=self.q_norm.rms)
         q = q.reshape(*q.shape[:2], self.num_heads, self.latent.query_size)

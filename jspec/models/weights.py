@@ -115,7 +115,10 @@ class Weights:
         return self.files[name].entries[name]
 
     def check_layers(self, num_layers: int) -> None:
-        """Compare the number of layers with the names of the tensors, before work on each."""
+        """Compare the number of layers with the names of the tensors, before work on each.
+
+        What a file of the family may hold of further layers is left out from here on.
+        """
         if self.family.more_layers:
             self.files = {n: f for n, f in self.files.items() if _layer(n) < num_layers}
         stored = {layer for layer in map(_layer, self.files) if layer >= 0}

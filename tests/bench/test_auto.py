@@ -5,27 +5,13 @@ import re
 
 import pytest
 
-import jspec
 from bench import auto, report
 from bench.__main__ import main
 from jspec.decode import auto as choice
-from tests.conftest import make_decoder
 
 
 @pytest.fixture
-def small(monkeypatch):
-    config = jspec.ModelConfig.uniform(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        max_context=1024,
-    )
-    _, tokenizer = jspec.load_bundled()
-    monkeypatch.setattr(jspec, "load_bundled", lambda: (make_decoder(config), tokenizer))
+def small(small_bundled, monkeypatch):
     monkeypatch.setattr(choice, "LADDER", (0, 2))
     monkeypatch.setattr(auto, "NEW_TOKENS", 24)
     monkeypatch.setattr(auto, "CHUNK", 4)

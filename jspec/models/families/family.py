@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from jspec.config import ModelConfig
 from jspec.models.files import Fields
 
+_EXPERT = re.compile(r"mlp\.experts\.[0-9]+\.")
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
@@ -47,6 +49,3 @@ class Family:
         # All experts of a layer are named alike, but for their numbers.
         module = self.modules[module.replace(expert[0], "mlp.experts.", 1)]
         return f"{prefix}{expert[0]}{module}.{leaf}"
-
-
-_EXPERT = re.compile(r"mlp\.experts\.[0-9]+\.")
