@@ -34,6 +34,8 @@ from bench import (
     hash_training,
     hata_off,
     helix_attention,
+    helix_step,
+    hopb,
     layer,
     overlap,
     pack,
@@ -41,6 +43,7 @@ from bench import (
     ruler,
     sampling,
     select,
+    serving,
     throughput,
     verify,
 )
@@ -56,8 +59,8 @@ SUITES: dict[str, Suite] = {
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
         *(hash_training, ruler, decoding, auto, decode, lossy),
-        *(collect, acceptance, overlap, breakdown, throughput),
-        *(collectives, helix_attention),
+        *(collect, acceptance, overlap, breakdown, throughput, serving),
+        *(collectives, helix_attention, hopb, helix_step),
     )
 }
 _INTERRUPTED = threading.Event()

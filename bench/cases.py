@@ -11,21 +11,27 @@ CHOICES = {
     "lengths": ("full", "ragged"),
     "indices": ("shared", "per-head"),
     "strategy": ("helix", "gather", "medha", "tp"),
+    "up": ("auto", "before", "after"),
+    "shape": ("llama-3.1-8b", "tiny"),
+    "draft": ("plain", "verify", "vegas"),
     "model": ("llama-3.1-8b", "llama-2-7b", "qwen3-8b", "qwen3-4b", "gpt-oss-20b-attention"),
 }
 
 
-def parse(text: str, default: Mapping[str, Any]) -> Case:
+def parse(
+    text: str, default: Mapping[str, Any], choices: Mapping[str, tuple[str, ...]] = CHOICES
+) -> Case:
     """The default case with what ``text`` says in its place; 1K is 1024.
 
-    Raises `ValueError` with the way out where it says what is no part of a case.
+    ``choices``: the words that a key takes. Raises `ValueError` with the way out where it says what
+    is no part of a case.
     """
     case = dict(default)
     for part in text.split(","):
         key, _, value = part.partition("=")
         if key not in case:
             raise ValueError(f"{part!r} must be one of {', '.join(default)}, a = and a value")
-        case[key] = _value(key, value)
+        case[key] = _value(key, value, choices)
     if "heads" in case:
         query_heads, kv_heads = heads(case)
         if query_heads % kv_heads:
@@ -33,10 +39,10 @@ def parse(text: str, default: Mapping[str, Any]) -> Case:
     return case
 
 
-def _value(key: str, value: str) -> int | str:
-    if key in CHOICES:
-        if value not in CHOICES[key]:
-            raise ValueError(f"{key}={value} must be one of {', '.join(CHOICES[key])}")
+def _value(key: str, value: str, choices: Mapping[str, tuple[str, ...]]) -> int | str:
+    if key in choices:
+        if value not in choices[key]:
+            raise ValueError(f"{key}={value} must be one of {', '.join(choices[key])}")
         return value
     if key == "heads":
         if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", value):

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from bench import cases, point, table
 from bench.cases import Case
-from bench.mesh import marginal, on_mesh
-from bench.program import Absent, Program
+from bench.mesh import measured
 from bench.settings import Settings, bar
 from bench.suite import Suite
 from jspec.helix import HelixConfig
@@ -97,26 +96,22 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
 
 def _measured(here: Case, name: str, settings: Settings) -> list[point.Row]:
     devices, (body, right) = here["P"], COLLECTIVES[name]
-    if jax.device_count() < devices:
-        reason = f"it needs {devices} devices, and {jax.device_count()} are here"
-        return point.measure(name, here, [Absent(name, reason)], settings)
-    helix, specs = HelixConfig(kvp=devices), (P(KVP),)
+    helix = HelixConfig(kvp=devices)
     rng = np.random.default_rng(devices)
     # Whole numbers, whose sums are exact in any order; a device has a row for each of them.
     x = rng.integers(-9, 10, (devices, here["bytes"] // 4)).astype(np.float32)
-    shape = (devices * devices, x.shape[1] // devices)
-    placed = jax.device_put(x.reshape(shape), helix.sharding(KVP))
-    compiled = on_mesh(helix, body, specs).lower(placed).compile()
+
+    def placed() -> tuple[Array]:
+        shape = (devices * devices, x.shape[1] // devices)
+        return (jax.device_put(x.reshape(shape), helix.sharding(KVP)),)
 
     def is_right(out: Any) -> bool:
         return np.array_equal(np.asarray(out).reshape(x.shape), right(x))
 
-    program = Program(name, lambda: compiled(placed), is_right)
-    rows = point.measure(name, here, [program], settings, clocks=("wall",), moved=here["bytes"])
-    for own in rows:
-        if own["checked"]:
-            own["step_ns"] = marginal(helix, body, specs, (placed,), settings)
-    return rows
+    return measured(
+        *(name, here, name, helix, body, lambda _: (P(KVP),), placed, is_right, settings),
+        moved=lambda _: here["bytes"],
+    )
 
 
 def show(result: dict[str, Any]) -> None:

@@ -204,7 +204,7 @@ class _Case:
         columns = []
         for layer, column in enumerate(state.cache.columns):
             kept = dict(column)
-            if columns_of(policy, state.cache.specs[layer]):
+            if columns_of(policy, layer, state.cache.specs[layer]):
                 kept |= policy.encode(arrays, layer, column["keys"])
             if policy.in_host(layer):
                 for name in ("keys", "values"):

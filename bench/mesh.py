@@ -1,4 +1,4 @@
-"""Programs on the mesh of a `HelixConfig`, and what one more of them costs in a jitted loop."""
+"""Programs on the mesh of a `HelixConfig`: checked, and what one more costs in a jitted loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 
-from bench import clocks
+from bench import clocks, point
+from bench.cases import Case
+from bench.program import Absent, Program
 from bench.settings import Settings
 from jspec.helix import HelixConfig
 
@@ -41,7 +43,41 @@ def on_mesh(
         out_specs=specs[0] if out is None else out,
         check_vma=False,
     )
-    return jax.jit(shard)
+    return jax.jit(shard, compiler_options=helix.compiler_options)
+
+
+def measured(
+    operation: str,
+    here: Case,
+    name: str,
+    helix: HelixConfig,
+    body: Callable[..., Any],
+    specs: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    arguments: Callable[[], tuple[Any, ...]],
+    is_right: Callable[[Any], bool],
+    settings: Settings,
+    moved: Callable[[tuple[Any, ...]], int],
+) -> list[point.Row]:
+    """Rows of ``body`` as `on_mesh` takes it: with its wall time and its marginal time where
+    ``is_right`` of what it gives, with the reason where it cannot run.
+
+    ``specs``: how the arguments are sharded; ``moved``: the bytes that a device has to read and
+    write for them.
+    """
+    if jax.device_count() < helix.devices:
+        reason = f"it needs {helix.devices} devices, and {jax.device_count()} are here"
+        return point.measure(operation, here, [Absent(name, reason)], settings)
+    given = arguments()
+    placed = specs(given)
+    compiled = on_mesh(helix, body, placed).lower(*given).compile()
+    program = Program(name, lambda: compiled(*given), is_right)
+    rows = point.measure(
+        *(operation, here, [program], settings), clocks=("wall",), moved=moved(given)
+    )
+    for own in rows:
+        if own["checked"]:
+            own["step_ns"] = marginal(helix, body, placed, given, settings)
+    return rows
 
 
 def marginal(

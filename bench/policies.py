@@ -12,7 +12,6 @@ import numpy as np
 from bench import workload
 from jspec.config import LayerSpec
 from jspec.policies import Dense, ExactTopK, Hata, Loki, MagicPIG, Policy, Quest, Streaming
-from jspec.policies.policy import columns_of, pages_of
 
 SAMPLE = 256  # tokens of the sample that Loki and MagicPIG are prepared with
 SINKS = 16  # of streaming
@@ -43,7 +42,7 @@ NAMES = tuple(policies(512))
 
 
 def scored_bytes(policy: Policy, spec: LayerSpec, dtype: Any) -> float:
-    """Bytes of a token that the policy reads to score it, in all KV heads of a layer.
+    """Bytes of a token that the policy reads to score it, in all KV heads of a layer that selects.
 
     What it keeps beside key and value; of exact top-k the key. ``dtype``: of the keys.
     """
@@ -53,7 +52,7 @@ def scored_bytes(policy: Policy, spec: LayerSpec, dtype: Any) -> float:
 
     if isinstance(policy, ExactTopK):
         return spec.kv_heads * spec.key_size * jnp.dtype(dtype).itemsize
-    return size(columns_of(policy, spec)) + size(pages_of(policy, spec)) / policy.page_size
+    return size(policy.columns(spec)) + size(policy.pages(spec)) / policy.page_size
 
 
 def arrays_of(policy: Policy, specs: Sequence[LayerSpec]) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from rich.table import Table
 
 import jspec
 from bench import cases
+from bench.policies import scored_bytes
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from jspec.eval.evaluate import GAMMA, Run, Score, evaluate_all, with_budget
@@ -142,17 +142,7 @@ def _row(
 def bytes_to_score(policy: Policy, model: jspec.Decoder) -> float:
     """Bytes of a key and KV head that a policy reads to score it, in a cache of bfloat16."""
     spec = model.config.layers[0]
-    if isinstance(policy, jspec.ExactTopK):
-        return 2.0 * spec.key_size
-    shapes = [(policy.columns(spec), 1), (policy.pages(spec), policy.page_size)]
-    return (
-        sum(
-            math.prod(shape) * jax.numpy.dtype(dtype or jax.numpy.bfloat16).itemsize / size
-            for kept, size in shapes
-            for shape, dtype in kept.values()
-        )
-        / spec.kv_heads
-    )
+    return scored_bytes(policy, spec, jax.numpy.bfloat16) / spec.kv_heads
 
 
 HEADINGS = ("S", "budget", "policy", "bytes", "score", "accepted length")

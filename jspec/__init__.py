@@ -22,8 +22,10 @@ if TYPE_CHECKING:
         SuffixDraft,
         named_draft,
     )
-    from jspec.decode.engine import Generation, Interrupted, generate
+    from jspec.decode.engine import Engine
+    from jspec.decode.generation import Generation, Interrupted, generate
     from jspec.decode.growth import grow
+    from jspec.decode.handle import Handle
     from jspec.decode.prefill import fill_slot, start_decoding
     from jspec.decode.requests import mode_of, sampling_of
     from jspec.decode.score import score
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from jspec.ops.select import select
     from jspec.ops.stochastic import verify_stochastic
     from jspec.ops.verify import Verified, verify_greedy
-    from jspec.parts import Experts, Latent
+    from jspec.parts import ClampedSwiGLU, Experts, Latent
     from jspec.policies import (
         Dense,
         ExactTopK,
@@ -95,8 +97,10 @@ _HOMES = {
         "SuffixDraft",
         "named_draft",
     ],
-    "jspec.decode.engine": ["Generation", "Interrupted", "generate"],
+    "jspec.decode.engine": ["Engine"],
+    "jspec.decode.generation": ["Generation", "Interrupted", "generate"],
     "jspec.decode.growth": ["grow"],
+    "jspec.decode.handle": ["Handle"],
     "jspec.decode.prefill": ["fill_slot", "start_decoding"],
     "jspec.decode.requests": ["mode_of", "sampling_of"],
     "jspec.decode.score": ["score"],
@@ -128,7 +132,7 @@ _HOMES = {
     "jspec.ops.select": ["select"],
     "jspec.ops.stochastic": ["verify_stochastic"],
     "jspec.ops.verify": ["Verified", "verify_greedy"],
-    "jspec.parts": ["Experts", "Latent"],
+    "jspec.parts": ["ClampedSwiGLU", "Experts", "Latent"],
     "jspec.policies": [
         "Dense",
         "ExactTopK",
@@ -163,17 +167,20 @@ __all__ = [
     "Chain",
     "ChatTemplate",
     "CheckpointError",
+    "ClampedSwiGLU",
     "Completion",
     "DecodeState",
     "Decoder",
     "Dense",
     "Drafted",
     "Drafter",
+    "Engine",
     "ExactTopK",
     "Experts",
     "Generation",
     "Guided",
     "GuidedDraft",
+    "Handle",
     "Hata",
     "HataOff",
     "Interrupted",

@@ -6,10 +6,10 @@ import dataclasses
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jspec.checks import check_flags, check_numbers, check_sizes, given, is_number, require
-from jspec.parts import Experts, Latent
+from jspec.parts import Activation, Experts, Latent
 
 SamplingMode = Literal["greedy", "sampled", "filtered"]
 
@@ -129,7 +129,10 @@ class ModelConfig:
     from a config.json. ``num_heads`` (N) query heads are the same in every layer. ``family`` names
     where the conventions are from and changes nothing. With ``latent`` a layer keeps one KV head,
     latent and rotated key side by side, and its values are the latent in it; with ``experts`` the
-    feed-forward of some layers is a mixture.
+    feed-forward of some layers is a mixture. With ``sinks`` each head has a learned attention sink.
+    ``post_norms``: attention and feed-forward have a norm behind them as well. ``centered_norms``:
+    all norms scale by 1 + their parameter. Embeddings are multiplied by ``embedding_scale``, and
+    logits are bent to ``logit_softcap * tanh(logits / logit_softcap)``, each unless it is None.
     """
 
     vocab_size: int
@@ -145,6 +148,12 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    post_norms: bool = False
+    centered_norms: bool = False
+    activation: Activation = "silu"
+    embedding_scale: float | None = None
+    logit_softcap: float | None = None
     latent: Latent | None = None
     experts: Experts | None = None
     max_context: int = 4096
@@ -182,8 +191,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "hidden_size", "intermediate_size", "num_heads")
         check_sizes(self, "max_context")
-        check_numbers(self, "norm_eps")
-        check_flags(self, "tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
+        check_numbers(self, "norm_eps", *given(self, "embedding_scale", "logit_softcap"))
+        check_flags(self, "tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sinks")
+        check_flags(self, "post_norms", "centered_norms")
+        known = get_args(Activation)
+        require(
+            self.activation in known,
+            f"activation={self.activation!r:.80} must be one of {', '.join(known)}",
+        )
         require(isinstance(self.family, str), f"family={self.family!r:.80} must be a string")
         for name, kind in (("layers", LayerSpec), ("ropes", Rope)):
             items = getattr(self, name)
@@ -202,6 +217,10 @@ class ModelConfig:
                 part is None or isinstance(part, kind),
                 f"{name}={part!r:.80} must be {kind.__name__} or None",
             )
+        require(
+            not self.post_norms or (self.latent is None and self.experts is None),
+            "post_norms go with plain attention and feed-forward; leave latent and experts out",
+        )
         for index, spec in enumerate(self.layers):
             self._check_layer(f"layers[{index}]", spec)
         self._check_stop_tokens()

@@ -14,7 +14,8 @@ import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
-from jspec.decode.engine import Gamma, generate
+from jspec.decode.generation import generate
+from jspec.decode.plan import Gamma
 from jspec.decode.requests import one_each
 from jspec.decode.score import score
 from jspec.decode.state import Models

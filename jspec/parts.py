@@ -7,6 +7,9 @@ from typing import Literal
 
 from jspec.checks import check_flags, check_numbers, check_sizes, given, require
 
+# The gate of a feed-forward: SwiGLU's, or GeGLU's with the tanh approximation.
+Activation = Literal["silu", "gelu_tanh"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
@@ -35,22 +38,38 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss's experts: ``(up + 1) * gate * sigmoid(alpha * gate)``.
+
+    Before that gate is at most ``limit``, and up within ``-limit .. limit``.
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "limit", "alpha")
+
+
+@dataclasses.dataclass(frozen=True)
 class Experts:
     """A mixture of experts as feed-forward (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
     Each token takes ``chosen`` of the ``routed`` experts of ``size`` channels, and one of
-    ``shared_size`` channels besides, if any; the first ``dense_layers`` layers have none. ``score``
-    makes the router's logits positive. Experts are in ``groups``, of which the ``chosen_groups``
-    with the highest ``group_score`` are taken: the highest of their scores, or the sum of the two
-    highest. With ``corrected`` a learned bias is added to scores where experts are chosen, not
-    where they are weighted. Weights are scores, ``normalized`` to sum to 1 if so, times ``factor``.
+    ``shared_size`` channels besides, if any; the layers numbered in ``dense_layers`` have a plain
+    feed-forward instead. ``score`` makes the router's logits positive. Experts are in ``groups``,
+    of which the ``chosen_groups`` with the highest ``group_score`` are taken: the highest of their
+    scores, or the sum of the two highest. With ``corrected`` a learned bias is added to scores
+    where experts are chosen, not where they are weighted. Weights are scores, ``normalized`` to sum
+    to 1 if so, times ``factor``. With ``bias`` the router and both products of an expert have one.
+    ``clamped`` is the activation of the routed experts; None is SwiGLU.
     """
 
     routed: int
     chosen: int
     size: int
     shared_size: int | None = None
-    dense_layers: int = 0
+    dense_layers: tuple[int, ...] = ()
     score: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
     chosen_groups: int = 1
@@ -58,16 +77,22 @@ class Experts:
     corrected: bool = False
     normalized: bool = False
     factor: float = 1.0
+    bias: bool = False
+    clamped: ClampedSwiGLU | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, "routed", "chosen", "size", "groups", "chosen_groups")
         check_sizes(self, *given(self, "shared_size"))
         check_numbers(self, "factor")
-        check_flags(self, "corrected", "normalized")
+        check_flags(self, "corrected", "normalized", "bias")
+        require(
+            self.clamped is None or isinstance(self.clamped, ClampedSwiGLU),
+            f"clamped={self.clamped!r:.80} must be a ClampedSwiGLU or None",
+        )
         dense = self.dense_layers
         require(
-            type(dense) is int and 0 <= dense < 2**31,
-            f"dense_layers={dense!r:.80} must be an int32, at least 0",
+            isinstance(dense, tuple) and all(type(n) is int and 0 <= n < 2**31 for n in dense),
+            f"dense_layers={dense!r:.80} must be a tuple of numbers of layers, from 0",
         )
         for name, known in (
             ("score", ("softmax", "sigmoid")),

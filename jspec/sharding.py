@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec.host import KIND, in_host
@@ -40,14 +41,26 @@ def place(tree: Any, sharding: Placing) -> Any:
     One in the host's memory stays there.
     """
 
-    def put(path: Any, x: Array) -> Array:
+    def of(path: Any, x: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         where = placed(name, x.shape, sharding)
         if where is None:
             return x
-        return jax.device_put(x, where.with_memory_kind(KIND) if in_host(x) else where)
+        return put(x, where.with_memory_kind(KIND) if in_host(x) else where)
 
-    return jax.tree.map_with_path(put, tree)
+    return jax.tree.map_with_path(of, tree)
+
+
+def put(x: Array | np.ndarray, sharding: Sharding) -> Array:
+    """`jax.device_put`, also where ``sharding`` has devices of other processes.
+
+    Then each process has to have the same ``x``, which is not compared.
+    """
+    is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
+    if sharding.is_fully_addressable or is_global:
+        return jax.device_put(x, sharding)
+    own = np.asarray(x)
+    return jax.make_array_from_callback(own.shape, sharding, own.__getitem__)
 
 
 def beside(tree: Any) -> NamedSharding | None:

@@ -60,6 +60,17 @@ TINY = ModelConfig.uniform(
     head_size=16,
     max_context=512,
 )
+# Of the tokens that the bundled tokenizer has.
+OF_BYTES = ModelConfig.uniform(
+    vocab_size=260,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_context=1024,
+)
 
 
 def make_decoder(
@@ -78,8 +89,11 @@ def make_decoder(
 
 
 def first_layers(count: int) -> Decoder:
-    """The bundled model's first ``count`` layers of eight: they write text, and compile sooner."""
-    model, _ = jspec.load_bundled()
+    """The bundled model's first ``count`` layers of eight: they write text, and compile sooner.
+
+    In float32 on a GPU too, where passes over several tokens round otherwise than those over one.
+    """
+    model, _ = jspec.load_bundled(dtype="float32")
     model.config = dataclasses.replace(model.config, layers=model.config.layers[:count])
     model.layers = nnx.List(list(model.layers)[:count])
     return model
@@ -147,15 +161,5 @@ def optimised():
 @pytest.fixture
 def small_bundled(monkeypatch):
     """A model of random weights for the bundled one, which takes longer to compile."""
-    config = ModelConfig.uniform(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        max_context=1024,
-    )
     _, tokenizer = jspec.load_bundled()
-    monkeypatch.setattr(jspec, "load_bundled", lambda: (make_decoder(config), tokenizer))
+    monkeypatch.setattr(jspec, "load_bundled", lambda: (make_decoder(OF_BYTES), tokenizer))

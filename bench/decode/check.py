@@ -26,12 +26,10 @@ LAYERS = 2
 TOLERANCE = 0.05
 NEW_KEYS = 6.0  # times what the model gives: among thousands of keys the new ones must count
 REFERENCE = Backends(attention="xla")
-# The reference of passes that read a selection.
+# The reference of passes that read a selection: of the very queries of the passes to compare.
 SELECTED = Backends(
     REFERENCE,
     gathered_attention="xla",
-    rotate_and_append="xla",
-    rotate_append_encode="xla",
     hash_encode="xla",
     hash_select="xla",
     hamming_scores="xla",
@@ -41,10 +39,11 @@ Key = tuple[int, Backends]  # tokens of a pass, and its backends
 
 
 class Check:
-    """Compares passes of the first `LAYERS` layers with the reference, on random tokens.
+    """Compares passes of a few layers with the reference, on random tokens.
 
-    ``tokens``: of the passes to compare. ``policy``: what they read, given ``arrays``; it selects
-    in all layers here.
+    ``tokens``: of the passes to compare. ``policy``: what they read, given ``arrays``. Layers are
+    the first `LAYERS`; of a policy that scores the first one alone that selects. Queries of a layer
+    behind it differ by rounding, and among random keys what they select differs by much more.
     """
 
     def __init__(
@@ -56,11 +55,13 @@ class Check:
         policy: Policy = DENSE,
         arrays: Any = None,
     ):
-        self.layers = min(LAYERS, model.config.num_layers)
-        self._model = part_of(model, self.layers)
-        self._arrays = None if arrays is None else arrays[: self.layers]
+        self.layers = slice(min(LAYERS, model.config.num_layers))
         if isinstance(policy, ScoredPolicy):
+            first = _first_selecting(model, policy)
+            self.layers = slice(first, first + 1)
             policy = dataclasses.replace(policy, dense_layers=0)
+        self._model = part_of(model, self.layers)
+        self._arrays = None if arrays is None else arrays[self.layers]
         self._policy = policy
         self._context, self._longest, self._backends = context, max(tokens), backends
         self._reference = REFERENCE if isinstance(policy, Dense) else SELECTED
@@ -68,7 +69,7 @@ class Check:
 
     def lowerings(self, shapes: DecodeState) -> dict[Key, Callable[[], jax.stages.Lowered]]:
         """What lowers the programs that it needs for a state of these shapes."""
-        cache, batch = first_layers_of(shapes.cache, self.layers), shapes.tokens.shape[0]
+        cache, batch = layers_of(shapes.cache, self.layers), shapes.tokens.shape[0]
 
         def lower(count: int, backends: Backends) -> jax.stages.Lowered:
             pair = [jax.ShapeDtypeStruct((batch, count), jnp.int32)] * 2
@@ -88,7 +89,7 @@ class Check:
             self._context + np.arange(self._longest, dtype=np.int32), tokens.shape
         )
         # Copied, because each pass takes the cache that it is given.
-        cache, wanted = jax.tree.map(jnp.copy, first_layers_of(state.cache, self.layers)), []
+        cache, wanted = jax.tree.map(jnp.copy, layers_of(state.cache, self.layers)), []
         for index in range(self._longest):
             at = slice(index, index + 1)
             one, cache = programs[1, self._reference](
@@ -98,7 +99,7 @@ class Check:
         del cache
         logits, found = jnp.concatenate(wanted, axis=1), {}
         for count, backends in self._keys[1:]:
-            program, cache = programs[count, backends], first_layers_of(state.cache, self.layers)
+            program, cache = programs[count, backends], layers_of(state.cache, self.layers)
             own, _ = program(
                 self._model,
                 self._arrays,
@@ -110,14 +111,30 @@ class Check:
         return found
 
 
-def first_layers_of(cache: Cache, count: int) -> Cache:
-    """The first ``count`` layers of a cache."""
+def layers_of(cache: Cache, layers: slice) -> Cache:
+    """Some layers of a cache."""
     return dataclasses.replace(
         cache,
-        columns=cache.columns[:count],
-        specs=cache.specs[:count],
-        layouts=cache.layouts[:count],
-        pages=cache.pages[:count],
+        columns=cache.columns[layers],
+        specs=cache.specs[layers],
+        layouts=cache.layouts[layers],
+        pages=cache.pages[layers],
+    )
+
+
+def counted(layers: slice) -> str:
+    """How many layers a check compared, as rows say it."""
+    count = layers.stop - (layers.start or 0)
+    return "1 layer" if count == 1 else f"{count} layers"
+
+
+def _first_selecting(model: Decoder, policy: ScoredPolicy) -> int:
+    """The first layer that selects; `ValueError` where none does."""
+    for layer, spec in enumerate(model.config.layers):
+        if spec.window is None and layer >= policy.dense_layers:
+            return layer
+    raise ValueError(
+        f"{policy} selects in none of {model.config.num_layers} layers; time more of them"
     )
 
 

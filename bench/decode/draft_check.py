@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.decode.check import LAYERS, NEW_KEYS, TOLERANCE, first_layers_of
+from bench.decode.check import LAYERS, NEW_KEYS, TOLERANCE, layers_of
 from bench.decode.shapes import part_of
 from jspec.decode.draft import Drafted
 from jspec.decode.settings import OPERATIONS, StepConfig
@@ -37,8 +37,9 @@ class DraftCheck:
 
     def __init__(self, models: Models, config: StepConfig, own_state: Callable[[Models], Any]):
         target: Any = models.target
-        self.layers = min(LAYERS, target.config.num_layers)
-        small = Models(part_of(target, self.layers), policy=_first(models.policy, self.layers))
+        self.layers = slice(min(LAYERS, target.config.num_layers))
+        arrays = None if models.policy is None else models.policy[self.layers]
+        small = Models(part_of(target, self.layers), policy=arrays)
         self._models = config.draft.prepare(small)
         self._config, self._own_state = config, own_state
 
@@ -87,12 +88,8 @@ class DraftCheck:
 
     def _cut(self, state: DecodeState, own: Any) -> DecodeState:
         """The state for the first layers; ``sampled``, so that drafts give their logits."""
-        cache = first_layers_of(state.cache, self.layers)
+        cache = layers_of(state.cache, self.layers)
         return dataclasses.replace(state, cache=cache, draft=own, mode="sampled")
-
-
-def _first(arrays: Any, layers: int) -> Any:
-    return None if arrays is None else arrays[:layers]
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,7 @@ from jspec.decode.draft import Chain, SparseDrafter
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.policies import Guided, Policy, Streaming
-from jspec.policies.policy import Budgeted
+from jspec.policies.budgeted import Budgeted
 
 
 def of_iteration(

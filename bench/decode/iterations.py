@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from bench import clocks, point
 from bench.decode import floors, parts, phases
+from bench.decode.check import counted
 from bench.decode.draft_check import DraftCheck
 from bench.decode.running import (
     CHUNKS,
@@ -174,7 +175,7 @@ class Iteration:
                 about |= self._kernels(run, program, statistics.median(about["step_ns"]))
             except RuntimeError as error:
                 failed = f"device clock: {error}"
-        yield self._row(f"{self._check.layers} layers", **about)
+        yield self._row(counted(self._check.layers), **about)
         if failed:
             yield self._row(False, reason=failed)
 

@@ -39,7 +39,7 @@ def row(
         return found | {"reason": "not checked, so not timed"}
     try:
         layers = min(LAYERS, model.config.num_layers)
-        part = part_of(model, layers)
+        part = part_of(model, slice(layers))
         error = _distance(part, _prefilled(part, prompt, backends), prompt)
         if not error <= TOLERANCE:
             reason = f"its keys are wrong by {error:.1%}"

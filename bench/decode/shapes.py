@@ -15,13 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from bench.policies import scored_bytes
 from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling
 from jspec.models.decoder import Decoder
 from jspec.policies import Dense, Policy
 from jspec.policies.attend import DENSE
-from jspec.policies.policy import Budgeted
+from jspec.policies.budgeted import Budgeted
 
 CONTEXT = 131072  # that every model here may have; Qwen3 reaches it by YaRN, which costs no time
 
@@ -135,12 +136,20 @@ def random_bits(seed: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.random.bits(jax.random.key(seed, impl="rbg"), shape, dtype)
 
 
-def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16) -> Decoder:
+def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16, sharding: Any = None) -> Decoder:
     """A decoder with random weights; norms scale by 1 and biases are 0.
 
-    Drawn leaf by leaf: one program that draws all of them compiles for minutes.
+    Drawn leaf by leaf: one program that draws all of them compiles for minutes. ``sharding``: where
+    each goes, as `jspec.load_model` takes it, so that one device has one whole leaf at a time.
     """
     seeds = itertools.count()
+
+    def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        found = drawn(path, leaf)
+        if sharding is None:
+            return found
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        return jax.device_put(found, sharding(name, leaf.shape))
 
     def drawn(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path)
@@ -150,14 +159,15 @@ def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16) -> Decoder:
         scale = 0.02 if "embedding" in name else leaf.shape[0] ** -0.5
         return noise(next(seeds), jnp.float32(scale), leaf.shape, dtype, parts=16)
 
-    return jax.tree_util.tree_map_with_path(drawn, Decoder(config, dtype=dtype, rngs=None))
+    return jax.tree_util.tree_map_with_path(placed, Decoder(config, dtype=dtype, rngs=None))
 
 
-def part_of(model: Decoder, layers: int) -> Decoder:
-    """The first ``layers`` layers of a model; the arrays are the same ones."""
-    arrays = dict(jax.tree_util.tree_leaves_with_path(model))
-    shapes = Decoder(first_layers(model.config, layers), dtype=model.dtype, rngs=None)
-    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[tuple(path)], shapes)
+def part_of(model: Decoder, layers: slice) -> Decoder:
+    """Some of a model's layers; the arrays are the same ones."""
+    part = jax.tree.map(lambda x: x, model)
+    part.config = dataclasses.replace(model.config, layers=model.config.layers[layers])
+    part.layers = nnx.List(list(model.layers)[layers])
+    return part
 
 
 def weight_bytes(model: Decoder) -> int:

@@ -12,7 +12,7 @@ import jax
 
 from bench import clocks, point
 from bench.decode import parts
-from bench.decode.check import TOLERANCE, Check
+from bench.decode.check import TOLERANCE, Check, counted
 from bench.decode.running import (
     CHUNKS,
     REPEATS,
@@ -173,7 +173,7 @@ class Steps:
                 sums = parts.by_part(kernels, parts.origins(program.as_text()))
                 about |= of_kernels(kernels, steps, step_ns)
                 about["parts_ns"] = {part: ns / steps for part, ns in sums.items()}
-        yield self._row(tokens, f"{self._check.layers} layers", **about)
+        yield self._row(tokens, counted(self._check.layers), **about)
         if failed is not None:
             yield self._row(tokens, False, reason=f"device clock: {failed}")
 

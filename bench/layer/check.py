@@ -14,7 +14,7 @@ from bench.caches import TOLERANCE
 from bench.layer.workload import Token
 from jspec.cache import Cache
 from jspec.policies import ExactTopK, Hata, Loki, Policy, Quest, ScoredPolicy
-from jspec.policies.policy import touched, whole_pages
+from jspec.policies.budgeted import touched, whole_pages
 from jspec.typing import Array
 
 DOUBT = 1e-5  # of a product's largest value: signs of products below it may differ by rounding

@@ -24,6 +24,7 @@ from bench.report import (
     quality,
     sampling,
     selection,
+    serving,
     verification,
 )
 
@@ -58,25 +59,34 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "vegas-overlap": acceptance.alike,
     "vegas-breakdown": iterations.parts,
     "throughput": iterations.speeds,
+    "serving": serving.section,
     "collectives": meshes.messages,
     "helix-attention": meshes.attention,
+    "hopb": meshes.overlap,
+    "helix-step": meshes.steps,
 }
 
 
 def write(results: Path = RESULTS, docs: Path = DOCS) -> None:
-    """Write RESULTS.md and its pictures into ``docs``, a chapter a folder of ``results``."""
+    """Write RESULTS.md and its pictures into ``docs``, a chapter a folder of ``results``.
+
+    A suite's result is in ``SUITE.json``; those of further runs, of other cases, are in
+    ``SUITE.NAME.json`` and follow as sections of their own.
+    """
     paper = json.loads(PAPER.read_text())
     parts = [
         "# Results\n\nWritten by `python -m bench report` from `bench/results/`; edit neither by "
         "hand.\n"
     ]
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
-        found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-        for suite in filter(found.get, SECTIONS):
-            result = found[suite]
-            pictures = {
-                picture.stem.removeprefix(f"{folder.name}-"): picture.name
-                for picture in figures.write(result, docs, prefix=f"{folder.name}-")
-            }
-            parts.append(SECTIONS[suite](result, pictures, paper))
+        for suite, section in SECTIONS.items():
+            further = sorted(folder.glob(f"{suite}.*.json"))
+            for path in [*folder.glob(f"{suite}.json"), *further]:
+                result = json.loads(path.read_text())
+                prefix = "-".join([folder.name, *path.stem.split(".")[1:]])
+                pictures = {
+                    picture.stem.removeprefix(f"{prefix}-"): picture.name
+                    for picture in figures.write(result, docs, prefix=f"{prefix}-")
+                }
+                parts.append(section(result, pictures, paper))
     (docs / "RESULTS.md").write_text("\n".join(parts))

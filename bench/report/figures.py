@@ -321,7 +321,7 @@ def _panels(
             axis.plot(xs, ys, style, marker=".", color=colour, label=name)
         axis.set(title=title, xlabel=xlabel, xscale=scales[0], yscale=scales[1])
         ticks = sorted({x for line in lines.values() for x, _ in line})
-        labels = [f"{tick:g}" for tick in ticks]
+        labels = [f"{tick:.6g}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks]
         slant = 45 if max(map(len, labels)) > 4 else 0
         axis.set_xticks(ticks, labels, fontsize=7, rotation=slant)
         axis.minorticks_off()

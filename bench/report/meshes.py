@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench import helix_step, hopb
 from bench.cases import kilo
 from bench.point import spread
 from bench.report.text import header, paragraphs, table
@@ -29,6 +30,24 @@ def attention(result: dict[str, Any], pictures: dict[str, str], paper: dict[str,
         f"{NOTE} *GB/s*: keys and values that a device reads, over that time; the exchange is in "
         "it. One device with half the positions reads as much as each of two.",
         table(headings, rows),
+    )
+
+
+def overlap(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
+    rows = [(*hopb.place(own), *hopb.cells(own)) for own in result["rows"]]
+    return paragraphs(
+        header("The exchange of a layer in chunks", result),
+        f"{NOTE} *exposed*: the step above that of the attention alone; *of message*: that over "
+        "the time of the message alone.",
+        table(hopb.HEADINGS, rows),
+    )
+
+
+def steps(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
+    return paragraphs(
+        header("Whole steps by several devices", result),
+        helix_step.FOOT,
+        table(helix_step.HEADINGS, [helix_step.cells(own) for own in result["rows"]]),
     )
 
 

@@ -12,11 +12,12 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
     """Scores and accepted lengths, a line a policy and budget."""
     questions = result["rows"][0]["case"]["questions"] if result["rows"] else 0
     words = (
-        f"The bundled model, {result['dtype']}, greedy, answers {questions} questions of each of "
-        f"RULER's {len(result['tasks'])} kinds. *Score*: percent right, where the model reads what "
-        "the policy selects. *Budget*: the share of the context that is read. *Bytes*: those of a "
-        "key and KV head that are read to score it. *Accepted length*: tokens committed a step, in "
-        f"the mean, where the policy drafts {result['gamma']} and the answer stays the dense one. "
+        f"The bundled model, {result['dtype']}, greedy; questions of each of RULER's "
+        f"{len(result['tasks'])} kinds: {questions}. *Score*: percent right, where the model reads "
+        "what the policy selects. *Budget*: the share of the context that is read. *Bytes*: those "
+        "of a key and KV head that are read to score it. *Accepted length*: tokens committed a "
+        f"step, in the mean, where the policy drafts {result['gamma']} and the answer stays the "
+        "dense one. "
         + ", ".join(f"`{name}` is `{policy}`" for name, policy in AT_16_BYTES.items())
         + ": they read as many bytes as `hata`."
     )

@@ -28,9 +28,13 @@ from jspec.typing import Array
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
 
 
-def nothing(spec: LayerSpec) -> Shapes:
+def nothing(layer: int, spec: LayerSpec) -> Shapes:
     """No columns or pages but a layer's own."""
     return {}
+
+
+# Of queries and their positions, output and log-sum-exp.
+Read = Callable[[Array, Array], tuple[Array, Array]]
 
 
 class Shards(Protocol):
@@ -40,16 +44,18 @@ class Shards(Protocol):
     """
 
     def attended(
-        self, read: Callable[[Array], tuple[Array, Array]], q: Array
+        self, read: Read, q: Array, positions: Array, up: Array | None = None
     ) -> tuple[Array, Array]:
         """Attention of the queries ``q [B, T, N, H]`` over the keys of all devices.
 
-        ``read(q)`` gives output and log-sum-exp over the keys of this one. What comes is of the
-        heads whose part of the model's output projection this device has.
+        ``read(q, positions)`` gives output and log-sum-exp over the keys of this one; it may be
+        called several times, with -1 for the ``positions [B, T]`` of other rows. What comes is of
+        the heads whose part of the model's output projection this device has. ``up
+        [N, value size, H']``: the map of each head's output that the model asks for.
         """
         ...
 
-    def merged(self, out: Array, lse: Array) -> tuple[Array, Array]:
+    def merged(self, out: Array, lse: Array, up: Array | None = None) -> tuple[Array, Array]:
         """The same, where ``out`` and ``lse`` of all queries have been read already."""
         ...
 
@@ -93,9 +99,9 @@ class Cache:
         layouts: Sequence[Layout],
         batch: int,
         dtype: Any,
-        extra: Callable[[LayerSpec], Shapes] = nothing,
+        extra: Callable[[int, LayerSpec], Shapes] = nothing,
         sharding: Placing = None,
-        pages: Callable[[LayerSpec], Shapes] = nothing,
+        pages: Callable[[int, LayerSpec], Shapes] = nothing,
         page: int = 1,
         host: Collection[int] = (),
     ) -> Cache:
@@ -121,10 +127,10 @@ class Cache:
             shapes = {"keys": ((spec.kv_heads, spec.key_size), dtype)}
             if not spec.values_in_keys:
                 shapes["values"] = ((spec.kv_heads, spec.value_size), dtype)
-            return made("columns", layer, shapes | dict(extra(spec)), layout.size)
+            return made("columns", layer, shapes | dict(extra(layer, spec)), layout.size)
 
         def pages_of(layer: int, spec: LayerSpec, layout: Layout) -> dict[str, Array]:
-            return made("pages", layer, pages(spec), -(-layout.size // page))
+            return made("pages", layer, pages(layer, spec), -(-layout.size // page))
 
         layers = list(enumerate(zip(specs, layouts, strict=True)))
         return cls(

@@ -126,8 +126,8 @@ class Striped:
     def capacity(self) -> int:
         return self.size
 
-    def part(self, axis: str) -> Stripe:
-        """What a rank has of it, inside a `jax.shard_map` over the mesh axis ``axis``."""
+    def part(self, axis: str | tuple[str, ...]) -> Stripe:
+        """What a rank has of it, inside a `jax.shard_map` over the mesh axis or axes ``axis``."""
         return Stripe(self._share, self.ranks, self.block, axis)
 
     def slots(self, positions: Array) -> Array:
@@ -164,7 +164,7 @@ class Stripe:
     size: int
     ranks: int
     block: int
-    axis: str
+    axis: str | tuple[str, ...]
 
     @property
     def capacity(self) -> int:

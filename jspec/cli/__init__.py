@@ -13,6 +13,7 @@ from jspec import __version__
 from jspec.cli.requests import one_line
 
 METRICS = ("recall", "contains", "exact", "f1", "rouge_l", "edit")  # of jspec.eval.metrics
+INTERRUPTED = 130  # the exit code after Ctrl-C
 SMALLER = "lower --batch or --max-new-tokens, shorten the prompt, or take a smaller model"
 
 
@@ -50,20 +51,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _silence_stdout()
     except (ValueError, OSError) as error:
-        return _fail(str(error))
+        return fail(str(error))
     except MemoryError as error:
-        return _fail(f"{getattr(error, 'what', 'out of memory')}; {SMALLER}")
+        return fail(f"{getattr(error, 'what', 'out of memory')}; {SMALLER}")
     except RuntimeError as error:
         # XLA's own, as of a model that does not fit; naming its class would import JAX.
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
-        return _fail(f"out of memory; {SMALLER}")
+        return fail(f"out of memory; {SMALLER}")
     except KeyboardInterrupt:
-        print("jspec: interrupted", file=sys.stderr)
-        return 130
+        return interrupted()
 
 
-def _fail(message: str) -> int:
+def interrupted() -> int:
+    """Say that Ctrl-C ended the command; returns the exit code."""
+    print("jspec: interrupted", file=sys.stderr)
+    return INTERRUPTED
+
+
+def fail(message: str) -> int:
+    """Print an error; returns the exit code of bad input."""
     print(f"jspec: error: {one_line(message)}", file=sys.stderr)
     return 2
 
@@ -151,6 +158,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     rules = "how a sampled draft is verified: token by token, or as a block; default %(default)s"
     add("--rule", choices=("token", "block"), default="token", help=rules)
     _add_decoding(parser)
+    add(
+        "--hosts",
+        metavar="coordinator=IP:PORT,processes=N,index=N",
+        help="decode --helix on the devices of N processes, all started with the same command but "
+        "for index, or auto: under Slurm and Open MPI (docs/helix.md)",
+    )
     add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
     add("--json", action="store_true", help="print one JSON object instead of text and table")
     _add_compile_cache(parser)
@@ -162,7 +175,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help="a prompt is a user's message: take the chat template")
     add("--system", metavar="TEXT", help="the system message of --chat")
     add("--batch", type=int, default=8, metavar="N", help="requests at once; default 8")
-    add("--model", metavar="DIR", help="Hugging Face or jspec model directory (default: bundled)")
+    add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
     add("--top-k", type=int, default=0, metavar="N", help="0 (default) is off")
@@ -323,6 +336,14 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
             default=[],
             metavar="NAME=VALUE",
             help="a constant, as in collective_us=4; --json says what there is, and its source",
+        )
+        add(
+            "--calibrate",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="fit constants to a --json of python -m bench collectives or helix-attention; "
+            "repeatable; --set goes before it",
         )
     hopb = kinds.add_parser("hopb", help="messages of some rows while others attend")
     hopb.add_argument("--requests", type=int, default=8, metavar="N", help="rows; default 8")

@@ -1,9 +1,19 @@
-"""Which devices a command runs on."""
+"""Which devices a command runs on, and what it prints where it has several processes."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+from jspec.cli import INTERRUPTED, fail, interrupted
+from jspec.helix.hosts import Hosts
 from jspec.helix.mesh import HelixConfig
 from jspec.policies.named import made
+from jspec.processes import ExchangeError
 
 
 def named_mesh(text: str) -> HelixConfig:
@@ -16,22 +26,86 @@ def named_mesh(text: str) -> HelixConfig:
     return config
 
 
-def take_virtual_devices(count: int) -> None:
-    """Have JAX run on ``count`` virtual CPU devices.
+def take_devices(virtual: int | None, hosts: str | None) -> None:
+    """Have JAX run on ``virtual`` CPU devices, if so, and with the other processes of ``hosts``.
 
-    Raises `ValueError` where JAX runs already, on others.
+    ``hosts``: such as ``coordinator=10.0.0.1:1234,processes=2,index=0``, or ``auto``, which
+    settings may follow. Raises `ValueError` where JAX runs already, on others, and as
+    `jspec.helix.Hosts` does.
     """
     import jax
 
-    if count < 1:
-        raise ValueError(f"--devices {count} must be at least 1")
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # it runs already
-        pass
-    if jax.default_backend() != "cpu" or jax.device_count() != count:
+    joined = None
+    if hosts is not None:
+        joined = made(Hosts, "--hosts", hosts, hosts.removeprefix("auto"))
+    if virtual is not None:
+        if virtual < 1:
+            raise ValueError(f"--devices {virtual} must be at least 1")
+        with contextlib.suppress(RuntimeError):  # it runs already
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", virtual)
+    if joined is not None:
+        joined.join()
+    if virtual is not None and (
+        jax.default_backend() != "cpu" or jax.local_device_count() != virtual
+    ):
         raise ValueError(
-            f"--devices {count}: JAX already runs on {jax.device_count()} devices of "
+            f"--devices {virtual}: JAX already runs on {jax.local_device_count()} devices of "
             f"{jax.default_backend()}; unset XLA_FLAGS and JAX_NUM_CPU_DEVICES, or start afresh"
         )
+
+
+@contextlib.contextmanager
+def one_voice(hosts: str | None) -> Iterator[None]:
+    """With ``hosts``, nothing is printed inside but what Python prints in process 0.
+
+    JAX's collectives on CPUs print on stdout too, of their connections. An error that leaves the
+    block is for the caller to print, in each process. After Ctrl-C, and where an exchange with the
+    others fails, as when one of them has ended, the process ends here: others cannot go on.
+    """
+    import jax
+
+    if hosts is None:
+        yield
+        return
+    try:
+        with _quiet_but(jax.process_index() == 0):
+            yield
+    except (jax.errors.JaxRuntimeError, ExchangeError) as error:
+        if str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        _leave(fail(f"an exchange with other processes failed, one may have ended: {error}"))
+    except KeyboardInterrupt:
+        _leave(interrupted())
+
+
+@contextlib.contextmanager
+def _quiet_but(speaks: bool) -> Iterator[None]:
+    """Nothing is printed inside but what Python prints, and that only where this process
+    ``speaks``."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
+        os.dup2(nowhere.fileno(), 1)
+        stack.callback(os.close, stdout)
+        stack.callback(os.dup2, stdout, 1)
+        if speaks:
+            text = io.TextIOWrapper(os.fdopen(os.dup(stdout), "wb"), errors="replace")
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(text)))
+        else:
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
+
+
+def leave_interrupted(code: int, hosts: str | None) -> None:
+    """With ``hosts``, end the process where ``code`` says that Ctrl-C has ended the command."""
+    if hosts is not None and code == INTERRUPTED:
+        _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process: at an exit JAX would wait for the others, and abort if they do not come."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jspec.helix.simulator.calibration import FITTED, Fit, calibrated, load_fit
 from jspec.helix.simulator.configurations import BASELINES, BATCHES, FINE_BATCHES, STRATEGIES
 from jspec.helix.simulator.cost import Constants, pipelined
 from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
@@ -55,7 +56,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 def _roofline(arguments: argparse.Namespace) -> Found:
     """Appendix A over widths and contexts: the three panels of figure 1."""
     shape, hardware = load_shape(arguments.model or "helix-figure-1"), _hardware(arguments)
-    constants = _constants(arguments)
+    fits, constants = _constants(arguments, hardware)
     context, batch = _context(arguments), arguments.batch
     if shape.latent:
         raise ValueError(
@@ -83,7 +84,8 @@ def _roofline(arguments: argparse.Namespace) -> Found:
         found = zip(x.tolist(), read.tolist(), held.tolist(), strict=True)
         rows = [{name: a, "kv_us": b, "weights_us": c} for a, b, c in found]
         panels.append((f"{title}, batch {batch}", name, rows))
-    tables = [_read_table(panel, shape, hardware, context) for panel in panels]
+    tables = _fit_tables(fits, constants, hardware)
+    tables += [_read_table(panel, shape, hardware, context) for panel in panels]
     rows = [
         {"panel": name, "x": row[name], "kv_us": row["kv_us"], "weights_us": row["weights_us"]}
         for _, name, found in panels
@@ -96,7 +98,7 @@ def _roofline(arguments: argparse.Namespace) -> Found:
         draw_roofline(panels, path)
 
     result = {name: found for _, name, found in panels}
-    return rows, _named(shape, hardware, constants, context) | result, tables, draw
+    return rows, _named(shape, hardware, constants, context, fits) | result, tables, draw
 
 
 def _read_table(panel: Any, shape: ModelShape, hardware: Hardware, context: float) -> Titled:
@@ -116,7 +118,7 @@ def _read_table(panel: Any, shape: ModelShape, hardware: Hardware, context: floa
 def _pareto(arguments: argparse.Namespace) -> Found:
     """Throughput against interactivity, Helix beside the baselines: figures 5 to 7."""
     shape, hardware = load_shape(arguments.model or "llama-405b"), _hardware(arguments)
-    constants, context = _constants(arguments), _context(arguments)
+    (fits, constants), context = _constants(arguments, hardware), _context(arguments)
     settings: dict[str, Any] = {
         "context": context,
         "gpus": arguments.gpus,
@@ -136,7 +138,8 @@ def _pareto(arguments: argparse.Namespace) -> Found:
     ]
     title = f"{shape.name} on {hardware.name}, {context:,.0f} positions"
     base = found.frontier(*BASELINES)
-    tables = [_frontier_table(found, frontiers["helix"], base, title)]
+    tables = _fit_tables(fits, constants, hardware)
+    tables.append(_frontier_table(found, frontiers["helix"], base, title))
     tables.append(_served_table(served, arguments.gpus))
     tables.append(_ratio_table(headlines, found))
     tables += [_sweep_table(sweeps)] if sweeps else []
@@ -145,7 +148,7 @@ def _pareto(arguments: argparse.Namespace) -> Found:
         for name, frontier in frontiers.items()
         for i in range(len(frontier.users))
     ]
-    result = _named(shape, hardware, constants, context) | {
+    result = _named(shape, hardware, constants, context, fits) | {
         "layouts": len(found.found),
         "fit": int(found.fits.sum()),
         "headlines": headlines,
@@ -271,7 +274,11 @@ def _hopb(arguments: argparse.Namespace) -> Found:
 
 
 def _named(
-    shape: ModelShape, hardware: Hardware, constants: Constants, context: float
+    shape: ModelShape,
+    hardware: Hardware,
+    constants: Constants,
+    context: float,
+    fits: Sequence[Fit],
 ) -> dict[str, Any]:
     """What a result depends on."""
     return {
@@ -280,6 +287,7 @@ def _named(
         "constants": dataclasses.asdict(constants),
         "sources": Constants.sources(),
         "context": context,
+        "fits": [dataclasses.asdict(fit) for fit in fits],
     }
 
 
@@ -296,15 +304,37 @@ def _context(arguments: argparse.Namespace) -> float:
     return context
 
 
-def _constants(arguments: argparse.Namespace) -> Constants:
-    """The constants with what ``--set`` changes."""
+def _constants(
+    arguments: argparse.Namespace, hardware: Hardware
+) -> tuple[Sequence[Fit], Constants]:
+    """The fits of ``--calibrate``, and the constants by them, with what ``--set`` changes."""
+    fits = [load_fit(path) for path in arguments.calibrate]
     changed = {}
     for text in arguments.set:
         name, values = _sweep(text)
         if len(values) != 1:
             raise ValueError(f"--set {text!r} must give one value; --sweep takes several")
         changed[name] = values[0]
-    return Constants(**changed)
+    return fits, dataclasses.replace(calibrated(Constants(), hardware, fits), **changed)
+
+
+def _fit_tables(fits: Sequence[Fit], constants: Constants, hardware: Hardware) -> list[Titled]:
+    """What was fitted, point by point, and the constants that it gave."""
+    tables = []
+    for fit in fits:
+        table = Table()
+        for column in (fit.suite, "measured us", "fitted us", "residual"):
+            table.add_column(column, justify="left" if column == fit.suite else "right")
+        for point in fit.points:
+            times = f"{point.measured_us:,.2f}", f"{point.fitted_us:,.2f}"
+            table.add_row(point.name, *times, f"{point.residual:+.1%}")
+        share, fixed, rate = FITTED[fit.suite]
+        spec = getattr(hardware, rate)
+        title = f"{fit.gbps:,.0f} GB/s, {share}={getattr(constants, share):.3g} of {spec:,.0f}"
+        if fit.fixed_us is not None:
+            title += f"; {fixed}={getattr(constants, fixed):.3g}"
+        tables.append((title, table))
+    return tables
 
 
 def _sweep(text: str) -> tuple[str, Sequence[float]]:

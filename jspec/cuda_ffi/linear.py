@@ -13,7 +13,7 @@ from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_xla, on_a_mesh
-from jspec.ops.norm import RMS
+from jspec.ops.norm import CENTERED, RMS
 from jspec.ops.quantized import Quantized
 from jspec.typing import Array
 
@@ -73,6 +73,8 @@ def refuses(
     """Why the kernel cannot take these arguments, or None."""
     if isinstance(kernel, Quantized):
         return "its weights are quantised"
+    if norm is not None and norm.centered:
+        return CENTERED
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     columns = math.prod(kernel.shape) // max(inputs, 1)
     if not 1 <= rows <= MOST_ROWS:

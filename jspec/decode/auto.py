@@ -14,7 +14,7 @@ import numpy as np
 
 from jspec.decode.draft import NoDraft, Paused
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState, FlatModels, Models
 
 LADDER = (0, 1, 2, 4, 8, 16)
 MEMORY = 128.0  # steps of a row after which what was accepted counts half
@@ -142,7 +142,7 @@ class Gammas:
         """The config that a state for all of them is started with."""
         return self.configs[max(self.configs)]
 
-    def choice(self, models: Models, state: DecodeState) -> GammaChoice:
+    def choice(self, models: Models | FlatModels, state: DecodeState) -> GammaChoice:
         """The choice for chunks of such a state."""
         leaves, structure = jax.tree.flatten(models)
         batch, capacity = state.tokens.shape

@@ -1,326 +1,349 @@
-"""Generation: prefill, chunks of steps, tokens streamed between chunks."""
+"""Continuous batching: requests come and go in the slots of a batch that decodes on."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.auto import Gammas
-from jspec.decode.draft import CATCH_UP, Drafter, NoDraft, SelfDraft
-from jspec.decode.growth import first_capacity, grow
-from jspec.decode.on_mesh import mesh_model
-from jspec.decode.prefill import rounded_capacity, start_decoding
-from jspec.decode.programs import PROGRAMS, OnCompile
-from jspec.decode.requests import Prompt, as_ids, check_models, one_each
-from jspec.decode.settings import StepConfig, check_draft
-from jspec.decode.state import DecodeState, Models, StepRecord
+from jspec.config import SamplingMode, SamplingParams, shown, whole_number
+from jspec.decode.chunks import Chunks
+from jspec.decode.draft import Drafter, SelfDraft
+from jspec.decode.generation import OutOfMemory, is_out_of_memory
+from jspec.decode.handle import Handle, OnTokens
+from jspec.decode.intake import Intake
+from jspec.decode.plan import Gamma, Plan
+from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
+from jspec.decode.programs import OnCompile
+from jspec.decode.requests import MODES, Prompt, as_ids, check_request, strongest
+from jspec.decode.state import DecodeState
 from jspec.decode.stats import Stats, Tally, kept_of
-from jspec.decode.step import catch_up, decode_chunk
-from jspec.decode.switch import switch
+from jspec.decode.together import rows_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
-from jspec.policies.prepare import prepare
+from jspec.sharding import put
 from jspec.typing import Model
 
-Gamma = int | Literal["auto"] | None
-OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
+CHUNK = 512  # prompt tokens at most between two chunks of steps
+RESTING: SamplingMode = "greedy"  # the state's mode between chunks, so that one program fills slots
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What was generated.
+class Engine:
+    """Decodes requests as they come, ``slots`` at a time; the others wait in a queue.
 
-    ``tokens`` of each row; ``finished``: why each ended (``stop``, ``length`` or ``interrupted``);
-    ``seeds``: of each row, also where none was given; ``stats`` of these tokens.
+    A request is at most ``capacity`` positions long, prompt and new tokens, and has at most
+    ``stop_tokens`` of them, the model's included. `submit` takes it, and `step` does a turn of
+    work: up to ``prefill_chunk`` prompt tokens (512, or 256 on a CPU), so that a long prompt stalls
+    nobody, then ``steps_per_chunk`` decode steps of all slots (16, or 4). The other settings are
+    those of `jspec.generate`. ``on_compile(begins)`` is called before and after a program compiles;
+    after `warm_up` none does, whatever requests come.
+
+    A request with a seed gives the tokens that it gives alone, where the model's logits do, and but
+    for sampled ones with ``gamma="auto"``. The caller drives: nothing happens outside `step`,
+    `run`, and handles that wait. An engine is for one thread. It holds ``slots + 1`` rows of the
+    cache, as the prompt at work has one, and another for each shared prefix. An exception in `step`
+    that is not a callback's, Ctrl-C too, ends the engine: every handle keeps its tokens.
+
+    Where several processes share the model's devices, all of them make the same calls, and their
+    callbacks answer alike.
+
+    Raises `ValueError` and `TypeError` as `jspec.generate` does, and `MemoryError` where the device
+    has no room.
     """
 
-    tokens: tuple[tuple[int, ...], ...]
-    finished: tuple[str, ...]
-    seeds: tuple[int, ...]
-    stats: Stats
+    def __init__(
+        self,
+        model: Model,
+        *,
+        slots: int,
+        capacity: int,
+        draft: Drafter | None = SelfDraft(),
+        gamma: Gamma = None,
+        draft_model: Model | None = None,
+        target: Policy = Dense(),
+        rule: Rule = "token",
+        policy_arrays: Any = None,
+        stop_tokens: int = 16,
+        steps_per_chunk: int | None = None,
+        prefill_chunk: int | None = None,
+        cache_dtype: DTypeLike | None = None,
+        backends: Mapping[str, str] = Backends(),
+        on_compile: OnCompile | None = None,
+    ) -> None:
+        if prefill_chunk is None:
+            prefill_chunk = min(CHUNK, default_chunk(1))
+        slots, capacity = _size("slots", slots), _size("capacity", capacity)
+        stop_tokens = _size("stop_tokens", stop_tokens)
+        prefill_chunk = _size("prefill_chunk", prefill_chunk)
+        plan = Plan.of(
+            model,
+            draft=draft,
+            gamma=gamma,
+            draft_model=draft_model,
+            target=target,
+            rule=rule,
+            policy_arrays=policy_arrays,
+            steps_per_chunk=steps_per_chunk,
+            backends=backends,
+        )
+        self.slots, self.capacity = slots, capacity
+        self._ends = tuple(plan.models.target.config.stop_tokens)
+        if len(self._ends) > stop_tokens:
+            raise ValueError(
+                f"stop_tokens={stop_tokens} must be at least {len(self._ends)}, which are the "
+                "model's own"
+            )
+        self._most_stops = stop_tokens
+        self._plan, self._chunk = plan, prefill_chunk
+        self._chunks = Chunks(plan, on_compile)
+        self._tally = Tally(plan.config.gamma)
+        self._queue: OrderedDict[Handle, None] = OrderedDict()
+        self._incoming: Handle | None = None  # whose prompt is at work
+        self._rows: list[Handle | None] = [None] * slots
+        self._is_done = np.ones(slots, bool)  # as the device has it
+        self._requests = self._prompt_tokens = 0
+        self._is_at_work, self._is_closed = False, False
+        with self._memory():
+            self._intake = Intake(
+                plan, rounded_capacity(capacity), prefill_chunk, cache_dtype, self._chunks.programs
+            )
+            self._state = self._empty(self._intake.started([np.zeros(1, np.int32)] * slots))
 
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in `generate`; ``generation`` is what there was by then."""
-
-    def __init__(self, generation: Generation):
-        super().__init__("generate was interrupted; .generation has the tokens that there were")
-        self.generation = generation
-
-
-class OutOfMemory(MemoryError):
-    """A batch that does not fit; ``what`` says how large it is."""
-
-    def __init__(self, what: str):
-        self.what = what
-        super().__init__(
-            f"{what}; give fewer prompts at a time, shorten them, lower max_new_tokens, or pass "
-            "cache_dtype='bfloat16'"
+    def _empty(self, state: DecodeState) -> DecodeState:
+        """``state`` without requests, and with room for their stop tokens."""
+        stops = np.full((self.slots, self._most_stops), -1, np.int32)
+        return dataclasses.replace(
+            _with_done(state, np.ones(self.slots, bool)),
+            stop_tokens=put(stops, state.stop_tokens.sharding),
+            mode=RESTING,
         )
 
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),
+        *,
+        on_tokens: OnTokens | None = None,
+    ) -> Handle:
+        """Queue a request for the tokens behind ``prompt``, which are token ids.
 
-def generate(
-    model: Model,
-    prompts: Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
-    *,
-    draft: Drafter | None = SelfDraft(),
-    gamma: Gamma = None,
-    draft_model: Model | None = None,
-    target: Policy = Dense(),
-    rule: Rule = "token",
-    policy_arrays: Any = None,
-    steps_per_chunk: int | None = None,
-    prefill_chunk: int | None = None,
-    cache_dtype: DTypeLike | None = None,
-    backends: Mapping[str, str] = Backends(),
-    prefilled: DecodeState | None = None,
-    on_tokens: OnTokens | None = None,
-    on_prefill: Callable[[int, int], None] | None = None,
-    on_compile: OnCompile | None = None,
-) -> Generation:
-    """Decode a ragged batch of requests, each with its own settings.
+        ``on_tokens(tokens)`` gets new ones behind each chunk. It may return True to end the request
+        behind them, or a number to end it behind so many of them. What it raises ends this request
+        alone, and is the handle's ``error``. It may submit and cancel, and not `step`. Raises
+        `ValueError` for a request that never fits.
+        """
+        self._check_open()
+        (ids,) = as_ids([prompt])
+        (params,) = rows_of(self._plan.models, [ids], params, self.capacity)
+        check_request(self._plan.models, ids, params)
+        needed = len(ids) + params.max_new_tokens
+        if needed > self.capacity:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, which with max_new_tokens="
+                f"{params.max_new_tokens} exceeds capacity={self.capacity}; shorten the prompt, "
+                "lower max_new_tokens, or make the engine with a larger capacity"
+            )
+        stops = stops_of(params, self._ends)
+        if len(stops) > self._most_stops:
+            raise ValueError(
+                f"the request has {len(stops)} stop tokens, the model's included, and the engine "
+                f"room for stop_tokens={self._most_stops}; make it with more"
+            )
+        handle = Handle(self, ids.astype(np.int32), params, stops, on_tokens)
+        self._queue[handle] = None
+        return handle
 
-    ``prompts`` are token ids, ``params`` one for all or one each. ``draft=None`` is ``NoDraft()``:
-    plain decoding through the same code. ``gamma``, the most draft tokens of a step, defaults to
-    what suits the drafter; ``"auto"`` chooses it again and again by measured times and acceptance
-    (docs/drafting.md). ``target=Quest()`` or another policy has the model itself read a
-    selection of the context, with ``draft=None``: not lossless. ``rule`` as in `StepConfig`.
-    ``policy_arrays`` are what `jspec.prepare` makes for a policy that needs something.
-    ``cache_dtype`` as in `jspec.start_decoding`. ``backends`` names backends of operations, as in
-    ``{"verify_greedy": "cuda"}``. A model of numpy arrays is put on the device first.
-    ``prefilled``: what `jspec.start_decoding` gave for these prompts and params, with any policy,
-    in place of a prefill; it stays as it is, and serves several calls (`jspec.switch`).
+    def share_prefix(self, tokens: Sequence[int]) -> None:
+        """Prefill ``tokens`` now, once for all later prompts that go on behind them.
 
-    Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new tokens go to
-    ``on_tokens(row, tokens)``. It may return True to end the row behind them, or a number to end it
-    behind so many of them: what follows is dropped and counts nowhere. ``on_prefill(done, total)``
-    hears of prompt tokens, ``on_compile(begins)`` of a program's compiling, before and after it.
+        It takes the memory of a slot until `drop_prefix`. Raises `ValueError` for a prefix that
+        never fits.
+        """
+        self._check_open()
+        (ids,) = as_ids([tokens])
+        check_request(self._plan.models, ids, SamplingParams(max_new_tokens=2))
+        if len(ids) + 2 > self.capacity:
+            raise ValueError(
+                f"the prefix has {len(ids)} tokens and leaves no room in capacity={self.capacity} "
+                "for a prompt behind it; shorten it"
+            )
+        with self._turn(), self._chunks.clock("prefill_s"):
+            if self._intake.keep(ids.astype(np.int32)):
+                self._prompt_tokens += len(ids)
 
-    A request with a seed gives the same tokens in any row, with any neighbours and any chunk size,
-    where the model's logits do; where it is sampled, with ``gamma="auto"`` it may not, as times
-    have a part in it. Ctrl-C raises `Interrupted`, a `KeyboardInterrupt` with the
-    generation so far. Raises `TypeError` for arguments of another kind, `ValueError` as
-    `jspec.start_decoding` does, and `MemoryError` where the device has no room for the batch.
-    """
-    models = Models(model, draft_model, policy_arrays)
-    check_models(models)
-    ids = as_ids(prompts)
-    rows = one_each(params, len(ids))
-    draft = NoDraft() if draft is None else draft
-    check_draft(draft)
-    most = draft.usual_gamma if gamma is None or gamma == "auto" else gamma
-    config = StepConfig(most, draft, backends, target, rule)
-    gammas = Gammas(config) if gamma == "auto" else None
-    config = config if gammas is None else gammas.longest
-    if config.keeps.needs_arrays and policy_arrays is None:
-        models = models._replace(policy=prepare(config.keeps, model))
-    on_mesh = mesh_model(model)
-    models = models if on_mesh is None else on_mesh.placed(models)
-    models = draft.prepare(models)
-    if (models.draft is None) == draft.takes_model:
-        raise ValueError(
-            "draft=ModelDraft() and draft_model go together; pass both or neither. SelfDraft takes "
-            "one with quantized=, and makes it where there is none"
-        )
-    if steps_per_chunk is None:
-        steps_per_chunk = 4 if jax.default_backend() == "cpu" else 16
-    if (whole_number(steps_per_chunk) or 0) < 1:
-        raise ValueError(f"steps_per_chunk={shown(steps_per_chunk)} must be at least 1")
-
-    run = _Run(_on_device(models), config, ids, rows, on_tokens, on_compile, gammas)
-    try:
-        settings = {"chunk": prefill_chunk, "cache_dtype": cache_dtype, "on_prefill": on_prefill}
-        state = run.prefill(**settings) if prefilled is None else run.take_up(prefilled)
-        run.decode(state, steps_per_chunk)
-    except KeyboardInterrupt:
-        raise Interrupted(run.generation()) from None
-    except jax.errors.JaxRuntimeError as error:
-        if not str(error).startswith("RESOURCE_EXHAUSTED"):
-            raise
-        raise OutOfMemory(run.size()) from error
-    return run.generation()
-
-
-def _on_device(models: Models) -> Models:
-    """``models`` with arrays of JAX for those of numpy, which each call would copy anew."""
-    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(models)):
-        return models
-    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, models)
-
-
-class _Run:
-    """The host's side of decoding one batch. What it counts is right whenever Ctrl-C comes."""
-
-    def __init__(self, models, config, prompts, params, on_tokens, on_compile, gammas):
-        self.models, self.config, self.prompts, self.params = models, config, prompts, params
-        self.on_tokens, self.gammas = on_tokens, gammas
-        self.programs = PROGRAMS.timed(on_compile)
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.finished = ["interrupted"] * len(prompts)
-        self.records: list[tuple[np.ndarray, ...]] = []
-        self.prompt_tokens = 0
-        self.rested = 0  # steps since the drafter last drafted
-        self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
+    def drop_prefix(self, tokens: Sequence[int]) -> None:
+        """Free a shared prefix. Raises `ValueError` where these tokens are none."""
+        self._check_open()
+        (ids,) = as_ids([tokens])
+        if not self._intake.drop(ids):
+            raise ValueError(f"no prefix of these {len(ids)} tokens is shared; share_prefix does")
 
     @property
-    def needed(self) -> int:
-        """Positions of the longest row in the end."""
-        pairs = zip(self.prompts, self.params, strict=True)
-        return max(len(prompt) + params.max_new_tokens for prompt, params in pairs)
+    def busy(self) -> bool:
+        """Whether a request has not ended yet."""
+        live = any(handle is not None for handle in self._rows)
+        return live or bool(self._queue) or self._incoming is not None
 
-    def size(self) -> str:
-        """What does not fit, where the device has no room."""
-        return (
-            f"the device is out of memory with {len(self.prompts)} prompts at a time, the longest "
-            f"of {self.needed} tokens with max_new_tokens"
+    @property
+    def stats(self) -> Stats:
+        """All that was done so far; ``rows`` are requests whose prompts were taken up."""
+        return self._tally.stats(
+            rows=self._requests,
+            prompt_tokens=self._prompt_tokens,
+            compilations=self._chunks.programs.compilations,
+            compile_s=self._chunks.programs.compile_s,
+            **self._chunks.seconds,
         )
+
+    def run(self) -> None:
+        """`step` until no request is left."""
+        while self.busy:
+            self.step()
+
+    def step(self) -> tuple[Handle, ...]:
+        """A turn: prompts are taken up, then a chunk of steps; the requests that it ended."""
+        with self._turn():
+            with self._chunks.clock("prefill_s"):
+                self._take_up_prompts()
+            return self._decode()
+
+    def warm_up(self) -> None:
+        """Compile every program that any mix of requests can need, before the first one comes."""
+        if self.busy:
+            raise RuntimeError("requests are at work; call warm_up before the first one")
+        with self._turn():
+            self._intake.warm()
+            # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
+            for _ in range(2):
+                state = self._intake.put(self._state, 0, SamplingParams(seed=0))
+                state = _with_done(state, np.ones(self.slots, bool))
+                for mode in MODES:
+                    state = self._chunks.warmed(dataclasses.replace(state, mode=mode))
+                self._state = jax.block_until_ready(dataclasses.replace(state, mode=RESTING))
+
+    def _take_up_prompts(self) -> None:
+        """Pieces of prompts up to the limit of a turn; those that are whole go into slots."""
+        spent = 0
+        while (handle := self._next()) is not None:
+            while not self._intake.ready:
+                if spent and spent + self._intake.piece > self._chunk:
+                    break
+                spent += self._intake.piece
+                self._intake.advance()
+            if not self._intake.ready or None not in self._rows:
+                break
+            slot = self._rows.index(None)
+            self._state = self._intake.put(self._state, slot, handle.params)
+            self._rows[slot], self._incoming, self._is_done[slot] = handle, None, False
+            self._requests += 1
+        if spent:
+            # Or the clock of the steps would count it.
+            self._intake.wait()
+
+    def _next(self) -> Handle | None:
+        """The request whose prompt is at work, or is from now on."""
+        if self._incoming is None and self._queue:
+            # In this order, Ctrl-C between the two loses nobody.
+            self._incoming = next(iter(self._queue))
+            del self._queue[self._incoming]
+            prompt = self._incoming._prompt
+            assert prompt is not None
+            self._intake.begin(prompt)
+            self._prompt_tokens += self._intake.left + 1
+        return self._incoming
+
+    def _decode(self) -> tuple[Handle, ...]:
+        """A chunk of steps; the requests that it ended."""
+        live = [(slot, handle) for slot, handle in enumerate(self._rows) if handle is not None]
+        if not live:
+            return ()
+        mode = strongest([handle.params.mode for _, handle in live])
+        state = dataclasses.replace(self._state, mode=mode)
+        idle = np.array([handle is None for handle in self._rows])
+        if (idle != self._is_done).any():  # some were ended by hand
+            state = _with_done(state, idle)
+        state, record, is_done = self._chunks.run(state)
+        self._state, self._is_done = dataclasses.replace(state, mode=RESTING), np.array(is_done)
+        kept = np.zeros(self.slots, np.int64)
+        for slot, handle in live:
+            block = record.tokens[:, slot]
+            new = tuple(block[block >= 0].tolist())
+            kept[slot] = handle._take(new, is_last=bool(is_done[slot]))
+        gammas = np.full(len(record.tokens), record.tokens.shape[-1] - 1)
+        counts = (record.drafted, record.accepted, record.committed)
+        self._tally.add(*kept_of(*counts, kept=kept), gammas=gammas)
+        ended = tuple(handle for _, handle in live if handle.finished is not None)
+        for handle in ended:
+            self._remove(handle)
+        return ended
+
+    def _remove(self, handle: Handle) -> None:
+        """Take a request out of the queue, the prompt at work or its slot."""
+        self._queue.pop(handle, None)
+        if self._incoming is handle:
+            self._incoming = None
+        self._rows = [None if row is handle else row for row in self._rows]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the engine ended by an exception in a step; make another one")
 
     @contextlib.contextmanager
-    def _clock(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to ``seconds``, less that of compiling."""
-        compiled, begin = self.programs.compile_s, time.perf_counter()
+    def _turn(self) -> Iterator[None]:
+        """Work on the device. What it raises ends the engine, as the state may be half taken."""
+        self._check_open()
+        if self._is_at_work:
+            raise RuntimeError("a callback may not drive the engine that calls it; return first")
+        self._is_at_work = True
+        try:
+            with self._memory():
+                yield
+        except BaseException as error:
+            self._close(error)
+            raise
+        finally:
+            self._is_at_work = False
+
+    def _close(self, error: BaseException) -> None:
+        """End every request, and free the memory of the device."""
+        self._is_closed = True
+        held = [*self._queue, self._incoming, *self._rows]
+        for handle in filter(None, held):
+            if handle.finished is None:
+                handle.error = error if isinstance(error, Exception) else None
+                handle._end("interrupted")
+        self._queue.clear()
+        self._incoming, self._rows = None, [None] * self.slots
+        del self._state, self._intake
+
+    @contextlib.contextmanager
+    def _memory(self) -> Iterator[None]:
         try:
             yield
-        finally:
-            compiling = self.programs.compile_s - compiled
-            self.seconds[name] += time.perf_counter() - begin - compiling
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"the device is out of memory with {self.slots} slots of {self.capacity} positions",
+                "lower slots or capacity",
+            ) from error
 
-    def prefill(self, **settings: Any) -> DecodeState:
-        with self._clock("prefill_s"):
-            first = first_capacity(max(map(len, self.prompts)), self.needed)
-            if mesh_model(self.models.target) is not None:  # shards do not grow
-                first = self.needed
-            settings = settings | {"run": self.programs, "grows": True}
-            settings["capacity"] = rounded_capacity(first)
-            state = start_decoding(self.models, self.prompts, self.params, self.config, **settings)
-            jax.block_until_ready(state)
-        self.prompt_tokens = sum(map(len, self.prompts))
-        return state
 
-    def take_up(self, prefilled: DecodeState) -> DecodeState:
-        """In place of `prefill`, a state that has the prompts already."""
-        tokens, lengths = jax.device_get((prefilled.tokens, prefilled.lengths))
-        rows = [line[:length].tolist() for line, length in zip(tokens, lengths, strict=True)]
-        if rows != [np.asarray(prompt).tolist() for prompt in self.prompts]:
-            raise ValueError(
-                f"prefilled has {len(rows)} rows of {[len(row) for row in rows]!r:.80} tokens, "
-                f"which are not the {len(self.prompts)} prompts; pass what start_decoding gave for "
-                "them"
-            )
-        with self._clock("prefill_s"):
-            return jax.block_until_ready(switch(self.models, prefilled, self.config))
+def _size(name: str, value: Any) -> int:
+    """``value`` as a number of 1 or more. Raises `ValueError`, by ``name``, for any other."""
+    size = whole_number(value)
+    if size is None or size < 1:
+        raise ValueError(f"{name}={shown(value)} must be at least 1")
+    return size
 
-    def decode(self, state: DecodeState, steps: int) -> None:
-        stops, ended = np.array(state.stop_tokens), np.array(state.done)
-        while not ended.all():
-            with self._clock("decode_s"):
-                state = self._with_room(state, ended, steps)
-            state, record, done = self._chunk(state, steps)
-            # A record has a token for each of gamma + 1 positions.
-            gammas = np.full(steps, record.tokens.shape[-1] - 1)
-            self.records.append((record.drafted, record.accepted, record.committed, gammas))
-            unwanted = self._take(record, ended, done, stops)
-            ended = done | unwanted
-            if unwanted.any():
-                ended_on_device = jax.device_put(ended, state.done.sharding)
-                state = dataclasses.replace(state, done=ended_on_device)
 
-    def _chunk(self, state: DecodeState, steps: int) -> tuple[DecodeState, Any, np.ndarray]:
-        """Run a chunk of ``steps``; their `StepRecord` on the host, and which rows are done."""
-        config, choice = self.config, None
-        if self.gammas is not None:
-            choice = self.gammas.choice(self.models, state)
-            config = self.gammas.configs[choice.choose()]
-            state = self._awake(state, config, steps)
-        before = self.seconds["decode_s"]
-        with self._clock("decode_s"):
-            args = (self.models, state)
-            state, record = self.programs(decode_chunk, *args, config=config, steps=steps)
-            record, done = jax.device_get((record, state.done))
-        if choice is not None:
-            seconds = (self.seconds["decode_s"] - before) / steps
-            choice.saw(config.gamma, seconds, record.accepted[record.committed > 0])
-        return state, record, done
-
-    def _awake(self, state: DecodeState, config: StepConfig, steps: int) -> DecodeState:
-        """``state`` for a chunk of ``steps``: a drafter with a model that rested is caught up."""
-        if not self.config.draft.needs_model:
-            return state
-        if not config.gamma:
-            self.rested += steps
-            return state
-        with self._clock("decode_s"):
-            while self.rested > 0:
-                state = self.programs(catch_up, self.models, state, config=self.config)
-                self.rested -= CATCH_UP - 1  # the first of its tokens is taken up anew
-        self.rested = 0
-        return state
-
-    def _with_room(self, state: DecodeState, ended: np.ndarray, steps: int) -> DecodeState:
-        """``state`` with room for a chunk of ``steps`` in every row that goes on."""
-        present = state.tokens.shape[1]
-        known = (len(self.prompts[row]) + len(self.tokens[row]) for row in np.flatnonzero(~ended))
-        most = min(max(known) + steps * (self.config.gamma + 1), self.needed)
-        if most <= present:
-            return state
-        capacity = min(max(most, 2 * present), self.needed)
-        return grow(state, rounded_capacity(capacity), self.config)
-
-    def _take(
-        self, record: StepRecord, ended: np.ndarray, done: np.ndarray, stops: np.ndarray
-    ) -> np.ndarray:
-        """Hand on a chunk's tokens; returns which rows the caller ended, bool ``[B]``."""
-        unwanted = np.zeros_like(ended)
-        for row in np.flatnonzero(~ended).tolist():
-            block = record.tokens[:, row]
-            new = tuple(block[block >= 0].tolist())
-            wanted = self._wanted(row, new)
-            self.tokens[row].extend(new[:wanted])
-            unwanted[row] = wanted is not None
-            if unwanted[row] or done[row]:
-                stopped = unwanted[row] or new[-1] in stops[row]
-                self.finished[row] = "stop" if stopped else "length"
-        return unwanted
-
-    def _wanted(self, row: int, new: tuple[int, ...]) -> int | None:
-        """How many of ``new`` the row keeps as its last ones; None where it goes on."""
-        answer = None if self.on_tokens is None else self.on_tokens(row, new)
-        if answer is None or isinstance(answer, (bool, np.bool_)):
-            return len(new) if answer else None
-        keep = whole_number(answer)
-        if keep is None or not 0 <= keep <= len(new):
-            raise ValueError(
-                f"on_tokens returned {shown(answer)} for {len(new)} tokens; return how many of "
-                "them the row keeps as its last ones, True for all, or None to go on"
-            )
-        return keep
-
-    def generation(self) -> Generation:
-        tally = Tally(self.config.gamma)
-        if self.records:
-            *counts, gammas = map(np.concatenate, zip(*self.records, strict=True))
-            kept = kept_of(*counts, kept=np.array([len(row) for row in self.tokens]))
-            tally.add(*kept, gammas=gammas)
-        return Generation(
-            tokens=tuple(map(tuple, self.tokens)),
-            finished=tuple(self.finished),
-            seeds=tuple(p.seed for p in self.params if p.seed is not None),
-            stats=tally.stats(
-                rows=len(self.prompts),
-                prompt_tokens=self.prompt_tokens,
-                compilations=self.programs.compilations,
-                compile_s=self.programs.compile_s,
-                **self.seconds,
-            ),
-        )
+def _with_done(state: DecodeState, done: np.ndarray) -> DecodeState:
+    """``state`` with the rows ``done [B]`` ended, and the others not."""
+    return dataclasses.replace(state, done=put(done, state.done.sharding))

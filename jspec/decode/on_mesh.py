@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import jax
+from jax.core import Tracer
 
 from jspec.cache import Layout
 from jspec.sharding import with_auto_axes
@@ -21,6 +23,11 @@ class MeshModel(Model, Protocol):
 
     What it is handed has the arrays of all devices; each device runs the same code on its part.
     """
+
+    @property
+    def processes(self) -> int:
+        """How many processes have devices of the mesh."""
+        ...
 
     def over_mesh(self, function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
         """``function(*arguments)`` on every device; ``like``: arrays in the structure of its
@@ -43,10 +50,63 @@ class MeshModel(Model, Protocol):
         """Raise `ValueError` for a config whose steps cannot run on the mesh."""
         ...
 
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """What XLA needs as options for steps on the mesh."""
+        ...
+
 
 def mesh_model(model: Model) -> MeshModel | None:
     """``model`` where it is on a mesh of its own, else None."""
     return cast(MeshModel, model) if hasattr(model, "over_mesh") else None
+
+
+def jit_steps(**settings: Any) -> Callable[[Callable[..., Any]], Any]:
+    """As `jax.jit`, for a function of models and more, which their mesh has compiler options for.
+
+    ``settings``: those of `jax.jit`.
+    """
+    return lambda function: _Jitted(function, settings)
+
+
+class _Jitted:
+    """A jitted function, which passes for the `jax.jit` of models that ask for no options."""
+
+    def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._plain: Any = jax.jit(function, **settings)
+        self._function, self._settings = function, settings
+        self._with_options: dict[Any, Any] = {}
+
+    def __call__(self, models: Any, *args: Any, **static: Any) -> Any:
+        jitted = self._jitted(models)
+        traced = jitted is not self._plain and any(
+            isinstance(x, Tracer) for x in jax.tree.leaves((models, args))
+        )
+        # A program inside another one is compiled as that one is.
+        return (self._plain if traced else jitted)(models, *args, **static)
+
+    def lower(self, models: Any, *args: Any, **static: Any) -> jax.stages.Lowered:
+        return self._jitted(models).lower(models, *args, **static)
+
+    def clear_cache(self) -> None:
+        for jitted in (self._plain, *self._with_options.values()):
+            jitted.clear_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def _jitted(self, models: Any) -> Any:
+        model = mesh_model(getattr(models, "target", models))
+        options = {} if model is None else dict(model.compiler_options)
+        if not options:
+            return self._plain
+        key = tuple(sorted(options.items()))
+        if key not in self._with_options:
+            self._with_options[key] = jax.jit(
+                self._function, compiler_options=options, **self._settings
+            )
+        return self._with_options[key]
 
 
 def on_mesh_of(

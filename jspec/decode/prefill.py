@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
-from jspec.config import SamplingParams, shown, whole_number
+from jspec.config import SamplingMode, SamplingParams, shown, whole_number
 from jspec.decode.on_mesh import mesh_model, on_mesh_of
 from jspec.decode.requests import (
     Prompt,
@@ -22,12 +21,12 @@ from jspec.decode.requests import (
     check_models,
     check_requests,
     mode_of,
-    one_each,
     sampling_of,
     strongest,
 )
 from jspec.decode.settings import StepConfig, check_arrays
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState, FlatModels, Models
+from jspec.decode.together import rows_of
 from jspec.host import in_host, to_device, to_host
 from jspec.policies.attend import dense_attend
 from jspec.policies.policy import create_cache, with_pages
@@ -65,15 +64,17 @@ def start_decoding(
     ``(B, S, K, H)``; None is the default device, or all of the Explicit mesh that the model is on.
     A model on a mesh of its own, such as `jspec.helix.Sharded`, places the state itself.
 
-    Raises `ValueError` where a prompt is empty, holds ids outside the vocabulary, or would outgrow
-    the capacity or a model's context, and for a sharding that an array does not divide into;
-    `TypeError` for arguments of another kind.
+    Where several processes share the model's devices, all of them call this alike.
+
+    Raises `ValueError` where they do not, where a prompt is empty, holds ids outside the
+    vocabulary, or would outgrow the capacity or a model's context, and for a sharding that an array
+    does not divide into; `TypeError` for arguments of another kind.
     """
     models = Models.of(models)
     check_models(models)
     check_arrays(models, config)
     ids = as_ids(prompts)
-    params = one_each(params, len(ids))
+    params = rows_of(models, ids, params, (config, capacity, chunk, cache_dtype, grows))
     check_requests(models, ids, params)
     needed = max(len(p) + s.max_new_tokens for p, s in zip(ids, params, strict=True))
     capacity = rounded_capacity(needed) if capacity is None else capacity
@@ -85,7 +86,7 @@ def start_decoding(
             f"a request needs {least} slots ({parts}) but capacity={shown(capacity)}; raise the "
             f"capacity or {shorten}"
         )
-    chunk = _default_chunk(len(ids)) if chunk is None else chunk
+    chunk = default_chunk(len(ids)) if chunk is None else chunk
     if (whole_number(chunk) or 0) < 1:
         raise ValueError(f"a prefill chunk of {shown(chunk)} tokens must be at least 1")
     dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
@@ -98,25 +99,47 @@ def start_decoding(
     fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}
     fill["longest"] = max(capacity, needed)
     cache, own = _prefill(models, tokens, lengths, config, sharding, **fill)
-    ends = tuple(models.target.config.stop_tokens)
-    stops = [p.stop_tokens if p.ignore_eos else (*p.stop_tokens, *ends) for p in params]
+    ends = models.target.config.stop_tokens
     # Room for all of them in any case, so that `ignore_eos` changes no shape.
-    room = max(len(p.stop_tokens) for p in params) + len(ends)
+    room = power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
+    state = state_of(tokens, lengths, params, ends, room, cache, own)
+    return place(state, sharding)
+
+
+def state_of(
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    params: Sequence[SamplingParams],
+    ends: Sequence[int],
+    room: int,
+    cache: Cache,
+    own: Any,
+    mode: SamplingMode | None = None,
+) -> DecodeState:
+    """The state of prompts ``tokens [B, S]`` of ``lengths [B]`` that ``cache`` has taken up.
+
+    ``own``: the drafter's part of it; ``ends``: the model's stop tokens; ``room``: for the stop
+    tokens of a row; ``mode``: None for what ``params`` need.
+    """
     no_limit = np.iinfo(np.int32).max
-    state = DecodeState(
+    return DecodeState(
         cache=cache,
         tokens=jnp.asarray(tokens),
         limits=jnp.asarray(lengths + np.array([p.max_new_tokens for p in params], np.int32)),
-        done=jnp.zeros((len(ids),), bool),
+        done=jnp.asarray(np.zeros(len(params), bool)),
         sampling=sampling_of(params),
-        stop_tokens=jnp.asarray(padded(stops, _power_of_two(room))[0]),
+        stop_tokens=jnp.asarray(padded([stops_of(p, ends) for p in params], room)[0]),
         draft_limits=jnp.asarray(
             [no_limit if p.draft_limit is None else p.draft_limit for p in params], jnp.int32
         ),
         draft=own,
-        mode=mode_of(params),
+        mode=mode_of(params) if mode is None else mode,
     )
-    return place(state, sharding)
+
+
+def stops_of(params: SamplingParams, ends: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end a request of a model whose stop tokens are ``ends``."""
+    return params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *ends)
 
 
 def fill_slot(
@@ -150,11 +173,23 @@ def fill_slot(
     stops = jnp.pad(one.stop_tokens, ((0, 0), (0, missing)), constant_values=-1)
     mode = strongest([state.mode, one.mode])
     one = dataclasses.replace(one, stop_tokens=stops, mode=mode)
-    state, index = dataclasses.replace(state, mode=mode), jnp.int32(index)
-    after = _put(_without_host(state), _without_host(one), index)
+    return put_row(dataclasses.replace(state, mode=mode), one, index)
+
+
+def put_row(
+    state: DecodeState, one: DecodeState, slot: int, run: Callable[..., Any] | None = None
+) -> DecodeState:
+    """``state`` with the row of ``one``, of the same shapes and mode, in ``slot``.
+
+    ``state`` is donated; ``run`` as in `start_decoding`.
+    """
+    call = (lambda function, *args: function(*args)) if run is None else run
+    index = np.int32(slot)
+    after = call(_put, _without_host(state), _without_host(one), index)
     # One at a time: no more than one of them is on the device.
     columns = tuple(
-        own | {name: _put_in_host(x, row[name], index) for name, x in held.items() if in_host(x)}
+        own
+        | {name: call(_put_in_host, x, row[name], index) for name, x in held.items() if in_host(x)}
         for own, held, row in zip(
             after.cache.columns, state.cache.columns, one.cache.columns, strict=True
         )
@@ -186,7 +221,12 @@ def _put_in_host(column: Array, row: Array, slot: Array) -> Array:
 
 @jax.jit(static_argnames="config", donate_argnames=("cache", "own"))
 def prefill_chunk(
-    models: Models, cache: Cache, own: Any, tokens: Array, positions: Array, config: StepConfig
+    models: Models | FlatModels,
+    cache: Cache,
+    own: Any,
+    tokens: Array,
+    positions: Array,
+    config: StepConfig,
 ) -> tuple[Cache, Any]:
     """Append ``tokens [B, T]`` at ``positions [B, T]``, -1 for padding; lengths stay."""
 
@@ -201,6 +241,7 @@ def prefill_chunk(
         cache = with_pages(config.keeps, models.policy, cache, before, after, most)
         return cache, config.draft.prefill(models, own, tokens, positions, config)
 
+    models = Models.of(models)
     with config.of_models():
         args = (models, cache, own, tokens, positions)
         return on_mesh_of(models.target, config, piece, *args, like=(cache, own))
@@ -218,12 +259,13 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
     cache = create_cache(config.keeps, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.
-    own = _own_state(models, config, jnp.asarray(lengths - 1), capacity)
+    own_of = own_state if on_mesh is None else jitted_own_state
+    own = own_of(models, jnp.asarray(lengths - 1), None, config=config, capacity=capacity)
     empty = place({"cache": cache, "draft": own}, sharding)
     cache, own = empty["cache"], empty["draft"]
     total = int(lengths.max()) - 1
     # A power of two up to the chunk, so that short prompts pay little and share programs.
-    chunk = min(chunk, _power_of_two(total))
+    chunk = min(chunk, power_of_two(total))
     call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
     for begin in range(0, total, chunk):
         index = begin + np.arange(chunk)
@@ -238,17 +280,29 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
     return cache, own
 
 
-def _own_state(models: Models, config: StepConfig, lengths: Array, capacity: int) -> Any:
-    """What the drafter keeps before the prompts, of which it will hear ``lengths [B]`` tokens."""
+def own_state(
+    models: Models | FlatModels, lengths: Array, own: Any, config: StepConfig, capacity: int
+) -> Any:
+    """What the drafter keeps before prompts of which it will hear ``lengths [B]`` tokens.
 
-    def init(models: Models, lengths: Array) -> Any:
-        return config.draft.init(models, lengths, capacity, config.gamma)
+    ``own``: what it kept behind a prompt that these begin with, None for nothing.
+    """
+
+    models = Models.of(models)
+
+    def init(models: Models, lengths: Array, own: Any) -> Any:
+        sizes = (lengths, capacity, config.gamma)
+        if own is None:
+            return config.draft.init(models, *sizes)
+        return config.draft.resumed(models, own, *sizes)
 
     if mesh_model(models.target) is None:
-        return init(models, lengths)
-    like = jax.eval_shape(init, models, lengths)
-    run = functools.partial(on_mesh_of, models.target, config, init, like=like)
-    return jax.jit(run)(models, lengths)
+        return init(models, lengths, own)
+    like = jax.eval_shape(init, models, lengths, own)
+    return on_mesh_of(models.target, config, init, models, lengths, own, like=like)
+
+
+jitted_own_state = jax.jit(own_state, static_argnames=("config", "capacity"))
 
 
 def _float_dtype(dtype: DTypeLike) -> np.dtype:
@@ -263,12 +317,12 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype:
     return found
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The least one that is ``number`` or more, so that close numbers share a program."""
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _default_chunk(batch: int) -> int:
+def default_chunk(batch: int) -> int:
     """Prefill tokens a row: enough work to fill the device, and few enough to keep memory low."""
     if jax.default_backend() == "cpu":
         return 256

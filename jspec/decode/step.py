@@ -12,9 +12,9 @@ from jax import lax
 from jspec.cache.layout import check_rings
 from jspec.decode.draft import Drafted, Seen
 from jspec.decode.draft.base import within_limits
-from jspec.decode.on_mesh import on_mesh_of
+from jspec.decode.on_mesh import jit_steps, on_mesh_of
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState, Models, StepRecord, vocabulary_axes
+from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes
 from jspec.ops.commit import Rows, commit, verify_and_commit
 from jspec.ops.sample import greedy
 from jspec.ops.stochastic import verify_stochastic
@@ -26,7 +26,7 @@ from jspec.policies.policy import with_pages
 from jspec.typing import Array, Model
 
 
-@jax.jit(static_argnames="config", donate_argnames="state")
+@jit_steps(static_argnames="config", donate_argnames="state")
 def speculative_step(models: Model | Models, state: DecodeState, config: StepConfig) -> DecodeState:
     """Draft up to gamma tokens, verify them in one pass, commit what is accepted. One XLA program.
 
@@ -37,9 +37,9 @@ def speculative_step(models: Model | Models, state: DecodeState, config: StepCon
     return step(models, state, config)[0]
 
 
-@jax.jit(static_argnames=("config", "steps"), donate_argnames="state")
+@jit_steps(static_argnames=("config", "steps"), donate_argnames="state")
 def decode_chunk(
-    models: Model | Models, state: DecodeState, config: StepConfig, steps: int
+    models: Model | Models | FlatModels, state: DecodeState, config: StepConfig, steps: int
 ) -> tuple[DecodeState, StepRecord]:
     """``steps`` speculative steps in one program; the records are stacked, ``[steps, B, ...]``."""
 
@@ -52,7 +52,9 @@ def decode_chunk(
 
 
 @jax.jit(static_argnames="config", donate_argnames="state")
-def catch_up(models: Model | Models, state: DecodeState, config: StepConfig) -> DecodeState:
+def catch_up(
+    models: Model | Models | FlatModels, state: DecodeState, config: StepConfig
+) -> DecodeState:
     """The state behind plain steps where its drafter took up `CATCH_UP` more of their tokens.
 
     ``state`` is donated. Call it until there can be none left, before the drafter drafts again.
@@ -64,7 +66,7 @@ def catch_up(models: Model | Models, state: DecodeState, config: StepConfig) -> 
 
 
 def step(
-    models: Model | Models, state: DecodeState, config: StepConfig
+    models: Model | Models | FlatModels, state: DecodeState, config: StepConfig
 ) -> tuple[DecodeState, StepRecord]:
     """The body of `speculative_step` and what it did, for a jitted loop of the caller's own."""
     like = state, StepRecord(state.done, state.done, state.done, tokens=state.done[:, None])

@@ -62,7 +62,7 @@ def _filled(models: Models, empty: Cache, held: Cache, config: StepConfig) -> Ca
         cache = empty.with_lengths(held.lengths)
         for layer, spec in enumerate(held.specs):
             columns = {n: x for n, x in held.columns[layer].items() if n in TOKENS}
-            if columns_of(policy, spec):
+            if columns_of(policy, layer, spec):
                 columns |= encoded(policy, arrays, layer, columns["keys"], columns.get("values"))
             kinds = empty.columns[layer]
             cache = cache.replaced(

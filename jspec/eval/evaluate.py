@@ -11,7 +11,7 @@ import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import NoDraft, SelfDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.settings import PLAIN

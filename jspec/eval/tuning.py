@@ -8,7 +8,7 @@ from typing import Any
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, NoDraft, SparseDrafter, named_draft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models

@@ -6,16 +6,21 @@ Each device has read its own keys for all rows. What it exchanges does not grow 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.helix.mesh import KVP, TPA, HelixConfig
+from jspec.cache.cache import Read
+from jspec.helix.mesh import HelixConfig
 from jspec.ops.attention.merge import merge_attention
+from jspec.ops.vocabulary import Axes
+from jspec.policies.read import projected
 from jspec.typing import Array
 
-Read = Callable[[Array], tuple[Array, Array]]
+# Tokens of a pass that is cut into chunks, at most: the message of a longer one, of a prompt, is
+# short beside its attention, which the XLA backends compute for all rows once a chunk.
+OVERLAPPED = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,34 +33,82 @@ class Exchange:
 
     helix: HelixConfig
 
-    def attended(self, read: Read, q: Array) -> tuple[Array, Array]:
+    def attended(
+        self, read: Read, q: Array, positions: Array, up: Array | None = None
+    ) -> tuple[Array, Array]:
         if self.helix.strategy == "tp":
-            return read(own_heads(q, self.helix.kvp, 2))
+            out, lse = read(own_heads(q, self.helix.kvp_axes, 2), positions)
+            return projected(out, self._own(up)), lse
         if self.helix.strategy == "gather":
             # As if each device had projected the queries of its own heads alone.
-            q = lax.all_gather(own_heads(q, self.helix.kvp, 2), KVP, axis=2, tiled=True)
-        return self.merged(*read(q))
+            axes = self.helix.kvp_axes
+            q = lax.all_gather(own_heads(q, axes, 2), axes, axis=2, tiled=True)
+        return self._merged(self._read(read, q, positions), up)
 
-    def merged(self, out: Array, lse: Array) -> tuple[Array, Array]:
+    def merged(self, out: Array, lse: Array, up: Array | None = None) -> tuple[Array, Array]:
+        return self._merged([(slice(None), out, lse)], up)
+
+    def _read(self, read: Read, q: Array, positions: Array) -> Iterator[tuple[slice, Array, Array]]:
+        """Chunks of rows, each with what was read for it; other rows of that are empty."""
+        batch, tokens = positions.shape
+        chunks = min(self.helix.overlap, batch) if tokens <= OVERLAPPED else 1
+        if chunks == 1:
+            yield slice(None), *read(q, positions)
+            return
+        row = jnp.arange(batch)[:, None]
+        for chunk in range(chunks):
+            rows = slice(batch * chunk // chunks, batch * (chunk + 1) // chunks)
+            # Other rows become padding, of which a kernel reads nothing (but for a selection, in a
+            # pass of several tokens). A part of the cache for an operand would be copied first.
+            own = (row >= rows.start) & (row < rows.stop)
+            yield rows, *read(q, jnp.where(own, positions, -1))
+
+    def _merged(
+        self, chunks: Iterable[tuple[slice, Array, Array]], up: Array | None
+    ) -> tuple[Array, Array]:
+        """What was read, exchanged chunk by chunk, and what ``up`` makes of it.
+
+        ``up`` is applied to all rows at once, and to what is not yet cut into chunks: the shape of
+        a product decides the order of its sums.
+        """
+        first = self._projects_first(up)
+        parts = [
+            self._exchanged(projected(out, up if first else None)[rows], lse[rows])
+            for rows, out, lse in chunks
+        ]
+        out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+        return projected(out, None if first else self._own(up)), lse
+
+    def _projects_first(self, up: Array | None) -> bool:
+        if up is None or self.helix.kvp == 1:
+            return False
+        _, value_size, size = up.shape
+        return {"before": True, "after": False}.get(self.helix.up_projection, size < value_size)
+
+    def _own(self, x: Array | None) -> Array | None:
+        return None if x is None else self.own_heads(x)
+
+    def _exchanged(self, out: Array, lse: Array) -> tuple[Array, Array]:
+        axes = self.helix.kvp_axes
         if self.helix.kvp == 1:
             return out, lse
         if self.helix.strategy == "helix":
-            return all_to_all(out, lse, self.helix.kvp)
-        weighted, lse = summed_weights(out, lse)
+            return all_to_all(out, lse, axes)
+        weighted, lse = summed_weights(out, lse, axes)
         if self.helix.strategy == "medha":
-            return lax.psum(weighted, KVP).astype(out.dtype), lse
-        scattered = lax.psum_scatter(weighted, KVP, scatter_dimension=2, tiled=True)
-        return scattered.astype(out.dtype), own_heads(lse, self.helix.kvp, 2)
+            return lax.psum(weighted, axes).astype(out.dtype), lse
+        scattered = lax.psum_scatter(weighted, axes, scatter_dimension=2, tiled=True)
+        return scattered.astype(out.dtype), own_heads(lse, axes, 2)
 
     def own_heads(self, x: Array) -> Array:
-        return x if self.helix.strategy == "medha" else own_heads(x, self.helix.kvp, 0)
+        return x if self.helix.strategy == "medha" else own_heads(x, self.helix.kvp_axes, 0)
 
     def over_heads(self, x: Array) -> Array:
-        return lax.psum(x, TPA)
+        return lax.psum(x, self.helix.tpa_axes)
 
 
-def all_to_all(out: Array, lse: Array, ranks: int) -> tuple[Array, Array]:
-    """Attention over the keys of all ``ranks`` of KVP, of this one's share of the heads.
+def all_to_all(out: Array, lse: Array, axes: Axes) -> tuple[Array, Array]:
+    """Attention over the keys of all ranks of ``axes``, KVP's, of this one's share of the heads.
 
     ``out [B, T, n, H]`` and ``lse [B, T, n]`` over this device's keys, for the heads of its TPA
     group; what comes is ``[B, T, n / ranks, H]``. One message carries both, bit for bit: whole
@@ -68,25 +121,26 @@ def all_to_all(out: Array, lse: Array, ranks: int) -> tuple[Array, Array]:
     sums = lax.bitcast_convert_type(lse, width).reshape(*lse.shape, -1)
     payload = jnp.concatenate([bits, sums], axis=-1)
     batch, tokens, heads, size = payload.shape
+    ranks = lax.axis_size(axes)
     payload = payload.reshape(batch, tokens, ranks, heads // ranks, size)
-    parts = lax.all_to_all(payload, KVP, split_axis=2, concat_axis=0)
+    parts = lax.all_to_all(payload, axes, split_axis=2, concat_axis=0)
     bits, sums = jnp.split(parts, [out.shape[-1]], axis=-1)
     lses = lax.bitcast_convert_type(sums if sums.shape[-1] > 1 else sums[..., 0], lse.dtype)
     return merge_attention(lax.bitcast_convert_type(bits, out.dtype), lses)
 
 
-def summed_weights(out: Array, lse: Array) -> tuple[Array, Array]:
-    """What ``out`` adds to the attention over all ranks of KVP, float32, and their ``lse``."""
-    highest = lax.pmax(lse, KVP)
+def summed_weights(out: Array, lse: Array, axes: Axes) -> tuple[Array, Array]:
+    """What ``out`` adds to the attention over all ranks of ``axes``, float32, and their ``lse``."""
+    highest = lax.pmax(lse, axes)
     finite = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp(lse - finite)
-    total = lax.psum(weights, KVP)
+    total = lax.psum(weights, axes)
     share = weights / jnp.where(total > 0, total, 1)
     out = jnp.where(weights[..., None] > 0, out.astype(jnp.float32), 0)
     return out * share[..., None], finite + jnp.log(total)
 
 
-def own_heads(x: Array, ranks: int, axis: int) -> Array:
-    """This rank's share of the heads that are the ``axis`` of ``x``."""
-    size = x.shape[axis] // ranks
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(KVP) * size, size, axis=axis)
+def own_heads(x: Array, axes: Axes, axis: int) -> Array:
+    """This rank's share, of the ranks of ``axes``, of the heads that are the ``axis`` of ``x``."""
+    size = x.shape[axis] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=axis)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jspec.cache import Cache, Layout, Linear, Stripe, Striped
 from jspec.config import LayerSpec
 from jspec.helix.attention import Exchange
-from jspec.helix.mesh import KVP, TPA, HelixConfig
+from jspec.helix.mesh import HelixConfig
 
 
 def layouts_on(helix: HelixConfig, specs: Sequence[LayerSpec], capacity: int) -> tuple[Layout, ...]:
@@ -27,7 +27,7 @@ def layouts_on(helix: HelixConfig, specs: Sequence[LayerSpec], capacity: int) ->
 
 def column_spec(helix: HelixConfig) -> PartitionSpec:
     """How a column ``[B, S, K, ...]`` is sharded: slots over KVP, key-value heads over TPA."""
-    return PartitionSpec(None, KVP if helix.stripes > 1 else None, TPA)
+    return PartitionSpec(None, helix.kvp_axes if helix.stripes > 1 else None, helix.tpa_axes)
 
 
 def cache_specs(helix: HelixConfig, cache: Cache) -> Cache:
@@ -43,7 +43,7 @@ def part_of(helix: HelixConfig, cache: Cache) -> Cache:
     What `jspec.dense_attend` makes of it is exact attention over all keys, of the heads of this
     device's part of the output projection.
     """
-    layouts = tuple(x.part(KVP) if isinstance(x, Striped) else x for x in cache.layouts)
+    layouts = tuple(x.part(helix.kvp_axes) if isinstance(x, Striped) else x for x in cache.layouts)
     specs = tuple(own_heads_of(spec, helix.tpa) for spec in cache.specs)
     return dataclasses.replace(cache, layouts=layouts, specs=specs, shards=Exchange(helix))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+import math
+from typing import Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -14,9 +15,22 @@ from jspec.config import LayerSpec
 # The rank of a device is tpa * KVP + kvp: devices that hold the same heads stand side by side, as
 # the heads do that they get from the exchange, and so do the rows of the output projection.
 TPA, KVP = "tpa", "kvp"
-AXES = (TPA, KVP)
 Strategy = Literal["helix", "gather", "medha", "tp"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+UpProjection = Literal["auto", "before", "after"]
+
+
+class _MeshAxis(NamedTuple):
+    """An axis of the mesh, ``of`` TPA or KVP or a part of one.
+
+    ``in_group``: its devices are of one group, which shares the channels of each expert, and not
+    of several groups, which share the experts.
+    """
+
+    name: str
+    size: int
+    of: str
+    in_group: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +38,15 @@ class HelixConfig:
     """N = ``kvp`` x ``tpa`` = ``tpf`` x ``ep`` devices (Bhatia et al. 2025, section 2).
 
     ``kvp`` devices share the positions of a row, ``block`` of them to each in turn; ``tpa`` share
-    the key-value heads. All N share the output projection, the vocabulary and the feed-forward;
-    ``tpf`` None is N / ``ep``. Of a mixture of experts, ``ep=1`` shares out the channels of each
-    expert, ``ep=N`` the experts.
+    the key-value heads. All N share the output projection, the vocabulary and the feed-forward. Of
+    a mixture of experts, ``ep`` groups of devices share the experts, and the ``tpf`` of a group the
+    channels of each; ``tpf`` None is N / ``ep``.
+
+    ``overlap``: in how many chunks of rows a decoding step sends what attention gives, each while
+    the next one attends (HOP-B, section 2.1.3); the rows differ by one where they do not divide,
+    and fewer rows than chunks go one by one. ``up_projection``: whether what latent attention reads
+    goes through the map of the values ``before`` or ``after`` it is exchanged; ``auto`` takes what
+    makes the message smaller.
 
     ``strategy``: ``helix``, or one to compare it with. ``gather``: queries are gathered before
     attention, and outputs summed and scattered behind it. ``medha``: TPA alone shares the weights,
@@ -42,25 +62,30 @@ class HelixConfig:
     ep: int = 1
     block: int = 16
     strategy: Strategy = "helix"
+    overlap: int = 1
+    up_projection: UpProjection = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("kvp", "tpa", "ep", "block"):
+        for name in ("kvp", "tpa", "ep", "block", "overlap"):
             if type(value := getattr(self, name)) is not int or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
         if self.strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
             raise ValueError(f"strategy={self.strategy!r} must be one of {known}")
-        if self.tpf is None:
-            object.__setattr__(self, "tpf", self.devices // self.ep)
-        if type(self.tpf) is not int or self.tpf * self.ep != self.devices:
+        if self.up_projection not in get_args(UpProjection):
+            known = ", ".join(get_args(UpProjection))
+            raise ValueError(f"up_projection={self.up_projection!r} must be one of {known}")
+        if self.overlap > 1 and (self.kvp == 1 or self.strategy != "helix"):
             raise ValueError(
-                f"tpf={self.tpf} times ep={self.ep} must be kvp={self.kvp} times tpa={self.tpa}, "
-                f"{self.devices} devices; leave tpf out"
+                f"overlap={self.overlap} cuts the exchange of strategy='helix' over kvp of 2 or "
+                f"more, but kvp={self.kvp} and strategy={self.strategy!r}; leave overlap out"
             )
-        if self.ep not in (1, self.shares):
+        if self.tpf is None:
+            object.__setattr__(self, "tpf", max(self.shares // self.ep, 1))
+        if type(self.tpf) is not int or self.tpf * self.ep != self.shares:
             raise ValueError(
-                f"ep={self.ep} must be 1, which shares out the channels of each expert, or "
-                f"{self.shares}, which shares out the experts"
+                f"tpf={self.tpf!r} times ep={self.ep} must be {self.shares}, the devices that "
+                "share the feed-forward; leave tpf out, and choose an ep that divides them"
             )
 
     @property
@@ -71,7 +96,44 @@ class HelixConfig:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that share the weights behind attention."""
-        return (TPA,) if self.strategy == "medha" else AXES
+        return self.tpa_axes if self.strategy == "medha" else (*self.tpa_axes, *self.kvp_axes)
+
+    @property
+    def tpa_axes(self) -> tuple[str, ...]:
+        """The mesh axes that share the key-value heads: ``tpa``, or its two parts."""
+        return tuple(axis.name for axis in self._mesh_axes if axis.of == TPA)
+
+    @property
+    def kvp_axes(self) -> tuple[str, ...]:
+        """The mesh axes that share the positions: ``kvp``, or its two parts."""
+        return tuple(axis.name for axis in self._mesh_axes if axis.of == KVP)
+
+    @property
+    def ep_axes(self) -> tuple[str, ...]:
+        """The mesh axes that share the experts."""
+        found = (axis.name for axis in self._mesh_axes if not axis.in_group)
+        return tuple(name for name in found if name in self.axes)
+
+    @property
+    def tpf_axes(self) -> tuple[str, ...]:
+        """The mesh axes that share the channels of each expert."""
+        found = (axis.name for axis in self._mesh_axes if axis.in_group)
+        return tuple(name for name in found if name in self.axes)
+
+    @functools.cached_property
+    def _mesh_axes(self) -> tuple[_MeshAxis, ...]:
+        """In the order of ranks, the slowest first."""
+        tpf = self.shares // self.ep
+        # Groups take what they can of KVP. The rest divides TPA, as tpf divides KVP x TPA.
+        of_kvp = 1 if self.strategy == "medha" else math.gcd(tpf, self.kvp)
+        axes: list[_MeshAxis] = []
+        for of, size, group in ((TPA, self.tpa, tpf // of_kvp), (KVP, self.kvp, of_kvp)):
+            if group in (1, size):
+                axes.append(_MeshAxis(of, size, of, in_group=group == size))
+            else:
+                axes.append(_MeshAxis(f"{of}_ep", size // group, of, in_group=False))
+                axes.append(_MeshAxis(f"{of}_tpf", group, of, in_group=True))
+        return tuple(axes)
 
     @property
     def shares(self) -> int:
@@ -83,20 +145,39 @@ class HelixConfig:
         """How many devices share the positions of a row."""
         return 1 if self.strategy == "tp" else self.kvp
 
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """What `jax.jit` needs as ``compiler_options`` for programs on the mesh.
+
+        jspec gives them to its own; a jitted loop around them has to be given them by its author.
+        """
+        # Off by default on GPUs, where messages then mostly end before other work begins.
+        return {"xla_gpu_enable_latency_hiding_scheduler": True} if self.overlap > 1 else {}
+
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
-        """The first N devices, axes ``tpa`` and ``kvp``. Raises `ValueError` where there are
-        fewer."""
-        found = jax.devices()
+        """The first N devices, axes `tpa_axes` and `kvp_axes`.
+
+        Raises `ValueError` where there are fewer, and where several processes have more, one of
+        which would have no part.
+        """
+        found, processes = jax.devices(), jax.process_count()
+        here = "this machine has" if processes == 1 else f"{processes} processes have"
         if len(found) < self.devices:
             raise ValueError(
-                f"kvp={self.kvp} times tpa={self.tpa} needs {self.devices} devices and this "
-                f"machine has {len(found)} ({found[0].device_kind}); lower kvp or tpa"
+                f"kvp={self.kvp} times tpa={self.tpa} needs {self.devices} devices and {here} "
+                f"{len(found)} ({found[0].device_kind}); lower kvp or tpa"
             )
+        if processes > 1 and len(found) > self.devices:
+            raise ValueError(
+                f"kvp={self.kvp} times tpa={self.tpa} takes {self.devices} devices and {here} "
+                f"{len(found)}, all of which must have a part; raise kvp or tpa"
+            )
+        axes = self._mesh_axes
         return jax.make_mesh(
-            (self.tpa, self.kvp),
-            AXES,
-            axis_types=(AxisType.Auto,) * 2,
+            tuple(axis.size for axis in axes),
+            tuple(axis.name for axis in axes),
+            axis_types=(AxisType.Auto,) * len(axes),
             devices=found[: self.devices],
         )
 

@@ -26,13 +26,14 @@ from jspec.helix.cache import (
     part_of,
     whole_of,
 )
-from jspec.helix.mesh import KVP, TPA, HelixConfig
+from jspec.helix.mesh import HelixConfig
 from jspec.models import checkpoint
 from jspec.models.decoder import Decoder
 from jspec.models.modules import MLP
 from jspec.policies import Dense, Policy, Streaming
+from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.guided import Guided
-from jspec.policies.policy import ScoredPolicy
+from jspec.sharding import put
 from jspec.typing import Array, Attend, ModelShape
 
 Spec = PartitionSpec
@@ -84,6 +85,15 @@ class Sharded:
     def logits(self, hidden: Array) -> Array:
         return self.model.logits(hidden)
 
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """What XLA needs as options for steps on the mesh."""
+        return self.helix.compiler_options
+
+    @property
+    def processes(self) -> int:
+        return len({device.process_index for device in self.helix.mesh.devices.flat})
+
     def over_mesh(self, function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
         """``function(*arguments)`` on every device, as `jspec.decode.on_mesh.MeshModel` says."""
 
@@ -112,8 +122,8 @@ class Sharded:
 
     def placed(self, models: Models) -> Models:
         """``models`` with what a policy takes on the mesh; steps then need not bring it there."""
-        arrays = jax.tree.map(lambda x: jax.device_put(x, self.helix.sharding(TPA)), models.policy)
-        return models._replace(policy=arrays)
+        to = self.helix.sharding(self.helix.tpa_axes)
+        return models._replace(policy=jax.tree.map(lambda x: put(x, to), models.policy))
 
     def check(self, config: StepConfig) -> None:
         """Raise `ValueError` for a drafter or policy that needs all positions on one device."""
@@ -147,13 +157,14 @@ class Sharded:
                 return parameter_specs(node)
             if isinstance(node, Models):
                 # Policies keep one array for each key-value head.
-                arrays = jax.tree.map(lambda x: Spec(TPA), node.policy)
+                arrays = jax.tree.map(lambda x: Spec(self.helix.tpa_axes), node.policy)
                 return Models(of(node.target), jax.tree.map(of, node.draft), arrays)
             if isinstance(node, Cache):
                 return cache_specs(self.helix, node)
             if isinstance(node, Guide):
+                picked = jax.tree.map(lambda x: _spec_of_picked(self.helix, x), node.picked)
                 since: Any = Spec()
-                return Guide(jax.tree.map(_spec_of_picked, node.picked), since)
+                return Guide(picked, since)
             return Spec()
 
         known = (Sharded, Models, Cache, Guide)
@@ -207,10 +218,8 @@ def shard(model: Decoder, helix: HelixConfig) -> Sharded:
         if isinstance(block.mlp, MLP):
             block.mlp.down.axes = helix.axes
         else:
-            block.mlp.experts.axes = helix.axes
-            block.mlp.experts.owned = helix.ep > 1
-            if block.mlp.shared is not None:
-                block.mlp.shared.down.axes = helix.axes
+            block.mlp.axes = helix.axes
+            block.mlp.experts.axes = helix.ep_axes
     if model.config.vocab_size % helix.shares == 0:
         copy.vocabulary_axes = helix.axes
     sharded = Sharded(copy, helix, decoder_spec, copy.vocabulary_axes)
@@ -234,7 +243,7 @@ def place_parameters(sharded: Sharded) -> Any:
     """The model's parameters on their devices."""
     mesh = sharded.helix.mesh
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(sharded).model)
-    return jax.device_put(sharded.model, shardings)
+    return jax.tree.map(put, sharded.model, shardings)
 
 
 def parameter_specs(sharded: Sharded) -> Sharded:
@@ -255,33 +264,36 @@ def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> Parti
     """How a parameter of `jspec.models.decoder.Decoder` is sharded; small ones are not.
 
     Queries, keys and values by key-value heads over TPA, copied over KVP; the output projection and
-    the feed-forward over all N devices, and so the vocabulary, if they divide it. Experts are
-    shared out as ``ep`` says, and projections to and from latents not at all. Raises `ValueError`
-    for heads and a feed-forward that they do not divide.
+    the feed-forward over all N devices, and so the vocabulary, if they divide it. Experts go over
+    the EP groups and their channels over the TPF devices of a group; projections to and from
+    latents are whole. Raises `ValueError` for heads and a feed-forward that they do not divide.
     """
     match name.split("."):
         case [*_, "qkv", "kernel"]:
             helix.check_kv_heads(int(name.split(".")[1]), shape[1])
-            return Spec(None, TPA)
+            return Spec(None, helix.tpa_axes)
         case [*_, "qkv", "bias"]:
-            return Spec(TPA)
-        case [*_, "attention", "down", "kernel"]:
+            return Spec(helix.tpa_axes)
+        case [*_, "attention", "sinks"]:
+            return Spec(helix.tpa_axes)
+        case [*_, "attention", "down", "kernel"] | [*_, "experts", "down", "bias"]:
             return Spec()
-        case [*_, "experts", _, "kernel"] if helix.ep > 1:
-            _check_divides(helix, "n_routed_experts", shape[0])
-            return Spec(helix.axes)
+        case [*_, "experts", "gate_up", "bias"]:
+            return Spec(helix.ep_axes, None, helix.tpf_axes)
         case [*_, "experts", which, "kernel"]:
-            gates = which == "gate_up"
-            _check_divides(helix, "moe_intermediate_size", shape[-1 if gates else 1])
-            return Spec(None, None, None, helix.axes) if gates else Spec(None, helix.axes)
+            gates, groups, group = which == "gate_up", helix.ep_axes, helix.tpf_axes
+            _check_divides("n_routed_experts", shape[0], f"ep={helix.ep}", helix.ep)
+            size, tpf = shape[-1 if gates else 1], helix.shares // helix.ep
+            _check_divides("moe_intermediate_size", size, f"tpf={tpf}", tpf)
+            return Spec(groups, None, None, group) if gates else Spec(groups, group)
         case [*_, "gate_up", leaf]:
-            _check_divides(helix, "intermediate_size", shape[-1])
+            _check_shares(helix, "intermediate_size", shape[-1])
             return Spec(None, None, helix.axes) if leaf == "kernel" else Spec(None, helix.axes)
         case [*_, "down", "kernel"]:
-            _check_divides(helix, "intermediate_size", shape[0])
+            _check_shares(helix, "intermediate_size", shape[0])
             return Spec(helix.axes)
         case [*_, "out", "kernel"]:
-            _check_divides(helix, "the query heads' channels", shape[0])
+            _check_shares(helix, "the query heads' channels", shape[0])
             return Spec(helix.axes)
         case ["embedding"] if shape[0] % helix.shares == 0:
             return Spec(helix.axes)
@@ -291,17 +303,19 @@ def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> Parti
             return Spec()
 
 
-def _check_divides(helix: HelixConfig, name: str, size: int) -> None:
-    if size % helix.shares:
-        raise ValueError(
-            f"{name}={size} does not divide into kvp={helix.kvp} times tpa={helix.tpa} devices; "
-            "choose others"
-        )
+def _check_shares(helix: HelixConfig, name: str, size: int) -> None:
+    _check_divides(name, size, f"kvp={helix.kvp} times tpa={helix.tpa}", helix.shares)
 
 
-def _spec_of_picked(picked: Any) -> PartitionSpec:
+def _check_divides(name: str, size: int, settings: str, devices: int) -> None:
+    if size % devices:
+        raise ValueError(f"{name}={size} does not divide into {settings} devices; choose others")
+
+
+def _spec_of_picked(helix: HelixConfig, picked: Any) -> PartitionSpec:
     """Of positions that a drafter picked: each device has its own, and each head may."""
-    return Spec(None, KVP) if picked.ndim == 2 else Spec(None, TPA, KVP)
+    heads = () if picked.ndim == 2 else (helix.tpa_axes,)
+    return Spec(None, *heads, helix.kvp_axes)
 
 
 def _shares(policy: Policy) -> bool:

@@ -13,7 +13,7 @@ from jinja2 import ext, nodes, parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jspec.models.errors import CheckpointError
-from jspec.models.files import Fields, read_json
+from jspec.models.files import Fields, directory_of, read_json
 
 if TYPE_CHECKING:
     from jspec.models.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def load_chat_template(path: str | Path) -> ChatTemplate | None:
     It is in chat_template.jinja, or a field of tokenizer_config.json, which names the special
     tokens too. Raises `CheckpointError` for files that are malformed.
     """
-    file, settings = Path(path) / FILE, Path(path) / SETTINGS
+    file, settings = (directory_of(path) / name for name in (FILE, SETTINGS))
     fields = Fields(read_json(settings) if settings.is_file() else {}, str(settings))
     if file.is_file():
         return ChatTemplate(_read(file), _special_tokens(fields), str(file))

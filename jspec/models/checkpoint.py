@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +18,35 @@ from jspec.config import ModelConfig
 from jspec.models.decoder import Decoder
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
-from jspec.models.files import Fields, read_json
+from jspec.models.files import GGUF_SUFFIX, Fields, read_json
 from jspec.models.joined import separate, separate_shapes
-from jspec.models.weights import Weights, is_quantized
+from jspec.models.weights import Weights, quantization_of
 from jspec.sharding import Placing, placed
 
 SETTINGS = "config.json"
 GENERATION = "generation_config.json"
+Read = Callable[[str, np.ndarray, Sequence[np.ndarray]], None]
 
 
 def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing = None) -> Decoder:
-    """A decoder from a local Hugging Face directory or from what `save_model` wrote.
+    """A decoder from a local Hugging Face directory, a GGUF file, or what `save_model` wrote.
 
-    The directory holds config.json (families llama, qwen2, qwen3, deepseek_v2 and
-    deepseek_v3) and model.safetensors, whole
-    or in shards with an index; int8 weights of compressed-tensors are dequantised. ``dtype`` is
-    float32, bfloat16 or float16; None is float32 on a CPU and bfloat16 elsewhere. ``sharding`` is
-    one for every parameter, or a function of a parameter's name and shape, such as
+    The directory holds config.json (of a family in `jspec.models.families.FAMILIES`) and
+    model.safetensors, whole or in shards with an index; int8 weights of compressed-tensors, FP8
+    weights of DeepSeek-V3 and MXFP4 weights of gpt-oss are dequantised. A GGUF file, which ends in
+    .gguf, is dequantised too and needs the extra ``gguf``. ``dtype`` is float32, bfloat16 or
+    float16; None is float32 on a CPU and bfloat16 elsewhere. ``sharding`` is one for every
+    parameter, or a function of a parameter's name and shape, such as
     ``"layers.0.attention.qkv.kernel"`` and ``(in, K, columns)``; None is the default device.
-    Parameters are read one by one: the host holds one in ``dtype`` besides what is placed.
+    Parameters are read one by one: the host holds one in ``dtype`` besides what is placed. Of
+    several processes each skips what its devices have no part of.
 
     Raises `CheckpointError` for files that are missing, malformed or do not fit together, and
     `ValueError` for another dtype or a sharding that a shape does not divide into.
     """
     path, dtype = Path(path), _dtype(dtype)
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        return _load_gguf(path, dtype, sharding)
     if not path.is_dir():
         state = "is no directory" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {state}; pass a local model directory, jspec downloads none")
@@ -84,10 +89,22 @@ def _load_hugging_face(path: Path, dtype: np.dtype, sharding: Placing) -> Decode
         generation = Fields(read_json(path / GENERATION), str(path / GENERATION))
         stops = generation.tokens("eos_token_id", config.vocab_size)
         config = dataclasses.replace(config, stop_tokens=stops or config.stop_tokens)
-    weights = Weights(path, family(config.family), quantized=is_quantized(values, str(source)))
+    stored = family(config.family)
+    quantization = quantization_of(values, str(source))
+    weights = Weights(path, stored, quantization=quantization)
     weights.check_layers(config.num_layers)
     skeleton = _Skeleton(config, dtype)
-    weights.check(separate_shapes(config, skeleton.shapes), tied=config.tie_embeddings)
+    shapes = separate_shapes(config, skeleton.shapes, packed=stored.packed)
+    weights.check(shapes, tied=config.tie_embeddings)
+    return _filled(skeleton, sharding, weights.read, packed=stored.packed)
+
+
+def _load_gguf(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
+    from jspec.models.gguf_weights import GGUFWeights
+
+    weights = GGUFWeights(path)
+    skeleton = _Skeleton(weights.config, dtype)
+    weights.check(separate_shapes(weights.config, skeleton.shapes))
     return _filled(skeleton, sharding, weights.read)
 
 
@@ -145,22 +162,50 @@ class _Skeleton:
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
 
-def _filled(
-    skeleton: _Skeleton, sharding: Placing, read: Callable[[str, np.ndarray], None]
-) -> Decoder:
+def _filled(skeleton: _Skeleton, sharding: Placing, read: Read, *, packed: bool = False) -> Decoder:
     """``skeleton`` with parameters made on the host, one by one, of what ``read`` puts in.
 
-    ``read(name, out)`` fills ``out`` with a parameter, or with a part of one that is joined.
+    ``read(name, out, axes)`` fills ``out`` with a parameter, or with a part of one that is joined,
+    as `Weights.read` does.
     """
 
-    def made(name: str) -> np.ndarray:
-        out = np.empty(skeleton.shapes[name], skeleton.dtypes[name])
-        for part, place in separate(skeleton.config, name, out).items():
-            read(part, place)
+    def made(name: str, to: jax.sharding.Sharding | None) -> np.ndarray:
+        shape = skeleton.shapes[name]
+        # What is never written takes no memory.
+        out = np.empty(shape, skeleton.dtypes[name])
+        arrays = (out, *_own_axes(shape, to))
+        parts = [separate(skeleton.config, name, x, packed=packed) for x in arrays]
+        for part, place in parts[0].items():
+            axes = [_of_one_along_stride_0(axis[part]) for axis in parts[1:]]
+            if all(axis.any() for axis in axes):
+                read(part, place, axes)
         return out
 
     placings = {name: placed(name, shape, sharding) for name, shape in skeleton.shapes.items()}
-    return skeleton.filled({name: _place(made(name), to) for name, to in placings.items()})
+    return skeleton.filled({name: _place(made(name, to), to) for name, to in placings.items()})
+
+
+def _own_axes(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding | None
+) -> Iterator[np.ndarray]:
+    """Which places this process has along each axis: bools of ``shape``, views of one axis.
+
+    None where it has all of the array.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return
+    shards = sharding.addressable_devices_indices_map(shape).values()
+    for axis, size in enumerate(shape):
+        own = np.zeros(size, bool)
+        for index in filter(None, shards):
+            own[index[axis]] = True
+        others = [other for other in range(len(shape)) if other != axis]
+        yield np.broadcast_to(np.expand_dims(own, others), shape)
+
+
+def _of_one_along_stride_0(view: np.ndarray) -> np.ndarray:
+    """``view`` with one element for each axis along which all are the same."""
+    return view[tuple(slice(None if stride else 1) for stride in view.strides)]
 
 
 def _place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:

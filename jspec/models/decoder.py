@@ -1,4 +1,4 @@
-"""One Flax NNX decoder for every family: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""One Flax NNX decoder for every family: RMSNorm, RoPE, grouped-query attention, gated MLP.
 
 The attention itself is an argument, so dense, sparse and sharded decoding share this code.
 """
@@ -16,12 +16,18 @@ from jspec.config import LayerSpec, ModelConfig
 from jspec.models.experts import MixtureOfExperts
 from jspec.models.joined import qkv_parts
 from jspec.models.latent import LatentAttention
-from jspec.models.modules import MLP, Foresee, JoinedLinear, Linear, RMSNorm, normal
+from jspec.models.modules import MLP, Foresee, JoinedLinear, Linear, RMSNorm, constant, normal
 from jspec.models.rope import rope_angles, rope_frequencies
 from jspec.ops.append import Turn
+from jspec.ops.attention.softmax import capped
 from jspec.ops.linear import linear
 from jspec.ops.norm import RMS
 from jspec.typing import Array, Attend
+
+
+def _norm(config: ModelConfig, size: int, *, dtype, rngs: nnx.Rngs | None) -> RMSNorm:
+    centered = config.centered_norms
+    return RMSNorm(size, eps=config.norm_eps, centered=centered, dtype=dtype, rngs=rngs)
 
 
 class Attention(nnx.Module):
@@ -32,11 +38,11 @@ class Attention(nnx.Module):
         parts = qkv_parts(config.num_heads, spec)
         self.qkv = JoinedLinear(width, parts, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.out = Linear(outputs, width, bias=config.out_bias, dtype=dtype, rngs=rngs)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
-            self.k_norm = RMSNorm(spec.key_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
-        else:
-            self.q_norm = self.k_norm = None
+        own: Any = {"dtype": dtype, "rngs": rngs}
+        self.q_norm = _norm(config, spec.key_size, **own) if config.qk_norm else None
+        self.k_norm = _norm(config, spec.key_size, **own) if config.qk_norm else None
+        self.post_norm = _norm(config, width, **own) if config.post_norms else None
+        self.sinks = constant((config.num_heads,), 0.0, dtype, rngs) if config.sinks else None
 
     def __call__(
         self,
@@ -53,13 +59,20 @@ class Attention(nnx.Module):
         q, k, v = self.qkv.split(joined)
         q = q.reshape(*x.shape[:2], -1, k.shape[-1])
         turn = self.turn(angles, joined)
+        more: dict[str, Any] = {}
+        if self.sinks is not None:
+            more["sinks"] = self.sinks[...].astype(jnp.float32)
         if getattr(attend, "turns", False):
             turning: Any = attend  # it takes more than `Attend` says
-            more = {} if foresee is None else {"foresee": foresee}
+            if foresee is not None:
+                more["foresee"] = foresee
             out, cache = turning(layer, q, k, v, cache, turn=turn, **more)
         else:
-            out, cache = attend(layer, *turn(q, k), v, cache)
-        return self.out(out.reshape(*out.shape[:2], -1), add=x), cache
+            out, cache = attend(layer, *turn(q, k), v, cache, **more)
+        out = out.reshape(*out.shape[:2], -1)
+        if self.post_norm is None:
+            return self.out(out, add=x), cache
+        return x + self.post_norm(self.out(out)), cache
 
     def queries(self, x: Array, norm: RMS, angles: tuple[Array, Array]) -> Array:
         """The queries ``[B, T, N, H]`` of ``x`` after ``norm``, turned."""
@@ -79,13 +92,15 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
         width, experts = config.hidden_size, config.experts
         own: Any = {"dtype": dtype, "rngs": rngs}
-        self.attention_norm = RMSNorm(width, eps=config.norm_eps, **own)
+        self.attention_norm = _norm(config, width, **own)
         if config.latent is None:
             self.attention = Attention(config, config.layers[layer], **own)
         else:
             self.attention = LatentAttention(config, **own)
-        self.mlp_norm = RMSNorm(width, eps=config.norm_eps, **own)
-        if experts is None or layer < experts.dense_layers:
+        self.mlp_norm = _norm(config, width, **own)
+        if experts is None or layer in experts.dense_layers:
+            post_norm = _norm(config, width, **own) if config.post_norms else None
+            own |= {"activation": config.activation, "post_norm": post_norm}
             self.mlp = MLP(width, config.intermediate_size, bias=config.mlp_bias, **own)
         else:
             self.mlp = MixtureOfExperts(width, experts, **own)
@@ -109,7 +124,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A causal language model as Llama, Qwen or DeepSeek; `jspec.typing.Model` is its contract.
+    """A causal language model as Llama, Gemma or DeepSeek; `jspec.typing.Model` is its contract.
 
     Parameters are of ``dtype``, which is also the dtype of activations and of the cache. ``rngs``
     draws them; None leaves `jax.ShapeDtypeStruct` in their places, for a loader to fill.
@@ -132,7 +147,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(
             [Block(config, layer, dtype=dtype, rngs=rngs) for layer in range(config.num_layers)]
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, rngs=rngs)
+        self.norm = _norm(config, config.hidden_size, dtype=dtype, rngs=rngs)
         if config.tie_embeddings:
             self.head = None
         else:
@@ -152,7 +167,12 @@ class Decoder(nnx.Module):
         return rope_angles(positions, jnp.asarray(frequencies), factor)
 
     def embed(self, tokens: Array) -> Array:
-        """Embeddings ``[B, T, D]`` of ``tokens [B, T]``; padding takes any."""
+        """Embeddings ``[B, T, D]`` of ``tokens [B, T]``, scaled; padding takes any."""
+        found, scale = self._found(tokens), self.config.embedding_scale
+        return found if scale is None else found * jnp.asarray(scale, found.dtype)
+
+    def _found(self, tokens: Array) -> Array:
+        """The rows of the embedding."""
         embedding = self.embedding[...]
         if not self.vocabulary_axes:
             return jnp.take(embedding, tokens, axis=0, mode="clip")
@@ -180,5 +200,7 @@ class Decoder(nnx.Module):
         """Next-token logits, float32 ``[..., V]``, of what `__call__` gives."""
         embedding, norm = self.embedding[...], self.norm.rms
         if self.head is None:
-            return linear(hidden, embedding, norm=norm, transposed=True, dtype=jnp.float32)
-        return linear(hidden, self.head.kernel.get_value(), norm=norm, dtype=jnp.float32)
+            logits = linear(hidden, embedding, norm=norm, transposed=True, dtype=jnp.float32)
+        else:
+            logits = linear(hidden, self.head.kernel.get_value(), norm=norm, dtype=jnp.float32)
+        return capped(logits, self.config.logit_softcap)

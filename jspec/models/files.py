@@ -7,7 +7,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ RANK_LIMIT = 8  # sizes in a shape
 STOP_LIMIT = 1024  # stop tokens
 DIGIT_LIMIT = 1000  # of an integer; the largest float has 309
 INTEGER_LIMIT = 2**31 - 1
+GGUF_SUFFIX = ".gguf"
 
 _DTYPES = {
     name: np.dtype(dtype)
@@ -45,6 +46,12 @@ _DTYPES = {
         "BOOL": np.bool_,
     }.items()
 }
+
+
+def directory_of(path: str | os.PathLike) -> Path:
+    """Where the files of the model at ``path`` lie: beside it, where it is a GGUF file."""
+    path = Path(path)
+    return path.parent if path.suffix == GGUF_SUFFIX and path.is_file() else path
 
 
 def read_file(path: Path, limit: int) -> bytes:
@@ -106,20 +113,27 @@ def _integer(digits: str) -> int:
 class Fields:
     """A JSON object whose fields are read by type; ``source`` says where it is from in errors.
 
-    A field that is absent or null gives ``default``; without a default it is an error.
+    A field that is absent or null gives ``default``; without a default it is an error. ``read`` are
+    the fields that were asked for.
     """
 
     values: Mapping[str, Any]
     source: str
+    read: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {message}")
 
+    def get(self, key: str) -> Any:
+        """A field of any type; None where it is absent."""
+        self.read.add(key)
+        return self.values.get(key)
+
     def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
+        return self.get(key) is not None
 
     def _read(self, key: str, kind: str, valid, default):
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             if default is ...:
                 state = "null" if key in self.values else "missing"
@@ -152,6 +166,17 @@ class Fields:
         """A nested object; empty where the field is absent or null."""
         value = self._read(key, "an object", lambda value: isinstance(value, dict), {})
         return Fields(value, f"{self.source}: {_key(key)}")
+
+    def numbers(self, key: str, limit: int) -> tuple[int, ...]:
+        """A list of whole numbers below ``limit``; none where the field is absent or null."""
+
+        def valid(value) -> bool:
+            return isinstance(value, list) and all(
+                type(item) is int and 0 <= item < limit for item in value
+            )
+
+        kind = f"a list of whole numbers below {limit}"
+        return tuple(dict.fromkeys(self._read(key, kind, valid, [])))
 
     def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """One token id or a list of them; none where the field is absent or null."""
@@ -280,19 +305,39 @@ class TensorFile:
                 "download it again"
             )
 
-    def blocks(self, name: str, nbytes: int = 1 << 20) -> Iterator[tuple[slice, np.ndarray]]:
+    def rename(self, own: Callable[[str], str | None]) -> None:
+        """Call each tensor as ``own`` of its name says, and leave out those of which that is None.
+
+        Raises `CheckpointError` where two tensors get one name.
+        """
+        entries: dict[str, Entry] = {}
+        for name, entry in self.entries.items():
+            if (called := own(name)) in entries:
+                raise CheckpointError(
+                    f"{self.path} has {quoted(called)} under two names, one of them {quoted(name)}"
+                )
+            if called is not None:
+                entries[called] = entry
+        self.entries = entries
+
+    def blocks(
+        self, name: str, nbytes: int = 1 << 20, wanted: np.ndarray | None = None
+    ) -> Iterator[tuple[slice, np.ndarray]]:
         """Blocks of rows of a tensor of rank 1 or more, about ``nbytes`` each, with their place.
 
-        A block is a view of one buffer: it holds until the next one is asked for.
+        A block is a view of one buffer: it holds until the next one is asked for. ``wanted``, bool
+        of each row: blocks without a row of them are not read.
         """
         entry = self.entries[name]
         row = entry.nbytes // entry.shape[0] if entry.shape[0] else 0
         step = max(1, nbytes // row) if row else 1
         buffer = np.empty((min(step, entry.shape[0]), *entry.shape[1:]), entry.dtype)
         with self.path.open("rb") as file:
-            file.seek(entry.start)
             for first in range(0, entry.shape[0], step):
                 block = buffer[: entry.shape[0] - first]
+                if wanted is not None and not wanted[first : first + len(block)].any():
+                    continue
+                file.seek(entry.start + first * row)
                 if file.readinto(block.reshape(-1).view(np.uint8).data) != block.nbytes:
                     raise CheckpointError(
                         f"{self.path} shrank while tensor {quoted(name)} was read"

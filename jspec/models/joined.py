@@ -78,16 +78,20 @@ def joined_shape(parts: tuple[Part, ...]) -> tuple[int, int]:
     return max(part.rows[1] for part in parts), max(part.columns[1] for part in parts)
 
 
-def separate(config: ModelConfig, parameter: str, array: Any) -> dict[str, Any]:
+def separate(
+    config: ModelConfig, parameter: str, array: Any, *, packed: bool = False
+) -> dict[str, Any]:
     """The parts of ``array``, which has the shape of ``parameter``, by their names apart.
 
     ``layers.0.mlp.gate_up.kernel`` has ``layers.0.mlp.gate.kernel`` and ``layers.0.mlp.up.kernel``,
     each ``[in, rows, columns]``. The experts of ``layers.3.mlp.experts.gate_up.kernel`` are apart
-    besides, as in ``layers.3.mlp.experts.7.gate.kernel``. A parameter that is not joined is its own
-    part.
+    besides, as in ``layers.3.mlp.experts.7.gate.kernel``, unless they are ``packed``. A parameter
+    that is not joined is its own part.
     """
     wholes = {parameter: array}
     if _OF_EXPERTS in parameter:
+        if packed:
+            return wholes
         wholes = {_of_expert(parameter, expert): own for expert, own in enumerate(array)}
     apart = {}
     for whole, own in wholes.items():
@@ -97,16 +101,17 @@ def separate(config: ModelConfig, parameter: str, array: Any) -> dict[str, Any]:
 
 
 def separate_shapes(
-    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], *, packed: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """The ``shapes`` of a decoder's parameters, by name, as those of its separate projections."""
-    wholes = {}
+    wholes, apart = {}, {}
     for parameter, shape in shapes.items():
-        if _OF_EXPERTS in parameter:
+        if _OF_EXPERTS in parameter and packed:
+            apart[parameter] = shape
+        elif _OF_EXPERTS in parameter:
             wholes |= {_of_expert(parameter, expert): shape[1:] for expert in range(shape[0])}
         else:
             wholes[parameter] = shape
-    apart = {}
     for whole, shape in wholes.items():
         parts = _parts(config, whole)
         apart |= {name: (*shape[:-2], part.outputs) for name, part in parts.items()} or {

@@ -12,6 +12,7 @@ from jax import lax
 from jspec.models.joined import Part, gate_up_parts, joined_shape
 from jspec.ops.linear import linear
 from jspec.ops.norm import RMS
+from jspec.parts import Activation
 from jspec.typing import Array
 
 Foresee = Callable[[], Array]  # gives the queries of the next layer, of this layer's input
@@ -49,10 +50,19 @@ def _value(parameter: nnx.Param | None) -> Array | None:
 
 
 class Kernel(nnx.Module):
-    """A parameter that is called kernel, as those of linear maps are."""
+    """A parameter that is called kernel, as those of linear maps are; ``bias``: its shape."""
 
-    def __init__(self, shape: tuple[int, ...], scale: float, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        scale: float,
+        *,
+        bias: tuple[int, ...] | None = None,
+        dtype,
+        rngs: nnx.Rngs | None,
+    ):
         self.kernel = normal(shape, scale, dtype, rngs)
+        self.bias = None if bias is None else constant(bias, 0.0, dtype, rngs)
 
 
 class Linear(nnx.Module):
@@ -72,10 +82,13 @@ class Linear(nnx.Module):
         kernel, bias = self.kernel.get_value(), _value(self.bias)
         if not self.axes:
             return linear(x, kernel, bias, norm=norm, add=add)
-        part = linear(x, kernel, norm=norm, dtype=jnp.float32)
-        y = lax.psum(part, self.axes).astype(x.dtype)
+        y = lax.psum(self.partial(x, norm=norm), self.axes).astype(x.dtype)
         y = y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1)).astype(y.dtype)
         return y if add is None else add.astype(y.dtype) + y
+
+    def partial(self, x: Array, *, norm: RMS | None = None) -> Array:
+        """``x @ kernel`` of this device's inputs alone, float32, without the bias."""
+        return linear(x, self.kernel.get_value(), norm=norm, dtype=jnp.float32)
 
 
 class JoinedLinear(nnx.Module):
@@ -108,26 +121,56 @@ class JoinedLinear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
-    def __init__(self, size: int, *, eps: float, dtype, rngs: nnx.Rngs | None):
-        self.scale = constant((size,), 1.0, dtype, rngs)
-        self.eps = eps
+    def __init__(
+        self, size: int, *, eps: float, centered: bool = False, dtype, rngs: nnx.Rngs | None
+    ):
+        self.scale = constant((size,), 0.0 if centered else 1.0, dtype, rngs)
+        self.eps, self.centered = eps, centered
 
     @property
     def rms(self) -> RMS:
-        return RMS(self.scale[...], self.eps)
+        return RMS(self.scale[...], self.eps, self.centered)
 
     def __call__(self, x: Array) -> Array:
         return self.rms(x)
 
 
 class MLP(nnx.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))`` (Shazeer 2020), from ``narrow`` over ``wide``."""
+    """``down(activation(gate(x)) * up(x))`` (Shazeer 2020), from ``narrow`` over ``wide``.
 
-    def __init__(self, narrow: int, wide: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
+    ``post_norm`` is of what that gives.
+    """
+
+    def __init__(
+        self,
+        narrow: int,
+        wide: int,
+        *,
+        bias: bool,
+        activation: Activation = "silu",
+        post_norm: RMSNorm | None = None,
+        dtype,
+        rngs: nnx.Rngs | None,
+    ):
         parts = gate_up_parts(wide)
         self.gate_up = JoinedLinear(narrow, parts, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(wide, narrow, bias=bias, dtype=dtype, rngs=rngs)
+        self.activation: Activation = activation
+        self.post_norm = post_norm
 
     def __call__(self, x: Array, norm: RMS) -> Array:
         """``x`` plus what it gives after ``norm``."""
-        return self.down(self.gate_up.gated(x, norm), add=x)
+        wide = self._wide(x, norm)
+        if self.post_norm is None:
+            return self.down(wide, add=x)
+        return x + self.post_norm(self.down(wide))
+
+    def partial(self, x: Array) -> Array:
+        """What it gives of this device's channels alone, float32, without the last bias."""
+        return self.down.partial(self._wide(x))
+
+    def _wide(self, x: Array, norm: RMS | None = None) -> Array:
+        if self.activation == "silu":
+            return self.gate_up.gated(x, norm)
+        gate, up = (part[..., 0, :] for part in self.gate_up(x, norm))
+        return jax.nn.gelu(gate, approximate=True) * up

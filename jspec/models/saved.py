@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -177,8 +177,11 @@ def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mappi
         return checkpointer.restore(directory, dict(wanted))
 
 
-def read_into(path: Path, name: str, out: np.ndarray) -> None:
-    """Fill ``out`` with the array ``name``, which has as many elements, in the dtype of ``out``."""
+def read_into(path: Path, name: str, out: np.ndarray, axes: Sequence[np.ndarray]) -> None:
+    """Fill ``out`` with the array ``name``, which has as many elements, in the dtype of ``out``.
+
+    All of it, also where ``axes`` ask for less.
+    """
     wanted = {name: jax.ShapeDtypeStruct(out.shape, out.dtype)}
     arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=out.dtype)}
     with _reading(path, ocp.PyTreeCheckpointer) as (directory, checkpointer):

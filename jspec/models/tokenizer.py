@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jspec.models.errors import CheckpointError, on_one_line, quoted
-from jspec.models.files import parse_json, read_file
+from jspec.models.files import directory_of, parse_json, read_file
 from jspec.models.guarded import GuardedTokenizer
 from jspec.models.library_tokenizer import LibraryTokenizer
 from jspec.models.token_bytes import byte_alphabet, byte_decoder
@@ -200,12 +200,13 @@ def _failing(what: str) -> Iterator[None]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer.json of a model directory; one that is not there is a `CheckpointError`.
+    """The tokenizer.json of a model directory, or of that of a GGUF file.
 
-    So is one that the tokenizers library cannot read. A file that could make the library hang runs
-    in a process of its own, with bounds on its time and memory (docs/models.md).
+    One that is not there, or that the tokenizers library cannot read, is a `CheckpointError`. A
+    file that could make the library hang runs in a process of its own, with bounds on its time and
+    memory (docs/models.md).
     """
-    file = Path(path) / "tokenizer.json"
+    file = directory_of(path) / "tokenizer.json"
     if not file.exists():
         raise CheckpointError(f"{file} does not exist; a model directory holds a tokenizer.json")
     content = read_file(file, FILE_LIMIT)

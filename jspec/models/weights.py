@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.models import packed
+from jspec.models.block_scales import DTYPE, SUFFIX, BlockScales, read_block_scales
 from jspec.models.errors import CheckpointError, quoted
 from jspec.models.families.family import Family
 from jspec.models.files import (
@@ -29,23 +31,32 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 SHOWN = 4  # names listed in an error
 
 _FLOATS = tuple(np.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, np.float64))
+_QUANTIZED = (np.dtype(np.int8), DTYPE)
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
-def is_quantized(config: Mapping[str, Any], source: str) -> bool:
-    """Whether a config.json says int8 weights, symmetric with one scale a channel.
+Quantization = Literal["int8", "mxfp4"] | BlockScales
 
-    That is compressed-tensors' int-quantized format, whatever it does to activations: jspec
-    computes with the dequantised weights. Raises `CheckpointError` for any other quantisation.
+
+def quantization_of(config: Mapping[str, Any], source: str) -> Quantization | None:
+    """How a config.json says that weights are stored; jspec computes with them dequantised.
+
+    ``int8``: symmetric with one scale a channel, compressed-tensors' int-quantized format, whatever
+    it does to activations. ``mxfp4``: that of gpt-oss's experts. `BlockScales`: FP8 as in
+    DeepSeek-V3. Raises `CheckpointError` for any other quantisation.
     """
     fields = Fields(config, source).object("quantization_config")
     if not fields.values:
-        return False
+        return None
     method, kind = fields.text("quant_method", "none"), fields.text("format", "none")
+    if method == "mxfp4":
+        return "mxfp4"
+    if method == "fp8":
+        return read_block_scales(fields)
     if (method, kind) != ("compressed-tensors", "int-quantized"):
         raise fields.error(
             f"quant_method={quoted(method)} with format={quoted(kind)} is not supported; jspec "
-            "reads compressed-tensors with int-quantized, and plain F32, F16 and BF16"
+            "reads compressed-tensors with int-quantized, fp8, mxfp4, and plain F32, F16 and BF16"
         )
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config", "moe_sparsity_config"):
         values = fields.object(key).values
@@ -62,19 +73,20 @@ def is_quantized(config: Mapping[str, Any], source: str) -> bool:
         found = {key: weights.values.get(key) for key in _INT8}
         if found != _INT8:
             raise weights.error(f"{quoted(found)} is not supported; jspec reads {_INT8}")
-    return True
+    return "int8"
 
 
 class Weights:
     """The tensors of ``directory``, found over all its shards by the names of ``family``."""
 
-    def __init__(self, directory: Path, family: Family, *, quantized: bool):
+    def __init__(self, directory: Path, family: Family, *, quantization: Quantization | None):
         self.directory = directory
         self.family = family
-        self.quantized = quantized
+        self.quantization = quantization
         self.files: dict[str, TensorFile] = {}
         for path in self._paths(directory):
             file = TensorFile(path)
+            file.rename(family.own)
             if len(self.files) + len(file.entries) > TENSOR_LIMIT:
                 raise CheckpointError(f"{directory} has more than {TENSOR_LIMIT} tensors")
             for name in file.entries:
@@ -130,17 +142,18 @@ class Weights:
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """Compare names and shapes with ``wanted``, parameters and their shapes in jspec."""
-        stored = {self.family.stored_name(parameter): parameter for parameter in wanted}
+        shapes = {p: self._stored(p, shape) for p, shape in wanted.items()}
+        stored = {name: (p, shape) for p, own in shapes.items() for name, shape in own.items()}
         missing = [name for name in stored if name not in self.files]
         if missing:
             raise CheckpointError(
-                f"{self.directory} lacks {_listed(missing)}, which config.json asks for with shape "
-                f"{_stored_shape(stored[missing[0]], wanted[stored[missing[0]]])} of the first"
+                f"{self.directory} lacks {listed(missing)}, which config.json asks for with shape "
+                f"{stored[missing[0]][1]} of the first"
             )
         used = set(stored)
-        for name, parameter in stored.items():
-            self._check_tensor(name, _stored_shape(parameter, wanted[parameter]))
-            if self.entry(name).dtype == np.int8:
+        for name, (parameter, shape) in stored.items():
+            self._check_tensor(name, shape, bytes_of_mxfp4=len(shapes[parameter]) > 1)
+            if self.entry(name).dtype in _QUANTIZED:
                 used.add(self._check_scale(name, parameter))
         extra = [name for name in self.files if name not in used and not _is_harmless(name)]
         head = self.family.stored_name("head.kernel")
@@ -149,34 +162,55 @@ class Weights:
             self._check_tied(head, self.family.stored_name("embedding"))
         if extra:
             raise CheckpointError(
-                f"{self.files[extra[0]].path} has {_listed(extra)} that config.json does not ask "
+                f"{self.files[extra[0]].path} has {listed(extra)} that config.json does not ask "
                 f"for, the first with shape {self.entry(extra[0]).shape}; are they of one model?"
             )
 
-    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
+    def _stored(self, parameter: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shapes, by name, of the tensors that a parameter of ``shape`` is made of."""
+        name = self.family.stored_name(parameter)
+        if not packed.is_packed(parameter):
+            return {name: stored_shape(parameter, shape)}
+        plain = packed.stored_shape(parameter, shape)
+        if self.quantization == "mxfp4" and parameter.endswith(".kernel"):
+            return packed.mxfp4_shapes(name, plain)
+        return {name: plain}
+
+    def _check_tensor(
+        self, name: str, shape: tuple[int, ...], *, bytes_of_mxfp4: bool = False
+    ) -> None:
         entry, path = self.entry(name), self.files[name].path
         if entry.shape != shape:
             raise CheckpointError(
                 f"{path}: tensor {quoted(name)} has shape {entry.shape}, but config.json asks for "
                 f"{shape}; are they of one model?"
             )
-        if entry.dtype not in (*_FLOATS, np.int8):
+        if bytes_of_mxfp4 and entry.dtype != np.uint8:
+            raise CheckpointError(
+                f"{path}: tensor {quoted(name)} has dtype {entry.dtype.name}; MXFP4 is in U8"
+            )
+        if not bytes_of_mxfp4 and entry.dtype not in (*_FLOATS, *_QUANTIZED):
             raise CheckpointError(
                 f"{path}: tensor {quoted(name)} has dtype {entry.dtype.name}, which is not "
                 "supported; convert it to F32, F16 or BF16"
             )
 
     def _check_scale(self, name: str, parameter: str) -> str:
-        scale, shape = f"{name}_scale", (self.entry(name).shape[0], 1)
-        path = self.files[name].path
-        if not self.quantized or not parameter.endswith(".kernel"):
+        entry, path = self.entry(name), self.files[name].path
+        kind, blocks = entry.dtype.name, self.quantization
+        is_int8, is_fp8 = blocks == "int8", isinstance(blocks, BlockScales)
+        fits = is_int8 if entry.dtype == np.int8 else is_fp8
+        if not fits or not parameter.endswith(".kernel"):
             raise CheckpointError(
-                f"{path}: tensor {quoted(name)} with shape {self.entry(name).shape} is int8, but "
+                f"{path}: tensor {quoted(name)} with shape {entry.shape} is {kind}, but "
                 "config.json has no quantization_config that covers it"
             )
+        scale, shape = f"{name}_scale", (entry.shape[0], 1)
+        if isinstance(blocks, BlockScales):
+            scale, shape = f"{name}{SUFFIX}", blocks.shape(entry.shape)
         if scale not in self.files:
             raise CheckpointError(
-                f"{path}: tensor {quoted(name)} is int8, but {quoted(scale)} {shape} is missing"
+                f"{path}: tensor {quoted(name)} is {kind}, but {quoted(scale)} {shape} is missing"
             )
         self._check_tensor(scale, shape)
         if self.entry(scale).dtype not in _FLOATS:
@@ -192,24 +226,53 @@ class Weights:
                 "tie_word_embeddings=true; set it to false to use both"
             )
 
-    def read(self, parameter: str, out: np.ndarray) -> None:
+    def read(self, parameter: str, out: np.ndarray, axes: Sequence[np.ndarray] = ()) -> None:
         """Fill ``out``, in jspec's layout, with a block's worth of memory besides.
 
         ``out`` of a kernel is ``[in, out]``, or ``[in, rows, columns]`` with its outputs row by row
-        where it is a part of a joined one.
+        where it is a part of a joined one. ``axes``: bools that broadcast to the shape of
+        ``out``; where one of them is false, ``out`` may be left as it is.
         """
         name = self.family.stored_name(parameter)
+        if packed.is_packed(parameter):
+            for expert, stored in enumerate(self._experts(name)):
+                packed.fill(out[expert], stored)
+            return
         entry = self.entry(name)
-        scale = self._scale(name) if entry.dtype == np.int8 else None
-        target = np.moveaxis(out, 0, -1) if parameter.endswith(".kernel") else out
-        target = target[None] if target.ndim == len(entry.shape) else target
-        for rows, block in self.files[name].blocks(name):
-            if scale is not None:
-                block = block.astype(np.float32) * scale[rows]
-            _write(target, rows.start, block)
+        scales = self._scales(name) if entry.dtype in _QUANTIZED else None
 
-    def _scale(self, name: str) -> np.ndarray:
-        name = f"{name}_scale"
+        def in_rows(array: np.ndarray) -> np.ndarray:
+            array = np.moveaxis(array, 0, -1) if parameter.endswith(".kernel") else array
+            return array[None] if array.ndim == len(entry.shape) else array
+
+        target = in_rows(out)
+        wanted = np.ones(target.shape[:2], bool)
+        for own in map(in_rows, axes):
+            wanted &= own.any(axis=tuple(range(2, own.ndim)))
+        for rows, block in self.files[name].blocks(name, wanted=wanted.reshape(-1)):
+            if scales is not None and isinstance(self.quantization, BlockScales):
+                block = self.quantization.dequantized(block, rows.start, scales)
+            elif scales is not None:
+                block = block.astype(np.float32) * scales[rows]
+            write_rows(target, rows.start, block)
+
+    def _experts(self, name: str) -> Iterator[np.ndarray]:
+        """What a tensor of packed experts holds of each, dequantised."""
+        if name in self.files:
+            for _, block in self.files[name].blocks(name, nbytes=1):
+                yield block[0]
+            return
+        blocks, scales = packed.mxfp4_names(name)
+        both = (self.files[part].blocks(part, nbytes=1) for part in (blocks, scales))
+        for (_, block), (_, scale) in zip(*both, strict=True):
+            try:
+                yield packed.dequantized(block[0], scale[0]).T
+            except ValueError as error:
+                path = self.files[scales].path
+                raise CheckpointError(f"{path}: tensor {quoted(scales)}: {error}") from None
+
+    def _scales(self, name: str) -> np.ndarray:
+        name += SUFFIX if isinstance(self.quantization, BlockScales) else "_scale"
         scale = np.empty(self.entry(name).shape, np.float32)
         for rows, block in self.files[name].blocks(name):
             scale[rows] = block
@@ -222,11 +285,12 @@ def _layer(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _stored_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def stored_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in a file of a parameter that has ``shape``: outputs come before inputs."""
     return shape[::-1] if parameter.endswith(".kernel") else shape
 
 
-def _write(target: np.ndarray, first: int, block: np.ndarray) -> None:
+def write_rows(target: np.ndarray, first: int, block: np.ndarray) -> None:
     """Put ``block`` into ``target [rows, columns, ...]``, row by row, from place ``first`` on."""
     columns = target.shape[1]
     while len(block):
@@ -241,6 +305,7 @@ def _is_harmless(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first of ``names``, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(map(quoted, names[:SHOWN])) + (f" and {more} more" if more > 0 else "")

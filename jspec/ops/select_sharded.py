@@ -11,6 +11,7 @@ from jax import lax
 
 from jspec.ops.hash import lengths_or
 from jspec.ops.select import check_budget, rising, select
+from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
 
 DIGIT = 11  # bits of a score in a histogram: three of them, of 8 KiB a row
@@ -21,7 +22,7 @@ def select_sharded(
     positions: Array,
     k: int,
     *,
-    axis_name: str,
+    axis_name: Axes,
     capacity: int,
     counts: Array | None = None,
     lengths: Array,
@@ -82,7 +83,7 @@ def _of_positions(positions: Array, capacity: int) -> list[tuple[Array, int]]:
 
 
 def _split(
-    digit: Array, base: int, among: Array, need: Array, axis_name: str
+    digit: Array, base: int, among: Array, need: Array, axis_name: Axes
 ) -> tuple[Array, Array, Array]:
     """What of ``among`` is above the digit where ``need [..., 1]`` are reached, and what is at it.
 

@@ -4,6 +4,7 @@ Adding one is a file with a subclass of `Policy` and a line in `named.POLICIES`,
 verification guides it, a subclass of `Guided` and a line in `named.GUIDED`.
 """
 
+from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.dense import Dense
 from jspec.policies.exact_topk import ExactTopK
 from jspec.policies.guided import Guided
@@ -12,7 +13,7 @@ from jspec.policies.hata_off import HataOff
 from jspec.policies.loki import Loki
 from jspec.policies.magicpig import MagicPIG
 from jspec.policies.named import GUIDED, POLICIES, named_policy
-from jspec.policies.policy import Policy, ScoredPolicy
+from jspec.policies.policy import Policy
 from jspec.policies.quantspec import QuantSpec
 from jspec.policies.quest import Quest
 from jspec.policies.streaming import Streaming

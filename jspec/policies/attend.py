@@ -24,16 +24,15 @@ from jspec.policies.offload import (
     rows_of,
     through_device,
 )
-from jspec.policies.policy import Policy, columns_of, encoded, taken
+from jspec.policies.policy import Policy, columns_of, encoded
 from jspec.policies.read import (
-    finished,
+    attended,
     joined_columns,
-    of_own_heads,
-    over_shards,
     picked_columns,
     read_columns,
     read_whole,
     settings_of,
+    taken,
     with_tail,
 )
 from jspec.typing import Array, Attend, Model
@@ -152,7 +151,7 @@ def selected_attend(
                 selected, rest = (jnp.where(x < layout.size, x, -1) for x in (selected, rest))
             after, q = start_next(q)
 
-        def read(q: Array) -> tuple[Array, Array]:
+        def read(q: Array, positions: Array) -> tuple[Array, Array]:
             return gathered_attention(
                 q,
                 columns["keys"],
@@ -166,7 +165,7 @@ def selected_attend(
                 **settings_of(spec),
             )
 
-        return finished(*over_shards(cache, read, q), *of_own_heads(cache, sinks, up)), after
+        return attended(cache, read, q, positions, sinks, up), after
 
     attend.foresees = True  # pyright: ignore[reportFunctionMemberAccess]
     return attend
@@ -316,7 +315,7 @@ def appended(
     """The queries, turned if that is still to be done, and the cache with the new tokens."""
     if is_offloaded(cache, layer):
         return append_to_host(*(cache, layer, positions, q, k, v, turn, policy, arrays, backends))
-    keeps_more = columns_of(policy, cache.specs[layer])
+    keeps_more = columns_of(policy, layer, cache.specs[layer])
     if turn is not None and v is not None:
         slots = cache.slots(layer, positions)
         w = policy.codes_by(arrays, layer) if keeps_more and turn.joined is not None else None

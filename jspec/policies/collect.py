@@ -16,8 +16,8 @@ from jspec.ops.attention.scored import scored_attention
 from jspec.ops.attention.weights import mean_weights
 from jspec.policies.attend import DENSE, appended, dense_attend, turning
 from jspec.policies.guided import Guided, mean_query, taken
-from jspec.policies.policy import dots
-from jspec.policies.read import finished, in_slots, of_own_heads, settings_of
+from jspec.policies.read import in_slots, merged, settings_of
+from jspec.policies.scores import dots
 from jspec.typing import Array, Attend, Model
 
 
@@ -76,8 +76,6 @@ def collecting_attend(
                 implementation=backends.get("scored_attention"),
                 **settings,
             )
-            if cache.shards is not None:
-                out, lse = cache.shards.merged(out, lse)
             found = policy.pick(scores, cache, layer, until)
         else:
             out, lse = attention(*arguments, implementation=backends.get("attention"), **settings)
@@ -85,8 +83,7 @@ def collecting_attend(
             if not policy.needs_verdict:
                 scoring = policy.scoring(positions)
                 found = _picked(policy, cache, layer, found, scoring, until)
-        out = finished(out, lse, *of_own_heads(cache, sinks, up))
-        return out, given.behind(cache, found)
+        return merged(cache, out, lse, sinks, up), given.behind(cache, found)
 
     return attend
 

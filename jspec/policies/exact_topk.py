@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from jspec.cache import Cache
-from jspec.policies.policy import ScoredPolicy, dots, pooled
+from jspec.policies.budgeted import ScoredPolicy
+from jspec.policies.scores import dots, pooled
 from jspec.typing import Array
 
 

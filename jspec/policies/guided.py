@@ -13,14 +13,8 @@ from jax import lax
 from jspec.cache import Cache
 from jspec.config import LayerSpec
 from jspec.ops.select import select
-from jspec.policies.policy import (
-    Budgeted,
-    best_positions,
-    highest,
-    in_order,
-    pooled,
-    whole_pages,
-)
+from jspec.policies.budgeted import Budgeted, whole_pages
+from jspec.policies.scores import best_positions, highest, in_order, pooled
 from jspec.typing import Array
 
 COLLECTS = ("ends", "all", "accepted", "last")

@@ -16,7 +16,9 @@ from jspec.config import LayerSpec
 from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hashes
 from jspec.ops.hash import BITS, hamming_scores, hash_encode
 from jspec.ops.hash_select import hash_select
-from jspec.policies.policy import Policy, ScoredPolicy, best_positions
+from jspec.policies.budgeted import ScoredPolicy
+from jspec.policies.policy import Policy
+from jspec.policies.scores import best_positions
 from jspec.typing import Array
 
 

@@ -19,7 +19,7 @@ class HataOff(Hata):
     predicts: bool = True
 
     def in_host(self, layer: int) -> bool:
-        return layer >= self.dense_layers
+        return self.keeps_in(layer)
 
     def predicts_layer(self, layer: int) -> bool:
         return self.predicts

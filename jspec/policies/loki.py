@@ -12,7 +12,8 @@ import numpy as np
 from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
-from jspec.policies.policy import ScoredPolicy, dots, pooled
+from jspec.policies.budgeted import ScoredPolicy
+from jspec.policies.scores import dots, pooled
 from jspec.typing import Array
 
 

@@ -13,7 +13,8 @@ from jax import lax
 from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
-from jspec.policies.policy import ScoredPolicy, taken
+from jspec.policies.budgeted import ScoredPolicy
+from jspec.policies.read import taken
 from jspec.typing import Array
 
 LEAST = 2  # tables in which a key must collide

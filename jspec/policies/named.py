@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jspec.policies.dense import Dense
 from jspec.policies.exact_topk import ExactTopK
@@ -92,8 +92,12 @@ def _value(kind: Any, text: str) -> Any:
         if text not in _FLAGS:
             raise ValueError(text)
         return _FLAGS[text]
+    if get_origin(kind) is Literal:
+        return text  # what is made of it checks its words
     if not isinstance(kind, types.UnionType):
         return kind(text)
+    if str in get_args(kind):
+        return text
     try:
         return int(text)
     except ValueError:

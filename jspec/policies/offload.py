@@ -74,7 +74,7 @@ def append_to_host(
         )
     elif turn is not None:
         q, k = turn(q, k)
-    kept = encode(k) if columns_of(policy, cache.specs[layer]) else {}
+    kept = encode(k) if columns_of(policy, layer, cache.specs[layer]) else {}
     new = [x.astype(dtype) for x in (k, v) if x is not None]
     return q, _stored(cache, layer, new, slots, backends).written(layer, slots, **kept)
 

@@ -14,6 +14,7 @@ from jspec.cache import Cache, Linear
 from jspec.dispatch import Backends
 from jspec.policies.attend import dense_attend
 from jspec.policies.policy import Policy
+from jspec.processes import whole
 from jspec.typing import Array, Model
 
 CHUNK = 256  # tokens of the sample that the model takes up at once
@@ -53,7 +54,7 @@ def _keys_of(model: Model, tokens: np.ndarray, backends: Mapping[str, str]) -> l
         piece[0, : len(tokens) - begin] = tokens[begin : begin + CHUNK]
         cache = _chunk(model, cache, jnp.asarray(piece), jnp.asarray(positions), Backends(backends))
     return [
-        np.asarray(cache.keys(layer)[0, : len(tokens)], np.float32) for layer in range(len(specs))
+        whole(cache.keys(layer)[0, : len(tokens)]).astype(np.float32) for layer in range(len(specs))
     ]
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
-from jspec.policies.policy import ScoredPolicy, check_page, dots, touched
+from jspec.policies.budgeted import ScoredPolicy, check_page, touched
+from jspec.policies.scores import dots
 from jspec.typing import Array
 
 

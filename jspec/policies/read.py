@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jspec.cache import Cache, Linear, Stripe
+from jspec.cache import Cache, Linear, Shards, Stripe
+from jspec.cache.cache import Read
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
 from jspec.ops.attention.dense import attention
-from jspec.policies.policy import Policy, taken
+from jspec.policies.policy import Policy
 from jspec.typing import Array
 
 
@@ -29,10 +30,10 @@ def read_whole(
     spec, columns = cache.specs[layer], cache.columns[layer]
     positions, where = in_slots(cache, layer, positions)
 
-    def read(q: Array) -> tuple[Array, Array]:
+    def read(q: Array, positions: Array) -> tuple[Array, Array]:
         return _attention(spec, q, columns, positions, where, backends)
 
-    return finished(*over_shards(cache, read, q), *of_own_heads(cache, sinks, up))
+    return attended(cache, read, q, positions, sinks, up)
 
 
 def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array | None]:
@@ -48,19 +49,27 @@ def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array |
     return positions, layout.held(positions.max(axis=1))
 
 
-def over_shards(
-    cache: Cache, read: Callable[[Array], tuple[Array, Array]], q: Array
-) -> tuple[Array, Array]:
-    """What ``read(q)`` gives, and where devices share the rows, that of all their keys."""
-    return read(q) if cache.shards is None else cache.shards.attended(read, q)
-
-
-def of_own_heads(cache: Cache, *arrays: Array | None) -> tuple[Array | None, ...]:
-    """What a model gives for each query head, for the heads that attention comes back with."""
+def attended(
+    cache: Cache, read: Read, q: Array, positions: Array, sinks: Array | None, up: Array | None
+) -> Array:
+    """The output of what ``read(q, positions)`` gives; of all keys where devices share the rows."""
     shards = cache.shards
     if shards is None:
-        return arrays
-    return tuple(None if x is None else shards.own_heads(x) for x in arrays)
+        return finished(*read(q, positions), sinks, up)
+    return _of_own_heads(shards, *shards.attended(read, q, positions, up), sinks)
+
+
+def merged(cache: Cache, out: Array, lse: Array, sinks: Array | None, up: Array | None) -> Array:
+    """As `attended`, where ``out`` and ``lse`` of all queries have been read already."""
+    shards = cache.shards
+    if shards is None:
+        return finished(out, lse, sinks, up)
+    return _of_own_heads(shards, *shards.merged(out, lse, up), sinks)
+
+
+def _of_own_heads(shards: Shards, out: Array, lse: Array, sinks: Array | None) -> Array:
+    """The output behind those of a model's ``sinks`` that are of the heads that came back."""
+    return finished(out, lse, None if sinks is None else shards.own_heads(sinks), None)
 
 
 def with_tail(
@@ -138,6 +147,24 @@ def finished(out: Array, lse: Array, sinks: Array | None, up: Array | None) -> A
     """The output after the model's sinks and projection."""
     if sinks is not None:
         out = out * jax.nn.sigmoid(lse - sinks[None, None]).astype(out.dtype)[..., None]
-    if up is not None:
-        out = jnp.einsum("btnv,nvh->btnh", out, up)
-    return out
+    return projected(out, up)
+
+
+def projected(out: Array, up: Array | None) -> Array:
+    """``out [B, T, N, value size]`` through ``up [N, value size, H]``, or as it is without one."""
+    return out if up is None else jnp.einsum("btnv,nvh->btnh", out, up)
+
+
+def taken(cache: Cache, layer: int, positions: Array, names: Sequence[str]) -> dict[str, Array]:
+    """Some columns ``[B, n, K, ...]`` at ``positions [B, n]`` or, per head, ``[B, K, n]``.
+
+    What stands for -1 means nothing.
+    """
+    slots = cache.layouts[layer].slots(positions)
+    index = slots[:, :, None, None] if slots.ndim == 2 else jnp.swapaxes(slots, 1, 2)[..., None]
+    columns = cache.columns[layer]
+    return {
+        name: jnp.take_along_axis(columns[name], index, axis=1, mode="clip")
+        for name in names
+        if name in columns
+    }

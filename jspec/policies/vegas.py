@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jspec.policies.budgeted import check_page
 from jspec.policies.guided import Guided
-from jspec.policies.policy import check_page
 
 
 @dataclasses.dataclass(frozen=True)

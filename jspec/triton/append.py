@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jspec.dispatch import Backend
 from jspec.ops.append import Turn
-from jspec.ops.norm import RMS
+from jspec.ops.norm import CENTERED, RMS
 from jspec.triton.call import (
     aliases_are_given_twice,
     next_power,
@@ -110,6 +110,8 @@ def refuses(q: Array, v: Array, turn: Turn) -> str | None:
         return "queries, keys and values are not slices of one product"
     if (turn.q_norm is None) != (turn.k_norm is None):
         return "of queries and keys only one has a norm"
+    if turn.q_norm is not None and turn.q_norm.centered:
+        return CENTERED
     columns = heads // kv_heads * size + size + value
     if turn.joined.shape != (batch, tokens, kv_heads, columns):
         return f"joined {turn.joined.shape} is not [B, T, K, {columns}]"

@@ -15,7 +15,7 @@ from jspec.dispatch import Backend
 from jspec.gpu import refuses_gpu
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_sizes, linear_xla, on_a_mesh
-from jspec.ops.norm import RMS
+from jspec.ops.norm import CENTERED, RMS
 from jspec.ops.quantized import Quantized
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
@@ -107,7 +107,9 @@ def refuses(x: Array, kernel: Array | Quantized) -> str | None:
     return on_a_mesh(kernel)
 
 
-def _supports(x, kernel, *args, **kwargs) -> str | None:
+def _supports(x, kernel, bias, norm, *args, **kwargs) -> str | None:
+    if norm is not None and norm.centered:
+        return CENTERED
     if reason := refuses(x, kernel) or refuses_triton():
         return reason
     return refuses_gpu((8, 9), "a product with fp8") if kernel.dtype == FP8 else None

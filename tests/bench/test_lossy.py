@@ -37,7 +37,8 @@ def test_each_policy_has_a_step_beside_its_floor(small, tmp_path):
     code, result = measured(tmp_path / "out.json", "dense", "quest_32")
     assert code == 0
     found = {step.policy: step for step in lossy.steps(result["rows"])}
-    assert {step.row["checked"] for step in found.values()} == {"2 layers"}
+    checked = {name: step.row["checked"] for name, step in found.items()}
+    assert checked == {"dense": "2 layers", "quest_32": "1 layer"}
     assert {step.row["kernels"] for step in found.values()} == {2 * len(KERNELS)}
     bytes_read = {name: step.row["read_bytes"] for name, step in found.items()}
     # Keys and values of 300 tokens, or of 128 and the new one, with two vectors a page of 32; in

@@ -52,7 +52,7 @@ def test_a_cache_has_the_dtype_it_was_asked_for():
 def test_each_layer_has_its_own_sizes_and_columns():
     """A latent layer keeps keys alone; a policy's column has a shape and dtype of its own."""
     codes = {"codes": ((HEADS, 4), jnp.uint32)}
-    cache = create((PLAIN, LATENT), extra=lambda spec: codes if spec is PLAIN else {})
+    cache = create((PLAIN, LATENT), extra=lambda layer, spec: codes if spec is PLAIN else {})
     assert set(cache.columns[0]) == {"keys", "values", "codes"}
     assert cache.columns[0]["codes"].shape == (BATCH, CAPACITY, HEADS, 4)
     assert cache.columns[0]["codes"].dtype == jnp.uint32

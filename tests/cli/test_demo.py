@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jspec.cli import demo
-from jspec.decode.engine import Generation
+from jspec.decode.generation import Generation
 from jspec.decode.stats import Stats
 from jspec.models import checkpoint
 from jspec.models.checkpoint import load_model
@@ -60,7 +60,7 @@ def test_the_command_shows_question_answer_and_verdict(run, monkeypatch):
         assert on_tokens(0, tokens) == len(tokens)
         return Generation((tokens,), ("length",), (0,), Stats.merged([]))
 
-    monkeypatch.setattr("jspec.cli.generate.decode", decode)
+    monkeypatch.setattr("jspec.cli.serving.decode", decode)
     code, out, err = run("--demo")
     assert (code, out) == (0, ANSWER)
     assert err.startswith(demo.introduction())

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jspec.decode import engine
+from jspec.decode import generation
 from jspec.models import checkpoint
 
 
@@ -89,7 +89,7 @@ def test_a_device_without_memory_is_one_line(run, monkeypatch):
 
     way_out = "; lower --batch or --max-new-tokens, shorten the prompt, or take a smaller model\n"
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "start_decoding", exhausted)
+        patch.setattr(generation, "start_decoding", exhausted)
         code, out, err = run("--prompt", "hello", "--max-new-tokens", "7")
     assert (code, out) == (2, "")
     what = "with 1 prompts at a time, the longest of 13 tokens with max_new_tokens"

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from jspec.decode.chunks import Chunks
+from jspec.models.text import RowText
+
 
 def test_ctrl_c_keeps_what_was_generated(run, source, monkeypatch):
-    from jspec.cli import generate
-
-    feed = generate.RowText.feed
-    calls = []
+    feed, calls = RowText.feed, []
 
     def interrupt(self, tokens):
         calls.append(tokens)
@@ -18,7 +18,7 @@ def test_ctrl_c_keeps_what_was_generated(run, source, monkeypatch):
             raise KeyboardInterrupt
         return feed(self, tokens)
 
-    monkeypatch.setattr(generate.RowText, "feed", interrupt)
+    monkeypatch.setattr(RowText, "feed", interrupt)
     code, out, _ = run("--prompt-file", source, "--draft", "none", "--json")
     result = json.loads(out)
     assert code == 130
@@ -28,41 +28,65 @@ def test_ctrl_c_keeps_what_was_generated(run, source, monkeypatch):
     assert result["stats"]["committed"] == len(calls[0])
 
 
-@pytest.mark.parametrize("where", ["decode", "read", "compare"])
+# The chunk at which Ctrl-C comes, and how the lines that have tokens end.
+CHUNKS = {
+    "decode": (4, ["length", "interrupted"]),
+    "between": (3, ["length"]),
+    "compare": (7, ["length"] * 3),
+}
+
+
+@pytest.mark.parametrize("where", CHUNKS)
 def test_ctrl_c_anywhere_keeps_what_was_served(where, run, tmp_path, monkeypatch):
-    """Three requests, one at a time: Ctrl-C comes in the second's decoding, or between."""
-    from jspec.cli import generate
-
+    """Three requests, one at a time, two chunks each."""
+    (chunk, ends), decode, calls = CHUNKS[where], Chunks.run, []
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    file.write_text('{"prompt": "import os\\n", "max_new_tokens": 4, "id": "a"}\n' * 3)
-    decode, calls = generate.decode, []
+    file.write_text('{"prompt": "import os\\n", "max_new_tokens": 8, "id": "a"}\n' * 3)
 
-    def interrupted(*args, **settings):
-        calls.append(0)
-        if len(calls) == (4 if where == "compare" else 2):
-            if where == "read":
-                raise KeyboardInterrupt
-            settings["on_prefill"] = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-        return decode(*args, **settings)
+    def interrupted(self, state):
+        calls.append(state)
+        if len(calls) == chunk:
+            raise KeyboardInterrupt
+        return decode(self, state)
 
-    monkeypatch.setattr(generate, "decode", interrupted)
+    monkeypatch.setattr(Chunks, "run", interrupted)
     asked = ("--requests", str(file), "--batch", "1", "--output", str(out), "--compare", "--json")
-    code, printed, _ = run(*asked)
+    code, printed, _ = run(*asked, "--draft", "none")
     assert code == 130
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    ends = {"decode": ["length", "interrupted"], "read": ["length"], "compare": ["length"] * 3}
-    assert [line["finished"] for line in lines] == ends[where]
-    assert len(lines[0]["tokens"]) == 4
+    assert [line["finished"] for line in lines] == ends
+    assert [len(line["tokens"]) for line in lines] == [8 if x == "length" else 4 for x in ends]
     assert json.loads(printed)["results"] == lines
     assert json.loads(printed)["compare"] is None
 
 
+def test_ctrl_c_in_the_text_of_a_line_keeps_whole_chunks(run, tmp_path, monkeypatch):
+    """The text that a row had begun to take up is that of its tokens again."""
+    feed, calls = RowText.feed, []
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "import os\\n", "max_new_tokens": 8}\n' * 2)
+
+    def interrupt(self, tokens):
+        calls.append(tokens)
+        feed(self, tokens)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RowText, "feed", lambda self, tokens: interrupt(self, tokens) or "")
+    code, out, _ = run("--requests", str(file), "--draft", "none", "--json")
+    first, second = json.loads(out)["results"]
+    assert code == 130
+    assert first["tokens"] == second["tokens"] == list(calls[0])
+    assert first["text"] == bytes(calls[0]).decode()
+    assert first["finished"] == second["finished"] == "interrupted"
+
+
 def test_ctrl_c_before_anything_was_served_is_an_interruption(run, tmp_path, monkeypatch):
-    from jspec.cli import generate
+    from jspec.cli import serving
 
     def interrupted(*args, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "decode", interrupted)
+    monkeypatch.setattr(serving, "decode", interrupted)
     code, out, err = run("--prompt", "x", "--json")
     assert (code, out, err) == (130, "", "jspec: interrupted\n")

@@ -251,7 +251,7 @@ def test_a_compiler_may_come_with_arguments(toy, monkeypatch):
         ("cpu", r"no C\+\+ compiler found; install g\+\+ or clang\+\+, or name one in CXX"),
         (
             "CUDA",
-            r"no nvcc found; install a CUDA toolkit .* pip install '.*'nvidia-cuda-nvcc[^']*' ",
+            r"no nvcc found; install a CUDA toolkit .* pip install .*(cuda-nvcc|cuda13)",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode import engine
+from jspec.decode import chunks
 from jspec.decode.auto import LADDER, GammaChoice, Gammas
 from jspec.decode.draft import (
     Chain,
@@ -20,7 +20,7 @@ from jspec.decode.draft import (
     named_draft,
     second_model,
 )
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
@@ -231,7 +231,7 @@ def test_what_has_nothing_to_choose_is_refused(settings, message, tiny):
 )
 def test_a_second_model_takes_up_what_was_decoded_while_it_rested(draft, tiny, monkeypatch):
     """The target as its own draft model is always right, where its cache lacks nothing."""
-    for module in (engine, second_model):
+    for module in (chunks, second_model):
         monkeypatch.setattr(module, "CATCH_UP", 3)  # so that six tokens take several passes
     in_turn(monkeypatch, (0, 0, 0, 2))
     plain = generate(tiny, prompts(), requests(), draft=None)

@@ -24,7 +24,7 @@ SHORTLY = {"new_tokens": 32, "prefill_chunk": 64}
 
 @pytest.fixture(scope="module")
 def bundled():
-    return jspec.load_bundled()
+    return jspec.load_bundled(dtype="float32")
 
 
 def prompts(tokenizer: jspec.Tokenizer, count: int, longest: int = 403) -> list[list[int]]:

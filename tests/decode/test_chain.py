@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode import engine, growth
+from jspec.decode import generation, growth
 from jspec.decode.draft import (
     Chain,
     Drafted,
@@ -22,7 +22,7 @@ from jspec.decode.draft import (
     SuffixDraft,
     named_draft,
 )
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
@@ -64,7 +64,7 @@ def plain(sharp, tiny):
 def test_greedy_tokens_are_the_plain_ones(pair, name, plain, other, monkeypatch, request):
     """Ragged prompts, limits and draft limits, in a cache that grows."""
     monkeypatch.setattr(growth, "START", 48)
-    monkeypatch.setattr(engine, "rounded_capacity", lambda needed: needed)
+    monkeypatch.setattr(generation, "rounded_capacity", lambda needed: needed)
     draft, model = PAIRS[pair], request.getfixturevalue(name)
     second = other if draft.needs_model else None
     got = generate(model, prompts(), requests(), draft=draft, draft_model=second, gamma=6)

@@ -7,7 +7,7 @@ from flax import nnx
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import ModelDraft, NgramDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from tests.decode.common import prompts, requests
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jspec.config import LayerSpec, SamplingParams
 from jspec.decode.draft import Drafted, ModelDraft, NgramDraft, SelfDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models

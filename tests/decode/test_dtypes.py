@@ -13,7 +13,7 @@ from flax import nnx
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import NoDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models

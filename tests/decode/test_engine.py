@@ -1,244 +1,446 @@
-"""`generate`: streams, stops, interruptions, and a device without memory."""
+"""The engine: a request gets what it gets alone, whenever it comes and whoever is beside it."""
 
 import dataclasses
+import functools
+import gc
+import tracemalloc
+from collections import Counter
 
+import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from jspec import helix
 from jspec.config import SamplingParams
-from jspec.decode.engine import Interrupted, generate
-from jspec.decode.prefill import fill_slot, start_decoding
-from jspec.decode.programs import Programs
+from jspec.decode import prefill
+from jspec.decode.draft import Chain, GuidedDraft, ModelDraft, SelfDraft, SuffixDraft
+from jspec.decode.engine import Engine
+from jspec.decode.generation import Generation, generate
+from jspec.policies import ExactTopK, Hata, HataOff, MagicPIG, Quest, Streaming, Vegas
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import NGRAM, STREAMING, prompts
+from tests.decode.test_programs import COMPILED
+from tests.decode.test_sampled import (
+    MIXED,
+    PROMPT,
+    SAMPLED,
+    SOURCES,
+    enumerated,
+    second,
+    seeded,
+    target,
+)
+from tests.ops.laws import check_counts
 
-TWELVE = SamplingParams(max_new_tokens=12)
+VEGAS = GuidedDraft(Vegas(budget=8, least=0))
+SOME = {"budget": 8, "sinks": 1, "recent": 2, "dense_layers": 0}
+QUEST = Quest(budget=12, page=4, sinks=1, recent=2, dense_layers=0)
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+LOSSY = {"draft": None, "target": QUEST}
+SETTINGS = {
+    "ngram": {"draft": NGRAM},
+    "streaming": {"draft": STREAMING},
+    "quest": {"draft": SelfDraft(QUEST)},
+    "magicpig": {"draft": SelfDraft(MagicPIG(**SOME, bits=2, tables=4))},
+    "vegas": {"draft": VEGAS},
+    "model": {"draft": ModelDraft()},
+    "suffix": {"draft": SuffixDraft(min_match=1)},
+    "chain": {"draft": Chain(NGRAM, VEGAS, inner=2, rounds=2)},
+    "chain-of-models": {"draft": Chain(ModelDraft(), SelfDraft(QUEST), inner=2, rounds=2)},
+    "quantized": {"draft": SelfDraft(Streaming(sinks=2, window=6), quantized="int8")},
+    "none": {"draft": None},
+    "padded": {"draft": None, "gamma": 3},
+    "lossy": LOSSY,
+    "lossy-topk": {"draft": None, "target": ExactTopK(**SOME)},
+    "lossy-host": {"draft": None, "target": HataOff(**SOME, bits=32)},
+    "lossy-hata": {"draft": None, "target": Hata(**SOME, bits=32)},
+    "blocks": {"draft": ModelDraft(), "rule": "block"},
+}
+
+
+def work(count: int, longest: int = 90, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
+    """Requests of all kinds: greedy and sampled, filtered, with stop tokens and draft limits."""
+    rng = np.random.default_rng(seed)
+    texts = prompts(rng.integers(1, longest, count), seed=seed)
+    params = [
+        SamplingParams(
+            max_new_tokens=int(rng.integers(1, 30)),
+            seed=int(rng.integers(2**32)),
+            stop_tokens=tuple(rng.integers(0, 41, rng.integers(0, 4)).tolist()),
+            draft_limit=None if row % 3 else int(rng.integers(0, 4)),
+            **MIXED[row % len(MIXED)],
+        )
+        for row in range(count)
+    ]
+    return list(zip(texts, params, strict=True))
+
+
+def engine_of(model, name: str, second=None, **sizes) -> Engine:
+    own = SETTINGS[name]
+    draft = own["draft"]
+    if draft is not None and draft.needs_model:
+        own = own | {"draft_model": second}
+    return Engine(model, **{"slots": 3, "capacity": 128, "prefill_chunk": 32} | sizes, **own)
+
+
+def apart(model, name: str, requests, second=None) -> Generation:
+    """What each of ``requests`` gives by `generate`, which gives each what it gives alone."""
+    own = SETTINGS[name]
+    if own["draft"] is not None and own["draft"].needs_model:
+        own = own | {"draft_model": second}
+    texts, params = zip(*requests, strict=True)
+    return generate(model, list(texts), list(params), **own)
+
+
+def check_arrivals(engine: Engine, requests, wanted: Generation, seed: int = 0) -> None:
+    """Submit ``requests`` in bursts between steps and cancel some; each has the wanted tokens."""
+    rng = np.random.default_rng(seed)
+    handles, left = [], list(requests)
+    while left or engine.busy:
+        burst = int(rng.integers(0, 8))
+        handles += [engine.submit(*one) for one in left[:burst]]
+        left = left[burst:]
+        engine.step()
+        if handles and rng.random() < 0.3:
+            handles[rng.integers(len(handles))].cancel()
+    ends = [handle.finished for handle in handles]
+    for handle, tokens, end in zip(handles, wanted.tokens, wanted.finished, strict=True):
+        if handle.finished == "cancelled":
+            assert handle.tokens == tokens[: len(handle.tokens)]
+        else:
+            assert (handle.tokens, handle.finished) == (tokens, end)
+    assert ends.count("cancelled") < len(requests) / 2
+    assert {"stop", "length"} <= set(ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_request_gets_what_it_gets_alone_with_any_settings(name, sharp, other):
+    requests = work(40)
+    check_arrivals(
+        engine_of(sharp, name, other), requests, apart(sharp, name, requests, other), seed=1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ngram", "streaming", "vegas", "chain"])
+def test_a_thousand_requests_get_what_they_get_alone(name, sharp, other):
+    requests = work(1000, seed=3)
+    wanted = apart(sharp, name, requests, other)
+    engine = engine_of(sharp, name, other, slots=8)
+    engine.warm_up()
+    compiled = len(COMPILED)
+    check_arrivals(engine, requests, wanted, seed=4)
+    assert len(COMPILED) == compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_texts_have_the_target_law(source, monkeypatch):
+    """The joint law of four tokens over 6,000 requests; fails below p = 1e-4."""
+    monkeypatch.setattr(prefill, "CAPACITY_STEP", 2)
+    draft, rows = SOURCES[source], 6000
+    engine = Engine(
+        target(),
+        slots=256,
+        capacity=10,
+        draft=draft,
+        gamma=0 if source == "plain" else 2,
+        draft_model=second() if draft.needs_model else None,
+        prefill_chunk=256 * 16,
+        steps_per_chunk=2,
+    )
+    handles = [engine.submit(PROMPT, params) for params in seeded(SAMPLED, 0, rows)]
+    engine.run()
+    check_counts(Counter(handle.tokens for handle in handles), enumerated(SAMPLED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ngram", "vegas", "model", "chain-of-models"])
+def test_a_gamma_that_is_chosen_changes_no_greedy_token(name, sharp, other, monkeypatch):
+    """Nor does it compile anything: a second model rests and is caught up, row by row."""
+    monkeypatch.setitem(SETTINGS, "auto", SETTINGS[name] | {"gamma": "auto"})
+    greedy = [(text, dataclasses.replace(own, **GREEDY)) for text, own in work(120)]
+    wanted = apart(sharp, name, greedy, other)
+    engine = engine_of(sharp, "auto", other, steps_per_chunk=1)
+    engine.warm_up()
+    compiled = len(COMPILED)
+    check_arrivals(engine, greedy, wanted)
+    assert len(engine.stats.steps_at_gamma) > 2
+    assert len(COMPILED) == compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ngram", "vegas"])
+def test_a_model_on_a_mesh_serves_as_one_device_does(name, sharp):
+    requests = work(20)
+    wanted = apart(sharp, name, requests)
+    sharded = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))
+    engine = engine_of(sharded, name)
+    engine.warm_up()
+    compiled = len(COMPILED)
+    check_arrivals(engine, requests, wanted)
+    assert len(COMPILED) == compiled
+    engine.share_prefix(requests[-1][0][:-1] or [1])
+    shared = engine.submit(*requests[-1])
+    assert shared.result() == wanted.tokens[-1]
 
 
 @pytest.fixture(scope="module")
-def texts(sharp):
-    """What four prompts give, 12 tokens each."""
-    return generate(sharp, prompts()[:4], TWELVE, draft=STREAMING).tokens
+def engine(sharp) -> Engine:
+    """One that has compiled all that it needs, for all tests of this module that end its
+    requests."""
+    found = engine_of(sharp, "ngram")
+    found.warm_up()
+    return found
 
 
-def test_tokens_are_handed_on_in_order_as_they_come(sharp, texts):
-    heard: dict[int, list[tuple[int, ...]]] = {row: [] for row in range(4)}
-    got = generate(
-        sharp,
-        prompts()[:4],
-        TWELVE,
-        draft=STREAMING,
-        steps_per_chunk=1,
-        on_tokens=lambda row, tokens: heard[row].append(tokens),
-    )
-    assert got.tokens == texts
-    assert got.finished == ("length",) * 4
-    for row, parts in heard.items():
-        assert len(parts) > 1
-        assert all(parts)
-        assert sum(parts, ()) == texts[row]
+@functools.cache
+def known(count: int) -> Generation:
+    """What the first requests of `work` give on `sharp`, which seed 1 makes again."""
+    return apart(make_decoder(seed=1, embedding=400.0, head=4.0), "ngram", work(count))
 
 
-def test_a_caller_may_end_a_row(sharp, texts):
-    calls = []
-
-    def on_tokens(row, tokens):
-        calls.append(row)
-        return row == 2
-
-    got = generate(
-        sharp, prompts()[:4], TWELVE, draft=STREAMING, steps_per_chunk=1, on_tokens=on_tokens
-    )
-    assert calls.count(2) == 1
-    assert got.finished == ("length", "length", "stop", "length")
-    assert got.tokens[2] == texts[2][: len(got.tokens[2])]
-    assert len(got.tokens[2]) < 12
-    assert [got.tokens[i] for i in (0, 1, 3)] == [texts[i] for i in (0, 1, 3)]
-    assert got.stats.committed == sum(map(len, got.tokens))
-
-
-def test_a_caller_may_end_a_row_within_what_it_was_given(sharp, texts):
-    """What is behind the end is in no count and no text, also where that is nothing at all."""
-    keeps = {0: 0, 1: 1, 2: np.int64(3)}
-    got = generate(
-        sharp,
-        prompts()[:4],
-        TWELVE,
-        draft=STREAMING,
-        on_tokens=lambda row, tokens: keeps.get(row),
-    )
-    assert got.finished == ("stop", "stop", "stop", "length")
-    assert got.tokens == ((), texts[1][:1], texts[2][:3], texts[3])
-    assert got.stats.committed == 16
-
-
-def test_an_end_at_the_limit_is_a_stop(sharp):
-    params = SamplingParams(max_new_tokens=4)
-    ends = {"draft": STREAMING, "on_tokens": lambda row, tokens: True}
-    got = generate(sharp, prompts()[:4], params, **ends)
-    assert got.finished == ("stop",) * 4
-    assert [len(tokens) for tokens in got.tokens] == [4] * 4
-
-
-@pytest.mark.parametrize("answer", [-1, 99, 1.0, "stop"])
-def test_an_answer_that_means_nothing_is_refused(answer, sharp):
-    with pytest.raises(ValueError, match=f"on_tokens returned {answer!r} for \\d+ tokens; return"):
-        generate(sharp, prompts()[:4], TWELVE, draft=STREAMING, on_tokens=lambda *_: answer)
-
-
-def test_an_interrupt_brings_what_there_is(sharp, texts):
-    """It comes to the caller's caller: a loop over batches ends there, too."""
-    calls = []
-
-    def on_tokens(row, tokens):
-        calls.append(row)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-
-    settings = {"draft": STREAMING, "steps_per_chunk": 1, "on_tokens": on_tokens}
-    with pytest.raises(KeyboardInterrupt) as caught:
-        generate(sharp, prompts()[:4], TWELVE, **settings)
-    assert isinstance(caught.value, Interrupted)
-    got = caught.value.generation
-    assert got.finished == ("interrupted",) * 4
-    # The call for row 1 of the second chunk was interrupted: only row 0 has that chunk.
-    assert got.tokens == tuple(texts[row][: len(got.tokens[row])] for row in range(4))
-    assert all(got.tokens)
-    assert got.stats.committed == sum(map(len, got.tokens))
-    assert got.stats.steps == 5
-
-
-def test_a_row_that_ended_before_the_interrupt_says_so(sharp):
-    params = [dataclasses.replace(TWELVE, max_new_tokens=new) for new in (1, 12, 12, 12)]
-
-    def on_tokens(row, tokens):
-        if row == 1:
-            raise KeyboardInterrupt
-
-    settings = {"draft": STREAMING, "steps_per_chunk": 1, "on_tokens": on_tokens}
-    with pytest.raises(Interrupted) as caught:
-        generate(sharp, prompts()[:4], params, **settings)
-    assert caught.value.generation.finished == ("length", *["interrupted"] * 3)
-
-
-def test_an_interrupt_of_the_prefill_brings_no_tokens(sharp):
-    def on_prefill(done, total):
-        raise KeyboardInterrupt
-
-    with pytest.raises(Interrupted) as caught:
-        generate(sharp, prompts()[:4], TWELVE, draft=STREAMING, on_prefill=on_prefill)
-    got = caught.value.generation
-    assert got.tokens == ((),) * 4
-    assert got.finished == ("interrupted",) * 4
-    assert (got.stats.prompt_tokens, got.stats.committed) == (0, 0)
-
-
-@pytest.mark.parametrize("where", ["on_tokens", "on_prefill", "on_compile"])
-def test_an_exception_in_a_callback_leaves_nothing_behind(where, sharp, texts, monkeypatch):
-    if where == "on_compile":
-        monkeypatch.setattr("jspec.decode.engine.PROGRAMS", Programs())
-
-    def fail(*args):
-        raise RuntimeError("the caller's own")
-
-    settings = {"draft": STREAMING}
-    with pytest.raises(RuntimeError, match="the caller's own"):
-        generate(sharp, prompts()[:4], TWELVE, **settings, **{where: fail})
-    got = generate(sharp, prompts()[:4], TWELVE, **settings)
-    assert got.tokens == texts
-    assert got.stats.committed == sum(map(len, texts))
-
-
-@pytest.mark.parametrize("draft", [STREAMING, NGRAM, None], ids=["streaming", "ngram", "plain"])
-@pytest.mark.parametrize("at", [0, 3, 11])
-def test_a_stop_token_ends_the_text_behind_itself(at, draft, sharp, texts):
-    stop = texts[0][at]
-    params = [
-        dataclasses.replace(TWELVE, stop_tokens=(40, stop)),
-        TWELVE,
+def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine):
+    """Prompts of 1 to 90 tokens, settings that need all modes, bursts, cancellations, ends."""
+    wanted = known(40)
+    compiled, own = len(COMPILED), engine.stats.compilations
+    check_arrivals(engine, work(40), wanted, seed=2)
+    handles = [
+        engine.submit([1, 2, 3], SamplingParams(max_new_tokens=9), on_tokens=lambda tokens: True)
+        for _ in range(4)
     ]
-    got = generate(sharp, prompts()[:2], params, draft=draft)
-    end = texts[0].index(stop) + 1
-    assert got.tokens == (texts[0][:end], texts[1])
-    assert got.finished == ("stop", "length")
+    engine.run()
+    assert [handle.finished for handle in handles] == ["stop"] * 4
+    assert len(COMPILED) == compiled
+    assert engine.stats.compilations == own
 
 
-def test_a_stop_token_at_the_limit_is_a_stop(sharp, texts):
-    stop = texts[0][0]
-    params = SamplingParams(max_new_tokens=1, stop_tokens=(stop,))
-    assert generate(sharp, prompts()[:1], params, draft=STREAMING).finished == ("stop",)
+def test_a_long_prompt_does_not_stall_the_others(engine):
+    """While its pieces are taken up, each step of the engine decodes on."""
+    (short, params), _ = work(2, longest=3)
+    params = SamplingParams(max_new_tokens=80)
+    first = engine.submit(short, params)
+    engine.step()
+    long = engine.submit(prompts((100,))[0], SamplingParams(max_new_tokens=5))
+    for _ in range(3):  # of its four pieces
+        before = len(first.tokens)
+        engine.step()
+        assert len(first.tokens) > before
+        assert not long.tokens
+    engine.step()
+    assert long.tokens
+    engine.run()
 
 
-def test_stop_tokens_of_a_request_count_beside_those_of_the_model(texts):
-    """Neither takes the place of the other, whichever comes first in the text."""
-    own, asked = texts[1][2], texts[0][3]
-    config = dataclasses.replace(TINY, stop_tokens=(own,))
-    model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
-    params = SamplingParams(max_new_tokens=12, stop_tokens=(asked,))
-    got = generate(model, prompts()[:4], params, draft=STREAMING)
-    for text, tokens in zip(texts, got.tokens, strict=True):
-        ends = [i + 1 for i, token in enumerate(text) if token in (own, asked)]
-        assert tokens == text[: min(ends, default=12)]
-    assert {own, asked} <= {tokens[-1] for tokens in got.tokens}
+def test_short_prompts_go_in_together(engine):
+    """As many as a piece of a long one would have tokens."""
+    handles = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40)) for _ in range(3)]
+    engine.step()
+    assert [bool(handle.tokens) for handle in handles] == [True, True, False]
+    engine.run()
 
 
-def test_a_request_may_ignore_the_models_stop_tokens_but_not_its_own(texts):
-    """Row by row: the other rows end at them as before, also one that comes in later."""
-    own, asked = texts[0][3], texts[0][5]
-    assert own not in texts[0][:3]
-    assert asked not in texts[0][:5]
-    assert 40 not in texts[0]
-    config = dataclasses.replace(TINY, stop_tokens=(own, 40))
-    model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
-    on = dataclasses.replace(TWELVE, ignore_eos=True)
-    params = [TWELVE, on, dataclasses.replace(on, stop_tokens=(asked,)), on]
-    got = generate(model, prompts()[:1] * 4, params, draft=None)
-    assert got.tokens == (texts[0][:4], texts[0], texts[0][:6], texts[0])
-    assert got.finished == ("stop", "length", "stop", "length")
-
-    state = start_decoding(model, prompts()[:1], on)
-    assert state.stop_tokens.tolist() == [[-1, -1]]
-    assert fill_slot(model, state, 0, prompts()[0], TWELVE).stop_tokens.tolist() == [[own, 40]]
+def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine):
+    """It begins to decode in the step behind that in which a slot comes free."""
+    slow = SamplingParams(max_new_tokens=60, draft_limit=0)
+    full = [engine.submit([1, 2], slow) for _ in range(3)]
+    waiting = engine.submit(prompts((60,))[0], SamplingParams(max_new_tokens=5))
+    while not all(handle.tokens for handle in full):
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    full[1].cancel()
+    assert not waiting.tokens
+    engine.step()
+    assert waiting.tokens
+    engine.run()
 
 
-def test_a_device_without_memory_says_how_large_the_batch_is(sharp, monkeypatch):
-    """XLA's error becomes Python's; any other of its errors stays as it is."""
-    said = "RESOURCE_EXHAUSTED: Out of memory allocating 34359738368 bytes."
-
-    def exhausted(*args, **settings):
-        raise jax.errors.JaxRuntimeError(said)
-
-    monkeypatch.setattr("jspec.decode.engine.start_decoding", exhausted)
-    way_out = "give fewer prompts at a time, shorten them, lower max_new_tokens, or pass cache_d"
-    with pytest.raises(MemoryError, match=way_out) as caught:
-        generate(sharp, prompts()[:2], TWELVE, draft=None)
-    assert str(caught.value).startswith("the device is out of memory with 2 prompts at a time, ")
-    assert "the longest of 62 tokens" in str(caught.value)
-    assert str(caught.value.__cause__) == said
-    assert "\n" not in str(caught.value)
-    said = "INTERNAL: a kernel failed"
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a kernel failed"):
-        generate(sharp, prompts()[:2], TWELVE, draft=None)
+# --- prefixes ------------------------------------------------------------------------------------
 
 
-def test_prefill_is_heard_of(sharp):
-    heard = []
-    generate(
-        sharp,
-        [[1] * 50, [2] * 3],
-        TWELVE,
-        draft=STREAMING,
-        prefill_chunk=16,
-        on_prefill=lambda done, total: heard.append((done, total)),
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vegas", "chain-of-models", "suffix", "quest", "lossy-host"])
+def test_a_prefix_is_taken_up_once(name, sharp, other):
+    prefix, longer = prompts((40,))[0], prompts((50,), seed=2)[0]
+    texts = [[*prefix, *text] for text in prompts((1, 9, 30), seed=1)]
+    texts += [prefix, [*longer, 7], prompts((20,), seed=5)[0]]
+    params = SamplingParams(max_new_tokens=12)
+    wanted = apart(sharp, name, [(text, params) for text in texts], other)
+    engine = engine_of(sharp, name, other)
+    engine.share_prefix(prefix)
+    engine.share_prefix(longer)
+    engine.share_prefix(prefix)  # which it has
+    handles = [engine.submit(text, params) for text in texts]
+    engine.run()
+    assert tuple(handle.tokens for handle in handles) == wanted.tokens
+    # The prefixes once, and of the others what is behind them.
+    assert engine.stats.prompt_tokens == 40 + 50 + (1 + 9 + 30) + 40 + 1 + 20
+
+
+def test_the_longest_prefix_serves(engine):
+    requests = work(40)
+    which = max(range(40), key=lambda row: len(requests[row][0]))
+    text, params = requests[which]
+    assert len(text) > 80
+    for size in (20, 50, 30):
+        engine.share_prefix(text[:size])
+    before = engine.stats.prompt_tokens
+    for use in (1, 2):  # and is left whole
+        assert engine.submit(text, params).result() == known(40).tokens[which]
+        assert engine.stats.prompt_tokens == before + use * (len(text) - 50)
+    for size in (20, 50, 30):
+        engine.drop_prefix(text[:size])
+    with pytest.raises(ValueError, match="no prefix of these 50 tokens is shared"):
+        engine.drop_prefix(text[:50])
+    with pytest.raises(ValueError, match="has 127 tokens and leaves no room in capacity=128"):
+        engine.share_prefix([1] * 127)
+
+
+# --- what never fits, and what is left behind ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([1] * 100, {"max_new_tokens": 29}, "100 tokens, .* max_new_tokens=29 exceeds capacity=12"),
+        ([], {}, "the prompt is empty"),
+        ([41], {}, "token 41, outside the vocabulary 0..40"),
+        ([1] * 500, {"max_new_tokens": 13}, "exceeds the context of 512"),
+        (
+            [1],
+            {"max_new_tokens": 2, "stop_tokens": range(17)},
+            "has 17 stop tokens, .* for stop_",
+        ),
+    ],
+)
+def test_what_never_fits_is_refused_when_it_comes(engine, prompt, params, message):
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt, SamplingParams(**params))
+    assert not engine.busy
+    with pytest.raises(TypeError, match="prompt 0 is text"):
+        engine.submit("hello")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((n, 0) for n in ("slots", "capacity", "prefill_chunk", "stop_tokens")), ("slots", "2")],
+)
+def test_sizes_are_checked(tiny, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be at least 1"):
+        Engine(tiny, **{"slots": 1, "capacity": 8} | {name: value})
+
+
+def test_room_for_stop_tokens_begins_with_the_models_own(tiny):
+    model = make_decoder(dataclasses.replace(TINY, stop_tokens=(1, 2, 3)))
+    with pytest.raises(ValueError, match="stop_tokens=2 must be at least 3"):
+        Engine(model, slots=1, capacity=8, stop_tokens=2)
+
+
+def held(engine: Engine, count: int) -> tuple[int, int]:
+    """Arrays and bytes of Python that live behind ``count`` requests."""
+    for row in range(count):
+        handle = engine.submit([1 + row % 7, 2, 3], SamplingParams(max_new_tokens=2, seed=row))
+        if row % 10 == 9:
+            handle.cancel()
+            engine.run()  # or the queue's own table would grow
+    del handle
+    gc.collect()
+    return len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_memory_is_flat(engine, count):
+    before = engine.stats
+    tracemalloc.start()
+    try:
+        held(engine, 30)
+        arrays, used = held(engine, 30)
+        found, after = held(engine, count)
+    finally:
+        tracemalloc.stop()
+    assert found == arrays
+    assert after - used < 50_000  # a handle has more than 500 bytes
+    assert engine.stats.rows == before.rows + (60 + count) * 9 // 10
+
+
+@pytest.mark.slow
+def test_a_queue_of_ten_thousand_loses_nobody(engine):
+    """All are there at once: most end, the others are refused or cancelled."""
+    handles, refused = [], 0
+    for row in range(10_000):
+        new = 2 if row % 100 else 1000
+        try:
+            handles.append(engine.submit([1 + row % 40], SamplingParams(max_new_tokens=new)))
+        except ValueError:
+            refused += 1
+    for handle in handles[::7]:
+        handle.cancel()
+    engine.run()
+    ends = [handle.finished for handle in handles]
+    assert refused == 100
+    assert ends[::7] == ["cancelled"] * len(ends[::7])
+    assert {end for row, end in enumerate(ends) if row % 7} == {"length"}
+    by_prompt = {}
+    for row, handle in enumerate(handles):
+        if row % 7:
+            by_prompt.setdefault(handle.params.max_new_tokens, set()).add(handle.tokens)
+    assert len(by_prompt[2]) <= 40
+
+
+# --- any order of calls --------------------------------------------------------------------------
+
+
+class Calls(RuleBasedStateMachine):
+    """Submit, step and cancel in any order: nobody's tokens are another's, and nobody is lost."""
+
+    engine: Engine  # of the fixture
+
+    def __init__(self):
+        super().__init__()
+        self.handles = []
+
+    @rule(which=st.integers(0, 39))
+    def submit(self, which):
+        prompt, params = work(40)[which]
+        self.handles.append((self.engine.submit(prompt, params), which))
+
+    @rule(at=st.integers(0))
+    def cancel(self, at):
+        if self.handles:
+            self.handles[at % len(self.handles)][0].cancel()
+
+    @rule()
+    def step(self):
+        ended = self.engine.step()
+        assert all(handle.finished in ("stop", "length") for handle in ended)
+
+    @invariant()
+    def tokens_are_their_own(self):
+        live = 0
+        for handle, which in self.handles:
+            tokens = known(40).tokens[which]
+            live += handle.finished is None
+            if handle.finished in ("stop", "length"):
+                assert (handle.tokens, handle.finished) == (tokens, known(40).finished[which])
+            else:
+                assert handle.tokens == tokens[: len(handle.tokens)]
+        assert self.engine.busy == (live > 0)
+
+    def teardown(self):
+        self.engine.run()
+        self.tokens_are_their_own()
+        assert all(handle.finished is not None for handle, _ in self.handles)
+
+
+def test_any_order_of_calls(engine):
+    Calls.engine = engine
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        Calls, settings=settings(max_examples=12, stateful_step_count=30, deadline=None)
     )
-    assert heard == [(16, 49), (32, 49), (48, 49), (49, 49)]
-
-
-def test_a_prompt_of_one_token_needs_no_prefill(sharp):
-    heard = []
-    got = generate(
-        sharp, [[5]], TWELVE, draft=STREAMING, on_prefill=lambda *counts: heard.append(counts)
-    )
-    assert len(got.tokens[0]) == 12
-    assert heard == []

@@ -10,9 +10,9 @@ import pytest
 
 from jspec.cache import Cache, Linear, Ring, Striped
 from jspec.config import SamplingParams
-from jspec.decode import engine, growth, prefill
+from jspec.decode import generation, growth, prefill
 from jspec.decode.draft import ModelDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
@@ -37,7 +37,7 @@ def test_a_batch_that_grows_gives_the_same_tokens(sharp, other, monkeypatch):
         seen.append((state.tokens.shape[1], capacity))
         return grow(state, capacity, config)
 
-    monkeypatch.setattr(engine, "grow", watched)
+    monkeypatch.setattr(generation, "grow", watched)
     monkeypatch.setattr(growth, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     grown = run()
@@ -76,6 +76,7 @@ def test_every_column_keeps_what_it_held_and_frees_what_it_was(windowed):
     assert not any(x.is_deleted() for x in jax.tree.leaves(same))
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_a_sharded_batch_stays_where_it_is(sharp):
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, jax.P("rows"))

@@ -11,7 +11,7 @@ from jspec import cli
 from jspec.config import SamplingParams
 from jspec.decode import step as step_module
 from jspec.decode.draft import DRAFTERS, Chain, NgramDraft, SelfDraft, named_draft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models

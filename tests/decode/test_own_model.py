@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jspec.config import LayerSpec, SamplingParams
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from tests.decode.common import DRAFTERS, full_logits, prompts
 
 TWELVE = SamplingParams(max_new_tokens=12)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.programs import PROGRAMS, Programs
 from jspec.decode.settings import StepConfig
@@ -298,7 +298,7 @@ def test_a_thread_that_compiles_takes_no_time_off_another():
 
 def test_what_compiling_took_is_in_no_other_time(tiny, monkeypatch):
     """A clock on which each program takes 1000 s to compile, and everything else what it takes."""
-    monkeypatch.setattr("jspec.decode.engine.PROGRAMS", Programs())
+    monkeypatch.setattr("jspec.decode.chunks.PROGRAMS", Programs())
     right, late = time.perf_counter, [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: right() + late[0])
 

@@ -6,7 +6,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Chain, GuidedDraft, ModelDraft, SelfDraft, SuffixDraft, named_draft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models

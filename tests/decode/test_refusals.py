@@ -12,7 +12,7 @@ import pytest
 
 import jspec
 from jspec.config import LayerSpec, SamplingParams
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.requests import as_ids, check_requests, one_each
 from jspec.decode.settings import StepConfig

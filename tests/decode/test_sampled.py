@@ -16,7 +16,7 @@ import pytest
 
 from jspec.config import ModelConfig, SamplingParams
 from jspec.cuda_ffi import library
-from jspec.decode import engine, prefill
+from jspec.decode import chunks, prefill
 from jspec.decode import step as step_module
 from jspec.decode.auto import GammaChoice
 from jspec.decode.draft import (
@@ -31,7 +31,8 @@ from jspec.decode.draft import (
 )
 from jspec.decode.draft import base as draft_module
 from jspec.decode.draft import chain as chain_module
-from jspec.decode.engine import Gamma, generate
+from jspec.decode.generation import generate
+from jspec.decode.plan import Gamma
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.ops import vocabulary as vocabulary_module
@@ -252,7 +253,7 @@ def check_law(
 
     fresh = jax.jit(chunk, static_argnames=("config", "steps"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "decode_chunk", fresh)
+        patch.setattr(chunks, "decode_chunk", fresh)
         patch.setattr(prefill, "CAPACITY_STEP", 2)
         patch.setattr(vocabulary_module, "TILE", 4)
         got = generate(

@@ -8,7 +8,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import ModelDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.stats import PositionRate, Stats, Tally, kept_of
 from tests.decode.common import DRAFT_LIMITS, NEW, NGRAM, STREAMING, prompts
 from tests.decode.test_draft import lookup

@@ -10,7 +10,7 @@ import pytest
 from jspec.config import SamplingParams
 from jspec.decode.draft import NgramDraft, SuffixDraft, named_draft
 from jspec.decode.draft.suffix import SuffixIndex
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.growth import grow
 from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.settings import StepConfig

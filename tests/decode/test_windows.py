@@ -10,7 +10,7 @@ import pytest
 from jspec.cache import Linear, Ring
 from jspec.config import SamplingParams
 from jspec.decode.draft import ModelDraft, NgramDraft, SelfDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.step import speculative_step

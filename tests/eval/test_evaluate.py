@@ -9,7 +9,6 @@ import pytest
 import jspec
 from jspec import cli
 from jspec.cli import evaluate as command
-from jspec.config import ModelConfig
 from jspec.decode.draft import NoDraft, SelfDraft
 from jspec.decode.stats import Stats
 from jspec.eval import evaluate as module
@@ -25,7 +24,7 @@ from jspec.eval.questions import (
 )
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Dense, ExactTopK, Quest, Streaming
-from tests.conftest import make_decoder
+from tests.conftest import OF_BYTES, make_decoder
 from tests.eval.test_ruler import solve
 from tests.models import tokenizers
 
@@ -104,17 +103,7 @@ def oracle(monkeypatch, tokenizer, say):
 
 @pytest.fixture
 def model():
-    config = ModelConfig.uniform(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        max_context=4096,
-    )
-    return make_decoder(config)
+    return make_decoder(dataclasses.replace(OF_BYTES, max_context=4096))
 
 
 def test_right_answers_score_100_and_the_first_line_alone_counts(monkeypatch, tokenizer, model):

@@ -5,7 +5,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import GuidedDraft, SelfDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.eval import tuning
 from jspec.eval.tuning import Bench, Trial, draft_at, tune
 from jspec.policies import Streaming, Vegas

@@ -144,7 +144,7 @@ def test_the_merge_has_the_bits_of_one_device(dtype):
     lses[1] = -np.inf  # a rank without a token, and a query that no rank has a key for
     lses[:, 0, 1] = -np.inf
     run = jax.shard_map(
-        lambda out, lse: all_to_all(out[0], lse[0], 4),
+        lambda out, lse: all_to_all(out[0], lse[0], "kvp"),
         mesh=helix.mesh,
         in_specs=(P("kvp", None, None, "tpa"), P("kvp", None, None, "tpa")),
         out_specs=P(None, None, helix.axes),
@@ -210,7 +210,7 @@ def test_what_is_exchanged_is_one_message():
         jax.ShapeDtypeStruct((2, 3, 16), jnp.float32),
     )
     run = jax.shard_map(
-        functools.partial(all_to_all, ranks=4),
+        functools.partial(all_to_all, axes="kvp"),
         mesh=helix.mesh,
         in_specs=(P(None, None, "tpa"), P(None, None, "tpa")),
         out_specs=P(None, None, helix.axes),

@@ -5,7 +5,6 @@ import pytest
 
 from jspec.config import LayerSpec
 from jspec.helix import HelixConfig
-from jspec.helix.mesh import AXES
 
 EIGHT = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
@@ -20,10 +19,15 @@ def spec(kv_heads: int) -> LayerSpec:
         ({"kvp": 0}, "kvp=0 must be a whole number, at least 1"),
         ({"tpa": 2.0}, "tpa=2.0 must be a whole number"),
         ({"block": 0}, "block=0"),
-        ({"kvp": 2, "tpf": 4}, "tpf=4 times ep=1 must be kvp=2 times tpa=1, 2 devices"),
-        ({"kvp": 3, "tpa": 2, "tpf": 4, "ep": 2}, "tpf=4 times ep=2 must be .* 6 devices"),
-        ({"kvp": 4, "ep": 2}, "ep=2 must be 1, .* each expert, or 4, which shares out the experts"),
+        ({"kvp": 2, "tpf": 4}, "tpf=4 times ep=1 must be 2, the devices that share the feed-forw"),
+        ({"kvp": 3, "tpa": 2, "tpf": 4, "ep": 2}, "tpf=4 times ep=2 must be 6, the devices"),
+        ({"kvp": 4, "ep": 3}, "tpf=1 times ep=3 must be 4, .*; leave tpf out, and choose an ep"),
+        ({"kvp": 2, "ep": 2, "strategy": "medha"}, "tpf=1 times ep=2 must be 1, the devices"),
         ({"strategy": "ring"}, "strategy='ring' must be one of helix, gather, medha, tp"),
+        ({"kvp": 2, "overlap": 0}, "overlap=0 must be a whole number, at least 1"),
+        ({"tpa": 2, "overlap": 2}, "overlap=2 cuts the exchange .* but kvp=1 and strategy='helix'"),
+        ({"kvp": 2, "overlap": 2, "strategy": "medha"}, "overlap=2 cuts .*; leave overlap out"),
+        ({"up_projection": "never"}, "up_projection='never' must be one of auto, before, after"),
     ],
     ids=str,
 )
@@ -57,7 +61,7 @@ def test_a_mesh_that_the_machine_has_no_devices_for():
 def test_devices_with_the_same_heads_stand_side_by_side():
     """Rank tpa * KVP + kvp: the order in which the output projection's rows are cut."""
     config = HelixConfig(kvp=4, tpa=2)
-    assert (config.devices, config.tpf, config.mesh.axis_names) == (8, 8, AXES)
+    assert (config.devices, config.tpf, config.mesh.axis_names) == (8, 8, ("tpa", "kvp"))
     ids = [[device.id for device in group] for group in config.mesh.devices]
     first = [device.id for device in jax.devices()]
     assert ids == [first[:4], first[4:8]]

@@ -76,9 +76,51 @@ LATENT = {
 }
 IN_GROUPS = {"n_group": 4, "topk_group": 2}
 
+# A token chooses three experts in each layer.
+QWEN3_MOE = {
+    "moe_intermediate_size": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
+
+# Windows shorter than the text, and a limit that many numbers are beyond.
+GPT_OSS = {
+    "intermediate_size": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+    "rope_parameters": {**YARN, "truncate": False},
+    "swiglu_limit": 0.5,
+    "attention_bias": True,
+}
+
+# Windows shorter than the text, a scale that is not that of the head size, and caps that bend.
+GEMMA = {
+    "num_hidden_layers": 3,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 24,
+    "rms_norm_eps": 1e-4,
+    "attn_logit_softcapping": 4.0,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA3 = {
+    **GEMMA,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "attn_logit_softcapping": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+
 CASES: dict[str, tuple[str, dict]] = {
     "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 1}),
     "deepseek_v3": ("deepseek_v3", {**LATENT, **IN_GROUPS, "rope_parameters": YARN_TUNED}),
+    "gemma2": ("gemma2", {**GEMMA, "num_hidden_layers": 2}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss_mxfp4": ("gpt_oss", {**GPT_OSS, "intermediate_size": 64, "num_hidden_layers": 1}),
     "llama2": ("llama", {"num_key_value_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "eos_token_id": [2, 3]}),
     "llama_linear": (
@@ -93,11 +135,13 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen2": ("qwen2", {"head_dim": None, "hidden_size": 64, "num_hidden_layers": 1}),
     "qwen2_yarn": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3_yarn": ("qwen3", {"rope_parameters": YARN_TUNED, "num_key_value_heads": 1}),
 }
 SHARDED = "qwen2"
 OLD_KEYS = "llama_linear"
 INT8 = "llama_int8"
+MXFP4 = "gpt_oss_mxfp4"
 
 
 def make_model(family: str, settings: dict, seed: int):
@@ -111,7 +155,10 @@ def make_model(family: str, settings: dict, seed: int):
         if value is not None or key == "q_lora_rank"  # which means something there
     }
     config = transformers.AutoConfig.for_model(family, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Other implementations of Gemma 2's attention leave its soft cap out.
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -144,6 +191,8 @@ def _write(name: str) -> None:
     tokens = np.random.default_rng(seed).integers(0, SIZES["vocab_size"], TOKENS, np.int32)
     if name == INT8:
         logits = _write_int8(model, path, tokens)
+    elif name == MXFP4:
+        logits = _write_mxfp4(model, path, tokens)
     else:
         logits = logits_of(model, tokens)
         model.save_pretrained(path, max_shard_size="40KB" if name == SHARDED else "1GB")
@@ -178,6 +227,33 @@ def _write_int8(model, path: Path, tokens: np.ndarray) -> np.ndarray:
     model.save_pretrained(path)
     compressor.update_config(path)
     return logits
+
+
+def _write_mxfp4(model, path: Path, tokens: np.ndarray) -> np.ndarray:
+    """Save experts of random MXFP4 numbers; logits of the model with transformers' dequantised."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name, kernel in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            count, inputs, outputs = kernel.shape
+            shape = (count, outputs, inputs // 32)
+            blocks = torch.from_numpy(rng.integers(0, 256, (*shape, 16), np.uint8))
+            scales = torch.from_numpy(rng.integers(122, 126, shape, np.uint8))
+            wide = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            with torch.no_grad():
+                kernel.copy_(wide)
+            del tensors[name]
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return logits_of(model, tokens)
 
 
 def _use_old_keys(path: Path) -> None:

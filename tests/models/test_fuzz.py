@@ -24,7 +24,7 @@ from jspec.models.files import TensorFile, read_json
 from jspec.models.guarded import GuardedTokenizer
 from jspec.models.rope import rope_frequencies
 from jspec.models.tokenizer import load_tokenizer
-from jspec.models.weights import is_quantized
+from jspec.models.weights import quantization_of
 from tests.conftest import TINY
 from tests.models import tokenizers as made
 from tests.models.helpers import GOLDEN
@@ -134,10 +134,10 @@ def test_config(tmp_path, count):
     def use():
         values = read_json(file)
         config = model_config(values, source=str(file))
-        is_quantized(values, str(file))
-        for spec, rope in zip(config.layers[:1], config.ropes, strict=True):
-            if spec.key_size < 1 << 16:
-                rope_frequencies(spec.key_size, rope.theta, rope.scaling)
+        quantization_of(values, str(file))
+        size = config.layers[0].key_size
+        for rope in config.ropes if size < 1 << 16 else ():
+            rope_frequencies(size, rope.theta, rope.scaling)
 
     mutator = Mutator(2, trees, WORDS, PARTS)
     campaign(file, (mutator.case() for _ in itertools.count()), use, count)

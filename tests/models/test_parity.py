@@ -62,7 +62,10 @@ def saved_model(tmp_path, family: str, rope: str, shape: str, seed: int):
 @pytest.mark.parametrize(("family", "rope", "shape"), CASES)
 def test_logits(tmp_path, family, rope, shape):
     seed = CASES.index((family, rope, shape))
-    theirs, ours = saved_model(tmp_path, family, rope, shape, seed)
+    assert_logits(*saved_model(tmp_path, family, rope, shape, seed), seed)
+
+
+def assert_logits(theirs, ours, seed: int = 1):
     tokens = np.random.default_rng(seed).integers(0, ours.config.vocab_size, (2, 90), np.int32)
     expected = goldens.logits_of(theirs, tokens)
     for chunks in (one_pass(tokens), ragged(tokens, seed)):
@@ -70,7 +73,33 @@ def test_logits(tmp_path, family, rope, shape):
         np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
 
 
-LATENT = {
+EXPERTS = {
+    "qwen3-moe": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "qwen3-moe-layers": (
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rope_parameters": goldens.YARN,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss-layers": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "num_experts_per_tok": 4,
+            "sliding_window": 1,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 0.9,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "v2": ("deepseek_v2", {}),
     "v2-groups-yarn": (
         "deepseek_v2",
@@ -90,24 +119,112 @@ LATENT = {
 }
 
 
-def latent_model(tmp_path, name: str):
-    """A random DeepSeek of transformers, and the same saved and loaded by jspec."""
+def mixture(tmp_path, name: str):
+    """A random mixture of experts of transformers, and the same saved and loaded by jspec."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    family, settings = LATENT[name]
-    theirs = goldens.make_model(family, {**goldens.LATENT, **settings}, seed=len(name))
+    family, settings = EXPERTS[name]
+    shared = {"qwen3_moe": goldens.QWEN3_MOE, "gpt_oss": goldens.GPT_OSS}
+    settings = {**shared.get(family, goldens.LATENT), **settings}
+    theirs = goldens.make_model(family, settings, seed=len(name))
     theirs.save_pretrained(tmp_path / "model", max_shard_size="60KB")
     return theirs, load_model(tmp_path / "model")
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_logits_with_latents_and_experts(tmp_path, name):
-    theirs, ours = latent_model(tmp_path, name)
-    tokens = np.random.default_rng(1).integers(0, ours.config.vocab_size, (2, 90), np.int32)
-    expected = goldens.logits_of(theirs, tokens)
-    for chunks in (one_pass(tokens), ragged(tokens, 1)):
-        got = logits_of(ours, tokens, chunks)
-        np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=0)
+def test_transformers_dequantises_mxfp4_alike():
+    import torch
+    import transformers
+
+    path = goldens.GOLDEN / goldens.MXFP4
+    kind = transformers.Mxfp4Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, quantization_config=kind
+    )
+    stored = {name: value.detach().numpy() for name, value in theirs.named_parameters()}
+    ours = load_model(path).layers[0].mlp.experts
+    gate_up = np.asarray(ours.gate_up.kernel.get_value())
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    np.testing.assert_array_equal(gate_up[:, :, 0], stored[name][..., ::2])
+    np.testing.assert_array_equal(gate_up[:, :, 1], stored[name][..., 1::2])
+    down = stored["model.layers.0.mlp.experts.down_proj"]
+    np.testing.assert_array_equal(ours.down.kernel.get_value(), down)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_logits_with_experts(tmp_path, name):
+    assert_logits(*mixture(tmp_path, name))
+
+
+GEMMA = {
+    "gemma2": ("gemma2", {}),
+    "gemma2-uncapped": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            # Sharper attention makes float32 itself worse than the tolerance.
+            "query_pre_attn_scalar": 256,
+            "attention_bias": True,
+            "rope_parameters": ROPES["yarn"],
+            "num_key_value_heads": 1,
+        },
+    ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-pattern": (
+        "gemma3_text",
+        {
+            "layer_types": None,
+            "sliding_window_pattern": 2,
+            "num_hidden_layers": 4,
+            "rope_parameters": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 256,
+        },
+    ),
+}
+
+
+def gemma(tmp_path, name: str):
+    """A random Gemma of transformers, and the same saved and loaded by jspec."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    family, settings = GEMMA[name]
+    shared = goldens.GEMMA if family == "gemma2" else goldens.GEMMA3
+    theirs = goldens.make_model(family, {**shared, **settings}, seed=len(name))
+    theirs.save_pretrained(tmp_path / "model", max_shard_size="60KB")
+    return theirs, load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", GEMMA)
+def test_logits_of_gemma(tmp_path, name):
+    assert_logits(*gemma(tmp_path, name))
+
+
+def test_the_language_model_of_gemma_3_with_images(tmp_path):
+    import torch
+    import transformers
+
+    # transformers leaves the cap of logits out beside images; Google's models have none.
+    sizes = {**goldens.SIZES, **goldens.GEMMA3, "final_logit_softcapping": None}
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=sizes, vision_config=small, eos_token_id=[2, 3])
+    torch.manual_seed(0)
+    theirs = transformers.Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for value in theirs.parameters():
+            value.copy_(torch.randn(value.shape) * 0.2)
+    theirs.eval().save_pretrained(tmp_path / "model")
+    ours = load_model(tmp_path / "model")
+    assert (ours.config.family, ours.config.stop_tokens) == ("gemma3", (2, 3))
+    assert_logits(theirs, ours)
+
+
+@pytest.mark.parametrize("draft", [None, SelfDraft(Streaming(sinks=4, window=16)), NgramDraft()])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_greedy_generation_of_gemma(tmp_path, name, draft):
+    assert_generates_alike(*gemma(tmp_path, name), draft)
 
 
 @pytest.mark.parametrize("draft", [None, SelfDraft(Streaming(sinks=4, window=16)), NgramDraft()])
@@ -121,8 +238,9 @@ def test_greedy_generation(tmp_path, family, rope, draft):
 
 
 @pytest.mark.parametrize("draft", [None, SelfDraft(Streaming(sinks=4, window=16)), NgramDraft()])
-def test_greedy_generation_with_latents_and_experts(tmp_path, draft):
-    assert_generates_alike(*latent_model(tmp_path, "v3"), draft)
+@pytest.mark.parametrize("name", ["v3", "qwen3-moe", "gpt-oss"])
+def test_greedy_generation_with_experts(tmp_path, name, draft):
+    assert_generates_alike(*mixture(tmp_path, name), draft)
 
 
 def assert_generates_alike(theirs, ours, draft):

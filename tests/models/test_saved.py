@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jspec import (
     CheckpointError,
+    ClampedSwiGLU,
     Decoder,
     Experts,
     Latent,
@@ -90,7 +91,7 @@ def experts(draw) -> Experts:
         "chosen": draw(st.integers(1, taken * each)),
         "size": draw(SIZES),
         "shared_size": draw(st.none() | SIZES),
-        "dense_layers": draw(st.integers(0, 2**31 - 1)),
+        "dense_layers": tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5))),
         "score": draw(st.sampled_from(["softmax", "sigmoid"])),
         "groups": groups,
         "chosen_groups": taken,
@@ -98,6 +99,8 @@ def experts(draw) -> Experts:
         "corrected": draw(st.booleans()),
         "normalized": draw(st.booleans()),
         "factor": draw(POSITIVE),
+        "bias": draw(st.booleans()),
+        "clamped": draw(st.none() | st.builds(ClampedSwiGLU, limit=POSITIVE, alpha=POSITIVE)),
     }
     assert fields.keys() == {field.name for field in dataclasses.fields(Experts)}
     return Experts(**fields)
@@ -128,7 +131,8 @@ def configs(draw) -> ModelConfig:
     """Any `ModelConfig`: every field of it and of what it holds takes other values than its own."""
     ropes = draw(st.lists(st.builds(Rope, **FIELDS_OF_ROPE), min_size=1, max_size=3))
     vocab, latent = draw(SIZES), draw(st.none() | st.builds(Latent, **FIELDS_OF_LATENT))
-    flags = ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
+    mixture = draw(st.none() | experts())
+    flags = ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sinks")
     sizes = ("hidden_size", "intermediate_size", "max_context")
     fields = {
         "vocab_size": vocab,
@@ -138,7 +142,12 @@ def configs(draw) -> ModelConfig:
         "family": draw(st.text()),
         "norm_eps": draw(POSITIVE),
         "latent": latent,
-        "experts": draw(st.none() | experts()),
+        "experts": mixture,
+        "post_norms": latent is None and mixture is None and draw(st.booleans()),
+        "centered_norms": draw(st.booleans()),
+        "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
+        "embedding_scale": draw(st.none() | POSITIVE),
+        "logit_softcap": draw(st.none() | POSITIVE),
         "stop_tokens": tuple(draw(st.lists(st.integers(0, vocab - 1), max_size=3))),
         **{name: draw(SIZES) for name in sizes},
         **{name: draw(st.booleans()) for name in flags},

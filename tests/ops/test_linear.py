@@ -73,9 +73,9 @@ def test_shapes_that_do_not_fit_are_named(shapes, settings):
 
 
 def test_a_preference_counts_inside_its_block_and_where_none_is_named():
-    x, kernel = jnp.ones((1, 4)), jnp.ones((4, 3))
+    x, kernel = jnp.ones((1, 4), jnp.int32), jnp.ones((4, 3), jnp.int32)
     with preferring({"linear": "triton"}):
-        with pytest.raises(BackendError, match="triton: Triton needs an NVIDIA GPU"):
+        with pytest.raises(BackendError, match="triton: "):
             linear(x, kernel)
         linear(x, kernel, implementation="xla")
     linear(x, kernel)

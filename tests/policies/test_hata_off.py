@@ -13,7 +13,7 @@ from jspec.cache.layout import Linear
 from jspec.config import SamplingParams
 from jspec.decode import growth, prefill
 from jspec.decode.draft import NoDraft, SelfDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
@@ -43,7 +43,8 @@ def cache_of(policy):
             is_host = in_host(column[name])
             made[name] = place_in_host(tokens, None) if is_host else jnp.asarray(tokens)
         keys = jnp.asarray(np.asarray(made["keys"]))
-        columns.append(made | policy.encode(arrays, layer, keys))
+        kept = policy.encode(arrays, layer, keys) if policy.keeps_in(layer) else {}
+        columns.append(made | kept)
     lengths = jnp.asarray(LENGTHS)
     return dataclasses.replace(empty, columns=tuple(columns), lengths=lengths)
 

@@ -10,7 +10,7 @@ import pytest
 from jspec.config import SamplingParams
 from jspec.decode import growth, prefill
 from jspec.decode.draft import NgramDraft, NoDraft, SelfDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models

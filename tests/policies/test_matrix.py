@@ -11,16 +11,18 @@ import pytest
 from jspec.cache import Linear, Striped
 from jspec.config import SamplingParams
 from jspec.decode.draft import SelfDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.ops.attention.dense import attention
 from jspec.policies import POLICIES
 from jspec.policies.attend import Compact, compact_attend, dense_attend, selected_attend
+from jspec.policies.policy import create_cache
 from tests.decode.common import prompts, requests
 from tests.policies.common import (
     BATCH,
     CAPACITY,
     LENGTHS,
     MATRIX,
+    SPEC,
     arrays_of,
     filled,
     query,
@@ -183,3 +185,14 @@ def test_sampled_requests_keep_their_seed(sharp):
     draft = SelfDraft(MATRIX["shared top-k"])
     first, again = (generate(sharp, prompts()[:2], params, draft=draft).tokens for _ in range(2))
     assert first == again
+
+
+@pytest.mark.parametrize("name", ["hata", "loki", "quest"])
+def test_a_layer_that_reads_all_there_is_keeps_nothing_to_select_by(name):
+    """The first layer is dense, the third has a window; the second selects."""
+    policy = dataclasses.replace(MATRIX[name], dense_layers=1)
+    specs = [SPEC, SPEC, dataclasses.replace(SPEC, window=4)]
+    cache = create_cache(policy, specs, [Linear(CAPACITY)] * 3, 2, jnp.float32)
+    kept = [(*column, *page) for column, page in zip(cache.columns, cache.pages, strict=True)]
+    assert kept[0] == kept[2] == ("keys", "values")
+    assert len(kept[1]) > 2

@@ -8,7 +8,7 @@ import pytest
 from jspec.cache import Cache, Linear, Striped
 from jspec.config import LayerSpec
 from jspec.decode.draft import Chain, SelfDraft, SuffixDraft, named_draft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
 from jspec.decode.switch import switch

@@ -10,7 +10,8 @@ import pytest
 
 from jspec.cache import Linear, Striped
 from jspec.policies import Quest
-from jspec.policies.policy import create_cache, dots, with_pages
+from jspec.policies.policy import create_cache, with_pages
+from jspec.policies.scores import dots
 from tests.policies import reference
 from tests.policies.common import CAPACITY, MATRIX, SPEC, arrays_of, filled, query, random
 

@@ -12,7 +12,7 @@ import pytest
 from jspec.cache import Cache, Linear
 from jspec.config import LayerSpec, Rope, RopeScaling, SamplingParams
 from jspec.decode.draft import SelfDraft
-from jspec.decode.engine import generate
+from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN
 from jspec.policies import Streaming

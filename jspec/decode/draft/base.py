@@ -103,6 +103,13 @@ class Drafter:
         """
         return None
 
+    def resumed(self, models: Models, own: Any, lengths: Array, capacity: int, gamma: int) -> Any:
+        """Its own state behind a prompt that longer ones begin with, before the rest of these.
+
+        ``lengths [B]``: the tokens of which it will have heard in the end; the others as in `init`.
+        """
+        return own
+
     def prefill(
         self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
     ) -> Any:

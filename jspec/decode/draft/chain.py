@@ -107,6 +107,14 @@ class Chain(Drafter):
             self.second.init(models, lengths, capacity, gamma),
         )
 
+    def resumed(
+        self, models: Models, own: Any, lengths: Array, capacity: int, gamma: int
+    ) -> Levels:
+        return Levels(
+            self.first.resumed(models, own.first, lengths, capacity, gamma + self.inner),
+            self.second.resumed(models, own.second, lengths, capacity, gamma),
+        )
+
     def prefill(
         self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
     ) -> Levels:

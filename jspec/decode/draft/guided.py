@@ -85,6 +85,11 @@ class GuidedDraft(SparseDrafter):
         )
         return Guide(picked, jnp.full((len(lengths), gamma + 1), -1, jnp.int32))
 
+    def resumed(
+        self, models: Models, own: Guide, lengths: Array, capacity: int, gamma: int
+    ) -> Guide:
+        return self.init(models, lengths, capacity, gamma)
+
     def grow(self, own: Guide, capacity: int) -> Guide:
         def wider(picked: Array) -> Array:
             none = jnp.zeros(len(picked), jnp.int32)

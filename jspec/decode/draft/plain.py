@@ -53,6 +53,9 @@ class Paused(NoDraft):
     def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Any:
         return self.of.init(models, lengths, capacity, gamma)
 
+    def resumed(self, models: Models, own: Any, lengths: Array, capacity: int, gamma: int) -> Any:
+        return self.of.resumed(models, own, lengths, capacity, gamma)
+
     def prefill(
         self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
     ) -> Any:

@@ -54,6 +54,9 @@ class ModelDraft(Drafter):
         cache = Cache.create(own.layers, layouts, len(lengths), model.dtype)
         return cache.with_lengths(lengths)
 
+    def resumed(self, models: Models, own: Any, lengths: Array, capacity: int, gamma: int) -> Cache:
+        return own.with_lengths(lengths)
+
     def prefill(
         self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
     ) -> Any:

@@ -4,6 +4,7 @@ It follows the evaluation of Helix (Bhatia et al. 2025, section 3 and appendix A
 reads, computes and sends under each layout, by rates of the hardware and named constants.
 """
 
+from jspec.helix.simulator.calibration import Fit, Point, calibrated, load_fit
 from jspec.helix.simulator.configurations import Configurations, configurations
 from jspec.helix.simulator.cost import Constants, StepTimes, pipelined, step_times
 from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
@@ -13,13 +14,17 @@ from jspec.helix.simulator.shapes import Hardware, ModelShape, load_hardware, lo
 __all__ = [
     "Configurations",
     "Constants",
+    "Fit",
     "Frontier",
     "Hardware",
     "ModelShape",
+    "Point",
     "Simulation",
     "StepTimes",
+    "calibrated",
     "configurations",
     "kv_read_us",
+    "load_fit",
     "load_hardware",
     "load_shape",
     "pipelined",

@@ -109,7 +109,7 @@ def load_shape(name: str) -> ModelShape:
         raise ValueError(
             f"model {name!r} is neither a file nor one of {', '.join(shipped('models'))}"
         )
-    return shape_of_config(path.parent.name or path.stem, _read(path))
+    return shape_of_config(path.parent.name or path.stem, read_object(path))
 
 
 def shape_of_config(name: str, config: dict[str, Any]) -> ModelShape:
@@ -145,7 +145,7 @@ def load_hardware(name: str) -> Hardware:
             f"hardware {name!r} is neither a file nor one of {', '.join(shipped('hardware'))}"
         )
     try:
-        return Hardware(name=path.stem, **_sizes(_read(path)))
+        return Hardware(name=path.stem, **_sizes(read_object(path)))
     except TypeError as error:
         raise ValueError(f"hardware {name}: {error}") from None
 
@@ -164,7 +164,8 @@ def _sizes(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != "source"}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file. Raises `ValueError` for any other file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

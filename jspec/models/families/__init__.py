@@ -19,8 +19,13 @@ FAMILIES = (
     "llama",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gemma3",
+    "gpt_oss",
 )
 
 

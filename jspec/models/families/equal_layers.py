@@ -26,7 +26,7 @@ def read_equal_layers(fields: Fields, **special: Any) -> ModelConfig:
         num_layers=layer_count(fields),
         num_heads=heads,
         num_kv_heads=fields.integer("num_key_value_heads", heads),
-        head_size=_head_size(fields, hidden, heads),
+        head_size=head_size(fields, hidden, heads),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         norm_eps=float(fields.number("rms_norm_eps")),
@@ -42,7 +42,7 @@ def refuse_variants(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.error(f"hidden_act={quoted(activation)} is not supported; jspec has silu")
-    kinds = fields.values.get("layer_types")
+    kinds = fields.get("layer_types")
     if kinds is not None:
         other = kinds if not isinstance(kinds, list) else [k for k in kinds if k != _FULL]
         if other or not isinstance(kinds, list):
@@ -50,15 +50,15 @@ def refuse_variants(fields: Fields) -> None:
                 f"layer_types has {quoted(other)}, but jspec has {_FULL} alone; use a model "
                 "without sliding windows"
             )
-    if not fields.has("layer_types") and fields.boolean("use_sliding_window", False):
-        window = fields.values.get("sliding_window")
-        first = fields.values.get("max_window_layers", 0)
-        if window is not None and not (type(first) is int and first >= layer_count(fields)):
-            raise fields.error(
-                f"use_sliding_window=true with sliding_window={quoted(window)} and "
-                f"max_window_layers={quoted(first)}: jspec attends to the whole context; set "
-                "use_sliding_window to false if the model was trained that way"
-            )
+    used = fields.boolean("use_sliding_window", False)
+    window, first = fields.get("sliding_window"), fields.get("max_window_layers")
+    whole = window is None or (type(first) is int and first >= layer_count(fields))
+    if kinds is None and used and not whole:
+        raise fields.error(
+            f"use_sliding_window=true with sliding_window={quoted(window)} and "
+            f"max_window_layers={quoted(first)}: jspec attends to the whole context; set "
+            "use_sliding_window to false if the model was trained that way"
+        )
 
 
 def layer_count(fields: Fields) -> int:
@@ -69,7 +69,7 @@ def layer_count(fields: Fields) -> int:
     return layers
 
 
-def _head_size(fields: Fields, hidden: int, heads: int) -> int:
+def head_size(fields: Fields, hidden: int, heads: int) -> int:
     if fields.has("head_dim"):
         return fields.integer("head_dim")
     if hidden % heads:

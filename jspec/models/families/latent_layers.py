@@ -13,6 +13,12 @@ from jspec.models.files import Fields
 from jspec.parts import Experts, Latent
 
 _OTHER = ("attention.k", "attention.v")
+EXPERTS = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "gate_proj",
+    "mlp.experts.up": "up_proj",
+    "mlp.experts.down": "down_proj",
+}
 MODULES = {
     **{name: stored for name, stored in LLAMA.items() if name not in _OTHER},
     "attention.q_down": "self_attn.q_a_proj",
@@ -21,10 +27,7 @@ MODULES = {
     "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.kv_up": "self_attn.kv_b_proj",
-    "mlp.router": "mlp.gate",
-    "mlp.experts.gate": "gate_proj",
-    "mlp.experts.up": "up_proj",
-    "mlp.experts.down": "down_proj",
+    **EXPERTS,
     "mlp.shared.gate": "mlp.shared_experts.gate_proj",
     "mlp.shared.up": "mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
@@ -76,12 +79,13 @@ def read_latent_layers(fields: Fields, *, family: str, experts: Experts) -> Mode
 def read_experts(fields: Fields, **special: Any) -> Experts:
     """The fields of experts that the families share; ``special`` are those of one."""
     size = fields.integer("moe_intermediate_size")
+    dense = min(fields.count("first_k_dense_replace"), layer_count(fields))
     return Experts(
         routed=fields.integer("n_routed_experts"),
         chosen=fields.integer("num_experts_per_tok"),
         size=size,
         shared_size=fields.integer("n_shared_experts") * size,
-        dense_layers=fields.count("first_k_dense_replace"),
+        dense_layers=tuple(range(dense)),
         factor=float(fields.number("routed_scaling_factor")),
         **special,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jspec.config import ModelConfig
 from jspec.models.families.equal_layers import read_equal_layers
 from jspec.models.families.family import Family
-from jspec.models.families.llama import MODULES
+from jspec.models.families.llama import MODULES as LLAMA
 from jspec.models.files import Fields
 
 
@@ -18,4 +18,5 @@ def read(fields: Fields) -> ModelConfig:
 
 
 NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-FAMILY = Family(read, {**MODULES, **NORMS})
+MODULES = {**LLAMA, **NORMS}
+FAMILY = Family(read, MODULES)

@@ -39,9 +39,13 @@ def _rope_fields(fields: Fields) -> Fields:
     return old if old.values else new
 
 
-def read_rope(fields: Fields) -> Rope:
-    """The base and the scaling of a config.json."""
-    rope = _rope_fields(fields)
+def read_rope(fields: Fields, theta: float = 10000.0) -> Rope:
+    """The base, by default ``theta``, and the scaling of a config.json."""
+    return rope_of(fields, _rope_fields(fields), fields.number("rope_theta", theta))
+
+
+def rope_of(fields: Fields, rope: Fields, theta: float) -> Rope:
+    """The base, by default ``theta``, and the scaling that ``rope`` of a config.json says."""
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
@@ -55,7 +59,7 @@ def read_rope(fields: Fields) -> Rope:
         if place.number("partial_rotary_factor", 1.0) != 1.0:
             value = quoted(place.values["partial_rotary_factor"])
             raise place.error(f"partial_rotary_factor={value} is not supported; jspec rotates all")
-    theta = float(rope.number("rope_theta", fields.number("rope_theta", 10000.0)))
+    theta = float(rope.number("rope_theta", theta))
     if theta <= 1:
         raise fields.error(f"rope_theta={theta} must be above 1")
     try:

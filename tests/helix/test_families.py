@@ -1,4 +1,4 @@
-"""Latent attention and mixtures of experts on a mesh: the tokens and logits of one device."""
+"""Every family on a mesh has the tokens of one device: latents, experts, sinks, windows, norms."""
 
 import functools
 
@@ -23,26 +23,48 @@ def generated(model, draft) -> tuple[tuple[int, ...], ...]:
 
 
 @functools.cache
-def alone() -> tuple[tuple[int, ...], ...]:
-    return generated(jspec.load_model(GOLDEN / "deepseek_v3"), None)
+def alone(name: str = "deepseek_v3") -> tuple[tuple[int, ...], ...]:
+    return generated(jspec.load_model(GOLDEN / name), None)
 
 
 @pytest.mark.parametrize(
     ("kvp", "ep", "draft"),
     [
-        (4, 1, NGRAM),
+        (4, 2, NGRAM),
         (4, 4, SPARSE),
         pytest.param(2, 1, None, marks=pytest.mark.slow),
         pytest.param(2, 2, jspec.GuidedDraft(jspec.Vegas(budget=8)), marks=pytest.mark.slow),
     ],
-    ids=["channels", "experts", "plain", "vegas"],
+    ids=["grid", "experts", "channels", "vegas"],
 )
 def test_tokens_are_those_of_one_device(kvp, ep, draft):
     model = helix.load_model(GOLDEN / "deepseek_v3", CONFIG(kvp=kvp, ep=ep))
     gate_up = model.model.layers[1].mlp.experts.gate_up.kernel.get_value()
     held = {shard.data.shape for shard in gate_up.addressable_shards}
-    assert held == {(8, 32, 2, 12 // kvp) if ep == 1 else (8 // kvp, 32, 2, 12)}
+    assert held == {(8 // ep, 32, 2, 12 // (kvp // ep))}
     assert generated(model, draft) == alone()
+
+
+VEGAS = jspec.GuidedDraft(jspec.Vegas(budget=8, least=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "draft"),
+    [
+        ("gpt_oss", {"kvp": 2, "tpa": 2, "ep": 4}, None),
+        pytest.param("gpt_oss", {"kvp": 2, "tpa": 2}, VEGAS, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"kvp": 4}, NGRAM, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"kvp": 2, "strategy": "medha"}, None, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"kvp": 2, "tpa": 2}, NGRAM, marks=pytest.mark.slow),
+        pytest.param("gemma3", {"kvp": 4}, VEGAS, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"kvp": 2, "tpa": 2}, SPARSE, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"tpa": 2, "ep": 2}, NGRAM, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_tokens_of_other_families_are_those_of_one_device(name, axes, draft):
+    model = helix.load_model(GOLDEN / name, CONFIG(**axes))
+    assert generated(model, draft) == alone(name)
 
 
 @pytest.mark.slow
@@ -55,7 +77,7 @@ def test_what_helix_is_compared_with_has_the_same_tokens(strategy):
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="tpa=2 is more than the 1 key-value heads of layer 0"):
         helix.load_model(GOLDEN / "deepseek_v2", CONFIG(tpa=2))
-    with pytest.raises(ValueError, match="moe_intermediate_size=12 does not divide into kvp=8"):
+    with pytest.raises(ValueError, match="moe_intermediate_size=12 does not divide into tpf=8"):
         helix.load_model(GOLDEN / "deepseek_v2", CONFIG(kvp=8))
     with pytest.raises(ValueError, match=r"ep=2 shares out experts, and .* qwen3 has none"):
         helix.load_model(GOLDEN / "qwen3", CONFIG(kvp=2, ep=2))

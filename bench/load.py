@@ -1,0 +1,137 @@
+"""Requests put to an engine when they arrive, and what came of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from jspec.decode.prefill import rounded_capacity
+from jspec.decode.programs import PROGRAMS
+
+Request = tuple[list[int], jspec.SamplingParams]
+
+
+@dataclasses.dataclass
+class Watch:
+    """When a request arrived, when its tokens came, in seconds, and how many came first."""
+
+    arrived: float
+    times: list[float] = dataclasses.field(default_factory=list)
+    first: int = 0
+
+    def heard(self, tokens: tuple[int, ...], now: float) -> None:
+        self.first = self.first or len(tokens)
+        self.times.append(now)
+
+    def per_token(self, count: int) -> float | None:
+        """Seconds of a token behind the first chunk of ``count``; None where there are none."""
+        rest = count - self.first
+        return (self.times[-1] - self.times[0]) / rest if rest else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What an engine did: ``tokens`` of each request, and figures of all of them."""
+
+    tokens: list[tuple[int, ...]]
+    figures: dict[str, Any]
+
+
+def arrivals(count: int, rate: float, seed: int) -> np.ndarray:
+    """Seconds at which ``count`` requests arrive: a Poisson process of ``rate`` a second."""
+    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
+
+
+def serve(engine: jspec.Engine, requests: Sequence[Request], at: np.ndarray) -> Load:
+    """Submit each request at its time, ``at`` ascending, and drive the engine to the end."""
+    before, begin = engine.stats, time.perf_counter()
+    watches = [Watch(arrived) for arrived in at.tolist()]
+    handles: list[jspec.Handle] = []
+    samples: list[tuple[float, int, int]] = []  # seconds, tokens, requests that have begun
+
+    def now() -> float:
+        return time.perf_counter() - begin
+
+    def submit(request: Request, watch: Watch) -> None:
+        prompt, params = request
+        handles.append(
+            engine.submit(prompt, params, on_tokens=lambda tokens: watch.heard(tokens, now()))
+        )
+
+    while len(handles) < len(requests) or engine.busy:
+        while len(handles) < len(requests) and watches[len(handles)].arrived <= now():
+            submit(requests[len(handles)], watches[len(handles)])
+        if engine.busy:
+            engine.step()
+            begun = sum(1 for watch in watches[: len(handles)] if watch.times)
+            samples.append((now(), engine.stats.committed - before.committed, begun))
+        else:
+            time.sleep(max(watches[len(handles)].arrived - now(), 0))
+    seconds, tokens = now(), [handle.result() for handle in handles]
+    after = engine.stats
+    pairs = list(zip(watches, tokens, strict=True))
+    return Load(
+        tokens,
+        {
+            "seconds": seconds,
+            "tokens_per_s": sum(map(len, tokens)) / seconds,
+            "requests_per_s": len(requests) / seconds,
+            "full_tokens_per_s": _while_full(samples, engine.slots, len(requests)),
+            "token_s": [x for watch, own in pairs if (x := watch.per_token(len(own))) is not None],
+            "first_token_s": [watch.times[0] - watch.arrived for watch in watches],
+            "mean_accepted_length": (after.committed - before.committed)
+            / (after.steps - before.steps),
+            "prefill_s": after.prefill_s - before.prefill_s,
+            "decode_s": after.decode_s - before.decode_s,
+            "compilations": after.compilations - before.compilations,
+        },
+    )
+
+
+def _while_full(samples: list[tuple[float, int, int]], slots: int, count: int) -> float | None:
+    """Tokens a second from when all slots were taken to when no request was waiting for one.
+
+    None where no such time is in the samples.
+    """
+    inside = [(at, tokens) for at, tokens, begun in samples if slots <= begun < count]
+    if len(inside) < 2:
+        return None
+    (begin, first), (end, last) = inside[0], inside[-1]
+    return (last - first) / (end - begin)
+
+
+def step_seconds(
+    model: jspec.Decoder,
+    texts: Sequence[list[int]],
+    capacity: int,
+    config: jspec.StepConfig,
+    steps: int,
+) -> float:
+    """Seconds of a step by itself: chunks of ``steps`` while all rows of ``texts`` decode.
+
+    The state is like that of an engine, so that its program serves.
+    """
+    params = [
+        jspec.SamplingParams(max_new_tokens=capacity - len(text), seed=0, ignore_eos=True)
+        for text in texts
+    ]
+    models = config.draft.prepare(jspec.Models(model))
+    size = rounded_capacity(capacity)
+    state = jspec.start_decoding(models, texts, params, config, capacity=size, chunk=512)
+    stops = np.full((len(texts), 16), -1, np.int32)
+    state = dataclasses.replace(state, stop_tokens=jax.device_put(stops))
+    samples = []
+    while len(samples) < 5 and not (samples and bool(state.done.any())):
+        jax.block_until_ready(state)
+        begin = time.perf_counter()
+        state, _ = PROGRAMS(jspec.decode_chunk, models, state, config=config, steps=steps)
+        jax.block_until_ready(state)
+        samples.append((time.perf_counter() - begin) / steps)
+    return statistics.median(samples)

@@ -1,0 +1,215 @@
+"""Requests served: one as it streams, the lines of a file side by side in an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jspec.cli.requests import Message, Request
+from jspec.cli.show import Progress
+from jspec.config import SamplingParams
+from jspec.decode.draft import Drafter, NoDraft
+from jspec.decode.engine import Engine
+from jspec.decode.generation import Interrupted
+from jspec.decode.generation import generate as decode
+from jspec.decode.handle import Handle
+from jspec.decode.plan import Gamma
+from jspec.decode.prefill import stops_of
+from jspec.decode.stats import Stats
+from jspec.dispatch import Backends
+from jspec.models.text import RowText
+from jspec.models.tokenizer import Tokenizer
+from jspec.ops.stochastic import Rule
+from jspec.policies import Dense, Policy
+
+if TYPE_CHECKING:
+    from jspec.models.chat import ChatTemplate
+
+NO_TEMPLATE = (
+    "the model has no chat template for messages; give it a plain prompt, without --chat or "
+    "'messages', or name a chat model by --model DIR"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A request that the model can serve: its prompt as ids, and its stop texts of one token."""
+
+    request: Request
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A request with its outcome."""
+
+    request: Request
+    row: RowText
+    finished: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What was served, and whether Ctrl-C ended it before all was."""
+
+    served: list[Served]
+    stats: Stats
+    interrupted: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """All that decoding needs besides the requests; ``batch`` of them at a time.
+
+    ``target`` is the policy whose selection the model reads, dense where decoding is lossless.
+    ``template`` renders conversations, None where the model has none or nobody asked for one.
+    """
+
+    model: Any
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    draft: Drafter
+    gamma: Gamma
+    draft_model: Any
+    target: Policy
+    rule: Rule
+    policy_arrays: Any
+    backends: Backends
+    batch: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How it decodes, as `jspec.generate` and `jspec.Engine` take it."""
+        names = "draft gamma draft_model target rule policy_arrays backends"
+        return {name: getattr(self, name) for name in names.split()}
+
+    def plain(self) -> Job:
+        none = {"draft_model": None, "policy_arrays": None}
+        return dataclasses.replace(self, draft=NoDraft(), gamma=0, target=Dense(), **none)
+
+    def encode(self, prompt: bytes | list[Message]) -> list[int]:
+        """Token ids of a text or a conversation."""
+        if isinstance(prompt, bytes):
+            return self.tokenizer.encode(prompt)
+        if self.template is None:
+            raise ValueError(NO_TEMPLATE)
+        return self.template.encode(self.tokenizer, prompt)
+
+    def row(self, request: Request) -> RowText:
+        special = frozenset(self.model.config.stop_tokens)
+        return RowText(self.tokenizer, request.stop, special)
+
+
+class Show:
+    """What a run shows: one request's text as it comes, or whole texts; and progress."""
+
+    def __init__(self, *, streams: bool, prints: bool):
+        self.streams = streams
+        self.prints = prints
+        self.progress = Progress()
+
+    def piece(self, text: str) -> None:
+        if self.streams:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def whole(self, served: Served) -> None:
+        request = served.request
+        if self.streams:
+            print(flush=True)
+        if self.prints:
+            name = "" if request.id is None else f" {json.dumps(request.id)}"
+            print(f"--- line {request.line}{name}\n{served.row.text}", flush=True)
+
+
+def serve(job: Job, ready: Sequence[Ready], show: Show, name: str = "decode") -> Outcome:
+    """Decode the requests; Ctrl-C ends it with what there is."""
+    nothing = Outcome([], Stats.merged([]), interrupted=False)
+    if not ready:
+        return nothing
+    wanted = sum(one.params.max_new_tokens for one in ready)
+    try:
+        with show.progress.batch(wanted, name, streams=show.streams):
+            is_line = ready[0].request.line is not None
+            return _lines(job, ready, show) if is_line else _single(job, ready[0], show)
+    except KeyboardInterrupt:
+        return dataclasses.replace(nothing, interrupted=True)
+
+
+def _single(job: Job, one: Ready, show: Show) -> Outcome:
+    """A request of the command's own, whose text streams."""
+    row, progress, interrupted = job.row(one.request), show.progress, False
+
+    def on_tokens(_: int, tokens: tuple[int, ...]) -> int | None:
+        text, end = row.take(tokens)
+        progress.decoded(len(tokens))
+        show.piece(text)
+        return end
+
+    try:
+        generation = decode(
+            job.model,
+            [one.prompt],
+            [one.params],
+            on_tokens=on_tokens,
+            on_prefill=progress.prefilled if progress.shown else None,
+            on_compile=progress.compiling,
+            **job.settings,
+        )
+    except Interrupted as stop:
+        interrupted, generation, shown = True, stop.generation, row.text
+        # The row may have part of more tokens than there are.
+        row = job.row(one.request)
+        row.feed(generation.tokens[0])
+        show.piece(row.text[len(shown) :])
+    show.piece(row.close())
+    why = "stop" if row.stopped else generation.finished[0]
+    served = Served(one.request, row, why)
+    show.whole(served)
+    return Outcome([served], generation.stats, interrupted)
+
+
+def _lines(job: Job, ready: Sequence[Ready], show: Show) -> Outcome:
+    """The requests of a file, shown in its order; of interrupted ones those that have tokens."""
+    ends, progress, interrupted = job.model.config.stop_tokens, show.progress, False
+    engine = Engine(
+        job.model,
+        slots=min(job.batch, len(ready)),
+        capacity=max(len(one.prompt) + one.params.max_new_tokens for one in ready),
+        stop_tokens=max(1, len(ends), *(len(stops_of(one.params, ends)) for one in ready)),
+        on_compile=progress.compiling,
+        **job.settings,
+    )
+    rows = [job.row(one.request) for one in ready]
+    served: list[Served] = []
+
+    def submitted(one: Ready, row: RowText) -> Handle:
+        def on_tokens(tokens: tuple[int, ...]) -> int | None:
+            progress.decoded(len(tokens))
+            return row.take(tokens)[1]
+
+        return engine.submit(one.prompt, one.params, on_tokens=on_tokens)
+
+    def add(one: Ready, row: RowText, why: str | None) -> None:
+        row.close()
+        served.append(Served(one.request, row, "stop" if row.stopped else why or "interrupted"))
+        show.whole(served[-1])
+
+    handles = [submitted(one, row) for one, row in zip(ready, rows, strict=True)]
+    try:
+        for one, row, handle in zip(ready, rows, handles, strict=True):
+            handle.result()
+            add(one, row, handle.finished)
+    except KeyboardInterrupt:
+        interrupted, begin = True, len(served)
+        for one, handle in zip(ready[begin:], handles[begin:], strict=True):
+            if handle.tokens:
+                # The row that was at work may have part of more tokens than there are.
+                row = job.row(one.request)
+                row.feed(handle.tokens)
+                add(one, row, handle.finished)
+    return Outcome(served, engine.stats, interrupted)

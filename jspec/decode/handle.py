@@ -1,0 +1,112 @@
+"""A request in an engine, as its caller holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jspec.config import SamplingParams
+from jspec.decode.generation import wanted_of
+
+if TYPE_CHECKING:
+    from jspec.decode.engine import Engine
+
+OnTokens = Callable[[tuple[int, ...]], bool | int | None]
+
+
+class Handle:
+    """A request that `Engine.submit` took.
+
+    ``params`` have a seed, also where none was given. ``finished``: why it ended, ``stop``,
+    ``length``, ``cancelled``, ``error`` (its callback raised ``error``) or ``interrupted`` (the
+    engine ended); None until then. Iterating gives its tokens one by one and drives the engine
+    while it waits for the next. The handle keeps all tokens, so that whoever reads slowly stalls
+    nobody, and several may read.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        stops: tuple[int, ...],
+        on_tokens: OnTokens | None,
+    ) -> None:
+        self.params = params
+        self.finished: str | None = None
+        self.error: BaseException | None = None
+        self.prompt_tokens = len(prompt)
+        self._engine: Engine | None = engine
+        self._prompt: np.ndarray | None = prompt
+        self._stops, self._on_tokens = frozenset(stops), on_tokens
+        self._tokens: list[int] = []
+
+    def __repr__(self) -> str:
+        state = self.finished or "in the engine"
+        return f"Handle({self.prompt_tokens} prompt tokens, {len(self._tokens)} new, {state})"
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens so far."""
+        return tuple(self._tokens)
+
+    def __iter__(self) -> Iterator[int]:
+        at = 0
+        while True:
+            while at < len(self._tokens):
+                yield self._tokens[at]
+                at += 1
+            if self._engine is None:
+                break
+            self._engine.step()
+        self._raise()
+
+    def result(self) -> tuple[int, ...]:
+        """All tokens; drives the engine until the request has ended.
+
+        Raises what its callback raised.
+        """
+        while self._engine is not None:
+            self._engine.step()
+        self._raise()
+        return self.tokens
+
+    def cancel(self) -> None:
+        """End the request; it keeps the tokens that it has. One that has ended stays as it is."""
+        if self._engine is not None:
+            self._engine._remove(self)
+            self._end("cancelled")
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _take(self, new: tuple[int, ...], *, is_last: bool) -> int:
+        """Take up ``new`` tokens of a chunk; how many of them count."""
+        if self._engine is None:  # cancelled by a callback of this chunk
+            return 0
+        wanted = None
+        if self._on_tokens is not None:
+            try:
+                wanted = wanted_of(self._on_tokens(new), len(new))
+            except Exception as error:
+                if self._engine is None:
+                    return 0
+                self.error = error
+        if self._engine is None:
+            return 0
+        new = new[:wanted]
+        self._tokens.extend(new)
+        if self.error is not None:
+            self._end("error")
+        elif wanted is not None:
+            self._end("stop")
+        elif is_last:
+            self._end("stop" if new[-1] in self._stops else "length")
+        return len(new)
+
+    def _end(self, why: str) -> None:
+        # A handle may outlive the engine and must not hold it, nor what its callback holds.
+        self.finished, self._engine, self._prompt, self._on_tokens = why, None, None, None

@@ -1,0 +1,88 @@
+"""What the settings of decoding come to: models on the device, the step's config, its gammas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.config import shown, whole_number
+from jspec.decode.auto import Gammas
+from jspec.decode.draft import Drafter, NoDraft
+from jspec.decode.on_mesh import mesh_model
+from jspec.decode.requests import check_models
+from jspec.decode.settings import StepConfig, check_draft
+from jspec.decode.state import FlatModels, Models
+from jspec.ops.stochastic import Rule
+from jspec.policies import Policy
+from jspec.policies.prepare import prepare
+from jspec.typing import Model
+
+Gamma = int | Literal["auto"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What decodes: ``config`` of the longest step, ``gammas`` where they are chosen on the way,
+    ``steps`` of a chunk. ``flat``: the models as programs take them."""
+
+    models: Models
+    flat: FlatModels
+    config: StepConfig
+    gammas: Gammas | None
+    steps: int
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        *,
+        draft: Drafter | None,
+        gamma: Gamma,
+        draft_model: Model | None,
+        target: Policy,
+        rule: Rule,
+        policy_arrays: Any,
+        steps_per_chunk: int | None,
+        backends: Mapping[str, str],
+    ) -> Plan:
+        """Settings as `jspec.generate` takes them, checked, and what they need made of the model.
+
+        Raises `TypeError` and `ValueError` for settings that are none.
+        """
+        models = Models(model, draft_model, policy_arrays)
+        check_models(models)
+        draft = NoDraft() if draft is None else draft
+        check_draft(draft)
+        most = draft.usual_gamma if gamma is None or gamma == "auto" else gamma
+        config = StepConfig(most, draft, backends, target, rule)
+        gammas = Gammas(config) if gamma == "auto" else None
+        config = config if gammas is None else gammas.longest
+        if config.keeps.needs_arrays and policy_arrays is None:
+            models = models._replace(policy=prepare(config.keeps, model))
+        on_mesh = mesh_model(model)
+        models = models if on_mesh is None else on_mesh.placed(models)
+        models = draft.prepare(models)
+        if (models.draft is None) == draft.takes_model:
+            raise ValueError(
+                "draft=ModelDraft() and draft_model go together; pass both or neither. SelfDraft "
+                "takes one with quantized=, and makes it where there is none"
+            )
+        if steps_per_chunk is None:
+            steps_per_chunk = 4 if jax.default_backend() == "cpu" else 16
+        steps = whole_number(steps_per_chunk) or 0
+        if steps < 1:
+            raise ValueError(f"steps_per_chunk={shown(steps_per_chunk)} must be at least 1")
+        models = _on_device(models)
+        return cls(models, FlatModels.of(models), config, gammas, steps)
+
+
+def _on_device(models: Models) -> Models:
+    """``models`` with arrays of JAX for those of numpy, which each call would copy anew."""
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(models)):
+        return models
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, models)

@@ -1,0 +1,51 @@
+"""What processes that decode together must have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec import __version__
+from jspec.config import SamplingParams
+from jspec.decode.on_mesh import mesh_model
+from jspec.decode.requests import one_each
+from jspec.decode.state import Models
+from jspec.processes import check_same, digest, from_first
+from jspec.typing import Model
+
+
+def is_shared(model: Model) -> bool:
+    """Whether ``model`` lies on devices of several processes."""
+    on_mesh = mesh_model(model)
+    return on_mesh is not None and on_mesh.processes > 1
+
+
+def rows_of(
+    models: Models,
+    prompts: Sequence[np.ndarray],
+    params: SamplingParams | Sequence[SamplingParams],
+    settings: Any,
+) -> tuple[SamplingParams, ...]:
+    """`one_each`, with the same seeds on all processes that share the model.
+
+    Raises `ValueError` on all of them where they were not called alike; ``settings`` are what else
+    they decode with.
+    """
+    rows = one_each(params, len(prompts))
+    if not is_shared(models.target):
+        return rows
+    check_same(
+        {
+            "versions of jspec and JAX": f"{__version__} {jax.__version__}",
+            "models": digest([model and model.config for model in (models.target, models.draft)]),
+            "prompts": digest([prompt.tolist() for prompt in prompts]),
+            "sampling params": digest(params),
+            "settings": digest(settings),
+        }
+    )
+    seeds = from_first([row.seed for row in rows])
+    return tuple(dataclasses.replace(row, seed=s) for row, s in zip(rows, seeds, strict=True))

@@ -1,0 +1,97 @@
+"""The processes of several hosts as one program, whose devices a mesh is made of."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+
+import jax
+
+from jspec.checks import check_sizes, given, require
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """The processes that decode together, one or more on each host.
+
+    ``coordinator``: an address of process 0 that all reach, with a free port, as in
+    ``10.0.0.1:1234``; ``processes``: how many; ``index``: of this one, from 0 on. What is None is
+    taken from the environment of Slurm or Open MPI. ``start_timeout``: seconds within which all
+    have to start. ``lost_timeout``: seconds after which a process without a sign of life counts as
+    lost, which ends the others.
+
+    Raises `ValueError` for values that do not fit together.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    index: int | None = None
+    start_timeout: int = 300
+    lost_timeout: int = 60
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "start_timeout", "lost_timeout", *given(self, "processes"))
+        if self.index is not None:
+            require(
+                type(self.index) is int and 0 <= self.index < (self.processes or 2**31),
+                f"index={self.index!r:.80} must be a whole number from 0 on, below "
+                f"processes={self.processes}",
+            )
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            require(
+                bool(host) and port.isdecimal() and 0 < int(port) < 65536,
+                f"coordinator={self.coordinator!r:.80} must be an address and a port of process 0, "
+                "as in 10.0.0.1:1234",
+            )
+
+    def join(self) -> None:
+        """Start `jax.distributed`: from here on `jax.devices` has the devices of all processes.
+
+        It comes before anything else of JAX. Raises `ValueError` where not all processes come in
+        time, where the environment does not say what is None here, and where hosts have different
+        numbers of devices.
+        """
+        failures: list[Exception] = []
+        # Where not all come, JAX itself aborts the process: it gets more time than is waited for.
+        joining = threading.Thread(target=self._initialize, args=(failures,), daemon=True)
+        joining.start()
+        joining.join(self.start_timeout)
+        of = "" if self.processes is None else f" of {self.processes}"
+        if joining.is_alive():
+            raise ValueError(
+                f"not all{of} processes have met within start_timeout={self.start_timeout} "
+                f"seconds{self._where}; start one for each index with the same coordinator, and "
+                "let its port through firewalls"
+            )
+        if failures:
+            raise ValueError(f"the processes cannot meet{self._where}: {failures[0]}")
+        counts = collections.Counter(device.process_index for device in jax.devices())
+        if len(set(counts.values())) > 1:
+            shown = ", ".join(f"process {i} has {counts[i]}" for i in sorted(counts))
+            raise ValueError(
+                f"processes have different numbers of devices: {shown}; give each as many"
+            )
+
+    @property
+    def _where(self) -> str:
+        return "" if self.coordinator is None else f" at {self.coordinator}"
+
+    def _initialize(self, failures: list[Exception]) -> None:
+        # It would catch SIGTERM, for checkpoints that decoding does not write.
+        jax.config.update("jax_enable_preemption_service", False)
+        own = (self.coordinator, self.processes, self.index)
+        try:
+            jax.distributed.initialize(
+                self.coordinator,
+                self.processes,
+                self.index,
+                # Slurm would give a process one GPU, also where a host has one process.
+                cluster_detection_method=None if None in own else "deactivate",
+                initialization_timeout=self.start_timeout + 60,
+                heartbeat_timeout_seconds=self.lost_timeout,
+                shutdown_timeout_seconds=self.lost_timeout,
+            )
+        except Exception as error:
+            failures.append(error)

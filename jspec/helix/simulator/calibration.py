@@ -1,0 +1,158 @@
+"""Constants of the simulator from measurements: results that ``python -m bench`` wrote as JSON.
+
+Times are fitted as a fixed part and bytes over a rate, by least squares of the relative errors, so
+that a message of 2 KiB counts as much as one of 16 MiB.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jspec.helix.simulator.cost import Constants
+from jspec.helix.simulator.shapes import Hardware, read_object
+
+# Bytes on a link of each of P devices that gives n of them, as `jspec.helix.simulator.cost` counts.
+SENT: dict[str, Callable[[int, float], float]] = {
+    "all_to_all": lambda ranks, size: (ranks - 1) / ranks * size,
+    "all_gather": lambda ranks, size: (ranks - 1) * size,
+    "all_reduce": lambda ranks, size: 2 * (ranks - 1) / ranks * size,
+    "reduce_scatter": lambda ranks, size: (ranks - 1) / ranks * size,
+}
+# Of one device that reads all keys and values by itself.
+ALONE = {"strategy": "helix", "kvp": 1, "tpa": 1, "T": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A measured time, microseconds, of so many ``bytes``, and what the fit makes of it."""
+
+    name: str
+    bytes: float
+    measured_us: float
+    fitted_us: float
+
+    @property
+    def residual(self) -> float:
+        """The fit over the measurement, less 1."""
+        return self.fitted_us / self.measured_us - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Times of a ``suite`` of the bench as ``fixed_us`` and bytes at ``gbps``.
+
+    Where all points have the same bytes, ``fixed_us`` is None and the rate has all of the time.
+    """
+
+    suite: str
+    fixed_us: float | None
+    gbps: float
+    points: tuple[Point, ...]
+
+
+def load_fit(path: str | Path) -> Fit:
+    """The fit to a result of the suite ``collectives`` or ``helix-attention``.
+
+    Raises `ValueError` for a file that holds no such result, or too few measurements.
+    """
+    result = read_object(Path(path))
+    suite = result.get("suite")
+    if suite not in SUITES:
+        raise ValueError(
+            f"{path} is a result of {suite!r:.80}; write one with python -m bench collectives "
+            f"--json FILE, or helix-attention"
+        )
+    try:
+        found = [SUITES[suite](row) for row in result["rows"] if row.get("step_ns")]
+        times = [_measured(point) for point in found if point is not None]
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{path} is no result of {suite}: {type(error).__name__}: {error}; write one with "
+            f"python -m bench {suite} --json FILE"
+        ) from None
+    try:
+        return _fitted(suite, times)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def calibrated(constants: Constants, hardware: Hardware, fits: Iterable[Fit]) -> Constants:
+    """``constants`` with what the fits say of them; rates are shares of those of ``hardware``."""
+    changed: dict[str, float] = {}
+    for fit in fits:
+        share, fixed, rate = FITTED[fit.suite]
+        changed[share] = fit.gbps / getattr(hardware, rate)
+        if fit.fixed_us is not None:
+            changed[fixed] = fit.fixed_us
+    return dataclasses.replace(constants, **changed)
+
+
+Measurement = tuple[str, float, Sequence[float]]  # its name, bytes, and nanoseconds of each sample
+
+
+def _collective(row: dict[str, Any]) -> Measurement:
+    ranks, size = int(row["case"]["P"]), float(row["case"]["bytes"])
+    name = f"{row['operation']}, P={ranks}, {size:,.0f} bytes"
+    return name, SENT[row["operation"]](ranks, size), row["step_ns"]
+
+
+def _read(row: dict[str, Any]) -> Measurement | None:
+    case = row["case"]
+    if case.get("latent") or any(case[key] != value for key, value in ALONE.items()):
+        return None
+    name = f"attention, B={case['B']}, S={case['S']}, {case['heads']} heads"
+    return name, float(row["bytes"]), row["step_ns"]
+
+
+# Of each suite that can be fitted: what takes a row of it, and the constants that it decides with
+# the rate of a `Hardware` that one of them is a share of.
+SUITES: dict[str, Callable[[dict[str, Any]], Measurement | None]] = {
+    "collectives": _collective,
+    "helix-attention": _read,
+}
+FITTED = {
+    "collectives": ("link_share", "collective_us", "link_gbps"),
+    "helix-attention": ("memory_share", "kernel_us", "memory_gbps"),
+}
+
+
+def _measured(found: Measurement) -> tuple[str, float, float]:
+    """Name, bytes and microseconds, the median of the samples."""
+    name, size, samples = found
+    microseconds = statistics.median(map(float, samples)) / 1e3
+    if not (size > 0 and 0 < microseconds < float("inf")):
+        raise ValueError(f"{name}: {microseconds:g} us must be above 0, for bytes above 0")
+    return name, size, microseconds
+
+
+def _fitted(suite: str, measured: Sequence[tuple[str, float, float]]) -> Fit:
+    from scipy.optimize import nnls
+
+    if not measured:
+        wanted = "of one device (kvp=1)" if suite == "helix-attention" else "of two devices or more"
+        raise ValueError(f"no row of {suite} {wanted} has times; measure again, with the check")
+    names, sizes, times = zip(*measured, strict=True)
+    sizes, times = np.array(sizes), np.array(times)
+    terms = [np.ones(len(sizes)), sizes] if len(set(sizes)) > 1 else [sizes]
+    # Relative errors: each row is over its time, and should give 1.
+    matrix = np.stack(terms, axis=1) / times[:, None]
+    scale = matrix.max(axis=0)
+    found = nnls(matrix / scale, np.ones(len(times)))[0] / scale
+    *fixed, slope = found  # microseconds, and those of a byte
+    if not slope > 0:
+        raise ValueError(
+            f"the times of {suite} do not grow with the bytes, {sizes.min():,.0f} to "
+            f"{sizes.max():,.0f}; measure larger ones, as with --case"
+        )
+    fits = matrix @ found * times
+    points = map(Point, names, sizes.tolist(), times.tolist(), fits.tolist())
+    return Fit(suite, float(fixed[0]) if fixed else None, float(1e-3 / slope), tuple(points))
+
+
+__all__ = ["Fit", "Point", "calibrated", "load_fit"]

@@ -1,0 +1,23 @@
+"""Gemma 2: every other layer has a window; scores and logits are capped."""
+
+from __future__ import annotations
+
+from jspec.config import ModelConfig
+from jspec.models.families.family import Family
+from jspec.models.families.gemma_layers import MODULES, read_gemma
+from jspec.models.families.rope_fields import read_rope
+from jspec.models.files import Fields
+
+
+def read(fields: Fields) -> ModelConfig:
+    return read_gemma(
+        fields,
+        family="gemma2",
+        every=2,
+        ropes=(read_rope(fields),),
+        softcap=50.0,
+        logit_softcap=30.0,
+    )
+
+
+FAMILY = Family(read, MODULES)

@@ -1,0 +1,44 @@
+"""Gemma 3 as a language model: one layer in six sees all, by a rope of its own."""
+
+from __future__ import annotations
+
+from jspec.config import ModelConfig, Rope
+from jspec.models.errors import quoted
+from jspec.models.families.family import Family
+from jspec.models.families.gemma_layers import MODULES as GEMMA
+from jspec.models.families.gemma_layers import read_gemma
+from jspec.models.families.qwen3 import NORMS
+from jspec.models.families.rope_fields import read_rope, rope_of
+from jspec.models.files import Fields
+
+_THETA, _LOCAL_THETA = 1e6, 1e4
+
+
+def read(fields: Fields) -> ModelConfig:
+    every = fields.integer("sliding_window_pattern", 6)
+    every = fields.integer("_sliding_window_pattern", every)
+    return read_gemma(
+        fields,
+        family="gemma3_text",
+        every=every,
+        ropes=_ropes(fields),
+        window_rope=1,
+        qk_norm=True,
+    )
+
+
+def _ropes(fields: Fields) -> tuple[Rope, Rope]:
+    """The rope of layers that see all, which alone is scaled, and that of those with a window."""
+    local_theta = fields.number("rope_local_base_freq", _LOCAL_THETA)
+    both = fields.object("rope_parameters")
+    full, sliding = (both.object(key) for key in ("full_attention", "sliding_attention"))
+    if not (full.values or sliding.values):
+        return read_rope(fields, _THETA), Rope(float(local_theta))
+    if other := sorted(set(both.values) - both.read):
+        raise both.error(f"fields {quoted(other)} are unknown to jspec beside those of layer types")
+    theta = fields.number("rope_theta", _THETA)
+    return rope_of(fields, full, theta), rope_of(fields, sliding, local_theta)
+
+
+MODULES = {**GEMMA, **NORMS}
+FAMILY = Family(read, MODULES)

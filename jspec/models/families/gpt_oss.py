@@ -1,0 +1,64 @@
+"""gpt-oss: attention sinks, windows in every other layer, and experts that are packed."""
+
+from __future__ import annotations
+
+from jspec.config import ModelConfig
+from jspec.models.errors import quoted
+from jspec.models.families.family import Family, refuse_unknown
+from jspec.models.families.llama import MODULES
+from jspec.models.families.rope_fields import read_rope
+from jspec.models.families.window_layers import read_window_layers
+from jspec.models.files import Fields
+from jspec.parts import ClampedSwiGLU, Experts
+
+
+def read(fields: Fields) -> ModelConfig:
+    activation = fields.text("hidden_act", "silu")
+    if activation != "silu":
+        raise fields.error(f"hidden_act={quoted(activation)} is not supported; jspec has silu")
+    bias = fields.boolean("attention_bias", True)
+    chosen = fields.integer("num_experts_per_tok")
+    _refuse_other(fields, "experts_per_token", chosen)
+    experts = Experts(
+        routed=fields.integer("num_local_experts"),
+        chosen=chosen,
+        size=fields.integer("intermediate_size"),
+        normalized=True,  # a softmax over the chosen ones
+        bias=True,
+        clamped=ClampedSwiGLU(
+            float(fields.number("swiglu_limit", 7.0)), float(fields.number("swiglu_alpha", 1.702))
+        ),
+    )
+    rope = read_rope(fields)
+    if rope.scaling is not None:
+        _refuse_other(fields, "initial_context_length", rope.scaling.original_context)
+    config = read_window_layers(
+        fields,
+        family="gpt_oss",
+        every=2,
+        ropes=(rope,),
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
+        experts=experts,
+    )
+    refuse_unknown(fields)
+    return config
+
+
+def _refuse_other(fields: Fields, key: str, wanted: int) -> None:
+    """Raise `CheckpointError` where a field repeats another one and differs."""
+    value = fields.integer(key, wanted)
+    if value != wanted:
+        raise fields.error(f"{key}={value} disagrees with {wanted}, which other fields say")
+
+
+EXPERTS = {
+    "mlp.router": "mlp.router",
+    "mlp.experts.gate_up.kernel": "mlp.experts.gate_up_proj",
+    "mlp.experts.gate_up.bias": "mlp.experts.gate_up_proj_bias",
+    "mlp.experts.down.kernel": "mlp.experts.down_proj",
+    "mlp.experts.down.bias": "mlp.experts.down_proj_bias",
+}
+SINKS = {"attention.sinks": "self_attn.sinks"}
+FAMILY = Family(read, {**MODULES, **SINKS, **EXPERTS}, packed=True)

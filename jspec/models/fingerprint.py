@@ -1,0 +1,46 @@
+"""Whether two hosts have the same model on their disks, without reading all of it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from jspec.models.errors import CheckpointError
+from jspec.models.files import directory_of
+
+SAMPLES = 64  # of a file, evenly spaced
+SAMPLE_BYTES = 4096
+_BESIDE = (".json", ".jinja")  # the weights
+
+
+def fingerprint(path: str | Path) -> str:
+    """A short text that differs where the files of a model do.
+
+    Of the names and sizes of its JSON, safetensors and Jinja files, and all files below for a model
+    that `jspec.save_model` wrote; and of samples of each. Of a GGUF file those beside it that a
+    model is read with count too. Raises `CheckpointError` where ``path`` is neither.
+    """
+    folder, found = directory_of(path), hashlib.sha256()
+    if not folder.is_dir():
+        raise CheckpointError(f"{path} is no directory; pass a local model directory")
+    for file in sorted(_files(Path(path), folder)):
+        size = file.stat().st_size
+        found.update(f"{file.relative_to(folder)}\n{size}\n".encode())
+        with file.open("rb") as content:
+            for sample in range(SAMPLES):
+                content.seek(sample * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
+                found.update(content.read(SAMPLE_BYTES))
+                if size <= SAMPLE_BYTES:
+                    break
+    return found.hexdigest()[:16]
+
+
+def _files(path: Path, folder: Path) -> list[Path]:
+    """What a model at ``path`` may be read from."""
+    if folder != path:
+        found = [path, *(file for file in folder.iterdir() if file.suffix in _BESIDE)]
+    elif (folder / "config.json").is_file():
+        found = [file for file in folder.iterdir() if file.suffix in (*_BESIDE, ".safetensors")]
+    else:
+        found = list(folder.rglob("*"))
+    return [file for file in found if file.is_file()]

@@ -1,0 +1,157 @@
+"""Policies that read a budget of positions or pages: those of the highest scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.cache import Cache
+from jspec.policies.policy import Policy
+from jspec.policies.scores import best_positions, highest
+from jspec.typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Budgeted(Policy):
+    """A policy that reads the positions of the highest scores; ties go to the first.
+
+    ``budget``: how many positions, a whole number, or a ratio of the context such as 0.0156; what
+    follows the committed context is read besides. ``sinks`` first and ``recent`` last positions are
+    in the budget whatever they score. The first ``dense_layers`` read all there is. A selection
+    serves ``every`` layers one after another (Kascade).
+    """
+
+    budget: int | float = 512
+    sinks: int = 4
+    recent: int = 16
+    dense_layers: int = 2
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        is_ratio = isinstance(self.budget, float)
+        if is_ratio and not 0 <= self.budget <= 1:
+            raise ValueError(f"budget={self.budget} must be a ratio in [0, 1], or a whole number")
+        for name, least in (("sinks", 0), ("recent", 0), ("dense_layers", 0), ("every", 1)):
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        if not is_ratio and self.budget < (kept := self._always * self.page_size):
+            raise ValueError(
+                f"budget={self.budget} must be at least {kept} positions, which sinks={self.sinks} "
+                f"and recent={self.recent} take; raise it or lower them"
+            )
+
+    @property
+    def layers_served(self) -> int:
+        return self.every
+
+    def keeps_in(self, layer: int) -> bool:
+        return layer >= self.dense_layers
+
+    @property
+    def floor(self) -> int:
+        """How many positions, or pages, a ratio comes to at least."""
+        return self._always
+
+    def within(self, best: Callable[..., Array], size: int, until: Array) -> Array:
+        """The positions that ``best`` gives for the budget of rows with ``until [B]`` committed.
+
+        ``size``: the capacity of the layer. ``best(most, counts=, lengths=, sinks=, recent=)``
+        gives the positions, or pages, of the ``most`` highest scores, as `jspec.select` does.
+        """
+        pages = until
+        if self.page_size > 1:
+            pages, size = -(-until // self.page_size), whole_pages(size, self.page_size)
+        if isinstance(self.budget, float):
+            most = min(max(math.ceil(self.budget * size), self.floor, 1), size)
+            share = jnp.ceil(self.budget * until.astype(jnp.float32) / self.page_size)
+            counts = jnp.maximum(share.astype(jnp.int32), self.floor)
+        else:
+            own = self.budget // self.page_size
+            most = min(max(own, 1), size)
+            # Where it is the same for all rows, no array needs to say so.
+            counts = None if own else jnp.zeros_like(until)
+        recent = touched(self._recent, self.page_size)
+        sinks = whole_pages(self.sinks, self.page_size)
+        # A capacity that the budget exceeds holds them all, whatever is a sink or recent.
+        sinks = min(sinks, most)
+        recent = min(recent, most - sinks)
+        counts = None if counts is None else jnp.minimum(counts, most)
+        chosen = best(most, counts=counts, lengths=pages, sinks=sinks, recent=recent)
+        return chosen if self.page_size == 1 else _inside(chosen, self.page_size, until)
+
+    @property
+    def _recent(self) -> int:
+        """How many of the last positions are read; the last page always is."""
+        return max(self.recent, 1) if self.page_size > 1 else self.recent
+
+    @property
+    def _always(self) -> int:
+        """How many positions, or pages, are read whatever they score."""
+        return whole_pages(self.sinks, self.page_size) + touched(self._recent, self.page_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredPolicy(Budgeted):
+    """A `Budgeted` policy that scores the cache for the queries of each pass."""
+
+    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
+        """Scores of all slots of a layer, ``[B, S]`` or, per head, ``[B, K, S]``.
+
+        With a ``page_size`` above 1, those of all pages, which are then read whole. Minus infinity
+        is not read, unless it is a sink or recent. What it gives for a slot without a committed
+        position is ignored, NaN included.
+        """
+        raise NotImplementedError
+
+    @jax.named_scope("selection")
+    def select(
+        self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
+    ) -> Array | None:
+        if layer < self.dense_layers:
+            return None
+        assert q is not None
+        best = functools.partial(self.best, arrays, layer, cache, q)
+        return self.within(best, cache.layouts[layer].capacity, until)
+
+    def best(
+        self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+    ) -> Array:
+        """The positions, or pages, of the ``most`` highest scores, int32 ``[B, ..., most]``.
+
+        ``budget`` is what else `jspec.select` takes. Minus infinity is not read, unless forced.
+        """
+        scores = self.score(arrays, layer, cache, q)
+        if self.page_size == 1:
+            return best_positions(scores, cache.layouts[layer], most, **budget)
+        return highest(scores, most, **budget)
+
+
+def _inside(pages: Array, size: int, until: Array) -> Array:
+    """All positions of ``pages [..., n]`` that are below ``until [B]``."""
+    inside = jnp.arange(size, dtype=jnp.int32).reshape(*[1] * pages.ndim, size)
+    positions = jnp.where(pages[..., None] >= 0, pages[..., None] * size + inside, -1)
+    positions = positions.reshape(*pages.shape[:-1], -1)
+    end = until.reshape(-1, *[1] * (pages.ndim - 1))
+    return jnp.where(positions < end, positions, -1)
+
+
+def check_page(page: int) -> None:
+    """Raise `ValueError` for pages without a position."""
+    if page < 1:
+        raise ValueError(f"page={page} must be at least 1 position")
+
+
+def whole_pages(positions: int, size: int) -> int:
+    """Pages of ``size`` that hold the first ``positions``."""
+    return -(-positions // size)
+
+
+def touched(positions: int, size: int) -> int:
+    """The most pages of ``size`` that ``positions`` side by side lie in."""
+    return min(positions, whole_pages(positions - 1, size) + 1)

@@ -1,0 +1,115 @@
+"""What the processes of one program tell each other, where `jax.distributed` has joined several.
+
+Each function has to be called by all of them, in the same order. A process alone hears itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
+LEAST = 256  # bytes of a message, so that short ones share a program
+
+
+class ElsewhereError(ValueError):
+    """What went wrong in another process."""
+
+
+class ExchangeError(RuntimeError):
+    """A message of another process did not come, as when it has ended."""
+
+
+def several() -> bool:
+    """Whether this program has more processes than one."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which speaks for all."""
+    return not several() or jax.process_index() == 0
+
+
+def from_all(value: Any) -> list[Any]:
+    """``value`` of each process, in their order: anything that JSON has.
+
+    Raises `ExchangeError` where one of them has ended.
+    """
+    if not several():
+        return [value]
+    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = _gathered(np.int32(len(own)))
+    message = np.zeros(max(LEAST, 1 << int(lengths.max() - 1).bit_length()), np.uint8)
+    message[: len(own)] = own
+    messages = _gathered(message)
+    pairs = zip(messages, lengths, strict=True)
+    return [json.loads(message[:length].tobytes()) for message, length in pairs]
+
+
+def _gathered(x: Any) -> np.ndarray:
+    try:
+        return process_allgather(x)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:  # it depends on who notices
+        raise ExchangeError(str(error)) from error
+
+
+def from_first(value: Any) -> Any:
+    """``value`` of process 0."""
+    return from_all(value)[0]
+
+
+def check_same(values: Mapping[str, str]) -> None:
+    """Raise `ValueError` on all processes where one has other ``values`` than process 0.
+
+    Keys, the same everywhere, say in the error what the values are of: `digest` shortens long ones.
+    """
+    first, *others = from_all(dict(values))
+    for index, other in enumerate(others, start=1):
+        differing = [name for name in first if first[name] != other.get(name)]
+        if differing:
+            raise ValueError(
+                f"process {index} has other {' and '.join(differing)} than process 0; give every "
+                "process of --hosts or jax.distributed the same"
+            )
+
+
+def digest(value: Any) -> str:
+    """A short text that differs where the representation of ``value`` does."""
+    # An object's address, which Python shows by default, says nothing.
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """``x``, of which processes may have parts."""
+    return np.asarray(x if x.is_fully_addressable else process_allgather(x, tiled=True))
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[None]:
+    """A block that fails on all processes if it fails on one; inside, none waits for another.
+
+    Raises `ElsewhereError` on those where it did not fail itself.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if not several():
+            raise
+        failure = error
+    if not several():
+        return
+    messages = from_all(None if failure is None else str(failure) or type(failure).__name__)
+    if failure is not None:
+        raise failure
+    for index, message in enumerate(messages):
+        if message is not None:
+            raise ElsewhereError(f"process {index}: {message}")

@@ -1,0 +1,149 @@
+"""Processes that decode together in the tests: how they are started, and what each of them does.
+
+``python -m tests.helix.processes CHECK PORT PROCESSES INDEX`` prints what the check found as JSON.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+import jspec
+from jspec import helix
+from jspec.helix.sharded import decoder_sharding
+from jspec.models.files import TensorFile
+from jspec.processes import all_or_none, check_same, from_all, from_first
+from tests.decode.common import NGRAM, prompts
+from tests.models.goldens import GOLDEN
+
+SECONDS = 900  # far beyond what any of them takes: a hang fails the test
+TEXTS = prompts((40, 1, 17), vocabulary=112)
+SEEDED = jspec.SamplingParams(max_new_tokens=12, temperature=0.9, seed=5, ignore_eos=True)
+DRAFTS = {
+    "loki": jspec.SelfDraft(jspec.Loki(budget=8, sinks=1, recent=2, dense_layers=0)),
+    "vegas": jspec.GuidedDraft(jspec.Vegas(budget=8, least=0)),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start(*arguments: str, devices: int = 1, **more: str) -> subprocess.Popen[str]:
+    """A process with virtual devices of its own, and ``more`` in its environment."""
+    count = "--xla_force_host_platform_device_count="
+    flags = re.sub(rf"{count}\d+", f"{count}{devices}", os.environ.get("XLA_FLAGS", ""))
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"XLA_FLAGS": flags} | more,
+    )
+
+
+def ends_of(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each, none of which is left running."""
+    try:
+        streams = [process.communicate(timeout=SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *s) for process, s in zip(processes, streams, strict=True)]
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def tokens_of(model: Any, **settings: Any) -> tuple[tuple[int, ...], ...]:
+    return jspec.generate(model, TEXTS, **({"params": SEEDED, "gamma": 3} | settings)).tokens
+
+
+def drafted(model: Any, plain: Any, name: str) -> tuple[tuple[int, ...], ...]:
+    """Tokens with the drafter ``name``, what it takes prepared with ``plain``, on no mesh."""
+    policy = jspec.StepConfig(3, DRAFTS[name]).keeps
+    text = [token for prompt in TEXTS for token in prompt]
+    arrays = jspec.prepare(policy, plain, text) if policy.needs_arrays else None
+    return tokens_of(model, draft=DRAFTS[name], policy_arrays=arrays)
+
+
+def together(index: int) -> dict[str, Any]:
+    """What two processes of one device find, the same in both if all is well."""
+    config = helix.HelixConfig(kvp=2, block=4)
+    model = helix.load_model(GOLDEN / "qwen3", config)
+    kernel = model.model.layers[0].mlp.down.kernel.get_value()
+    fresh = dataclasses.replace(SEEDED, seed=None)
+    ended = jspec.generate(
+        model, TEXTS, fresh, draft=NGRAM, gamma=3, on_tokens=lambda row, new: index == 0
+    )
+
+    def fails_in_one():
+        with all_or_none():
+            if index == 1:
+                raise OSError("the disk is full")
+
+    read: set[str] = set()
+    blocks = TensorFile.blocks
+
+    def counted(file: TensorFile, name: str, **settings: Any):
+        read.add(name)
+        return blocks(file, name, **settings)
+
+    with mock.patch.object(TensorFile, "blocks", counted):
+        experts = helix.load_model(GOLDEN / "deepseek_v3", helix.HelixConfig(kvp=2, ep=2))
+    own = experts.model.layers[1].mlp.experts.down.kernel.get_value().addressable_data(0)
+
+    return {
+        "experts": np.asarray(own).tolist(),
+        "read": sorted(name for name in read if ".experts." in name),
+        "devices": (jax.device_count(), jax.local_device_count()),
+        "held": [shard.data.shape for shard in kernel.addressable_shards],
+        "tokens": tokens_of(model, draft=NGRAM),
+        "ended by process 0": (ended.tokens, ended.seeds),
+        "all": from_all({"index": index, "text": "é" * 300 * index}),
+        "first": from_first(index),
+        "same": error_of(lambda: check_same({"x": "1", "y": str(index)})),
+        "mesh": error_of(lambda: helix.HelixConfig(kvp=4).mesh),
+        "small mesh": error_of(lambda: helix.HelixConfig(kvp=1).mesh),
+        "prompts": error_of(
+            lambda: tokens_of(model, draft=jspec.SuffixDraft() if index else NGRAM)
+        ),
+        "capacity": error_of(
+            lambda: jspec.start_decoding(model, TEXTS, SEEDED, jspec.PLAIN, capacity=40)
+        ),
+        "fails in one": error_of(fails_in_one),
+    }
+
+
+def drafts(index: int) -> dict[str, Any]:
+    """Tokens with each drafter on two devices a process."""
+    config = helix.HelixConfig(kvp=2, tpa=2, block=4)
+    plain = jspec.load_model(GOLDEN / "qwen3", sharding=decoder_sharding(config))
+    model = helix.shard(plain, config)
+    return {name: drafted(model, plain, name) for name in DRAFTS}
+
+
+if __name__ == "__main__":
+    check, port, count, index = sys.argv[1], *map(int, sys.argv[2:])
+    helix.Hosts(f"127.0.0.1:{port}", count, index, start_timeout=60, lost_timeout=20).join()
+    checks = {"together": together, "drafts": drafts}
+    # Gloo prints on stdout, too.
+    print("\n" + json.dumps(checks[check](index)))

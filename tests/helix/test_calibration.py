@@ -1,0 +1,137 @@
+"""Constants fitted to measurements: by the law exactly, noisy, and files that hold none."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import collectives, helix_attention
+from jspec.cli import main
+from jspec.helix.simulator import Constants, calibrated, load_fit, load_hardware
+
+H200 = load_hardware("h200")
+SIZES = (2048, 32768, 262144, 2**20, 2**24)
+
+
+def message(name: str, ranks: int, size: int, microseconds: float) -> dict:
+    case = collectives.DEFAULT | {"P": ranks, "bytes": size}
+    return {"operation": name, "case": case, "step_ns": [1e3 * microseconds] * 3}
+
+
+def sent(name: str, ranks: int, size: int) -> float:
+    """Bytes on a device's link by a ring: each step passes on a part to the next one."""
+    steps = {"all_reduce": 2 * (ranks - 1), "all_gather": ranks * (ranks - 1)}
+    return steps.get(name, ranks - 1) * size / ranks
+
+
+def messages(fixed: float, gbps: float, error: float = 0.0) -> dict:
+    rng = np.random.default_rng(0)
+    rows = []
+    for name in collectives.COLLECTIVES:
+        for ranks in (2, 4):
+            for size in SIZES:
+                time = fixed + sent(name, ranks, size) / gbps / 1e3
+                time *= 1 + error * rng.uniform(-1, 1)
+                rows.append(message(name, ranks, size, time))
+    return {"suite": "collectives", "rows": [*rows, {"operation": "x", "reason": "2 devices"}]}
+
+
+def reads(fixed: float, gbps: float, slots=(2**15, 2**18)) -> dict:
+    rows = []
+    for size in slots:
+        for kvp in (1, 2):  # what is shared has an exchange in it, and is left out
+            case = helix_attention.DEFAULT | {"S": size, "kvp": kvp}
+            moved = size * 4096 // kvp
+            time = 1e3 * fixed + moved / gbps + (kvp - 1) * 1e6
+            rows.append({"operation": "attend", "case": case, "bytes": moved, "step_ns": [time]})
+    return {"suite": "helix-attention", "rows": rows}
+
+
+def written(tmp_path, result) -> str:
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+    path.write_text(result if isinstance(result, str) else json.dumps(result))
+    return str(path)
+
+
+def test_times_by_the_law_give_its_constants(tmp_path):
+    fits = [load_fit(written(tmp_path, x)) for x in (messages(7.5, 360.0), reads(3.5, 4320.0))]
+    assert [fit.fixed_us for fit in fits] == pytest.approx([7.5, 3.5])
+    assert [fit.gbps for fit in fits] == pytest.approx([360, 4320])
+    assert [len(fit.points) for fit in fits] == [40, 2]
+    assert all(abs(point.residual) < 1e-9 for fit in fits for point in fit.points)
+    found = calibrated(Constants(row_us=1.0), H200, fits)
+    wanted = Constants(
+        row_us=1.0, collective_us=7.5, link_share=360 / 450, kernel_us=3.5, memory_share=0.9
+    )
+    assert vars(found) == pytest.approx(vars(wanted))
+
+
+def test_noise_is_averaged_and_told(tmp_path):
+    fit = load_fit(written(tmp_path, messages(7.5, 360.0, error=0.1)))
+    assert (fit.fixed_us, fit.gbps) == pytest.approx((7.5, 360), rel=0.05)
+    # The fit is the least of the squared relative errors.
+    weights = np.array([[1.0, point.bytes] for point in fit.points])
+    weights /= np.array([point.measured_us for point in fit.points])[:, None]
+    best = np.linalg.lstsq(weights, np.ones(len(weights)), rcond=None)[0]
+    assert (fit.fixed_us, 1e-3 / fit.gbps) == pytest.approx(tuple(best))
+
+
+def test_one_size_gives_a_rate_alone(tmp_path):
+    fit = load_fit(written(tmp_path, reads(0.0, 4000.0, slots=(2**18,))))
+    assert (fit.fixed_us, fit.gbps) == (None, pytest.approx(4000))
+    assert calibrated(Constants(kernel_us=9), H200, [fit]).kernel_us == 9
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "must hold a JSON object"),
+        (
+            {"suite": "verify", "rows": []},
+            "is a result of 'verify'; write one with",
+        ),
+        ({"suite": "collectives"}, "is no result of collectives: KeyError: 'rows'"),
+        ({"suite": "collectives", "rows": [3]}, "is no result of collectives: AttributeError"),
+        ({"suite": "collectives", "rows": []}, "no row of collectives of two devices or more has"),
+        (
+            {"suite": "helix-attention", "rows": []},
+            "no row of .* of one device .* has times",
+        ),
+        (
+            {"suite": "collectives", "rows": [message("send", 2, 8, 1.0)]},
+            "is no result of collectives: KeyError: 'send'",
+        ),
+        (
+            {"suite": "collectives", "rows": [message("all_to_all", 2, 8, -1.0)]},
+            "all_to_all, P=2, 8 bytes: -1 us must be above 0",
+        ),
+        (
+            {"suite": "collectives", "rows": [message("all_to_all", 2, n, 9 / n) for n in (8, 64)]},
+            "the times of collectives do not grow with the bytes, 4 to 32",
+        ),
+    ],
+    ids=["text", "list", "suite", "rows", "row", "empty", "shared", "name", "negative", "falling"],
+)
+def test_files_without_what_is_needed_are_refused(result, message, tmp_path, capsys):
+    path = written(tmp_path, result)
+    with pytest.raises(ValueError, match=message):
+        load_fit(path)
+    assert main(["simulate", "pareto", "--calibrate", path]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_command_shows_and_uses_what_it_fitted(tmp_path, capsys):
+    paths = [written(tmp_path, x) for x in (messages(7.5, 360.0, error=0.1), reads(3.5, 4320.0))]
+    command = ["simulate", "pareto", "--model", "qwen3-8b", "--hardware", "h200", "--gpus", "2"]
+    command += [part for path in paths for part in ("--calibrate", path)]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "4,320 GB/s, memory_share=0.9 of 4,800; kernel_us=3.5" in shown
+    assert "all_gather, P=4, 2,048 bytes" in shown
+    assert main([*command, "--set", "kernel_us=1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["constants"]["kernel_us"] == 1
+    assert found["constants"]["collective_us"] == found["fits"][0]["fixed_us"]
+    assert main([*command[:8], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["frontiers"] != found["frontiers"]

@@ -1,0 +1,293 @@
+"""Several processes decode as one device does; what goes wrong in one ends all, with its reason."""
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jspec
+from jspec.decode import chunks
+from jspec.helix import Hosts
+from jspec.models.errors import CheckpointError
+from jspec.models.fingerprint import SAMPLE_BYTES, fingerprint
+from jspec.policies.named import made
+from jspec.processes import all_or_none, digest, from_all, from_first
+from tests.helix.processes import (
+    DRAFTS,
+    NGRAM,
+    SEEDED,
+    drafted,
+    ends_of,
+    free_port,
+    start,
+    tokens_of,
+)
+from tests.models.goldens import GOLDEN
+
+LOST = 10  # seconds
+
+
+def found_by(check: str, devices: int) -> list[dict]:
+    port = str(free_port())
+    started = [
+        start("tests.helix.processes", check, port, "2", str(index), devices=devices)
+        for index in range(2)
+    ]
+    ends = ends_of(started)
+    assert [code for code, _, _ in ends] == [0, 0], "\n".join(error for *_, error in ends)
+    return [json.loads(out.splitlines()[-1]) for _, out, _ in ends]
+
+
+@pytest.mark.slow
+def test_two_processes_decode_as_one_device_does():
+    first, second = found_by("together", devices=1)
+    fails = (first.pop("fails in one"), second.pop("fails in one"))
+    assert fails == ("ElsewhereError: process 1: the disk is full", "OSError: the disk is full")
+    # Of eight experts each reads its own, and of every other weight what it needs.
+    whole = jspec.load_model(GOLDEN / "deepseek_v3")
+    mixture: Any = whole.layers[1].mlp
+    kernel = np.asarray(mixture.experts.down.kernel.get_value())
+    for index, found in enumerate((first, second)):
+        experts = {int(name.split(".experts.")[1].split(".")[0]) for name in found.pop("read")}
+        assert experts == set(range(4 * index, 4 * index + 4))
+        np.testing.assert_array_equal(found.pop("experts"), kernel[4 * index : 4 * index + 4])
+    assert first == second
+    assert first["devices"] == [2, 1]
+    assert first["held"] == [[40 // 2, 32]]
+    model = jspec.load_model(GOLDEN / "qwen3")
+    assert first["tokens"] == [list(row) for row in tokens_of(model, draft=NGRAM)]
+    assert all(0 < len(row) < 12 for row in first["ended by process 0"][0])
+    assert first["all"] == [{"index": 0, "text": ""}, {"index": 1, "text": "é" * 300}]
+    assert first["first"] == 0
+    assert "process 1 has other y than process 0; give every process" in first["same"]
+    assert "needs 4 devices and 2 processes have 2 (cpu); lower kvp" in first["mesh"]
+    assert "takes 1 devices and 2 processes have 2, all of which" in first["small mesh"]
+    assert "process 1 has other settings than process 0" in first["prompts"]
+    assert "needs 52 slots" in first["capacity"]
+
+
+@pytest.mark.slow
+def test_two_processes_with_two_devices_each_draft_as_one_device_does():
+    first, second = found_by("drafts", devices=2)
+    assert first == second
+    model = jspec.load_model(GOLDEN / "qwen3")
+    for name in DRAFTS:
+        assert first[name] == [list(row) for row in drafted(model, model, name)], name
+
+
+def test_a_measured_gamma_is_that_of_process_0(monkeypatch, tiny):
+    asked = []
+
+    def of_first(gamma: int) -> int:
+        asked.append(gamma)
+        return 2
+
+    monkeypatch.setattr(chunks, "is_shared", lambda model: True)
+    monkeypatch.setattr(chunks, "from_first", of_first)
+    found = jspec.generate(tiny, [[1, 2, 3]], SEEDED, draft=NGRAM, gamma="auto")
+    assert asked
+    assert [gamma for gamma, _ in found.stats.steps_at_gamma] == [2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small model with a tokenizer, as the command takes it."""
+    from jspec.models.bundled import bundled_path
+    from tests.conftest import OF_BYTES, make_decoder
+
+    path = tmp_path_factory.mktemp("models") / "model"
+    jspec.save_model(make_decoder(OF_BYTES), path)
+    (path / "tokenizer.json").write_bytes((bundled_path() / "tokenizer.json").read_bytes())
+    return path
+
+
+def command(index: int, port: int, *arguments, processes: int = 2, wait: int = 120):
+    hosts = f"coordinator=127.0.0.1:{port},processes={processes},index={index}"
+    return start(
+        *("jspec.cli", "generate", "--helix", "kvp=2", "--no-compile-cache", "--ignore-eos"),
+        *("--hosts", f"{hosts},start_timeout={wait},lost_timeout={LOST}"),
+        *("--prompt", "def add(a, b):", *map(str, arguments)),
+    )
+
+
+@pytest.mark.slow
+def test_the_command_prints_in_process_0_alone(folder, tmp_path):
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt": "def add(a, b):", "temperature": 0.9}\n')
+    port, out = free_port(), tmp_path / "out.jsonl"
+    arguments = ["--model", folder, "--max-new-tokens", 12, "--json"]
+    ends = ends_of([command(index, port, *arguments) for index in range(2)])
+    assert [(code, error) for code, _, error in ends] == [(0, ""), (0, "")]
+    assert ends[1][1] == ""
+    alone = ends_of([start("jspec.cli", "generate", "--prompt", "def add(a, b):", "--ignore-eos",
+                           *map(str, arguments))])  # fmt: skip
+    assert json.loads(ends[0][1])["tokens"] == json.loads(alone[0][1])["tokens"]
+    port = free_port()
+    each = [
+        start(
+            *("jspec.cli", "generate", "--helix", "kvp=2", "--requests", str(requests)),
+            *("--output", str(out), "--max-new-tokens", "12", "--model", str(folder)),
+            *("--hosts", f"coordinator=127.0.0.1:{port},processes=2,index={index}"),
+        )
+        for index in range(2)
+    ]
+    assert [code for code, *_ in ends_of(each)] == [0, 0]
+    assert len(json.loads(out.read_text())["tokens"]) == 12
+
+
+@pytest.mark.slow
+def test_open_mpi_says_who_is_who(folder):
+    """JAX takes the port from the number of the job."""
+    job = os.getpid() % 4096 * 4096
+    both = [
+        start(
+            *("jspec.cli", "generate", "--helix", "kvp=2", "--hosts", "auto,lost_timeout=10"),
+            *("--prompt", "x", "--model", str(folder), "--max-new-tokens", "3", "--json"),
+            OMPI_MCA_orte_hnp_uri=f"{job}.0;tcp://127.0.0.1:1",
+            OMPI_COMM_WORLD_SIZE="2",
+            OMPI_COMM_WORLD_RANK=str(index),
+            OMPI_COMM_WORLD_LOCAL_RANK=str(index),
+        )
+        for index in range(2)
+    ]
+    first, second = ends_of(both)
+    assert (first[0], second[0], second[1]) == (0, 0, "")
+    assert json.loads(first[1])["environment"]["devices"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of_one", "of_other", "message"),
+    [
+        ((), ("--seed", "5"), "process 1 has other requests than process 0"),
+        ((), ("--draft", "none"), "process 1 has other settings than process 0"),
+        ((), ("--model", "nowhere"), "nowhere is no directory"),
+        ((), ("--max-new-tokens", "0"), "max_new_tokens=0"),
+        (("--max-new-tokens", "2000"),) * 2 + ("exceeds the context of 1024",),
+    ],
+    ids=["requests", "settings", "missing", "refused", "context"],
+)
+def test_what_differs_or_fails_is_said_by_all(of_one, of_other, message, folder):
+    port = free_port()
+    both = [command(i, port, "--model", folder, *own) for i, own in enumerate((of_one, of_other))]
+    for code, out, error in ends_of(both):
+        assert (code, out) == (2, "")
+        assert message in error
+        assert len(error.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_processes_that_never_come_are_not_waited_for(index, folder):
+    begin = time.monotonic()
+    ((code, out, error),) = ends_of([command(index, free_port(), "--model", folder, wait=5)])
+    assert (code, out) == (2, "")
+    assert "not all of 2 processes have met within start_timeout=5 seconds at 127.0.0.1" in error
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        (1, signal.SIGKILL),
+        (0, signal.SIGKILL),
+        (1, signal.SIGTERM),
+        (1, signal.SIGINT),
+        (1, signal.SIGSTOP),
+    ],
+    ids=["killed", "first-killed", "ended", "interrupted", "stopped"],
+)
+def test_a_process_that_is_lost_ends_the_other(victim, how, folder):
+    if signal.getsignal(how) == signal.SIG_IGN:
+        pytest.skip("a shell's background job ignores Ctrl-C, and so does what it starts")
+    port = free_port()
+    both = [command(index, port, "--model", folder, "--max-new-tokens", 1000) for index in range(2)]
+    stdout = both[0].stdout
+    assert stdout is not None
+    assert stdout.read(20)  # some chunks are done, and their programs compiled
+    begin = time.monotonic()
+    both[victim].send_signal(how)
+    other = both[1 - victim]
+    try:
+        other.wait(timeout=60)
+    finally:
+        both[victim].kill()
+        (code, _, error), lost = ends_of([other, both[victim]])
+    assert time.monotonic() - begin < LOST + 20
+    assert code != 0, lost
+    assert "one may have ended" in error or "another task died" in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"processes": 0}, "processes=0 must be a positive int32"),
+        ({"processes": 2, "index": 2}, "index=2 must be .* from 0 on, below processes=2"),
+        ({"index": -1}, "index=-1 must be"),
+        ({"coordinator": "somewhere"}, "coordinator='somewhere' must be an address and a port"),
+        ({"coordinator": ":80"}, "coordinator=':80' must be"),
+        ({"coordinator": "host:99999"}, "coordinator='host:99999' must be"),
+        ({"start_timeout": 0}, "start_timeout=0"),
+        ({"lost_timeout": 1.5}, "lost_timeout=1.5"),
+    ],
+    ids=str,
+)
+def test_hosts_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Hosts(**settings)
+
+
+def test_hosts_from_text():
+    text = "coordinator=[::1]:80,processes=3,index=0,lost_timeout=9"
+    assert made(Hosts, "--hosts", text, text) == Hosts("[::1]:80", 3, 0, 300, 9)
+    with pytest.raises(ValueError, match=r"--hosts .*: processes='two' must be a number"):
+        made(Hosts, "--hosts", "x", "processes=two")
+
+
+def test_a_process_alone_hears_itself():
+    assert from_all({"x": 1}) == [{"x": 1}]
+    assert from_first("x") == "x"
+    with pytest.raises(KeyError), all_or_none():
+        raise KeyError("x")
+
+
+def test_a_digest_tells_values_apart_and_no_addresses():
+    class Plain:
+        pass
+
+    assert digest([Plain(), 1]) == digest([Plain(), 1]) != digest([Plain(), 2])
+
+
+def test_a_fingerprint_tells_models_apart(tmp_path):
+    names = ("config.json", "model.safetensors", "notes.md")
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_bytes(bytes(range(256)) * 8 * SAMPLE_BYTES)
+    one, two = fingerprint(tmp_path / "one"), tmp_path / "two"
+    (two / "notes.md").write_text("other")
+    assert fingerprint(two) == one
+    content = bytearray((two / "model.safetensors").read_bytes())
+    (two / "model.safetensors").write_bytes(content[:-1])
+    assert fingerprint(two) != one
+    content[-1] ^= 1
+    (two / "model.safetensors").write_bytes(content)
+    assert fingerprint(two) != one
+    with pytest.raises(CheckpointError, match="nowhere is no directory"):
+        fingerprint(tmp_path / "nowhere")
+
+
+def test_the_fingerprint_of_a_gguf_file_is_of_its_tokenizer_too(tmp_path):
+    model, tokenizer = tmp_path / "model.gguf", tmp_path / "tokenizer.json"
+    model.write_bytes(b"weights")
+    tokenizer.write_text("{}")
+    found = fingerprint(model)
+    (tmp_path / "other.gguf").write_bytes(b"other weights")
+    assert fingerprint(model) == found
+    tokenizer.write_text("[]")
+    assert fingerprint(model) != found
