@@ -15,8 +15,8 @@ from rich.table import Table
 
 from bench import cases, decode, point
 from bench.decode import CPU_STEPS
-from bench.decode.shapes import Ceilings
-from bench.decode.steps import Case
+from bench.decode.shapes import MODELS, Ceilings
+from bench.decode.steps import DENSE_LAYERS, Case
 from bench.decode.tables import compare, ms
 from bench.machine import read_ceiling
 from bench.point import Row, spread
@@ -52,8 +52,15 @@ FOOT = (
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    return cases.parse(text, DEFAULT)
+    """A case of ``--case``; `ValueError` where it is none, or none of its layers selects."""
+    found = cases.parse(text, DEFAULT)
+    every = [layer.window is None for layer in MODELS[found["model"]].layers]
+    least = every.index(True, DENSE_LAYERS) + 1
+    if 0 < found["layers"] < least:
+        raise ValueError(
+            f"layers={found['layers']}: policies select in none of them; take {least} or more"
+        )
+    return found
 
 
 def grid(settings: Settings) -> list[cases.Case]:

@@ -39,6 +39,7 @@ from jspec.policies import Policy
 
 SHARE = 64  # of the context a policy selects one token in so many: 1.56 %
 LEAST = 128  # tokens that it selects; policies of pages need some
+DENSE_LAYERS = 2  # the first ones, in which it does not select
 Programs = Mapping[Any, Any]
 
 
@@ -47,7 +48,7 @@ class Case:
     """A ``model`` by name, with ``batch`` rows of ``context`` tokens; ``tokens``: of the passes.
 
     ``policy``: the name of one in `bench.policies` that decides what the model reads, with a budget
-    of one token in `SHARE` and two dense layers; passes of several tokens are dense.
+    of one token in `SHARE` and `DENSE_LAYERS`; passes of several tokens are dense.
     """
 
     model: str
@@ -63,7 +64,7 @@ class Case:
 
     def made(self) -> Policy:
         """The policy itself."""
-        return policies(self.count, dense_layers=2)[self.policy]
+        return policies(self.count, dense_layers=DENSE_LAYERS)[self.policy]
 
 
 class Steps:

@@ -86,3 +86,10 @@ def test_bytes_of_a_cache_are_those_of_the_layers_that_select():
     for text in ("model=llama", "B=0", "T=2"):
         with pytest.raises(ValueError, match="must be"):
             lossy.case(text)
+
+
+@pytest.mark.parametrize(("model", "least"), [("llama-3.1-8b", 3), ("gpt-oss-20b-attention", 4)])
+def test_a_case_has_a_layer_that_selects(model, least):
+    assert lossy.case(f"model={model},layers={least}")["layers"] == least
+    with pytest.raises(ValueError, match=f"take {least} or more"):
+        lossy.case(f"model={model},layers={least - 1}")
