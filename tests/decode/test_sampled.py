@@ -273,10 +273,7 @@ def check_law(
 
 @pytest.mark.parametrize(
     "source",
-    [
-        *(x for x in SOURCES if x != "chain-guided"),
-        pytest.param("chain-guided", marks=pytest.mark.slow),
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("chain-")) for name in SOURCES],
 )
 def test_generated_texts_have_the_target_law(source):
     """Four tokens by gamma 2, so that every text takes several steps; fails below p = 1e-4."""

@@ -31,7 +31,7 @@ def alone(name: str = "deepseek_v3") -> tuple[tuple[int, ...], ...]:
     ("kvp", "ep", "draft"),
     [
         (4, 2, NGRAM),
-        (4, 4, SPARSE),
+        pytest.param(4, 4, SPARSE, marks=pytest.mark.slow),
         pytest.param(2, 1, None, marks=pytest.mark.slow),
         pytest.param(2, 2, jspec.GuidedDraft(jspec.Vegas(budget=8)), marks=pytest.mark.slow),
     ],

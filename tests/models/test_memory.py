@@ -80,8 +80,8 @@ def paths(tmp_path_factory):
 @pytest.mark.parametrize(
     ("stored", "dtype", "sharded", "held"),
     [
-        ("float32", "float32", "one", 1),
-        ("bfloat16", "float32", "sharded", 1),
+        pytest.param("float32", "float32", "one", 1, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "float32", "sharded", 1, marks=pytest.mark.slow),
         ("float32", "bfloat16", "sharded", 1),
         ("format 2", "float32", "one", 1.5),
     ],

@@ -45,7 +45,7 @@ def sharded(function, vocabulary_arguments: list[str]):
         pytest.param(2000, 64, 4, PLAIN, "logits", marks=pytest.mark.slow),
         (200, 80, 4, FILTERS, "logits"),
         (200, 24, 7, PLAIN, "block"),
-        (200, 24, 7, FILTERS, "one-hot"),
+        pytest.param(200, 24, 7, FILTERS, "one-hot", marks=pytest.mark.slow),
         (16, 8 * 1500, 1024, PLAIN, "block"),
     ],
     ids=["fit", "shared", "over-three-block", "over-three-one-hot", "large-block"],
