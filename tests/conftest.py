@@ -19,7 +19,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") == "1"
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-_WANTED = ["xla_force_host_platform_device_count=8"]
+# The workers are as many as the cores: one module a program compiles in less time than many.
+_WANTED = ["xla_force_host_platform_device_count=8", "xla_cpu_parallel_codegen_split_count=1"]
 if version("jaxlib").startswith("0.10."):  # later ones know no such flag, and end the process
     _WANTED.append("xla_cpu_use_fusion_emitters=false")  # their code takes longer to compile
 for _flag in _WANTED:
