@@ -31,6 +31,7 @@ from bench import (
     fused,
     gather,
     hash,
+    hash_bits,
     hash_training,
     hata_off,
     helix_attention,
@@ -58,7 +59,7 @@ SUITES: dict[str, Suite] = {
     for module in (
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
-        *(hash_training, ruler, decoding, auto, decode, lossy),
+        *(hash_training, hash_bits, ruler, decoding, auto, decode, lossy),
         *(collect, acceptance, overlap, breakdown, throughput, serving),
         *(collectives, helix_attention, hopb, helix_step),
     )

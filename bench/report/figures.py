@@ -357,6 +357,7 @@ FIGURES: dict[str, dict[str, tuple[Drawing, tuple[float, float]]]] = {
     },
     "hata-layer": {"hata-layer": (hata_figures.layer, (11, 4))},
     "hata-ablation": {"hata-ablation": (hata_figures.parts, (11, 3.2))},
+    "hash-bits": {"hash-bits": (hata_figures.bits, (9, 3.2))},
     "hata-e2e": {"hata-e2e": (hata_figures.steps, (9, 3.2))},
     "ruler": {"ruler-budget": (_budget, (8, 3.4))},
     "step": {"step": (_decoding, (9, 3))},

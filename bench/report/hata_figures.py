@@ -1,4 +1,4 @@
-"""The figures on a layer of each policy, and on what makes one of HATA fast."""
+"""The figures on a layer of each policy, and on what makes one of HATA fast and good."""
 
 from __future__ import annotations
 
@@ -99,3 +99,31 @@ def parts(figure: Any, result: dict[str, Any]) -> bool:
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(fontsize=7, frameon=False)
     return True
+
+
+def bits(figure: Any, result: dict[str, Any]) -> bool:
+    """What hashes find, and the score, by their bits; what reads every key exactly is dashed."""
+    rows = {name: [r for r in result["rows"] if r["name"] == name] for name in ("hata", "exact")}
+    if not rows["hata"]:
+        return False
+    shares = {"recall": "recall", "random_recall": "recall, random", "mass": "mass"}
+    axes = figure.subplots(1, 2)
+    for colour, (key, label) in zip(("#2b6cb0", "#a0aec0", "#38a169"), shares.items(), strict=True):
+        axes[0].plot(*_by_bits(rows["hata"], key), marker=".", color=colour, label=label)
+    axes[1].plot(*_by_bits(rows["hata"], "score"), marker=".", color="#2b6cb0", label="hata")
+    for row in rows["exact"]:
+        axes[0].axhline(row["mass"], color="#38a169", linestyle="--", label="mass, exact")
+        axes[1].axhline(row["score"], color="#1a202c", linestyle="--", label="exact")
+    for axis, label in zip(axes, ("share", "score, %"), strict=True):
+        axis.set(xlabel="bits of a hash", ylabel=label, xscale="log")
+        ticks = [row["case"]["R"] for row in rows["hata"]]
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7, frameon=False)
+    return True
+
+
+def _by_bits(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    return [row["case"]["R"] for row in rows], [row[key] for row in rows]

@@ -1,11 +1,12 @@
-"""The section on learning hashes."""
+"""The sections on learning hashes, and on what they find by their bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from bench import hash_bits
 from bench.hash_training import HEADINGS, cells
-from bench.report.text import header, paragraphs, table
+from bench.report.text import header, paragraphs, picture, table
 
 
 def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
@@ -19,3 +20,23 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
     )
     rows = [cells(row) for row in result["rows"] if row["checked"]]
     return paragraphs(header("Learning hashes", result), words, table(HEADINGS, rows, left=0))
+
+
+def bits(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
+    """What hashes of each number of bits find."""
+    rows = result["rows"]
+    questions = rows[0]["case"]["questions"] if rows else 0
+    words = (
+        f"Hashes of the bundled model, {result['dtype']}, learned anew for each number of bits "
+        "from synthetic documents. *Recall*: share of the best keys that a selection of "
+        f"{result['budget']:.2%} of them has, for queries of other documents; *of random*: by the "
+        "hashes that learning began with. *Mass*: the attention weight on what is selected. "
+        "*Score*: percent right where the model reads that selection; questions of each of "
+        f"RULER's {len(result['tasks'])} kinds: {questions}."
+    )
+    return paragraphs(
+        header("Bits of a hash", result),
+        words,
+        picture(pictures, "hash-bits", "recall, mass and score by bits"),
+        table(hash_bits.HEADINGS, [hash_bits.cells(row) for row in rows], left=1),
+    )
