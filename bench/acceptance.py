@@ -30,6 +30,8 @@ from jspec.decode.stats import Tally
 from jspec.decode.step import decode_chunk
 from jspec.eval.ruler import training_document
 from jspec.eval.sample import prepared
+from jspec.models.bundled import bundled_path
+from jspec.policies.hata import with_hashes
 
 TEMPERATURES = (0.0, 1.0)
 STEPS = 4  # of a jitted chunk
@@ -63,7 +65,7 @@ def drafts(ratio: float) -> dict[str, str]:
         "Vegas, all but discarded tokens": f"vegas:{guided},collect=accepted",
         "Vegas, all tokens, per head": f"vegas:{guided},collect=all,per_head=true",
         "exact top-k": f"exact_topk:{scored},sinks=0,recent=0",
-        "HATA, random hashes": f"hata:{scored}",
+        "HATA": f"hata:{scored}",
         "QuantSpec, all in 4 bits": "quantspec",
         "n-gram": "ngram",
         "suffix": "suffix",
@@ -105,7 +107,7 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
             for name, text in named.items():
                 gamma = 0 if name == "none" else plan.gamma
                 config = StepConfig(gamma, jspec.named_draft(text))
-                arrays = prepared(config.keeps, model, tokenizer)
+                arrays = prepared(with_hashes(config.keeps, bundled_path()), model, tokenizer)
                 models = Models(model, policy=arrays)
                 state = started(before, models, config, params)
                 tokens, tallies = decoded(state, models, config)
