@@ -39,6 +39,7 @@ from bench import (
     layer,
     overlap,
     pack,
+    parity,
     point,
     ruler,
     sampling,
@@ -58,7 +59,7 @@ SUITES: dict[str, Suite] = {
     for module in (
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
-        *(hash_training, ruler, decoding, auto, decode, lossy),
+        *(hash_training, ruler, decoding, auto, parity, decode, lossy),
         *(collect, acceptance, overlap, breakdown, throughput, serving),
         *(collectives, helix_attention, hopb, helix_step),
     )
