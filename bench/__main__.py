@@ -40,6 +40,7 @@ from bench import (
     layer,
     overlap,
     pack,
+    parity,
     point,
     ruler,
     sampling,
@@ -59,7 +60,7 @@ SUITES: dict[str, Suite] = {
     for module in (
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
-        *(hash_training, hash_bits, ruler, decoding, auto, decode, lossy),
+        *(hash_training, hash_bits, ruler, decoding, auto, parity, decode, lossy),
         *(collect, acceptance, overlap, breakdown, throughput, serving),
         *(collectives, helix_attention, hopb, helix_step),
     )

@@ -28,7 +28,9 @@ from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from bench.table import times
 from jspec.cli.compile_cache import keep_programs
+from jspec.decode.exact import check_exact
 from jspec.decode.prefill import start_decoding
+from jspec.dispatch import BackendError
 
 QUANTIZED = f"{GUIDED},quantized=int8"
 CHAINED = "inner=4, rounds=6"
@@ -38,6 +40,7 @@ CHAINS = {
     "chain-int8": f"suffix > {QUANTIZED}; {CHAINED}",
 }
 NAMES = ("plain", "vegas", "vegas-int8", *CHAINS)
+EXACT = tuple(f"{name}-exact" for name in NAMES)  # rows for those who name them
 OWN = (
     "B=4,S=120K",
     "B=64,S=8K,gamma=6",
@@ -50,7 +53,7 @@ FOOT = (
     "by the paper's rate of acceptance ({source}), with drafts as long as those of the same chain "
     "measured. measured: the bundled model, greedy, on code and on documents with questions. "
     "tok/s: of all rows. -int8: drafts read weights of 8 bits. chain: suffix drafts, checked by "
-    "the sparse model"
+    "the sparse model; -exact: passes of the model with exact=True"
 )
 
 
@@ -62,7 +65,9 @@ def wanted(gamma: int, settings: Settings) -> list[Drafting]:
         Drafting("vegas-int8", QUANTIZED, gamma),
         *(Drafting(name, text, CHAIN_GAMMA) for name, text in CHAINS.items()),
     ]
-    return [own for own in every if settings.wants(own.name)]
+    exactly = [dataclasses.replace(own, name=f"{own.name}-exact", exact=True) for own in every]
+    found = [own for own in every if settings.wants(own.name)]
+    return found + [own for own in exactly if own.name in settings.only]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -79,7 +84,8 @@ def run(settings: Settings) -> dict[str, Any]:
 def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
     drafted: dict[str, list[float]] = {}
     for row in bundled(plan(settings), settings):
-        drafted[row["name"]] = [n / row["steps"] for n in row["attempts_at"]]
+        if "attempts_at" in row:
+            drafted[row["name"]] = [n / row["steps"] for n in row["attempts_at"]]
         yield row
     for here in drafting.grid(settings, OWN):
         for row in drafting.rows(here, wanted(here["gamma"], settings), settings, limits):
@@ -92,7 +98,8 @@ def imposed(row: Row, drafted: dict[str, list[float]]) -> Row:
     ``drafted``: by a drafter's name, how often its drafts have at least 1, 2, ... tokens.
     """
     rate, gamma = profiles.rate_of(row["case"]["model"]), row["case"]["gamma"]
-    lengths = drafted[row["name"]] if row["name"] in CHAINS else None
+    is_chain = row["name"].removesuffix("-exact") in CHAINS
+    lengths = drafted[row["name"]] if is_chain else None
     tokens = profiles.committed(rate, gamma, lengths)
     found = row | {"acceptance": "imposed", "rate": rate, "drafted_at_least": lengths}
     time = spread(row, "step")
@@ -124,6 +131,13 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
     plain = None
     with bar("bundled", len(every)) as advance:
         for own in every:
+            try:
+                if own.exact:
+                    check_exact(model, own.config.keeps)
+            except BackendError as error:
+                yield _case_of(plan, own) | {"reason": str(error), "checked": None}
+                advance()
+                continue
             models = own.config.draft.prepare(jspec.Models(model))
             state = acceptance.started(before, models, own.config, params)
             figures, tokens = decoding.decoded(models, state, own.config)
@@ -138,20 +152,22 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
 def _measured(
     plan: Plan, own: Drafting, dtype: str, figures: dict[str, Any], checked: dict[str, Any]
 ) -> Row:
-    at = {"model": "bundled", "layers": "all", "B": plan.texts, "S": plan.context}
-    at |= {"gamma": own.gamma, "draft": own.name}
     return {
-        "operation": "bundled",
-        "case": at,
-        "name": own.name,
+        **_case_of(plan, own),
         "setting": own.draft,
         "dtype": dtype,
-        "acceptance": "measured",
         "tokens_per_iteration": figures["mean_accepted_length"],
         "tokens_per_s": figures["decode_tokens_per_s"],
         **{name: figures[name] for name in ("decode_s_samples", "steps", "attempts_at")},
         **checked,
     }
+
+
+def _case_of(plan: Plan, own: Drafting) -> Row:
+    """What a row of the bundled model has, whether it ran or not."""
+    at = {"model": "bundled", "layers": "all", "B": plan.texts, "S": plan.context}
+    at |= {"gamma": own.gamma, "draft": own.name}
+    return {"operation": "bundled", "case": at, "name": own.name, "acceptance": "measured"}
 
 
 HEADINGS = ("draft", "gamma", "tokens", "iteration", "floor", "tok/s", "vs plain")
@@ -228,7 +244,7 @@ SUITE = Suite(
     "tokens a second by batch, context and drafter: real, and by the paper's acceptance",
     run,
     show,
-    rivals=NAMES,
+    rivals=(*NAMES, *EXACT),
     compare=compare,
     case=case,
 )

@@ -72,6 +72,7 @@ class LLM:
         policy_arrays: Any = None,
         batch: int = 8,
         backends: Mapping[str, str] = Backends(),
+        exact: bool = False,
     ):
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
@@ -99,6 +100,7 @@ class LLM:
             "rule": rule,
             "policy_arrays": policy_arrays,
             "backends": backends,
+            "exact": exact,
         }
 
     def _arrays(self, draft: Drafter | None, target: Policy, path: Path | None) -> Any:
@@ -239,7 +241,8 @@ class LLM:
         marks: list[np.ndarray | None] = [None] * len(prompts)
         if logprobs:
             whole = [[*prompt, *tokens] for prompt, tokens in zip(prompts, got.tokens, strict=True)]
-            scores = score(self.model, whole, backends=self._settings["backends"])
+            named = {name: self._settings[name] for name in ("backends", "exact")}
+            scores = score(self.model, whole, **named)
             marks = [s[-len(t) :] for s, t in zip(scores, got.tokens, strict=True)]
         return [
             Completion(row.text, tokens, "stop" if row.stopped else why, seed, mark)

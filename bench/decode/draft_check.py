@@ -49,14 +49,11 @@ class DraftCheck:
         state = self._cut(shapes, own)
         tokens = jax.ShapeDtypeStruct((shapes.tokens.shape[0], self._config.gamma), jnp.int32)
 
-        def lower(backends: Backends) -> jax.stages.Lowered:
-            config = dataclasses.replace(self._config, backends=backends)
+        def lower(config: StepConfig) -> jax.stages.Lowered:
             return _iteration.lower(_loud(self._models), state, tokens, config)
 
-        return {
-            "own": partial(lower, Backends(self._config.backends)),
-            "reference": partial(lower, REFERENCE),
-        }
+        reference = dataclasses.replace(self._config, backends=REFERENCE, exact=False)
+        return {"own": partial(lower, self._config), "reference": partial(lower, reference)}
 
     def wrong(self, state: DecodeState, programs: Mapping[Any, Any]) -> tuple[str | None, float]:
         """What is wrong with the iteration, or None, and the error of its logits.

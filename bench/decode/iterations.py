@@ -51,15 +51,17 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """A row's ``name``; its ``draft``, as `named_draft` reads it, of ``gamma`` tokens."""
+    """A row's ``name``; its ``draft``, as `named_draft` reads it, of ``gamma`` tokens; whether the
+    target's passes are ``exact``."""
 
     name: str
     draft: str
     gamma: int
+    exact: bool = False
 
     @property
     def config(self) -> StepConfig:
-        return StepConfig(self.gamma, named_draft(self.draft))
+        return StepConfig(self.gamma, named_draft(self.draft), exact=self.exact)
 
 
 def iterations(

@@ -11,7 +11,7 @@ from bench import attention, ruler
 from bench.ceilings import bandwidth
 from bench.point import best_clock, spread
 from bench.regret import is_pipeline
-from bench.report import hata_figures, iteration_figures
+from bench.report import hata_figures, iteration_figures, parity
 from bench.report.text import median, names, pick, values
 
 COLOURS = {
@@ -361,6 +361,7 @@ FIGURES: dict[str, dict[str, tuple[Drawing, tuple[float, float]]]] = {
     "hata-e2e": {"hata-e2e": (hata_figures.steps, (9, 3.2))},
     "ruler": {"ruler-budget": (_budget, (8, 3.4))},
     "step": {"step": (_decoding, (9, 3))},
+    "parity": {"parity-margins": (parity.margins, (7, 3.4))},
     "throughput": {"throughput": (iteration_figures.speeds, (13, 3.6))},
     "vegas-breakdown": {"vegas-breakdown": (iteration_figures.parts, (12, 3.6))},
     "decode": {"decode-floor": (_floor, (10, 4))},

@@ -213,21 +213,26 @@ def _check_size(layout: Layout) -> None:
 
 
 def layouts_of(
-    specs: Sequence[LayerSpec], capacity: int, gamma: int, longest: int | None = None
+    specs: Sequence[LayerSpec],
+    capacity: int,
+    gamma: int,
+    longest: int | None = None,
+    *,
+    rings: bool = True,
 ) -> tuple[Layout, ...]:
     """A layout for each layer: a `Ring` where a sliding window is shorter than a row.
 
     ``longest``: the positions of a row in the end, where the capacity is to grow; None is
-    ``capacity``.
+    ``capacity``. Without ``rings`` every layer has room for all positions.
     """
     longest = capacity if longest is None else longest
-    rings = {
+    found = {
         spec.window: Ring(spec.window + gamma + 1)
         for spec in specs
-        if spec.window is not None and spec.window + gamma + 1 < longest
+        if rings and spec.window is not None and spec.window + gamma + 1 < longest
     }
     whole = Linear(capacity)
-    return tuple(whole if s.window is None else rings.get(s.window, whole) for s in specs)
+    return tuple(whole if s.window is None else found.get(s.window, whole) for s in specs)
 
 
 def check_rings(specs: Sequence[LayerSpec], layouts: Sequence[Layout], gamma: int) -> None:

@@ -86,6 +86,7 @@ def _common(
     from jspec.models.fingerprint import fingerprint
 
     more = (arguments.rule, arguments.batch, arguments.context, arguments.compare)
+    more = (*more, arguments.exact)
     drafts = arguments.draft_model
     return {
         "versions of jspec and JAX": f"{__version__} {jax.__version__}",
@@ -220,6 +221,7 @@ def load(
         draft_model=draft.prepare(Models(own, draft_model)).draft,
         target=target,
         rule=arguments.rule,
+        exact=arguments.exact,
         policy_arrays=arrays,
         backends=backends,
         batch=arguments.batch,

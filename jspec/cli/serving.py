@@ -77,6 +77,7 @@ class Job:
     draft_model: Any
     target: Policy
     rule: Rule
+    exact: bool
     policy_arrays: Any
     backends: Backends
     batch: int
@@ -84,7 +85,7 @@ class Job:
     @property
     def settings(self) -> dict[str, Any]:
         """How it decodes, as `jspec.generate` and `jspec.Engine` take it."""
-        names = "draft gamma draft_model target rule policy_arrays backends"
+        names = "draft gamma draft_model target rule exact policy_arrays backends"
         return {name: getattr(self, name) for name in names.split()}
 
     def plain(self) -> Job:

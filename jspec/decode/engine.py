@@ -75,6 +75,7 @@ class Engine:
         prefill_chunk: int | None = None,
         cache_dtype: DTypeLike | None = None,
         backends: Mapping[str, str] = Backends(),
+        exact: bool = False,
         on_compile: OnCompile | None = None,
     ) -> None:
         if prefill_chunk is None:
@@ -92,6 +93,7 @@ class Engine:
             policy_arrays=policy_arrays,
             steps_per_chunk=steps_per_chunk,
             backends=backends,
+            exact=exact,
         )
         self.slots, self.capacity = slots, capacity
         self._ends = tuple(plan.models.target.config.stop_tokens)

@@ -82,6 +82,7 @@ def generate(
     prefill_chunk: int | None = None,
     cache_dtype: DTypeLike | None = None,
     backends: Mapping[str, str] = Backends(),
+    exact: bool = False,
     prefilled: DecodeState | None = None,
     on_tokens: OnTokens | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
@@ -96,9 +97,12 @@ def generate(
     selection of the context, with ``draft=None``: not lossless. ``rule`` as in `StepConfig`.
     ``policy_arrays`` are what `jspec.prepare` makes for a policy that needs something.
     ``cache_dtype`` as in `jspec.start_decoding`. ``backends`` names backends of operations, as in
-    ``{"verify_greedy": "cuda"}``. A model of numpy arrays is put on the device first.
+    ``{"verify_greedy": "cuda"}``. ``exact``: greedy tokens are those of plain decoding bit for bit,
+    in bfloat16 too, at any batch, neighbours and draft, on an NVIDIA GPU (docs/exact.md). A model
+    of numpy arrays is put on the device first.
     ``prefilled``: what `jspec.start_decoding` gave for these prompts and params, with any policy,
-    in place of a prefill; it stays as it is, and serves several calls (`jspec.switch`).
+    in place of a prefill, and for ``exact`` with it; it stays as it is, and serves several calls
+    (`jspec.switch`).
 
     Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new tokens go to
     ``on_tokens(row, tokens)``. It may return True to end the row behind them, or a number to end it
@@ -124,6 +128,7 @@ def generate(
         policy_arrays=policy_arrays,
         steps_per_chunk=steps_per_chunk,
         backends=backends,
+        exact=exact,
     )
     rows = rows_of(plan.models, ids, params, (plan.config, gamma, plan.steps, prefill_chunk))
     run = _Run(plan, ids, rows, on_tokens, on_compile)

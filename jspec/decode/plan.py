@@ -13,6 +13,7 @@ import numpy as np
 from jspec.config import shown, whole_number
 from jspec.decode.auto import Gammas
 from jspec.decode.draft import Drafter, NoDraft
+from jspec.decode.exact import check_exact
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.requests import check_models
 from jspec.decode.settings import StepConfig, check_draft
@@ -49,6 +50,7 @@ class Plan:
         policy_arrays: Any,
         steps_per_chunk: int | None,
         backends: Mapping[str, str],
+        exact: bool,
     ) -> Plan:
         """Settings as `jspec.generate` takes them, checked, and what they need made of the model.
 
@@ -59,9 +61,11 @@ class Plan:
         draft = NoDraft() if draft is None else draft
         check_draft(draft)
         most = draft.usual_gamma if gamma is None or gamma == "auto" else gamma
-        config = StepConfig(most, draft, backends, target, rule)
+        config = StepConfig(most, draft, backends, target, rule, exact)
         gammas = Gammas(config) if gamma == "auto" else None
         config = config if gammas is None else gammas.longest
+        if exact:
+            check_exact(model, config.keeps)
         if config.keeps.needs_arrays and policy_arrays is None:
             models = models._replace(policy=prepare(config.keeps, model))
         on_mesh = mesh_model(model)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
+from jspec.decode.exact import CHUNK, check_exact
 from jspec.decode.on_mesh import mesh_model, on_mesh_of
 from jspec.decode.requests import (
     Prompt,
@@ -73,6 +74,8 @@ def start_decoding(
     models = Models.of(models)
     check_models(models)
     check_arrays(models, config)
+    if config.exact:
+        check_exact(models.target, config.keeps)
     ids = as_ids(prompts)
     params = rows_of(models, ids, params, (config, capacity, chunk, cache_dtype, grows))
     check_requests(models, ids, params)
@@ -86,7 +89,8 @@ def start_decoding(
             f"a request needs {least} slots ({parts}) but capacity={shown(capacity)}; raise the "
             f"capacity or {shorten}"
         )
-    chunk = default_chunk(len(ids)) if chunk is None else chunk
+    if chunk is None:
+        chunk = default_chunk(len(ids), is_exact=config.exact)
     if (whole_number(chunk) or 0) < 1:
         raise ValueError(f"a prefill chunk of {shown(chunk)} tokens must be at least 1")
     dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
@@ -232,9 +236,10 @@ def prefill_chunk(
 
     def piece(models: Models, cache: Cache, own: Any, tokens: Array, positions: Array):
         attend = dense_attend(
-            positions, policy=config.keeps, arrays=models.policy, backends=config.backends
+            positions, policy=config.keeps, arrays=models.policy, backends=config.of_verification
         )
-        _, cache = models.target(tokens, positions, attend, cache)
+        with config.of_target():
+            _, cache = models.target(tokens, positions, attend, cache)
         after = positions.max(axis=1) + 1
         before = jnp.where(positions >= 0, positions, after[:, None]).min(axis=1)
         most = positions.shape[1]
@@ -253,7 +258,7 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
     specs = models.target.config.layers
     on_mesh = mesh_model(models.target)
     if on_mesh is None:
-        layouts = layouts_of(specs, capacity, config.gamma, longest)
+        layouts = layouts_of(specs, capacity, config.gamma, longest, rings=not config.exact)
     else:
         layouts = on_mesh.layouts(capacity)
     cache = create_cache(config.keeps, specs, layouts, batch, dtype, sharding)
@@ -322,8 +327,10 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def default_chunk(batch: int) -> int:
+def default_chunk(batch: int, *, is_exact: bool = False) -> int:
     """Prefill tokens a row: enough work to fill the device, and few enough to keep memory low."""
+    if is_exact:
+        return max(16, CHUNK // batch)
     if jax.default_backend() == "cpu":
         return 256
     return max(256, min(2048, 16384 // batch))

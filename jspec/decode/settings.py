@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jspec.config import shown, whole_number
+from jspec.decode import exact
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.state import Models
 from jspec.dispatch import Backends, preferring
@@ -47,10 +48,11 @@ class StepConfig:
     when it decodes, which is not lossless; it takes ``draft=NoDraft(), gamma=0``. Prompts are taken
     up densely. ``rule`` verifies drafts that were sampled from logits: ``token`` decides token by
     token, ``block`` for the draft as a whole, which accepts at least as much on average; greedy
-    rows and drafts without logits do not depend on it. ``backends`` names a backend for an
-    operation of a step, the best one where it names none; it raises `BackendError` for a name that
-    is not there, and `TypeError` for a setting of another type. What machinery the sampling
-    settings need is part of the state.
+    rows and drafts without logits do not depend on it. ``exact``: the model's logits are the same
+    bits whatever is drafted and batched, where it can serve (docs/exact.md). ``backends`` names a
+    backend for an operation of a step, the best one where it names none; it raises `BackendError`
+    for a name that is not there, and `TypeError` for a setting of another type. What machinery the
+    sampling settings need is part of the state.
     """
 
     gamma: int = 4
@@ -58,6 +60,7 @@ class StepConfig:
     backends: Mapping[str, str] = Backends()
     target: Policy = Dense()
     rule: Rule = "token"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         check_draft(self.draft)
@@ -83,6 +86,25 @@ class StepConfig:
             )
         check_target(self.target, self.draft, self.gamma)
         check_rule(self.rule)
+        self._check_exact()
+
+    def _check_exact(self) -> None:
+        """Raise `TypeError` or `ValueError` for settings that do not go with ``exact``."""
+        if type(self.exact) is not bool:
+            raise TypeError(f"exact={shown(self.exact)} must be True or False")
+        if not self.exact:
+            return
+        if self.is_lossy:
+            raise ValueError(
+                f"target={shown(self.target)} selects what the model reads; exact=True needs "
+                "target=Dense()"
+            )
+        named = set(self.backends) & set(exact.BACKENDS)
+        if named:
+            raise ValueError(
+                f"exact=True chooses the backends of {', '.join(sorted(named))}; leave them out "
+                "of backends"
+            )
 
     @property
     def is_lossy(self) -> bool:
@@ -98,6 +120,17 @@ class StepConfig:
         """Inside it, operations of models and policies take the backends that are named here."""
         names = {operation.name for operation in OF_MODELS} & set(self.backends)
         return preferring({name: self.backends[name] for name in names})
+
+    @property
+    def of_verification(self) -> Backends:
+        """The backends of the target's own passes: prefill, verification and plain steps."""
+        return Backends({**self.backends, **(exact.BACKENDS if self.exact else {})})
+
+    def of_target(self) -> AbstractContextManager[None]:
+        """As `of_models`, inside the target's own passes."""
+        backends = self.of_verification
+        names = {operation.name for operation in OF_MODELS} & set(backends)
+        return preferring({name: backends[name] for name in names})
 
 
 def check_draft(draft: Any) -> None:

@@ -12,6 +12,7 @@ from jax import lax
 from jspec.cache.layout import check_rings
 from jspec.decode.draft import Drafted, Seen
 from jspec.decode.draft.base import within_limits
+from jspec.decode.exact import check_layouts
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes
@@ -78,6 +79,8 @@ def step(
 
 def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[DecodeState, StepRecord]:
     check_rings(state.cache.specs, state.cache.layouts, config.gamma)
+    if config.exact:
+        check_layouts(state.cache.layouts)
     drafted, state = draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
     logits, state, seen = run_target(models, state, drafted, config)
@@ -107,12 +110,20 @@ def run_target(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
 ) -> tuple[Array, DecodeState, Seen]:
     """Run the target over the last token and the draft; its logits ``[B, gamma + 1, V]``."""
+    with config.of_target():
+        return _run_target(models, state, drafted, config)
+
+
+def _run_target(
+    models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
+) -> tuple[Array, DecodeState, Seen]:
     tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
     index = jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
     until = state.cache.lengths
     positions = jnp.where(counts, until[:, None] + index, -1)
-    kept = {"policy": config.keeps, "arrays": models.policy, "backends": config.backends}
+    backends = config.of_verification
+    kept = {"policy": config.keeps, "arrays": models.policy, "backends": backends}
     found = None
     if config.is_lossy:
         hidden, cache = run_selected(
@@ -122,7 +133,7 @@ def run_target(
         hidden, cache, found = run_collecting(
             *(models.target, tokens, positions, state.cache),
             policy=config.draft.guided,
-            backends=config.backends,
+            backends=backends,
         )
     else:
         attend = dense_attend(positions, **kept)

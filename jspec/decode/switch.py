@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.cache.layout import check_rings
 from jspec.config import shown
+from jspec.decode.exact import check_layouts
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
 from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
@@ -34,6 +35,8 @@ def switch(
     check_arrays(models, config)
     held, capacity = state.cache, state.tokens.shape[1]
     check_rings(held.specs, held.layouts, config.gamma)
+    if config.exact:
+        check_layouts(held.layouts)
     if config.draft.needs_model:
         raise ValueError(
             f"draft={shown(config.draft)} takes up prompts with a model of its own; pass its "

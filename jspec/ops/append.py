@@ -176,7 +176,11 @@ APPEND = Operation(
 )
 APPEND_ENCODE = Operation(
     "rotate_append_encode",
-    {"xla": Backend("xla", _encode_xla, always), "triton": "jspec.triton.append:APPEND_ENCODE"},
+    {
+        "xla": Backend("xla", _encode_xla, always),
+        "triton": "jspec.triton.append:APPEND_ENCODE",
+        "exact": "jspec.triton.append:EXACT_ENCODE",
+    },
     append_sizes,
     lambda: _cases(64),
 )

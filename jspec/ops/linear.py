@@ -174,6 +174,7 @@ LINEAR = Operation(
         "xla": Backend("xla", linear_xla, always),
         "cuda": "jspec.cuda_ffi.linear:LINEAR",
         "triton": "jspec.triton.linear:LINEAR",
+        "exact": "jspec.triton.linear:EXACT",
     },
     linear_sizes,
     _cases,

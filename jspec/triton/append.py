@@ -51,15 +51,30 @@ def append_encode_triton(
     from jspec.triton.append_encode_kernel import append_encode_kernel, append_encode_kernel_0_3
 
     if math.prod(k.shape[:3]) > ENCODED:
-        q, keys, values = append_triton(q, k, v, turn, keys, values, slots)
-        rows = jnp.arange(len(slots))[:, None]
-        # Of the turned keys the cache has the only copy; a slot past its end is not written.
-        found, _ = encode_triton(keys.at[rows, slots].get(mode="clip"), None, w)
-        return q, keys, values, codes.at[rows, slots].set(found, mode="drop")
+        return append_then_encode(q, k, v, turn, keys, values, codes, w, slots)
     kernel = append_encode_kernel_0_3 if aliases_are_given_twice() else append_encode_kernel
     found = _launch(kernel, q, v, turn, (keys, values, codes), slots, w, warps=4, BITS=w.shape[2])
     queries, keys, values, codes = found
     return queries, keys, values, codes
+
+
+def append_then_encode(
+    q: Array,
+    k: Array,
+    v: Array,
+    turn: Turn,
+    keys: Array,
+    values: Array,
+    codes: Array,
+    w: Array,
+    slots: Array,
+) -> tuple[Array, Array, Array, Array]:
+    """As `append_encode_triton` in two launches: keys have the bits of `append_triton`."""
+    q, keys, values = append_triton(q, k, v, turn, keys, values, slots)
+    rows = jnp.arange(len(slots))[:, None]
+    # Of the turned keys the cache has the only copy; a slot past its end is not written.
+    found, _ = encode_triton(keys.at[rows, slots].get(mode="clip"), None, w)
+    return q, keys, values, codes.at[rows, slots].set(found, mode="drop")
 
 
 def _launch(
@@ -130,3 +145,4 @@ def _supports_encode(q, k, v, turn, keys, values, codes, w, slots) -> str | None
 
 APPEND = Backend("triton", append_triton, _supports)
 APPEND_ENCODE = Backend("triton", append_encode_triton, _supports_encode)
+EXACT_ENCODE = Backend("exact", append_then_encode, _supports_encode)

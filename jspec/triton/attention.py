@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jspec import tuned
 from jspec.dispatch import Backend
@@ -28,8 +30,8 @@ class Blocks:
     fewer ``programs`` (both powers of 2); ``bytes`` of keys and values a tile, ``rows`` of queries
     a tile at most (a power of 2), ``stages`` of tiles on their way, ``warps`` to run a program.
 
-    They may follow from T and the heads, never from B, lengths or the capacity: a row's arithmetic
-    depends on its own positions alone.
+    They may follow from the heads and, unless attention is exact, from T, never from B, lengths or
+    the capacity: a row's arithmetic depends on its own positions alone.
     """
 
     splits: int
@@ -52,11 +54,15 @@ def attention_triton(
     softcap: float | None,
     value_size: int | None,
     blocks: Blocks | None = None,
+    exact: bool = False,
 ) -> tuple[Array, Array]:
-    """As `jspec.attention`."""
+    """As `jspec.attention`.
+
+    ``exact``: the cut does not follow from T either, so that a row's bits follow from it alone.
+    """
     settings = {"key_positions": key_positions, "scale": scale, "window": window}
     settings |= {"softcap": softcap, "value_size": value_size, "blocks": blocks}
-    return _attended(q, k, v, positions, None, **settings)[:2]
+    return _attended(q, k, v, positions, None, **settings, exact=exact)[:2]
 
 
 def scored_attention_triton(
@@ -79,34 +85,37 @@ def _attended(
     softcap: float | None,
     value_size: int | None,
     blocks: Blocks | None = None,
+    exact: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Output, log-sum-exp, and the scores of ``probe``, which are one number where it is None."""
-    from jspec.triton.attention_kernel import attention_kernel
+    from jspec.triton.attention_kernel import attention_kernel, exact_attention_kernel
 
-    blocks = blocks or Blocks(**tuned.block("attention", "triton", attention_sizes(q, k)))
+    name = "exact" if exact else "triton"
+    blocks = blocks or Blocks(**tuned.block("attention", name, attention_sizes(q, k)))
     batch, tokens, heads, _ = q.shape
     slots, kv_heads = k.shape[1:3]
     shape = tile_shape(k, v, value_size)
     keys = keys_of_tile(shape, k, v, blocks.bytes)
-    rows = rows_of_tile(tokens * heads // kv_heads, q, k, blocks.rows)
-    tiles = -(-tokens * heads // kv_heads // rows)
-    splits = splits_of(kv_heads, tiles, blocks)
+    every = tokens * heads // kv_heads
+    rows = rows_of_tile(blocks.rows if exact else every, q, k, blocks.rows)
+    tiles = -(-every // rows)
+    splits = splits_of(kv_heads, 1 if exact else tiles, blocks)
     parts = min(splits, -(-slots // keys))
+    cut: Any = {"TOKENS": tokens, "SLOTS": slots, "TILES": tiles, "PARTS": parts}
+    # Read when it runs, so that all of them share one machine program.
+    sizes = jnp.asarray(np.array(list(cut.values()), np.int32)) if exact else None
     scored = (1,) if probe is None else (batch, kv_heads, slots)
+    types = part_types(q, kv_heads, parts, shape["VALUE"], whole=parts == 1 and not exact)
     *found, scores = triton_call(
-        attention_kernel,
+        exact_attention_kernel if exact else attention_kernel,
         *(q, k, k if v is None else v, positions),
         positions if key_positions is None else key_positions,
-        q if probe is None else probe,
-        out=(
-            *part_types(q, kv_heads, parts, shape["VALUE"]),
-            jax.ShapeDtypeStruct(scored, jnp.float32),
-        ),
+        *(q if probe is None else probe, *(() if sizes is None else (sizes,))),
+        out=(*types, jax.ShapeDtypeStruct(scored, jnp.float32)),
         programs=batch * parts * tiles * kv_heads,
         warps=blocks.warps,
         stages=blocks.stages,
-        TOKENS=tokens,
-        SLOTS=slots,
+        **({} if exact else cut),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         SCALE=float(scale),
@@ -114,14 +123,12 @@ def _attended(
         WINDOW=window,
         HELD=key_positions is not None,
         PROBED=probe is not None,
-        TILES=tiles,
         ROWS=rows,
         SPLITS=splits,
-        PARTS=parts,
         KEYS=keys,
         **shape,
     )
-    return *merged(q, kv_heads, parts, splits, *found), scores
+    return *merged(q, kv_heads, parts, splits, *found, sizes=sizes), scores
 
 
 def splits_of(kv_heads: int, tiles: int, blocks: Blocks) -> int:
@@ -161,23 +168,33 @@ def rows_of_tile(rows: int, q: Array, k: Array, most: int) -> int:
 
 
 def part_types(
-    q: Array, kv_heads: int, parts: int, value: int
+    q: Array, kv_heads: int, parts: int, value: int, *, whole: bool
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """What is left for the merge; of one part, the result itself."""
+    """What is left for the merge; of a ``whole`` part, the result itself."""
     batch, tokens, heads, _ = q.shape
     lead, dtype = (batch, tokens, heads), q.dtype
-    if parts > 1:
+    if not whole:
         lead, dtype = (batch, kv_heads, parts, tokens * heads // kv_heads), jnp.float32
     return jax.ShapeDtypeStruct((*lead, value), dtype), jax.ShapeDtypeStruct(lead, jnp.float32)
 
 
 def merged(
-    q: Array, kv_heads: int, parts: int, splits: int, out: Array, lse: Array
+    q: Array,
+    kv_heads: int,
+    parts: int,
+    splits: int,
+    out: Array,
+    lse: Array,
+    *,
+    sizes: Array | None,
 ) -> tuple[Array, Array]:
-    """Output ``[B, T, N, H']`` in the dtype of ``q`` and log-sum-exp of the parts of ``splits``."""
-    from jspec.triton.attention_kernel import merge_kernel
+    """Output ``[B, T, N, H']`` in the dtype of ``q`` and log-sum-exp of the parts of ``splits``.
 
-    if parts == 1:
+    ``sizes``: those of an exact attention, which leaves one part too.
+    """
+    from jspec.triton.attention_kernel import exact_merge_kernel, merge_kernel
+
+    if parts == 1 and sizes is None:
         return out, lse
     batch, tokens, heads, _ = q.shape
     value = out.shape[-1]
@@ -185,20 +202,20 @@ def merged(
     columns = min(64, MERGED // splits, next_power(value))
     blocks = -(-value // columns)
     lead = (batch, tokens, heads)
+    cut: Any = {"TOKENS": tokens, "PARTS": parts} if sizes is None else {}
     out, lse = triton_call(
-        merge_kernel,
-        *(out, lse),
+        merge_kernel if sizes is None else exact_merge_kernel,
+        *(out, lse, *(() if sizes is None else (sizes,))),
         out=(
             jax.ShapeDtypeStruct((*lead, value), q.dtype),
             jax.ShapeDtypeStruct(lead, jnp.float32),
         ),
         programs=batch * tokens * heads * blocks,
         warps=1,
-        TOKENS=tokens,
+        **cut,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         VALUE=value,
-        PARTS=parts,
         SOME=splits,  # whatever the capacity, so that sums are of one order
         COLUMNS=columns,
         BLOCKS=blocks,
@@ -225,3 +242,5 @@ def _supports(q, k, v, *args, **kwargs) -> str | None:
 
 ATTENTION = Backend("triton", attention_triton, _supports)
 SCORED = Backend("triton", scored_attention_triton, _supports)
+EXACT = Backend("exact", functools.partial(attention_triton, exact=True), _supports)
+EXACT_SCORED = Backend("exact", functools.partial(scored_attention_triton, exact=True), _supports)

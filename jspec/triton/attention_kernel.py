@@ -88,6 +88,117 @@ def write_rows(out, lse, at, sums, live, kept, VALUE: tl.constexpr, VALUE_WIDTH:
 
 
 @triton.jit
+def attend(
+    q,
+    k,
+    v,
+    positions,
+    key_positions,
+    probe,
+    out,
+    lse,
+    scores,
+    tokens,
+    slots,
+    tiles,
+    parts,
+    WHOLE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HELD: tl.constexpr,
+    PROBED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """A program attends ROWS of the tokens * GROUP query rows of a KV head to its share of slots.
+
+    Of the tiles of KEYS slots it takes one in SPLITS, whatever the length or the capacity: all
+    programs of a batch row have about as much to do, and read what lies together at about the same
+    time. Programs of neighbouring heads follow each other, as their keys do in memory. ``tiles`` of
+    rows share the keys; ``parts`` of the SPLITS may have something to read. WHOLE: it is one part,
+    and the program writes the result, else a part for `merge_kernel`. HELD: ``key_positions`` say
+    where the keys stand; otherwise a key's slot is its position. PROBED: ``scores`` gets the
+    products of the keys and of the head's query in ``probe``; tiles that share keys write the same
+    numbers.
+    """
+    head = tl.program_id(0) % KV_HEADS
+    rest = tl.program_id(0) // KV_HEADS
+    split = rest // tiles % parts
+    batch_row = (rest // (tiles * parts)).to(tl.int64)
+    row = rest % tiles * ROWS + tl.arange(0, ROWS)
+    live = row < tokens * GROUP
+    position = tl.load(positions + batch_row * tokens + row // GROUP, mask=live, other=-1)
+    until = tl.max(position) + 1
+    end = slots if HELD else tl.minimum(until, slots)
+    number = split
+    if WINDOW is not None:
+        first = tl.min(tl.where(position >= 0, position, 2**31 - 1)) - (WINDOW - 1)
+        if not HELD:
+            # The first of this program's tiles that the window reaches.
+            passed = tl.minimum(tl.maximum(first, 0), slots) // KEYS
+            number = passed + (split + SPLITS - passed % SPLITS) % SPLITS
+    begin = number * KEYS
+
+    query = (batch_row * tokens + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
+    WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
+    tile = read_queries(q, query, live, begin < end, SIZE, WIDTH, WIDE)
+    base = batch_row * slots
+    key = tl.arange(0, KEYS)
+    acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    if HELD:
+        key_positions += batch_row * slots
+        held = tl.load(key_positions + begin + key, mask=begin + key < end, other=-1)
+    if PROBED:
+        # The matrix units take no fewer than 16 rows: the others are 0.
+        channel = tl.arange(0, WIDTH)
+        mask = (tl.arange(0, 16) == 0)[:, None] & (channel < SIZE)[None, :]
+        own = (batch_row * KV_HEADS + head) * SIZE + channel
+        pooled = tl.load(probe + own[None, :], mask=mask, other=0.0).to(tile.dtype)
+        scores += (batch_row * KV_HEADS + head) * slots
+    for start in range(begin, end, SPLITS * KEYS):
+        slot = start + key
+        if HELD:
+            at, read = held, (held >= 0) & (held < until)
+            # The next positions are on their way before this tile is multiplied.
+            slot += SPLITS * KEYS
+            held = tl.load(key_positions + slot, mask=slot < end, other=-1)
+        else:
+            at, read = slot, slot < end
+        seen = read[None, :] & (at[None, :] <= position[:, None])
+        if WINDOW is not None:
+            read &= at >= first
+            seen &= at[None, :] > position[:, None] - WINDOW
+        # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
+        here = (base + start) * KV_HEADS + head
+        keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
+        if PROBED:
+            products = tl.dot(pooled, tl.trans(keys.to(tile.dtype)), input_precision="ieee")
+            tl.store(scores + start + key, tl.sum(products, axis=0) * SCALE, mask=read)
+        values = keys
+        if not VALUES_IN_KEYS:
+            values = read_tile(v + here * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH)
+        acc, total, top = fold((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP)
+
+    if WHOLE:
+        write_rows(out, lse, query, (acc, total, top), live, True, VALUE, VALUE_WIDTH)
+    else:
+        part = (batch_row * KV_HEADS + head) * parts + split
+        part = part * (tokens * GROUP) + row
+        write_rows(out, lse, part, (acc, total, top), live, begin < end, VALUE, VALUE_WIDTH)
+
+
+@triton.jit
 def attention_kernel(
     q,
     k,
@@ -118,87 +229,159 @@ def attention_kernel(
     PARTS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """A program attends ROWS of the TOKENS * GROUP query rows of a KV head to its share of slots.
+    """`attend` for one number of tokens, slots, tiles and parts."""
+    attend(
+        q,
+        k,
+        v,
+        positions,
+        key_positions,
+        probe,
+        out,
+        lse,
+        scores,
+        TOKENS,
+        SLOTS,
+        TILES,
+        PARTS,
+        PARTS == 1,
+        KV_HEADS,
+        GROUP,
+        SIZE,
+        VALUE,
+        SCALE,
+        SOFTCAP,
+        WINDOW,
+        HELD,
+        PROBED,
+        VALUES_IN_KEYS,
+        WIDTH,
+        VALUE_WIDTH,
+        ROWS,
+        SPLITS,
+        KEYS,
+    )
 
-    Of the tiles of KEYS slots it takes one in SPLITS, whatever the length or the capacity: all
-    programs of a batch row have about as much to do, and read what lies together at about the same
-    time. Programs of neighbouring heads follow each other, as their keys do in memory. PARTS: how
-    many of the SPLITS may have something to read. With one part the program writes the result,
-    else a part for `merge_kernel`. HELD: ``key_positions`` say where the keys stand; otherwise a
-    key's slot is its position. PROBED: ``scores`` gets the products of the keys and of the head's
-    query in ``probe``; tiles that share keys write the same numbers.
+
+@triton.jit
+def exact_attention_kernel(
+    q,
+    k,
+    v,
+    positions,
+    key_positions,
+    probe,
+    sizes,
+    out,
+    lse,
+    scores,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HELD: tl.constexpr,
+    PROBED: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """`attend` for any number of tokens, slots, tiles and parts: these are the ``sizes``.
+
+    One machine program serves all of them, so that a row's arithmetic cannot follow from them
+    (docs/exact.md).
     """
-    head = tl.program_id(0) % KV_HEADS
-    rest = tl.program_id(0) // KV_HEADS
-    split = rest // TILES % PARTS
-    batch_row = (rest // (TILES * PARTS)).to(tl.int64)
-    row = rest % TILES * ROWS + tl.arange(0, ROWS)
-    live = row < TOKENS * GROUP
-    position = tl.load(positions + batch_row * TOKENS + row // GROUP, mask=live, other=-1)
-    until = tl.max(position) + 1
-    end = SLOTS if HELD else tl.minimum(until, SLOTS)
-    number = split
-    if WINDOW is not None:
-        first = tl.min(tl.where(position >= 0, position, 2**31 - 1)) - (WINDOW - 1)
-        if not HELD:
-            # The first of this program's tiles that the window reaches.
-            passed = tl.minimum(tl.maximum(first, 0), SLOTS) // KEYS
-            number = passed + (split + SPLITS - passed % SPLITS) % SPLITS
-    begin = number * KEYS
+    attend(
+        q,
+        k,
+        v,
+        positions,
+        key_positions,
+        probe,
+        out,
+        lse,
+        scores,
+        tl.load(sizes),
+        tl.load(sizes + 1),
+        tl.load(sizes + 2),
+        tl.load(sizes + 3),
+        False,
+        KV_HEADS,
+        GROUP,
+        SIZE,
+        VALUE,
+        SCALE,
+        SOFTCAP,
+        WINDOW,
+        HELD,
+        PROBED,
+        VALUES_IN_KEYS,
+        WIDTH,
+        VALUE_WIDTH,
+        ROWS,
+        SPLITS,
+        KEYS,
+    )
 
-    query = (batch_row * TOKENS + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
-    WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
-    tile = read_queries(q, query, live, begin < end, SIZE, WIDTH, WIDE)
-    base = batch_row * SLOTS
-    key = tl.arange(0, KEYS)
-    acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    if HELD:
-        key_positions += batch_row * SLOTS
-        held = tl.load(key_positions + begin + key, mask=begin + key < end, other=-1)
-    if PROBED:
-        # The matrix units take no fewer than 16 rows: the others are 0.
-        channel = tl.arange(0, WIDTH)
-        mask = (tl.arange(0, 16) == 0)[:, None] & (channel < SIZE)[None, :]
-        own = (batch_row * KV_HEADS + head) * SIZE + channel
-        pooled = tl.load(probe + own[None, :], mask=mask, other=0.0).to(tile.dtype)
-        scores += (batch_row * KV_HEADS + head) * SLOTS
-    for start in range(begin, end, SPLITS * KEYS):
-        slot = start + key
-        if HELD:
-            at, read = held, (held >= 0) & (held < until)
-            # The next positions are on their way before this tile is multiplied.
-            slot += SPLITS * KEYS
-            held = tl.load(key_positions + slot, mask=slot < end, other=-1)
-        else:
-            at, read = slot, slot < end
-        seen = read[None, :] & (at[None, :] <= position[:, None])
-        if WINDOW is not None:
-            read &= at >= first
-            seen &= at[None, :] > position[:, None] - WINDOW
-        # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
-        here = (base + start) * KV_HEADS + head
-        keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
-        if PROBED:
-            products = tl.dot(pooled, tl.trans(keys.to(tile.dtype)), input_precision="ieee")
-            tl.store(scores + start + key, tl.sum(products, axis=0) * SCALE, mask=read)
-        values = keys
-        if not VALUES_IN_KEYS:
-            values = read_tile(v + here * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH)
-        acc, total, top = fold((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP)
 
-    if PARTS == 1:
-        write_rows(out, lse, query, (acc, total, top), live, True, VALUE, VALUE_WIDTH)
-    else:
-        part = (batch_row * KV_HEADS + head) * PARTS + split
-        part = part * (TOKENS * GROUP) + row
-        write_rows(out, lse, part, (acc, total, top), live, begin < end, VALUE, VALUE_WIDTH)
+@triton.jit
+def merge(
+    parts_of,
+    part_lse,
+    out,
+    lse,
+    tokens,
+    parts,
+    MOST: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE: tl.constexpr,
+    SOME: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """A program merges COLUMNS of the parts of one query row, SOME of them at a time.
+
+    ``parts_of [B, KV_HEADS, parts, tokens * GROUP, VALUE]`` and their log-sum-exp; a part of -inf
+    is not read. There are at most MOST ``parts``.
+    """
+    query = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < VALUE
+    n = query % (KV_HEADS * GROUP)
+    token = query // (KV_HEADS * GROUP)
+    row = token % tokens * GROUP + n % GROUP
+    first = (token // tokens * KV_HEADS + n // GROUP) * parts * (tokens * GROUP) + row
+    acc = tl.zeros([COLUMNS], tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for start in tl.static_range(0, MOST, SOME):
+        some = start + tl.arange(0, SOME)
+        at = first + some * (tokens * GROUP)
+        exponent = tl.load(part_lse + at, mask=some < parts, other=float("-inf"))
+        mask = (exponent != float("-inf"))[:, None] & inside[None, :]
+        part = tl.load(parts_of + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(top, tl.max(exponent))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp2((top - base) * LOG2E)
+        weight = tl.exp2((exponent - base) * LOG2E)
+        total = total * decay + tl.sum(weight)
+        acc = acc * decay + tl.sum(weight[:, None] * part, axis=0)
+        top = higher
+    whole = tl.where(total == 0.0, 1.0, total)
+    tl.store(out + query * VALUE + column, (acc / whole).to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(0) % BLOCKS == 0:
+        tl.store(lse + query, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole) / LOG2E))
 
 
 @triton.jit
 def merge_kernel(
-    parts,
+    parts_of,
     part_lse,
     out,
     lse,
@@ -211,35 +394,51 @@ def merge_kernel(
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A program merges COLUMNS of the parts of one query row, SOME of its PARTS at a time.
+    """`merge` for one number of tokens and parts."""
+    merge(
+        parts_of,
+        part_lse,
+        out,
+        lse,
+        TOKENS,
+        PARTS,
+        PARTS,
+        KV_HEADS,
+        GROUP,
+        VALUE,
+        SOME,
+        COLUMNS,
+        BLOCKS,
+    )
 
-    ``parts [B, KV_HEADS, PARTS, TOKENS * GROUP, VALUE]`` and their log-sum-exp; a part of -inf is
-    not read.
-    """
-    query = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < VALUE
-    n = query % (KV_HEADS * GROUP)
-    token = query // (KV_HEADS * GROUP)
-    row = token % TOKENS * GROUP + n % GROUP
-    first = (token // TOKENS * KV_HEADS + n // GROUP) * PARTS * (TOKENS * GROUP) + row
-    acc = tl.zeros([COLUMNS], tl.float32)
-    total = 0.0
-    top = float("-inf")
-    for start in tl.static_range(0, PARTS, SOME):
-        some = start + tl.arange(0, SOME)
-        at = first + some * (TOKENS * GROUP)
-        exponent = tl.load(part_lse + at, mask=some < PARTS, other=float("-inf"))
-        mask = (exponent != float("-inf"))[:, None] & inside[None, :]
-        part = tl.load(parts + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
-        higher = tl.maximum(top, tl.max(exponent))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        decay = tl.exp2((top - base) * LOG2E)
-        weight = tl.exp2((exponent - base) * LOG2E)
-        total = total * decay + tl.sum(weight)
-        acc = acc * decay + tl.sum(weight[:, None] * part, axis=0)
-        top = higher
-    whole = tl.where(total == 0.0, 1.0, total)
-    tl.store(out + query * VALUE + column, (acc / whole).to(out.dtype.element_ty), mask=inside)
-    if tl.program_id(0) % BLOCKS == 0:
-        tl.store(lse + query, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole) / LOG2E))
+
+@triton.jit
+def exact_merge_kernel(
+    parts_of,
+    part_lse,
+    sizes,
+    out,
+    lse,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE: tl.constexpr,
+    SOME: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """`merge` for the ``sizes`` of `exact_attention_kernel`; SOME parts are all there can be."""
+    merge(
+        parts_of,
+        part_lse,
+        out,
+        lse,
+        tl.load(sizes),
+        tl.load(sizes + 3),
+        SOME,
+        KV_HEADS,
+        GROUP,
+        VALUE,
+        SOME,
+        COLUMNS,
+        BLOCKS,
+    )

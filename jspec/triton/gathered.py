@@ -88,7 +88,7 @@ def gathered_triton(
         tail if tail.size else selected,
         until,
         q if log_weights is None else log_weights,
-        out=part_types(q, kv_heads, chunks, shape["VALUE"]),
+        out=part_types(q, kv_heads, chunks, shape["VALUE"], whole=chunks == 1),
         programs=batch * chunks * tiles * (kv_heads // together),
         warps=blocks.warps,
         stages=blocks.stages,

@@ -1,10 +1,11 @@
-"""A product of a few rows as one Triton launch."""
+"""A product as one Triton launch: of a few rows, or of any number by tiles that are all alike."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jspec.ops.quantized import Quantized
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MOST = 64  # rows that one tile holds
+MOST = 64  # rows that one tile holds, and that each of an exact product's does
 FP8 = jnp.float8_e4m3fn
 
 
@@ -47,36 +48,45 @@ def linear_triton(
     transposed: bool,
     dtype: np.dtype,
     blocks: Blocks | None = None,
+    exact: bool = False,
 ) -> Array:
-    """As `jspec.ops.linear.linear`."""
+    """As `jspec.ops.linear.linear`.
+
+    ``exact``: tiles of `MOST` rows, as many as it takes, so that a row's bits follow from it alone.
+    """
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
-    launch = functools.partial(_launch, **settings, blocks=blocks)
+    launch = functools.partial(_launch, **settings, blocks=blocks, exact=exact)
     if isinstance(kernel, Quantized):  # of which there is no derivative
         return launch(x, kernel, bias, norm, add)
     run = differentiated_as(functools.partial(linear_xla, **settings), launch)
     return run(x, kernel, bias, norm, add)
 
 
-def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> Array:
-    from jspec.triton.linear_kernel import linear_kernel
+def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks, exact=False) -> Array:
+    from jspec.triton.linear_kernel import exact_linear_kernel, linear_kernel
 
     lead, inputs = x.shape[:-1], x.shape[-1]
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
     outputs = outputs[1:] if gated else outputs
     rows, columns = math.prod(lead), math.prod(outputs)
-    blocks = blocks or Blocks(**tuned.block("linear", "triton", linear_sizes(x, kernel)))
+    name = "exact" if exact else "triton"
+    blocks = blocks or Blocks(**tuned.block("linear", name, linear_sizes(x, kernel)))
     width = min(blocks.width, max(16, next_power(columns)))
     step = blocks.bytes // (width * kernel.dtype.itemsize)
+    tile = MOST if exact else max(16, next_power(rows))
+    # Read when it runs, so that any number of rows shares one machine program.
+    count = (jnp.asarray(np.array([rows], np.int32)),) if exact else ()
+    sizes: Any = {} if exact else {"ROWS": rows}
     (y,) = triton_call(
-        linear_kernel,
+        exact_linear_kernel if exact else linear_kernel,
         *((x, kernel.values) if isinstance(kernel, Quantized) else (x, kernel)),
         kernel.scale if isinstance(kernel, Quantized) else x,
         x if bias is None else bias,
-        *(x if norm is None else norm.scale, x if add is None else add),
+        *(x if norm is None else norm.scale, x if add is None else add, *count),
         out=(jax.ShapeDtypeStruct((*lead, *outputs), dtype),),
-        programs=-(-columns // width),
+        programs=-(-columns // width) * -(-rows // tile),
         warps=blocks.warps,
-        ROWS=rows,
+        **sizes,
         IN=inputs,
         OUT=columns,
         EPS=0.0 if norm is None else norm.eps,
@@ -86,7 +96,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> 
         ADDED=add is not None,
         GATED=gated,
         TRANSPOSED=transposed,
-        TILE=max(16, next_power(rows)),
+        TILE=tile,
         STEP=max(16, min(step, next_power(inputs))),
         WIDTH=width,
         STAGES=blocks.stages,
@@ -95,12 +105,17 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks) -> 
 
 
 def refuses(x: Array, kernel: Array | Quantized) -> str | None:
-    """Why the kernel cannot take these arguments, or None."""
+    """Why the kernel cannot take these arguments in one tile, or None."""
     rows = math.prod(x.shape[:-1])
-    if not 1 <= rows <= MOST:
+    if rows > MOST:
         return f"it takes 1 to {MOST} rows, and there are {rows}"
-    if 0 in kernel.shape:
-        return f"kernel {kernel.shape} leaves nothing to launch"
+    return refuses_product(x, kernel)
+
+
+def refuses_product(x: Array, kernel: Array | Quantized) -> str | None:
+    """Why the kernel cannot take these arguments in any number of tiles, or None."""
+    if 0 in x.shape or 0 in kernel.shape:
+        return f"x {x.shape} and kernel {kernel.shape} leave nothing to launch"
     alike = x.dtype == kernel.dtype or isinstance(kernel, Quantized)
     if not alike or x.dtype not in ("bfloat16", "float16", "float32"):
         return f"x {x.dtype} and kernel {kernel.dtype} are not of one type of 16 or 32 bits"
@@ -108,11 +123,16 @@ def refuses(x: Array, kernel: Array | Quantized) -> str | None:
 
 
 def _supports(x, kernel, bias, norm, *args, **kwargs) -> str | None:
+    return refuses(x, kernel) or _supports_exact(x, kernel, bias, norm)
+
+
+def _supports_exact(x, kernel, bias, norm, *args, **kwargs) -> str | None:
     if norm is not None and norm.centered:
         return CENTERED
-    if reason := refuses(x, kernel) or refuses_triton():
+    if reason := refuses_product(x, kernel) or refuses_triton():
         return reason
     return refuses_gpu((8, 9), "a product with fp8") if kernel.dtype == FP8 else None
 
 
 LINEAR = Backend("triton", linear_triton, _supports)
+EXACT = Backend("exact", functools.partial(linear_triton, exact=True), _supports_exact)

@@ -1,11 +1,11 @@
-"""The Triton body of a product of a few rows, which reads the weights once."""
+"""The Triton bodies of a product: of a few rows in one tile, and of any number in tiles alike."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def linear_kernel(
+def product(
     x,
     kernel,
     column_scale,
@@ -13,7 +13,8 @@ def linear_kernel(
     scale,
     add,
     out,
-    ROWS: tl.constexpr,
+    rows,
+    block,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     EPS: tl.constexpr,
@@ -28,12 +29,13 @@ def linear_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program takes ``WIDTH`` columns of the result and all of their inputs, in one order.
+    """The first TILE of ``rows``, and ``WIDTH`` columns: those of number ``block``.
 
-    SCALED: weights are of 8 bits, and each column is times its ``column_scale``.
+    All inputs of a column are summed in one order. SCALED: weights are of 8 bits, and each column
+    is times its ``column_scale``.
     """
     row = tl.arange(0, TILE)[:, None]
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    column = block * WIDTH + tl.arange(0, WIDTH)[None, :]
     there = column < OUT
     columns: tl.constexpr = 2 * OUT if GATED else OUT
     at: tl.constexpr = IN if TRANSPOSED else 1
@@ -44,7 +46,7 @@ def linear_kernel(
     for start in tl.range(0, IN, STEP, num_stages=STAGES):
         index = start + tl.arange(0, STEP)
         inside = index < IN
-        live = (row < ROWS) & inside[None, :]
+        live = (row < rows) & inside[None, :]
         part = tl.load(x + row * IN + index[None, :], mask=live, other=0.0)
         if NORMED:
             wide = part.to(tl.float32)
@@ -82,7 +84,118 @@ def linear_kernel(
         wide = gates.to(tl.float32)
         total = (wide * tl.sigmoid(wide)).to(kind) * total
     place = row * OUT + column
-    mask = (row < ROWS) & there
+    mask = (row < rows) & there
     if ADDED:
         total = tl.load(add + place, mask=mask, other=0.0).to(kind) + total
     tl.store(out + place, total, mask=mask)
+
+
+@triton.jit
+def linear_kernel(
+    x,
+    kernel,
+    column_scale,
+    bias,
+    scale,
+    add,
+    out,
+    ROWS: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    EPS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
+    ADDED: tl.constexpr,
+    GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program takes all rows, which are one tile, and WIDTH columns of the result."""
+    product(
+        x,
+        kernel,
+        column_scale,
+        bias,
+        scale,
+        add,
+        out,
+        ROWS,
+        tl.program_id(0),
+        IN,
+        OUT,
+        EPS,
+        SCALED,
+        BIASED,
+        NORMED,
+        ADDED,
+        GATED,
+        TRANSPOSED,
+        TILE,
+        STEP,
+        WIDTH,
+        STAGES,
+    )
+
+
+@triton.jit
+def exact_linear_kernel(
+    x,
+    kernel,
+    column_scale,
+    bias,
+    scale,
+    add,
+    count,
+    out,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    EPS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
+    ADDED: tl.constexpr,
+    GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program takes TILE of the ``count[0]`` rows and WIDTH columns of the result.
+
+    Tiles that share weights follow each other. One machine program serves any number of rows, so
+    that a row's arithmetic cannot follow from it (docs/exact.md).
+    """
+    rows = tl.load(count)
+    tiles = tl.cdiv(rows, TILE)
+    first = tl.program_id(0) % tiles * TILE
+    # In int64: x and the result may have 2**31 elements, a tile of them has not.
+    before = first.to(tl.int64)
+    product(
+        x + before * IN,
+        kernel,
+        column_scale,
+        bias,
+        scale,
+        add + before * OUT,
+        out + before * OUT,
+        rows - first,
+        tl.program_id(0) // tiles,
+        IN,
+        OUT,
+        EPS,
+        SCALED,
+        BIASED,
+        NORMED,
+        ADDED,
+        GATED,
+        TRANSPOSED,
+        TILE,
+        STEP,
+        WIDTH,
+        STAGES,
+    )

@@ -223,7 +223,7 @@ def test_a_wrong_draft_is_found_and_a_right_one_is_timed(tmp_path, monkeypatch):
     names = [x for name in ("vegas", "streaming", "plain") for x in ("--backend", name)]
     assert main([*asked, *names]) == 0
     found = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-    assert {row["checked"] for row in found.values()} == {"1 layers"}
+    assert {row["checked"] for row in found.values()} == {"1 layer"}
     assert all(len(row["step_ns"]) == 3 and row["kernels"] == 2 for row in found.values())
     right = draft_check.run_target
 

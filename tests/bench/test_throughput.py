@@ -110,6 +110,11 @@ def test_a_chain_is_the_same_wherever_it_is_measured():
         assert [own.gamma for own in chains] == [throughput.CHAIN_GAMMA] * 2
     asked = throughput.wanted(9, Settings(only=("plain", "chain")))
     assert [own.name for own in asked] == ["plain", "chain"]
+    asked = throughput.wanted(9, Settings(only=("vegas-exact", "vegas")))
+    assert [(own.name, own.config.exact) for own in asked] == [
+        ("vegas", False),
+        ("vegas-exact", True),
+    ]
 
 
 @pytest.mark.slow

@@ -222,6 +222,15 @@ def test_a_committed_table_is_as_the_command_writes_it(name):
     assert text(tuned.load(path)) == path.read_text()
 
 
+def test_exact_is_for_those_who_ask_for_it():
+    rows = [
+        row("attention", {"B": 1, "S": 64, "heads": "4/2", "H": 16, "T": 1}, name, time)
+        for name, time in (("exact", 1.0), ("triton", 2.0), ("xla", 4.0))
+    ]
+    (found,) = points_of(rows, attention.ATTENTION)
+    assert found.ratios == {"triton": 1.0, "xla": 2.0}
+
+
 def test_the_points_are_those_of_backends_that_ran(tmp_path):
     rows = json.loads((results(tmp_path / "r") / "verify.json").read_text())["rows"]
     points = points_of(rows, tune.VERIFY_GREEDY)

@@ -127,6 +127,24 @@ def test_many_tokens_take_a_launch_for_their_codes(interpreted, monkeypatch):
     assert_encoded(append_encode_triton(*given), given)
 
 
+def test_exact_keys_are_those_of_the_launch_without_codes(interpreted, monkeypatch):
+    """Few tokens or many: the launch that encodes too sums a norm in another order."""
+
+    def launch(kernel, *arrays, **settings):
+        launched.append(kernel.fn.__name__)
+        return tuple(map(jnp.asarray, interpreted(kernel, *arrays, **settings)))
+
+    launched: list[str] = []
+    for home in (module, hash_module):
+        monkeypatch.setattr(home, "triton_call", launch)
+    given = with_codes(arguments(*CASES["group-of-three"]), 32)
+    got = module.EXACT_ENCODE.run(*given)
+    assert_encoded(got, given)
+    assert launched[0].startswith("append_kernel")
+    for own, other in zip(got, append_triton(*given[:6], given[-1]), strict=False):
+        np.testing.assert_array_equal(own, other)
+
+
 @pytest.mark.parametrize("case", [*CASES, *LARGE])
 def test_codes_equal_the_signs_on_a_gpu(case):
     if reason := refuses_triton():

@@ -123,7 +123,9 @@ def test_is_one_launch(case):
 def test_has_the_derivatives_of_the_reference(monkeypatch):
     arrays, settings = arguments(*CASES["gated"])
     # Without a GPU the launch itself is left out.
-    monkeypatch.setattr(module, "_launch", lambda *arrays, blocks, **of: linear_xla(*arrays, **of))
+    monkeypatch.setattr(
+        module, "_launch", lambda *arrays, blocks, exact, **of: linear_xla(*arrays, **of)
+    )
 
     def gradients(function):
         return jax.grad(lambda *arrays: function(*arrays, **settings).sum(), (0, 1, 3))(*arrays)

@@ -191,6 +191,7 @@ ATTENTION = Operation(
         "xla_blocked": Backend("xla_blocked", _xla_blocked, always),
         "pallas": "jspec.pallas.attention:ATTENTION",
         "triton": "jspec.triton.attention:ATTENTION",
+        "exact": "jspec.triton.attention:EXACT",
     },
     attention_sizes,
     _cases,

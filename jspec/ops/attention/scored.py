@@ -84,6 +84,7 @@ SCORED = Operation(
     {
         "xla": Backend("xla", _xla, always),
         "triton": "jspec.triton.attention:SCORED",
+        "exact": "jspec.triton.attention:EXACT_SCORED",
         "pallas": "jspec.pallas.attention:SCORED",
     },
     attention_sizes,

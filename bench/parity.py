@@ -1,0 +1,363 @@
+"""How often decoding flips a greedy token against exact plain decoding, and by how much.
+
+The reference is exact plain decoding of each prompt, one at a time. A row is a mode, a drafter and
+a batch. ``decode``: text is generated, and a prompt's first token that differs is its flip, since
+what follows continues another text. ``forced``: passes read the reference's own text, so that every
+token is compared. A flip's margin is what the two highest exact logits are apart there. Tokens a
+second are of decoding alone, without compiling and prefill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+
+import jspec
+from bench import cases, decoding
+from bench.decode.shapes import MODELS, first_layers, random_model
+from bench.settings import Settings, bar, console
+from bench.suite import Suite
+from bench.table import times
+from jspec.decode.draft.named import names
+from jspec.decode.exact import check_exact
+from jspec.decode.stats import Stats
+from jspec.dispatch import BackendError
+from jspec.eval.sample import prepared
+from jspec.policies import Dense
+
+CHAIN = "suffix > hata"
+DRAFTS = (*(name for name in names() if name not in ("hata_off", "dense")), CHAIN)
+BUNDLED = "bundled"
+CHOICES = {"model": (BUNDLED, *MODELS), "draft": (*names(), CHAIN)}
+# layers: of a model of random weights, 0 for all; S: tokens of a prompt; new: behind it.
+DEFAULT: cases.Case = {
+    "model": BUNDLED,
+    "layers": 0,
+    "draft": "none",
+    "gamma": 8,
+    "B": 8,
+    "S": 512,
+    "prompts": 64,
+    "new": 512,
+}
+QUICK = {"S": 128, "prompts": 8, "new": 64}
+FORCED = (1, 9)  # tokens of a pass over the reference's text
+PIECE = 64  # tokens of a pass that looks at logits alone
+
+
+def parse(text: str) -> cases.Case:
+    """A case such as ``draft=ngram,gamma=8,B=32``; `ValueError` for what is none."""
+    return cases.parse(text, DEFAULT, CHOICES)
+
+
+def cases_of(settings: Settings) -> list[cases.Case]:
+    """What was asked for; else plain decoding and drafters, each gamma at the largest batch."""
+    if settings.cases:
+        return [parse(text) for text in settings.cases]
+    if settings.quick:
+        few = [("none", 8), ("ngram", 8), ("streaming", 4)]
+        return [DEFAULT | QUICK | {"draft": draft, "gamma": gamma} for draft, gamma in few]
+    drafts = [draft for draft in DRAFTS if draft != "none"]
+    found = [
+        {"draft": draft, "gamma": gamma, "B": batch}
+        for batch, gammas in ((8, (4,)), (32, (1, 4, 16)))
+        for draft, gamma in itertools.product(drafts, gammas)
+    ]
+    found += [{"draft": "ngram", "gamma": 16, "B": 1}, {"draft": "vegas", "gamma": 4, "B": 1}]
+    plain = [{"draft": "none", "B": batch} for batch in (1, 8, 32)]
+    return [DEFAULT | case for case in (*plain, *found)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flips:
+    """``count`` flips among ``compared`` tokens, and the ``margins`` of those in exact logits."""
+
+    compared: int
+    margins: list[float]
+
+    @property
+    def count(self) -> int:
+        return len(self.margins)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """As a row has them."""
+        found: dict[str, Any] = {"compared": self.compared, "flips": self.count}
+        found["flips_per_1000"] = 1000 * self.count / max(self.compared, 1)
+        return found | {"margins": self.margins}
+
+
+def first_flips(
+    tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], margins: np.ndarray
+) -> Flips:
+    """The first token of each text that differs; those behind it are not compared.
+
+    ``margins [prompts, new]``: of the reference. Raises `ValueError` for texts of unequal length.
+    """
+    compared, found = 0, []
+    for own, other, margin in zip(tokens, reference, margins, strict=True):
+        differs = np.flatnonzero(np.asarray(own) != np.asarray(other))
+        if len(own) != len(other):
+            raise ValueError(f"a text has {len(own)} tokens and its reference {len(other)}")
+        compared += int(differs[0]) + 1 if len(differs) else len(own)
+        found += [float(margin[differs[0]])] if len(differs) else []
+    return Flips(compared, found)
+
+
+def forced_flips(choices: np.ndarray, reference: np.ndarray, margins: np.ndarray) -> Flips:
+    """Every token that a pass over the reference's text would have chosen otherwise."""
+    return Flips(reference.size, margins[choices != reference].tolist())
+
+
+@dataclasses.dataclass(frozen=True)
+class Bed:
+    """A model, its prompts and what exact plain decoding makes of them, by which rows are judged.
+
+    ``tokens`` int32 and ``margins`` ``[prompts, new]``.
+    """
+
+    model: jspec.Decoder
+    tokenizer: jspec.Tokenizer | None
+    prompts: list[list[int]]
+    tokens: np.ndarray
+    margins: np.ndarray
+    stats: Stats
+
+    @classmethod
+    def of(cls, case: cases.Case) -> Bed:
+        """Raises `BackendError` where nothing can be exact."""
+        if case["model"] == BUNDLED:
+            model, tokenizer = jspec.load_bundled()
+            prompts = decoding.texts(tokenizer, case["prompts"], case["S"])
+        else:
+            config = MODELS[case["model"]]
+            config = first_layers(config, case["layers"]) if case["layers"] else config
+            check_exact(jspec.Decoder(config, dtype=jnp.bfloat16, rngs=None), Dense())
+            model, tokenizer = random_model(config), None
+            drawn = np.random.default_rng(0).integers(
+                0, config.vocab_size, (case["prompts"], case["S"])
+            )
+            prompts = drawn.tolist()
+        check_exact(model, Dense())
+        tokens, stats = decoded(model, prompts, 1, case["new"], draft=None, exact=True)
+        tokens = np.array(tokens)
+        choices, margins = forced(model, prompts, tokens, PIECE, case["B"], exact=True)
+        if (choices != tokens).any():
+            raise RuntimeError("exact passes over the reference's own text chose other tokens")
+        return cls(model, tokenizer, prompts, tokens, margins, stats)
+
+
+def decoded(
+    model: jspec.Decoder, prompts: list[list[int]], batch: int, new: int, **settings: Any
+) -> tuple[list[tuple[int, ...]], Stats]:
+    """``new`` tokens of each prompt, ``batch`` of them at a time, and the statistics of all."""
+    params = jspec.SamplingParams(max_new_tokens=new, ignore_eos=True)
+    parts = [
+        jspec.generate(model, prompts[begin : begin + batch], params, **settings)
+        for begin in range(0, len(prompts), batch)
+    ]
+    return [tokens for part in parts for tokens in part.tokens], Stats.merged(
+        [part.stats for part in parts]
+    )
+
+
+def forced(
+    model: jspec.Decoder,
+    prompts: list[list[int]],
+    tokens: np.ndarray,
+    piece: int,
+    batch: int,
+    *,
+    exact: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What passes of ``piece`` tokens choose in place of ``tokens [prompts, new]``, and margins."""
+    config = jspec.StepConfig(piece - 1, jspec.NoDraft(), exact=exact)
+    new, found = tokens.shape[1], []
+    for begin in range(0, len(prompts), batch):
+        here = slice(begin, begin + batch)
+        params = jspec.SamplingParams(max_new_tokens=new, ignore_eos=True)
+        state = jspec.start_decoding(model, prompts[here], params, config)
+        lasts = [prompt[-1:] for prompt in prompts[here]]
+        # A token is chosen by what is before it.
+        fed = np.concatenate([lasts, tokens[here, :-1]], axis=1).astype(np.int32)
+        cache, parts = state.cache, []
+        for at in range(0, new, piece):
+            read = np.zeros((len(fed), piece), np.int32)
+            read[:, : new - at] = fed[:, at : at + piece]
+            index = at + np.arange(piece)
+            cache, *part = _looked_at(model, cache, read, np.where(index < new, index, -1), config)
+            parts.append([np.asarray(x)[:, : new - at] for x in part])
+        found.append([np.concatenate(x, axis=1) for x in zip(*parts, strict=True)])
+    choices, margins = (np.concatenate(x) for x in zip(*found, strict=True))
+    return choices, margins
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def _looked_at(model, cache, tokens, index, config):
+    """The cache with ``tokens [B, T]``, ``index [T]`` behind its length; the choice behind each,
+    and what the two highest logits are apart."""
+    index = index[None]
+    positions = jnp.where(index >= 0, cache.lengths[:, None] + index, -1)
+    with config.of_target():
+        attend = jspec.dense_attend(positions, backends=config.of_verification)
+        hidden, cache = model(tokens, positions, attend, cache)
+        logits = model.logits(hidden)
+    choices, best = jnp.argmax(logits, axis=-1), jnp.max(logits, axis=-1)
+    is_choice = jnp.arange(logits.shape[-1])[None, None] == choices[..., None]
+    others = jnp.where(is_choice, -jnp.inf, logits)
+    return cache, choices, best - jnp.max(others, axis=-1)
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Every case, exact and ordinary; an exact row with a flip fails the run."""
+    return {"rows": _rows(settings)}
+
+
+def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
+    wanted, beds, forced_at = cases_of(settings), {}, set()
+    with bar("parity", len(wanted)) as advance:
+        for case in wanted:
+            own = tuple(case[key] for key in ("model", "layers", "S", "prompts", "new"))
+            try:
+                if own not in beds:
+                    beds.clear()  # one model at a time
+                    beds[own] = Bed.of(case)
+            except BackendError as error:
+                yield {"case": case, "mode": "exact", "reason": str(error), "checked": None}
+                advance()
+                continue
+            bed = beds[own]
+            for mode in ("exact", "ordinary"):
+                yield _of_drafter(bed, case, mode, settings)
+            if (own, case["B"]) not in forced_at:
+                forced_at.add((own, case["B"]))
+                for piece in FORCED:
+                    yield _of_passes(bed, case, piece)
+            advance()
+
+
+def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> dict[str, Any]:
+    """The row of text that is generated."""
+    draft = jspec.named_draft(case["draft"])
+    is_plain, arrays = isinstance(draft, jspec.NoDraft), None
+    if bed.tokenizer is not None:
+        arrays = prepared(draft.keeps, bed.model, bed.tokenizer)
+    tokens, stats = decoded(
+        bed.model,
+        bed.prompts,
+        case["B"],
+        case["new"],
+        draft=draft,
+        gamma=0 if is_plain else case["gamma"],
+        draft_model=bed.model if draft.needs_model else None,
+        policy_arrays=arrays,
+        exact=mode == "exact",
+    )
+    flips = first_flips(tokens, bed.tokens.tolist(), bed.margins)
+    row = {"case": case | ({"gamma": 0} if is_plain else {}), "mode": mode, "kind": "decode"}
+    row["dtype"] = str(bed.model.dtype)
+    row |= flips.figures | {"tokens_per_s": stats.decode_tokens_per_s}
+    row["mean_accepted_length"] = stats.mean_accepted_length
+    right = mode == "ordinary" or flips.count == 0
+    return row | {"checked": right if settings.check else None}
+
+
+def _of_passes(bed: Bed, case: cases.Case, piece: int) -> dict[str, Any]:
+    """The row of ordinary passes over the reference's text."""
+    choices, _ = forced(bed.model, bed.prompts, bed.tokens, piece, case["B"], exact=False)
+    row = {"case": case | {"draft": "", "gamma": piece - 1}, "mode": "ordinary", "kind": "forced"}
+    row["dtype"] = str(bed.model.dtype)
+    return row | forced_flips(choices, bed.tokens, bed.margins).figures | {"checked": True}
+
+
+def key(row: dict[str, Any]) -> str:
+    """What makes a row another one than the rest."""
+    return str((sorted(row["case"].items()), row["mode"], row.get("kind")))
+
+
+def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """Write into each row how many times as fast it is as in the earlier result; how many rows had
+    one."""
+    before = {key(row): row["tokens_per_s"] for row in earlier["rows"] if "tokens_per_s" in row}
+    met = 0
+    for row in result["rows"]:
+        if "tokens_per_s" in row and key(row) in before:
+            row["ratio"] = row["tokens_per_s"] / before[key(row)]
+            met += 1
+    return met
+
+
+HEADINGS = (
+    *("model", "B", "mode", "draft", "gamma", "tokens", "flips", "per 1000"),
+    *("margin", "most", "tok/s", "of ordinary"),
+)
+FOOT = (
+    "tokens: compared with exact plain decoding; flips: of a text its first, of passes over its "
+    "text (forced) every one; margin, most: of a flip's two highest exact logits, median and "
+    "largest; of ordinary: tok/s against the same drafter's in the ordinary mode"
+)
+
+
+def cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """A row under `HEADINGS`."""
+    case, margins = row["case"], row["margins"]
+    draft = case["draft"] if row["kind"] == "decode" else "forced"
+    spread = (f"{statistics.median(margins):.3f}", f"{max(margins):.3f}") if margins else ("", "")
+    speed = ("", "")
+    if row["checked"] and "tokens_per_s" in row:
+        other = next((r for r in rows if r["case"] == case and r["mode"] == "ordinary"), row)
+        ratio = "" if other is row else times(row["tokens_per_s"] / other["tokens_per_s"])
+        speed = (f"{row['tokens_per_s']:,.0f}", ratio)
+    elif "tokens_per_s" in row:
+        speed = ("unchecked" if row["checked"] is None else "WRONG", "")
+    counts = (f"{row['compared']:,}", str(row["flips"]), f"{row['flips_per_1000']:.3f}")
+    return (
+        *(case["model"], str(case["B"]), row["mode"], draft, str(case["gamma"])),
+        *(*counts, *spread, *speed),
+    )
+
+
+def counted(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that ran."""
+    return [row for row in result["rows"] if "flips" in row]
+
+
+def show(result: dict[str, Any]) -> None:
+    """One line a row, and why others did not run."""
+    table = Table(title=result["machine"]["device"], box=None, padding=(0, 1, 0, 0))
+    for heading in (*HEADINGS, *(["vs before"] if _compared(result) else [])):
+        words = heading in ("model", "mode", "draft")
+        table.add_column(heading, justify="left" if words else "right")
+    rows, screen = counted(result), console()
+    for row in rows:
+        ratio = [times(row["ratio"]) if "ratio" in row else ""] if _compared(result) else []
+        table.add_row(*cells(row, rows), *ratio)
+    if rows:
+        screen.print(table)
+        screen.print(FOOT, markup=False)
+    for reason in dict.fromkeys(row["reason"] for row in result["rows"] if "reason" in row):
+        screen.print(f"not run: {reason}", markup=False)
+
+
+def _compared(result: dict[str, Any]) -> bool:
+    return any("ratio" in row for row in result["rows"])
+
+
+SUITE = Suite(
+    "parity",
+    "how often decoding flips a greedy token against exact plain decoding, and what exact costs",
+    run,
+    show,
+    compare=compare,
+    own_clocks=True,
+    case=parse,
+)

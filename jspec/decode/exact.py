@@ -1,0 +1,90 @@
+"""Bit-exact decoding: the backends of the target's passes, and what they cannot serve.
+
+docs/exact.md says why a token's bits then follow from its own row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jspec.cache import Layout, Linear
+from jspec.config import ModelConfig, shown
+from jspec.decode.on_mesh import mesh_model
+from jspec.dispatch import BackendError, Backends
+from jspec.models.decoder import Decoder
+from jspec.policies import Policy
+from jspec.triton.attention import DTYPES, MOST_CHANNELS
+from jspec.triton.call import refuses_triton
+from jspec.typing import Model
+
+BACKENDS = Backends(
+    linear="exact",
+    attention="exact",
+    scored_attention="exact",
+    rotate_and_append="triton",
+    rotate_append_encode="exact",
+)
+CHUNK = 2048  # prompt tokens of all rows in a pass: each leaves a part for every split of its keys
+
+
+def check_exact(model: Model, keeps: Policy) -> None:
+    """Raise `BackendError` where passes of ``model`` cannot be exact here, with the reason.
+
+    ``keeps``: the policy whose columns its cache keeps.
+    """
+    reason = refuses_triton() or _refuses(model) or _refuses_policy(model, keeps)
+    if reason is not None:
+        raise BackendError(f"exact=True cannot serve this request: {reason}; leave exact out")
+
+
+def check_layouts(layouts: Sequence[Layout]) -> None:
+    """Raise `ValueError` for a cache that orders keys by more than positions."""
+    for layout in layouts:
+        if not isinstance(layout, Linear):
+            raise ValueError(
+                f"exact=True needs every layer's keys in the order of their positions, and the "
+                f"cache has a {layout}; start decoding with exact=True"
+            )
+
+
+def _refuses(model: Model) -> str | None:
+    """Why this model's passes cannot be exact, or None."""
+    if mesh_model(model) is not None or any(_devices(x) > 1 for x in jax.tree.leaves(model)):
+        return "its weights lie on a mesh, where sums over devices follow the mesh"
+    if not isinstance(model, Decoder):
+        return f"{type(model).__name__} is no jspec.Decoder, whose products jspec runs"
+    if str(model.dtype) not in DTYPES:
+        return f"its weights of {model.dtype} are none of {', '.join(DTYPES)}"
+    return _refuses_config(model.config)
+
+
+def _refuses_config(config: ModelConfig) -> str | None:
+    """Why no model of this config can be exact, or None."""
+    reasons = {
+        "tiles of a mixture of experts follow its routing": config.experts is not None,
+        "XLA computes the products of latent attention": config.latent is not None,
+        "its norms scale by 1 + scale, which XLA computes": config.centered_norms,
+        "XLA computes its norms behind attention and MLP": config.post_norms,
+        f"XLA computes its activation {config.activation}": config.activation != "silu",
+        "XLA computes the sigmoid of its sinks": config.sinks,
+        "XLA computes the soft cap of its logits": config.logit_softcap is not None,
+    }
+    largest = max(max(spec.key_size, spec.value_size) for spec in config.layers)
+    reasons[f"heads of {largest} channels are over {MOST_CHANNELS}"] = largest > MOST_CHANNELS
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _refuses_policy(model: Model, keeps: Policy) -> str | None:
+    """Why a cache that keeps this policy's columns cannot be read exactly, or None."""
+    layers = range(len(model.config.layers))
+    if any(keeps.in_host(layer) for layer in layers):
+        return f"{shown(keeps)} keeps keys in the host's memory, which the kernels do not read"
+    return None
+
+
+def _devices(leaf: Any) -> int:
+    """How many devices an array of the model is on."""
+    return len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1

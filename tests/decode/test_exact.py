@@ -1,0 +1,129 @@
+"""Where exact decoding is refused, and with which reason. What it computes: tests/triton."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jspec
+from jspec.cache import Linear, Ring
+from jspec.cache.layout import layouts_of
+from jspec.config import LayerSpec
+from jspec.decode import exact
+from jspec.decode.exact import check_exact, check_layouts
+from jspec.decode.prefill import default_chunk, start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.dispatch import BackendError, Backends
+from jspec.parts import Experts
+from jspec.policies import Dense, HataOff, Quest
+from tests.decode.test_refusals import Handmade, Shape
+
+EXACTLY = StepConfig(0, jspec.NoDraft(), exact=True)
+WIDE = LayerSpec(kv_heads=2, key_size=16, value_size=320)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU refuses nothing here")
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda model: jspec.generate(model, [[1, 2]], draft=None, exact=True),
+        lambda model: jspec.Engine(model, slots=1, capacity=64, exact=True),
+        lambda model: jspec.score(model, [[1, 2]], exact=True),
+        lambda model: start_decoding(model, [[1, 2]], config=EXACTLY),
+        lambda model: jspec.LLM(
+            model, tokenizer=jspec.load_bundled()[1], draft=None, exact=True
+        ).generate("x"),
+    ],
+    ids=["generate", "engine", "score", "start_decoding", "llm"],
+)
+def test_without_a_gpu_it_is_refused_when_it_is_asked_for(run, tiny):
+    with pytest.raises(BackendError, match=r"exact=True cannot serve .*: Triton needs an NVIDIA"):
+        run(tiny)
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch):
+    """As if there were one that runs Triton."""
+    monkeypatch.setattr(exact, "refuses_triton", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"experts": Experts(4, 2, 8)}, "tiles of a mixture of experts follow its routing"),
+        ({"centered_norms": True}, "norms scale by 1 \\+ scale"),
+        ({"post_norms": True}, "norms behind attention and MLP"),
+        ({"activation": "gelu_tanh"}, "computes its activation gelu_tanh"),
+        ({"sinks": True}, "the sigmoid of its sinks"),
+        ({"logit_softcap": 30.0}, "the soft cap of its logits"),
+        ({"layers": (WIDE, WIDE)}, "heads of 320 channels are over 256"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_model_that_xla_has_a_part_in_is_refused(changes, reason, tiny, with_a_gpu):
+    model = copy.copy(tiny)
+    model.config = dataclasses.replace(tiny.config, **changes)
+    with pytest.raises(BackendError, match=reason):
+        check_exact(model, Dense())
+    check_exact(tiny, Dense())
+
+
+def test_latent_attention_is_refused(tiny, with_a_gpu):
+    config = copy.copy(tiny.config)
+    object.__setattr__(config, "latent", object())  # one that fits takes other layers
+    model = copy.copy(tiny)
+    model.config = config
+    with pytest.raises(BackendError, match="products of latent attention"):
+        check_exact(model, Dense())
+
+
+def test_other_models_meshes_and_memories_are_refused(tiny, with_a_gpu):
+    with pytest.raises(BackendError, match=r"Handmade is no jspec\.Decoder"):
+        check_exact(Handmade(Shape()), Dense())
+    with pytest.raises(BackendError, match=r"HataOff\(.* keeps keys in the host's memory"):
+        check_exact(tiny, HataOff(dense_layers=0))
+    mesh = jax.make_mesh((2,), ("x",))
+    copies = jax.device_put(tiny, NamedSharding(mesh, PartitionSpec()))
+    with pytest.raises(BackendError, match="its weights lie on a mesh"):
+        check_exact(copies, Dense())
+    whole = jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn), tiny)
+    with pytest.raises(BackendError, match="float8_e4m3fn are none of bfloat16"):
+        check_exact(whole, Dense())
+
+
+def test_settings_that_do_not_go_with_it_are_named():
+    with pytest.raises(TypeError, match="exact=1 must be True or False"):
+        StepConfig(exact=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"target=Quest\(.* exact=True needs target=Dense\(\)"):
+        StepConfig(0, jspec.NoDraft(), target=Quest(), exact=True)
+    named = Backends(attention="xla", linear="xla", sample="xla")
+    with pytest.raises(ValueError, match="chooses the backends of attention, linear; leave them"):
+        StepConfig(backends=named, exact=True)
+    config = StepConfig(backends=Backends(sample="xla"), exact=True)
+    assert config.of_verification == Backends({**exact.BACKENDS, "sample": "xla"})
+    assert StepConfig(backends=named).of_verification == named
+
+
+def test_a_window_keeps_its_keys_in_the_order_of_positions():
+    spec = LayerSpec(kv_heads=1, key_size=8, value_size=8, window=20)
+    assert layouts_of([spec], 64, 3) == (Ring(24),)
+    assert layouts_of([spec], 64, 3, rings=False) == (Linear(64),)
+    with pytest.raises(ValueError, match=r"the cache has a Ring\(size=24\); start decoding with"):
+        check_layouts([Linear(64), Ring(24)])
+    check_layouts([Linear(64)])
+
+
+def test_pieces_of_prompts_have_room_for_a_part_of_every_split():
+    assert default_chunk(1, is_exact=True) == 2048
+    assert default_chunk(32, is_exact=True) == 64
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU refuses nothing here")
+def test_the_command_says_so(capsys, short_command):
+    from jspec.cli import main
+
+    assert main(["generate", "--prompt", "x", "--exact"]) == 2
+    assert "exact=True cannot serve this request: Triton needs an NVIDIA" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""Exact decoding end to end: speculation leaves the bits of plain decoding, in text and cache.
+
+Interpreted on a tiny model, and on a GPU on the bundled one in bfloat16.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jspec
+from jspec.config import ModelConfig, SamplingParams
+from jspec.decode import exact
+from jspec.decode.draft import GuidedDraft, NoDraft
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+from jspec.decode.step import decode_chunk
+from jspec.models.decoder import Decoder
+from jspec.policies import Vegas
+from jspec.policies.prepare import prepare
+from jspec.triton import append, attention, linear
+from jspec.triton.call import refuses_triton
+from tests.conftest import make_decoder
+from tests.decode.common import DRAFTERS, NGRAM, prompts
+
+SMALL = ModelConfig.uniform(
+    vocab_size=41,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=8,
+    max_context=512,
+    qk_norm=True,
+)
+PLAIN = StepConfig(0, NoDraft(), exact=True)
+GUIDED = GuidedDraft(Vegas(budget=8, least=0))
+
+
+@pytest.fixture
+def interpreting(interpreted, monkeypatch):
+    """The kernels of exact passes run in Triton's interpreter, also in jitted code."""
+
+    def call(kernel, *arrays, out, **settings):
+        def run(*arrays):
+            return tuple(interpreted(kernel, *arrays, out=out, **settings))
+
+        return jax.pure_callback(run, tuple(out), *arrays)
+
+    for module in (linear, attention, append):
+        monkeypatch.setattr(module, "triton_call", call)
+        monkeypatch.setattr(module, "refuses_triton", lambda: None)
+    monkeypatch.setattr(exact, "refuses_triton", lambda: None)
+
+
+def decoded(models, texts, config: StepConfig, new: int, **settings) -> DecodeState:
+    """The state behind ``new`` tokens of each text."""
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    state = start_decoding(models, texts, params, config, **settings)
+    while not np.asarray(state.done).all():
+        state, _ = decode_chunk(models, state, config, 1)
+    return state
+
+
+def assert_same(got: DecodeState, row: int, want: DecodeState, of: int) -> None:
+    """Both rows have the same text, and keys and values of the same bits."""
+    length = int(want.lengths[of])
+    assert int(got.lengths[row]) == length
+    np.testing.assert_array_equal(got.tokens[row, :length], want.tokens[of, :length])
+    for held, other in zip(got.cache.columns, want.cache.columns, strict=True):
+        for name in ("keys", "values"):
+            own, its = (np.asarray(x, np.float32) for x in (held[name][row], other[name][of]))
+            np.testing.assert_array_equal(own[: length - 1], its[: length - 1])
+
+
+def test_speculation_leaves_the_bits_of_plain_decoding_in_the_interpreter(interpreting):
+    """After a prefill in pieces, too, and with more room in the cache."""
+    one = dataclasses.replace(SMALL, layers=SMALL.layers[:1])
+    model, texts = make_decoder(one, seed=1, embedding=400.0, head=4.0), prompts((9,))
+    config = StepConfig(2, NGRAM, exact=True)
+    found = decoded(model, texts, config, 4, chunk=4, capacity=512)
+    assert_same(found, 0, decoded(model, texts, PLAIN, 4), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "draft", [NGRAM, DRAFTERS["streaming"], DRAFTERS["dense"], GUIDED], ids=lambda x: repr(x)[:10]
+)
+def test_rows_leave_the_same_bits_in_any_batch_in_the_interpreter(draft, interpreting):
+    model, texts = make_decoder(SMALL, seed=1, embedding=400.0, head=4.0), prompts((11, 20))
+    plain, config = decoded(model, texts, PLAIN, 9), StepConfig(3, draft, exact=True)
+    found = decoded(model, texts[::-1], config, 9)
+    for row in range(2):
+        assert_same(found, row, plain, 1 - row)
+    assert_same(decoded(model, texts[1:], config, 9), 0, plain, 1)
+
+
+def test_the_draft_has_backends_of_its_own(interpreting, monkeypatch):
+    """Exact ones are of the target's passes alone, whose model may be the same."""
+    launched = []
+    right = linear.triton_call
+
+    def call(kernel, *arrays, **settings):
+        launched.append(kernel.fn.__name__)
+        return right(kernel, *arrays, **settings)
+
+    monkeypatch.setattr(linear, "triton_call", call)
+    model, config = make_decoder(SMALL, seed=1), StepConfig(2, DRAFTERS["dense"], exact=True)
+    state = start_decoding(model, prompts((11,)), SamplingParams(max_new_tokens=4), config)
+    launched.clear()
+    jspec.speculative_step.lower(model, state, config)
+    # Four products a layer and the logits, of the verification alone.
+    assert launched == ["exact_linear_kernel"] * (4 * SMALL.num_layers + 1)
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Decoder:
+    """Two layers of the bundled model, in bfloat16, which write text."""
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    model, _ = jspec.load_bundled(dtype="bfloat16")
+    model.config = dataclasses.replace(model.config, layers=model.config.layers[:2])
+    model.layers = nnx.List(list(model.layers)[:2])
+    return model
+
+
+@pytest.fixture(scope="module")
+def alone(bundled):
+    """Prompts of many lengths, and plain decoding of each by itself."""
+    texts = prompts(range(5, 5 + 32 * 37, 37), vocabulary=256)
+    return texts, [decoded(bundled, [text], PLAIN, 48) for text in texts]
+
+
+EVERY = DRAFTERS | {
+    "vegas": GUIDED,
+    "hata": jspec.named_draft("hata:budget=32"),
+    "quest": jspec.named_draft("quest:budget=64"),
+    "chain": jspec.named_draft("suffix > hata:budget=32"),
+}
+
+
+@pytest.mark.parametrize(("batch", "gamma"), [(1, 16), (8, 4), (32, 1), (32, 16)])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_drafter_leaves_the_bits_of_plain_decoding_on_a_gpu(
+    name, batch, gamma, bundled, alone
+):
+    draft, (texts, plain) = EVERY[name], alone
+    other = bundled if draft.needs_model else None
+    config = StepConfig(0 if name == "plain" else gamma, draft, exact=True)
+    models = Models(bundled, other)
+    if config.keeps.needs_arrays:
+        models = models._replace(policy=prepare(config.keeps, bundled))
+    found = decoded(models, texts[:batch], config, 48)
+    for row in range(batch):
+        assert_same(found, row, plain[row], 0)
+
+
+def test_scores_are_of_the_same_logits_on_a_gpu(bundled):
+    """A text's log-probabilities are the same bits alone and beside others."""
+    texts = prompts((300, 41, 170), vocabulary=256)
+    together = jspec.score(bundled, texts, exact=True)
+    for text, row in zip(texts, together, strict=True):
+        np.testing.assert_array_equal(jspec.score(bundled, [text], exact=True)[0], row)
