@@ -14,7 +14,6 @@ from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.chunks import Chunks
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.growth import first_capacity, grow
-from jspec.decode.on_mesh import mesh_model
 from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import OnCompile
@@ -192,8 +191,6 @@ class _Run:
     def prefill(self, **settings: Any) -> DecodeState:
         with self.chunks.clock("prefill_s"):
             first = first_capacity(max(map(len, self.prompts)), self.needed)
-            if mesh_model(self.models.target) is not None:  # shards do not grow
-                first = self.needed
             settings = settings | {"run": self.chunks.programs, "grows": True}
             settings["capacity"] = rounded_capacity(first)
             state = start_decoding(self.models, self.prompts, self.params, self.config, **settings)

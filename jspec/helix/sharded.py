@@ -108,9 +108,9 @@ class Sharded:
         )
         return run(*arguments)
 
-    def layouts(self, capacity: int) -> tuple[Layout, ...]:
+    def layouts(self, capacity: int, gamma: int, longest: int | None = None) -> tuple[Layout, ...]:
         """As `jspec.helix.cache.layouts_on` gives."""
-        return layouts_on(self.helix, self.config.layers, capacity)
+        return layouts_on(self.helix, self.config.layers, capacity, gamma, longest)
 
     def placing(self, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
         """Where an array of the state lies; what a drafter keeps is where it was made."""

@@ -74,9 +74,9 @@ def alone(model) -> list[list[int]]:
     return decoded(model, DRAFTERS["plain"], GREEDY)[0]
 
 
-def gathered(program: str) -> list[int]:
-    """How many numbers each all-gather of a compiled program gives."""
-    found = re.findall(r"= ([^=]*?) all-gather(?:-start)?\(", program)
+def gathered(program: str, operation: str = "all-gather") -> list[int]:
+    """How many numbers each all-gather, or other operation, of a compiled program gives."""
+    found = re.findall(rf"= ([^=]*?) {operation}(?:-start)?\(", program)
     shapes = [shape for result in found for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
