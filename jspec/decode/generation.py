@@ -21,11 +21,10 @@ from jspec.decode.requests import Prompt, as_ids
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.stats import Stats, Tally, kept_of
 from jspec.decode.switch import switch
-from jspec.decode.together import is_shared, rows_of
+from jspec.decode.together import agreed, is_shared, rows_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
-from jspec.processes import from_first
 from jspec.sharding import put
 from jspec.typing import Model
 
@@ -245,7 +244,7 @@ class _Run:
         found = {row: tuple(block[block >= 0].tolist()) for row, block in blocks.items()}
         answers: Iterable[int | None] = (self._wanted(row, new) for row, new in found.items())
         if self.is_shared and self.on_tokens is not None:
-            answers = from_first(list(answers))
+            answers = agreed(list(answers))
         for (row, new), wanted in zip(found.items(), answers, strict=True):
             self.tokens[row].extend(new[:wanted])
             unwanted[row] = wanted is not None

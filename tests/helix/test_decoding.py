@@ -169,13 +169,16 @@ def test_a_checkpoint_goes_straight_to_its_shards():
         (jspec.StepConfig(2, jspec.SelfDraft(quantized="int8")), "take NoDraft, NgramDraft, Suf"),
         (jspec.StepConfig(2, jspec.SelfDraft(jspec.Quest())), r"Quest\(.* does not run on the m"),
         (jspec.StepConfig(2, jspec.GuidedDraft(jspec.SpecExtend())), r"take Dense, .* or Vegas"),
+        (jspec.StepConfig(2, jspec.SelfDraft(jspec.MagicPIG())), r"MagicPIG\(.* does not run on"),
+        (jspec.StepConfig(2, jspec.SelfDraft(jspec.HataOff())), r"HataOff\(.* does not run on"),
     ],
-    ids=["model", "quantized-guided", "quantized", "pages", "weights"],
+    ids=["model", "quantized-guided", "quantized", "pages", "weights", "tables", "host"],
 )
 def test_what_needs_a_whole_row_is_refused(config, message, model):
     sharded = helix.shard(model, helix.HelixConfig(kvp=2))
+    arrays = prepare(config.keeps, model, [1, 2, 3]) if config.keeps.needs_arrays else None
     with pytest.raises(ValueError, match=message):
-        jspec.start_decoding(jspec.Models(sharded, model), [[1, 2]], config=config)
+        jspec.start_decoding(jspec.Models(sharded, model, arrays), [[1, 2]], config=config)
 
 
 def test_sizes_that_do_not_divide_are_refused(model):
