@@ -108,7 +108,7 @@ class Timed:
         executable = self._programs.executable(self, function, args, static)
         if not steps_are_limited():
             return executable(*args)
-        with in_time():
+        with in_time():  # a call returns before its program has ended
             return jax.block_until_ready(executable(*args))
 
     @contextlib.contextmanager
