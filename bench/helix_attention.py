@@ -121,7 +121,7 @@ def operands(here: Case) -> tuple[Any, ...]:
     """
     helix, (query_heads, kv_heads) = helix_of(here), heads(here)
     spec, size, latent = (spec_of(here),), here["H"], here["latent"]
-    layouts = layouts_on(helix, spec, here["S"])
+    layouts = layouts_on(helix, spec, here["S"], here["T"] - 1)
     shapes: list[tuple[int, ...]] = [(here["B"], here["T"], query_heads, size)]
     shapes += [(here["B"], layouts[0].size, kv_heads, size)] * (1 if latent else 2)
     places = [helix.sharding(None, None, TPA)]

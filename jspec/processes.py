@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 LEAST = 256  # bytes of a message, so that short ones share a program
+_step_timeout: float | None = None
 
 
 class ElsewhereError(ValueError):
@@ -90,6 +93,43 @@ def digest(value: Any) -> str:
 def whole(x: jax.Array) -> np.ndarray:
     """``x``, of which processes may have parts."""
     return np.asarray(x if x.is_fully_addressable else process_allgather(x, tiled=True))
+
+
+def limit_steps(seconds: float | None) -> None:
+    """From now on a block of `in_time` that takes longer ends this process; None: no longer."""
+    global _step_timeout
+    _step_timeout = seconds
+
+
+def steps_are_limited() -> bool:
+    """Whether `limit_steps` has set a time."""
+    return _step_timeout is not None
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """A block that waits for other processes, which may be stuck where no error tells of it."""
+    if _step_timeout is None:
+        yield
+        return
+    # What waits has let go of Python's lock, so that the timer's thread runs.
+    timer = threading.Timer(_step_timeout, _end, [_step_timeout])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end(seconds: float) -> None:
+    """End the process: a thread that waits in a collective hears no exception."""
+    line = (
+        f"jspec: error: a step has not finished within step_timeout={seconds} seconds: another "
+        "process is stuck or slower than that; this one ends\n"
+    )
+    os.write(2, line.encode())  # sys.stderr may be silenced, or its lock held
+    os._exit(1)
 
 
 @contextlib.contextmanager

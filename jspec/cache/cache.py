@@ -204,11 +204,17 @@ class Cache:
     def grown(self, capacity: int) -> Cache:
         """The same positions with room for ``capacity`` of them; the arrays of this one are freed.
 
-        Raises `ValueError` for a layout that moves positions when it grows.
+        Raises `ValueError` for pages that lie on several ranks.
         """
+        for held, layout in zip(self.pages, self.layouts, strict=True):
+            if held and layout.ranks > 1:
+                raise ValueError(
+                    f"pages of {self.page} slots cannot grow with {layout}, whose slots move to "
+                    "other pages; start with the capacity that is needed"
+                )
         layouts = tuple(layout.grown(capacity) for layout in self.layouts)
         columns = tuple(
-            {name: longer(x, layout.size) for name, x in held.items()}
+            {name: longer(x, layout.size, parts=layout.ranks) for name, x in held.items()}
             for held, layout in zip(self.columns, layouts, strict=True)
         )
         pages = tuple(
@@ -226,19 +232,35 @@ class Cache:
         return values_of(self.specs[layer], self.columns[layer])
 
 
-def longer(x: Array, size: int, fill: int = 0) -> Array:
-    """``x [B, S, ...]`` as ``[B, size, ...]`` with ``fill`` behind; its own memory is freed."""
-    more = size - x.shape[1]
-    if not more:
+def longer(x: Array, size: int, fill: int = 0, *, axis: int = 1, parts: int = 1) -> Array:
+    """``x [B, S, ...]`` as ``[B, size, ...]`` with ``fill`` behind; its own memory is freed.
+
+    Behind each of ``parts`` equal parts of the ``axis``, each of which its device fills up itself.
+    """
+    if size == x.shape[axis]:
         return x
-    widths = ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2))
+    settings = {"size": size, "fill": fill, "axis": axis, "parts": parts}
     if in_host(x):
-        found = jax.device_put(np.pad(np.asarray(x), widths, constant_values=fill), x.sharding)
-        x.delete()
-        return found
-    found = jax.device_put(jnp.pad(x, widths, constant_values=fill), x.sharding)
+        found = jax.device_put(_lengthened(np.asarray(x), **settings), x.sharding)
+    else:
+        found = _lengthening(x.sharding, **settings)(x)
     x.delete()
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def _lengthening(sharding: jax.sharding.Sharding, **settings: int) -> Any:
+    return jax.jit(functools.partial(_lengthened, **settings), out_shardings=sharding)
+
+
+def _lengthened(x: Any, *, size: int, fill: int, axis: int, parts: int) -> Any:
+    own, after = x.shape[axis] // parts, size // parts
+    before, behind = x.shape[:axis], x.shape[axis + 1 :]
+    widths = [(0, 0)] * (x.ndim + 1)
+    widths[axis + 1] = (0, after - own)
+    pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
+    found = pad(x.reshape(*before, parts, own, *behind), widths, constant_values=fill)
+    return found.reshape(*before, size, *behind)
 
 
 def values_of(spec: LayerSpec, columns: Mapping[str, Array]) -> Array:

@@ -28,6 +28,16 @@ class Layout(Protocol):
         """The most positions that there are slots for, those of other devices included."""
         ...
 
+    @property
+    def wraps(self) -> bool:
+        """Whether later positions take the slots of those that lie ``capacity`` before them."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """Into how many equal parts, each with room of its own at its end, the slots are cut."""
+        ...
+
     def slots(self, positions: Array) -> Array:
         """The slot of each position, int32 of the same shape; ``size`` for a negative position."""
         ...
@@ -40,7 +50,10 @@ class Layout(Protocol):
         ...
 
     def grown(self, capacity: int) -> Layout:
-        """The layout for so many positions in which every held position stays in its slot."""
+        """The layout for so many positions in which every held one stays in its slot of its rank.
+
+        Each of the ``ranks`` parts gets its new slots behind those that it has.
+        """
         ...
 
 
@@ -57,12 +70,20 @@ class Linear:
     def capacity(self) -> int:
         return self.size
 
+    @property
+    def wraps(self) -> bool:
+        return False
+
+    @property
+    def ranks(self) -> int:
+        return 1
+
     def slots(self, positions: Array) -> Array:
         return jnp.where(positions >= 0, positions, self.size)
 
     def held(self, newest: Array) -> Array:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
-        return jnp.where(slot <= newest[:, None], slot, -1)
+        return _held(slot, newest, self.size, wraps=False)
 
     def grown(self, capacity: int) -> Linear:
         return Linear(capacity)
@@ -85,13 +106,20 @@ class Ring:
     def capacity(self) -> int:
         return self.size
 
+    @property
+    def wraps(self) -> bool:
+        return True
+
+    @property
+    def ranks(self) -> int:
+        return 1
+
     def slots(self, positions: Array) -> Array:
         return jnp.where(positions >= 0, positions % self.size, self.size)
 
     def held(self, newest: Array) -> Array:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
-        position = newest[:, None] - (newest[:, None] - slot) % self.size
-        return jnp.where(position >= 0, position, -1)
+        return _held(slot, newest, self.size, wraps=True)
 
     def grown(self, capacity: int) -> Ring:
         return self  # it holds the last positions of any number
@@ -103,11 +131,13 @@ class Striped:
 
     A rank's slots lie side by side, so that sharding the slots over a mesh axis of ``ranks``
     devices gives each device its own: slots ``[r * size / ranks, (r + 1) * size / ranks)``.
+    ``wraps``: a `Ring` of ``size`` positions dealt so, of which each rank has a ring.
     """
 
     size: int
     ranks: int
     block: int = 16
+    wraps: bool = False
 
     def __post_init__(self) -> None:
         _check_size(self)
@@ -118,9 +148,9 @@ class Striped:
             )
 
     @classmethod
-    def holding(cls, capacity: int, ranks: int, block: int) -> Striped:
+    def holding(cls, capacity: int, ranks: int, block: int, *, wraps: bool = False) -> Striped:
         """The smallest one with room for ``capacity`` positions."""
-        return cls(-(-capacity // (ranks * block)) * ranks * block, ranks, block)
+        return cls(-(-capacity // (ranks * block)) * ranks * block, ranks, block, wraps)
 
     @property
     def capacity(self) -> int:
@@ -128,24 +158,22 @@ class Striped:
 
     def part(self, axis: str | tuple[str, ...]) -> Stripe:
         """What a rank has of it, inside a `jax.shard_map` over the mesh axis or axes ``axis``."""
-        return Stripe(self._share, self.ranks, self.block, axis)
+        return Stripe(self._share, self.ranks, self.block, axis, self.wraps)
 
     def slots(self, positions: Array) -> Array:
-        turn, within = positions // self.block, positions % self.block
+        place = positions % self.size if self.wraps else positions
+        turn, within = place // self.block, place % self.block
         slot = (turn % self.ranks) * self._share + turn // self.ranks * self.block + within
         return jnp.where(positions >= 0, slot, self.size)
 
     def held(self, newest: Array) -> Array:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
         rank, own = slot // self._share, slot % self._share
-        position = (own // self.block * self.ranks + rank) * self.block + own % self.block
-        return jnp.where(position <= newest[:, None], position, -1)
+        place = (own // self.block * self.ranks + rank) * self.block + own % self.block
+        return _held(place, newest, self.size, wraps=self.wraps)
 
     def grown(self, capacity: int) -> Striped:
-        raise ValueError(
-            f"{self} cannot grow to {capacity} positions: other ranks would hold them; start with "
-            "the capacity that is needed"
-        )
+        return self if self.wraps else Striped.holding(capacity, self.ranks, self.block)
 
     @property
     def _share(self) -> int:
@@ -158,13 +186,14 @@ class Stripe:
     """The ``size`` slots that one of ``ranks`` devices holds of a `Striped` row.
 
     It is used inside a `jax.shard_map`, whose ``axis`` says which rank this is. Positions of other
-    ranks have no slot. Slots hold positions in ascending order.
+    ranks have no slot. Slots hold positions in ascending order, but where the row ``wraps``.
     """
 
     size: int
     ranks: int
     block: int
     axis: str | tuple[str, ...]
+    wraps: bool = False
 
     @property
     def capacity(self) -> int:
@@ -173,26 +202,28 @@ class Stripe:
     @property
     def whole(self) -> Striped:
         """The layout of all ranks."""
-        return Striped(self.capacity, self.ranks, self.block)
+        return Striped(self.capacity, self.ranks, self.block, self.wraps)
 
     def slots(self, positions: Array) -> Array:
-        turn, within = positions // self.block, positions % self.block
+        place = positions % self.capacity if self.wraps else positions
+        turn, within = place // self.block, place % self.block
         own = (positions >= 0) & (turn % self.ranks == self._rank)
         return jnp.where(own, turn // self.ranks * self.block + within, self.size)
 
     def held(self, newest: Array) -> Array:
-        position = self.at(jnp.arange(self.size, dtype=jnp.int32)[None])
-        return jnp.where(position <= newest[:, None], position, -1)
+        place = self.at(jnp.arange(self.size, dtype=jnp.int32)[None])
+        return _held(place, newest, self.capacity, wraps=self.wraps)
 
     def at(self, slots: Array) -> Array:
-        """The position that lives in each of ``slots``."""
+        """The first position that lives in each of ``slots``, the only one unless it ``wraps``."""
         turn = slots // self.block * self.ranks + self._rank
         return turn * self.block + slots % self.block
 
     def seen(self, positions: Array) -> Array:
         """The slot of the last position up to each of ``positions``; -1 if none has a slot here.
 
-        So a query sees the slots up to it, as if they were the positions of a `Linear` layout.
+        So a query sees the slots up to it, as if they were the positions of a `Linear` layout. For
+        a row that does not wrap.
         """
         turn, within = positions // self.block, positions % self.block
         before = (turn - self._rank + self.ranks - 1) // self.ranks * self.block
@@ -207,6 +238,18 @@ class Stripe:
         return lax.axis_index(self.axis)
 
 
+def _held(place: Array, newest: Array, capacity: int, *, wraps: bool) -> Array:
+    """The position in slots that are the ``place [1, S]`` of a position below ``capacity``.
+
+    ``newest [B]``: the last position of each row. int32 ``[B, S]``, -1 for an empty slot.
+    """
+    newest = newest[:, None]
+    if not wraps:
+        return jnp.where(place <= newest, place, -1)
+    position = newest - (newest - place) % capacity
+    return jnp.where(position >= 0, position, -1)
+
+
 def _check_size(layout: Layout) -> None:
     if layout.size < 1:
         raise ValueError(f"size={layout.size} must be at least 1 slot")
@@ -219,27 +262,35 @@ def layouts_of(
     longest: int | None = None,
     *,
     rings: bool = True,
+    ranks: int = 1,
+    block: int = 16,
 ) -> tuple[Layout, ...]:
     """A layout for each layer: a `Ring` where a sliding window is shorter than a row.
 
     ``longest``: the positions of a row in the end, where the capacity is to grow; None is
-    ``capacity``. Without ``rings`` every layer has room for all positions.
+    ``capacity``. Without ``rings`` every layer has room for all positions. Where ``ranks`` share a
+    row, in blocks of ``block`` positions, all are `Striped`.
     """
     longest = capacity if longest is None else longest
-    found = {
-        spec.window: Ring(spec.window + gamma + 1)
-        for spec in specs
-        if rings and spec.window is not None and spec.window + gamma + 1 < longest
-    }
-    whole = Linear(capacity)
-    return tuple(whole if s.window is None else found.get(s.window, whole) for s in specs)
+
+    def layout_of(window: int | None) -> Layout:
+        needed = longest if window is None or not rings else window + gamma + 1
+        wraps = needed < longest
+        if ranks == 1:
+            return Ring(needed) if wraps else Linear(capacity)
+        ring = Striped.holding(needed, ranks, block, wraps=True)
+        # Rounded up, a ring may have room for a whole row.
+        wraps = wraps and ring.size < longest
+        return ring if wraps else Striped.holding(capacity, ranks, block)
+
+    return tuple(layout_of(spec.window) for spec in specs)
 
 
 def check_rings(specs: Sequence[LayerSpec], layouts: Sequence[Layout], gamma: int) -> None:
     """Raise `ValueError` where a pass of ``gamma + 1`` tokens overwrites what is still seen."""
     for spec, layout in zip(specs, layouts, strict=True):
-        if isinstance(layout, Ring) and spec.window is not None:
-            room = layout.size - spec.window - 1
+        if layout.wraps and spec.window is not None:
+            room = layout.capacity - spec.window - 1
             if gamma > room:
                 raise ValueError(
                     f"gamma={gamma} does not fit a cache whose rings were made for gamma={room}; "

@@ -16,8 +16,7 @@ from jspec.decode.programs import PROGRAMS, OnCompile
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.step import catch_up, decode_chunk
-from jspec.decode.together import is_shared
-from jspec.processes import from_first
+from jspec.decode.together import agreed, is_shared
 
 
 class Chunks:
@@ -49,7 +48,7 @@ class Chunks:
         if plan.gammas is not None:
             choice = plan.gammas.choice(plan.flat, state)
             gamma = choice.choose()
-            config = plan.gammas.configs[from_first(gamma) if self._is_shared else gamma]
+            config = plan.gammas.configs[agreed(gamma) if self._is_shared else gamma]
             state = self._awake(state, config)
         before = self.seconds["decode_s"]
         with self.clock("decode_s"):

@@ -14,7 +14,6 @@ from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.chunks import Chunks
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.growth import first_capacity, grow
-from jspec.decode.on_mesh import mesh_model
 from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import OnCompile
@@ -22,11 +21,10 @@ from jspec.decode.requests import Prompt, as_ids
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.stats import Stats, Tally, kept_of
 from jspec.decode.switch import switch
-from jspec.decode.together import is_shared, rows_of
+from jspec.decode.together import agreed, is_shared, rows_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
-from jspec.processes import from_first
 from jspec.sharding import put
 from jspec.typing import Model
 
@@ -197,8 +195,6 @@ class _Run:
     def prefill(self, **settings: Any) -> DecodeState:
         with self.chunks.clock("prefill_s"):
             first = first_capacity(max(map(len, self.prompts)), self.needed)
-            if mesh_model(self.models.target) is not None:  # shards do not grow
-                first = self.needed
             settings = settings | {"run": self.chunks.programs, "grows": True}
             settings["capacity"] = rounded_capacity(first)
             state = start_decoding(self.models, self.prompts, self.params, self.config, **settings)
@@ -253,7 +249,7 @@ class _Run:
         found = {row: tuple(block[block >= 0].tolist()) for row, block in blocks.items()}
         answers: Iterable[int | None] = (self._wanted(row, new) for row, new in found.items())
         if self.is_shared and self.on_tokens is not None:
-            answers = from_first(list(answers))
+            answers = agreed(list(answers))
         for (row, new), wanted in zip(found.items(), answers, strict=True):
             self.tokens[row].extend(new[:wanted])
             unwanted[row] = wanted is not None

@@ -18,8 +18,8 @@ def grow(state: DecodeState, capacity: int, config: StepConfig) -> DecodeState:
     ``state`` is donated: use the returned one. Each column of the cache is copied once, one after
     the other, and its old memory is freed, so that at most one is held twice. Programs are compiled
     for each capacity: double it rather than add to it. ``config``: of the steps, whose drafter
-    makes room as well. Raises `ValueError` for a capacity below the present one, and for a
-    `jspec.Striped` layout.
+    makes room as well. On a mesh each device makes room for its own share, in whole blocks, and
+    nothing is sent. Raises `ValueError` for a capacity below the present one.
     """
     present = state.tokens.shape[1]
     if (whole_number(capacity) or 0) < present:

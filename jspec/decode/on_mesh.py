@@ -10,6 +10,7 @@ import jax
 from jax.core import Tracer
 
 from jspec.cache import Layout
+from jspec.cache.layout import layouts_of
 from jspec.sharding import with_auto_axes
 from jspec.typing import Model
 
@@ -34,8 +35,11 @@ class MeshModel(Model, Protocol):
         results."""
         ...
 
-    def layouts(self, capacity: int) -> tuple[Layout, ...]:
-        """The layout of each layer's cache with room for ``capacity`` positions."""
+    def layouts(self, capacity: int, gamma: int, longest: int | None = None) -> tuple[Layout, ...]:
+        """The layout of each layer's cache with room for ``capacity`` positions.
+
+        ``gamma``: most draft tokens of a step; ``longest`` as `layouts_for` takes it.
+        """
         ...
 
     def placing(self, name: str, shape: tuple[int, ...]) -> jax.sharding.Sharding | None:
@@ -59,6 +63,21 @@ class MeshModel(Model, Protocol):
 def mesh_model(model: Model) -> MeshModel | None:
     """``model`` where it is on a mesh of its own, else None."""
     return cast(MeshModel, model) if hasattr(model, "over_mesh") else None
+
+
+def layouts_for(
+    model: Model, capacity: int, gamma: int, longest: int | None = None, *, rings: bool = True
+) -> tuple[Layout, ...]:
+    """The layout of each layer's cache, with room for ``capacity`` positions, where ``model`` is.
+
+    ``gamma``: most draft tokens of a step. ``longest``: the positions of a row in the end, where
+    the capacity is to grow; None is ``capacity``. ``rings``: what layers with a sliding window keep
+    on a single device.
+    """
+    sharded = mesh_model(model)
+    if sharded is None:
+        return layouts_of(model.config.layers, capacity, gamma, longest, rings=rings)
+    return sharded.layouts(capacity, gamma, longest)
 
 
 def jit_steps(**settings: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -69,7 +69,9 @@ class Plan:
         if config.keeps.needs_arrays and policy_arrays is None:
             models = models._replace(policy=prepare(config.keeps, model))
         on_mesh = mesh_model(model)
-        models = models if on_mesh is None else on_mesh.placed(models)
+        if on_mesh is not None:
+            on_mesh.check(config)
+            models = on_mesh.placed(models)
         models = draft.prepare(models)
         if (models.draft is None) == draft.takes_model:
             raise ValueError(

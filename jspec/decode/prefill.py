@@ -12,10 +12,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.cache import Cache
-from jspec.cache.layout import layouts_of
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
 from jspec.decode.exact import CHUNK, check_exact
-from jspec.decode.on_mesh import mesh_model, on_mesh_of
+from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.requests import (
     Prompt,
     as_ids,
@@ -257,10 +256,8 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
     batch, capacity = tokens.shape
     specs = models.target.config.layers
     on_mesh = mesh_model(models.target)
-    if on_mesh is None:
-        layouts = layouts_of(specs, capacity, config.gamma, longest, rings=not config.exact)
-    else:
-        layouts = on_mesh.layouts(capacity)
+    rings = not config.exact
+    layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
     cache = create_cache(config.keeps, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.

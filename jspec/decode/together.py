@@ -14,7 +14,7 @@ from jspec.config import SamplingParams
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.requests import one_each
 from jspec.decode.state import Models
-from jspec.processes import check_same, digest, from_first
+from jspec.processes import check_same, digest, from_first, in_time
 from jspec.typing import Model
 
 
@@ -22,6 +22,12 @@ def is_shared(model: Model) -> bool:
     """Whether ``model`` lies on devices of several processes."""
     on_mesh = mesh_model(model)
     return on_mesh is not None and on_mesh.processes > 1
+
+
+def agreed(value: Any) -> Any:
+    """``value`` of process 0, between steps of processes that share a model."""
+    with in_time():
+        return from_first(value)
 
 
 def rows_of(

@@ -9,20 +9,28 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jspec.cache import Cache, Layout, Linear, Stripe, Striped
+from jspec.cache import Cache, Layout, Stripe, Striped
+from jspec.cache.layout import layouts_of
 from jspec.config import LayerSpec
 from jspec.helix.attention import Exchange
 from jspec.helix.mesh import HelixConfig
 
 
-def layouts_on(helix: HelixConfig, specs: Sequence[LayerSpec], capacity: int) -> tuple[Layout, ...]:
+def layouts_on(
+    helix: HelixConfig,
+    specs: Sequence[LayerSpec],
+    capacity: int,
+    gamma: int,
+    longest: int | None = None,
+) -> tuple[Layout, ...]:
     """A layout for each layer, with room for ``capacity`` positions or a few more.
 
-    Rows are in stripes, also in a layer with a sliding window; whole where nobody shares them.
+    Rows are in stripes; whole where nobody shares them. A layer with a sliding window keeps a ring,
+    for steps of ``gamma`` draft tokens at most: each device has its part of the window, rounded up
+    to whole blocks. ``longest``: the positions of a row in the end, where the capacity is to grow;
+    None is ``capacity``.
     """
-    ranks, block = helix.stripes, helix.block
-    layout = Linear(capacity) if ranks == 1 else Striped.holding(capacity, ranks, block)
-    return (layout,) * len(specs)
+    return layouts_of(specs, capacity, gamma, longest, ranks=helix.stripes, block=helix.block)
 
 
 def column_spec(helix: HelixConfig) -> PartitionSpec:

@@ -9,6 +9,7 @@ import threading
 import jax
 
 from jspec.checks import check_sizes, given, require
+from jspec.processes import limit_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,10 @@ class Hosts:
     ``10.0.0.1:1234``; ``processes``: how many; ``index``: of this one, from 0 on. What is None is
     taken from the environment of Slurm or Open MPI. ``start_timeout``: seconds within which all
     have to start. ``lost_timeout``: seconds after which a process without a sign of life counts as
-    lost, which ends the others.
+    lost, which ends the others. ``step_timeout``: seconds after which a program of `jspec.generate`
+    or `jspec.Engine` that has not finished ends this process, with a line on stderr; it must be
+    longer than any takes to run, and to compile, as processes compile each for itself. None waits
+    without an end for a process that is alive and stuck.
 
     Raises `ValueError` for values that do not fit together.
     """
@@ -29,9 +33,12 @@ class Hosts:
     index: int | None = None
     start_timeout: int = 300
     lost_timeout: int = 60
+    step_timeout: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, "start_timeout", "lost_timeout", *given(self, "processes"))
+        check_sizes(
+            self, "start_timeout", "lost_timeout", *given(self, "processes", "step_timeout")
+        )
         if self.index is not None:
             require(
                 type(self.index) is int and 0 <= self.index < (self.processes or 2**31),
@@ -73,6 +80,7 @@ class Hosts:
             raise ValueError(
                 f"processes have different numbers of devices: {shown}; give each as many"
             )
+        limit_steps(self.step_timeout)
 
     @property
     def _where(self) -> str:

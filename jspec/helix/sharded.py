@@ -33,6 +33,7 @@ from jspec.models.modules import MLP
 from jspec.policies import Dense, Policy, Streaming
 from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.guided import Guided
+from jspec.policies.magicpig import MagicPIG
 from jspec.sharding import put
 from jspec.typing import Array, Attend, ModelShape
 
@@ -108,9 +109,9 @@ class Sharded:
         )
         return run(*arguments)
 
-    def layouts(self, capacity: int) -> tuple[Layout, ...]:
+    def layouts(self, capacity: int, gamma: int, longest: int | None = None) -> tuple[Layout, ...]:
         """As `jspec.helix.cache.layouts_on` gives."""
-        return layouts_on(self.helix, self.config.layers, capacity)
+        return layouts_on(self.helix, self.config.layers, capacity, gamma, longest)
 
     def placing(self, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
         """Where an array of the state lies; what a drafter keeps is where it was made."""
@@ -322,8 +323,11 @@ def _shares(policy: Policy) -> bool:
     """Whether what a policy reads can be found by devices that have a part of the positions."""
     if isinstance(policy, Guided):
         return policy.score == "logit" and not policy.needs_verdict and policy.page_size == 1
+    if isinstance(policy, MagicPIG):
+        return False  # heads share its projections
     if isinstance(policy, ScoredPolicy):
-        return policy.page_size == 1 and not policy.in_host(0) and not policy.moves_keys
+        in_host = policy.in_host(policy.dense_layers)
+        return policy.page_size == 1 and not in_host and not policy.moves_keys
     return isinstance(policy, Dense) or (isinstance(policy, Streaming) and not policy.moves_keys)
 
 

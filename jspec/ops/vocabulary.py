@@ -82,11 +82,21 @@ class Vocabulary:
 
     def at(self, tiles: Array, tokens: Array) -> tuple[Array, Array]:
         """``tiles [..., L, TILE]`` at ``tokens [...]``, and whether this shard holds them."""
-        local = tokens - self._start
-        inside = (local >= 0) & (local < self.size)
+        _, inside = self._local(tokens)
         index = jnp.where(inside, tokens - self._tile_ids[0] * TILE, 0)
         flat = tiles.reshape(*tiles.shape[:-2], tiles.shape[-2] * TILE)
         return jnp.take_along_axis(flat, index[..., None], axis=-1)[..., 0], inside
+
+    def of_tokens(self, x: Array, tokens: Array) -> Array:
+        """``x [..., size]`` at ``tokens [...]``, on every shard that of the one which holds it."""
+        local, inside = self._local(tokens)
+        index = jnp.where(inside, local, 0)[..., None]
+        return self.sum(jnp.where(inside, jnp.take_along_axis(x, index, axis=-1)[..., 0], 0))
+
+    def _local(self, tokens: Array) -> tuple[Array, Array]:
+        """Where ``tokens`` are in this shard, and whether they are."""
+        local = tokens - self._start
+        return local, (local >= 0) & (local < self.size)
 
     def max(self, x: Array) -> Array:
         """The largest over the shards."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.cache import Cache, Linear, Ring, Stripe
+from jspec.cache import Cache, Linear, Stripe
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
 from jspec.ops.append import Turn, rotate_and_append, rotate_append_encode
@@ -29,6 +29,7 @@ from jspec.policies.read import (
     attended,
     joined_columns,
     picked_columns,
+    read_at,
     read_columns,
     read_whole,
     settings_of,
@@ -62,8 +63,8 @@ def dense_attend(
     def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None, turn=None):
         spec, layout, before = cache.specs[layer], cache.layouts[layer], cache.columns[layer]
         overwrites = False
-        if isinstance(layout, Ring) and spec.window is not None:
-            overwrites = positions.shape[1] > layout.size - spec.window
+        if layout.wraps and spec.window is not None:
+            overwrites = positions.shape[1] > layout.capacity - spec.window
         if overwrites and turn is not None:
             (q, k), turn = turn(q, k), None
         q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
@@ -72,8 +73,10 @@ def dense_attend(
         # Such a pass overwrites what its first queries still see.
         columns = joined_columns(before, _named(k, v))
         first = jnp.where(positions >= 0, positions, np.iinfo(np.int32).max).min(axis=1)
-        where = jnp.concatenate([layout.held(first - 1), positions], axis=1)
-        return read_columns(spec, q, columns, positions, where, sinks, up, backends), cache
+        # Of the new tokens, too, a device reads its own.
+        own = jnp.where(layout.slots(positions) < layout.size, positions, -1)
+        where = jnp.concatenate([layout.held(first - 1), own], axis=1)
+        return read_at(cache, layer, q, columns, positions, where, sinks, up, backends), cache
 
     return through_device(attend, positions, backends)
 

@@ -27,11 +27,25 @@ def read_whole(
     backends: Mapping[str, str] = Backends(),
 ) -> Array:
     """Attention over all that a layer holds, the new tokens at ``positions`` included."""
-    spec, columns = cache.specs[layer], cache.columns[layer]
     positions, where = in_slots(cache, layer, positions)
+    return read_at(cache, layer, q, cache.columns[layer], positions, where, sinks, up, backends)
+
+
+def read_at(
+    cache: Cache,
+    layer: int,
+    q: Array,
+    columns: Mapping[str, Array],
+    positions: Array,
+    key_positions: Array | None,
+    sinks: Array | None,
+    up: Array | None,
+    backends: Mapping[str, str],
+) -> Array:
+    """As `read_columns`, and over the columns of the devices that share the rows of ``cache``."""
 
     def read(q: Array, positions: Array) -> tuple[Array, Array]:
-        return _attention(spec, q, columns, positions, where, backends)
+        return _attention(cache.specs[layer], q, columns, positions, key_positions, backends)
 
     return attended(cache, read, q, positions, sinks, up)
 
@@ -44,7 +58,7 @@ def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array |
     layout = cache.layouts[layer]
     if isinstance(layout, Linear):
         return positions, None
-    if isinstance(layout, Stripe) and cache.specs[layer].window is None:
+    if isinstance(layout, Stripe) and not layout.wraps and cache.specs[layer].window is None:
         return layout.seen(positions), None
     return positions, layout.held(positions.max(axis=1))
 

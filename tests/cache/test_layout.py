@@ -11,7 +11,8 @@ from jspec.cache import Linear, Ring, Striped
 from jspec.cache.layout import check_rings, layouts_of
 from jspec.config import LayerSpec
 
-LAYOUTS = [Linear(48), Ring(7), Ring(1), Striped(48, 3, 4), Striped(48, 1, 16), Striped(48, 4, 1)]
+STRIPED = [Striped(48, 3, 4), Striped(48, 1, 16), Striped(48, 4, 1), Striped(24, 3, 4, wraps=True)]
+LAYOUTS = [Linear(48), Ring(7), Ring(1), *STRIPED]
 
 
 slots_of = jax.jit(lambda layout, positions: layout.slots(positions), static_argnums=0)
@@ -57,12 +58,34 @@ def test_layers_with_a_window_get_rings():
     assert layouts == (Linear(64), Ring(8), Linear(64), Ring(8))
 
 
+def test_ranks_share_a_ring_unless_it_has_room_for_a_row():
+    """A window of 20 and drafts of 3 need 24 slots, in blocks of 4 on 3 ranks exactly."""
+    specs, shared = [spec(), spec(20), spec(21)], {"ranks": 3, "block": 4}
+    found = layouts_of(specs, 30, 3, **shared)
+    assert found == (Striped(36, 3, 4), Striped(24, 3, 4, wraps=True), Striped(36, 3, 4))
+    found = layouts_of(specs, 30, 3, longest=100, **shared)
+    assert found[2] == Striped(36, 3, 4, wraps=True)
+    assert [layout.grown(50) for layout in found] == [Striped(60, 3, 4), *found[1:]]
+
+
+@pytest.mark.parametrize("after", [49, 96, 97])
+def test_growth_moves_no_position_within_its_rank(after):
+    before = Striped(48, 3, 4)
+    layout = before.grown(after)
+    assert layout.size == -(-after // 12) * 12
+    positions = jnp.arange(48, dtype=jnp.int32)
+    was, now = (np.divmod(x.slots(positions), x.size // 3) for x in (before, layout))
+    np.testing.assert_array_equal(was, now)
+
+
 def test_a_ring_too_small_for_gamma_is_refused():
     specs = [spec(), spec(4)]
     layouts = layouts_of(specs, capacity=64, gamma=3)
-    check_rings(specs, layouts, 3)
-    with pytest.raises(ValueError, match=r"gamma=4 does not fit .* made for gamma=3"):
-        check_rings(specs, layouts, 4)
+    shared = layouts_of(specs, capacity=64, gamma=3, ranks=2, block=4)
+    for own in (layouts, shared):
+        check_rings(specs, own, 3)
+        with pytest.raises(ValueError, match=r"gamma=4 does not fit .* made for gamma=3"):
+            check_rings(specs, own, 4)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jspec import helix
+from jspec.cache import Striped
 from jspec.config import SamplingParams
 from jspec.decode import prefill
 from jspec.decode.draft import Chain, GuidedDraft, ModelDraft, SelfDraft, SuffixDraft
@@ -173,8 +174,11 @@ def test_a_gamma_that_is_chosen_changes_no_greedy_token(name, sharp, other, monk
     assert len(COMPILED) == compiled
 
 
+ON_A_MESH = ("ngram", "streaming", "vegas", "suffix", "none", "padded", "lossy-topk", "lossy-hata")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "vegas"])
+@pytest.mark.parametrize("name", ON_A_MESH)
 def test_a_model_on_a_mesh_serves_as_one_device_does(name, sharp):
     requests = work(20)
     wanted = apart(sharp, name, requests)
@@ -187,6 +191,26 @@ def test_a_model_on_a_mesh_serves_as_one_device_does(name, sharp):
     engine.share_prefix(requests[-1][0][:-1] or [1])
     shared = engine.submit(*requests[-1])
     assert shared.result() == wanted.tokens[-1]
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ON_A_MESH])
+def test_what_does_not_run_on_a_mesh_is_refused(name, sharp, other):
+    sharded = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))
+    with pytest.raises(ValueError, match=r"does not run on the mesh of .*; take "):
+        engine_of(sharded, name, other)
+
+
+@pytest.mark.slow
+def test_an_engine_on_a_mesh_takes_turns_with_rings():
+    """Rows come and go in slots whose rings earlier rows have wrapped many times."""
+    layers = [dataclasses.replace(TINY.layers[0], window=window) for window in (5, None)]
+    model = make_decoder(dataclasses.replace(TINY, layers=tuple(layers)), seed=3)
+    requests = work(20)
+    wanted = apart(model, "ngram", requests)
+    sharded = helix.shard(model, helix.HelixConfig(kvp=4, block=2))
+    engine = engine_of(sharded, "ngram")
+    assert engine._state.cache.layouts[0] == Striped(16, 4, 2, wraps=True)
+    check_arrivals(engine, requests, wanted)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Cache, Linear, Ring, Striped
+from jspec.cache import Linear, Ring, Striped
 from jspec.config import SamplingParams
 from jspec.decode import generation, growth, prefill
 from jspec.decode.draft import ModelDraft
@@ -16,6 +16,8 @@ from jspec.decode.generation import generate
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
+from jspec.policies import Quest
+from jspec.policies.policy import create_cache
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 
@@ -92,7 +94,9 @@ def test_what_cannot_grow_is_refused(sharp):
         grow(state, 7, PLAIN)
     with pytest.raises(ValueError, match=r"capacity=12\.0 must be at least the present one, 8"):
         grow(state, 12.0, PLAIN)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"Striped\(size=32, .*cannot grow to 64 positions"):
-        Cache.create(TINY.layers, [Striped(32, 2)] * 2, 1, jnp.float32).grown(64)
+    quest = Quest(page=4, dense_layers=0)
+    paged = create_cache(quest, TINY.layers, [Striped(32, 2)] * 2, 1, jnp.float32)
+    with pytest.raises(ValueError, match=r"pages of 4 slots cannot grow with Striped\(size=32"):
+        paged.grown(64)
     with pytest.raises(ValueError, match=r"needs 5 slots \(prompt\) but capacity=4; raise"):
         start_decoding(sharp, PROMPTS, PARAMS, StepConfig(), capacity=4, grows=True)

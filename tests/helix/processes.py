@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import numpy as np
 
 import jspec
 from jspec import helix
+from jspec.decode import growth, prefill
+from jspec.decode.chunks import Chunks
 from jspec.helix.sharded import decoder_sharding
 from jspec.models.files import TensorFile
 from jspec.processes import all_or_none, check_same, from_all, from_first
@@ -85,6 +88,13 @@ def drafted(model: Any, plain: Any, name: str) -> tuple[tuple[int, ...], ...]:
     return tokens_of(model, draft=DRAFTS[name], policy_arrays=arrays)
 
 
+def grown(model: Any) -> tuple[tuple[int, ...], ...]:
+    """Tokens of a row that begins with room for 16 positions and grows to 43."""
+    long = dataclasses.replace(SEEDED, max_new_tokens=40)
+    with mock.patch.object(growth, "START", 16), mock.patch.object(prefill, "CAPACITY_STEP", 8):
+        return jspec.generate(model, [[1, 2, 3]], long, draft=NGRAM, gamma=3).tokens
+
+
 def together(index: int) -> dict[str, Any]:
     """What two processes of one device find, the same in both if all is well."""
     config = helix.HelixConfig(kvp=2, block=4)
@@ -117,6 +127,8 @@ def together(index: int) -> dict[str, Any]:
         "devices": (jax.device_count(), jax.local_device_count()),
         "held": [shard.data.shape for shard in kernel.addressable_shards],
         "tokens": tokens_of(model, draft=NGRAM),
+        "grown": grown(model),
+        "scores": [row.tolist() for row in jspec.score(model, TEXTS)],
         "ended by process 0": (ended.tokens, ended.seeds),
         "all": from_all({"index": index, "text": "é" * 300 * index}),
         "first": from_first(index),
@@ -141,9 +153,39 @@ def drafts(index: int) -> dict[str, Any]:
     return {name: drafted(model, plain, name) for name in DRAFTS}
 
 
+def stuck(index: int, victim: int, where: str) -> None:
+    """Process ``victim`` sleeps, alive, behind its first chunk of steps: before it takes part in
+    the next one's collectives, or in its callback."""
+    model = helix.load_model(GOLDEN / "qwen3", helix.HelixConfig(kvp=2, block=4))
+    calls, right = [], Chunks.run
+
+    def sleep() -> None:
+        calls.append(None)
+        if index == victim and len(calls) > 1:
+            time.sleep(SECONDS)
+
+    def run(chunks: Chunks, state: Any) -> Any:
+        if where == "collective":
+            sleep()
+        return right(chunks, state)
+
+    def on_tokens(row: int, new: tuple[int, ...]) -> None:
+        sleep()
+
+    with mock.patch.object(Chunks, "run", run):
+        settings = {"on_tokens": on_tokens} if where == "callback" else {}
+        tokens_of(model, draft=NGRAM, steps_per_chunk=1, **settings)
+
+
 if __name__ == "__main__":
     check, port, count, index = sys.argv[1], *map(int, sys.argv[2:])
-    helix.Hosts(f"127.0.0.1:{port}", count, index, start_timeout=60, lost_timeout=20).join()
-    checks = {"together": together, "drafts": drafts}
-    # Gloo prints on stdout, too.
-    print("\n" + json.dumps(checks[check](index)))
+    limits: dict[str, Any] = {"start_timeout": 60, "lost_timeout": 20}
+    if check.startswith("stuck"):
+        limits["step_timeout"] = 20
+    helix.Hosts(f"127.0.0.1:{port}", count, index, **limits).join()
+    if check.startswith("stuck"):
+        _, victim, where = check.split("-")
+        stuck(index, int(victim), where)
+    else:
+        # Gloo prints on stdout, too.
+        print("\n" + json.dumps({"together": together, "drafts": drafts}[check](index)))

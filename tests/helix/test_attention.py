@@ -56,10 +56,12 @@ def wanted(q, k, v, begin: int, window: int | None = None) -> np.ndarray:
 def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int):
     """``q`` of ``tokens`` behind each of ``lengths``, in a cache that was poisoned before.
 
-    The prefix comes in two passes; then a draft that is rejected, and what takes its place.
+    The prefix comes in two passes, whose queries are its keys; then a draft that is rejected, and
+    what takes its place. Outputs of the prefix, of ``q``, and the cache.
     """
     specs, capacity = (spec,), k.shape[1]
-    cache = Cache.create(specs, layouts_on(helix, specs, capacity), len(lengths), jnp.float32)
+    layouts = layouts_on(helix, specs, capacity, tokens - 1)
+    cache = Cache.create(specs, layouts, len(lengths), jnp.float32)
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.ndim == 4 else x, cache)
     begin = jnp.asarray(lengths, jnp.int32)
 
@@ -70,17 +72,20 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int)
         def run(q, k, v, positions, cache):
             return jspec.dense_attend(positions)(0, q, k, v, cache)
 
+        prefix = []
+        group = q.shape[2] // k.shape[2]
         for start in (0, half):
             index = start + jnp.arange(half, dtype=jnp.int32)[None]
             where = jnp.where(index < begin[:, None], index, -1)
             part = slice(start, start + half)
-            none = jnp.zeros((len(lengths), half, *q.shape[2:]))
-            _, cache = run(none, k[:, part], v[:, part], where, cache)
+            queries = jnp.repeat(k[:, part], group, axis=2)
+            own, cache = run(queries, k[:, part], v[:, part], where, cache)
+            prefix.append(own)
         where = begin[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
         new_k, new_v = (jnp.take_along_axis(x, where[..., None, None], axis=1) for x in (k, v))
         _, cache = run(q, -new_k, 3 * new_v, where, cache)
         out, cache = run(q, new_k, new_v, where, cache)
-        return out, whole_of(helix, cache)
+        return jnp.concatenate(prefix, axis=1), out, whole_of(helix, cache)
 
     spec_of = cache_specs(helix, cache)
     heads = P(None, None, "tpa")
@@ -88,7 +93,7 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int)
         body,
         mesh=helix.mesh,
         in_specs=(spec_of, heads, heads, heads),
-        out_specs=(P(None, None, helix.axes), spec_of),
+        out_specs=(*[P(None, None, helix.axes)] * 2, spec_of),
     )
     return jax.jit(run)(cache, q, k, v)
 
@@ -105,13 +110,18 @@ def check(kvp, tpa, heads, tokens, strategy: Strategy = "helix", window=None) ->
             [(tokens, num_heads, SIZE), (64, kv_heads, SIZE), (64, kv_heads, SIZE)]
         )
     )
-    out, cache = attended(helix, spec, q, k, v, LENGTHS, tokens)
+    prefix, out, cache = attended(helix, spec, q, k, v, LENGTHS, tokens)
     for row, length in enumerate(LENGTHS):
         right = wanted(q[row], k[row], v[row], length, window)
         np.testing.assert_allclose(out[row], right, rtol=1e-5, atol=1e-5)
+        queries = np.repeat(k[row, :length], num_heads // kv_heads, axis=1)
+        right = wanted(queries, k[row], v[row], 0, window)
+        np.testing.assert_allclose(prefix[row, :length], right, rtol=1e-5, atol=1e-5)
     # Every device holds its share and no more.
+    held = 64 if window is None else min(window + tokens, 64)
+    rounded = -(-held // (BLOCK * helix.stripes)) * BLOCK if helix.stripes > 1 else held
     shares = {x.data.shape for x in cache.keys(0).addressable_shards}
-    assert shares == {(rows, 64 // helix.stripes, kv_heads // tpa, SIZE)}
+    assert shares == {(rows, rounded, kv_heads // tpa, SIZE)}
 
 
 @pytest.mark.parametrize(("kvp", "tpa", "heads", "tokens"), FIRST, ids=str)
@@ -131,8 +141,17 @@ def test_what_helix_is_compared_with_is_as_exact(strategy):
     check(2, 2, "gqa", 4, strategy)
 
 
-def test_a_layer_with_a_sliding_window_is_read_by_its_positions():
-    check(4, 1, "gqa", 4, window=6)
+@pytest.mark.parametrize(
+    ("kvp", "tpa", "tokens", "window"),
+    [
+        (4, 2, 4, 13),
+        *(pytest.param(*own, 6, marks=pytest.mark.slow) for own in [(1, 2, 4), (8, 1, 9)]),
+        *(pytest.param(2, 1, 9, n, marks=pytest.mark.slow) for n in (1, 7, 8, 20, 50, 64)),
+    ],
+)
+def test_a_layer_with_a_sliding_window_keeps_a_ring_on_each_rank(kvp, tpa, tokens, window):
+    """The prefix and the rejected draft wrap it, and a pass crosses owners."""
+    check(kvp, tpa, "gqa", tokens, window=window)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -159,7 +178,7 @@ def test_the_merge_has_the_bits_of_one_device(dtype):
 def test_a_rank_attends_as_one_device_does_to_its_part():
     """Slots up to a number stand for positions up to the query's: no mask by position is needed."""
     helix, spec = HelixConfig(kvp=4, block=BLOCK), LayerSpec(1, SIZE, SIZE)
-    whole = layouts_on(helix, (spec,), 64)[0]
+    whole = layouts_on(helix, (spec,), 64, 0)[0]
     assert isinstance(whole, Striped)
     layout = whole.part("kvp")
     positions = jnp.asarray([[-1, 0, 3, 4, 16, 17, 40, 63]], jnp.int32)
@@ -178,11 +197,13 @@ def test_a_rank_attends_as_one_device_does_to_its_part():
     assert (np.asarray(lse)[1:, 0, 1] == -np.inf).all()  # position 0 is on rank 0 alone
 
 
-def test_stripes_on_a_device_are_its_part_of_the_whole():
+@pytest.mark.parametrize(("size", "wraps"), [(64, False), (32, True)], ids=["row", "ring"])
+def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
     helix = HelixConfig(kvp=4, block=BLOCK)
-    whole = layouts_on(helix, (LayerSpec(1, SIZE, SIZE),), 61)[0]
+    spec = LayerSpec(1, SIZE, SIZE, window=17 if wraps else None)
+    whole = layouts_on(helix, (spec,), 61, 0)[0]
     assert isinstance(whole, Striped)
-    assert whole.size == 64
+    assert whole == Striped(size, 4, BLOCK, wraps)
     positions = jnp.arange(-1, 64, dtype=jnp.int32)
     newest = jnp.asarray([-1, 0, 22, 63], jnp.int32)
 
@@ -195,9 +216,12 @@ def test_stripes_on_a_device_are_its_part_of_the_whole():
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=(), out_specs=P("kvp"))
     slots, held, at, seen = map(np.asarray, jax.jit(run)())
     np.testing.assert_array_equal(np.concatenate(list(held), axis=1), whole.held(newest))
-    ranks, own = np.divmod(np.asarray(whole.slots(positions)), 16)
+    share = size // 4
+    ranks, own = np.divmod(np.asarray(whole.slots(positions)), share)
     for rank in range(4):
-        np.testing.assert_array_equal(slots[rank], np.where(ranks == rank, own, 16))
+        np.testing.assert_array_equal(slots[rank], np.where(ranks == rank, own, share))
+        if wraps:
+            continue
         upto = [((at[rank] <= position) & (position >= 0)).sum() for position in range(-1, 64)]
         np.testing.assert_array_equal(seen[rank], np.array(upto) - 1)
 

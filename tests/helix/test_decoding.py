@@ -74,9 +74,9 @@ def alone(model) -> list[list[int]]:
     return decoded(model, DRAFTERS["plain"], GREEDY)[0]
 
 
-def gathered(program: str) -> list[int]:
-    """How many numbers each all-gather of a compiled program gives."""
-    found = re.findall(r"= ([^=]*?) all-gather(?:-start)?\(", program)
+def gathered(program: str, operation: str = "all-gather") -> list[int]:
+    """How many numbers each all-gather, or other operation, of a compiled program gives."""
+    found = re.findall(rf"= ([^=]*?) {operation}(?:-start)?\(", program)
     shapes = [shape for result in found for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
@@ -169,13 +169,16 @@ def test_a_checkpoint_goes_straight_to_its_shards():
         (jspec.StepConfig(2, jspec.SelfDraft(quantized="int8")), "take NoDraft, NgramDraft, Suf"),
         (jspec.StepConfig(2, jspec.SelfDraft(jspec.Quest())), r"Quest\(.* does not run on the m"),
         (jspec.StepConfig(2, jspec.GuidedDraft(jspec.SpecExtend())), r"take Dense, .* or Vegas"),
+        (jspec.StepConfig(2, jspec.SelfDraft(jspec.MagicPIG())), r"MagicPIG\(.* does not run on"),
+        (jspec.StepConfig(2, jspec.SelfDraft(jspec.HataOff())), r"HataOff\(.* does not run on"),
     ],
-    ids=["model", "quantized-guided", "quantized", "pages", "weights"],
+    ids=["model", "quantized-guided", "quantized", "pages", "weights", "tables", "host"],
 )
 def test_what_needs_a_whole_row_is_refused(config, message, model):
     sharded = helix.shard(model, helix.HelixConfig(kvp=2))
+    arrays = prepare(config.keeps, model, [1, 2, 3]) if config.keeps.needs_arrays else None
     with pytest.raises(ValueError, match=message):
-        jspec.start_decoding(jspec.Models(sharded, model), [[1, 2]], config=config)
+        jspec.start_decoding(jspec.Models(sharded, model, arrays), [[1, 2]], config=config)
 
 
 def test_sizes_that_do_not_divide_are_refused(model):

@@ -3,26 +3,33 @@
 import json
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import jspec
+from jspec import processes
 from jspec.decode import chunks
+from jspec.decode.programs import Programs
 from jspec.helix import Hosts
 from jspec.models.errors import CheckpointError
 from jspec.models.fingerprint import SAMPLE_BYTES, fingerprint
 from jspec.policies.named import made
-from jspec.processes import all_or_none, digest, from_all, from_first
+from jspec.processes import all_or_none, digest, from_all, from_first, in_time
 from tests.helix.processes import (
     DRAFTS,
     NGRAM,
     SEEDED,
+    TEXTS,
     drafted,
     ends_of,
     free_port,
+    grown,
     start,
     tokens_of,
 )
@@ -60,6 +67,9 @@ def test_two_processes_decode_as_one_device_does():
     assert first["held"] == [[40 // 2, 32]]
     model = jspec.load_model(GOLDEN / "qwen3")
     assert first["tokens"] == [list(row) for row in tokens_of(model, draft=NGRAM)]
+    assert first["grown"] == [list(row) for row in grown(model)]
+    for own, alone in zip(first["scores"], jspec.score(model, TEXTS), strict=True):
+        np.testing.assert_allclose(own, alone, rtol=0, atol=1e-5)
     assert all(0 < len(row) < 12 for row in first["ended by process 0"][0])
     assert first["all"] == [{"index": 0, "text": ""}, {"index": 1, "text": "é" * 300}]
     assert first["first"] == 0
@@ -87,7 +97,7 @@ def test_a_measured_gamma_is_that_of_process_0(monkeypatch, tiny):
         return 2
 
     monkeypatch.setattr(chunks, "is_shared", lambda model: True)
-    monkeypatch.setattr(chunks, "from_first", of_first)
+    monkeypatch.setattr(chunks, "agreed", of_first)
     found = jspec.generate(tiny, [[1, 2, 3]], SEEDED, draft=NGRAM, gamma="auto")
     assert asked
     assert [gamma for gamma, _ in found.stats.steps_at_gamma] == [2]
@@ -231,6 +241,7 @@ def test_a_process_that_is_lost_ends_the_other(victim, how, folder):
         ({"index": -1}, "index=-1 must be"),
         ({"coordinator": "somewhere"}, "coordinator='somewhere' must be an address and a port"),
         ({"coordinator": ":80"}, "coordinator=':80' must be"),
+        ({"step_timeout": 0}, "step_timeout=0 must be a positive int32"),
         ({"coordinator": "host:99999"}, "coordinator='host:99999' must be"),
         ({"start_timeout": 0}, "start_timeout=0"),
         ({"lost_timeout": 1.5}, "lost_timeout=1.5"),
@@ -242,9 +253,63 @@ def test_hosts_that_do_not_fit_are_refused(settings, message):
         Hosts(**settings)
 
 
+class Endless:
+    """For a jitted function: a program that runs until ``over`` is set."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self.over = over
+
+    def lower(self) -> "Endless":
+        return self
+
+    def compile(self) -> Callable[[], bool]:
+        return lambda: self.over.wait(10)
+
+
+def test_a_program_that_takes_longer_than_a_step_may_ends_the_process(monkeypatch, capfd):
+    ends, over = [], threading.Event()
+
+    def end(code: int) -> None:
+        ends.append(code)
+        over.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(processes, "_step_timeout", 0.2)
+    programs = Programs()
+    assert programs(Endless(over))
+    assert ends == [1]
+    error = capfd.readouterr().err
+    assert error.startswith("jspec: error: a step has not finished within step_timeout=0.2 seconds")
+    assert error.count("\n") == 1
+    assert programs(jax.jit(lambda x: x + 1), 1) == 2
+    with in_time():
+        pass
+    timers = [x for x in threading.enumerate() if isinstance(x, threading.Timer)]
+    for timer in timers:
+        timer.join(5)  # those of blocks that have ended go at once
+    assert ends == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "where"), [(1, "collective"), (0, "callback")])
+def test_a_process_that_is_alive_and_stuck_ends_the_other(victim, where):
+    """It goes on giving signs of life; the other would wait for it without an end."""
+    port, begin = str(free_port()), time.monotonic()
+    both = [
+        start("tests.helix.processes", f"stuck-{victim}-{where}", port, "2", str(index))
+        for index in range(2)
+    ]
+    ends = ends_of(both)
+    assert time.monotonic() - begin < 240
+    (code, _, error), (lost, *_) = ends[1 - victim], ends[victim]
+    assert code == 1, error
+    assert "has not finished within step_timeout=20 seconds" in error
+    assert lost != 0
+
+
 def test_hosts_from_text():
-    text = "coordinator=[::1]:80,processes=3,index=0,lost_timeout=9"
-    assert made(Hosts, "--hosts", text, text) == Hosts("[::1]:80", 3, 0, 300, 9)
+    text = "coordinator=[::1]:80,processes=3,index=0,lost_timeout=9,step_timeout=7"
+    assert made(Hosts, "--hosts", text, text) == Hosts("[::1]:80", 3, 0, 300, 9, 7)
     with pytest.raises(ValueError, match=r"--hosts .*: processes='two' must be a number"):
         made(Hosts, "--hosts", "x", "processes=two")
 

@@ -31,7 +31,9 @@ MESH = functools.partial(HelixConfig, kvp=4, block=4)
 def attended(config: HelixConfig, tokens: int, *, latent: bool = False, top: int = 0) -> np.ndarray:
     """Attention of ``tokens`` behind each of `LENGTHS`, to the ``top`` positions if not to all."""
     spec = LayerSpec(1 if latent else 2, SIZE, SIZE - 4 * latent, values_in_keys=latent)
-    cache = Cache.create((spec,), layouts_on(config, (spec,), CAPACITY), BATCH, jnp.float32)
+    cache = Cache.create(
+        (spec,), layouts_on(config, (spec,), CAPACITY, gamma=3), BATCH, jnp.float32
+    )
     columns = {name: jnp.asarray(random(*x.shape)) for name, x in cache.columns[0].items()}
     cache = cache.replaced(0, **columns).with_lengths(jnp.asarray(LENGTHS, jnp.int32))
     q = random(BATCH, tokens, HEADS, SIZE, seed=1)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
+from jspec.cache.cache import longer
 from jspec.config import shown
 from jspec.decode.draft.base import Drafted, Seen, SparseDrafter, autoregressive
 from jspec.decode.state import DecodeState, Models, vocabulary_axes
@@ -94,7 +95,10 @@ class GuidedDraft(SparseDrafter):
         def wider(picked: Array) -> Array:
             none = jnp.zeros(len(picked), jnp.int32)
             most = self.policy.opening(1, capacity, none).shape[-1]
-            return _padded(picked, max(most, picked.shape[-1]))
+            # On a mesh each device has picks of its own.
+            held, size = picked.sharding.shard_shape(picked.shape)[-1], picked.shape[-1]
+            parts, axis = size // held, picked.ndim - 1
+            return longer(picked, max(most, held) * parts, -1, axis=axis, parts=parts)
 
         picked = tuple(None if x is None else wider(x) for x in own.picked)
         return own._replace(picked=picked)

@@ -1,0 +1,88 @@
+"""Log-probabilities on a mesh are those of one device, and no logits are gathered."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jspec
+from jspec import helix
+from jspec.decode import score as scoring
+from jspec.models.decoder import Decoder
+from tests.decode.common import prompts
+from tests.helix.test_decoding import CONFIG, gathered
+from tests.models.goldens import GOLDEN
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+LENGTHS = (129, 1, 33)  # two chunks of 64, none at all, a part of a chunk
+
+
+def gqa() -> Decoder:
+    return Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+def golden(name: str) -> Callable[[], Decoder]:
+    return lambda: jspec.load_model(GOLDEN / name)
+
+
+def watched(monkeypatch) -> list[str]:
+    """The compiled programs of the chunks to come."""
+    programs, right = [], scoring._score_chunk
+
+    def chunk(*args: Any) -> Any:
+        programs.append(str(right.lower(*args).compile().as_text()))
+        return right(*args)
+
+    monkeypatch.setattr(scoring, "_score_chunk", chunk)
+    return programs
+
+
+@pytest.mark.parametrize(
+    ("make", "axes"),
+    [
+        pytest.param(gqa, {"kvp": 2, "tpa": 2}, id="gqa"),
+        pytest.param(
+            golden("deepseek_v3"), {"kvp": 4, "ep": 2}, id="latent", marks=pytest.mark.slow
+        ),
+        pytest.param(gqa, {"kvp": 4, "tpa": 2, "overlap": 2}, id="eight", marks=pytest.mark.slow),
+        pytest.param(golden("gpt_oss"), {"kvp": 4}, id="sinks", marks=pytest.mark.slow),
+        pytest.param(golden("gemma2"), {"kvp": 2, "tpa": 2}, id="caps", marks=pytest.mark.slow),
+        pytest.param(golden("gemma3"), {"kvp": 4}, id="windows", marks=pytest.mark.slow),
+    ],
+)
+def test_log_probabilities_are_those_of_one_device(make, axes, monkeypatch):
+    model = make()
+    sharded = helix.shard(model, helix.HelixConfig(block=4, **axes))
+    assert sharded.vocabulary_axes == sharded.helix.axes
+    size = model.config.vocab_size
+    texts = prompts(LENGTHS, vocabulary=size)
+    right = jspec.score(model, texts)
+    programs = watched(monkeypatch)
+    found = jspec.score(sharded, texts)
+    for ours, theirs in zip(found, right, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    assert len(programs) == 2
+    share = size // sharded.helix.devices
+    for program in programs:
+        assert max(gathered(program), default=0) < share
+        # What is summed is as wide as hidden states at most, not as the vocabulary.
+        sums = gathered(program, "all-reduce")
+        widest = max(share, model.config.hidden_size + 1)
+        assert 0 < max(sums) < len(texts) * scoring.CHUNK * widest
+
+
+@pytest.mark.slow
+def test_a_vocabulary_that_does_not_divide_is_whole(tiny):
+    """41 tokens on two devices."""
+    texts = prompts((20, 5))
+    found = jspec.score(helix.shard(tiny, helix.HelixConfig(kvp=2, block=4)), texts)
+    for ours, theirs in zip(found, jspec.score(tiny, texts), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_what_a_text_exceeds_is_said(tiny):
+    with pytest.raises(ValueError, match=r"prompt 0: .* exceeds the context of 512"):
+        jspec.score(helix.shard(tiny, helix.HelixConfig(kvp=2)), [[1] * 513])
