@@ -235,13 +235,14 @@ def _backend(
 
 
 def _agree(x: Any, y: Any) -> bool:
-    """Whether two outputs are the same; to three digits, where they are float32.
+    """Whether two outputs are the same; to two digits, where they are float32.
 
-    A GPU multiplies float32 in TF32 unless told otherwise.
+    A GPU multiplies float32 in TF32 unless told otherwise, and backends round bfloat16 at other
+    places.
     """
     x, y = np.asarray(x), np.asarray(y)
     if x.shape != y.shape:
         return False
     if x.dtype == np.float32:
-        return bool(np.allclose(x, y, atol=1e-2))
+        return bool(np.allclose(x, y, rtol=1e-2, atol=2e-2))
     return np.array_equal(x, y)

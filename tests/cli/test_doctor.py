@@ -34,6 +34,7 @@ def test_doctor_json(capsys):
     found = {f["what"]: f for f in report["findings"]}
     assert found["bundled model"]["works"]
     assert all(f["works"] or f["advice"] for f in report["findings"])
+    assert not [f["what"] for f in report["findings"] if "differs" in f["seen"]]
 
     assert found["pack, xla"]["works"]
     assert {"verify_greedy, cuda", "verify_stochastic, cuda", "sample, cuda"} <= set(found)
