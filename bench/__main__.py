@@ -28,6 +28,7 @@ from bench import (
     collectives,
     decode,
     decoding,
+    families,
     fused,
     gather,
     hash,
@@ -59,7 +60,7 @@ SUITES: dict[str, Suite] = {
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
         *(hash_training, ruler, decoding, auto, decode, lossy),
-        *(collect, acceptance, overlap, breakdown, throughput, serving),
+        *(collect, acceptance, overlap, breakdown, throughput, families, serving),
         *(collectives, helix_attention, hopb, helix_step),
     )
 }
