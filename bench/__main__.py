@@ -28,6 +28,7 @@ from bench import (
     collectives,
     decode,
     decoding,
+    families,
     fused,
     gather,
     hash,
@@ -61,7 +62,7 @@ SUITES: dict[str, Suite] = {
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
         *(hash_training, hash_bits, ruler, decoding, auto, parity, decode, lossy),
-        *(collect, acceptance, overlap, breakdown, throughput, serving),
+        *(collect, acceptance, overlap, breakdown, throughput, families, serving),
         *(collectives, helix_attention, hopb, helix_step),
     )
 }

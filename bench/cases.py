@@ -14,7 +14,10 @@ CHOICES = {
     "up": ("auto", "before", "after"),
     "shape": ("llama-3.1-8b", "tiny"),
     "draft": ("plain", "verify", "vegas"),
-    "model": ("llama-3.1-8b", "llama-2-7b", "qwen3-8b", "qwen3-4b", "gpt-oss-20b-attention"),
+    "model": (
+        *("llama-3.1-8b", "llama-2-7b", "qwen3-8b", "qwen3-4b", "gpt-oss-20b-attention"),
+        *("gpt-oss-20b", "qwen3-30b-a3b", "gemma-3-4b", "gemma-3-27b"),
+    ),
 }
 
 

@@ -21,8 +21,9 @@ import numpy as np
 from rich.table import Table
 
 from bench import clocks, point
+from bench.decode.catalogue import MODELS
 from bench.decode.check import LAYERS, TOLERANCE, Check
-from bench.decode.shapes import MODELS, random_model
+from bench.decode.shapes import random_model
 from bench.decode.states import Blueprint
 from bench.program import failure
 from bench.settings import Settings, bar, console

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from bench import cases, clocks, point
 from bench.cases import Case, kilo
-from bench.decode import shapes
+from bench.decode import catalogue
 from bench.decode.running import CHUNKS, REPEATS, Loop, device_bytes, memory_of, too_large
 from bench.decode.shapes import noise, random_model
 from bench.decode.tables import compare
@@ -84,7 +84,7 @@ def helix_of(here: Case) -> HelixConfig:
 
 
 def shape_of(here: Case) -> ModelConfig:
-    found = TINY if here["shape"] == "tiny" else shapes.MODELS[here["shape"]]
+    found = TINY if here["shape"] == "tiny" else catalogue.MODELS[here["shape"]]
     return dataclasses.replace(found, max_context=LONGEST)
 
 

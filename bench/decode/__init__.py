@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jax
 
 from bench import point
-from bench.decode import prefill, shapes
+from bench.decode import catalogue, prefill, shapes
 from bench.decode.shapes import Ceilings
 from bench.decode.steps import Case, Steps
 from bench.decode.tables import compare, show
@@ -108,7 +108,7 @@ def _rows(
 
 def drawn(name: str, settings: Settings) -> Decoder:
     """A model by name with random weights, of as many layers as were asked for."""
-    config = shapes.MODELS[name]
+    config = catalogue.MODELS[name]
     layers = settings.decode.layers or config.num_layers
     return shapes.random_model(shapes.first_layers(config, layers))
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bench.decode.shapes import Ceilings, read_cache_bytes, read_weight_bytes, scored_cache_bytes
+from bench.decode.shapes import (
+    Ceilings,
+    product_flops,
+    read_cache_bytes,
+    read_weight_bytes,
+    scored_cache_bytes,
+)
 from jspec.decode.draft import Chain, SparseDrafter
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
@@ -26,16 +32,17 @@ def of_iteration(
     model: Any = models.target
     layers, dtype = model.config, model.dtype
     own, gamma = view_of(config), config.gamma
-    weights = read_weight_bytes(model)
-    elements = weights // dtype.itemsize
+    fed = batch * (gamma + 1)
 
     def read(count: float) -> float:
         return count / ceilings.read * 1e9
 
     cached = read_cache_bytes(layers, batch, context, dtype)
     found = {
-        "verification": ceilings.floor_ns(weights, cached, 2 * elements * batch * (gamma + 1)),
-        "bookkeeping": read(4.0 * batch * (gamma + 1) * layers.vocab_size),
+        "verification": ceilings.floor_ns(
+            read_weight_bytes(model, fed), cached, product_flops(model, fed)
+        ),
+        "bookkeeping": read(4.0 * fed * layers.vocab_size),
     }
     if own is None:
         return found
@@ -43,9 +50,8 @@ def of_iteration(
     count = positions_read(own, context)
     scored = scored_cache_bytes(layers, batch, context, dtype, own)
     selected = read_cache_bytes(layers, batch, context, dtype, own, count) - scored
-    draft_weights = draft_weight_bytes(models, config)
-    flops = 2 * elements * batch * tokens
-    found["draft passes"] = passes * ceilings.floor_ns(draft_weights, selected, flops)
+    weights, flops = draft_weight_bytes(models, batch, config), product_flops(model, batch * tokens)
+    found["draft passes"] = passes * ceilings.floor_ns(weights, selected, flops)
     if isinstance(own, Guided):
         leaders = own.leaders(layers.layers)
         heads = sum(layers.layers[i].kv_heads for i in {x for x in leaders if x is not None})
@@ -85,11 +91,12 @@ def positions_read(policy: Policy, context: int) -> int:
     return min(policy.budget, context)
 
 
-def draft_weight_bytes(models: Models, config: StepConfig) -> int:
-    """Bytes of the weights that a draft pass reads, 0 where the model does not draft."""
+def draft_weight_bytes(models: Models, batch: int, config: StepConfig) -> int:
+    """Bytes of the weights that a draft pass of ``batch`` rows reads, 0 where the model does not
+    draft."""
     if view_of(config) is None:
         return 0
     draft = config.draft.second if isinstance(config.draft, Chain) else config.draft
     assert isinstance(draft, SparseDrafter)
     model: Any = draft.model_of(models)
-    return read_weight_bytes(model)
+    return read_weight_bytes(model, batch * passes_of(config)[1])

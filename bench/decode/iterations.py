@@ -229,7 +229,7 @@ class Iteration:
             setting=own.draft,
             floors_ns=self._floors,
             weight_bytes=weight_bytes(self._target),
-            draft_weight_bytes=floors.draft_weight_bytes(self._models, own.config),
+            draft_weight_bytes=floors.draft_weight_bytes(self._models, shape.batch, own.config),
             cache_bytes=self.size,
             **rest,
         )

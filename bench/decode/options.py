@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from bench.decode.shapes import MODELS
+from bench.decode.catalogue import MODELS
 from bench.settings import DecodeSettings
 from jspec.decode.settings import OPERATIONS
 from jspec.dispatch import Backends

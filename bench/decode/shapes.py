@@ -1,9 +1,4 @@
-"""The models of the suite: true shapes with random weights, and what their passes read and compute.
-
-The shapes are those of the models' published configurations. gpt-oss-20b is there for its attention
-alone: its four active experts of 2880 are one dense SwiGLU of as many bytes, in bfloat16, and it
-has no sinks.
-"""
+"""Models of a known shape with random weights, and what their passes read and compute."""
 
 from __future__ import annotations
 
@@ -18,78 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bench.policies import scored_bytes
-from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling
+from jspec.config import ModelConfig
 from jspec.models.decoder import Decoder
+from jspec.models.experts import MixtureOfExperts
 from jspec.policies import Dense, Policy
 from jspec.policies.attend import DENSE
 from jspec.policies.budgeted import Budgeted
 
-CONTEXT = 131072  # that every model here may have; Qwen3 reaches it by YaRN, which costs no time
-
-
-def _qwen3(**settings: Any) -> ModelConfig:
-    return ModelConfig.uniform(
-        vocab_size=151936,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        rope_theta=1e6,
-        qk_norm=True,
-        family="qwen3",
-        max_context=CONTEXT,
-        **settings,
-    )
-
-
-def _gpt_oss() -> ModelConfig:
-    windows = itertools.islice(itertools.cycle((128, None)), 24)
-    specs = [LayerSpec(kv_heads=8, key_size=64, value_size=64, window=w) for w in windows]
-    scaling = RopeScaling("yarn", 32.0, original_context=4096, truncate=False)
-    return ModelConfig(
-        vocab_size=201088,
-        hidden_size=2880,
-        intermediate_size=4 * 2880,
-        num_heads=64,
-        layers=tuple(specs),
-        ropes=(Rope(150000.0, scaling),),
-        norm_eps=1e-5,
-        qkv_bias=True,
-        out_bias=True,
-        max_context=CONTEXT,
-    )
-
-
-MODELS: dict[str, ModelConfig] = {
-    "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288),
-    "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_embeddings=True),
-    "llama-3.1-8b": ModelConfig.uniform(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling("llama3", 8.0, original_context=8192),
-        norm_eps=1e-5,
-        max_context=CONTEXT,
-    ),
-    "llama-2-7b": ModelConfig.uniform(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_size=128,
-        rope_theta=10000.0,
-        norm_eps=1e-5,
-        max_context=CONTEXT,
-    ),
-    "gpt-oss-20b-attention": _gpt_oss(),
-}
+# Times what experts would give. Where rounding decides between the last expert of a token and the
+# next one, its logits may be 2 % off, within the tolerance of checks. Of wrong experts they are
+# 50 % off and more.
+EXPERTS_GIVE = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +71,7 @@ def random_bits(seed: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16, sharding: Any = None) -> Decoder:
-    """A decoder with random weights; norms scale by 1 and biases are 0.
+    """A decoder with random weights; norms scale by 1, biases and sinks are 0.
 
     Drawn leaf by leaf: one program that draws all of them compiles for minutes. ``sharding``: where
     each goes, as `jspec.load_model` takes it, so that one device has one whole leaf at a time.
@@ -152,11 +86,14 @@ def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16, sharding: Any =
         return jax.device_put(found, sharding(name, leaf.shape))
 
     def drawn(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = jax.tree_util.keystr(path)
-        if "scale" in name or "bias" in name:
-            return jnp.full(leaf.shape, "scale" in name, dtype)
-        # A kernel is [in, ...].
-        scale = 0.02 if "embedding" in name else leaf.shape[0] ** -0.5
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if "scale" in name or "bias" in name or "sinks" in name:
+            one = "scale" in name and not config.centered_norms
+            return jnp.full(leaf.shape, one, leaf.dtype)
+        # A kernel is [in, ...], that of experts [E, in, ...].
+        inputs = leaf.shape[len(leaf.shape) > 1 and "experts" in name]
+        scale = 0.02 if "embedding" in name else inputs**-0.5
+        scale *= EXPERTS_GIVE if "experts.down" in name else 1
         return noise(next(seeds), jnp.float32(scale), leaf.shape, dtype, parts=16)
 
     return jax.tree_util.tree_map_with_path(placed, Decoder(config, dtype=dtype, rngs=None))
@@ -175,10 +112,30 @@ def weight_bytes(model: Decoder) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 
 
-def read_weight_bytes(model: Decoder) -> int:
-    """Bytes of the weights that a step reads: an embedding that only looks tokens up is left
-    out."""
-    return weight_bytes(model) - (0 if model.head is None else model.embedding[...].nbytes)
+def read_weight_bytes(model: Decoder, tokens: int = 1) -> int:
+    """Bytes of the weights that a pass over ``tokens`` tokens, of all rows, reads.
+
+    An embedding that only looks tokens up is left out. Of E routed experts as many are read as
+    tokens hit in the mean that choose k of them each, by chance: E (1 - (1 - k / E) ** tokens).
+    """
+    found = weight_bytes(model) - (0 if model.head is None else model.embedding[...].nbytes)
+    return found - _missed_bytes(model, tokens)
+
+
+def _missed_bytes(model: Decoder, tokens: int) -> int:
+    """Bytes of the routed experts that none of ``tokens`` tokens chooses."""
+    experts = model.config.experts
+    if experts is None:
+        return 0
+    mixtures = [x.mlp.experts for x in model.layers if isinstance(x.mlp, MixtureOfExperts)]
+    routed = sum(leaf.nbytes for leaf in jax.tree.leaves(mixtures))
+    return round(routed * (1 - experts.chosen / experts.routed) ** tokens)
+
+
+def product_flops(model: Decoder, tokens: int) -> int:
+    """Multiplications and additions of ``tokens`` tokens with the weights, of those experts alone
+    that a token chooses."""
+    return 2 * read_weight_bytes(model) // model.dtype.itemsize * tokens
 
 
 def read_cache_bytes(
@@ -228,7 +185,8 @@ def prefill_flops(model: Decoder, tokens: int) -> int:
     config, arrays = model.config, jax.tree_util.tree_leaves_with_path(model)
     kernels = sum(x.size for path, x in arrays if "kernel" in jax.tree_util.keystr(path))
     head = 0 if model.head is None else model.head.kernel[...].size
-    flops = 2 * (kernels - head) * tokens
+    missed = _missed_bytes(model, 1) // model.dtype.itemsize
+    flops = 2 * (kernels - head - missed) * tokens
     for spec in config.layers:
         window = min(tokens, spec.window or tokens)
         pairs = window * tokens - window * window // 2

@@ -23,7 +23,13 @@ from bench.decode.running import (
     of_kernels,
     too_large,
 )
-from bench.decode.shapes import Ceilings, read_cache_bytes, read_weight_bytes, weight_bytes
+from bench.decode.shapes import (
+    Ceilings,
+    product_flops,
+    read_cache_bytes,
+    read_weight_bytes,
+    weight_bytes,
+)
 from bench.decode.states import Blueprint
 from bench.policies import arrays_of, policies
 from bench.program import Absent, failure
@@ -197,10 +203,11 @@ class Steps:
         }
         if case.policy != "dense":
             at["policy"] = case.policy
-        weights = read_weight_bytes(self._model)
+        fed = case.batch * tokens
+        weights = read_weight_bytes(self._model, fed)
         reads = case.batch, case.context, self._model.dtype, self._policy, case.count
         cached = read_cache_bytes(config, *reads)
-        flops = 2 * weights // self._model.dtype.itemsize * case.batch * tokens
+        flops = product_flops(self._model, fed)
         return point.row(
             "decode_step",
             at,

@@ -35,18 +35,20 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         "logits were compared with passes of one token by `xla`. gpt-oss-20b is there for its "
         "attention: one dense SwiGLU stands for its four active experts.",
         picture(pictures, "decode-floor", "step over floor"),
-        table((*CASE, "attention", *STEP, "checked"), map(_step, steps)),
-        _parts(steps),
+        table((*CASE, "attention", *STEP, "checked"), map(step_line, steps)),
+        parts_of(steps),
         _prefill(prefills, matrix),
         absent(result),
     )
 
 
-def _step(row: dict[str, Any]) -> tuple[str, ...]:
+def step_line(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row with times: its case, the backend of attention, `STEP`, and how far it was checked."""
     return *_case(row), row["name"], *step_cells(row), row["checked"]
 
 
-def _parts(steps: list[dict[str, Any]]) -> str:
+def parts_of(steps: list[dict[str, Any]]) -> str:
+    """Where the time of steps goes; empty where no kernel is known."""
     rows = [(*_case(row), *part_cells(row)) for row in steps if "parts_ns" in row]
     words = "Milliseconds of a step and their share. *products*: with weights."
     own = f"### Where the time goes\n\n{words}\n\n" + table((*CASE, *PARTS, "idle"), rows)

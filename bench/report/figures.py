@@ -252,7 +252,7 @@ def _floor(figure: Any, result: dict[str, Any]) -> bool:
     ratios: dict[tuple[str, int, int], dict[int, float]] = {}
     for row in result["rows"]:
         found, case = spread(row, "step"), row["case"]
-        if found is not None:
+        if found is not None and row["operation"] == "decode_step":
             own = ratios.setdefault((case["model"], case["B"], case["context"]), {})
             own[case["T"]] = found.median * 1e3 / row["floor_ns"]
     if not ratios:
@@ -365,4 +365,8 @@ FIGURES: dict[str, dict[str, tuple[Drawing, tuple[float, float]]]] = {
     "throughput": {"throughput": (iteration_figures.speeds, (13, 3.6))},
     "vegas-breakdown": {"vegas-breakdown": (iteration_figures.parts, (12, 3.6))},
     "decode": {"decode-floor": (_floor, (10, 4))},
+    "families": {
+        "families-floor": (_floor, (14, 4)),
+        "families-parts": (iteration_figures.parts, (14, 3.6)),
+    },
 }

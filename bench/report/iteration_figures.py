@@ -7,6 +7,7 @@ from typing import Any
 from bench import breakdown, throughput
 from bench.decode import phases
 from bench.decode.drafting import case_cells
+from bench.decode.tables import of_kind
 
 COLOURS = dict(
     zip(
@@ -19,7 +20,7 @@ COLOURS = dict(
 
 def parts(figure: Any, result: dict[str, Any]) -> bool:
     """Each drafter's iteration as stacked parts, beside it their floors in a lighter colour."""
-    rows = result["rows"]
+    rows = of_kind(result["rows"], "iteration")
     known = [(row, own) for row in rows if (own := breakdown.parts_of(row, rows))]
     cases = list(dict.fromkeys(case_cells(row) for row, _ in known))
     if not cases:

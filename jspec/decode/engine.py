@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
 from jspec.decode.requests import MODES, Prompt, as_ids, check_request, strongest
+from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
 from jspec.decode.state import DecodeState
 from jspec.decode.stats import Stats, Tally, kept_of
 from jspec.decode.together import rows_of
@@ -41,9 +43,9 @@ class Engine:
     A request is at most ``capacity`` positions long, prompt and new tokens, and has at most
     ``stop_tokens`` of them, the model's included. `submit` takes it, and `step` does a turn of
     work: up to ``prefill_chunk`` prompt tokens (512, or 256 on a CPU), so that a long prompt stalls
-    nobody, then ``steps_per_chunk`` decode steps of all slots (16, or 4). The other settings are
-    those of `jspec.generate`. ``on_compile(begins)`` is called before and after a program compiles;
-    after `warm_up` none does, whatever requests come.
+    nobody, then ``steps_per_chunk`` decode steps of all slots (16, or 4). Short prompts go in
+    several at a time. The other settings are those of `jspec.generate`. ``on_compile(begins)`` is
+    called before and after a program compiles; after `warm_up` none does, whatever requests come.
 
     A request with a seed gives the tokens that it gives alone, where the model's logits do, and but
     for sampled ones with ``gamma="auto"``. The caller drives: nothing happens outside `step`,
@@ -116,6 +118,7 @@ class Engine:
             self._intake = Intake(
                 plan, rounded_capacity(capacity), prefill_chunk, cache_dtype, self._chunks.programs
             )
+            self._short = ShortPrompts(plan, slots, prefill_chunk, self._chunks.programs)
             self._state = self._empty(self._intake.started([np.zeros(1, np.int32)] * slots))
 
     def _empty(self, state: DecodeState) -> DecodeState:
@@ -225,6 +228,7 @@ class Engine:
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
                 state = self._intake.put(self._state, 0, SamplingParams(seed=0))
+                state = self._short.warmed(state)
                 state = _with_done(state, np.ones(self.slots, bool))
                 for mode in MODES:
                     state = self._chunks.warmed(dataclasses.replace(state, mode=mode))
@@ -233,7 +237,17 @@ class Engine:
     def _take_up_prompts(self) -> None:
         """Pieces of prompts up to the limit of a turn; those that are whole go into slots."""
         spent = 0
-        while (handle := self._next()) is not None:
+        while True:
+            group, size = self._next_together()
+            if group:
+                tokens = self._short.rows(size) * size
+                if spent and spent + tokens > self._chunk:
+                    break
+                spent += tokens
+                self._take_up(group, size)
+                continue
+            if (handle := self._next()) is None:
+                break
             while not self._intake.ready:
                 if spent and spent + self._intake.piece > self._chunk:
                     break
@@ -248,6 +262,29 @@ class Engine:
         if spent:
             # Or the clock of the steps would count it.
             self._intake.wait()
+            jax.block_until_ready(self._state)
+
+    def _next_together(self) -> tuple[list[Handle], int]:
+        """The next requests whose prompts go into one pass, and its size; none while a prompt is at
+        work."""
+        if self._incoming is not None:
+            return [], 0
+        waiting = list(itertools.islice(self._queue, min(self._rows.count(None), MOST_ROWS)))
+        prompts = itertools.takewhile(self._intake.is_fresh, map(_prompt, waiting))
+        count, size = self._short.together([len(prompt) for prompt in prompts])
+        return waiting[:count], size
+
+    def _take_up(self, group: list[Handle], size: int) -> None:
+        """Put requests into slots by one pass over their prompts."""
+        slots = [slot for slot, handle in enumerate(self._rows) if handle is None][: len(group)]
+        prompts, params = [_prompt(x) for x in group], [x.params for x in group]
+        self._state = self._short.take_up(self._state, size, slots, prompts, params)
+        for slot, handle in zip(slots, group, strict=True):
+            # In this order, Ctrl-C between the two loses nobody.
+            self._rows[slot], self._is_done[slot] = handle, False
+            del self._queue[handle]
+        self._requests += len(group)
+        self._prompt_tokens += sum(map(len, prompts))
 
     def _next(self) -> Handle | None:
         """The request whose prompt is at work, or is from now on."""
@@ -255,9 +292,7 @@ class Engine:
             # In this order, Ctrl-C between the two loses nobody.
             self._incoming = next(iter(self._queue))
             del self._queue[self._incoming]
-            prompt = self._incoming._prompt
-            assert prompt is not None
-            self._intake.begin(prompt)
+            self._intake.begin(_prompt(self._incoming))
             self._prompt_tokens += self._intake.left + 1
         return self._incoming
 
@@ -344,6 +379,12 @@ def _size(name: str, value: Any) -> int:
     if size is None or size < 1:
         raise ValueError(f"{name}={shown(value)} must be at least 1")
     return size
+
+
+def _prompt(handle: Handle) -> np.ndarray:
+    """The prompt of a request that has not ended."""
+    assert handle._prompt is not None
+    return handle._prompt
 
 
 def _with_done(state: DecodeState, done: np.ndarray) -> DecodeState:

@@ -152,6 +152,10 @@ class Intake:
         for size in sorted(sizes):
             self._pass(0, 0, size)
 
+    def is_fresh(self, prompt: np.ndarray) -> bool:
+        """Whether the prompt goes on behind no prefix."""
+        return self._longest(prompt) is None
+
     def _longest(self, prompt: np.ndarray) -> Prefix | None:
         """The longest prefix that the prompt goes on behind."""
         for prefix in self._prefixes:  # the longest comes first

@@ -10,7 +10,7 @@ import pytest
 
 from bench import breakdown, point
 from bench.__main__ import main
-from bench.decode import draft_check, drafting, floors, iterations, parts, phases, shapes
+from bench.decode import catalogue, draft_check, drafting, floors, iterations, parts, phases, shapes
 from bench.decode.iterations import Drafting, Shape
 from bench.settings import DecodeSettings, Settings
 from jspec.decode.state import Models
@@ -207,7 +207,7 @@ def test_what_cannot_be_a_case_is_said():
 
 @pytest.mark.slow
 def test_a_wrong_draft_is_found_and_a_right_one_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setitem(shapes.MODELS, "qwen3-8b", ONE)
+    monkeypatch.setitem(catalogue.MODELS, "qwen3-8b", ONE)
     monkeypatch.setattr(drafting, "read_ceiling", lambda: 1e10)
 
     class Device:

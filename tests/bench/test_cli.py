@@ -57,8 +57,8 @@ def test_env_is_json(capsys):
 OWN_CLOCKS = (
     *("hash-training", "hash-bits", "hata-off", "hata-ablation", "hata-e2e"),
     *("ruler", "step", "auto", "parity", "decode", "collect", "vegas-accept", "vegas-overlap"),
-    *("vegas-breakdown", "throughput", "serving", "collectives", "helix-attention", "hopb"),
-    "helix-step",
+    *("vegas-breakdown", "throughput", "families", "serving", "collectives", "helix-attention"),
+    *("hopb", "helix-step"),
 )
 
 

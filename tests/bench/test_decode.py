@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import decode, point
+from bench import decode, families, point
 from bench.__main__ import main
-from bench.decode import parts, prefill, running, shapes, steps, tables
+from bench.decode import catalogue, parts, prefill, running, shapes, steps, tables
 from bench.settings import DecodeSettings, Settings
 from jspec.config import LayerSpec, ModelConfig
 from jspec.dispatch import Backend, Backends, always
@@ -54,7 +54,7 @@ def measured(*arguments, peaks=(), limit=None) -> tuple[int, dict, str]:
     seen, out = iter(peaks), io.StringIO()
     device = {"peak_bytes_in_use": lambda: next(seen, None), "bytes_limit": lambda: limit}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setitem(shapes.MODELS, "qwen3-8b", TINY)
+        patch.setitem(catalogue.MODELS, "qwen3-8b", TINY)
         patch.setattr(point, "DEVICE", Device())
         patch.setattr(running, "device_bytes", lambda name: device[name]())
         patch.setattr(steps, "REPEATS", 3)
@@ -179,15 +179,19 @@ def test_without_the_check_nothing_is_timed():
 @pytest.mark.parametrize(
     ("name", "billions"),
     # As the models' cards have them; gpt-oss-20b's active 3.6 with both tables, and no router.
-    [("qwen3-8b", 8.19), ("qwen3-4b", 4.02), ("llama-3.1-8b", 8.03)],
+    [
+        *(("qwen3-8b", 8.19), ("qwen3-4b", 4.02), ("llama-3.1-8b", 8.03)),
+        *(("gpt-oss-20b", 20.91), ("qwen3-30b-a3b", 30.53)),
+        *(("gemma-3-4b", 3.88), ("gemma-3-27b", 27.01)),  # without the vision encoder
+    ],
 )
 def test_the_shapes_have_their_models_parameters(name, billions):
-    leaves = jax.tree.leaves(Decoder(shapes.MODELS[name], dtype=jnp.bfloat16, rngs=None))
+    leaves = jax.tree.leaves(Decoder(catalogue.MODELS[name], dtype=jnp.bfloat16, rngs=None))
     assert sum(math.prod(leaf.shape) for leaf in leaves) / 1e9 == pytest.approx(billions, abs=0.006)
 
 
 def test_the_attention_of_gpt_oss_alternates():
-    config = shapes.MODELS["gpt-oss-20b-attention"]
+    config = catalogue.MODELS["gpt-oss-20b-attention"]
     assert (config.num_heads, config.num_layers) == (64, 24)
     assert [spec.window for spec in config.layers[:3]] == [128, None, 128]
     assert {(spec.kv_heads, spec.key_size) for spec in config.layers} == {(8, 64)}
@@ -256,7 +260,10 @@ def test_the_cases_are_those_that_were_asked_for(monkeypatch):
     assert {case.model for case in quick} == {"qwen3-8b"}
     assert {case.tokens for case in quick} == {(1, 10)}
     every = decode.cases(Settings())
-    assert {case.model for case in every} == set(shapes.MODELS) - {"llama-2-7b"}
+    assert {case.model for case in every} == set(catalogue.MODELS) - {
+        "llama-2-7b",
+        *families.MODELS,
+    }
     assert {count for case in every for count in case.tokens} == {1, 2, 4, 8, 10, 16}
     llama = Settings(decode=DecodeSettings(models=("llama-3.1-8b",)))
     assert decode.cases(llama) == [case for case in every if case.model == "llama-3.1-8b"]

@@ -8,7 +8,7 @@ import pytest
 
 from bench import point
 from bench.__main__ import main
-from bench.decode import lossy, running, shapes, steps
+from bench.decode import catalogue, lossy, running, shapes, steps
 from bench.policies import policies
 from jspec.ops.attention.gathered import gathered_attention
 from jspec.policies import Dense, attend
@@ -20,7 +20,7 @@ SMALL = dataclasses.replace(TINY, layers=(SPECS[0],) * 3)
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setitem(shapes.MODELS, "llama-3.1-8b", SMALL)
+    monkeypatch.setitem(catalogue.MODELS, "llama-3.1-8b", SMALL)
     monkeypatch.setattr(point, "DEVICE", Device())
     monkeypatch.setattr(running, "device_bytes", lambda name: None)
     monkeypatch.setattr(steps, "REPEATS", 3)
@@ -74,7 +74,7 @@ def test_the_table_shows_tokens_a_second_and_the_share_of_the_floor(capsys, monk
 
 
 def test_bytes_of_a_cache_are_those_of_the_layers_that_select():
-    config = shapes.MODELS["llama-3.1-8b"]
+    config = catalogue.MODELS["llama-3.1-8b"]
     case = 4, 131072, jnp.bfloat16
     keys = 4 * 131072 * 8
     dense = shapes.read_cache_bytes(config, *case)

@@ -7,7 +7,7 @@ import pytest
 
 from bench import profiles, throughput
 from bench.__main__ import main
-from bench.decode import drafting, shapes
+from bench.decode import catalogue, drafting
 from bench.settings import Settings
 from tests.bench.test_breakdown import ONE
 from tests.bench.test_report import MACHINE
@@ -119,7 +119,7 @@ def test_a_chain_is_the_same_wherever_it_is_measured():
 
 @pytest.mark.slow
 def test_a_quick_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(shapes.MODELS, "qwen3-8b", ONE)
+    monkeypatch.setitem(catalogue.MODELS, "qwen3-8b", ONE)
     monkeypatch.setattr(drafting, "read_ceiling", lambda: 1e10)
     path = tmp_path / "out.json"
     asked = ["throughput", "--quick", "--case", "B=2,S=300,gamma=2", "--json", str(path)]

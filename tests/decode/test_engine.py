@@ -1,231 +1,41 @@
 """The engine: a request gets what it gets alone, whenever it comes and whoever is beside it."""
 
 import dataclasses
-import functools
 import gc
 import tracemalloc
-from collections import Counter
 
 import hypothesis.strategies as st
 import jax
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jspec import helix
-from jspec.cache import Striped
 from jspec.config import SamplingParams
-from jspec.decode import prefill
-from jspec.decode.draft import Chain, GuidedDraft, ModelDraft, SelfDraft, SuffixDraft
 from jspec.decode.engine import Engine
-from jspec.decode.generation import Generation, generate
-from jspec.policies import ExactTopK, Hata, HataOff, MagicPIG, Quest, Streaming, Vegas
+from jspec.decode.programs import PROGRAMS
+from jspec.decode.short_prompts import ShortPrompts
 from tests.conftest import TINY, make_decoder
-from tests.decode.common import NGRAM, STREAMING, prompts
-from tests.decode.test_programs import COMPILED
-from tests.decode.test_sampled import (
-    MIXED,
-    PROMPT,
-    SAMPLED,
-    SOURCES,
-    enumerated,
-    second,
-    seeded,
-    target,
+from tests.decode.common import prompts
+from tests.decode.engines import (
+    ON_A_MESH,
+    SETTINGS,
+    apart,
+    check_arrivals,
+    engine_of,
+    known,
+    work,
 )
-from tests.ops.laws import check_counts
-
-VEGAS = GuidedDraft(Vegas(budget=8, least=0))
-SOME = {"budget": 8, "sinks": 1, "recent": 2, "dense_layers": 0}
-QUEST = Quest(budget=12, page=4, sinks=1, recent=2, dense_layers=0)
-GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-LOSSY = {"draft": None, "target": QUEST}
-SETTINGS = {
-    "ngram": {"draft": NGRAM},
-    "streaming": {"draft": STREAMING},
-    "quest": {"draft": SelfDraft(QUEST)},
-    "magicpig": {"draft": SelfDraft(MagicPIG(**SOME, bits=2, tables=4))},
-    "vegas": {"draft": VEGAS},
-    "model": {"draft": ModelDraft()},
-    "suffix": {"draft": SuffixDraft(min_match=1)},
-    "chain": {"draft": Chain(NGRAM, VEGAS, inner=2, rounds=2)},
-    "chain-of-models": {"draft": Chain(ModelDraft(), SelfDraft(QUEST), inner=2, rounds=2)},
-    "quantized": {"draft": SelfDraft(Streaming(sinks=2, window=6), quantized="int8")},
-    "none": {"draft": None},
-    "padded": {"draft": None, "gamma": 3},
-    "lossy": LOSSY,
-    "lossy-topk": {"draft": None, "target": ExactTopK(**SOME)},
-    "lossy-host": {"draft": None, "target": HataOff(**SOME, bits=32)},
-    "lossy-hata": {"draft": None, "target": Hata(**SOME, bits=32)},
-    "blocks": {"draft": ModelDraft(), "rule": "block"},
-}
-
-
-def work(count: int, longest: int = 90, seed: int = 0) -> list[tuple[list[int], SamplingParams]]:
-    """Requests of all kinds: greedy and sampled, filtered, with stop tokens and draft limits."""
-    rng = np.random.default_rng(seed)
-    texts = prompts(rng.integers(1, longest, count), seed=seed)
-    params = [
-        SamplingParams(
-            max_new_tokens=int(rng.integers(1, 30)),
-            seed=int(rng.integers(2**32)),
-            stop_tokens=tuple(rng.integers(0, 41, rng.integers(0, 4)).tolist()),
-            draft_limit=None if row % 3 else int(rng.integers(0, 4)),
-            **MIXED[row % len(MIXED)],
-        )
-        for row in range(count)
-    ]
-    return list(zip(texts, params, strict=True))
-
-
-def engine_of(model, name: str, second=None, **sizes) -> Engine:
-    own = SETTINGS[name]
-    draft = own["draft"]
-    if draft is not None and draft.needs_model:
-        own = own | {"draft_model": second}
-    return Engine(model, **{"slots": 3, "capacity": 128, "prefill_chunk": 32} | sizes, **own)
-
-
-def apart(model, name: str, requests, second=None) -> Generation:
-    """What each of ``requests`` gives by `generate`, which gives each what it gives alone."""
-    own = SETTINGS[name]
-    if own["draft"] is not None and own["draft"].needs_model:
-        own = own | {"draft_model": second}
-    texts, params = zip(*requests, strict=True)
-    return generate(model, list(texts), list(params), **own)
-
-
-def check_arrivals(engine: Engine, requests, wanted: Generation, seed: int = 0) -> None:
-    """Submit ``requests`` in bursts between steps and cancel some; each has the wanted tokens."""
-    rng = np.random.default_rng(seed)
-    handles, left = [], list(requests)
-    while left or engine.busy:
-        burst = int(rng.integers(0, 8))
-        handles += [engine.submit(*one) for one in left[:burst]]
-        left = left[burst:]
-        engine.step()
-        if handles and rng.random() < 0.3:
-            handles[rng.integers(len(handles))].cancel()
-    ends = [handle.finished for handle in handles]
-    for handle, tokens, end in zip(handles, wanted.tokens, wanted.finished, strict=True):
-        if handle.finished == "cancelled":
-            assert handle.tokens == tokens[: len(handle.tokens)]
-        else:
-            assert (handle.tokens, handle.finished) == (tokens, end)
-    assert ends.count("cancelled") < len(requests) / 2
-    assert {"stop", "length"} <= set(ends)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_request_gets_what_it_gets_alone_with_any_settings(name, sharp, other):
-    requests = work(40)
-    check_arrivals(
-        engine_of(sharp, name, other), requests, apart(sharp, name, requests, other), seed=1
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "streaming", "vegas", "chain"])
-def test_a_thousand_requests_get_what_they_get_alone(name, sharp, other):
-    requests = work(1000, seed=3)
-    wanted = apart(sharp, name, requests, other)
-    engine = engine_of(sharp, name, other, slots=8)
-    engine.warm_up()
-    compiled = len(COMPILED)
-    check_arrivals(engine, requests, wanted, seed=4)
-    assert len(COMPILED) == compiled
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", SOURCES)
-def test_texts_have_the_target_law(source, monkeypatch):
-    """The joint law of four tokens over 6,000 requests; fails below p = 1e-4."""
-    monkeypatch.setattr(prefill, "CAPACITY_STEP", 2)
-    draft, rows = SOURCES[source], 6000
-    engine = Engine(
-        target(),
-        slots=256,
-        capacity=10,
-        draft=draft,
-        gamma=0 if source == "plain" else 2,
-        draft_model=second() if draft.needs_model else None,
-        prefill_chunk=256 * 16,
-        steps_per_chunk=2,
-    )
-    handles = [engine.submit(PROMPT, params) for params in seeded(SAMPLED, 0, rows)]
-    engine.run()
-    check_counts(Counter(handle.tokens for handle in handles), enumerated(SAMPLED))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "vegas", "model", "chain-of-models"])
-def test_a_gamma_that_is_chosen_changes_no_greedy_token(name, sharp, other, monkeypatch):
-    """Nor does it compile anything: a second model rests and is caught up, row by row."""
-    monkeypatch.setitem(SETTINGS, "auto", SETTINGS[name] | {"gamma": "auto"})
-    greedy = [(text, dataclasses.replace(own, **GREEDY)) for text, own in work(120)]
-    wanted = apart(sharp, name, greedy, other)
-    engine = engine_of(sharp, "auto", other, steps_per_chunk=1)
-    engine.warm_up()
-    compiled = len(COMPILED)
-    check_arrivals(engine, greedy, wanted)
-    assert len(engine.stats.steps_at_gamma) > 2
-    assert len(COMPILED) == compiled
-
-
-ON_A_MESH = ("ngram", "streaming", "vegas", "suffix", "none", "padded", "lossy-topk", "lossy-hata")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_A_MESH)
-def test_a_model_on_a_mesh_serves_as_one_device_does(name, sharp):
-    requests = work(20)
-    wanted = apart(sharp, name, requests)
-    sharded = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))
-    engine = engine_of(sharded, name)
-    engine.warm_up()
-    compiled = len(COMPILED)
-    check_arrivals(engine, requests, wanted)
-    assert len(COMPILED) == compiled
-    engine.share_prefix(requests[-1][0][:-1] or [1])
-    shared = engine.submit(*requests[-1])
-    assert shared.result() == wanted.tokens[-1]
-
-
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ON_A_MESH])
-def test_what_does_not_run_on_a_mesh_is_refused(name, sharp, other):
-    sharded = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))
-    with pytest.raises(ValueError, match=r"does not run on the mesh of .*; take "):
-        engine_of(sharded, name, other)
-
-
-@pytest.mark.slow
-def test_an_engine_on_a_mesh_takes_turns_with_rings():
-    """Rows come and go in slots whose rings earlier rows have wrapped many times."""
-    layers = [dataclasses.replace(TINY.layers[0], window=window) for window in (5, None)]
-    model = make_decoder(dataclasses.replace(TINY, layers=tuple(layers)), seed=3)
-    requests = work(20)
-    wanted = apart(model, "ngram", requests)
-    sharded = helix.shard(model, helix.HelixConfig(kvp=4, block=2))
-    engine = engine_of(sharded, "ngram")
-    assert engine._state.cache.layouts[0] == Striped(16, 4, 2, wraps=True)
-    check_arrivals(engine, requests, wanted)
+from tests.decode.test_programs import COMPILED
 
 
 @pytest.fixture(scope="module")
 def engine(sharp) -> Engine:
     """One that has compiled all that it needs, for all tests of this module that end its
     requests."""
-    found = engine_of(sharp, "ngram")
+    found = engine_of(sharp, "ngram", prefill_chunk=48)
     found.warm_up()
     return found
-
-
-@functools.cache
-def known(count: int) -> Generation:
-    """What the first requests of `work` give on `sharp`, which seed 1 makes again."""
-    return apart(make_decoder(seed=1, embedding=400.0, head=4.0), "ngram", work(count))
 
 
 def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine):
@@ -250,7 +60,7 @@ def test_a_long_prompt_does_not_stall_the_others(engine):
     first = engine.submit(short, params)
     engine.step()
     long = engine.submit(prompts((100,))[0], SamplingParams(max_new_tokens=5))
-    for _ in range(3):  # of its four pieces
+    for _ in range(2):  # of its three pieces
         before = len(first.tokens)
         engine.step()
         assert len(first.tokens) > before
@@ -260,12 +70,59 @@ def test_a_long_prompt_does_not_stall_the_others(engine):
     engine.run()
 
 
-def test_short_prompts_go_in_together(engine):
-    """As many as a piece of a long one would have tokens."""
+@pytest.fixture
+def groups(engine, monkeypatch) -> list[int]:
+    """How many prompts each pass over several of them had."""
+    found, right = [], engine._short.take_up
+
+    def take_up(state, size, slots, *rest):
+        found.append(len(slots))
+        return right(state, size, slots, *rest)
+
+    monkeypatch.setattr(engine._short, "take_up", take_up)
+    return found
+
+
+def test_short_prompts_go_in_by_one_pass(engine, groups):
     handles = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40)) for _ in range(3)]
     engine.step()
-    assert [bool(handle.tokens) for handle in handles] == [True, True, False]
+    assert all(handle.tokens for handle in handles)
+    assert groups == [3]
     engine.run()
+
+
+def test_prompts_that_go_in_together_stay_apart(engine, groups):
+    """The longest of them fill a row of the pass; all slots had longer requests before."""
+    which = [row for row, (text, _) in enumerate(work(40)) if len(text) <= 17][:9]
+    for _ in range(3):
+        engine.submit(prompts((100,))[0], SamplingParams(max_new_tokens=4))
+    engine.run()
+    for first in range(0, 9, 3):
+        three = which[first : first + 3]
+        handles = [engine.submit(*work(40)[row]) for row in three]
+        engine.run()
+        assert [handle.tokens for handle in handles] == [known(40).tokens[row] for row in three]
+    assert groups == [3] * 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [
+        ([17] * 9, (8, 16)),  # 16 tokens of each, as the first step feeds the last one
+        ([17] * 3, (0, 16)),  # less than half of eight rows
+        ([1, 18, 1, 1], (4, 32)),
+        ([34] * 9, (4, 64)),  # 256 tokens of a pass
+        ([66] * 9, (0, 16)),  # one by one
+        ([17, 17, 17, 17, 66], (4, 16)),
+        ([17, 17, 66, 17], (0, 16)),  # in the order that they came in
+    ],
+)
+def test_prompts_go_together_where_they_fill_half_a_pass(tiny, lengths, wanted):
+    plan = engine_of(tiny, "ngram")._plan
+    short = ShortPrompts(plan, slots=32, chunk=256, programs=PROGRAMS.timed())
+    count, size = short.together(lengths)
+    assert count == wanted[0]
+    assert not count or size == wanted[1]
 
 
 def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine):
@@ -357,6 +214,13 @@ def test_what_never_fits_is_refused_when_it_comes(engine, prompt, params, messag
 def test_sizes_are_checked(tiny, name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r} must be at least 1"):
         Engine(tiny, **{"slots": 1, "capacity": 8} | {name: value})
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ON_A_MESH])
+def test_what_does_not_run_on_a_mesh_is_refused(name, sharp, other):
+    sharded = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))
+    with pytest.raises(ValueError, match=r"does not run on the mesh of .*; take "):
+        engine_of(sharded, name, other)
 
 
 def test_room_for_stop_tokens_begins_with_the_models_own(tiny):

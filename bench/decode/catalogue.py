@@ -1,0 +1,139 @@
+"""The models of the suites: the shapes of their published configurations.
+
+gpt-oss-20b-attention is there for its attention alone: its four active experts of 2880 are one
+dense SwiGLU of as many bytes, in bfloat16, and it has no sinks. gpt-oss-20b has all that the model
+has, its experts in bfloat16 too, as jspec holds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling
+from jspec.parts import ClampedSwiGLU, Experts
+
+CONTEXT = 131072  # that every model here may have; Qwen3 reaches it by YaRN, which costs no time
+
+
+def _qwen3(**settings: Any) -> ModelConfig:
+    return ModelConfig.uniform(
+        vocab_size=151936,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        rope_theta=1e6,
+        qk_norm=True,
+        family="qwen3",
+        max_context=CONTEXT,
+        **settings,
+    )
+
+
+def _gpt_oss(**settings: Any) -> ModelConfig:
+    windows = itertools.islice(itertools.cycle((128, None)), 24)
+    specs = [LayerSpec(kv_heads=8, key_size=64, value_size=64, window=w) for w in windows]
+    scaling = RopeScaling("yarn", 32.0, original_context=4096, truncate=False)
+    return ModelConfig(
+        vocab_size=201088,
+        hidden_size=2880,
+        num_heads=64,
+        layers=tuple(specs),
+        ropes=(Rope(150000.0, scaling),),
+        norm_eps=1e-5,
+        qkv_bias=True,
+        out_bias=True,
+        max_context=CONTEXT,
+        **settings,
+    )
+
+
+def _gemma3(
+    layers: int, kv_heads: int, head_size: int, query_scale: int, hidden_size: int, **settings: Any
+) -> ModelConfig:
+    """``query_scale``: scores are over its root."""
+
+    def spec(layer: int) -> LayerSpec:
+        sees_all = layer % 6 == 5
+        return LayerSpec(
+            kv_heads=kv_heads,
+            key_size=head_size,
+            value_size=head_size,
+            window=None if sees_all else 1024,
+            scale=query_scale**-0.5,
+            rope=0 if sees_all else 1,
+        )
+
+    return ModelConfig(
+        vocab_size=262208,
+        hidden_size=hidden_size,
+        layers=tuple(map(spec, range(layers))),
+        ropes=(Rope(1e6, RopeScaling("linear", 8.0)), Rope(1e4)),
+        family="gemma3_text",
+        tie_embeddings=True,
+        qk_norm=True,
+        post_norms=True,
+        centered_norms=True,
+        activation="gelu_tanh",
+        embedding_scale=math.sqrt(hidden_size),
+        max_context=CONTEXT,
+        **settings,
+    )
+
+
+MODELS: dict[str, ModelConfig] = {
+    "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288),
+    "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_embeddings=True),
+    "llama-3.1-8b": ModelConfig.uniform(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling("llama3", 8.0, original_context=8192),
+        norm_eps=1e-5,
+        max_context=CONTEXT,
+    ),
+    "llama-2-7b": ModelConfig.uniform(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_size=128,
+        rope_theta=10000.0,
+        norm_eps=1e-5,
+        max_context=CONTEXT,
+    ),
+    "gpt-oss-20b-attention": _gpt_oss(intermediate_size=4 * 2880),
+    "gpt-oss-20b": _gpt_oss(
+        intermediate_size=2880,
+        family="gpt_oss",
+        sinks=True,
+        experts=Experts(
+            routed=32, chosen=4, size=2880, normalized=True, bias=True, clamped=ClampedSwiGLU()
+        ),
+    ),
+    "qwen3-30b-a3b": ModelConfig.uniform(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_size=128,
+        rope_theta=1e6,
+        qk_norm=True,
+        family="qwen3_moe",
+        experts=Experts(routed=128, chosen=8, size=768, normalized=True),
+        max_context=CONTEXT,
+    ),
+    "gemma-3-4b": _gemma3(34, 4, 256, 256, 2560, intermediate_size=10240, num_heads=8),
+    "gemma-3-27b": _gemma3(62, 16, 128, 168, 5376, intermediate_size=21504, num_heads=32),
+}

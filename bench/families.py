@@ -1,0 +1,140 @@
+"""A decoding step of mixtures of experts and of models with windows, and Vegas on them.
+
+gpt-oss-20b, Qwen3-30B-A3B, Gemma 3 4B and 27B: true shapes, random weights, keys and values, in
+bfloat16. Clocks and checks are those of `bench.decode` and `bench.breakdown`. The floor counts the
+bytes in memory that a pass needs: of the routed experts as many as its tokens hit in the mean, of a
+layer with a window at most that window. How many tokens an iteration commits is imposed: the rate
+of acceptance is the paper's (`bench.profiles`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from bench import breakdown, cases, decode, profiles, throughput
+from bench.decode import drafting, tables
+from bench.decode.drafting import GUIDED
+from bench.decode.iterations import Drafting, Shape, iterations
+from bench.decode.shapes import Ceilings
+from bench.decode.steps import Case, Steps
+from bench.point import Row
+from bench.settings import Settings, console
+from bench.suite import Suite
+from jspec.cli.compile_cache import keep_programs
+
+MODELS = ("gpt-oss-20b", "qwen3-30b-a3b", "gemma-3-4b", "gemma-3-27b")
+TOKENS = (1, 4, 8, 10)  # of a pass
+CPU_TOKENS = (1, 4)
+# gamma: of the Vegas iteration, 0 for none; layers: the first ones alone, 0 for all.
+DEFAULT: cases.Case = {"model": MODELS[0], "B": 1, "S": 8192, "gamma": 0, "layers": 0}
+CHOICES = {"model": MODELS}
+SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K,gamma=9")
+OWN = tuple(f"model={name},{size}" for name in MODELS for size in SIZES)
+OWN += ("model=gemma-3-4b,B=32,S=120K",)  # of the others it would not fit one card
+CPU = "B=1,S=300,gamma=2,layers=1"
+FOOT = (
+    "Of E routed experts, of which a token chooses k, a pass over n tokens of all rows needs "
+    "E (1 - (1 - k / E) ** n) in the mean. MXFP4 weights are bfloat16 in memory, and counted so. "
+    "The paper states no acceptance for Qwen3-30B-A3B and Gemma 3: theirs is that of Qwen3-8B"
+)
+
+
+def case(text: str) -> cases.Case:
+    """A case of ``--case``; `ValueError` where it is none."""
+    return cases.parse(text, DEFAULT, CHOICES)
+
+
+def grid(settings: Settings) -> list[cases.Case]:
+    """The cases that were asked for, or the suite's own."""
+    own = OWN
+    if jax.default_backend() != "gpu":
+        own = [f"model={name},{CPU}" for name in MODELS[: 1 if settings.quick else None]]
+    elif settings.quick:
+        own = [f"model={name},{SIZES[0]}" for name in MODELS]
+    return [case(text) for text in settings.cases or own]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Steps and iterations of every model, one model after the other."""
+    keep_programs()
+    limits, steps = drafting.ceilings(), _steps()
+    return {
+        "read_ceiling_bytes_per_s": limits.read,
+        "matrix_ceiling_flops_per_s": limits.matrix,
+        "steps": steps,
+        "weights": "random",
+        "acceptance": {"source": profiles.SOURCE, "stated": profiles.LONGBENCH},
+        "rows": _rows(settings, limits),
+    }
+
+
+def _steps() -> int:
+    """Steps of a chunk, and iterations."""
+    return drafting.CPU_STEPS if jax.default_backend() == "cpu" else drafting.STEPS
+
+
+def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
+    chosen = grid(settings)
+    for name, layers in dict.fromkeys((here["model"], here["layers"]) for here in chosen):
+        own = [here for here in chosen if (here["model"], here["layers"]) == (name, layers)]
+        asked = dataclasses.replace(settings.decode, steps=_steps(), layers=layers or None)
+        yield from _of_model(name, own, dataclasses.replace(settings, decode=asked), limits)
+
+
+def _of_model(
+    name: str, chosen: list[cases.Case], settings: Settings, limits: Ceilings
+) -> Iterator[Row]:
+    """The rows of a model, which is gone behind the last of them."""
+    model = decode.drawn(name, settings)
+    tokens = CPU_TOKENS if jax.default_backend() == "cpu" else TOKENS
+    found = []
+    for here in chosen:
+        sizes = name, here["B"], here["S"]
+        found.append(Steps(model, Case(*sizes, tokens), settings, limits))
+        if gamma := here["gamma"]:
+            found += iterations(model, Shape(*sizes), wanted(gamma), settings, limits)
+    for row in decode.by_size(name, found):
+        yield throughput.imposed(row, {}) if row["name"] in ("plain", "vegas") else row
+
+
+def wanted(gamma: int) -> list[Drafting]:
+    """The iterations of a case: what `bench.breakdown` needs to tell the parts of one by Vegas."""
+    return [
+        Drafting("plain", "none", 0),
+        Drafting(breakdown.ALONE, "none", gamma),
+        Drafting("vegas", GUIDED, gamma),
+    ]
+
+
+def parts(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The result as those of `bench.decode`, `bench.breakdown` and `bench.throughput` are."""
+    rows = result["rows"]
+    iterated = tables.of_kind(rows, "iteration")
+    imposed = [row for row in iterated if "acceptance" in row]
+    every = tables.of_kind(rows, "decode_step"), iterated, imposed
+    steps, whole, speeds = (result | {"rows": own} for own in every)
+    return steps, whole, speeds
+
+
+def show(result: dict[str, Any]) -> None:
+    """Steps, the parts of iterations, and tokens a second."""
+    steps, whole, speeds = parts(result)
+    tables.show(steps)
+    if whole["rows"]:
+        breakdown.show(whole)
+        throughput.show(speeds)
+    console().print(FOOT, markup=False)
+
+
+SUITE = Suite(
+    "families",
+    "a step of gpt-oss, Qwen3-MoE and Gemma 3 at their true shapes, and an iteration by Vegas",
+    run,
+    show,
+    compare=tables.compare,
+    case=case,
+)

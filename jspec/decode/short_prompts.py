@@ -1,0 +1,161 @@
+"""Several short prompts taken up in one pass, straight into the slots of a batch that decodes on.
+
+A pass of few tokens reads every weight, so that eight prompts of 30 tokens cost a GPU little more
+than one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cache import Cache
+from jspec.config import SamplingParams
+from jspec.decode.on_mesh import mesh_model
+from jspec.decode.plan import Plan
+from jspec.decode.prefill import own_state, padded, power_of_two, prefill_chunk, state_of
+from jspec.decode.programs import Timed
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, FlatModels
+from jspec.sharding import beside
+from jspec.typing import Array
+
+LEAST = 16  # tokens a row of a pass: fewer take as long
+MOST_ROWS = 8
+FEWEST_ROWS = 4  # so that no prompt is long enough to keep a device busy by itself
+
+
+class ShortPrompts:
+    """Takes up whole prompts in passes of at most ``chunk`` tokens, padding included.
+
+    A program for each size of a row, a power of two, serves all mixes: the size alone decides how
+    many rows a pass has. There is none for a model on a mesh, nor for a cache in the host's memory.
+    """
+
+    def __init__(self, plan: Plan, slots: int, chunk: int, programs: Timed) -> None:
+        self._plan, self._slots, self._chunk, self._programs = plan, slots, chunk, programs
+        models, policy = plan.models, plan.config.keeps
+        layers = range(len(models.target.config.layers))
+        is_on_mesh = mesh_model(models.target) is not None or beside(models) is not None
+        if is_on_mesh or any(map(policy.in_host, layers)) or slots < 2:
+            self._longest = 0
+        else:
+            self._longest = chunk // min(FEWEST_ROWS, slots)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens a row of the passes that there are, ascending."""
+        return [
+            LEAST << n for n in range(self._longest.bit_length()) if LEAST << n <= self._longest
+        ]
+
+    def rows(self, size: int) -> int:
+        """Rows of a pass of ``size`` tokens each."""
+        return min(MOST_ROWS, self._slots, self._chunk // size)
+
+    def together(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """How many of the first prompts, of these ``lengths``, go into one pass, and its size.
+
+        At least two that fill half of it, or 0: they are better taken up one by one.
+        """
+        best, size = (0, 0), LEAST
+        for count, length in enumerate(lengths, 1):
+            size = max(size, power_of_two(length - 1))
+            if size > self._longest or count > self.rows(size):
+                break
+            if count >= max(2, self.rows(size) / 2):
+                best = count, size
+        return best
+
+    def take_up(
+        self,
+        state: DecodeState,
+        size: int,
+        slots: Sequence[int],
+        prompts: Sequence[np.ndarray],
+        params: Sequence[SamplingParams],
+    ) -> DecodeState:
+        """``state``, which is donated, with the prompts in ``slots``, to be decoded by ``params``.
+
+        ``size``: as `together` gave it for them.
+        """
+        missing = self.rows(size) - len(prompts)
+        rows = [*prompts, *[np.zeros(1, np.int32)] * missing]
+        settings = [*params, *[SamplingParams(seed=0)] * missing]
+        where = np.array([*slots, *[self._slots] * missing], np.int32)  # past the end: nowhere
+        tokens, lengths = padded(rows, state.tokens.shape[1])
+        ends, room = self._plan.models.target.config.stop_tokens, state.stop_tokens.shape[1]
+        cache = dataclasses.replace(
+            state.cache, columns=(), pages=(), lengths=jnp.asarray(lengths - 1)
+        )
+        fresh = state_of(tokens, lengths, settings, ends, room, cache, None, mode=state.mode)
+        static = {"size": size, "config": self._plan.config}
+        return self._programs(_take_up, self._plan.flat, state, fresh, where, **static)
+
+    def warmed(self, state: DecodeState) -> DecodeState:
+        """The same state, with every program compiled."""
+        for size in self.sizes:
+            state = self.take_up(state, size, (), (), ())
+        return state
+
+
+@partial(jax.jit, static_argnames=("size", "config"), donate_argnames="state")
+def _take_up(
+    models: FlatModels,
+    state: DecodeState,
+    fresh: DecodeState,
+    slots: Array,
+    size: int,
+    config: StepConfig,
+) -> DecodeState:
+    """``state`` with the prompts of ``fresh``, of ``size + 1`` tokens at most, in ``slots [n]``.
+
+    ``fresh`` has no keys and values yet. Of a slot no more is written than a prompt can fill.
+    """
+    count, capacity = fresh.tokens.shape
+    lengths = fresh.cache.lengths
+    own = own_state(models, lengths, None, config=config, capacity=capacity)
+    columns, pages = jax.tree.map(
+        lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype),
+        (state.cache.columns, state.cache.pages),
+    )
+    cache = dataclasses.replace(fresh.cache, columns=columns, pages=pages)
+    cache, own = jax.tree.map(
+        lambda x: _shorter(x, size) if isinstance(x, Cache) else x,
+        (cache, own),
+        is_leaf=lambda x: isinstance(x, Cache),
+    )
+    at = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (count, size))
+    positions = jnp.where(at < lengths[:, None], at, -1)
+    tokens = jnp.where(positions >= 0, fresh.tokens[:, :size], -1)
+    cache, own = prefill_chunk(models, cache, own, tokens, positions, config=config)
+    fresh = dataclasses.replace(fresh, cache=cache, draft=own)
+
+    leaves, structure = jax.tree.flatten(state)
+    pairs = zip(leaves, jax.tree.leaves(fresh), strict=True)
+    return jax.tree.unflatten(structure, [_put(whole, rows, slots) for whole, rows in pairs])
+
+
+def _put(whole: Array, rows: Array, slots: Array) -> Array:
+    """``whole [B, ...]`` with ``rows [n, ...]``, which may be shorter, in ``slots [n]``."""
+    part = tuple(slice(width) for width in rows.shape[1:])
+    return whole.at[(slots, *part)].set(rows, mode="drop")
+
+
+def _shorter(cache: Cache, size: int) -> Cache:
+    """The first ``size`` positions of each row."""
+    layouts = tuple(layout.grown(min(size, layout.size)) for layout in cache.layouts)
+    columns = tuple(
+        {name: x[:, : layout.size] for name, x in held.items()}
+        for layout, held in zip(layouts, cache.columns, strict=True)
+    )
+    pages = tuple(
+        {name: x[:, : -(-layout.size // cache.page)] for name, x in held.items()}
+        for layout, held in zip(layouts, cache.pages, strict=True)
+    )
+    return dataclasses.replace(cache, columns=columns, layouts=layouts, pages=pages)

@@ -1,0 +1,108 @@
+"""The suite `families`: what mixtures of experts need, and the suite on small models."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import families, point
+from bench.__main__ import main
+from bench.decode import catalogue, drafting, shapes
+from bench.profiles import committed, rate_of
+from jspec.models.decoder import Decoder
+from jspec.parts import Experts
+from tests.bench.test_breakdown import rows as iteration_rows
+from tests.bench.test_decode import SPECS, TINY, Device
+from tests.bench.test_report import MACHINE, decode_rows
+
+EXPERTS = Experts(routed=8, chosen=2, size=16)
+MIXTURE = dataclasses.replace(TINY, experts=EXPERTS, sinks=True)
+WINDOWS = dataclasses.replace(TINY, layers=SPECS[::-1], post_norms=True, centered_norms=True)
+
+
+def test_a_pass_reads_the_experts_that_its_tokens_hit():
+    """Against tokens that choose at random, each two of eight."""
+    model = Decoder(MIXTURE, dtype=jnp.bfloat16, rngs=None)
+    model = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model)
+    one = 2 * (3 * 32 * 16) * len(SPECS)  # bytes of an expert in all layers
+    rest = sum(x.nbytes for x in jax.tree.leaves(model)) - 2 * 128 * 32 - 8 * one
+    rng = np.random.default_rng(0)
+    for tokens in (1, 2, 5, 40):
+        taken = rng.random((20_000, tokens, 8)).argsort(axis=2)[:, :, :2].reshape(20_000, -1)
+        hit = np.mean([len(set(row)) for row in taken.tolist()])
+        assert shapes.read_weight_bytes(model, tokens) == pytest.approx(rest + hit * one, rel=0.005)
+    # A token multiplies two experts, however many are read.
+    assert shapes.product_flops(model, 40) == 40 * (rest + 2 * one)
+
+
+def test_random_weights_keep_their_size_from_layer_to_layer():
+    """A kernel of experts is drawn by its inputs, and a centred norm scales by 1."""
+    model = shapes.random_model(MIXTURE)
+    for kernel, inputs, factor in (("gate_up", 32, 1), ("down", 16, shapes.EXPERTS_GIVE)):
+        drawn = getattr(model.layers[0].mlp.experts, kernel).kernel[...].astype(jnp.float32)
+        assert float(drawn.std()) == pytest.approx(factor * inputs**-0.5, rel=0.05)
+    assert not shapes.random_model(WINDOWS).layers[0].mlp_norm.scale[...].any()
+
+
+def test_gemma_has_a_window_of_its_own_rope_in_five_layers_of_six():
+    config = catalogue.MODELS["gemma-3-27b"]
+    whole = [layer for layer, spec in enumerate(config.layers) if spec.window is None]
+    assert whole == [5, 11, 17, 23, 29, 35, 41, 47, 53, 59]
+    assert {(spec.window, config.ropes[spec.rope].theta) for spec in config.layers} == {
+        (None, 1e6),
+        (1024, 1e4),
+    }
+
+
+def test_cases_have_an_iteration_where_a_gamma_is_asked_for(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    own = families.grid(families.Settings())
+    assert {here["model"] for here in own} == set(families.MODELS)
+    assert {(here["B"], here["S"]) for here in own if here["gamma"]} == {(4, 122880)}
+    with pytest.raises(ValueError, match=r"model=llama-3\.1-8b must be one of gpt-oss-20b"):
+        families.case("model=llama-3.1-8b")
+
+
+def test_the_report_has_steps_parts_and_imposed_speeds(tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench import report
+
+    own = [row for row in iteration_rows() if row["name"] in ("plain", "verification", "vegas")]
+    own = [families.throughput.imposed(x, {}) if x["name"] != "verification" else x for x in own]
+    steps = [row for row in decode_rows() if row["operation"] == "decode_step"]
+    result = {"suite": "families", "machine": MACHINE, "rows": [*steps, *own], "steps": 4}
+    result |= {"read_ceiling_bytes_per_s": 4e12, "acceptance": {"source": "Yue et al. 2026"}}
+    folder = tmp_path / "results" / "some"
+    folder.mkdir(parents=True)
+    (folder / "families.json").write_text(json.dumps(result))
+    (tmp_path / "docs").mkdir()
+    report.write(tmp_path / "results", tmp_path / "docs")
+    text = (tmp_path / "docs" / "RESULTS.md").read_text()
+    assert "| a | 36 | 1 | 8192 | 10 | pallas | 5.00 |" in text
+    assert "| qwen3-8b | 36 | 4 | 120K | vegas | 9 | 40.00 | 21.50 | 1.86 | 10.0% | 5.3% |" in text
+    assert f"| vegas | 9 | {committed(rate_of('qwen3-8b'), 9):.2f} | 40.00 |" in text
+    for name in ("families-floor", "families-parts"):
+        assert f"(some-{name}.png)" in text
+        assert (tmp_path / "docs" / f"some-{name}.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [MIXTURE, WINDOWS], ids=["mixture", "windows"])
+def test_a_small_model_is_checked_and_measured(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(catalogue.MODELS, "gpt-oss-20b", config)
+    monkeypatch.setattr(drafting, "read_ceiling", lambda: 1e10)
+    monkeypatch.setattr(point, "DEVICE", Device())
+    path = tmp_path / "out.json"
+    assert main(["families", "--case", "B=2,S=300,gamma=2", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())["rows"]
+    timed = {row["case"].get("T") or row["name"] for row in found if "step_ns" in row}
+    assert timed == {*families.CPU_TOKENS, "plain", "verification", "vegas"}
+    assert {row["checked"] for row in found} == {"2 layers"}
+    by_name = {row["name"]: row for row in found}
+    assert by_name["vegas"]["tokens_per_iteration"] == committed(rate_of("gpt-oss-20b"), 2)
+    out = capsys.readouterr().out
+    assert "E (1 - (1 - k / E) ** n)" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 100

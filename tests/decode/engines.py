@@ -1,0 +1,139 @@
+"""What the tests of the engine share: settings, requests, and what each of these gives alone."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from jspec.config import SamplingParams
+from jspec.decode.draft import Chain, GuidedDraft, ModelDraft, SelfDraft, SuffixDraft
+from jspec.decode.engine import Engine
+from jspec.decode.generation import Generation, generate
+from jspec.policies import ExactTopK, Hata, HataOff, MagicPIG, Quest, Streaming, Vegas
+from tests.conftest import make_decoder
+from tests.decode.common import NGRAM, STREAMING, prompts
+from tests.decode.test_sampled import MIXED
+
+VEGAS = GuidedDraft(Vegas(budget=8, least=0))
+SOME = {"budget": 8, "sinks": 1, "recent": 2, "dense_layers": 0}
+QUEST = Quest(budget=12, page=4, sinks=1, recent=2, dense_layers=0)
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+LOSSY = {"draft": None, "target": QUEST}
+SETTINGS = {
+    "ngram": {"draft": NGRAM},
+    "streaming": {"draft": STREAMING},
+    "quest": {"draft": SelfDraft(QUEST)},
+    "magicpig": {"draft": SelfDraft(MagicPIG(**SOME, bits=2, tables=4))},
+    "vegas": {"draft": VEGAS},
+    "model": {"draft": ModelDraft()},
+    "suffix": {"draft": SuffixDraft(min_match=1)},
+    "chain": {"draft": Chain(NGRAM, VEGAS, inner=2, rounds=2)},
+    "chain-of-models": {"draft": Chain(ModelDraft(), SelfDraft(QUEST), inner=2, rounds=2)},
+    "quantized": {"draft": SelfDraft(Streaming(sinks=2, window=6), quantized="int8")},
+    "none": {"draft": None},
+    "padded": {"draft": None, "gamma": 3},
+    "lossy": LOSSY,
+    "lossy-topk": {"draft": None, "target": ExactTopK(**SOME)},
+    "lossy-host": {"draft": None, "target": HataOff(**SOME, bits=32)},
+    "lossy-hata": {"draft": None, "target": Hata(**SOME, bits=32)},
+    "blocks": {"draft": ModelDraft(), "rule": "block"},
+}
+ON_A_MESH = ("ngram", "streaming", "vegas", "suffix", "none", "padded", "lossy-topk", "lossy-hata")
+
+
+Request = tuple[list[int], SamplingParams]
+
+
+class Wanted(NamedTuple):
+    """The tokens of each request, and why it ends."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    finished: tuple[str, ...]
+
+
+def work(count: int, longest: int = 90, seed: int = 0) -> list[Request]:
+    """Requests of all kinds: greedy and sampled, filtered, with stop tokens and draft limits."""
+    rng = np.random.default_rng(seed)
+    return _requests(rng, rng.integers(1, longest, count), rng.integers(1, 30, count), seed)
+
+
+def long_work(count: int, seed: int = 0) -> list[Request]:
+    """The same of 10 to 8192 tokens each, prompt and new ones together.
+
+    Log-uniform: one in twenty from 1024 up, the others below. A third of a request is new tokens in
+    the mean, and of some nearly all.
+    """
+    rng = np.random.default_rng(seed)
+    is_long = np.arange(count) % 20 == 7
+    low, high = np.where(is_long, 1024, 10), np.where(is_long, 8192, 1024)
+    totals = np.exp(rng.uniform(np.log(low), np.log(high))).astype(int)
+    news = np.clip(totals * rng.uniform(0, 1, count) ** 2, 1, totals - 1).astype(int)
+    return _requests(rng, totals - news, news, seed)
+
+
+def _requests(
+    rng: np.random.Generator, lengths: np.ndarray, news: np.ndarray, seed: int
+) -> list[Request]:
+    """Requests with prompts of ``lengths`` and ``news`` new tokens at most."""
+    count, texts = len(lengths), prompts(lengths, seed=seed)
+    params = [
+        SamplingParams(
+            max_new_tokens=int(news[row]),
+            seed=int(rng.integers(2**32)),
+            stop_tokens=tuple(rng.integers(0, 41, rng.integers(0, 4)).tolist()),
+            draft_limit=None if row % 3 else int(rng.integers(0, 4)),
+            **MIXED[row % len(MIXED)],
+        )
+        for row in range(count)
+    ]
+    return list(zip(texts, params, strict=True))
+
+
+def engine_of(model, name: str, second=None, **sizes) -> Engine:
+    own = SETTINGS[name]
+    draft = own["draft"]
+    if draft is not None and draft.needs_model:
+        own = own | {"draft_model": second}
+    return Engine(model, **{"slots": 3, "capacity": 128, "prefill_chunk": 32} | sizes, **own)
+
+
+def apart(model, name: str, requests, second=None) -> Generation:
+    """What each of ``requests`` gives by `generate`, which gives each what it gives alone."""
+    own = SETTINGS[name]
+    if own["draft"] is not None and own["draft"].needs_model:
+        own = own | {"draft_model": second}
+    texts, params = zip(*requests, strict=True)
+    return generate(model, list(texts), list(params), **own)
+
+
+def check_arrivals(
+    engine: Engine, requests, wanted: Generation | Wanted, seed: int = 0, cancelling: float = 0.3
+) -> None:
+    """Submit ``requests`` in bursts between steps and cancel some; each has the wanted tokens.
+
+    ``cancelling``: the share of steps behind which one of all requests is cancelled, if it has not
+    ended yet.
+    """
+    rng = np.random.default_rng(seed)
+    handles, left = [], list(requests)
+    while left or engine.busy:
+        burst = int(rng.integers(0, 8))
+        handles += [engine.submit(*one) for one in left[:burst]]
+        left = left[burst:]
+        engine.step()
+        if handles and rng.random() < cancelling:
+            handles[rng.integers(len(handles))].cancel()
+    ends = [handle.finished for handle in handles]
+    for handle, tokens, end in zip(handles, wanted.tokens, wanted.finished, strict=True):
+        if handle.finished == "cancelled":
+            assert handle.tokens == tokens[: len(handle.tokens)]
+        else:
+            assert (handle.tokens, handle.finished) == (tokens, end)
+    assert ends.count("cancelled") < len(requests) / 2
+    assert {"stop", "length"} <= set(ends)
+
+
+@functools.cache
+def known(count: int) -> Generation:
+    """What the first requests of `work` give on `sharp`, which seed 1 makes again."""
+    return apart(make_decoder(seed=1, embedding=400.0, head=4.0), "ngram", work(count))
