@@ -23,7 +23,8 @@ from rich.table import Table
 
 import jspec
 from bench import cases, decoding
-from bench.decode.shapes import MODELS, first_layers, random_model
+from bench.decode.catalogue import MODELS
+from bench.decode.shapes import first_layers, random_model
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from bench.table import times

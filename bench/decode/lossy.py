@@ -15,7 +15,8 @@ from rich.table import Table
 
 from bench import cases, decode, point
 from bench.decode import CPU_STEPS
-from bench.decode.shapes import MODELS, Ceilings
+from bench.decode.catalogue import MODELS
+from bench.decode.shapes import Ceilings
 from bench.decode.steps import DENSE_LAYERS, Case
 from bench.decode.tables import compare, ms
 from bench.machine import read_ceiling
