@@ -166,7 +166,7 @@ class Trial:
             yield self._row(name, load, own | checked)
 
     def _engine(self, name: str) -> jspec.Engine:
-        """An engine that has compiled what the requests need."""
+        """An engine that has compiled all that it needs."""
         text, gamma = DRAFTS[name]
         engine = jspec.Engine(
             self.model,
@@ -176,10 +176,7 @@ class Trial:
             gamma=gamma,
             steps_per_chunk=_steps(),
         )
-        longest = max(len(prompt) for prompt, _ in self.requests)
-        for power in range(1, longest.bit_length()):
-            engine.submit([1] * 2**power, jspec.SamplingParams(max_new_tokens=2))
-        engine.run()
+        engine.warm_up()
         return engine
 
     def _step_s(self, name: str, tokens: Sequence[tuple[int, ...]]) -> float:
