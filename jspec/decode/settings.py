@@ -18,6 +18,7 @@ from jspec.ops.attention.gathered import GATHERED
 from jspec.ops.attention.scored import SCORED
 from jspec.ops.attention.weights import WEIGHTS
 from jspec.ops.commit import VERIFY_AND_COMMIT
+from jspec.ops.grouped import GROUPED
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
 from jspec.ops.hash_select import HASH_SELECT
 from jspec.ops.host_rows import FETCH_AHEAD, FETCH_ROWS, STORE_ROWS
@@ -29,7 +30,7 @@ from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Dense, Guided, Policy
 
 # Operations that a model or a policy calls by itself.
-OF_MODELS = (LINEAR, HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, SELECT, WEIGHTS)
+OF_MODELS = (LINEAR, GROUPED, HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, SELECT, WEIGHTS)
 # Of a step.
 OPERATIONS = (
     *(ATTENTION, SCORED, GATHERED, APPEND, APPEND_ENCODE, SAMPLE),

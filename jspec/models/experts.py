@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jspec.models.modules import MLP, Kernel, constant, normal
+from jspec.ops.grouped import grouped_linear
 from jspec.ops.norm import RMS
 from jspec.parts import Experts
 from jspec.typing import Array
@@ -89,12 +90,12 @@ class ExpertMLPs(nnx.Module):
         # Tokens of one expert lie side by side, however many there are.
         order = jnp.argsort(own.reshape(-1), stable=True)
         sizes = jnp.bincount(own.reshape(-1), length=held + 1)[:held].astype(jnp.int32)
-        both = _ragged(x[order // count], gate_up.reshape(*gate_up.shape[:2], -1), sizes)
+        both = grouped_linear(x[order // count], gate_up.reshape(*gate_up.shape[:2], -1), sizes)
         if self.gate_up.bias is not None:
             bias = self.gate_up.bias[...].reshape(held, -1).astype(jnp.float32)
             both += jnp.take(bias, own.reshape(-1)[order], axis=0, mode="clip")
         gate, up = jnp.split(both, 2, axis=1)
-        found = _ragged(self._gated(gate, up).astype(x.dtype), down, sizes)
+        found = grouped_linear(self._gated(gate, up).astype(x.dtype), down, sizes)
         if self.axes:
             # What no expert of this device multiplied is not specified.
             found = jnp.where(jnp.arange(len(found))[:, None] < sizes.sum(), found, 0)
@@ -149,8 +150,3 @@ def _weighted_sum(bias: Array, chosen: Array, weights: Array) -> Array:
     spread = jnp.zeros((len(chosen), len(bias)), jnp.float32)
     spread = spread.at[jnp.arange(len(chosen))[:, None], chosen].set(weights)
     return jnp.dot(spread, bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-
-
-def _ragged(x: Array, kernels: Array, sizes: Array) -> Array:
-    """``x [rows, in]`` times ``kernels [E, in, out]``, the first ``sizes[0]`` rows by the first."""
-    return lax.ragged_dot(x, kernels, sizes, preferred_element_type=jnp.float32)
