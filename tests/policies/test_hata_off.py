@@ -144,9 +144,9 @@ def hata(model):
 def test_it_decodes_as_hata_does_in_a_cache_that_grows(model, hata, monkeypatch):
     seen, longer = [], growth.longer
 
-    def watched(x, size):
+    def watched(x, size, **settings):
         seen.append(in_host(x))
-        return longer(x, size)
+        return longer(x, size, **settings)
 
     monkeypatch.setattr(growth, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
