@@ -247,13 +247,14 @@ def test_memory_is_flat(engine, count):
     tracemalloc.start()
     try:
         held(engine, 30)
-        arrays, used = held(engine, 30)
+        # Caches of JAX and NumPy hold what the first hundreds of requests put there.
+        arrays, used = held(engine, count // 5)
         found, after = held(engine, count)
     finally:
         tracemalloc.stop()
     assert found == arrays
     assert after - used < 50_000  # a handle has more than 500 bytes
-    assert engine.stats.rows == before.rows + (60 + count) * 9 // 10
+    assert engine.stats.rows == before.rows + (30 + count // 5 + count) * 9 // 10
 
 
 @pytest.mark.slow
