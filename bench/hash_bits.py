@@ -22,7 +22,7 @@ import jspec
 from bench import cases, ruler
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
-from jspec.eval.evaluate import Run, Score, evaluate_all
+from jspec.eval.evaluate import Run, Score
 from jspec.eval.questions import ruler_questions
 from jspec.eval.ruler import TASKS, training_document
 from jspec.ops.hash import BITS
@@ -80,18 +80,7 @@ def _rows(
         ]
         questions = ruler_questions(tokenizer, TASKS, case["S"], case["questions"])
         runs = [Run(policy) for policy in (Dense(), ExactTopK(budget=BUDGET), *hashed)]
-        with bar("ruler", len(runs) * len(questions)) as advance:
-
-            def on_batch(count: int) -> None:
-                for _ in range(count):
-                    advance()
-
-            dense, exact, *scores = evaluate_all(
-                *(model, tokenizer, runs, questions),
-                length=case["S"],
-                batch=ruler.BATCH,
-                on_batch=on_batch,
-            )
+        dense, exact, *scores = ruler.scores_of(model, tokenizer, runs, questions, case["S"])
     yield _row("dense", None, dense, None, case)
     yield _row(EXACT, None, exact, found_by(reports[widths[0]], EXACT), case)
     for bits, score in zip(widths, scores, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from bench.policies import scored_bytes
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from jspec.eval.evaluate import GAMMA, Run, Score, evaluate_all, with_budget
-from jspec.eval.questions import ruler_questions
+from jspec.eval.questions import Asked, ruler_questions
 from jspec.eval.ruler import TASKS
 from jspec.models.bundled import bundled_path
 from jspec.policies import Policy, named_policy
@@ -95,20 +95,28 @@ def _rows(
         for own in settings_of(quick=settings.quick)
         if own.name == DENSE or settings.wants(own.name)
     ]
-    with bar(f"ruler {cases.kilo(length)}", len(asked) * len(questions)) as advance:
+    runs = [Run(own.policy(length), own.drafts) for own in asked]
+    scores = scores_of(model, tokenizer, runs, questions, length)
+    for own, score in zip(asked, scores, strict=True):
+        yield _row(own, score, scores[0], case, model)
+
+
+def scores_of(
+    model: jspec.Decoder,
+    tokenizer: jspec.Tokenizer,
+    runs: Sequence[Run],
+    questions: Sequence[Asked],
+    length: int,
+) -> list[Score]:
+    """The score of each of ``runs`` on questions of ``length`` tokens, behind a progress bar."""
+    with bar(f"ruler {cases.kilo(length)}", len(runs) * len(questions)) as advance:
 
         def on_batch(count: int) -> None:
             for _ in range(count):
                 advance()
 
-        scores = evaluate_all(
-            *(model, tokenizer, [Run(own.policy(length), own.drafts) for own in asked], questions),
-            length=length,
-            batch=BATCH,
-            on_batch=on_batch,
-        )
-    for own, score in zip(asked, scores, strict=True):
-        yield _row(own, score, scores[0], case, model)
+        settings = {"length": length, "batch": BATCH, "on_batch": on_batch}
+        return evaluate_all(model, tokenizer, runs, questions, **settings)
 
 
 def _row(

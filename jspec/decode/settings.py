@@ -119,8 +119,7 @@ class StepConfig:
 
     def of_models(self) -> AbstractContextManager[None]:
         """Inside it, operations of models and policies take the backends that are named here."""
-        names = {operation.name for operation in OF_MODELS} & set(self.backends)
-        return preferring({name: self.backends[name] for name in names})
+        return _preferring_of_models(self.backends)
 
     @property
     def of_verification(self) -> Backends:
@@ -129,9 +128,13 @@ class StepConfig:
 
     def of_target(self) -> AbstractContextManager[None]:
         """As `of_models`, inside the target's own passes."""
-        backends = self.of_verification
-        names = {operation.name for operation in OF_MODELS} & set(backends)
-        return preferring({name: backends[name] for name in names})
+        return _preferring_of_models(self.of_verification)
+
+
+def _preferring_of_models(backends: Mapping[str, str]) -> AbstractContextManager[None]:
+    """`preferring` what ``backends`` names for operations of models and policies."""
+    names = {operation.name for operation in OF_MODELS} & set(backends)
+    return preferring({name: backends[name] for name in names})
 
 
 def check_draft(draft: Any) -> None:

@@ -1,7 +1,6 @@
 """Several short prompts taken up in one pass, straight into the slots of a batch that decodes on.
 
-A pass of few tokens reads every weight, so that eight prompts of 30 tokens cost a GPU little more
-than one of them.
+A pass of few tokens takes about as long as reading the weights does, which these prompts share.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import hash_bits, report
+from bench import hash_bits, report, ruler
 from bench.__main__ import main
 from jspec.eval.evaluate import Score
 from jspec.eval.ruler import TASKS
@@ -33,7 +33,7 @@ def results(monkeypatch, tmp_path):
         return [Score(s, dict.fromkeys(TASKS, s), (1.0,), ("",), None) for s in scores]
 
     monkeypatch.setattr(hash_bits, "learn", learn)
-    monkeypatch.setattr(hash_bits, "evaluate_all", evaluate_all)
+    monkeypatch.setattr(ruler, "evaluate_all", evaluate_all)
     (tmp_path / "results" / "some").mkdir(parents=True)
     return tmp_path / "results"
 
