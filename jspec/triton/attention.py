@@ -192,7 +192,7 @@ def merged(
 
     ``sizes``: those of an exact attention, which leaves one part too.
     """
-    from jspec.triton.attention_kernel import exact_merge_kernel, merge_kernel
+    from jspec.triton.attention_merge_kernel import exact_merge_kernel, merge_kernel
 
     if parts == 1 and sizes is None:
         return out, lse
