@@ -115,10 +115,9 @@ class Engine:
         self._requests = self._prompt_tokens = 0
         self._is_at_work, self._is_closed = False, False
         with self._memory():
-            self._intake = Intake(
-                plan, rounded_capacity(capacity), prefill_chunk, cache_dtype, self._chunks.programs
-            )
-            self._short = ShortPrompts(plan, slots, prefill_chunk, self._chunks.programs)
+            room, programs = rounded_capacity(capacity), self._chunks.programs
+            self._intake = Intake(plan, room, prefill_chunk, cache_dtype, programs)
+            self._short = ShortPrompts(plan, slots, room, prefill_chunk, programs)
             self._state = self._empty(self._intake.started([np.zeros(1, np.int32)] * slots))
 
     def _empty(self, state: DecodeState) -> DecodeState:

@@ -32,11 +32,13 @@ FEWEST_ROWS = 4  # so that no prompt is long enough to keep a device busy by its
 class ShortPrompts:
     """Takes up whole prompts in passes of at most ``chunk`` tokens, padding included.
 
+    ``capacity``: positions of a slot, which a row of a pass does not exceed.
+
     A program for each size of a row, a power of two, serves all mixes: the size alone decides how
     many rows a pass has. There is none for a model on a mesh, nor for a cache in the host's memory.
     """
 
-    def __init__(self, plan: Plan, slots: int, chunk: int, programs: Timed) -> None:
+    def __init__(self, plan: Plan, slots: int, capacity: int, chunk: int, programs: Timed) -> None:
         self._plan, self._slots, self._chunk, self._programs = plan, slots, chunk, programs
         models, policy = plan.models, plan.config.keeps
         layers = range(len(models.target.config.layers))
@@ -44,7 +46,7 @@ class ShortPrompts:
         if is_on_mesh or any(map(policy.in_host, layers)) or slots < 2:
             self._longest = 0
         else:
-            self._longest = chunk // min(FEWEST_ROWS, slots)
+            self._longest = min(chunk // min(FEWEST_ROWS, slots), capacity)
 
     @property
     def sizes(self) -> list[int]:

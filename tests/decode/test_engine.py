@@ -119,10 +119,19 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
 )
 def test_prompts_go_together_where_they_fill_half_a_pass(tiny, lengths, wanted):
     plan = engine_of(tiny, "ngram")._plan
-    short = ShortPrompts(plan, slots=32, chunk=256, programs=PROGRAMS.timed())
+    timed = PROGRAMS.timed()
+    short = ShortPrompts(plan, slots=32, capacity=256, chunk=256, programs=timed)
     count, size = short.together(lengths)
     assert count == wanted[0]
     assert not count or size == wanted[1]
+
+
+def test_no_pass_is_longer_than_a_slot(tiny):
+    """Whatever the chunk, as 600 tokens would go in by 1024."""
+    plan = engine_of(tiny, "ngram")._plan
+    short = ShortPrompts(plan, slots=4, capacity=768, chunk=8192, programs=PROGRAMS.timed())
+    assert short.sizes[-1] == 512
+    assert short.together([600] * 4)[0] == 0
 
 
 def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine):
