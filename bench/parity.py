@@ -3,8 +3,8 @@
 The reference is exact plain decoding of each prompt, one at a time. A row is a mode, a drafter and
 a batch. ``decode``: text is generated, and a prompt's first token that differs is its flip, since
 what follows continues another text. ``forced``: passes read the reference's own text, so that every
-token is compared. A flip's margin is what the two highest exact logits are apart there. Tokens a
-second are of decoding alone, without compiling and prefill.
+token is compared. A flip's margin is what the two highest exact logits are apart there. What exact
+decoding costs is in `bench.throughput`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from bench.decode.catalogue import MODELS
 from bench.decode.shapes import first_layers, random_model
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
-from bench.table import times
 from jspec.decode.draft.named import names
 from jspec.decode.exact import check_exact
 from jspec.decode.stats import Stats
@@ -131,7 +130,6 @@ class Bed:
     prompts: list[list[int]]
     tokens: np.ndarray
     margins: np.ndarray
-    stats: Stats
 
     @classmethod
     def of(cls, case: cases.Case) -> Bed:
@@ -149,12 +147,12 @@ class Bed:
             )
             prompts = drawn.tolist()
         check_exact(model, Dense())
-        tokens, stats = decoded(model, prompts, 1, case["new"], draft=None, exact=True)
+        tokens, _ = decoded(model, prompts, 1, case["new"], draft=None, exact=True)
         tokens = np.array(tokens)
         choices, margins = forced(model, prompts, tokens, PIECE, case["B"], exact=True)
         if (choices != tokens).any():
             raise RuntimeError("exact passes over the reference's own text chose other tokens")
-        return cls(model, tokenizer, prompts, tokens, margins, stats)
+        return cls(model, tokenizer, prompts, tokens, margins)
 
 
 def decoded(
@@ -266,8 +264,7 @@ def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> di
     flips = first_flips(tokens, bed.tokens.tolist(), bed.margins)
     row = {"case": case | ({"gamma": 0} if is_plain else {}), "mode": mode, "kind": "decode"}
     row["dtype"] = str(bed.model.dtype)
-    row |= flips.figures | {"tokens_per_s": stats.decode_tokens_per_s}
-    row["mean_accepted_length"] = stats.mean_accepted_length
+    row |= flips.figures | {"mean_accepted_length": stats.mean_accepted_length}
     right = mode == "ordinary" or flips.count == 0
     return row | {"checked": right if settings.check else None}
 
@@ -286,44 +283,37 @@ def key(row: dict[str, Any]) -> str:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as fast it is as in the earlier result; how many rows had
-    one."""
-    before = {key(row): row["tokens_per_s"] for row in earlier["rows"] if "tokens_per_s" in row}
-    met = 0
-    for row in result["rows"]:
-        if "tokens_per_s" in row and key(row) in before:
-            row["ratio"] = row["tokens_per_s"] / before[key(row)]
-            met += 1
-    return met
+    """Write into each row how many flips it had in the earlier result; how many rows had one."""
+    before = {key(row): row["flips"] for row in counted(earlier)}
+    rows = [row for row in counted(result) if key(row) in before]
+    for row in rows:
+        row["flips_before"] = before[key(row)]
+    return len(rows)
 
 
 HEADINGS = (
-    *("model", "B", "mode", "draft", "gamma", "tokens", "flips", "per 1000"),
-    *("margin", "most", "tok/s", "of ordinary"),
+    *("model", "B", "mode", "draft", "gamma", "length", "tokens", "flips", "per 1000"),
+    *("margin", "most"),
 )
 FOOT = (
-    "tokens: compared with exact plain decoding; flips: of a text its first, of passes over its "
-    "text (forced) every one; margin, most: of a flip's two highest exact logits, median and "
-    "largest; of ordinary: tok/s against the same drafter's in the ordinary mode"
+    "length: tokens that a pass commits, the mean; tokens: compared with exact plain decoding; "
+    "flips: of a text its first, of passes over its text (forced) every one; margin, most: of a "
+    "flip's two highest exact logits, median and largest"
 )
 
 
-def cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row under `HEADINGS`."""
     case, margins = row["case"], row["margins"]
-    draft = case["draft"] if row["kind"] == "decode" else "forced"
+    is_forced = row["kind"] == "forced"
+    draft = "forced" if is_forced else case["draft"]
+    length = "" if is_forced or draft == "none" else f"{row['mean_accepted_length']:.2f}"
     spread = (f"{statistics.median(margins):.3f}", f"{max(margins):.3f}") if margins else ("", "")
-    speed = ("", "")
-    if row["checked"] and "tokens_per_s" in row:
-        other = next((r for r in rows if r["case"] == case and r["mode"] == "ordinary"), row)
-        ratio = "" if other is row else times(row["tokens_per_s"] / other["tokens_per_s"])
-        speed = (f"{row['tokens_per_s']:,.0f}", ratio)
-    elif "tokens_per_s" in row:
-        speed = ("unchecked" if row["checked"] is None else "WRONG", "")
-    counts = (f"{row['compared']:,}", str(row["flips"]), f"{row['flips_per_1000']:.3f}")
+    flips = "WRONG" if row["checked"] is False else str(row["flips"])
+    counts = (f"{row['compared']:,}", flips, f"{row['flips_per_1000']:.3f}")
     return (
-        *(case["model"], str(case["B"]), row["mode"], draft, str(case["gamma"])),
-        *(*counts, *spread, *speed),
+        *(case["model"], str(case["B"]), row["mode"], draft, str(case["gamma"]), length),
+        *(*counts, *spread),
     )
 
 
@@ -335,13 +325,13 @@ def counted(result: dict[str, Any]) -> list[dict[str, Any]]:
 def show(result: dict[str, Any]) -> None:
     """One line a row, and why others did not run."""
     table = Table(title=result["machine"]["device"], box=None, padding=(0, 1, 0, 0))
-    for heading in (*HEADINGS, *(["vs before"] if _compared(result) else [])):
+    rows, screen = counted(result), console()
+    compared = any("flips_before" in row for row in rows)
+    for heading in (*HEADINGS, *(["before"] if compared else [])):
         words = heading in ("model", "mode", "draft")
         table.add_column(heading, justify="left" if words else "right")
-    rows, screen = counted(result), console()
     for row in rows:
-        ratio = [times(row["ratio"]) if "ratio" in row else ""] if _compared(result) else []
-        table.add_row(*cells(row, rows), *ratio)
+        table.add_row(*cells(row), *([str(row.get("flips_before", ""))] if compared else []))
     if rows:
         screen.print(table)
         screen.print(FOOT, markup=False)
@@ -349,13 +339,9 @@ def show(result: dict[str, Any]) -> None:
         screen.print(f"not run: {reason}", markup=False)
 
 
-def _compared(result: dict[str, Any]) -> bool:
-    return any("ratio" in row for row in result["rows"])
-
-
 SUITE = Suite(
     "parity",
-    "how often decoding flips a greedy token against exact plain decoding, and what exact costs",
+    "how often decoding flips a greedy token against exact plain decoding",
     run,
     show,
     compare=compare,

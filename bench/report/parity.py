@@ -9,7 +9,7 @@ from bench.report.text import header, paragraphs, picture, table
 
 
 def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
-    """Flips, their margins and what exact decoding costs."""
+    """Flips and their margins."""
     rows = parity.counted(result)
     title = header("Greedy tokens against exact plain decoding", result)
     reasons = dict.fromkeys(row["reason"] for row in result["rows"] if "reason" in row)
@@ -22,7 +22,7 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         "([what exact is](exact.md)). Models other than the bundled one have random weights. "
         f"{parity.FOOT[0].upper()}{parity.FOOT[1:]}.",
         picture(pictures, "parity-margins", "margins of flips"),
-        table(parity.HEADINGS, [parity.cells(row, rows) for row in rows]),
+        table(parity.HEADINGS, [parity.cells(row) for row in rows]),
         missing,
     )
 

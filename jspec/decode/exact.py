@@ -27,7 +27,6 @@ BACKENDS = Backends(
     rotate_and_append="triton",
     rotate_append_encode="exact",
 )
-CHUNK = 2048  # prompt tokens of all rows in a pass: each leaves a part for every split of its keys
 
 
 def check_exact(model: Model, keeps: Policy) -> None:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import Cache
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
-from jspec.decode.exact import CHUNK, check_exact
+from jspec.decode.exact import check_exact
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.requests import (
     Prompt,
@@ -89,7 +89,7 @@ def start_decoding(
             f"capacity or {shorten}"
         )
     if chunk is None:
-        chunk = default_chunk(len(ids), is_exact=config.exact)
+        chunk = default_chunk(len(ids))
     if (whole_number(chunk) or 0) < 1:
         raise ValueError(f"a prefill chunk of {shown(chunk)} tokens must be at least 1")
     dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
@@ -324,10 +324,8 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def default_chunk(batch: int, *, is_exact: bool = False) -> int:
+def default_chunk(batch: int) -> int:
     """Prefill tokens a row: enough work to fill the device, and few enough to keep memory low."""
-    if is_exact:
-        return max(16, CHUNK // batch)
     if jax.default_backend() == "cpu":
         return 256
     return max(256, min(2048, 16384 // batch))

@@ -157,7 +157,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self):
-        return self.embedding[...].dtype
+        return self.embedding.get_value().dtype
 
     def angles(self, positions: Array, spec: LayerSpec) -> tuple[Array, Array]:
         """Rotary cosine and sine of ``positions [B, T]`` in a layer of ``spec``."""

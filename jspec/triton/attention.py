@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jspec import tuned
 from jspec.dispatch import Backend
@@ -22,6 +24,9 @@ LEAST = 16  # the matrix units take no fewer rows, keys or channels
 MOST_KEYS = 128  # of a tile
 MOST_SPLITS = 128  # of a head's keys; one tile merges them
 MERGED = 4096  # elements of that tile
+# Of an exact pass: bytes of the parts that its tokens leave, and tokens that go together at least.
+PIECE_BYTES = 2**23
+PIECE = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +67,15 @@ def attention_triton(
     """
     settings = {"key_positions": key_positions, "scale": scale, "window": window}
     settings |= {"softcap": softcap, "value_size": value_size, "blocks": blocks}
-    return _attended(q, k, v, positions, None, **settings, exact=exact)[:2]
+
+    def attended(q: Array, positions: Array) -> tuple[Array, Array]:
+        return _attended(q, k, v, positions, None, **settings, exact=exact)[:2]
+
+    if not exact:
+        return attended(q, positions)
+    value = tile_shape(k, v, value_size)["VALUE"]
+    blocks = blocks or _blocks("exact", q, k)
+    return _in_pieces(attended, q, positions, value, splits_of(k.shape[2], 1, blocks))
 
 
 def scored_attention_triton(
@@ -90,8 +103,7 @@ def _attended(
     """Output, log-sum-exp, and the scores of ``probe``, which are one number where it is None."""
     from jspec.triton.attention_kernel import attention_kernel, exact_attention_kernel
 
-    name = "exact" if exact else "triton"
-    blocks = blocks or Blocks(**tuned.block("attention", name, attention_sizes(q, k)))
+    blocks = blocks or _blocks("exact" if exact else "triton", q, k)
     batch, tokens, heads, _ = q.shape
     slots, kv_heads = k.shape[1:3]
     shape = tile_shape(k, v, value_size)
@@ -129,6 +141,43 @@ def _attended(
         **shape,
     )
     return *merged(q, kv_heads, parts, splits, *found, sizes=sizes), scores
+
+
+def _blocks(name: str, q: Array, k: Array) -> Blocks:
+    return Blocks(**tuned.block("attention", name, attention_sizes(q, k)))
+
+
+def _in_pieces(
+    attended: Callable[[Array, Array], tuple[Array, Array]],
+    q: Array,
+    positions: Array,
+    value: int,
+    splits: int,
+) -> tuple[Array, Array]:
+    """``attended`` to a few tokens after the others, which changes no bit of an exact attention.
+
+    Each token leaves a part of ``value`` channels a head for every one of the ``splits`` of its
+    keys: those of a long prompt would be larger than the cache.
+    """
+    batch, tokens, heads, _ = q.shape
+    piece = max(PIECE_BYTES // (4 * heads * (value + 1) * splits), PIECE)
+    if tokens <= piece:
+        return attended(q, positions)
+
+    def put(results: tuple[Array, Array], begin: Array | int, count: int) -> tuple[Array, Array]:
+        here = (lax.dynamic_slice_in_dim(x, begin, count, 1) for x in (q, positions))
+        out, lse = (
+            lax.dynamic_update_slice_in_dim(whole, part, begin, 1)
+            for whole, part in zip(results, attended(*here), strict=True)
+        )
+        return out, lse
+
+    results = jnp.zeros((batch, tokens, heads, value), q.dtype), jnp.zeros((batch, tokens, heads))
+    results = lax.fori_loop(
+        0, tokens // piece, lambda index, found: put(found, index * piece, piece), results
+    )
+    rest = tokens % piece
+    return put(results, tokens - rest, rest) if rest else results
 
 
 def splits_of(kv_heads: int, tiles: int, blocks: Blocks) -> int:

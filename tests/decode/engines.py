@@ -94,7 +94,8 @@ def engine_of(model, name: str, second=None, **sizes) -> Engine:
     draft = own["draft"]
     if draft is not None and draft.needs_model:
         own = own | {"draft_model": second}
-    return Engine(model, **{"slots": 3, "capacity": 128, "prefill_chunk": 32} | sizes, **own)
+    usual = {"slots": 3, "capacity": 128, "prefill_chunk": 32, "steps_per_chunk": 4}
+    return Engine(model, **usual | sizes, **own)
 
 
 def apart(model, name: str, requests, second=None) -> Generation:

@@ -225,6 +225,7 @@ def test_sizes_are_checked(tiny, name, value):
         Engine(tiny, **{"slots": 1, "capacity": 8} | {name: value})
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ON_A_MESH])
 def test_what_does_not_run_on_a_mesh_is_refused(name, sharp, other):
     sharded = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))

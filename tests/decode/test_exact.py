@@ -14,7 +14,7 @@ from jspec.cache.layout import layouts_of
 from jspec.config import LayerSpec
 from jspec.decode import exact
 from jspec.decode.exact import check_exact, check_layouts
-from jspec.decode.prefill import default_chunk, start_decoding
+from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.dispatch import BackendError, Backends
 from jspec.parts import Experts
@@ -85,13 +85,19 @@ def test_other_models_meshes_and_memories_are_refused(tiny, with_a_gpu):
         check_exact(Handmade(Shape()), Dense())
     with pytest.raises(BackendError, match=r"HataOff\(.* keeps keys in the host's memory"):
         check_exact(tiny, HataOff(dense_layers=0))
-    mesh = jax.make_mesh((2,), ("x",))
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
     copies = jax.device_put(tiny, NamedSharding(mesh, PartitionSpec()))
     with pytest.raises(BackendError, match="its weights lie on a mesh"):
         check_exact(copies, Dense())
     whole = jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn), tiny)
     with pytest.raises(BackendError, match="float8_e4m3fn are none of bfloat16"):
         check_exact(whole, Dense())
+
+
+def test_a_model_without_weights_is_judged_by_their_shapes(tiny, with_a_gpu):
+    check_exact(jspec.Decoder(tiny.config, dtype=jnp.bfloat16, rngs=None), Dense())
+    with pytest.raises(BackendError, match="float8_e4m3fn are none of bfloat16"):
+        check_exact(jspec.Decoder(tiny.config, dtype=jnp.float8_e4m3fn, rngs=None), Dense())
 
 
 def test_settings_that_do_not_go_with_it_are_named():
@@ -114,11 +120,6 @@ def test_a_window_keeps_its_keys_in_the_order_of_positions():
     with pytest.raises(ValueError, match=r"the cache has a Ring\(size=24\); start decoding with"):
         check_layouts([Linear(64), Ring(24)])
     check_layouts([Linear(64)])
-
-
-def test_pieces_of_prompts_have_room_for_a_part_of_every_split():
-    assert default_chunk(1, is_exact=True) == 2048
-    assert default_chunk(32, is_exact=True) == 64
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU refuses nothing here")

@@ -19,7 +19,7 @@ def alone(sharp) -> tuple[tuple[int, ...], ...]:
 
 
 def make(sharp) -> Engine:
-    return Engine(sharp, slots=2, capacity=40, draft=None)
+    return Engine(sharp, slots=2, capacity=40, draft=None, steps_per_chunk=4)
 
 
 @pytest.fixture(scope="module")

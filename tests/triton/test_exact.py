@@ -113,6 +113,28 @@ def test_tokens_of_a_pass_in_the_interpreter(case, in_interpreter):
     assert_tokens_alone(case, 300, 2e-6)
 
 
+@pytest.mark.parametrize("piece", [1, 4, 5])
+def test_a_long_pass_goes_by_pieces_of_tokens(piece, in_interpreter, monkeypatch):
+    case = CASES[1]
+    x = inputs(case, junk=np.nan)
+    every = attended(x, case)
+    launched, right = [], attention_module._attended
+
+    def counted(q, *rest, **settings):
+        launched.append(q.shape[1])
+        return right(q, *rest, **settings)
+
+    monkeypatch.setattr(attention_module, "_attended", counted)
+    parts = 4 * case.heads * (case.size + 1) * SMALL.splits  # bytes that a token leaves
+    monkeypatch.setattr(attention_module, "PIECE_BYTES", parts * (piece + 1) - 1)
+    monkeypatch.setattr(attention_module, "PIECE", 1)
+    with jax.disable_jit():
+        found = attended(x, case)
+    assert launched == {1: [1] * 6, 4: [4, 2], 5: [5, 1]}[piece]
+    for got, of in zip(found, every, strict=True):
+        np.testing.assert_array_equal(got, of)
+
+
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
 def test_tokens_of_a_pass_on_a_gpu(case, on_a_gpu):
     assert_tokens_alone(case, 120_000, 2e-2)
@@ -167,12 +189,13 @@ def test_it_lowers_for_cuda():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     settings = dict.fromkeys(("key_positions", "window", "softcap", "value_size"))
-    kv, positions = given(2, 4096, 8, 128), given(2, 33, dtype="int32")
-    text = lower(
-        lambda *arrays: attention_triton(*arrays, scale=0.1, exact=True, **settings),
-        *(given(2, 33, 32, 128), kv, kv, positions),
-    )
-    assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 2
+    kv = given(2, 4096, 8, 128)
+    for tokens, launches in ((32, 2), (33, 4)):  # in one piece, and in a loop over pieces and rest
+        text = lower(
+            lambda *arrays: attention_triton(*arrays, scale=0.1, exact=True, **settings),
+            *(given(2, tokens, 32, 128), kv, kv, given(2, tokens, dtype="int32")),
+        )
+        assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == launches
 
 
 def test_the_cut_follows_from_the_weights_and_the_heads_alone():
