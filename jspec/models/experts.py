@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -12,6 +12,7 @@ from jax import lax
 from jspec.models.modules import MLP, Kernel, constant, normal
 from jspec.ops.grouped import grouped_linear
 from jspec.ops.norm import RMS
+from jspec.ops.route import Routed, route
 from jspec.parts import Experts
 from jspec.typing import Array
 
@@ -28,36 +29,10 @@ class Router(nnx.Module):
             constant((experts.routed,), 0.0, jnp.float32, rngs) if experts.corrected else None
         )
 
-    def __call__(self, x: Array) -> tuple[Array, Array]:
-        """Experts int32 ``[M, chosen]`` of tokens ``x [M, D]``, and their weights, float32."""
-        settings = self.experts
-        logits = jnp.dot(
-            x.astype(jnp.float32),
-            self.kernel[...].astype(jnp.float32),
-            precision=lax.Precision.HIGHEST,
-        )
-        if self.bias is not None:
-            logits += self.bias[...].astype(jnp.float32)[None]
-        positive = jax.nn.softmax if settings.score == "softmax" else jax.nn.sigmoid
-        scores = positive(logits)
-        ranked = scores if self.correction is None else scores + self.correction[...][None]
-        if settings.chosen_groups < settings.groups:
-            ranked = self._within_groups(ranked)
-        chosen = lax.top_k(ranked, settings.chosen)[1]
-        weights = jnp.take_along_axis(scores, chosen, axis=1)
-        if settings.normalized:
-            weights /= weights.sum(axis=1, keepdims=True) + 1e-20
-        return chosen, weights * settings.factor
-
-    def _within_groups(self, scores: Array) -> Array:
-        """``scores [M, routed]``, -inf in the groups that are not taken."""
-        settings = self.experts
-        grouped = scores.reshape(len(scores), settings.groups, -1)
-        count = 1 if settings.group_score == "highest" else 2
-        best = lax.top_k(grouped, count)[0].sum(axis=2)
-        taken = lax.top_k(best, settings.chosen_groups)[1]
-        is_taken = (taken[:, :, None] == jnp.arange(settings.groups)[None, None]).any(axis=1)
-        return jnp.where(is_taken[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    def __call__(self, x: Array, norm: RMS) -> Routed:
+        """What tokens ``x [M, D]`` choose after ``norm``."""
+        bias, correction = (None if p is None else p[...] for p in (self.bias, self.correction))
+        return route(x, self.kernel[...], bias, correction, norm=norm, experts=self.experts)
 
 
 class ExpertMLPs(nnx.Module):
@@ -77,42 +52,47 @@ class ExpertMLPs(nnx.Module):
         self.clamped = experts.clamped
         self.axes: tuple[str, ...] = ()
 
-    def __call__(self, x: Array, chosen: Array, weights: Array) -> Array:
-        """The weighted sum over the experts that each token of ``x [M, D]`` has chosen, float32."""
-        tokens, count = chosen.shape
-        gate_up, down = self.gate_up.kernel[...], self.down.kernel[...]
-        held, own = len(down), chosen
-        if self.axes:
-            # Those of other devices come behind the ones of this.
-            own = chosen - lax.axis_index(self.axes) * held
-            is_own = (own >= 0) & (own < held)
-            own, weights = jnp.where(is_own, own, held), jnp.where(is_own, weights, 0)
-        # Tokens of one expert lie side by side, however many there are.
-        order = jnp.argsort(own.reshape(-1), stable=True)
-        sizes = jnp.bincount(own.reshape(-1), length=held + 1)[:held].astype(jnp.int32)
-        both = grouped_linear(x[order // count], gate_up.reshape(*gate_up.shape[:2], -1), sizes)
-        if self.gate_up.bias is not None:
-            bias = self.gate_up.bias[...].reshape(held, -1).astype(jnp.float32)
-            both += jnp.take(bias, own.reshape(-1)[order], axis=0, mode="clip")
-        gate, up = jnp.split(both, 2, axis=1)
-        found = grouped_linear(self._gated(gate, up).astype(x.dtype), down, sizes)
-        if self.axes:
-            # What no expert of this device multiplied is not specified.
-            found = jnp.where(jnp.arange(len(found))[:, None] < sizes.sum(), found, 0)
-        found = found[jnp.argsort(order)].reshape(tokens, count, -1)
-        return jnp.einsum("mcd,mc->md", found, weights)
+    def __call__(self, x: Array, norm: RMS, routed: Routed, *, is_part: bool = False) -> Array:
+        """The weighted sum over what each token of ``x [M, D]``, after ``norm``, has chosen.
 
-    def last_bias(self, chosen: Array, weights: Array) -> Array | None:
+        Float32. ``is_part``: without the biases of ``down``, which are whole on each device.
+        """
+        order, starts, is_own = routed.order, routed.starts, None
+        if self.axes:
+            # The pairs of this device's experts come first, and the others belong to no group.
+            held = len(self.down.kernel[...])
+            first = lax.axis_index(self.axes) * held
+            starts = lax.dynamic_slice_in_dim(starts, first, held + 1)
+            order, starts = jnp.roll(order, -starts[0]), starts - starts[0]
+            is_own = (routed.chosen >= first) & (routed.chosen < first + held)
+        gate_up, down = self.gate_up, self.down
+        wide = grouped_linear(
+            *(x, gate_up.kernel[...], starts, None if gate_up.bias is None else gate_up.bias[...]),
+            taken=order,
+            norm=norm,
+            gated=True,
+            clamped=self.clamped,
+        )
+        found = grouped_linear(
+            *(wide, down.kernel[...], starts),
+            None if is_part or down.bias is None else down.bias[...],
+            put=order,
+            weights=routed.weights.reshape(-1),
+            dtype=jnp.float32,
+        )
+        found = found.reshape(*routed.chosen.shape, -1)
+        if is_own is not None:
+            # What no expert of this device multiplied is not specified.
+            found = jnp.where(is_own[..., None], found, 0)
+        # Not a reduction: XLA fuses sums of slices with whatever follows.
+        return functools.reduce(jnp.add, (found[:, i] for i in range(found.shape[1])))
+
+    def last_bias(self, routed: Routed) -> Array | None:
         """What biases of ``down``, whole on each device, add to that sum: float32 ``[M, D]``."""
         bias = self.down.bias
-        return None if bias is None else _weighted_sum(bias[...], chosen, weights)
-
-    def _gated(self, gate: Array, up: Array) -> Array:
-        if self.clamped is None:
-            return jax.nn.silu(gate) * up
-        limit, alpha = self.clamped.limit, self.clamped.alpha
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+        if bias is None:
+            return None
+        return _weighted_sum(bias[...], routed.chosen, routed.weights)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -133,15 +113,15 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x: Array, norm: RMS) -> Array:
         """``x [B, T, D]`` plus what it gives after ``norm``."""
-        normed = norm(x)
-        tokens = normed.reshape(-1, x.shape[-1])
-        routed = self.router(tokens)
-        found = self.experts(tokens, *routed).reshape(x.shape)
+        tokens = x.reshape(-1, x.shape[-1])
+        routed = self.router(tokens, norm)
+        found = self.experts(tokens, norm, routed, is_part=bool(self.axes)).reshape(x.shape)
         if self.shared is not None:
-            found += self.shared.partial(normed)
-        found = lax.psum(found, self.axes) if self.axes else found
-        if (bias := self.experts.last_bias(*routed)) is not None:
-            found += bias.reshape(x.shape)
+            found += self.shared.partial(x, norm)
+        if self.axes:
+            found = lax.psum(found, self.axes)
+            if (bias := self.experts.last_bias(routed)) is not None:
+                found += bias.reshape(x.shape)
         return x + found.astype(x.dtype)
 
 

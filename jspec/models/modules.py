@@ -165,11 +165,12 @@ class MLP(nnx.Module):
             return self.down(wide, add=x)
         return x + self.post_norm(self.down(wide))
 
-    def partial(self, x: Array) -> Array:
-        """What it gives of this device's channels alone, float32, without the last bias."""
-        return self.down.partial(self._wide(x))
+    def partial(self, x: Array, norm: RMS) -> Array:
+        """What it gives after ``norm``, of this device's channels alone, float32, without the last
+        bias."""
+        return self.down.partial(self._wide(x, norm))
 
-    def _wide(self, x: Array, norm: RMS | None = None) -> Array:
+    def _wide(self, x: Array, norm: RMS) -> Array:
         if self.activation == "silu":
             return self.gate_up.gated(x, norm)
         gate, up = (part[..., 0, :] for part in self.gate_up(x, norm))

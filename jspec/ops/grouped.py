@@ -5,73 +5,208 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.norm import RMS
+from jspec.parts import ClampedSwiGLU
 from jspec.typing import Array
 
 
 def grouped_linear(
-    x: Array, kernel: Array, counts: Array, *, implementation: str | None = None
+    x: Array,
+    kernel: Array,
+    starts: Array,
+    bias: Array | None = None,
+    *,
+    taken: Array | None = None,
+    put: Array | None = None,
+    norm: RMS | None = None,
+    weights: Array | None = None,
+    gated: bool = False,
+    clamped: ClampedSwiGLU | None = None,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> Array:
-    """``x [M, in]`` by groups of rows times ``kernel [E, in, out]``, float32 ``[M, out]``.
+    """``x [P, in]`` by groups of rows times ``kernel [E, in, *out]``, plus ``bias [E, *out]``.
 
-    ``counts`` int32 ``[E]``: how many rows each group has; groups follow each other. What comes of
-    rows behind the last group is not specified. Sums are float32. Triton reads the matrices of
-    groups that have rows, and no others. Raises `ValueError` for shapes that do not fit.
+    ``starts`` int32 ``[E + 1]``: the first row of each group, from 0, and one past the last row.
+    ``taken`` int32 ``[P]``: x has ``M = P / k`` rows, and row i is ``x[taken[i] // k]``. ``put``
+    int32 ``[P]``: row i of the result goes to its row ``put[i]``. Both are permutations. ``norm``:
+    of x before. ``gated``: ``out`` is ``(2, width)``, gate and up, and what comes is ``silu(gate) *
+    up``, or as ``clamped`` says, ``[P, width]``. ``weights`` float32 ``[P]``: each row of the
+    result, where it was put, is times its own. Sums are float32; the result is of ``dtype``, by
+    default that of x. What comes of rows behind the last group is not specified. Triton reads the
+    matrices of groups that have rows, and no others, in one launch. Raises `ValueError` for shapes
+    that do not fit.
     """
-    fits = x.ndim == 2 and kernel.ndim == 3 and x.shape[1] == kernel.shape[1]
-    if not fits or counts.shape != kernel.shape[:1] or counts.dtype != jnp.int32:
+    rows = len(x) if taken is None else len(taken)
+    outputs = kernel.shape[2:]
+    fits = x.ndim == 2 and kernel.ndim == 3 + gated and x.shape[1] == kernel.shape[1]
+    fits = fits and (not gated or outputs[0] == 2) and (gated or clamped is None)
+    fits = fits and starts.shape == (len(kernel) + 1,) and starts.dtype == jnp.int32
+    fits = fits and (len(x) == 0 or rows % len(x) == 0)
+    fits = fits and (bias is None or bias.shape == (len(kernel), *outputs))
+    for order in (taken, put):
+        fits = fits and (order is None or (order.shape, order.dtype) == ((rows,), jnp.int32))
+    if not fits or (weights is not None and weights.shape != (rows,)):
+        given = {"taken": taken, "put": put, "bias": bias, "weights": weights}
+        more = "".join(f", {n} {a.dtype}{list(a.shape)}" for n, a in given.items() if a is not None)
         raise ValueError(
-            f"x {x.shape}, kernel {kernel.shape}, counts {counts.dtype}{list(counts.shape)} must "
-            "be [M, in], [E, in, out] and int32 [E]"
+            f"x {x.shape}, kernel {kernel.shape}, starts {starts.dtype}{list(starts.shape)}{more} "
+            f"with gated={gated}, clamped={clamped} must be [P, in] (or fewer rows that divide P, "
+            "if taken), [E, in, *out] and int32 [E + 1], out being (2, width) if gated, with int32 "
+            "[P], int32 [P], [E, *out] and [P]"
         )
-    return GROUPED(x, kernel, counts, implementation=implementation)
+    return GROUPED(
+        *(x, kernel, starts, bias, taken, put, norm, weights),
+        gated=gated,
+        clamped=clamped,
+        dtype=jnp.dtype(x.dtype if dtype is None else dtype),
+        implementation=implementation,
+    )
 
 
-def grouped_linear_xla(x: Array, kernel: Array, counts: Array) -> Array:
-    """As `grouped_linear`."""
-    return lax.ragged_dot(x, kernel, counts, preferred_element_type=jnp.float32)
+def grouped_linear_xla(
+    x: Array,
+    kernel: Array,
+    starts: Array,
+    bias: Array | None,
+    taken: Array | None,
+    put: Array | None,
+    norm: RMS | None,
+    weights: Array | None,
+    *,
+    gated: bool,
+    clamped: ClampedSwiGLU | None,
+    dtype: np.dtype,
+) -> Array:
+    """As `grouped_linear`; all that follows the product is float32."""
+    x = x if norm is None else norm(x)
+    x = x if taken is None else x[taken // (len(taken) // len(x))]
+    flat = kernel.reshape(*kernel.shape[:2], -1)
+    y = lax.ragged_dot(x, flat, jnp.diff(starts), preferred_element_type=jnp.float32)
+    if bias is not None:
+        group = (jnp.arange(len(y))[:, None] >= starts[None, 1:]).sum(axis=1)
+        wide = bias.reshape(len(bias), -1).astype(jnp.float32)
+        y += jnp.take(wide, group, axis=0, mode="clip")
+    if gated:
+        gate, up = jnp.split(y, 2, axis=1)
+        y = _activated(gate, up, clamped)
+    y = y if put is None else y[jnp.argsort(put)]
+    y = y if weights is None else y * weights[:, None]
+    return y.astype(dtype)
 
 
-def grouped_sizes(x: Array, kernel: Array, counts: Array) -> dict[str, int]:
+def _activated(gate: Array, up: Array, clamped: ClampedSwiGLU | None) -> Array:
+    """SwiGLU of the two, or as ``clamped`` says."""
+    if clamped is None:
+        return jax.nn.silu(gate) * up
+    limit, alpha = clamped.limit, clamped.alpha
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+def grouped_sizes(
+    x: Array, kernel: Array, starts: Array, bias: Any, taken: Array | None, *args, **kwargs
+) -> dict[str, int]:
     """What backends are ordered by; ``rows`` of all groups."""
-    groups, inputs, outputs = kernel.shape
-    return {"rows": len(x), "groups": groups, "inputs": inputs, "outputs": outputs}
+    rows = len(x) if taken is None else len(taken)
+    groups, inputs = kernel.shape[:2]
+    outputs = math.prod(kernel.shape[2:])
+    return {"rows": rows, "groups": groups, "inputs": inputs, "outputs": outputs}
 
 
 def _cases() -> list[Case]:
-    """Groups without rows among others, all rows in one, and one row alone."""
+    """Groups without rows among others, all rows in one, one row alone, and an expert's products.
 
-    def build(counts: list[int], dtype: str, inputs: int = 48, outputs: int = 40):
-        def made() -> tuple[np.ndarray, ...]:
+    `wanted` is from the definition, in float64.
+    """
+
+    def build(
+        counts: list[int],
+        dtype: str,
+        *,
+        inputs: int = 48,
+        outputs: tuple[int, ...] = (40,),
+        share: int = 1,
+        **given: bool,
+    ):
+        def made() -> tuple[Any, ...]:
             rng = np.random.default_rng(sum(counts))
 
-            def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+            def normal(*shape: int, scale: float = 1.0) -> Any:
                 values = scale * rng.standard_normal(shape, np.float32)
                 return values.astype(jnp.dtype(dtype))
 
-            kernel = normal(len(counts), inputs, outputs, scale=inputs**-0.5)
-            return normal(sum(counts), inputs), kernel, np.array(counts, np.int32)
+            rows, groups = sum(counts), len(counts)
+            kernel = normal(groups, inputs, *outputs, scale=inputs**-0.5)
+            x = normal(rows // share, inputs)
+            bias = normal(groups, *outputs) if given.get("bias") else None
+            taken, put = (
+                rng.permutation(rows).astype(np.int32) if given.get(name) else None
+                for name in ("taken", "put")
+            )
+            norm = RMS(normal(inputs)) if given.get("norm") else None
+            weights = rng.random(rows, np.float32) if given.get("weights") else None
+            starts = np.cumsum([0, *counts]).astype(np.int32)
+            return x, kernel, starts, bias, taken, put, norm, weights
 
         return made
 
-    def wanted(made):
+    def wanted(made, static):
         def multiplied() -> np.ndarray:
-            x, kernel, counts = (np.asarray(array, np.float64) for array in made())
-            groups = np.repeat(np.arange(len(counts)), counts.astype(int))
-            return np.einsum("mi,mio->mo", x, kernel[groups]).astype(np.float32)
+            x, kernel, starts, bias, taken, put, norm, weights = jax.tree.map(
+                lambda leaf: np.asarray(leaf, np.float64), made()
+            )
+            if norm is not None:
+                x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + norm.eps) * norm.scale
+            if taken is not None:
+                x = x[taken.astype(int) // (len(taken) // len(x))]
+            groups = np.repeat(np.arange(len(kernel)), np.diff(starts).astype(int))
+            y = np.einsum("mi,mi...->m...", x, kernel[groups])
+            y = y if bias is None else y + bias[groups]
+            if (clamped := static["clamped"]) is not None:
+                gate = np.minimum(y[:, 0], clamped.limit)
+                up = np.clip(y[:, 1], -clamped.limit, clamped.limit)
+                y = gate / (1 + np.exp(-clamped.alpha * gate)) * (up + 1)
+            elif static["gated"]:
+                y = y[:, 0] / (1 + np.exp(-y[:, 0])) * y[:, 1]
+            if put is not None:
+                unsorted = np.empty_like(y)
+                unsorted[put.astype(int)] = y
+                y = unsorted
+            return (y if weights is None else y * weights[:, None]).astype(np.float32)
 
         return multiplied
 
+    plain = {"gated": False, "clamped": None, "dtype": np.dtype("float32")}
+    gate = plain | {"gated": True}
+    clamp = gate | {"clamped": ClampedSwiGLU(limit=1.5)}
+    first: Any = {"taken": True, "norm": True}
+    last: Any = {"put": True, "weights": True}
+    both: Any = {"outputs": (2, 20), "share": 3}
+    few = [0, 0, 2, 0, 0, 1, 3, 0, 0, 0]
     every = {
-        "some-empty": build([0, 3, 0, 17, 1, 0], "float32"),
-        "in-one": build([0, 9, 0], "float16"),
-        "one-row": build([0, 0, 0, 1], "float16", inputs=40, outputs=21),
+        "some-empty": (build([0, 3, 0, 17, 1, 0], "float32"), plain),
+        "in-one": (build([0, 9, 0], "float16"), plain),
+        "one-row": (build([0, 0, 0, 1], "float16", inputs=40, outputs=(21,)), plain),
+        "gated": (build(few, "float32", **both, **first), gate),
+        "clamped": (build([4, 0, 20], "float32", **both, **first, bias=True), clamp),
+        "weighted": (build(few, "float32", **last), plain),
+        "biased": (build([4, 0, 20], "float16", **last, bias=True), plain),
     }
-    return [Case(name, made, small=True, wanted=wanted(made)) for name, made in every.items()]
+    return [
+        Case(name, made, static, small=True, wanted=wanted(made, static))
+        for name, (made, static) in every.items()
+    ]
 
 
 GROUPED = Operation(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.grouped import grouped_linear_xla, grouped_sizes
 from jspec.ops.linear import on_a_mesh
+from jspec.ops.norm import CENTERED, RMS
+from jspec.parts import ClampedSwiGLU
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.triton.linear import Blocks
 from jspec.typing import Array
@@ -20,56 +23,90 @@ MOST = 64  # rows of a tile
 
 
 def grouped_linear_triton(
-    x: Array, kernel: Array, counts: Array, *, blocks: Blocks | None = None
+    x: Array,
+    kernel: Array,
+    starts: Array,
+    bias: Array | None,
+    taken: Array | None,
+    put: Array | None,
+    norm: RMS | None,
+    weights: Array | None,
+    *,
+    gated: bool,
+    clamped: ClampedSwiGLU | None,
+    dtype: np.dtype,
+    blocks: Blocks | None = None,
 ) -> Array:
     """As `jspec.ops.grouped.grouped_linear`."""
+    settings = {"gated": gated, "clamped": clamped, "dtype": dtype}
     run = differentiated_as(
-        functools.partial(grouped_linear_xla, counts=counts),
-        functools.partial(_launch, counts=counts, blocks=blocks),
+        functools.partial(grouped_linear_xla, **settings),
+        functools.partial(_launch, **settings, blocks=blocks),
     )
-    return run(x, kernel)
+    return run(x, kernel, starts, bias, taken, put, norm, weights)
 
 
-def _launch(x: Array, kernel: Array, *, counts: Array, blocks: Blocks | None) -> Array:
-    from jspec.triton.grouped_kernel import grouped_kernel
+def _launch(
+    x, kernel, starts, bias, taken, put, norm, weights, *, gated, clamped, dtype, blocks
+) -> Array:
+    from jspec.triton.grouped_kernel import grouped_linear_kernel
 
-    groups, inputs, outputs = kernel.shape
-    blocks = blocks or Blocks(
-        **tuned.block("grouped_linear", "triton", grouped_sizes(x, kernel, counts))
-    )
+    groups, inputs = kernel.shape[:2]
+    outputs = math.prod(kernel.shape[3 if gated else 2 :])
+    rows = len(x) if taken is None else len(taken)
+    sizes = grouped_sizes(x, kernel, starts, bias, taken)
+    blocks = blocks or Blocks(**tuned.block("grouped_linear", "triton", sizes))
     width = min(blocks.width, max(16, next_power(outputs)))
     step = blocks.bytes // (width * kernel.dtype.itemsize)
     parts = -(-outputs // width)
-    starts = jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
     (y,) = triton_call(
-        grouped_kernel,
+        grouped_linear_kernel,
         *(x, kernel, starts),
-        out=(jax.ShapeDtypeStruct((len(x), outputs), jnp.float32),),
-        programs=groups * parts,
+        *(x if array is None else array for array in (bias, taken, put)),
+        *(x if norm is None else norm.scale, x if weights is None else weights),
+        out=(jax.ShapeDtypeStruct((rows, *kernel.shape[3 if gated else 2 :]), dtype),),
+        # No more groups than rows can have rows.
+        programs=min(groups, rows) * parts,
         warps=blocks.warps,
+        GROUPS=groups,
         IN=inputs,
         OUT=outputs,
+        SHARE=rows // len(x),
+        EPS=0.0 if norm is None else norm.eps,
+        LIMIT=0.0 if clamped is None else clamped.limit,
+        ALPHA=1.0 if clamped is None else clamped.alpha,
+        BIASED=bias is not None,
+        TAKEN=taken is not None,
+        PUT=put is not None,
+        NORMED=norm is not None,
+        WEIGHTED=weights is not None,
+        GATED=gated,
+        CLAMPED=clamped is not None,
+        SEARCHED=rows < groups,
         PARTS=parts,
         # As many as a group has in the mean: with more, rows that are not there are multiplied.
-        TILE=min(MOST, max(16, next_power(-(-len(x) // groups)))),
+        TILE=min(MOST, max(16, next_power(-(-rows // groups)))),
         STEP=max(16, min(step, next_power(inputs))),
         WIDTH=width,
+        WIDE=next_power(groups),
         STAGES=blocks.stages,
     )
     return y
 
 
-def refuses(x: Array, kernel: Array) -> str | None:
+def refuses(x: Array, kernel: Array, norm: RMS | None = None) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
     if 0 in x.shape or 0 in kernel.shape:
         return f"x {x.shape}, kernel {kernel.shape} leave nothing to launch"
     if x.dtype != kernel.dtype or x.dtype not in ("bfloat16", "float16", "float32"):
         return f"x {x.dtype} and kernel {kernel.dtype} are not of one type of 16 or 32 bits"
+    if norm is not None and norm.centered:
+        return CENTERED
     return on_a_mesh(kernel)
 
 
-def _supports(x: Array, kernel: Array, counts: Array) -> str | None:
-    return refuses(x, kernel) or refuses_triton()
+def _supports(x, kernel, starts, bias, taken, put, norm, *args, **kwargs) -> str | None:
+    return refuses(x, kernel, norm) or refuses_triton()
 
 
 GROUPED = Backend("triton", grouped_linear_triton, _supports)

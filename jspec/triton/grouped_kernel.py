@@ -5,40 +5,114 @@ import triton.language as tl
 
 
 @triton.jit
-def grouped_kernel(
+def grouped_linear_kernel(
     x,
     kernel,
     starts,
+    bias,
+    taken,
+    put,
+    scale,
+    weights,
     out,
+    GROUPS: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
+    SHARE: tl.constexpr,
+    EPS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BIASED: tl.constexpr,
+    TAKEN: tl.constexpr,
+    PUT: tl.constexpr,
+    NORMED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    SEARCHED: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A program takes ``WIDTH`` columns of a group, one of ``PARTS``, ``TILE`` rows at a time.
 
-    ``starts [E + 1]``: the first row of each group, and one past the last. The next rows of a group
-    find its weights in the L2.
+    ``starts [GROUPS + 1]``: the first row of each group, and one past the last. The next rows of a
+    group find its weights in the L2. SEARCHED: there are fewer programs than groups, and a program
+    looks for the group with rows that it is the number of. WIDE: a power of 2 from GROUPS up.
+    SHARE: rows of the result for each row of x. GATED: the columns of gate lie before those of up.
     """
     group = tl.program_id(0) // PARTS
-    first = tl.load(starts + group)
-    end = tl.load(starts + group + 1)
+    if SEARCHED:
+        number = tl.arange(0, WIDE)
+        firsts = tl.load(starts + number, mask=number < GROUPS, other=0)
+        ends = tl.load(starts + number + 1, mask=number < GROUPS, other=0)
+        filled = ends > firsts
+        own = filled & (tl.cumsum(filled.to(tl.int32), axis=0) == group + 1)
+        group = tl.sum(tl.where(own, number, 0), axis=0)
+        first = tl.sum(tl.where(own, firsts, 0), axis=0)
+        end = tl.sum(tl.where(own, ends, 0), axis=0)
+    else:
+        first = tl.load(starts + group)
+        end = tl.load(starts + group + 1)
     column = tl.program_id(0) % PARTS * WIDTH + tl.arange(0, WIDTH)[None, :]
     there = column < OUT
-    own = kernel + group.to(tl.int64) * (IN * OUT)
+    columns: tl.constexpr = 2 * OUT if GATED else OUT
+    offset: tl.constexpr = OUT if GATED else 0
+    matrix = kernel + group.to(tl.int64) * (IN * columns)
     for begin in range(first, end, TILE):
-        row = (begin + tl.arange(0, TILE)).to(tl.int64)[:, None]
+        row = begin + tl.arange(0, TILE)
         live = row < end
+        source = row
+        if TAKEN:
+            source = tl.load(taken + row, mask=live, other=0) // SHARE
+        rows = x + source.to(tl.int64)[:, None] * IN
         total = tl.zeros([TILE, WIDTH], tl.float32)
+        gates = tl.zeros([TILE, WIDTH], tl.float32)
+        squares = tl.zeros([TILE], tl.float32)
+        if NORMED:
+            ahead = tl.load(scale + tl.arange(0, STEP), mask=tl.arange(0, STEP) < IN, other=0.0)
         for start in tl.range(0, IN, STEP, num_stages=STAGES):
             index = start + tl.arange(0, STEP)
             inside = index < IN
-            part = tl.load(x + row * IN + index[None, :], mask=live & inside[None, :], other=0.0)
-            weights = tl.load(
-                own + index[:, None] * OUT + column, mask=inside[:, None] & there, other=0.0
-            )
-            total = tl.dot(part, weights, total, input_precision="tf32x3")
-        tl.store(out + row * OUT + column, total, mask=live & there)
+            part = tl.load(rows + index[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+            if NORMED:
+                wide = part.to(tl.float32)
+                squares += tl.sum(wide * wide, axis=1)
+                part = (wide * ahead.to(tl.float32)[None, :]).to(part.dtype)
+                # A round early: what a thread loads of it is too little to be copied on the way.
+                ahead = tl.load(scale + index + STEP, mask=index + STEP < IN, other=0.0)
+            place = matrix + index[:, None] * columns + column
+            mask = inside[:, None] & there
+            if GATED:
+                gate = tl.load(place, mask=mask, other=0.0)
+                gates = tl.dot(part, gate, gates, input_precision="tf32x3")
+            up = tl.load(place + offset, mask=mask, other=0.0)
+            total = tl.dot(part, up, total, input_precision="tf32x3")
+        if NORMED:
+            # The norm is a factor of the whole row, so that it can wait for the sum of the squares.
+            root = (1.0 / tl.sqrt_rn(squares / IN + EPS))[:, None]
+            total *= root
+            gates *= root
+        if BIASED:
+            own_bias = bias + group * columns + column
+            total += tl.load(own_bias + offset, mask=there, other=0.0).to(tl.float32)
+            if GATED:
+                gates += tl.load(own_bias, mask=there, other=0.0).to(tl.float32)
+        if GATED:
+            if CLAMPED:
+                gates = tl.minimum(gates, LIMIT)
+                total = tl.minimum(tl.maximum(total, -LIMIT), LIMIT) + 1.0
+            total *= gates * tl.sigmoid(ALPHA * gates)
+        goal = row
+        if PUT:
+            goal = tl.load(put + row, mask=live, other=0)
+        if WEIGHTED:
+            total *= tl.load(weights + goal, mask=live, other=0.0)[:, None]
+        tl.store(
+            out + goal.to(tl.int64)[:, None] * OUT + column,
+            total.to(out.dtype.element_ty),
+            mask=live[:, None] & there,
+        )
