@@ -14,12 +14,15 @@ from jax import lax
 
 from jspec import tuned
 from jspec.dispatch import Backend
+from jspec.gpu import gpu_in_use
 from jspec.ops.attention.dense import attention_sizes
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
 DTYPES = ("bfloat16", "float16", "float32")
 MOST_CHANNELS = 256  # of a key or value: a tile of queries and its sums stay in registers
+# Values in wider keys, and the rest of such a key.
+WIDE_VALUES, MOST_REST = (256, 512), 128
 LEAST = 16  # the matrix units take no fewer rows, keys or channels
 MOST_KEYS = 128  # of a tile
 MOST_SPLITS = 128  # of a head's keys; one tile merges them
@@ -188,15 +191,20 @@ def splits_of(kv_heads: int, tiles: int, blocks: Blocks) -> int:
 
 
 def tile_shape(k: Array, v: Array | None, value_size: int | None) -> dict[str, Any]:
-    """Sizes of keys and values, and of their tiles: powers of 2."""
+    """Sizes of keys and values, and of their tiles: powers of 2, of REST also 0.
+
+    Of keys that `refuses` lets be wider than others, the values are a tile and the rest is another.
+    """
     size = k.shape[3]
     value = v.shape[3] if v is not None else (value_size or 0)
-    width = max(LEAST, next_power(size))
+    rest = size - value if size > MOST_CHANNELS else 0
+    width = max(LEAST, next_power(size - rest))
     value_width = width if v is None else max(LEAST, next_power(value))
     return {
         "SIZE": size,
         "VALUE": value,
         "WIDTH": width,
+        "REST": max(LEAST, next_power(rest)) if rest else 0,
         "VALUE_WIDTH": value_width,
         "VALUES_IN_KEYS": v is None,
     }
@@ -204,7 +212,7 @@ def tile_shape(k: Array, v: Array | None, value_size: int | None) -> dict[str, A
 
 def keys_of_tile(shape: dict[str, int | bool], k: Array, v: Array | None, most: int) -> int:
     """How many keys a tile holds, of ``most`` bytes with their values."""
-    channels = shape["WIDTH"] + (0 if v is None else shape["VALUE_WIDTH"])
+    channels = shape["WIDTH"] + shape["REST"] + (0 if v is None else shape["VALUE_WIDTH"])
     keys = most // (channels * k.dtype.itemsize)
     return min(MOST_KEYS, max(LEAST, next_power(keys + 1) // 2))
 
@@ -272,24 +280,50 @@ def merged(
     return out, lse
 
 
-def refuses(q: Array, k: Array, v: Array | None) -> str | None:
-    """Why the kernels cannot take queries, keys and values of these shapes and types, or None."""
+def refuses(q: Array, k: Array, v: Array | None, value_size: int | None = None) -> str | None:
+    """Why the kernels cannot take queries, keys and values of these shapes and types, or None.
+
+    ``value_size``: None also for a kernel that takes no wide keys, whatever values they hold.
+    """
     if 0 in q.shape or 0 in k.shape or (v is not None and 0 in v.shape):
         return f"q {q.shape}, k {k.shape} leave nothing to launch"
     for name, x in (("q", q), ("k", k)):
         if str(x.dtype) not in DTYPES:
             return f"{name} of {x.dtype} is none of {', '.join(DTYPES)}"
-    sizes = k.shape[3], (k if v is None else v).shape[3]
-    if max(sizes) > MOST_CHANNELS:
-        return f"keys of size {sizes[0]} and values of {sizes[1]} are over {MOST_CHANNELS}"
+    size = k.shape[3]
+    value = v.shape[3] if v is not None else (value_size or size)
+    if max(size, value) <= MOST_CHANNELS:
+        return None
+    if v is None and value_size in WIDE_VALUES and size - value <= MOST_REST:
+        return None
+    return (
+        f"keys of size {size} and values of {value} are over {MOST_CHANNELS}, and not values of "
+        f"{' or '.join(map(str, WIDE_VALUES))} in keys of at most {MOST_REST} channels more"
+    )
+
+
+def refuses_here(k: Array) -> str | None:
+    """Why keys of this size cannot be read on the default device, or None."""
+    if (reason := refuses_triton()) or k.shape[3] <= MOST_CHANNELS:
+        return reason
+    gpu = gpu_in_use()
+    if gpu is None or gpu[1][0] != 9:
+        # Elsewhere Triton's tiles of this size take more shared memory than there is.
+        return f"keys of size {k.shape[3]} are over {MOST_CHANNELS}, and this is no Hopper GPU"
     return None
 
 
-def _supports(q, k, v, *args, **kwargs) -> str | None:
+def _supports(q, k, v, *args, value_size=None, **kwargs) -> str | None:
+    return refuses(q, k, v, value_size) or refuses_here(k)
+
+
+def _supports_exactly(q, k, v, *args, **kwargs) -> str | None:
     return refuses(q, k, v) or refuses_triton()
 
 
 ATTENTION = Backend("triton", attention_triton, _supports)
 SCORED = Backend("triton", scored_attention_triton, _supports)
-EXACT = Backend("exact", functools.partial(attention_triton, exact=True), _supports)
-EXACT_SCORED = Backend("exact", functools.partial(scored_attention_triton, exact=True), _supports)
+EXACT = Backend("exact", functools.partial(attention_triton, exact=True), _supports_exactly)
+EXACT_SCORED = Backend(
+    "exact", functools.partial(scored_attention_triton, exact=True), _supports_exactly
+)

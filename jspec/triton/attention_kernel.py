@@ -24,16 +24,39 @@ def in_base_2(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def fold(sums, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, log_weights=None):
+def products_of(q, k, more_q, more_k):
+    """Products ``[ROWS, KEYS]`` of queries and keys, of whose channels ``more`` is a tile or None.
+
+    Keys of another type than the queries are multiplied in float32, which the queries then are.
+    """
+    products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if more_q is not None:
+        more_k = tl.trans(more_k.to(q.dtype))
+        products = tl.dot(more_q, more_k, products, input_precision="ieee")
+    return products
+
+
+@triton.jit
+def fold(
+    sums,
+    q,
+    k,
+    v,
+    seen,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    log_weights=None,
+    more_q=None,
+    more_k=None,
+):
     """Add a tile of keys to the sums: weighted values, their weight, the maximum in base 2.
 
     ``q [ROWS, WIDTH]``, ``k [KEYS, WIDTH]``, ``v [KEYS, VALUE_WIDTH]``, ``seen [ROWS, KEYS]``. What
     no row sees must be finite. ``log_weights [ROWS, KEYS]``: added to the scores, natural log.
+    ``more_q [ROWS, REST]``, ``more_k [KEYS, REST]``: more channels of queries and keys.
     """
     acc, total, top = sums
-    # Keys of another type than the queries are multiplied in float32, which the queries then are.
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    scores = in_base_2(tl.dot(q, tl.trans(k), input_precision="ieee"), SCALE, SOFTCAP)
+    scores = in_base_2(products_of(q, k, more_q, more_k), SCALE, SOFTCAP)
     if log_weights is not None:
         scores += log_weights * LOG2E
     scores = tl.where(seen, scores, float("-inf"))
@@ -42,7 +65,7 @@ def fold(sums, q, k, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, log_we
     decay = tl.exp2(top - base)
     weights = tl.exp2(scores - base[:, None])
     total = total * decay + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
     return acc, total, higher
 
 
@@ -60,18 +83,44 @@ def finished(sums):
 
 
 @triton.jit
-def read_queries(q, at, live, kept, SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """A tile of queries, in float32 where WIDE; 0 past their size and where not ``kept``."""
-    channel = tl.arange(0, WIDTH)
+def read_queries(
+    q,
+    at,
+    live,
+    kept,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+):
+    """A tile of queries, their WIDTH channels from FIRST on, in float32 where WIDE.
+
+    0 past their SIZE and where not ``kept``.
+    """
+    channel = FIRST + tl.arange(0, WIDTH)
     mask = (live & kept)[:, None] & (channel < SIZE)[None, :]
     tile = tl.load(q + at[:, None] * SIZE + channel[None, :], mask=mask, other=0.0)
     return tile.to(tl.float32) if WIDE else tile
 
 
 @triton.jit
-def read_tile(base, offset, read, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Keys or values, one at each ``offset``; 0 past their size and where not ``read``."""
-    channel = tl.arange(0, WIDTH)
+def read_probe(probe, own, SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Query number ``own`` in a tile, its WIDTH channels from FIRST on.
+
+    The matrix units take no fewer than 16 rows: the others are 0.
+    """
+    channel = FIRST + tl.arange(0, WIDTH)
+    mask = (tl.arange(0, 16) == 0)[:, None] & (channel < SIZE)[None, :]
+    return tl.load(probe + (own * SIZE + channel)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def read_tile(base, offset, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr = 0):
+    """WIDTH channels from FIRST on of keys or values, one at each ``offset``.
+
+    0 past their SIZE and where not ``read``.
+    """
+    channel = FIRST + tl.arange(0, WIDTH)
     mask = read[:, None] & (channel < SIZE)[None, :]
     return tl.load(base + offset[:, None] + channel[None, :], mask=mask, other=0.0)
 
@@ -114,6 +163,7 @@ def attend(
     PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -128,7 +178,7 @@ def attend(
     and the program writes the result, else a part for `merge_kernel`. HELD: ``key_positions`` say
     where the keys stand; otherwise a key's slot is its position. PROBED: ``scores`` gets the
     products of the keys and of the head's query in ``probe``; tiles that share keys write the same
-    numbers.
+    numbers. The channels of a key past WIDTH, where there are any, are a tile REST wide.
     """
     head = tl.program_id(0) % KV_HEADS
     rest = tl.program_id(0) // KV_HEADS
@@ -151,6 +201,9 @@ def attend(
     query = (batch_row * tokens + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
     WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
     tile = read_queries(q, query, live, begin < end, SIZE, WIDTH, WIDE)
+    more_tile = None
+    if REST > 0:
+        more_tile = read_queries(q, query, live, begin < end, SIZE, REST, WIDE, WIDTH)
     base = batch_row * slots
     key = tl.arange(0, KEYS)
     acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
@@ -160,11 +213,11 @@ def attend(
         key_positions += batch_row * slots
         held = tl.load(key_positions + begin + key, mask=begin + key < end, other=-1)
     if PROBED:
-        # The matrix units take no fewer than 16 rows: the others are 0.
-        channel = tl.arange(0, WIDTH)
-        mask = (tl.arange(0, 16) == 0)[:, None] & (channel < SIZE)[None, :]
-        own = (batch_row * KV_HEADS + head) * SIZE + channel
-        pooled = tl.load(probe + own[None, :], mask=mask, other=0.0).to(tile.dtype)
+        own = batch_row * KV_HEADS + head
+        pooled = read_probe(probe, own, SIZE, WIDTH).to(tile.dtype)
+        more_pooled = None
+        if REST > 0:
+            more_pooled = read_probe(probe, own, SIZE, REST, WIDTH).to(tile.dtype)
         scores += (batch_row * KV_HEADS + head) * slots
     for start in range(begin, end, SPLITS * KEYS):
         slot = start + key
@@ -182,13 +235,20 @@ def attend(
         # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
         here = (base + start) * KV_HEADS + head
         keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
+        more_keys = None
+        if REST > 0:
+            more_keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, REST, WIDTH)
         if PROBED:
-            products = tl.dot(pooled, tl.trans(keys.to(tile.dtype)), input_precision="ieee")
+            products = products_of(pooled, keys, more_pooled, more_keys)
             tl.store(scores + start + key, tl.sum(products, axis=0) * SCALE, mask=read)
         values = keys
         if not VALUES_IN_KEYS:
             values = read_tile(v + here * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH)
-        acc, total, top = fold((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP)
+        acc, total, top = fold(
+            *((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP),
+            more_q=more_tile,
+            more_k=more_keys,
+        )
 
     if WHOLE:
         write_rows(out, lse, query, (acc, total, top), live, True, VALUE, VALUE_WIDTH)
@@ -222,6 +282,7 @@ def attention_kernel(
     PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -256,6 +317,7 @@ def attention_kernel(
         PROBED,
         VALUES_IN_KEYS,
         WIDTH,
+        REST,
         VALUE_WIDTH,
         ROWS,
         SPLITS,
@@ -286,6 +348,7 @@ def exact_attention_kernel(
     PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -322,6 +385,7 @@ def exact_attention_kernel(
         PROBED,
         VALUES_IN_KEYS,
         WIDTH,
+        REST,
         VALUE_WIDTH,
         ROWS,
         SPLITS,

@@ -15,10 +15,11 @@ from jspec.triton.attention import (
     keys_of_tile,
     part_types,
     refuses,
+    refuses_here,
     rows_of_tile,
     tile_shape,
 )
-from jspec.triton.call import next_power, refuses_triton, triton_call
+from jspec.triton.call import next_power, triton_call
 from jspec.typing import Array
 
 LEAST_STEPS = 4  # of a chunk, where there are several; fewer wait for memory more than they read
@@ -172,10 +173,10 @@ def heads_together(kv_heads: int, rows: int, most: int) -> int:
     return together
 
 
-def _supports(q, k, v, positions, selected, *args, **kwargs) -> str | None:
+def _supports(q, k, v, positions, selected, *args, value_size=None, **kwargs) -> str | None:
     if not selected.shape[-1]:
         return f"selected {selected.shape} leaves nothing to gather"
-    return refuses(q, k, v) or refuses_triton()
+    return refuses(q, k, v, value_size) or refuses_here(k)
 
 
 GATHERED = Backend("triton", gathered_triton, _supports)

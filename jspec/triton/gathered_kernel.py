@@ -38,18 +38,23 @@ def attend_tile(
     SIZE: tl.constexpr,
     VALUE: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     weights=None,
+    more_q=None,
 ):
     """Add the keys and values number ``here`` to the sums, where ``read``."""
     keys = read_tile(k, here * SIZE, read, SIZE, WIDTH)
+    more_keys = None
+    if REST > 0:
+        more_keys = read_tile(k, here * SIZE, read, SIZE, REST, WIDTH)
     values = keys
     if not VALUES_IN_KEYS:
         values = read_tile(v, here * VALUE, read, VALUE, VALUE_WIDTH)
-    return fold(sums, q, keys, values, seen, SCALE, SOFTCAP, weights)
+    return fold(sums, q, keys, values, seen, SCALE, SOFTCAP, weights, more_q, more_keys)
 
 
 @triton.jit
@@ -75,6 +80,7 @@ def gathered_kernel(
     SOFTCAP: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     SELECTED: tl.constexpr,
     TAIL: tl.constexpr,
@@ -98,7 +104,7 @@ def gathered_kernel(
     evenly, the selection has the others. SHARED: the heads share their selection, and otherwise
     HEADS is 1. WEIGHTED: ``log_weights`` are added to the scores of the selection. LISTED: how many
     slots a program reads at once and keeps, a power of 2, or 0 for one that reads them tile by
-    tile.
+    tile. The channels of a key past WIDTH, where there are any, are a tile REST wide.
     """
     MINE: tl.constexpr = TOKENS * GROUP
     STEP: tl.constexpr = KEYS // HEADS
@@ -127,6 +133,9 @@ def gathered_kernel(
     at_query += (head + own) * GROUP
     WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
     tile = read_queries(q, at_query, live, begin < end, SIZE, WIDTH, WIDE)
+    more_tile = None
+    if REST > 0:
+        more_tile = read_queries(q, at_query, live, begin < end, SIZE, REST, WIDE, WIDTH)
     base = batch_row * (SLOTS * KV_HEADS) + head
     key = tl.arange(0, KEYS)
     mine = own[:, None] == (key % HEADS)[None, :]
@@ -154,8 +163,9 @@ def gathered_kernel(
             weights = weights_at(log_weights, at_query, live, index, end, slot, SELECTED)
         sums = attend_tile(
             *(sums, tile, k, v, here, read, seen),
-            *(SIZE, VALUE, WIDTH, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
+            *(SIZE, VALUE, WIDTH, REST, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
             weights=weights,
+            more_q=more_tile,
         )
     if TOKENS > 1:
         for start in range(tl.maximum(begin, 0), end, STEP):
@@ -172,8 +182,9 @@ def gathered_kernel(
                 weights = weights_at(log_weights, at_query, live, index, end, slot, SELECTED)
             sums = attend_tile(
                 *(sums, tile, k, v, here, read, seen),
-                *(SIZE, VALUE, WIDTH, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
+                *(SIZE, VALUE, WIDTH, REST, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
                 weights=weights,
+                more_q=more_tile,
             )
         # Padding saw the selection with the others.
         acc, total, top = sums

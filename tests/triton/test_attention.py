@@ -11,7 +11,8 @@ import pytest
 from jspec import tuned
 from jspec.gpu import refuses_gpu
 from jspec.triton import attention as module
-from jspec.triton.attention import ATTENTION, Blocks, attention_triton
+from jspec.triton.attention import ATTENTION, SCORED, Blocks, attention_triton
+from jspec.triton.attention import EXACT as EXACT_BACKEND
 from jspec.triton.call import refuses_triton
 from tests.ops.attention.test_dense import (
     CASES,
@@ -35,11 +36,17 @@ INTERPRETED = [
     NAMED["window-of-one-holes"],
     NAMED["softcap-small-values"],
     NAMED["values-in-keys"],
+    NAMED["latent-t1"],
+    NAMED["latent-t4"],
+    NAMED["latent-t9-holes"],
+    NAMED["latent-window-softcap"],
+    NAMED["latent-alone-holes"],
     NAMED["size-80"],
     NAMED["size-96-many-rows"],
     Case("many-tiles", 1, 4200, (4190,), heads=2, kv_heads=1, size=4),
     Case("window-past-many-tiles", 2, 300, (290, 100, 2), size=4, window=40),
     dataclasses.replace(NAMED["bfloat16"], dtype="float16", tokens=1),  # it has no bfloat16
+    dataclasses.replace(NAMED["latent-bfloat16"], dtype="float16"),
 ]
 by_name = pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
 
@@ -181,8 +188,9 @@ def test_slots_past_two_to_the_31_elements_are_read_on_a_gpu():
         ((2, 10, 28, 4, 128, 1000), "float16", {"window": 64, "key_positions": True}, 2),
         ((2, 3, 8, 8, 80, 16), "float32", {"softcap": 5.0}, 1),
         ((2, 4, 16, 1, 256, 9000), "bfloat16", {"value_size": 192}, 2),
+        ((2, 4, 128, 1, 576, 9000), "bfloat16", {"value_size": 512}, 2),
     ],
-    ids=["t1", "t10-ring", "float32-one-tile", "values-in-keys"],
+    ids=["t1", "t10-ring", "float32-one-tile", "values-in-keys", "latent"],
 )
 def test_is_one_launch_and_one_that_merges(shape, dtype, settings, launches):
     batch, tokens, heads, kv_heads, size, slots = shape
@@ -208,7 +216,7 @@ def test_the_cut_follows_neither_from_the_batch_nor_from_the_capacity(operation)
     """A row's arithmetic must not depend on its neighbours, nor on room that it does not use."""
     for table in tuned.tables().values():
         for rule in table.blocks.get(operation, {}).get("triton", []):
-            assert set(rule.up_to) <= {"tokens", "rows", "selected"}
+            assert set(rule.up_to) <= {"tokens", "rows", "selected", "channels"}
 
 
 @pytest.mark.parametrize(
@@ -238,3 +246,45 @@ def test_refuses_with_a_reason(q, k, v, dtype, reason):
     arrays = [None if x is None else jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for x in (q, k, v)]
     positions = jax.ShapeDtypeStruct(q[:2], jnp.int32)
     assert reason in ATTENTION.supports(*arrays, positions)
+
+
+@pytest.mark.parametrize("backend", [ATTENTION, SCORED, EXACT_BACKEND], ids=["", "scored", "exact"])
+@pytest.mark.parametrize(
+    ("size", "value", "taken"),
+    [
+        (576, 512, True),
+        (512, 512, True),
+        (640, 512, True),
+        (264, 256, True),
+        (641, 512, False),
+        (576, 448, False),
+        (320, 192, False),
+        (1024, 1024, False),
+    ],
+)
+def test_takes_wide_keys_that_hold_their_values(backend, size, value, taken, monkeypatch):
+    """On Hopper alone, whose shared memory the tiles were cut for, and never exactly."""
+    monkeypatch.setattr(module, "refuses_triton", lambda: None)
+    q, k = (jax.ShapeDtypeStruct((2, 1, heads, size), jnp.bfloat16) for heads in (4, 1))
+    positions = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    taken &= backend is not EXACT_BACKEND
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        monkeypatch.setattr(module, "gpu_in_use", lambda found=capability: ("NVIDIA Toy", found))
+        reason = backend.supports(q, k, None, positions, value_size=value)
+        assert (reason is None) == (taken and capability == (9, 0))
+        if reason is not None:
+            assert f"keys of size {size}" in reason
+            assert "over 256" in reason
+
+
+def test_a_whole_value_of_a_wide_key_is_a_tile():
+    """Its sums take the registers of eight warps, whatever the table."""
+    k = jax.ShapeDtypeStruct((1, 64, 1, 576), jnp.bfloat16)
+    shape = module.tile_shape(k, None, 512)
+    assert (shape["WIDTH"], shape["REST"], shape["VALUE_WIDTH"]) == (512, 64, 512)
+    for name in ("h100", "h200"):
+        for operation in ("attention", "gathered_attention"):
+            sizes = {"tokens": 1, "rows": 128, "channels": 576}
+            block = tuned.tables()[name].block(operation, "triton", sizes)
+            assert block["warps"] == 8
+            assert module.keys_of_tile(shape, k, None, block["bytes"]) == 32

@@ -117,26 +117,28 @@ def test_chunks_follow_from_the_selection_and_the_heads(count, tail, step, least
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tokens", "lead", "chosen", "weighted", "launches"),
+    ("heads", "kv_heads", "tokens", "lead", "chosen", "weighted", "latent", "launches"),
     [
-        (32, 8, 1, (), 8192, False, 2),
-        (32, 8, 10, (), 8192, True, 2),
-        (32, 32, 1, (32,), 512, True, 1),
+        (32, 8, 1, (), 8192, False, False, 2),
+        (32, 8, 10, (), 8192, True, False, 2),
+        (32, 32, 1, (32,), 512, True, False, 1),
+        (128, 1, 4, (), 2048, False, True, 2),
     ],
-    ids=["shared-t1", "shared-t10-weighted", "per-head-one-chunk-weighted"],
+    ids=["shared-t1", "shared-t10-weighted", "per-head-one-chunk-weighted", "latent-t4"],
 )
 def test_is_one_launch_and_one_that_merges(
-    heads, kv_heads, tokens, lead, chosen, weighted, launches
+    heads, kv_heads, tokens, lead, chosen, weighted, latent, launches
 ):
     shapes = [(8, tokens), (8, *lead, chosen), (8, tokens + 9), (8,)]
+    size = 576 if latent else 128
     q, cache = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        for shape in ((8, tokens, heads, 128), (8, 9000, kv_heads, 128))
+        for shape in ((8, tokens, heads, size), (8, 9000, kv_heads, size))
     )
-    settings = {"scale": 0.1, "softcap": None, "value_size": None}
+    settings = {"scale": 0.1, "softcap": None, "value_size": 512 if latent else None}
     text = lower(
         lambda *x: gathered_triton(*x[:-2], counts=x[-2], log_weights=x[-1], **settings),
-        *(q, cache, cache),
+        *(q, cache, None if latent else cache),
         *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [*shapes, (8, *lead)]),
         jax.ShapeDtypeStruct((8, tokens, heads, chosen), jnp.float32) if weighted else None,
     )

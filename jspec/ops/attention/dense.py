@@ -155,10 +155,12 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, v
 
 
 def attention_sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
-    """What backends are ordered by; ``rows`` is T * G."""
+    """What backends are ordered by; ``rows`` is T * G, ``channels`` those of a key."""
     batch, tokens, heads, _ = q.shape
     slots, kv_heads = k.shape[1:3]
-    return {"batch": batch, "tokens": tokens, "rows": tokens * heads // kv_heads, "slots": slots}
+    rows, channels = tokens * heads // kv_heads, k.shape[3]
+    sizes = {"batch": batch, "tokens": tokens, "rows": rows, "slots": slots}
+    return sizes | {"channels": channels}
 
 
 def _cases() -> list[Case]:

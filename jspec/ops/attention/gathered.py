@@ -128,7 +128,8 @@ def gathered_sizes(
     q: Array, k: Array, v, positions, selected: Array, *args, **kwargs
 ) -> dict[str, int]:
     """What backends are ordered by."""
-    return {"batch": q.shape[0], "tokens": q.shape[1], "selected": selected.shape[-1]}
+    sizes = {"batch": q.shape[0], "tokens": q.shape[1], "selected": selected.shape[-1]}
+    return sizes | {"channels": k.shape[3]}
 
 
 def _cases() -> list[Case]:

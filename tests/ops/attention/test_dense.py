@@ -60,6 +60,36 @@ CASES = [
     Case("softcap-small-values", 3, 24, (7, 24), softcap=0.8, value_size=6),
     Case("all-settings", 6, 41, (41, 9), scale=2.0, window=11, softcap=5.0, value_size=24),
     Case("values-in-keys", 3, 24, (7, 24), size=20, value_size=12, values_in_keys=True),
+    # Latents with what stands beside them: keys of more than 256 channels.
+    Case("latent-t1", 1, 70, (70, 1, 0, 33), 20, 1, 264, value_size=256, values_in_keys=True),
+    Case(
+        *("latent-t4", 4, 50, (50, 4, 31), 8, 1, 576, (0, 4, 1)),
+        value_size=512,
+        values_in_keys=True,
+    ),
+    Case(
+        *("latent-t9-holes", 9, 61, (61, 13, 40), 4, 2, 300, (2, 0, 9), True),
+        value_size=256,
+        values_in_keys=True,
+    ),
+    Case(
+        *("latent-window-softcap", 4, 60, (60, 17), 4, 1, 576),
+        window=9,
+        softcap=5.0,
+        value_size=512,
+        values_in_keys=True,
+    ),
+    Case(
+        *("latent-alone-holes", 4, 40, (40, 9), 2, 1, 512, (), True),
+        window=9,
+        value_size=512,
+        values_in_keys=True,
+    ),
+    Case(
+        *("latent-bfloat16", 1, 48, (48, 11), 16, 1, 576, (), False, "bfloat16", 1 / 32),
+        value_size=512,
+        values_in_keys=True,
+    ),
     Case("size-80", 2, 20, (20, 3), size=80),
     Case("size-96-many-rows", 20, 30, (30, 20), heads=7, kv_heads=1, size=96, window=9),
     Case("bfloat16", 5, 48, (48, 11), dtype="bfloat16"),
@@ -78,7 +108,16 @@ LARGE = [
     Case("group-7-t10-ring", 10, 3000, (3000, 77), 28, 4, 128, window=1000, empty=True),
     Case("t64", 64, 2500, (2500, 64, 1024), 16, 4, 128, dtype="bfloat16"),
     Case("float32-t10", 10, 4100, (4100, 4097), 8, 2, 128, softcap=5.0),
-    Case("values-in-keys-t4", 4, 2000, (2000, 5), 16, 1, 192, value_size=128),
+    Case("values-in-keys-t4", 4, 2000, (2000, 5), 16, 1, 192, value_size=128, values_in_keys=True),
+    *(
+        Case(
+            *(f"deepseek-t{tokens}", tokens, 4096, (4096, 1500), 128, 1, 576),
+            dtype="bfloat16",
+            value_size=512,
+            values_in_keys=True,
+        )
+        for tokens in (1, 4)
+    ),
 ]
 
 

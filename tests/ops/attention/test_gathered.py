@@ -62,6 +62,16 @@ CASES = [
     Case("small-values-mqa", 2, 40, 19, 2, heads=6, kv_heads=1, value_size=6),
     Case("large-values-mha", 5, 40, 12, 9, heads=3, kv_heads=3, size=8, value_size=24),
     Case("values-in-keys", 2, 40, 12, 3, size=20, value_size=12, values_in_keys=True),
+    Case(
+        "latent", 1, 40, 19, 2, heads=20, kv_heads=1, size=576, value_size=512, values_in_keys=True
+    ),
+    Case(
+        *("latent-weighted", 4, 40, 12, 5, (12, 0, 7), True),
+        size=300,
+        value_size=256,
+        values_in_keys=True,
+        weighted=True,
+    ),
     Case("bfloat16", 3, 48, 21, 4, dtype="bfloat16"),
     Case("bfloat16-per-head", 1, 48, 21, 4, per_head=True, dtype="bfloat16"),
 ]
@@ -80,6 +90,14 @@ LARGE = [
     Case("group-7", 3, 3000, 999, 4, None, False, 2, 28, 4, 128, dtype="bfloat16"),
     Case("float32", 2, 2000, 1500, 4, None, False, 2, 8, 2, 128),
     Case("values-in-keys", 2, 2000, 900, 4, None, False, 2, 16, 1, 192, 128, True),
+    *(
+        Case(
+            *(f"deepseek-t{tokens}", tokens, 4096, 2048, tokens, None, False, 2, 128, 1, 576, 512),
+            values_in_keys=True,
+            dtype="bfloat16",
+        )
+        for tokens in (1, 4)
+    ),
 ]
 
 
