@@ -117,11 +117,12 @@ def _activated(gate: Array, up: Array, clamped: ClampedSwiGLU | None) -> Array:
 def grouped_sizes(
     x: Array, kernel: Array, starts: Array, bias: Any, taken: Array | None, *args, **kwargs
 ) -> dict[str, int]:
-    """What backends are ordered by; ``rows`` of all groups."""
+    """What backends are ordered by; ``rows`` of all groups, ``products`` a row."""
     rows = len(x) if taken is None else len(taken)
     groups, inputs = kernel.shape[:2]
     outputs = math.prod(kernel.shape[2:])
-    return {"rows": rows, "groups": groups, "inputs": inputs, "outputs": outputs}
+    sizes = {"rows": rows, "groups": groups, "inputs": inputs, "outputs": outputs}
+    return sizes | {"products": kernel.ndim - 2}
 
 
 def _cases() -> list[Case]:

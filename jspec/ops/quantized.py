@@ -18,9 +18,10 @@ KINDS = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A matrix of weights ``values * scale``, ``values [in, *out]`` of 8 bits, ``scale [*out]``.
+    """A matrix ``[in, *out]`` of weights: ``values [*out, in]`` of 8 bits times ``scale [*out]``.
 
-    ``scale`` is float32. Products take the values as they are, and scale their sums.
+    ``scale`` is float32. Products take the values as they are, and scale their sums. The inputs of
+    a column lie together, as matrix units take numbers of 8 bits.
     """
 
     values: Array
@@ -28,7 +29,8 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        *outputs, inputs = self.values.shape
+        return (inputs, *outputs)
 
     @property
     def dtype(self) -> np.dtype:
@@ -52,4 +54,4 @@ def quantized(kernel: Array, kind: str) -> Quantized:
     values = wide / jnp.where(scale > 0, scale, 1)[None]
     if kind == "int8":
         values = jnp.round(values)
-    return Quantized(values.astype(dtype), scale)
+    return Quantized(jnp.moveaxis(values.astype(dtype), 0, -1), scale)

@@ -95,7 +95,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks, exa
         NORMED=norm is not None,
         ADDED=add is not None,
         GATED=gated,
-        TRANSPOSED=transposed,
+        TRANSPOSED=transposed or isinstance(kernel, Quantized),
         TILE=tile,
         STEP=max(16, min(step, next_power(inputs))),
         WIDTH=width,

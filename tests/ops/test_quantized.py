@@ -22,7 +22,8 @@ def test_a_weight_is_off_by_what_its_kind_allows(kind):
     found = quantized(kernel, kind)
     assert (found.values.dtype.itemsize, found.shape) == (1, (64, 3, 5))
     wide, scale = np.float64(kernel), np.float64(found.scale)
-    off = np.abs(np.float64(np.asarray(found.values, np.float32)) * scale - wide)
+    values = np.moveaxis(np.asarray(found.values, np.float32), -1, 0)
+    off = np.abs(np.float64(values) * scale - wide)
     allowed = scale / 2 if kind == "int8" else np.maximum(np.abs(wide) / 16, scale * 2**-10)
     assert (off <= allowed * 1.00001).all()
     assert off.max() > 0
@@ -35,7 +36,8 @@ def test_a_weight_is_off_by_what_its_kind_allows(kind):
 def test_a_product_is_that_with_the_scaled_values(kind):
     x, bias, norm = normal(3, 16), normal(2, 6), RMS(normal(16), 0.1)
     kernel = quantized(normal(16, 2, 6), kind)
-    wide = jnp.asarray(np.asarray(kernel.values, np.float32)) * kernel.scale[None]
+    values = np.moveaxis(np.asarray(kernel.values, np.float32), -1, 0)
+    wide = jnp.asarray(values) * kernel.scale[None]
     for settings in ({}, {"norm": norm}, {"gated": True, "norm": norm}):
         got, want = (linear(x, one, bias, **settings) for one in (kernel, wide))
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5 * np.abs(want).max())

@@ -68,7 +68,7 @@ def in_double(arrays, settings):
     """The definition in float64."""
     x, kernel, bias, norm, add = jax.tree.map(lambda x: np.float64(np.float32(x)), arrays)
     if isinstance(kernel, Quantized):
-        kernel = kernel.values * kernel.scale
+        kernel = np.moveaxis(kernel.values, -1, 0) * kernel.scale
     if norm is not None:
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps) * norm.scale
     kernel = np.moveaxis(kernel, -1, 0) if settings["transposed"] else kernel
