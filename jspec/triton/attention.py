@@ -317,13 +317,13 @@ def _supports(q, k, v, *args, value_size=None, **kwargs) -> str | None:
     return refuses(q, k, v, value_size) or refuses_here(k)
 
 
-def _supports_exactly(q, k, v, *args, **kwargs) -> str | None:
+def _supports_narrow(q, k, v, *args, **kwargs) -> str | None:
     return refuses(q, k, v) or refuses_triton()
 
 
 ATTENTION = Backend("triton", attention_triton, _supports)
-SCORED = Backend("triton", scored_attention_triton, _supports)
-EXACT = Backend("exact", functools.partial(attention_triton, exact=True), _supports_exactly)
+SCORED = Backend("triton", scored_attention_triton, _supports_narrow)
+EXACT = Backend("exact", functools.partial(attention_triton, exact=True), _supports_narrow)
 EXACT_SCORED = Backend(
-    "exact", functools.partial(scored_attention_triton, exact=True), _supports_exactly
+    "exact", functools.partial(scored_attention_triton, exact=True), _supports_narrow
 )

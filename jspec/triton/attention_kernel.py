@@ -104,12 +104,12 @@ def read_queries(
 
 
 @triton.jit
-def read_probe(probe, own, SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Query number ``own`` in a tile, its WIDTH channels from FIRST on.
+def read_probe(probe, own, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Query number ``own`` in a tile.
 
     The matrix units take no fewer than 16 rows: the others are 0.
     """
-    channel = FIRST + tl.arange(0, WIDTH)
+    channel = tl.arange(0, WIDTH)
     mask = (tl.arange(0, 16) == 0)[:, None] & (channel < SIZE)[None, :]
     return tl.load(probe + (own * SIZE + channel)[None, :], mask=mask, other=0.0)
 
@@ -215,9 +215,6 @@ def attend(
     if PROBED:
         own = batch_row * KV_HEADS + head
         pooled = read_probe(probe, own, SIZE, WIDTH).to(tile.dtype)
-        more_pooled = None
-        if REST > 0:
-            more_pooled = read_probe(probe, own, SIZE, REST, WIDTH).to(tile.dtype)
         scores += (batch_row * KV_HEADS + head) * slots
     for start in range(begin, end, SPLITS * KEYS):
         slot = start + key
@@ -239,7 +236,7 @@ def attend(
         if REST > 0:
             more_keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, REST, WIDTH)
         if PROBED:
-            products = products_of(pooled, keys, more_pooled, more_keys)
+            products = products_of(pooled, keys, None, None)
             tl.store(scores + start + key, tl.sum(products, axis=0) * SCALE, mask=read)
         values = keys
         if not VALUES_IN_KEYS:

@@ -127,9 +127,10 @@ def _xla(
 def gathered_sizes(
     q: Array, k: Array, v, positions, selected: Array, *args, **kwargs
 ) -> dict[str, int]:
-    """What backends are ordered by."""
+    """What backends are ordered by; ``lists``: selections of a row, 1 where heads share one."""
     sizes = {"batch": q.shape[0], "tokens": q.shape[1], "selected": selected.shape[-1]}
-    return sizes | {"channels": k.shape[3]}
+    lists = 1 if selected.ndim == 2 else selected.shape[1]
+    return sizes | {"channels": k.shape[3], "lists": lists}
 
 
 def _cases() -> list[Case]:

@@ -17,8 +17,6 @@ SOME = [
     NAMED["window-padding"],
     NAMED["all-settings"],
     NAMED["values-in-keys"],
-    NAMED["latent-t1"],
-    NAMED["latent-t9-holes"],
 ]
 by_name = pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 
