@@ -30,6 +30,11 @@ def test_it_holds_auto_against_each_gamma_and_is_reported(small, tmp_path, capsy
         for row, speed in zip(of_case, speeds, strict=True):
             assert row["vs_plain"] == pytest.approx(speed / speeds[0])
             assert row["vs_best"] == pytest.approx(speed / max(speeds[:2]))
+    for row in rows:
+        assert ("chunks" in row) == (row["gamma"] == "auto")
+        for gamma, step_ns, accepted in row.get("chunks", ()):
+            assert step_ns > 0
+            assert 0 <= accepted <= gamma
     assert "auto at its worst of 2 cases" in capsys.readouterr().out
     slower = {"rows": [rows[0] | {"tokens_per_s": rows[0]["tokens_per_s"] / 2}]}
     assert auto.compare({"rows": rows}, slower) == 1
