@@ -15,6 +15,7 @@ from bench import clocks, point
 from bench.decode import floors, parts, phases
 from bench.decode.check import counted
 from bench.decode.draft_check import DraftCheck
+from bench.decode.padding import NoisyPadding
 from bench.decode.running import (
     CHUNKS,
     REPEATS,
@@ -30,7 +31,7 @@ from bench.decode.states import Blueprint
 from bench.policies import arrays_of
 from bench.program import Absent, failure
 from bench.settings import Settings
-from jspec.decode.draft import named_draft
+from jspec.decode.draft import NoDraft, named_draft
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import decode_chunk
@@ -61,7 +62,10 @@ class Drafting:
 
     @property
     def config(self) -> StepConfig:
-        return StepConfig(self.gamma, named_draft(self.draft), exact=self.exact)
+        draft = named_draft(self.draft)
+        if isinstance(draft, NoDraft):
+            draft = NoisyPadding()
+        return StepConfig(self.gamma, draft, exact=self.exact)
 
 
 def iterations(

@@ -13,6 +13,7 @@ import jax
 from bench import clocks, point
 from bench.decode import parts
 from bench.decode.check import TOLERANCE, Check, counted
+from bench.decode.padding import NoisyPadding
 from bench.decode.running import (
     CHUNKS,
     REPEATS,
@@ -34,7 +35,6 @@ from bench.decode.states import Blueprint
 from bench.policies import arrays_of, policies
 from bench.program import Absent, failure
 from bench.settings import Settings
-from jspec.decode.draft import NoDraft
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import decode_chunk
@@ -97,7 +97,7 @@ class Steps:
         shapes = self._blueprint.shapes
 
         def lower(tokens: int) -> jax.stages.Lowered:
-            config = StepConfig(tokens - 1, NoDraft(), self._asked.backends, self._policy)
+            config = StepConfig(tokens - 1, NoisyPadding(), self._asked.backends, self._policy)
             return decode_chunk.lower(self._models, shapes, config=config, steps=self._asked.steps)
 
         chunks = {tokens: partial(lower, tokens) for tokens in self.case.tokens}

@@ -11,7 +11,11 @@ import pytest
 from bench import families, point
 from bench.__main__ import main
 from bench.decode import catalogue, drafting, shapes
+from bench.decode.padding import NoisyPadding
 from bench.profiles import committed, rate_of
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
 from jspec.models.decoder import Decoder
 from jspec.parts import Experts
 from tests.bench.test_breakdown import rows as iteration_rows
@@ -36,6 +40,18 @@ def test_a_pass_reads_the_experts_that_its_tokens_hit():
         assert shapes.read_weight_bytes(model, tokens) == pytest.approx(rest + hit * one, rel=0.005)
     # A token multiplies two experts, however many are read.
     assert shapes.product_flops(model, 40) == 40 * (rest + 2 * one)
+
+
+def test_a_pass_of_padding_has_a_token_of_its_own_at_each_position():
+    """Equal ones would all choose the same experts."""
+    model = shapes.random_model(dataclasses.replace(MIXTURE, vocab_size=40009))
+    config = StepConfig(9, NoisyPadding())
+    state = start_decoding(model, [[1, 2], [3, 4]], config=config)
+    drafted, _ = config.draft.draft(Models(model), state, config)
+    assert not drafted.lengths.any()
+    assert len(set(drafted.tokens.reshape(-1).tolist())) == 18
+    assert 0 <= drafted.tokens.min() <= drafted.tokens.max() < 40009
+    assert isinstance(drafting.Drafting("plain", "none", 3).config.draft, NoisyPadding)
 
 
 def test_random_weights_keep_their_size_from_layer_to_layer():

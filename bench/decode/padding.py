@@ -1,0 +1,30 @@
+"""A step without a draft, whose padding is noise."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jspec.decode.draft import Drafted, NoDraft
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+
+SPREAD = 7919  # a prime, so that neighbours in a pass are far apart in the vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisyPadding(NoDraft):
+    """As `NoDraft`, with another token at each position of padding, where rows are equally long.
+
+    Equal ones would all choose the same experts, and a pass of several tokens read too few.
+    """
+
+    def draft(
+        self, models: Models, state: DecodeState, config: StepConfig
+    ) -> tuple[Drafted, DecodeState]:
+        drafted, state = super().draft(models, state, config)
+        batch, gamma = drafted.tokens.shape
+        number = state.lengths[:, None] + jnp.arange(batch * gamma).reshape(batch, gamma)
+        tokens = number * SPREAD % models.target.config.vocab_size
+        return dataclasses.replace(drafted, tokens=tokens), state
