@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspec.dispatch import BackendError, preferring
-from jspec.ops.linear import REWRITTEN, linear
+from jspec.ops.linear import DOUBLED, REWRITTEN, linear
 from jspec.ops.norm import RMS
 
 RNG = np.random.default_rng(0)
@@ -44,9 +44,9 @@ def test_gate_sum_and_transposed():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("outputs", [8, REWRITTEN // 1024 + 8])
+@pytest.mark.parametrize("outputs", [8, REWRITTEN // 1024 + 8, DOUBLED // 1024])
 def test_sums_are_float32_and_the_result_is_of_the_dtype_asked_for(outputs):
-    """Also of the smallest product that XLA is given as a single row on a GPU."""
+    """Also of the smallest products that XLA is given as one row and as two on a GPU."""
     x = jnp.ones((1, 1024), jnp.bfloat16).at[0, 0].set(256)
     kernel = jnp.ones((1024, outputs), jnp.bfloat16)
     got = jax.jit(lambda *arrays: linear(*arrays, dtype=jnp.float32, implementation="xla"))(
