@@ -34,6 +34,8 @@ from jspec.dispatch import BackendError
 from jspec.eval.sample import prepared
 from jspec.policies import Dense
 
+MODES = ("exact", "ordinary")  # --backend chooses
+EXACT, ORDINARY = MODES
 CHAIN = "suffix > hata"
 DRAFTS = (*(name for name in names() if name not in ("hata_off", "dense")), CHAIN)
 BUNDLED = "bundled"
@@ -231,13 +233,13 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
                     beds.clear()  # one model at a time
                     beds[own] = Bed.of(case)
             except BackendError as error:
-                yield {"case": case, "mode": "exact", "reason": str(error), "checked": None}
+                yield {"case": case, "mode": EXACT, "reason": str(error), "checked": None}
                 advance()
                 continue
             bed = beds[own]
-            for mode in ("exact", "ordinary"):
+            for mode in filter(settings.wants, MODES):
                 yield _of_drafter(bed, case, mode, settings)
-            if (own, case["B"]) not in forced_at:
+            if settings.wants(ORDINARY) and (own, case["B"]) not in forced_at:
                 forced_at.add((own, case["B"]))
                 for piece in FORCED:
                     yield _of_passes(bed, case, piece)
@@ -259,20 +261,20 @@ def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> di
         gamma=0 if is_plain else case["gamma"],
         draft_model=bed.model if draft.needs_model else None,
         policy_arrays=arrays,
-        exact=mode == "exact",
+        exact=mode == EXACT,
     )
     flips = first_flips(tokens, bed.tokens.tolist(), bed.margins)
     row = {"case": case | ({"gamma": 0} if is_plain else {}), "mode": mode, "kind": "decode"}
     row["dtype"] = str(bed.model.dtype)
     row |= flips.figures | {"mean_accepted_length": stats.mean_accepted_length}
-    right = mode == "ordinary" or flips.count == 0
+    right = mode == ORDINARY or flips.count == 0
     return row | {"checked": right if settings.check else None}
 
 
 def _of_passes(bed: Bed, case: cases.Case, piece: int) -> dict[str, Any]:
     """The row of ordinary passes over the reference's text."""
     choices, _ = forced(bed.model, bed.prompts, bed.tokens, piece, case["B"], exact=False)
-    row = {"case": case | {"draft": "", "gamma": piece - 1}, "mode": "ordinary", "kind": "forced"}
+    row = {"case": case | {"draft": "", "gamma": piece - 1}, "mode": ORDINARY, "kind": "forced"}
     row["dtype"] = str(bed.model.dtype)
     return row | forced_flips(choices, bed.tokens, bed.margins).figures | {"checked": True}
 
@@ -344,6 +346,7 @@ SUITE = Suite(
     "how often decoding flips a greedy token against exact plain decoding",
     run,
     show,
+    rivals=MODES,
     compare=compare,
     own_clocks=True,
     case=parse,

@@ -75,6 +75,13 @@ def test_rows_are_judged_shown_and_reported(as_if_exact, monkeypatch, tmp_path, 
     assert (tmp_path / "docs" / "some-parity-margins.png").exists()
 
 
+def test_one_mode_alone_may_be_asked_for(as_if_exact, tmp_path):
+    for mode, kinds in (("exact", ["decode"]), ("ordinary", ["decode", "forced", "forced"])):
+        code, rows = measured(tmp_path, "--case", f"draft=none,{CASE}", "--backend", mode)
+        assert code == 0
+        assert [(row["mode"], row["kind"]) for row in rows] == [(mode, kind) for kind in kinds]
+
+
 def test_a_flip_of_an_exact_row_fails_the_run(as_if_exact, monkeypatch, tmp_path):
     right = parity.first_flips
 
