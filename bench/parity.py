@@ -12,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -54,6 +56,9 @@ DEFAULT: cases.Case = {
 QUICK = {"S": 128, "prompts": 8, "new": 64}
 FORCED = (1, 9)  # tokens of a pass over the reference's text
 PIECE = 64  # tokens of a pass that looks at logits alone
+OF_A_BED = ("model", "layers", "S", "prompts", "new")
+MOST_WORKERS = 8
+Rows = list[dict[str, Any]]
 
 
 def parse(text: str) -> cases.Case:
@@ -132,6 +137,16 @@ class Bed:
     prompts: list[list[int]]
     tokens: np.ndarray
     margins: np.ndarray
+
+    @property
+    def workers(self) -> int:
+        """How many cases may run at once: compiling takes most of the time, on a CPU, and no row
+        has a speed. Of a large model one, whose caches fill the memory."""
+        return (
+            min(MOST_WORKERS, max((os.cpu_count() or 1) // 2, 1))
+            if self.tokenizer is not None
+            else 1
+        )
 
     @classmethod
     def of(cls, case: cases.Case) -> Bed:
@@ -224,26 +239,47 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
-    wanted, beds, forced_at = cases_of(settings), {}, set()
+    wanted = cases_of(settings)
     with bar("parity", len(wanted)) as advance:
-        for case in wanted:
-            own = tuple(case[key] for key in ("model", "layers", "S", "prompts", "new"))
+        for _, group in itertools.groupby(wanted, key=lambda case: [case[key] for key in OF_A_BED]):
+            own = list(group)
             try:
-                if own not in beds:
-                    beds.clear()  # one model at a time
-                    beds[own] = Bed.of(case)
+                bed = Bed.of(own[0])
             except BackendError as error:
-                yield {"case": case, "mode": EXACT, "reason": str(error), "checked": None}
-                advance()
+                for case in own:
+                    yield {"case": case, "mode": EXACT, "reason": str(error), "checked": None}
+                    advance()
                 continue
-            bed = beds[own]
-            for mode in filter(settings.wants, MODES):
-                yield _of_drafter(bed, case, mode, settings)
-            if settings.wants(ORDINARY) and (own, case["B"]) not in forced_at:
-                forced_at.add((own, case["B"]))
-                for piece in FORCED:
-                    yield _of_passes(bed, case, piece)
-            advance()
+            for rows in _at_once(_tasks(bed, own, settings), bed.workers):
+                yield from rows
+                advance()
+
+
+def _tasks(
+    bed: Bed, wanted: Sequence[cases.Case], settings: Settings
+) -> Iterator[Callable[[], Rows]]:
+    """What makes the rows of each case."""
+    batches = set()
+    for case in wanted:
+        makers = [
+            functools.partial(_of_drafter, bed, case, mode, settings)
+            for mode in filter(settings.wants, MODES)
+        ]
+        if settings.wants(ORDINARY) and case["B"] not in batches:
+            batches.add(case["B"])
+            makers += [functools.partial(_of_passes, bed, case, piece) for piece in FORCED]
+        yield lambda makers=makers: [make() for make in makers]
+
+
+def _at_once(tasks: Iterable[Callable[[], Rows]], workers: int) -> Iterator[Rows]:
+    """What the tasks give, in their order; so many run at once."""
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for task in [pool.submit(task) for task in tasks]:
+            yield task.result()
+    finally:
+        # Whoever interrupts this wants what there is.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> dict[str, Any]:
