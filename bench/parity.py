@@ -142,11 +142,8 @@ class Bed:
     def workers(self) -> int:
         """How many cases may run at once: compiling takes most of the time, on a CPU, and no row
         has a speed. Of a large model one, whose caches fill the memory."""
-        return (
-            min(MOST_WORKERS, max((os.cpu_count() or 1) // 2, 1))
-            if self.tokenizer is not None
-            else 1
-        )
+        is_bundled = self.tokenizer is not None
+        return min(MOST_WORKERS, max((os.cpu_count() or 1) // 2, 1)) if is_bundled else 1
 
     @classmethod
     def of(cls, case: cases.Case) -> Bed:
