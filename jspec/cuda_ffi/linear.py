@@ -17,12 +17,14 @@ from jspec.ops.norm import CENTERED, RMS
 from jspec.ops.quantized import Quantized
 from jspec.typing import Array
 
-MOST_ROWS, MOST_INPUTS, GROUP = 16, 1024, 32  # as in src/linear/linear.h
+# As in src/linear/linear.h.
+MOST_ROWS, MOST_INPUTS, GROUP = 16, 1024, 32
+INT8_MOST_INPUTS, INT8_GROUP = 2**20, 16
 
 
 def linear_cuda(
     x: Array,
-    kernel: Array,
+    kernel: Array | Quantized,
     bias: Array | None,
     norm: RMS | None,
     add: Array | None,
@@ -33,6 +35,8 @@ def linear_cuda(
 ) -> Array:
     """As `jspec.ops.linear.linear`."""
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
+    if isinstance(kernel, Quantized):  # of which there is no derivative
+        return _launch(x, kernel, bias, norm, add, **settings)
     run = differentiated_as(
         functools.partial(linear_xla, **settings), functools.partial(_launch, **settings)
     )
@@ -44,16 +48,19 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
     outputs = outputs[1:] if gated else outputs
     # Any array stands for what there is not.
     given = (bias, None if norm is None else norm.scale, add)
+    quantized = isinstance(kernel, Quantized)
     (y,) = library.call(
         "linear",
         (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype),),
-        *(x, kernel, *(x if one is None else one for one in given)),
+        *((x, kernel.values, kernel.scale) if isinstance(kernel, Quantized) else (x, kernel, x)),
+        *(x if one is None else one for one in given),
         vmap_method="sequential",
+        quantized=np.bool_(quantized),
         biased=np.bool_(bias is not None),
         normed=np.bool_(norm is not None),
         added=np.bool_(add is not None),
         gated=np.bool_(gated),
-        transposed=np.bool_(transposed),
+        transposed=np.bool_(transposed or quantized),
         eps=np.float32(0 if norm is None else norm.eps),
     )
     return y
@@ -71,21 +78,23 @@ def refuses(
     dtype: np.dtype,
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    if isinstance(kernel, Quantized):
-        return "its weights are quantised"
+    is_quantized = isinstance(kernel, Quantized)
+    if is_quantized and kernel.dtype != jnp.int8:
+        return f"its weights are {kernel.dtype}"
     if norm is not None and norm.centered:
         return CENTERED
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     columns = math.prod(kernel.shape) // max(inputs, 1)
     if not 1 <= rows <= MOST_ROWS:
         return f"it takes 1 to {MOST_ROWS} rows, and there are {rows}"
-    if not 1 <= inputs <= MOST_INPUTS or inputs % GROUP:
-        return f"{inputs} inputs are no multiple of {GROUP} up to {MOST_INPUTS}"
-    if not transposed and (not columns or columns % (16 if gated else 8)):
+    most, group = (INT8_MOST_INPUTS, INT8_GROUP) if is_quantized else (MOST_INPUTS, GROUP)
+    if not 1 <= inputs <= most or inputs % group:
+        return f"{inputs} inputs are no multiple of {group} up to {most}"
+    if not (transposed or is_quantized) and (not columns or columns % (16 if gated else 8)):
         return f"kernel {kernel.shape} does not have its columns in eights"
     if (gated and transposed) or not 1 <= columns <= 2**20:
         return f"kernel {kernel.shape} with gated={gated}, transposed={transposed} has no kernel"
-    arrays = (x, kernel, bias, None if norm is None else norm.scale, add)
+    arrays = (x, None if is_quantized else kernel, bias, norm and norm.scale, add)
     if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
         return "something is not bfloat16"
     if dtype not in (jnp.bfloat16, jnp.float32):

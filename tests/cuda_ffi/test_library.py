@@ -57,6 +57,7 @@ WORDS = workspace_words(130, 512, Cut(256, 256), scored=False)
 ROWS = [((B,), jnp.int32)] * 2
 SELECT = {name: np.int32(x) for name, x in (("sinks", 0), ("recent", 0), ("highest", 128))}
 HASH = [((B, 1, 4, 2), jnp.uint32), ((B, 256, 1, 2), jnp.uint32), *ROWS]
+GIVEN = ("quantized", "biased", "normed", "added", "gated", "transposed")
 HASH_WORDS = workspace_words(257, 256, Cut(256, 256), scored=True)
 SLOTS = ((B, 1), jnp.int32)
 CHUNKS = Cut(256, 256).attributes
@@ -72,10 +73,12 @@ CALLS = {
     "verify_and_pack_single": ([*TOKENS, KV], [*VERIFIED, *PACKED], {}, None),
     "verify_and_append": ([*TOKENS, KV, CACHE, LENGTHS], [*VERIFIED, CACHE], CUT, {5: 6}),
     "linear": (
-        [((*shape,), jnp.bfloat16) for shape in ((B, 64), (64, 2, 40), (2, 40), (64,), (B, 40))],
+        [
+            *[((B, 64), jnp.bfloat16), ((2, 40, 64), jnp.int8), ((2, 40), jnp.float32)],
+            *(((*shape,), jnp.bfloat16) for shape in ((2, 40), (64,), (B, 40))),
+        ],
         [((B, 40), jnp.float32)],
-        dict.fromkeys(("biased", "normed", "added", "gated"), np.bool_(True))
-        | {"transposed": np.bool_(False), "eps": np.float32(1e-6)},
+        dict.fromkeys(GIVEN, np.bool_(True)) | {"eps": np.float32(1e-6)},
         None,
     ),
     "select": (

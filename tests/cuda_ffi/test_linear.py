@@ -18,6 +18,10 @@ CASES = {
     "added-biased": (16, 992, 72, "bfloat16", "add", "bias"),
     "head": (9, 384, 260, "bfloat16", "transposed", "norm", "wide"),
     "odd-head": (2, 160, 7, "bfloat16", "transposed"),
+    "int8-qkv": (1, 4096, 384, "bfloat16", "norm", "bias", "int8"),
+    "int8-gate-up": (4, 1040, 200, "bfloat16", "norm", "gated", "int8"),
+    "int8-down": (16, 3072, 72, "bfloat16", "add", "int8"),
+    "int8-odd": (9, 16, 7, "bfloat16", "wide", "int8"),
 }
 
 
@@ -38,7 +42,7 @@ def test_equals_the_definition(case):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", ["gate-up", "added-biased", "head"])
+@pytest.mark.parametrize("case", ["gate-up", "added-biased", "head", "int8-gate-up", "int8-down"])
 def test_a_row_alone_is_the_row_among_others(case):
     arrays, settings = arguments(*CASES[case])
     (x, kernel, bias, norm, add), every = arrays, run_or_skip(arrays, settings)

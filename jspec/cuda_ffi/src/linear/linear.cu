@@ -4,26 +4,15 @@
 // are waited for once, and that few instructions come before and behind. The warps of a block share
 // its inputs, 32 at a time. Each copies its weights into its own shared memory, where no other warp
 // looks: one barrier is left, before the sums of the warps are added up, in one order.
-#include <cuda_bf16.h>
-
 #include <algorithm>
 
-#include "common/warp.cuh"
-#include "linear/linear.h"
+#include "linear/fragments.cuh"
 
 namespace jspec {
 namespace {
 
-constexpr int kWidth = 16;              // columns of a block
 constexpr int kMostWarps = 16;          // of a block
 constexpr int kTile = kGroup * kWidth;  // weights of a group
-
-__device__ float wide(uint16_t value) { return __uint_as_float(uint32_t(value) << 16); }
-__device__ uint16_t narrow(float value) {
-  return __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
-__device__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 // Sixteen bytes on their way into shared memory, zeros where there is nothing to read. What lies
 // beside them goes to L2: a block near by reads it at the same time.
@@ -33,32 +22,12 @@ __device__ void copy(uint16_t* shared, const uint16_t* global, bool reads) {
                "r"(reads ? 16 : 0));
 }
 
-__device__ uint4 load(const uint16_t* global, bool reads) {
-  return reads ? *reinterpret_cast<const uint4*>(global) : uint4{};
-}
-
 // Four 8 x 8 matrices, transposed; each lane has the address of a row of 8.
 __device__ void load_transposed(uint32_t (&a)[4], const uint16_t* shared) {
   const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                : "r"(from));
-}
-
-__device__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Scales a pair of inputs, rounds them, and adds the squares of what they were.
-__device__ uint32_t scaled(uint32_t pair, uint32_t scale, float& squares) {
-  squares = fmaf(low(pair), low(pair), fmaf(high(pair), high(pair), squares));
-  const __nv_bfloat162 product =
-      __floats2bfloat162_rn(low(pair) * low(scale), high(pair) * high(scale));
-  return *reinterpret_cast<const uint32_t*>(&product);
 }
 
 // A warp takes `groups` groups of inputs; `tiles` tiles of 8 rows. A multiplication of 16 columns,
@@ -72,6 +41,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
   const int eighth = lane / 4, quarter = lane % 4;
   const int column = blockIdx.x * kWidth;
   const int inputs = linear.inputs, outputs = linear.outputs;
+  const auto* kernel = static_cast<const uint16_t*>(linear.kernel);
   uint16_t* weights = shared + warp * groups * sides * kTile;
 
   // All loads are on their way before the first is waited for.
@@ -91,7 +61,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = column + half * 8 + eighth;
-        across[i][half] = load(linear.kernel + int64_t(at) * inputs + mine, there && at < outputs);
+        across[i][half] = load(kernel + int64_t(at) * inputs + mine, there && at < outputs);
       }
     } else {
 #pragma unroll
@@ -102,7 +72,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
         const int place = input / 2 * 16 + half * 8 + ((eight * 2 + input % 2) ^ half);
         const int at = column + half * 8;
         copy(weights + (i * sides + side) * kTile + place * 8,
-             linear.kernel + int64_t(first + eight * 8 + input) * (sides * outputs) +
+             kernel + int64_t(first + eight * 8 + input) * (sides * outputs) +
                  side * outputs + at,
              there && at < outputs);
       }
@@ -162,50 +132,12 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
     }
   }
 
-  constexpr int size = tiles * 8 * kWidth;  // of what a warp leaves of each side
+  float factors[sides];
+#pragma unroll
+  for (int side = 0; side < sides; ++side) factors[side] = 1;
   float* parts =
       reinterpret_cast<float*>(shared + (transposed ? 0 : warps * groups * sides * kTile));
-  float* norms = parts + warps * sides * size;
-#pragma unroll
-  for (int tile = 0; tile < tiles; ++tile) {
-#pragma unroll
-    for (int side = 0; side < sides; ++side) {
-      float* part =
-          parts + (warp * sides + side) * size + (tile * 8 + quarter * 2) * kWidth + eighth;
-      part[0] = sums[side][tile][0];
-      part[kWidth] = sums[side][tile][1];
-      part[8] = sums[side][tile][2];
-      part[kWidth + 8] = sums[side][tile][3];
-    }
-    if (quarter == 0) norms[warp * tiles * 8 + tile * 8 + eighth] = squares[tile];
-  }
-  __syncthreads();
-  if (!kept) return;
-  float totals[sides] = {}, norm = 0;
-  for (int other = 0; other < warps; ++other) {
-#pragma unroll
-    for (int side = 0; side < sides; ++side) {
-      totals[side] += parts[(other * sides + side) * size + threadIdx.x];
-    }
-    norm += norms[other * tiles * 8 + row];
-  }
-  // The norm is a factor of the whole row, so that it can wait for the sum of the squares. Rounded
-  // where a model rounds: after the product, its bias, its activation and the sum.
-  const float root = linear.scale ? rsqrtf(norm / inputs + linear.eps) : 1.0f;
-  const auto rounded = [&](float value) { return linear.wide ? value : wide(narrow(value)); };
-#pragma unroll
-  for (int side = 0; side < sides; ++side) {
-    totals[side] = rounded(rounded(totals[side] * root) + shifts[side]);
-  }
-  float value = totals[sides - 1];
-  if constexpr (gated) value = rounded(rounded(totals[0] / (1 + expf(-totals[0]))) * value);
-  if (linear.add) value = rounded(added + value);
-  const int64_t place = int64_t(row) * outputs + own;
-  if (linear.wide) {
-    static_cast<float*>(linear.out)[place] = value;
-  } else {
-    static_cast<uint16_t*>(linear.out)[place] = narrow(value);
-  }
+  finish<sides, tiles>(linear, parts, sums, squares, factors, shifts, added);
 }
 
 template <int groups, int tiles, bool gated, bool transposed>
@@ -241,6 +173,7 @@ const char* launch_tiles(const Linear& linear, Stream stream) {
 }  // namespace
 
 const char* linear(const Linear& linear, Stream stream) {
+  if (linear.column_scale) return linear_int8(linear, stream);
   constexpr int most = kMostInputs / kGroup / kMostWarps;
   return linear.inputs <= kMostWarps * kGroup ? launch_tiles<1>(linear, stream)
                                               : launch_tiles<most>(linear, stream);

@@ -27,6 +27,9 @@ uint16_t narrow(float value) {
 const char* linear(const Linear& linear, Stream) {
   const int64_t inputs = linear.inputs, outputs = linear.outputs;
   const int sides = linear.gated ? 2 : 1;
+  const float* scales = linear.column_scale;
+  const auto* eight = static_cast<const int8_t*>(linear.kernel);
+  const auto* sixteen = static_cast<const uint16_t*>(linear.kernel);
   const auto rounded = [&](float value) { return linear.wide ? value : wide(narrow(value)); };
   std::vector<float> x(inputs);
   for (int64_t row = 0; row < linear.rows; ++row) {
@@ -42,9 +45,12 @@ const char* linear(const Linear& linear, Stream) {
       for (int side = 0; side < sides; ++side) {
         const int64_t at = side * outputs + column;
         const int64_t down = linear.transposed ? 1 : sides * outputs;
-        const uint16_t* weights = linear.kernel + at * (linear.transposed ? inputs : 1);
-        for (int64_t i = 0; i < inputs; ++i) totals[side] += x[i] * wide(weights[i * down]);
-        totals[side] = rounded(totals[side] * root);
+        const int64_t first = at * (linear.transposed ? inputs : 1);
+        for (int64_t i = 0; i < inputs; ++i) {
+          const int64_t place = first + i * down;
+          totals[side] += x[i] * (scales ? eight[place] : wide(sixteen[place]));
+        }
+        totals[side] = rounded(totals[side] * root * (scales ? scales[at] : 1.0f));
         if (linear.bias) totals[side] = rounded(totals[side] + wide(linear.bias[at]));
       }
       float value = totals[sides - 1];
