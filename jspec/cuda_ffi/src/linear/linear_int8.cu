@@ -1,9 +1,9 @@
-// A product of a few rows with weights of 8 bits on a GPU: a block for each 16 columns of the result.
+// A product of a few rows with weights of 8 bits on a GPU: a block for 16 columns of the result.
 //
-// Reading the weights is what takes the time, so that every multiprocessor has to have many reads on
-// their way, and few instructions for each weight. The warps of a block take turns at the inputs. A
-// column's inputs lie together: four lanes read 64 of them, each 16, straight into the registers that
-// the matrix units take them from, whose order of the inputs is free.
+// Reading the weights is what takes the time, so that every multiprocessor has to have many reads
+// on their way, and few instructions for each weight. The warps of a block take turns at the
+// inputs. A column's inputs lie together: four lanes read 64 of them, each 16, straight into the
+// registers that the matrix units take them from, whose order of the inputs is free.
 #include "linear/fragments.cuh"
 
 namespace jspec {
