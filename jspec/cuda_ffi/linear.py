@@ -48,19 +48,19 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
     outputs = outputs[1:] if gated else outputs
     # Any array stands for what there is not.
     given = (bias, None if norm is None else norm.scale, add)
-    quantized = isinstance(kernel, Quantized)
+    is_quantized = isinstance(kernel, Quantized)
+    weights = (kernel.values, kernel.scale) if isinstance(kernel, Quantized) else (kernel, x)
     (y,) = library.call(
         "linear",
         (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype),),
-        *((x, kernel.values, kernel.scale) if isinstance(kernel, Quantized) else (x, kernel, x)),
-        *(x if one is None else one for one in given),
+        *(x, *weights, *(x if one is None else one for one in given)),
         vmap_method="sequential",
-        quantized=np.bool_(quantized),
+        quantized=np.bool_(is_quantized),
         biased=np.bool_(bias is not None),
         normed=np.bool_(norm is not None),
         added=np.bool_(add is not None),
         gated=np.bool_(gated),
-        transposed=np.bool_(transposed or quantized),
+        transposed=np.bool_(transposed or is_quantized),
         eps=np.float32(0 if norm is None else norm.eps),
     )
     return y
@@ -94,7 +94,8 @@ def refuses(
         return f"kernel {kernel.shape} does not have its columns in eights"
     if (gated and transposed) or not 1 <= columns <= 2**20:
         return f"kernel {kernel.shape} with gated={gated}, transposed={transposed} has no kernel"
-    arrays = (x, None if is_quantized else kernel, bias, norm and norm.scale, add)
+    scale = None if norm is None else norm.scale
+    arrays = (x, None if is_quantized else kernel, bias, scale, add)
     if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
         return "something is not bfloat16"
     if dtype not in (jnp.bfloat16, jnp.float32):

@@ -21,8 +21,8 @@ from jspec.typing import Array
 # Multiplications of a single row up to which XLA on a GPU makes a reduction of a product: the bound
 # of `IsMatrixMultiplicationTooSmallForRewriting` in its algebraic simplifier.
 REWRITTEN = 10**7
-# Those from which on XLA's product of two rows takes less time than of one on an H200: 0.6 of it
-# for 4096 x 4096 weights, but 1.3 of it for 2880 x 5120.
+# Multiplications of a single row from which on XLA takes less time for two rows, on an H200: it does
+# with weights of 4096 x 4096, and does not with 2880 x 5120.
 DOUBLED = 2**24
 
 
@@ -100,12 +100,11 @@ def linear_xla(
 
 def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
     """``x [..., in]`` times ``kernel [in, ...]``, summed in float32."""
-    count = 1
-    if x.size == x.shape[-1] and jax.default_backend() == "gpu":
-        # XLA would write the products of a small row to memory, rounded, and add them up after.
-        count = 8 if kernel.size <= REWRITTEN else 2 if kernel.size >= DOUBLED else 1
-    if count == 1:
+    is_row = x.size == x.shape[-1] and jax.default_backend() == "gpu"
+    if not is_row or REWRITTEN < kernel.size < DOUBLED:
         return jnp.tensordot(x, kernel, axes=1, preferred_element_type=dtype)
+    # XLA would write the products of a small row to memory, rounded, and add them up after.
+    count = 8 if kernel.size <= REWRITTEN else 2
     rows = jnp.pad(x.reshape(1, -1), ((0, count - 1), (0, 0)))
     y = jnp.tensordot(rows, kernel, axes=1, preferred_element_type=dtype)
     return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])

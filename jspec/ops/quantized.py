@@ -20,8 +20,8 @@ KINDS = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 class Quantized:
     """A matrix ``[in, *out]`` of weights: ``values [*out, in]`` of 8 bits times ``scale [*out]``.
 
-    ``scale`` is float32. Products take the values as they are, and scale their sums. The inputs of
-    a column lie together, as matrix units take numbers of 8 bits.
+    ``scale`` is float32. Products take the values as they are, and scale their sums. A
+    column's inputs are contiguous, as matrix units read operands of 8 bits.
     """
 
     values: Array

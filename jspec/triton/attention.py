@@ -157,7 +157,7 @@ def _in_pieces(
     value: int,
     splits: int,
 ) -> tuple[Array, Array]:
-    """``attended`` to a few tokens after the others, which changes no bit of an exact attention.
+    """``attended``, a few tokens at a time, which changes no bit of an exact attention.
 
     Each token leaves a part of ``value`` channels a head for every one of the ``splits`` of its
     keys: those of a long prompt would be larger than the cache.
@@ -283,7 +283,7 @@ def merged(
 def refuses(q: Array, k: Array, v: Array | None, value_size: int | None = None) -> str | None:
     """Why the kernels cannot take queries, keys and values of these shapes and types, or None.
 
-    ``value_size``: None also for a kernel that takes no wide keys, whatever values they hold.
+    ``value_size``: left out for a kernel that takes no wide keys.
     """
     if 0 in q.shape or 0 in k.shape or (v is not None and 0 in v.shape):
         return f"q {q.shape}, k {k.shape} leave nothing to launch"
@@ -296,10 +296,11 @@ def refuses(q: Array, k: Array, v: Array | None, value_size: int | None = None) 
         return None
     if v is None and value_size in WIDE_VALUES and size - value <= MOST_REST:
         return None
-    return (
-        f"keys of size {size} and values of {value} are over {MOST_CHANNELS}, and not values of "
-        f"{' or '.join(map(str, WIDE_VALUES))} in keys of at most {MOST_REST} channels more"
-    )
+    found = f"keys of size {size} and values of {value} are over {MOST_CHANNELS}"
+    if value_size is None:
+        return found
+    wide = " or ".join(map(str, WIDE_VALUES))
+    return f"{found}; wider keys must hold values of {wide} and up to {MOST_REST} channels besides"
 
 
 def refuses_here(k: Array) -> str | None:

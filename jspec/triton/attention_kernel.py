@@ -24,7 +24,7 @@ def in_base_2(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def products_of(q, k, more_q, more_k):
+def products_of(q, k, more_q=None, more_k=None):
     """Products ``[ROWS, KEYS]`` of queries and keys, of whose channels ``more`` is a tile or None.
 
     Keys of another type than the queries are multiplied in float32, which the queries then are.
@@ -236,7 +236,7 @@ def attend(
         if REST > 0:
             more_keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, REST, WIDTH)
         if PROBED:
-            products = products_of(pooled, keys, None, None)
+            products = products_of(pooled, keys)
             tl.store(scores + start + key, tl.sum(products, axis=0) * SCALE, mask=read)
         values = keys
         if not VALUES_IN_KEYS:

@@ -1,5 +1,8 @@
 """A product with what is before and after it, against float64 from the definition."""
 
+import functools
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +57,21 @@ def test_sums_are_float32_and_the_result_is_of_the_dtype_asked_for(outputs):
     )
     np.testing.assert_array_equal(got, np.full((1, outputs), 1279.0))
     assert linear(x, kernel).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(("outputs", "rows"), [(8, 8), (16, 1), (24, 2)])
+def test_a_single_row_is_padded_for_a_gpu(outputs, rows, monkeypatch):
+    """Where XLA would rewrite the product, and where it multiplies two rows faster than one."""
+    module = importlib.import_module("jspec.ops.linear")
+    monkeypatch.setattr(module, "REWRITTEN", 8 * 10)
+    monkeypatch.setattr(module, "DOUBLED", 24 * 10)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x, kernel = normal(1, 1, 10), normal(10, outputs)
+    run = functools.partial(linear, implementation="xla")
+    np.testing.assert_allclose(run(x, kernel), np.float64(x) @ np.float64(kernel), rtol=1e-5)
+    every = jax.make_jaxpr(run)(x, kernel).eqns
+    (product,) = [one for one in every if one.primitive.name == "dot_general"]
+    assert product.invars[0].aval.size == rows * 10
 
 
 @pytest.mark.parametrize(

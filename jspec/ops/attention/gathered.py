@@ -127,10 +127,15 @@ def _xla(
 def gathered_sizes(
     q: Array, k: Array, v, positions, selected: Array, *args, **kwargs
 ) -> dict[str, int]:
-    """What backends are ordered by; ``lists``: selections of a row, 1 where heads share one."""
-    sizes = {"batch": q.shape[0], "tokens": q.shape[1], "selected": selected.shape[-1]}
+    """What backends are ordered by.
+
+    ``rows`` is T * G; ``lists``: selections of a batch row, 1 where heads share one.
+    """
+    batch, tokens, heads, _ = q.shape
+    kv_heads, channels = k.shape[2:]
+    sizes = {"batch": batch, "tokens": tokens, "rows": tokens * heads // kv_heads}
     lists = 1 if selected.ndim == 2 else selected.shape[1]
-    return sizes | {"channels": k.shape[3], "lists": lists}
+    return sizes | {"selected": selected.shape[-1], "channels": channels, "lists": lists}
 
 
 def _cases() -> list[Case]:
