@@ -21,8 +21,8 @@ from jspec.typing import Array
 # Multiplications of a single row up to which XLA on a GPU makes a reduction of a product: the bound
 # of `IsMatrixMultiplicationTooSmallForRewriting` in its algebraic simplifier.
 REWRITTEN = 10**7
-# Multiplications of a single row from which on XLA takes less time for two rows, on an H200: it does
-# with weights of 4096 x 4096, and does not with 2880 x 5120.
+# Multiplications of a single row from which on XLA multiplies two rows in less time, on an H200. It
+# does with weights of 4096 x 4096, and does not with 2880 x 5120.
 DOUBLED = 2**24
 
 
