@@ -1,4 +1,4 @@
-"""A product of a few rows of a small model by one CUDA kernel."""
+"""A product of a few rows by one CUDA kernel."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jspec.ops.quantized import Quantized
 from jspec.typing import Array
 
 # As in src/linear/linear.h.
-MOST_ROWS, MOST_INPUTS, GROUP = 16, 1024, 32
-INT8_MOST_INPUTS, INT8_GROUP = 2**20, 16
+GROUP, INT8_GROUP, MOST_ROWS, MOST_INPUTS = 32, 16, 24, 2**20
+SMALL_ROWS, SMALL_INPUTS = 16, 1024
 
 
 def linear_cuda(
@@ -87,13 +87,18 @@ def refuses(
     columns = math.prod(kernel.shape) // max(inputs, 1)
     if not 1 <= rows <= MOST_ROWS:
         return f"it takes 1 to {MOST_ROWS} rows, and there are {rows}"
-    most, group = (INT8_MOST_INPUTS, INT8_GROUP) if is_quantized else (MOST_INPUTS, GROUP)
-    if not 1 <= inputs <= most or inputs % group:
-        return f"{inputs} inputs are no multiple of {group} up to {most}"
+    group = INT8_GROUP if is_quantized else GROUP
+    if not 1 <= inputs <= MOST_INPUTS or inputs % group:
+        return f"{inputs} inputs are no multiple of {group} up to {MOST_INPUTS}"
     if not (transposed or is_quantized) and (not columns or columns % (16 if gated else 8)):
         return f"kernel {kernel.shape} does not have its columns in eights"
     if (gated and transposed) or not 1 <= columns <= 2**20:
         return f"kernel {kernel.shape} with gated={gated}, transposed={transposed} has no kernel"
+    if transposed and (rows > SMALL_ROWS or inputs > SMALL_INPUTS):
+        return (
+            f"transposed, it takes up to {SMALL_ROWS} rows and {SMALL_INPUTS} inputs, and there "
+            f"are {rows} and {inputs}"
+        )
     scale = None if norm is None else norm.scale
     arrays = (x, None if is_quantized else kernel, bias, scale, add)
     if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):

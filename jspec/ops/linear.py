@@ -43,9 +43,8 @@ def linear(
     A `Quantized` kernel is not transposed. ``norm``: of x before. ``gated``: ``out`` is ``(2,
     width)``, and what comes is ``silu(gate) * up`` of the two, ``[..., width]`` (SwiGLU, Shazeer
     2020). ``add``, of the result's shape, is added in the end. Sums are float32; the result is of
-    ``dtype``, by default that of x. Where CUDA or Triton serves, which is for few rows of a small
-    model or of weights of 8 bits, all of it is one launch. Raises `ValueError` for shapes that do
-    not fit.
+    ``dtype``, by default that of x. Where CUDA or Triton serves, which is for few rows, all of it
+    is one launch. Raises `ValueError` for shapes that do not fit.
     """
     inputs = kernel.shape[-1 if transposed else 0]
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]

@@ -22,6 +22,11 @@ CASES = {
     "int8-gate-up": (4, 1040, 200, "bfloat16", "norm", "gated", "int8"),
     "int8-down": (16, 3072, 72, "bfloat16", "add", "int8"),
     "int8-odd": (9, 16, 7, "bfloat16", "wide", "int8"),
+    "int8-24-rows": (24, 2064, 4200, "bfloat16", "norm", "int8"),
+    "large-qkv": (1, 4096, 1280, "bfloat16", "norm", "bias"),
+    "large-gate-up": (4, 1056, 9000, "bfloat16", "norm", "gated"),
+    "large-down": (10, 3072, 72, "bfloat16", "add", "wide"),
+    "many-rows": (24, 96, 4328, "bfloat16", "norm", "add"),
 }
 
 
@@ -42,7 +47,7 @@ def test_equals_the_definition(case):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", ["gate-up", "added-biased", "head", "int8-gate-up", "int8-down"])
+@pytest.mark.parametrize("case", ["gate-up", "added-biased", "head", "int8-gate-up", "int8-24-rows", "large-down"])
 def test_a_row_alone_is_the_row_among_others(case):
     arrays, settings = arguments(*CASES[case])
     (x, kernel, bias, norm, add), every = arrays, run_or_skip(arrays, settings)
@@ -55,14 +60,15 @@ def test_a_row_alone_is_the_row_among_others(case):
 @pytest.mark.parametrize(
     ("shape", "change", "reason"),
     [
-        ((17, 64, 8), {}, "it takes 1 to 16 rows, and there are 17"),
-        ((1, 48, 8), {}, "48 inputs are no multiple of 32 up to 1024"),
+        ((25, 64, 8), {}, "it takes 1 to 24 rows, and there are 25"),
+        ((1, 48, 8), {}, "48 inputs are no multiple of 32 up to 1048576"),
+        ((17, 64, 64), {"transposed": True}, "up to 16 rows and 1024 inputs, and there are 17 and"),
         ((1, 64, 12), {}, "does not have its columns in eights"),
         ((1, 64, 8), {"gated": True, "transposed": True}, "gated=True, transposed=True"),
         ((1, 64, 8), {"dtype": jnp.dtype("float16")}, "the result is of float16"),
         ((1, 64, 8), {"add": jnp.zeros((1, 8))}, "something is not bfloat16"),
     ],
-    ids=["rows", "inputs", "columns", "kind", "dtype", "add"],
+    ids=["rows", "inputs", "transposed", "columns", "kind", "dtype", "add"],
 )
 def test_refuses_with_a_reason(shape, change, reason):
     rows, inputs, outputs = shape

@@ -10,7 +10,7 @@
 namespace jspec {
 namespace {
 
-constexpr int kWidth = 16;  // columns of a block
+constexpr int kWidth = 16;  // columns of a multiplication
 
 __device__ float wide(uint16_t value) { return __uint_as_float(uint32_t(value) << 16); }
 __device__ uint16_t narrow(float value) {
@@ -23,6 +23,23 @@ __device__ uint4 load(const uint16_t* global, bool reads) {
   return reads ? *reinterpret_cast<const uint4*>(global) : uint4{};
 }
 
+// Sixteen bytes on their way into shared memory, zeros where there is nothing to read. What lies
+// beside them goes to L2: a block near by reads it at the same time.
+__device__ void copy(void* shared, const void* global, bool reads) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+               "r"(reads ? 16 : 0));
+}
+
+// Four 8 x 8 matrices, transposed; each lane has the address of a row of 8.
+__device__ void load_transposed(uint32_t (&a)[4], const void* shared) {
+  const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(from)
+               : "memory");
+}
+
 __device__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -31,67 +48,119 @@ __device__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Scales a pair of inputs, rounds them, and adds the squares of what they were.
-__device__ uint32_t scaled(uint32_t pair, uint32_t scale, float& squares) {
-  squares = fmaf(low(pair), low(pair), fmaf(high(pair), high(pair), squares));
+__device__ uint32_t scaled(uint32_t pair, uint32_t scale) {
   const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair),
                                          *reinterpret_cast<const __nv_bfloat162*>(&scale));
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// The results of a block, from the sums that each warp has of its share of the inputs. `parts`:
-// shared memory for warps * tiles * 8 * (sides * kWidth + 1) numbers. `factors`, `shifts` of the
-// columns and `added`: of the value that this thread gives, where it is kept.
-template <int sides, int tiles>
-__device__ void finish(const Linear& linear, float* parts, const float (&sums)[sides][tiles][4],
-                       const float (&squares)[tiles], const float (&factors)[sides],
-                       const float (&shifts)[sides], float added) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int eighth = lane / 4, quarter = lane % 4;
-  const int row = threadIdx.x / kWidth, own = blockIdx.x * kWidth + threadIdx.x % kWidth;
-  constexpr int size = tiles * 8 * kWidth;  // of what a warp leaves of each side
-  float* norms = parts + warps * sides * size;
-#pragma unroll
-  for (int tile = 0; tile < tiles; ++tile) {
-#pragma unroll
-    for (int side = 0; side < sides; ++side) {
-      float* part =
-          parts + (warp * sides + side) * size + (tile * 8 + quarter * 2) * kWidth + eighth;
-      part[0] = sums[side][tile][0];
-      part[kWidth] = sums[side][tile][1];
-      part[8] = sums[side][tile][2];
-      part[kWidth + 8] = sums[side][tile][3];
-    }
-    if (quarter == 0) norms[warp * tiles * 8 + tile * 8 + eighth] = squares[tile];
+// Eight inputs, each scaled and rounded.
+__device__ uint4 scaled(const uint4& x, const uint4& by) {
+  return {scaled(x.x, by.x), scaled(x.y, by.y), scaled(x.z, by.z), scaled(x.w, by.w)};
+}
+
+// The sum of the squares of eight inputs.
+__device__ float squared(const uint4& x) {
+  float sum = 0;
+  for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
+    sum = fmaf(low(pair), low(pair), fmaf(high(pair), high(pair), sum));
   }
-  __syncthreads();
-  if (row >= linear.rows || own >= linear.outputs) return;
-  float totals[sides] = {}, norm = 0;
-  for (int other = 0; other < warps; ++other) {
-#pragma unroll
-    for (int side = 0; side < sides; ++side) {
-      totals[side] += parts[(other * sides + side) * size + threadIdx.x];
-    }
-    norm += norms[other * tiles * 8 + row];
-  }
-  // The norm is a factor of the whole row, so that it can wait for the sum of the squares. Rounded
-  // where a model rounds: after the product, its bias, its activation and the sum.
-  const float root = linear.scale ? rsqrtf(norm / linear.inputs + linear.eps) : 1.0f;
+  return sum;
+}
+
+// A value of the result, from the sums of its column on each side. Rounded where a model rounds:
+// after the product, its bias, its activation and the sum. `squares`: of the row; its norm is a
+// factor of the whole of it, so that it can wait for their sum.
+template <int sides>
+__device__ float finished(const Linear& linear, const float (&sums)[sides], float squares,
+                          const float (&factors)[sides], const float (&shifts)[sides],
+                          float added) {
+  const float root = linear.scale ? rsqrtf(squares / linear.inputs + linear.eps) : 1.0f;
   const auto rounded = [&](float value) { return linear.wide ? value : wide(narrow(value)); };
+  float values[sides];
 #pragma unroll
   for (int side = 0; side < sides; ++side) {
-    totals[side] = rounded(rounded(totals[side] * root * factors[side]) + shifts[side]);
+    values[side] = rounded(rounded(sums[side] * root * factors[side]) + shifts[side]);
   }
-  float value = totals[sides - 1];
-  if constexpr (sides == 2) value = rounded(rounded(totals[0] / (1 + expf(-totals[0]))) * value);
-  if (linear.add) value = rounded(added + value);
-  const int64_t place = int64_t(row) * linear.outputs + own;
-  if (linear.wide) {
-    static_cast<float*>(linear.out)[place] = value;
-  } else {
-    static_cast<uint16_t*>(linear.out)[place] = narrow(value);
-  }
+  float value = values[0];
+  if constexpr (sides == 2) value = rounded(rounded(value / (1 + expf(-value))) * values[1]);
+  return linear.add ? rounded(added + value) : value;
 }
+
+// What a thread gives: `values` values of one column, blockDim.x / width rows apart. Read before
+// the sums are there, so that nothing is waited for behind them.
+template <int width, int sides, int values>
+struct Results {
+  int column;
+  float factors[sides], shifts[sides], added[values];
+
+  // `first`: of the columns of the block.
+  __device__ Results(const Linear& linear, int first) : column(first + threadIdx.x % width) {
+    const bool kept = column < linear.outputs;
+#pragma unroll
+    for (int side = 0; side < sides; ++side) {
+      const int at = side * linear.outputs + column;
+      factors[side] = linear.column_scale && kept ? linear.column_scale[at] : 1;
+      shifts[side] = linear.bias && kept ? wide(linear.bias[at]) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < values; ++i) {
+      const bool adds = linear.add && kept && row(i) < linear.rows;
+      added[i] = adds ? wide(linear.add[int64_t(row(i)) * linear.outputs + column]) : 0;
+    }
+  }
+
+  __device__ static int row(int value) { return (threadIdx.x + value * blockDim.x) / width; }
+
+  // From the sums that each warp has of its share of the inputs. `parts`: shared memory where warps
+  // have `stride` numbers each, for tiles * 8 * (sides * width + 1).
+  template <int units, int tiles>
+  __device__ void write(const Linear& linear, float* parts, int stride,
+                        const float (&sums)[sides][units][tiles][4],
+                        const float (&squares)[tiles]) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int eighth = lane / 4, quarter = lane % 4;
+    constexpr int size = tiles * 8 * width;  // of what a warp leaves of each side
+#pragma unroll
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int first = tile * 8 + quarter * 2;
+#pragma unroll
+      for (int side = 0; side < sides; ++side) {
+#pragma unroll
+        for (int unit = 0; unit < units; ++unit) {
+          float* part =
+              parts + warp * stride + side * size + first * width + unit * kWidth + eighth;
+          part[0] = sums[side][unit][tile][0];
+          part[width] = sums[side][unit][tile][1];
+          part[8] = sums[side][unit][tile][2];
+          part[width + 8] = sums[side][unit][tile][3];
+        }
+      }
+      if (quarter == 0) parts[warp * stride + sides * size + tile * 8 + eighth] = squares[tile];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < values; ++i) {
+      if (row(i) >= linear.rows || column >= linear.outputs) return;
+      float totals[sides] = {}, norm = 0;
+      for (int other = 0; other < warps; ++other) {
+        const float* part = parts + other * stride;
+#pragma unroll
+        for (int side = 0; side < sides; ++side) {
+          totals[side] += part[side * size + i * blockDim.x + threadIdx.x];
+        }
+        norm += part[sides * size + row(i)];
+      }
+      const float value = finished(linear, totals, norm, factors, shifts, added[i]);
+      const int64_t place = int64_t(row(i)) * linear.outputs + column;
+      if (linear.wide) {
+        static_cast<float*>(linear.out)[place] = value;
+      } else {
+        static_cast<uint16_t*>(linear.out)[place] = narrow(value);
+      }
+    }
+  }
+};
 
 }  // namespace
 }  // namespace jspec

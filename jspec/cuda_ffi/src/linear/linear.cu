@@ -14,22 +14,6 @@ namespace {
 constexpr int kMostWarps = 16;          // of a block
 constexpr int kTile = kGroup * kWidth;  // weights of a group
 
-// Sixteen bytes on their way into shared memory, zeros where there is nothing to read. What lies
-// beside them goes to L2: a block near by reads it at the same time.
-__device__ void copy(uint16_t* shared, const uint16_t* global, bool reads) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
-               "r"(reads ? 16 : 0));
-}
-
-// Four 8 x 8 matrices, transposed; each lane has the address of a row of 8.
-__device__ void load_transposed(uint32_t (&a)[4], const uint16_t* shared) {
-  const uint32_t from = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(from));
-}
-
 // A warp takes `groups` groups of inputs; `tiles` tiles of 8 rows. A multiplication of 16 columns,
 // 16 inputs and 8 rows takes the inputs in any order that weights and rows agree on: a lane has 8
 // that follow each other, for two multiplications.
@@ -78,14 +62,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
       }
     }
   }
-  const int row = threadIdx.x / kWidth, own = column + threadIdx.x % kWidth;
-  const bool kept = row < linear.rows && own < outputs;
-  float added = 0, shifts[sides] = {};
-  if (linear.add && kept) added = wide(linear.add[row * outputs + own]);
-#pragma unroll
-  for (int side = 0; side < sides; ++side) {
-    if (linear.bias && kept) shifts[side] = wide(linear.bias[side * outputs + own]);
-  }
+  const Results<kWidth, sides, 1> results(linear, column);
 
   float squares[tiles] = {};
   if (linear.scale) {
@@ -93,9 +70,8 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
     for (int i = 0; i < groups; ++i) {
 #pragma unroll
       for (int tile = 0; tile < tiles; ++tile) {
-        uint4& x = rows[i][tile];
-        x = {scaled(x.x, scales[i].x, squares[tile]), scaled(x.y, scales[i].y, squares[tile]),
-             scaled(x.z, scales[i].z, squares[tile]), scaled(x.w, scales[i].w, squares[tile])};
+        squares[tile] += squared(rows[i][tile]);
+        rows[i][tile] = scaled(rows[i][tile], scales[i]);
       }
     }
 #pragma unroll
@@ -104,7 +80,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
       squares[tile] += __shfl_xor_sync(kAllLanes, squares[tile], 2);
     }
   }
-  float sums[sides][tiles][4] = {};
+  float sums[sides][1][tiles][4] = {};
   asm volatile("cp.async.wait_all;");
   __syncwarp();
 #pragma unroll
@@ -126,18 +102,15 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
 #pragma unroll
         for (int tile = 0; tile < tiles; ++tile) {
           const uint4 x = rows[i][tile];
-          multiply(sums[side][tile], a, step ? x.z : x.x, step ? x.w : x.y);
+          multiply(sums[side][0][tile], a, step ? x.z : x.x, step ? x.w : x.y);
         }
       }
     }
   }
 
-  float factors[sides];
-#pragma unroll
-  for (int side = 0; side < sides; ++side) factors[side] = 1;
   float* parts =
       reinterpret_cast<float*>(shared + (transposed ? 0 : warps * groups * sides * kTile));
-  finish<sides, tiles>(linear, parts, sums, squares, factors, shifts, added);
+  results.write(linear, parts, tiles * 8 * (sides * kWidth + 1), sums, squares);
 }
 
 template <int groups, int tiles, bool gated, bool transposed>
@@ -173,8 +146,10 @@ const char* launch_tiles(const Linear& linear, Stream stream) {
 }  // namespace
 
 const char* linear(const Linear& linear, Stream stream) {
-  if (linear.column_scale) return linear_int8(linear, stream);
-  constexpr int most = kMostInputs / kGroup / kMostWarps;
+  if (linear.column_scale || linear.inputs > kSmallInputs || linear.rows > kSmallRows) {
+    return linear_stream(linear, stream);
+  }
+  constexpr int most = kSmallInputs / kGroup / kMostWarps;
   return linear.inputs <= kMostWarps * kGroup ? launch_tiles<1>(linear, stream)
                                               : launch_tiles<most>(linear, stream);
 }

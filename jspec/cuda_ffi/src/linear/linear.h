@@ -7,10 +7,10 @@
 
 namespace jspec {
 
-// Inputs that a warp multiplies at a time, and most rows and inputs that a kernel takes.
-constexpr int kGroup = 32, kMostRows = 16, kMostInputs = 1024;
-// The same of weights of 8 bits, whose inputs are not held at once.
-constexpr int kInt8Group = 16, kInt8MostInputs = 1 << 20;
+// What inputs are a multiple of, and those of weights of 8 bits; the most rows and inputs.
+constexpr int kGroup = 32, kInt8Group = 16, kMostRows = 24, kMostInputs = 1 << 20;
+// The most of a product that has all of its weights on their way at once.
+constexpr int kSmallRows = 16, kSmallInputs = 1024;
 
 struct Linear {
   const uint16_t* x;          // [rows, inputs]
@@ -32,7 +32,7 @@ struct Linear {
 // Returns what went wrong, or null.
 const char* linear(const Linear& linear, Stream stream);
 
-// The same on a GPU, of weights of 8 bits.
-const char* linear_int8(const Linear& linear, Stream stream);
+// The same on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.
+const char* linear_stream(const Linear& linear, Stream stream);
 
 }  // namespace jspec

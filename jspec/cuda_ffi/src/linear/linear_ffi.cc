@@ -20,16 +20,19 @@ ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::Remai
   int64_t rows = 1, columns = 1;
   for (size_t i = 0; i + 1 < x.size(); ++i) rows *= x[i];
   for (size_t i = 0; i + 1 < kernel.size(); ++i) columns *= kernel[transposed ? i : i + 1];
-  const int64_t most = quantized ? kInt8MostInputs : kMostInputs;
   const int64_t group = quantized ? kInt8Group : kGroup;
-  const bool fits = quantized ? transposed : transposed ? !gated : columns % (8 * sides) == 0;
-  if (rows < 1 || rows > kMostRows || inputs < 1 || inputs > most || inputs % group ||
-      columns < 1 || columns > INT32_MAX / kMostInputs || columns % sides || !fits) {
+  const bool is_small = rows <= kSmallRows && inputs <= kSmallInputs;
+  const bool fits = quantized    ? transposed
+                    : transposed ? !gated && is_small
+                                 : columns % (8 * sides) == 0;
+  if (rows < 1 || rows > kMostRows || inputs < 1 || inputs > kMostInputs || inputs % group ||
+      columns < 1 || columns > INT32_MAX / kSmallInputs || columns % sides || !fits) {
     return invalid("x ", buffers[0], ", kernel ", buffers[1], ", quantized=", quantized,
                    ", gated=", gated, ", transposed=", transposed, " must be 1 to ", kMostRows,
-                   " rows of inputs, a multiple of ", group, " up to ", most,
+                   " rows of inputs, a multiple of ", group, " up to ", kMostInputs,
                    ", and columns in eights unless transposed, as quantized ones are; others are "
-                   "not both gated and transposed");
+                   "transposed for up to ", kSmallRows, " rows of ", kSmallInputs,
+                   " inputs, and not gated");
   }
   const auto BF16 = ffi::DataType::BF16;
   const bool wide = buffers[6].element_type() == ffi::DataType::F32;
