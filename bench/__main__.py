@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import errno
+import faulthandler
 import itertools
 import json
 import os
@@ -67,6 +68,10 @@ SUITES: dict[str, Suite] = {
     )
 }
 _INTERRUPTED = threading.Event()
+_interrupted_at = 0.0
+# Seconds in which signals count as one: `timeout` sends a process and its group one each, and the
+# second would break off the writing of what there is.
+TOGETHER = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +116,7 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
         _check_writable(parser, "--plot", [asked.plot / "figure"])
     good = True
     for name in names:
-        result = _run(name, settings)
+        result = _run(name, settings, _file(asked.json, name, asked) if asked.json else None)
         _tell(result, earlier.get(name), asked)
         if result.get("interrupted"):
             console().print(f"interrupted: {name} has only what was measured until then")
@@ -267,8 +272,11 @@ def _check_cases(
             parser.error(f"--case {text}: {error}")
 
 
-def _run(name: str, settings: Settings) -> dict[str, Any]:
-    """A suite's result; what was measured until then, if it is interrupted."""
+def _run(name: str, settings: Settings, path: Path | None) -> dict[str, Any]:
+    """A suite's result; what was measured until then, if it is interrupted.
+
+    ``path``: a file that has the rows so far after each of them, whatever ends the process.
+    """
     begin = time.perf_counter()
     result = {"suite": name, "machine": describe(), "quick": settings.quick}
     result |= SUITES[name].run(settings)
@@ -276,6 +284,9 @@ def _run(name: str, settings: Settings) -> dict[str, Any]:
     try:
         for row in result["rows"]:
             rows.append(row)
+            if path is not None:
+                seconds = round(time.perf_counter() - begin, 1)
+                _save(path, result | {"interrupted": True, "seconds": seconds, "rows": rows})
             if _INTERRUPTED.is_set():
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -287,6 +298,10 @@ def _run(name: str, settings: Settings) -> dict[str, Any]:
 
 
 def _interrupt(number: int, frame: Any) -> None:
+    global _interrupted_at
+    before, _interrupted_at = _interrupted_at, time.monotonic()
+    if _INTERRUPTED.is_set() and _interrupted_at - before < TOGETHER:
+        return
     # What is raised inside a callback of the garbage collector is lost: the flag is not.
     _INTERRUPTED.set()
     raise KeyboardInterrupt
@@ -307,4 +322,10 @@ if __name__ == "__main__":
     # until it asks for it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
-    sys.exit(main())
+    faulthandler.enable()  # a crash says where
+    code = main()
+    if _INTERRUPTED.is_set():
+        # A thread of a suite may be in a program that does not end, and Python would wait for it.
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -14,8 +14,7 @@ import functools
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from rich.table import Table
 
 import jspec
 from bench import cases, decoding
+from bench.at_once import Task, as_they_end
 from bench.decode.catalogue import MODELS
 from bench.decode.shapes import first_layers, random_model
 from bench.settings import Settings, bar, console
@@ -58,7 +58,6 @@ FORCED = (1, 9)  # tokens of a pass over the reference's text
 PIECE = 64  # tokens of a pass that looks at logits alone
 OF_A_BED = ("model", "layers", "S", "prompts", "new")
 MOST_WORKERS = 8
-Rows = list[dict[str, Any]]
 
 
 def parse(text: str) -> cases.Case:
@@ -140,7 +139,7 @@ class Bed:
 
     @property
     def workers(self) -> int:
-        """How many cases may run at once: compiling takes most of the time, on a CPU, and no row
+        """How many rows may be made at once: compiling takes most of the time, on a CPU, and no row
         has a speed. Of a large model one, whose caches fill the memory."""
         is_bundled = self.tokenizer is not None
         return min(MOST_WORKERS, max((os.cpu_count() or 1) // 2, 1)) if is_bundled else 1
@@ -236,47 +235,42 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
-    wanted = cases_of(settings)
-    with bar("parity", len(wanted)) as advance:
-        for _, group in itertools.groupby(wanted, key=lambda case: [case[key] for key in OF_A_BED]):
-            own = list(group)
+    """Each row as it is done."""
+    wanted = itertools.groupby(cases_of(settings), key=lambda case: [case[key] for key in OF_A_BED])
+    groups = [list(group) for _, group in wanted]
+    makers = [_makers(own, settings) for own in groups]
+    with bar("parity", sum(map(len, makers))) as advance:
+        for own, named in zip(groups, makers, strict=True):
+            reference = Task("exact plain decoding", functools.partial(Bed.of, own[0]))
             try:
-                bed = Bed.of(own[0])
+                (bed,) = as_they_end("parity", [reference], 1)
             except BackendError as error:
                 for case in own:
                     yield {"case": case, "mode": EXACT, "reason": str(error), "checked": None}
                     advance()
                 continue
-            for rows in _at_once(_tasks(bed, own, settings), bed.workers):
-                yield from rows
+            tasks = [Task(name, functools.partial(maker, bed)) for name, maker in named]
+            for row in as_they_end("parity", tasks, bed.workers):
+                yield row
                 advance()
 
 
-def _tasks(
-    bed: Bed, wanted: Sequence[cases.Case], settings: Settings
-) -> Iterator[Callable[[], Rows]]:
-    """What makes the rows of each case."""
-    batches = set()
+def _makers(
+    wanted: Sequence[cases.Case], settings: Settings
+) -> list[tuple[str, Callable[[Bed], dict[str, Any]]]]:
+    """What makes each row of these cases, with a name."""
+    found, batches = [], set()
     for case in wanted:
-        makers = [
-            functools.partial(_of_drafter, bed, case, mode, settings)
-            for mode in filter(settings.wants, MODES)
-        ]
-        if settings.wants(ORDINARY) and case["B"] not in batches:
-            batches.add(case["B"])
-            makers += [functools.partial(_of_passes, bed, case, piece) for piece in FORCED]
-        yield lambda makers=makers: [make() for make in makers]
-
-
-def _at_once(tasks: Iterable[Callable[[], Rows]], workers: int) -> Iterator[Rows]:
-    """What the tasks give, in their order; so many run at once."""
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for task in [pool.submit(task) for task in tasks]:
-            yield task.result()
-    finally:
-        # Whoever interrupts this wants what there is.
-        pool.shutdown(wait=False, cancel_futures=True)
+        batch = case["B"]
+        for mode in filter(settings.wants, MODES):
+            maker = functools.partial(_of_drafter, case=case, mode=mode, settings=settings)
+            found.append((f"{mode} {case['draft']} gamma={case['gamma']} B={batch}", maker))
+        if settings.wants(ORDINARY) and batch not in batches:
+            batches.add(batch)
+            for piece in FORCED:
+                maker = functools.partial(_of_passes, case=case, piece=piece)
+                found.append((f"passes of {piece} B={batch}", maker))
+    return found
 
 
 def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> dict[str, Any]:

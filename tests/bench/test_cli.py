@@ -174,6 +174,37 @@ def test_an_interrupted_decoding_keeps_what_it_measured(monkeypatch, tmp_path):
     assert [row["source"] for row in result["rows"]] == ["none"]
 
 
+def test_signals_that_come_together_count_as_one(monkeypatch):
+    monkeypatch.setattr(command, "_INTERRUPTED", threading.Event())
+    with pytest.raises(KeyboardInterrupt):
+        command._interrupt(signal.SIGINT, None)
+    try:
+        command._interrupt(signal.SIGINT, None)
+    except KeyboardInterrupt:  # which would end pytest
+        pytest.fail("the second one counted as well")
+    monkeypatch.setattr(command, "TOGETHER", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        command._interrupt(signal.SIGINT, None)
+
+
+def test_an_error_costs_no_row_before_it(monkeypatch, tmp_path):
+    measure, calls = verify.point.measure, []
+
+    def broken(*arguments, **settings):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("broken")
+        return measure(*arguments, **settings)
+
+    monkeypatch.setattr(verify.point, "measure", broken)
+    path = tmp_path / "result.json"
+    with pytest.raises(RuntimeError, match="broken"):
+        main(["verify", "--quick", "--backend", "xla", "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert result["interrupted"]
+    assert [row["case"]["B"] for row in result["rows"]] == [2]
+
+
 def test_an_unknown_backend_lists_the_known_ones(capsys):
     with pytest.raises(SystemExit) as error:
         main(["verify", "--backend", "cuba"])

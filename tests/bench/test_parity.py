@@ -1,6 +1,10 @@
 """The suite `parity`: how flips are counted, and every row, with ordinary passes for exact ones."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -35,6 +39,7 @@ def as_if_exact(monkeypatch, small_bundled):
     monkeypatch.setattr(exact, "refuses_triton", lambda: None)
     monkeypatch.setattr(exact, "BACKENDS", Backends())
     monkeypatch.setattr(parity, "FORCED", (1, 2))
+    monkeypatch.setattr(parity, "MOST_WORKERS", 1)  # so that rows end in the order of the cases
 
 
 def measured(tmp_path, *arguments: str) -> tuple[int, list[dict]]:
@@ -106,3 +111,54 @@ def test_a_case_that_is_none_says_what_one_is(capsys):
     with pytest.raises(SystemExit):
         main(["parity", "--case", "draft=hata,gamma=none"])
     assert "gamma=none must be a whole number" in capsys.readouterr().err
+
+
+# Rows of figures that nobody measured; that of ngram never ends, and no signal wakes its thread.
+STUCK = """
+import runpy, sys, types
+from bench import parity
+
+def made(bed, case, mode, settings):
+    if case["draft"] == "ngram":
+        libc = __import__("ctypes").CDLL(None)
+        while True:
+            libc.sleep(60)
+    row = {"case": case, "mode": mode, "kind": "decode", "mean_accepted_length": 1.0}
+    return row | parity.Flips(1, []).figures | {"checked": True}
+
+parity.Bed.of = lambda case: types.SimpleNamespace(workers=2)
+parity._of_drafter = made
+sys.argv = ["bench", "parity", "--backend", "exact", "--json", sys.argv[1]]
+for draft in ("ngram", "none", "vegas"):
+    sys.argv += ["--case", f"draft={draft}"]
+runpy.run_module("bench.__main__", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=("interrupt", "kill"))
+def test_a_row_that_never_ends_costs_no_other(tmp_path, number):
+    path = tmp_path / "parity.json"
+    run = subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until = time.monotonic() + 120
+        while not path.exists() or len(json.loads(path.read_text())["rows"]) < 2:
+            assert time.monotonic() < until
+            assert run.poll() is None
+            time.sleep(0.1)
+        for _ in range(2):  # as `timeout` sends it, to the process and to its group
+            run.send_signal(number)
+        out, err = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    result = json.loads(path.read_text())
+    assert result["interrupted"]
+    assert [row["case"]["draft"] for row in result["rows"]] == ["none", "vegas"]
+    if number == signal.SIGINT:
+        assert run.returncode == 130
+        assert "interrupted: parity has only" in out
+        assert "parity: 2 of 3, at work: exact ngram gamma=8 B=8 (" in err
