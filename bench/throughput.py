@@ -115,7 +115,7 @@ def plan(settings: Settings) -> Plan:
         return Plan(256, 2, 24, BUNDLED_GAMMA, RATIO)
     if jax.default_backend() == "cpu":
         return Plan(2048, 4, 64, BUNDLED_GAMMA, RATIO)
-    return Plan(8192, 8, 256, BUNDLED_GAMMA, RATIO)
+    return Plan(8192, 8, 1024, BUNDLED_GAMMA, RATIO)
 
 
 def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
