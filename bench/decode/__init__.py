@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -145,30 +146,38 @@ def by_size(label: str, own: Sequence[Measured]) -> Iterator[point.Row]:
     # All of them before any cache takes the memory that compiling needs.
     programs = _compiled(label, [steps.lowerings() for steps in own])
     with bar(label, len(own)) as advance:
-        for steps, ready in zip(own, programs, strict=True):
-            yield from steps.rows(ready)
+        for steps, (ready, seconds) in zip(own, programs, strict=True):
+            for row in steps.rows(ready):
+                yield row | {"compile_s": seconds}
             gc.collect()  # a failure's traceback may hold a cache
             advance()
 
 
 def _compiled(
     label: str, cases: Sequence[Mapping[Any, Callable[[], jax.stages.Lowered]]]
-) -> list[dict[Any, jax.stages.Compiled | Absent]]:
-    """Each case's programs, or why one could not be compiled: lowered by turns, compiled side by
-    side."""
-    found: list[dict[Any, Any]] = [{} for _ in cases]
+) -> list[tuple[dict[Any, jax.stages.Compiled | Absent], dict[str, float]]]:
+    """Each case's programs, or why one could not be compiled, and the seconds that compiling each
+    took beside the others: lowered by turns, compiled side by side."""
+    found: list[tuple[dict[Any, Any], dict[str, float]]] = [({}, {}) for _ in cases]
     every = [
         (own, key, lower)
         for own, case in zip(found, cases, strict=True)
         for key, lower in case.items()
     ]
+
+    def compiled(lowered: jax.stages.Lowered, key: Any, seconds: dict[str, float]) -> Any:
+        begin = time.perf_counter()
+        program = lowered.compile()
+        seconds[str(key)] = round(time.perf_counter() - begin, 2)
+        return program
+
     with ThreadPoolExecutor() as pool, bar(f"compile {label}", len(every)) as advance:
-        for own, key, lower in every:
+        for (own, seconds), key, lower in every:
             try:
-                own[key] = pool.submit(lower().compile)
+                own[key] = pool.submit(compiled, lower(), key, seconds)
             except Exception as error:
                 own[key] = failure(str(key), error)
-        for own, key, _ in every:
+        for (own, _), key, _ in every:
             if not isinstance(own[key], Absent):
                 try:
                     own[key] = own[key].result()

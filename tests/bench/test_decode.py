@@ -85,6 +85,8 @@ def test_a_row_has_its_floor_its_parts_and_its_memory(whole):
     assert one["floor_ns"] == pytest.approx(one["read_bytes"] / 10)
     # A ring of 8 + 3 slots, and room for two chunks of 2 steps.
     assert one["cache_bytes"] == 2 * (512 + 11) * 2 * 2 * 16
+    assert {"1", "3"} <= one["compile_s"].keys()
+    assert min(one["compile_s"].values()) > 0
     assert one["kernels"] == len(KERNELS)
     assert one["parts_ns"] == {"attention": 1000, "products": 600, "rest": 400}
     assert one["longest"]["gemm_fusion_dot_1"] == [1, 600]

@@ -47,7 +47,9 @@ def test_equals_the_definition(case):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", ["gate-up", "added-biased", "head", "int8-gate-up", "int8-24-rows", "large-down"])
+@pytest.mark.parametrize(
+    "case", ["gate-up", "added-biased", "head", "int8-gate-up", "int8-24-rows", "large-down"]
+)
 def test_a_row_alone_is_the_row_among_others(case):
     arrays, settings = arguments(*CASES[case])
     (x, kernel, bias, norm, add), every = arrays, run_or_skip(arrays, settings)
