@@ -9,6 +9,7 @@
 namespace jspec {
 namespace {
 
+constexpr int kUnits = 2;    // of 16 columns, that a block has of each side
 constexpr int kAtOnce = 16;  // warps of a multiprocessor that share its registers
 constexpr int kDepth = 2;    // steps of a ring; more would take the room that the L1 has for rows
 
@@ -33,14 +34,13 @@ __device__ uint32_t component(const uint4& four, int index) {
   return index == 0 ? four.x : index == 1 ? four.y : index == 2 ? four.z : four.w;
 }
 
-// Weights of 8 bits, [columns, inputs], of which a block takes `units` times 16 columns, of each
-// side if gated. Four lanes copy 64 inputs of a column, each the 16 that it multiplies itself; a
-// multiplication takes 4 of them, those with even places first.
-template <int units_, bool gated>
+// Weights of 8 bits, [columns, inputs]. Four lanes copy 64 inputs of a column, each the 16 that it
+// multiplies itself; a multiplication takes 4 of them, those with even places first.
+template <bool gated>
 struct Eight {
-  static constexpr int units = units_, sides = gated ? 2 : 1;
-  static constexpr int group = 16;                  // inputs of a lane in a step
-  static constexpr int copies = sides * units * 2;  // of 16 bytes, of a lane in a step
+  static constexpr int sides = gated ? 2 : 1;
+  static constexpr int group = 16;                   // inputs of a lane in a step
+  static constexpr int copies = sides * kUnits * 2;  // of 16 bytes, of a lane in a step
   const char* kernel;
   int inputs;
   uint32_t places[copies];  // in 16 bytes of the weights
@@ -51,7 +51,7 @@ struct Eight {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < copies; ++i) {
-      const int side = i / (2 * units), unit = i / 2 % units;
+      const int side = i / (2 * kUnits), unit = i / 2 % kUnits;
       const int at = min(column + unit * kWidth + i % 2 * 8 + lane / 4, linear.outputs - 1);
       places[i] = uint32_t(side * linear.outputs + at) * uint32_t(inputs / 16) + lane % 4;
     }
@@ -76,7 +76,7 @@ struct Eight {
                                    int unit) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = (side * units + unit) * 2 + half;
+      const int i = (side * kUnits + unit) * 2 + half;
       const uint4 found =
           *reinterpret_cast<const uint4*>(step + i * 512 + threadIdx.x % 32 * 16);
 #pragma unroll
@@ -89,14 +89,14 @@ struct Eight {
   }
 };
 
-// Weights of bfloat16, [inputs, columns]: a step is 32 inputs of `units` times 16 columns, in such
-// an order that neither copies nor loads of 8 rows share a bank.
-template <int units_, bool gated>
+// Weights of bfloat16, [inputs, columns]: a step is 32 inputs of the columns, in such an order that
+// neither copies nor loads of 8 rows share a bank.
+template <bool gated>
 struct Sixteen {
-  static constexpr int units = units_, sides = gated ? 2 : 1;
+  static constexpr int sides = gated ? 2 : 1;
   static constexpr int group = 8;
-  static constexpr int copies = sides * units * 2;
-  static constexpr int across = 2 * units;  // copies for the columns of an input
+  static constexpr int copies = sides * kUnits * 2;
+  static constexpr int across = 2 * kUnits;  // copies for the columns of an input
   const uint16_t* kernel;
   int inputs;
   int64_t columns;
@@ -121,8 +121,7 @@ struct Sixteen {
 
   // Where 8 columns of an input of a step lie.
   __device__ static int place(int side, int input, int eight) {
-    const int turned = across == 8 ? input / 8 + input % 2 * 4 : input / 8;
-    return ((side * 32 + input) * across + (eight ^ turned)) * 16;
+    return ((side * 32 + input) * across + (eight ^ input / 8)) * 16;
   }
 
   __device__ void read(char* step, int first) const {
@@ -187,7 +186,7 @@ struct Rows {
 template <class Weights, int tiles, int warps>
 __global__ void __launch_bounds__(32 * warps, tiles > 1 ? 1 : kAtOnce / warps)
     stream_kernel(const Linear linear) {
-  constexpr int sides = Weights::sides, units = Weights::units, width = units * kWidth;
+  constexpr int sides = Weights::sides, width = kUnits * kWidth;
   constexpr int group = Weights::group;
   constexpr int bytes = Weights::copies * 512;  // of a step
   constexpr bool early = tiles <= 2;  // whether there are registers for the rows of two steps
@@ -206,7 +205,7 @@ __global__ void __launch_bounds__(32 * warps, tiles > 1 ? 1 : kAtOnce / warps)
   constexpr int threads = 32 * warps, size = tiles * 8 * width;
   const Results<width, sides, (size + threads - 1) / threads> results(linear, column);
 
-  float sums[sides][units][tiles][4] = {}, squares[tiles] = {};
+  float sums[sides][kUnits][tiles][4] = {}, squares[tiles] = {};
   char* here = own;
   for (int step = 0; first(step) < linear.inputs; ++step) {
     if (!early) next.read(linear, first(step) + quarter * group);
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(32 * warps, tiles > 1 ? 1 : kAtOnce / warps)
 #pragma unroll
     for (int side = 0; side < sides; ++side) {
 #pragma unroll
-      for (int unit = 0; unit < units; ++unit) {
+      for (int unit = 0; unit < kUnits; ++unit) {
         uint32_t a[group / 4][4];
         weights.fragments(a, here, side, unit);
 #pragma unroll
@@ -261,7 +260,7 @@ const char* launch(const Linear& linear, int blocks, Stream stream) {
 // As many warps as keep a multiprocessor busy with the blocks that it has at once.
 template <class Weights, int tiles>
 const char* launch_warps(const Linear& linear, Stream stream) {
-  constexpr int width = Weights::units * kWidth;
+  constexpr int width = kUnits * kWidth;
   const int blocks = (linear.outputs + width - 1) / width;
   int device, processors;
   cudaGetDevice(&device);
@@ -282,11 +281,11 @@ const char* launch_tiles(const Linear& linear, Stream stream) {
 
 const char* linear_stream(const Linear& linear, Stream stream) {
   if (linear.column_scale) {
-    return linear.gated ? launch_tiles<Eight<2, true>>(linear, stream)
-                        : launch_tiles<Eight<2, false>>(linear, stream);
+    return linear.gated ? launch_tiles<Eight<true>>(linear, stream)
+                        : launch_tiles<Eight<false>>(linear, stream);
   }
-  return linear.gated ? launch_tiles<Sixteen<2, true>>(linear, stream)
-                      : launch_tiles<Sixteen<2, false>>(linear, stream);
+  return linear.gated ? launch_tiles<Sixteen<true>>(linear, stream)
+                      : launch_tiles<Sixteen<false>>(linear, stream);
 }
 
 }  // namespace jspec
