@@ -13,6 +13,7 @@ with its log-sum-exp, and a small second kernel merges them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -89,10 +90,11 @@ def _attended(
     last, bounds = reach(positions, shape, window)
     items, until = plan(bounds, shape, blocks)
     partials = _Partials(shape, scale, window, softcap, blocks)
-    out, lse, scores = opaque(partials, grouped(q, kv_heads), probe, k, v, last, items, until)
+    attend = functools.partial(_lowered_once, partials)
+    out, lse, scores = opaque(attend, grouped(q, kv_heads), probe, k, v, last, items, until)
     if blocks.chunks.count > 1:
         merge = Merge(q.shape, q.dtype, kv_heads, blocks.chunks)
-        return *opaque(merge, out, lse, bounds), scores
+        return *opaque(functools.partial(_lowered_once, merge), out, lse, bounds), scores
 
     def only(x: Array) -> Array:
         x = jnp.moveaxis(x[:, :, :, 0, : shape.wide], 1, 2)
@@ -100,6 +102,16 @@ def _attended(
         return ungrouped(x[:, :, : shape.rows], tokens)
 
     return only(out), only(lse) / LOG2E, scores
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _lowered_once(kernel: _Partials | Merge, *arrays: Any) -> Any:
+    """``kernel(*arrays)``, which a program lowers once, whatever the number of its layers.
+
+    JAX gives each lowering a name of its own, which is part of the kernel: XLA would compile it for
+    each layer anew.
+    """
+    return kernel(*arrays)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,3 +152,19 @@ def test_refuses_with_a_reason(change, reason):
             jax.ShapeDtypeStruct(q.shape[:2], jnp.int32),
         )
     assert ATTENTION.name == "pallas"
+
+
+def test_layers_of_a_program_share_their_kernels():
+    """XLA compiles what is lowered: two kernels, and not two for each layer."""
+    q = jax.ShapeDtypeStruct((2, 3, 8, 64), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((2, 8192, 2, 64), jnp.bfloat16)
+    positions = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    case = Case("", 3, 8192, (1, 1), size=64)
+
+    def layers(q, k, v, positions):
+        for _ in range(3):
+            q, _ = attention_pallas(q, k, v, positions, **settings(case))
+        return q
+
+    text = lower(layers, q, cache, cache, positions)
+    assert text.count("stablehlo.custom_call") == 2
