@@ -15,8 +15,8 @@ import pytest
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.build import SRC
 from jspec.cuda_ffi.toolchain import FLAGS, find
-from tests.ops.laws import fresh_verify
 from tests.ops.test_mutants import CAUGHT, check_mutant
+from tests.ops.toys import fresh_verify
 
 HANDLER, SOURCE = "sample/stochastic_ffi.cc", "sample/stochastic_cpu.cc"
 

@@ -13,6 +13,18 @@ LENGTHS = (50, 1, 17, 2, 33, 9, 3, 24)
 NEW = (40, 40, 5, 33, 1, 12, 40, 2)
 DRAFT_LIMITS = (None, 3, 0, None, 2, 1, 8, None)
 
+# Settings of sampling of eight requests.
+MIXED = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.5},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 2.0, "top_k": 9, "top_p": 0.9},
+    {},
+]
+
 STREAMING = SelfDraft(Streaming(sinks=2, window=6))
 NGRAM = NgramDraft(min_match=1, max_match=4)
 DRAFTERS: dict[str, Drafter] = {

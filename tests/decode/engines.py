@@ -11,8 +11,7 @@ from jspec.decode.engine import Engine
 from jspec.decode.generation import Generation, generate
 from jspec.policies import ExactTopK, Hata, HataOff, MagicPIG, Quest, Streaming, Vegas
 from tests.conftest import make_decoder
-from tests.decode.common import NGRAM, STREAMING, prompts
-from tests.decode.test_sampled import MIXED
+from tests.decode.common import MIXED, NGRAM, STREAMING, prompts
 
 VEGAS = GuidedDraft(Vegas(budget=8, least=0))
 SOME = {"budget": 8, "sinks": 1, "recent": 2, "dense_layers": 0}

@@ -25,7 +25,7 @@ from tests.decode.engines import (
     work,
 )
 from tests.decode.test_programs import COMPILED
-from tests.decode.test_sampled import PROMPT, SAMPLED, SOURCES, enumerated, second, seeded, target
+from tests.decode.text_laws import PROMPT, SAMPLED, SOURCES, enumerated, second, seeded, target
 from tests.ops.laws import check_counts
 
 pytestmark = pytest.mark.slow

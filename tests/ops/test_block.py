@@ -13,17 +13,8 @@ from jspec.ops import block
 from jspec.ops import vocabulary as vocabulary_module
 from jspec.ops.distribution import ONE
 from jspec.ops.sample import Role, Sampling
-from tests.ops.laws import (
-    SAMPLED,
-    block_law,
-    check_counts,
-    draw,
-    filtered_law,
-    fresh_verify,
-    make_toy,
-    sampling_of,
-    verify,
-)
+from tests.ops.laws import SAMPLED, check_counts, filtered_law, sampling_of
+from tests.ops.toys import block_law, draw, fresh_verify, make_toy, verify
 
 
 def test_chances_are_rounded_down_once():

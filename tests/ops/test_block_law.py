@@ -15,10 +15,9 @@ from jspec.ops.sample import Role
 from jspec.ops.stochastic import VERIFY_STOCHASTIC, verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
 from tests.ops.backends import every_backend
-from tests.ops.laws import (
-    GREEDY,
-    LAST_NUMBER,
-    SAMPLED,
+from tests.ops.laws import GREEDY, LAST_NUMBER, SAMPLED, probabilities, sampling_of, to_uint64
+from tests.ops.test_verify import assert_outcomes, cut, int32
+from tests.ops.toys import (
     Group,
     Toy,
     block_law,
@@ -27,12 +26,8 @@ from tests.ops.laws import (
     completed,
     fresh_verify,
     make_toy,
-    probabilities,
-    sampling_of,
-    to_uint64,
     verify,
 )
-from tests.ops.test_verify import assert_outcomes, cut, int32
 
 # --- outcomes that are certain -----------------------------------------------------------------
 

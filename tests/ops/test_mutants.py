@@ -16,13 +16,9 @@ from jspec.ops import stochastic as module
 from jspec.ops.distribution import ONE, total
 from jspec.ops.sample import Role
 from jspec.ops.vocabulary import NO_TOKEN
-from tests.ops.laws import (
-    LAST_NUMBER,
-    check_block_law,
-    check_forced,
-    fresh_verify,
-)
+from tests.ops.laws import LAST_NUMBER
 from tests.ops.test_block_law import FORCED, LAWS
+from tests.ops.toys import check_block_law, check_forced, fresh_verify
 
 RIGHT = {
     name: getattr(module, name)

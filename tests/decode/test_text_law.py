@@ -1,0 +1,174 @@
+"""The law of sampled texts is the target's, over the whole pipeline.
+
+The mutants at the end show that the check sees what may go wrong between steps.
+"""
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.decode import step as step_module
+from jspec.decode.auto import GammaChoice
+from jspec.decode.draft import base as draft_module
+from jspec.decode.draft import chain as chain_module
+from jspec.ops.sample import Role
+from tests.decode.text_laws import OTHER_POLICIES, SAMPLED, SOURCES, Haunted, check_law
+
+
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("chain-")) for name in SOURCES],
+)
+def test_generated_texts_have_the_target_law(source):
+    """Four tokens by gamma 2, so that every text takes several steps; fails below p = 1e-4."""
+    rate = check_law(source, SAMPLED)
+    if source == "dense":  # its drafts are drawn from the target's own law
+        assert rate > 0.999
+    else:
+        assert source == "plain" or 0.2 < rate < 0.95
+
+
+def test_texts_verified_by_blocks_have_the_target_law():
+    assert check_law("model", SAMPLED, gamma=3, rule="block") > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["chain", "chain-of-models"])
+def test_the_block_rule_gives_the_law_of_chains(source):
+    """Their drafts end where their rounds do, which the tokens drawn so far decide."""
+    assert check_law(source, SAMPLED, gamma=3, rule="block") > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_POLICIES)
+def test_texts_by_drafts_of_every_policy_have_the_target_law(name):
+    """Their own law is another one: a share of their tokens is rejected."""
+    assert 0.2 < check_law(name, SAMPLED) < 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", [2, 5])
+def test_texts_by_a_draft_of_another_padding_have_the_target_law(vocabulary):
+    rate = check_law("model", SAMPLED, vocabulary=vocabulary)
+    assert 0.1 < rate < 0.95
+
+
+@pytest.mark.parametrize(
+    "source", ["streaming", "ngram", pytest.param("chain", marks=pytest.mark.slow)]
+)
+def test_filtered_texts_that_may_stop_have_the_target_law(source):
+    params = SamplingParams(max_new_tokens=4, temperature=1.4, top_p=0.6, stop_tokens=(2,))
+    check_law(source, params, gamma=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gamma", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("source", SOURCES)
+def test_generated_texts_have_the_target_law_in_more_rows(source, gamma, seed):
+    check_law(source, SAMPLED, gamma, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["streaming", "chain"])
+def test_texts_of_changing_gammas_have_the_target_law(source, monkeypatch):
+    """Plain steps and drafts of two lengths in turn, as ``gamma="auto"`` may choose them."""
+    gammas = itertools.cycle((1, 0, 2))
+    monkeypatch.setattr(GammaChoice, "choose", lambda self: next(gammas))
+    check_law(source, SAMPLED, gamma="auto")
+
+
+# --- mutants ---------------------------------------------------------------------------------
+
+SOME_ROWS = 3_000  # what shows in them shows all the more in 12,000
+
+
+def verify_with(change):
+    """The step's verification with changed arguments."""
+    right = step_module.verify_stochastic
+
+    def verify(tokens, logits, lengths, stops, sampling, positions, *, draft_logits, **static):
+        changed = {"positions": positions, "draft_logits": draft_logits, "target_logits": logits}
+        changed |= change(**changed)
+        return right(
+            tokens,
+            draft_lengths=lengths,
+            stop_tokens=stops,
+            sampling=sampling,
+            **static,
+            **changed,
+        )
+
+    return step_module, "verify_stochastic", verify
+
+
+def draft_with(change):
+    """The draft's sampling with changed arguments."""
+    right = draft_module.sample
+
+    def sample(logits, sampling, positions, role, **static):
+        changed = {"logits": logits, "positions": positions} | change(logits, positions)
+        return right(sampling=sampling, role=role, **static, **changed)
+
+    return draft_module, "sample", sample
+
+
+MUTANTS = {
+    "numbers of verification reused in every step": verify_with(
+        lambda positions, **_: {"positions": jnp.zeros_like(positions)}
+    ),
+    "one number for all tokens of a draft": draft_with(
+        lambda logits, positions: {"positions": jnp.zeros_like(positions)}
+    ),
+    "q of the position before": verify_with(
+        lambda draft_logits, **_: {"draft_logits": jnp.roll(draft_logits, 1, axis=1)}
+    ),
+    "draft drawn at another temperature": draft_with(
+        lambda logits, positions: {"logits": logits * 1.5}
+    ),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_is_caught(owner, name, mutant, monkeypatch):
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises(AssertionError, match=r"p-value|seldom"):
+        check_law("streaming", SAMPLED, rows=SOME_ROWS)
+
+
+def test_numbers_of_rejected_tokens_are_not_used_again(monkeypatch):
+    monkeypatch.setattr(Haunted, "learns_from_rejected", False)
+    with pytest.raises(AssertionError, match=r"p-value|seldom"):
+        check_law("haunted", SAMPLED, rows=SOME_ROWS)
+
+
+def chain_with(change):
+    """The middle level's sampling with changed arguments."""
+    right = chain_module.sample
+
+    def sample(logits, sampling, positions, role, **static):
+        changed = {"positions": positions, "role": role} | change(positions, role)
+        return right(logits, sampling, **static, **changed)
+
+    return "sample", sample
+
+
+CHAIN_MUTANTS = {
+    "numbers of acceptance shared by two levels": chain_with(
+        lambda positions, role: {"role": Role.ACCEPT}
+    ),
+    "logits of another position": (
+        "_put",
+        lambda into, rows, begin, counts: PUT(into, jnp.roll(rows, 1, axis=1), begin, counts),
+    ),
+}
+PUT = chain_module._put
+
+
+@pytest.mark.parametrize(("name", "mutant"), CHAIN_MUTANTS.values(), ids=CHAIN_MUTANTS)
+def test_a_mutant_of_a_chain_is_caught(name, mutant, monkeypatch):
+    monkeypatch.setattr(chain_module, name, mutant)
+    with pytest.raises(AssertionError, match=r"p-value|seldom"):
+        check_law("chain", SAMPLED, rows=SOME_ROWS)
