@@ -15,7 +15,8 @@ _SCOPE = re.compile(
     r"/(?:gathered_|scored_)?attention/"
 )  # of what an operation of that name traced
 _PRODUCTS = re.compile(
-    r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matmul|linear_kernel|stream_kernel|(?:^|_)dot(?:_|$)",
+    r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matmul|linear_kernel|stream_kernel|"
+    r"(?:^|_)dot(?:_|$)",
     re.IGNORECASE,
 )
 # An instruction of a compiled program with the name of what it was made from.
