@@ -181,7 +181,7 @@ def _tell(
         console().print(f"{met} rows compared with that of {earlier['machine']['date']}")
     SUITES[name].show(result)
     if asked.json:
-        _save(_file(asked.json, name, asked), result)
+        _save(_file(asked.json, name, asked), result, [json.dumps(row) for row in result["rows"]])
     if asked.plot:
         from bench.report import figures
 
@@ -280,13 +280,14 @@ def _run(name: str, settings: Settings, path: Path | None) -> dict[str, Any]:
     begin = time.perf_counter()
     result = {"suite": name, "machine": describe(), "quick": settings.quick}
     result |= SUITES[name].run(settings)
-    rows = []
+    rows, lines = [], []
     try:
         for row in result["rows"]:
             rows.append(row)
             if path is not None:
+                lines.append(json.dumps(row))  # once: some suites have thousands of rows
                 seconds = round(time.perf_counter() - begin, 1)
-                _save(path, result | {"interrupted": True, "seconds": seconds, "rows": rows})
+                _save(path, result | {"interrupted": True, "seconds": seconds}, lines)
             if _INTERRUPTED.is_set():
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -307,11 +308,14 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _save(path: Path, result: dict[str, Any]) -> None:
-    """JSON with a line a row, so that a change of one row is a change of one line."""
+def _save(path: Path, result: dict[str, Any], lines: Sequence[str]) -> None:
+    """JSON with a line a row, so that a change of one row is a change of one line.
+
+    ``lines``: the rows, in place of those of ``result``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n".join(json.dumps(row) for row in result["rows"])
     head = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1)
+    rows = ",\n".join(lines)
     part = path.with_name(path.name + ".part")
     part.write_text(f'{head[:-2]},\n "rows": [\n{rows}\n]}}\n')
     part.replace(path)

@@ -106,10 +106,10 @@ def _attended(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _lowered_once(kernel: _Partials | Merge, *arrays: Any) -> Any:
-    """``kernel(*arrays)``, which a program lowers once, whatever the number of its layers.
+    """``kernel(*arrays)``, lowered once for all layers of a program.
 
-    JAX gives each lowering a name of its own, which is part of the kernel: XLA would compile it for
-    each layer anew.
+    JAX writes a new number into a Mosaic kernel each time it lowers one. Lowered for each layer,
+    the kernels would differ, and XLA would compile every one of them.
     """
     return kernel(*arrays)
 
