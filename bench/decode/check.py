@@ -23,7 +23,8 @@ LAYERS = 2
 # Of the logits' norm, the mean over the positions of the worst row: a fault is seen at all of them,
 # and where new keys are nearly as good as each other, rounding moves a single one by 0.06. Right
 # passes of bfloat16 are within 0.04, since products round otherwise at each number of rows. A block
-# of 128 keys of 8192 that is left out gives 0.06 and more, a new key left out or seen too early 1.3.
+# of 128 keys of 8192 that is left out gives 0.06 and more, a new key that is left out or seen too
+# early 1.3.
 TOLERANCE = 0.05
 NEW_KEYS = 6.0  # times what the model gives: among thousands of keys the new ones must count
 REFERENCE = Backends(attention="xla")

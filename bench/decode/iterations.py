@@ -105,9 +105,9 @@ class Iteration:
         target: Any = models.target
         self._target: Decoder = target
         room = CHUNKS[1] * self._steps * (drafting.gamma + 1)
-        self._blueprint = Blueprint.of(
-            self._target, shape.batch, shape.context, drafting.gamma, room, self._config.keeps
-        )
+        sizes = shape.batch, shape.context, drafting.gamma, room
+        kept = {"policy": self._config.keeps, "exact": drafting.exact}
+        self._blueprint = Blueprint.of(self._target, *sizes, **kept)
         self._floors = floors.of_iteration(
             models, shape.batch, shape.context, self._config, ceilings
         )

@@ -50,17 +50,19 @@ class Blueprint:
         gamma: int,
         room: int,
         policy: Policy = DENSE,
+        exact: bool = False,
     ) -> Blueprint:
         """For passes of up to ``gamma + 1`` tokens, with ``room`` slots for what is to come.
 
-        ``policy``: whose columns and pages the cache keeps.
+        ``policy``: whose columns and pages the cache keeps; ``exact``: as `StepConfig` has it.
         """
         capacity = rounded_capacity(context + room + gamma + 1)
         params = SamplingParams(max_new_tokens=1, ignore_eos=True)
         config = StepConfig(gamma, NoDraft())
         small = start_decoding(model, [[1]] * batch, params, config, capacity=2)
+        small = dataclasses.replace(small, exact=exact)
         specs = model.config.layers
-        layouts = layouts_of(specs, capacity, gamma)
+        layouts = layouts_of(specs, capacity, gamma, rings=not exact)
 
         def whole(state: DecodeState) -> DecodeState:
             cache = create_cache(policy, specs, layouts, batch, model.dtype)

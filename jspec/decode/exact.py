@@ -5,12 +5,10 @@ docs/exact.md says why a token's bits then follow from its own row alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jspec.cache import Layout, Linear
 from jspec.config import ModelConfig, shown
 from jspec.decode.on_mesh import mesh_model
 from jspec.dispatch import BackendError, Backends
@@ -39,14 +37,14 @@ def check_exact(model: Model, keeps: Policy) -> None:
         raise BackendError(f"exact=True cannot serve this request: {reason}; leave exact out")
 
 
-def check_layouts(layouts: Sequence[Layout]) -> None:
-    """Raise `ValueError` for a cache that orders keys by more than positions."""
-    for layout in layouts:
-        if not isinstance(layout, Linear):
-            raise ValueError(
-                f"exact=True needs every layer's keys in the order of their positions, and the "
-                f"cache has a {layout}; start decoding with exact=True"
-            )
+def check_started(exact: bool, wanted: bool) -> None:
+    """Raise `ValueError` for steps with ``exact=wanted`` on a state that was started otherwise."""
+    if exact != wanted:
+        raise ValueError(
+            f"a state that was started with exact={exact} has no steps with exact={wanted}; give "
+            f"start_decoding a config with exact={wanted}"
+            + (", or pass the state through jspec.switch" if exact else "")
+        )
 
 
 def _refuses(model: Model) -> str | None:

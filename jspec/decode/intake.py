@@ -119,7 +119,7 @@ class Intake:
         room, capacity = state.stop_tokens.shape[1], state.tokens.shape[1]
         ends = self._plan.models.target.config.stop_tokens
         row = (*padded([self._prompt], capacity), [params], ends, room, self._cache, self._own)
-        one = place(state_of(*row, mode=state.mode), self._sharding)
+        one = place(state_of(*row, mode=state.mode, exact=state.exact), self._sharding)
         return put_row(state, one, slot, self._programs)
 
     def wait(self) -> None:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import Cache
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
-from jspec.decode.exact import check_exact
+from jspec.decode.exact import check_exact, check_started
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.requests import (
     Prompt,
@@ -105,7 +105,7 @@ def start_decoding(
     ends = models.target.config.stop_tokens
     # Room for all of them in any case, so that `ignore_eos` changes no shape.
     room = power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
-    state = state_of(tokens, lengths, params, ends, room, cache, own)
+    state = state_of(tokens, lengths, params, ends, room, cache, own, exact=config.exact)
     return place(state, sharding)
 
 
@@ -118,11 +118,13 @@ def state_of(
     cache: Cache,
     own: Any,
     mode: SamplingMode | None = None,
+    *,
+    exact: bool,
 ) -> DecodeState:
     """The state of prompts ``tokens [B, S]`` of ``lengths [B]`` that ``cache`` has taken up.
 
     ``own``: the drafter's part of it; ``ends``: the model's stop tokens; ``room``: for the stop
-    tokens of a row; ``mode``: None for what ``params`` need.
+    tokens of a row; ``mode``: None for what ``params`` need; ``exact``: how it took them up.
     """
     no_limit = np.iinfo(np.int32).max
     return DecodeState(
@@ -137,6 +139,7 @@ def state_of(
         ),
         draft=own,
         mode=mode_of(params) if mode is None else mode,
+        exact=exact,
     )
 
 
@@ -165,6 +168,7 @@ def fill_slot(
     index = whole_number(slot)
     if index is None or not 0 <= index < batch:
         raise ValueError(f"slot={shown(slot)} must be in [0, {batch}), the rows of the batch")
+    check_started(state.exact, config.exact)
     settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": state.cache.keys(0).dtype}
     one = start_decoding(models, [prompt], params, config, **settings)
     missing = state.stop_tokens.shape[1] - one.stop_tokens.shape[1]

@@ -94,7 +94,8 @@ class ShortPrompts:
         cache = dataclasses.replace(
             state.cache, columns=(), pages=(), lengths=jnp.asarray(lengths - 1)
         )
-        fresh = state_of(tokens, lengths, settings, ends, room, cache, None, mode=state.mode)
+        kept = {"mode": state.mode, "exact": state.exact}
+        fresh = state_of(tokens, lengths, settings, ends, room, cache, None, **kept)
         static = {"size": size, "config": self._plan.config}
         return self._programs(_take_up, self._plan.flat, state, fresh, where, **static)
 

@@ -101,7 +101,7 @@ class StepRecord:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields="cache tokens limits done sampling stop_tokens draft_limits draft".split(),
-    meta_fields=["mode"],
+    meta_fields=["mode", "exact"],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -119,6 +119,7 @@ class DecodeState:
     ``mode``: the machinery that the settings need, static: ``greedy`` (argmax only), ``sampled`` or
     ``filtered`` (some row has top-k, top-p or min-p). A row's tokens do not depend on which of the
     sufficient ones runs.
+    ``exact``: whether its keys are those of passes with ``exact=True``, static.
     """
 
     cache: Cache
@@ -130,6 +131,7 @@ class DecodeState:
     draft_limits: Array
     draft: Any
     mode: SamplingMode
+    exact: bool
 
     @property
     def lengths(self) -> Array:

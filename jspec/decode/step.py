@@ -12,7 +12,7 @@ from jax import lax
 from jspec.cache.layout import check_rings
 from jspec.decode.draft import Drafted, Seen
 from jspec.decode.draft.base import within_limits
-from jspec.decode.exact import check_layouts
+from jspec.decode.exact import check_started
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes
@@ -79,8 +79,7 @@ def step(
 
 def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[DecodeState, StepRecord]:
     check_rings(state.cache.specs, state.cache.layouts, config.gamma)
-    if config.exact:
-        check_layouts(state.cache.layouts)
+    check_started(state.exact, config.exact)
     drafted, state = draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
     logits, state, seen = run_target(models, state, drafted, config)

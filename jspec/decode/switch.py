@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.cache.layout import check_rings
 from jspec.config import shown
-from jspec.decode.exact import check_layouts
+from jspec.decode.exact import check_started
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
 from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
@@ -28,15 +28,15 @@ def switch(
     What that policy keeps is made from the cached keys, and the drafter hears the tokens, as in a
     prefill of its own; ``state`` stays as it is and can be switched again. Costs a copy of the
     cache. ``sharding`` as in `jspec.start_decoding`. Raises `ValueError` for a drafter with a model
-    of its own, for a policy without its arrays, and for a gamma for which a layer with a sliding
-    window has no room.
+    of its own, for a policy without its arrays, for a gamma for which a layer with a sliding window
+    has no room, and for ``exact=True`` where the prompts were taken up without it.
     """
     models = Models.of(models)
     check_arrays(models, config)
     held, capacity = state.cache, state.tokens.shape[1]
     check_rings(held.specs, held.layouts, config.gamma)
     if config.exact:
-        check_layouts(held.layouts)
+        check_started(state.exact, True)
     if config.draft.needs_model:
         raise ValueError(
             f"draft={shown(config.draft)} takes up prompts with a model of its own; pass its "
@@ -53,7 +53,7 @@ def switch(
     positions = jnp.where(heard < held.lengths[:, None], heard, -1)
     tokens = state.tokens[:, : positions.shape[1]]
     own = config.draft.prefill(models, own, tokens, positions, config)
-    return place(dataclasses.replace(copied, cache=cache, draft=own), sharding)
+    return place(dataclasses.replace(copied, cache=cache, draft=own, exact=config.exact), sharding)
 
 
 @jax.jit(static_argnames="config", donate_argnames="empty")

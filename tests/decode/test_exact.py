@@ -13,7 +13,7 @@ from jspec.cache import Linear, Ring
 from jspec.cache.layout import layouts_of
 from jspec.config import LayerSpec
 from jspec.decode import exact
-from jspec.decode.exact import check_exact, check_layouts
+from jspec.decode.exact import check_exact
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.dispatch import BackendError, Backends
@@ -22,6 +22,7 @@ from jspec.policies import Dense, HataOff, Quest
 from tests.decode.test_refusals import Handmade, Shape
 
 EXACTLY = StepConfig(0, jspec.NoDraft(), exact=True)
+PLAINLY = StepConfig(0, jspec.NoDraft())
 WIDE = LayerSpec(kv_heads=2, key_size=16, value_size=320)
 
 
@@ -117,9 +118,35 @@ def test_a_window_keeps_its_keys_in_the_order_of_positions():
     spec = LayerSpec(kv_heads=1, key_size=8, value_size=8, window=20)
     assert layouts_of([spec], 64, 3) == (Ring(24),)
     assert layouts_of([spec], 64, 3, rings=False) == (Linear(64),)
-    with pytest.raises(ValueError, match=r"the cache has a Ring\(size=24\); start decoding with"):
-        check_layouts([Linear(64), Ring(24)])
-    check_layouts([Linear(64)])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        jspec.speculative_step,
+        lambda model, state, config: jspec.decode_chunk(model, state, config, 2),
+        lambda model, state, config: jspec.fill_slot(model, state, 0, [1, 2], config=config),
+        jspec.switch,
+        lambda model, state, config: jspec.generate(
+            model, [[1, 2]], draft=None, exact=config.exact, prefilled=state
+        ),
+    ],
+    ids=["step", "chunk", "fill_slot", "switch", "generate"],
+)
+def test_a_state_of_an_ordinary_prefill_takes_no_exact_steps(run, tiny, with_a_gpu):
+    state = start_decoding(tiny, [[1, 2]], config=PLAINLY)
+    with pytest.raises(ValueError, match="exact=False has no steps with exact=True; give start"):
+        run(tiny, state, EXACTLY)
+    run(tiny, state, PLAINLY)
+
+
+def test_an_exact_state_takes_ordinary_steps_behind_a_switch(tiny):
+    state = dataclasses.replace(start_decoding(tiny, [[1, 2]], config=PLAINLY), exact=True)
+    with pytest.raises(ValueError, match=r"exact=True has no steps .*through jspec\.switch"):
+        jspec.speculative_step(tiny, state, PLAINLY)
+    switched = jspec.switch(tiny, state, PLAINLY)
+    assert not switched.exact
+    assert not jspec.speculative_step(tiny, switched, PLAINLY).exact
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU refuses nothing here")
