@@ -76,7 +76,7 @@ def write(results: Path = RESULTS, docs: Path = DOCS) -> None:
     """Write RESULTS.md and its pictures into ``docs``, a chapter a folder of ``results``.
 
     A suite's result is in ``SUITE.json``; those of further runs, of other cases, are in
-    ``SUITE.NAME.json`` and follow as sections of their own.
+    ``SUITE.NAME.json`` and follow as sections of their own, with the name in their headings.
     """
     paper = json.loads(PAPER.read_text())
     parts = [
@@ -88,10 +88,12 @@ def write(results: Path = RESULTS, docs: Path = DOCS) -> None:
             further = sorted(folder.glob(f"{suite}.*.json"))
             for path in [*folder.glob(f"{suite}.json"), *further]:
                 result = json.loads(path.read_text())
-                prefix = "-".join([folder.name, *path.stem.split(".")[1:]])
+                names = path.stem.split(".")[1:]
+                prefix = "-".join([folder.name, *names])
                 pictures = {
                     picture.stem.removeprefix(f"{prefix}-"): picture.name
                     for picture in figures.write(result, docs, prefix=f"{prefix}-")
                 }
-                parts.append(section(result, pictures, paper))
+                heading, _, rest = section(result, pictures, paper).partition("\n")
+                parts.append("\n".join([", ".join([heading, *names]), rest]))
     (docs / "RESULTS.md").write_text("\n".join(parts))

@@ -355,6 +355,16 @@ def test_every_suite_has_its_section_and_another_run_writes_the_same(tmp_path):
     assert once.count("\n## ") == len(RESULTS)
 
 
+def test_the_heading_of_a_further_run_has_its_name(tmp_path):
+    written(tmp_path, "sampling")
+    (found,) = tmp_path.rglob("sampling.json")
+    found.with_name("sampling.wide.json").write_text(found.read_text())
+    report.write(found.parents[1], tmp_path)
+    text = (tmp_path / "RESULTS.md").read_text()
+    title = "## Stochastic verification: NVIDIA Test"
+    assert re.findall(r"## Stochastic.*", text) == [title, f"{title}, wide"]
+
+
 def test_the_committed_results_give_the_committed_report(tmp_path, monkeypatch):
     """The text alone: every figure is drawn, and none of them rendered."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **settings: None)
