@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from jspec.config import SamplingParams
+from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
 from jspec.decode.generation import generate
 from jspec.decode.plan import Gamma
 from jspec.decode.requests import one_each
 from jspec.decode.score import score
+from jspec.decode.settings import check_draft, check_target
 from jspec.decode.state import Models
 from jspec.dispatch import Backends
 from jspec.eval.sample import prepared
@@ -74,8 +75,11 @@ class LLM:
         backends: Mapping[str, str] = Backends(),
         exact: bool = False,
     ):
-        if batch < 1:
-            raise ValueError(f"batch={batch} must be at least 1")
+        if (whole_number(batch) or 0) < 1:
+            raise ValueError(f"batch={shown(batch)} must be a whole number, at least 1")
+        draft = NoDraft() if draft is None else draft
+        check_draft(draft)
+        check_target(target, draft, 0)
         path = None
         if model is None or isinstance(model, str | os.PathLike):
             path = bundled_path() if model is None else Path(model)
@@ -91,7 +95,7 @@ class LLM:
         if policy_arrays is None:
             policy_arrays = self._arrays(draft, target, path)
         # What a drafter makes of the model is made once.
-        models = (NoDraft() if draft is None else draft).prepare(Models(model, draft_model))
+        models = draft.prepare(Models(model, draft_model))
         self._settings = {
             "draft": draft,
             "gamma": gamma,
@@ -103,13 +107,12 @@ class LLM:
             "exact": exact,
         }
 
-    def _arrays(self, draft: Drafter | None, target: Policy, path: Path | None) -> Any:
+    def _arrays(self, draft: Drafter, target: Policy, path: Path | None) -> Any:
         """What the policy of a drafter or of the model itself takes, from jspec's own text.
 
         ``path``: the model's directory, which may have hashes.
         """
-        policy = NoDraft().keeps if draft is None else draft.keeps
-        policy = policy if isinstance(target, Dense) else target
+        policy = draft.keeps if isinstance(target, Dense) else target
         policy = policy if path is None else with_hashes(policy, path)
         return prepared(policy, self.model, self.tokenizer)
 
@@ -210,8 +213,8 @@ class LLM:
         return self.chat_template.encode(self.tokenizer, messages, **settings)
 
     def _complete(self, prompts, params, stop, n, logprobs) -> list[Completion]:
-        if n < 1:
-            raise ValueError(f"n={n} must be at least 1")
+        if (whole_number(n) or 0) < 1:
+            raise ValueError(f"n={shown(n)} must be a whole number, at least 1")
         stop = _texts(stop)
         # `one_each` gives every prompt a seed; its other answers take the seeds that follow.
         asked = [
@@ -256,7 +259,7 @@ class LLM:
 
 
 def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    texts = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else tuple(stop)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"stop={stop!r:.80} must be a text or texts, none of them empty")
     return texts

@@ -101,20 +101,41 @@ def test_log_probabilities_are_the_models(llm):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda llm: llm.generate(CODE, n=0), "n=0 must be at least 1"),
+        (lambda llm: llm.generate(CODE, n=0), "n=0 must be a whole number, at least 1"),
+        (lambda llm: llm.generate(CODE, n=1.5), r"n=1\.5 must be a whole number"),
+        (lambda llm: llm.generate(CODE, stop=None), "stop=None must be a text or texts"),
         (lambda llm: llm.generate(CODE, stop=[""]), "none of them empty"),
         (lambda llm: llm.generate(CODE, stop=[3]), "must be a text or texts"),
         (lambda llm: llm.generate([]), "no prompts were given"),
         (lambda llm: llm.chat([]), "no conversation; pass messages"),
-        (lambda llm: jspec.LLM(batch=0), "batch=0 must be at least 1"),
+        (lambda llm: jspec.LLM(batch=0), "batch=0 must be a whole number, at least 1"),
+        (lambda llm: jspec.LLM(batch="8"), "batch='8' must be a whole number"),
         (lambda llm: jspec.LLM(llm.model), "needs tokenizer="),
         (
             lambda llm: jspec.LLM(llm.model, tokenizer=llm.tokenizer).chat(TALK),
             r"has no chat template; pass chat_template=",
         ),
     ],
-    ids=["n", "empty-stop", "stop", "none", "no-messages", "batch", "tokenizer", "template"],
+    ids=[
+        *("n", "half-n", "no-stop", "empty-stop", "stop", "none", "no-messages", "batch"),
+        *("text-batch", "tokenizer", "template"),
+    ],
 )
 def test_bad_calls_say_the_way_out(llm, call, message):
     with pytest.raises(ValueError, match=message):
         call(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draft": "ngram"}, r"pass jspec.named_draft\('ngram'\)"),
+        ({"draft": jspec.NgramDraft}, r"pass one of it, NgramDraft\(\)"),
+        ({"draft": jspec.Quest()}, r"is a policy; pass SelfDraft\(Quest"),
+        ({"draft": None, "target": "quest"}, "must be a policy; pass jspec.named_policy"),
+    ],
+    ids=["name", "class", "policy", "target"],
+)
+def test_what_is_no_drafter_or_policy_says_what_was_meant(settings, message):
+    with pytest.raises(TypeError, match=message):
+        jspec.LLM(**settings)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jspec.decode.draft import CATCH_UP
+from jspec.decode.draft import CATCH_UP, LACKING
 from jspec.decode.plan import Plan
 from jspec.decode.programs import PROGRAMS, OnCompile
 from jspec.decode.settings import StepConfig
@@ -81,11 +81,12 @@ class Chunks:
         if not self.plan.config.draft.needs_model:
             return state
         if not config.gamma:
-            self._rested += self.plan.steps
+            # No row lacks more than it holds, whatever rows came and went.
+            self._rested = min(self._rested + self.plan.steps, state.tokens.shape[1])
             return state
         with self.clock("decode_s"):
             while self._rested > 0:
                 state = self._caught_up(state)
-                self._rested -= CATCH_UP - 1  # the first of its tokens is taken up anew
+                self._rested -= CATCH_UP - LACKING  # the first of its tokens are taken up anew
         self._rested = 0
         return state

@@ -281,7 +281,7 @@ class Engine:
         for slot, handle in zip(slots, group, strict=True):
             # In this order, Ctrl-C between the two loses nobody.
             self._rows[slot], self._is_done[slot] = handle, False
-            del self._queue[handle]
+            self._queue.pop(handle, None)  # gone if it was cancelled while the pass compiled
         self._requests += len(group)
         self._prompt_tokens += sum(map(len, prompts))
 

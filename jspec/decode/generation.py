@@ -15,9 +15,9 @@ from jspec.decode.chunks import Chunks
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.plan import Gamma, Plan
-from jspec.decode.prefill import rounded_capacity, start_decoding
+from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
 from jspec.decode.programs import OnCompile
-from jspec.decode.requests import Prompt, as_ids
+from jspec.decode.requests import Prompt, as_ids, check_requests
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.stats import Stats, Tally, kept_of
 from jspec.decode.switch import switch
@@ -25,7 +25,7 @@ from jspec.decode.together import agreed, is_shared, rows_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
-from jspec.sharding import put
+from jspec.sharding import beside, place, put
 from jspec.typing import Model
 
 OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
@@ -98,7 +98,7 @@ def generate(
     ``{"verify_greedy": "cuda"}``. ``exact``: greedy tokens are those of plain decoding bit for bit,
     in bfloat16 too, at any batch, neighbours and draft, on an NVIDIA GPU (docs/exact.md). A model
     of numpy arrays is put on the device first.
-    ``prefilled``: what `jspec.start_decoding` gave for these prompts and params, with any policy,
+    ``prefilled``: what `jspec.start_decoding` gave for these prompts, with any params and policy,
     in place of a prefill, and for ``exact`` with it; it stays as it is, and serves several calls
     (`jspec.switch`).
 
@@ -212,8 +212,13 @@ class _Run:
                 f"which are not the {len(self.prompts)} prompts; pass what start_decoding gave for "
                 "them"
             )
+        check_requests(self.models, self.prompts, self.params)
         with self.chunks.clock("prefill_s"):
-            return jax.block_until_ready(switch(self.models, prefilled, self.config))
+            state = switch(self.models, prefilled, self.config)
+            ends = self.models.target.config.stop_tokens
+            row = (tokens, lengths, self.params, ends, room_of(self.params, ends))
+            fresh = state_of(*row, state.cache, state.draft, exact=state.exact)
+            return jax.block_until_ready(place(fresh, beside(self.models)))
 
     def decode(self, state: DecodeState) -> None:
         stops, ended = np.array(state.stop_tokens), np.array(state.done)

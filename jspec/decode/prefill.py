@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.cache import Cache
+from jspec.cache import Cache, Layout
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
 from jspec.decode.exact import check_exact, check_started
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
@@ -70,6 +70,27 @@ def start_decoding(
     vocabulary, or would outgrow the capacity or a model's context, and for a sharding that an array
     does not divide into; `TypeError` for arguments of another kind.
     """
+    settings: dict[str, Any] = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
+    settings |= {"on_prefill": on_prefill, "run": run, "sharding": sharding, "grows": grows}
+    return _started(models, prompts, params, config, **settings)
+
+
+def _started(
+    models: Model | Models,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    config: StepConfig,
+    *,
+    capacity: int | None,
+    chunk: int | None,
+    cache_dtype: DTypeLike | None,
+    on_prefill: OnPrefill | None = None,
+    run: Callable[..., Any] | None = None,
+    sharding: Placing = None,
+    grows: bool = False,
+    layouts: Sequence[Layout] | None = None,
+) -> DecodeState:
+    """`start_decoding`; ``layouts``: of the cache's layers, None for those that suit the config."""
     models = Models.of(models)
     check_models(models)
     check_arrays(models, config)
@@ -100,12 +121,15 @@ def start_decoding(
     sharding = beside(models) if sharding is None else sharding
     tokens, lengths = padded(ids, capacity)
     fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}
-    fill["longest"] = max(capacity, needed)
+    if layouts is None:
+        longest, rings = max(capacity, needed), not config.exact
+        layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
+    fill["layouts"] = layouts
     cache, own = _prefill(models, tokens, lengths, config, sharding, **fill)
     ends = models.target.config.stop_tokens
-    # Room for all of them in any case, so that `ignore_eos` changes no shape.
-    room = power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
-    state = state_of(tokens, lengths, params, ends, room, cache, own, exact=config.exact)
+    state = state_of(
+        tokens, lengths, params, ends, room_of(params, ends), cache, own, exact=config.exact
+    )
     return place(state, sharding)
 
 
@@ -143,9 +167,18 @@ def state_of(
     )
 
 
+def room_of(params: Sequence[SamplingParams], ends: Sequence[int]) -> int:
+    """Room for the stop tokens of each of ``params`` and for ``ends``, the model's own.
+
+    For all of them in any case, so that `ignore_eos` changes no shape.
+    """
+    return power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
+
+
 def stops_of(params: SamplingParams, ends: Sequence[int]) -> tuple[int, ...]:
     """The tokens that end a request of a model whose stop tokens are ``ends``."""
-    return params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *ends)
+    own = params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *ends)
+    return tuple(dict.fromkeys(own))
 
 
 def fill_slot(
@@ -162,15 +195,22 @@ def fill_slot(
 
     The request may need at most the capacity and the number of stop tokens that ``state`` was
     started with. ``state`` is donated: use the returned one. Raises `ValueError` as
-    `start_decoding` does.
+    `start_decoding` does, and for a gamma for which the drafter keeps other arrays.
     """
     batch, capacity = state.tokens.shape
     index = whole_number(slot)
     if index is None or not 0 <= index < batch:
         raise ValueError(f"slot={shown(slot)} must be in [0, {batch}), the rows of the batch")
     check_started(state.exact, config.exact)
-    settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": state.cache.keys(0).dtype}
-    one = start_decoding(models, [prompt], params, config, **settings)
+    settings: dict[str, Any] = {"capacity": capacity, "chunk": chunk}
+    settings |= {"cache_dtype": state.cache.keys(0).dtype, "layouts": state.cache.layouts}
+    one = _started(models, [prompt], params, config, **settings)
+    if jax.tree.structure(one.draft) != jax.tree.structure(state.draft):
+        raise ValueError(
+            f"with draft={shown(config.draft)} and gamma={config.gamma} the drafter keeps other "
+            "arrays than those of this batch; fill the slot with the draft and gamma that the "
+            "batch was started with"
+        )
     missing = state.stop_tokens.shape[1] - one.stop_tokens.shape[1]
     if missing < 0:
         raise ValueError(
@@ -255,13 +295,11 @@ def prefill_chunk(
         return on_mesh_of(models.target, config, piece, *args, like=(cache, own))
 
 
-def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_prefill, run, longest):
+def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_prefill, run, layouts):
     """Take up every prompt token but the last of each row, which the first step feeds."""
     batch, capacity = tokens.shape
     specs = models.target.config.layers
     on_mesh = mesh_model(models.target)
-    rings = not config.exact
-    layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
     cache = create_cache(config.keeps, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.

@@ -40,9 +40,9 @@ def score(
     ``exact``: by the logits of ``generate(exact=True)``. Where several processes share the model's
     devices, all of them call this alike. Raises `ValueError` as `jspec.start_decoding` does.
     """
-    if not texts:
-        return []
     models, ids = Models(model), as_ids(texts)
+    if not ids:
+        return []
     one = rows_of(models, ids, SamplingParams(max_new_tokens=1), Backends(backends))
     check_requests(models, [text[-1:] for text in ids], one)
     # A text of n tokens needs the context of a prompt of n - 1 and one new token.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import Cache, Linear
+from jspec.config import token_ids
 from jspec.dispatch import Backends
 from jspec.policies.attend import dense_attend
 from jspec.policies.policy import Policy
@@ -31,10 +32,23 @@ def prepare(
 
     They go to ``policy_arrays`` of `jspec.generate`, or into `jspec.Models`. ``tokens``: a sample
     text, of which some thousand tokens do; its kind matters little. Costs a prefill of it. Raises
-    `ValueError` where the policy cannot do without a sample.
+    `ValueError` where the policy cannot do without a sample, and for a sample that is no list of
+    the model's token ids.
     """
-    keys = None if tokens is None else _keys_of(model, np.asarray(tokens, np.int32), backends)
+    keys = None if tokens is None else _keys_of(model, _sample(model, tokens), backends)
     return policy.prepare_for(model, keys)
+
+
+def _sample(model: Model, tokens: Any) -> np.ndarray:
+    """``tokens`` as int32, all of the model's vocabulary."""
+    ids = token_ids("tokens", tokens)
+    most = model.config.vocab_size
+    if ids and max(ids) >= most:
+        raise ValueError(
+            f"the sample holds token {max(ids)}, outside the vocabulary 0..{most - 1}; encode it "
+            "with the model's own tokenizer"
+        )
+    return np.array(ids, np.int32)
 
 
 def _keys_of(model: Model, tokens: np.ndarray, backends: Mapping[str, str]) -> list[np.ndarray]:

@@ -20,6 +20,7 @@ from jspec.decode.draft import (
     named_draft,
     second_model,
 )
+from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
@@ -239,3 +240,20 @@ def test_a_second_model_takes_up_what_was_decoded_while_it_rested(draft, tiny, m
     got = generate(tiny, prompts(), requests(), gamma="auto", **settings)
     assert got.tokens == plain.tokens
     assert got.stats.accepted == got.stats.drafted > 10
+
+
+def test_a_second_model_that_rested_takes_up_no_more_than_a_row_holds(tiny, monkeypatch):
+    """Requests came and went meanwhile; each brought a whole cache of the second model."""
+    in_turn(monkeypatch, (0,))
+    settings = {"draft": ModelDraft(), "draft_model": tiny, "gamma": "auto", "steps_per_chunk": 16}
+    engine = Engine(tiny, slots=1, capacity=48, **settings)
+    for _ in range(8):
+        engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
+        engine.run()
+    in_turn(monkeypatch, (2,))
+    passes, run = [], engine._chunks._caught_up
+    monkeypatch.setattr(engine._chunks, "_caught_up", lambda x: passes.append(x) or run(x))
+    handle = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))
+    want = generate(tiny, [[5, 6, 7]], SamplingParams(max_new_tokens=3), draft=None).tokens[0]
+    assert handle.result() == want
+    assert 1 <= len(passes) <= 5  # of up to 62 new tokens each; the capacity is 256

@@ -119,6 +119,19 @@ def test_rounds_bound_the_draft(first, length, sharp):
     assert got.lengths.tolist() == [length] * 4
 
 
+def test_the_draft_model_of_a_chain_lacks_no_key(sharp):
+    """The keys of a draft model that is the target, beside the target's own."""
+    models = Models(sharp, sharp)
+    config = StepConfig(6, Chain(ModelDraft(), SelfDraft(Dense()), inner=2, rounds=2))
+    state = start_decoding(models, prompts((5,)), SamplingParams(max_new_tokens=40), config)
+    for _ in range(3):
+        state = speculative_step(models, state, config)
+    known = int(state.cache.lengths[0]) - 2  # the next draft takes up the rest
+    assert known > 15  # chains that were accepted whole
+    own = state.draft.first.keys(1)[0, :known]
+    np.testing.assert_allclose(own, state.cache.keys(1)[0, :known], atol=1e-4)
+
+
 def test_a_draft_changes_nothing_that_is_committed(sharp):
     """Tokens, lengths and the index are those of before; the cache differs behind them alone."""
     config = StepConfig(6, PAIRS["suffix-quest"])

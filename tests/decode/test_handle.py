@@ -179,6 +179,23 @@ def test_a_callback_may_submit_and_cancel(engine, submit, alone):
     assert more[0].tokens == alone[2]
 
 
+def test_a_request_may_be_cancelled_while_its_prompt_compiles(sharp, alone):
+    handles, begun = [], []
+
+    def on_compile(begins):
+        if begins and handles:
+            begun.append(handles[1].finished)
+            handles[1].cancel()
+
+    # A capacity of its own, for which no other test has compiled anything.
+    engine = Engine(sharp, slots=2, capacity=700, draft=None, on_compile=on_compile)
+    handles += [engine.submit(TEXTS[i], NEW) for i in (0, 1, 3)]
+    engine.run()
+    assert begun[0] is None
+    assert handles[1].finished == "cancelled"
+    assert [handles[0].tokens, handles[2].tokens] == [alone[0], alone[3]]
+
+
 def test_what_was_dropped_counts_nowhere(engine, submit):
     before = engine.stats
     submit(0, on_tokens=lambda tokens: 1)

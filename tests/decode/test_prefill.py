@@ -9,11 +9,13 @@ import pytest
 from jspec.config import SamplingParams
 from jspec.decode.draft import ModelDraft, NgramDraft, NoDraft, SelfDraft
 from jspec.decode.generation import generate
+from jspec.decode.growth import grow
 from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
 from jspec.policies import Streaming
+from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
 from tests.policies.common import NormTopK
 
@@ -72,6 +74,34 @@ def test_a_newcomer_with_fewer_stop_tokens_gets_no_others(tiny):
     one = SamplingParams(max_new_tokens=3, stop_tokens=(8,))
     state = fill_slot(tiny, state, 1, [5], one)
     assert state.stop_tokens.tolist() == [[7, 9], [8, -1]]
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    first, second = TINY.layers
+    layers = (first, dataclasses.replace(second, window=8))
+    return make_decoder(dataclasses.replace(TINY, layers=layers), seed=3)
+
+
+def test_a_newcomer_takes_the_rings_of_the_batch(windowed):
+    """Those of a larger gamma, and those of a smaller capacity."""
+    params = SamplingParams(max_new_tokens=6)
+    alone = generate(windowed, [NEWCOMER], params, draft=None).tokens[0]
+    wide, config = (StepConfig(gamma, NgramDraft()) for gamma in (4, 2))
+    state = start_decoding(windowed, [[1, 2], [3]], params, wide, capacity=32)
+    grown = grow(start_decoding(windowed, [[1, 2], [3]], params, wide, capacity=10), 64, wide)
+    for batch, own in ((state, config), (grown, wide)):
+        batch = fill_slot(windowed, batch, 0, NEWCOMER, params, own)
+        batch, _ = decode_chunk(windowed, batch, own, 6)
+        begin = len(NEWCOMER)
+        assert batch.tokens[0, begin : batch.lengths[0]].tolist() == list(alone)
+
+
+def test_a_drafter_with_other_rings_is_refused(windowed, tiny):
+    models, params = Models(tiny, windowed), SamplingParams(max_new_tokens=6)
+    state = start_decoding(models, [[1, 2]], params, StepConfig(4, ModelDraft()))
+    with pytest.raises(ValueError, match=r"gamma=2 the drafter keeps other arrays .* started with"):
+        fill_slot(models, state, 0, [3], params, StepConfig(2, ModelDraft()))
 
 
 def test_filling_a_slot_takes_the_state(tiny):

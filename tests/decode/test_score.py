@@ -30,6 +30,11 @@ def test_no_texts_have_no_scores(tiny):
     assert score(tiny, []) == []
 
 
+def test_texts_may_be_rows_of_an_array(tiny):
+    rows = np.array([[1, 2, 3], [3, 4, 5]])
+    np.testing.assert_array_equal(score(tiny, rows), score(tiny, rows.tolist()))
+
+
 @pytest.mark.parametrize(
     ("texts", "message"),
     [

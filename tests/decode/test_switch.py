@@ -66,6 +66,25 @@ def test_a_prefill_serves_several_calls(tiny):
     assert wanted[0] != wanted[1]
 
 
+def test_the_params_of_a_call_count_and_not_those_of_the_prefill(tiny):
+    """Other lengths, past the capacity too, other seeds, and those that the call draws."""
+    short = SamplingParams(max_new_tokens=2, temperature=1.0, stop_tokens=(3,))
+    small = start_decoding(tiny, PROMPTS, short, PLAIN, capacity=32)
+    for params in (
+        PARAMS,
+        SamplingParams(max_new_tokens=40),
+        SamplingParams(max_new_tokens=8, temperature=1.0, top_k=9, seed=5),
+    ):
+        got = generate(tiny, PROMPTS, params, draft=None, prefilled=small)
+        assert got.tokens == generate(tiny, PROMPTS, params, draft=None).tokens
+    params = SamplingParams(max_new_tokens=8, temperature=1.0)
+    got = generate(tiny, PROMPTS, params, draft=None, prefilled=small)
+    again = [dataclasses.replace(params, seed=seed) for seed in got.seeds]
+    assert got.tokens == generate(tiny, PROMPTS, again, draft=None).tokens
+    with pytest.raises(ValueError, match="exceeds the context of 512"):
+        generate(tiny, PROMPTS, SamplingParams(max_new_tokens=500), draft=None, prefilled=small)
+
+
 @pytest.mark.parametrize("text", ["suffix", "suffix > vegas:budget=6,least=0; rounds=2"])
 def test_a_drafter_hears_what_was_prefilled_without_it(text, tiny):
     config = StepConfig(3, named_draft(text))

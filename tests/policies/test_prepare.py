@@ -44,13 +44,30 @@ def test_a_sample_must_fit_the_context(windowed):
             jspec.prepare(Loki(), windowed, [1] * count)
 
 
-def test_the_text_that_ships_with_jspec_serves_any_model(tiny):
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ([1, 41], r"token 41, outside the vocabulary 0\.\.40; encode it"),
+        ([-5], r"tokens=\[-5\] must be token ids"),
+        ([1.7], r"tokens=\[1.7\] must be token ids"),
+        ([[1, 2]], "must be token ids"),
+        ("abc", "must be token ids"),
+    ],
+    ids=["large", "negative", "float", "nested", "text"],
+)
+def test_a_sample_holds_the_models_tokens(tiny, sample, message):
+    with pytest.raises(ValueError, match=message):
+        jspec.prepare(Loki(channels=4), tiny, sample)
+
+
+def test_the_text_that_ships_with_jspec_serves_any_model():
     tokenizer = jspec.load_bundled()[1]
-    assert prepared(ExactTopK(), tiny, tokenizer) is None
-    for components in prepared(Loki(channels=4), tiny, tokenizer):
+    model = make_decoder(dataclasses.replace(TINY, vocab_size=tokenizer.vocab_size))
+    assert prepared(ExactTopK(), model, tokenizer) is None
+    for components in prepared(Loki(channels=4), model, tokenizer):
         for x in np.float64(components):
             np.testing.assert_allclose(x.T @ x, np.eye(4), atol=1e-6)
-    center = prepared(MagicPIG(), tiny, tokenizer)[0]["center"]
+    center = prepared(MagicPIG(), model, tokenizer)[0]["center"]
     assert np.abs(center).max() > 1e-3
 
 

@@ -4,7 +4,7 @@ Adding one is a file with a subclass of `Drafter` and a line in `DRAFTERS`; a po
 `jspec.policies.POLICIES` drafts by its own name.
 """
 
-from jspec.decode.draft.base import CATCH_UP, Drafted, Drafter, Seen, SparseDrafter
+from jspec.decode.draft.base import CATCH_UP, LACKING, Drafted, Drafter, Seen, SparseDrafter
 from jspec.decode.draft.chain import Chain
 from jspec.decode.draft.guided import GuidedDraft
 from jspec.decode.draft.named import DRAFTERS, named_draft
@@ -17,6 +17,7 @@ from jspec.decode.draft.suffix import SuffixDraft
 __all__ = [
     "CATCH_UP",
     "DRAFTERS",
+    "LACKING",
     "Chain",
     "Drafted",
     "Drafter",

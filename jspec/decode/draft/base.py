@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 
 CATCH_UP = 64  # tokens that a second model takes up in a pass after it rested
+# Of its cached positions, how many it may lack all the same: the last token of a draft that was
+# accepted whole, and where that ended a chain, the token that the middle level added.
+LACKING = 2
 
 
 @jax.tree_util.register_dataclass
@@ -129,6 +132,10 @@ class Drafter:
         A `Chain` asks for it: within a step, its first drafter learns from drafts.
         """
         return before
+
+    def before_rounds(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
+        """The state where it took up what the last rounds of a `Chain` left to it."""
+        return state
 
     def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
         """The state where it took up `CATCH_UP` more of the tokens that `rest` left to it."""

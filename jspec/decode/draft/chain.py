@@ -152,6 +152,7 @@ class Chain(Drafter):
         inside = dataclasses.replace(
             state, limits=begin + room, done=state.done | (room == 0), draft=own.first
         )
+        inside = self.first.before_rounds(models, inside, config)
         view = self.second.view(models, own.second, until)
         # Each round adds a token at least.
         rounds = min(self.rounds, gamma)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.cache.layout import check_rings, layouts_of
-from jspec.decode.draft.base import CATCH_UP, Drafted, Drafter, Seen, autoregressive
+from jspec.decode.draft.base import CATCH_UP, LACKING, Drafted, Drafter, Seen, autoregressive
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
 from jspec.policies.attend import dense_attend
@@ -74,15 +74,24 @@ class ModelDraft(Drafter):
         return own.grown(capacity)
 
     def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
-        own: Cache = state.draft
-        # Behind a draft that was accepted whole, its last token is missing too.
-        begin = jnp.maximum(own.lengths - 1, 0)[:, None]
-        positions = begin + jnp.arange(CATCH_UP, dtype=jnp.int32)[None]
+        begin = jnp.maximum(state.draft.lengths - LACKING, 0)
+        own = self._taken_up(models, state, begin, CATCH_UP, config)
+        lengths = jnp.minimum(begin + CATCH_UP, state.cache.lengths)
+        return dataclasses.replace(state, draft=own.with_lengths(lengths))
+
+    def before_rounds(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
+        # The pairs of the draft take up all that it may lack but the first.
+        begin = jnp.maximum(state.cache.lengths - LACKING, 0)
+        return dataclasses.replace(state, draft=self._taken_up(models, state, begin, 1, config))
+
+    def _taken_up(
+        self, models: Models, state: DecodeState, begin: Array, count: int, config: StepConfig
+    ) -> Cache:
+        """Its cache with ``count`` of the target's cached tokens from ``begin [B]`` on."""
+        positions = begin[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
         positions = jnp.where(positions < state.cache.lengths[:, None], positions, -1)
         tokens = jnp.take_along_axis(state.tokens, jnp.maximum(positions, 0), axis=1)
-        own = self.prefill(models, own, tokens, positions, config)
-        lengths = jnp.minimum(begin[:, 0] + CATCH_UP, state.cache.lengths)
-        return dataclasses.replace(state, draft=own.with_lengths(lengths))
+        return self.prefill(models, state.draft, tokens, positions, config)
 
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
