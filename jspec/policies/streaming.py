@@ -77,7 +77,8 @@ class Streaming(Policy):
         size = cache.layouts[layer].capacity
         sinks = min(self.sinks, size)
         if isinstance(self.window, float):
-            window = max(math.ceil(self.window * size) - sinks, 1)
+            # In float32, as `_window_begin` computes it: 0.15 of 100 positions are then 16.
+            window = max(math.ceil(np.float32(self.window) * np.float32(size)) - sinks, 1)
         else:
             window = min(self.window, size)
         first = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32)[None], (until.shape[0], sinks))

@@ -44,6 +44,15 @@ def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
         assert sorted(p for p in selected[row].tolist() if p >= 0) == sorted(wanted)
 
 
+def test_a_ratio_reads_the_last_position_of_a_full_cache():
+    """0.15 of 100 is 15 in float64 and a little more in float32."""
+    spec = LayerSpec(kv_heads=1, key_size=4, value_size=4)
+    cache = Cache.create([spec], [Linear(100)], 1, jnp.float32)
+    chosen = Streaming(sinks=4, window=0.15).select(None, 0, cache, None, jnp.array([100]))
+    assert chosen is not None
+    assert sorted(np.asarray(chosen)[0].tolist()) == [0, 1, 2, 3, *range(88, 100)]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
