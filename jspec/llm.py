@@ -6,7 +6,7 @@ import dataclasses
 import os
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +259,7 @@ class LLM:
 
 
 def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) or not isinstance(stop, Sequence) else tuple(stop)
+    texts = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"stop={stop!r:.80} must be a text or texts, none of them empty")
     return texts

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 CATCH_UP = 64  # tokens that a second model takes up in a pass after it rested
-# Of its cached positions, how many it may lack all the same: the last token of a draft that was
-# accepted whole, and where that ended a chain, the token that the middle level added.
+# How many of the last positions a second model may still lack when it has learned a step: the last
+# token of a draft that was accepted whole and, in a chain, the one that the middle level added.
 LACKING = 2
 
 
