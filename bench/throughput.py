@@ -9,6 +9,7 @@ drafts of a chain are comes from the measured row of the same drafter.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,7 +125,12 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
     prompts = acceptance.texts_of(plan, tokenizer)
     params = [jspec.SamplingParams(max_new_tokens=plan.new, ignore_eos=True)] * plan.texts
     params = [dataclasses.replace(own, seed=row) for row, own in enumerate(params)]
-    before = start_decoding(model, prompts, params, jspec.StepConfig(CHAIN_GAMMA), chunk=512)
+
+    @functools.cache
+    def before(exact: bool) -> jspec.DecodeState:
+        config = jspec.StepConfig(CHAIN_GAMMA, exact=exact)
+        return start_decoding(model, prompts, params, config, chunk=512)
+
     every = wanted(plan.gamma, settings)
     if not every or every[0].name != "plain":
         every = [Drafting("plain", "none", 0), *every]  # the others are held against it
@@ -139,7 +145,7 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
                 advance()
                 continue
             models = own.config.draft.prepare(jspec.Models(model))
-            state = acceptance.started(before, models, own.config, params)
+            state = acceptance.started(before(own.exact), models, own.config, params)
             figures, tokens = decoding.decoded(models, state, own.config)
             plain = tokens if plain is None else plain
             checked = decoding.check_tokens(model, prompts, tokens, plain)

@@ -38,8 +38,9 @@ class Blocks:
     fewer ``programs`` (both powers of 2); ``bytes`` of keys and values a tile, ``rows`` of queries
     a tile at most (a power of 2), ``stages`` of tiles on their way, ``warps`` to run a program.
 
-    They may follow from the heads and, unless attention is exact, from T, never from B, lengths or
-    the capacity: a row's arithmetic depends on its own positions alone.
+    They may follow from the heads, from whether key positions are given and, unless attention is
+    exact, from T, never from B, lengths or the capacity: a row's arithmetic depends on its own
+    positions alone.
     """
 
     splits: int
@@ -77,7 +78,7 @@ def attention_triton(
     if not exact:
         return attended(q, positions)
     value = tile_shape(k, v, value_size)["VALUE"]
-    blocks = blocks or _blocks("exact", q, k)
+    blocks = blocks or _blocks("exact", q, k, key_positions)
     return _in_pieces(attended, q, positions, value, splits_of(k.shape[2], 1, blocks))
 
 
@@ -106,7 +107,7 @@ def _attended(
     """Output, log-sum-exp, and the scores of ``probe``, which are one number where it is None."""
     from jspec.triton.attention_kernel import attention_kernel, exact_attention_kernel
 
-    blocks = blocks or _blocks("exact" if exact else "triton", q, k)
+    blocks = blocks or _blocks("exact" if exact else "triton", q, k, key_positions)
     batch, tokens, heads, _ = q.shape
     slots, kv_heads = k.shape[1:3]
     shape = tile_shape(k, v, value_size)
@@ -146,8 +147,9 @@ def _attended(
     return *merged(q, kv_heads, parts, splits, *found, sizes=sizes), scores
 
 
-def _blocks(name: str, q: Array, k: Array) -> Blocks:
-    return Blocks(**tuned.block("attention", name, attention_sizes(q, k)))
+def _blocks(name: str, q: Array, k: Array, key_positions: Array | None) -> Blocks:
+    sizes = attention_sizes(q, k, key_positions=key_positions)
+    return Blocks(**tuned.block("attention", name, sizes))
 
 
 def _in_pieces(

@@ -216,7 +216,7 @@ def test_the_cut_follows_neither_from_the_batch_nor_from_the_capacity(operation)
     """A row's arithmetic must not depend on its neighbours, nor on room that it does not use."""
     for table in tuned.tables().values():
         for rule in table.blocks.get(operation, {}).get("triton", []):
-            assert set(rule.up_to) <= {"tokens", "rows", "selected", "channels", "lists"}
+            assert set(rule.up_to) <= {"tokens", "rows", "selected", "channels", "lists", "held"}
 
 
 @pytest.mark.parametrize(

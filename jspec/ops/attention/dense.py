@@ -154,13 +154,18 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, v
     return finish(sums, q.shape[1], q.dtype)
 
 
-def attention_sizes(q: Array, k: Array, *args, **kwargs) -> dict[str, int]:
-    """What backends are ordered by; ``rows`` is T * G, ``channels`` those of a key."""
+def attention_sizes(
+    q: Array, k: Array, *args, key_positions: Array | None = None, **kwargs
+) -> dict[str, int]:
+    """What backends are ordered by.
+
+    ``rows`` is T * G, ``channels`` those of a key; ``held``: 1 where ``key_positions`` are given.
+    """
     batch, tokens, heads, _ = q.shape
     slots, kv_heads = k.shape[1:3]
     rows, channels = tokens * heads // kv_heads, k.shape[3]
     sizes = {"batch": batch, "tokens": tokens, "rows": rows, "slots": slots}
-    return sizes | {"channels": channels}
+    return sizes | {"channels": channels, "held": int(key_positions is not None)}
 
 
 def _cases() -> list[Case]:
