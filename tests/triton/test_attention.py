@@ -284,7 +284,8 @@ def test_a_whole_value_of_a_wide_key_is_a_tile():
     assert (shape["WIDTH"], shape["REST"], shape["VALUE_WIDTH"]) == (512, 64, 512)
     for name in ("h100", "h200"):
         for operation in ("attention", "gathered_attention"):
-            sizes = {"tokens": 1, "rows": 128, "channels": 576, "lists": 1}
-            block = tuned.tables()[name].block(operation, "triton", sizes)
-            assert block["warps"] == 8
-            assert module.keys_of_tile(shape, k, None, block["bytes"]) == 64
+            for held in (0, 1):
+                sizes = {"tokens": 1, "rows": 128, "channels": 576, "lists": 1, "held": held}
+                block = tuned.tables()[name].block(operation, "triton", sizes)
+                assert block["warps"] == 8
+                assert module.keys_of_tile(shape, k, None, block["bytes"]) == 64
