@@ -55,11 +55,13 @@ def test_a_pass_of_padding_has_a_token_of_its_own_at_each_position():
 
 
 def test_random_weights_keep_their_size_from_layer_to_layer():
-    """A kernel of experts is drawn by its inputs, and a centred norm scales by 1."""
+    """A kernel is drawn by its inputs, and a centred norm scales by 1."""
     model = shapes.random_model(MIXTURE)
     for kernel, inputs, factor in (("gate_up", 32, 1), ("down", 16, shapes.EXPERTS_GIVE)):
         drawn = getattr(model.layers[0].mlp.experts, kernel).kernel[...].astype(jnp.float32)
         assert float(drawn.std()) == pytest.approx(factor * inputs**-0.5, rel=0.05)
+    router = model.layers[0].mlp.router.kernel[...].astype(jnp.float32)
+    assert float(router.std()) == pytest.approx(shapes.ROUTERS_TELL * 32**-0.5, rel=0.1)
     assert not shapes.random_model(WINDOWS).layers[0].mlp_norm.scale[...].any()
 
 
