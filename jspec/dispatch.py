@@ -73,6 +73,11 @@ def preferring(backends: Mapping[str, str]) -> Iterator[None]:
         _PREFERRED.reset(token)
 
 
+def preferred(operation: str) -> str | None:
+    """The backend that an enclosing `preferring` names for ``operation``, or None."""
+    return _PREFERRED.get().get(operation)
+
+
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """One implementation of an operation.
@@ -176,7 +181,7 @@ class Operation:
         raise BackendError(f"{self.name} cannot run as asked; " + "; ".join(reasons))
 
     def __call__(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
-        implementation = implementation or _PREFERRED.get().get(self.name)
+        implementation = implementation or preferred(self.name)
         backend = self.choose(implementation, *args, **kwargs)
         # Profiles and compiled programs then say which operation an instruction is from.
         with jax.named_scope(self.name):

@@ -28,7 +28,7 @@ TARGETS = {
     "verify": ("verify_greedy", "verify_greedy_naive"),
     "pack": ("pack", "verify_and_pack", "verify_and_pack_single", "verify_and_append"),
     "sample": ("verify_stochastic", "sample"),
-    "linear": ("linear",),
+    "linear": ("linear", "linear_chain"),
     "select": ("select", "hash_select"),
     "host": ("fetch_rows", "fetch_ahead", "store_rows"),
 }

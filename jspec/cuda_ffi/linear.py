@@ -1,18 +1,20 @@
-"""A product of a few rows by one CUDA kernel."""
+"""A product of a few rows by one CUDA kernel, and several in a row by one call."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.cuda_ffi import library
-from jspec.dispatch import Backend
+from jspec.dispatch import Backend, preferred
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_xla, on_a_mesh
+from jspec.ops.linear_chain import Arrays, one_by_one
 from jspec.ops.norm import CENTERED, RMS
 from jspec.ops.quantized import Quantized
 from jspec.typing import Array
@@ -112,4 +114,73 @@ def _supports(*args, **settings) -> str | None:
     return refuses(*args, **settings) or library.refusal("linear")
 
 
+def linear_chain_cuda(
+    x: Array, links: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
+) -> tuple[Array, ...]:
+    """As `jspec.ops.linear_chain.linear_chain`."""
+    settings = {"added": tuple(added), "gated": tuple(gated)}
+    run = differentiated_as(
+        functools.partial(one_by_one, **settings), functools.partial(_launch_chain, **settings)
+    )
+    return run(x, links)
+
+
+def _launch_chain(x, links, *, added, gated) -> tuple[Array, ...]:
+    arguments, results = [x], []
+    for (kernel, bias, norm, add), (_, *shape) in zip(links, _inputs(x, links, gated), strict=True):
+        # Any array stands for what there is not.
+        given = (bias, None if norm is None else norm.scale, add)
+        arguments += [kernel, *(x if one is None else one for one in given)]
+        results.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype))
+
+    def each(values, dtype: type[np.generic] = np.int32):
+        return np.asarray(list(values), dtype)
+
+    return library.call(
+        "linear_chain",
+        tuple(results),
+        *arguments,
+        vmap_method="sequential",
+        biased=each(bias is not None for _, bias, _, _ in links),
+        normed=each(norm is not None for _, _, norm, _ in links),
+        added=each(
+            (-2 if add is None else -1) if other is None else other
+            for (*_, add), other in zip(links, added, strict=True)
+        ),
+        gated=each(gated),
+        eps=each((0 if norm is None else norm.eps for _, _, norm, _ in links), np.float32),
+    )
+
+
+def _inputs(x: Array, links: Sequence[Arrays], gated: Sequence[bool]) -> Iterator[tuple]:
+    """What each link reads, and the shape of what it gives."""
+    shape = x.shape
+    for (kernel, *_), gates in zip(links, gated, strict=True):
+        read = jax.ShapeDtypeStruct(shape, x.dtype)
+        shape = (*shape[:-1], *kernel.shape[2 if gates else 1 :])
+        yield read, *shape
+
+
+def _refuses_chain(x, links, *, added, gated) -> str | None:
+    """Why one call cannot take these products, or None."""
+    if preferred("linear") not in (None, "cuda"):
+        return f"linear={preferred('linear')!r} is asked for"
+    static = {"transposed": False, "dtype": x.dtype}
+    reads = _inputs(x, links, gated)
+    for i, ((kernel, bias, norm, add), gates) in enumerate(zip(links, gated, strict=True)):
+        if isinstance(kernel, Quantized):
+            return f"links[{i}] has quantized weights"
+        read, *_ = next(reads)
+        if math.prod(read.shape[:-1]) > SMALL_ROWS or read.shape[-1] > SMALL_INPUTS:
+            return f"links[{i}] reads {read.shape}, over {SMALL_ROWS} rows of {SMALL_INPUTS}"
+        if reason := refuses(read, kernel, bias, norm, add, gated=gates, **static):
+            return f"links[{i}]: {reason}"
+    return None
+
+
+def _supports_chain(*args, **settings) -> str | None:
+    return _refuses_chain(*args, **settings) or library.refusal("linear")
+
+
 LINEAR = Backend("cuda", linear_cuda, _supports)
+LINEAR_CHAIN = Backend("cuda", linear_chain_cuda, _supports_chain)

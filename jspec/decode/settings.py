@@ -23,6 +23,7 @@ from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
 from jspec.ops.hash_select import HASH_SELECT
 from jspec.ops.host_rows import FETCH_AHEAD, FETCH_ROWS, STORE_ROWS
 from jspec.ops.linear import LINEAR
+from jspec.ops.linear_chain import LINEAR_CHAIN
 from jspec.ops.route import ROUTE
 from jspec.ops.sample import SAMPLE
 from jspec.ops.select import SELECT
@@ -31,7 +32,10 @@ from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Dense, Guided, Policy
 
 # Operations that a model or a policy calls by itself.
-OF_MODELS = (LINEAR, ROUTE, GROUPED, HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, SELECT, WEIGHTS)
+OF_MODELS = (
+    *(LINEAR, LINEAR_CHAIN, ROUTE, GROUPED),
+    *(HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, SELECT, WEIGHTS),
+)
 # Of a step.
 OPERATIONS = (
     *(ATTENTION, SCORED, GATHERED, APPEND, APPEND_ENCODE, SAMPLE),

@@ -21,6 +21,7 @@ from jspec.models.rope import rope_angles, rope_frequencies
 from jspec.ops.append import Turn
 from jspec.ops.attention.softmax import capped
 from jspec.ops.linear import linear
+from jspec.ops.linear_chain import Link, linear_chain
 from jspec.ops.norm import RMS
 from jspec.typing import Array, Attend
 
@@ -53,11 +54,30 @@ class Attention(nnx.Module):
         attend: Attend,
         cache,
         foresee: Foresee | None = None,
+        joined: Array | None = None,
     ):
-        """``x`` plus what attention gives for it after ``norm``, and the cache."""
-        joined = self.qkv.joined(x, norm)
+        """``x`` plus what attention gives for it after ``norm``, and the cache.
+
+        ``joined``: the projections, where the layer before gave them.
+        """
+        joined = self.qkv.joined(x, norm) if joined is None else joined
+        out, cache = self.attended(joined, layer, angles, attend, cache, foresee)
+        if self.post_norm is None:
+            return self.out(out, add=x), cache
+        return x + self.post_norm(self.out(out)), cache
+
+    def attended(
+        self,
+        joined: Array,
+        layer: int,
+        angles: tuple[Array, Array],
+        attend: Attend,
+        cache,
+        foresee: Foresee | None = None,
+    ):
+        """What heads read ``[B, T, N * H']`` for their projections ``joined``, and the cache."""
         q, k, v = self.qkv.split(joined)
-        q = q.reshape(*x.shape[:2], -1, k.shape[-1])
+        q = q.reshape(*joined.shape[:2], -1, k.shape[-1])
         turn = self.turn(angles, joined)
         more: dict[str, Any] = {}
         if self.sinks is not None:
@@ -69,10 +89,7 @@ class Attention(nnx.Module):
             out, cache = turning(layer, q, k, v, cache, turn=turn, **more)
         else:
             out, cache = attend(layer, *turn(q, k), v, cache, **more)
-        out = out.reshape(*out.shape[:2], -1)
-        if self.post_norm is None:
-            return self.out(out, add=x), cache
-        return x + self.post_norm(self.out(out)), cache
+        return out.reshape(*out.shape[:2], -1), cache
 
     def queries(self, x: Array, norm: RMS, angles: tuple[Array, Array]) -> Array:
         """The queries ``[B, T, N, H]`` of ``x`` after ``norm``, turned."""
@@ -113,10 +130,38 @@ class Block(nnx.Module):
         attend: Attend,
         cache,
         foresee: Foresee | None = None,
+        joined: Array | None = None,
+        following: Block | None = None,
     ):
-        norm = self.attention_norm.rms
-        x, cache = self.attention(x, norm, layer, angles, attend, cache, foresee)
-        return self.mlp(x, self.mlp_norm.rms), cache
+        """What it gives for ``x``, the projections of the next layer, and the cache.
+
+        ``joined``: its own projections, where the layer before gave them. ``following``: the next
+        layer. Projections are None where the products behind attention are no chain.
+        """
+        norm, links = self.attention_norm.rms, self._links(x, following)
+        given: Any = {} if joined is None else {"joined": joined}
+        if links is None:
+            x, cache = self.attention(x, norm, layer, angles, attend, cache, foresee, **given)
+            return self.mlp(x, self.mlp_norm.rms), None, cache
+        attention: Any = self.attention
+        joined = attention.qkv.joined(x, norm) if joined is None else joined
+        out, cache = attention.attended(joined, layer, angles, attend, cache, foresee)
+        found = linear_chain(out, links)
+        return found[2], found[3] if len(found) > 3 else None, cache
+
+    def _links(self, x: Array, following: Block | None) -> list[Link] | None:
+        """What comes behind attention up to the projections of the next layer, or None."""
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+            return None
+        out = attention.out.link(add=x)
+        behind = mlp.links(self.mlp_norm.rms, x=0)
+        if attention.post_norm is not None or out is None or behind is None:
+            return None
+        links = [out, *behind]
+        if following is not None and isinstance(following.attention, Attention):
+            links.append(following.attention.qkv.link(following.attention_norm.rms))
+        return links
 
     def queries(self, x: Array, angles: tuple[Array, Array]) -> Array:
         """The queries of its attention for ``x``, which may be the input of another layer."""
@@ -188,12 +233,19 @@ class Decoder(nnx.Module):
         specs = dict(zip(kinds, self.config.layers, strict=True))
         angles = {kind: self.angles(positions, spec) for kind, spec in specs.items()}
         foresees = getattr(attend, "foresees", False)
+        joined = None
         for index, block in enumerate(self.layers):
+            following = self.layers[index + 1] if index + 1 < len(kinds) else None
             more = {}
-            if foresees and index + 1 < len(kinds):
-                following, turned = self.layers[index + 1], angles[kinds[index + 1]]
+            if foresees and following is not None:
+                turned = angles[kinds[index + 1]]
                 more = {"foresee": functools.partial(following.queries, x, turned)}
-            x, cache = block(x, index, angles[kinds[index]], attend, cache, **more)
+            x, joined, cache = block(
+                *(x, index, angles[kinds[index]], attend, cache),
+                joined=joined,
+                following=following,
+                **more,
+            )
         return x, cache
 
     def logits(self, hidden: Array) -> Array:

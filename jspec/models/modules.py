@@ -11,6 +11,7 @@ from jax import lax
 
 from jspec.models.joined import Part, gate_up_parts, joined_shape
 from jspec.ops.linear import linear
+from jspec.ops.linear_chain import Link
 from jspec.ops.norm import RMS
 from jspec.parts import Activation
 from jspec.typing import Array
@@ -86,6 +87,12 @@ class Linear(nnx.Module):
         y = y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1)).astype(y.dtype)
         return y if add is None else add.astype(y.dtype) + y
 
+    def link(self, *, add: Array | int) -> Link | None:
+        """This product with ``add`` in a chain, or None where devices share it."""
+        if self.axes:
+            return None
+        return Link(self.kernel.get_value(), _value(self.bias), add=add)
+
     def partial(self, x: Array, *, norm: RMS | None = None) -> Array:
         """``x @ kernel`` of this device's inputs alone, float32, without the bias."""
         return linear(x, self.kernel.get_value(), norm=norm, dtype=jnp.float32)
@@ -112,6 +119,10 @@ class JoinedLinear(nnx.Module):
     def gated(self, x: Array, norm: RMS | None = None) -> Array:
         """``silu(gate) * up`` of ``x`` after ``norm``, where those are the parts."""
         return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm, gated=True)
+
+    def link(self, norm: RMS, *, gated: bool = False) -> Link:
+        """What `joined` gives, or `gated`, in a chain."""
+        return Link(self.kernel.get_value(), _value(self.bias), norm, gated=gated)
 
     def split(self, y: Array) -> tuple[Array, ...]:
         """Each part of what `joined` gives."""
@@ -164,6 +175,13 @@ class MLP(nnx.Module):
         if self.post_norm is None:
             return self.down(wide, add=x)
         return x + self.post_norm(self.down(wide))
+
+    def links(self, norm: RMS, x: int) -> tuple[Link, Link] | None:
+        """What a call does, in a chain whose link ``x`` gives its input; None where it is more."""
+        down = self.down.link(add=x)
+        if self.post_norm is not None or self.activation != "silu" or down is None:
+            return None
+        return self.gate_up.link(norm, gated=True), down
 
     def partial(self, x: Array, norm: RMS) -> Array:
         """What it gives after ``norm``, of this device's channels alone, float32, without the last

@@ -24,6 +24,7 @@ _HOMES = (
     "jspec.ops.select:SELECT",
     "jspec.ops.hash_select:HASH_SELECT",
     "jspec.ops.linear:LINEAR",
+    "jspec.ops.linear_chain:LINEAR_CHAIN",
     "jspec.ops.route:ROUTE",
     "jspec.ops.grouped:GROUPED",
     "jspec.ops.verify:VERIFY_GREEDY",

@@ -81,6 +81,13 @@ CALLS = {
         dict.fromkeys(GIVEN, np.bool_(True)) | {"eps": np.float32(1e-6)},
         None,
     ),
+    "linear_chain": (
+        [(shape, jnp.bfloat16) for shape in ((B, 64), (64, 2, 40), *[(2, 40), (64,), (B, 40)])],
+        [((B, 40), jnp.bfloat16)],
+        {name: np.ones(1, np.int32) for name in ("biased", "normed", "gated")}
+        | {"added": np.full(1, -1, np.int32), "eps": np.ones(1, np.float32)},
+        None,
+    ),
     "select": (
         [((B, 512), jnp.int32), *ROWS],
         [SLOTS, ((B, WORDS), jnp.uint32)],
@@ -155,8 +162,14 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         ("hash_select", {"counted": np.int32(300)}, "counted=300 and taken=256 must be powers"),
         ("select", {"counted": np.int32(0)}, "counted=0 must be at least 256"),
         ("select", {"sinks": np.int32(-1)}, r"sinks=-1 and recent=0 must be \[\.\.\., k\]"),
+        ("linear_chain", {"added": np.zeros(1, np.int32)}, r"added\[0\]=0 is no product before it"),
+        (
+            "linear_chain",
+            {"eps": np.ones(2, np.float32)},
+            "an attribute has 2 values for 1 products",
+        ),
     ],
-    ids=["warps", "threads", "wrong-type", "taken", "counted", "none", "sinks"],
+    ids=["warps", "threads", "wrong-type", "taken", "counted", "none", "sinks", "added", "each"],
 )
 def test_attributes_are_checked_and_typed(target, change, message, kernels):
     arguments, results, attributes, aliases = CALLS[target]

@@ -6,6 +6,7 @@
 // looks: one barrier is left, before the sums of the warps are added up, in one order.
 #include <algorithm>
 
+#include "common/dependent.cuh"
 #include "linear/fragments.cuh"
 
 namespace jspec {
@@ -28,19 +29,15 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
   const auto* kernel = static_cast<const uint16_t*>(linear.kernel);
   uint16_t* weights = shared + warp * groups * sides * kTile;
 
-  // All loads are on their way before the first is waited for.
+  // All loads are on their way before the first is waited for, those of the weights first: no
+  // kernel ahead writes them.
+  let_next_start();
   uint4 rows[groups][tiles], scales[groups], across[groups][2];
 #pragma unroll
   for (int i = 0; i < groups; ++i) {
     const int first = (warp + i * warps) * kGroup;
     const int mine = first + quarter * 8;
     const bool there = first < inputs;
-#pragma unroll
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int row = tile * 8 + eighth;
-      rows[i][tile] = load(linear.x + row * inputs + mine, there && row < linear.rows);
-    }
-    if (linear.scale) scales[i] = load(linear.scale + mine, there);
     if constexpr (transposed) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -61,6 +58,18 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
              there && at < outputs);
       }
     }
+  }
+  wait_for_kernels_ahead();
+#pragma unroll
+  for (int i = 0; i < groups; ++i) {
+    const int mine = (warp + i * warps) * kGroup + quarter * 8;
+    const bool there = mine < inputs;
+#pragma unroll
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int row = tile * 8 + eighth;
+      rows[i][tile] = load(linear.x + row * inputs + mine, there && row < linear.rows);
+    }
+    if (linear.scale) scales[i] = load(linear.scale + mine, there);
   }
   const Results<kWidth, sides, 1> results(linear, column);
 
@@ -114,44 +123,54 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(const Linear li
 }
 
 template <int groups, int tiles, bool gated, bool transposed>
-const char* launch(const Linear& linear, int warps, Stream stream) {
+const char* launch(const Linear& linear, int warps, bool early, Stream stream) {
   constexpr int sides = gated ? 2 : 1;
   const int blocks = (linear.outputs + kWidth - 1) / kWidth;
   const int bytes = warps * ((transposed ? 0 : groups * sides * kTile * 2) +
                              tiles * 8 * (sides * kWidth + 1) * 4);
-  const auto kernel = linear_kernel<groups, tiles, gated, transposed>;
-  if (bytes > 48 * 1024) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  }
-  kernel<<<blocks, warps * 32, bytes, stream>>>(linear);
-  return launch_error();
+  return launch_behind(linear_kernel<groups, tiles, gated, transposed>, blocks, warps * 32, bytes,
+                       early, stream, linear);
 }
 
 template <int groups, int tiles>
-const char* launch_kind(const Linear& linear, int warps, Stream stream) {
-  if (linear.gated) return launch<groups, tiles, true, false>(linear, warps, stream);
-  if (linear.transposed) return launch<groups, tiles, false, true>(linear, warps, stream);
-  return launch<groups, tiles, false, false>(linear, warps, stream);
+const char* launch_kind(const Linear& linear, int warps, bool early, Stream stream) {
+  if (linear.gated) return launch<groups, tiles, true, false>(linear, warps, early, stream);
+  return linear.transposed ? launch<groups, tiles, false, true>(linear, warps, early, stream)
+                           : launch<groups, tiles, false, false>(linear, warps, early, stream);
 }
 
 template <int groups>
-const char* launch_tiles(const Linear& linear, Stream stream) {
+const char* launch_tiles(const Linear& linear, bool early, Stream stream) {
   // Also enough threads for each value of a block to have its own.
   const int needed = (linear.inputs / kGroup + groups - 1) / groups;
   const int warps = std::max(needed, (linear.rows + 1) / 2);
-  return linear.rows > 8 ? launch_kind<groups, 2>(linear, warps, stream)
-                         : launch_kind<groups, 1>(linear, warps, stream);
+  return linear.rows > 8 ? launch_kind<groups, 2>(linear, warps, early, stream)
+                         : launch_kind<groups, 1>(linear, warps, early, stream);
+}
+
+bool is_small(const Linear& linear) {
+  return !linear.column_scale && linear.inputs <= kSmallInputs && linear.rows <= kSmallRows;
+}
+
+const char* launch_small(const Linear& linear, bool early, Stream stream) {
+  constexpr int most = kSmallInputs / kGroup / kMostWarps;
+  return linear.inputs <= kMostWarps * kGroup ? launch_tiles<1>(linear, early, stream)
+                                              : launch_tiles<most>(linear, early, stream);
 }
 
 }  // namespace
 
 const char* linear(const Linear& linear, Stream stream) {
-  if (linear.column_scale || linear.inputs > kSmallInputs || linear.rows > kSmallRows) {
-    return linear_stream(linear, stream);
+  return is_small(linear) ? launch_small(linear, false, stream) : linear_stream(linear, stream);
+}
+
+const char* linear_chain(const std::vector<Linear>& links, Stream stream) {
+  for (size_t i = 0; i < links.size(); ++i) {
+    const char* error = is_small(links[i]) ? launch_small(links[i], i > 0, stream)
+                                           : linear_stream(links[i], stream);
+    if (error) return error;
   }
-  constexpr int most = kSmallInputs / kGroup / kMostWarps;
-  return linear.inputs <= kMostWarps * kGroup ? launch_tiles<1>(linear, stream)
-                                              : launch_tiles<most>(linear, stream);
+  return nullptr;
 }
 
 }  // namespace jspec

@@ -1,7 +1,9 @@
-// A product of a few rows with the norm before it and what follows it: arguments, and the launch
-// behind the handler. What each field means is said in jspec/ops/linear.py; values are bfloat16, or
-// 8 bits with a scale for each column.
+// A product of a few rows with the norm before it and what follows it, or several in a row:
+// arguments, and the launches behind the handlers. What each field means is said in
+// jspec/ops/linear.py; values are bfloat16, or 8 bits with a scale for each column.
 #pragma once
+
+#include <vector>
 
 #include "common/launch.h"
 
@@ -32,7 +34,11 @@ struct Linear {
 // Returns what went wrong, or null.
 const char* linear(const Linear& linear, Stream stream);
 
-// The same on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.
+// Products in a row, each of which may read what those before it gave. On a GPU a small one begins
+// to read its weights while the one ahead of it ends.
+const char* linear_chain(const std::vector<Linear>& links, Stream stream);
+
+// A product on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.
 const char* linear_stream(const Linear& linear, Stream stream);
 
 }  // namespace jspec

@@ -67,4 +67,9 @@ const char* linear(const Linear& linear, Stream) {
   return nullptr;
 }
 
+const char* linear_chain(const std::vector<Linear>& links, Stream stream) {
+  for (const Linear& link : links) linear(link, stream);
+  return nullptr;
+}
+
 }  // namespace jspec

@@ -1,69 +1,119 @@
-// The FFI handler of a product of a few rows.
+// The FFI handlers of a product of a few rows, and of several in a row.
 #include "common/ffi.h"
 #include "linear/linear.h"
 
 namespace jspec {
+namespace {
 
-// The scales of columns, bias, the norm's scale and what is added may be left out: any buffer then
-// stands in their place. With scales of columns, weights have 8 bits.
+// Where the buffers of a product are, and what is said of it. The scales of columns, bias, the
+// norm's scale and what is added may be left out: any buffer then stands in their place. With
+// scales of columns, weights have 8 bits.
+struct Product {
+  size_t x, kernel, column_scale, bias, scale, add, out;
+  bool quantized, biased, normed, added, gated, transposed;
+  float eps;
+
+  // Checks the buffers, and fills `linear`.
+  ffi::Error read(const Buffers& buffers, Linear& linear) const {
+    const auto x_shape = buffers[x].dimensions(), shape = buffers[kernel].dimensions();
+    if (!x_shape.size() || shape.size() < 2) {
+      return invalid("x ", buffers[x], " and kernel ", buffers[kernel],
+                     " must be [..., in] and a matrix");
+    }
+    const int64_t inputs = x_shape.back(), sides = gated ? 2 : 1;
+    int64_t rows = 1, columns = 1;
+    for (size_t i = 0; i + 1 < x_shape.size(); ++i) rows *= x_shape[i];
+    for (size_t i = 0; i + 1 < shape.size(); ++i) columns *= shape[transposed ? i : i + 1];
+    const int64_t group = quantized ? kInt8Group : kGroup;
+    const bool is_small = rows <= kSmallRows && inputs <= kSmallInputs;
+    const bool fits = quantized    ? transposed
+                      : transposed ? !gated && is_small
+                                   : columns % (8 * sides) == 0;
+    if (rows < 1 || rows > kMostRows || inputs < 1 || inputs > kMostInputs || inputs % group ||
+        columns < 1 || columns > INT32_MAX / kSmallInputs || columns % sides || !fits) {
+      return invalid("x ", buffers[x], ", kernel ", buffers[kernel], ", quantized=", quantized,
+                     ", gated=", gated, ", transposed=", transposed, " must be 1 to ", kMostRows,
+                     " rows of inputs, a multiple of ", group, " up to ", kMostInputs,
+                     ", and columns in eights unless transposed, as quantized ones are; others are "
+                     "transposed for up to ", kSmallRows, " rows of ", kSmallInputs,
+                     " inputs, and not gated");
+    }
+    const auto BF16 = ffi::DataType::BF16, F32 = ffi::DataType::F32;
+    const bool wide = buffers[out].element_type() == F32;
+    std::vector<int64_t> weights(shape.begin(), shape.end());
+    weights[transposed ? shape.size() - 1 : 0] = inputs;
+    ffi::Error error = buffers.check(x, rows, {{"x", BF16, {inputs}}});
+    if (error.failure()) return error;
+    error = buffers.check(kernel, 1,
+                          {{"kernel", quantized ? ffi::DataType::S8 : BF16, weights}});
+    if (error.failure()) return error;
+    const auto flat = [&](size_t i, const char* name, ffi::DataType dtype, int64_t count) {
+      return int64_t(buffers[i].element_count()) == count && buffers[i].element_type() == dtype
+                 ? ffi::Error::Success()
+                 : invalid(name, " ", buffers[i], " must be ", count, " of ", dtype);
+    };
+    const int64_t outputs = columns / sides;
+    if (quantized && (error = flat(column_scale, "column_scale", F32, columns)).failure()) {
+      return error;
+    }
+    if (biased && (error = flat(bias, "bias", BF16, columns)).failure()) return error;
+    if (normed && (error = flat(scale, "scale", BF16, inputs)).failure()) return error;
+    if (added && (error = flat(add, "add", BF16, rows * outputs)).failure()) return error;
+    error = flat(out, "out", wide ? F32 : BF16, rows * outputs);
+    if (error.failure()) return error;
+    const auto values = [&](size_t i) { return buffers.data<uint16_t>(i); };
+    linear = Linear{values(x), buffers.data<void>(kernel),
+                    quantized ? buffers.data<float>(column_scale) : nullptr,
+                    biased ? values(bias) : nullptr, normed ? values(scale) : nullptr,
+                    added ? values(add) : nullptr, buffers.data<void>(out),
+                    static_cast<int32_t>(rows), static_cast<int32_t>(inputs),
+                    static_cast<int32_t>(outputs), eps, gated, transposed, wide};
+    return ffi::Error::Success();
+  }
+};
+
+}  // namespace
+
 ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
                          bool quantized, bool biased, bool normed, bool added, bool gated,
                          bool transposed, float eps) {
   ffi::Error error = check_count(arguments, 6, results, 1);
   if (error.failure()) return error;
+  const Product product{0, 1, 2, 3, 4, 5, 6, quantized, biased, normed, added, gated,
+                        transposed, eps};
+  Linear found;
+  error = product.read(Buffers(arguments, results), found);
+  return error.failure() ? error : launched(linear(found, stream));
+}
+
+// x, then the kernel, bias, scale and what is added of each product; the result of each. Each
+// attribute has a value for each product; `added`: the number of the result that is added, or of
+// its own argument where that is -1, or nothing where it is -2.
+ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
+                             ffi::RemainingRets results, ffi::Span<const int32_t> biased,
+                             ffi::Span<const int32_t> normed, ffi::Span<const int32_t> added,
+                             ffi::Span<const int32_t> gated, ffi::Span<const float> eps) {
+  const size_t links = results.size();
+  ffi::Error error = check_count(arguments, 1 + 4 * links, results, links);
+  if (error.failure()) return error;
+  for (const size_t size : {biased.size(), normed.size(), added.size(), gated.size(), eps.size()}) {
+    if (size != links) return invalid("an attribute has ", size, " values for ", links, " products");
+  }
   const Buffers buffers(arguments, results);
-  const auto x = buffers[0].dimensions(), kernel = buffers[1].dimensions();
-  if (!x.size() || kernel.size() < 2) {
-    return invalid("x ", buffers[0], " and kernel ", buffers[1], " must be [..., in] and a matrix");
+  std::vector<Linear> found(links);
+  for (size_t i = 0; i < links; ++i) {
+    if (added[i] < -2 || added[i] >= int64_t(i)) {
+      return invalid("added[", i, "]=", added[i], " is no product before it, -1 or -2");
+    }
+    const size_t at = 1 + 4 * i, first = arguments.size();
+    const Product product{i ? first + i - 1 : 0, at, 0, at + 1, at + 2,
+                          added[i] < 0 ? at + 3 : first + added[i], first + i,
+                          false, biased[i] != 0, normed[i] != 0, added[i] != -2, gated[i] != 0,
+                          false, eps[i]};
+    error = product.read(buffers, found[i]);
+    if (error.failure()) return error;
   }
-  const int64_t inputs = x.back(), sides = gated ? 2 : 1;
-  int64_t rows = 1, columns = 1;
-  for (size_t i = 0; i + 1 < x.size(); ++i) rows *= x[i];
-  for (size_t i = 0; i + 1 < kernel.size(); ++i) columns *= kernel[transposed ? i : i + 1];
-  const int64_t group = quantized ? kInt8Group : kGroup;
-  const bool is_small = rows <= kSmallRows && inputs <= kSmallInputs;
-  const bool fits = quantized    ? transposed
-                    : transposed ? !gated && is_small
-                                 : columns % (8 * sides) == 0;
-  if (rows < 1 || rows > kMostRows || inputs < 1 || inputs > kMostInputs || inputs % group ||
-      columns < 1 || columns > INT32_MAX / kSmallInputs || columns % sides || !fits) {
-    return invalid("x ", buffers[0], ", kernel ", buffers[1], ", quantized=", quantized,
-                   ", gated=", gated, ", transposed=", transposed, " must be 1 to ", kMostRows,
-                   " rows of inputs, a multiple of ", group, " up to ", kMostInputs,
-                   ", and columns in eights unless transposed, as quantized ones are; others are "
-                   "transposed for up to ", kSmallRows, " rows of ", kSmallInputs,
-                   " inputs, and not gated");
-  }
-  const auto BF16 = ffi::DataType::BF16;
-  const bool wide = buffers[6].element_type() == ffi::DataType::F32;
-  std::vector<int64_t> weights(kernel.begin(), kernel.end());
-  weights[transposed ? kernel.size() - 1 : 0] = inputs;
-  error = buffers.check(0, rows, {{"x", BF16, {inputs}}});
-  if (error.failure()) return error;
-  error = buffers.check(1, 1, {{"kernel", quantized ? ffi::DataType::S8 : BF16, weights}});
-  if (error.failure()) return error;
-  const auto flat = [&](size_t i, const char* name, ffi::DataType dtype, int64_t count) {
-    return int64_t(buffers[i].element_count()) == count && buffers[i].element_type() == dtype
-               ? ffi::Error::Success()
-               : invalid(name, " ", buffers[i], " must be ", count, " of ", dtype);
-  };
-  const int64_t outputs = columns / sides;
-  const auto F32 = ffi::DataType::F32;
-  if (quantized && (error = flat(2, "column_scale", F32, columns)).failure()) return error;
-  if (biased && (error = flat(3, "bias", BF16, columns)).failure()) return error;
-  if (normed && (error = flat(4, "scale", BF16, inputs)).failure()) return error;
-  if (added && (error = flat(5, "add", BF16, rows * outputs)).failure()) return error;
-  error = flat(6, "out", wide ? ffi::DataType::F32 : BF16, rows * outputs);
-  if (error.failure()) return error;
-  const auto values = [&](size_t i) { return buffers.data<uint16_t>(i); };
-  return launched(linear(Linear{values(0), buffers.data<void>(1),
-                                quantized ? buffers.data<float>(2) : nullptr,
-                                biased ? values(3) : nullptr, normed ? values(4) : nullptr,
-                                added ? values(5) : nullptr, buffers.data<void>(6),
-                                static_cast<int32_t>(rows),
-                                static_cast<int32_t>(inputs), static_cast<int32_t>(outputs), eps,
-                                gated, transposed, wide},
-                         stream));
+  return launched(linear_chain(found, stream));
 }
 
 }  // namespace jspec
@@ -77,4 +127,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear, jspec::multiply_rows,
                                   .Attr<bool>("gated")
                                   .Attr<bool>("transposed")
                                   .Attr<float>("eps"),
+                              {jspec::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear_chain, jspec::multiply_in_chain,
+                              JSPEC_BIND()
+                                  .Attr<jspec::ffi::Span<const int32_t>>("biased")
+                                  .Attr<jspec::ffi::Span<const int32_t>>("normed")
+                                  .Attr<jspec::ffi::Span<const int32_t>>("added")
+                                  .Attr<jspec::ffi::Span<const int32_t>>("gated")
+                                  .Attr<jspec::ffi::Span<const float>>("eps"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,50 @@
+// Kernels of one call that follow each other: each starts before the one ahead of it has ended, and
+// reads what no kernel of the call writes meanwhile (programmatic dependent launch, from compute
+// capability 9.0 on).
+#pragma once
+
+#include "common/launch.h"
+#include "common/warp.cuh"
+
+namespace jspec {
+
+// Lets the next kernel start as soon as there is room for its blocks.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the kernels ahead have ended, and sees what they wrote.
+__device__ __forceinline__ void wait_for_kernels_ahead() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Launches `kernel`, which calls wait_for_kernels_ahead() in every thread. `early`: it may start
+// before the kernel ahead of it, one of the same call, has ended.
+template <typename... Parameters>
+const char* launch_behind(void (*kernel)(Parameters...), int blocks, int threads, int bytes,
+                          bool early, Stream stream, const Parameters&... arguments) {
+  if (bytes > 48 * 1024) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  }
+  int device, major;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = early && major >= 9;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+  return launch_error();
+}
+
+}  // namespace jspec

@@ -1,0 +1,123 @@
+"""Products in a row, each of what the one before it gives.
+
+`linear_chain` is the public operation; ``one_by_one``, the reference, is a `linear` each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.linear import linear
+from jspec.ops.norm import RMS
+from jspec.ops.quantized import Quantized
+from jspec.typing import Array
+
+
+class Link(NamedTuple):
+    """A product of a chain, with the arguments of `linear`.
+
+    ``add``: an array, or the number of a link before this one, whose result is added.
+    """
+
+    kernel: Array | Quantized
+    bias: Array | None = None
+    norm: RMS | None = None
+    add: Array | int | None = None
+    gated: bool = False
+
+
+Arrays = tuple[Array | Quantized, Array | None, RMS | None, Array | None]  # of a link
+
+
+def linear_chain(
+    x: Array, links: Sequence[Link], *, implementation: str | None = None
+) -> tuple[Array, ...]:
+    """The result of each of ``links``, the first of ``x [..., in]``, each other of the one before.
+
+    What each link gives is `linear` of its input. Where CUDA serves, which is for few rows and
+    small kernels, all of them are one call, in which a product begins to read its weights while the
+    one before it ends. Raises `ValueError` for shapes that do not fit, and without links.
+    """
+    if not links:
+        raise ValueError("links must have at least one product; it is empty")
+    for i, link in enumerate(links):
+        if isinstance(link.add, int) and not 0 <= link.add < i:
+            raise ValueError(f"links[{i}].add={link.add} must be the number of a link before it")
+    return LINEAR_CHAIN(
+        x,
+        tuple(
+            (link.kernel, link.bias, link.norm, None if isinstance(link.add, int) else link.add)
+            for link in links
+        ),
+        added=tuple(link.add if isinstance(link.add, int) else None for link in links),
+        gated=tuple(link.gated for link in links),
+        implementation=implementation,
+    )
+
+
+def one_by_one(
+    x: Array, links: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
+) -> tuple[Array, ...]:
+    """As `linear_chain`; ``added``: the number of the link whose result each adds, or None."""
+    found: list[Array] = []
+    for (kernel, bias, norm, add), other, gates in zip(links, added, gated, strict=True):
+        add = add if other is None else found[other]
+        found.append(linear(x, kernel, bias, norm=norm, add=add, gated=gates))
+        x = found[-1]
+    return tuple(found)
+
+
+def chain_sizes(x: Array, links: Sequence[Arrays], **kwargs) -> dict[str, int]:
+    """What backends are ordered by; ``inputs`` of the longest row."""
+    inputs = max(kernel.shape[0] for kernel, *_ in links)
+    return {"rows": math.prod(x.shape[:-1]), "inputs": inputs}
+
+
+def _cases() -> list[Case]:
+    """What a layer does behind its attention, and a chain that begins with a gated product."""
+
+    def build(rows: int, *shapes: tuple[int, ...], normed: Sequence[int], add: bool = False):
+        def made():
+            rng = np.random.default_rng(rows)
+
+            def normal(*shape: int, scale: float = 1.0) -> Any:
+                values = scale * rng.standard_normal(shape, np.float32)
+                return values.astype(jnp.bfloat16)
+
+            x = normal(rows, shapes[0][0])
+            links = []
+            for i, shape in enumerate(shapes):
+                kernel = normal(*shape, scale=shape[0] ** -0.5)
+                norm = RMS(normal(shape[0])) if i in normed else None
+                bias = normal(*shape[1:]) if i == 1 else None
+                given = normal(rows, *shape[1:]) if add and i == 0 else None
+                links.append((kernel, bias, norm, given))
+            return x, tuple(links)
+
+        return made
+
+    layer = build(3, (96, 64), (64, 2, 128), (128, 64), (64, 40), normed=(1, 3), add=True)
+    static = {"added": (None, None, 0, None), "gated": (False, True, False, False)}
+    gate = build(16, (64, 2, 32), (32, 24), normed=(0,))
+    return [
+        Case("layer", layer, static, small=True),
+        Case("gated", gate, {"added": (None, None), "gated": (True, False)}, small=True),
+    ]
+
+
+LINEAR_CHAIN = Operation(
+    "linear_chain",
+    {
+        "one_by_one": Backend("one_by_one", one_by_one, always),
+        "cuda": "jspec.cuda_ffi.linear:LINEAR_CHAIN",
+    },
+    chain_sizes,
+    _cases,
+    elsewhere=("one_by_one",),
+)

@@ -1,0 +1,134 @@
+"""Products in a row: their definition, one call for all of them, and what calls for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jspec.config import ModelConfig
+from jspec.cuda_ffi.linear import linear_cuda
+from jspec.dispatch import BackendError, preferring
+from jspec.models.decoder import Decoder
+from jspec.ops.linear_chain import LINEAR_CHAIN, Link, linear_chain
+from jspec.ops.norm import RMS
+from jspec.ops.quantized import quantized
+from tests.models.test_decoder import causal
+from tests.ops.backends import every_case
+from tests.ops.test_linear import normal, silu
+
+
+def cuda_or_skip(*arguments, **settings):
+    """Skip where the library of the kernels is missing."""
+    if reason := LINEAR_CHAIN.backend("cuda").supports(*arguments, **settings):
+        pytest.skip(reason)
+
+
+def test_each_link_reads_the_one_before():
+    x, first, gate, last = normal(2, 4), normal(4, 6), normal(6, 2, 3), normal(3, 6)
+    scale, bias = normal(6), normal(2, 3)
+    links = [
+        Link(first, add=normal(2, 6)),
+        Link(gate, bias, norm=RMS(scale, 0.1), gated=True),
+        Link(last, add=0),
+    ]
+    y = np.float64(x) @ np.float64(first) + np.float64(links[0].add)
+    mean = np.mean(y * y, axis=-1, keepdims=True)
+    normed = y / np.sqrt(mean + 0.1) * np.float64(scale)
+    both = np.einsum("bi,ija->bja", normed, np.float64(gate)) + np.float64(bias)
+    wide = silu(both[:, 0]) * both[:, 1]
+    want = [y, wide, wide @ np.float64(last) + y]
+    for got, wanted in zip(linear_chain(x, links), want, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@every_case(LINEAR_CHAIN)
+def test_one_call_gives_the_bits_of_its_products(case):
+    x, links = case.arguments
+    cuda_or_skip(x, links, **case.static)
+    got = jax.jit(lambda *given: LINEAR_CHAIN(*given, implementation="cuda", **case.static))(
+        x, links
+    )
+    found = []
+    for (kernel, bias, norm, add), other, gated in zip(links, *case.static.values(), strict=True):
+        add = add if other is None else found[other]
+        settings = {"gated": gated, "transposed": False, "dtype": x.dtype}
+        found.append(
+            jax.jit(lambda *a, s=settings: linear_cuda(*a, **s))(x, kernel, bias, norm, add)
+        )
+        np.testing.assert_array_equal(got[len(found) - 1], found[-1])
+        x = found[-1]
+
+
+def test_one_call_has_the_gradients_of_the_products():
+    (case, *_) = LINEAR_CHAIN.cases()
+    x, links = case.arguments
+    cuda_or_skip(x, links, **case.static)
+
+    def loss(name):
+        def of(x, links):
+            found = LINEAR_CHAIN(x, links, implementation=name, **case.static)
+            return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in found)
+
+        return jax.jit(jax.grad(of, argnums=(0, 1), allow_int=True))(x, links)
+
+    for got, want in zip(*(jax.tree.leaves(loss(n)) for n in ("cuda", "one_by_one")), strict=True):
+        off = np.linalg.norm(np.float32(got) - np.float32(want))
+        assert off < 0.03 * np.linalg.norm(np.float32(want))  # of bfloat16
+
+
+@pytest.mark.parametrize("add", [0, 1, -1])
+def test_a_link_adds_one_before_it(add):
+    with pytest.raises(ValueError, match=rf"links\[0\].add={add} must be the number of a link"):
+        linear_chain(normal(1, 4), [Link(normal(4, 4), add=add), Link(normal(4, 4))])
+
+
+def test_there_are_links():
+    with pytest.raises(ValueError, match="links must have at least one product"):
+        linear_chain(normal(1, 4), [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "change", "reason"),
+    [
+        (17, 64, {}, r"links\[0\] reads \(17, 64\), over 16 rows of 1024"),
+        (1, 1056, {}, r"links\[0\] reads \(1, 1056\), over 16 rows of 1024"),
+        (1, 64, {"kind": "int8"}, r"links\[0\] has quantized weights"),
+        (1, 48, {}, r"links\[0\]: 48 inputs are no multiple of 32"),
+        (1, 64, {"linear": "xla"}, "linear='xla' is asked for"),
+    ],
+    ids=["rows", "inputs", "quantized", "group", "preferred"],
+)
+def test_one_call_refuses_with_a_reason(rows, inputs, change, reason):
+    x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, 8)))
+    link = Link(quantized(kernel, "int8") if "kind" in change else kernel)
+    asked = {"linear": change["linear"]} if "linear" in change else {}
+    with preferring(asked), pytest.raises(BackendError, match=reason):
+        linear_chain(x, [link], implementation="cuda")
+
+
+def test_a_decoder_in_chains_is_the_decoder_product_by_product():
+    """Also between layers: the projections of the next one are part of a layer's chain."""
+    config = ModelConfig.uniform(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=32,
+        max_context=16,
+    )
+    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    tokens, positions = jnp.arange(6).reshape(2, 3), jnp.tile(jnp.arange(3), (2, 1))
+
+    def hidden(chain):
+        with preferring({"linear": "cuda", "linear_chain": chain}):
+            return jax.jit(lambda model: model(tokens, positions, causal, []))(model)
+
+    case = LINEAR_CHAIN.cases()[0]
+    cuda_or_skip(*case.arguments, **case.static)
+    for got, want in zip(
+        *(jax.tree.leaves(hidden(n)) for n in ("cuda", "one_by_one")), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
