@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from typing import Any
 
 import jax
+from packaging.requirements import Requirement
 
 from jspec.extras import install_gpu
 from jspec.gpu import refuses_gpu
@@ -25,9 +28,26 @@ def not_installed() -> str | None:
     return f"{names} not installed; {install_gpu('cuda13')}"
 
 
+@functools.cache
+def too_old() -> str | None:
+    """Which Triton jax-triton needs where another is installed, or None.
+
+    jax-triton 0.4 imports under an older Triton, and fails when a kernel is lowered.
+    """
+    try:
+        found, bridge = version("triton"), version("jax-triton")
+        needed = [Requirement(line) for line in requires("jax-triton") or []]
+    except PackageNotFoundError:  # a module without its metadata
+        return None
+    for need in needed:
+        if need.name == "triton" and not need.specifier.contains(found, prereleases=True):
+            return f"jax-triton {bridge} needs {need} and finds {found}; pip install '{need}'"
+    return None
+
+
 def refuses_triton() -> str | None:
     """Why no Triton kernel can run here, or None."""
-    return refuses_gpu((8, 0), "Triton") or not_installed()
+    return refuses_gpu((8, 0), "Triton") or not_installed() or too_old()
 
 
 def next_power(n: int) -> int:
