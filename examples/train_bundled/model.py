@@ -55,14 +55,14 @@ class ScannedBlocks(nnx.Module):
 
         self.blocks = blocks(rngs)
 
-    def __call__(self, x: Array, layer: int, angles, attend, cache):
+    def __call__(self, x: Array, layer: int, angles, attend, cache, joined=None, following=None):
         graph, stacked = nnx.split(self.blocks)
 
         def body(x: Array, state: nnx.State) -> tuple[Array, None]:
             return nnx.merge(graph, state)(x, layer, angles, attend, None)[0], None
 
         x, _ = jax.lax.scan(jax.checkpoint(body, policy=_saved), x, stacked)
-        return x, cache
+        return x, None, cache
 
 
 def _saved(primitive, *_, **__) -> bool:

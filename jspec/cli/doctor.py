@@ -235,7 +235,7 @@ def _backend(
 
 
 def _agree(x: Any, y: Any) -> bool:
-    """Whether two outputs are the same; to two digits, where they are float32.
+    """Whether two outputs are the same; to two digits, where they are float32 or bfloat16.
 
     A GPU multiplies float32 in TF32 unless told otherwise, and backends round bfloat16 at other
     places.
@@ -243,6 +243,6 @@ def _agree(x: Any, y: Any) -> bool:
     x, y = np.asarray(x), np.asarray(y)
     if x.shape != y.shape:
         return False
-    if x.dtype == np.float32:
-        return bool(np.allclose(x, y, rtol=1e-2, atol=2e-2))
+    if x.dtype in (np.float32, jnp.bfloat16):
+        return bool(np.allclose(np.float32(x), np.float32(y), rtol=1e-2, atol=2e-2))
     return np.array_equal(x, y)

@@ -233,9 +233,8 @@ class Decoder(nnx.Module):
         specs = dict(zip(kinds, self.config.layers, strict=True))
         angles = {kind: self.angles(positions, spec) for kind, spec in specs.items()}
         foresees = getattr(attend, "foresees", False)
-        joined = None
-        for index, block in enumerate(self.layers):
-            following = self.layers[index + 1] if index + 1 < len(kinds) else None
+        blocks, joined = list(self.layers), None
+        for index, (block, following) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
             more = {}
             if foresees and following is not None:
                 turned = angles[kinds[index + 1]]

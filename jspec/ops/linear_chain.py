@@ -1,19 +1,20 @@
 """Products in a row, each of what the one before it gives.
 
-`linear_chain` is the public operation; ``one_by_one``, the reference, is a `linear` each.
+`linear_chain` is the public operation; ``xla`` is the reference, ``one_by_one`` a `linear` each.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.linear import linear
+from jspec.ops.linear import linear, linear_xla
 from jspec.ops.norm import RMS
 from jspec.ops.quantized import Quantized
 from jspec.typing import Array
@@ -61,16 +62,36 @@ def linear_chain(
     )
 
 
-def one_by_one(
-    x: Array, links: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
+def _in_turn(
+    product: Callable[..., Array],
+    x: Array,
+    links: Sequence[Arrays],
+    *,
+    added: Sequence[int | None],
+    gated: Sequence[bool],
 ) -> tuple[Array, ...]:
-    """As `linear_chain`; ``added``: the number of the link whose result each adds, or None."""
+    """As `linear_chain` by one ``product`` after the other.
+
+    ``added``: the number of the link whose result each adds, or None.
+    """
     found: list[Array] = []
     for (kernel, bias, norm, add), other, gates in zip(links, added, gated, strict=True):
         add = add if other is None else found[other]
-        found.append(linear(x, kernel, bias, norm=norm, add=add, gated=gates))
+        found.append(product(x, kernel, bias, norm, add, gated=gates))
         x = found[-1]
     return tuple(found)
+
+
+def _linear(x, kernel, bias, norm, add, *, gated) -> Array:
+    return linear(x, kernel, bias, norm=norm, add=add, gated=gated)
+
+
+def _linear_xla(x, kernel, bias, norm, add, *, gated) -> Array:
+    return linear_xla(x, kernel, bias, norm, add, gated=gated, transposed=False, dtype=x.dtype)
+
+
+one_by_one = functools.partial(_in_turn, _linear)
+chain_xla = functools.partial(_in_turn, _linear_xla)
 
 
 def chain_sizes(x: Array, links: Sequence[Arrays], **kwargs) -> dict[str, int]:
@@ -93,10 +114,11 @@ def _cases() -> list[Case]:
             x = normal(rows, shapes[0][0])
             links = []
             for i, shape in enumerate(shapes):
-                kernel = normal(*shape, scale=shape[0] ** -0.5)
+                # Small, so that roundings of bfloat16 stay small behind several products.
+                kernel = normal(*shape, scale=0.3 * shape[0] ** -0.5)
                 norm = RMS(normal(shape[0])) if i in normed else None
-                bias = normal(*shape[1:]) if i == 1 else None
-                given = normal(rows, *shape[1:]) if add and i == 0 else None
+                bias = normal(*shape[1:], scale=0.3) if i == 1 else None
+                given = normal(rows, *shape[1:], scale=0.3) if add and i == 0 else None
                 links.append((kernel, bias, norm, given))
             return x, tuple(links)
 
@@ -114,6 +136,7 @@ def _cases() -> list[Case]:
 LINEAR_CHAIN = Operation(
     "linear_chain",
     {
+        "xla": Backend("xla", chain_xla, always),
         "one_by_one": Backend("one_by_one", one_by_one, always),
         "cuda": "jspec.cuda_ffi.linear:LINEAR_CHAIN",
     },
