@@ -35,6 +35,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "sample": (),
     "linear": (),
     "select": (),
+    "attention": (),
     "host": (),
 }
 DURATION = {"cpu": "about 10 s", "CUDA": "a minute or two"}
@@ -72,7 +73,7 @@ def build_all(platforms: Sequence[str]) -> Iterator[tuple[str, str, Built | Buil
         except BuildError as error:
             return error
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(len(pairs)) as pool:
         for pair, found in zip(pairs, pool.map(one, pairs), strict=True):
             yield *pair, found
 
@@ -156,7 +157,7 @@ def sources(subject: str, platform: str) -> list[Path]:
 def _content(subject: str, platform: str) -> Iterator[bytes]:
     """All that decides what a library holds, but the compiler."""
     yield version("jaxlib").encode()
-    yield " ".join(toolchain.FLAGS[platform]).encode()
+    yield " ".join(toolchain.flags(platform, subject)).encode()
     found: dict[Path, bytes] = {}
     pending = sources(subject, platform)
     while pending:
@@ -195,7 +196,7 @@ def _compile(tools: toolchain.Toolchain, subject: str, folder: Path, name: str) 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         output = Path(scratch, f"{name}.so")
-        command = tools.command(sources(subject, tools.platform), SRC, output)
+        command = tools.command(subject, sources(subject, tools.platform), SRC, output)
         run = toolchain.run(command, cwd=scratch)
         if run.returncode:
             raise BuildError(

@@ -30,6 +30,7 @@ TARGETS = {
     "sample": ("verify_stochastic", "sample"),
     "linear": ("linear", "linear_chain"),
     "select": ("select", "hash_select"),
+    "attention": ("attention", "scored_attention"),
     "host": ("fetch_rows", "fetch_ahead", "store_rows"),
 }
 PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}

@@ -23,11 +23,15 @@ FLAGS = {
     "CUDA": (
         *"-std=c++17 -O3 -shared -cudart static --threads 0 -DJSPEC_CUDA".split(),
         *"-Xcompiler -fPIC,-w -diag-suppress 940,2473".split(),
-        *"-gencode arch=compute_80,code=sm_80 -gencode arch=compute_89,code=sm_89".split(),
-        *"-gencode arch=compute_90,code=[sm_90,compute_90]".split(),
     ),
     "cpu": ("-std=c++17", "-O2", "-fPIC", "-shared", "-w"),
 }
+# GPUs that CUDA kernels are compiled for, and of subjects that only some have the instructions for.
+GPUS = (
+    *"-gencode arch=compute_80,code=sm_80 -gencode arch=compute_89,code=sm_89".split(),
+    *"-gencode arch=compute_90,code=[sm_90,compute_90]".split(),
+)
+SOME_GPUS = {"attention": ("-gencode", "arch=compute_90a,code=sm_90a")}
 LONGEST = 1800  # seconds that a compiler may take
 CXX_WAY_OUT = "install g++ or clang++, or name one in CXX"
 
@@ -41,8 +45,10 @@ class Toolchain:
     version: str
     arguments: tuple[str, ...] = ()
 
-    def command(self, sources: Sequence[Path], include: Path, output: Path) -> list[str]:
-        """The command that compiles ``sources`` into the shared library ``output``.
+    def command(
+        self, subject: str, sources: Sequence[Path], include: Path, output: Path
+    ) -> list[str]:
+        """The command that compiles ``sources`` of a subject into the shared library ``output``.
 
         Their own headers are named from the folder ``include``.
         """
@@ -54,13 +60,19 @@ class Toolchain:
         return [
             str(self.compiler),
             *self.arguments,
-            *FLAGS[self.platform],
+            *flags(self.platform, subject),
             *includes,
             *library,
             "-o",
             str(output),
             *files,
         ]
+
+
+def flags(platform: str, subject: str) -> tuple[str, ...]:
+    """What the compiler for ``platform`` is given for every file of a subject."""
+    gpus = SOME_GPUS.get(subject, GPUS) if platform == "CUDA" else ()
+    return *FLAGS[platform], *gpus
 
 
 @functools.cache

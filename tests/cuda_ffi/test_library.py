@@ -64,6 +64,10 @@ CHUNKS = Cut(256, 256).attributes
 COLUMNS = [((B, S, 3, D), jnp.float32), ((B, S, 3, 2 * D), jnp.float32)]
 ROOMS = [((B, 4, 3, D), jnp.float32), ((B, 4, 3, 2 * D), jnp.float32)]
 FETCHED = ((B, 3, 4), jnp.int32)
+HALVES = [((B, *shape, 64), jnp.bfloat16) for shape in ((3, 4), (16, 2), (16, 2))]
+ATTENDED = [*HALVES, ((B, 3), jnp.int32)]
+PARTS = [((B, 2, 16, 6, size), jnp.float32) for size in (64, 2)]
+RESULTS = [HALVES[0], ((B, 3, 4), jnp.float32), *PARTS]
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
@@ -97,6 +101,13 @@ CALLS = {
     "fetch_rows": ([*COLUMNS, FETCHED, *ROOMS, FETCHED], ROOMS, {}, None),
     "fetch_ahead": ([*COLUMNS, FETCHED, KV], [*ROOMS, KV], {}, {3: 2}),
     "store_rows": ([*COLUMNS, *ROOMS, ((B, 4), jnp.int32)], COLUMNS, {}, {0: 0, 1: 1}),
+    "attention": (ATTENDED, RESULTS, {"scale": np.float32(0.1)}, None),
+    "scored_attention": (
+        [*ATTENDED, ((B, 2, 64), jnp.bfloat16)],
+        [*RESULTS, ((B, 2, 16), jnp.float32)],
+        {"scale": np.float32(0.1)},
+        None,
+    ),
     "hash_select": (
         HASH,
         [SLOTS, ((B, HASH_WORDS), jnp.uint32)],
@@ -281,7 +292,7 @@ def test_the_cuda_sources_compile():
     except BuildError as error:
         pytest.skip(str(error))
     for arch in ("sm_80", "sm_89", "sm_90"):
-        assert any(arch in flag for flag in toolchain.FLAGS["CUDA"])
+        assert any(arch in flag for flag in toolchain.GPUS)
     for _, subject, built in build_module.build_all(["CUDA"]):
         assert isinstance(built, Built), built
         symbols = built.path.read_bytes()

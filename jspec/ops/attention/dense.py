@@ -199,6 +199,7 @@ ATTENTION = Operation(
         "pallas": "jspec.pallas.attention:ATTENTION",
         "triton": "jspec.triton.attention:ATTENTION",
         "exact": "jspec.triton.attention:EXACT",
+        "cuda": "jspec.cuda_ffi.attention:ATTENTION",
     },
     attention_sizes,
     _cases,

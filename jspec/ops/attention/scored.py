@@ -86,6 +86,7 @@ SCORED = Operation(
         "triton": "jspec.triton.attention:SCORED",
         "exact": "jspec.triton.attention:EXACT_SCORED",
         "pallas": "jspec.pallas.attention:SCORED",
+        "cuda": "jspec.cuda_ffi.attention:SCORED",
     },
     attention_sizes,
     _cases,

@@ -1,0 +1,114 @@
+"""Attention of many query rows over heads of 64 channels, on Hopper's matrix units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cuda_ffi import library
+from jspec.dispatch import Backend
+from jspec.gpu import gpu_in_use
+from jspec.typing import Array
+
+# As in src/attention/attention.h.
+CHANNELS, MOST_ROWS, MOST_TOKENS, PARTS = 64, 128, 32, 16
+
+
+def attention_cuda(
+    q: Array, k: Array, v: Array | None, positions: Array, *, scale: float, **_settings: Any
+) -> tuple[Array, Array]:
+    """As `jspec.attention`, for what `refuses` lets pass."""
+    assert v is not None  # `refuses`
+    out, lse, *_ = _launch("attention", q, k, v, positions, scale=scale)
+    return out, lse
+
+
+def scored_attention_cuda(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    positions: Array,
+    probe: Array,
+    *,
+    scale: float,
+    **_settings: Any,
+) -> tuple[Array, Array, Array]:
+    """As `jspec.scored_attention`, for what `refuses` lets pass."""
+    assert v is not None  # `refuses`
+    out, lse, _, _, scores = _launch("scored_attention", q, k, v, positions, probe, scale=scale)
+    return out, lse, scores
+
+
+def _launch(target: str, *arrays: Array, scale: float) -> tuple[Array, ...]:
+    q, k = arrays[:2]
+    (batch, tokens, heads, size), (slots, kv_heads) = q.shape, k.shape[1:3]
+    parts = (batch, kv_heads, PARTS, tokens * heads // kv_heads)
+    shapes = [q.shape[:3], (*parts, size), (*parts, 2)]
+    if len(arrays) == 5:
+        shapes.append((batch, kv_heads, slots))
+    floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return library.call(
+        target,
+        (jax.ShapeDtypeStruct(q.shape, q.dtype), *floats),
+        *arrays,
+        vmap_method="sequential",
+        scale=np.float32(scale),
+    )
+
+
+def refuses(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    *probe: Array,
+    key_positions: Array | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    batch, tokens, heads, size = q.shape
+    slots, kv_heads = k.shape[1:3]
+    rows = tokens * heads // max(kv_heads, 1)
+    # What only scores is one row more.
+    most = MOST_ROWS - len(probe)
+    if key_positions is not None:
+        return "key_positions are given, and the kernel takes slots for positions"
+    if v is None:
+        return "the values are in the keys"
+    if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
+        return f"q of {q.dtype}, k and v of {k.dtype} are not all bfloat16"
+    if size != CHANNELS or v.shape[3] != CHANNELS:
+        return f"H={size} and H'={v.shape[3]} are not {CHANNELS}"
+    if window is not None or softcap is not None:
+        return f"window={window}, softcap={softcap}: it has neither"
+    if not 1 <= tokens <= MOST_TOKENS or rows > most:
+        return f"T={tokens} with {rows} rows a head is over {MOST_TOKENS} tokens or {most} rows"
+    if scale <= 0:
+        return f"scale={scale} is not positive"
+    if slots % 8:
+        return f"S={slots} is not a multiple of 8; round the capacity up"
+    count = batch * kv_heads * max(slots, PARTS * rows)
+    if not 1 <= count <= 2**31 - 1:
+        return f"q {q.shape} and k {k.shape} hold nothing, or more than int32 counts"
+    return None
+
+
+def _supports(
+    q, k, v, positions, *probe, key_positions, scale, window, softcap, value_size
+) -> str | None:
+    del positions, value_size
+    settings = {"key_positions": key_positions, "scale": scale}
+    gpu = gpu_in_use()
+    if reason := refuses(q, k, v, *probe, **settings, window=window, softcap=softcap):
+        return reason
+    if gpu is not None and gpu[1] != (9, 0):
+        return f"it needs compute capability 9.0, and {gpu[0]} has {gpu[1][0]}.{gpu[1][1]}"
+    return library.refusal("attention")
+
+
+ATTENTION = Backend("cuda", attention_cuda, _supports)
+SCORED = Backend("cuda", scored_attention_cuda, _supports)

@@ -1,0 +1,75 @@
+// Attention of many query rows on a CPU: one softmax a row, by the definition.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "attention/attention.h"
+
+namespace jspec {
+namespace {
+
+float wide(uint16_t value) {
+  const uint32_t bits = uint32_t(value) << 16;
+  float found;
+  std::memcpy(&found, &bits, 4);
+  return found;
+}
+
+uint16_t narrow(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (std::isnan(value)) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
+}
+
+float product(const uint16_t* x, const uint16_t* y) {
+  float sum = 0;
+  for (int i = 0; i < kChannels; ++i) sum += wide(x[i]) * wide(y[i]);
+  return sum;
+}
+
+}  // namespace
+
+const char* attention(const Attention& a, Stream) {
+  const int64_t heads = int64_t(a.kv_heads) * a.group, stride = int64_t(a.kv_heads) * kChannels;
+  std::vector<float> weights(a.slots), sums(kChannels);
+  for (int64_t row = 0; row < a.batch; ++row) {
+    const uint16_t* keys = a.k + row * a.slots * stride;
+    const uint16_t* values = a.v + row * a.slots * stride;
+    const int32_t* positions = a.positions + row * a.tokens;
+    for (int64_t i = 0; i < a.tokens * heads; ++i) {
+      const int64_t head = i % heads / a.group, query = row * a.tokens * heads + i;
+      const int count = positions[i / heads] + 1;
+      float top = -INFINITY, total = 0;
+      for (int key = 0; key < count; ++key) {
+        const uint16_t* at = keys + key * stride + head * kChannels;
+        weights[key] = product(a.q + query * kChannels, at) * a.scale;
+        top = std::max(top, weights[key]);
+      }
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      for (int key = 0; key < count; ++key) {
+        const float weight = std::exp(weights[key] - top);
+        const uint16_t* at = values + key * stride + head * kChannels;
+        total += weight;
+        for (int c = 0; c < kChannels; ++c) sums[c] += weight * wide(at[c]);
+      }
+      for (int c = 0; c < kChannels; ++c) {
+        a.out[query * kChannels + c] = narrow(count > 0 ? sums[c] / total : 0);
+      }
+      a.lse[query] = count > 0 ? top + std::log(total) : -INFINITY;
+    }
+    if (!a.probe) continue;
+    const int end = *std::max_element(positions, positions + a.tokens) + 1;
+    for (int64_t head = 0; head < a.kv_heads; ++head) {
+      const int64_t place = row * a.kv_heads + head;
+      for (int key = 0; key < end; ++key) {
+        const uint16_t* at = keys + key * stride + head * kChannels;
+        a.scores[place * a.slots + key] = product(a.probe + place * kChannels, at) * a.scale;
+      }
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace jspec

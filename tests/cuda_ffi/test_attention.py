@@ -1,0 +1,127 @@
+"""Attention of many query rows: the CUDA kernel on a GPU, its twin on a CPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cuda_ffi.attention import ATTENTION, SCORED, attention_cuda, scored_attention_cuda
+from jspec.ops.attention.dense import attention
+from tests.ops.attention.test_dense import Case, brute_force, inputs
+from tests.ops.attention.test_scored import arrays, read_by_some
+
+HALF = {"dtype": "bfloat16", "size": 64}
+CASES = [
+    # Rows of a head that fill both tiles, or one of them and half of the other, or halves of both.
+    Case("full-tiles", 16, 400, (400, 16, 129), heads=8, kv_heads=1, **HALF),
+    Case("tile-and-a-half", 12, 640, (640, 257, 12), heads=16, kv_heads=2, **HALF),
+    Case("two-halves", 10, 296, (290, 128), padded=(3, 0), heads=12, kv_heads=3, **HALF),
+    Case("many-tokens", 32, 200, (200, 64), padded=(0, 32), heads=3, kv_heads=1, **HALF),
+    Case("scaled", 7, 152, (152, 100), heads=18, kv_heads=2, scale=0.5, **HALF),
+]
+LARGE = [
+    Case("many-parts", 12, 9000, (9000, 2049, 4097), (16), 2, padded=(0, 5, 12), **HALF),
+    Case("long", 15, 40_000, (40_000, 33_333), heads=8, kv_heads=1, **HALF),
+]
+by_name = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
+
+
+def settings(case: Case) -> dict:
+    scale = case.size**-0.5 if case.scale is None else case.scale
+    none = dict.fromkeys(("key_positions", "window", "softcap", "value_size"))
+    return none | {"scale": scale}
+
+
+def run_or_skip(case: Case, given):
+    """With scores where they are asked for, beside the arguments that a backend refuses."""
+    backend = SCORED if len(given) == 5 else ATTENTION
+    if reason := backend.supports(*given, **settings(case)):
+        pytest.skip(reason)
+    return jax.jit(functools.partial(backend.run, **settings(case)))(*given)
+
+
+def skip_large(case: Case):
+    if case in LARGE and jax.default_backend() != "gpu":
+        pytest.skip("takes long on a CPU")
+
+
+@by_name([*CASES, *LARGE])
+def test_equals_the_definition(case):
+    skip_large(case)
+    x = inputs(case, junk=np.nan)
+    given, _ = arrays(x, case)
+    out, lse = run_or_skip(case, given[:4])
+    expected_out, expected_lse = brute_force(x, **case.settings)
+    assert out.dtype == jnp.bfloat16
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=1e-2)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    padding = x.positions < 0
+    assert not np.asarray(out, np.float64)[padding].any()
+
+
+@by_name([case for case in (*CASES, *LARGE) if case.name != "full-tiles"])
+def test_scores_beside_the_same_attention(case):
+    skip_large(case)
+    x = inputs(case, junk=np.nan)
+    given, _ = arrays(x, case)
+    *attended, scores = run_or_skip(case, given)
+    for got, want in zip(attended, run_or_skip(case, given[:4]), strict=True):
+        np.testing.assert_array_equal(got, want)
+    k, probe = (np.asarray(a, np.float64) for a in (x.k, given[4]))
+    wanted = np.einsum("bkh,bskh->bks", probe, k) * settings(case)["scale"]
+    read = np.broadcast_to(read_by_some(x, case)[:, None], wanted.shape)
+    np.testing.assert_allclose(np.asarray(scores)[read], wanted[read], rtol=1e-4, atol=1e-5)
+
+
+@by_name([CASES[1], LARGE[0]])
+def test_a_row_does_not_depend_on_its_neighbours_or_the_capacity(case):
+    skip_large(case)
+    x = inputs(case, junk=np.nan)
+    q, k, v, positions = map(jnp.asarray, (x.q, x.k, x.v, x.positions))
+    together = run_or_skip(case, (q, k, v, positions))
+    more = [jnp.pad(a, ((0, 0), (0, 4000), (0, 0), (0, 0))) for a in (k, v)]
+    longer = run_or_skip(case, (q, *more, positions))
+    for row in range(len(case.lengths)):
+        alone = run_or_skip(case, [a[row : row + 1] for a in (q, k, v, positions)])
+        for one, every, in_more in zip(alone, together, longer, strict=True):
+            np.testing.assert_array_equal(one[0], every[row])
+            np.testing.assert_array_equal(one[0], in_more[row])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"size": 128}, "H=128 and H'=128 are not 64"),
+        ({"dtype": "float16"}, "q of float16, k and v of float16 are not all bfloat16"),
+        ({"tokens": 17}, "T=17 with 136 rows a head is over 32 tokens or 128 rows"),
+        ({"tokens": 33, "heads": 1}, "T=33 with 33 rows a head is over 32 tokens"),
+        ({"slots": 150}, "S=150 is not a multiple of 8; round the capacity up"),
+        ({"window": 9}, "window=9, softcap=None: it has neither"),
+        ({"scale": -1.0}, "scale=-1.0 is not positive"),
+    ],
+    ids=["size", "dtype", "rows", "tokens", "slots", "window", "scale"],
+)
+def test_refuses_with_a_reason(change, reason):
+    shape = {"size": 64, "dtype": "bfloat16", "tokens": 4, "slots": 640, "heads": 8} | change
+    sizes = (2, shape["tokens"], shape["heads"], shape["size"])
+    q = jax.ShapeDtypeStruct(sizes, shape["dtype"])
+    cache = jax.ShapeDtypeStruct((2, shape["slots"], 1, shape["size"]), shape["dtype"])
+    positions = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+    more = {name: shape[name] for name in ("window", "scale") if name in shape}
+    run = functools.partial(attention, implementation="cuda", **more)
+    with pytest.raises(Exception, match=reason):
+        jax.eval_shape(run, q, cache, cache, positions)
+
+
+def test_a_query_that_scores_is_one_row_more():
+    q = jax.ShapeDtypeStruct((1, 16, 8, 64), jnp.bfloat16)
+    cache = jax.ShapeDtypeStruct((1, 640, 1, 64), jnp.bfloat16)
+    positions = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    probe = jax.ShapeDtypeStruct((1, 1, 64), jnp.bfloat16)
+    given, own = (q, cache, cache, positions), settings(CASES[0])
+    assert "over 32 tokens or 127 rows" in (SCORED.supports(*given, probe, **own) or "")
+    assert ATTENTION.run is attention_cuda
+    assert SCORED.run is scored_attention_cuda
