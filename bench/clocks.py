@@ -230,20 +230,21 @@ def step(
     empty: float,
     repeats: int,
     lengths: tuple[int, int] | None = None,
+    warmups: int = WARMUPS,
 ) -> list[int]:
     """A step's marginal time above ``empty``, from two loops timed by turns.
 
-    ``lengths``: of the loops in steps, `LENGTHS` by default.
+    ``lengths``: of the loops in steps, `LENGTHS` by default; ``warmups``: runs before.
     """
     less, more = LENGTHS if lengths is None else lengths
     samples = []
-    for repeat in range(WARMUPS + repeats):
+    for repeat in range(warmups + repeats):
         seconds = []
         for run in (short, long):
             begin = time.perf_counter_ns()
             jax.block_until_ready(run())
             seconds.append(time.perf_counter_ns() - begin)
-        if repeat >= WARMUPS:
+        if repeat >= warmups:
             samples.append(round((seconds[1] - seconds[0]) / (more - less) - empty))
     return samples
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from bench import cases, point, table
 from bench.cases import Case
-from bench.mesh import measured
-from bench.settings import Settings, bar
+from bench.mesh import Shared, measure
+from bench.settings import Settings
 from bench.suite import Suite
 from jspec.helix import HelixConfig
 from jspec.helix.mesh import KVP
@@ -87,14 +87,12 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    every = [(here, name) for here in grid(settings) for name in COLLECTIVES]
-    with bar("collectives", len(every)) as advance:
-        for here, name in every:
-            yield from _measured(here, name, settings)
-            advance()
+    groups = [[_shared(here, name)] for here in grid(settings) for name in COLLECTIVES]
+    for rows in measure("collectives", groups, settings):
+        yield from rows
 
 
-def _measured(here: Case, name: str, settings: Settings) -> list[point.Row]:
+def _shared(here: Case, name: str) -> Shared:
     devices, (body, right) = here["P"], COLLECTIVES[name]
     helix = HelixConfig(kvp=devices)
     rng = np.random.default_rng(devices)
@@ -105,11 +103,12 @@ def _measured(here: Case, name: str, settings: Settings) -> list[point.Row]:
         shape = (devices * devices, x.shape[1] // devices)
         return (jax.device_put(x.reshape(shape), helix.sharding(KVP)),)
 
-    def is_right(out: Any) -> bool:
+    def is_right(out: Any, given: tuple[Array]) -> bool:
         return np.array_equal(np.asarray(out).reshape(x.shape), right(x))
 
-    return measured(
-        *(name, here, name, helix, body, lambda _: (P(KVP),), placed, is_right, settings),
+    return Shared(
+        *(name, here, name, helix, body, body, lambda _: (P(KVP),), placed, is_right),
+        out=P(KVP),
         moved=lambda _: here["bytes"],
     )
 

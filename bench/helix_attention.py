@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,23 +14,27 @@ from jax.sharding import PartitionSpec as P
 from bench import cases, point, table, workload
 from bench.caches import DTYPE
 from bench.cases import Case, heads
-from bench.mesh import measured, on_mesh
-from bench.settings import Settings, bar
+from bench.mesh import Shared, measure
+from bench.settings import Settings
 from bench.suite import Suite
 from jspec.cache import Cache
 from jspec.config import LayerSpec
 from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of
 from jspec.helix.cache import column_spec
-from jspec.helix.mesh import TPA
+from jspec.helix.mesh import KVP, TPA
 from jspec.ops.attention.dense import attention
-from jspec.policies.read import read_whole
+from jspec.ops.attention.merge import merge_attention
+from jspec.policies.read import in_slots, projected, read_whole, settings_of
 from jspec.typing import Array
 
-COLUMNS = ("B", "S", "heads", "T", "kvp", "tpa")
+COLUMNS = ("B", "S", "heads", "latent", "T", "kvp", "tpa")
 DEFAULT: Case = {"B": 1, "S": 32768, "heads": "128/8", "H": 128, "T": 1, "kvp": 1, "tpa": 1}
-DEFAULT |= {"strategy": "helix", "overlap": 1, "latent": 0, "up": "auto"}
+DEFAULT |= {"strategy": "helix", "overlap": 1, "latent": 0, "up": "auto", "part": "layer"}
 LATENT = "heads=128/1,H=576,latent=512"  # DeepSeek-R1's
-CHECKED = 4096  # positions; a check of more would need memory for another copy of them
+# Of the length of a head's output: rounding to bfloat16 makes a fifth of it, and one of a hundred
+# positions that is left out five times as much.
+NEAR = 0.02
+own_heads = P(KVP, None, None, TPA)  # of what the ranks of KVP have, side by side
 
 
 def case(text: str) -> Case:
@@ -62,22 +66,26 @@ def grid(settings: Settings) -> list[Case]:
     """The cases that were asked for, or those of two devices."""
     if settings.cases:
         return [case(text) for text in settings.cases]
-    shared = ("kvp=1", "kvp=2", *(f"kvp=2,strategy={name}" for name in ("gather", "medha")))
-    projected = ("kvp=1", "kvp=2,up=before", "kvp=2,up=after")
+    kvp, tp = ("kvp=1", "kvp=2", "kvp=2,part=read"), "kvp=2,strategy=tp"
+    rivals = ("kvp=2,strategy=gather", "kvp=2,strategy=medha")
+    projected = ("kvp=1", "kvp=2,up=before", "kvp=2,up=after", tp)
     if jax.default_backend() != "gpu":
         small, latent = "S=2K,heads=8/2,H=32", "S=2K,heads=8/1,H=40,latent=32"
-        every = [f"{small},{how}" for how in (*shared, "tpa=2")]
+        every = [f"{small},{how}" for how in (*kvp, *rivals, "tpa=2")]
         return [case(text) for text in every + [f"{latent},{how}" for how in projected]]
-    contexts = ("256K",) if settings.quick else ("32K", "256K", "1024K")
-    kinds = {"128/8": (*shared, "tpa=2"), "128/1": (*shared, "kvp=2,strategy=tp")}
+    # Of heads 128/8 as many as Llama 405B has; of 32/1 no device has a key-value head for itself.
+    kinds = {"128/8": (*kvp, "tpa=2", *rivals), "32/1": (*kvp, tp)}
+    contexts = ("256K",) if settings.quick else ("1024K", "256K")
     rest = [
         f"S={slots},heads={kind},{how}"
         for slots in contexts
         for kind, ways in kinds.items()
         for how in ways
     ]
-    rest += [f"B=8,T=10,S=32K,{how}" for how in shared]
-    rest += [f"B=8,S={slots},{LATENT},{how}" for slots in contexts[:2] for how in projected]
+    for size in ("B=1,S=1024K", "B=8,S=256K"):
+        rest += [f"{size},{LATENT},{how}" for how in projected]
+    rest += [f"S=32K,{how}" for how in kinds["128/8"]]
+    rest += [f"B=8,T=10,S=32K,heads=32/8,{how}" for how in kinds["128/8"]]
     return [case(text) for text in rest]
 
 
@@ -86,10 +94,29 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    with bar("helix-attention", len(grid(settings))) as advance:
-        for here in grid(settings):
-            yield from _measured(here, settings)
-            advance()
+    groups = [[_shared(here)] for here in grid(settings)]
+    for rows in measure("helix-attention", groups, settings):
+        yield from rows
+
+
+def _shared(here: Case) -> Shared:
+    helix, name = helix_of(here), here["strategy"]
+    if here["part"] == "read":
+        name += ", read alone"
+    elif here["up"] != "auto":
+        name += f", up {here['up']}"
+    shared = helix.stripes * helix.tpa
+    alone = here["part"] == "read"
+    return Shared(
+        *("attend", here, name, helix),
+        partial(own_attended if alone else attended, here),
+        partial(own_following if alone else following, here),
+        partial(specs_of, here),
+        partial(operands, here),
+        partial(is_merged_right if alone else is_right, here),
+        out=(own_heads, own_heads) if alone else P(None, None, helix.axes),
+        moved=lambda given: given[1].nbytes // shared,
+    )
 
 
 def attended(here: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
@@ -130,15 +157,22 @@ def operands(here: Case) -> tuple[Any, ...]:
         shapes.append((query_heads, latent, latent // 4))
         places.append(helix.sharding(TPA))
 
-    def drawn() -> list[Array]:
-        keys = jax.random.split(jax.random.key(workload.SEED), 3)
-        return [jax.random.normal(key, x, DTYPE) for key, x in zip(keys, shapes, strict=True)]
-
-    q, k, last = jax.jit(drawn, out_shardings=places)()
+    q, k, last = _drawing(tuple(shapes), tuple(places))()
     lengths = jax.device_put(jnp.full(here["B"], here["S"], jnp.int32), helix.sharding())
     columns = {"keys": k} if latent else {"keys": k, "values": last}
-    cache = Cache((columns,), lengths, spec, layouts)
-    return (q, cache, last * latent**-0.5) if latent else (q, cache)
+    held = Cache((columns,), lengths, spec, layouts)
+    return (q, held, last * latent**-0.5) if latent else (q, held)
+
+
+@cache
+def _drawing(shapes: tuple[tuple[int, ...], ...], places: tuple[Any, ...]) -> Any:
+    """What draws random arrays on their devices; compiled once for all rows that have the same."""
+
+    def drawn() -> list[Array]:
+        keys = jax.random.split(jax.random.key(workload.SEED), len(shapes))
+        return [jax.random.normal(key, x, DTYPE) for key, x in zip(keys, shapes, strict=True)]
+
+    return jax.jit(drawn, out_shardings=list(places))
 
 
 def specs_of(here: Case, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -147,47 +181,85 @@ def specs_of(here: Case, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return P(None, None, TPA), cache_specs(helix, arguments[1]), *[P(TPA)] * len(arguments[2:])
 
 
-def is_right(here: Case) -> bool:
-    """Whether the program gives, over `CHECKED` positions at most, what one device computes."""
-    return is_of_one_device(*shared_output(here))
-
-
-def is_of_one_device(here: Case, found: np.ndarray, arguments: tuple[Any, ...]) -> bool:
-    """Whether ``found`` is what one device computes of the ``arguments``, as `shared_output`."""
-    q, cache, *up = arguments
-    queries, k = map(jnp.asarray, jax.device_get((q, cache.keys(0))))
-    values = None if here["latent"] else jnp.asarray(jax.device_get(cache.values(0)))
-    right, _ = attention(
-        *(queries, k, values, positions_of(here)),
-        key_positions=cache.layouts[0].held(jnp.full(here["B"], here["S"] - 1, jnp.int32)),
-        value_size=here["latent"] or None,
-        implementation="xla",
+def own_attention(here: Case, q: Array, cache: Cache) -> tuple[Array, Array]:
+    """On a device: output and log-sum-exp of all its queries over its own keys."""
+    part = part_of(helix_of(here), cache)
+    positions, where = in_slots(part, 0, positions_of(here))
+    columns = part.columns[0]
+    return attention(
+        *(q, columns["keys"], columns.get("values"), positions),
+        key_positions=where,
+        **settings_of(part.specs[0]),
     )
-    if up:
-        right = jnp.einsum("btnv,nvh->btnh", right, jnp.asarray(jax.device_get(up[0])))
-    return np.allclose(*(np.asarray(x, np.float32) for x in (found, right)), atol=0.01, rtol=0.03)
 
 
-def shared_output(here: Case) -> tuple[Case, np.ndarray, tuple[Any, ...]]:
-    """The case with `CHECKED` positions at most, its output ``[B, T, N, H']``, its operands."""
-    here = here | {"S": min(here["S"], CHECKED)}
-    helix, arguments = helix_of(here), operands(here)
-    heads_of = P(None, None, helix.axes)
-    run = on_mesh(helix, partial(attended, here), specs_of(here, arguments), out=heads_of)
-    return here, np.asarray(run(*arguments)), arguments
+def own_attended(here: Case, q: Array, cache: Cache, up: Array | None = None) -> Any:
+    """What `own_attention` gives on each rank of KVP, ``[1, B, T, n, ...]``."""
+    return jax.tree.map(lambda x: x[None], own_attention(here, q, cache))
 
 
-def _measured(here: Case, settings: Settings) -> list[point.Row]:
-    helix, name = helix_of(here), here["strategy"]
-    if here["latent"] and here["kvp"] > 1:
-        name += f", up {here['up']}"
-    shared = helix.stripes * helix.tpa
-    return measured(
-        *("attend", here, name, helix, partial(following, here)),
-        *(partial(specs_of, here), partial(operands, here)),
-        *(lambda _: is_right(here), settings),
-        moved=lambda given: given[1].nbytes // shared,
+def own_following(here: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
+    """Queries that depend on the output of `own_attention`, behind the map of the values."""
+    out = own_attention(here, q, cache)[0]
+    if up is not None:
+        mapped = len(up) if projects_first(here) else len(up) // here["kvp"]
+        out = projected(out[:, :, :mapped], up[:mapped])
+    return q + as_queries(out, q) / 1024
+
+
+def projects_first(here: Case) -> bool:
+    """Whether the map of the values is applied before the exchange; it makes them smaller."""
+    return here["up"] != "after"
+
+
+def is_right(here: Case, out: Array, arguments: tuple[Any, ...]) -> bool:
+    """Whether ``out [B, T, N, H']`` is what one device computes of the ``arguments``."""
+    return is_near(np.asarray(out), on_one_device(here, arguments))
+
+
+def is_merged_right(here: Case, outs: tuple[Array, Array], arguments: tuple[Any, ...]) -> bool:
+    """Whether what `own_attended` gives is, merged, what one device computes."""
+    whole, _ = jax.jit(merge_attention)(*map(jnp.asarray, jax.device_get(outs)))
+    for up in jax.device_get(arguments[2:]):
+        whole = jnp.einsum("btnv,nvh->btnh", whole, jnp.asarray(up))
+    return is_near(np.asarray(whole), on_one_device(here, arguments))
+
+
+def is_near(found: np.ndarray, right: np.ndarray) -> bool:
+    """Whether every head's output ``[..., H']`` is within `NEAR` of the right one's length."""
+    found, right = (x.astype(np.float32) for x in (found, right))
+    length = np.linalg.norm(right, axis=-1)
+    return bool(np.all(np.linalg.norm(found - right, axis=-1) <= NEAR * length))
+
+
+def on_one_device(here: Case, arguments: tuple[Any, ...]) -> np.ndarray:
+    """The output ``[B, T, N, H']`` by XLA on the first device."""
+    whole = jax.device_put(arguments, helix_of(here).sharding())
+    q, cache, *up = jax.tree.map(lambda x: x.addressable_data(0), whole)
+    held = cache.layouts[0].held(jnp.full(here["B"], here["S"] - 1, jnp.int32))
+    values = None if here["latent"] else cache.values(0)
+    positions, size = positions_of(here), here["latent"] or None
+    return np.asarray(_by_xla(q, cache.keys(0), values, positions, held, *up, value_size=size))
+
+
+@partial(jax.jit, static_argnames="value_size")
+def _by_xla(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    positions: Array,
+    key_positions: Array,
+    up: Array | None = None,
+    *,
+    value_size: int | None,
+) -> Array:
+    out, _ = attention(
+        *(q, k, v, positions),
+        key_positions=key_positions,
+        value_size=value_size,
+        implementation="xla_blocked",
     )
+    return projected(out, up)
 
 
 def show(result: dict[str, Any]) -> None:

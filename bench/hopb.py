@@ -18,18 +18,29 @@ from rich.table import Table
 
 from bench import cases, helix_attention, point
 from bench.cases import Case, kilo
-from bench.helix_attention import LATENT, as_queries, helix_of, operands, positions_of, specs_of
-from bench.mesh import measured, on_mesh
-from bench.settings import Settings, bar, console
+from bench.helix_attention import (
+    LATENT,
+    as_queries,
+    attended,
+    following,
+    helix_of,
+    is_merged_right,
+    is_near,
+    operands,
+    own_attended,
+    own_following,
+    own_heads,
+    projects_first,
+    specs_of,
+)
+from bench.mesh import Shared, measure
+from bench.settings import Settings, console
 from bench.suite import Suite
 from bench.table import number
-from jspec.cache import Cache
-from jspec.helix import HelixConfig, part_of
+from jspec.helix import HelixConfig
 from jspec.helix.attention import all_to_all
 from jspec.helix.mesh import KVP, TPA
-from jspec.ops.attention.dense import attention
 from jspec.ops.attention.merge import merge_attention
-from jspec.policies.read import in_slots, projected, settings_of
 from jspec.typing import Array
 
 SIZES = ("B", "S", "heads", "H", "T", "kvp", "tpa", "latent", "up")
@@ -53,8 +64,7 @@ def grid(settings: Settings) -> list[Case]:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":
         return [case("B=2,S=256,heads=8/2,H=32")]
-    batches, contexts = (8,) if settings.quick else (8, 32), ("32K", "128K")
-    sizes = [f"B={batch},S={slots}" for batch in batches for slots in contexts]
+    sizes = ("B=8,S=32K",) if settings.quick else ("B=8,S=128K", "B=32,S=32K")
     return [case(f"{size},{kind}") for size in sizes for kind in ("heads=128/8", LATENT)]
 
 
@@ -68,87 +78,64 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    with bar("hopb", len(grid(settings))) as advance:
-        for here in grid(settings):
-            rows = [row for step in _steps(here) for row in step(settings)]
-            _add_exposed(rows)
-            yield from rows
-            advance()
+    for rows in measure("hopb", [_group(here) for here in grid(settings)], settings):
+        _add_exposed(rows)
+        yield from rows
 
 
-def _steps(here: Case) -> list[Callable[[Settings], list[point.Row]]]:
-    """What measures each row of a case."""
-    whole = here | {"strategy": "helix"}
-    alone, message = (_measured(whole, here, name) for name in (ALONE, MESSAGE))
-    return [alone, message, *(_measured(whole | {"overlap": n}, here, n) for n in chunks_of(here))]
-
-
-def _measured(whole: Case, here: Case, what: str | int) -> Callable[[Settings], list[point.Row]]:
-    """What measures the attention or the message alone, or a number of chunks."""
-    if what == ALONE:
-        whole = whole | {"overlap": 1}
-        body, right = partial(own_following, whole), partial(is_attention_right, whole)
-        given, specs = partial(operands, whole), partial(specs_of, whole)
-    elif what == MESSAGE:
-        whole = whole | {"overlap": 1}
-        body, right = partial(message_following, whole), partial(is_message_right, whole)
-        given, specs = partial(payload, whole), lambda _: (P(KVP, None, None, TPA),)
-    else:
-        body, right = partial(helix_attention.following, whole), partial(are_chunks_right, whole)
-        given, specs = partial(operands, whole), partial(specs_of, whole)
-    name = what if isinstance(what, str) else "1 chunk" if what == 1 else f"{what} chunks"
-    helix = helix_of(whole)
-
-    def measure(settings: Settings) -> list[point.Row]:
-        return measured(
-            *("exchange", here, name, helix, body, specs, given),
-            *(lambda _: right(), settings),
-            moved=lambda given: sum(x.nbytes for x in jax.tree.leaves(given[:2])) // helix.devices,
+def _group(here: Case) -> list[Shared]:
+    """The rows of a case."""
+    whole = here | {"strategy": "helix", "part": "layer", "overlap": 1}
+    alone = _shared(
+        *(here, ALONE, whole, own_attended, own_following, is_merged_right),
+        out=(own_heads, own_heads),
+    )
+    outputs: list[np.ndarray] = []  # of one chunk, which comes before those of more
+    chunks = [
+        _shared(
+            *(here, "1 chunk" if n == 1 else f"{n} chunks", whole | {"overlap": n}),
+            *(attended, following, partial(are_chunks_right, outputs)),
+            out=P(None, None, helix_of(whole).axes),
         )
+        for n in chunks_of(here)
+    ]
+    return [alone, _message(here, whole), *chunks]
 
-    return measure
 
-
-def own_attention(here: Case, q: Array, cache: Cache, up: Array | None = None) -> Any:
-    """On a device: output and log-sum-exp of all its queries over its own keys."""
-    part = part_of(helix_of(here), cache)
-    positions, where = in_slots(part, 0, positions_of(here))
-    columns = part.columns[0]
-    return attention(
-        *(q, columns["keys"], columns.get("values"), positions),
-        key_positions=where,
-        **settings_of(part.specs[0]),
+def _shared(
+    here: Case,
+    name: str,
+    whole: Case,
+    body: Callable[..., Any],
+    following: Callable[..., Any],
+    is_right: Callable[..., bool],
+    out: Any,
+) -> Shared:
+    """A row of the attention of ``whole``, which has what ``here`` leaves out."""
+    helix = helix_of(whole)
+    return Shared(
+        *("exchange", here, name, helix, partial(body, whole), partial(following, whole)),
+        *(partial(specs_of, whole), partial(operands, whole), partial(is_right, whole)),
+        out=out,
+        moved=_moved(helix),
     )
 
 
-def own_following(here: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
-    """Queries that depend on the output of `own_attention`, behind the map of the values."""
-    out = own_attention(here, q, cache)[0]
-    if up is not None:
-        mapped = len(up) if projects_first(here) else len(up) // here["kvp"]
-        out = projected(out[:, :, :mapped], up[:mapped])
-    return q + as_queries(out, q) / 1024
+def _message(here: Case, whole: Case) -> Shared:
+    helix = helix_of(whole)
+    return Shared(
+        *("exchange", here, MESSAGE, helix, partial(exchanged, helix)),
+        partial(message_following, whole),
+        lambda _: (own_heads,),
+        partial(payload, whole),
+        is_message_right,
+        out=(P(None, None, helix.axes), P(None, None, helix.axes)),
+        moved=_moved(helix),
+    )
 
 
-def projects_first(here: Case) -> bool:
-    """Whether the map of the values is applied before the exchange; it makes them smaller."""
-    return here["up"] != "after"
-
-
-def is_attention_right(here: Case) -> bool:
-    """Whether the devices' outputs, merged on one of them, are those of helix attention."""
-    here, found, arguments = helix_attention.shared_output(here)
-    helix, (q, cache) = helix_of(here), arguments[:2]
-    heads = P(KVP, None, None, TPA), P(KVP, None, None, TPA)
-
-    def body(q: Array, cache: Cache) -> tuple[Array, Array]:
-        return jax.tree.map(lambda x: x[None], own_attention(here, q, cache))
-
-    outs, lses = on_mesh(helix, body, specs_of(here, (q, cache)), out=heads)(q, cache)
-    whole, _ = merge_attention(*map(jnp.asarray, jax.device_get((outs, lses))))
-    for up in jax.device_get(arguments[2:]):
-        whole = jnp.einsum("btnv,nvh->btnh", whole, jnp.asarray(up))
-    return np.allclose(*(np.asarray(x, np.float32) for x in (found, whole)), atol=0.01, rtol=0.03)
+def _moved(helix: HelixConfig) -> Callable[[tuple[Any, ...]], int]:
+    return lambda given: sum(x.nbytes for x in jax.tree.leaves(given[:2])) // helix.devices
 
 
 def payload(here: Case) -> tuple[Array]:
@@ -173,24 +160,22 @@ def message_following(here: Case, x: Array) -> Array:
     return x + as_queries(exchanged(helix_of(here), x)[0], x[0])[None] / 1024
 
 
-def is_message_right(here: Case) -> bool:
-    """Whether the exchange is to the bit the merge of the same parts on one device."""
-    helix, (x,) = helix_of(here), payload(here)
-    heads = P(None, None, helix.axes)
-    run = on_mesh(helix, partial(exchanged, helix), (P(KVP, None, None, TPA),), out=(heads, heads))
-    parts = jnp.asarray(jax.device_get(x))
+def is_message_right(outputs: tuple[Array, Array], given: tuple[Array]) -> bool:
+    """Whether the exchange is the merge of the same parts on one device."""
+    parts = jnp.asarray(jax.device_get(given[0]))
     right = jax.jit(merge_attention)(parts, parts[..., 0].astype(jnp.float32))
-    return all(map(np.array_equal, jax.device_get(run(x)), jax.device_get(right)))
+    return is_near(*(np.asarray(x[0]) for x in (outputs, right)))
 
 
-def are_chunks_right(here: Case) -> bool:
-    """Whether the output is right, and to the bit that of one chunk."""
-    small, found, arguments = helix_attention.shared_output(here)
-    if not helix_attention.is_of_one_device(small, found, arguments):
-        return False
+def are_chunks_right(
+    outputs: list[np.ndarray], here: Case, out: Array, arguments: tuple[Any, ...]
+) -> bool:
+    """Whether the output is right, or that of one chunk, which is among ``outputs``."""
+    found = np.asarray(out)
     if here["overlap"] == 1:
-        return True
-    return np.array_equal(found, helix_attention.shared_output(here | {"overlap": 1})[1])
+        outputs[:] = [found]
+        return helix_attention.is_right(here, out, arguments)
+    return len(outputs) == 1 and is_near(found, outputs[0])
 
 
 def _add_exposed(rows: list[point.Row]) -> None:

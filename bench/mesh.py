@@ -2,97 +2,135 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from bench import clocks, point
 from bench.cases import Case
-from bench.program import Absent, Program
-from bench.settings import Settings
+from bench.program import Absent, failure
+from bench.settings import Settings, bar
 from jspec.helix import HelixConfig
 
-LENGTHS = (16, 80)  # steps of the two loops
+LENGTHS = (16, 112)  # steps of the two loops of a program, of which a call runs one
+REPEATS = 12  # of both at most: a step over a million positions takes a millisecond
 
 
-def on_mesh(
-    helix: HelixConfig,
-    body: Callable[..., Any],
-    specs: tuple[Any, ...],
-    *,
-    steps: int | None = None,
-    out: Any = None,
-) -> Any:
-    """``body(x, *others)`` on every device, or a loop of ``steps`` of it, each on the one before.
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A program that the devices of ``helix`` share, to be a row of the ``case``.
 
-    ``specs``: of the arguments; ``out``: of what it gives, by default as of the first of them.
+    On every device ``body(*arguments)`` gives what ``is_right(outputs, arguments)`` judges, and
+    ``following`` what stands for the first argument in the next step of a loop. ``arguments()`` is
+    also traced, for its shapes; ``specs(arguments)``: how they are sharded; ``out``: the outputs.
+    ``moved(arguments)``: the bytes that a device has to read and write for them.
     """
 
-    def run(x: Any, *others: Any) -> Any:
-        if steps is None:
-            return body(x, *others)
-        return jax.lax.scan(lambda x, _: (body(x, *others), None), x, length=steps)[0]
+    operation: str
+    case: Case
+    name: str
+    helix: HelixConfig
+    body: Callable[..., Any]
+    following: Callable[..., Any]
+    specs: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    arguments: Callable[[], tuple[Any, ...]]
+    is_right: Callable[[Any, tuple[Any, ...]], bool]
+    out: Any
+    moved: Callable[[tuple[Any, ...]], int]
 
-    shard = jax.shard_map(
-        run,
-        mesh=helix.mesh,
-        in_specs=specs,
-        out_specs=specs[0] if out is None else out,
-        check_vma=False,
+
+def on_mesh(helix: HelixConfig, body: Callable[..., Any], specs: tuple[Any, ...], out: Any) -> Any:
+    """``body`` on every device, jitted; ``specs`` of its arguments, ``out`` of its outputs."""
+    shard = jax.shard_map(body, mesh=helix.mesh, in_specs=specs, out_specs=out, check_vma=False)
+    places = jax.tree.map(
+        partial(NamedSharding, helix.mesh), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    return jax.jit(shard, compiler_options=helix.compiler_options)
+    return jax.jit(shard, in_shardings=places, compiler_options=helix.compiler_options)
 
 
-def measured(
-    operation: str,
-    here: Case,
-    name: str,
-    helix: HelixConfig,
-    body: Callable[..., Any],
-    specs: Callable[[tuple[Any, ...]], tuple[Any, ...]],
-    arguments: Callable[[], tuple[Any, ...]],
-    is_right: Callable[[Any], bool],
-    settings: Settings,
-    moved: Callable[[tuple[Any, ...]], int],
-) -> list[point.Row]:
-    """Rows of ``body`` as `on_mesh` takes it: with its wall time and its marginal time where
-    ``is_right`` of what it gives, with the reason where it cannot run.
+def measure(label: str, groups: Sequence[Sequence[Shared]], settings: Settings) -> Iterator[Any]:
+    """Rows of each group: with marginal times where a program is right, with the reason where it
+    cannot run.
 
-    ``specs``: how the arguments are sharded; ``moved``: the bytes that a device has to read and
-    write for them.
+    All are compiled before the first is timed, lowered one after the other and compiled on all
+    cores.
     """
+    with ThreadPoolExecutor() as pool, bar(f"compile {label}", sum(map(len, groups))) as advance:
+        every = [[_compiled(x, pool, advance) for x in group] for group in groups]
+    with bar(label, len(groups)) as advance:
+        for group, programs in zip(groups, every, strict=True):
+            yield [_measured(*pair, settings) for pair in zip(group, programs, strict=True)]
+            advance()
+
+
+def _compiled(
+    shared: Shared, pool: ThreadPoolExecutor, advance: Callable[[], None]
+) -> Future[jax.stages.Compiled] | Absent:
+    """A program of ``shared``, which is being compiled: what it gives, and one of the two loops.
+
+    Both are in one program, whose first argument says which: lowering takes longer than compiling.
+    """
+    helix = shared.helix
     if jax.device_count() < helix.devices:
         reason = f"it needs {helix.devices} devices, and {jax.device_count()} are here"
-        return point.measure(operation, here, [Absent(name, reason)], settings)
-    given = arguments()
-    placed = specs(given)
-    compiled = on_mesh(helix, body, placed).lower(*given).compile()
-    program = Program(name, lambda: compiled(*given), is_right)
-    rows = point.measure(
-        *(operation, here, [program], settings), clocks=("wall",), moved=moved(given)
-    )
-    for own in rows:
-        if own["checked"]:
-            own["step_ns"] = marginal(helix, body, placed, given, settings)
-    return rows
+        return Absent(shared.name, reason)
+
+    def loop(steps: int) -> Callable[..., Any]:
+        def run(x: Any, *others: Any) -> Any:
+            def step(x: Any, _: None) -> tuple[Any, None]:
+                return shared.following(x, *others), None
+
+            return jax.lax.scan(step, x, length=steps)[0]
+
+        return run
+
+    def body(which: Any, *arguments: Any) -> Any:
+        return shared.body(*arguments), jax.lax.switch(which, [*map(loop, LENGTHS)], *arguments)
+
+    try:
+        shapes = jax.eval_shape(shared.arguments)
+        specs = shared.specs(shapes)
+        jitted = on_mesh(helix, body, (PartitionSpec(), *specs), (shared.out, specs[0]))
+        which = jax.ShapeDtypeStruct((), np.int32)
+        return pool.submit(jitted.lower(which, *shapes).compile)
+    except Exception as error:
+        return failure(shared.name, error)
+    finally:
+        advance()
 
 
-def marginal(
-    helix: HelixConfig,
-    body: Callable[..., Any],
-    specs: tuple[Any, ...],
-    arguments: tuple[Any, ...],
-    settings: Settings,
-) -> list[int]:
-    """Nanoseconds of one more ``body`` above an iteration that only counts, sample by sample."""
-    short, long = (
-        partial(on_mesh(helix, body, specs, steps=steps).lower(*arguments).compile(), *arguments)
-        for steps in LENGTHS
-    )
-    return clocks.step(short, long, _empty(settings.repeats), settings.repeats, LENGTHS)
+def _measured(
+    shared: Shared, program: Future[jax.stages.Compiled] | Absent, settings: Settings
+) -> point.Row:
+    row = partial(point.row, shared.operation, shared.case, shared.name)
+    if isinstance(program, Absent):
+        return row(checked=False if program.failed else None, reason=program.reason)
+    if not settings.check:
+        return row(checked=None, reason="not checked, so not timed")
+    try:
+        given = shared.arguments()
+        short, long = (
+            partial(program.result(), jax.device_put(np.int32(i), shared.helix.sharding()), *given)
+            for i in range(2)
+        )
+        if not shared.is_right(short()[0], given):
+            return row(checked=False, reason="its output is wrong")
+        times = marginal(short, long, min(settings.repeats, REPEATS))
+        return row(checked=True, bytes=shared.moved(given), step_ns=times)
+    except Exception as error:
+        return row(checked=False, reason=failure(shared.name, error).reason)
+
+
+def marginal(short: Callable[[], Any], long: Callable[[], Any], repeats: int) -> list[int]:
+    """Nanoseconds of one more step above an iteration that only counts, sample by sample."""
+    return clocks.step(short, long, _empty(repeats), repeats, LENGTHS)
 
 
 @cache

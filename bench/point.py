@@ -106,5 +106,5 @@ def spread(own: Row, clock: str) -> Spread | None:
 
 
 def best_clock(own: Row) -> Spread | None:
-    """The device clock's spread, the wall clock's where there is no device clock."""
-    return spread(own, "device") or spread(own, "wall")
+    """The device clock's spread, the wall clock's where there is none, or that of a step."""
+    return spread(own, "device") or spread(own, "wall") or spread(own, "step")

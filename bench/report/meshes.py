@@ -23,12 +23,19 @@ def messages(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, 
 
 
 def attention(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
-    headings = ("B", "S", "heads", "T", "strategy", "KVP", "TPA", "step", "p10-p90", "GB/s")
-    rows = [(*_case(own), *_times(own), _rate(own)) for own in result["rows"]]
+    headings = ("B", "S", "heads", "latent", "T", "strategy", "KVP", "TPA")
+    headings += ("step", "p10-p90", "GB/s", "of one")
+    alone = {_shape(own): _median(own) for own in result["rows"] if _is_alone(own)}
+    rows = []
+    for own in result["rows"]:
+        one, time = alone.get(_shape(own)), _median(own)
+        share = f"{time / one:.2f}" if one and time and not _is_alone(own) else ""
+        rows.append((*_case(own), *_times(own), _rate(own), share))
     return paragraphs(
         header("Attention of a layer by several devices", result),
         f"{NOTE} *GB/s*: keys and values that a device reads, over that time; the exchange is in "
-        "it. One device with half the positions reads as much as each of two.",
+        "it, but for what is *read alone*. *of one*: over the time of one device that has all of "
+        "the cache, which two share at 0.5.",
         table(headings, rows),
     )
 
@@ -53,8 +60,23 @@ def steps(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any
 
 def _case(own: dict[str, Any]) -> tuple[str, ...]:
     case = own["case"]
-    shape = str(case["B"]), kilo(case["S"]), case["heads"], str(case["T"])
+    latent = str(case.get("latent") or "")
+    shape = str(case["B"]), kilo(case["S"]), case["heads"], latent, str(case["T"])
     return (*shape, own["name"], str(case["kvp"]), str(case["tpa"]))
+
+
+def _shape(own: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a case says nothing of the devices."""
+    return tuple(own["case"].get(key) for key in ("B", "S", "heads", "H", "T", "latent"))
+
+
+def _is_alone(own: dict[str, Any]) -> bool:
+    return own["case"]["kvp"] == own["case"]["tpa"] == 1
+
+
+def _median(own: dict[str, Any]) -> float | None:
+    found = spread(own, "step")
+    return None if found is None else found.median
 
 
 def _times(own: dict[str, Any]) -> tuple[str, str]:

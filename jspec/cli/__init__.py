@@ -327,11 +327,18 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE,...",
         help="also show how the ratios depend on a constant; repeatable",
     )
+    measured = kinds.add_parser("measured", help="predictions of what the bench measured")
+    measured.add_argument(
+        "results", nargs="+", metavar="FILE", help="of python -m bench helix-step, helix-attention"
+    )
+    measured.set_defaults(png=None)
     for kind in (roofline, pareto):
         add = kind.add_argument
         add("--model", metavar="NAME", help="that ships with jspec, or a config.json or its folder")
-        add("--hardware", default="gb200", metavar="NAME", help="gb200 (default), h200, h100, FILE")
         add("--context", default="1M", metavar="N", help="positions, as in 1M (default)")
+    for kind in (roofline, pareto, measured):
+        add = kind.add_argument
+        add("--hardware", default="gb200", metavar="NAME", help="gb200 (default), h200, h100, FILE")
         add(
             "--set",
             action="append",
@@ -354,6 +361,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     hopb.add_argument("--fixed", type=float, default=0, metavar="X", help="of a message; default 0")
     for kind in (roofline, pareto, hopb):
         kind.add_argument("--png", metavar="FILE.png", help="also draw it")
+    for kind in (roofline, pareto, hopb, measured):
         kind.add_argument("--csv", metavar="FILE.csv", help="also write every row")
         kind.add_argument("--json", action="store_true", help="print one JSON object, no table")
 

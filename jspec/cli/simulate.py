@@ -16,15 +16,18 @@ from rich.table import Table
 
 from jspec.helix.simulator.calibration import FITTED, Fit, calibrated, load_fit
 from jspec.helix.simulator.configurations import BASELINES, BATCHES, FINE_BATCHES, STRATEGIES
-from jspec.helix.simulator.cost import Constants, pipelined
+from jspec.helix.simulator.cost import CONSTANTS, Constants, pipelined
 from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
+from jspec.helix.simulator.measured import predictions
 from jspec.helix.simulator.roofline import kv_read_us, weight_read_us
 from jspec.helix.simulator.shapes import Hardware, ModelShape, load_hardware, load_shape
 
 Rows = list[dict[str, Any]]
 Titled = tuple[str, Table]
-Found = tuple[Rows, dict[str, Any], list[Titled], Callable[[str], None]]
+Found = tuple[Rows, dict[str, Any], list[Titled], Callable[[str], None] | None]
 LATENCIES_MS = (5, 10, 20, 50)
+# Of what the bench measures: bfloat16.
+MEASURED = dataclasses.replace(CONSTANTS, bytes_per_value=2, bytes_per_activation=2)
 SHOWN = 10  # points of a frontier in the table; all are in JSON and CSV
 
 
@@ -34,9 +37,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         from jspec.eval.heatmap import check_pictures
 
         check_pictures()
-    commands = {"roofline": _roofline, "pareto": _pareto, "hopb": _hopb}
+    commands = {"roofline": _roofline, "pareto": _pareto, "hopb": _hopb, "measured": _measured}
     rows, result, tables, draw = commands[arguments.what](arguments)
-    if arguments.png:
+    if arguments.png and draw is not None:
         draw(arguments.png)
     if arguments.csv:
         with Path(arguments.csv).open("w", newline="", encoding="utf-8") as file:
@@ -273,6 +276,32 @@ def _hopb(arguments: argparse.Namespace) -> Found:
     return rows, {"spans": rows}, [(title, table)], draw
 
 
+def _measured(arguments: argparse.Namespace) -> Found:
+    """Predictions of measured times, in the precision of the bench."""
+    hardware = _hardware(arguments)
+    fits, constants = _constants(arguments, hardware, MEASURED)
+    tables, rows = _fit_tables(fits, constants, hardware), []
+    for path in arguments.results:
+        table = Table()
+        for column in ("", "measured us", "predicted us", "error"):
+            table.add_column(column, justify="right" if column else "left")
+        found = predictions(path, hardware, constants)
+        for one in found:
+            times = f"{one.measured_us:,.1f}", f"{one.predicted_us:,.1f}"
+            table.add_row(one.name, *times, f"{one.error:+.1%}")
+        tables.append((f"{path}: predicted on {hardware.name}", table))
+        rows += [{"file": path} | dataclasses.asdict(one) | {"error": one.error} for one in found]
+    if not rows:
+        raise ValueError(f"{', '.join(arguments.results)}: no row has times that can be predicted")
+    result = {
+        "hardware": dataclasses.asdict(hardware),
+        "constants": dataclasses.asdict(constants),
+        "fits": [dataclasses.asdict(fit) for fit in fits],
+        "predictions": rows,
+    }
+    return rows, result, tables, None
+
+
 def _named(
     shape: ModelShape,
     hardware: Hardware,
@@ -305,9 +334,9 @@ def _context(arguments: argparse.Namespace) -> float:
 
 
 def _constants(
-    arguments: argparse.Namespace, hardware: Hardware
+    arguments: argparse.Namespace, hardware: Hardware, constants: Constants = CONSTANTS
 ) -> tuple[Sequence[Fit], Constants]:
-    """The fits of ``--calibrate``, and the constants by them, with what ``--set`` changes."""
+    """The fits of ``--calibrate``, and ``constants`` by them, with what ``--set`` changes."""
     fits = [load_fit(path) for path in arguments.calibrate]
     changed = {}
     for text in arguments.set:
@@ -315,7 +344,7 @@ def _constants(
         if len(values) != 1:
             raise ValueError(f"--set {text!r} must give one value; --sweep takes several")
         changed[name] = values[0]
-    return fits, dataclasses.replace(calibrated(Constants(), hardware, fits), **changed)
+    return fits, dataclasses.replace(calibrated(constants, hardware, fits), **changed)
 
 
 def _fit_tables(fits: Sequence[Fit], constants: Constants, hardware: Hardware) -> list[Titled]:

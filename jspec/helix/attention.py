@@ -51,7 +51,7 @@ class Exchange:
     def _read(self, read: Read, q: Array, positions: Array) -> Iterator[tuple[slice, Array, Array]]:
         """Chunks of rows, each with what was read for it; other rows of that are empty."""
         batch, tokens = positions.shape
-        chunks = min(self.helix.overlap, batch) if tokens <= OVERLAPPED else 1
+        chunks = self.helix.chunks(batch) if tokens <= OVERLAPPED else 1
         if chunks == 1:
             yield slice(None), *read(q, positions)
             return

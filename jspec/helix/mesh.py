@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jspec import tuned
 from jspec.config import LayerSpec
 
 # The rank of a device is tpa * KVP + kvp: devices that hold the same heads stand side by side, as
@@ -44,9 +45,9 @@ class HelixConfig:
 
     ``overlap``: in how many chunks of rows a decoding step sends what attention gives, each while
     the next one attends (HOP-B, section 2.1.3); the rows differ by one where they do not divide,
-    and fewer rows than chunks go one by one. ``up_projection``: whether what latent attention reads
-    goes through the map of the values ``before`` or ``after`` it is exchanged; ``auto`` takes what
-    makes the message smaller.
+    and fewer rows than chunks go one by one. None takes what was measured on such a GPU.
+    ``up_projection``: whether what latent attention reads goes through the map of the values
+    ``before`` or ``after`` it is exchanged; ``auto`` takes what makes the message smaller.
 
     ``strategy``: ``helix``, or one to compare it with. ``gather``: queries are gathered before
     attention, and outputs summed and scattered behind it. ``medha``: TPA alone shares the weights,
@@ -62,12 +63,15 @@ class HelixConfig:
     ep: int = 1
     block: int = 16
     strategy: Strategy = "helix"
-    overlap: int = 1
+    overlap: int | None = None
     up_projection: UpProjection = "auto"
 
     def __post_init__(self) -> None:
         for name in ("kvp", "tpa", "ep", "block", "overlap"):
-            if type(value := getattr(self, name)) is not int or value < 1:
+            value = getattr(self, name)
+            if name == "overlap" and value is None:
+                continue
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
         if self.strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -75,7 +79,7 @@ class HelixConfig:
         if self.up_projection not in get_args(UpProjection):
             known = ", ".join(get_args(UpProjection))
             raise ValueError(f"up_projection={self.up_projection!r} must be one of {known}")
-        if self.overlap > 1 and (self.kvp == 1 or self.strategy != "helix"):
+        if (self.overlap or 1) > 1 and not self._exchanges:
             raise ValueError(
                 f"overlap={self.overlap} cuts the exchange of strategy='helix' over kvp of 2 or "
                 f"more, but kvp={self.kvp} and strategy={self.strategy!r}; leave overlap out"
@@ -146,13 +150,27 @@ class HelixConfig:
         return 1 if self.strategy == "tp" else self.kvp
 
     @property
+    def _exchanges(self) -> bool:
+        """Whether there is an exchange that can be cut into chunks."""
+        return self.kvp > 1 and self.strategy == "helix"
+
+    def chunks(self, rows: int) -> int:
+        """In how many chunks a decoding step of ``rows`` sends what attention gives."""
+        if self.overlap is not None or not self._exchanges:
+            return min(self.overlap or 1, rows)
+        return min(tuned.block("exchange", "helix", {"rows": rows})["chunks"], rows)
+
+    @property
     def compiler_options(self) -> dict[str, bool]:
         """What `jax.jit` needs as ``compiler_options`` for programs on the mesh.
 
         jspec gives them to its own; a jitted loop around them has to be given them by its author.
         """
+        most = self.overlap or 1
+        if self.overlap is None and self._exchanges:
+            most = max(taken["chunks"] for taken in tuned.blocks("exchange", "helix"))
         # Off by default on GPUs, where messages then mostly end before other work begins.
-        return {"xla_gpu_enable_latency_hiding_scheduler": True} if self.overlap > 1 else {}
+        return {"xla_gpu_enable_latency_hiding_scheduler": True} if most > 1 else {}
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:

@@ -5,8 +5,9 @@ A file has these fields. ``gpu``: the device kind as JAX names it. ``compute_cap
 each operation, rules that take a list of backends, best first. ``blocks``: for each operation and
 backend, rules that take block sizes by name, none for CPUs. A rule is ``{"up_to": {SIZE: BOUND,
 ...}, "take": ...}``: the first one holds whose every size is at most its bound; the last one has no
-``up_to``. Sizes are those that `jspec.dispatch.Operation.sizes` gives. ``python -m bench tune``
-writes the orders.
+``up_to``. Sizes are those that `jspec.dispatch.Operation.sizes` gives; among the blocks is also the
+``exchange`` of Helix, with the chunks that its ``rows`` go in. ``python -m bench tune`` writes the
+orders.
 """
 
 from __future__ import annotations
@@ -90,9 +91,17 @@ def order(operation: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 def block(operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, Any]:
     """The block sizes of a backend on the GPU in use, those of `DEFAULT` without one."""
+    return _table_of_blocks().block(operation, backend, sizes)
+
+
+def blocks(operation: str, backend: str) -> tuple[Mapping[str, Any], ...]:
+    """All that `block` may give, whatever the sizes."""
+    return tuple(rule.take for rule in _table_of_blocks().blocks[operation][backend])
+
+
+def _table_of_blocks() -> Table:
     gpu = gpu_in_use()
-    table = tables()[DEFAULT] if gpu is None else serving(gpu).table
-    return table.block(operation, backend, sizes)
+    return tables()[DEFAULT] if gpu is None else serving(gpu).table
 
 
 @functools.cache

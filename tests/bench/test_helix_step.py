@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import helix_step
+from bench import helix_state, helix_step
 from bench.__main__ import SUITES
 from bench.report import SECTIONS
 from bench.settings import Settings
@@ -20,7 +20,7 @@ TIMED |= {"same_tokens": 31, "compared_tokens": 32, "apart": 0.01}
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(helix_step, "STEPS", 4)
+    monkeypatch.setattr(helix_state, "STEPS", 4)
     monkeypatch.setattr(helix_step, "REPEATS", 1)
 
 
@@ -81,7 +81,7 @@ def test_too_few_devices_are_a_row_with_its_reason():
 
 
 def test_tables_say_what_was_measured_and_why_not(capsys):
-    case = helix_step.case(f"{SMALL},kvp=2,overlap=2,draft=vegas")
+    case = helix_state.case(f"{SMALL},kvp=2,overlap=2,draft=vegas")
     own = {"operation": "step", "case": case, "name": "helix, 2 chunks"}
     other = own | {"case": case | {"B": 1}, "reason": "it needs 2 devices"}
     machine = {"device": "x", "versions": {}, "driver": "", "cores": 2, "date": "today"}
@@ -110,4 +110,4 @@ def test_tables_say_what_was_measured_and_why_not(capsys):
 )
 def test_cases_that_cannot_be_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        helix_step.case(text)
+        helix_state.case(text)

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from jspec import tuned
 from jspec.config import LayerSpec
 from jspec.helix import HelixConfig
 
@@ -69,3 +70,24 @@ def test_devices_with_the_same_heads_stand_side_by_side():
     assert [rows[device][0].start or 0 for device in config.mesh.devices.flat] == list(
         range(0, 16, 2)
     )
+
+
+def test_chunks_are_those_that_were_measured_unless_given(monkeypatch):
+    rules = ({"chunks": 1}, {"chunks": 4})
+    monkeypatch.setattr(tuned, "block", lambda *args: rules[args[2]["rows"] > 8])
+    monkeypatch.setattr(tuned, "blocks", lambda *args: rules)
+    mesh = HelixConfig(kvp=2)
+    assert [mesh.chunks(rows) for rows in (1, 8, 9)] == [1, 1, 4]
+    assert mesh.compiler_options
+    for one in (HelixConfig(tpa=2), HelixConfig(kvp=2, strategy="medha")):
+        assert (one.chunks(9), one.compiler_options) == (1, {})
+    given = HelixConfig(kvp=2, overlap=2)
+    assert [given.chunks(rows) for rows in (1, 3)] == [1, 2]
+    assert given.compiler_options
+    assert not HelixConfig(kvp=2, overlap=1).compiler_options
+
+
+def test_every_table_says_how_many_chunks():
+    for table in tuned.tables().values():
+        if table.blocks:
+            assert table.block("exchange", "helix", {"rows": 64})["chunks"] >= 1

@@ -8,6 +8,7 @@ from jspec.helix.simulator.calibration import Fit, Point, calibrated, load_fit
 from jspec.helix.simulator.configurations import Configurations, configurations
 from jspec.helix.simulator.cost import Constants, StepTimes, pipelined, step_times
 from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
+from jspec.helix.simulator.measured import Prediction, predictions
 from jspec.helix.simulator.roofline import kv_read_us, weight_read_us
 from jspec.helix.simulator.shapes import Hardware, ModelShape, load_hardware, load_shape
 
@@ -19,6 +20,7 @@ __all__ = [
     "Hardware",
     "ModelShape",
     "Point",
+    "Prediction",
     "Simulation",
     "StepTimes",
     "calibrated",
@@ -28,6 +30,7 @@ __all__ = [
     "load_hardware",
     "load_shape",
     "pipelined",
+    "predictions",
     "simulate",
     "step_times",
     "swept",

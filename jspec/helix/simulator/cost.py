@@ -110,6 +110,18 @@ def step_times(
     return _Step(shape, hardware, found, context, constants).times()
 
 
+def attention_seconds(
+    shape: ModelShape,
+    hardware: Hardware,
+    found: Configurations,
+    context: float,
+    constants: Constants = CONSTANTS,
+) -> Floats:
+    """Of a layer alone: its kernel and what is exposed of its exchange, in seconds."""
+    attention, _ = _Step(shape, hardware, found, context, constants).attention()
+    return attention + constants.kernel_us * 1e-6
+
+
 class _Step:
     """The parts of a step; sizes are of one GPU and one layer unless they say otherwise."""
 
@@ -289,4 +301,11 @@ class _Step:
         return np.where(ranks > 1, self.message(2 * (ranks - 1) / ranks * values), 0)
 
 
-__all__ = ["CONSTANTS", "Constants", "StepTimes", "pipelined", "step_times"]
+__all__ = [
+    "CONSTANTS",
+    "Constants",
+    "StepTimes",
+    "attention_seconds",
+    "pipelined",
+    "step_times",
+]

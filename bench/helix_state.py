@@ -1,0 +1,187 @@
+"""Cases of whole steps on a mesh: models with random weights, states behind a random context."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import cases
+from bench.cases import Case
+from bench.decode import catalogue
+from bench.decode.running import CHUNKS
+from bench.decode.shapes import noise, random_model
+from jspec.cache import Striped
+from jspec.config import ModelConfig, SamplingParams
+from jspec.decode.draft.named import named_draft
+from jspec.decode.on_mesh import layouts_for, mesh_model
+from jspec.decode.prefill import (
+    CAPACITY_STEP,
+    jitted_own_state,
+    own_state,
+    rounded_capacity,
+    start_decoding,
+)
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+from jspec.helix import HelixConfig, shard
+from jspec.helix.sharded import decoder_sharding
+from jspec.typing import Array
+
+DEFAULT: Case = {"shape": "llama-3.1-8b", "B": 1, "S": 262144, "draft": "plain", "gamma": 5}
+DEFAULT |= {"kvp": 1, "tpa": 1, "overlap": 1, "strategy": "helix"}
+TINY = ModelConfig.uniform(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_size=16,
+)
+LONGEST = 2**21  # positions that a shape may be given here; what it was trained for costs no time
+DRAFTS = {"plain": "none", "verify": "none", "vegas": "vegas:budget=0.07"}
+STEPS = 16  # of a chunk; also the tokens that are compared
+MESH = ("kvp", "tpa", "overlap", "strategy")
+CHECKED = 2**18  # positions of all rows of the comparison at most: one device holds them
+# Of keys and values: attention reads few keys each, and its output outweighs the embedding, so that
+# a key that is left out changes tokens.
+SCALES = {"keys": 3.0, "values": 2.0}
+
+
+def case(text: str) -> Case:
+    """A case of ``--case``; `ValueError` where it is none."""
+    found = cases.parse(text, DEFAULT)
+    if found["S"] % 16:
+        raise ValueError(f"S={found['S']} must be a multiple of 16")
+    config = shape_of(found)
+    for layer, spec in enumerate(config.layers):
+        helix_of(found).check_layer(layer, config.num_heads, spec)
+    return found
+
+
+def helix_of(here: Case) -> HelixConfig:
+    return HelixConfig(**{name: here[name] for name in MESH})
+
+
+def shape_of(here: Case) -> ModelConfig:
+    found = TINY if here["shape"] == "tiny" else catalogue.MODELS[here["shape"]]
+    return dataclasses.replace(found, max_context=LONGEST)
+
+
+def alone(here: Case) -> Case:
+    """Plain decoding of the same rows by one device."""
+    return DEFAULT | {name: here[name] for name in ("shape", "B", "S")}
+
+
+def small(here: Case) -> Case:
+    """The case with as many positions as one device is asked to hold."""
+    most = CHECKED // here["B"] // 16 * 16
+    return here | {"S": min(here["S"], most if jax.default_backend() == "gpu" else 4096)}
+
+
+def step_config(here: Case) -> StepConfig:
+    """Of steps that draft so; ``verify``: without a draft, but in passes of gamma + 1 tokens."""
+    gamma = 0 if here["draft"] == "plain" else here["gamma"]
+    return StepConfig(gamma, named_draft(DRAFTS[here["draft"]]))
+
+
+def model_of(here: Case) -> Any:
+    """The model with random weights: in shares on the mesh, or whole on one device."""
+    dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    helix = helix_of(here)
+    if helix.devices == 1:
+        return random_model(shape_of(here), dtype)
+    return shard(random_model(shape_of(here), dtype, decoder_sharding(helix)), helix)
+
+
+def capacity_of(here: Case, config: StepConfig) -> int:
+    """Positions of a row: S, and what is decoded behind them."""
+    room = (CHUNKS[1] + 1) * STEPS * (config.gamma + 1) + config.gamma + 1
+    return rounded_capacity(here["S"] + room)
+
+
+def started(model: Any, here: Case, config: StepConfig, capacity: int) -> DecodeState:
+    """A state of ``capacity`` positions a row, all of them empty."""
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    return start_decoding(model, [[1]] * here["B"], params, config, capacity=capacity)
+
+
+def shapes_of(model: Any, here: Case, config: StepConfig) -> DecodeState:
+    """The shapes of a state of a case, and where its arrays lie that are on several devices.
+
+    No memory is taken for it.
+    """
+    capacity, small = capacity_of(here, config), started(model, here, config, CAPACITY_STEP)
+    layouts = layouts_for(model, capacity, config.gamma)
+
+    def of(x: Array, shape: tuple[int, ...]) -> Any:
+        sharding = x.sharding if len(x.sharding.device_set) > 1 else None
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+    columns = tuple(
+        {name: of(x, (x.shape[0], layout.size, *x.shape[2:])) for name, x in held.items()}
+        for held, layout in zip(small.cache.columns, layouts, strict=True)
+    )
+    own_of = own_state if mesh_model(model) is None else jitted_own_state
+    empty = jnp.zeros(here["B"], jnp.int32)
+    own = own_of(Models.of(model), empty, None, config=config, capacity=capacity)
+    tokens = of(small.tokens, (here["B"], capacity))
+    shapes = jax.tree.map(lambda x: of(x, x.shape), dataclasses.replace(small, draft=own))
+    cache = dataclasses.replace(shapes.cache, columns=columns, layouts=layouts)
+    return dataclasses.replace(shapes, cache=cache, tokens=tokens)
+
+
+def filled(model: Any, here: Case, config: StepConfig) -> DecodeState:
+    """A state behind S random positions a row, the same whatever devices hold them."""
+    capacity, batch = capacity_of(here, config), here["B"]
+    state = started(model, here, config, capacity)
+    seeds, columns = itertools.count(), [dict(held) for held in state.cache.columns]
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, columns=()))
+    for held, layout in zip(columns, state.cache.layouts, strict=True):
+        # Sorted, since a column of one device is made in another order than that of a mesh.
+        for name in sorted(held):
+            empty = held.pop(name)
+            shape, where = (batch, here["S"], *empty.shape[2:]), empty.sharding
+            size, dtype = empty.shape[1], empty.dtype
+            del empty  # before there is a second one
+            x = noise(next(seeds), jnp.float32(SCALES[name]), shape, dtype, parts=16)
+            held[name] = jax.device_put(_in_slots(x, layout, size), where)
+    tokens, rng = np.full((batch, capacity), -1, np.int32), np.random.default_rng(0)
+    known = batch, here["S"] + 1  # the last of them is not in the cache yet
+    tokens[:, : known[1]] = rng.integers(0, model.config.vocab_size, known, np.int32)
+    cache = dataclasses.replace(state.cache, columns=tuple(columns))
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        tokens=jax.device_put(tokens, state.tokens.sharding),
+        limits=jax.device_put(np.full(batch, capacity, np.int32), state.limits.sharding),
+    )
+    return rewound(here, state)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "size"))
+def _in_slots(x: Array, layout: Any, size: int) -> Array:
+    """``x [B, S, ...]`` by position as ``[B, size, ...]`` by slot; 0 behind S."""
+    x = jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
+    if not isinstance(layout, Striped):
+        return x
+    return jnp.take(x, layout.held(jnp.full(1, size - 1, jnp.int32))[0], axis=1)
+
+
+def rewound(here: Case, state: DecodeState) -> DecodeState:
+    """A state with S positions a row, whatever was decoded since."""
+    lengths = np.full(here["B"], here["S"], np.int32)
+    lengths = jax.device_put(lengths, state.cache.lengths.sharding)
+    return dataclasses.replace(state, cache=state.cache.with_lengths(lengths))
+
+
+def decoded(state: DecodeState, here: Case) -> np.ndarray:
+    """The first `STEPS` tokens of each row behind the random ones, int32 ``[B, STEPS]``."""
+    first = here["S"] + 1
+    return np.asarray(state.tokens)[:, first : first + STEPS]

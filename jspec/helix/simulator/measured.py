@@ -1,0 +1,113 @@
+"""What the simulator predicts of times that ``python -m bench`` measured and no constant is fitted
+to: attention with its exchange on several devices, and whole steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jspec.helix.simulator.configurations import STRATEGIES, Configurations
+from jspec.helix.simulator.cost import Constants, attention_seconds, step_times
+from jspec.helix.simulator.shapes import Hardware, ModelShape, load_shape, read_object
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A measured time and what the simulator says of it, microseconds."""
+
+    name: str
+    measured_us: float
+    predicted_us: float
+
+    @property
+    def error(self) -> float:
+        """The prediction over the measurement, less 1."""
+        return self.predicted_us / self.measured_us - 1
+
+
+def predictions(
+    path: str | Path, hardware: Hardware, constants: Constants
+) -> tuple[Prediction, ...]:
+    """Of each row of a result of ``helix-step`` or ``helix-attention`` that the simulator knows.
+
+    It knows no speculation and no gathered queries, and of latents those whose values are projected
+    before the exchange. Raises `ValueError` for a file that holds no such result.
+    """
+    result = read_object(Path(path))
+    suite = result.get("suite")
+    if suite not in PREDICTED:
+        raise ValueError(
+            f"{path} is a result of {suite!r:.80}; write one with python -m bench helix-step "
+            "--json FILE, or helix-attention"
+        )
+    try:
+        found = [
+            _prediction(row, PREDICTED[suite](row["case"], hardware, constants))
+            for row in result["rows"]
+            if row.get("step_ns") and _is_known(row["case"])
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{path} is no result of {suite}: {type(error).__name__}: {error}; write one with "
+            f"python -m bench {suite} --json FILE"
+        ) from None
+    return tuple(found)
+
+
+def _prediction(row: dict[str, Any], seconds: float) -> Prediction:
+    case = row["case"]
+    what = f"{case['heads']} heads" if "heads" in case else case["shape"]
+    what += f", latent {case['latent']}" if case.get("latent") else ""
+    sizes = f"B={case['B']}, S={case['S']}, kvp={case['kvp']}, tpa={case['tpa']}"
+    measured = statistics.median(map(float, row["step_ns"])) / 1e3
+    if not measured > 0:
+        raise ValueError(f"{sizes}: {measured:g} us must be above 0")
+    return Prediction(f"{row['name']}, {what}, {sizes}", measured, 1e6 * seconds)
+
+
+def _is_known(case: dict[str, Any]) -> bool:
+    plain = case.get("draft", "plain") == "plain" and case.get("T", 1) == 1
+    whole = case.get("part", "layer") == "layer" and case["overlap"] == 1
+    projected = not case.get("latent") or case["kvp"] == 1 or case["up"] == "before"
+    return (
+        plain and whole and case["strategy"] != "gather" and (projected or case["strategy"] == "tp")
+    )
+
+
+def _layout(case: dict[str, Any]) -> Configurations:
+    """Of a case's devices; one axis where they hold no parts of rows."""
+    kvp, tpa, strategy = case["kvp"], case["tpa"], case["strategy"]
+    if strategy == "tp" or (strategy == "helix" and kvp == 1):
+        kvp, tpa, strategy = 1, kvp * tpa, "tp"
+    width = tpa if strategy == "medha" else kvp * tpa
+    fields = {"strategy": STRATEGIES.index(strategy), "kvp": kvp, "tpa": tpa, "tpf": width}
+    fields |= {"dp": 1, "ep": 1, "pp": 1, "batch": case["B"], "overlap": 0}
+    return Configurations(**{name: np.array([x]) for name, x in fields.items()})
+
+
+def _step(case: dict[str, Any], hardware: Hardware, constants: Constants) -> float:
+    shape = load_shape(case["shape"])
+    return float(step_times(shape, hardware, _layout(case), case["S"], constants).total[0])
+
+
+def _attention(case: dict[str, Any], hardware: Hardware, constants: Constants) -> float:
+    heads, kv_heads = map(int, case["heads"].split("/"))
+    latent = case["latent"]
+    sizes = {"latent": latent, "rope": case["H"] - latent, "nope": 1, "value_size": latent // 4}
+    shape = ModelShape(
+        *("attention", 1, 1, heads, kv_heads, case["H"], 1, 1), **(sizes if latent else {})
+    )
+    return float(attention_seconds(shape, hardware, _layout(case), case["S"], constants)[0])
+
+
+PREDICTED: dict[str, Callable[[dict[str, Any], Hardware, Constants], float]] = {
+    "helix-step": _step,
+    "helix-attention": _attention,
+}
+
+__all__ = ["Prediction", "predictions"]

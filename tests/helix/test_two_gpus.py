@@ -1,0 +1,71 @@
+"""On two GPUs, whose kernels and messages virtual CPU devices stand in for elsewhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jspec import helix
+from jspec.helix.attention import all_to_all
+from jspec.ops.attention.merge import merge_attention
+from tests.helix import test_attention, test_overlap
+from tests.helix.test_decoding import DRAFTERS, GREEDY, NGRAM, alone, decoded, model
+
+__all__ = ["alone", "model"]  # fixtures
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs"
+)
+
+
+@pytest.mark.parametrize(
+    ("kvp", "tpa", "heads", "tokens", "strategy"),
+    [
+        (2, 1, "gqa4", 4, "helix"),
+        (2, 1, "mqa", 1, "tp"),
+        (1, 2, "gqa", 9, "helix"),
+        (2, 1, "gqa", 4, "gather"),
+        (2, 1, "gqa", 4, "medha"),
+    ],
+    ids=str,
+)
+def test_attention_is_that_of_numpy(kvp, tpa, heads, tokens, strategy):
+    test_attention.check(kvp, tpa, heads, tokens, strategy)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_merge_has_the_bits_of_one(dtype):
+    mesh = helix.HelixConfig(kvp=2)
+    outs = jnp.asarray(test_attention.random(2, 2, 3, 16, 64), dtype)
+    lses = jnp.asarray(test_attention.random(2, 2, 3, 16, seed=1) * 20)
+    run = jax.shard_map(
+        lambda out, lse: all_to_all(out[0], lse[0], "kvp"),
+        mesh=mesh.mesh,
+        in_specs=P("kvp"),
+        out_specs=P(None, None, mesh.axes),
+    )
+    found, alone = jax.jit(run)(outs, lses), jax.jit(merge_attention)(outs, lses)
+    for x, y in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
+def test_chunks_have_the_bits_of_one_message(latent):
+    one, two = (
+        test_overlap.attended(helix.HelixConfig(kvp=2, block=4, overlap=n), 1, latent=latent)
+        for n in (1, 2)
+    )
+    np.testing.assert_array_equal(two, one)
+
+
+@pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "hata", "vegas"])
+def test_greedy_tokens_are_those_of_one(name, kvp, tpa, model, alone):
+    sharded = helix.shard(model, helix.HelixConfig(kvp=kvp, tpa=tpa, block=4))
+    assert decoded(sharded, DRAFTERS[name], GREEDY)[0] == alone
+
+
+def test_chunks_have_the_tokens_of_one_message(model, alone):
+    sharded = helix.shard(model, helix.HelixConfig(kvp=2, block=4, overlap=2))
+    assert decoded(sharded, NGRAM, GREEDY)[0] == alone
