@@ -45,7 +45,7 @@ class HelixConfig:
 
     ``overlap``: in how many chunks of rows a decoding step sends what attention gives, each while
     the next one attends (HOP-B, section 2.1.3); the rows differ by one where they do not divide,
-    and fewer rows than chunks go one by one. None takes what was measured on such a GPU.
+    and fewer rows than chunks go one by one. None takes what the GPU's table says.
     ``up_projection``: whether what latent attention reads goes through the map of the values
     ``before`` or ``after`` it is exchanged; ``auto`` takes what makes the message smaller.
 
