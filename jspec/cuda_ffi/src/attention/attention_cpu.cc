@@ -1,27 +1,13 @@
 // Attention of many query rows on a CPU: one softmax a row, by the definition.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "attention/attention.h"
+#include "common/bfloat16_cpu.h"
 
 namespace jspec {
 namespace {
-
-float wide(uint16_t value) {
-  const uint32_t bits = uint32_t(value) << 16;
-  float found;
-  std::memcpy(&found, &bits, 4);
-  return found;
-}
-
-uint16_t narrow(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
-}
 
 float product(const uint16_t* x, const uint16_t* y) {
   float sum = 0;

@@ -1,28 +1,11 @@
 // A product of a few rows on a CPU: one sum a value.
 #include <cmath>
-#include <cstring>
 #include <vector>
 
+#include "common/bfloat16_cpu.h"
 #include "linear/linear.h"
 
 namespace jspec {
-namespace {
-
-float wide(uint16_t value) {
-  const uint32_t bits = uint32_t(value) << 16;
-  float found;
-  std::memcpy(&found, &bits, 4);
-  return found;
-}
-
-uint16_t narrow(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
-}
-
-}  // namespace
 
 const char* linear(const Linear& linear, Stream) {
   const int64_t inputs = linear.inputs, outputs = linear.outputs;
