@@ -85,15 +85,16 @@ def refuses(
         return f"H={size} and H'={v.shape[3]} are not {CHANNELS}"
     if window is not None or softcap is not None:
         return f"window={window}, softcap={softcap}: it has neither"
-    if not 1 <= tokens <= MOST_TOKENS or rows > most:
+    if tokens > MOST_TOKENS or rows > most:
         return f"T={tokens} with {rows} rows a head is over {MOST_TOKENS} tokens or {most} rows"
-    if scale <= 0:
+    if not scale > 0:
         return f"scale={scale} is not positive"
     if slots % 8:
         return f"S={slots} is not a multiple of 8; round the capacity up"
-    count = batch * kv_heads * max(slots, PARTS * rows)
-    if not 1 <= count <= 2**31 - 1:
-        return f"q {q.shape} and k {k.shape} hold nothing, or more than int32 counts"
+    if batch * rows * kv_heads * slots == 0:
+        return f"q {q.shape} or k {k.shape} holds nothing"
+    if batch * kv_heads * max(slots, PARTS * rows) > 2**31 - 1:
+        return f"q {q.shape} and k {k.shape} are more than int32 counts"
     return None
 
 

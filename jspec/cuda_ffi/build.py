@@ -73,7 +73,7 @@ def build_all(platforms: Sequence[str]) -> Iterator[tuple[str, str, Built | Buil
         except BuildError as error:
             return error
 
-    with ThreadPoolExecutor(len(pairs)) as pool:
+    with ThreadPoolExecutor(len(SUBJECTS)) as pool:
         for pair, found in zip(pairs, pool.map(one, pairs), strict=True):
             yield *pair, found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jspec.cuda_ffi import library
 from jspec.dispatch import Backend, preferred
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_xla, on_a_mesh
-from jspec.ops.linear_chain import Arrays, one_by_one
+from jspec.ops.linear_chain import Arrays, chain_shapes, one_by_one
 from jspec.ops.norm import CENTERED, RMS
 from jspec.ops.quantized import Quantized
 from jspec.typing import Array
@@ -69,7 +69,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
 
 
 def refuses(
-    x: Array,
+    x: Array | jax.ShapeDtypeStruct,
     kernel: Array | Quantized,
     bias: Array | None,
     norm: RMS | None,
@@ -126,12 +126,12 @@ def linear_chain_cuda(
 
 
 def _launch_chain(x, links, *, added, gated) -> tuple[Array, ...]:
-    arguments, results = [x], []
-    for (kernel, bias, norm, add), (_, *shape) in zip(links, _inputs(x, links, gated), strict=True):
+    _, *results = chain_shapes(x, links, added=added, gated=gated)
+    arguments = [x]
+    for kernel, bias, norm, add in links:
         # Any array stands for what there is not.
         given = (bias, None if norm is None else norm.scale, add)
         arguments += [kernel, *(x if one is None else one for one in given)]
-        results.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype))
 
     def each(values, dtype: type[np.generic] = np.int32):
         return np.asarray(list(values), dtype)
@@ -152,25 +152,16 @@ def _launch_chain(x, links, *, added, gated) -> tuple[Array, ...]:
     )
 
 
-def _inputs(x: Array, links: Sequence[Arrays], gated: Sequence[bool]) -> Iterator[tuple]:
-    """What each link reads, and the shape of what it gives."""
-    shape = x.shape
-    for (kernel, *_), gates in zip(links, gated, strict=True):
-        read = jax.ShapeDtypeStruct(shape, x.dtype)
-        shape = (*shape[:-1], *kernel.shape[2 if gates else 1 :])
-        yield read, *shape
-
-
 def _refuses_chain(x, links, *, added, gated) -> str | None:
     """Why one call cannot take these products, or None."""
     if preferred("linear") not in (None, "cuda"):
         return f"linear={preferred('linear')!r} is asked for"
     static = {"transposed": False, "dtype": x.dtype}
-    reads = _inputs(x, links, gated)
-    for i, ((kernel, bias, norm, add), gates) in enumerate(zip(links, gated, strict=True)):
+    *reads, _ = chain_shapes(x, links, added=added, gated=gated)
+    for i, (read, link, gates) in enumerate(zip(reads, links, gated, strict=True)):
+        kernel, bias, norm, add = link
         if isinstance(kernel, Quantized):
             return f"links[{i}] has quantized weights"
-        read, *_ = next(reads)
         if math.prod(read.shape[:-1]) > SMALL_ROWS or read.shape[-1] > SMALL_INPUTS:
             return f"links[{i}] reads {read.shape}, over {SMALL_ROWS} rows of {SMALL_INPUTS}"
         if reason := refuses(read, kernel, bias, norm, add, gated=gates, **static):

@@ -20,6 +20,7 @@ from jspec.typing import Model
 
 BACKENDS = Backends(
     linear="exact",
+    linear_chain="one_by_one",
     attention="exact",
     scored_attention="exact",
     rotate_and_append="triton",

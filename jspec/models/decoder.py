@@ -139,15 +139,15 @@ class Block(nnx.Module):
         layer. Projections are None where the products behind attention are no chain.
         """
         norm, links = self.attention_norm.rms, self._links(x, following)
-        given: Any = {} if joined is None else {"joined": joined}
-        if links is None:
-            x, cache = self.attention(x, norm, layer, angles, attend, cache, foresee, **given)
-            return self.mlp(x, self.mlp_norm.rms), None, cache
         attention: Any = self.attention
+        if links is None:
+            given = {} if joined is None else {"joined": joined}
+            x, cache = attention(x, norm, layer, angles, attend, cache, foresee, **given)
+            return self.mlp(x, self.mlp_norm.rms), None, cache
         joined = attention.qkv.joined(x, norm) if joined is None else joined
         out, cache = attention.attended(joined, layer, angles, attend, cache, foresee)
-        found = linear_chain(out, links)
-        return found[2], found[3] if len(found) > 3 else None, cache
+        _attended, _wide, x, *projections = linear_chain(out, links)
+        return x, projections[0] if projections else None, cache
 
     def _links(self, x: Array, following: Block | None) -> list[Link] | None:
         """What comes behind attention up to the projections of the next layer, or None."""
@@ -155,8 +155,8 @@ class Block(nnx.Module):
         if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
             return None
         out = attention.out.link(add=x)
-        behind = mlp.links(self.mlp_norm.rms, x=0)
-        if attention.post_norm is not None or out is None or behind is None:
+        behind = mlp.links(self.mlp_norm.rms, x=0)  # none with norms behind, as behind attention
+        if out is None or behind is None:
             return None
         links = [out, *behind]
         if following is not None and isinstance(following.attention, Attention):

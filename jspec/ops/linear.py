@@ -46,21 +46,7 @@ def linear(
     ``dtype``, by default that of x. Where CUDA or Triton serves, which is for few rows, all of it
     is one launch. Raises `ValueError` for shapes that do not fit.
     """
-    inputs = kernel.shape[-1 if transposed else 0]
-    outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
-    fits = x.shape[-1] == inputs and (bias is None or bias.shape == outputs)
-    if gated:
-        fits = fits and len(outputs) == 2 and outputs[0] == 2
-        outputs = outputs[1:]
-    fits = fits and not (transposed and isinstance(kernel, Quantized))
-    if not fits or (add is not None and add.shape != (*x.shape[:-1], *outputs)):
-        shapes = f"x {x.shape}, kernel {kernel.shape}"
-        for name, value in (("bias", bias), ("add", add)):
-            shapes += "" if value is None else f", {name} {value.shape}"
-        raise ValueError(
-            f"{shapes} with gated={gated}, transposed={transposed} must be [..., in], [in, *out] "
-            "([*out, in] if transposed), out and [..., *out], out being (2, width) if gated"
-        )
+    result_shape(x.shape, kernel, bias, add, gated=gated, transposed=transposed)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     return LINEAR(
         *(x, kernel, bias, norm, add),
@@ -69,6 +55,34 @@ def linear(
         dtype=dtype,
         implementation=implementation,
     )
+
+
+def result_shape(
+    x: tuple[int, ...],
+    kernel: Array | Quantized,
+    bias: Array | None,
+    add: Array | jax.ShapeDtypeStruct | None,
+    *,
+    gated: bool,
+    transposed: bool = False,
+) -> tuple[int, ...]:
+    """The shape of `linear` of an x of the shape ``x``; raises `ValueError` where one is wrong."""
+    inputs = kernel.shape[-1 if transposed else 0]
+    outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
+    fits = x[-1:] == (inputs,) and (bias is None or bias.shape == outputs)
+    if gated:
+        fits = fits and len(outputs) == 2 and outputs[0] == 2
+        outputs = outputs[1:]
+    fits = fits and not (transposed and isinstance(kernel, Quantized))
+    if not fits or (add is not None and add.shape != (*x[:-1], *outputs)):
+        shapes = f"x {x}, kernel {kernel.shape}"
+        for name, value in (("bias", bias), ("add", add)):
+            shapes += "" if value is None else f", {name} {value.shape}"
+        raise ValueError(
+            f"{shapes} with gated={gated}, transposed={transposed} must be [..., in], [in, *out] "
+            "([*out, in] if transposed), out and [..., *out], out being (2, width) if gated"
+        )
+    return (*x[:-1], *outputs)
 
 
 def linear_xla(

@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.linear import linear, linear_xla
+from jspec.ops.linear import linear, linear_xla, result_shape
 from jspec.ops.norm import RMS
 from jspec.ops.quantized import Quantized
 from jspec.typing import Array
@@ -50,16 +51,26 @@ def linear_chain(
     for i, link in enumerate(links):
         if isinstance(link.add, int) and not 0 <= link.add < i:
             raise ValueError(f"links[{i}].add={link.add} must be the number of a link before it")
-    return LINEAR_CHAIN(
-        x,
-        tuple(
-            (link.kernel, link.bias, link.norm, None if isinstance(link.add, int) else link.add)
-            for link in links
-        ),
-        added=tuple(link.add if isinstance(link.add, int) else None for link in links),
-        gated=tuple(link.gated for link in links),
-        implementation=implementation,
+    arrays = tuple(
+        (link.kernel, link.bias, link.norm, None if isinstance(link.add, int) else link.add)
+        for link in links
     )
+    added = tuple(link.add if isinstance(link.add, int) else None for link in links)
+    gated = tuple(link.gated for link in links)
+    chain_shapes(x, arrays, added=added, gated=gated)
+    return LINEAR_CHAIN(x, arrays, added=added, gated=gated, implementation=implementation)
+
+
+def chain_shapes(
+    x: Array, links: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
+) -> list[jax.ShapeDtypeStruct]:
+    """x and the result of each link, as shapes; raises `ValueError` where one does not fit."""
+    found = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    for (kernel, bias, _, add), other, gates in zip(links, added, gated, strict=True):
+        adds = add if other is None else found[other + 1]
+        shape = result_shape(found[-1].shape, kernel, bias, adds, gated=gates)
+        found.append(jax.ShapeDtypeStruct(shape, x.dtype))
+    return found
 
 
 def _in_turn(

@@ -40,7 +40,8 @@ def too_old() -> str | None:
     except PackageNotFoundError:  # a module without its metadata
         return None
     for need in needed:
-        if need.name == "triton" and not need.specifier.contains(found, prereleases=True):
+        applies = need.name == "triton" and (need.marker is None or need.marker.evaluate())
+        if applies and not need.specifier.contains(found, prereleases=True):
             return f"jax-triton {bridge} needs {need} and finds {found}; pip install '{need}'"
     return None
 

@@ -65,7 +65,7 @@ def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monk
     def off(by: float) -> Backend:
         def run(*arguments, **static):
             out, lse = ATTENTION.backend("xla").run(*arguments, **static)
-            return out + np.float32(by), lse
+            return out + np.asarray(by, out.dtype), lse
 
         return Backend("xla", run, always)
 

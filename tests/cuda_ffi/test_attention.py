@@ -91,6 +91,28 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_capacity(case):
             np.testing.assert_array_equal(one[0], in_more[row])
 
 
+def test_padding_may_hold_anything():
+    case = CASES[2]
+    x = inputs(case, junk=np.nan)
+    given = [jnp.asarray(a) for a in (x.q, x.k, x.v, x.positions)]
+    junk = given[0].at[x.positions < 0].set(jnp.nan)
+    for got, want in zip(
+        run_or_skip(case, [junk, *given[1:]]), run_or_skip(case, given), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_positions_beyond_the_cache_see_all_of_it():
+    """Of a cache whose last block is not full."""
+    case = Case("beyond", 2, 200, (200,), heads=8, kv_heads=1, **HALF)
+    x = inputs(case, junk=np.nan)
+    q, k, v, _ = (jnp.asarray(a) for a in (x.q, x.k, x.v, x.positions))
+    got = run_or_skip(case, (q, k, v, jnp.asarray([[199, 300]], jnp.int32)))
+    want = run_or_skip(case, (q, k, v, jnp.asarray([[199, 199]], jnp.int32)))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -101,8 +123,9 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_capacity(case):
         ({"slots": 150}, "S=150 is not a multiple of 8; round the capacity up"),
         ({"window": 9}, "window=9, softcap=None: it has neither"),
         ({"scale": -1.0}, "scale=-1.0 is not positive"),
+        ({"slots": 0}, "holds nothing"),
     ],
-    ids=["size", "dtype", "rows", "tokens", "slots", "window", "scale"],
+    ids=["size", "dtype", "rows", "tokens", "slots", "window", "scale", "empty"],
 )
 def test_refuses_with_a_reason(change, reason):
     shape = {"size": 64, "dtype": "bfloat16", "tokens": 4, "slots": 640, "heads": 8} | change

@@ -106,8 +106,9 @@ def test_settings_that_do_not_go_with_it_are_named():
         StepConfig(exact=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"target=Quest\(.* exact=True needs target=Dense\(\)"):
         StepConfig(0, jspec.NoDraft(), target=Quest(), exact=True)
-    named = Backends(attention="xla", linear="xla", sample="xla")
-    with pytest.raises(ValueError, match="chooses the backends of attention, linear; leave them"):
+    named = Backends(attention="xla", linear="xla", linear_chain="xla", sample="xla")
+    chosen = "chooses the backends of attention, linear, linear_chain; leave them"
+    with pytest.raises(ValueError, match=chosen):
         StepConfig(backends=named, exact=True)
     config = StepConfig(backends=Backends(sample="xla"), exact=True)
     assert config.of_verification == Backends({**exact.BACKENDS, "sample": "xla"})

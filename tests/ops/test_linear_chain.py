@@ -6,16 +6,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jspec.config import ModelConfig
+from jspec.config import Experts, ModelConfig
 from jspec.cuda_ffi.linear import linear_cuda
 from jspec.dispatch import BackendError, preferring
 from jspec.models.decoder import Decoder
+from jspec.models.modules import JoinedLinear
 from jspec.ops.linear_chain import LINEAR_CHAIN, Link, linear_chain
 from jspec.ops.norm import RMS
 from jspec.ops.quantized import quantized
 from tests.models.test_decoder import causal
 from tests.ops.backends import every_case
-from tests.ops.test_linear import normal, silu
+from tests.ops.test_linear import silu
+
+RNG = np.random.default_rng(1)
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
 
 
 def cuda_or_skip(*arguments, **settings):
@@ -107,19 +114,69 @@ def test_one_call_refuses_with_a_reason(rows, inputs, change, reason):
         linear_chain(x, [link], implementation="cuda")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [Link(normal(4, 8), add=normal(8, 2))],
+        [Link(normal(4, 2, 8), normal(16))],
+        [Link(normal(4, 2, 4, 8), gated=True)],
+        [Link(normal(4, 16), gated=True)],
+        [Link(normal(3, 8))],
+        [Link(normal(4, 4)), Link(normal(4, 8), add=0)],
+    ],
+    ids=["add", "bias", "halves", "gate", "inputs", "added-link"],
+)
+def test_shapes_that_do_not_fit_are_refused_by_every_backend(wrong):
+    for name in LINEAR_CHAIN.backends:
+        with pytest.raises(ValueError, match=r"must be \[\.\.\., in\], \[in, \*out\]"):
+            linear_chain(normal(2, 4), wrong, implementation=name)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_context": 16}
+SIZES |= {"num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_size": 32}
+
+
+def chains_of(monkeypatch, **settings) -> list[int]:
+    """How many links each chain has that a decoder of three layers calls for."""
+    found = []
+
+    def counted(x, links):
+        found.append(len(links))
+        return linear_chain(x, links)
+
+    monkeypatch.setattr("jspec.models.decoder.linear_chain", counted)
+    model = Decoder(ModelConfig.uniform(**SIZES | settings), rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    model(tokens, jnp.arange(2)[None], causal, [])
+    return found
+
+
+def test_a_decoder_calls_for_a_chain_in_each_layer(monkeypatch):
+    """Its last link is the projections of the next layer, which are then not computed again."""
+    joined = []
+    own = JoinedLinear.joined
+    monkeypatch.setattr(JoinedLinear, "joined", lambda *given: joined.append(0) or own(*given))
+    assert chains_of(monkeypatch) == [4, 4, 3]
+    assert len(joined) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"post_norms": True}, {"activation": "gelu_tanh"}],
+    ids=["post-norms", "activation"],
+)
+def test_what_is_more_than_products_is_no_chain(settings, monkeypatch):
+    assert chains_of(monkeypatch, **settings) == []
+
+
+def test_a_layer_of_experts_takes_the_projections_of_the_dense_layer_before(monkeypatch):
+    experts = Experts(routed=4, chosen=2, size=16, dense_layers=(0, 2))
+    assert chains_of(monkeypatch, experts=experts) == [4, 3]
+
+
 def test_a_decoder_in_chains_is_the_decoder_product_by_product():
     """Also between layers: the projections of the next one are part of a layer's chain."""
-    config = ModelConfig.uniform(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=3,
-        num_heads=2,
-        num_kv_heads=1,
-        head_size=32,
-        max_context=16,
-    )
-    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    model = Decoder(ModelConfig.uniform(**SIZES), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     tokens, positions = jnp.arange(6).reshape(2, 3), jnp.tile(jnp.arange(3), (2, 1))
 
     def hidden(chain):

@@ -7,6 +7,7 @@ blocks with a running softmax and stops at the longest row, which suits CPUs and
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,24 +170,36 @@ def attention_sizes(
 
 
 def _cases() -> list[Case]:
-    """Three tokens at the end of a cache, and what numpy makes of them."""
+    """Three tokens at the end of a cache, and what numpy makes of them.
 
-    def build() -> tuple[np.ndarray, ...]:
+    Also in bfloat16 with 64 channels, which kernels for matrix units take.
+    """
+    given = {"key_positions": None, "scale": 0.25, "window": None, "softcap": None}
+    given["value_size"] = None
+
+    def build(slots: int, size: int, dtype: str) -> tuple[np.ndarray, ...]:
         rng = np.random.default_rng(0)
-        q, k, v = (rng.standard_normal((1, n, 2, 16), np.float32) for n in (3, 40, 40))
-        return q, k, v, np.array([[37, 38, 39]], np.int32)
+        shapes = [(1, n, 2, size) for n in (3, slots, slots)]
+        q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+        return q, k, v, np.array([[slots - 3, slots - 2, slots - 1]], np.int32)
 
-    def wanted() -> tuple[np.ndarray, np.ndarray]:
-        q, k, v, positions = build()
+    def wanted(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+        *arrays, positions = build(*arguments)
+        q, k, v = (np.asarray(x, np.float32) for x in arrays)
         scores = np.einsum("btnh,bsnh->bnts", q, k) / 4
-        scores = np.where(np.arange(40) <= positions[0][:, None], scores, -np.inf)
+        seen = np.arange(k.shape[1]) <= positions[0][:, None]
+        scores = np.where(seen, scores, -np.inf)
         lse = np.log(np.exp(scores).sum(axis=-1))
         out = np.einsum("bnts,bsnh->btnh", np.exp(scores - lse[..., None]), v)
-        return out, np.swapaxes(lse, 1, 2)
+        return out.astype(arrays[0].dtype), np.swapaxes(lse, 1, 2)
 
-    static = {"key_positions": None, "scale": 0.25, "window": None, "softcap": None}
-    static["value_size"] = None
-    return [Case("three-tokens", build, static, small=True, wanted=wanted)]
+    def case(name: str, *sizes: Any) -> Case:
+        def made():
+            return build(*sizes)
+
+        return Case(name, made, given, small=True, wanted=lambda: wanted(*sizes))
+
+    return [case("three-tokens", 40, 16, "float32"), case("channels-64", 64, 64, "bfloat16")]
 
 
 # On a GPU a loop with a traced bound waits for the host in every round, which a long prefill chunk

@@ -63,20 +63,22 @@ def _xla(q, k, v, positions, probe, *, scale, **settings):
 
 
 def _cases() -> list[Case]:
-    """The case of attention, with a probe, and what numpy makes of it."""
-    (dense,) = ATTENTION.cases()
-    probe = np.random.default_rng(1).standard_normal((1, 2, 16), np.float32)
+    """The cases of attention, with a probe, and what numpy makes of them."""
 
-    def wanted() -> tuple[np.ndarray, ...]:
-        assert dense.wanted is not None
-        k = dense.build()[1]
-        return *dense.wanted(), np.einsum("bkh,bskh->bks", probe, k) / 4
+    def scored(dense: Case) -> Case:
+        def build() -> tuple[np.ndarray, ...]:
+            q, k, *more = dense.build()
+            probe = np.random.default_rng(1).standard_normal((1, 2, k.shape[3]), np.float32)
+            return q, k, *more, probe.astype(q.dtype)
 
-    return [
-        Case(
-            "three-tokens", lambda: (*dense.build(), probe), dense.static, small=True, wanted=wanted
-        )
-    ]
+        def wanted() -> tuple[np.ndarray, ...]:
+            assert dense.wanted is not None
+            _, k, _, _, probe = (np.asarray(x, np.float32) for x in build())
+            return *dense.wanted(), np.einsum("bkh,bskh->bks", probe, k) / 4
+
+        return Case(dense.name, build, dense.static, small=True, wanted=wanted)
+
+    return [scored(dense) for dense in ATTENTION.cases()]
 
 
 SCORED = Operation(

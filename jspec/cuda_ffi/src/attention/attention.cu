@@ -209,6 +209,7 @@ __device__ void compute(const Attention& a, Shared& shared, int items, int tile,
     const int position = lane_position(a, item.row, lane);
     Softmax<kRows> softmax;
     softmax.unit = a.scale * kLog2e;
+    for (int i = 0; i < kRows; ++i) softmax.last[i] = -1;
     uint32_t q[4][4] = {}, weights[4][4] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -217,7 +218,7 @@ __device__ void compute(const Attention& a, Shared& shared, int items, int tile,
       if (i < kRows && own[i % kRows] < rows) {
         const int token = own[i % kRows] / a.group, query = own[i % kRows] % a.group;
         const int64_t before = int64_t(item.row) * a.tokens + token;
-        softmax.last[i % kRows] = a.positions[before];
+        softmax.last[i % kRows] = min(a.positions[before], a.slots - 1);
         source = a.q + ((before * a.kv_heads + item.head) * a.group + query) * kChannels;
       }
       if (source) {
@@ -367,7 +368,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Joins the parts of a query row: sixteen lanes a row, four channels a lane.
 __global__ void __launch_bounds__(256) attention_merge(const __grid_constant__ Attention a) {
   constexpr int kLanes = 16;
-  static_assert(kLanes == kParts && kLanes * 4 == kChannels && kLanes * 2 == kMostTokens);
+  static_assert(kLanes == kParts && kLanes * 4 == kChannels);
   const int lane = threadIdx.x % kLanes, rows = a.tokens * a.group;
   const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   if (index >= int64_t(a.batch) * a.kv_heads * rows) return;
@@ -382,13 +383,14 @@ __global__ void __launch_bounds__(256) attention_merge(const __grid_constant__ A
   int last = -1;
   for (int i = lane; i < a.tokens; i += kLanes) last = max(last, positions[i]);
   for (int i = kLanes / 2; i > 0; i /= 2) last = max(last, __shfl_xor_sync(mask, last, i, kLanes));
-  const int parts = min((min(last, a.slots - 1) + kBlock) / kBlock, kParts);
-  const bool is_padding = positions[token] < 0;
+  // Of padding none: its queries may hold anything.
+  const int all_parts = min((min(last, a.slots - 1) + kBlock) / kBlock, kParts);
+  const int parts = positions[token] < 0 ? 0 : all_parts;
   const int64_t first = head * kParts * rows + row;
   float2 own = {kLowest, 0};
   if (lane < parts) own = reinterpret_cast<const float2*>(a.partial_sums)[first + lane * rows];
   const float top = all(own.x, [](float x, float y) { return fmaxf(x, y); });
-  const float weight = is_padding ? 0 : exp2_fast(own.x - top);
+  const float weight = exp2_fast(own.x - top);
   const float total = all(own.y * weight, [](float x, float y) { return x + y; });
   float4 sum = {0, 0, 0, 0};
 #pragma unroll
@@ -415,8 +417,13 @@ __global__ void __launch_bounds__(256) attention_merge(const __grid_constant__ A
 const char* map_of(const Attention& a, const uint16_t* cache, CUtensorMap* map) {
   void* encode = nullptr;
   cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode,
                                                              12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t error =
+      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &found);
+#endif
   if (error != cudaSuccess) return cudaGetErrorString(error);
   if (found != cudaDriverEntryPointSuccess) return "the driver has no cuTensorMapEncodeTiled";
   const cuuint64_t heads = a.kv_heads, slots = a.slots;

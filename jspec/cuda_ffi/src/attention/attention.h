@@ -1,4 +1,4 @@
-// Attention of 65 to 128 query rows a key-value head, of 64 channels: arguments, and the launch
+// Attention of up to 128 query rows a key-value head, of 64 channels: arguments, and the launch
 // behind the handler. What the arrays mean is said in jspec/ops/attention; values are bfloat16.
 #pragma once
 

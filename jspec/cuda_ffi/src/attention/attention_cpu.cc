@@ -26,7 +26,7 @@ const char* attention(const Attention& a, Stream) {
     const int32_t* positions = a.positions + row * a.tokens;
     for (int64_t i = 0; i < a.tokens * heads; ++i) {
       const int64_t head = i % heads / a.group, query = row * a.tokens * heads + i;
-      const int count = positions[i / heads] + 1;
+      const int count = std::min(positions[i / heads] + 1, a.slots);
       float top = -INFINITY, total = 0;
       for (int key = 0; key < count; ++key) {
         const uint16_t* at = keys + key * stride + head * kChannels;
@@ -46,7 +46,8 @@ const char* attention(const Attention& a, Stream) {
       a.lse[query] = count > 0 ? top + std::log(total) : -INFINITY;
     }
     if (!a.probe) continue;
-    const int end = *std::max_element(positions, positions + a.tokens) + 1;
+    const int last = *std::max_element(positions, positions + a.tokens);
+    const int end = std::min(last + 1, a.slots);
     for (int64_t head = 0; head < a.kv_heads; ++head) {
       const int64_t place = row * a.kv_heads + head;
       for (int key = 0; key < end; ++key) {

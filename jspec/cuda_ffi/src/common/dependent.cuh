@@ -30,9 +30,12 @@ const char* launch_behind(void (*kernel)(Parameters...), int blocks, int threads
   if (bytes > 48 * 1024) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
-  int device, major;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (early) {
+    int device, major;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    early = major >= 9;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
@@ -42,7 +45,7 @@ const char* launch_behind(void (*kernel)(Parameters...), int blocks, int threads
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = early && major >= 9;
+  config.numAttrs = early;
   cudaLaunchKernelEx(&config, kernel, arguments...);
   return launch_error();
 }

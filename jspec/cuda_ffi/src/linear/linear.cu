@@ -166,9 +166,7 @@ const char* linear(const Linear& linear, Stream stream) {
 
 const char* linear_chain(const std::vector<Linear>& links, Stream stream) {
   for (size_t i = 0; i < links.size(); ++i) {
-    const char* error = is_small(links[i]) ? launch_small(links[i], i > 0, stream)
-                                           : linear_stream(links[i], stream);
-    if (error) return error;
+    if (const char* error = launch_small(links[i], i > 0, stream)) return error;
   }
   return nullptr;
 }

@@ -34,8 +34,8 @@ struct Linear {
 // Returns what went wrong, or null.
 const char* linear(const Linear& linear, Stream stream);
 
-// Products in a row, each of which may read what those before it gave. On a GPU a small one begins
-// to read its weights while the one ahead of it ends.
+// Small products in a row, not transposed, each of which may read what those before it gave. On a
+// GPU each begins to read its weights while the one ahead of it ends.
 const char* linear_chain(const std::vector<Linear>& links, Stream stream);
 
 // A product on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.

@@ -97,7 +97,9 @@ ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
   ffi::Error error = check_count(arguments, 1 + 4 * links, results, links);
   if (error.failure()) return error;
   for (const size_t size : {biased.size(), normed.size(), added.size(), gated.size(), eps.size()}) {
-    if (size != links) return invalid("an attribute has ", size, " values for ", links, " products");
+    if (size != links) {
+      return invalid("an attribute has ", size, " values for ", links, " products");
+    }
   }
   const Buffers buffers(arguments, results);
   std::vector<Linear> found(links);
@@ -112,6 +114,10 @@ ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
                           false, eps[i]};
     error = product.read(buffers, found[i]);
     if (error.failure()) return error;
+    if (found[i].rows > kSmallRows || found[i].inputs > kSmallInputs) {
+      return invalid("product ", i, " of a chain reads ", found[i].rows, " rows of ",
+                     found[i].inputs, " inputs, over ", kSmallRows, " of ", kSmallInputs);
+    }
   }
   return launched(linear_chain(found, stream));
 }
