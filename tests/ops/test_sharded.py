@@ -21,6 +21,16 @@ DEVICES = jax.device_count()
 COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_anew():
+    """Keep no program: JAX 0.10 hangs in these where it finds them in its compilation cache."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
 def sharded(function, vocabulary_arguments: list[str]):
     """``function`` of keyword arguments, those named sharded over their last axis."""
     mesh = jax.make_mesh((DEVICES,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
