@@ -20,6 +20,7 @@ import numpy as np
 from rich.table import Table
 
 import jspec
+from bench import cases, decoding
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from jspec.decode.prefill import start_decoding
@@ -72,7 +73,18 @@ def drafts(ratio: float) -> dict[str, str]:
     }
 
 
+CASE = {"S": 8192, "texts": 16, "new": 256, "gamma": 7, "percent": 7}  # percent: of the context
+
+
+def plan_of(text: str) -> Plan:
+    """The plan of ``--case``; `ValueError` where it is none."""
+    found = cases.parse(text, CASE)
+    return Plan(found["S"], found["texts"], found["new"], found["gamma"], found["percent"] / 100)
+
+
 def plans(settings: Settings) -> list[Plan]:
+    if settings.cases:
+        return [plan_of(text) for text in settings.cases]
     if settings.quick:
         return [Plan(256, 2, 12, 3, 0.07)]
     if jax.default_backend() == "cpu":
@@ -111,9 +123,10 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
                 models = Models(model, policy=arrays)
                 state = started(before, models, config, params)
                 tokens, tallies = decoded(state, models, config)
-                wanted = tokens[: plan.texts] if wanted is None else wanted
-                right = bool(np.array_equal(tokens[: plan.texts], wanted))
+                greedy = [row[plan.context :] for row in tokens[: plan.texts].tolist()]
+                wanted = greedy if wanted is None else wanted
                 if name != "none":
+                    right = decoding.check_tokens(model, prompts, greedy, wanted)
                     yield from _found(plan, name, text, right, tallies)
                 advance()
 
@@ -156,7 +169,7 @@ def decoded(
 
 
 def _found(
-    plan: Plan, name: str, text: str, right: bool, tallies: list[Tally]
+    plan: Plan, name: str, text: str, right: dict[str, Any], tallies: list[Tally]
 ) -> Iterator[dict[str, Any]]:
     """A row of the result for each temperature."""
     for index, temperature in enumerate(TEMPERATURES):
@@ -168,7 +181,7 @@ def _found(
             "case": dataclasses.asdict(plan) | {"temperature": temperature},
             "name": name,
             "draft": text,
-            "checked": right,
+            **right,
             "steps": sum(tally.steps for tally in own),
             "committed": sum(tally.committed for tally in own),
             "attempts_at": np.asarray(attempts).tolist(),
@@ -247,4 +260,5 @@ SUITE = Suite(
     show,
     compare=compare_rows,
     own_clocks=True,
+    case=plan_of,
 )

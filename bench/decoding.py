@@ -28,7 +28,10 @@ from jspec.cache import Cache, Linear
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.stats import Tally
 
-NEW_TOKENS = 256
+NEW_TOKENS = 640  # more than any step of the longer loop may commit
+CPU_NEW_TOKENS = 256
+LOOPS = (16, 64)  # steps, of which the shorter outlasts what the host needs to start the longer
+CPU_LOOPS = (4, 16)
 CHUNK = 16  # steps of a program while decoding
 NEAR_TIE = 0.25  # logits apart: what bf16 rounding of a long sum may turn around
 SOURCES = {
@@ -57,7 +60,7 @@ def _rows(
         cases = [(1, 8192)]
     with bar("step", len(cases) * len(SOURCES)) as advance:
         for batch, context in cases:
-            prompts = texts(tokenizer, batch, context - NEW_TOKENS - 1)
+            prompts = texts(tokenizer, batch, context - _new_tokens() - 1)
             prefill_s, state = _prefill(model, prompts)
             floor_s = _step_bytes(model, prompts) / ceiling
             plain = None
@@ -87,7 +90,7 @@ def texts(tokenizer: jspec.Tokenizer, batch: int, length: int) -> list[list[int]
 
 def _prefill(model: jspec.Decoder, prompts: list[list[int]]) -> tuple[float, jspec.DecodeState]:
     """Seconds of a prefill whose programs are compiled, and the state it leaves."""
-    params, longest = jspec.SamplingParams(max_new_tokens=NEW_TOKENS), SOURCES["ngram"]
+    params, longest = jspec.SamplingParams(max_new_tokens=_new_tokens()), SOURCES["ngram"]
     jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
     begin = time.perf_counter()
     state = jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
@@ -131,9 +134,14 @@ def decoded(
     return figures, [tuple(row[row >= 0].tolist()) for row in rows]
 
 
+def _new_tokens() -> int:
+    return CPU_NEW_TOKENS if jax.default_backend() == "cpu" else NEW_TOKENS
+
+
 def _marginal(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.StepConfig):
-    """Marginal time of a step: loops of 4 and 16 steps from the same state, medians of 5."""
-    seconds: dict[int, list[float]] = {4: [], 16: []}
+    """Marginal time of a step: loops of two lengths from the same state, medians of 5."""
+    short, long = CPU_LOOPS if jax.default_backend() == "cpu" else LOOPS
+    seconds: dict[int, list[float]] = {short: [], long: []}
     for repeat in range(7):
         for steps, samples in seconds.items():
             current = jax.block_until_ready(jax.tree.map(jnp.copy, state))
@@ -145,7 +153,7 @@ def _marginal(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.Step
             del current
     medians = {steps: statistics.median(samples) for steps, samples in seconds.items()}
     return {
-        "step_ms": (medians[16] - medians[4]) / 12 * 1e3,
+        "step_ms": (medians[long] - medians[short]) / (long - short) * 1e3,
         "loop_s_samples": {str(k): v for k, v in seconds.items()},
     }
 
@@ -172,11 +180,11 @@ def check_tokens(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]
             parted.append(([*prompt, *row[:at]], *pairs[at]))
     margins = []
     if parted:
-        state = jspec.start_decoding(
-            model, [p[0] for p in parted], jspec.SamplingParams(max_new_tokens=1)
-        )
+        texts = [text for text, _, _ in parted]
+        texts += texts[-1:] * (2 ** (len(texts) - 1).bit_length() - len(texts))  # few shapes
+        state = jspec.start_decoding(model, texts, jspec.SamplingParams(max_new_tokens=1))
         logits = np.asarray(_logits_of_next(model, state))
-        for own, (_, a, b) in zip(logits, parted, strict=True):
+        for own, (_, a, b) in zip(logits, parted, strict=False):
             margins.append(abs(float(own[a] - own[b])))
     lengths = [len(row) == len(other) for row, other in zip(tokens, plain, strict=True)]
     return {

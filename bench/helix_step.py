@@ -45,8 +45,9 @@ from jspec.decode.state import DecodeState
 COLUMNS = ("shape", "B", "S", "draft", "kvp", "tpa")
 REPEATS = 5
 # Of the standard deviation of a position's logits: two tokens that are nearer than this are a near
-# tie, which sums in another order may turn. Right passes in bfloat16 differ by 0.03.
-TIE = 0.1
+# tie, which sums in another order may turn. Right passes in bfloat16 were up to 0.3 apart; the best
+# of 128,256 random logits is 4 above a token that other logits chose.
+TIE = 0.5
 
 
 def grid(settings: Settings) -> list[Case]:

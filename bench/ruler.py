@@ -1,8 +1,7 @@
 """RULER with every policy and budget: answers by what a policy reads, and drafts that are accepted.
 
-The bundled model answers questions of 8K and 32K tokens. A score does not depend on the machine;
-tokens a second are given on a GPU alone. Policies are compared at their defaults and where each
-reads as many bytes of a key to score it.
+The bundled model answers questions of 8K and 32K tokens. A score does not depend on the machine.
+Policies are compared at their defaults and where each reads as many bytes of a key to score it.
 """
 
 from __future__ import annotations
@@ -142,8 +141,6 @@ def _row(
             "identical": same,
             "checked": same == len(score.answers) if exact else None,
         }
-        if jax.default_backend() == "gpu":
-            row["tokens_per_s"] = score.stats.decode_tokens_per_s
     return row
 
 

@@ -15,8 +15,8 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         f"Bundled model, {result['dtype']}, {auto.NEW_TOKENS} new tokens on prompts of the "
         f"standard library's source, chunks of {auto.CHUNK} steps. gamma 0 is plain decoding "
         "beside the drafter.",
-        "*tok/s*: median wall-clock of three runs, compiling and prefill excluded; *vs best*: "
-        "against the best fixed gamma of the case. Greedy tokens were checked against plain "
+        "*tok/s*: by wall-clock over several batches of texts, compiling and prefill excluded; *vs "
+        "best*: against the best fixed gamma of the case. Greedy tokens were checked against plain "
         "decoding, sampled ones were counted.",
         table(auto.HEADINGS, map(auto.cells, result["rows"])),
         worst and f"{worst}.",

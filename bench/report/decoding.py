@@ -12,10 +12,11 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         *("draft", "batch", "context", "tok/s", "vs plain", "mean accepted length", "ms/step"),
         *("read floor ms", "identical", "flip margin"),
     )
+    new = " or ".join({str(row["committed"] // row["batch"]) for row in result["rows"]})
     return paragraphs(
         header("Plain and speculative decoding", result),
-        f"Bundled model, {result['dtype']}, greedy, 256 new tokens on prompts of the standard "
-        "library's source. Read ceiling measured in the same run: "
+        f"Bundled model, {result['dtype']}, greedy, {new} new tokens on prompts of "
+        "the standard library's source. Read ceiling measured in the same run: "
         f"{result['read_ceiling_bytes_per_s'] / 1e9:,.0f} GB/s.",
         picture(pictures, "step", "tokens a second"),
         "*tok/s*: median wall-clock of three runs, compiling excluded. *ms/step*: marginal wall "

@@ -16,6 +16,7 @@ def small(small_bundled, monkeypatch):
     monkeypatch.setattr(auto, "NEW_TOKENS", 24)
     monkeypatch.setattr(auto, "CHUNK", 4)
     monkeypatch.setattr(auto, "WARM", 1)
+    monkeypatch.setattr(auto, "SETS", 2)
 
 
 def test_it_holds_auto_against_each_gamma_and_is_reported(small, tmp_path, capsys):

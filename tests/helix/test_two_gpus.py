@@ -50,13 +50,20 @@ def test_the_merge_has_the_bits_of_one(dtype):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("latent", [False, True], ids=["heads", "latent"])
-def test_chunks_have_the_bits_of_one_message(latent):
-    one, two = (
-        test_overlap.attended(helix.HelixConfig(kvp=2, block=4, overlap=n), 1, latent=latent)
-        for n in (1, 2)
-    )
-    np.testing.assert_array_equal(two, one)
+def chunks_and_one(*, latent: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of which two chunks are exchanged, or all at once."""
+    configs = (helix.HelixConfig(kvp=2, block=4, overlap=n) for n in (2, 1))
+    two, one = (test_overlap.attended(config, 1, latent=latent) for config in configs)
+    return two, one
+
+
+def test_chunks_have_the_bits_of_one_message():
+    np.testing.assert_array_equal(*chunks_and_one(latent=False))
+
+
+def test_chunks_of_latents_are_near_one_message():
+    """The product that makes values of them sums fewer rows in another order."""
+    np.testing.assert_allclose(*chunks_and_one(latent=True), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (1, 2)], ids=str)
