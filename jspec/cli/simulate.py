@@ -362,6 +362,9 @@ def _fit_tables(fits: Sequence[Fit], constants: Constants, hardware: Hardware) -
         title = f"{fit.gbps:,.0f} GB/s, {share}={getattr(constants, share):.3g} of {spec:,.0f}"
         if fit.fixed_us is not None:
             title += f"; {fixed}={getattr(constants, fixed):.3g}"
+        if fit.tflops is not None:
+            title += f"; {fit.tflops:,.0f} TFLOP/s, "
+            title += f"attention_share={constants.attention_share:.3g}"
         tables.append((title, table))
     return tables
 

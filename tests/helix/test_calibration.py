@@ -43,7 +43,8 @@ def reads(fixed: float, gbps: float, slots=(2**15, 2**18)) -> dict:
             case = helix_attention.DEFAULT | {"S": size, "kvp": kvp}
             moved = size * 4096 // kvp
             time = 1e3 * fixed + moved / gbps + (kvp - 1) * 1e6
-            rows.append({"operation": "attend", "case": case, "bytes": moved, "step_ns": [time]})
+            row = {"operation": "attend", "case": case, "name": "helix", "bytes": moved}
+            rows.append(row | {"step_ns": [time]})
     return {"suite": "helix-attention", "rows": rows}
 
 
@@ -61,7 +62,7 @@ def test_times_by_the_law_give_its_constants(tmp_path):
     assert all(abs(point.residual) < 1e-9 for fit in fits for point in fit.points)
     found = calibrated(Constants(row_us=1.0), H200, fits)
     wanted = Constants(
-        row_us=1.0, collective_us=7.5, link_share=360 / 450, kernel_us=3.5, memory_share=0.9
+        row_us=1.0, collective_us=7.5, link_share=360 / 450, attention_us=3.5, memory_share=0.9
     )
     assert vars(found) == pytest.approx(vars(wanted))
 
@@ -79,7 +80,25 @@ def test_noise_is_averaged_and_told(tmp_path):
 def test_one_size_gives_a_rate_alone(tmp_path):
     fit = load_fit(written(tmp_path, reads(0.0, 4000.0, slots=(2**18,))))
     assert (fit.fixed_us, fit.gbps) == (None, pytest.approx(4000))
-    assert calibrated(Constants(kernel_us=9), H200, [fit]).kernel_us == 9
+    assert calibrated(Constants(attention_us=9), H200, [fit]).attention_us == 9
+
+
+def test_latents_give_the_rate_of_their_arithmetic(tmp_path, capsys):
+    result = reads(3.5, 4320.0)
+    for kvp in (1, 2):
+        case = helix_attention.case(f"B=2,S=32K,{helix_attention.LATENT},kvp={kvp}")
+        operations = 2 * 2 * 2**15 * 128 * (576 + 512) / kvp
+        row = {"operation": "attend", "case": case, "name": "helix"}
+        result["rows"].append(row | {"step_ns": [operations / 5e5]})
+    path = written(tmp_path, result)
+    fit = load_fit(path)
+    assert fit.tflops == pytest.approx(500)
+    assert len(fit.points) == 3
+    assert fit.points[-1].residual == pytest.approx(0)
+    found = calibrated(Constants(arithmetic_share=0.8), H200, [fit])
+    assert found.attention_share == pytest.approx(500 / (0.8 * H200.tflops))
+    assert main(["simulate", "measured", path, "--hardware", "h200", "--calibrate", path]) == 0
+    assert "500 TFLOP/s, attention_share=" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +146,7 @@ def test_the_command_shows_and_uses_what_it_fitted(tmp_path, capsys):
     command += [part for path in paths for part in ("--calibrate", path)]
     assert main(command) == 0
     shown = capsys.readouterr().out
-    assert "4,320 GB/s, memory_share=0.9 of 4,800; kernel_us=3.5" in shown
+    assert "4,320 GB/s, memory_share=0.9 of 4,800; attention_us=3.5" in shown
     assert "all_gather, P=4, 2,048 bytes" in shown
     assert main([*command, "--set", "kernel_us=1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -2,18 +2,21 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from bench import helix_attention, helix_state
 from jspec.cli import main
-from jspec.helix.simulator import Constants, load_hardware, predictions
+from jspec.helix.simulator import Constants, calibrated, load_fit, load_hardware, predictions
 
 # Arithmetic takes no time.
 H200 = dataclasses.replace(load_hardware("h200"), tflops=1e9)
 # A microsecond a message, no other fixed times.
 FREE = dataclasses.replace(
-    Constants(), kernel_us=0, collective_us=1.0, bytes_per_value=2, bytes_per_activation=2
+    Constants(bytes_per_value=2, bytes_per_activation=2),
+    **dict.fromkeys(("kernel_us", "attention_us"), 0.0),
+    collective_us=1.0,
 )
 READ, SENT = H200.memory_gbps * 1e3, H200.link_gbps * 1e3  # bytes a microsecond
 
@@ -96,3 +99,16 @@ def test_files_that_hold_no_steps_are_refused(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         predictions(path, H200, FREE)
+
+
+def test_what_two_gpus_took_is_predicted_within_a_quarter():
+    results = Path(__file__).parents[2] / "bench" / "results" / "h200"
+    step, attention, messages = (
+        results / f"{name}.json" for name in ("helix-step", "helix-attention", "collectives")
+    )
+    hardware = load_hardware("h200")
+    wide = Constants(bytes_per_value=2, bytes_per_activation=2)
+    constants = calibrated(wide, hardware, [load_fit(messages), load_fit(attention)])
+    found = [x for path in (step, attention) for x in predictions(path, hardware, constants)]
+    assert len(found) >= 20
+    assert max(abs(x.error) for x in found) <= 0.25

@@ -69,7 +69,7 @@ def test_appendix_a():
 def test_a_step_on_one_gpu_is_appendix_a_and_the_rest():
     """Without fixed times a layer takes the reads of appendix A: arithmetic is far below them."""
     shape = load_shape("helix-figure-1")
-    constants = Constants(kernel_us=0, collective_us=0)
+    constants = Constants(kernel_us=0, attention_us=0, collective_us=0)
     times = step_times(shape, GB200, one(8), 1e6, constants)
     layer = (times.projections + times.attention + times.feed_forward) * 1e6
     np.testing.assert_allclose(layer, kv_read_us(shape, 8, 1e6) + weight_read_us(shape), rtol=1e-9)

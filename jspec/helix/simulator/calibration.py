@@ -30,10 +30,13 @@ ALONE = {"strategy": "helix", "kvp": 1, "tpa": 1, "T": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A measured time, microseconds, of so many ``bytes``, and what the fit makes of it."""
+    """A measured time, microseconds, of so many ``bytes``, and what the fit makes of it.
+
+    No ``bytes`` where it was fitted to arithmetic.
+    """
 
     name: str
-    bytes: float
+    bytes: float | None
     measured_us: float
     fitted_us: float
 
@@ -48,12 +51,14 @@ class Fit:
     """Times of a ``suite`` of the bench as ``fixed_us`` and bytes at ``gbps``.
 
     Where all points have the same bytes, ``fixed_us`` is None and the rate has all of the time.
+    ``tflops``: what attention to latents reaches, None where none was measured.
     """
 
     suite: str
     fixed_us: float | None
     gbps: float
     points: tuple[Point, ...]
+    tflops: float | None = None
 
 
 def load_fit(path: str | Path) -> Fit:
@@ -69,15 +74,18 @@ def load_fit(path: str | Path) -> Fit:
             f"--json FILE, or helix-attention"
         )
     try:
-        found = [SUITES[suite](row) for row in result["rows"] if row.get("step_ns")]
-        times = [_measured(point) for point in found if point is not None]
+        rows = [row for row in result["rows"] if row.get("step_ns")]
+        times, latents = (
+            [_measured(point) for point in map(of, rows) if point is not None]
+            for of in (SUITES[suite], _latent)
+        )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path} is no result of {suite}: {type(error).__name__}: {error}; write one with "
             f"python -m bench {suite} --json FILE"
         ) from None
     try:
-        return _fitted(suite, times)
+        return _with_latents(_fitted(suite, times), latents)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -90,6 +98,9 @@ def calibrated(constants: Constants, hardware: Hardware, fits: Iterable[Fit]) ->
         changed[share] = fit.gbps / getattr(hardware, rate)
         if fit.fixed_us is not None:
             changed[fixed] = fit.fixed_us
+        if fit.tflops is not None:
+            rate = hardware.tflops * constants.arithmetic_share
+            changed["attention_share"] = fit.tflops / rate
     return dataclasses.replace(constants, **changed)
 
 
@@ -104,10 +115,25 @@ def _collective(row: dict[str, Any]) -> Measurement:
 
 def _read(row: dict[str, Any]) -> Measurement | None:
     case = row["case"]
-    if case.get("latent") or any(case[key] != value for key, value in ALONE.items()):
+    if case.get("latent") or not _is_alone(case):
         return None
     name = f"attention, B={case['B']}, S={case['S']}, {case['heads']} heads"
     return name, float(row["bytes"]), row["step_ns"]
+
+
+def _is_alone(case: dict[str, Any]) -> bool:
+    return all(case[key] == value for key, value in ALONE.items())
+
+
+def _latent(row: dict[str, Any]) -> Measurement | None:
+    """Operations in place of bytes: many heads share one latent, whose arithmetic outlasts it."""
+    case = row["case"]
+    if not (case.get("latent") and _is_alone(case)):
+        return None
+    heads = int(case["heads"].split("/")[0])
+    name = f"attention, B={case['B']}, S={case['S']}, {heads} heads, latent {case['latent']}"
+    channels = case["H"] + case["latent"]  # of a key, and of its value
+    return name, 2.0 * case["B"] * case["S"] * heads * channels, row["step_ns"]
 
 
 # Of each suite that can be fitted: what takes a row of it, and the constants that it decides with
@@ -118,7 +144,7 @@ SUITES: dict[str, Callable[[dict[str, Any]], Measurement | None]] = {
 }
 FITTED = {
     "collectives": ("link_share", "collective_us", "link_gbps"),
-    "helix-attention": ("memory_share", "kernel_us", "memory_gbps"),
+    "helix-attention": ("memory_share", "attention_us", "memory_gbps"),
 }
 
 
@@ -153,6 +179,16 @@ def _fitted(suite: str, measured: Sequence[tuple[str, float, float]]) -> Fit:
     fits = matrix @ found * times
     points = map(Point, names, sizes.tolist(), times.tolist(), fits.tolist())
     return Fit(suite, float(fixed[0]) if fixed else None, float(1e-3 / slope), tuple(points))
+
+
+def _with_latents(fit: Fit, measured: Sequence[tuple[str, float, float]]) -> Fit:
+    """The fit with the rate of ``measured`` operations, and their points."""
+    if not measured:
+        return fit
+    rates = np.array([size / time for _, size, time in measured])  # in millions a second
+    rate = float((rates**2).sum() / rates.sum())
+    points = tuple(Point(name, None, time, size / rate) for name, size, time in measured)
+    return dataclasses.replace(fit, points=fit.points + points, tflops=rate / 1e6)
 
 
 __all__ = ["Fit", "Point", "calibrated", "load_fit"]

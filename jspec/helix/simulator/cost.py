@@ -16,9 +16,9 @@ from jspec.helix.simulator.configurations import Configurations
 from jspec.helix.simulator.shapes import Hardware, ModelShape
 
 Floats = NDArray[np.float64]
-# Of a layer, one after another: two norms, q k v, rotation and write, attention, output, and the
-# two products of the feed-forward.
-KERNELS = 8
+# Of a layer beside attention, one after another: two norms, q k v, rotation and write, output, and
+# the two products of the feed-forward.
+KERNELS = 7
 
 
 def _constant(value: float, source: str) -> float:
@@ -40,8 +40,14 @@ class Constants:
     kernel_us: float = _constant(
         2.0, "fixed time of each of a layer's kernels; a kernel that reads little takes 2 on H200"
     )
+    attention_us: float = _constant(
+        2.0, "fixed time of a layer's attention; as that of another kernel, until it is fitted"
+    )
     memory_share: float = _constant(1.0, "of the memory's rate that is reached; appendix A: 1")
     arithmetic_share: float = _constant(1.0, "of the arithmetic's rate that is reached; assumed")
+    attention_share: float = _constant(
+        1.0, "of the rate of the other arithmetic that attention reaches; assumed"
+    )
     link_share: float = _constant(1.0, "of the links' rate that is reached; assumed")
     memory_kept: float = _constant(0.0, "share of the memory that holds neither; assumed")
 
@@ -119,7 +125,7 @@ def attention_seconds(
 ) -> Floats:
     """Of a layer alone: its kernel and what is exposed of its exchange, in seconds."""
     attention, _ = _Step(shape, hardware, found, context, constants).attention()
-    return attention + constants.kernel_us * 1e-6
+    return attention + constants.attention_us * 1e-6
 
 
 class _Step:
@@ -146,7 +152,7 @@ class _Step:
         shape, found = self.shape, self.found
         queries, out = self.projection_sizes()
         projections = self.product(queries, self.rows) + self.product(out, self.rows)
-        fixed = KERNELS * self.constants.kernel_us * 1e-6
+        fixed = (KERNELS * self.constants.kernel_us + self.constants.attention_us) * 1e-6
         attention, hidden = self.attention()
         reduced = self.all_reduce(self.out_ranks, self.rows * shape.hidden)
         feed_forward, messages, held = self.feed_forward()
@@ -204,7 +210,8 @@ class _Step:
         shape, found = self.shape, self.found
         channels = 2 * shape.latent + shape.rope if shape.latent else 2 * shape.head_size
         operations = 2 * self.rows * self.heads * self.context / found.kvp * channels
-        compute = np.maximum(self.read(self.cached()), self.arithmetic(operations))
+        arithmetic = self.arithmetic(operations) / self.constants.attention_share
+        compute = np.maximum(self.read(self.cached()), arithmetic)
         value = shape.value_size if shape.latent else shape.head_size
         # A float32 log-sum-exp goes with each head's output.
         payload = self.rows * self.heads * (value * self.constants.bytes_per_activation + 4)
