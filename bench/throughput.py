@@ -17,10 +17,10 @@ import jax
 from rich.table import Table
 
 import jspec
-from bench import acceptance, decoding, profiles
+from bench import acceptance, cases, decoding, profiles
 from bench.acceptance import Plan
 from bench.decode import drafting
-from bench.decode.drafting import CASE, GUIDED, RATIO, before_cells, case, case_cells
+from bench.decode.drafting import CASE, GUIDED, RATIO, before_cells, case_cells
 from bench.decode.iterations import Drafting
 from bench.decode.shapes import Ceilings
 from bench.decode.tables import ms
@@ -32,6 +32,9 @@ from jspec.cli.compile_cache import keep_programs
 from jspec.decode.exact import check_exact
 from jspec.decode.prefill import start_decoding
 from jspec.dispatch import BackendError
+from jspec.eval.sample import prepared
+from jspec.models.bundled import bundled_path
+from jspec.policies.hata import with_hashes
 
 QUANTIZED = f"{GUIDED},quantized=int8"
 CHAINED = "inner=4, rounds=6"
@@ -42,6 +45,15 @@ CHAINS = {
 }
 NAMES = ("plain", "vegas", "vegas-int8", *CHAINS)
 EXACT = tuple(f"{name}-exact" for name in NAMES)  # rows for those who name them
+# Drafters that the bundled model alone runs, at the same share of the context.
+OTHERS = {
+    "streaming": f"streaming:window={RATIO}",
+    **{name: f"{name}:budget={RATIO}" for name in ("exact_topk", "hata", "quest", "loki")},
+    "magicpig": f"magicpig:budget={RATIO}",
+    **{name: f"{name}:budget={RATIO}" for name in ("specextend", "sparsespec")},
+    **{name: name for name in ("quantspec", "ngram", "suffix")},
+}
+CHOICES = cases.CHOICES | {"model": ("bundled", *cases.CHOICES["model"])}
 OWN = (
     "B=4,S=120K",
     "B=64,S=8K,gamma=6",
@@ -56,6 +68,11 @@ FOOT = (
     "tok/s: of all rows. -int8: drafts read weights of 8 bits. chain: suffix drafts, checked by "
     "the sparse model; -exact: passes of the model with exact=True"
 )
+
+
+def case(text: str) -> cases.Case:
+    """A case of ``--case``; ``model=bundled`` for the rows of the bundled model and no others."""
+    return cases.parse(text, drafting.DEFAULT, CHOICES)
 
 
 def wanted(gamma: int, settings: Settings) -> list[Drafting]:
@@ -88,9 +105,22 @@ def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
         if "attempts_at" in row:
             drafted[row["name"]] = [n / row["steps"] for n in row["attempts_at"]]
         yield row
-    for here in drafting.grid(settings, OWN):
+    for here in grid(settings):
         for row in drafting.rows(here, wanted(here["gamma"], settings), settings, limits):
             yield imposed(row, drafted)
+
+
+def grid(settings: Settings) -> list[cases.Case]:
+    """The cases whose acceptance is imposed."""
+    if settings.cases:
+        return [here for here in map(case, settings.cases) if here["model"] != "bundled"]
+    return drafting.grid(settings, OWN)
+
+
+def others(settings: Settings) -> list[str]:
+    """Those of `OTHERS` that were named; all where the bundled model alone was asked for."""
+    alone = bool(settings.cases) and not grid(settings)
+    return [name for name in OTHERS if (settings.wants(name) if alone else name in settings.only)]
 
 
 def imposed(row: Row, drafted: dict[str, list[float]]) -> Row:
@@ -132,6 +162,7 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
         return start_decoding(model, prompts, params, config, chunk=512)
 
     every = wanted(plan.gamma, settings)
+    every += [Drafting(name, OTHERS[name], plan.gamma) for name in others(settings)]
     if not every or every[0].name != "plain":
         every = [Drafting("plain", "none", 0), *every]  # the others are held against it
     plain = None
@@ -144,7 +175,8 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
                 yield _case_of(plan, own) | {"reason": str(error), "checked": None}
                 advance()
                 continue
-            models = own.config.draft.prepare(jspec.Models(model))
+            arrays = prepared(with_hashes(own.config.keeps, bundled_path()), model, tokenizer)
+            models = own.config.draft.prepare(jspec.Models(model, policy=arrays))
             state = acceptance.started(before(own.exact), models, own.config, params)
             figures, tokens = decoding.decoded(models, state, own.config)
             plain = tokens if plain is None else plain
@@ -250,7 +282,7 @@ SUITE = Suite(
     "tokens a second by batch, context and drafter: real, and by the paper's acceptance",
     run,
     show,
-    rivals=(*NAMES, *EXACT),
+    rivals=(*NAMES, *OTHERS, *EXACT),
     compare=compare,
     case=case,
 )

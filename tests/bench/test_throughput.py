@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import jspec
 from bench import profiles, throughput
 from bench.__main__ import main
 from bench.decode import catalogue, drafting
@@ -115,6 +116,17 @@ def test_a_chain_is_the_same_wherever_it_is_measured():
         ("vegas", False),
         ("vegas-exact", True),
     ]
+
+
+def test_other_drafters_are_those_of_the_bundled_model_alone():
+    bundled = ("model=bundled",)
+    assert throughput.others(Settings()) == []
+    assert throughput.others(Settings(cases=bundled)) == list(throughput.OTHERS)
+    assert throughput.others(Settings(cases=bundled, only=("plain", "quest"))) == ["quest"]
+    assert throughput.others(Settings(cases=("B=2,S=300",), only=("ngram",))) == ["ngram"]
+    assert throughput.grid(Settings(cases=bundled)) == []
+    for text in throughput.OTHERS.values():
+        assert jspec.named_draft(text).usual_gamma > 0
 
 
 @pytest.mark.slow
