@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -42,8 +41,8 @@ class Chunks:
             compiling = self.programs.compile_s - compiled
             self.seconds[name] += time.perf_counter() - begin - compiling
 
-    def run(self, state: DecodeState) -> tuple[DecodeState, Any, np.ndarray]:
-        """The state behind a chunk, its `StepRecord` on the host, and which rows are done."""
+    def run(self, state: DecodeState) -> tuple[DecodeState, StepRecord]:
+        """The state behind a chunk, and its `StepRecord` on the host: all that it reads of it."""
         plan, config, choice = self.plan, self.plan.config, None
         if plan.gammas is not None:
             choice = plan.gammas.choice(plan.flat, state)
@@ -53,11 +52,11 @@ class Chunks:
         before = self.seconds["decode_s"]
         with self.clock("decode_s"):
             state, record = self._chunk(state, config)
-            record, done = jax.device_get((record, state.done))
+            record = jax.device_get(record)
         if choice is not None:
             seconds = (self.seconds["decode_s"] - before) / plan.steps
             choice.saw(config.gamma, seconds, record.accepted[record.committed > 0])
-        return state, record, done
+        return state, record
 
     def warmed(self, state: DecodeState) -> DecodeState:
         """The same state, all of whose rows are done, with every program compiled that `run` may
@@ -90,3 +89,11 @@ class Chunks:
                 self._rested -= CATCH_UP - LACKING  # the first of its tokens are taken up anew
         self._rested = 0
         return state
+
+
+def counts_of(record: StepRecord) -> tuple[np.ndarray, ...]:
+    """Drafted, accepted and committed tokens, int32 ``[steps, B]``, and the gamma of each step."""
+    counts = (record.drafted, record.accepted, record.committed)
+    # A record has a token for each of gamma + 1 positions.
+    gammas = np.full(len(record.tokens), record.tokens.shape[-1] - 1)
+    return *map(np.asarray, counts), gammas

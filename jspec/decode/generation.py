@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.chunks import Chunks
+from jspec.decode.chunks import Chunks, counts_of
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.plan import Gamma, Plan
@@ -225,10 +225,9 @@ class _Run:
         while not ended.all():
             with self.chunks.clock("decode_s"):
                 state = self._with_room(state, ended)
-            state, record, done = self.chunks.run(state)
-            # A record has a token for each of gamma + 1 positions.
-            gammas = np.full(len(record.tokens), record.tokens.shape[-1] - 1)
-            self.records.append((record.drafted, record.accepted, record.committed, gammas))
+            state, record = self.chunks.run(state)
+            done = np.asarray(record.done[-1])
+            self.records.append(counts_of(record))
             unwanted = self._take(record, ended, done, stops)
             ended = done | unwanted
             if unwanted.any():
