@@ -1,8 +1,8 @@
 """Tokens a second of the bundled model, plain and speculative, and what a step costs.
 
-Clocks: *decode* is wall time of chunks of 16 steps, the host reading each chunk's tokens; *step* is
-the marginal wall time of one step inside a jitted loop, from two loop lengths. Both exclude
-compiling.
+Clocks: *decode* is wall time of decoding by `jspec.generate` in chunks of 16 steps, of which the
+host reads each; *step* is the marginal wall time of one step inside a jitted loop, from two loop
+lengths. Both exclude compiling.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from bench.suite import Suite
 from bench.table import times
 from jspec.cache import Cache, Linear
 from jspec.decode.programs import PROGRAMS
-from jspec.decode.stats import Tally
 
 NEW_TOKENS = 256
+PARAMS = jspec.SamplingParams(max_new_tokens=NEW_TOKENS)
 CHUNK = 16  # steps of a program while decoding
 NEAR_TIE = 0.25  # logits apart: what bf16 rounding of a long sum may turn around
 SOURCES = {
@@ -62,7 +62,7 @@ def _rows(
             floor_s = _step_bytes(model, prompts) / ceiling
             plain = None
             for name, config in SOURCES.items():
-                figures, tokens = decoded(model, state, config)
+                figures, tokens = decoded(jspec.Models(model), prompts, PARAMS, state, config)
                 plain = (figures, tokens) if plain is None else plain
                 speedup = figures["decode_tokens_per_s"] / plain[0]["decode_tokens_per_s"]
                 row = {"source": name, "gamma": config.gamma, "batch": batch, "context": context}
@@ -87,48 +87,41 @@ def texts(tokenizer: jspec.Tokenizer, batch: int, length: int) -> list[list[int]
 
 def _prefill(model: jspec.Decoder, prompts: list[list[int]]) -> tuple[float, jspec.DecodeState]:
     """Seconds of a prefill whose programs are compiled, and the state it leaves."""
-    params, longest = jspec.SamplingParams(max_new_tokens=NEW_TOKENS), SOURCES["ngram"]
-    jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
+    longest = SOURCES["ngram"]
+    jax.block_until_ready(jspec.start_decoding(model, prompts, PARAMS, longest))
     begin = time.perf_counter()
-    state = jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
+    state = jax.block_until_ready(jspec.start_decoding(model, prompts, PARAMS, longest))
     return time.perf_counter() - begin, state
 
 
 def decoded(
-    model: jspec.Decoder | jspec.Models, state: jspec.DecodeState, config: jspec.StepConfig
+    models: jspec.Models,
+    prompts: list[list[int]],
+    params: jspec.SamplingParams | list[jspec.SamplingParams],
+    state: jspec.DecodeState,
+    config: jspec.StepConfig,
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Decode to the end three times, after a warm-up; figures of the median, and the tokens."""
-    runs = []
-    for _ in range(4):
-        current = jax.block_until_ready(jax.tree.map(jnp.copy, state))
-        ended, records = np.asarray(current.done), []
-        begin = time.perf_counter()
-        while not ended.all():
-            current, record = PROGRAMS(
-                jspec.decode_chunk, model, current, config=config, steps=CHUNK
-            )
-            records.append(jax.device_get(record))
-            ended = records[-1].done[-1]
-        seconds = time.perf_counter() - begin
-        del current
-        runs.append((seconds, records))
-    runs = sorted(runs[1:], key=lambda r: r[0])
-    seconds, records = runs[1]
-    tally = Tally(config.gamma)
-    blocks = np.concatenate([r.tokens for r in records])
-    for r in records:
-        tally.add(*map(np.asarray, (r.drafted, r.accepted, r.committed)))
-    rows = [blocks[:, row] for row in range(blocks.shape[1])]
+    """Decode to the end three times, after a warm-up, as `jspec.generate` does; figures of the
+    median, and the tokens.
+
+    ``state``: that of ``prompts``, which have been taken up.
+    """
+    settings = {"gamma": config.gamma, "backends": config.backends, "exact": config.exact}
+    settings |= {"draft": config.draft, "draft_model": models.draft, "steps_per_chunk": CHUNK}
+    settings |= {"policy_arrays": models.policy, "prefilled": state}
+    runs = [jspec.generate(models.target, prompts, params, **settings) for _ in range(4)][1:]
+    runs.sort(key=lambda run: run.stats.decode_s)
+    stats = runs[1].stats
     figures = {
-        "decode_tokens_per_s": tally.committed / seconds,
-        "decode_s_samples": [r[0] for r in runs],
-        "mean_accepted_length": tally.committed / tally.steps,
-        "acceptance_rate": tally.accepted / max(tally.drafted, 1),
-        "committed": tally.committed,
-        "steps": tally.steps,
-        "attempts_at": tally.attempts_at.tolist(),
+        "decode_tokens_per_s": stats.decode_tokens_per_s,
+        "decode_s_samples": [run.stats.decode_s for run in runs],
+        "mean_accepted_length": stats.mean_accepted_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "committed": stats.committed,
+        "steps": stats.steps,
+        "attempts_at": [at.attempts for at in stats.acceptance_by_position],
     }
-    return figures, [tuple(row[row >= 0].tolist()) for row in rows]
+    return figures, list(runs[1].tokens)
 
 
 def _marginal(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.StepConfig):

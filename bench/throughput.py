@@ -146,7 +146,7 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
                 continue
             models = own.config.draft.prepare(jspec.Models(model))
             state = acceptance.started(before(own.exact), models, own.config, params)
-            figures, tokens = decoding.decoded(models, state, own.config)
+            figures, tokens = decoding.decoded(models, prompts, params, state, own.config)
             plain = tokens if plain is None else plain
             checked = decoding.check_tokens(model, prompts, tokens, plain)
             if not settings.check:

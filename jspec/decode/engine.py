@@ -305,7 +305,8 @@ class Engine:
         idle = np.array([handle is None for handle in self._rows])
         if (idle != self._is_done).any():  # some were ended by hand
             state = _with_done(state, idle)
-        state, record = self._chunks.run(state)
+        state, chunk = self._chunks.start(state)
+        record = self._chunks.finish(chunk)
         is_done = np.array(record.done[-1])
         self._state, self._is_done = dataclasses.replace(state, mode=RESTING), is_done
         kept = np.zeros(self.slots, np.int64)

@@ -173,7 +173,9 @@ def test_a_chunk_is_read_in_one_copy(sharp, monkeypatch):
         return right(tree)
 
     monkeypatch.setattr(jax, "device_get", device_get)
-    _, record = Chunks(plan).run(state)
+    chunks = Chunks(plan)
+    _, chunk = chunks.start(state)
+    record = chunks.finish(chunk)
     (here,) = read
     assert len(jax.tree.leaves(here)) == 1
     for name in ("drafted", "accepted", "committed", "tokens", "done"):
