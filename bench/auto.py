@@ -159,8 +159,9 @@ def _decode(
         state, record = run(
             jspec.decode_chunk, model, state, config=gammas.configs[gamma], steps=CHUNK
         )
-        record, ended = jax.device_get((record, state.done))
+        record = jax.device_get(record)
         seconds = time.perf_counter() - begin - (run.compile_s - compiled)
+        ended = record.done[-1]
         accepted = record.accepted[record.committed > 0]
         choice.saw(gamma, seconds / CHUNK, accepted)
         chunks.append((gamma, round(seconds / CHUNK * 1e9), float(accepted.mean())))

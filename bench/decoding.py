@@ -1,8 +1,8 @@
 """Tokens a second of the bundled model, plain and speculative, and what a step costs.
 
-Clocks: *decode* is wall time of chunks of 16 steps, the host reading each chunk's tokens; *step* is
-the marginal wall time of one step inside a jitted loop, from two loop lengths. Both exclude
-compiling.
+Clocks: *decode* is wall time of decoding by `jspec.generate` in chunks of 16 steps, of which the
+host reads each; *step* is the marginal wall time of one step inside a jitted loop, from two loop
+lengths. Both exclude compiling.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from bench.suite import Suite
 from bench.table import times
 from jspec.cache import Cache, Linear
 from jspec.decode.programs import PROGRAMS
-from jspec.decode.stats import Tally
 
 NEW_TOKENS = 640  # more than any step of the longer loop may commit
 CPU_NEW_TOKENS = 256
@@ -60,12 +59,12 @@ def _rows(
         cases = [(1, 8192)]
     with bar("step", len(cases) * len(SOURCES)) as advance:
         for batch, context in cases:
-            prompts = texts(tokenizer, batch, context - _new_tokens() - 1)
+            prompts = texts(tokenizer, batch, context - _params().max_new_tokens - 1)
             prefill_s, state = _prefill(model, prompts)
             floor_s = _step_bytes(model, prompts) / ceiling
             plain = None
             for name, config in SOURCES.items():
-                figures, tokens = decoded(model, state, config)
+                figures, tokens = decoded(jspec.Models(model), prompts, _params(), state, config)
                 plain = (figures, tokens) if plain is None else plain
                 speedup = figures["decode_tokens_per_s"] / plain[0]["decode_tokens_per_s"]
                 row = {"source": name, "gamma": config.gamma, "batch": batch, "context": context}
@@ -90,7 +89,7 @@ def texts(tokenizer: jspec.Tokenizer, batch: int, length: int) -> list[list[int]
 
 def _prefill(model: jspec.Decoder, prompts: list[list[int]]) -> tuple[float, jspec.DecodeState]:
     """Seconds of a prefill whose programs are compiled, and the state it leaves."""
-    params, longest = jspec.SamplingParams(max_new_tokens=_new_tokens()), SOURCES["ngram"]
+    params, longest = _params(), SOURCES["ngram"]
     jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
     begin = time.perf_counter()
     state = jax.block_until_ready(jspec.start_decoding(model, prompts, params, longest))
@@ -98,44 +97,38 @@ def _prefill(model: jspec.Decoder, prompts: list[list[int]]) -> tuple[float, jsp
 
 
 def decoded(
-    model: jspec.Decoder | jspec.Models, state: jspec.DecodeState, config: jspec.StepConfig
+    models: jspec.Models,
+    prompts: list[list[int]],
+    params: jspec.SamplingParams | list[jspec.SamplingParams],
+    state: jspec.DecodeState,
+    config: jspec.StepConfig,
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Decode to the end three times, after a warm-up; figures of the median, and the tokens."""
-    runs = []
-    for _ in range(4):
-        current = jax.block_until_ready(jax.tree.map(jnp.copy, state))
-        ended, records = np.asarray(current.done), []
-        begin = time.perf_counter()
-        while not ended.all():
-            current, record = PROGRAMS(
-                jspec.decode_chunk, model, current, config=config, steps=CHUNK
-            )
-            records.append(jax.device_get(record))
-            ended = np.asarray(current.done)
-        seconds = time.perf_counter() - begin
-        del current
-        runs.append((seconds, records))
-    runs = sorted(runs[1:], key=lambda r: r[0])
-    seconds, records = runs[1]
-    tally = Tally(config.gamma)
-    blocks = np.concatenate([r.tokens for r in records])
-    for r in records:
-        tally.add(*map(np.asarray, (r.drafted, r.accepted, r.committed)))
-    rows = [blocks[:, row] for row in range(blocks.shape[1])]
+    """Decode to the end three times, after a warm-up, as `jspec.generate` does; figures of the
+    median, and the tokens.
+
+    ``state``: that of ``prompts``, which have been taken up.
+    """
+    settings = {"gamma": config.gamma, "backends": config.backends, "exact": config.exact}
+    settings |= {"draft": config.draft, "draft_model": models.draft, "steps_per_chunk": CHUNK}
+    settings |= {"policy_arrays": models.policy, "prefilled": state}
+    runs = [jspec.generate(models.target, prompts, params, **settings) for _ in range(4)][1:]
+    runs.sort(key=lambda run: run.stats.decode_s)
+    stats = runs[1].stats
     figures = {
-        "decode_tokens_per_s": tally.committed / seconds,
-        "decode_s_samples": [r[0] for r in runs],
-        "mean_accepted_length": tally.committed / tally.steps,
-        "acceptance_rate": tally.accepted / max(tally.drafted, 1),
-        "committed": tally.committed,
-        "steps": tally.steps,
-        "attempts_at": tally.attempts_at.tolist(),
+        "decode_tokens_per_s": stats.decode_tokens_per_s,
+        "decode_s_samples": [run.stats.decode_s for run in runs],
+        "mean_accepted_length": stats.mean_accepted_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "committed": stats.committed,
+        "steps": stats.steps,
+        "attempts_at": [at.attempts for at in stats.acceptance_by_position],
     }
-    return figures, [tuple(row[row >= 0].tolist()) for row in rows]
+    return figures, list(runs[1].tokens)
 
 
-def _new_tokens() -> int:
-    return CPU_NEW_TOKENS if jax.default_backend() == "cpu" else NEW_TOKENS
+def _params() -> jspec.SamplingParams:
+    cpu = jax.default_backend() == "cpu"
+    return jspec.SamplingParams(max_new_tokens=CPU_NEW_TOKENS if cpu else NEW_TOKENS)
 
 
 def _marginal(model: jspec.Decoder, state: jspec.DecodeState, config: jspec.StepConfig):

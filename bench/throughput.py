@@ -178,7 +178,7 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
             arrays = prepared(with_hashes(own.config.keeps, bundled_path()), model, tokenizer)
             models = own.config.draft.prepare(jspec.Models(model, policy=arrays))
             state = acceptance.started(before(own.exact), models, own.config, params)
-            figures, tokens = decoding.decoded(models, state, own.config)
+            figures, tokens = decoding.decoded(models, prompts, params, state, own.config)
             plain = tokens if plain is None else plain
             checked = decoding.check_tokens(model, prompts, tokens, plain)
             if not settings.check:

@@ -22,6 +22,7 @@ TIMES = 5  # last chunks whose median is the cost of a gamma
 WORTH = 1.01  # a longer draft must be so much better than a shorter one
 PROBING = 0.003  # share of the time that may be spent to look at a gamma again
 STALE = 16  # chunks after which a gamma may be looked at again
+AHEAD = 1  # chunks that may be at work, and not seen yet, when another one is chosen for
 KEPT = 32  # choices that are remembered, by what their times depend on
 
 
@@ -35,7 +36,8 @@ class GammaChoice:
     ran is tried while it would win if it cost no more than the longest shorter one, 0 always. One
     that lost is looked at again when its neighbour runs, in a bounded share of the time.
 
-    What it chooses follows from what it saw alone.
+    A chunk may be chosen for while up to `AHEAD` before it are at work. What it chooses follows
+    from what it saw alone.
     """
 
     def __init__(self, ladder: Sequence[int], start: int, warm: int = 1) -> None:
@@ -48,25 +50,34 @@ class GammaChoice:
         self.tried = np.zeros(max(self.ladder))
         self.taken = np.zeros(max(self.ladder))
         self.chunks = 0
-        self.allowance, self.probing = 0.0, False
+        self.allowance = 0.0
+        self.probing: int | None = None  # the gamma that is looked at again
+        self.probe_seen = 0  # chunks by which it was seen, if it ran
         self.current = self.start
 
-    def saw(self, gamma: int, seconds: float, accepted: np.ndarray) -> None:
-        """Take up a chunk: ``seconds`` a step, and what each step of a live row accepted."""
+    def saw(self, gamma: int, seconds: float | None, accepted: np.ndarray) -> None:
+        """Take up a chunk: ``seconds`` a step, None where nobody knows, and what each step of a
+        live row accepted."""
         self.chunks += 1
         self.runs[gamma] += 1
         self.last_run[gamma] = self.chunks
-        if self.runs[gamma] > self.warm:
-            self.times[gamma].append(seconds)
-        self.allowance += PROBING * seconds
-        if self.probing and self.times[gamma]:  # the first runs of a program cost but once
-            wanted = self.cost(self.current) / self.tokens(self.current)
-            self.allowance -= max(seconds - wanted * float(np.mean(1 + accepted)), 0.0)
-        self.probing = False
+        if seconds is not None:
+            self._took(gamma, seconds, accepted)
+        if gamma == self.probing or self.chunks >= self.probe_seen:
+            self.probing = None
         fade = 0.5 ** (len(accepted) / MEMORY)
         at_least = (accepted[:, None] >= np.arange(gamma + 1)).sum(axis=0)
         self.tried[:gamma] = fade * self.tried[:gamma] + at_least[:-1]
         self.taken[:gamma] = fade * self.taken[:gamma] + at_least[1:]
+
+    def _took(self, gamma: int, seconds: float, accepted: np.ndarray) -> None:
+        """Take up the time of a chunk."""
+        if self.runs[gamma] > self.warm:
+            self.times[gamma].append(seconds)
+        self.allowance += PROBING * seconds
+        if gamma == self.probing and self.times[gamma]:  # a program's first runs cost but once
+            wanted = self.cost(self.current) / self.tokens(self.current)
+            self.allowance -= max(seconds - wanted * float(np.mean(1 + accepted)), 0.0)
 
     def choose(self) -> int:
         """The gamma of the next chunk."""
@@ -100,6 +111,8 @@ class GammaChoice:
 
     def _probe(self, best: int) -> int:
         """A neighbour of ``best`` that was not seen for long, where the allowance pays for it."""
+        if self.probing is not None:  # one is at work, and not charged yet
+            return best
         at = self.ladder.index(best)
         near = [g for g in self.ladder[max(at - 1, 0) : at + 2] if g != best]
         probe = min(near, key=self.last_run.__getitem__, default=best)
@@ -111,7 +124,7 @@ class GammaChoice:
         loss = self.cost(known[0]) - self.cost(best) / self.tokens(best)
         if self.chunks - self.last_run[probe] < STALE or loss > self.allowance:
             return best
-        self.probing = True
+        self.probing, self.probe_seen = probe, self.chunks + 1 + AHEAD
         return probe
 
 

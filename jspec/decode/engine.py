@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
-from jspec.decode.chunks import Chunks
+from jspec.decode.chunks import Chunks, counts_of
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.generation import OutOfMemory, is_out_of_memory
 from jspec.decode.handle import Handle, OnTokens
@@ -305,15 +305,16 @@ class Engine:
         idle = np.array([handle is None for handle in self._rows])
         if (idle != self._is_done).any():  # some were ended by hand
             state = _with_done(state, idle)
-        state, record, is_done = self._chunks.run(state)
-        self._state, self._is_done = dataclasses.replace(state, mode=RESTING), np.array(is_done)
+        state, chunk = self._chunks.start(state)
+        record = self._chunks.finish(chunk)
+        is_done = np.array(record.done[-1])
+        self._state, self._is_done = dataclasses.replace(state, mode=RESTING), is_done
         kept = np.zeros(self.slots, np.int64)
         for slot, handle in live:
             block = record.tokens[:, slot]
             new = tuple(block[block >= 0].tolist())
             kept[slot] = handle._take(new, is_last=bool(is_done[slot]))
-        gammas = np.full(len(record.tokens), record.tokens.shape[-1] - 1)
-        counts = (record.drafted, record.accepted, record.committed)
+        *counts, gammas = counts_of(record)
         self._tally.add(*kept_of(*counts, kept=kept), gammas=gammas)
         ended = tuple(handle for _, handle in live if handle.finished is not None)
         for handle in ended:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.chunks import Chunks
+from jspec.decode.chunks import Chunk, Chunks, counts_of
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.plan import Gamma, Plan
@@ -28,6 +28,9 @@ from jspec.policies import Dense, Policy
 from jspec.sharding import beside, place, put
 from jspec.typing import Model
 
+# Seconds of a chunk below which the next one starts before it is read: where chunks are longer, the
+# host's turn is no share of the time, and one that nobody needs would be.
+SHORT = 0.02
 OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
 
 
@@ -102,10 +105,11 @@ def generate(
     in place of a prefill, and for ``exact`` with it; it stays as it is, and serves several calls
     (`jspec.switch`).
 
-    Between chunks of ``steps_per_chunk`` steps (4 on a CPU, else 16) new tokens go to
+    Behind each chunk of ``steps_per_chunk`` steps (4 on a CPU, else 16) new tokens go to
     ``on_tokens(row, tokens)``. It may return True to end the row behind them, or a number to end it
-    behind so many of them: what follows is dropped and counts nowhere. ``on_prefill(done, total)``
-    hears of prompt tokens, ``on_compile(begins)`` of a program's compiling, before and after it.
+    behind so many of them: what follows is dropped and counts nowhere. Where chunks are short the
+    next one runs meanwhile (docs/loops.md). ``on_prefill(done, total)`` hears of prompt tokens,
+    ``on_compile(begins)`` of a program's compiling, before and after it.
 
     A request with a seed gives the same tokens in any row, with any neighbours and any chunk size,
     where the model's logits do; where it is sampled, with ``gamma="auto"`` it may not, as times
@@ -177,6 +181,7 @@ class _Run:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.finished = ["interrupted"] * len(prompts)
         self.records: list[tuple[np.ndarray, ...]] = []
+        self.most = 0  # tokens that a row committed in one chunk
         self.prompt_tokens = 0
 
     @property
@@ -221,29 +226,57 @@ class _Run:
             return jax.block_until_ready(place(fresh, beside(self.models)))
 
     def decode(self, state: DecodeState) -> None:
+        """Chunks of steps until all rows have ended.
+
+        While one is read the next one may be at work. What that one decodes of rows that the caller
+        ends meanwhile is dropped.
+        """
         stops, ended = np.array(state.stop_tokens), np.array(state.done)
+        done = ended  # rows that the device has ended
+        running: Chunk | None = None
         while not ended.all():
-            with self.chunks.clock("decode_s"):
-                state = self._with_room(state, ended)
-            state, record, done = self.chunks.run(state)
-            # A record has a token for each of gamma + 1 positions.
-            gammas = np.full(len(record.tokens), record.tokens.shape[-1] - 1)
-            self.records.append((record.drafted, record.accepted, record.committed, gammas))
-            unwanted = self._take(record, ended, done, stops)
-            ended = done | unwanted
-            if unwanted.any():
-                state = dataclasses.replace(state, done=put(ended, state.done.sharding))
+            if running is None:
+                if (ended != done).any():
+                    state = dataclasses.replace(state, done=put(ended, state.done.sharding))
+                    done = ended
+                with self.chunks.clock("decode_s"):
+                    state = self._with_room(state, ended)
+                state, running = self.chunks.start(state)
+            ahead: Chunk | None = None
+            if (ended == done).all() and self._looks_ahead(state, ended):
+                state, ahead = self.chunks.start(state)
+            record = self.chunks.finish(running)
+            done = np.asarray(record.done[-1])
+            self.records.append(counts_of(record))
+            self.most = max(self.most, int(record.committed.sum(axis=0).max()))
+            ended = ended | done | self._take(record, ended, done, stops)
+            running = ahead
+
+    def _looks_ahead(self, state: DecodeState, ended: np.ndarray) -> bool:
+        """Whether to start the next chunk before the one at work is read.
+
+        Only where some row will need it, unless it meets a stop token or the caller ends it, and
+        where no row needs more room for both.
+        """
+        if not self.chunks.may_overlap or self.chunks.last_s >= SHORT:
+            return False
+        rows = np.flatnonzero(~ended)
+        left = max(self.params[row].max_new_tokens - len(self.tokens[row]) for row in rows)
+        return left > self.most and self._reach(ended, chunks=2) <= state.tokens.shape[1]
 
     def _with_room(self, state: DecodeState, ended: np.ndarray) -> DecodeState:
-        """``state`` with room for a chunk of ``steps`` in every row that goes on."""
-        present = state.tokens.shape[1]
-        known = (len(self.prompts[row]) + len(self.tokens[row]) for row in np.flatnonzero(~ended))
-        new = self.chunks.plan.steps * (self.config.gamma + 1)
-        most = min(max(known) + new, self.needed)
+        """``state`` with room for a chunk in every row that goes on."""
+        present, most = state.tokens.shape[1], self._reach(ended, chunks=1)
         if most <= present:
             return state
         capacity = min(max(most, 2 * present), self.needed)
         return grow(state, rounded_capacity(capacity), self.config)
+
+    def _reach(self, ended: np.ndarray, chunks: int) -> int:
+        """Positions of the longest row that goes on, behind so many ``chunks`` more."""
+        known = (len(self.prompts[row]) + len(self.tokens[row]) for row in np.flatnonzero(~ended))
+        new = chunks * self.chunks.plan.steps * (self.config.gamma + 1)
+        return min(max(known) + new, self.needed)
 
     def _take(
         self, record: StepRecord, ended: np.ndarray, done: np.ndarray, stops: np.ndarray

@@ -79,23 +79,40 @@ class StepRecord:
     """What the last step did.
 
     ``drafted``, ``accepted``, ``committed`` int32 ``[B]`` (draft tokens behind a stop token count
-    in none of them); ``tokens`` int32 ``[B, gamma + 1]``: the committed block, -1 behind its end.
+    in none of them); ``tokens`` int32 ``[B, gamma + 1]``: the committed block, -1 behind its end;
+    ``done`` bool ``[B]``: rows that have ended by then.
+
+    All of it is one array, ``packed`` int32 ``[B, gamma + 5]``, which a loop writes, and the host
+    reads, in one go. `jax.device_get` of a record gives one of numpy arrays.
     """
 
-    drafted: Array
-    accepted: Array
-    committed: Array
-    tokens: Array
+    packed: Array
 
     @classmethod
-    def unpacked(cls, packed: Array) -> StepRecord:
-        """The record of which ``packed [..., B, gamma + 4]`` is `packed`."""
-        return cls(packed[..., 0], packed[..., 1], packed[..., 2], packed[..., 3:])
+    def of(cls, drafted: Array, done: Array, committed: Array) -> StepRecord:
+        """The record of a step; ``committed`` is what `jspec.ops.commit.commit` returned."""
+        counts = (drafted, done.astype(drafted.dtype))
+        return cls(jnp.concatenate([*(x[:, None] for x in counts), committed], axis=1))
 
-    def packed(self) -> Array:
-        """All of it side by side, so that a loop writes one array a step."""
-        counts = (self.drafted, self.accepted, self.committed)
-        return jnp.concatenate([*(x[..., None] for x in counts), self.tokens], axis=-1)
+    @property
+    def drafted(self) -> Array:
+        return self.packed[..., 0]
+
+    @property
+    def done(self) -> Array:
+        return self.packed[..., 1] != 0
+
+    @property
+    def accepted(self) -> Array:
+        return self.packed[..., 2]
+
+    @property
+    def committed(self) -> Array:
+        return self.packed[..., 3]
+
+    @property
+    def tokens(self) -> Array:
+        return self.packed[..., 4:]
 
 
 @functools.partial(

@@ -30,7 +30,8 @@ class Stats:
     ``mean_accepted_length`` is committed tokens a step, the corrected or bonus token included, so 1
     is plain decoding. ``steps_at_gamma``: how many steps had each gamma, in pairs; several with
     ``gamma="auto"``. Draft tokens behind a stop token or a stop text count nowhere. ``compile_s``,
-    for ``compilations`` programs, is not part of ``prefill_s`` or ``decode_s``.
+    for ``compilations`` programs, is not part of ``prefill_s`` or ``decode_s``. The time of the
+    caller's callbacks is part of ``decode_s`` while a chunk of steps runs.
     """
 
     rows: int

@@ -43,13 +43,7 @@ def decode_chunk(
     models: Model | Models | FlatModels, state: DecodeState, config: StepConfig, steps: int
 ) -> tuple[DecodeState, StepRecord]:
     """``steps`` speculative steps in one program; the records are stacked, ``[steps, B, ...]``."""
-
-    def body(state, _):
-        state, record = step(models, state, config)
-        return state, record.packed()
-
-    state, records = lax.scan(body, state, length=steps)
-    return state, StepRecord.unpacked(records)
+    return lax.scan(lambda state, _: step(models, state, config), state, length=steps)
 
 
 @jax.jit(static_argnames="config", donate_argnames="state")
@@ -70,7 +64,7 @@ def step(
     models: Model | Models | FlatModels, state: DecodeState, config: StepConfig
 ) -> tuple[DecodeState, StepRecord]:
     """The body of `speculative_step` and what it did, for a jitted loop of the caller's own."""
-    like = state, StepRecord(state.done, state.done, state.done, tokens=state.done[:, None])
+    like = state, StepRecord(state.done[:, None])
     models = Models.of(models)
     with config.of_models():
         body = functools.partial(_step, config)
@@ -173,8 +167,7 @@ def verify(
     # stream of its own, for which a GPU waits 20 us a step (H200).
     cut = verified.committed <= verified.accepted
     counted = jnp.where(cut, verified.accepted, drafted.lengths)
-    record = StepRecord(counted, committed[:, 0], committed[:, 1], committed[:, 2:])
-    return verified, state, record
+    return verified, state, StepRecord.of(counted, rows.done, committed)
 
 
 def _verified(

@@ -39,7 +39,7 @@ CHUNKS = {
 @pytest.mark.parametrize("where", CHUNKS)
 def test_ctrl_c_anywhere_keeps_what_was_served(where, run, tmp_path, monkeypatch):
     """Three requests, one at a time, two chunks each."""
-    (chunk, ends), decode, calls = CHUNKS[where], Chunks.run, []
+    (chunk, ends), start, calls = CHUNKS[where], Chunks.start, []
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text('{"prompt": "import os\\n", "max_new_tokens": 8, "id": "a"}\n' * 3)
 
@@ -47,9 +47,9 @@ def test_ctrl_c_anywhere_keeps_what_was_served(where, run, tmp_path, monkeypatch
         calls.append(state)
         if len(calls) == chunk:
             raise KeyboardInterrupt
-        return decode(self, state)
+        return start(self, state)
 
-    monkeypatch.setattr(Chunks, "run", interrupted)
+    monkeypatch.setattr(Chunks, "start", interrupted)
     asked = ("--requests", str(file), "--batch", "1", "--output", str(out), "--compare", "--json")
     code, printed, _ = run(*asked, "--draft", "none")
     assert code == 130

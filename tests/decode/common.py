@@ -1,13 +1,18 @@
 """What the tests of decoding share: a model without a cache, prompts, drafters."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, ModelDraft, NgramDraft, NoDraft, SelfDraft
+from jspec.decode.plan import Plan
+from jspec.dispatch import Backends
 from jspec.ops.attention.dense import causal
 from jspec.policies import Dense, Streaming
+from jspec.typing import Model
 
 LENGTHS = (50, 1, 17, 2, 33, 9, 3, 24)
 NEW = (40, 40, 5, 33, 1, 12, 40, 2)
@@ -49,6 +54,22 @@ def requests(**settings) -> list[SamplingParams]:
         SamplingParams(max_new_tokens=new, draft_limit=limit, seed=100 + row, **settings)
         for row, (new, limit) in enumerate(zip(NEW, DRAFT_LIMITS, strict=True))
     ]
+
+
+def plan_of(model: Model, **settings: Any) -> Plan:
+    """The plan of ``settings``, which are those of `jspec.generate`."""
+    usual: dict[str, Any] = {
+        "draft": None,
+        "gamma": None,
+        "draft_model": None,
+        "target": Dense(),
+        "rule": "token",
+        "policy_arrays": None,
+        "steps_per_chunk": None,
+        "backends": Backends(),
+        "exact": False,
+    }
+    return Plan.of(model, **usual | settings)
 
 
 @jax.jit

@@ -1,7 +1,7 @@
 """gamma="auto": its choice against the best fixed gamma, by simulation with stated costs."""
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode import chunks
-from jspec.decode.auto import LADDER, GammaChoice, Gammas
+from jspec.decode.auto import LADDER, PROBING, GammaChoice, Gammas
 from jspec.decode.draft import (
     Chain,
     ModelDraft,
@@ -63,12 +63,17 @@ class World:
         return seconds, np.minimum(accepted, gamma)
 
 
-def run(choice: GammaChoice, world: World, chunks: int) -> tuple[float, list[int]]:
-    """Tokens a second over so many chunks, and the gammas that ran."""
+def run(choice: GammaChoice, world: World, chunks: int, ahead: int = 0) -> tuple[float, list[int]]:
+    """Tokens a second over so many chunks, and the gammas that ran.
+
+    ``ahead``: how many are chosen before the one at work is seen.
+    """
     tokens = time = 0.0
     taken = []
+    chosen = deque(choice.choose() for _ in range(ahead))
     for _ in range(chunks):
-        gamma = choice.choose()
+        chosen.append(choice.choose())
+        gamma = chosen.popleft()
         seconds, accepted = world.chunk(gamma)
         choice.saw(gamma, seconds, accepted)
         tokens += (1 + accepted).mean() * STEPS
@@ -83,13 +88,14 @@ COSTS = ((0.0, 0.01), (0.0, 0.2), (0.3, 0.01))
 GRID = [(*cost, *rest) for cost, *rest in itertools.product(COSTS, (0.0, 0.5, 0.9), (1, 32))]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize(("draft", "verify", "rate", "rows"), GRID)
-def test_it_is_near_the_best_and_never_below_plain(draft, verify, rate, rows):
+def test_it_is_near_the_best_and_never_below_plain(draft, verify, rate, rows, ahead):
     """Once its ladder is warm: at least 0.95 of the best fixed one and 0.99 of plain decoding."""
     world = World(draft, verify, rate, rows)
     choice = GammaChoice(LADDER, 8, warm=2)
-    _, first = run(choice, world, 60)
-    got, _ = run(choice, world, 800)
+    _, first = run(choice, world, 60, ahead)
+    got, _ = run(choice, world, 800, ahead)
     best = max(map(world.value, LADDER))
     assert got > 0.95 * best
     assert got > 0.99 * world.value(0)
@@ -121,14 +127,56 @@ def test_a_hopeless_gamma_never_runs():
     assert max(taken) < 8
 
 
-def test_looking_again_costs_a_bounded_share():
-    """Where nothing is accepted, drafting takes under 1 % of the time that plain steps take."""
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_looking_again_costs_a_bounded_share(ahead):
+    """Where nothing is accepted, drafting takes under 1 % of the time that plain steps take.
+
+    Chunks that were chosen and never seen, as the two runs leave them, end nothing.
+    """
     world = World(1.0, 0.2, 0.0, rows=8)
     choice = GammaChoice(LADDER, 1, warm=2)
-    run(choice, world, 40)
-    got, taken = run(choice, world, 2000)
+    run(choice, world, 40, ahead)
+    got, taken = run(choice, world, 2000, ahead)
     assert got > 0.99
     assert 0 < sum(g > 0 for g in taken) < 20
+
+
+def test_a_probe_that_was_never_seen_is_made_again():
+    """The chunk was the one that nobody needed."""
+    choice, plain = GammaChoice((0, 1), 1), np.zeros(STEPS, int)
+    for gamma in (1, 1, 0, 0):
+        choice.saw(gamma, 1.0 + gamma, plain)
+    choice.allowance = 10.0
+    probes = []
+    for _ in range(60):
+        if choice.choose() == 1:
+            probes.append(choice.chunks)
+        choice.saw(0, 1.0, plain)
+    assert probes == list(range(18, 64, 2))
+    assert choice.runs[1] == 2
+
+
+def test_a_probe_is_charged_for_what_it_lost_and_no_other_chunk_is():
+    choice, plain = GammaChoice((0, 1), 1), np.zeros(STEPS, int)
+    for gamma in (1, 1, *[0] * 16):
+        choice.saw(gamma, 1.0 + gamma, plain)
+    choice.allowance = 10.0
+    assert choice.choose() == 1
+    choice.saw(0, 3.0, plain)  # was at work then
+    assert choice.allowance == pytest.approx(10 + PROBING * 3)
+    assert choice.choose() == 0
+    choice.saw(1, 2.0, plain)
+    assert choice.allowance == pytest.approx(10 + PROBING * 5 - 1)
+
+
+def test_a_chunk_without_a_time_tells_what_was_accepted():
+    choice, accepted = GammaChoice((0, 2), 2), np.array([2, 2, 0, 1])
+    for _ in range(3):
+        choice.saw(2, None, accepted)
+    assert not any(choice.times.values())
+    assert choice.choose() == choice.start
+    assert choice.tokens(2) == pytest.approx(2.3, abs=0.1)  # 1 + 3/4 + 1/2, with a prior
+    assert choice.runs[2] == 3
 
 
 # --- in generation ---------------------------------------------------------------------------

@@ -221,15 +221,15 @@ def test_what_was_dropped_counts_nowhere(engine, submit):
     ids=["ctrl-c", "device", "memory"],
 )
 def test_an_exception_leaves_every_handle_its_tokens(sharp, monkeypatch, alone, error, caught):
-    engine, run, calls = make(sharp), Chunks.run, []
+    engine, start, calls = make(sharp), Chunks.start, []
 
     def interrupted(self, state):
         calls.append(state)
         if len(calls) == 3:
             raise error
-        return run(self, state)
+        return start(self, state)
 
-    monkeypatch.setattr(Chunks, "run", interrupted)
+    monkeypatch.setattr(Chunks, "start", interrupted)
     ended = engine.submit([5], SamplingParams(max_new_tokens=1))
     handles = [engine.submit(text, NEW) for text in TEXTS]
     with pytest.raises(caught):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
+from jspec.decode.chunks import Chunks
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.programs import PROGRAMS, Programs
@@ -19,7 +20,15 @@ from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk, speculative_step
 from jspec.dispatch import Backends
-from tests.decode.common import DRAFTERS, LENGTHS, NGRAM, STREAMING, prompts, requests
+from tests.decode.common import (
+    DRAFTERS,
+    LENGTHS,
+    NGRAM,
+    STREAMING,
+    plan_of,
+    prompts,
+    requests,
+)
 
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -140,16 +149,46 @@ def test_a_chunk_is_its_steps(source, sharp, other):
     """A chunk of 5 steps and 5 single steps end in the same state."""
     config = StepConfig(3, DRAFTERS[source])
     models = Models(sharp, other if source == "model" else None)
-    params = SamplingParams(max_new_tokens=30)
-    chunk = start_decoding(models, prompts(), params, config)
+    chunk = start_decoding(models, prompts(), requests(), config)
     chunk, record = decode_chunk(models, chunk, config, 5)
-    single = start_decoding(models, prompts(), params, config)
+    single = start_decoding(models, prompts(), requests(), config)
     for _ in range(5):
         single = speculative_step(models, single, config)
     assert record.tokens.shape == (5, 8, 4)
+    assert (record.done[-1] == single.done).all()
+    assert record.done[0].sum() < record.done[-1].sum() < 8  # rows end on the way
     assert (chunk.tokens == single.tokens).all()
     assert (chunk.lengths == single.lengths).all()
     assert (chunk.lengths - record.committed.sum(axis=0)).tolist() == list(LENGTHS)
+
+
+def test_a_chunk_is_read_in_one_copy(sharp, monkeypatch):
+    """All that the host takes of a chunk is one array, with the same fields there as here."""
+    plan = plan_of(sharp, draft=STREAMING, gamma=3, steps_per_chunk=5)
+    state = start_decoding(sharp, prompts(), requests(), plan.config)
+    read, right = [], jax.device_get
+
+    def device_get(tree):
+        read.append(tree)
+        return right(tree)
+
+    monkeypatch.setattr(jax, "device_get", device_get)
+    chunks = Chunks(plan)
+    _, chunk = chunks.start(state)
+    record = chunks.finish(chunk)
+    (here,) = read
+    assert len(jax.tree.leaves(here)) == 1
+    for name in ("drafted", "accepted", "committed", "tokens", "done"):
+        own = getattr(record, name)
+        assert isinstance(own, np.ndarray)
+        np.testing.assert_array_equal(own, getattr(here, name))
+    assert (record.committed == (record.tokens >= 0).sum(axis=2)).all()
+    assert (record.accepted <= record.drafted).all()
+    assert record.accepted.sum() > 10
+    # A row that is done commits nothing, and stays so.
+    assert (record.committed[1:][record.done[:-1]] == 0).all()
+    assert (record.committed[0] > 0).all()
+    assert record.done[-1].any()
 
 
 # --- the programs that are kept ----------------------------------------------------------------

@@ -59,7 +59,7 @@ def test_every_drafter_passes_the_check_of_shard_map(name, kind, tiny, other):
     )
     after, record = jax.eval_shape(step, models, state)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
-    assert record.tokens.shape == (2, 8, config.gamma + 1)
+    assert record.packed.shape == (2, 8, config.gamma + 5)
 
 
 def weight(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> NamedSharding:

@@ -157,14 +157,14 @@ def stuck(index: int, victim: int, where: str) -> None:
     """Process ``victim`` sleeps, alive, behind its first chunk of steps: before it takes part in
     the next one's collectives, or in its callback."""
     model = helix.load_model(GOLDEN / "qwen3", helix.HelixConfig(kvp=2, block=4))
-    calls, right = [], Chunks.run
+    calls, right = [], Chunks.start
 
     def sleep() -> None:
         calls.append(None)
         if index == victim and len(calls) > 1:
             time.sleep(SECONDS)
 
-    def run(chunks: Chunks, state: Any) -> Any:
+    def start(chunks: Chunks, state: Any) -> Any:
         if where == "collective":
             sleep()
         return right(chunks, state)
@@ -172,7 +172,7 @@ def stuck(index: int, victim: int, where: str) -> None:
     def on_tokens(row: int, new: tuple[int, ...]) -> None:
         sleep()
 
-    with mock.patch.object(Chunks, "run", run):
+    with mock.patch.object(Chunks, "start", start):
         settings = {"on_tokens": on_tokens} if where == "callback" else {}
         tokens_of(model, draft=NGRAM, steps_per_chunk=1, **settings)
 

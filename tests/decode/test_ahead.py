@@ -1,0 +1,329 @@
+"""`generate` looks one chunk ahead: when it does, and that nothing but time tells."""
+
+import dataclasses
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.decode import chunks, generation, growth, prefill
+from jspec.decode.auto import GammaChoice
+from jspec.decode.chunks import Chunks
+from jspec.decode.draft import ModelDraft, second_model
+from jspec.decode.generation import Interrupted, generate
+from jspec.decode.programs import Programs
+from jspec.decode.state import StepRecord
+from jspec.processes import limit_steps
+from tests.decode.common import MIXED, NGRAM, STREAMING, plan_of, prompts
+
+NEW = SamplingParams(max_new_tokens=24, seed=5)
+LONG = SamplingParams(max_new_tokens=48, seed=5)
+COUNTS = (
+    "rows prompt_tokens steps drafted accepted committed acceptance_by_position steps_at_gamma"
+).split()
+
+
+@dataclasses.dataclass
+class Watched:
+    """What `Chunks` was asked for: "start" and "finish" in ``calls``, and the records read."""
+
+    calls: list[str] = dataclasses.field(default_factory=list)
+    records: list[StepRecord] = dataclasses.field(default_factory=list)
+
+    @property
+    def at_work(self) -> list[int]:
+        """Chunks that were started and not finished, behind each call."""
+        return list(itertools.accumulate({"start": 1, "finish": -1}[call] for call in self.calls))
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Makes a `Watched` of all that follows, where chunks below ``short`` seconds are short."""
+    start, finish = Chunks.start, Chunks.finish
+
+    def watched(short: float) -> Watched:
+        seen = Watched()
+
+        def started(self, state):
+            seen.calls.append("start")
+            return start(self, state)
+
+        def finished(self, chunk):
+            seen.calls.append("finish")
+            seen.records.append(finish(self, chunk))
+            return seen.records[-1]
+
+        monkeypatch.setattr(generation, "SHORT", short)
+        monkeypatch.setattr(Chunks, "start", started)
+        monkeypatch.setattr(Chunks, "finish", finished)
+        return seen
+
+    return watched
+
+
+def told(got: generation.Generation) -> tuple[Any, ...]:
+    """All of a generation but its times."""
+    counts = [getattr(got.stats, name) for name in COUNTS]
+    return got.tokens, got.finished, got.seeds, counts
+
+
+def check_same(watch, run) -> tuple[Watched, Any]:
+    """``run()`` tells the same whether it looks ahead or not; what it did where it does."""
+    behind = watch(0)
+    wanted = run()
+    assert set(behind.at_work) == {0, 1}
+    ahead = watch(math.inf)
+    got = run()
+    assert got == wanted
+    assert ahead.at_work[:3] == [1, 0, 1]  # the first chunk says how long chunks are
+    assert max(ahead.at_work) == 2
+    assert ahead.at_work[-1] <= 1
+    assert len(ahead.records) == len(behind.records)
+    return ahead, got
+
+
+def keeping(answers: dict[tuple[int, int], Any]):
+    """An ``on_tokens`` that answers by row and how often the row was heard of; what it hears."""
+    heard: dict[int, list[tuple[int, ...]]] = {}
+
+    def on_tokens(row, new):
+        heard.setdefault(row, []).append(new)
+        answer = answers.get((row, len(heard[row])))
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    return on_tokens, heard
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"draft": None},
+    "ngram": {"draft": NGRAM, "gamma": 4},
+    "sampled": {"draft": STREAMING, "params": [dataclasses.replace(NEW, **x) for x in MIXED[:4]]},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_generated_is_the_same(name, sharp, watch):
+    settings = {"params": NEW, "steps_per_chunk": 2} | CASES[name]
+    check_same(watch, lambda: told(generate(sharp, prompts()[:4], **settings)))
+
+
+def test_no_chunk_is_wasted_where_rows_end_at_their_limits(sharp, watch):
+    settings = {"params": NEW, "draft": None, "steps_per_chunk": 4}
+    seen, _ = check_same(watch, lambda: told(generate(sharp, prompts()[:4], **settings)))
+    assert seen.at_work == [1, 0, *[1, 2] * 4, 1, 0]
+    assert seen.calls.count("start") == 24 // 4
+
+
+def test_stop_tokens_waste_one_chunk(tiny, watch):
+    settings = {"draft": None, "steps_per_chunk": 2}
+    (text,) = generate(tiny, prompts()[:1], NEW, **settings).tokens
+    at = next(i for i in range(6, 20) if text[i] not in text[:i])
+    params = dataclasses.replace(NEW, stop_tokens=(text[at],))
+    seen, got = check_same(watch, lambda: told(generate(tiny, prompts()[:1], params, **settings)))
+    assert got[0] == (text[: at + 1],)
+    assert seen.at_work[-1] == 1
+
+
+def test_rows_that_the_caller_ends_meanwhile_count_no_further(sharp, watch):
+    """Behind all of a chunk, within one, and before any of its tokens."""
+    answers = {(0, 2): True, (1, 4): 1, (2, 4): 0}
+
+    def run():
+        on_tokens, heard = keeping(answers)
+        settings = {"draft": STREAMING, "gamma": 2, "steps_per_chunk": 2, "on_tokens": on_tokens}
+        return *told(generate(sharp, prompts()[:4], LONG, **settings)), heard
+
+    seen, (tokens, finished, *_, heard) = check_same(watch, run)
+    assert finished == ("stop", "stop", "stop", "length")
+    assert [len(heard[row]) for row in range(3)] == [2, 4, 4]
+    assert tokens[2] == sum(heard[2][:3], ())
+    # The device hears of it one chunk later, and then lets the row rest.
+    live = np.array([record.committed.sum(axis=0) > 0 for record in seen.records])
+    assert live.sum(axis=0)[:3].tolist() == [3, 5, 5]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("its own")], ids=repr)
+def test_an_error_while_a_chunk_is_at_work_leaves_what_there_was(error, sharp, watch):
+    """Ctrl-C brings whole chunks of the rows before it, whatever is at work."""
+
+    def run():
+        on_tokens, heard = keeping({(1, 3): error})
+        settings = {"draft": STREAMING, "gamma": 2, "steps_per_chunk": 2, "on_tokens": on_tokens}
+        with pytest.raises((Interrupted, RuntimeError)) as caught:
+            generate(sharp, prompts()[:4], LONG, **settings)
+        if isinstance(caught.value, RuntimeError):
+            return heard, None
+        return heard, told(caught.value.generation)
+
+    seen, (heard, interrupted) = check_same(watch, run)
+    assert seen.at_work[-1] == 1
+    assert [len(heard[row]) for row in range(4)] == [3, 3, 2, 2]
+    if interrupted is not None:
+        tokens, finished, _, counts = interrupted
+        assert finished == ("interrupted",) * 4
+        assert tokens[0] == sum(heard[0], ())
+        assert tokens[1] == sum(heard[1][:2], ())
+        assert dict(zip(COUNTS, counts, strict=True))["committed"] == sum(map(len, tokens))
+
+
+def test_it_leaves_room_for_the_chunk_that_is_not_read_yet(sharp, watch, monkeypatch):
+    """Most drafts are accepted, and no row may know more than there is room for."""
+    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
+    grown = []
+
+    def watched(state, capacity, config):
+        grown.append((state.tokens.shape[1], capacity))
+        return growth.grow(state, capacity, config)
+
+    monkeypatch.setattr(generation, "grow", watched)
+    settings = {"draft": STREAMING, "gamma": 3, "steps_per_chunk": 2}
+    params = [dataclasses.replace(NEW, max_new_tokens=new) for new in (60, 31)]
+
+    def run():
+        return told(generate(sharp, prompts((3, 5)), params, **settings))
+
+    _, got = check_same(watch, run)
+    half = len(grown) // 2
+    assert grown[:half] == grown[half:]
+    assert half >= 2
+    monkeypatch.setattr(growth, "START", 1024)
+    assert run() == got
+    assert len(grown) == 2 * half
+
+
+@pytest.mark.parametrize("limited", ["by time", "shared"])
+def test_processes_that_wait_for_each_other_do_not_look_ahead(limited, sharp, watch, monkeypatch):
+    if limited == "shared":
+        monkeypatch.setattr(chunks, "is_shared", lambda model: True)
+    else:
+        limit_steps(60)
+    try:
+        seen = watch(math.inf)
+        generate(sharp, prompts()[:2], NEW, draft=None)
+    finally:
+        limit_steps(None)
+    assert set(seen.at_work) == {0, 1}
+
+
+def test_long_chunks_are_read_before_the_next_one_starts(sharp, watch, monkeypatch):
+    """By what the last one took."""
+    took = iter([0.5, 0.5, 1.0, 1.0, 0.5, 0.5])
+    seen, finish = watch(1.0), Chunks.finish
+
+    def finished(self, chunk):
+        record = finish(self, chunk)
+        self.last_s = next(took)
+        return record
+
+    monkeypatch.setattr(Chunks, "finish", finished)
+    generate(sharp, prompts()[:2], NEW, draft=None, steps_per_chunk=4)
+    assert seen.at_work == [1, 0, 1, 2, 1, 2, 1, 0, 1, 0, 1, 0]
+
+
+# --- with gamma="auto" -------------------------------------------------------------------------
+
+
+def in_turn(monkeypatch, gammas) -> list[tuple[int, float | None, np.ndarray]]:
+    """Have chunks take these gammas in turn; returns what was seen of them."""
+    turns, seen = itertools.cycle(gammas), []
+    monkeypatch.setattr(GammaChoice, "choose", lambda self: next(turns))
+    monkeypatch.setattr(GammaChoice, "saw", lambda self, *found: seen.append(found))
+    return seen
+
+
+def test_each_gamma_is_told_of_its_own_chunks(sharp, watch, monkeypatch):
+    """And of no time in which the next one's program was compiled."""
+    monkeypatch.setattr(chunks, "PROGRAMS", Programs())
+    found = []
+
+    def run():
+        seen = in_turn(monkeypatch, (0, 4, 1))
+        settings = {"draft": NGRAM, "gamma": "auto", "steps_per_chunk": 2}
+        got = generate(sharp, prompts()[:4], NEW, **settings)
+        found.append([seconds is not None for _, seconds, _ in seen])
+        assert [gamma for gamma, *_ in seen[:4]] == [0, 4, 1, 0]
+        assert sum(int(accepted.sum()) for *_, accepted in seen) == got.stats.accepted
+        return told(got), [gamma for gamma, *_ in seen]
+
+    _, ((tokens, *_), _) = check_same(watch, run)
+    assert tokens == generate(sharp, prompts()[:4], NEW, draft=None).tokens
+    assert all(map(all, found))
+    monkeypatch.setattr(chunks, "PROGRAMS", Programs())
+    run()
+    assert found[-1][:5] == [True, False, True, True, True]
+
+
+def test_a_second_model_takes_up_what_it_rested_through(tiny, watch, monkeypatch):
+    """The target as its own draft model is always right, where its cache lacks nothing."""
+    for module in (chunks, second_model):
+        monkeypatch.setattr(module, "CATCH_UP", 3)
+
+    def run():
+        in_turn(monkeypatch, (0, 0, 0, 2))
+        settings = {"draft": ModelDraft(), "draft_model": tiny, "steps_per_chunk": 2}
+        return told(generate(tiny, prompts()[:4], NEW, gamma="auto", **settings))
+
+    _, (_, _, _, counts) = check_same(watch, run)
+    found = dict(zip(COUNTS, counts, strict=True))
+    assert found["accepted"] == found["drafted"] > 10
+
+
+# --- the clock -----------------------------------------------------------------------------------
+
+
+def test_time_counts_while_a_chunk_is_at_work(sharp, monkeypatch):
+    """Of a chunk: from its start, or the end of the one before, to its own; never compiling."""
+    now = SimpleNamespace(seconds=100.0, read=0.0)
+    monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
+    record = StepRecord(np.zeros((1, 1, 5), np.int32))  # pyright: ignore[reportArgumentType]
+    work = Chunks(plan_of(sharp))
+
+    def dispatched(self, state, config):
+        now.seconds += 1
+        return state, record
+
+    def compiled(self, state, config):
+        now.seconds += 50
+        self.programs.compile_s += 50
+        return dispatched(self, state, config)
+
+    def read(tree):
+        now.seconds = now.read
+        return tree
+
+    monkeypatch.setattr(jax, "device_get", read)
+
+    def start(dispatch=dispatched):
+        monkeypatch.setattr(Chunks, "_chunk", dispatch)
+        return work.start(None)[1]  # pyright: ignore[reportArgumentType]
+
+    def finish(chunk, at):
+        now.read = at
+        work.finish(chunk)
+        return work.seconds["decode_s"]
+
+    first = start()
+    second = start()
+    assert finish(first, at=110) == 10
+    assert work.last_s == 10
+    now.seconds += 3  # the caller's, while the second one runs
+    assert finish(second, at=120) == 20
+    assert work.last_s == 10
+    now.seconds += 5  # nothing runs
+    third = start()
+    assert finish(third, at=130) == 25
+    assert work.last_s == 5
+    fourth = start()
+    fifth = start(compiled)
+    assert finish(fourth, at=184) == 29
+    assert work.last_s == 5  # nobody knows when the fourth one ended
+    assert finish(fifth, at=186) == 31
+    assert work.last_s == 2
