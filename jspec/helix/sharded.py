@@ -322,7 +322,7 @@ def _spec_of_picked(helix: HelixConfig, picked: Any) -> PartitionSpec:
 def _shares(policy: Policy) -> bool:
     """Whether what a policy reads can be found by devices that have a part of the positions."""
     if isinstance(policy, Guided):
-        return policy.score == "logit" and not policy.needs_verdict and policy.page_size == 1
+        return policy.score != "weight" and not policy.needs_verdict and policy.page_size == 1
     if isinstance(policy, MagicPIG):
         return False  # heads share its projections
     if isinstance(policy, ScoredPolicy):

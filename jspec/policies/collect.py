@@ -68,7 +68,7 @@ def collecting_attend(
         own, where = in_slots(cache, layer, positions)
         arguments = (q, columns["keys"], columns.get("values"), own)
         settings: Any = settings_of(spec) | {"key_positions": where}
-        if policy.score == "logit" and not policy.needs_verdict:
+        if policy.score != "weight" and not policy.needs_verdict:
             with jax.named_scope("collection"):
                 probe = mean_query(q, policy.scoring(positions), spec.kv_heads)
             out, lse, scores = scored_attention(
@@ -140,8 +140,9 @@ def _picked(
 def _scores(policy: Guided, cache: Cache, layer: int, own: Queries, scoring: Array) -> Array:
     """What the queries of the tokens ``scoring`` score every slot of a layer, ``[B, K, S]``."""
     spec, keys = cache.specs[layer], cache.keys(layer)
-    if policy.score == "logit":
-        return dots((mean_query(own.q, scoring, spec.kv_heads), keys))
+    if policy.score != "weight":
+        scale = spec.key_size**-0.5 if spec.scale is None else spec.scale
+        return dots((scale * mean_query(own.q, scoring, spec.kv_heads), keys))
     lse = jnp.where((scoring >= 0)[..., None], taken(own.lse, scoring), -jnp.inf)
     q = taken(own.q, scoring)
     return mean_weights(q, keys, lse, scale=spec.scale, softcap=spec.softcap)

@@ -14,11 +14,11 @@ from jspec.cache import Cache
 from jspec.config import LayerSpec
 from jspec.ops.select import select
 from jspec.policies.budgeted import Budgeted, whole_pages
-from jspec.policies.scores import best_positions, highest, in_order, pooled
+from jspec.policies.scores import best_positions, carried, highest, in_order, pooled, softmax
 from jspec.typing import Array
 
 COLLECTS = ("ends", "all", "accepted", "last")
-SCORES = ("logit", "weight")
+SCORES = ("logit", "softmax", "weight")
 OPENING_SINKS = 4
 
 
@@ -30,8 +30,11 @@ class Guided(Budgeted):
     one, and the last, which gives the bonus token; ``all``: every one, those of discarded draft
     tokens too; ``accepted``: those that were not discarded; ``last``: the last of these alone.
     ``score``: ``logit``, the product of query and key, or ``weight``, the softmax of it; in the
-    mean over those tokens and all query heads, with ``per_head`` over those of a KV head.
-    ``least``: what a ratio comes to at least, in positions.
+    mean over those tokens and all query heads, with ``per_head`` over those of a KV head. Or
+    ``softmax``, that of the mean logit of each KV head: nearly a weight, at the cost of a logit.
+    ``ahead``: a position counts as much as the best of so many before it, since a draft that copies
+    a text reads on behind what the last verification read (SnapKV pools scores so, both ways; Li et
+    al. 2024, section 4.2). ``least``: what a ratio comes to at least, in positions.
 
     `select` takes as ``arrays`` what was picked: int32 ``[B, n]`` or, per head, ``[B, K, n]`` by
     layer, None for a layer that picks nothing. Layers with a sliding window are read whole.
@@ -46,14 +49,18 @@ class Guided(Budgeted):
     collect: str = "ends"
     score: str = "logit"
     per_head: bool = False
+    ahead: int = 0
     least: int = 256
 
     def __post_init__(self) -> None:
         for name, known in (("collect", COLLECTS), ("score", SCORES)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
-        if self.least < 0:
-            raise ValueError(f"least={self.least} must be at least 0")
+        for name in ("ahead", "least"):
+            if (count := getattr(self, name)) < 0:
+                raise ValueError(f"{name}={count} must be at least 0")
+        if self.ahead and self.page_size > 1:
+            raise ValueError(f"ahead={self.ahead} goes with single positions, and not with pages")
         super().__post_init__()
 
     @property
@@ -116,9 +123,13 @@ class Guided(Budgeted):
         int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``; -1 for none.
         """
         layout = cache.layouts[layer]
+        if self.score == "softmax":
+            scores = softmax(scores, layout, until)
         if not self.per_head:
             scores = scores.sum(axis=1)
             scores = scores if cache.shards is None else cache.shards.over_heads(scores)
+        if self.ahead:
+            scores, layout = carried(scores, layout, self.ahead, until)
 
         def best(most: int, **own: Any) -> Array:
             if self.page_size == 1:

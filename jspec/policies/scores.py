@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.layout import Layout as Order
 from jax.experimental.layout import with_layout_constraint
 
@@ -56,6 +57,61 @@ def best_positions(scores: Array, layout: Layout, most: int, **budget: Any) -> A
     )
     positions = jnp.where(slots >= 0, layout.at(slots), -1)
     return _read_of(scores, slots, positions, **budget)
+
+
+def softmax(scores: Array, layout: Layout, until: Array) -> Array:
+    """The softmax of ``scores [B, K, S]`` over the slots of positions below ``until [B]``, 0 in
+    others. Of a `Stripe` over the slots of all devices."""
+    scores = jnp.where(_inside(scores, layout, until), scores.astype(jnp.float32), -jnp.inf)
+    highest = scores.max(axis=-1, keepdims=True)
+    axis = layout.axis if isinstance(layout, Stripe) else ()
+    highest = lax.pmax(highest, axis) if axis else highest
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    total = lax.psum(total, axis) if axis else total
+    return weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+
+def carried(
+    scores: Array, layout: Layout, ahead: int, until: Array
+) -> tuple[Array, Linear | Stripe]:
+    """Of each position the highest score of itself and of the ``ahead`` ones before it.
+
+    ``scores [..., S]`` of all slots; those of positions from ``until [B]`` on do not count. Returns
+    scores, and the layout of their slots. Raises `ValueError` where ``ahead`` is over the block of
+    a `Stripe`.
+    """
+    scores = jnp.where(_inside(scores, layout, until), scores, -jnp.inf)
+    if not isinstance(layout, Stripe):
+        scores, layout = in_order(scores, layout), Linear(layout.size)
+        before = jnp.full((*scores.shape[:-1], ahead), -jnp.inf, scores.dtype)
+        return _highest_behind(before, scores), layout
+    if ahead > layout.block:
+        raise ValueError(
+            f"ahead={ahead} must be at most {layout.block}, the block of positions of a device"
+        )
+    blocks = scores.reshape(*scores.shape[:-1], -1, layout.block)
+    # The block before is that of the device before, and on the first one a turn behind.
+    ranks = [(rank, (rank + 1) % layout.ranks) for rank in range(layout.ranks)]
+    before = lax.ppermute(blocks[..., layout.block - ahead :], layout.axis, ranks)
+    none = jnp.full_like(before[..., :1, :], -jnp.inf)
+    behind = jnp.concatenate([none, before[..., :-1, :]], axis=-2)
+    before = jnp.where(lax.axis_index(layout.axis) == 0, behind, before)
+    return _highest_behind(before, blocks).reshape(scores.shape), layout
+
+
+def _highest_behind(before: Array, scores: Array) -> Array:
+    """The highest of each of ``scores [..., n]`` and the m ones behind it, the first of which are
+    ``before [..., m]``."""
+    whole = jnp.concatenate([before, scores], axis=-1)
+    size, ahead = scores.shape[-1], before.shape[-1]
+    return functools.reduce(jnp.maximum, (whole[..., i : i + size] for i in range(ahead + 1)))
+
+
+def _inside(scores: Array, layout: Layout, until: Array) -> Array:
+    """Which slots of ``scores [B, ..., S]`` hold a position below ``until [B]``."""
+    held = layout.held(until - 1)
+    return (held >= 0).reshape(held.shape[0], *[1] * (scores.ndim - 2), held.shape[-1])
 
 
 def in_order(scores: Array, layout: Layout) -> Array:

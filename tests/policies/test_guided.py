@@ -24,6 +24,11 @@ GUIDED = {
     "last-weight": Vegas(**SOME, collect="last", score="weight"),
     "ends-weight": Vegas(**SOME, score="weight"),
     "ratio": Vegas(budget=0.3, least=2, sinks=1, recent=1),
+    "softmax": Vegas(**SOME, score="softmax"),
+    "last-softmax-per-head": Vegas(**SOME, collect="last", score="softmax", per_head=True),
+    "ahead": Vegas(**SOME, ahead=2),
+    "softmax-ahead": Vegas(**SOME, collect="all", score="softmax", ahead=1, sinks=1, recent=1),
+    "weight-ahead-per-head": SparseSpec(**SOME, ahead=3),
     "sparsespec": SparseSpec(**SOME),
     "specextend": SpecExtend(budget=12, least=0, page=4),
 }
@@ -51,9 +56,16 @@ def wanted(policy: Guided, q, keys, row: int) -> list[set[int]]:
         for token in tokens_that_score(policy, row):
             logits = keys[row, : until + token + 1, head // 2] @ q[row, token, head] / np.sqrt(8)
             weights = np.exp(logits) / np.exp(logits).sum()
-            means[head // 2] += (logits if policy.score == "logit" else weights)[:until]
+            means[head // 2] += (weights if policy.score == "weight" else logits)[:until]
+    if policy.score == "softmax":
+        means /= 2 * len(tokens_that_score(policy, row))
+        means = np.exp(means) / np.exp(means).sum(axis=1, keepdims=True)
     if not policy.per_head:
         means = np.broadcast_to(means.sum(axis=0), means.shape)
+    if policy.ahead:
+        means = np.array(
+            [[m[max(p - policy.ahead, 0) : p + 1].max() for p in range(until)] for m in means]
+        )
     size = policy.page_size
     starts = range(0, until, size)
     means = np.array([[m[s : s + size].mean() for s in starts] for m in means])
@@ -130,11 +142,13 @@ def test_layers_that_pick_and_layers_that_follow(settings, leaders):
     ("policy", "settings", "message"),
     [
         (Vegas, {"collect": "some"}, "collect='some' must be one of ends, all, accepted, last"),
-        (Vegas, {"score": "norm"}, "score='norm' must be one of logit, weight"),
+        (Vegas, {"score": "norm"}, "score='norm' must be one of logit, softmax, weight"),
         (Vegas, {"least": -1}, "least=-1 must be at least 0"),
+        (Vegas, {"ahead": -1}, "ahead=-1 must be at least 0"),
+        (SpecExtend, {"ahead": 1}, "ahead=1 goes with single positions"),
         (SpecExtend, {"page": 0}, "page=0 must be at least 1 position"),
     ],
-    ids=["collect", "score", "least", "page"],
+    ids=["collect", "score", "least", "ahead", "pages-ahead", "page"],
 )
 def test_bad_settings_are_refused(policy, settings, message):
     with pytest.raises(ValueError, match=message):
