@@ -36,6 +36,7 @@ from jspec.policies.hata import with_hashes
 
 TEMPERATURES = (0.0, 1.0)
 STEPS = 4  # of a jitted chunk
+BLOCK = "Vegas, block rule"  # of verification, in place of the rule by tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ def drafts(ratio: float) -> dict[str, str]:
     return {
         "none": "none",
         "Vegas (first + bonus token, logits)": f"vegas:{guided}",
+        BLOCK: f"vegas:{guided}",
         "MagicDec-Stream": f"streaming:window={ratio}",
         "MagicDec-Quest": f"quest:{scored}",
         "SpecExtend, layer-wise": f"specextend:{guided}",
@@ -115,13 +117,18 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
             model, prompts, params[: plan.texts], StepConfig(plan.gamma), chunk=512
         )
         wanted = None
-        named = drafts(plan.ratio)
+        named = {
+            name: text
+            for name, text in drafts(plan.ratio).items()
+            if name == "none" or settings.wants(name)
+        }
         if settings.quick:
             named = dict(list(named.items())[:4])
         with bar("vegas-accept", len(named)) as advance:
             for name, text in named.items():
                 gamma = 0 if name == "none" else plan.gamma
-                config = StepConfig(gamma, jspec.named_draft(text))
+                rule = "block" if name == BLOCK else "token"
+                config = StepConfig(gamma, jspec.named_draft(text), rule=rule)
                 arrays = prepared(with_hashes(config.keeps, bundled_path()), model, tokenizer)
                 models = Models(model, policy=arrays)
                 state = started(before, models, config, params)
@@ -261,6 +268,7 @@ SUITE = Suite(
     "mean accepted lengths of all drafters at an equal ratio, on the bundled model",
     run,
     show,
+    rivals=tuple(drafts(0.07)),
     compare=compare_rows,
     own_clocks=True,
     case=plan_of,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
@@ -23,12 +24,14 @@ COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_anew():
-    """Keep no program: JAX 0.10 hangs in these where it finds them in its compilation cache."""
-    name = "jax_persistent_cache_min_compile_time_secs"
+    """Read and keep no program: JAX 0.10 hangs in these where its compilation cache has them."""
+    name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
+    jax.config.update(name, False)
+    reset_cache()  # whether there is a cache is asked once
     yield
     jax.config.update(name, before)
+    reset_cache()
 
 
 def sharded(function, vocabulary_arguments: list[str]):
