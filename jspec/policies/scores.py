@@ -63,10 +63,10 @@ def softmax(scores: Array, layout: Layout, until: Array) -> Array:
     """The softmax of ``scores [B, K, S]`` over the slots of positions below ``until [B]``, 0 in
     others. Of a `Stripe` over the slots of all devices."""
     scores = jnp.where(_inside(scores, layout, until), scores.astype(jnp.float32), -jnp.inf)
-    highest = scores.max(axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True)
     axis = layout.axis if isinstance(layout, Stripe) else ()
-    highest = lax.pmax(highest, axis) if axis else highest
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0))
+    top = lax.pmax(top, axis) if axis else top
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
     total = weights.sum(axis=-1, keepdims=True)
     total = lax.psum(total, axis) if axis else total
     return weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
@@ -85,7 +85,7 @@ def carried(
     if not isinstance(layout, Stripe):
         scores, layout = in_order(scores, layout), Linear(layout.size)
         before = jnp.full((*scores.shape[:-1], ahead), -jnp.inf, scores.dtype)
-        return _highest_behind(before, scores), layout
+        return _best_up_to(before, scores), layout
     if ahead > layout.block:
         raise ValueError(
             f"ahead={ahead} must be at most {layout.block}, the block of positions of a device"
@@ -97,12 +97,12 @@ def carried(
     none = jnp.full_like(before[..., :1, :], -jnp.inf)
     behind = jnp.concatenate([none, before[..., :-1, :]], axis=-2)
     before = jnp.where(lax.axis_index(layout.axis) == 0, behind, before)
-    return _highest_behind(before, blocks).reshape(scores.shape), layout
+    return _best_up_to(before, blocks).reshape(scores.shape), layout
 
 
-def _highest_behind(before: Array, scores: Array) -> Array:
-    """The highest of each of ``scores [..., n]`` and the m ones behind it, the first of which are
-    ``before [..., m]``."""
+def _best_up_to(before: Array, scores: Array) -> Array:
+    """The highest of each of ``scores [..., n]`` and the m in front of it; ``before [..., m]`` are
+    in front of the first."""
     whole = jnp.concatenate([before, scores], axis=-1)
     size, ahead = scores.shape[-1], before.shape[-1]
     return functools.reduce(jnp.maximum, (whole[..., i : i + size] for i in range(ahead + 1)))
