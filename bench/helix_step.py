@@ -45,8 +45,8 @@ from jspec.decode.state import DecodeState
 COLUMNS = ("shape", "B", "S", "draft", "kvp", "tpa")
 REPEATS = 5
 # Of the standard deviation of a position's logits: two tokens that are nearer than this are a near
-# tie, which sums in another order may turn. Right passes in bfloat16 were up to 0.3 apart; the best
-# of 128,256 random logits is 4 above a token that other logits chose.
+# tie, which sums in another order may turn. Meshes that give one device's tokens in float32 were up
+# to 0.3 apart in bfloat16; the best of 128,256 random logits is 4 above a token of other logits.
 TIE = 0.5
 
 

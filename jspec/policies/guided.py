@@ -31,7 +31,7 @@ class Guided(Budgeted):
     tokens too; ``accepted``: those that were not discarded; ``last``: the last of these alone.
     ``score``: ``logit``, the product of query and key, or ``weight``, the softmax of it; in the
     mean over those tokens and all query heads, with ``per_head`` over those of a KV head. Or
-    ``softmax``, that of the mean logit of each KV head: nearly a weight, at the cost of a logit.
+    ``softmax``, that of the mean logit of each KV head, for which no key is read again.
     ``ahead``: a position counts as much as the best of so many before it, since a draft that copies
     a text reads on behind what the last verification read (SnapKV pools scores so, both ways; Li et
     al. 2024, section 4.2). ``least``: what a ratio comes to at least, in positions.
