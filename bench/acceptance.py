@@ -37,6 +37,7 @@ from jspec.policies.hata import with_hashes
 TEMPERATURES = (0.0, 1.0)
 STEPS = 4  # of a jitted chunk
 BLOCK = "Vegas, block rule"  # of verification, in place of the rule by tokens
+CASE = {"S": 8192, "texts": 16, "new": 256, "gamma": 7, "percent": 7}  # percent: of the context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +77,6 @@ def drafts(ratio: float) -> dict[str, str]:
         "n-gram": "ngram",
         "suffix": "suffix",
     }
-
-
-CASE = {"S": 8192, "texts": 16, "new": 256, "gamma": 7, "percent": 7}  # percent: of the context
 
 
 def plan_of(text: str) -> Plan:
@@ -126,9 +124,7 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
             named = dict(list(named.items())[:4])
         with bar("vegas-accept", len(named)) as advance:
             for name, text in named.items():
-                gamma = 0 if name == "none" else plan.gamma
-                rule = "block" if name == BLOCK else "token"
-                config = StepConfig(gamma, jspec.named_draft(text), rule=rule)
+                config = config_of(plan, name, text)
                 arrays = prepared(with_hashes(config.keeps, bundled_path()), model, tokenizer)
                 models = Models(model, policy=arrays)
                 state = started(before, models, config, params)
@@ -139,6 +135,13 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
                     right = decoding.check_tokens(model, prompts, greedy, wanted)
                     yield from _found(plan, name, text, right, tallies)
                 advance()
+
+
+def config_of(plan: Plan, name: str, text: str) -> StepConfig:
+    """The step of the drafter ``text``, by its name in the tables."""
+    gamma = 0 if name == "none" else plan.gamma
+    rule = "block" if name == BLOCK else "token"
+    return StepConfig(gamma, jspec.named_draft(text), rule=rule)
 
 
 def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:

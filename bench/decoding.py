@@ -27,9 +27,9 @@ from bench.table import times
 from jspec.cache import Cache, Linear
 from jspec.decode.programs import PROGRAMS
 
-NEW_TOKENS = 640  # more than any step of the longer loop may commit
+NEW_TOKENS = 640  # more than the longer loop can commit, so that no row ends inside it
 CPU_NEW_TOKENS = 256
-LOOPS = (16, 64)  # steps, of which the shorter outlasts what the host needs to start the longer
+LOOPS = (16, 64)  # steps; in the difference of shorter ones the host's noise is large
 CPU_LOOPS = (4, 16)
 CHUNK = 16  # steps of a program while decoding
 NEAR_TIE = 0.25  # logits apart: what bf16 rounding of a long sum may turn around
@@ -109,6 +109,7 @@ def decoded(
     ``state``: that of ``prompts``, which have been taken up.
     """
     settings = {"gamma": config.gamma, "backends": config.backends, "exact": config.exact}
+    settings |= {"rule": config.rule, "target": config.target}
     settings |= {"draft": config.draft, "draft_model": models.draft, "steps_per_chunk": CHUNK}
     settings |= {"policy_arrays": models.policy, "prefilled": state}
     runs = [jspec.generate(models.target, prompts, params, **settings) for _ in range(4)][1:]

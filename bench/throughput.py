@@ -45,12 +45,11 @@ CHAINS = {
 }
 NAMES = ("plain", "vegas", "vegas-int8", *CHAINS)
 EXACT = tuple(f"{name}-exact" for name in NAMES)  # rows for those who name them
-# Drafters that the bundled model alone runs, at the same share of the context.
+# Drafters that the bundled model alone runs; those that select read the same share of all layers.
+SCORED = ("exact_topk", "hata", "quest", "loki", "magicpig", "specextend", "sparsespec")
 OTHERS = {
     "streaming": f"streaming:window={RATIO}",
-    **{name: f"{name}:budget={RATIO}" for name in ("exact_topk", "hata", "quest", "loki")},
-    "magicpig": f"magicpig:budget={RATIO}",
-    **{name: f"{name}:budget={RATIO}" for name in ("specextend", "sparsespec")},
+    **{name: f"{name}:budget={RATIO},dense_layers=0" for name in SCORED},
     **{name: name for name in ("quantspec", "ngram", "suffix")},
 }
 CHOICES = cases.CHOICES | {"model": ("bundled", *cases.CHOICES["model"])}

@@ -120,6 +120,11 @@ class LayerSpec:
             "are in keys",
         )
 
+    @property
+    def score_scale(self) -> float:
+        """What q.k is multiplied by."""
+        return self.key_size**-0.5 if self.scale is None else self.scale
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

@@ -12,7 +12,7 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         *("draft", "batch", "context", "tok/s", "vs plain", "mean accepted length", "ms/step"),
         *("read floor ms", "identical", "flip margin"),
     )
-    new = " or ".join({str(row["committed"] // row["batch"]) for row in result["rows"]})
+    new = " or ".join(sorted({str(row["committed"] // row["batch"]) for row in result["rows"]}))
     return paragraphs(
         header("Plain and speculative decoding", result),
         f"Bundled model, {result['dtype']}, greedy, {new} new tokens on prompts of "

@@ -28,8 +28,8 @@ from jspec.policies import Dense, Policy
 from jspec.sharding import beside, place, put
 from jspec.typing import Model
 
-# Seconds of a chunk below which the next one starts before it is read: where chunks are longer, the
-# host's turn is no share of the time, and one that nobody needs would be.
+# Seconds of a chunk below which the next one starts before it is read. Where chunks are longer, the
+# host takes a small share of the time, and a chunk that nobody needs costs more than it saves.
 SHORT = 0.02
 OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
 

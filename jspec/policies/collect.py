@@ -141,8 +141,7 @@ def _scores(policy: Guided, cache: Cache, layer: int, own: Queries, scoring: Arr
     """What the queries of the tokens ``scoring`` score every slot of a layer, ``[B, K, S]``."""
     spec, keys = cache.specs[layer], cache.keys(layer)
     if policy.score != "weight":
-        scale = spec.key_size**-0.5 if spec.scale is None else spec.scale
-        return dots((scale * mean_query(own.q, scoring, spec.kv_heads), keys))
+        return dots((spec.score_scale * mean_query(own.q, scoring, spec.kv_heads), keys))
     lse = jnp.where((scoring >= 0)[..., None], taken(own.lse, scoring), -jnp.inf)
     q = taken(own.q, scoring)
     return mean_weights(q, keys, lse, scale=spec.scale, softcap=spec.softcap)

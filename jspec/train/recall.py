@@ -158,8 +158,7 @@ def _kept(own: Array, exact: Array, counts: Array, weights: Array) -> Kept:
 
 def attention_weights(q: Array, k: Array, held: Array, spec: LayerSpec) -> Array:
     """Weights ``[M, K, G, S]`` of attention over ``held [M, S]``."""
-    scale = spec.key_size**-0.5 if spec.scale is None else spec.scale
-    logits = scale * jnp.einsum("mkgh,skh->mkgs", q, k)
+    logits = spec.score_scale * jnp.einsum("mkgh,skh->mkgs", q, k)
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
     return jax.nn.softmax(jnp.where(held[:, None, None], logits, -jnp.inf), axis=-1)

@@ -48,6 +48,18 @@ def test_it_holds_auto_against_each_gamma_and_is_reported(small, tmp_path, capsy
     assert f"{min(rows[2]['vs_plain'], rows[5]['vs_plain']):.2f}x plain decoding" in text
 
 
+def test_every_row_of_every_batch_has_a_text_and_a_seed_of_its_own(monkeypatch):
+    taken = []
+    monkeypatch.setattr(auto.jspec, "start_decoding", lambda *given: taken.append(given[1:3]))
+    gammas = auto.Gammas(auto.jspec.StepConfig(draft=auto.jspec.named_draft("ngram")))
+    texts = [[row] for row in range(6)]
+    list(auto._states(None, texts, {"B": 2, "t": 0.8}, gammas))  # pyright: ignore
+    assert [prompts for prompts, _ in taken] == [texts[:2], texts[2:4], texts[4:]]
+    params = [own for _, both in taken for own in both]
+    assert len({own.seed for own in params}) == 6
+    assert all(own.ignore_eos and own.temperature == 0.8 for own in params)
+
+
 def test_tokens_that_differ_fail_the_run(small, monkeypatch, tmp_path):
     monkeypatch.setattr(auto.decoding, "check_tokens", lambda *_: {"checked": False})
     path = tmp_path / "result.json"

@@ -79,6 +79,18 @@ def test_a_report_of_all_three(tmp_path):
     assert "| 0.600 | 0.200 |" in text
 
 
+def test_a_drafter_is_run_by_its_name():
+    plan = acceptance.plan_of("S=32000,gamma=11,percent=3")
+    assert plan == acceptance.Plan(32000, 16, 256, 11, 0.03)
+    configs = {
+        name: acceptance.config_of(plan, name, text)
+        for name, text in acceptance.drafts(plan.ratio).items()
+    }
+    assert {name for name, own in configs.items() if own.rule == "block"} == {acceptance.BLOCK}
+    assert {name for name, own in configs.items() if own.gamma != 11} == {"none"}
+    assert configs["none"].gamma == 0
+
+
 def test_collecting_is_held_against_attention_alone(tmp_path):
     path = tmp_path / "collect.json"
     case = "B=1,S=512,heads=4/2,H=16,T=3"

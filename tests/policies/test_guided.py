@@ -25,6 +25,7 @@ GUIDED = {
     "ends-weight": Vegas(**SOME, score="weight"),
     "ratio": Vegas(budget=0.3, least=2, sinks=1, recent=1),
     "softmax": Vegas(**SOME, score="softmax"),
+    "last-softmax": Vegas(**SOME, collect="last", score="softmax"),
     "last-softmax-per-head": Vegas(**SOME, collect="last", score="softmax", per_head=True),
     "ahead": Vegas(**SOME, ahead=2),
     "softmax-ahead": Vegas(**SOME, collect="all", score="softmax", ahead=1, sinks=1, recent=1),

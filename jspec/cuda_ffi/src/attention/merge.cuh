@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(256) attention_merge(const __grid_constant__ A
   const int64_t before = head / a.kv_heads * a.tokens + token;
   const int64_t to = (before * a.kv_heads + head % a.kv_heads) * a.group + row % a.group;
   if (lane == 0) a.lse[to] = total > 0 ? (top + log2f(total)) * kLn2 : -INFINITY;
-  // Of the channels of a thread of the kernel above.
+  // These channels are those of a thread of `attention_parts`.
   const int channel = lane % 4 * 16 + lane / 4 * 2;
   uint32_t* out = reinterpret_cast<uint32_t*>(a.out + to * kChannels + channel);
   out[0] = packed(sum.x * inverse, sum.y * inverse);
