@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from jspec.models.tokenizer import Tokenizer, load_tokenizer
     from jspec.ops.attention.dense import attention
     from jspec.ops.attention.gathered import gathered_attention
+    from jspec.ops.attention.hashed import hash_attention
     from jspec.ops.attention.merge import merge_attention
     from jspec.ops.attention.scored import scored_attention
     from jspec.ops.attention.weights import mean_weights
@@ -120,6 +121,7 @@ _HOMES = {
     "jspec.models.tokenizer": ["Tokenizer", "load_tokenizer"],
     "jspec.ops.attention.dense": ["attention"],
     "jspec.ops.attention.gathered": ["gathered_attention"],
+    "jspec.ops.attention.hashed": ["hash_attention"],
     "jspec.ops.attention.merge": ["merge_attention"],
     "jspec.ops.attention.scored": ["scored_attention"],
     "jspec.ops.attention.weights": ["mean_weights"],
@@ -226,6 +228,7 @@ __all__ = [
     "generate",
     "grow",
     "hamming_scores",
+    "hash_attention",
     "hash_encode",
     "hash_encode_both",
     "hash_select",

@@ -24,7 +24,7 @@ _INSIDE = re.compile(r"(?:^|/)(collection|selection|compaction)/")  # scopes of 
 # Kernels that XLA does not name after an instruction, by the names that their sources give them.
 _NAMED = {
     "collection": re.compile(r"weights_kernel"),
-    "selection": re.compile(r"(row|count|place|finish|score)_kernel"),
+    "selection": re.compile(r"(row|count|place|finish|score|pick)_kernel"),
     "bookkeeping": re.compile(r"(commit|parts|verify|ballot|tiles|filter|residual)_kernel"),
 }
 Sums = dict[str, dict[str, int]]  # nanoseconds by part and kind

@@ -35,6 +35,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "sample": (),
     "linear": (),
     "select": (),
+    "hashed": (),
     "attention": (),
     "host": (),
 }

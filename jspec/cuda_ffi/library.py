@@ -29,7 +29,8 @@ TARGETS = {
     "pack": ("pack", "verify_and_pack", "verify_and_pack_single", "verify_and_append"),
     "sample": ("verify_stochastic", "sample"),
     "linear": ("linear", "linear_chain"),
-    "select": ("select", "hash_select"),
+    "select": ("select",),
+    "hashed": ("hash_select", "hash_attention"),
     "attention": ("attention", "scored_attention"),
     "host": ("fetch_rows", "fetch_ahead", "store_rows"),
 }

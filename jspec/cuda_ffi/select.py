@@ -1,4 +1,4 @@
-"""Selection by CUDA kernels that count digits: of scores, and of hash codes as they are scored."""
+"""Selection by CUDA kernels that count digits of scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy as np
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
 from jspec.gpu import multiprocessors
-from jspec.ops.hash import most
 from jspec.ops.select import selected_like
 from jspec.typing import Array
 
@@ -39,22 +38,14 @@ class Cut:
         return {"counted": np.int32(self.counted), "taken": np.int32(self.taken)}
 
 
-def chunk(lines: int, n: int, least: int, most: int, blocks: float) -> int:
-    """The most slots for a block of which there are ``blocks`` for each multiprocessor.
-
-    ``lines`` of n slots are cut.
-    """
-    size = most
-    while size > least and lines * -(-n // size) < blocks * multiprocessors():
-        size //= 2
-    return size
-
-
 def cut_for(rows: int, n: int) -> Cut:
     """The cut that serves rows of scores well."""
-    size = (
-        max(256, 1 << max(n - 1, 0).bit_length()) if n <= MOST else chunk(rows, n, LEAST, MOST, 1.5)
-    )
+    if n <= MOST:
+        size = max(256, 1 << max(n - 1, 0).bit_length())
+        return Cut(size, size)
+    size = MOST
+    while size > LEAST and rows * -(-n // size) < 1.5 * multiprocessors():
+        size //= 2
     return Cut(size, size)
 
 
@@ -65,14 +56,14 @@ def bins_of(keys: int) -> list[int]:
     return [MOST_BINS, 64] if keys <= 2**16 else [MOST_BINS, 1024, 1024]
 
 
-def workspace_words(keys: int, n: int, cut: Cut, *, scored: bool) -> int:
+def workspace_words(keys: int, n: int, cut: Cut) -> int:
     """What a row keeps between launches, in words of 4 bytes, as `Plan` lays it out.
 
     The handlers refuse another size.
     """
     chunks, bins = max(1, -(-n // cut.counted)), bins_of(keys)
-    words = 4 + (-(-n // 8) * 4 if scored else 0)
-    if chunks > 1 or scored:
+    words = 4
+    if chunks > 1:
         words += chunks * (bins[0] + 64) // 2
     return words + (-(-n // 4) * 4 if len(bins) > 1 else 0)
 
@@ -109,7 +100,7 @@ def select_cuda(
     lead, n = scores.shape[:-1], scores.shape[-1]
     keys = keys_of(scores.dtype, highest)
     cut = cut or cut_for(math.prod(lead), n)
-    words = workspace_words(keys, n, cut, scored=False)
+    words = workspace_words(keys, n, cut)
     outputs = (selected_like(scores, k), jax.ShapeDtypeStruct((*lead, words), jnp.uint32))
     return library.call(
         "select",
@@ -123,53 +114,4 @@ def select_cuda(
     )[0]
 
 
-def _supports_hash(
-    q_codes: Array, k_codes: Array, counts: Array, lengths: Array, *, k: int, **rest: Any
-) -> str | None:
-    if not 0 < (highest := most(q_codes, k_codes)) < MOST_BINS:
-        return f"scores to G T R = {highest} are not in 1..{MOST_BINS - 1}"
-    return _refusal(k_codes.shape[1], k)
-
-
-def hash_select_cuda(
-    q_codes: Array,
-    k_codes: Array,
-    counts: Array,
-    lengths: Array,
-    *,
-    k: int,
-    sinks: int,
-    recent: int,
-    cut: Cut | None = None,
-) -> Array:
-    """As `jspec.ops.hash_select.hash_select`."""
-    batch, n, heads, _ = k_codes.shape
-    keys = most(q_codes, k_codes) + 1
-    cut = cut or _hash_cut(k_codes, keys)
-    words = workspace_words(keys, n, cut, scored=True)
-    slots, workspace = (
-        jax.ShapeDtypeStruct((batch, heads, size), dtype)
-        for size, dtype in ((k, jnp.int32), (words, jnp.uint32))
-    )
-    return library.call(
-        "hash_select",
-        (slots, workspace),
-        *(q_codes, k_codes, counts, lengths),
-        vmap_method="broadcast_all",
-        sinks=np.int32(sinks),
-        recent=np.int32(recent),
-        **cut.attributes,
-    )[0]
-
-
-def _hash_cut(k_codes: Array, keys: int) -> Cut:
-    """A block scores the codes of some heads, which lie together, of as many keys as it can."""
-    batch, n, heads, words = k_codes.shape
-    together = min(heads, 32 // words)
-    groups = -(-heads // together)
-    counted = chunk(batch * groups, n, 256, MOST // max(1 << (together - 1).bit_length(), 8), 0.8)
-    return Cut(counted, chunk(batch * heads, n, max(LEAST, counted), MOST, 0.8))
-
-
 SELECT = Backend("cuda", select_cuda, _supports)
-HASH_SELECT = Backend("cuda", hash_select_cuda, _supports_hash)

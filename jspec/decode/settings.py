@@ -15,6 +15,7 @@ from jspec.dispatch import Backends, preferring
 from jspec.ops.append import APPEND, APPEND_ENCODE
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
+from jspec.ops.attention.hashed import HASH_ATTENTION
 from jspec.ops.attention.scored import SCORED
 from jspec.ops.attention.weights import WEIGHTS
 from jspec.ops.commit import VERIFY_AND_COMMIT
@@ -38,7 +39,7 @@ OF_MODELS = (
 )
 # Of a step.
 OPERATIONS = (
-    *(ATTENTION, SCORED, GATHERED, APPEND, APPEND_ENCODE, SAMPLE),
+    *(ATTENTION, SCORED, GATHERED, HASH_ATTENTION, APPEND, APPEND_ENCODE, SAMPLE),
     *(FETCH_ROWS, FETCH_AHEAD, STORE_ROWS),
     *(VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC),
     *OF_MODELS,

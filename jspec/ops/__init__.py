@@ -23,6 +23,7 @@ _HOMES = (
     "jspec.ops.hash:HAMMING_SCORES",
     "jspec.ops.select:SELECT",
     "jspec.ops.hash_select:HASH_SELECT",
+    "jspec.ops.attention.hashed:HASH_ATTENTION",
     "jspec.ops.linear:LINEAR",
     "jspec.ops.linear_chain:LINEAR_CHAIN",
     "jspec.ops.route:ROUTE",

@@ -91,14 +91,7 @@ def rotate_append_encode(
     is that of the key as the cache holds it. Returns the queries, keys, values and codes. Where
     Triton serves few tokens, it is one launch.
     """
-    _check(q, k, v, keys, values, slots)
-    wanted = (*keys.shape[:3], w.shape[2] // 32)
-    fits = codes.dtype == jnp.uint32 and w.shape[2] in BITS
-    if not fits or codes.shape != wanted or w.shape[:2] != keys.shape[2:]:
-        raise ValueError(
-            f"codes {codes.dtype}{list(codes.shape)} and w {list(w.shape)} must be uint32 "
-            f"[B, S, K, R / 32] and [K, H, R] for keys {list(keys.shape)}, with R one of {BITS}"
-        )
+    check_encode(q, k, v, keys, values, codes, w, slots)
     given = (q, k, v, turn, keys, values, codes, w, slots)
     return APPEND_ENCODE(*given, implementation=implementation)
 
@@ -111,6 +104,27 @@ def _check(q: Array, k: Array, v: Array, keys: Array, values: Array, slots: Arra
             f"q {q.shape}, k {k.shape}, v {v.shape}, keys {keys.shape}, values {values.shape}, "
             f"slots {slots.shape} must be [B, T, N, H], [B, T, K, H], [B, T, K, H'], [B, S, K, H], "
             "[B, S, K, H'] and [B, T]"
+        )
+
+
+def check_encode(
+    q: Array,
+    k: Array,
+    v: Array,
+    keys: Array,
+    values: Array,
+    codes: Array,
+    w: Array,
+    slots: Array,
+) -> None:
+    """Raise `ValueError` where shapes or dtypes are not those of `rotate_append_encode`."""
+    _check(q, k, v, keys, values, slots)
+    wanted = (*keys.shape[:3], w.shape[2] // 32)
+    fits = codes.dtype == jnp.uint32 and w.shape[2] in BITS
+    if not fits or codes.shape != wanted or w.shape[:2] != keys.shape[2:]:
+        raise ValueError(
+            f"codes {codes.dtype}{list(codes.shape)} and w {list(w.shape)} must be uint32 "
+            f"[B, S, K, R / 32] and [K, H, R] for keys {list(keys.shape)}, with R one of {BITS}"
         )
 
 

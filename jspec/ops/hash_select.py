@@ -114,7 +114,7 @@ HASH_SELECT = Operation(
     {
         "xla": Backend("xla", _xla, always),
         "two_steps": Backend("two_steps", _two_steps, always),
-        "cuda": "jspec.cuda_ffi.select:HASH_SELECT",
+        "cuda": "jspec.cuda_ffi.hashed:HASH_SELECT",
     },
     hash_select_sizes,
     _cases,

@@ -27,6 +27,7 @@ from jspec.policies.offload import (
 from jspec.policies.policy import Policy, columns_of, encoded
 from jspec.policies.read import (
     attended,
+    finished,
     joined_columns,
     picked_columns,
     read_at,
@@ -102,9 +103,22 @@ def selected_attend(
     def attend(layer, q, k, v, given, *, sinks=None, up=None, turn=None, foresee=None):
         cache: Cache = given.cache if isinstance(given, Reading) else given
         spec = cache.specs[layer]
+        earlier = given.serving(layer) if isinstance(given, Reading) else None
+        # Keys in the host's memory, or on several devices, are read in parts.
+        near = cache.shards is None and not is_offloaded(cache, layer)
+        plain = near and spec.window is None and q.shape[1] == 1
+        if earlier is None and plain and turn is not None and v is not None:
+            whole = policy.attend_token(
+                *(arrays, layer, cache, q, k, v, turn),
+                *(positions, until, tail, backends),
+            )
+            if whole is not None:
+                out, lse, chosen, after = whole
+                if isinstance(given, Reading):
+                    after = given.behind(after, chosen, policy.layers_served, is_new=True)
+                return finished(out, lse, sinks, up), after
         # Written before it is read: a cache that is read and then written would be copied whole.
         q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
-        earlier = given.serving(layer) if isinstance(given, Reading) else None
         chosen = earlier
         if chosen is None and spec.window is None:
             # Later queries are of draft tokens: the selection, and with it the law of the tokens

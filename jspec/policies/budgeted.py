@@ -64,9 +64,14 @@ class Budgeted(Policy):
         ``size``: the capacity of the layer. ``best(most, counts=, lengths=, sinks=, recent=)``
         gives the positions, or pages, of the ``most`` highest scores, as `jspec.select` does.
         """
-        pages = until
-        if self.page_size > 1:
-            pages, size = -(-until // self.page_size), whole_pages(size, self.page_size)
+        pages = until if self.page_size == 1 else -(-until // self.page_size)
+        most, own = self.share(size, until)
+        chosen = best(most, lengths=pages, **own)
+        return chosen if self.page_size == 1 else _inside(chosen, self.page_size, until)
+
+    def share(self, size: int, until: Array) -> tuple[int, dict[str, Any]]:
+        """The ``most`` and, by name, ``counts``, ``sinks`` and ``recent`` of `within`."""
+        size = whole_pages(size, self.page_size)
         if isinstance(self.budget, float):
             most = min(max(math.ceil(self.budget * size), self.floor, 1), size)
             share = jnp.ceil(self.budget * until.astype(jnp.float32) / self.page_size)
@@ -82,8 +87,7 @@ class Budgeted(Policy):
         sinks = min(sinks, most)
         recent = min(recent, most - sinks)
         counts = None if counts is None else jnp.minimum(counts, most)
-        chosen = best(most, counts=counts, lengths=pages, sinks=sinks, recent=recent)
-        return chosen if self.page_size == 1 else _inside(chosen, self.page_size, until)
+        return most, {"counts": counts, "sinks": sinks, "recent": recent}
 
     @property
     def _recent(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,10 @@ import numpy as np
 from jspec.cache import Cache, Linear
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
+from jspec.dispatch import preferred
 from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hashes
+from jspec.ops.append import Turn
+from jspec.ops.attention.hashed import PARTS, hash_attention
 from jspec.ops.hash import BITS, hamming_scores, hash_encode
 from jspec.ops.hash_select import hash_select
 from jspec.policies.budgeted import ScoredPolicy
@@ -93,6 +96,40 @@ class Hata(ScoredPolicy):
             scores = self.score(arrays, layer, cache, q)
             return best_positions(scores, layout, most, highest=shared, **budget)
         return hash_select(hash_encode(q, arrays[layer]), codes, most, **budget)
+
+    def attend_token(
+        self,
+        arrays: Any,
+        layer: int,
+        cache: Cache,
+        q: Array,
+        k: Array,
+        v: Array,
+        turn: Turn,
+        positions: Array,
+        until: Array,
+        tail: int,
+        backends: Mapping[str, str],
+    ) -> tuple[Array, Array, Array, Cache] | None:
+        layout, spec = cache.layouts[layer], cache.specs[layer]
+        # A subclass may score or select otherwise; a backend that is named for a part is to run.
+        by_codes = type(self) is Hata and not self.norms and layer >= self.dense_layers
+        named = any(part in backends or preferred(part) for part in PARTS)
+        if not by_codes or named or turn.joined is None or not isinstance(layout, Linear):
+            return None
+        names = ("keys", "values", "codes")
+        cache.check_keeps(layer, names)
+        keys, values, codes = (cache.columns[layer][name] for name in names)
+        most, own = self.share(layout.capacity, until)
+        out, lse, chosen, *columns = hash_attention(
+            *(q, k, v, turn, keys, values, codes, arrays[layer], positions, until, most),
+            tail=tail,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            implementation=backends.get("hash_attention"),
+            **own,
+        )
+        return out, lse, chosen, cache.replaced(layer, **dict(zip(names, columns, strict=True)))
 
 
 def with_hashes(policy: Policy, model: Path) -> Policy:

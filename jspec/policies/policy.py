@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from jspec.cache import Cache, Linear
 from jspec.cache.cache import Shapes
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
+from jspec.ops.append import Turn
 from jspec.sharding import Placing
 from jspec.typing import Array, Model
 
@@ -137,6 +138,31 @@ class Policy:
 
         float32 ``[B, T, N, n]``, as `jspec.gathered_attention` takes them; None weighs all alike.
         Layers that read the selection of another one are not asked.
+        """
+        return None
+
+    def attend_token(
+        self,
+        arrays: Any,
+        layer: int,
+        cache: Cache,
+        q: Array,
+        k: Array,
+        v: Array,
+        turn: Turn,
+        positions: Array,
+        until: Array,
+        tail: int,
+        backends: Mapping[str, str],
+    ) -> tuple[Array, Array, Array, Cache] | None:
+        """A layer's whole attention for one new token, where the policy has one operation for it.
+
+        ``q [B, 1, N, H]``, ``k [B, 1, K, H]`` and ``v [B, 1, K, H']`` at ``positions [B, 1]``,
+        before ``turn`` norms and rotates them. Returns the output and its log-sum-exp, what
+        `select` gives for these queries, and the cache with the new token: all as `encode`,
+        `select` and attention over it and the ``tail`` positions from ``until [B]`` on give them,
+        which run one by one for None. ``backends``: named ones, of operations. Layers whose keys
+        lie elsewhere, and those that read the selection of another one, are not asked.
         """
         return None
 

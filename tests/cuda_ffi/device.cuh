@@ -47,3 +47,14 @@ inline void launched(const char* error) {
   std::printf("%s\n", error);
   std::exit(1);
 }
+
+inline int random_below(int64_t below) {
+  return (int64_t(std::rand()) << 16 ^ std::rand()) % below;
+}
+
+// Budgets and lengths of which some are 0, some whole, and some past the ends.
+inline std::vector<int32_t> some_counts(int rows, int most) {
+  std::vector<int32_t> counts(rows);
+  for (int32_t& x : counts) x = random_below(3) ? random_below(most + 3) - 1 : most;
+  return counts;
+}

@@ -1,17 +1,14 @@
 // Selects on the device and on the host and compares: a program of its own, so that
 // compute-sanitizer has nothing else to look at. tests/cuda_ffi/test_driver.py compiles and runs it.
 #define select select_on_cpu
-#define hash_select hash_select_on_cpu
 #include "select/select_cpu.cc"
 #undef select
-#undef hash_select
 
 #include "device.cuh"
 #include "select/plan.h"
 
 namespace jspec {
 const char* select(const Select& select, const Cut& cut, void* workspace, Stream stream);
-const char* hash_select(const Hash& hash, const Cut& cut, void* workspace, Stream stream);
 }  // namespace jspec
 
 using namespace jspec;
@@ -24,15 +21,6 @@ void expect(bool right, const char* what, const Rows& rows, int kind, const Cut&
   ++failures;
   std::printf("wrong: %s kind=%d rows=%d n=%d k=%d sinks=%d recent=%d counted=%d taken=%d\n", what,
               kind, int(rows.rows), rows.n, rows.k, rows.sinks, rows.recent, cut.counted, cut.taken);
-}
-
-int random_below(int64_t below) { return (int64_t(std::rand()) << 16 ^ std::rand()) % below; }
-
-// Budgets and lengths of which some are 0, some whole, and some past the ends.
-std::vector<int32_t> some_counts(int rows, int most) {
-  std::vector<int32_t> counts(rows);
-  for (int32_t& x : counts) x = random_below(3) ? random_below(most + 3) - 1 : most;
-  return counts;
 }
 
 // A row of scores as their bits. Kinds: 0 all values, 1 few, 2 one, 3 rising, 4 falling.
@@ -72,38 +60,11 @@ void try_select(Scores type, int highest, int rows, int n, int k, int sinks, int
   device.rows.counts = d_counts.data;
   device.rows.lengths = d_lengths.data;
   device.rows.slots = d_slots.data;
-  const Plan plan(keys_of(host), n, cut, false);
+  const Plan plan(keys_of(host), n, cut);
   const Device<uint32_t> workspace(plan.words * rows);
   select_on_cpu(host, cut, nullptr, nullptr);
   launched(select(device, cut, workspace.data, nullptr));
   expect(d_slots.holds(want), "select", host.rows, int(type) * 10 + (highest >= 0), cut);
-}
-
-void try_hash(int batch, int tokens, int heads, int group, int words, int n, int k, int sinks,
-              int recent, Cut cut) {
-  std::vector<uint32_t> q(batch * tokens * heads * group * words), codes(int64_t(batch) * n * heads * words);
-  const uint32_t few[] = {0, 1, 0x80000000u, ~0u, 0xFF00FFu};
-  const bool any = n % 2;
-  for (uint32_t& x : q) x = any ? std::rand() * 2u ^ std::rand() : few[random_below(5)];
-  for (uint32_t& x : codes) x = any ? std::rand() * 2u ^ std::rand() : few[random_below(5)];
-  const int rows = batch * heads;
-  const std::vector<int32_t> counts = some_counts(rows, k), lengths = some_counts(rows, n);
-  std::vector<int32_t> want(int64_t(rows) * k);
-  const Device<uint32_t> d_q(q), d_codes(codes);
-  const Device<int32_t> d_counts(counts), d_lengths(lengths), d_slots(want.size());
-  Hash host{q.data(), codes.data(), batch, tokens, heads, group, words,
-            {counts.data(), lengths.data(), want.data(), rows, n, k, sinks, recent}};
-  Hash device = host;
-  device.q_codes = d_q.data;
-  device.k_codes = d_codes.data;
-  device.rows.counts = d_counts.data;
-  device.rows.lengths = d_lengths.data;
-  device.rows.slots = d_slots.data;
-  const Plan plan(host.highest() + 1, n, cut, true);
-  const Device<uint32_t> workspace(plan.words * rows);
-  hash_select_on_cpu(host, cut, nullptr, nullptr);
-  launched(hash_select(device, cut, workspace.data, nullptr));
-  expect(d_slots.holds(want), "hash_select", host.rows, words * 10 + group, cut);
 }
 
 int main() {
@@ -122,18 +83,6 @@ int main() {
         try_select(Scores::kInt32, highest, s[0], s[1], s[2], s[3], s[4], {chunk, chunk});
       }
       try_select(Scores::kInt32, 128, s[0], s[1], s[2], s[3], s[4], {256, chunk});
-    }
-  }
-  for (const int words : {1, 2, 4, 8}) {
-    const int codes[][5] = {{1, 1, 1, 1, 1}, {2, 1, 8, 4, 3000}, {1, 3, 5, 2, 777},
-                            {2, 1, 40, 1, 2050}, {1, 1, 3, 6, 9001}, {2, 3, 2, 3, 601},
-                            {1, 1, 2, 31, 900}, {1, 1, 1, 127, 300}};
-    for (const auto& c : codes) {
-      for (const Cut cut : {Cut{256, 256}, Cut{512, 2048}, Cut{2048, 32768}}) {
-        if (c[1] * c[3] * 32 * words < 4096) {
-          try_hash(c[0], c[1], c[2], c[3], words, c[4], std::min(c[4], 300), c[4] > 9, c[4] > 9, cut);
-        }
-      }
     }
   }
   std::printf("%d of %d wrong\n", failures, calls);

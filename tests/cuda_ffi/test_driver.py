@@ -14,7 +14,8 @@ from jspec.cuda_ffi.errors import BuildError
 PROGRAMS = {
     "driver.cu": ("verify/verify.cu", "pack/pack.cu", "pack/fused.cu"),
     "stochastic.cu": ("sample/stochastic.cu",),
-    "select.cu": ("select/select.cu", "select/hash_select.cu"),
+    "select.cu": ("select/select.cu",),
+    "hashed.cu": ("hashed/hashed.cu",),
 }
 
 

@@ -14,6 +14,7 @@ from jspec.cuda_ffi import build as build_module
 from jspec.cuda_ffi import library, toolchain
 from jspec.cuda_ffi.build import Built, build
 from jspec.cuda_ffi.errors import BuildError
+from jspec.cuda_ffi import hashed
 from jspec.cuda_ffi.select import Cut, workspace_words
 from jspec.ops import operations
 from jspec.ops.quantized import Quantized
@@ -53,12 +54,16 @@ KV, CACHE, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B, S, D), jnp.float32), ((B
 PACKED = [((B * GAMMA, D), jnp.float32), ((B,), jnp.int32), ((), jnp.int32)]
 CUT = {"threads": np.int32(128), "eager": np.bool_(True), "recounts": np.bool_(False)}
 # One more slot would be another chunk.
-WORDS = workspace_words(130, 512, Cut(256, 256), scored=False)
+WORDS = workspace_words(130, 512, Cut(256, 256))
 ROWS = [((B,), jnp.int32)] * 2
 SELECT = {name: np.int32(x) for name, x in (("sinks", 0), ("recent", 0), ("highest", 128))}
 HASH = [((B, 1, 4, 2), jnp.uint32), ((B, 256, 1, 2), jnp.uint32), *ROWS]
 GIVEN = ("quantized", "biased", "normed", "added", "gated", "transposed")
-HASH_WORDS = workspace_words(257, 256, Cut(256, 256), scored=True)
+HASH_CUT = hashed.HashCut(256, 2)
+HASH_WORDS = hashed.workspace_words(256, 256, HASH_CUT)
+LAYER_WORDS = hashed.workspace_words(128, 20, HASH_CUT, 2 * 66)
+CHOSEN = ((B, 2, 5), jnp.int32)
+LAYER_COLUMNS = [*[((B, 20, 2, 64), jnp.bfloat16)] * 2, ((B, 20, 2, 2), jnp.uint32)]
 SLOTS = ((B, 1), jnp.int32)
 CHUNKS = Cut(256, 256).attributes
 COLUMNS = [((B, S, 3, D), jnp.float32), ((B, S, 3, 2 * D), jnp.float32)]
@@ -111,8 +116,32 @@ CALLS = {
     "hash_select": (
         HASH,
         [SLOTS, ((B, HASH_WORDS), jnp.uint32)],
-        {"sinks": np.int32(0), "recent": np.int32(0), **CHUNKS},
+        {"sinks": np.int32(0), "recent": np.int32(0), **HASH_CUT.attributes},
         None,
+    ),
+    "hash_attention": (
+        [
+            ((B, 1, 2, 4 * 64), jnp.bfloat16),
+            *[((B, 1, 1, 32), jnp.float32)] * 2,
+            *[((64,), jnp.float32)] * 2,
+            ((2, 64, 64), jnp.float32),
+            ((B, 1), jnp.int32),
+            *LAYER_COLUMNS,
+            *[((B,), jnp.int32)] * 2,
+        ],
+        [
+            ((B, 1, 4, 64), jnp.bfloat16),
+            ((B, 1, 4), jnp.float32),
+            CHOSEN,
+            *LAYER_COLUMNS,
+            ((B, 1, 4, 64), jnp.bfloat16),
+            ((B, 1, 4, 2), jnp.uint32),
+            ((B, 2, LAYER_WORDS), jnp.uint32),
+        ],
+        {name: np.int32(x) for name, x in (("sinks", 0), ("recent", 0), ("tail", 1))}
+        | {name: np.float32(1e-3) for name in ("q_eps", "k_eps", "scale")}
+        | {"normed": np.bool_(True), **HASH_CUT.attributes},
+        {7: 3, 8: 4, 9: 5},
     ),
 }
 
@@ -147,7 +176,7 @@ def test_every_wrong_shape_and_dtype_is_an_invalid_argument(target, kernels):
         if i in aliased(aliases, count):
             continue  # JAX itself refuses aliases of different shapes
         changes = [(shape, jnp.float16), ((*shape[:-1], shape[-1] + 1) if shape else (2,), dtype)]
-        if shape == TOKENS[3][0]:
+        if shape in (TOKENS[3][0], CHOSEN[0]):
             changes.pop()  # there may be any number of stop tokens, and of slots
         for change in changes:
             bad = [*both[:i], change, *both[i + 1 :]]
@@ -170,7 +199,9 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         ("pack", {"threads": np.int32(100)}, "threads=100 must be a multiple of 32 up to 256"),
         ("verify_greedy", {"warps": np.int64(1)}, "expected S32 but got S64"),
         ("select", {"taken": np.int32(128)}, "counted=256 and taken=128 must be powers of 2"),
-        ("hash_select", {"counted": np.int32(300)}, "counted=300 and taken=256 must be powers"),
+        ("hash_select", {"chunk": np.int32(300)}, "chunk=300 must be a power of 2 in 256"),
+        ("hash_select", {"parts": np.int32(0)}, r"parts=0 in 1\.\.1024"),
+        ("hash_attention", {"tail": np.int32(0)}, "tail=0 must be"),
         ("select", {"counted": np.int32(0)}, "counted=0 must be at least 256"),
         ("select", {"sinks": np.int32(-1)}, r"sinks=-1 and recent=0 must be \[\.\.\., k\]"),
         ("linear_chain", {"added": np.zeros(1, np.int32)}, r"added\[0\]=0 is no product before it"),
@@ -180,7 +211,19 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
             "an attribute has 2 values for 1 products",
         ),
     ],
-    ids=["warps", "threads", "wrong-type", "taken", "counted", "none", "sinks", "added", "each"],
+    ids=[
+        "warps",
+        "threads",
+        "wrong-type",
+        "taken",
+        "chunk",
+        "parts",
+        "tail",
+        "none",
+        "sinks",
+        "added",
+        "each",
+    ],
 )
 def test_attributes_are_checked_and_typed(target, change, message, kernels):
     arguments, results, attributes, aliases = CALLS[target]

@@ -6,7 +6,7 @@
 // looks: one barrier is left, before the sums of the warps are added up, in one order.
 #include <algorithm>
 
-#include "linear/dependent.cuh"
+#include "common/dependent.cuh"
 #include "linear/fragments.cuh"
 
 namespace jspec {

@@ -56,13 +56,6 @@ struct HalfKey {
   JSPEC_HOST_DEVICE uint32_t operator()(uint16_t x) const { return key_of_half(x, infinity); }
 };
 
-// Of the scores of hash codes.
-struct Uint16Key {
-  using Type = uint16_t;
-  static constexpr bool kSeveral = false;
-  JSPEC_HOST_DEVICE uint32_t operator()(uint16_t x) const { return x; }
-};
-
 constexpr int kMostBins = 4096;  // of a histogram
 
 // Whether integer scores are known to have so few values that a histogram holds them.
@@ -109,8 +102,8 @@ struct Taken {
 
 JSPEC_HOST_DEVICE inline Taken taken_of(const Rows& rows, int64_t row) {
   const auto within = [](int32_t x, int32_t most) { return x < 0 ? 0 : x < most ? x : most; };
-  const int32_t length = within(rows.lengths[row], rows.n);
-  const int32_t count = within(within(rows.counts[row], rows.k), length);
+  const int32_t length = within(rows.lengths[row / rows.share], rows.n);
+  const int32_t count = within(within(rows.counts[row / rows.share], rows.k), length);
   const int32_t low = within(rows.sinks, length);
   const int32_t high = length - rows.recent > low ? length - rows.recent : low;
   const int32_t forced = low + length - high;

@@ -13,19 +13,16 @@ namespace jspec {
 struct Plan {
   Digits digits;
   int32_t chunks;
-  int64_t scores;  // of hash codes: uint16 [n rounded up to 8]
   int64_t found;   // the first digit, how many of its slots are needed, and the list's length
   int64_t records;
   int64_t list;
   int64_t words;  // a row
 
-  Plan(int64_t keys, int32_t n, const Cut& cut, bool scored) : digits(digits_of(keys)) {
+  Plan(int64_t keys, int32_t n, const Cut& cut) : digits(digits_of(keys)) {
     chunks = n > 0 ? (n - 1) / cut.counted + 1 : 1;
-    scores = 0;
-    found = scored ? (int64_t(n) + 7) / 8 * 4 : 0;
+    found = 0;
     records = found + 4;
-    const bool whole = chunks == 1 && !scored;
-    list = records + (whole ? 0 : chunks * record_words());
+    list = records + (chunks == 1 ? 0 : chunks * record_words());
     words = list + (digits.levels > 1 ? (int64_t(n) + 3) / 4 * 4 : 0);
   }
 

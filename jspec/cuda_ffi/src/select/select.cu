@@ -4,7 +4,7 @@
 namespace jspec {
 const char* select(const Select& select, const Cut& cut, void* workspace, Stream stream) {
   const Rows& rows = select.rows;
-  const Plan plan(keys_of(select), rows.n, cut, false);
+  const Plan plan(keys_of(select), rows.n, cut);
   return for_scores(select, [&](auto key) {
     const int vector = 16 / sizeof(typename decltype(key)::Type);
     const bool aligned =

@@ -22,14 +22,20 @@ __device__ __forceinline__ void wait_for_kernels_ahead() {
 #endif
 }
 
+// Lets `kernel` have so many bytes of shared memory.
+template <typename Kernel>
+void allow_shared_memory(Kernel kernel, int bytes) {
+  if (bytes > 48 * 1024) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  }
+}
+
 // Launches `kernel`, which calls wait_for_kernels_ahead() in every thread. `early`: it may start
 // before the kernel ahead of it, one of the same call, has ended.
 template <typename... Parameters>
 const char* launch_behind(void (*kernel)(Parameters...), int blocks, int threads, int bytes,
                           bool early, Stream stream, const Parameters&... arguments) {
-  if (bytes > 48 * 1024) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  }
+  allow_shared_memory(kernel, bytes);
   if (early) {
     int device, major;
     cudaGetDevice(&device);

@@ -1,0 +1,227 @@
+"""Selection by hash codes, scored and counted at once, alone and inside a decoding layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cuda_ffi import library
+from jspec.dispatch import Backend, preferred
+from jspec.gpu import multiprocessors
+from jspec.ops.append import Turn
+from jspec.ops.attention.hashed import PARTS
+from jspec.ops.hash import most as most_shared
+from jspec.ops.norm import CENTERED, RMS
+from jspec.typing import Array
+
+MOST_SCORE, MOST_SLOTS = 4095, 2**30  # as in src/hashed/hashed.h, and of n and k
+LEAST, MOST = 256, 4096  # slots of a row that a block scores
+HELD = 32768  # bytes of scores that a block holds at once
+MOST_PARTS = 1024
+SIZES, MOST_GROUP = (64, 128, 256), 8
+
+
+@dataclasses.dataclass(frozen=True)
+class HashCut:
+    """How rows are cut for a GPU.
+
+    ``chunk``: slots of a row that a block scores, a power of 2 in 256..32768. ``parts``: blocks that
+    share what follows of a row, 1 to 1024; sums of attention are taken part by part.
+    """
+
+    chunk: int
+    parts: int
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the handlers."""
+        return {"chunk": np.int32(self.chunk), "parts": np.int32(self.parts)}
+
+
+def cut_for(k_codes: Array, highest: int, blocks: int = 2) -> HashCut:
+    """The cut that serves codes ``[..., S, K, W]`` well, whose scores are at most ``highest``.
+
+    ``blocks`` of a multiprocessor that it holds at once behind the scores. As many parts as fit so:
+    those of a row wait for each other.
+    """
+    *batch, n, heads, words = k_codes.shape
+    together = min(heads, 32 // words)  # a block scores heads whose codes are 128 bytes
+    lines, chunk = math.prod(batch) * -(-heads // together), MOST
+    while chunk > LEAST and lines * -(-n // chunk) < 0.9 * multiprocessors():
+        chunk //= 2
+    fit = blocks * multiprocessors() // max(math.prod(batch) * heads, 1)
+    return HashCut(chunk, max(min(fit, -(-n * _bytes(highest) // HELD), MOST_PARTS), 1))
+
+
+def workspace_words(highest: int, n: int, cut: HashCut, floats: int = 0) -> int:
+    """What a row keeps between launches, in words of 4 bytes, as `HashPlan` lays it out.
+
+    ``floats``: those that a part of a row leaves for the others. The handlers refuse another size.
+    """
+    bins, chunks = (highest + 64) // 64 * 64, max(1, -(-n // cut.chunk))
+    scores = -(-n * _bytes(highest) // 16) * 4
+    return -(-(scores + chunks * bins // 2 + 4 + cut.parts * floats) // 4) * 4
+
+
+def _bytes(highest: int) -> int:
+    """Of a score."""
+    return 1 if highest < 256 else 2
+
+
+def _refusal(highest: int, n: int, k: int) -> str | None:
+    if not 0 < highest <= MOST_SCORE:
+        return f"scores to G T R = {highest} are not in 1..{MOST_SCORE}"
+    if max(n, k) > MOST_SLOTS:
+        return f"n={n} and k={k} must be at most {MOST_SLOTS}"
+    return library.refusal("hashed")
+
+
+def _supports_select(
+    q_codes: Array, k_codes: Array, counts: Array, lengths: Array, *, k: int, **rest: Any
+) -> str | None:
+    return _refusal(most_shared(q_codes, k_codes), k_codes.shape[1], k)
+
+
+def hash_select_cuda(
+    q_codes: Array,
+    k_codes: Array,
+    counts: Array,
+    lengths: Array,
+    *,
+    k: int,
+    sinks: int,
+    recent: int,
+    cut: HashCut | None = None,
+) -> Array:
+    """As `jspec.ops.hash_select.hash_select`."""
+    batch, n, heads, _ = k_codes.shape
+    highest = most_shared(q_codes, k_codes)
+    cut = cut or cut_for(k_codes, highest)
+    words = workspace_words(highest, n, cut)
+    slots, workspace = (
+        jax.ShapeDtypeStruct((batch, heads, size), dtype)
+        for size, dtype in ((k, jnp.int32), (words, jnp.uint32))
+    )
+    return library.call(
+        "hash_select",
+        (slots, workspace),
+        *(q_codes, k_codes, counts, lengths),
+        vmap_method="broadcast_all",
+        sinks=np.int32(sinks),
+        recent=np.int32(recent),
+        **cut.attributes,
+    )[0]
+
+
+def hash_attention_cuda(
+    q: Array,
+    k: Array,
+    v: Array,
+    turn: Turn,
+    keys: Array,
+    values: Array,
+    codes: Array,
+    w: Array,
+    positions: Array,
+    until: Array,
+    counts: Array,
+    *,
+    most: int,
+    sinks: int,
+    recent: int,
+    tail: int,
+    scale: float,
+    softcap: float | None,
+    cut: HashCut | None = None,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """As `jspec.ops.attention.hashed.hash_attention`, in three launches that follow each other."""
+    assert turn.joined is not None  # `_supports`
+    batch, _, heads, size = q.shape
+    n, kv_heads, words = codes.shape[1:]
+    group = heads // kv_heads
+    highest = group * 32 * words
+    cut = cut or cut_for(codes, highest, 2 if group <= 2 else 1)
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=q.dtype)
+    outputs = (
+        like((batch, 1, heads, v.shape[3])),
+        jax.ShapeDtypeStruct((batch, 1, heads), jnp.float32),
+        jax.ShapeDtypeStruct((batch, kv_heads, most), jnp.int32),
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values, codes)),
+        like(q.shape),
+        jax.ShapeDtypeStruct((batch, 1, heads, words), jnp.uint32),
+        jax.ShapeDtypeStruct(
+            (batch, kv_heads, workspace_words(highest, n, cut, group * (size + 2))), jnp.uint32
+        ),
+    )
+    # Any array stands for the scales that there are not.
+    q_norm, k_norm = turn.q_norm or RMS(turn.cosine), turn.k_norm or RMS(turn.cosine)
+    out, lse, slots, keys, values, codes, *_ = library.call(
+        "hash_attention",
+        outputs,
+        *(turn.joined, turn.cosine, turn.sine),
+        *(x.scale.astype(jnp.float32) for x in (q_norm, k_norm)),
+        *(w, positions, keys, values, codes, until, counts),
+        vmap_method="sequential",
+        aliases={7: 3, 8: 4, 9: 5},
+        sinks=np.int32(sinks),
+        recent=np.int32(recent),
+        tail=np.int32(tail),
+        normed=np.bool_(turn.q_norm is not None),
+        q_eps=np.float32(q_norm.eps),
+        k_eps=np.float32(k_norm.eps),
+        scale=np.float32(scale),
+        **cut.attributes,
+    )
+    return out, lse, slots, keys, values, codes
+
+
+def _supports(
+    q: Array,
+    k: Array,
+    v: Array,
+    turn: Turn,
+    keys: Array,
+    values: Array,
+    codes: Array,
+    w: Array,
+    positions: Array,
+    until: Array,
+    counts: Array,
+    *,
+    most: int,
+    softcap: float | None,
+    **rest: Any,
+) -> str | None:
+    """Why the kernels cannot take these arguments, or None."""
+    for part in PARTS:
+        if preferred(part):
+            return f"a backend is named for {part}, which it takes the place of"
+    n, kv_heads, words = codes.shape[1:]
+    size, group = q.shape[3], q.shape[2] // kv_heads
+    if turn.joined is None:
+        return "queries, keys and values are not slices of one product"
+    if (turn.q_norm is None) != (turn.k_norm is None):
+        return "of queries and keys only one has a norm"
+    if turn.q_norm is not None and turn.q_norm.centered:
+        return CENTERED
+    if any(x.dtype != jnp.bfloat16 for x in (q, turn.joined, keys, values)):
+        return "something is not bfloat16"
+    if w.dtype != jnp.float32:
+        return f"w is of {w.dtype}, not float32"
+    if size not in SIZES or v.shape[3] != size:
+        return f"it takes heads of {SIZES} channels, and there are {size} and {v.shape[3]}"
+    if not 1 <= group <= MOST_GROUP:
+        return f"it takes 1 to {MOST_GROUP} query heads a KV head, and there are {group}"
+    if softcap is not None:
+        return f"it has no soft cap, and softcap={softcap}"
+    return _refusal(group * 32 * words, n, most)
+
+
+HASH_SELECT = Backend("cuda", hash_select_cuda, _supports_select)
+HASH_ATTENTION = Backend("cuda", hash_attention_cuda, _supports)

@@ -1,0 +1,231 @@
+"""Attention of one new token over what its hash code selects: a decoding layer as one operation.
+
+`hash_attention` is the public operation; ``xla`` is the reference, ``one_by_one`` the best backend
+of each part.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.append import APPEND, APPEND_ENCODE, Turn, check_encode, rotate_append_encode
+from jspec.ops.attention.dense import check_heads
+from jspec.ops.attention.gathered import GATHERED, gathered_attention
+from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE, hash_encode
+from jspec.ops.hash_select import HASH_SELECT, hash_select
+from jspec.ops.norm import RMS
+from jspec.ops.select import SELECT, check_budget
+from jspec.typing import Array
+
+# What it takes the place of: who names a backend for one of these wants it to run.
+PARTS = tuple(
+    operation.name
+    for operation in (
+        *(APPEND, APPEND_ENCODE, HASH_ENCODE),
+        *(HAMMING_SCORES, SELECT, HASH_SELECT, GATHERED),
+    )
+)
+
+
+def hash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    turn: Turn,
+    keys: Array,
+    values: Array,
+    codes: Array,
+    w: Array,
+    positions: Array,
+    until: Array,
+    most: int,
+    *,
+    counts: Array | None = None,
+    sinks: int = 0,
+    recent: int = 0,
+    tail: int = 1,
+    scale: float | None = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """Append one token to a cache with hash codes, select by its code, and attend to the selection.
+
+    All that a layer does between its projections when it decodes (HATA, Gong et al. 2025, arXiv
+    2506.02572, algorithm 3). ``q [B, 1, N, H]``, ``k [B, 1, K, H]`` and ``v [B, 1, K, H']`` as the
+    projections give them; ``turn``, a `jspec.ops.append.Turn`, norms and rotates queries and keys.
+    The cache is linear, a slot for each position: ``keys [B, S, K, H]``, ``values [B, S, K, H']``
+    and ``codes`` uint32 ``[B, S, K, R / 32]``, those of `jspec.hash_encode` by ``w [K, H, R]``; all
+    three are updated at ``positions`` int32 ``[B, 1]``, -1 for padding, which appends nothing.
+
+    Of the slots below ``until`` int32 ``[B]`` it selects ``most`` for each KV head, as
+    `jspec.hash_select` does by the code of the turned query, with ``counts`` int32 ``[B]``, the
+    budget of each row, ``sinks`` and ``recent``. It attends to these and to those of the ``tail``
+    slots from ``until`` on that are not behind the query's own, as `jspec.gathered_attention` does,
+    with ``scale`` and ``softcap``. What other slots hold, NaN included, has no effect. Nothing is
+    clamped: ``positions`` must be below S, and ``until`` at most S.
+
+    Returns the output ``[B, 1, N, H']`` in the dtype of ``q`` and the log-sum-exp, natural log,
+    float32 ``[B, 1, N]``, for padding 0 and -inf; the slots that were selected, int32 ``[B, K,
+    most]``, ascending, and -1 behind the last one; and the keys, values and codes. Donate the
+    cache, and nothing of it is copied. Raises `ValueError` for arguments that do not fit.
+    """
+    _check(q, positions, until, counts, tail)
+    check_encode(q, k, v, keys, values, codes, w, positions)
+    check_heads(q, keys, values, None)
+    check_budget(most, sinks, recent)
+    return HASH_ATTENTION(
+        *(q, k, v, turn, keys, values, codes, w, positions, until),
+        # Backends cut a budget at most: a row's length leaves it, and no kernel makes an array.
+        until if counts is None else counts,
+        most=most,
+        sinks=sinks,
+        recent=recent,
+        tail=tail,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        implementation=implementation,
+    )
+
+
+def _check(q: Array, positions: Array, until: Array, counts: Array | None, tail: int) -> None:
+    batch, tokens = q.shape[:2]
+    given = {"positions": positions, "until": until, "counts": until if counts is None else counts}
+    shapes = tuple(x.shape for x in given.values())
+    if tokens != 1 or shapes != ((batch, 1), (batch,), (batch,)):
+        raise ValueError(
+            f"q {q.shape}, "
+            + ", ".join(f"{name} {x.shape}" for name, x in given.items())
+            + " must be [B, 1, N, H], [B, 1], [B] and [B]"
+        )
+    if any(x.dtype != jnp.int32 for x in given.values()):
+        kinds = ", ".join(f"{name} {x.dtype}" for name, x in given.items())
+        raise ValueError(f"{kinds} must be int32")
+    if tail < 1:
+        raise ValueError(f"tail={tail} must be at least 1, the query's own slot")
+
+
+def _in_turn(
+    implementation: str | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    turn: Turn,
+    keys: Array,
+    values: Array,
+    codes: Array,
+    w: Array,
+    positions: Array,
+    until: Array,
+    counts: Array,
+    *,
+    most: int,
+    sinks: int,
+    recent: int,
+    tail: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """As `hash_attention`, each part by this ``implementation`` of it, None for the best."""
+    named: Any = {"implementation": implementation}
+    slots = jnp.where(positions >= 0, positions, keys.shape[1])
+    # Written before it is read: a cache that is read and then written would be copied whole.
+    q, keys, values, codes = rotate_append_encode(
+        *(q, k, v, turn, keys, values, codes, w, slots), **named
+    )
+    with jax.named_scope("selection"):  # that of policies, by which profiles know it
+        own = {"counts": counts, "lengths": until, "sinks": sinks, "recent": recent}
+        chosen = hash_select(hash_encode(q, w, **named), codes, most, **own, **named)
+    behind = until[:, None] + jnp.arange(tail, dtype=jnp.int32)[None]
+    out, lse = gathered_attention(
+        *(q, keys, values, positions, chosen, behind, until), scale=scale, softcap=softcap, **named
+    )
+    return out, lse, chosen, keys, values, codes
+
+
+_xla = functools.partial(_in_turn, "xla")
+_one_by_one = functools.partial(_in_turn, None)
+
+
+def hash_attention_sizes(
+    q: Array, k: Array, v: Array, turn: Turn, keys: Array, *args: Array, most: int, **kwargs
+) -> dict[str, int]:
+    """What backends are ordered by; ``queries`` of a KV head."""
+    batch, slots, heads, _ = keys.shape
+    words = args[1].shape[3]
+    sizes = {"batch": batch, "slots": slots, "k": most, "queries": q.shape[2] // heads}
+    return sizes | {"heads": heads, "words": words}
+
+
+def _build(shape, normed, dtype, rows) -> tuple:
+    """Without norms whole numbers, turned by right angles: the same bits in any order of sums."""
+    (group, heads, slots, size, value, bits), batch = shape, len(rows)
+    # By this seed no sum whose sign is a bit of a code is near 0.
+    rng = np.random.default_rng([slots, size, bits, 3])
+
+    def numbers(*shape) -> Any:
+        drawn = rng.standard_normal(shape) if normed else rng.integers(-2, 3, shape)
+        return drawn.astype(dtype)
+
+    joined = numbers(batch, 1, heads, group * size + size + value)
+    q, k, v = np.split(joined, [group * size, group * size + size], axis=-1)
+    angles = rng.integers(0, 4, (batch, 1, 1, size // 2)) * (np.pi / 2)
+    angles = 1.1 * angles if normed else angles
+    turned: Any = (np.cos(angles), np.sin(angles))
+    cosine, sine = ((x if normed else np.round(x)).astype(np.float32) for x in turned)
+    norms = (RMS(numbers(size)), RMS(numbers(size))) if normed else (None, None)
+    columns = numbers(batch, slots, heads, size), numbers(batch, slots, heads, value)
+    # Few bits set, so that many scores are equal.
+    some = np.array([0, 1, 2**31, 2**32 - 1], np.uint32)
+    codes = rng.choice(some, (batch, slots, heads, bits // 32))
+    w = numbers(heads, size, bits).astype(np.float32)
+    until, positions, counts = np.array(rows, np.int32).T
+    q, turn = q.reshape(batch, 1, -1, size), Turn(cosine, sine, *norms, joined)
+    return q, k, v, turn, *columns, codes, w, positions[:, None], until, counts
+
+
+def _case(name, shape, dtype, rows, settings, normed=False, small=False) -> Case:
+    """``shape``: ``(G, K, S, H, H', R)``; ``rows``: of each ``(until, position, count)``;
+    ``settings``: ``(most, sinks, recent, tail, softcap)``."""
+    static = dict(zip(("most", "sinks", "recent", "tail", "softcap"), settings, strict=True))
+    static |= {"scale": shape[3] ** -0.5}
+    return Case(name, functools.partial(_build, shape, normed, dtype, rows), static, small)
+
+
+def _cases() -> list[Case]:
+    """Rows that are empty, padded, and shorter than what is selected of them."""
+    small, tail = ((2, 2, 20, 16, 16, 32), (2, 2, 24, 16, 16, 64))
+    beyond, long_codes = ((1, 3, 20, 24, 8, 32), (1, 8, 130, 32, 32, 256))
+    grouped, wide = ((8, 2, 700, 64, 64, 128), (4, 2, 300, 128, 128, 128))
+    ragged = [(13, 13, 6), (0, 0, 6), (9, -1, 6), (4, 4, 6)]
+    behind = [(17, 19, 6), (5, 5, 2), (20, 23, 0)]
+    short = [(7, 7, 22), (19, 19, 40), (0, 1, 3)]
+    long, others = [(699, 699, 48), (310, -1, 48)], [(129, 129, 9), (64, 64, 4)]
+    drafted = [(290, 292, 30), (20, 20, 30)]
+    return [
+        _case("small", small, "float32", ragged, (6, 1, 2, 1, None), normed=True, small=True),
+        _case("tail", tail, "float32", behind, (6, 1, 2, 4, None), small=True),
+        _case("beyond", beyond, "float32", short, (22, 0, 0, 2, 5.0)),
+        _case("grouped", grouped, "float32", long, (48, 4, 16, 1, None), normed=True),
+        _case("bfloat16", wide, "bfloat16", drafted, (30, 4, 16, 3, None)),
+        _case("long-codes", long_codes, "float16", others, (9, 0, 4, 1, None)),
+    ]
+
+
+# Backends get ``counts [B]`` always, and return what `hash_attention` does.
+HASH_ATTENTION = Operation(
+    "hash_attention",
+    {
+        "xla": Backend("xla", _xla, always),
+        "one_by_one": Backend("one_by_one", _one_by_one, always),
+        "cuda": "jspec.cuda_ffi.hashed:HASH_ATTENTION",
+    },
+    hash_attention_sizes,
+    _cases,
+    elsewhere=("one_by_one",),
+)

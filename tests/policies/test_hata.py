@@ -1,0 +1,231 @@
+"""HATA's layer of one token as one operation: the parts' bits, and who keeps it to the parts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.cache import Linear, Striped
+from jspec.dispatch import Backends, preferring
+from jspec.ops.append import Turn
+from jspec.ops.attention.hashed import PARTS, hash_attention
+from jspec.ops.norm import RMS
+from jspec.policies import Hata, HataOff
+from jspec.policies import hata as module
+from jspec.policies.attend import Reading, selected_attend
+from jspec.policies.policy import create_cache
+from tests.policies.common import BATCH, CAPACITY, LENGTHS, SPEC, arrays_of, random
+
+# About floats bit by bit.
+pytestmark = pytest.mark.usefixtures("optimised")
+
+POLICY = Hata(budget=8, sinks=1, recent=2, dense_layers=0, bits=32)
+SPECS = (SPEC, dataclasses.replace(SPEC, scale=0.7, softcap=2.0))
+
+
+LINEAR = Linear(CAPACITY)
+
+
+def cache_of(policy, specs=SPECS, layout=LINEAR):
+    """Random tokens below `LENGTHS`, two of a draft behind them, and NaN in all other slots."""
+    empty = create_cache(policy, specs, [layout] * len(specs), BATCH, jnp.float32)
+    held = np.arange(CAPACITY)[None, :, None, None] < LENGTHS[:, None, None, None] + 2
+    arrays, columns = arrays_of(policy, specs), []
+    for layer, column in enumerate(empty.columns):
+        tokens = {n: random(*column[n].shape, seed=5 * layer + len(n)) for n in ("keys", "values")}
+        kept = policy.encode(arrays, layer, tokens["keys"]) if policy.keeps_in(layer) else {}
+        own = {name: jnp.where(held, x, jnp.nan) for name, x in tokens.items()}
+        columns.append(own | kept)
+    return dataclasses.replace(empty, columns=tuple(columns), lengths=jnp.asarray(LENGTHS))
+
+
+def token(layer: int, tokens: int = 1, *, joined: bool = True):
+    """Queries, keys and values of a token, and what turns them."""
+    whole = random(BATCH, tokens, 2, 2 * 8 + 8 + 4, seed=30 + layer)
+    q, k, v = jnp.split(whole, [16, 24], axis=-1)
+    angle = random(BATCH, tokens, 1, 4, seed=40 + layer)
+    norms = RMS(random(8, seed=50)), RMS(random(8, seed=51))
+    turn = Turn(jnp.cos(angle), jnp.sin(angle), *norms, whole if joined else None)
+    return q.reshape(BATCH, tokens, 4, 8), k, v, turn
+
+
+def attended(
+    policy, positions, tail=3, cache=None, backends=Backends(), start=Reading, more=None, **given
+):
+    """Outputs of a pass over all layers, and the columns and the selection behind each of them."""
+    cache = cache_of(policy) if cache is None else cache
+    arrays = arrays_of(policy, cache.specs)
+
+    @jax.jit
+    def run(cache, positions):
+        settings = {"policy": policy, "arrays": arrays, "backends": backends}
+        attend = selected_attend(positions, cache.lengths, tail, **settings)
+        reading, found = start(cache), []
+        for layer in range(len(cache.specs)):
+            q, k, v, turn = token(layer, positions.shape[1], **given)
+            settings = {"turn": turn} | (more or {})
+            out, reading = attend(layer, q, k, v, reading, **settings)
+            found.append((out, getattr(reading, "chosen", None)))
+        return found, getattr(reading, "cache", reading).columns
+
+    return run(cache, jnp.asarray(positions, jnp.int32))
+
+
+AT = {"first": LENGTHS[:, None], "ahead": LENGTHS[:, None] + 2, "padded": [[20], [-1], [0]]}
+SOME = {
+    "plain": {},
+    "ratio": {"budget": 0.3},
+    "none": {"budget": 0, "sinks": 0, "recent": 0},
+    "beyond": {"budget": 1000},
+    "served": {"every": 2},
+    "dense-first": {"dense_layers": 1},
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The implementations that `hash_attention` was asked for by the policy."""
+    found = []
+
+    def watched(*arguments, **settings):
+        found.append(settings["implementation"])
+        return hash_attention(*arguments, **settings)
+
+    monkeypatch.setattr(module, "hash_attention", watched)
+    return found
+
+
+def assert_same(got, wanted):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("at", AT)
+@pytest.mark.parametrize("change", SOME)
+def test_it_gives_the_bits_of_its_parts(change, at, calls, monkeypatch):
+    """Outputs, selections, keys, values and codes; two layers, one with a scale and a soft cap."""
+    policy = dataclasses.replace(POLICY, **SOME[change])
+    got = attended(policy, AT[at])
+    assert calls == [None] * (1 if change in ("served", "dense-first") else 2)
+    monkeypatch.setattr(Hata, "attend_token", lambda *_: None)
+    assert_same(got, attended(policy, AT[at]))
+    for out, _ in got[0]:
+        assert np.isfinite(np.asarray(out)[np.asarray(AT[at])[:, 0] >= 0]).all()
+
+
+def test_a_selection_serves_the_layer_behind_it(calls):
+    """The second layer reads what the first one selected, not what it would select itself."""
+    one, two = (attended(dataclasses.replace(POLICY, every=n), AT["first"])[0] for n in (2, 1))
+    np.testing.assert_array_equal(one[0][1], one[1][1])
+    assert not np.array_equal(two[0][1], two[1][1])
+    assert len(calls) == 3
+
+
+def test_sinks_and_a_projection_follow(calls, monkeypatch):
+    more = {"sinks": random(4, seed=8), "up": random(4, 4, 5, seed=9)}
+    got = attended(POLICY, AT["first"], more=more)
+    assert calls == [None, None]
+    assert got[0][0][0].shape == (BATCH, 1, 4, 5)
+    monkeypatch.setattr(Hata, "attend_token", lambda *_: None)
+    assert_same(got, attended(POLICY, AT["first"], more=more))
+
+
+def test_a_cache_alone_is_given_back_as_one(calls):
+    got = attended(POLICY, AT["first"], start=lambda cache: cache)
+    assert_same(got[1], attended(POLICY, AT["first"])[1])
+    assert len(calls) == 4
+
+
+def test_its_own_backend_is_taken(calls):
+    got = attended(POLICY, AT["first"], backends=Backends(hash_attention="xla"))
+    assert calls == ["xla", "xla"]
+    wanted = attended(POLICY, AT["first"], backends=Backends(dict.fromkeys(PARTS, "xla")))
+    assert len(calls) == 2
+    assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_backend_that_is_named_for_a_part_runs(part, calls):
+    """Whether the pass names it, or what encloses it prefers it."""
+    wanted = attended(POLICY, AT["first"])
+    calls.clear()
+    named = attended(POLICY, AT["first"], backends=Backends({part: "xla"}))
+    with preferring({part: "xla"}):
+        assert_same(attended(POLICY, AT["first"]), named)
+    assert calls == []
+    for x, y in zip(jax.tree.leaves(named), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)  # another backend rounds otherwise
+
+
+class Other(Hata):
+    """HATA that never reads position 1."""
+
+    def best(self, arrays, layer, cache, q, most, **budget):
+        chosen = super().best(arrays, layer, cache, q, most, **budget)
+        return jnp.where(chosen == 1, -1, chosen)
+
+
+def test_a_subclass_selects_as_it_says(calls):
+    found, _ = attended(Other(**dataclasses.asdict(POLICY) | {"budget": 20}), AT["first"])
+    assert not (np.asarray(found[0][1]) == 1).any()
+    assert calls == []
+
+
+class Asked(HataOff):
+    """HATA-off that must not be asked, since its keys lie in the host's memory."""
+
+    def attend_token(self, *arguments):
+        raise AssertionError("it is asked")
+
+
+NOT_ONE = ("norms", "off", "window", "striped", "two-tokens", "not-joined", "turned")
+
+
+@pytest.mark.parametrize("name", NOT_ONE)
+def test_what_the_operation_does_not_do_runs_in_parts(name, calls):
+    policy, settings = POLICY, {}
+    if name == "norms":
+        policy = dataclasses.replace(POLICY, norms=True)
+    elif name == "off":
+        policy = Asked(**dataclasses.asdict(POLICY))
+        settings["cache"] = create_cache(policy, [SPEC], [LINEAR], BATCH, jnp.float32)
+    elif name == "window":
+        specs = [dataclasses.replace(SPEC, window=6)]
+        settings["cache"] = create_cache(policy, specs, [LINEAR], BATCH, jnp.float32)
+    elif name == "striped":
+        settings["cache"] = cache_of(POLICY, layout=Striped(CAPACITY, 3, 2))
+    elif name == "not-joined":
+        settings["joined"] = False
+    elif name == "turned":
+        settings["more"] = {"turn": None}
+    tokens = np.arange(2 if name == "two-tokens" else 1)
+    attended(policy, LENGTHS[:, None] + tokens, **settings)
+    assert calls == []
+
+
+def test_a_device_that_has_a_part_of_the_rows_reads_it_apart(calls):
+    """It may be asked for the rows of others, chunk by chunk."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Alone:
+        def attended(self, read, q, positions, up=None):
+            return read(q, positions)
+
+        def own_heads(self, x):
+            return x
+
+    wanted, _ = attended(POLICY, AT["first"])
+    calls.clear()
+    cache = dataclasses.replace(cache_of(POLICY), shards=Alone())
+    assert_same(attended(POLICY, AT["first"], cache=cache)[0], wanted)
+    assert calls == []
+
+
+def test_a_cache_without_codes_is_refused():
+    cache = create_cache(dataclasses.replace(POLICY, dense_layers=9), [SPEC], [Linear(9)], 3, "f4")
+    run = functools.partial(attended, POLICY, AT["first"], cache=cache)
+    with pytest.raises(ValueError, match=r"layer 0 keeps \['keys', 'values'\] and no \['codes'\]"):
+        run()
