@@ -1,7 +1,8 @@
 """Three clocks: device time of kernels, wall time of a call, marginal time of a step in a loop.
 
 *device*: the sum of the kernels' own durations as CUPTI records them, without the gaps between
-them; copies and fills by the driver are no kernels and do not count. *wall*: from Python's call to
+them; what a kernel waits for one ahead of it, where it starts early, counts as its own; copies and
+fills by the driver are no kernels and do not count. *wall*: from Python's call to
 outputs that are there, launch included. *step*: what one more step costs inside a jitted
 `lax.scan`, from two lengths, above a step that only counts. All in nanoseconds.
 """

@@ -31,8 +31,8 @@ SIZES, MOST_GROUP = (64, 128, 256), 8
 class HashCut:
     """How rows are cut for a GPU.
 
-    ``chunk``: slots of a row that a block scores, a power of 2 in 256..32768. ``parts``: blocks that
-    share what follows of a row, 1 to 1024; sums of attention are taken part by part.
+    ``chunk``: slots of a row that a block scores, a power of 2 in 256..32768. ``parts``: blocks
+    that share what follows of a row, 1 to 1024; sums of attention are taken part by part.
     """
 
     chunk: int

@@ -11,10 +11,9 @@ import pytest
 
 from jspec import SamplingParams
 from jspec.cuda_ffi import build as build_module
-from jspec.cuda_ffi import library, toolchain
+from jspec.cuda_ffi import hashed, library, toolchain
 from jspec.cuda_ffi.build import Built, build
 from jspec.cuda_ffi.errors import BuildError
-from jspec.cuda_ffi import hashed
 from jspec.cuda_ffi.select import Cut, workspace_words
 from jspec.ops import operations
 from jspec.ops.quantized import Quantized

@@ -77,17 +77,6 @@ __device__ __forceinline__ uint32_t reaching(uint32_t x, uint32_t y) {
   return sizeof(Score) == 1 ? high * 0x00204081u >> 28 : high * 0x00008001u >> 30;
 }
 
-// The sum of both halves of `x` over the lanes up to this one.
-__device__ __forceinline__ uint32_t sum_to(uint32_t x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t next = __shfl_up_sync(kAllLanes, x, step);
-    if (lane >= step) x += next;
-  }
-  return x;
-}
-
 // Writes the slots of a part of a row, ascending, at their places in the row's selection. Part `part`
 // has the slots of `plan.each` chunks. Called by all threads; `memory` is shared: as many words as
 // `find_threshold` takes, and 2 kPickingWarps.
@@ -178,7 +167,7 @@ __device__ void pick(const Rows& rows, const HashPlan& plan, const uint32_t* wor
       uint32_t at = before;
 #pragma unroll
       for (int r = 0; r < kRuns; ++r) {
-        const uint32_t sum = sum_to(own[r]), here = at + sum - own[r];
+        const uint32_t sum = prefix_sum(own[r]), here = at + sum - own[r];
         at += __shfl_sync(kAllLanes, sum, 31);
         Ahead place{ahead.over + int(here & 0xFFFFu), ahead.at + int(here >> 16)};
         const int first = run_at(tile, r);

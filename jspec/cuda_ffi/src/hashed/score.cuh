@@ -107,24 +107,13 @@ __device__ __forceinline__ void fill_planes(const Hash& hash, int64_t batch, int
   atomicAdd(base + own, queries * 32 - sum);
 }
 
-// The sum of `x` over this lane and those behind it.
-__device__ __forceinline__ uint32_t sum_from(uint32_t x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t next = __shfl_down_sync(kAllLanes, x, step);
-    if (lane + step < 32) x += next;
-  }
-  return x;
-}
-
 // Writes a record from `bins` counters in shared memory, by a warp, the highest first.
 __device__ __forceinline__ void write_record(const uint32_t* counters, int bins, uint32_t* record) {
   const int lane = threadIdx.x % 32;
   uint32_t behind = 0;
   for (int at = bins - 64; at >= 0; at -= 64) {
     const uint2 own = reinterpret_cast<const uint2*>(counters + at)[lane];
-    const uint32_t from = behind + sum_from(own.x + own.y);
+    const uint32_t from = behind + suffix_sum(own.x + own.y);
     record[at / 2 + lane] = from | (from - own.x) << 16;
     behind = __shfl_sync(kAllLanes, from, 0);
   }

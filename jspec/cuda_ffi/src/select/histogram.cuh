@@ -13,17 +13,6 @@ struct Found {
   int32_t digit, need, over;
 };
 
-// The sum of `x` over this lane and those behind it.
-__device__ __forceinline__ uint32_t suffix_sum(uint32_t x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t next = __shfl_down_sync(kAllLanes, x, step);
-    if (lane + step < 32) x += next;
-  }
-  return x;
-}
-
 // Sets `count` counters of a block to 0.
 __device__ __forceinline__ void clear(uint32_t* counters, int count) {
   for (int i = threadIdx.x; i < count; i += kThreads) counters[i] = 0;

@@ -90,17 +90,6 @@ __device__ __forceinline__ Before unpacked(uint32_t counts) {
   return {static_cast<int>(counts & 0xFFFFu), static_cast<int>(counts >> 16)};
 }
 
-// The sum of `x` over the lanes up to this one.
-__device__ __forceinline__ uint64_t prefix_sum(uint64_t x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint64_t before = __shfl_up_sync(kAllLanes, x, step);
-    if (lane >= step) x += before;
-  }
-  return x;
-}
-
 // Of each vector of a thread how many bits are set, as fields of one word. A warp has at most 32 V in
 // a vector's place, which a field holds.
 template <int V>
