@@ -16,6 +16,7 @@ from bench.report import (
     decoding,
     families,
     figures,
+    glance,
     hata,
     host_cache,
     iterations,
@@ -79,11 +80,9 @@ def write(results: Path = RESULTS, docs: Path = DOCS) -> None:
     ``SUITE.NAME.json`` and follow as sections of their own, with the name in their headings.
     """
     paper = json.loads(PAPER.read_text())
-    parts = [
-        "# Results\n\nWritten by `python -m bench report` from `bench/results/`; edit neither by "
-        "hand.\n"
-    ]
-    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+    parts: list[str] = []
+    lines: list[tuple[str, glance.Line]] = []
+    for folder in sorted((path for path in results.iterdir() if path.is_dir()), reverse=True):
         for suite, section in SECTIONS.items():
             further = sorted(folder.glob(f"{suite}.*.json"))
             for path in [*folder.glob(f"{suite}.json"), *further]:
@@ -95,5 +94,13 @@ def write(results: Path = RESULTS, docs: Path = DOCS) -> None:
                     for picture in figures.write(result, docs, prefix=f"{prefix}-")
                 }
                 heading, _, rest = section(result, pictures, paper).partition("\n")
-                parts.append("\n".join([", ".join([heading, *names]), rest]))
-    (docs / "RESULTS.md").write_text("\n".join(parts))
+                heading = ", ".join([heading, *names])
+                parts.append(f"{heading}\n{rest}")
+                if suite in glance.LINES:
+                    title = heading.removeprefix("## ")
+                    lines += [(title, line) for line in glance.LINES[suite](result)]
+    head = (
+        "# Results\n\nWritten by `python -m bench report` from `bench/results/`; edit neither by "
+        "hand.\n"
+    )
+    (docs / "RESULTS.md").write_text("\n".join([head, *glance.tables_of(lines), *parts]))

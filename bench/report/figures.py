@@ -226,6 +226,7 @@ def _decoding(figure: Any, result: dict[str, Any]) -> bool:
         speeds = [r["decode_tokens_per_s"] for r in own.values()]
         bars = axis.bar(list(own), speeds, color=["#9aa5b1", "#2b6cb0", "#38a169"][: len(own)])
         axis.bar_label(bars, [f"{r['speedup']:.2f}x" for r in own.values()], fontsize=8)
+        axis.tick_params(axis="x", labelsize=8)
         axis.set_title(f"batch {case[0]}, context {case[1]}", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(y=0.12)

@@ -254,7 +254,8 @@ def test_by_the_device_clock_each_row_says_its_bytes_and_share_of_read(
 ):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(point, "DEVICE", Steady())
-    monkeypatch.setattr("bench.ceilings.SMALL", 2**20)
+    monkeypatch.setattr("bench.ceilings.SMALL", 2**19)
+    monkeypatch.setattr("bench.ceilings.sizes", lambda: [2**20, 2**19])
     path = tmp_path / "result.json"
     case = "B=2,S=96,heads=4/2,H=16,T=3" + (",n=20" if name == "gather" else "")
     only = ["--backend", "xla", "--backend", "flashinfer"]

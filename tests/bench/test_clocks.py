@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import clocks, point, sampling, verify, workload
+from bench import ceilings, clocks, point, sampling, verify, workload
 from bench.clocks import DeviceClock
 from bench.program import Program, Source, compile_all, shapes, sources
 from bench.settings import Settings
@@ -179,3 +179,15 @@ def test_what_one_suite_compiled_serves_the_next():
     assert compile_all("y", sources(VERIFY_GREEDY, arguments, wanted))["xla"] is first
     other = shapes(workload.make_tokens(3, 4, 0.5).inputs)
     assert compile_all("z", sources(VERIFY_GREEDY, other, wanted))["xla"] is not first
+
+
+def test_the_ceiling_of_memory_is_no_read_that_a_gpus_l2_holds():
+    def read(size, **clocks):
+        own = {"case": {"work": "read", "bytes": size, "l2": "warm"}, "checked": True}
+        return own | {"bytes": size} | clocks
+
+    small = read(ceilings.SMALL, device_ns=[1000])
+    assert ceilings.bandwidth([small], "read") is None
+    assert ceilings.bandwidth([small, read(2**30, device_ns=[10**6])], "read") == 2**30 * 1e3
+    # Without a device clock it is a CPU.
+    assert ceilings.bandwidth([read(10**6, wall_ns=[1000])], "read") == 1e12

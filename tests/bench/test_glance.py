@@ -1,0 +1,86 @@
+"""The tables at the head of RESULTS.md: what they show, beside what, and where their links lead."""
+
+import re
+
+import pytest
+
+from bench.report import DOCS, glance
+
+
+def timed(operation, case, name, microseconds, **rest):
+    own = {"operation": operation, "case": case, "name": name, "checked": True, "bytes": None}
+    return own | {"device_ns": [1000 * microseconds] * 3} | rest
+
+
+def reading(seconds):
+    case = {"work": "read", "bytes": 2**30, "l2": "warm"}
+    return timed("ceilings", case, "xla", seconds * 1e6, bytes=2**30, backend=True)
+
+
+def test_a_point_is_what_none_takes_beside_the_ceiling_and_the_fastest_rival():
+    case = {"B": 8, "S": 32768, "T": 1, "heads": "32/8", "H": 128, "lengths": "full", "l2": "cold"}
+    rows = [
+        timed("attention", case, "pallas", 80, bytes=2**29),
+        timed("attention", case, "triton", 100, bytes=2**29, chosen=True),
+        timed("attention", case, "fa3", 150, bytes=2**29),
+        timed("attention", case, "cudnn", 90, bytes=2**29),
+        timed("attention", case | {"B": 4}, "triton", 1, bytes=2**29, chosen=True),
+    ]
+    # 2**29 bytes in 100 us, where 2**30 take 160: 0.8 of the ceiling.
+    result = {"suite": "attention", "rows": rows, "ceilings": [reading(160e-6)]}
+    (line,) = glance.LINES["attention"](result)
+    beside = "80% of the read ceiling; 0.90x as fast as cuDNN, 90.0 us"
+    assert line == ("B=8, S=32K, T=1, heads=32/8", "100 us", beside)
+    assert not list(glance.LINES["attention"](result | {"rows": rows[:1]}))
+
+
+def test_tokens_by_an_imposed_acceptance_stand_beside_plain_decoding_of_the_same_shape():
+    def row(name, batch, rate, **rest):
+        case = {"model": "m", "layers": 2, "B": batch, "S": 8192, "draft": name}
+        own = {"case": case, "name": name, "acceptance": "imposed", "checked": "2 layers"}
+        return own | {"tokens_per_s": rate} | rest
+
+    rows = [
+        row("plain", 1, 10.0),
+        row("plain", 4, 40.0),
+        row("vegas", 4, 100.0),
+        row("quest", 4, 400.0, checked=False),
+        row("vegas", 8, 100.0),
+        row("vegas", 4, 300.0, acceptance="measured"),
+    ]
+    (line,) = glance.LINES["throughput"]({"rows": rows})
+    assert line[:2] == ("m, B=4, 8K tokens, vegas", "100 tokens/s")
+    assert line[2].startswith("2.50x as fast as plain decoding")
+
+
+def test_two_devices_stand_beside_one_of_the_same_shape():
+    def row(kvp, microseconds, **case):
+        own = {"B": 1, "S": 1024, "heads": "8/1", "H": 64, "T": 1, "latent": 0, "tpa": 1}
+        own |= {"kvp": kvp, "strategy": "helix", "part": "layer"} | case
+        return {"case": own, "step_ns": [1000 * microseconds] * 3}
+
+    rows = [row(1, 100), row(2, 60), row(2, 50, part="read"), row(2, 70, S=2048)]
+    (line,) = glance.LINES["helix-attention"]({"rows": rows})
+    assert line[1:] == ("60.0 us", "0.60 of the time of one device, the exchange included")
+
+
+def test_a_table_has_the_lines_of_its_machine_and_names_a_section_once():
+    line = ("case", "here", "beside")
+    found = [("T: a", line), ("T: a", line), ("T: a, wide", line), ("T: b", line)]
+    first, second = glance.tables_of(found)
+    cells = [row.split(" | ")[0] for row in first.splitlines()[4:]]
+    assert cells == ["| [T](#t-a)", "| ", "| [T, wide](#t-a-wide)"]
+    assert second.startswith("## At a glance: b\n")
+
+
+@pytest.mark.parametrize("collapse", [True, False], ids=["python-markdown", "github"])
+def test_every_link_of_the_committed_tables_leads_to_a_heading(collapse):
+    """By the rules of both, written anew: word characters, spaces and hyphens are kept."""
+    text = (DOCS / "RESULTS.md").read_text()
+    headings = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        kept = re.sub(r"[^\w\s-]", "", heading).strip().lower()
+        headings.add(re.sub(r"[-\s]+" if collapse else r"\s", "-", kept))
+    links = re.findall(r"\]\(#(.*?)\)", text)
+    assert links
+    assert set(links) <= headings
