@@ -37,18 +37,22 @@ from jspec.policies.hata import with_hashes
 TEMPERATURES = (0.0, 1.0)
 STEPS = 4  # of a jitted chunk
 BLOCK = "Vegas, block rule"  # of verification, in place of the rule by tokens
-CASE = {"S": 8192, "texts": 16, "new": 256, "gamma": 7, "percent": 7}  # percent: of the context
+PUBLISHED = "Vegas (first + bonus token, logits)"
+# percent: of the context; skip: texts that are left out, on which something was chosen.
+CASE = {"S": 8192, "texts": 16, "skip": 0, "new": 256, "gamma": 7, "percent": 7}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is run: ``texts`` of ``context`` tokens, ``new`` tokens of each row."""
+    """What is run: ``texts`` of ``context`` tokens behind the first ``skip``, ``new`` tokens of
+    each row."""
 
     context: int
     texts: int
     new: int
     gamma: int
     ratio: float
+    skip: int = 0
 
 
 def drafts(ratio: float) -> dict[str, str]:
@@ -57,7 +61,7 @@ def drafts(ratio: float) -> dict[str, str]:
     scored = f"budget={ratio},dense_layers=0"
     return {
         "none": "none",
-        "Vegas (first + bonus token, logits)": f"vegas:{guided}",
+        PUBLISHED: f"vegas:{guided}",
         BLOCK: f"vegas:{guided}",
         "MagicDec-Stream": f"streaming:window={ratio}",
         "MagicDec-Quest": f"quest:{scored}",
@@ -82,7 +86,8 @@ def drafts(ratio: float) -> dict[str, str]:
 def plan_of(text: str) -> Plan:
     """The plan of ``--case``; `ValueError` where it is none."""
     found = cases.parse(text, CASE)
-    return Plan(found["S"], found["texts"], found["new"], found["gamma"], found["percent"] / 100)
+    sizes = {name: found[name] for name in ("texts", "new", "gamma", "skip")}
+    return Plan(context=found["S"], ratio=found["percent"] / 100, **sizes)
 
 
 def plans(settings: Settings) -> list[Plan]:
@@ -145,13 +150,23 @@ def config_of(plan: Plan, name: str, text: str) -> StepConfig:
 
 
 def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:
-    """Texts of ``plan.context`` tokens, of the two kinds by turns."""
+    """Texts of ``plan.context`` tokens, of the two kinds by turns, each the same in any plan of
+    that context.
+
+    Raises `ValueError` where there are too few source files of that length.
+    """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda p: p.name)
     long = [path.read_bytes() for path in files if path.stat().st_size > 2 * plan.context]
-    found = []
-    for row in range(plan.texts):
+    order = np.random.default_rng(0).permutation(len(long))
+    found, end = [], plan.skip + plan.texts
+    if len(long) < end:
+        raise ValueError(
+            f"texts={plan.texts} behind skip={plan.skip} are more than the {len(long)} source "
+            f"files of over {2 * plan.context} bytes; take fewer, or a smaller S"
+        )
+    for row in range(plan.skip, end):
         if row % 2 == 0:
-            text: str | bytes = long[row * len(long) // plan.texts][plan.context // 2 :]
+            text: str | bytes = long[order[row]][plan.context // 2 :]
         else:
             text, _ = training_document(4 * plan.context, np.random.default_rng([1, row]))
         found.append(tokenizer.encode(text)[: plan.context])
@@ -203,18 +218,28 @@ def _found(
         }
 
 
-HEADINGS = ("drafter", "greedy", "", "T = 1", "", "acceptance by position, T = 1")
+HEADINGS = ("drafter", "greedy", "over Vegas", "T = 1", "over Vegas", "by position, T = 1")
 
 
-def cells(rows: list[dict[str, Any]], shown: int = 7) -> list[str]:
-    """A line under `HEADINGS` of one drafter: mean accepted lengths, and the spread over texts."""
+def cells(
+    rows: list[dict[str, Any]], published: list[dict[str, Any]] | None, shown: int = 7
+) -> list[str]:
+    """A line under `HEADINGS` of one drafter: mean accepted lengths, and by how much they are above
+    those of the ``published`` one."""
     line = [rows[0]["name"]]
-    for row in rows:
+    for row, beside in zip(rows, published or [None] * len(rows), strict=True):
         line.append(f"{row['committed'] / row['steps']:.2f}")
-        line.append(f"{min(row['per_text']):.1f} to {max(row['per_text']):.1f}")
+        line.append("" if beside in (None, row) else over(row["per_text"], beside["per_text"]))
     pairs = list(zip(rows[-1]["accepted_at"], rows[-1]["attempts_at"], strict=True))[:shown]
     rates = [f"{accepted / attempts if attempts else 0.0:.2f}" for accepted, attempts in pairs]
     return [*line, " ".join(rates)]
+
+
+def over(own: list[float], other: list[float]) -> str:
+    """The mean difference of the same texts, and its standard error."""
+    differences = np.subtract(own, other)
+    error = differences.std(ddof=1) / np.sqrt(len(own)) if len(own) > 1 else np.nan
+    return f"{differences.mean():+.2f} ± {error:.2f}"
 
 
 def by_plan(result: dict[str, Any]) -> dict[str, list[list[str]]]:
@@ -222,9 +247,10 @@ def by_plan(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in result["rows"]:
         case = row["case"]
+        behind = f" behind the first {case['skip']}" if case.get("skip") else ""
         title = (
-            f"{case['texts']} texts of {case['context']:,} tokens, {case['new']} new ones each, "
-            f"gamma {case['gamma']}, {100 * case['ratio']:g} % of the context"
+            f"{case['texts']} texts{behind} of {case['context']:,} tokens, {case['new']} new ones "
+            f"each, gamma {case['gamma']}, {100 * case['ratio']:g} % of the context"
         )
         grouped.setdefault(title, {}).setdefault(row["name"], []).append(row)
 
@@ -235,10 +261,12 @@ def by_plan(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         title: [rows for rows in named.values() if len(rows) == len(TEMPERATURES)]
         for title, named in grouped.items()
     }
-    return {
-        title: [cells(rows) for rows in sorted(found, key=mean, reverse=True)]
-        for title, found in whole.items()
-    }
+    lines = {}
+    for title, found in whole.items():
+        published = next((rows for rows in found if rows[0]["name"] == PUBLISHED), None)
+        found = sorted(found, key=mean, reverse=True)
+        lines[title] = [cells(rows, published) for rows in found]
+    return lines
 
 
 def show(result: dict[str, Any]) -> None:

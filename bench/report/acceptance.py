@@ -14,13 +14,13 @@ from bench.table import cell
 def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
     """Mean accepted lengths of drafters at an equal ratio."""
     words = (
-        "Committed tokens a verification, the corrected or bonus token included, with the lowest "
-        "and highest text behind; then how often a draft position is accepted of the times it was "
-        "drafted. The bundled model, on source files of Python's standard library and documents "
+        "Committed tokens a verification, the corrected or bonus token included; *over Vegas*: how "
+        "much more than by Vegas as published, the mean over the same texts and its standard "
+        "error; *by position*: how often a draft position is accepted of the times it was drafted. "
+        "The bundled model, on source files of Python's standard library and documents "
         "that ask for facts they gave before, by turns. All drafters start from one prefill and "
         "read the same share of the context, and their greedy tokens are those of plain decoding. "
-        "The figures are of the model and its texts: they do not depend on the machine. With few "
-        "texts, differences below the spread say little."
+        "The figures are of the model and its texts: they do not depend on the machine."
     )
     parts = [f"### {title}\n\n{table(HEADINGS, lines)}" for title, lines in by_plan(result).items()]
     return paragraphs(header("Accepted draft tokens", result), words, *parts)

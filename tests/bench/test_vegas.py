@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from scipy import stats
 
+import jspec
 from bench import acceptance, attention, caches, collect, overlap, report
 from bench.__main__ import main
 from jspec.decode.draft import named_draft
@@ -43,7 +45,7 @@ def test_every_draft_of_the_table_has_a_name():
         named_draft(text)
 
 
-def row(name: str, temperature: float, committed: int) -> dict:
+def row(name: str, temperature: float, committed: int, per_text=(1.5, 2.5)) -> dict:
     plan = {"context": 512, "texts": 2, "new": 8, "gamma": 2, "ratio": 0.07}
     return {
         "case": plan | {"temperature": temperature},
@@ -53,7 +55,7 @@ def row(name: str, temperature: float, committed: int) -> dict:
         "committed": committed,
         "attempts_at": [10, 10],
         "accepted_at": [8, 4],
-        "per_text": [1.5, 2.5],
+        "per_text": list(per_text),
     }
 
 
@@ -62,7 +64,8 @@ def test_a_report_of_all_three(tmp_path):
     pytest.importorskip("matplotlib")
     folder = tmp_path / "results" / "some"
     folder.mkdir(parents=True)
-    rows = [row(*x) for x in (("a", 0.0, 20), ("a", 1.0, 15), ("b", 0.0, 25), ("b", 1.0, 30))]
+    published, found = acceptance.PUBLISHED, [("b", 0.0, 25, (2.5, 2.5)), ("b", 1.0, 30)]
+    rows = [row(*x) for x in ((published, 0.0, 20), (published, 1.0, 15), *found)]
     accepted = {"suite": "vegas-accept", "machine": MACHINE, "rows": [*rows, row("c", 0.0, 30)]}
     case = {"texts": 2, "context": 512, "ratio": 0.07}
     alike = {"case": case, "overlap": [[1, 0.5, 0.2], [0.5, 1, 0.7], [0.2, 0.7, 1]]}
@@ -73,10 +76,29 @@ def test_a_report_of_all_three(tmp_path):
     report.write(tmp_path / "results", tmp_path / "docs")
     text = (tmp_path / "docs" / "RESULTS.md").read_text()
     assert "2 texts of 512 tokens, 8 new ones each, gamma 2, 7 % of the context" in text
-    first = "| b | 2.50 | 1.5 to 2.5 | 3.00 | 1.5 to 2.5 | 0.80 0.40 |"
-    assert text.index(first) < text.index("| a | 2.00 | ")
+    # Differences of 1 and 0: their mean, and sqrt(0.5 / 2).
+    first = "| b | 2.50 | +0.50 ± 0.50 | 3.00 | +0.00 ± 0.00 | 0.80 0.40 |"
+    assert text.index(first) < text.index(f"| {published} | 2.00 |  | 1.50 |  | ")
     assert "| c |" not in text
     assert "| 0.600 | 0.200 |" in text
+
+
+def test_the_error_of_a_difference_is_that_of_pairs():
+    rng = np.random.default_rng(0)
+    own, other = rng.uniform(1, 8, (2, 20))
+    mean, error = (float(x) for x in acceptance.over(list(own), list(other)).split(" ± "))
+    assert mean == pytest.approx(np.mean(own - other), abs=5e-3)
+    assert error == pytest.approx(stats.sem(own - other), abs=5e-3)
+
+
+def test_texts_behind_others_are_those_of_a_longer_plan():
+    _, tokenizer = jspec.load_bundled()
+    whole = acceptance.texts_of(acceptance.plan_of("S=1K,texts=5"), tokenizer)
+    rest = acceptance.texts_of(acceptance.plan_of("S=1K,texts=3,skip=2"), tokenizer)
+    assert rest == whole[2:]
+    assert len({tuple(text) for text in whole}) == 5
+    with pytest.raises(ValueError, match=r"texts=9 behind skip=99999 are more than the \d+ source"):
+        acceptance.texts_of(acceptance.plan_of("texts=9,skip=99999"), tokenizer)
 
 
 def test_a_drafter_is_run_by_its_name():
