@@ -3,7 +3,7 @@
 Table 9's shapes: Llama 2 at 36K tokens, Llama 3.1 at 72K, 1.56 % of them read. Weights, keys and
 values are random. Clock: *step* is the marginal wall time of a jitted chunk of steps among chunks
 that follow each other, over its steps. *bus*: wall time of a call that fetches the rows that all
-layers of a step read, and does nothing else.
+layers of a step read, and does nothing else. Variants of `hata_off` leave out what spares the bus.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,6 +66,8 @@ CASES = (
 )
 PAPER_TOKENS = 500
 BUNDLED_CONTEXT = 16 * 1024
+WATCHED = 8  # steps whose rows are counted
+THERE = ("again", "right", "late", "moved")  # shares of the rows that are read
 
 
 def policies(budget: float) -> dict[str, Policy]:
@@ -74,7 +77,9 @@ def policies(budget: float) -> dict[str, Policy]:
         "dense": Dense(),
         "hata": Hata(**asked),
         "hata_off": HataOff(**asked),
-        "hata_off, nothing predicted": HataOff(**asked, predicts=False),
+        "hata_off, no prediction": HataOff(**asked, predicted=0.0),
+        "hata_off, no reuse": HataOff(**asked, reuse=False),
+        "hata_off, published": HataOff(**asked, predicted=1.0, reuse=False),
     }
 
 
@@ -95,7 +100,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
         )
         gc.collect()
     if not small:
-        yield _bundled()
+        yield from _bundled()
 
 
 class _Case:
@@ -163,8 +168,9 @@ class _Case:
         found["host_bytes"] = _bytes(state, in_host=True)
         if isinstance(policy, HataOff):
             found["bus_ns"], found["bus_bytes"] = _bus(state, policy)
-            if policy.predicts:
-                found["right"] = rows_right(models, state, policy)
+            there, state = rows_there(models, state, policy)
+            found |= there
+            state = self.blueprint.rewound(state)
         if isinstance(policy, Dense):
             found["error"] = self._error(state)
         config = StepConfig(0, NoDraft(), target=policy)
@@ -245,16 +251,23 @@ def _bus(state: DecodeState, policy: HataOff) -> tuple[list[int], int]:
     return samples, moved
 
 
-def rows_right(models: Models, state: DecodeState, policy: HataOff) -> float:
-    """The share of the rows that layers read next which was predicted, over all of them."""
-    pairs: dict[int, list[jax.Array]] = {}
+def rows_there(
+    models: Models, state: DecodeState, policy: HataOff
+) -> tuple[dict[str, float], DecodeState]:
+    """Where the rows come from that layers read behind another that selects, as shares of them.
+
+    ``again``: left of the step before; ``right``: else, and predicted; ``late``: neither. And
+    ``moved``: the rows that go over the bus, over those that are read. ``state`` is consumed, and
+    comes back behind some steps.
+    """
+    asked: dict[int, list[jax.Array]] = {}
 
     @dataclasses.dataclass(frozen=True)
     class Watched(HataOff):
         def select(self, arrays, layer, cache, q, until):
             chosen = super().select(arrays, layer, cache, q, until)
             if chosen is not None:
-                pairs.setdefault(layer, []).append(chosen)
+                asked.setdefault(layer, []).append(chosen)
             return chosen
 
     @jax.jit
@@ -265,44 +278,65 @@ def rows_right(models: Models, state: DecodeState, policy: HataOff) -> float:
             policy=Watched(**dataclasses.asdict(policy)),
             arrays=models.policy,
         )
-        # A layer is asked twice where it was predicted: for the prediction, then for itself.
-        return [chosen for chosen in pairs.values() if len(chosen) == 2]
+        return list(asked.values())
 
-    right = wanted = 0
-    for predicted, chosen in watch(models, state):
-        for early, row in zip(
-            np.asarray(predicted).reshape(-1, predicted.shape[-1]),
-            np.asarray(chosen).reshape(-1, chosen.shape[-1]),
-            strict=True,
-        ):
-            right += np.isin(row[row >= 0], early).sum()
-            wanted += (row >= 0).sum()
-    return float(right / wanted)
+    config, counts = StepConfig(0, NoDraft(), target=policy), Counter()
+    before: list[list[np.ndarray]] = []
+    for _ in range(WATCHED):
+        # A layer is asked for the prediction, if there is one, then for itself.
+        found = [[_by_head(x) for x in chosen] for chosen in watch(models, state)]
+        left = before if policy.reuse else [[row[:0] for row in chosen[-1]] for chosen in found]
+        for chosen, last in zip(found if left else [], left, strict=True):
+            predicted = chosen[0] if len(chosen) > 1 else [row[:0] for row in chosen[0]]
+            for row, early, old in zip(chosen[-1], predicted, last, strict=True):
+                again, right = np.isin(row, old), np.isin(row, early)
+                late = ~(again | right)
+                counts["again"] += again.sum()
+                counts["right"] += (right & ~again).sum()
+                counts["late"] += late.sum()
+                counts["moved"] += late.sum() + (~np.isin(early, old)).sum()
+                counts["all"] += len(row)
+        before = [chosen[-1] for chosen in found]
+        state, _ = decode_chunk(models, state, config=config, steps=1)
+    return {name: float(counts[name] / counts["all"]) for name in THERE}, state
 
 
-def _bundled() -> point.Row:
-    """How much is predicted right on a model that was trained, with its hashes, in a text."""
+def _by_head(chosen: jax.Array) -> list[np.ndarray]:
+    """What was chosen of each row and KV head."""
+    rows = np.asarray(chosen).reshape(-1, chosen.shape[-1])
+    return [row[row >= 0] for row in rows]
+
+
+def _bundled() -> Iterator[point.Row]:
+    """Where rows come from on a model that was trained, with its hashes, in a text."""
     model, tokenizer = load_bundled(jnp.bfloat16)
-    policy = with_hashes(HataOff(budget=BUDGET), bundled_path())
-    assert isinstance(policy, HataOff)
-    models = Models(model, policy=policy.prepare(model.config.layers, None))
     text, _ = training_document(BUNDLED_CONTEXT, np.random.default_rng(0))
     prompt = tokenizer.encode(text)[:BUNDLED_CONTEXT]
-    state = start_decoding(models, [prompt], config=StepConfig(0, NoDraft(), target=policy))
     case = {"model": "bundled", "layers": model.config.num_layers, "context": len(prompt)}
-    right = rows_right(models, state, policy)
-    return point.row("prediction", case, "hata_off", checked="as hata", right=right)
+    for name, policy in policies(BUDGET).items():
+        if not isinstance(policy, HataOff):
+            continue
+        policy = with_hashes(policy, bundled_path())
+        assert isinstance(policy, HataOff)
+        models = Models(model, policy=policy.prepare(model.config.layers, None))
+        state = start_decoding(models, [prompt], config=StepConfig(0, NoDraft(), target=policy))
+        there, _ = rows_there(models, state, policy)
+        yield point.row("rows", case, name, checked="as hata", **there)
 
 
-def hidden(rows: dict[str, point.Row]) -> float | None:
+def hidden(row: point.Row, beside: dict[str, point.Row]) -> float | None:
     """The share of the bus's time that a step does not wait for: of what it costs over `hata`."""
-    if not all(name in rows and "step_ns" in rows[name] for name in ("hata", "hata_off")):
+    hata = beside.get("hata", {})
+    if "bus_ns" not in row or "step_ns" not in row or "step_ns" not in hata:
         return None
-    step = {name: statistics.median(rows[name]["step_ns"]) for name in ("hata", "hata_off")}
-    return 1 - (step["hata_off"] - step["hata"]) / statistics.median(rows["hata_off"]["bus_ns"])
+    more = statistics.median(row["step_ns"]) - statistics.median(hata["step_ns"])
+    return 1 - more / statistics.median(row["bus_ns"])
 
 
-HEADINGS = ("step ms", "of dense", "hidden", "right", "bus ms", "GB/s", "device GB", "host GB")
+HEADINGS = (
+    *("step ms", "of dense", "hidden", *THERE, "bus ms", "GB/s"),
+    *("device GB", "host GB"),
+)
 
 
 def cells(row: point.Row, beside: dict[str, point.Row]) -> list[str]:
@@ -310,12 +344,12 @@ def cells(row: point.Row, beside: dict[str, point.Row]) -> list[str]:
     step = statistics.median(row["step_ns"]) if "step_ns" in row else None
     dense = beside.get("dense", {}).get("step_ns")
     bus = statistics.median(row["bus_ns"]) if "bus_ns" in row else None
-    share = hidden(beside) if row["name"] == "hata_off" else None
+    share = hidden(row, beside)
     return [
         "" if step is None else f"{step / 1e6:.2f}",
         "" if step is None or not dense else f"{statistics.median(dense) / step:.2f}x",
         "" if share is None else f"{share:.0%}",
-        f"{row['right']:.1%}" if "right" in row else "",
+        *(f"{row[name]:.0%}" if name in row else "" for name in THERE),
         "" if bus is None else f"{bus / 1e6:.2f}",
         "" if bus is None else f"{row['bus_bytes'] / bus:.1f}",
         f"{row['device_bytes'] / 1e9:.2f}" if "device_bytes" in row else "",

@@ -19,8 +19,10 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         "time of a jitted chunk among chunks that follow each other, over its steps. *of dense*: "
         "how many times as fast as dense decoding with the cache on the device. *bus*: the median "
         "wall time of a call that fetches the rows that a step reads and does nothing else. "
-        "*hidden*: 1 - (step - step of `hata`) / bus, the cost of predicting included. *right*: "
-        "the share of the rows that was predicted. The tokens of `hata` and `hata_off` are equal."
+        "*hidden*: 1 - (step - step of `hata`) / bus, the cost of predicting included. Shares of "
+        "the rows that are read: *again*, left of the step before; *right*, else, and predicted; "
+        "*late*, neither; *moved*, what goes over the bus. The tokens of `hata` and `hata_off` are "
+        "equal."
     )
     rows = [
         (

@@ -6,6 +6,7 @@ import functools
 import math
 
 import jax
+import numpy as np
 
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
@@ -39,19 +40,36 @@ _call = functools.partial(library.call, vmap_method="sequential")
 def _fetch_rows(
     columns: tuple[Array, ...],
     slots: Array,
+    near_rows: tuple[Array, ...] | None,
+    near_slots: Array | None,
     ahead_rows: tuple[Array, ...] | None,
     ahead_slots: Array | None,
 ) -> tuple[Array, ...]:
-    like = _rows_like(columns, slots)
-    if ahead_rows is None or ahead_slots is None:
-        return _call("fetch_rows", like, *columns, slots)
-    return _call("fetch_rows", like, *columns, slots, *ahead_rows, ahead_slots)
+    given = []
+    for rows, own in ((near_rows, near_slots), (ahead_rows, ahead_slots)):
+        given += [] if rows is None or own is None else [*rows, own]
+    return _call(
+        "fetch_rows",
+        _rows_like(columns, slots),
+        *(*columns, slots, *given),
+        near=np.bool_(near_rows is not None),
+        ahead=np.bool_(ahead_rows is not None),
+    )
 
 
-def _fetch_ahead(columns: tuple[Array, ...], slots: Array, through: Array) -> tuple[Array, ...]:
+def _fetch_ahead(
+    columns: tuple[Array, ...], slots: Array, through: Array, near_slots: Array | None
+) -> tuple[Array, ...]:
     count = len(columns)
     like = [*_rows_like(columns, slots), jax.ShapeDtypeStruct(through.shape, through.dtype)]
-    return _call("fetch_ahead", like, *columns, slots, through, aliases={count + 1: count})
+    near = [] if near_slots is None else [near_slots]
+    return _call(
+        "fetch_ahead",
+        like,
+        *(*columns, slots, through, *near),
+        aliases={count + 1: count},
+        near=np.bool_(near_slots is not None),
+    )
 
 
 def _store_rows(

@@ -8,6 +8,7 @@ the rows alone. Columns in the device's memory serve as well.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -21,15 +22,25 @@ from jspec.typing import Array
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Ahead:
-    """Rows that are on their way: nothing but `fetch_rows` may read them.
+class Near:
+    """Rows of columns that are on the device already.
 
-    ``rows``: of each column, ``[B, m, K, H]``. ``slots`` int32 ``[B, K, m]``: where they are from.
-    ``backend``: the name of the one that fetches them.
+    ``rows``: of each column, ``[B, m, K, H]``. ``slots`` int32 ``[B, K, m]``: where they are from,
+    ascending in a row, with -1 behind the last.
     """
 
     rows: tuple[Array, ...]
     slots: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ahead(Near):
+    """Rows that are on their way: nothing but `fetch_rows` may read them.
+
+    ``backend``: the name of the one that fetches them.
+    """
+
     backend: str = dataclasses.field(metadata={"static": True})
 
 
@@ -37,21 +48,24 @@ def fetch_rows(
     columns: Sequence[Array],
     slots: Array,
     *,
+    near: Near | None = None,
     ahead: Ahead | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """The rows of one or two ``columns [B, S, K, H]`` that each KV head reads, on the device.
 
-    ``slots`` int32 ``[B, K, n]``; one that is not in 0..S - 1 gives zeros. What ``ahead`` holds
-    already is taken from there, once it has arrived; it must be of the same columns, of rows that
-    were not stored since. Returns a ``[B, n, K, H]`` for each column.
+    ``slots`` int32 ``[B, K, n]``; one that is not in 0..S - 1 gives zeros. What is ``near`` is
+    taken from there, and of the rest what ``ahead`` holds, once it has arrived. Both must be of the
+    same columns, of rows that were not stored since. Returns a ``[B, n, K, H]`` for each column.
     """
     columns = tuple(columns)
     _check(columns, slots)
+    given = (None, None) if near is None else (near.rows, near.slots)
     if ahead is None:
-        return FETCH_ROWS(columns, slots, None, None, implementation=implementation)
+        return FETCH_ROWS(columns, slots, *given, None, None, implementation=implementation)
     # The backend that began to fetch is the one that knows when they are there.
-    return FETCH_ROWS(columns, slots, ahead.rows, ahead.slots, implementation=ahead.backend)
+    given = (*given, ahead.rows, ahead.slots)
+    return FETCH_ROWS(columns, slots, *given, implementation=ahead.backend)
 
 
 def fetch_ahead(
@@ -59,16 +73,18 @@ def fetch_ahead(
     slots: Array,
     through: Array,
     *,
+    near: Near | None = None,
     implementation: str | None = None,
 ) -> tuple[Ahead, Array]:
     """Begin to fetch the rows at ``slots [B, K, m]``, while the device computes.
 
     Slots ascend in a row, with -1 behind the last. ``through`` comes back as it is: what is
-    computed from it is computed while the rows are on their way (InfiniGen, Lee et al. 2024).
+    computed from it is computed while the rows are on their way (InfiniGen, Lee et al. 2024). Rows
+    that are ``near`` are left out: `fetch_rows` must be given the same ones.
     """
     columns = tuple(columns)
     _check(columns, slots)
-    arguments = columns, slots, through
+    arguments = columns, slots, through, None if near is None else near.slots
     backend = FETCH_AHEAD.choose(implementation, *arguments)
     *rows, through = FETCH_AHEAD(*arguments, implementation=backend.name)
     return Ahead(tuple(rows), slots, backend.name), through
@@ -106,7 +122,7 @@ def _check(columns: tuple[Array, ...], slots: Array) -> None:
         raise ValueError(f"slots {slots.dtype}{list(slots.shape)} must be int32 {[*wanted, 'n']}")
 
 
-def _near(column: Array) -> Array:
+def _brought(column: Array) -> Array:
     return to_device(column) if in_host(column) else column
 
 
@@ -117,27 +133,41 @@ def _rows(column: Array, slots: Array) -> Array:
     return jnp.where((index >= 0) & (index < column.shape[1]), rows, 0)
 
 
+def _places(slots: Array, there: Array) -> Array:
+    """The place of each of ``slots [B, K, n]`` among those that are ``there [B, K, m]``, or -1."""
+    if not there.shape[-1]:
+        return jnp.full_like(slots, -1)
+    same = (slots[..., None] == there[:, :, None]) & (slots >= 0)[..., None]
+    return jnp.where(same.any(axis=-1), same.argmax(axis=-1), -1).astype(jnp.int32)
+
+
 def fetch_rows_xla(
     columns: tuple[Array, ...],
     slots: Array,
+    near_rows: tuple[Array, ...] | None,
+    near_slots: Array | None,
     ahead_rows: tuple[Array, ...] | None,
     ahead_slots: Array | None,
 ) -> tuple[Array, ...]:
-    """As `fetch_rows`. What was fetched ahead is used, although the columns are here as well."""
-    rows = tuple(_rows(_near(column), slots) for column in columns)
-    if ahead_rows is None or ahead_slots is None or not ahead_slots.shape[-1]:
-        return rows
-    same = (slots[..., None] == ahead_slots[:, :, None]) & (slots >= 0)[..., None]
-    place = jnp.where(same.any(axis=-1), same.argmax(axis=-1), -1)
-    found = jnp.swapaxes(place >= 0, 1, 2)[..., None]
-    return tuple(
-        jnp.where(found, _rows(there, place.astype(jnp.int32)), fetched)
-        for there, fetched in zip(ahead_rows, rows, strict=True)
-    )
+    """As `fetch_rows`. Rows that are there are used, although the columns are here as well."""
+    rows = tuple(_rows(_brought(column), slots) for column in columns)
+    for there, own in ((ahead_rows, ahead_slots), (near_rows, near_slots)):
+        if there is not None and own is not None:
+            places = _places(slots, own)
+            found = jnp.swapaxes(places >= 0, 1, 2)[..., None]
+            rows = tuple(
+                jnp.where(found, _rows(x, places), fetched)
+                for x, fetched in zip(there, rows, strict=True)
+            )
+    return rows
 
 
-def _fetch_ahead_xla(columns: tuple[Array, ...], slots: Array, through: Array) -> tuple[Array, ...]:
-    return *fetch_rows_xla(columns, slots, None, None), through
+def _fetch_ahead_xla(
+    columns: tuple[Array, ...], slots: Array, through: Array, near_slots: Array | None
+) -> tuple[Array, ...]:
+    if near_slots is not None:
+        slots = jnp.where(_places(slots, near_slots) < 0, slots, -1)
+    return *fetch_rows_xla(columns, slots, None, None, None, None), through
 
 
 def _store_rows_xla(
@@ -147,7 +177,7 @@ def _store_rows_xla(
     stored = []
     for column, row in zip(columns, rows, strict=True):
         inside = jnp.where(slots >= 0, slots, column.shape[1])  # a negative one counts from behind
-        after = _near(column).at[batch, inside].set(row, mode="drop")
+        after = _brought(column).at[batch, inside].set(row, mode="drop")
         stored.append(to_host(after) if in_host(column) else after)
     return tuple(stored)
 
@@ -166,7 +196,7 @@ def store_rows_sizes(
     return {"batch": len(slots), "tokens": slots.shape[1]}
 
 
-# ``(B, S, K, sizes, n, m, dtype)`` by name: slots wanted, and slots fetched ahead.
+# ``(B, S, K, sizes, n, m, dtype)`` by name: slots wanted, and slots near or fetched ahead.
 _SHAPES = {
     "small": (2, 9, 2, (8, 4), 5, 4, "float32"),
     "half": (3, 70, 2, (128, 128), 40, 33, "bfloat16"),
@@ -189,30 +219,28 @@ def _columns(rng, batch, slots, heads, sizes, dtype) -> tuple[np.ndarray, ...]:
     return tuple((rng.standard_normal(shape) * 9).astype(dtype) for shape in shapes)
 
 
-def _fetch_cases(ahead: bool):
-    def build(batch, slots, heads, sizes, n, m, dtype):
-        rng = np.random.default_rng(n)
-        columns = _columns(rng, batch, slots, heads, sizes, jnp.dtype(dtype))
-        wanted = _ascending(rng, batch, heads, slots, n)
-        # Behind the selection come slots in no order, some past both ends.
-        wanted[..., -2:] = rng.choice([-1, 0, slots - 1, slots], (batch, heads, 2))
-        early = _ascending(rng, batch, heads, slots, m)
-        index = np.maximum(np.swapaxes(early, 1, 2), 0)[..., None]
+def _fetched(batch, slots, heads, sizes, n, m, dtype, *, near: bool, ahead: bool) -> tuple:
+    rng = np.random.default_rng(n)
+    columns = _columns(rng, batch, slots, heads, sizes, jnp.dtype(dtype))
+    wanted = _ascending(rng, batch, heads, slots, n)
+    # Behind the selection come slots in no order, some past both ends.
+    wanted[..., -2:] = rng.choice([-1, 0, slots - 1, slots], (batch, heads, 2))
+    given = []
+    for is_there in (near, ahead):
+        there = _ascending(rng, batch, heads, slots, m)
+        index = np.maximum(np.swapaxes(there, 1, 2), 0)[..., None]
         rows = tuple(np.take_along_axis(x, index, axis=1) for x in columns)
-        return (columns, wanted, rows, early) if ahead else (columns, wanted, None, None)
-
-    return build
+        given += [rows, there] if is_there else [None, None]
+    return columns, wanted, *given
 
 
 def _cases() -> list[Case]:
+    kinds = {"": (False, False), "-ahead": (False, True), "-both": (True, True)}
     cases = []
     for name, shape in _SHAPES.items():
-        for kind, build in (("", _fetch_cases(False)), ("-ahead", _fetch_cases(True))):
-
-            def made(build=build, shape=shape):
-                return build(*shape)
-
-            cases.append(Case(name + kind, made, small=name == "small"))
+        for kind, (near, ahead) in kinds.items():
+            build = functools.partial(_fetched, *shape, near=near, ahead=ahead)
+            cases.append(Case(name + kind, build, small=name == "small"))
     return cases
 
 
@@ -220,7 +248,8 @@ def _ahead_cases() -> list[Case]:
     def build() -> tuple:
         rng = np.random.default_rng(0)
         columns = _columns(rng, 2, 30, 2, (16, 16), np.dtype("float32"))
-        return columns, _ascending(rng, 2, 2, 30, 12), np.arange(6, dtype=np.float32)
+        slots, near = (_ascending(rng, 2, 2, 30, n) for n in (12, 9))
+        return columns, slots, np.arange(6, dtype=np.float32), near
 
     return [Case("two-columns", build, small=True)]
 

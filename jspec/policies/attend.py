@@ -156,7 +156,10 @@ def selected_attend(
             return read_columns(spec, q, columns, positions, where, sinks, up, backends), after
         if is_offloaded(cache, layer):
             ahead = given.ahead if isinstance(given, Reading) else None
-            columns, selected, rest = rows_of(cache, layer, chosen, behind, ahead, backends)
+            columns, selected, rest, cache = rows_of(
+                *(cache, layer, chosen, behind, ahead, backends)
+            )
+            after = dataclasses.replace(after, cache=cache) if isinstance(after, Reading) else cache
             after, columns["keys"] = start_next(columns["keys"])
         else:
             layout, columns = cache.layouts[layer], cache.columns[layer]

@@ -69,18 +69,22 @@ class Budgeted(Policy):
         chosen = best(most, lengths=pages, **own)
         return chosen if self.page_size == 1 else _inside(chosen, self.page_size, until)
 
-    def share(self, size: int, until: Array) -> tuple[int, dict[str, Any]]:
-        """The ``most`` and, by name, ``counts``, ``sinks`` and ``recent`` of `within`."""
+    def most(self, size: int) -> int:
+        """How many positions, or pages, of a layer with a capacity of ``size`` are selected."""
         size = whole_pages(size, self.page_size)
         if isinstance(self.budget, float):
-            most = min(max(math.ceil(self.budget * size), self.floor, 1), size)
+            return min(max(math.ceil(self.budget * size), self.floor, 1), size)
+        return min(max(self.budget // self.page_size, 1), size)
+
+    def share(self, size: int, until: Array) -> tuple[int, dict[str, Any]]:
+        """The ``most`` and, by name, ``counts``, ``sinks`` and ``recent`` of `within`."""
+        most, size = self.most(size), whole_pages(size, self.page_size)
+        if isinstance(self.budget, float):
             share = jnp.ceil(self.budget * until.astype(jnp.float32) / self.page_size)
             counts = jnp.maximum(share.astype(jnp.int32), self.floor)
         else:
-            own = self.budget // self.page_size
-            most = min(max(own, 1), size)
             # Where it is the same for all rows, no array needs to say so.
-            counts = None if own else jnp.zeros_like(until)
+            counts = None if self.budget >= self.page_size else jnp.zeros_like(until)
         recent = touched(self._recent, self.page_size)
         sinks = whole_pages(self.sinks, self.page_size)
         # A capacity that the budget exceeds holds them all, whatever is a sink or recent.

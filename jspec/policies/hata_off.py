@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jspec.policies.hata import Hata
 
@@ -11,15 +12,31 @@ from jspec.policies.hata import Hata
 class HataOff(Hata):
     """HATA whose layers that select keep keys and values in the host's memory, codes on the device.
 
-    It reads what `Hata` of the same settings reads, bit for bit. With ``predicts`` what a layer
-    will read is predicted from the input of the layer before, and fetched while that computes;
-    what the prediction missed is fetched when the layer knows.
+    It reads what `Hata` of the same settings reads, bit for bit. What a layer will read is
+    predicted from the input of the layer before. The ``predicted`` share of the budget, that of the
+    highest scores, is fetched while that layer computes; what the prediction missed is fetched when
+    the layer knows. 0 predicts nothing, 1 fetches all of the prediction, as the paper does. With
+    ``reuse`` what one step read stays on the device, and is not fetched again for the next one.
     """
 
-    predicts: bool = True
+    predicted: float = 0.75
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.predicted <= 1:
+            raise ValueError(f"predicted={self.predicted} must be a share of the budget in [0, 1]")
 
     def in_host(self, layer: int) -> bool:
         return self.keeps_in(layer)
 
-    def predicts_layer(self, layer: int) -> bool:
-        return self.predicts
+    def rows_near(self, layer: int, capacity: int) -> int:
+        return self.most(capacity) if self.reuse and self.in_host(layer) else 0
+
+    def foreseen_by(self, layer: int) -> HataOff | None:
+        if not self.predicted:
+            return None
+        budget = self.predicted * self.budget
+        if not isinstance(self.budget, float):
+            budget = max(math.ceil(budget), self.floor)
+        return dataclasses.replace(self, budget=budget)

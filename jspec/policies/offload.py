@@ -6,6 +6,7 @@ a small buffer. Either stores the new keys and values in the host's memory.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.host import in_host
 from jspec.ops.append import Turn, rotate_and_append
-from jspec.ops.host_rows import Ahead, fetch_ahead, fetch_rows, store_rows
+from jspec.ops.host_rows import Ahead, Near, fetch_ahead, fetch_rows, store_rows
 from jspec.policies.policy import Policy, columns_of
 from jspec.typing import Array, Attend
 
@@ -86,11 +87,12 @@ def rows_of(
     behind: Array,
     ahead: Ahead | None,
     backends: Mapping[str, str],
-) -> tuple[dict[str, Array], Array, Array]:
+) -> tuple[dict[str, Array], Array, Array, Cache]:
     """Keys and values of a layer at ``chosen`` positions and ``behind [B, m]`` them, by name.
 
-    Beside them, as `gathered_attention` takes them: the slots of what was chosen, and of the rest.
-    ``chosen`` int32 ``[B, n]`` or ``[B, K, n]``, -1 for none.
+    Beside them, as `gathered_attention` takes them: the slots of what was chosen, and of the rest;
+    then the cache, with what was chosen near it. ``chosen`` int32 ``[B, n]`` or ``[B, K, n]``, -1
+    for none.
     """
     held, slots = _held(cache, layer), cache.layouts[layer].slots
     heads = cache.specs[layer].kv_heads
@@ -99,13 +101,35 @@ def rows_of(
     rows = fetch_rows(
         tuple(held.values()),
         jnp.concatenate(wanted, axis=-1),
+        near=cache.near_of(layer),
         ahead=ahead,
         implementation=backends.get("fetch_rows"),
     )
     count = chosen.shape[-1]
     places = jnp.where(chosen >= 0, jnp.arange(count, dtype=jnp.int32), -1)
     rest = count + jnp.arange(behind.shape[1], dtype=jnp.int32)
-    return dict(zip(held, rows, strict=True)), places, jnp.broadcast_to(rest, behind.shape)
+    if cache.near_of(layer) is not None:
+        # What is chosen is committed, so that its rows stay as they are; and positions are slots.
+        places_of = jnp.broadcast_to(shared[0], wanted[0].shape)
+        cache = cache.with_near(layer, Near(tuple(x[:, :count] for x in rows), places_of))
+    columns = dict(zip(held, rows, strict=True))
+    return columns, places, jnp.broadcast_to(rest, behind.shape), cache
+
+
+def with_rows_near(cache: Cache, policy: Policy) -> Cache:
+    """The cache with room for what stays `near`, of which nothing is there yet.
+
+    Only while no other request takes over a row, and none is rolled back behind what was committed.
+    """
+    near: list[Near | None] = []
+    for layer, (spec, layout) in enumerate(zip(cache.specs, cache.layouts, strict=True)):
+        count = policy.rows_near(layer, layout.capacity) if is_offloaded(cache, layer) else 0
+        held = _held(cache, layer).values()
+        shapes = [(len(x), count, *x.shape[2:]) for x in held]
+        rows = tuple(jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, held, strict=True))
+        none = jnp.full((shapes[0][0], spec.kv_heads, count), -1, jnp.int32)
+        near.append(Near(rows, none) if count else None)
+    return dataclasses.replace(cache, near=tuple(near) if any(near) else ())
 
 
 def fetch_next(
@@ -125,16 +149,21 @@ def fetch_next(
     that ``foresee()`` gives. ``through`` is what this layer computes with, and comes back as it is.
     """
     following = layer + 1
-    if not is_offloaded(cache, following) or not policy.predicts_layer(following):
+    foreseen = policy.foreseen_by(following) if is_offloaded(cache, following) else None
+    if foreseen is None:
         return None, through
     if known is None and foresee is not None:
-        known = policy.select(arrays, following, cache, foresee()[:, :1], until)
+        known = foreseen.select(arrays, following, cache, foresee()[:, :1], until)
     if known is None:
         return None, through
     columns, heads = tuple(_held(cache, following).values()), cache.specs[following].kv_heads
     known = known if known.ndim == 3 else known[:, None]
     slots = jnp.broadcast_to(known, (len(known), heads, known.shape[-1]))
-    return fetch_ahead(columns, slots, through, implementation=backends.get("fetch_ahead"))
+    return fetch_ahead(
+        *(columns, slots, through),
+        near=cache.near_of(following),
+        implementation=backends.get("fetch_ahead"),
+    )
 
 
 def _whole(

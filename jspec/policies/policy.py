@@ -66,9 +66,17 @@ class Policy:
         """
         return False
 
-    def predicts_layer(self, layer: int) -> bool:
-        """Whether what such a layer reads is predicted, and fetched while another computes."""
-        return False
+    def rows_near(self, layer: int, capacity: int) -> int:
+        """How many rows of such a layer stay on the device for the next step: all that `select`
+        gives of ``capacity`` positions, or 0."""
+        return 0
+
+    def foreseen_by(self, layer: int) -> Policy | None:
+        """The policy that predicts what such a layer reads, by queries that are nearly its own.
+
+        What it selects is fetched while the layer before computes. None predicts nothing.
+        """
+        return None
 
     def pages(self, spec: LayerSpec) -> Shapes:
         """What a layer keeps of each page of ``page_size`` positions: shape and dtype by name."""

@@ -26,8 +26,11 @@ def test_every_policy_is_checked_and_timed(result, capsys):
     off = rows["hata_off"]
     assert rows["hata"]["host_bytes"] == 0
     assert off["host_bytes"] + off["device_bytes"] == rows["hata"]["device_bytes"]
-    assert 0 <= off["right"] <= 1
-    assert "right" not in rows["hata_off, nothing predicted"]
+    for row in (row for name, row in rows.items() if "hata_off" in name):
+        assert sum(row[name] for name in ("again", "right", "late")) == pytest.approx(1)
+        assert row["late"] <= row["moved"]
+    assert rows["hata_off, no prediction"]["right"] == rows["hata_off, no reuse"]["again"] == 0
+    assert rows["hata_off, published"]["moved"] > 1
     assert off["bus_bytes"] == 26 * 2 * 2 * 16 * 2
     earlier = {"rows": [off | {"step_ns": [2 * ns for ns in off["step_ns"]]}]}
     found = {"rows": [dict(off)]}
@@ -50,8 +53,9 @@ def test_what_is_hidden_is_a_share_of_the_bus():
         "hata_off": {"step_ns": [130]},
     }
     rows["hata_off"]["bus_ns"] = [120]
-    assert hata_off.hidden(rows) == pytest.approx(0.75)
-    assert hata_off.hidden({"hata": rows["hata"]}) is None
+    assert hata_off.hidden(rows["hata_off"], rows) == pytest.approx(0.75)
+    assert hata_off.hidden(rows["hata"], rows) is None
+    assert hata_off.hidden(rows["hata_off"], {}) is None
 
 
 def test_tokens_that_differ_fail_both_ways():

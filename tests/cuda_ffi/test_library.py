@@ -102,8 +102,13 @@ CALLS = {
         SELECT | CHUNKS,
         None,
     ),
-    "fetch_rows": ([*COLUMNS, FETCHED, *ROOMS, FETCHED], ROOMS, {}, None),
-    "fetch_ahead": ([*COLUMNS, FETCHED, KV], [*ROOMS, KV], {}, {3: 2}),
+    "fetch_rows": (
+        [*COLUMNS, *[FETCHED, *ROOMS] * 2, FETCHED],
+        ROOMS,
+        {"near": np.bool_(True), "ahead": np.bool_(True)},
+        None,
+    ),
+    "fetch_ahead": ([*COLUMNS, FETCHED, KV], [*ROOMS, KV], {"near": np.bool_(False)}, {3: 2}),
     "store_rows": ([*COLUMNS, *ROOMS, ((B, 4), jnp.int32)], COLUMNS, {}, {0: 0, 1: 1}),
     "attention": (ATTENDED, RESULTS, {"scale": np.float32(0.1)}, None),
     "scored_attention": (

@@ -14,6 +14,7 @@ from jspec.ops.host_rows import (
     FETCH_ROWS,
     STORE_ROWS,
     Ahead,
+    Near,
     fetch_ahead,
     fetch_rows,
     store_rows,
@@ -50,15 +51,45 @@ def rows_by_hand(column: np.ndarray, slots: np.ndarray) -> np.ndarray:
 @every_backend(FETCH_ROWS)
 @every_case(FETCH_ROWS)
 def test_rows_are_those_of_the_columns(case, backend, memory):
-    columns, slots, rows, early = case.build()
+    columns, slots, *there = case.build()
     arguments = put(memory, columns), jnp.asarray(slots)
     if reason := FETCH_ROWS.backend(backend).supports(*arguments):
         pytest.skip(f"{backend}: {reason}")
-    ahead = None if rows is None else Ahead(put("device", rows), jnp.asarray(early), backend)
-    got = jax.jit(lambda *x: fetch_rows(*x, implementation=backend, ahead=ahead))(*arguments)
+    near, ahead = (
+        None if rows is None else (put("device", rows), jnp.asarray(early))
+        for rows, early in (there[:2], there[2:])
+    )
+    given = {"near": near and Near(*near), "ahead": ahead and Ahead(*ahead, backend)}
+    got = jax.jit(lambda *x: fetch_rows(*x, implementation=backend, **given))(*arguments)
     for have, column in zip(got, columns, strict=True):
         assert not host.in_host(have)
         np.testing.assert_array_equal(have, rows_by_hand(column, slots))
+
+
+@every_backend(FETCH_ROWS)
+def test_what_is_near_is_taken_before_what_was_fetched_ahead_and_that_before_the_column(backend):
+    """Each has other rows by now: those of the column times 1, 2 and 3."""
+    column = np.arange(1, 1 + 40 * 2 * 4, dtype=np.float32).reshape(1, 40, 2, 4)
+    near, ahead, slots = (
+        np.array([rows], np.int32)
+        for rows in (
+            [[1, 2, 39, -1], [5, 6, -1, -1]],
+            [[2, 3], [6, 7]],
+            [[1, 2, 3, 4, 39], [5, 6, 7, 8, -1]],
+        )
+    )
+    arguments = put("host", [column]), jnp.asarray(slots)
+    if reason := FETCH_ROWS.backend(backend).supports(*arguments):
+        pytest.skip(f"{backend}: {reason}")
+    there = [
+        ((jnp.asarray(times * rows_by_hand(column, own)),), jnp.asarray(own))
+        for times, own in ((3, near), (2, ahead))
+    ]
+    (got,) = fetch_rows(
+        *arguments, near=Near(*there[0]), ahead=Ahead(*there[1], backend), implementation=backend
+    )
+    times = np.array([[3, 3, 2, 1, 3], [3, 3, 2, 1, 0]])
+    np.testing.assert_array_equal(got, times.T[None, :, :, None] * rows_by_hand(column, slots))
 
 
 @every_backend(FETCH_ROWS)
@@ -82,14 +113,41 @@ def test_what_was_fetched_ahead_is_not_fetched_again(backend):
 @over_memories
 @every_backend(FETCH_AHEAD)
 def test_rows_on_their_way_arrive(backend, memory):
-    columns, slots, through = FETCH_AHEAD.cases()[0].build()
+    columns, slots, through, early = FETCH_AHEAD.cases()[0].build()
     arguments = put(memory, columns), jnp.asarray(slots), jnp.asarray(through)
-    ahead, same = skip_or_run(fetch_ahead, FETCH_AHEAD, backend, *arguments)
-    assert ahead.backend == backend
-    np.testing.assert_array_equal(same, through)
-    got = fetch_rows(*arguments[:2], ahead=ahead)
-    for have, column in zip(got, columns, strict=True):
-        np.testing.assert_array_equal(have, rows_by_hand(column, slots))
+    if reason := FETCH_AHEAD.backend(backend).supports(*arguments, None):
+        pytest.skip(f"{backend}: {reason}")
+    rows = put("device", [rows_by_hand(column, early) for column in columns])
+    for near in (None, Near(rows, jnp.asarray(early))):
+        fetch = functools.partial(fetch_ahead, implementation=backend, near=near)
+        ahead, same = jax.jit(fetch)(*arguments)
+        assert ahead.backend == backend
+        np.testing.assert_array_equal(same, through)
+        got = fetch_rows(*arguments[:2], near=near, ahead=ahead)
+        for have, column in zip(got, columns, strict=True):
+            np.testing.assert_array_equal(have, rows_by_hand(column, slots))
+
+
+@every_backend(FETCH_AHEAD)
+def test_what_is_near_is_not_fetched_ahead(backend):
+    """What would have been fetched of it is nowhere in the result."""
+    columns, slots, through, early = FETCH_AHEAD.cases()[0].build()
+    marked = [np.array(column) for column in columns]
+    for column in marked:
+        for b, head, i in np.ndindex(early.shape):
+            if early[b, head, i] >= 0:
+                column[b, early[b, head, i], head] = 12345
+    rows = put("device", [rows_by_hand(column, early) for column in columns])
+    near = Near(rows, jnp.asarray(early))
+    fetch = functools.partial(fetch_ahead, near=near)
+    arguments = put("host", marked), jnp.asarray(slots), jnp.asarray(through)
+    if reason := FETCH_AHEAD.backend(backend).supports(*arguments, near.slots):
+        pytest.skip(f"{backend}: {reason}")
+    ahead, _ = jax.jit(functools.partial(fetch, implementation=backend))(*arguments)
+    fetched = fetch_rows(*arguments[:2], near=near, ahead=ahead)
+    for have, got, column in zip(ahead.rows, fetched, columns, strict=True):
+        assert not (np.asarray(have) == 12345).any()
+        np.testing.assert_array_equal(got, rows_by_hand(column, slots))
 
 
 @over_memories

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Striped
+from jspec.cache import Cache, Striped
 from jspec.cache.layout import Linear
 from jspec.config import SamplingParams
 from jspec.decode import growth, prefill
@@ -118,8 +118,48 @@ def test_what_was_predicted_is_read_from_where_it_was_fetched_to(monkeypatch):
     got, _ = two_layers(policy)(right)
     np.testing.assert_array_equal(got[0], wanted[0])
     assert not np.array_equal(got[1][0], wanted[1][0])
-    unpredicted, _ = two_layers(dataclasses.replace(policy, predicts=False))(right)
+    unpredicted, _ = two_layers(dataclasses.replace(policy, predicted=0.0))(right)
     np.testing.assert_array_equal(unpredicted[1], wanted[1])
+
+
+def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monkeypatch):
+    """By the right queries: of 8 positions, 3 of them sinks or recent, the best 2 of the others."""
+    from jspec.policies import offload
+
+    found = []
+
+    def watched(columns, slots, through, **settings):
+        found.append((slots, settings["near"]))
+        return fetch_ahead(columns, slots, through, **settings)
+
+    fetch_ahead = offload.fetch_ahead
+    monkeypatch.setattr(offload, "fetch_ahead", watched)
+    policy = HataOff(**SOME, dense_layers=1, predicted=0.6)
+    cache, (q, k, v) = offload.with_rows_near(cache_of(policy), policy), query(seed=20)
+    attend = selected_attend(
+        *(jnp.asarray(LENGTHS)[:, None], cache.lengths, 2),
+        policy=policy,
+        arrays=arrays_of(policy, (SPEC, SPEC)),
+    )
+    attend(0, q, k, v, Reading(cache), foresee=lambda: q)
+    arrays = arrays_of(policy, (SPEC, SPEC))
+    scores = np.asarray(policy.score(arrays, 1, cache, q))
+    ((slots, near),) = found
+    slots = np.asarray(slots)
+    assert slots.shape[-1] == 5
+    assert near.slots.shape[-1] == 8, "what is near is not fetched"
+    for row, head in np.ndindex(slots.shape[:2]):
+        length = int(LENGTHS[row])
+        forced = {slot for slot in range(length) if slot < 1 or slot >= length - 2}
+        others = sorted(set(range(length)) - forced, key=lambda s: (-scores[row, head, s], s))
+        wanted = sorted([*forced, *others][:5])[:5] if length else []
+        assert [slot for slot in slots[row, head] if slot >= 0] == wanted
+
+
+@pytest.mark.parametrize("predicted", [1.5, -0.1])
+def test_a_share_that_is_none_is_refused(predicted):
+    with pytest.raises(ValueError, match=f"predicted={predicted} must be a share of the budget"):
+        HataOff(predicted=predicted)
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +170,42 @@ def model():
 PARAMS, TEXTS = SamplingParams(max_new_tokens=14), prompts((12, 7, 1), seed=5)
 
 
-def decoded(model, policy):
+def decoded(model, policy, steps=2):
     arrays = arrays_of(policy, LAYERS.layers)
-    settings = {"draft": None, "target": policy, "steps_per_chunk": 2, "prefill_chunk": 4}
+    settings = {"draft": None, "target": policy, "steps_per_chunk": steps, "prefill_chunk": 4}
     return generate(model, TEXTS, PARAMS, policy_arrays=arrays, **settings)
 
 
 @pytest.fixture(scope="module")
 def hata(model):
     return decoded(model, Hata(**SOME, dense_layers=1))
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_step_reads_what_is_left_of_the_one_before(model, hata, monkeypatch, reuse):
+    """With wrong rows left, other tokens come."""
+    with_near = Cache.with_near
+
+    def spoiled(cache, layer, near):
+        rows = tuple(jnp.flip(x, axis=-1) for x in near.rows)
+        return with_near(cache, layer, dataclasses.replace(near, rows=rows))
+
+    monkeypatch.setattr(Cache, "with_near", spoiled)
+    # No other test decodes by chunks of three: compiled programs are kept.
+    got = decoded(model, HataOff(**SOME, dense_layers=1, reuse=reuse), steps=3)
+    assert (got.tokens == hata.tokens) != reuse
+
+
+def test_nothing_is_left_for_the_next_chunk(model):
+    """Another request may take over a row in between."""
+    policy = HataOff(**SOME, dense_layers=1)
+    models = Models(model, policy=arrays_of(policy, LAYERS.layers))
+    config = StepConfig(0, NoDraft(), target=policy)
+    state = start_decoding(models, TEXTS, PARAMS, config)
+    bytes_before = state.cache.nbytes
+    state, _ = decode_chunk(models, state, config, 2)
+    assert state.cache.near == ()
+    assert state.cache.nbytes == bytes_before
 
 
 def test_it_decodes_as_hata_does_in_a_cache_that_grows(model, hata, monkeypatch):

@@ -20,9 +20,12 @@ constexpr int kMostBlocks = 4096;
 // enough warps to leave the multiprocessors to the others.
 constexpr int kAheadBlocks = 64;
 
-// The place of `slot` among `count` ascending slots, -1 if it is not there. The lanes of a warp
-// probe together: two rounds for up to 1024 slots.
-__device__ int64_t place_of(int32_t slot, const int32_t* slots, int64_t count, int lane) {
+// The place of `slot` among the ascending slots of a row that are there, -1 if it is not one of
+// them. The lanes of a warp probe together: two rounds for up to 1024 slots.
+__device__ int64_t place_of(const There& there, int64_t group, int32_t slot, int lane) {
+  if (!there.slots) return -1;
+  const int64_t count = there.count;
+  const int32_t* slots = there.slots + group * count;
   int64_t low = 0, end = count;
   while (low < end) {
     const int64_t step = (end - low + 31) / 32;
@@ -46,19 +49,20 @@ __global__ void __launch_bounds__(kThreads) fetch_kernel(const Fetch fetch, cons
     const int64_t group = row / fetch.wanted, i = row % fetch.wanted;
     const int64_t b = group / fetch.heads, head = group % fetch.heads;
     const int32_t slot = fetch.wanted_slots[row];
-    const bool there = slot >= 0 && slot < fetch.slots;
-    int64_t early = -1;
-    if (there && fetch.early_slots) {
-      early = place_of(slot, fetch.early_slots + group * fetch.ahead, fetch.ahead, lane);
-    }
     char* to = fetch.rows[c] + ((b * fetch.wanted + i) * fetch.heads + head) * bytes;
-    if (!there) {
+    if (slot < 0 || slot >= fetch.slots) {
       for (int64_t at = lane % share; at < bytes; at += share) to[at] = 0;
       continue;
     }
-    const char* from = early >= 0
-                           ? fetch.early[c] + ((b * fetch.ahead + early) * fetch.heads + head) * bytes
-                           : fetch.column[c] + ((b * fetch.slots + slot) * fetch.heads + head) * bytes;
+    const char* from = fetch.column[c];
+    int64_t count = fetch.slots, place = slot;
+    if (const int64_t near = place_of(fetch.near, group, slot, lane); near >= 0) {
+      from = fetch.near.rows[c], count = fetch.near.count, place = near;
+      if (!from) continue;
+    } else if (const int64_t ahead = place_of(fetch.ahead, group, slot, lane); ahead >= 0) {
+      from = fetch.ahead.rows[c], count = fetch.ahead.count, place = ahead;
+    }
+    from += ((b * count + place) * fetch.heads + head) * bytes;
     copy(from, to, bytes, c ? access.y : access.x, lane % share, share);
   }
 }
@@ -128,8 +132,9 @@ const char* launch(Fetch fetch, int most_blocks, cudaStream_t stream) {
   int access[kMostColumns] = {1, 1};
   for (int c = 0; c < fetch.columns; ++c) {
     access[c] = access_bytes(fetch.column[c], fetch.rows[c], fetch.bytes[c]);
-    if (fetch.early_slots) {
-      access[c] = std::min(access[c], access_bytes(fetch.early[c], fetch.rows[c], fetch.bytes[c]));
+    for (const There& there : {fetch.near, fetch.ahead}) {
+      if (!there.rows[c]) continue;
+      access[c] = std::min(access[c], access_bytes(there.rows[c], fetch.rows[c], fetch.bytes[c]));
     }
   }
   const int64_t rows = fetch.batch * fetch.heads * fetch.wanted;
@@ -142,7 +147,7 @@ const char* launch(Fetch fetch, int most_blocks, cudaStream_t stream) {
 }  // namespace
 
 const char* fetch_rows(const Fetch& fetch, Stream stream) {
-  if (fetch.early_slots) {
+  if (fetch.ahead.slots) {
     const char* error = nullptr;
     Side* side = side_of_device(error);
     if (!side) return error;

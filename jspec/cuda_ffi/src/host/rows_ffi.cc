@@ -44,47 +44,56 @@ ffi::Error check_columns(size_t columns) {
              : invalid("there are ", columns, " columns, and must be 1 or ", kMostColumns);
 }
 
+// Slots of rows that are there, [B, K, m], at buffer `at`.
+ffi::Error read_slots(const Buffers& buffers, size_t at, const Fetch& fetch, There& there) {
+  const auto slots = buffers[at].dimensions();
+  if (slots.size() != 3) return invalid("slots ", buffers[at], " must be [B, K, m]");
+  there.count = slots[2];
+  there.slots = buffers.data<int32_t>(at);
+  return buffers.check(at, 1, {{"slots", ffi::DataType::S32, {fetch.batch, fetch.heads, slots[2]}}});
+}
+
+// Rows that are there, of each column, from buffer `at` on, and their slots.
+ffi::Error read_there(const Buffers& buffers, size_t at, const Fetch& fetch, There& there) {
+  ffi::Error error = read_slots(buffers, at + fetch.columns, fetch, there);
+  for (int c = 0; c < fetch.columns && !error.failure(); ++c) {
+    const int64_t width = buffers[c].dimensions().back();
+    const auto dtype = buffers[c].element_type();
+    error = buffers.check(at + c, 1,
+                          {{"rows", dtype, {fetch.batch, there.count, fetch.heads, width}}});
+    there.rows[c] = buffers.data<char>(at + c);
+  }
+  return error;
+}
+
 }  // namespace
 
-// Columns and slots, then rows that were fetched ahead and their slots if there are any.
-ffi::Error fetch_rows_of(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results) {
-  const size_t columns = results.size();
+// Columns and slots, then rows that are near and their slots, and the same of rows fetched ahead.
+ffi::Error fetch_rows_of(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                         bool near, bool ahead) {
+  const size_t columns = results.size(), plain = columns + 1;
   ffi::Error error = check_columns(columns);
   if (error.failure()) return error;
-  const size_t plain = columns + 1, early = 2 * plain;
-  error = check_count(arguments, arguments.size() < early ? plain : early, results, columns);
+  error = check_count(arguments, plain * (1 + near + ahead), results, columns);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
   Fetch fetch = {};
   error = read_fetch(buffers, columns, arguments.size(), fetch);
-  if (error.failure()) return error;
-  if (arguments.size() == early) {
-    const auto S32 = ffi::DataType::S32;
-    const auto slots = buffers[early - 1].dimensions();
-    if (slots.size() != 3) return invalid("slots ", buffers[early - 1], " must be [B, K, m]");
-    error = buffers.check(early - 1, 1, {{"slots", S32, {fetch.batch, fetch.heads, slots[2]}}});
-    if (error.failure()) return error;
-    fetch.ahead = slots[2];
-    fetch.early_slots = buffers.data<int32_t>(early - 1);
-    for (size_t c = 0; c < columns; ++c) {
-      const int64_t width = buffers[c].dimensions().back();
-      error = buffers.check(plain + c, 1,
-                            {{"rows",
-                              buffers[c].element_type(),
-                              {fetch.batch, fetch.ahead, fetch.heads, width}}});
-      if (error.failure()) return error;
-      fetch.early[c] = buffers.data<char>(plain + c);
-    }
+  if (!error.failure() && near) error = read_there(buffers, plain, fetch, fetch.near);
+  if (!error.failure() && ahead) {
+    error = read_there(buffers, plain * (1 + near), fetch, fetch.ahead);
   }
+  if (error.failure()) return error;
   return launched(fetch_rows(fetch, stream));
 }
 
-// Columns, slots, and an array that is handed through.
-ffi::Error fetch_ahead_of(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results) {
-  const size_t columns = results.size() - 1;
+// Columns, slots, and an array that is handed through; then the slots of rows that are near, if any.
+ffi::Error fetch_ahead_of(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                          bool near) {
+  const size_t columns = results.size() - 1, given = columns + 2;
   ffi::Error error = check_columns(columns);
   if (error.failure()) return error;
-  error = check_count(arguments, columns + 2, results, columns + 1);
+  error = check_count(arguments, given + near, results, columns + 1);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
   if (buffers.data<char>(columns + 1) != buffers.data<char>(buffers.size() - 1)) {
@@ -92,6 +101,7 @@ ffi::Error fetch_ahead_of(Stream stream, ffi::RemainingArgs arguments, ffi::Rema
   }
   Fetch fetch = {};
   error = read_fetch(buffers, columns, arguments.size(), fetch);
+  if (!error.failure() && near) error = read_slots(buffers, given, fetch, fetch.near);
   if (error.failure()) return error;
   return launched(fetch_ahead(fetch, stream));
 }
@@ -136,6 +146,8 @@ ffi::Error store_rows_of(Stream stream, ffi::RemainingArgs arguments, ffi::Remai
 
 }  // namespace jspec
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_fetch_rows, jspec::fetch_rows_of, JSPEC_BIND());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_fetch_ahead, jspec::fetch_ahead_of, JSPEC_BIND());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_fetch_rows, jspec::fetch_rows_of,
+                              JSPEC_BIND().Attr<bool>("near").Attr<bool>("ahead"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_fetch_ahead, jspec::fetch_ahead_of,
+                              JSPEC_BIND().Attr<bool>("near"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_store_rows, jspec::store_rows_of, JSPEC_BIND());
