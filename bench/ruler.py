@@ -68,7 +68,7 @@ class Setting:
 
     def policy(self, length: int) -> Policy:
         found = named_policy(AT_16_BYTES.get(self.name, self.name))
-        found = with_budget(found, self.budget, length)
+        found = with_budget(found, self.budget)
         return with_hashes(found, bundled_path())
 
 

@@ -29,14 +29,17 @@ SCORES = {"hamming_scores": "xla", "hash_select": "xla"}
 SORT = {"select": "xla", "hash_select": "two_steps"}
 ENCODE = {"hash_encode": "xla", "rotate_and_append": "xla", "rotate_append_encode": "xla"}
 GATHER = {"gathered_attention": "xla"}
+IN_TURN = {"hash_attention": "one_by_one"}
 # Each with one more part than the stage before at its best backend: scores, their selection with
-# the scores, attention that reads the selection in place, and encoding with the cache's update.
+# the scores, attention that reads the selection in place, and encoding with the cache's update; at
+# last all of them as one operation.
 STAGES = {
     "plain": Backends(SORT | SCORES | GATHER | ENCODE),
     "score": Backends(SORT | GATHER | ENCODE),
     "select": Backends(GATHER | ENCODE),
     "fused_attention": Backends(ENCODE),
-    "encode": Backends(),
+    "encode": Backends(IN_TURN),
+    "one_operation": Backends(),
 }
 TITLES = {
     "hata_parts": "the parts of a layer, one by one",

@@ -15,7 +15,7 @@ from rich.table import Table
 from jspec.cli.compile_cache import keep_programs
 from jspec.cli.show import console, environment
 from jspec.eval import heatmap
-from jspec.eval.evaluate import Budget, Run, Score, evaluate_all, with_budget
+from jspec.eval.evaluate import Budget, Run, Score, budget_of, evaluate_all, with_budget
 from jspec.eval.jsonl import read_questions
 from jspec.eval.questions import Asked, own_questions, ruler_questions
 from jspec.eval.ruler import TASKS
@@ -61,13 +61,13 @@ def run_eval(arguments: argparse.Namespace) -> int:
         _result(name, budget, score, arguments, settings)
         for (name, budget, _), score in zip(runs, scores, strict=True)
     ]
-    if arguments.heatmap:
-        _heatmap(arguments, model, tokenizer, runs[0])
     if arguments.json:
         found = results[0] if len(results) == 1 else {"results": results}
         print(json.dumps(found | {"environment": environment()}))
     else:
         Console(highlight=False).print(_table(results, arguments))
+    if arguments.heatmap:  # behind the answers, which it must not lose
+        _heatmap(arguments, model, tokenizer, runs[0])
     return 0
 
 
@@ -85,10 +85,10 @@ def _runs(arguments: argparse.Namespace) -> list[Asking]:
         policy = named_policy(name)
         for budget in budgets if name != "dense" else [None]:
             try:
-                found = with_budget(policy, budget, arguments.length)
+                found = with_budget(policy, budget)
             except ValueError as error:
                 raise ValueError(f"policy {name}: {error}") from None
-            runs.append((name, budget or getattr(found, "budget", None), found))
+            runs.append((name, budget_of(found), found))
     return runs
 
 

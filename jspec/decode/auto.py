@@ -131,9 +131,9 @@ class GammaChoice:
 class Gammas:
     """The steps that ``gamma="auto"`` chooses from: ``config`` with each gamma.
 
-    Gammas go up to twice the drafter's usual one. Choices are remembered by all that times depend
-    on, the capacity within a factor of two, so that later calls begin with what earlier ones
-    measured. Raises `ValueError` for a drafter that never drafts.
+    Choices are remembered by all that times depend on, the capacity within a factor of two, so that
+    later calls begin with what earlier ones measured. Raises `ValueError` for a drafter that never
+    drafts.
     """
 
     def __init__(self, config: StepConfig) -> None:
@@ -146,7 +146,6 @@ class Gammas:
         self.configs = {
             gamma: dataclasses.replace(config, gamma=gamma, draft=draft if gamma else Paused(draft))
             for gamma in LADDER
-            if gamma <= 2 * draft.usual_gamma
         }
         self.draft = draft
 

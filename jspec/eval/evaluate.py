@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,18 +39,31 @@ class Score:
     stats: Stats
 
 
-def with_budget(policy: Policy, budget: Budget, length: int) -> Policy:
+def budget_of(policy: Policy) -> Budget:
+    """How many positions a policy reads, or which share of them; None where it has no budget."""
+    if isinstance(policy, Streaming):
+        return policy.window + (0 if isinstance(policy.window, float) else policy.sinks)
+    return getattr(policy, "budget", None)
+
+
+def with_budget(policy: Policy, budget: Budget) -> Policy:
     """The policy with a budget of positions, or a ratio; None is its own.
 
-    A window takes what sinks leave of the budget. Raises `ValueError` for a policy without one.
+    A window takes what sinks leave of the budget. Raises `ValueError` for a policy without one, and
+    for a budget that leaves no window.
     """
     if budget is None or isinstance(policy, Dense):
         return policy
     if isinstance(policy, ScoredPolicy):
         return dataclasses.replace(policy, budget=budget)
     if isinstance(policy, Streaming):
-        whole = math.ceil(budget * length) if isinstance(budget, float) else budget
-        return dataclasses.replace(policy, window=whole - policy.sinks)
+        if isinstance(budget, float):
+            return dataclasses.replace(policy, window=budget)
+        if budget <= policy.sinks:
+            raise ValueError(
+                f"budget={budget} must be more than sinks={policy.sinks}, which it holds as well"
+            )
+        return dataclasses.replace(policy, window=budget - policy.sinks)
     raise ValueError(f"{type(policy).__name__} has no budget; name its settings instead")
 
 
@@ -70,8 +82,8 @@ def evaluate(
     """Greedy answers to ``questions``, of at most ``length`` tokens with theirs, and their score.
 
     The model reads what ``policy`` selects or, with ``drafts``, drafts over it and stays lossless.
-    An answer ends at its first line break behind text. ``on_batch(count)`` hears of questions that
-    were answered, which go ``batch`` at a time.
+    An answer of one line ends at its first line break behind text. ``on_batch(count)`` hears of
+    questions that were answered, which go ``batch`` at a time.
     """
     runs = [Run(policy, drafts)]
     settings = {"length": length, "metric": metric, "batch": batch, "on_batch": on_batch}
@@ -170,7 +182,8 @@ def _answer(
         text, room = rows[row], asked[row].room
         for taken, token in enumerate(tokens, start=1):
             text.feed([token])
-            if len(text.tokens) >= room or "\n" in text.text.lstrip():
+            ends = asked[row].one_line and "\n" in text.text.lstrip()
+            if ends or len(text.tokens) >= room:
                 return taken
         return None
 

@@ -10,6 +10,7 @@ from typing import Any
 from jspec.eval.questions import Question
 
 LINE_LIMIT = 2**26  # bytes
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # The field of the answers, and how they are scored unless the caller says otherwise.
 ANSWERS = {"outputs": "recall", "answers": "f1", "answer": "contains"}
 
@@ -18,9 +19,11 @@ def read_questions(path: str | Path) -> tuple[list[Question], str]:
     """The questions of a file, and the usual metric of its kind.
 
     The prompt of a line is ``context``, where there is one, an empty line, and ``input`` or
-    ``prompt``. Its answers are ``outputs`` (RULER), ``answers`` (LongBench) or ``answer``
-    (InfiniteBench), a text or a list of texts; its task is ``task`` or ``dataset``, else the file's
-    name. Other fields are ignored. Raises `ValueError` with the number of a line that is none.
+    ``prompt``; then ``options`` by letters (InfiniteBench), and ``answer_prefix`` (RULER), with
+    which the answer begins. Its answers are ``outputs`` (RULER), ``answers`` (LongBench) or
+    ``answer`` (InfiniteBench), a text or a list of texts; its task is ``task`` or ``dataset``, else
+    the file's name. Other fields are ignored. Raises `ValueError` with the number of a line that is
+    none.
     """
     found: list[Question] = []
     metrics: set[str] = set()
@@ -61,6 +64,11 @@ def _question(line: bytes, name: str) -> tuple[Question, str]:
     prompt = "\n\n".join(part for part in parts if part)
     if not prompt:
         raise ValueError("has no 'context', 'input' or 'prompt'")
+    if options := value.get("options"):
+        if not isinstance(options, list) or len(options) > 26 or not all(map(_is_text, options)):
+            raise ValueError("'options' must be a list of up to 26 texts, none of them empty")
+        prompt += "".join(f"\n{letter}. {x}" for letter, x in zip(LETTERS, options, strict=False))
+    prompt += _text(value, "answer_prefix")
     task = _text(value, "task") or _text(value, "dataset") or name
     return Question(task, prompt.encode(), tuple(answers)), ANSWERS[field]
 

@@ -23,11 +23,12 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A question as tokens; ``room``: most tokens of an answer."""
+    """A question as tokens; ``room``: most tokens of an answer, which is ``one_line`` or more."""
 
     question: Question
     prompt: Sequence[int]
     room: int
+    one_line: bool = True
 
 
 def ruler_questions(
@@ -57,7 +58,7 @@ def fitted(tokenizer: Tokenizer, length: int, make: Callable[[int], Question]) -
     trial = make(max(length, ruler.MIN_LENGTH)).prompt
     size = length * len(trial) // len(tokenizer.encode(trial))
     for _ in range(_TRIES):
-        if size < ruler.MIN_LENGTH:
+        if size <= ruler.MIN_LENGTH:
             break
         asked = _asked(tokenizer, make(size))
         over = len(asked.prompt) + asked.room - length
@@ -66,9 +67,11 @@ def fitted(tokenizer: Tokenizer, length: int, make: Callable[[int], Question]) -
         size -= over * len(asked.question.prompt) // len(asked.prompt) + 1
     shortest = _asked(tokenizer, make(ruler.MIN_LENGTH))
     least = len(shortest.prompt) + shortest.room
-    raise ValueError(
-        f"length={length} tokens are too few for a question; the shortest takes {least}"
-    )
+    if least > length:
+        raise ValueError(
+            f"length={length} tokens are too few for a question; the shortest takes {least}"
+        )
+    return shortest
 
 
 def _asked(tokenizer: Tokenizer, question: Question) -> Asked:
@@ -88,7 +91,7 @@ def own_questions(
         prompt, most = tokenizer.encode(question.prompt), length - room
         if len(prompt) > most:
             prompt = [*prompt[: most // 2], *prompt[len(prompt) - (most - most // 2) :]]
-        found.append(Asked(question, prompt, room))
+        found.append(Asked(question, prompt, room, one_line=False))
     return found
 
 

@@ -143,3 +143,12 @@ def test_a_quick_run(tmp_path, monkeypatch, capsys):
     ]
     assert imposed["drafted_at_least"] == [n / chained["steps"] for n in chained["attempts_at"]]
     assert imposed["tokens_per_iteration"] > plain["tokens_per_iteration"] == 1
+
+
+def test_a_chain_whose_drafts_were_not_measured_is_a_row_with_the_reason():
+    case = {"model": "qwen3-8b", "gamma": 20, "B": 4}
+    row = {"case": case, "name": "chain-exact", "step_ns": [1000], "checked": "2 layers"}
+    found = throughput.imposed(row, {"chain": [1.0]})
+    assert "bundled model's row did not run" in found["reason"]
+    assert found["checked"] is None
+    assert "tokens_per_s" not in found

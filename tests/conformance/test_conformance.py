@@ -40,6 +40,25 @@ def test_a_fault_shows_its_class(name, law):
     assert next(x.p_value for x in findings if x.law == law) < ALARM
 
 
+def test_a_fault_of_acceptance_shows_where_that_law_alone_is_asked_for(capsys):
+    name = "tests.conformance.verifiers:shared"
+    settings = ["--verifier", name, "--rows", "20000", "--laws", "accepted tokens"]
+    assert main(settings) == 1
+    out = capsys.readouterr().out
+    assert FAULTS["accepted tokens"].split(":")[0] in " ".join(out.split())
+    assert "Every law holds" not in out
+
+
+def test_to_accept_less_is_said_and_is_no_fault(capsys):
+    """By the target's own draws: a lossless verifier whose draft counts by chance alone."""
+    settings = ["--verifier", "tests.conformance.verifiers:careless", "--rows", "20000"]
+    assert main([*settings, "--laws", "one draft token", "accepted tokens"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fails" not in out
+    assert "accepts less" in out
+    assert "Every law holds" in out
+
+
 @pytest.mark.parametrize("function", ["token_rule", "block_rule"])
 def test_jspecs_own_rules_hold(function, monkeypatch):
     monkeypatch.setattr(vocabulary_module, "TILE", 4)
@@ -92,7 +111,10 @@ def test_the_g_test_is_that_of_scipy():
 
 
 def test_to_accept_little_is_no_fault():
-    assert diagnosis([Finding("accepted tokens", 0.0, 1000, 0.1)]) is None
+    little = Finding("accepted tokens", 0.0, 1000, 0.1)
+    assert diagnosis([Finding("one draft token", 0.5, 1000, 0.1), little]) is None
+    # Unless nothing says that the tokens have the right law.
+    assert diagnosis([little]) == FAULTS["accepted tokens"]
 
 
 # --- the command -------------------------------------------------------------------------------

@@ -76,6 +76,15 @@ class InNumpy:
         return np.floor(numbers * 2**23) / 2**23 if self.fault == "23 bits" else numbers
 
 
+def careless(draft_logits, target_logits, *, temperature, top_p, seeds, positions):
+    """Commits a token of the target's law, whatever was drafted: lossless, and of no use."""
+    rng = np.random.default_rng([int(seeds[0]), *np.bincount(positions).tolist()])
+    law = softmax(target_logits[:, 0], temperature, top_p)
+    token = draw(law, rng.random(len(seeds)))
+    blank = np.full(target_logits.shape[:2], -1)
+    return np.concatenate([token[:, None], blank[:, 1:]], axis=1)
+
+
 def softmax(logits, temperature, top_p):
     if temperature == 0:
         return (np.arange(logits.shape[-1]) == logits.argmax(-1)[..., None]).astype(np.float64)

@@ -13,7 +13,7 @@ from jspec.decode.draft import NoDraft, SelfDraft
 from jspec.decode.stats import Stats
 from jspec.eval import evaluate as module
 from jspec.eval import heatmap, ruler
-from jspec.eval.evaluate import GAMMA, Run, evaluate, evaluate_all, with_budget
+from jspec.eval.evaluate import GAMMA, Run, budget_of, evaluate, evaluate_all, with_budget
 from jspec.eval.questions import (
     Asked,
     Question,
@@ -164,11 +164,41 @@ def test_policies_share_a_prefill(monkeypatch, tokenizer, model):
 
 
 def test_a_budget_is_that_of_the_policy():
-    assert with_budget(ExactTopK(), 64, 4096).budget == 64
-    assert with_budget(Streaming(sinks=4), 64, 4096) == Streaming(sinks=4, window=60)
-    assert with_budget(Streaming(sinks=4), 0.25, 4096) == Streaming(sinks=4, window=1020)
-    assert with_budget(Dense(), 64, 4096) == Dense()
-    assert with_budget(Quest(), None, 4096) == Quest()
+    assert with_budget(ExactTopK(), 64).budget == 64
+    assert with_budget(Streaming(sinks=4), 64) == Streaming(sinks=4, window=60)
+    assert with_budget(Streaming(sinks=4), 0.25) == Streaming(sinks=4, window=0.25)
+    assert with_budget(Dense(), 64) == Dense()
+    assert with_budget(Quest(), None) == Quest()
+    with pytest.raises(ValueError, match="budget=16 must be more than sinks=16, which it holds"):
+        with_budget(Streaming(), 16)
+
+
+def test_a_policy_says_what_it_reads():
+    for policy in (ExactTopK(), Streaming(sinks=4)):
+        for budget in (64, 0.25):
+            assert budget_of(with_budget(policy, budget)) == budget
+    assert budget_of(Streaming()) == 512
+    assert budget_of(Dense()) is None
+
+
+def test_the_shortest_question_is_asked_where_it_just_fits(tokenizer):
+    """At any length that it fits into, however long others were."""
+    with pytest.raises(ValueError, match="the shortest takes") as refused:
+        needle_question(tokenizer, 100, 0.5, 0)
+    least = int(str(refused.value).rpartition(" ")[2])
+    for length in (least, least + 1, least + 20):
+        asked = needle_question(tokenizer, length, 0.5, 0)
+        assert len(asked.prompt) + asked.room <= length
+    with pytest.raises(ValueError, match=f"length={least - 1} tokens are too few"):
+        needle_question(tokenizer, least - 1, 0.5, 0)
+
+
+def test_answers_to_own_questions_go_on_behind_a_line_break(monkeypatch, tokenizer, model):
+    question = Question("summary", b"Tell the story.", ("one two",))
+    oracle(monkeypatch, tokenizer, lambda text: "one\ntwo\nthree")
+    (asked,) = own_questions(tokenizer, [question], LENGTH, 7)
+    score = evaluate(model, tokenizer, Dense(), [asked], length=LENGTH)
+    assert score.answers == ("one\ntwo",)
 
 
 @pytest.fixture

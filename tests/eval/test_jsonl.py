@@ -25,6 +25,16 @@ def test_the_fields_of_three_benchmarks_are_read(tmp_path):
     ]
 
 
+def test_options_and_the_beginning_of_the_answer_are_part_of_the_prompt(tmp_path):
+    """As InfiniteBench and RULER have them."""
+    choice = {"context": "Text.", "input": "Who?", "options": ["Ann", "Bo"], "answer": "Bo"}
+    begun = {"input": "Find it.", "outputs": ["7"], "answer_prefix": " It is"}
+    prompts = [
+        read_questions(write(tmp_path / "own.jsonl", x))[0][0].prompt for x in (choice, begun)
+    ]
+    assert prompts == [b"Text.\n\nWho?\nA. Ann\nB. Bo", b"Find it. It is"]
+
+
 GOOD = {"prompt": "x", "outputs": ["y"], "task": "t"}
 
 
@@ -39,6 +49,7 @@ GOOD = {"prompt": "x", "outputs": ["y"], "task": "t"}
         ([{"prompt": "x", "outputs": [""]}], "none of them empty"),
         ([{"answer": "y"}], "has no 'context', 'input' or 'prompt'"),
         ([{"prompt": 1, "answer": "y"}], "'prompt' must be a text"),
+        ([{"prompt": "x", "answer": "y", "options": [1]}], "'options' must be a list of up to 26"),
         ([GOOD, {"prompt": "x", "answer": "y"}], "mixes kinds of tasks"),
     ],
 )
