@@ -145,3 +145,17 @@ def test_what_does_not_fit_is_refused(static, message):
         select(jnp.zeros((2, 5)), **static)
     with pytest.raises(ValueError, match=r"scores uint8\[2, 5\] must be int32 or float32"):
         select(jnp.zeros((2, 5), jnp.uint8), 2)
+
+
+@every_backend(SELECT)
+def test_a_million_slots_and_a_budget_of_16384(backend):
+    """Of the largest scores more are equal than fit."""
+    rng = np.random.default_rng(5)
+    scores = rng.standard_normal((1, 2**20)).astype(np.float32)
+    scores[0, rng.choice(2**20, 9000, replace=False)] = 4.0
+    scores[0, rng.choice(2**20, 9000, replace=False)] = 3.5
+    k, length = 16384, 2**20 - 77
+    arguments = jnp.asarray(scores), jnp.array([k], jnp.int32), jnp.array([length], jnp.int32)
+    got = np.asarray(run(backend, arguments, k=k, sinks=0, recent=0, highest=None))
+    wanted = np.sort(np.argsort(-scores[0, :length], kind="stable")[:k])
+    np.testing.assert_array_equal(got[0], wanted)

@@ -68,6 +68,29 @@ def test_it_selects_what_the_paper_says(name, edge):
         assert sorted(got[got >= 0].tolist()) == wanted, (row, head)
 
 
+@pytest.mark.parametrize("depth", ["first", "before the recent ones", "last but one"])
+@pytest.mark.parametrize("name", reference.SCORES)
+def test_a_needle_is_found_at_either_end(name, depth):
+    """A key along the query, where no sink or recent position forces it in."""
+    policy = dataclasses.replace(MATRIX[name], budget=4, sinks=0, recent=1)
+    length = CAPACITY - 1
+    places = {"first": 0, "before the recent ones": length - 3, "last but one": length - 2}
+    place = places[depth]
+    cache, arrays = filled(policy, Linear(CAPACITY), [length]), arrays_of(policy)
+    q, _, _ = query(1)
+    q = jnp.repeat(q[:, :, ::2], 2, axis=2)  # alike in a group
+    sample = np.float64(random(64, 2, 8, seed=7)) + 0.5  # whose mean is MagicPIG's center
+    needle = sample.mean(axis=0) + 10 * np.asarray(q[0, 0, ::2], np.float64)
+    keys = cache.keys(0).at[0, place].set(jnp.asarray(needle, jnp.float32))
+    cache = cache.replaced(0, keys=keys, **policy.encode(arrays, 0, keys))
+    cache = with_pages(
+        *(policy, arrays, cache, jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32)),
+        most=CAPACITY,
+    )
+    chosen = np.asarray(select(policy, arrays, cache, q))
+    assert all(place in chosen[0, head] for head in range(2))
+
+
 def test_pages_do_not_depend_on_how_tokens_came():
     """Committed one by one, in blocks, with rejected tokens behind them; once more changes none."""
     policy = Quest(page=4)
