@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.report.hata import paper as paper_of_hata
 from bench.report.text import header, paragraphs, picture, table
 from bench.ruler import AT_16_BYTES, HEADINGS, lines
+from bench.table import kilo
 
 
 def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
@@ -26,4 +28,27 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         words,
         picture(pictures, "ruler-budget", "score by budget"),
         table(HEADINGS, lines(result), left=3),
+        _beside(result),
     )
+
+
+def _beside(result: dict[str, Any]) -> str:
+    """The paper's scores at the budgets that were run; nothing where none of them was."""
+    rows = []
+    for model, length, budget, policy, score in paper_of_hata()["quality"]["rows"]:
+        own = {
+            row["case"]["S"]: f"{row['score']:.1f}"
+            for row in result["rows"]
+            if row["name"] == policy
+            and row["case"]["kind"] == "read"
+            and row["case"]["budget"] in (None, budget)
+        }
+        if own:
+            here = ", ".join(f"{score} ({kilo(size)})" for size, score in own.items())
+            rows.append((f"{budget:.2%}", policy, here, f"{score:.2f}", f"{model}, {kilo(length)}"))
+    words = (
+        f"{paper_of_hata()['source']}: RULER's own questions to other models, MagicPIG with 2 to "
+        "3 % of the context. What can be compared is the order."
+    )
+    own = table(("budget", "policy", "here (S)", "paper", "its model"), rows, left=2)
+    return f"### Beside the paper\n\n{words}\n\n{own}" if rows else ""
