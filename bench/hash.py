@@ -1,4 +1,7 @@
-"""Hash codes of a decoding step: encoding, also as keys are written, scores, and selection."""
+"""Hash codes of a decoding step: encoding, also as keys are written, scores, and selection.
+
+And the scores of codes of another kind, buckets in hash tables (MagicPIG).
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,16 @@ from bench.settings import Settings, bar
 from bench.suite import Suite
 from jspec.dispatch import Operation
 from jspec.ops.append import APPEND_ENCODE, Turn
+from jspec.ops.collisions import COLLISION_SCORES, LEAST, code_words
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
 from jspec.ops.hash_select import HASH_SELECT
+from jspec.policies import MagicPIG
 
 COLUMNS = ("B", "S", "n", "heads", "T", "R", "part")
 DEFAULT: Case = {"B": 8, "S": 32768, "n": 512, "heads": "32/32", "H": 128, "T": 1, "R": 128}
 BYTES = (
     "of encoding, also into the column, the weights; of scoring the codes and 4 bytes a score; of "
-    "selecting the codes and 4 bytes a slot"
+    "selecting the codes and 4 bytes a slot; of collisions the codes and 4 bytes a score"
 )
 Check = Callable[[Any], bool]
 
@@ -53,11 +58,16 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
+    policy, collided = MagicPIG(), []
     with bar("hash", len(grid(settings))) as advance:
         for here in grid(settings):
             yield from _encoded(here, settings)
             yield from _appended(here, settings)
             yield from _scored(here, settings)
+            own = {**here, "R": policy.tables * policy.bits}
+            if own not in collided:  # cases that differ by R alone are the same one here
+                yield from _collided(own, policy, settings)
+                collided.append(own)
             advance()
 
 
@@ -151,6 +161,49 @@ def _scored(here: Case, settings: Settings) -> Iterator[point.Row]:
     )
 
 
+def _collided(here: Case, policy: MagicPIG, settings: Settings) -> list[point.Row]:
+    """Scores of random buckets: a query finds about one key in 100."""
+    (query_heads, kv_heads), batch, tables = heads(here), here["B"], policy.tables
+    used = used_bits(policy).reshape(1, 1, 1, -1)
+    keys = jax.random.split(jax.random.key(workload.SEED))
+    q, k = (
+        jax.random.bits(key, (batch, *own, used.size), jnp.uint32) & used
+        for key, own in zip(keys, ((here["T"], query_heads), (here["S"], kv_heads)), strict=True)
+    )
+    want = collisions_of(np.asarray(q), np.asarray(k), tables)
+    return _measured(
+        "collide",
+        COLLISION_SCORES,
+        here,
+        (q, k, jnp.full((batch,), here["S"], jnp.int32)),
+        lambda out: np.array_equal(out, want),
+        k.nbytes + want.nbytes,
+        settings,
+        tables=tables,
+    )
+
+
+def used_bits(policy: MagicPIG) -> np.ndarray:
+    """Which bits of the words of a code are of a table, uint32 ``[W]``."""
+    places = np.arange(code_words(policy.tables, 1) * 32).reshape(-1, 32) < policy.tables
+    words = np.packbits(places, axis=1, bitorder="little").view("<u4")
+    return np.repeat(words, policy.bits)
+
+
+def collisions_of(q: np.ndarray, k: np.ndarray, tables: int) -> np.ndarray:
+    """In how many tables keys share a bucket with the queries that find them, ``[B, K, S]``."""
+    batch, slots, kv_heads, words = k.shape
+    groups = code_words(tables, 1)
+    q = q.reshape(batch, q.shape[1], kv_heads, -1, groups, words // groups)
+    k = k.reshape(batch, slots, kv_heads, groups, words // groups)
+    found = np.zeros((batch, kv_heads, slots), np.int32)
+    for row, token, one in np.ndindex(batch, q.shape[1], q.shape[3]):
+        differ = np.bitwise_or.reduce(k[row] ^ q[row, token, :, one], axis=-1)
+        met = tables - np.bitwise_count(differ).sum(axis=-1, dtype=np.int32)
+        found[row] += np.where(met >= LEAST, met, 0).T
+    return np.where(found > 0, found, -1)
+
+
 def static(here: Mapping[str, Any]) -> dict[str, Any]:
     """What every backend of `jspec.hash_select` is given beside its arrays."""
     return {"k": here["n"], "sinks": 0, "recent": 0}
@@ -201,9 +254,10 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "hash",
-    "hash codes of a decoding step: encoding, also as keys are written, scores, and selection",
+    "hash codes of a decoding step: encoding, also as keys are written, scores, and selection; "
+    "collisions of buckets",
     run,
     show,
-    (HASH_ENCODE, APPEND_ENCODE, HAMMING_SCORES, HASH_SELECT),
+    (HASH_ENCODE, APPEND_ENCODE, HAMMING_SCORES, HASH_SELECT, COLLISION_SCORES),
     case=case,
 )

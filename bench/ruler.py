@@ -33,7 +33,7 @@ DEFAULTS = ("streaming", "exact_topk", "hata", "quest", "loki", "magicpig")
 AT_16_BYTES = {
     "quest-16": "quest:page=32",
     "loki-16": "loki:channels=8",
-    "magicpig-16": "magicpig:tables=8",
+    "magicpig-16": "magicpig:bits=4,tables=32",
 }
 EQUAL_BYTES = ("hata", *AT_16_BYTES)
 NAMES = (*DEFAULTS, *AT_16_BYTES)
@@ -48,7 +48,8 @@ def run(settings: Settings) -> dict[str, Any]:
     model, tokenizer = jspec.load_bundled()
     wanted = [cases.parse(text, CASE) for text in settings.cases] or _cases(settings)
     rows = (row for case in wanted for row in _rows(model, tokenizer, case, settings))
-    return {"dtype": str(model.dtype), "gamma": GAMMA, "tasks": list(TASKS), "rows": rows}
+    told = {"dtype": str(model.dtype), "gamma": GAMMA, "tasks": list(TASKS)}
+    return {**told, "at_16_bytes": AT_16_BYTES, "rows": rows}
 
 
 def _cases(settings: Settings) -> list[cases.Case]:

@@ -35,6 +35,7 @@ SELECTED = Backends(
     hash_encode="xla",
     hash_select="xla",
     hamming_scores="xla",
+    collision_scores="xla",
     select="xla",
 )
 Key = tuple[int, Backends]  # tokens of a pass, and its backends

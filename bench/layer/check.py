@@ -13,7 +13,8 @@ import numpy as np
 from bench.caches import TOLERANCE
 from bench.layer.workload import Token
 from jspec.cache import Cache
-from jspec.policies import ExactTopK, Hata, Loki, Policy, Quest, ScoredPolicy
+from jspec.ops.collisions import LEAST
+from jspec.policies import ExactTopK, Hata, Loki, MagicPIG, Policy, Quest, ScoredPolicy
 from jspec.policies.budgeted import touched, whole_pages
 from jspec.typing import Array
 
@@ -181,6 +182,39 @@ def _hata(policy: Hata, matrices: Array, held: Mapping[str, Array], q: Array) ->
 
 
 @partial(Exact, static_argnums=0)
+def _magicpig(
+    policy: MagicPIG, arrays: Mapping[str, Array], held: Mapping[str, Array], q: Array
+) -> Scored:
+    """Section 4 of its paper: how many tables put a key into a query's bucket, from two on, summed
+    over the queries of a group.
+
+    In doubt are two for each product so near to 0 that rounding decides its sign.
+    """
+    codes, planes = held["buckets"], arrays["projections"]
+    q = _grouped(q, codes.shape[2])
+    products = jnp.einsum("bkgh,hp->bkgp", q, planes, precision="highest")
+    sizes = jnp.linalg.norm(q, axis=-1)[..., None]
+    sizes *= jnp.linalg.norm(planes, axis=0)[None, None, None]
+    doubt = 2 * (jnp.abs(products) <= DOUBT * sizes).sum(axis=(2, 3))
+    signs = (products > 0).reshape(*products.shape[:-1], policy.tables, policy.bits)
+
+    def table(number: Array, met: Array) -> Array:
+        same = jnp.ones(met.shape, bool)
+        for bit in range(policy.bits):
+            word = jnp.take(codes, number // 32 * policy.bits + bit, axis=3)
+            own = (word >> (number % 32).astype(jnp.uint32)) & 1
+            asked = jnp.take(signs[..., bit], number, axis=3)
+            same &= (own[:, :, :, None] == 1) == asked[:, None]
+        return met + same.astype(jnp.int32)
+
+    met = jnp.zeros((*codes.shape[:3], q.shape[2]), jnp.int32)
+    met = jax.lax.fori_loop(0, policy.tables, table, met)
+    shared = jnp.where(met >= LEAST, met, 0).sum(axis=-1).astype(jnp.float32)
+    shared = jnp.swapaxes(shared, 1, 2)
+    return jnp.where(shared > 0, shared, -jnp.inf), doubt.astype(jnp.float32)
+
+
+@partial(Exact, static_argnums=0)
 def _exact(policy: ExactTopK, arrays: Any, held: Mapping[str, Array], q: Array) -> Scored:
     """The products of the queries of a group with every key, summed."""
     return _products(_grouped(q, held["keys"].shape[2]).sum(axis=2), held["keys"], CLOSE)
@@ -227,5 +261,6 @@ SCORES: dict[type[Policy], Callable[..., Scored]] = {
     Hata: _hata,
     ExactTopK: _exact,
     Loki: _loki,
+    MagicPIG: _magicpig,
     Quest: _quest,
 }

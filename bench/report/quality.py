@@ -9,10 +9,14 @@ from bench.report.text import header, paragraphs, picture, table
 from bench.ruler import AT_16_BYTES, HEADINGS, lines
 from bench.table import kilo
 
+# Of results that do not say so: a bucket was 2 bytes then, however many bits it had.
+BEFORE = AT_16_BYTES | {"magicpig-16": "magicpig:tables=8"}
+
 
 def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
     """Scores and accepted lengths, a line a policy and budget."""
     questions = result["rows"][0]["case"]["questions"] if result["rows"] else 0
+    named = result.get("at_16_bytes", BEFORE)
     words = (
         f"The bundled model, {result['dtype']}, greedy; questions of each of RULER's "
         f"{len(result['tasks'])} kinds: {questions}. *Score*: percent right, where the model reads "
@@ -20,7 +24,7 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         "of a key and KV head that are read to score it. *Accepted length*: tokens committed a "
         f"step, in the mean, where the policy drafts {result['gamma']} and the answer stays the "
         "dense one. "
-        + ", ".join(f"`{name}` is `{policy}`" for name, policy in AT_16_BYTES.items())
+        + ", ".join(f"`{name}` is `{policy}`" for name, policy in named.items())
         + ": they read as many bytes as `hata`."
     )
     return paragraphs(

@@ -19,7 +19,7 @@ COLD = (
 def codes(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any]) -> str:
     floor, columns = hashing.floor(result), hashing.COLUMNS[:-1]
     parts = []
-    titles = ("Encoding", "Codes of new keys", "Scores", "Scores and their selection")
+    titles = ("Encoding", "Codes of new keys", "Scores", "Scores and their selection", "Collisions")
     measured = {row["operation"] for row in result["rows"]}
     for operation, title in zip(hashing.SUITE.operations, titles, strict=True):
         if operation.name not in measured:  # before the suite had it

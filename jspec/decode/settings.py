@@ -18,6 +18,7 @@ from jspec.ops.attention.gathered import GATHERED
 from jspec.ops.attention.hashed import HASH_ATTENTION
 from jspec.ops.attention.scored import SCORED
 from jspec.ops.attention.weights import WEIGHTS
+from jspec.ops.collisions import COLLISION_SCORES
 from jspec.ops.commit import VERIFY_AND_COMMIT
 from jspec.ops.grouped import GROUPED
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
@@ -35,7 +36,7 @@ from jspec.policies import Dense, Guided, Policy
 # Operations that a model or a policy calls by itself.
 OF_MODELS = (
     *(LINEAR, LINEAR_CHAIN, ROUTE, GROUPED),
-    *(HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, SELECT, WEIGHTS),
+    *(HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, COLLISION_SCORES, SELECT, WEIGHTS),
 )
 # Of a step.
 OPERATIONS = (

@@ -21,6 +21,7 @@ _HOMES = (
     "jspec.ops.host_rows:STORE_ROWS",
     "jspec.ops.hash:HASH_ENCODE",
     "jspec.ops.hash:HAMMING_SCORES",
+    "jspec.ops.collisions:COLLISION_SCORES",
     "jspec.ops.select:SELECT",
     "jspec.ops.hash_select:HASH_SELECT",
     "jspec.ops.attention.hashed:HASH_ATTENTION",

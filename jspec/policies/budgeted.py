@@ -111,9 +111,9 @@ class ScoredPolicy(Budgeted):
     def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
         """Scores of all slots of a layer, ``[B, S]`` or, per head, ``[B, K, S]``.
 
-        With a ``page_size`` above 1, those of all pages, which are then read whole. Minus infinity
-        is not read, unless it is a sink or recent. What it gives for a slot without a committed
-        position is ignored, NaN included.
+        With a ``page_size`` above 1, those of all pages, which are then read whole. Minus infinity,
+        or a whole number below 0, is not read, unless it is a sink or recent. What it gives for a
+        slot without a committed position is ignored, NaN included.
         """
         raise NotImplementedError
 
@@ -132,7 +132,8 @@ class ScoredPolicy(Budgeted):
     ) -> Array:
         """The positions, or pages, of the ``most`` highest scores, int32 ``[B, ..., most]``.
 
-        ``budget`` is what else `jspec.select` takes. Minus infinity is not read, unless forced.
+        ``budget`` is what else `jspec.select` takes. Minus infinity, or a whole number below 0, is
+        not read, unless forced.
         """
         scores = self.score(arrays, layer, cache, q)
         if self.page_size == 1:

@@ -13,12 +13,20 @@ from jax import lax
 from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
+from jspec.ops.collisions import (
+    LEAST,
+    bucket_codes,
+    code_words,
+    collision_scores,
+    collisions,
+    most_collisions,
+)
 from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.read import taken
+from jspec.policies.scores import best_positions
 from jspec.typing import Array
 
-LEAST = 2  # tables in which a key must collide
-MOST_BITS = 16  # of a table's code, which is one uint16
+MOST_BITS = 16  # of a table's bucket
 TINY = 1e-6  # the least probability of a bit, and how far that of a table stays from 1
 RARE = 0.05  # expected collisions below which five or more are left out, 2e-6 of the rest
 
@@ -57,7 +65,8 @@ class MagicPIG(ScoredPolicy):
             )
 
     def columns(self, spec: LayerSpec) -> Shapes:
-        return {"buckets": ((spec.kv_heads, self.tables), jnp.uint16)}
+        words = code_words(self.tables, self.bits)
+        return {"buckets": ((spec.kv_heads, words), jnp.uint32)}
 
     def prepare(self, specs: Sequence[LayerSpec], keys: Sequence[np.ndarray] | None) -> Any:
         """A layer's ``center [K, H]`` and ``projections [H, tables * bits]``, float32."""
@@ -74,39 +83,28 @@ class MagicPIG(ScoredPolicy):
     def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
         own = arrays[layer]
         k = k.astype(jnp.float32) - own["center"][None, None]
-        return {"buckets": self._buckets(k, own["projections"])}
-
-    def _buckets(self, x: Array, projections: Array) -> Array:
-        """The bucket of ``x [..., H]`` in each table, uint16 ``[..., tables]``."""
-        # In full precision: a key and a query of equal sign must not differ by the program they
-        # are in.
-        precision = lax.Precision.HIGHEST
-        signs = jnp.einsum("...h,hp->...p", x, projections, precision=precision) > 0
-        signs = signs.reshape(*x.shape[:-1], self.tables, self.bits)
-        weights = jnp.asarray(2 ** np.arange(self.bits), jnp.uint32)
-        return jnp.einsum("...b,b->...", signs.astype(jnp.uint32), weights).astype(jnp.uint16)
+        return {"buckets": bucket_codes(k, own["projections"], self.tables)}
 
     def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
-        q = by_group(q, cache.specs[layer].kv_heads)
-        own = self._buckets(q, arrays[layer]["projections"])
-        own = jnp.swapaxes(own, 1, 2).reshape(len(q), q.shape[2], -1, self.tables)
-        held = cache.columns[layer]["buckets"]
-        met = (held[:, :, :, None] == own[:, None]).sum(axis=-1, dtype=jnp.int32)
-        met = jnp.where(met >= LEAST, met, 0).sum(axis=-1)
-        met = jnp.swapaxes(met, 1, 2).astype(jnp.float32)
-        return jnp.where(met > 0, met, -jnp.inf)
+        own = bucket_codes(q, arrays[layer]["projections"], self.tables)
+        return collision_scores(own, cache.columns[layer]["buckets"], self.tables)
+
+    def best(
+        self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+    ) -> Array:
+        scores = self.score(arrays, layer, cache, q)
+        highest = most_collisions(q, cache.columns[layer]["buckets"], self.tables)
+        return best_positions(scores, cache.layouts[layer], most, highest=highest, **budget)
 
     def weigh(
         self, arrays: Any, layer: int, cache: Cache, q: Array, until: Array, chosen: Array
     ) -> Array | None:
         if not self.weights:
             return None
-        heads = q.shape[2]
-        q = by_group(q, cache.specs[layer].kv_heads)
-        own = self._buckets(q, arrays[layer]["projections"])
+        own = bucket_codes(q, arrays[layer]["projections"], self.tables)
         held = taken(cache, layer, chosen, ("keys", "buckets"))
-        buckets = jnp.swapaxes(held["buckets"], 1, 2)[:, None, :, None]
-        met = (buckets == own[:, :, :, :, None]).sum(axis=-1, dtype=jnp.int32)
+        met = jnp.moveaxis(collisions(own, held["buckets"], self.tables), 2, -1)
+        heads, q = q.shape[2], by_group(q, cache.specs[layer].kv_heads)
         k = held["keys"].astype(jnp.float32) - arrays[layer]["center"][None, None]
         probability = log_probability(cosines(q, k), self.bits, self.tables)
         weights = jnp.where(met >= LEAST, -probability, -jnp.inf)
@@ -127,8 +125,10 @@ def cosines(q: Array, k: Array) -> Array:
 
     float32 ``[B, T, K, G, n]``; 0 for a vector of zeros.
     """
-    q, k = (x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), TINY) for x in (q, k))
-    return jnp.einsum("btkgh,bnkh->btkgn", q, k, precision=lax.Precision.HIGHEST)
+    products = jnp.einsum("btkgh,bnkh->btkgn", q, k, precision=lax.Precision.HIGHEST)
+    of_q, of_k = (jnp.maximum(jnp.linalg.norm(x, axis=-1), TINY) for x in (q, k))
+    # Keys are the larger array: what they are divided by goes to the products.
+    return products / of_q[..., None] / jnp.moveaxis(of_k, 1, 2)[:, None, :, None]
 
 
 def log_probability(cosine: Array, bits: int, tables: int) -> Array:

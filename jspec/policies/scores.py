@@ -45,7 +45,8 @@ def best_positions(scores: Array, layout: Layout, most: int, **budget: Any) -> A
     """The positions with the ``most`` highest of the scores ``[..., S]`` of all slots.
 
     int32 ``[..., most]``, as `jspec.select` gives; of a `Stripe` those that this device holds.
-    ``budget`` is what else that takes. Minus infinity is not read, unless ``budget`` forces it.
+    ``budget`` is what else that takes. Minus infinity is not read, unless ``budget`` forces it, nor
+    is a whole number below 0.
     """
     if not isinstance(layout, Stripe):
         return highest(in_order(scores, layout), most, **budget)
@@ -125,7 +126,7 @@ def in_order(scores: Array, layout: Layout) -> Array:
 def highest(scores: Array, most: int, **budget: Any) -> Array:
     """The places of the ``most`` highest scores, int32 ``[..., most]``, as `jspec.select` gives.
 
-    Minus infinity is not read, unless ``budget`` forces it.
+    Minus infinity is not read, unless ``budget`` forces it, nor is a whole number below 0.
     """
     chosen = select(scores, most, **budget)
     return _read_of(scores, chosen, chosen, **budget)
@@ -141,10 +142,9 @@ def _read_of(
     recent: int,
     **others: Any,
 ) -> Array:
-    """The chosen ``positions``, -1 for those whose scores, in ``slots``, are minus infinity."""
-    if not jnp.issubdtype(scores.dtype, jnp.floating):
-        return positions
+    """The chosen ``positions``, -1 for those whose scores, in ``slots``, are not to be read."""
+    none = -jnp.inf if jnp.issubdtype(scores.dtype, jnp.floating) else -1
     end = lengths.reshape(-1, *[1] * (positions.ndim - 1))
     forced = (positions < sinks) | (positions >= end - recent)
-    found = jnp.take_along_axis(scores, jnp.maximum(slots, 0), axis=-1) > -jnp.inf
+    found = jnp.take_along_axis(scores, jnp.maximum(slots, 0), axis=-1) > none
     return jnp.where(forced | found, positions, -1)

@@ -109,7 +109,7 @@ def gather_rows():
 
 
 def hash_rows():
-    parts = ("encode", "append", "score", "select")
+    parts = ("encode", "append", "score", "select", "collide")
     for part, operation in zip(parts, hashing.SUITE.operations, strict=True):
         case = hashing.DEFAULT | {"part": part, "l2": "cold"}
         yield row(operation.name, case, "xla", 50.0, bytes=10**8, chosen=True)
@@ -316,7 +316,7 @@ def test_selection_is_measured_by_the_read_ceiling(tmp_path):
     text = written(tmp_path / "select", "select")
     assert lines(text, "8")[0][1:] == ["1024K", "8192", "float32", "100", "100 (50%)", "400 (12%)"]
     text = written(tmp_path / "hash", "hash")
-    assert [cells[-1] for cells in lines(text, "8")] == ["50.0 (100%)"] * 4
+    assert [cells[-1] for cells in lines(text, "8")] == ["50.0 (100%)"] * 5
 
 
 def test_a_layer_stands_beside_the_papers(tmp_path):

@@ -12,6 +12,8 @@ from bench import point, select
 from bench.__main__ import SUITES, main
 from bench.settings import Settings
 from jspec.dispatch import Backend, always
+from jspec.policies import MagicPIG
+from tests.ops.test_collisions import collided
 from tests.ops.test_hash import shared_bits
 from tests.ops.test_select import by_sorting
 
@@ -35,6 +37,14 @@ def test_expected_scores_are_shared_bits():
     rng = np.random.default_rng(0)
     q, k = (rng.integers(0, 2**32, x, np.uint32) for x in ((2, 3, 4, 2), (2, 9, 2, 2)))
     np.testing.assert_array_equal(hashing.scores_of(q, k), shared_bits(q, k))
+
+
+def test_expected_collisions_are_shared_buckets():
+    policy, rng = MagicPIG(bits=3, tables=40), np.random.default_rng(0)
+    used = hashing.used_bits(policy)
+    q, k = (rng.integers(0, 2**32, x, np.uint32) & used for x in ((2, 3, 4, 6), (2, 9, 2, 6)))
+    np.testing.assert_array_equal(hashing.collisions_of(q, k, 40), collided(q, k, 40))
+    assert np.bitwise_count(used).tolist() == [32] * 3 + [8] * 3
 
 
 @pytest.mark.parametrize("name", SMALL)

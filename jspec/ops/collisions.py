@@ -1,0 +1,197 @@
+"""Buckets of queries and keys in random hash tables, and how often they collide (MagicPIG).
+
+`bucket_codes` and `collision_scores` are public (arXiv 2410.16179, section 4); ``xla`` is the
+reference. A table's bucket is the signs of some projections. A code has the buckets of L tables
+bit by bit: the tables go in groups of 32, and a group is one word for each bit of a bucket, side by
+side. Table t lies at place t % 32 of the words of group t // 32; places behind the last table are
+0. Two buckets are one where no bit differs, so that a few operations on words compare 32 tables.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.hash import lengths_or
+from jspec.typing import Array
+
+LEAST = 2  # tables in which a key collides with a query that finds it
+GROUP = 32  # tables of a word
+
+
+def bucket_codes(x: Array, projections: Array, tables: int) -> Array:
+    """The buckets of vectors ``x [..., H]`` in ``tables`` hash tables.
+
+    ``projections`` floats ``[H, tables * bits]``: those of a table side by side. A bit is 1 where
+    the product is above 0, so that NaN gives 0; sums are float32. Returns uint32 ``[..., W]`` with
+    ``W = ceil(tables / 32) * bits``. It has no derivative. Raises `ValueError` for shapes that do
+    not fit.
+    """
+    fits = x.ndim >= 1 and projections.ndim == 2 and x.shape[-1] == projections.shape[0]
+    if not fits or tables < 1 or not projections.shape[1] or projections.shape[1] % tables:
+        raise ValueError(
+            f"x {list(x.shape)} and projections {list(projections.shape)} must be [..., H] and "
+            f"[H, tables * bits] with tables={tables} at least 1"
+        )
+    x, projections = (lax.stop_gradient(y).astype(jnp.float32) for y in (x, projections))
+    # In full precision: a key and a query of equal sign must not differ by the program they are in.
+    products = jnp.einsum("...h,hp->...p", x, projections, precision=lax.Precision.HIGHEST)
+    lead, groups, size = x.shape[:-1], code_words(tables, 1), projections.shape[1] // tables
+    bits = (products > 0).reshape(*lead, tables, size).astype(jnp.uint32)
+    bits = jnp.pad(bits, [*[(0, 0)] * len(lead), (0, groups * GROUP - tables), (0, 0)])
+    places = jnp.arange(GROUP, dtype=jnp.uint32).reshape(*[1] * len(lead), 1, GROUP, 1)
+    words = bits.reshape(*lead, groups, GROUP, size) << places
+    return words.sum(axis=-2, dtype=jnp.uint32).reshape(*lead, groups * size)
+
+
+def code_words(tables: int, bits: int) -> int:
+    """Words of a code."""
+    return -(-tables // GROUP) * bits
+
+
+def collision_scores(
+    q_codes: Array,
+    k_codes: Array,
+    tables: int,
+    *,
+    lengths: Array | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """In how many tables each key shares a bucket with the queries that find it.
+
+    ``q_codes`` uint32 ``[B, T, N, W]`` and ``k_codes`` uint32 ``[B, S, K, W]`` are as from
+    `bucket_codes` of as many ``tables``. A query finds a key with which it shares a bucket in two
+    tables or more. The score of a key is the number of these tables, summed over those of its
+    G = N / K query heads and T tokens that find it: a whole number in 2..G T L, or -1 where none
+    does. Returns int32 ``[B, K, S]``, and -1 from ``lengths`` int32 ``[B]`` on, None for all of S.
+    Raises `ValueError` for shapes and dtypes that do not fit.
+    """
+    _check(q_codes, k_codes, tables)
+    lengths = lengths_or(lengths, k_codes.shape[:1], k_codes.shape[1])
+    return COLLISION_SCORES(q_codes, k_codes, lengths, tables=tables, implementation=implementation)
+
+
+def most_collisions(q_codes: Array, k_codes: Array, tables: int) -> int:
+    """The highest score that `collision_scores` can give: G T L."""
+    _, tokens, heads, _ = q_codes.shape
+    return heads // k_codes.shape[2] * tokens * tables
+
+
+def _check(q_codes: Array, k_codes: Array, tables: int) -> None:
+    """Raise `ValueError` where shapes or dtypes are not those of `collision_scores`."""
+    fits = q_codes.ndim == k_codes.ndim == 4 and q_codes.dtype == k_codes.dtype == jnp.uint32
+    fits = fits and q_codes.shape[0] == k_codes.shape[0] and q_codes.shape[3] == k_codes.shape[3]
+    if not fits or not k_codes.shape[2] or q_codes.shape[2] % k_codes.shape[2]:
+        raise ValueError(
+            f"q_codes {q_codes.dtype}{list(q_codes.shape)} and k_codes "
+            f"{k_codes.dtype}{list(k_codes.shape)} must be uint32 [B, T, N, W] and [B, S, K, W] "
+            "with N a multiple of K"
+        )
+    words = k_codes.shape[3]
+    if tables < LEAST or not words or words % code_words(tables, 1):
+        raise ValueError(
+            f"{words} words a code must be a multiple of tables / {GROUP}, rounded up, of "
+            f"tables={tables}, which must be at least {LEAST}"
+        )
+    if (highest := most_collisions(q_codes, k_codes, tables)) > np.iinfo(np.int32).max:
+        raise ValueError(f"scores to G T L = {highest} do not fit into int32; score fewer tokens")
+
+
+def collisions(q_codes: Array, k_codes: Array, tables: int) -> Array:
+    """In how many tables each query shares a bucket with each key that it reads.
+
+    int32 ``[B, T, S, K, G]`` of codes as `collision_scores` takes them.
+    """
+    (batch, tokens, heads, words), (_, slots, kv_heads, _) = q_codes.shape, k_codes.shape
+    groups = code_words(tables, 1)
+    bits = words // groups
+    q = q_codes.reshape(batch, tokens, 1, kv_heads, heads // kv_heads, groups, bits)
+    k = k_codes.reshape(batch, 1, slots, kv_heads, 1, groups, bits)
+    differ = functools.reduce(jnp.bitwise_or, (q[..., bit] ^ k[..., bit] for bit in range(bits)))
+    return tables - lax.population_count(differ).astype(jnp.int32).sum(axis=-1)
+
+
+def collisions_xla(q_codes: Array, k_codes: Array, lengths: Array, *, tables: int) -> Array:
+    """As `collision_scores`; the reference."""
+    met = collisions(q_codes, k_codes, tables)
+    scores = jnp.swapaxes(jnp.where(met >= LEAST, met, 0).sum(axis=(1, 4)), 1, 2)
+    slot = jnp.arange(k_codes.shape[1], dtype=jnp.int32).reshape(1, 1, -1)
+    return jnp.where((slot < lengths[:, None, None]) & (scores > 0), scores, -1)
+
+
+def collision_sizes(q_codes: Array, k_codes: Array, *rest: Array, tables: int) -> dict[str, int]:
+    """What backends are ordered by: code words of queries that a key meets, and keys in all."""
+    batch, slots, heads, words = k_codes.shape
+    met = q_codes.shape[1] * (q_codes.shape[2] // heads)
+    return {"words": met * words, "keys": batch * slots * heads}
+
+
+def _build(
+    batch: int, tokens: int, heads: int, kv_heads: int, slots: int, tables: int, bits: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes of which some have few bits that are 1: these share many buckets.
+
+    The first query is 0, the first key too, and the second shares no bucket with it.
+    """
+    rng = np.random.default_rng([batch, tokens, slots, tables, bits])
+
+    def drawn(*lead: int) -> np.ndarray:
+        return _codes(rng.random((*lead, tables, bits)) < rng.random((*lead, 1, 1)) / 2)
+
+    q, k = drawn(batch, tokens, heads), drawn(batch, slots, kv_heads)
+    q[0, 0, 0], k[0, :1], k[0, 1:2] = 0, 0, _codes(np.ones((tables, bits), bool))
+    lengths = np.resize(np.array([slots, 0, 2 * slots // 3, slots + 1, -1], np.int32), batch)
+    # What lies behind a row's length would be found in all tables.
+    behind = np.arange(slots) >= lengths[:, None]
+    own = q[:, :1, :: heads // kv_heads]
+    return q, np.where(behind[..., None, None], own, k), lengths
+
+
+def _codes(bits: np.ndarray) -> np.ndarray:
+    """The codes of buckets given as ``bits [..., tables, bits]``."""
+    *lead, tables, size = bits.shape
+    groups = code_words(tables, 1)
+    bits = np.pad(bits, [*[(0, 0)] * len(lead), (0, groups * GROUP - tables), (0, 0)])
+    places = np.arange(GROUP, dtype=np.uint32)[:, None]
+    words = bits.reshape(*lead, groups, GROUP, size).astype(np.uint32) << places
+    return words.sum(axis=-2, dtype=np.uint32).reshape(*lead, groups * size)
+
+
+# ``(B, T, N, K, S, L, bits)`` by name.
+_SHAPES = {
+    "small": (2, 1, 4, 2, 9, 3, 2),
+    "two-tables": (3, 1, 2, 2, 70, 2, 1),
+    "grouped": (3, 1, 8, 2, 70, 150, 10),
+    "a-pass": (3, 3, 6, 3, 41, 40, 3),
+    "one-head": (1, 2, 12, 1, 70, 151, 5),
+    "many-bits": (5, 1, 8, 1, 33, 64, 16),
+    "one-key": (1, 1, 4, 2, 1, 151, 7),
+    "no-slots": (2, 1, 4, 2, 0, 150, 4),
+}
+
+
+def _cases() -> list[Case]:
+    return [
+        Case(
+            name,
+            functools.partial(_build, *shape),
+            {"tables": shape[-2]},
+            small=name == "small",
+        )
+        for name, shape in _SHAPES.items()
+    ]
+
+
+COLLISION_SCORES = Operation(
+    "collision_scores",
+    {
+        "xla": Backend("xla", collisions_xla, always),
+        "triton": "jspec.triton.collisions:COLLISION_SCORES",
+    },
+    collision_sizes,
+    _cases,
+)
