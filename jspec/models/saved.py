@@ -59,12 +59,14 @@ def _quiet() -> Iterator[None]:
     def nothing(record: logging.LogRecord) -> bool:
         return False
 
-    logger = logging.getLogger("absl")
+    logger, handlers = logging.getLogger("absl"), logging.root.handlers[:]
     logger.addFilter(nothing)
     try:
         yield
     finally:
         logger.removeFilter(nothing)
+        # absl gives the root logger a handler, which would print lines of everyone from then on.
+        logging.root.handlers[:] = handlers
 
 
 def write_settings(path: Path, config: ModelConfig) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 import types
@@ -227,6 +228,14 @@ def test_nothing_half_written_stays(tmp_path, tiny, monkeypatch, failing):
     with pytest.raises(CheckpointError, match="saved cannot be written: No space left on device"):
         save_model(tiny, tmp_path / "saved")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_orbax_leaves_the_root_logger_alone(tmp_path, tiny, monkeypatch):
+    """A handler there would print warnings of jspec a second way: ``WARNING:jspec:``."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    save_model(tiny, tmp_path / "saved")
+    load_model(tmp_path / "saved")
+    assert logging.root.handlers == []
 
 
 @pytest.fixture
