@@ -19,6 +19,7 @@ SMALLER = "lower --batch or --max-new-tokens, shorten the prompt, or take a smal
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `jspec`; returns the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    _open_streams()
     arguments = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that has no such character shows another one.
@@ -50,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return generate(arguments)
     except BrokenPipeError:
         return _silence_stdout()
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        named = error.filename is not None and error.strerror is not None
+        return fail(f"{error.filename}: {error.strerror}" if named else str(error))
+    except ValueError as error:
         return fail(str(error))
     except MemoryError as error:
         return fail(f"{getattr(error, 'what', 'out of memory')}; {SMALLER}")
@@ -61,6 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(f"out of memory; {SMALLER}")
     except KeyboardInterrupt:
         return interrupted()
+    except ImportError as error:
+        # What Ctrl-C becomes while the compiled part of jaxlib is imported.
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        return interrupted()
+
+
+def _open_streams() -> None:
+    """Where the shell closed a stream (``>&-``) Python has None: read and write nothing there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
 
 
 def interrupted() -> int:
@@ -113,10 +129,18 @@ def _gamma(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, or auto") from None
 
 
+def _stdin(text: str) -> str:
+    if text != "-":
+        raise argparse.ArgumentTypeError("a prompt needs --prompt TEXT, a file --prompt-file F")
+    return text
+
+
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("stdin", nargs="?", choices=["-"], help="read the prompt from stdin")
+    prompt.add_argument(
+        "stdin", nargs="?", type=_stdin, metavar="-", help="read the prompt from stdin"
+    )
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
     prompt.add_argument("--prompt-file", metavar="F", help="read the prompt from a file")
     prompt.add_argument(

@@ -50,7 +50,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
     runs = [(name, budget, with_hashes(policy, Path(path))) for name, budget, policy in runs]
     questions = _questions(arguments, tokenizer, own)
     settings = {"length": arguments.length, "metric": metric or "recall", "batch": arguments.batch}
-    with Bars(console=console(), transient=True, disable=arguments.json) as bars:
+    shows = console()
+    hidden = arguments.json or not shows.is_terminal
+    with Bars(console=shows, transient=True, disable=hidden) as bars:
         task = bars.add_task("answers", total=len(runs) * len(questions))
         scores = evaluate_all(
             *(model, tokenizer, [Run(policy, arguments.draft) for *_, policy in runs], questions),
@@ -65,7 +67,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
         found = results[0] if len(results) == 1 else {"results": results}
         print(json.dumps(found | {"environment": environment()}))
     else:
-        Console(highlight=False).print(_table(results, arguments))
+        shows = Console(highlight=False)
+        shows.print(_title(arguments))
+        shows.print(_table(results, arguments))
     if arguments.heatmap:  # behind the answers, which it must not lose
         _heatmap(arguments, model, tokenizer, runs[0])
     return 0
@@ -80,6 +84,8 @@ def _runs(arguments: argparse.Namespace) -> list[Asking]:
     if arguments.length < 1 or arguments.batch < 1 or arguments.examples < 1:
         raise ValueError("--length, --batch and --examples must be at least 1")
     budgets = [_budget(text) for text in arguments.budget] or [None]
+    if arguments.budget and all(name == "dense" for name in names):
+        raise ValueError("--budget goes with a --policy that has one; dense reads all there is")
     runs = []
     for name in names:
         policy = named_policy(name)
@@ -136,16 +142,20 @@ def _result(
     return found | ({"answers": list(score.answers)} if arguments.answers else {})
 
 
+def _title(arguments: argparse.Namespace) -> str:
+    what = "drafts of each policy" if arguments.draft else "what each policy reads"
+    return f"{Path(arguments.tasks).name}, {arguments.length:,} tokens, {what}: percent right"
+
+
 def _table(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> Table:
     tasks = list(results[0]["scores"])
-    what = "drafts of each policy" if arguments.draft else "what each policy reads"
-    title = f"{Path(arguments.tasks).name}, {arguments.length:,} tokens, {what}: percent right"
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    for column in ("budget", "score", *(task.replace("_", " ") for task in tasks)):
-        table.add_column(column, justify="right")
-    if arguments.draft:
-        table.add_column("mean accepted length", justify="right")
+    headings = ["budget", "score", *(task.replace("_", " ") for task in tasks)]
+    headings += ["mean accepted length"] if arguments.draft else []
+    # With a word a line and no frame, RULER's six tasks fit 80 columns; policies give way.
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("policy", overflow="fold")
+    for heading in headings:
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for found in results:
         row = [found["policy"], "all" if found["budget"] is None else f"{found['budget']:g}"]
         row += [f"{found['score']:.1f}", *(f"{found['scores'][task]:.1f}" for task in tasks)]

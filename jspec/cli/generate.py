@@ -8,7 +8,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import jax
 
@@ -33,9 +33,6 @@ from jspec.models.text import with_stops
 from jspec.policies import Dense, Policy, named_policy
 from jspec.policies.hata import with_hashes
 from jspec.processes import all_or_none, check_same, digest, from_first, is_first, several
-
-if TYPE_CHECKING:
-    pass
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -118,6 +115,7 @@ def _run(
         interrupted = plainly.interrupted
         is_lossy = not isinstance(job.target, Dense)
         compare = None if interrupted else _compare(outcome, plainly, lossless=not is_lossy)
+    refused.sort(key=lambda line: line.line)
     results = [result_of(s.request, s.row.text, s.row.tokens, s.finished) for s in outcome.served]
     errors = [error_of(line) for line in refused]
     if file is not None:
@@ -191,12 +189,13 @@ def load(
     from jspec.eval.sample import prepared
     from jspec.models.bundled import bundled_path
     from jspec.models.chat import load_chat_template
-    from jspec.models.checkpoint import load_model
+    from jspec.models.checkpoint import check_model, load_model
     from jspec.models.tokenizer import load_tokenizer
 
     path = arguments.model or bundled_path()
     sharding = None if helix is None else decoder_sharding(helix)
     with all_or_none():
+        check_model(Path(path))
         template = load_chat_template(path) if talks else None
         if arguments.chat and template is None:
             raise ValueError(NO_TEMPLATE)

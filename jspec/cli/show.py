@@ -25,6 +25,11 @@ def console() -> Console:
     return Console(stderr=True, width=min(100, Console(stderr=True).width), highlight=False)
 
 
+def counted(number: int, thing: str) -> str:
+    """As in ``1 text`` and ``2 texts``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 class Progress:
     """Bars for compiling, prefill and decoding, on stderr where that is a terminal."""
 
@@ -112,7 +117,7 @@ def print_table(
         table.add_row("seed" if len(seeds) == 1 else "seeds", ", ".join(seeds))
     table.add_row("prefill", f"{stats.prefill_tokens_per_s:,.0f} tokens/s, {stats.prefill_s:.1f} s")
     table.add_row("decode", f"{stats.decode_tokens_per_s:,.1f} tokens/s, {stats.decode_s:.1f} s")
-    programs = "1 program" if stats.compilations == 1 else f"{stats.compilations} programs"
+    programs = counted(stats.compilations, "program")
     table.add_row("compile", f"{stats.compile_s:.1f} s for {programs}, not counted above")
     if compare is not None:
         table.add_row(

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from jspec.cli.compile_cache import keep_programs
-from jspec.cli.show import console, environment, print_json
+from jspec.cli.show import console, counted, environment, print_json
 from jspec.extras import install
 from jspec.models.bundled import bundled_path
 from jspec.models.checkpoint import load_model
@@ -153,9 +153,9 @@ def _draw(out: Path) -> str:
 def _show(report: dict[str, Any], out: Path, picture: str) -> None:
     shows = console()
     shows.print(
-        f"{report['pairs']:,} pairs of {report['texts']} texts, "
+        f"{report['pairs']:,} pairs of {counted(report['texts'], 'text')}, "
         f"{report['seconds']['collect']:.0f} s to read and {report['seconds']['learn']:.0f} s to "
-        f"learn; kept of attention in {report['held_out']} held-out texts:"
+        f"learn; kept of attention in {counted(report['held_out'], 'held-out text')}:"
     )
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("method", no_wrap=True)

@@ -31,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"--rows {settings.rows} must be at least 1000")
         verifier = load(settings.verifier)
         findings = []
-        with Progress(console=Console(stderr=True), disable=settings.json) as progress:
+        shows = Console(stderr=True)
+        hidden = settings.json or not shows.is_terminal
+        with Progress(console=shows, transient=True, disable=hidden) as progress:
             laws = with_needed(tuple(settings.laws))
             task = progress.add_task("laws", total=len(laws))
             for finding in check(verifier, laws, rows=settings.rows, seed=settings.seed):

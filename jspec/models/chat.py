@@ -97,7 +97,7 @@ def _read(file: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file}: byte {error.start} is not UTF-8") from None
+        raise CheckpointError(f"{file}: byte {error.start + 1} is not UTF-8") from None
 
 
 def _named_template(fields: Fields) -> str | None:

@@ -47,11 +47,21 @@ def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing 
     path, dtype = Path(path), _dtype(dtype)
     if path.suffix == GGUF_SUFFIX and path.is_file():
         return _load_gguf(path, dtype, sharding)
+    check_model(path)
+    if (path / SETTINGS).is_file():
+        return _load_hugging_face(path, dtype, sharding)
+    return _load_saved(path, dtype, sharding)
+
+
+def check_model(path: Path) -> None:
+    """Raise `CheckpointError` where ``path`` holds no model, before its files are read."""
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        return
     if not path.is_dir():
         state = "is no directory" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {state}; pass a local model directory, jspec downloads none")
     if (path / SETTINGS).is_file():
-        return _load_hugging_face(path, dtype, sharding)
+        return
     # orbax takes a second to import, which only its own checkpoints should cost.
     from jspec.models import saved
 
@@ -60,7 +70,6 @@ def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing 
             f"{path} is no model: it has neither {SETTINGS} (Hugging Face) nor {saved.SETTINGS} "
             "(jspec.save_model)"
         )
-    return _load_saved(path, dtype, sharding)
 
 
 def save_model(model: Decoder, path: str | os.PathLike) -> None:

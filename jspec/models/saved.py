@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import shutil
 import uuid
@@ -16,11 +15,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from jspec.config import ModelConfig
 from jspec.models.errors import CheckpointError, on_one_line, quoted
 from jspec.models.files import Fields, read_json
+from jspec.models.orbax import ocp, quiet
 
 SETTINGS = "jspec.json"
 ARRAYS = "arrays"
@@ -42,7 +41,7 @@ def write_folder(path: Path, arrays: Mapping[str, Any], name: str, settings: Any
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.mkdir()
-        with _quiet(), ocp.StandardCheckpointer() as checkpointer:
+        with quiet(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(partial.absolute() / ARRAYS, dict(arrays))
         _write_json(partial / name, settings)
         os.rename(partial, path)
@@ -50,21 +49,6 @@ def write_folder(path: Path, arrays: Mapping[str, Any], name: str, settings: Any
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep orbax's log lines from the user: what goes wrong is raised."""
-
-    def nothing(record: logging.LogRecord) -> bool:
-        return False
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(nothing)
-    try:
-        yield
-    finally:
-        logger.removeFilter(nothing)
 
 
 def write_settings(path: Path, config: ModelConfig) -> None:
@@ -197,7 +181,7 @@ def _reading(
 ) -> Iterator[tuple[Path, Any]]:
     directory = path.absolute() / ARRAYS
     try:
-        with _quiet(), make() as checkpointer:
+        with quiet(), make() as checkpointer:
             yield directory, checkpointer
     except CheckpointError:
         raise

@@ -75,7 +75,7 @@ class Tokenizer:
             data = text.encode() if isinstance(text, str) else text
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"character {error.start} of the text is half of a surrogate pair, which is no "
+                f"character {error.start + 1} of the text is half of a surrogate pair, which is no "
                 "text; remove it"
             ) from None
         try:
@@ -83,8 +83,8 @@ class Tokenizer:
         except UnicodeDecodeError as error:
             if self._template is None:
                 raise ValueError(
-                    f"byte {error.start} of the text is not UTF-8, which this model's tokenizer "
-                    "needs; convert the text, or use a byte-level model"
+                    f"byte {error.start + 1} of the text is not UTF-8, which this model's "
+                    "tokenizer needs; convert the text, or use a byte-level model"
                 ) from None
             return self._encode_bytes(data, self._template, special)
         if self._template is not None and not any(token in text for token in self._added):

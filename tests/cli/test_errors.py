@@ -1,8 +1,11 @@
 """Bad input is one line and exit code 2, and so is a device without memory."""
 
+import sys
+
 import jax
 import pytest
 
+from jspec.cli import main
 from jspec.decode import generation
 from jspec.models import checkpoint
 
@@ -53,6 +56,8 @@ from jspec.models import checkpoint
         (["--prompt-file", "/"], "cannot be read"),
         (["--requests", "no/such/file"], "no/such/file"),
         (["--prompt", "x", "--model", "no/such/model"], "no/such/model"),
+        (["--prompt", "x", "--model", "no/such", "--chat"], "no/such does not exist; pass a local"),
+        (["--prompt", "x", "--model", "/", "--chat"], "/ is no model: it has neither config.json"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -79,6 +84,40 @@ def test_an_argument_that_is_none_is_one_line_too(arguments, run, capsys):
     assert err.endswith(("; see jspec generate --help\n", "; see jspec --help\n"))
     assert err[:-1].isprintable()
     assert len(err) < 400
+
+
+def test_a_prompt_in_the_place_of_the_dash_says_the_way_out(run, capsys):
+    with pytest.raises(SystemExit):
+        run("def fib(n):")
+    assert "a prompt needs --prompt TEXT, a file --prompt-file F" in capsys.readouterr().err
+
+
+def test_closed_streams_are_empty(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", None)
+        code, out, err = run("-")
+        sys.stdin.close()
+    assert (code, out) == (2, "")
+    assert err == "jspec: error: the prompt is empty; give it at least one character\n"
+    for name in ("stdout", "stderr"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"sys.{name}", None)
+            assert run("--prompt", "x", "--max-new-tokens", "1", "--stop", "\n")[0] == 0
+            getattr(sys, name).close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [
+        (["eval", "no/such.jsonl"], "no/such.jsonl"),
+        (["simulate", "pareto", "--csv", "no/such.csv"], "no/such.csv"),
+    ],
+    ids=["read", "write"],
+)
+def test_a_file_of_another_command_is_named_first(arguments, path, capsys):
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err == f"jspec: error: {path}: No such file or directory\n"
 
 
 def test_a_device_without_memory_is_one_line(run, monkeypatch):

@@ -90,3 +90,20 @@ def test_ctrl_c_before_anything_was_served_is_an_interruption(run, tmp_path, mon
     monkeypatch.setattr(serving, "decode", interrupted)
     code, out, err = run("--prompt", "x", "--json")
     assert (code, out, err) == (130, "", "jspec: interrupted\n")
+
+
+def test_ctrl_c_while_jaxlib_is_imported_is_one_line(run, monkeypatch):
+    def importing(arguments):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise ImportError("Encountered an error while initializing the extension.") from error
+
+    def missing(arguments):
+        raise ImportError("no such module")
+
+    monkeypatch.setattr("jspec.cli.generate.generate", importing)
+    assert run("--demo") == (130, "", "jspec: interrupted\n")
+    monkeypatch.setattr("jspec.cli.generate.generate", missing)
+    with pytest.raises(ImportError, match="no such module"):
+        run("--demo")

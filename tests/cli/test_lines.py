@@ -31,7 +31,11 @@ def test_results_go_to_a_file_line_by_line(run, tmp_path):
     together = json.loads(run("--requests", str(file), "--json")[1])
     assert together["results"] == [lines[0], lines[2]]
     assert together["errors"] == [lines[1], lines[3]]
-    _, printed, _ = run("--requests", str(file))
+    asked[3:] = [asked[3], {"prompt": ""}]  # the model refuses the first, nobody can read the other
+    file.write_text("\n".join(map(json.dumps, asked)))
+    _, printed, err = run("--requests", str(file))
+    refused = [line for line in err.splitlines() if line.startswith("jspec: error: line ")]
+    assert [line.split()[3] for line in refused] == ["2:", "4:", "5:"]
     assert printed.startswith(f'--- line 1 "seven"\n{lines[0]["text"]}\n--- line 3\n')
 
 

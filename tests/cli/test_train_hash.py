@@ -69,6 +69,7 @@ def test_the_table_and_the_picture(model, texts, tmp_path, capsys):
     assert not captured.out
     assert "hata-authors" in captured.err
     assert "recall" in captured.err
+    assert "kept of attention in 1 held-out text:" in " ".join(captured.err.split())
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert run(model, texts, out) == 2
     assert "exists; choose another folder" in capsys.readouterr().err

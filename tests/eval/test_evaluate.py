@@ -1,10 +1,12 @@
 """Questions of a length, and what becomes of the answers of a model that is not there."""
 
+import argparse
 import dataclasses
 import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jspec
 from jspec import cli
@@ -22,6 +24,7 @@ from jspec.eval.questions import (
     own_questions,
     ruler_questions,
 )
+from jspec.eval.ruler import TASKS
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Dense, ExactTopK, Quest, Streaming
 from tests.conftest import OF_BYTES, make_decoder
@@ -216,9 +219,28 @@ def test_the_command_prints_json_and_tables(small, capsys):
     assert found["questions"] == len(found["answers"]) == 1
     assert found["environment"]["device"]
     assert cli.main([*asked, "--policy", "dense", "--draft"]) == 0
-    table = capsys.readouterr().out
-    assert "streaming" in table
-    assert "mean accepted length" in " ".join(table.split())
+    printed = capsys.readouterr()
+    assert printed.err == ""  # no terminal, no bar
+    title, *table = printed.out.splitlines()
+    assert title == "ruler, 1,300 tokens, drafts of each policy: percent right"
+    assert [line.split()[-1] for line in table[:3]] == ["mean", "accepted", "length"]
+    assert [line.split()[0] for line in table[3:]] == ["streaming", "dense"]
+
+
+def test_all_tasks_of_ruler_fit_80_columns(capsys, monkeypatch):
+    """A long policy is folded; no heading and no figure is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    policy, arguments = "streaming:positions=window", argparse.Namespace(draft=True)
+    found = {"policy": policy, "budget": 0.0312, "score": 100.0, "stats": {}}
+    found["scores"] = dict.fromkeys(TASKS, 100.0)
+    found["stats"]["mean_accepted_length"] = 12.34
+    Console().print(command._table([found], arguments))
+    head, body = (lines := capsys.readouterr().out.splitlines())[:3], lines[3:]
+    assert max(map(len, lines)) <= 80
+    words = [word for task in TASKS for word in task.split("_")]
+    assert not set(words) - set(" ".join(head).split())
+    assert body[0].split()[1:] == ["0.0312", *["100.0"] * 7, "12.34"]
+    assert "".join(line.split()[0] for line in body) == policy
 
 
 def test_a_file_of_tasks_and_a_heat_map(small, capsys, tmp_path, monkeypatch):
@@ -258,6 +280,7 @@ def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
         (["ruler", "--policy", "oracle"], "policy 'oracle' is unknown"),
         (["ruler", "--policy", "hata", "--budget", "8"], "policy hata: budget=8 must be at least"),
         (["ruler", "--budget", "few"], "--budget 'few' must be a whole number"),
+        (["ruler", "--budget", "64"], "--budget goes with a --policy that has one"),
         (["ruler", "--only", "niah"], "--only 'niah' is unknown; RULER's tasks are single_needle"),
         (["ruler", "--length", "0"], "must be at least 1"),
         (["ruler", "--length", "1000"], "are too few for a question; the shortest takes 10"),

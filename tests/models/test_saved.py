@@ -229,6 +229,17 @@ def test_nothing_half_written_stays(tmp_path, tiny, monkeypatch, failing):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_orbax_leaves_the_root_logger_alone(tmp_path):
+    """A handler there would print jspec's warnings a second way, as in ``WARNING:jspec:``."""
+    code = f"""
+import logging, jspec
+jspec.save_model(jspec.load_bundled()[0], {str(tmp_path / "saved")!r})
+print(logging.root.handlers)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 @pytest.fixture
 def written(tmp_path, tiny):
     save_model(tiny, tmp_path / "saved")

@@ -197,14 +197,14 @@ def test_byte_vocabularies(tmp_path, library, changes, short):
 
 
 def test_a_merging_tokenizer_needs_utf8(merged):
-    with pytest.raises(ValueError, match="byte 1 of the text is not UTF-8"):
+    with pytest.raises(ValueError, match="byte 2 of the text is not UTF-8"):
         merged.encode(b"a\xff")
 
 
 @pytest.mark.parametrize("tokenizer", ["merged", "bytes"])
 def test_half_a_surrogate_pair(merged, tokenizer):
     tokenizer = merged if tokenizer == "merged" else BYTES
-    with pytest.raises(ValueError, match="character 1 of the text is half of a surrogate pair"):
+    with pytest.raises(ValueError, match="character 2 of the text is half of a surrogate pair"):
         tokenizer.encode("a\ud800")
 
 

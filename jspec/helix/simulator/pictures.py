@@ -27,6 +27,8 @@ def draw_roofline(panels: Sequence[Panel], path: str | Path) -> None:
 
 def draw_frontiers(frontiers: Mapping[str, Frontier], title: str, path: str | Path) -> None:
     """Figures 5 to 7: tokens a second of a GPU against those of a row."""
+    from matplotlib.ticker import LogLocator
+
     with _figure(1, path) as (axes,):
         for name, frontier in frontiers.items():
             style = "--" if "without" in name else "-"  # Often on top of the one with it.
@@ -34,6 +36,7 @@ def draw_frontiers(frontiers: Mapping[str, Frontier], title: str, path: str | Pa
         axes.set(title=title, yscale="log", xlabel="tokens a second of a row")
         axes.set_ylabel("tokens a second of a GPU")
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # labels of more run together
         axes.yaxis.set_minor_formatter("{x:g}")
         axes.legend()
 
