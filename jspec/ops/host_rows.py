@@ -80,7 +80,7 @@ def fetch_ahead(
 
     Slots ascend in a row, with -1 behind the last. ``through`` comes back as it is: what is
     computed from it is computed while the rows are on their way (InfiniGen, Lee et al. 2024). Rows
-    that are ``near`` are left out: `fetch_rows` must be given the same ones.
+    that are ``near`` are 0 in the result: `fetch_rows` must be given the same ones.
     """
     columns = tuple(columns)
     _check(columns, slots)

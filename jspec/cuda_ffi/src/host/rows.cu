@@ -50,17 +50,19 @@ __global__ void __launch_bounds__(kThreads) fetch_kernel(const Fetch fetch, cons
     const int64_t b = group / fetch.heads, head = group % fetch.heads;
     const int32_t slot = fetch.wanted_slots[row];
     char* to = fetch.rows[c] + ((b * fetch.wanted + i) * fetch.heads + head) * bytes;
-    if (slot < 0 || slot >= fetch.slots) {
+    const char* from = nullptr;
+    int64_t count = fetch.slots, place = slot;
+    if (slot >= 0 && slot < fetch.slots) {
+      from = fetch.column[c];
+      if (const int64_t near = place_of(fetch.near, group, slot, lane); near >= 0) {
+        from = fetch.near.rows[c], count = fetch.near.count, place = near;
+      } else if (const int64_t ahead = place_of(fetch.ahead, group, slot, lane); ahead >= 0) {
+        from = fetch.ahead.rows[c], count = fetch.ahead.count, place = ahead;
+      }
+    }
+    if (!from) {
       for (int64_t at = lane % share; at < bytes; at += share) to[at] = 0;
       continue;
-    }
-    const char* from = fetch.column[c];
-    int64_t count = fetch.slots, place = slot;
-    if (const int64_t near = place_of(fetch.near, group, slot, lane); near >= 0) {
-      from = fetch.near.rows[c], count = fetch.near.count, place = near;
-      if (!from) continue;
-    } else if (const int64_t ahead = place_of(fetch.ahead, group, slot, lane); ahead >= 0) {
-      from = fetch.ahead.rows[c], count = fetch.ahead.count, place = ahead;
     }
     from += ((b * count + place) * fetch.heads + head) * bytes;
     copy(from, to, bytes, c ? access.y : access.x, lane % share, share);

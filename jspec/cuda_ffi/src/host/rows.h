@@ -21,7 +21,7 @@ struct Fetch {
   char* rows[kMostColumns];          // [batch, wanted, heads] of `bytes`
   int64_t bytes[kMostColumns];
   const int32_t* wanted_slots;  // [batch, heads, wanted]
-  There near, ahead;            // what is near is taken from there, or left out if it has no rows
+  There near, ahead;            // what is near is taken from there, or is 0 if it has no rows
   int64_t batch;
   int64_t slots;
   int64_t heads;

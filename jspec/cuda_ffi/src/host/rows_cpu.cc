@@ -28,14 +28,13 @@ const char* fetch_rows(const Fetch& fetch, Stream) {
         const bool exists = slot >= 0 && slot < fetch.slots;
         const int64_t near = exists ? place_of(fetch.near, group, slot) : -1;
         const int64_t ahead = exists && near < 0 ? place_of(fetch.ahead, group, slot) : -1;
-        if (near >= 0 && !fetch.near.rows[0]) continue;
         for (int c = 0; c < fetch.columns; ++c) {
           const int64_t bytes = fetch.bytes[c];
           const auto row = [&](const char* rows, int64_t count, int64_t at) {
             return rows + ((b * count + at) * fetch.heads + head) * bytes;
           };
           char* to = fetch.rows[c] + ((b * fetch.wanted + i) * fetch.heads + head) * bytes;
-          if (!exists) {
+          if (!exists || (near >= 0 && !fetch.near.rows[c])) {
             std::memset(to, 0, bytes);
           } else if (near >= 0) {
             std::memcpy(to, row(fetch.near.rows[c], fetch.near.count, near), bytes);
