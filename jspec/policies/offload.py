@@ -124,11 +124,13 @@ def with_rows_near(cache: Cache, policy: Policy) -> Cache:
     near: list[Near | None] = []
     for layer, (spec, layout) in enumerate(zip(cache.specs, cache.layouts, strict=True)):
         count = policy.rows_near(layer, layout.capacity) if is_offloaded(cache, layer) else 0
+        if not count:
+            near.append(None)
+            continue
         held = _held(cache, layer).values()
-        shapes = [(len(x), count, *x.shape[2:]) for x in held]
-        rows = tuple(jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, held, strict=True))
-        none = jnp.full((shapes[0][0], spec.kv_heads, count), -1, jnp.int32)
-        near.append(Near(rows, none) if count else None)
+        rows = tuple(jnp.zeros((len(x), count, *x.shape[2:]), x.dtype) for x in held)
+        none = jnp.full((len(rows[0]), spec.kv_heads, count), -1, jnp.int32)
+        near.append(Near(rows, none))
     return dataclasses.replace(cache, near=tuple(near) if any(near) else ())
 
 

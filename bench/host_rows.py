@@ -1,0 +1,75 @@
+"""Where the rows come from that a step reads of a cache in the host's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import jax
+import numpy as np
+
+from jspec.decode.draft import NoDraft
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models
+from jspec.decode.step import decode_chunk
+from jspec.policies import HataOff
+from jspec.policies.attend import run_selected
+
+WATCHED = 8  # steps whose rows are counted
+THERE = ("again", "right", "late", "moved")  # shares of the rows that are read
+
+
+def rows_there(
+    models: Models, state: DecodeState, policy: HataOff
+) -> tuple[dict[str, float], DecodeState]:
+    """Where the rows come from that layers read behind another that selects, as shares of them.
+
+    ``again``: left of the step before; ``right``: else, and predicted; ``late``: neither. And
+    ``moved``: the rows that go over the bus, over those that are read. ``state`` is consumed, and
+    comes back behind some steps.
+    """
+    asked: dict[int, list[jax.Array]] = {}
+
+    @dataclasses.dataclass(frozen=True)
+    class Watched(HataOff):
+        def select(self, arrays, layer, cache, q, until):
+            chosen = super().select(arrays, layer, cache, q, until)
+            if chosen is not None:
+                asked.setdefault(layer, []).append(chosen)
+            return chosen
+
+    @jax.jit
+    def watch(models: Models, state: DecodeState) -> list[list[jax.Array]]:
+        until = state.cache.lengths
+        run_selected(
+            *(models.target, state.last_token[:, None], until[:, None], state.cache, until, 1),
+            policy=Watched(**dataclasses.asdict(policy)),
+            arrays=models.policy,
+        )
+        return list(asked.values())
+
+    config, counts = StepConfig(0, NoDraft(), target=policy), Counter()
+    before: list[list[np.ndarray]] = []
+    for _ in range(WATCHED):
+        # A layer is asked for the prediction, if there is one, then for itself.
+        found = [[_by_head(x) for x in chosen] for chosen in watch(models, state)]
+        left = before if policy.reuse else [[row[:0] for row in chosen[-1]] for chosen in found]
+        for chosen, last in zip(found if left else [], left, strict=True):
+            predicted = chosen[0] if len(chosen) > 1 else [row[:0] for row in chosen[0]]
+            for row, early, old in zip(chosen[-1], predicted, last, strict=True):
+                again, right = np.isin(row, old), np.isin(row, early)
+                late = ~(again | right)
+                counts["again"] += again.sum()
+                counts["right"] += (right & ~again).sum()
+                counts["late"] += late.sum()
+                counts["moved"] += late.sum() + (~np.isin(early, old)).sum()
+                counts["all"] += len(row)
+        before = [chosen[-1] for chosen in found]
+        state, _ = decode_chunk(models, state, config=config, steps=1)
+    return {name: float(counts[name] / counts["all"]) for name in THERE}, state
+
+
+def _by_head(chosen: jax.Array) -> list[np.ndarray]:
+    """What was chosen of each row and KV head."""
+    rows = np.asarray(chosen).reshape(-1, chosen.shape[-1])
+    return [row[row >= 0] for row in rows]
