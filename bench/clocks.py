@@ -212,12 +212,12 @@ def loops(source: Source, feed: Feed) -> list[Source]:
     return [Source(loop(count), source.arguments) for count in LENGTHS]
 
 
-def counting_loops() -> list[Source]:
-    """The two loops around a step that only counts."""
+def counting_loops(unroll: int = UNROLL) -> list[Source]:
+    """The two loops around a step that only counts, ``unroll`` of which are a turn."""
 
     def loop(length: int) -> Callable[[jax.Array], jax.Array]:
         def run(x: jax.Array) -> jax.Array:
-            return jax.lax.scan(lambda n, _: (n + 1, None), x, length=length, unroll=UNROLL)[0]
+            return jax.lax.scan(lambda n, _: (n + 1, None), x, length=length, unroll=unroll)[0]
 
         return run
 

@@ -179,10 +179,9 @@ def _served(found: Simulation, gpus: int) -> Rows:
     """The most rows that ``gpus`` GPUs serve within each of `LATENCIES_MS`."""
     rows = []
     for latency in LATENCIES_MS:
-        rate = 1e3 / latency
         row: dict[str, Any] = {"latency_ms": latency}
         for name, chosen in (("helix", ("helix",)), ("baseline", BASELINES)):
-            row[name] = float(found.frontier(*chosen).throughput(rate)) / rate * gpus
+            row[name] = found.served(latency / 1e3, gpus, *chosen)
         rows.append(row)
     return rows
 

@@ -22,8 +22,8 @@ class Handle:
     ``params`` have a seed, also where none was given. ``finished``: why it ended, ``stop``,
     ``length``, ``cancelled``, ``error`` (its callback raised ``error``) or ``interrupted`` (the
     engine ended); None until then. Iterating gives its tokens one by one and drives the engine
-    while it waits for the next. The handle keeps all tokens, so that whoever reads slowly stalls
-    nobody, and several may read.
+    while it waits for the next. The handle keeps all tokens, so that whoever reads late loses
+    none, and several may read.
     """
 
     def __init__(

@@ -142,6 +142,23 @@ def test_headlines_of_the_paper():
     assert saved[0] < 0.12 < saved[1]
 
 
+@pytest.mark.parametrize("gpus", [64, 6])
+@pytest.mark.parametrize("latency", [0.02, 0.05])
+def test_the_rows_that_are_served_are_those_of_whole_copies_of_a_layout(latency, gpus):
+    """By a loop over all layouts."""
+    simulation = simulate(load_shape("llama-405b"), GB200, gpus=gpus)
+    best = 0
+    for i in range(len(simulation.found)):
+        one = simulation.found.one(i)
+        if one["strategy"] != "helix" or not simulation.fits[i]:
+            continue
+        if simulation.times.total[i] <= latency:
+            copies = gpus // (one["kvp"] * one["tpa"] * one["dp"] * one["pp"])
+            best = max(best, one["batch"] * one["pp"] * copies)
+    assert simulation.served(latency, gpus, "helix") == best
+    assert simulation.served(1e-6, gpus, "helix") == 0
+
+
 def test_a_frontier_is_what_nothing_beats():
     found = simulate(load_shape("llama-405b"), GB200, gpus=16, context=2e5)
     frontier = found.frontier(*STRATEGIES)

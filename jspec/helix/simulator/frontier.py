@@ -60,6 +60,13 @@ class Simulation:
         """Tokens a second of a GPU."""
         return self.found.users / self.times.total / self.found.gpus
 
+    def served(self, latency: float, gpus: int, *strategies: str) -> int:
+        """The most rows that ``gpus`` GPUs serve by one layout of ``strategies``, as often as it
+        fits, with at most ``latency`` seconds a token; 0 where none is as fast."""
+        fast = self.fits & self.found.of(*strategies) & (self.times.total <= latency)
+        rows = self.found.users * (gpus // self.found.gpus)
+        return int(rows[fast].max(initial=0))
+
     def frontier(self, *strategies: str, overlap: bool | None = None) -> Frontier:
         """Of the layouts of ``strategies``, with overlap or without where that is said."""
         chosen = self.fits & self.found.of(*strategies)
