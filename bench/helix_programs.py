@@ -1,40 +1,27 @@
-"""The programs of whole steps on a mesh, and what one device decodes."""
+"""The programs of whole steps on a mesh and of their checks, and what one device computes."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from bench import helix_state
+from bench import helix_check, helix_state
 from bench.cases import Case
-from bench.helix_state import (
-    DEFAULT,
-    MESH,
-    alone,
-    decoded,
-    filled,
-    model_of,
-    rewound,
-    shapes_of,
-    small,
-    step_config,
-)
+from bench.decode.check import LAYERS
+from bench.helix_check import Computed
+from bench.helix_state import DEFAULT, MESH, alone, filled, model_of, shapes_of, step_config
 from bench.settings import bar
 from jspec.decode.step import decode_chunk
-from jspec.models.decoder import Decoder
-from jspec.policies.attend import dense_attend
-from jspec.typing import Array
+
+Start = Callable[[Any, Case], None]
 
 
 class Programs:
-    """Compiled programs by their case, and what one device decodes there.
+    """Compiled programs by their case, and what one device computes there.
 
     Programs of many layers take long to compile: all are lowered before the first one runs, and
     compiled on all cores.
@@ -43,85 +30,101 @@ class Programs:
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
         self._chunks: dict[Any, Future[jax.stages.Compiled]] = {}
-        self._logits: dict[Any, Future[jax.stages.Compiled]] = {}
+        self._checks: dict[Any, Future[jax.stages.Compiled]] = {}
+        self._in_float32: dict[Any, Future[jax.stages.Compiled]] = {}
         self._reference: tuple[Any, Any] = (None, None)
 
     def prepare(self, cases: Sequence[Case]) -> None:
         """Compile what the ``cases`` and the checks of them need."""
-        smaller = [small(here) for here in cases]
-        every = [*map(alone, smaller), *smaller, *cases]
-        # A model is made once for all that needs it.
-        by_mesh = sorted(every, key=lambda here: str(_mesh_of(here)))
-        with bar("compile helix-step", len(every)) as advance:
-            for mesh, group in itertools.groupby(by_mesh, key=_mesh_of):
-                model = model_of(mesh)
-                for here in group:
-                    self._start(model, here)
-                    advance()
-                del model
-        for program in (*self._chunks.values(), *self._logits.values()):
+        with bar("compile helix-step", 3 * len(cases)) as advance:
+            _on_each_mesh(cases, None, self._start_chunk, advance)
+            self.prepare_checks(cases, advance)
+        for program in (*self._chunks.values(), *self._checks.values(), *self._in_float32.values()):
             program.exception()  # waits for it: compiling tries kernels out on the device
+
+    def prepare_checks(self, cases: Sequence[Case], advance: Callable[[], None]) -> None:
+        """Begin to compile what the checks of the ``cases`` need."""
+        _on_each_mesh([*cases, *map(alone, cases)], LAYERS, self._start_check, advance)
 
     def chunk(self, here: Case) -> jax.stages.Compiled:
         """`decode_chunk` of `STEPS` steps."""
         return self._chunks[_key(here)].result()
 
-    def reference(self, here: Case) -> tuple[np.ndarray, np.ndarray]:
-        """Greedy tokens ``[B, STEPS]`` of one device, and the logits ``[B, STEPS, V]`` of a pass
-        over them."""
+    def computed(self, here: Case, given: Computed | None = None) -> Computed:
+        """What the first layers compute of given tokens on the devices of a case.
+
+        ``given`` as in `bench.helix_check.computed`.
+        """
+        model = model_of(here, LAYERS)
+        state = filled(model, here, step_config(here))
+        program = self._checks[_key(here)].result()
+        return helix_check.computed(program, model, state, here, given)
+
+    def reference(self, here: Case) -> tuple[Computed, Computed]:
+        """What one device computes there in bfloat16, and in float32."""
         here = alone(here)
         if self._reference[0] != here:
-            self._reference = here, self._decoded(here)
+            one = self.computed(here)
+            self._reference = here, (one, self._computed_in_float32(here, one))
         return self._reference[1]
 
-    def _decoded(self, here: Case) -> tuple[np.ndarray, np.ndarray]:
-        config, model = step_config(here), model_of(here)
-        state, _ = self.chunk(here)(model, filled(model, here, config))
-        tokens, state = decoded(state, here), rewound(here, state)
-        fed = np.concatenate([np.asarray(state.last_token)[:, None], tokens[:, :-1]], axis=1)
-        logits, _ = self._logits[_key(here)].result()(model, state.cache, jnp.asarray(fed))
-        return tokens, np.asarray(logits)
+    def _computed_in_float32(self, here: Case, given: Computed) -> Computed:
+        model, config = helix_check.in_float32(model_of(here, LAYERS), step_config(here))
+        program, state = self._in_float32[_key(here)].result(), filled(model, here, config)
+        return helix_check.computed(program, model, state, here, given)
 
-    def _start(self, model: Any, here: Case) -> None:
-        if _key(here) in self._chunks:
-            return
-        self._chunks[_key(here)] = self._compiled(lambda: _lowered(model, here))
+    def _start_chunk(self, model: Any, here: Case) -> None:
+        config = step_config(here)
+
+        def lower() -> Any:
+            shapes = shapes_of(model, here, config)
+            return decode_chunk.lower(model, shapes, config, helix_state.STEPS)
+
+        self._start(self._chunks, here, lower)
+
+    def _start_check(self, model: Any, here: Case) -> None:
+        config = step_config(here)
+
+        def lower(model: Any = model, config: Any = config) -> Any:
+            return helix_check.lowered(model, shapes_of(model, here, config), config)
+
+        def lower_in_float32() -> Any:
+            with jax.default_matmul_precision("highest"):  # GPUs take less by default
+                return lower(*helix_check.in_float32(model, config))
+
+        self._start(self._checks, here, lower)
         if here == alone(here):
-            self._logits[_key(here)] = self._compiled(lambda: _lowered_logits(model, here))
+            self._start(self._in_float32, here, lower_in_float32)
 
-    def _compiled(self, lower: Callable[[], Any]) -> Future[jax.stages.Compiled]:
+    def _start(self, programs: dict[Any, Any], here: Case, lower: Callable[[], Any]) -> None:
+        key = _key(here)
+        if key in programs:
+            return
         try:
-            return self._pool.submit(lower().compile)
+            programs[key] = self._pool.submit(lower().compile)
         except Exception as error:
             # Its frames, and those of what it came from, hold caches.
             error.__context__ = error.__cause__ = None
-            failed: Future[jax.stages.Compiled] = Future()
-            failed.set_exception(error.with_traceback(None))
-            return failed
+            programs[key] = Future()
+            programs[key].set_exception(error.with_traceback(None))
 
 
 def _key(here: Case) -> tuple[Any, ...]:
     return tuple(sorted(here.items()))
 
 
-def _mesh_of(here: Case) -> Case:
-    """The case without what a model does not depend on."""
-    return DEFAULT | {name: here[name] for name in ("shape", *MESH)}
+def _on_each_mesh(
+    cases: Sequence[Case], layers: int | None, start: Start, advance: Callable[[], None]
+) -> None:
+    """``start`` each case with its model of so many ``layers``, which is made once a mesh."""
 
+    def mesh_of(here: Case) -> Case:
+        return DEFAULT | {name: here[name] for name in ("shape", *MESH)}
 
-def _lowered(model: Any, here: Case) -> Any:
-    config = step_config(here)
-    return decode_chunk.lower(model, shapes_of(model, here, config), config, helix_state.STEPS)
-
-
-def _lowered_logits(model: Any, here: Case) -> Any:
-    cache = shapes_of(model, here, step_config(here)).cache
-    tokens = jax.ShapeDtypeStruct((here["B"], helix_state.STEPS), jnp.int32)
-    return _logits.lower(model, cache, tokens)
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
-def _logits(model: Decoder, cache: Any, tokens: Array) -> tuple[Array, Any]:
-    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    hidden, cache = model(tokens, positions, dense_attend(positions), cache)
-    return model.logits(hidden), cache
+    by_mesh = sorted(cases, key=lambda here: str(mesh_of(here)))
+    for mesh, group in itertools.groupby(by_mesh, key=mesh_of):
+        model = model_of(mesh, layers)
+        for here in group:
+            start(model, here)
+            advance()
+        del model

@@ -14,8 +14,9 @@ import numpy as np
 from bench import cases
 from bench.cases import Case
 from bench.decode import catalogue
+from bench.decode.check import NEW_KEYS
 from bench.decode.running import CHUNKS
-from bench.decode.shapes import noise, random_model
+from bench.decode.shapes import first_layers, noise, random_model
 from jspec.cache import Striped
 from jspec.config import ModelConfig, SamplingParams
 from jspec.decode.draft.named import named_draft
@@ -31,6 +32,7 @@ from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.helix import HelixConfig, shard
 from jspec.helix.sharded import decoder_sharding
+from jspec.models.decoder import Decoder
 from jspec.typing import Array
 
 DEFAULT: Case = {"shape": "llama-3.1-8b", "B": 1, "S": 262144, "draft": "plain", "gamma": 5}
@@ -46,11 +48,10 @@ TINY = ModelConfig.uniform(
 )
 LONGEST = 2**21  # positions that a shape may be given here; what it was trained for costs no time
 DRAFTS = {"plain": "none", "verify": "none", "vegas": "vegas:budget=0.07"}
-STEPS = 16  # of a chunk; also the tokens that are compared
+STEPS = 16  # of a chunk
 MESH = ("kvp", "tpa", "overlap", "strategy")
-CHECKED = 2**18  # positions of all rows of the comparison at most: one device holds them
 # Of keys and values: attention reads few keys each, and its output outweighs the embedding, so that
-# a key that is left out changes tokens.
+# a key that is left out changes logits.
 SCALES = {"keys": 3.0, "values": 2.0}
 
 
@@ -75,14 +76,8 @@ def shape_of(here: Case) -> ModelConfig:
 
 
 def alone(here: Case) -> Case:
-    """Plain decoding of the same rows by one device."""
-    return DEFAULT | {name: here[name] for name in ("shape", "B", "S")}
-
-
-def small(here: Case) -> Case:
-    """The case with as many positions as one device is asked to hold."""
-    most = CHECKED // here["B"] // 16 * 16
-    return here | {"S": min(here["S"], most if jax.default_backend() == "gpu" else 4096)}
+    """The case on one device."""
+    return here | {name: DEFAULT[name] for name in MESH}
 
 
 def step_config(here: Case) -> StepConfig:
@@ -91,13 +86,28 @@ def step_config(here: Case) -> StepConfig:
     return StepConfig(gamma, named_draft(DRAFTS[here["draft"]]))
 
 
-def model_of(here: Case) -> Any:
-    """The model with random weights: in shares on the mesh, or whole on one device."""
-    dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-    helix = helix_of(here)
+def model_of(here: Case, layers: int | None = None) -> Any:
+    """The model with random weights, in bfloat16: in shares on the mesh, or whole on one device.
+
+    ``layers``: its first ones alone, whose weights are then their own.
+    """
+    helix, config = helix_of(here), shape_of(here)
+    config = config if layers is None else first_layers(config, layers)
     if helix.devices == 1:
-        return random_model(shape_of(here), dtype)
-    return shard(random_model(shape_of(here), dtype, decoder_sharding(helix)), helix)
+        return _with_loud_keys(random_model(config))
+    return shard(_with_loud_keys(random_model(config, sharding=decoder_sharding(helix))), helix)
+
+
+def _with_loud_keys(model: Decoder) -> Decoder:
+    """The model with keys `NEW_KEYS` times as large, which count among many random ones."""
+    for block in model.layers:
+        attention: Any = block.attention
+        _, keys, _ = attention.qkv.parts
+        kernel = attention.qkv.kernel[...]
+        attention.qkv.kernel[...] = kernel.at[keys.index].multiply(
+            jnp.asarray(NEW_KEYS, kernel.dtype)
+        )
+    return model
 
 
 def capacity_of(here: Case, config: StepConfig) -> int:
@@ -138,7 +148,10 @@ def shapes_of(model: Any, here: Case, config: StepConfig) -> DecodeState:
 
 
 def filled(model: Any, here: Case, config: StepConfig) -> DecodeState:
-    """A state behind S random positions a row, the same whatever devices hold them."""
+    """A state behind S random positions a row, and random tokens to its end.
+
+    They are the same whatever devices hold them, and keys and values are numbers of bfloat16.
+    """
     capacity, batch = capacity_of(here, config), here["B"]
     state = started(model, here, config, capacity)
     seeds, columns = itertools.count(), [dict(held) for held in state.cache.columns]
@@ -150,11 +163,10 @@ def filled(model: Any, here: Case, config: StepConfig) -> DecodeState:
             shape, where = (batch, here["S"], *empty.shape[2:]), empty.sharding
             size, dtype = empty.shape[1], empty.dtype
             del empty  # before there is a second one
-            x = noise(next(seeds), jnp.float32(SCALES[name]), shape, dtype, parts=16)
-            held[name] = jax.device_put(_in_slots(x, layout, size), where)
-    tokens, rng = np.full((batch, capacity), -1, np.int32), np.random.default_rng(0)
-    known = batch, here["S"] + 1  # the last of them is not in the cache yet
-    tokens[:, : known[1]] = rng.integers(0, model.config.vocab_size, known, np.int32)
+            x = noise(next(seeds), jnp.float32(SCALES[name]), shape, jnp.bfloat16, parts=16)
+            held[name] = jax.device_put(_in_slots(x, layout, size).astype(dtype), where)
+    rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
+    tokens = rng.integers(0, vocabulary, (batch, capacity), np.int32)
     cache = dataclasses.replace(state.cache, columns=tuple(columns))
     state = dataclasses.replace(
         state,
@@ -174,14 +186,8 @@ def _in_slots(x: Array, layout: Any, size: int) -> Array:
     return jnp.take(x, layout.held(jnp.full(1, size - 1, jnp.int32))[0], axis=1)
 
 
-def rewound(here: Case, state: DecodeState) -> DecodeState:
-    """A state with S positions a row, whatever was decoded since."""
-    lengths = np.full(here["B"], here["S"], np.int32)
+def rewound(here: Case, state: DecodeState, less: int = 0) -> DecodeState:
+    """A state with S positions a row, or so many ``less``, whatever was decoded since."""
+    lengths = np.full(here["B"], here["S"] - less, np.int32)
     lengths = jax.device_put(lengths, state.cache.lengths.sharding)
     return dataclasses.replace(state, cache=state.cache.with_lengths(lengths))
-
-
-def decoded(state: DecodeState, here: Case) -> np.ndarray:
-    """The first `STEPS` tokens of each row behind the random ones, int32 ``[B, STEPS]``."""
-    first = here["S"] + 1
-    return np.asarray(state.tokens)[:, first : first + STEPS]

@@ -78,9 +78,9 @@ class DraftCheck:
             if not error <= TOLERANCE:
                 return f"the logits of its {what} are wrong by {error:.1%}", error
         error = max(errors.values())
-        share = min(map(_share, got.picks, wanted.picks), default=1.0)
-        if share < SHARED:
-            return f"it picks {share:.0%} of what the reference picks in a layer", error
+        shared = min(map(share, got.picks, wanted.picks), default=1.0)
+        if shared < SHARED:
+            return f"it picks {shared:.0%} of what the reference picks in a layer", error
         return None, error
 
     def _cut(self, state: DecodeState, own: Any) -> DecodeState:
@@ -156,7 +156,7 @@ def _error(found: Array, wanted: Array, known: Array | None = None) -> float:
     return max(float(mean.max()) for mean in means)
 
 
-def _share(found: Array, wanted: Array) -> float:
+def share(found: Array | np.ndarray, wanted: Array | np.ndarray) -> float:
     """The least share of a row's picks ``[B, ...]`` that the two have in common."""
     pairs = zip(np.asarray(found), np.asarray(wanted), strict=True)
     sets = [(set(a[a >= 0].ravel().tolist()), set(b[b >= 0].ravel().tolist())) for a, b in pairs]

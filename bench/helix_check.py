@@ -1,0 +1,203 @@
+"""Whether steps on a mesh are right: what they compute of given tokens, against one device.
+
+The first layers run on the mesh, on one device, and on one device in float32, with the same
+weights, keys and values. What bfloat16 does to one device's logits says how far the mesh's may be
+from them: it rounds as often and sums in another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bench.cases import Case
+from bench.decode.check import TOLERANCE
+from bench.decode.draft_check import REFERENCE, SHARED, share
+from bench.helix_state import rewound, step_config
+from jspec.decode.draft import Drafted, NoDraft
+from jspec.decode.on_mesh import jit_steps, on_mesh_of
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, Models, vocabulary_axes
+from jspec.decode.step import draft, run_target
+from jspec.ops.verify import Verified
+from jspec.ops.vocabulary import Axes
+from jspec.typing import Array
+
+TOKENS = 16  # that are given at least: as many as a block of positions that a device holds
+STEPS = 2  # in which they are given at least: the second one drafts by what the first one picked
+# If neither is further from the right logits than one device is from float32, the mesh is at most
+# twice as far from one device (the triangle inequality).
+ROUNDINGS = 2
+# How errors ``[B, T]`` are summed up, and what one device's may be. A fault at all positions shows
+# in the mean, one at a single position in the worst, which rounding moves by 0.06.
+SUMS = (
+    ("in the mean of a row", lambda x: float(x.mean(axis=1).max()), TOLERANCE),
+    ("at the worst position", lambda x: float(x.max()), 2 * TOLERANCE),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """What steps of given tokens computed.
+
+    ``logits``: float32 ``[B, T, V]`` of the ``verification`` and, where there is one, the
+    ``draft``. ``picked``: int32 ``[B, n]`` of each step and layer, the positions that verification
+    picked for the next draft, -1 for none.
+    """
+
+    logits: dict[str, np.ndarray]
+    picked: list[np.ndarray]
+
+
+def in_float32(model: Any, config: StepConfig) -> tuple[Any, StepConfig]:
+    """A model of one device and a config of steps that take ``xla`` in float32."""
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), model)
+    return exact, dataclasses.replace(config, backends=REFERENCE)
+
+
+def lowered(model: Any, shapes: DecodeState, config: StepConfig) -> jax.stages.Lowered:
+    """The program of `computed` for a state of these shapes."""
+    return _step.lower(model, _giving_drafts(shapes), config)
+
+
+def computed(
+    program: Any, model: Any, state: DecodeState, here: Case, given: Computed | None = None
+) -> Computed:
+    """What ``program`` computes of the tokens around S, half of them behind it; takes the state.
+
+    At S the block of another device begins. Drafts read what was picked for ``given``: of random
+    keys a head may read a single one, which two nearly equal selections need not share.
+    """
+    size = step_config(here).gamma + 1
+    steps = max(STEPS, -(-TOKENS // size))
+    state = _giving_drafts(rewound(here, state, less=min(here["S"], steps * size // 2)))
+    logits: list[dict[str, np.ndarray]] = []
+    picked: list[np.ndarray] = []
+    for _ in range(steps):
+        found, state = program(model, state)
+        logits.append(jax.device_get(found))
+        if state.draft is None:
+            continue
+        own = state.draft.picked
+        if given is not None:
+            theirs = given.picked[len(picked) : len(picked) + len(own)]
+            own_draft = state.draft._replace(picked=tuple(map(_placed, theirs, own)))
+            state = dataclasses.replace(state, draft=own_draft)
+        picked += map(np.array, own)  # copies: the next step takes the state
+    names = logits[0]
+    return Computed({x: np.concatenate([y[x] for y in logits], axis=1) for x in names}, picked)
+
+
+def _placed(positions: np.ndarray, like: Array) -> Array:
+    """``positions [B, n]`` on each device of ``like``, which reads those that it holds."""
+    devices = like.shape[1] // positions.shape[1]
+    return jax.device_put(np.tile(positions, (1, devices)), like.sharding)
+
+
+def judged(found: Computed, one: Computed, right: Computed) -> tuple[str | None, dict[str, float]]:
+    """What is wrong with ``found``, or None, and the error of its logits at the worst position.
+
+    ``one`` and ``right`` are of one device, in bfloat16 and in float32. The error is against
+    ``one``, that of one device itself against float32.
+    """
+    rounding, apart = distances(one, right), distances(found, one)
+    error = {name: float(x.max()) for name, x in (rounding if found is one else apart).items()}
+    for name, (where, total, limit) in itertools.product(rounding, SUMS):
+        own, off = total(rounding[name]), total(apart[name])
+        if not own <= limit:
+            return f"one device's logits of its {name} are wrong by {own:.1%} {where}", error
+        if not off <= ROUNDINGS * own:
+            reason = f"the logits of its {name} are wrong by {off:.1%} {where}; by rounding, one "
+            return reason + f"device's are by {own:.1%}", error
+    for who, own, wanted in (("one device", one, right), ("it", found, one)):
+        shared = min(map(share, own.picked, wanted.picked), default=1.0)
+        if shared < SHARED:
+            return f"{who} picks {shared:.0%} of what it should in a layer", error
+    return None, error
+
+
+def distances(found: Computed, wanted: Computed) -> dict[str, np.ndarray]:
+    """How far logits are off at each position ``[B, T]``, over the norm of those wanted there."""
+
+    def of(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        return np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+
+    return {name: of(found.logits[name], x) for name, x in wanted.logits.items()}
+
+
+def _giving_drafts(state: DecodeState) -> DecodeState:
+    """The state in a mode in which drafts give their logits."""
+    return dataclasses.replace(state, mode="sampled")
+
+
+@jit_steps(static_argnames="config", donate_argnames="state")
+def _step(model: Any, state: DecodeState, config: StepConfig) -> tuple[dict[str, Any], DecodeState]:
+    """A step whose draft is what ``state.tokens`` has behind the lengths, and is accepted.
+
+    The logits ``[B, gamma + 1, V]`` of its verification and ``[B, gamma, V]`` of its draft.
+    """
+    names = ["verification"] if isinstance(config.draft, NoDraft) else ["verification", "draft"]
+
+    def run(models: Models, state: DecodeState) -> tuple[dict[str, Any], DecodeState]:
+        models = models._replace(target=_Fed(models.target, state.tokens))
+        drafted, state = draft(models, state, config)
+        before, many = state.cache.lengths, jnp.full_like(drafted.lengths, config.gamma)
+        whole = Drafted(drafted.tokens, many)
+        logits, state, seen = run_target(models, state, whole, config)
+        cache = state.cache.with_lengths(before + config.gamma + 1)
+        state = dataclasses.replace(state, cache=cache)
+        # A drafter learns how many were accepted; the tokens are in the state already.
+        none, block = jnp.zeros_like(state.done), jnp.pad(drafted.tokens, ((0, 0), (0, 1)))
+        accepted = Verified(many, many + 1, none, block[:, -1], none, block)
+        state = config.draft.learn(state, seen, accepted)
+        axes, given = vocabulary_axes(models.target), {"verification": logits}
+        if drafted.logits is not None:
+            given["draft"] = drafted.logits
+        return {name: _whole(x, axes) for name, x in given.items()}, state
+
+    with config.of_models():
+        like = dict.fromkeys(names, state.done), state
+        return on_mesh_of(model, config, run, Models(model), state, like=like)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fed:
+    """A model that takes the ``tokens [B, S]`` at its positions, whatever a step feeds it."""
+
+    model: Any
+    tokens: Array
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def dtype(self) -> Any:
+        return self.model.dtype
+
+    @property
+    def vocabulary_axes(self) -> Axes | None:
+        return vocabulary_axes(self.model)
+
+    def __call__(self, tokens: Array, positions: Array, attend: Any, cache: Any) -> Any:
+        tokens = jnp.take_along_axis(self.tokens, positions, axis=1, mode="clip")
+        return self.model(tokens, positions, attend, cache)
+
+    def logits(self, hidden: Array) -> Array:
+        return self.model.logits(hidden)
+
+
+def _whole(logits: Array, axes: Axes | None) -> Array:
+    """Logits ``[..., V]`` of which each device of ``axes`` has its part."""
+    if axes is None:
+        return logits
+    size, axis = logits.shape[-1], logits.ndim - 1
+    whole = jnp.zeros((*logits.shape[:-1], size * lax.axis_size(axes)), logits.dtype)
+    start = lax.axis_index(axes) * size
+    return lax.psum(lax.dynamic_update_slice_in_dim(whole, logits, start, axis), axes)
