@@ -20,6 +20,15 @@ from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.step import catch_up, decode_chunk
 from jspec.decode.together import agreed, is_shared
 from jspec.processes import steps_are_limited
+from jspec.typing import Array
+
+# Seconds, about, that a GPU waits for the host between two chunks of a small model where the next
+# one starts when the last one is read.
+TURN = 0.002
+# Seconds of a chunk below which the next one starts earlier. Where chunks are longer, the host
+# takes a small share of the time, and a chunk that nobody needs costs more than it saves.
+SHORT = 10 * TURN
+LATELY = 16  # chunks that tell how often rows end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +51,8 @@ class Chunks:
 
     The next one may start before the last one is finished: the device then goes from one to the
     other while the host reads. ``programs`` counts compiling; ``seconds``: what `clock` measured by
-    name, without it. ``last_s``: seconds of the last chunk that was finished.
+    name, without it. ``last_s``: seconds of the last chunk that was finished; ``paces`` int32
+    ``[B]``: tokens that each row commits in a chunk, by the last one.
     """
 
     def __init__(self, plan: Plan, on_compile: OnCompile | None = None) -> None:
@@ -50,20 +60,36 @@ class Chunks:
         self.programs = PROGRAMS.timed(on_compile)
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
         self.last_s = math.inf
+        self.paces = np.zeros(0, np.int32)
+        self._ending = 0.0  # share of rows that ended in each of the last chunks
         self._rested = 0  # steps since the drafter last drafted
         self._is_shared = is_shared(plan.models.target)
+        self._is_timed = True  # whether somebody knows when the chunk at work ends
         self._at_work = 0  # chunks that were started and not finished
         self._clocked = 0.0  # until when the last clock ran
         self._finished = 0.0  # when the last chunk did
 
-    @property
-    def may_overlap(self) -> bool:
-        """Whether a chunk may start before the one before it is finished.
+    def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
+        """Whether the next chunk is to start before the one at work is finished.
 
-        Processes that share a model would have to agree on it, and where the time of steps is
-        limited each program is waited for.
+        ``left`` int ``[B]``: most tokens that each row commits from the chunk at work on, 0 where
+        it has ended. ``waiting``: whether other requests wait for rows.
+
+        Only where chunks are short and some row will need the next one, at its pace. A row that
+        ends in the chunk at work idles through the next: where others wait for it, that may not
+        cost more than waiting for the host does. How many do is told by ``left`` and by those that
+        did lately, as at stop tokens.
+
+        Never where processes share a model, as they would have to agree, nor where the time of
+        steps is limited, as each program is waited for.
         """
-        return not self._is_shared and not steps_are_limited()
+        if self._is_shared or steps_are_limited() or self.last_s >= SHORT:
+            return False
+        goes_on = left > self.paces
+        if not goes_on.any():
+            return False
+        ending = max(self._ending, np.mean((left > 0) & ~goes_on))
+        return not waiting or bool(ending * self.last_s < TURN)
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
@@ -77,6 +103,17 @@ class Chunks:
         finally:
             self._clocked = self._now()
             self.seconds[name] += self._clocked - begin
+
+    def resume(self, chunk: Chunk) -> None:
+        """Call when the caller comes back, who left while ``chunk`` alone was at work.
+
+        If it ended meanwhile, nobody knows when. Then it counts as long as the one before it, at
+        most, and the next one tells how long chunks are.
+        """
+        away = self._now() - self._clocked
+        if away > self.last_s and _is_ready(chunk.record.packed):
+            self._clocked += away - self.last_s
+            self.last_s, self._is_timed = math.inf, False
 
     def start(self, state: DecodeState) -> tuple[DecodeState, Chunk]:
         """The state behind a chunk that the device is given now. ``state`` is donated."""
@@ -100,13 +137,24 @@ class Chunks:
         seconds = self._clocked - max(chunk.begin, self._finished)
         self._finished = self._clocked
         # If the next one's program was compiled meanwhile, nothing tells when this one ended.
-        is_measured = self.programs.compile_s == chunk.compiled
+        is_measured = self._is_timed and self.programs.compile_s == chunk.compiled
+        self._is_timed = True
         if is_measured:
             self.last_s = seconds
+        self._watch_rows(record)
         if chunk.choice is not None:
             a_step = seconds / self.plan.steps if is_measured else None
             chunk.choice.saw(chunk.gamma, a_step, record.accepted[record.committed > 0])
         return record
+
+    def _watch_rows(self, record: StepRecord) -> None:
+        """Take up how fast rows were, and how many of them ended."""
+        tokens = record.committed.sum(axis=0)
+        if tokens.any():
+            # A row that was idle is taken to be fast.
+            self.paces = np.where(tokens > 0, tokens, tokens.max())
+        ended = float(np.mean(record.done[-1] & (tokens > 0)))
+        self._ending += (ended - self._ending) / LATELY
 
     def _now(self) -> float:
         """Seconds by a clock that stands still while a program is compiled."""
@@ -151,3 +199,8 @@ def counts_of(record: StepRecord) -> tuple[np.ndarray, ...]:
     # A record has a token for each of gamma + 1 positions.
     gammas = np.full(len(record.tokens), record.tokens.shape[-1] - 1)
     return *map(np.asarray, counts), gammas
+
+
+def _is_ready(x: Array) -> bool:
+    """Whether the device has made ``x``."""
+    return x.is_ready()  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.config import SamplingMode, SamplingParams, shown, whole_number
-from jspec.decode.chunks import Chunks, counts_of
+from jspec.config import SamplingParams, shown, whole_number
+from jspec.decode.batch import Batch
+from jspec.decode.chunks import Chunks
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.generation import OutOfMemory, is_out_of_memory
 from jspec.decode.handle import Handle, OnTokens
@@ -22,10 +23,9 @@ from jspec.decode.intake import Intake
 from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
-from jspec.decode.requests import MODES, Prompt, as_ids, check_request, strongest
+from jspec.decode.requests import Prompt, as_ids, check_request
 from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
-from jspec.decode.state import DecodeState
-from jspec.decode.stats import Stats, Tally, kept_of
+from jspec.decode.stats import Stats
 from jspec.decode.together import rows_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
@@ -34,7 +34,6 @@ from jspec.sharding import put
 from jspec.typing import Model
 
 CHUNK = 512  # prompt tokens at most between two chunks of steps
-RESTING: SamplingMode = "greedy"  # the state's mode between chunks, so that one program fills slots
 
 
 class Engine:
@@ -44,11 +43,12 @@ class Engine:
     ``stop_tokens`` of them, the model's included. `submit` takes it, and `step` does a turn of
     work: up to ``prefill_chunk`` prompt tokens (512, or 256 on a CPU), so that a long prompt stalls
     nobody, then ``steps_per_chunk`` decode steps of all slots (16, or 4). Short prompts go in
-    several at a time. The other settings are those of `jspec.generate`. ``on_compile(begins)`` is
-    called before and after a program compiles; after `warm_up` none does, whatever requests come.
+    several at a time. Where chunks are short the next one runs while one is read. The other
+    settings are those of `jspec.generate`. ``on_compile(begins)`` is called before and after a
+    program compiles; after `warm_up` none does, whatever requests come.
 
     A request with a seed gives the tokens that it gives alone, where the model's logits do, and but
-    for sampled ones with ``gamma="auto"``. The caller drives: nothing happens outside `step`,
+    for sampled ones with ``gamma="auto"``. The caller drives: nothing starts outside `step`,
     `run`, and handles that wait. An engine is for one thread. It holds ``slots + 1`` rows of the
     cache, as the prompt at work has one, and another for each shared prefix. An exception in `step`
     that is not a callback's, Ctrl-C too, ends the engine: every handle keeps its tokens.
@@ -107,27 +107,18 @@ class Engine:
         self._most_stops = stop_tokens
         self._plan, self._chunk = plan, prefill_chunk
         self._chunks = Chunks(plan, on_compile)
-        self._tally = Tally(plan.config.gamma)
         self._queue: OrderedDict[Handle, None] = OrderedDict()
         self._incoming: Handle | None = None  # whose prompt is at work
-        self._rows: list[Handle | None] = [None] * slots
-        self._is_done = np.ones(slots, bool)  # as the device has it
         self._requests = self._prompt_tokens = 0
         self._is_at_work, self._is_closed = False, False
         with self._memory():
             room, programs = rounded_capacity(capacity), self._chunks.programs
             self._intake = Intake(plan, room, prefill_chunk, cache_dtype, programs)
             self._short = ShortPrompts(plan, slots, room, prefill_chunk, programs)
-            self._state = self._empty(self._intake.started([np.zeros(1, np.int32)] * slots))
-
-    def _empty(self, state: DecodeState) -> DecodeState:
-        """``state`` without requests, and with room for their stop tokens."""
-        stops = np.full((self.slots, self._most_stops), -1, np.int32)
-        return dataclasses.replace(
-            _with_done(state, np.ones(self.slots, bool)),
-            stop_tokens=put(stops, state.stop_tokens.sharding),
-            mode=RESTING,
-        )
+            state = self._intake.started([np.zeros(1, np.int32)] * slots)
+            stops = np.full((slots, stop_tokens), -1, np.int32)
+            stops = put(stops, state.stop_tokens.sharding)
+            self._batch = Batch(self._chunks, dataclasses.replace(state, stop_tokens=stops))
 
     def submit(
         self,
@@ -178,9 +169,11 @@ class Engine:
                 f"the prefix has {len(ids)} tokens and leaves no room in capacity={self.capacity} "
                 "for a prompt behind it; shorten it"
             )
-        with self._turn(), self._chunks.clock("prefill_s"):
-            if self._intake.keep(ids.astype(np.int32)):
-                self._prompt_tokens += len(ids)
+        with self._turn():
+            self._batch.settle()
+            with self._chunks.clock("prefill_s"):
+                if self._intake.keep(ids.astype(np.int32)):
+                    self._prompt_tokens += len(ids)
 
     def drop_prefix(self, tokens: Sequence[int]) -> None:
         """Free a shared prefix. Raises `ValueError` where these tokens are none."""
@@ -192,13 +185,12 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a request has not ended yet."""
-        live = any(handle is not None for handle in self._rows)
-        return live or bool(self._queue) or self._incoming is not None
+        return self._batch.busy or self._is_waiting
 
     @property
     def stats(self) -> Stats:
         """All that was done so far; ``rows`` are requests whose prompts were taken up."""
-        return self._tally.stats(
+        return self._batch.tally.stats(
             rows=self._requests,
             prompt_tokens=self._prompt_tokens,
             compilations=self._chunks.programs.compilations,
@@ -212,11 +204,18 @@ class Engine:
             self.step()
 
     def step(self) -> tuple[Handle, ...]:
-        """A turn: prompts are taken up, then a chunk of steps; the requests that it ended."""
+        """A turn: prompts are taken up, then a chunk of steps; the requests that it ended.
+
+        It may leave the next chunk at work, which the next turn reads (docs/serving.md).
+        """
         with self._turn():
-            with self._chunks.clock("prefill_s"):
-                self._take_up_prompts()
-            return self._decode()
+            ended: tuple[Handle, ...] = ()
+            if self._can_take_up:
+                ended = self._batch.read()
+                with self._chunks.clock("prefill_s"):
+                    self._take_up_prompts()
+            ahead = not self._can_take_up
+            return ended + self._batch.decode(may_look_ahead=ahead, waiting=self._is_waiting)
 
     def warm_up(self) -> None:
         """Compile every program that any mix of requests can need, before the first one comes."""
@@ -226,12 +225,22 @@ class Engine:
             self._intake.warm()
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
-                state = self._intake.put(self._state, 0, SamplingParams(seed=0))
-                state = self._short.warmed(state)
-                state = _with_done(state, np.ones(self.slots, bool))
-                for mode in MODES:
-                    state = self._chunks.warmed(dataclasses.replace(state, mode=mode))
-                self._state = jax.block_until_ready(dataclasses.replace(state, mode=RESTING))
+                state = self._intake.put(self._batch.state, 0, SamplingParams(seed=0))
+                self._batch.state = self._short.warmed(state)
+                self._batch.warm()
+            jax.block_until_ready(self._batch.state)
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether a request is in no slot yet."""
+        return bool(self._queue) or self._incoming is not None
+
+    @property
+    def _can_take_up(self) -> bool:
+        """Whether one of them would get on in a turn."""
+        if self._incoming is None:
+            return bool(self._queue)
+        return not self._intake.ready or bool(self._batch.free)
 
     def _take_up_prompts(self) -> None:
         """Pieces of prompts up to the limit of a turn; those that are whole go into slots."""
@@ -252,35 +261,36 @@ class Engine:
                     break
                 spent += self._intake.piece
                 self._intake.advance()
-            if not self._intake.ready or None not in self._rows:
+            if not self._intake.ready or not self._batch.free:
                 break
-            slot = self._rows.index(None)
-            self._state = self._intake.put(self._state, slot, handle.params)
-            self._rows[slot], self._incoming, self._is_done[slot] = handle, None, False
+            slot = self._batch.free[0]
+            state = self._intake.put(self._batch.state, slot, handle.params)
+            self._batch.fill(state, [slot], [handle])
+            self._incoming = None
             self._requests += 1
         if spent:
             # Or the clock of the steps would count it.
             self._intake.wait()
-            jax.block_until_ready(self._state)
+            jax.block_until_ready(self._batch.state)
 
     def _next_together(self) -> tuple[list[Handle], int]:
         """The next requests whose prompts go into one pass, and its size; none while a prompt is at
         work."""
         if self._incoming is not None:
             return [], 0
-        waiting = list(itertools.islice(self._queue, min(self._rows.count(None), MOST_ROWS)))
+        waiting = list(itertools.islice(self._queue, min(len(self._batch.free), MOST_ROWS)))
         prompts = itertools.takewhile(self._intake.is_fresh, map(_prompt, waiting))
         count, size = self._short.together([len(prompt) for prompt in prompts])
         return waiting[:count], size
 
     def _take_up(self, group: list[Handle], size: int) -> None:
         """Put requests into slots by one pass over their prompts."""
-        slots = [slot for slot, handle in enumerate(self._rows) if handle is None][: len(group)]
+        slots = self._batch.free[: len(group)]
         prompts, params = [_prompt(x) for x in group], [x.params for x in group]
-        self._state = self._short.take_up(self._state, size, slots, prompts, params)
-        for slot, handle in zip(slots, group, strict=True):
-            # In this order, Ctrl-C between the two loses nobody.
-            self._rows[slot], self._is_done[slot] = handle, False
+        state = self._short.take_up(self._batch.state, size, slots, prompts, params)
+        # In this order, Ctrl-C between the two loses nobody.
+        self._batch.fill(state, slots, group)
+        for handle in group:
             self._queue.pop(handle, None)  # gone if it was cancelled while the pass compiled
         self._requests += len(group)
         self._prompt_tokens += sum(map(len, prompts))
@@ -295,38 +305,12 @@ class Engine:
             self._prompt_tokens += self._intake.left + 1
         return self._incoming
 
-    def _decode(self) -> tuple[Handle, ...]:
-        """A chunk of steps; the requests that it ended."""
-        live = [(slot, handle) for slot, handle in enumerate(self._rows) if handle is not None]
-        if not live:
-            return ()
-        mode = strongest([handle.params.mode for _, handle in live])
-        state = dataclasses.replace(self._state, mode=mode)
-        idle = np.array([handle is None for handle in self._rows])
-        if (idle != self._is_done).any():  # some were ended by hand
-            state = _with_done(state, idle)
-        state, chunk = self._chunks.start(state)
-        record = self._chunks.finish(chunk)
-        is_done = np.array(record.done[-1])
-        self._state, self._is_done = dataclasses.replace(state, mode=RESTING), is_done
-        kept = np.zeros(self.slots, np.int64)
-        for slot, handle in live:
-            block = record.tokens[:, slot]
-            new = tuple(block[block >= 0].tolist())
-            kept[slot] = handle._take(new, is_last=bool(is_done[slot]))
-        *counts, gammas = counts_of(record)
-        self._tally.add(*kept_of(*counts, kept=kept), gammas=gammas)
-        ended = tuple(handle for _, handle in live if handle.finished is not None)
-        for handle in ended:
-            self._remove(handle)
-        return ended
-
     def _remove(self, handle: Handle) -> None:
         """Take a request out of the queue, the prompt at work or its slot."""
         self._queue.pop(handle, None)
         if self._incoming is handle:
             self._incoming = None
-        self._rows = [None if row is handle else row for row in self._rows]
+        self._batch.remove(handle)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -341,6 +325,7 @@ class Engine:
         self._is_at_work = True
         try:
             with self._memory():
+                self._batch.resume()
                 yield
         except BaseException as error:
             self._close(error)
@@ -351,14 +336,15 @@ class Engine:
     def _close(self, error: BaseException) -> None:
         """End every request, and free the memory of the device."""
         self._is_closed = True
-        held = [*self._queue, self._incoming, *self._rows]
+        held = [*self._queue, self._incoming, *self._batch.rows]
         for handle in filter(None, held):
             if handle.finished is None:
                 handle.error = error if isinstance(error, Exception) else None
                 handle._end("interrupted")
         self._queue.clear()
-        self._incoming, self._rows = None, [None] * self.slots
-        del self._state, self._intake
+        self._incoming = None
+        self._batch.close()
+        del self._intake
 
     @contextlib.contextmanager
     def _memory(self) -> Iterator[None]:
@@ -385,8 +371,3 @@ def _prompt(handle: Handle) -> np.ndarray:
     """The prompt of a request that has not ended."""
     assert handle._prompt is not None
     return handle._prompt
-
-
-def _with_done(state: DecodeState, done: np.ndarray) -> DecodeState:
-    """``state`` with the rows ``done [B]`` ended, and the others not."""
-    return dataclasses.replace(state, done=put(done, state.done.sharding))

@@ -28,9 +28,6 @@ from jspec.policies import Dense, Policy
 from jspec.sharding import beside, place, put
 from jspec.typing import Model
 
-# Seconds of a chunk below which the next one starts before it is read. Where chunks are longer, the
-# host takes a small share of the time, and a chunk that nobody needs costs more than it saves.
-SHORT = 0.02
 OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
 
 
@@ -181,7 +178,6 @@ class _Run:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.finished = ["interrupted"] * len(prompts)
         self.records: list[tuple[np.ndarray, ...]] = []
-        self.most = 0  # tokens that a row committed in one chunk
         self.prompt_tokens = 0
 
     @property
@@ -248,21 +244,20 @@ class _Run:
             record = self.chunks.finish(running)
             done = np.asarray(record.done[-1])
             self.records.append(counts_of(record))
-            self.most = max(self.most, int(record.committed.sum(axis=0).max()))
             ended = ended | done | self._take(record, ended, done, stops)
             running = ahead
 
     def _looks_ahead(self, state: DecodeState, ended: np.ndarray) -> bool:
         """Whether to start the next chunk before the one at work is read.
 
-        Only where some row will need it, unless it meets a stop token or the caller ends it, and
-        where no row needs more room for both.
+        Not where a row needs more room for both.
         """
-        if not self.chunks.may_overlap or self.chunks.last_s >= SHORT:
-            return False
-        rows = np.flatnonzero(~ended)
-        left = max(self.params[row].max_new_tokens - len(self.tokens[row]) for row in rows)
-        return left > self.most and self._reach(ended, chunks=2) <= state.tokens.shape[1]
+        left = [
+            0 if has_ended else params.max_new_tokens - len(tokens)
+            for has_ended, params, tokens in zip(ended, self.params, self.tokens, strict=True)
+        ]
+        has_room = self._reach(ended, chunks=2) <= state.tokens.shape[1]
+        return has_room and self.chunks.looks_ahead(np.array(left))
 
     def _with_room(self, state: DecodeState, ended: np.ndarray) -> DecodeState:
         """``state`` with room for a chunk in every row that goes on."""

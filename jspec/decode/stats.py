@@ -31,7 +31,8 @@ class Stats:
     is plain decoding. ``steps_at_gamma``: how many steps had each gamma, in pairs; several with
     ``gamma="auto"``. Draft tokens behind a stop token or a stop text count nowhere. ``compile_s``,
     for ``compilations`` programs, is not part of ``prefill_s`` or ``decode_s``. The time of the
-    caller's callbacks is part of ``decode_s`` while a chunk of steps runs.
+    caller's callbacks, or between two turns of an engine, is part of ``decode_s`` while a chunk of
+    steps runs.
     """
 
     rows: int

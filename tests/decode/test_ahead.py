@@ -1,6 +1,7 @@
 """`generate` looks one chunk ahead: when it does, and that nothing but time tells."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from types import SimpleNamespace
@@ -20,50 +21,16 @@ from jspec.decode.programs import Programs
 from jspec.decode.state import StepRecord
 from jspec.processes import limit_steps
 from tests.decode.common import MIXED, NGRAM, STREAMING, plan_of, prompts
+from tests.decode.watching import COUNTS, Watched, watched
 
 NEW = SamplingParams(max_new_tokens=24, seed=5)
 LONG = SamplingParams(max_new_tokens=48, seed=5)
-COUNTS = (
-    "rows prompt_tokens steps drafted accepted committed acceptance_by_position steps_at_gamma"
-).split()
-
-
-@dataclasses.dataclass
-class Watched:
-    """What `Chunks` was asked for: "start" and "finish" in ``calls``, and the records read."""
-
-    calls: list[str] = dataclasses.field(default_factory=list)
-    records: list[StepRecord] = dataclasses.field(default_factory=list)
-
-    @property
-    def at_work(self) -> list[int]:
-        """Chunks that were started and not finished, behind each call."""
-        return list(itertools.accumulate({"start": 1, "finish": -1}[call] for call in self.calls))
 
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Makes a `Watched` of all that follows, where chunks below ``short`` seconds are short."""
-    start, finish = Chunks.start, Chunks.finish
-
-    def watched(short: float) -> Watched:
-        seen = Watched()
-
-        def started(self, state):
-            seen.calls.append("start")
-            return start(self, state)
-
-        def finished(self, chunk):
-            seen.calls.append("finish")
-            seen.records.append(finish(self, chunk))
-            return seen.records[-1]
-
-        monkeypatch.setattr(generation, "SHORT", short)
-        monkeypatch.setattr(Chunks, "start", started)
-        monkeypatch.setattr(Chunks, "finish", finished)
-        return seen
-
-    return watched
+    """Makes a `Watched` of all that follows, where chunks below so many seconds are short."""
+    return lambda short: watched(monkeypatch, short)
 
 
 def told(got: generation.Generation) -> tuple[Any, ...]:
@@ -327,3 +294,38 @@ def test_time_counts_while_a_chunk_is_at_work(sharp, monkeypatch):
     assert work.last_s == 5  # nobody knows when the fourth one ended
     assert finish(fifth, at=186) == 31
     assert work.last_s == 2
+
+
+def test_time_of_a_caller_who_was_away_counts_nowhere(sharp, monkeypatch):
+    """Unless the chunk was at work all the while."""
+    now = SimpleNamespace(seconds=100.0, is_ready=False)
+    monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
+    packed = SimpleNamespace(is_ready=lambda: now.is_ready)
+    read = StepRecord(np.zeros((1, 1, 5), np.int32))  # pyright: ignore[reportArgumentType]
+    work = Chunks(plan_of(sharp))
+    monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, StepRecord(packed)))
+    monkeypatch.setattr(jax, "device_get", lambda tree: read)
+    start = functools.partial(work.start, None)
+
+    def finish(after):
+        now.seconds += after
+        work.finish(running)
+        return work.seconds["decode_s"], work.last_s
+
+    def away(seconds, is_ready):
+        now.seconds, now.is_ready = now.seconds + seconds, is_ready
+        work.resume(running)
+
+    _, running = start()
+    assert finish(after=4) == (4, 4)
+    _, running = start()
+    away(7, is_ready=False)
+    assert finish(after=2) == (13, 9)
+    _, running = start()
+    away(8, is_ready=True)  # it may have taken as long
+    assert finish(after=0) == (21, 8)
+    _, running = start()
+    away(60, is_ready=True)
+    assert finish(after=1) == (30, math.inf)  # as long as the one before
+    _, running = start()
+    assert finish(after=3) == (33, 3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import tracemalloc
 
 import hypothesis.strategies as st
@@ -27,6 +28,7 @@ from tests.decode.engines import (
     work,
 )
 from tests.decode.test_programs import COMPILED
+from tests.decode.watching import Watched, watched
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,13 @@ def engine(sharp) -> Engine:
     return found
 
 
-def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine):
+@pytest.fixture
+def ahead(monkeypatch) -> Watched:
+    """Chunks run ahead wherever they may; what runs."""
+    return watched(monkeypatch, math.inf)
+
+
+def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
     """Prompts of 1 to 90 tokens, settings that need all modes, bursts, cancellations, ends."""
     wanted = known(40)
     compiled, own = len(COMPILED), engine.stats.compilations
@@ -51,6 +59,7 @@ def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine):
     assert [handle.finished for handle in handles] == ["stop"] * 4
     assert len(COMPILED) == compiled
     assert engine.stats.compilations == own
+    assert ahead.at_work.count(2) > 5
 
 
 def test_a_long_prompt_does_not_stall_the_others(engine):
@@ -246,6 +255,7 @@ def held(engine: Engine, count: int) -> tuple[int, int]:
         if row % 10 == 9:
             handle.cancel()
             engine.run()  # or the queue's own table would grow
+    engine.step()  # reads what ran ahead for nobody
     del handle
     gc.collect()
     return len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]
@@ -336,10 +346,11 @@ class Calls(RuleBasedStateMachine):
         assert all(handle.finished is not None for handle, _ in self.handles)
 
 
-def test_any_order_of_calls(engine):
+def test_any_order_of_calls(engine, ahead):
     Calls.engine = engine
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
         Calls, settings=settings(max_examples=12, stateful_step_count=30, deadline=None)
     )
+    assert max(ahead.at_work) == 2

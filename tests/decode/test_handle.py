@@ -1,9 +1,12 @@
 """What the holder of a request can do: read it as it comes, end it, fail, and lose nothing."""
 
+import math
+
 import jax
 import pytest
 
 from jspec.config import SamplingParams
+from jspec.decode import chunks
 from jspec.decode.chunks import Chunks
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
@@ -196,13 +199,14 @@ def test_a_request_may_be_cancelled_while_its_prompt_compiles(sharp, alone):
     assert [handles[0].tokens, handles[2].tokens] == [alone[0], alone[3]]
 
 
-def test_what_was_dropped_counts_nowhere(engine, submit):
+def test_what_was_dropped_counts_nowhere(engine, submit, monkeypatch):
+    monkeypatch.setattr(chunks, "SHORT", 0)  # or the next chunk runs by then
     before = engine.stats
     submit(0, on_tokens=lambda tokens: 1)
     submit(1)
     engine.step()
     engine.step()
-    assert engine._state.done.tolist().count(True) == 1  # no step goes on for nobody
+    assert engine._batch.state.done.tolist().count(True) == 1  # no step goes on for nobody
     engine.run()
     assert engine.stats.committed - before.committed == 21
     assert engine.stats.rows - before.rows == 2
@@ -212,15 +216,25 @@ def test_what_was_dropped_counts_nowhere(engine, submit):
 
 
 @pytest.mark.parametrize(
-    ("error", "caught"),
+    ("error", "caught", "ahead"),
     [
-        (KeyboardInterrupt(), KeyboardInterrupt),
-        (jax.errors.JaxRuntimeError("INTERNAL: a kernel failed"), jax.errors.JaxRuntimeError),
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), MemoryError),
+        (KeyboardInterrupt(), KeyboardInterrupt, False),
+        (
+            jax.errors.JaxRuntimeError("INTERNAL: a kernel failed"),
+            jax.errors.JaxRuntimeError,
+            False,
+        ),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), MemoryError, False),
+        (KeyboardInterrupt(), KeyboardInterrupt, True),
     ],
-    ids=["ctrl-c", "device", "memory"],
+    ids=["ctrl-c", "device", "memory", "ahead"],
 )
-def test_an_exception_leaves_every_handle_its_tokens(sharp, monkeypatch, alone, error, caught):
+def test_an_exception_leaves_every_handle_its_tokens(
+    sharp, monkeypatch, alone, error, caught, ahead
+):
+    """``ahead``: while a chunk is at work, which is lost."""
+    kept = [4, 0, 0, 0, 0] if ahead else [8, 4, 0, 0, 0]
+    monkeypatch.setattr(chunks, "SHORT", math.inf if ahead else 0)
     engine, start, calls = make(sharp), Chunks.start, []
 
     def interrupted(self, state):
@@ -236,7 +250,7 @@ def test_an_exception_leaves_every_handle_its_tokens(sharp, monkeypatch, alone, 
         engine.run()
     assert ended.finished == "length"
     assert [handle.finished for handle in handles] == ["interrupted"] * 5
-    assert [len(handle.tokens) for handle in handles] == [8, 4, 0, 0, 0]
+    assert [len(handle.tokens) for handle in handles] == kept
     assert all(x.tokens == own[: len(x.tokens)] for x, own in zip(handles, alone, strict=True))
     if isinstance(error, KeyboardInterrupt):
         assert handles[0].result() == tuple(handles[0]) == handles[0].tokens

@@ -1,0 +1,167 @@
+"""The batch of an engine: requests that decode side by side, a chunk of steps at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jspec.config import SamplingMode
+from jspec.decode.chunks import Chunk, Chunks, counts_of
+from jspec.decode.handle import Handle
+from jspec.decode.requests import MODES, strongest
+from jspec.decode.state import DecodeState, StepRecord
+from jspec.decode.stats import Tally, kept_of
+from jspec.sharding import put
+
+RESTING: SamplingMode = "greedy"  # the state's mode between chunks, so that one program fills slots
+
+
+@dataclasses.dataclass
+class Running:
+    """A chunk at work, and whose row each slot is in it: None where nobody wants its tokens.
+
+    ``record``: once it has been read.
+    """
+
+    chunk: Chunk
+    rows: list[Handle | None]
+    record: StepRecord | None = None
+
+
+class Batch:
+    """Requests in the slots of ``state``, all of which are free at first.
+
+    While a chunk is read the next one may be at work. That one has rows that ended in the first:
+    those that the device ended commit nothing in it, and what it commits for those that the caller
+    ended is dropped. Slots are filled only while no chunk is at work.
+    """
+
+    def __init__(self, chunks: Chunks, state: DecodeState) -> None:
+        self._chunks = chunks
+        self.tally = Tally(chunks.plan.config.gamma)
+        slots = state.tokens.shape[0]
+        self.rows: list[Handle | None] = [None] * slots
+        self._is_done = np.ones(slots, bool)  # as the device had it behind what was read
+        self.state = dataclasses.replace(_with_done(state, self._is_done), mode=RESTING)
+        self._at_work: list[Running] = []  # two at most
+
+    @property
+    def free(self) -> list[int]:
+        """Slots without a request."""
+        return [slot for slot, handle in enumerate(self.rows) if handle is None]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended yet."""
+        return len(self.free) < len(self.rows)
+
+    def warm(self) -> None:
+        """Compile the steps of all modes. No slot may be taken."""
+        state = _with_done(self.state, np.ones(len(self.rows), bool))
+        for mode in MODES:
+            state = self._chunks.warmed(dataclasses.replace(state, mode=mode))
+        self.state = dataclasses.replace(state, mode=RESTING)
+
+    def fill(self, state: DecodeState, slots: Sequence[int], handles: Sequence[Handle]) -> None:
+        """Go on with ``state``, in which the prompts of ``handles`` are in ``slots``."""
+        assert not self._at_work
+        self.state = state
+        for slot, handle in zip(slots, handles, strict=True):
+            self.rows[slot], self._is_done[slot] = handle, False
+
+    def remove(self, handle: Handle) -> None:
+        """Free the slot of a request, and drop what chunks at work decode for it."""
+        for rows in (self.rows, *(running.rows for running in self._at_work)):
+            rows[:] = [None if row is handle else row for row in rows]
+
+    def decode(self, *, may_look_ahead: bool, waiting: bool) -> tuple[Handle, ...]:
+        """A chunk of steps, if there is a request; the requests that it ended.
+
+        ``may_look_ahead``: whether the next chunk may start before this one is read. ``waiting``:
+        whether others wait for slots.
+        """
+        if not self._at_work and self.busy:
+            self._start()
+        if may_look_ahead and self._looks_ahead(waiting):
+            self._start()
+        return self.read()
+
+    def read(self) -> tuple[Handle, ...]:
+        """Hand on the tokens of the earliest chunk at work, if there is one; the requests that it
+        ended."""
+        if not self._at_work:
+            return ()
+        self._finish(self._at_work[0])
+        running = self._at_work.pop(0)
+        record = running.record
+        assert record is not None
+        self._is_done = np.array(record.done[-1])
+        kept = np.zeros(len(self.rows), np.int64)
+        live = [(slot, handle) for slot, handle in enumerate(running.rows) if handle is not None]
+        for slot, handle in live:
+            block = record.tokens[:, slot]
+            new = tuple(block[block >= 0].tolist())
+            kept[slot] = handle._take(new, is_last=bool(self._is_done[slot]))
+        *counts, gammas = counts_of(record)
+        self.tally.add(*kept_of(*counts, kept=kept), gammas=gammas)
+        ended = tuple(handle for _, handle in live if handle.finished is not None)
+        for handle in ended:
+            self.remove(handle)
+        return ended
+
+    def settle(self) -> None:
+        """Wait for the chunk at work; `read` hands on its tokens later."""
+        for running in self._at_work:
+            self._finish(running)
+
+    def resume(self) -> None:
+        """What the caller did since the last turn is not the time of a chunk that had ended."""
+        for running in self._at_work:
+            if running.record is None:
+                self._chunks.resume(running.chunk)
+
+    def close(self) -> None:
+        """Free the slots and the memory of the device."""
+        self.rows = [None] * len(self.rows)
+        self._at_work.clear()
+        del self.state
+
+    def _start(self) -> None:
+        """Give the device a chunk of steps."""
+        mode = strongest([handle.params.mode for handle in self.rows if handle is not None])
+        state = dataclasses.replace(self.state, mode=mode)
+        if (idle := self._idle()) is not None:
+            state, self._is_done = _with_done(state, idle), idle
+        state, chunk = self._chunks.start(state)
+        self.state = dataclasses.replace(state, mode=RESTING)
+        self._at_work.append(Running(chunk, list(self.rows)))
+
+    def _looks_ahead(self, waiting: bool) -> bool:
+        """Whether to start the next chunk before the one at work is read.
+
+        Not while the device has to be told of rows that were ended by hand: nobody knows which
+        others have ended in the chunk at work.
+        """
+        if self._idle() is not None:
+            return False
+        left = [
+            0 if handle is None else handle.params.max_new_tokens - len(handle.tokens)
+            for handle in self.rows
+        ]
+        return self._chunks.looks_ahead(np.array(left), waiting=waiting)
+
+    def _idle(self) -> np.ndarray | None:
+        """Slots without a request, bool ``[B]``; None where the device knows them."""
+        idle = np.array([handle is None for handle in self.rows])
+        return idle if (idle != self._is_done).any() else None
+
+    def _finish(self, running: Running) -> None:
+        if running.record is None:
+            running.record = self._chunks.finish(running.chunk)
+
+
+def _with_done(state: DecodeState, done: np.ndarray) -> DecodeState:
+    """``state`` with the rows ``done [B]`` ended, and the others not."""
+    return dataclasses.replace(state, done=put(done, state.done.sharding))

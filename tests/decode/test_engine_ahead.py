@@ -1,0 +1,279 @@
+"""The engine looks one chunk ahead: when it does, and that no request can tell."""
+
+import gc
+import math
+import weakref
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.decode import chunks
+from jspec.decode.chunks import TURN, Chunk, Chunks
+from jspec.decode.engine import Engine
+from jspec.decode.generation import generate
+from jspec.decode.state import StepRecord
+from jspec.processes import limit_steps
+from tests.decode.common import plan_of, prompts
+from tests.decode.watching import COUNTS, watched
+
+NEW = SamplingParams(max_new_tokens=20)
+LONG = SamplingParams(max_new_tokens=30)
+TEXTS = prompts((9, 3, 1, 14, 5))
+
+
+@pytest.fixture(scope="module")
+def alone(sharp) -> list[tuple[int, ...]]:
+    """What the texts give with `LONG`, of which `NEW` gives the beginning."""
+    return list(generate(sharp, TEXTS, LONG, draft=None).tokens)
+
+
+@pytest.fixture
+def engine(sharp) -> Engine:
+    """Two slots, four tokens of each a chunk."""
+    return Engine(sharp, slots=2, capacity=50, draft=None, steps_per_chunk=4)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Makes a `Watched` of all that follows, where chunks below so many seconds are short."""
+    return lambda short, turn=None: watched(monkeypatch, short, turn)
+
+
+# --- when ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "last_s", "waiting", "wanted"),
+    [
+        ([9, 0, 0, 0], 0.001, False, True),
+        ([9, 0, 0, 0], 10 * TURN, False, False),  # a long one
+        ([8, 0, 0, 0], 0.001, False, False),  # nobody is left for it
+        ([8, 3, 0, 1], 0.001, False, False),
+        ([8, 4, 0, 0], 0.001, False, True),  # by the second row's own pace
+        ([9, 4, 9, 0], 9 * TURN, True, True),  # nobody ends
+        ([9, 3, 9, 9], 9 * TURN, False, True),
+        ([9, 3, 9, 9], 9 * TURN, True, False),  # one of four ends: 2.25 turns
+        ([9, 3, 9, 9], 3.9 * TURN, True, True),
+        ([9, 3, 2, 9], 3.9 * TURN, True, False),
+    ],
+)
+def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, wanted):
+    """Rows have committed 8, 3, 8 and 1 tokens in the last one."""
+    work = Chunks(plan_of(sharp))
+    assert not work.looks_ahead(np.array(left), waiting=waiting)  # nobody knows how long chunks are
+    work.last_s, work.paces = last_s, np.array([8, 3, 8, 1])
+    assert work.looks_ahead(np.array(left), waiting=waiting) is wanted
+
+
+def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
+    """As at stop tokens, of which no limit tells: one of three rows in each chunk."""
+    work, left = Chunks(plan_of(sharp)), np.full(4, 99)
+
+    def finished(count, done, tokens=(2, 1, 0, 1)):
+        for _ in range(count):
+            committed = np.array([[0, new, 7, 7] for new in tokens])
+            own = StepRecord.of(np.zeros(4, int), np.array(done), committed)
+            work.finish(Chunk(jax.tree.map(lambda x: x[None], own), 0, None, 0.0, 0.0))
+            work.last_s = 9 * TURN
+        return [work.looks_ahead(left, waiting=waiting) for waiting in (False, True)]
+
+    assert finished(1, [False, False, True, True]) == [True, True]
+    assert finished(40, [False, False, True, True]) == [True, False]
+    assert finished(40, [False, False, True, False]) == [True, True]
+    assert work.paces.tolist() == [2, 1, 2, 1]  # one that was idle may be as fast as the others
+    assert finished(1, [True] * 4, (0, 0, 0, 0)) == [True, True]
+    assert work.paces.tolist() == [2, 1, 2, 1]
+
+
+def test_the_next_chunk_starts_before_the_last_one_is_read(engine, watch, alone):
+    """The first one says how long chunks are, and none is wasted."""
+    seen = watch(math.inf)
+    handles = [engine.submit(text, NEW) for text in TEXTS[:2]]
+    read = []
+    while engine.busy:
+        engine.step()
+        read.append(len(handles[0].tokens))
+    assert read == [4, 8, 12, 16, 20]  # a chunk a turn
+    assert seen.at_work == [1, 0, *[1, 2] * 3, 1, 0]
+    assert [handle.tokens for handle in handles] == [own[:20] for own in alone[:2]]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_no_slot_idles_for_long_while_others_wait_for_it(others, engine, watch):
+    """One of two rows ends in the fifth chunk: it is not followed before it is read."""
+    seen = watch(math.inf, turn=1e-9)
+    for params in (NEW, LONG, *[NEW] * others):
+        engine.submit(TEXTS[1], params)
+    for _ in range(5):
+        engine.step()
+    assert seen.at_work == [1, 0, 1, *[2, 1] * 3, *([0] if others else [2, 1])]
+    engine.run()
+
+
+def test_processes_that_wait_for_each_other_do_not_look_ahead(engine, watch):
+    limit_steps(60)
+    try:
+        seen = watch(math.inf)
+        engine.submit(TEXTS[0], NEW).result()
+    finally:
+        limit_steps(None)
+    assert set(seen.at_work) == {0, 1}
+
+
+# --- what requests get ---------------------------------------------------------------------------
+
+
+def test_a_request_that_comes_while_a_chunk_is_ahead_waits_for_no_other(engine, watch, alone):
+    """It goes in behind the chunk that runs, and has its tokens in the same turn."""
+    seen = watch(math.inf)
+    first = engine.submit(TEXTS[0], LONG)
+    engine.step()
+    engine.step()
+    assert seen.at_work[-1] == 1
+    second, done = engine.submit(TEXTS[1], NEW), len(seen.calls)
+    engine.step()
+    assert seen.calls[done:] == ["finish", "start", "start", "finish"]
+    assert (len(first.tokens), len(second.tokens)) == (16, 4)
+    third, done = engine.submit(TEXTS[2], NEW), len(seen.calls)
+    engine.step()  # no slot is free, but the prompt gets on
+    assert seen.calls[done] == "finish"
+    assert not third.tokens
+    engine.run()
+    tokens = [handle.tokens for handle in (first, second, third)]
+    assert tokens == [alone[0], alone[1][:20], alone[2][:20]]
+
+
+def ended_in_all_ways(engine: Engine):
+    """What requests get that their callbacks end, each in its own way, and what is counted."""
+
+    def answering(*answers):
+        """A callback with these answers, one a chunk, and none behind them."""
+        left = list(answers)
+
+        def on_tokens(new):
+            answer = left.pop(0) if left else None
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return on_tokens
+
+    def counts():
+        return [np.array(getattr(engine.stats, name)) for name in COUNTS[:-2]]
+
+    answers = [(None, None, True), (None, 2), (None, None, 0), (None, KeyError("its own")), (), ()]
+    before, ends = counts(), []
+    handles = [
+        engine.submit(text, LONG, on_tokens=answering(*own))
+        for text, own in zip([*TEXTS, TEXTS[0]], answers, strict=True)
+    ]
+    while engine.busy:
+        ends += engine.step()
+    assert set(ends) == set(handles)
+    assert len(ends) == len(handles)
+    got = [(handle.tokens, handle.finished) for handle in handles]
+    return got, [int(now - then) for now, then in zip(counts(), before, strict=True)]
+
+
+def test_what_runs_ahead_of_a_request_that_has_ended_counts_nowhere(engine, watch, alone):
+    behind = watch(0)
+    wanted = ended_in_all_ways(engine)
+    seen = watch(math.inf)
+    got, counts = ended_in_all_ways(engine)
+    assert (got, counts) == wanted
+    assert [len(tokens) for tokens, _ in got] == [12, 6, 8, 8, 30, 30]
+    assert [end for _, end in got] == ["stop", "stop", "stop", "error", "length", "length"]
+    texts = [*alone, alone[0]]
+    assert all(own[: len(x)] == x for (x, _), own in zip(got, texts, strict=True))
+    assert counts[COUNTS.index("committed")] == 94
+    dropped = [sum(int(x.committed.sum()) for x in own.records) - 94 for own in (behind, seen)]
+    assert dropped[0] == 2 + 4  # what was cut off
+    assert dropped[1] >= dropped[0] + 4  # and whole chunks
+
+
+def test_one_that_is_cancelled_while_a_chunk_is_ahead_keeps_what_it_has(engine, watch, alone):
+    """The device lets its row rest one chunk later, and hears of it between two chunks."""
+    seen, before = watch(math.inf), engine.stats
+    first, second = (engine.submit(text, LONG) for text in TEXTS[:2])
+    engine.step()
+    engine.step()
+    first.cancel()
+    assert seen.at_work[-1] == 1
+    ended = [set(engine.step())]
+    assert seen.at_work[-1] == 0
+    ended += [set(engine.step()) for _ in range(5)]
+    assert ended == [set()] * 5 + [{second}]
+    assert (first.tokens, second.tokens) == (alone[0][:8], alone[1])
+    assert engine.stats.committed - before.committed == 38
+    live = np.array([record.committed.sum(axis=0) > 0 for record in seen.records])
+    assert live.sum(axis=0).tolist() == [3, 8]
+
+
+def test_a_callback_cancels_another_while_a_chunk_is_ahead(engine, watch, alone):
+    seen, before = watch(math.inf), engine.stats
+
+    def on_tokens(new):
+        if len(first.tokens) == 4:
+            second.cancel()
+
+    first = engine.submit(TEXTS[0], LONG, on_tokens=on_tokens)
+    second = engine.submit(TEXTS[1], LONG)
+    engine.step()
+    assert engine.step() == (second,)
+    assert seen.at_work[-1] == 1
+    engine.run()
+    assert (first.tokens, second.tokens) == (alone[0], alone[1][:4])
+    assert engine.stats.committed - before.committed == 34
+
+
+def test_nothing_is_kept_of_requests_while_a_chunk_is_at_work_for_nobody(engine, watch, alone):
+    """The next request waits for it, and for no other."""
+    seen = watch(math.inf)
+    answers = iter((None, True))
+    handle = engine.submit(TEXTS[0], LONG, on_tokens=lambda tokens: next(answers))
+    engine.run()
+    assert (handle.tokens, handle.finished) == (alone[0][:8], "stop")
+    assert seen.at_work[-1] == 1
+    kept = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert kept() is None
+    assert engine.submit(TEXTS[1], NEW).result() == alone[1][:20]
+    assert seen.at_work[-1] == 0
+
+
+def test_a_prefix_is_shared_while_a_chunk_is_ahead(engine, watch, alone):
+    """It waits for the chunk, whose tokens come in the next turn."""
+    seen = watch(math.inf)
+    first = engine.submit(TEXTS[0], LONG)
+    engine.step()
+    engine.step()
+    assert seen.at_work[-1] == 1
+    engine.share_prefix(TEXTS[3][:9])
+    assert seen.at_work[-1] == 0
+    assert len(first.tokens) == 8
+    second = engine.submit(TEXTS[3], NEW)
+    engine.step()
+    assert (len(first.tokens), len(second.tokens)) == (16, 4)
+    engine.run()
+    engine.drop_prefix(TEXTS[3][:9])
+    assert (first.tokens, second.tokens) == (alone[0], alone[3][:20])
+    assert min(seen.at_work) == 0  # nothing is read twice
+
+
+def test_time_in_which_nothing_ran_counts_nowhere(engine, watch, monkeypatch):
+    """The chunk ahead has long ended when the caller comes back."""
+    watch(math.inf)
+    engine.submit(TEXTS[0], LONG)
+    engine.step()
+    engine.step()
+    jax.block_until_ready(engine._batch.state)
+    right, before = chunks.time.perf_counter, engine.stats
+    monkeypatch.setattr(chunks.time, "perf_counter", lambda: right() + 1000)
+    engine.run()
+    after = engine.stats
+    assert after.committed == 30
+    assert after.decode_s - before.decode_s < 500
+    assert after.prefill_s == before.prefill_s

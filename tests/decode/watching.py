@@ -1,0 +1,53 @@
+"""What the tests of chunks that run ahead share: who starts and finishes them, and when."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from jspec.decode import chunks
+from jspec.decode.chunks import Chunks
+from jspec.decode.state import StepRecord
+
+# What statistics count, apart from times and programs.
+COUNTS = (
+    "rows prompt_tokens steps drafted accepted committed acceptance_by_position steps_at_gamma"
+).split()
+
+START, FINISH = Chunks.start, Chunks.finish
+
+
+@dataclasses.dataclass
+class Watched:
+    """What `Chunks` was asked for: "start" and "finish" in ``calls``, and the records read."""
+
+    calls: list[str] = dataclasses.field(default_factory=list)
+    records: list[StepRecord] = dataclasses.field(default_factory=list)
+
+    @property
+    def at_work(self) -> list[int]:
+        """Chunks that were started and not finished, behind each call."""
+        return list(itertools.accumulate({"start": 1, "finish": -1}[call] for call in self.calls))
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, short: float, turn: float | None = None) -> Watched:
+    """What is seen from now on, where chunks below ``short`` seconds are short.
+
+    ``turn``: seconds that idle rows may cost, None for as many.
+    """
+    seen = Watched()
+
+    def started(self, state):
+        seen.calls.append("start")
+        return START(self, state)
+
+    def finished(self, chunk):
+        seen.calls.append("finish")
+        seen.records.append(FINISH(self, chunk))
+        return seen.records[-1]
+
+    monkeypatch.setattr(chunks, "SHORT", short)
+    monkeypatch.setattr(chunks, "TURN", short if turn is None else turn)
+    monkeypatch.setattr(Chunks, "start", started)
+    monkeypatch.setattr(Chunks, "finish", finished)
+    return seen
