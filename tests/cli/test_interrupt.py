@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jspec.decode import chunks
 from jspec.decode.chunks import Chunks
 from jspec.models.text import RowText
 
@@ -50,6 +51,7 @@ def test_ctrl_c_anywhere_keeps_what_was_served(where, run, tmp_path, monkeypatch
         return start(self, state)
 
     monkeypatch.setattr(Chunks, "start", interrupted)
+    monkeypatch.setattr(chunks, "SHORT", 0.0)  # each chunk is read before the next one starts
     asked = ("--requests", str(file), "--batch", "1", "--output", str(out), "--compare", "--json")
     code, printed, _ = run(*asked, "--draft", "none")
     assert code == 130
@@ -58,6 +60,30 @@ def test_ctrl_c_anywhere_keeps_what_was_served(where, run, tmp_path, monkeypatch
     assert [len(line["tokens"]) for line in lines] == [8 if x == "length" else 4 for x in ends]
     assert json.loads(printed)["results"] == lines
     assert json.loads(printed)["compare"] is None
+
+
+def test_ctrl_c_while_a_chunk_is_at_work_loses_no_line_that_has_ended(run, tmp_path, monkeypatch):
+    """The chunk that had not been read is lost, and nothing else."""
+    start, looks, calls = Chunks.start, [], []
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"prompt": "import os\\n", "max_new_tokens": 12}\n' * 2)
+
+    def interrupted(self, state):
+        calls.append(state)
+        if len(calls) == 6:  # the third of the second line, ahead of the one that is read next
+            raise KeyboardInterrupt
+        return start(self, state)
+
+    monkeypatch.setattr(Chunks, "start", interrupted)
+    monkeypatch.setattr(Chunks, "looks_ahead", lambda *args, **more: looks.append(1) or True)
+    asked = ("--requests", str(file), "--batch", "1", "--output", str(out), "--json")
+    code, _, _ = run(*asked, "--draft", "none")
+    assert code == 130
+    assert looks
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines[0]["finished"] == "length"
+    assert len(lines[0]["tokens"]) == 12
+    assert all(len(line["tokens"]) % 4 == 0 for line in lines)
 
 
 def test_ctrl_c_in_the_text_of_a_line_keeps_whole_chunks(run, tmp_path, monkeypatch):
