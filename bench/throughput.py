@@ -129,11 +129,10 @@ def imposed(row: Row, drafted: dict[str, list[float]]) -> Row:
     """
     rate, gamma = profiles.rate_of(row["case"]["model"]), row["case"]["gamma"]
     is_chain = row["name"].removesuffix("-exact") in CHAINS
-    lengths = drafted.get(row["name"])
+    lengths = drafted.get(row["name"]) if is_chain else None
     if is_chain and lengths is None:
         reason = "how long its drafts are is not known: the bundled model's row did not run"
         return row | {"acceptance": "imposed", "checked": None, "reason": reason}
-    lengths = lengths if is_chain else None
     tokens = profiles.committed(rate, gamma, lengths)
     found = row | {"acceptance": "imposed", "rate": rate, "drafted_at_least": lengths}
     time = spread(row, "step")

@@ -93,10 +93,8 @@ class Batch:
         ended."""
         if not self._at_work:
             return ()
-        self._finish(self._at_work[0])
+        record = self._record_of(self._at_work[0])
         running = self._at_work.pop(0)
-        record = running.record
-        assert record is not None
         self._is_done = np.array(record.done[-1])
         kept = np.zeros(len(self.rows), np.int64)
         live = [(slot, handle) for slot, handle in enumerate(running.rows) if handle is not None]
@@ -114,7 +112,7 @@ class Batch:
     def settle(self) -> None:
         """Wait for the chunk at work; `read` hands on its tokens later."""
         for running in self._at_work:
-            self._finish(running)
+            self._record_of(running)
 
     def resume(self) -> None:
         """What the caller did since the last turn is not the time of a chunk that had ended."""
@@ -157,9 +155,11 @@ class Batch:
         idle = np.array([handle is None for handle in self.rows])
         return idle if (idle != self._is_done).any() else None
 
-    def _finish(self, running: Running) -> None:
+    def _record_of(self, running: Running) -> StepRecord:
+        """The record of the earliest chunk at work; waits for it once."""
         if running.record is None:
             running.record = self._chunks.finish(running.chunk)
+        return running.record
 
 
 def _with_done(state: DecodeState, done: np.ndarray) -> DecodeState:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from jspec.eval.questions import Question
 
 LINE_LIMIT = 2**26  # bytes
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # The field of the answers, and how they are scored unless the caller says otherwise.
 ANSWERS = {"outputs": "recall", "answers": "f1", "answer": "contains"}
 
@@ -67,7 +67,9 @@ def _question(line: bytes, name: str) -> tuple[Question, str]:
     if options := value.get("options"):
         if not isinstance(options, list) or len(options) > 26 or not all(map(_is_text, options)):
             raise ValueError("'options' must be a list of up to 26 texts, none of them empty")
-        prompt += "".join(f"\n{letter}. {x}" for letter, x in zip(LETTERS, options, strict=False))
+        prompt += "".join(
+            f"\n{letter}. {x}" for letter, x in zip(ascii_uppercase, options, strict=False)
+        )
     prompt += _text(value, "answer_prefix")
     task = _text(value, "task") or _text(value, "dataset") or name
     return Question(task, prompt.encode(), tuple(answers)), ANSWERS[field]

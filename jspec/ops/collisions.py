@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.hash import lengths_or
+from jspec.ops.hash import check_words, lengths_or
 from jspec.typing import Array
 
 LEAST = 2  # tables in which a key collides with a query that finds it
@@ -83,14 +83,7 @@ def most_collisions(q_codes: Array, k_codes: Array, tables: int) -> int:
 
 def _check(q_codes: Array, k_codes: Array, tables: int) -> None:
     """Raise `ValueError` where shapes or dtypes are not those of `collision_scores`."""
-    fits = q_codes.ndim == k_codes.ndim == 4 and q_codes.dtype == k_codes.dtype == jnp.uint32
-    fits = fits and q_codes.shape[0] == k_codes.shape[0] and q_codes.shape[3] == k_codes.shape[3]
-    if not fits or not k_codes.shape[2] or q_codes.shape[2] % k_codes.shape[2]:
-        raise ValueError(
-            f"q_codes {q_codes.dtype}{list(q_codes.shape)} and k_codes "
-            f"{k_codes.dtype}{list(k_codes.shape)} must be uint32 [B, T, N, W] and [B, S, K, W] "
-            "with N a multiple of K"
-        )
+    check_words(q_codes, k_codes)
     words = k_codes.shape[3]
     if tables < LEAST or not words or words % code_words(tables, 1):
         raise ValueError(

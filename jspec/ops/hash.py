@@ -115,8 +115,8 @@ def _check_encode(q: Array, k: Array | None, w: Array) -> None:
         raise ValueError(f"R={w.shape[2]} bits of w must be one of {', '.join(map(str, BITS))}")
 
 
-def check_codes(q_codes: Array, k_codes: Array) -> None:
-    """Raise `ValueError` where shapes or dtypes are not those of `hamming_scores`."""
+def check_words(q_codes: Array, k_codes: Array) -> None:
+    """Raise `ValueError` unless these are codes of queries and of keys that they may read."""
     fits = q_codes.ndim == k_codes.ndim == 4 and q_codes.dtype == k_codes.dtype == jnp.uint32
     fits = fits and q_codes.shape[0] == k_codes.shape[0] and q_codes.shape[3] == k_codes.shape[3]
     if not fits or not k_codes.shape[2] or q_codes.shape[2] % k_codes.shape[2]:
@@ -125,6 +125,11 @@ def check_codes(q_codes: Array, k_codes: Array) -> None:
             f"{k_codes.dtype}{list(k_codes.shape)} must be uint32 [B, T, N, W] and [B, S, K, W] "
             "with N a multiple of K"
         )
+
+
+def check_codes(q_codes: Array, k_codes: Array) -> None:
+    """Raise `ValueError` where shapes or dtypes are not those of `hamming_scores`."""
+    check_words(q_codes, k_codes)
     if 32 * q_codes.shape[3] not in BITS:
         raise ValueError(f"{q_codes.shape[3]} words a code must be 1, 2, 4 or 8")
     if (highest := most(q_codes, k_codes)) > _MOST:
