@@ -21,8 +21,8 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         "wall time of a call that fetches the rows that a step reads and does nothing else. "
         "*hidden*: 1 - (step - step of `hata`) / bus, the cost of predicting included. Shares of "
         "the rows that are read: *again*, left of the step before; *right*, else, and predicted; "
-        "*late*, neither; *moved*, what goes over the bus. The tokens of `hata` and `hata_off` are "
-        "equal."
+        "*late*, neither; *moved*, what goes over the bus. The tokens of `hata`, its "
+        "parts one by one, and of `hata_off` are equal."
     )
     rows = [
         (
