@@ -65,7 +65,7 @@ def workspace_words(keys: int, n: int, cut: Cut) -> int:
     words = 4
     if chunks > 1:
         words += chunks * (bins[0] + 64) // 2
-    return words + (-(-n // 4) * 4 if len(bins) > 1 else 0)
+    return words + (2 * (-(-n // 4) * 4) if len(bins) > 1 else 0)
 
 
 def keys_of(dtype: Any, highest: int | None) -> int:

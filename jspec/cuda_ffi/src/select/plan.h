@@ -9,21 +9,24 @@ namespace jspec {
 //
 // A chunk of `counted` slots has a record: how many of its slots have a first digit of at least d, for
 // d in 0..bins - 1, and once more for every 64th d, 64 places. A count is a uint16. Keys of several
-// digits have a list, of the slots whose first digit is at least the one that the row needs.
+// digits have a list, of the slots whose first digit is at least the one that the row needs, and their
+// keys behind them.
 struct Plan {
   Digits digits;
   int32_t chunks;
   int64_t found;   // the first digit, how many of its slots are needed, and the list's length
   int64_t records;
   int64_t list;
-  int64_t words;  // a row
+  int64_t listed;  // most slots of the list
+  int64_t words;   // a row
 
   Plan(int64_t keys, int32_t n, const Cut& cut) : digits(digits_of(keys)) {
     chunks = n > 0 ? (n - 1) / cut.counted + 1 : 1;
     found = 0;
     records = found + 4;
     list = records + (chunks == 1 ? 0 : chunks * record_words());
-    words = list + (digits.levels > 1 ? (int64_t(n) + 3) / 4 * 4 : 0);
+    listed = digits.levels > 1 ? (int64_t(n) + 3) / 4 * 4 : 0;
+    words = list + 2 * listed;
   }
 
   JSPEC_HOST_DEVICE int64_t record_words() const { return (digits.bins[0] + 64) / 2; }

@@ -4,6 +4,7 @@
 // list. Rows of one chunk: `row_kernel` does all of it.
 #pragma once
 
+#include "common/dependent.cuh"
 #include "select/tile.cuh"
 
 namespace jspec {
@@ -52,9 +53,12 @@ struct Row {
                                        chunk * work.plan.record_words());
   }
 
-  // The slots whose first digit is at least the one that was found, ascending.
+  // The slots whose first digit is at least the one that was found, ascending, and their keys.
   __device__ __forceinline__ int32_t* list() const {
     return reinterpret_cast<int32_t*>(workspace + work.plan.list);
+  }
+  __device__ __forceinline__ uint32_t* listed_keys() const {
+    return workspace + work.plan.list + work.plan.listed;
   }
 
   __device__ __forceinline__ Found* found() const {
@@ -131,18 +135,23 @@ struct Row {
         if (int(key(held.raw[i]) >> shift) >= found.digit) reaching |= 1u << i;
       });
       int32_t* list = this->list();
-      return before + in_order<Held<Key>::V>(reaching, 0, sums, [&](int offset, Before own, bool) {
-               list[before.over + own.over] = held.items.base + offset;
-             });
+      uint32_t* keys = this->listed_keys();
+      return before + in_order<Held<Key>::V>(
+                          reaching, 0, sums, [&](int offset, Before own, bool) {
+                            const int at = before.over + own.over, slot = held.items.base + offset;
+                            list[at] = slot;
+                            keys[at] = key(scores[slot]);
+                          });
     }
   }
 
   // Takes the slots out of a list of `length`, by the digits behind the first. Called by all threads
   // of a block once the list is there; `sums` holds two tiles' worth.
-  __device__ __forceinline__ void finish(Key key, const Found& first, int length,
-                                         Counting& shared, Found& chosen, uint32_t* sums) const {
+  __device__ __forceinline__ void finish(const Found& first, int length, Counting& shared,
+                                         Found& chosen, uint32_t* sums) const {
     const Digits& digits = work.plan.digits;
     const int32_t* list = this->list();
+    const uint32_t* listed_keys = this->listed_keys();
     uint32_t keys[kEach];
     const auto items_from = [&](int start) {
       return Items<4>(start, min(kTile, (length - start + 63) / 64 * 64), 0, length);
@@ -150,9 +159,7 @@ struct Row {
     // No branch comes between the loads, so that all are on their way at once.
     const auto load = [&](const Items<4>& items) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) keys[i] = list[min(items.at(i), length - 1)];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) keys[i] = key(scores[keys[i]]);
+      for (int i = 0; i < kEach; ++i) keys[i] = listed_keys[min(items.at(i), length - 1)];
     };
     load(items_from(0));
     uint32_t threshold = first.digit;  // the digits found, as the highest bits of a key
@@ -191,6 +198,7 @@ template <typename Key>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     count_kernel(const __grid_constant__ Work work, Key key) {
   __shared__ Counting shared;
+  let_next_start();
   const int chunk = blockIdx.x % work.plan.chunks, bins = work.plan.digits.bins[0];
   const Row<Key> row(work, blockIdx.x / work.plan.chunks);
   if (row.taken.need == 0 || chunk < row.begin || chunk >= row.end) return;
@@ -208,9 +216,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int block = blockIdx.x % blocks, ratio = work.cut.taken / work.cut.counted;
   const Row<Key> row(work, blockIdx.x / blocks);
   const int chunk = block * ratio, first = block * work.cut.taken;
+  let_next_start();
   if (block == 0) row.write_forced();
-  if (row.taken.need == 0 || first >= row.taken.high || chunk + ratio <= row.begin) return;
+  const bool works = row.taken.need > 0 && first < row.taken.high && chunk + ratio > row.begin;
   Held<Key> held = row.tile(first, work.cut.taken);
+  wait_for_kernels_ahead();
+  if (!works) return;
   const Place place = find(row.record(0), work.plan.digits.bins[0], row.begin, row.end, chunk,
                            row.taken.need, finding);
   Before before{place.over, place.at};
@@ -234,14 +245,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, 1)
-    finish_kernel(const __grid_constant__ Work work, Key key) {
+    finish_kernel(const __grid_constant__ Work work) {
   __shared__ Counting shared;
   __shared__ Found chosen;
   __shared__ uint32_t sums[2 * kWarps];
   const Row<Key> row(work, blockIdx.x);
+  wait_for_kernels_ahead();
   if (row.taken.need == 0) return;
   const int4 known = *reinterpret_cast<const int4*>(row.found());
-  row.finish(key, {known.x, known.y, known.z}, known.w, shared, chosen, sums);
+  row.finish({known.x, known.y, known.z}, known.w, shared, chosen, sums);
 }
 
 template <typename Key>
@@ -265,19 +277,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   if constexpr (Key::kSeveral) {
     __syncthreads();  // the list is there
-    row.finish(key, found, before.over, shared, chosen, sums + 2 * kWarps);
+    row.finish(found, before.over, shared, chosen, sums + 2 * kWarps);
   }
 }
 
-// Launches what follows the records.
+// Launches what follows the records, each kernel before the one ahead has ended.
 template <typename Key>
 const char* place(const Work& work, Key key, Stream stream) {
   const int each = work.rows.n > 0 ? (work.rows.n - 1) / work.cut.taken + 1 : 1;
-  place_kernel<<<work.rows.rows * each, kThreads, 0, stream>>>(work, key, each);
+  const char* error = launch_behind(place_kernel<Key>, work.rows.rows * each, kThreads, 0, true,
+                                    stream, work, key, each);
   if constexpr (Key::kSeveral) {
-    finish_kernel<<<work.rows.rows, kThreads, 0, stream>>>(work, key);
+    if (error != nullptr) return error;
+    error = launch_behind(finish_kernel<Key>, work.rows.rows, kThreads, 0, true, stream, work);
   }
-  return launch_error();
+  return error;
 }
 
 }  // namespace jspec
