@@ -11,9 +11,9 @@ constexpr int kScoring = 512, kScoringWarps = kScoring / 32;
 constexpr int kMostPlanes = 8;  // for fewer than 128 codes of queries
 constexpr int kCounters = 10240;  // of a block: 40 KiB
 
-// Slots that a lane scores at a time, next to each other.
-template <int words>
-constexpr int kScored = words == 8 ? 4 : 8;
+// Slots that a lane scores at a time, next to each other. Planes take registers of their own.
+template <int words, bool one>
+constexpr int kScored = one && words < 8 ? 8 : 4;
 
 // How the heads of a key are shared out: a block scores `heads` of them, the bytes of whose codes lie
 // together in memory, `slots` times kScored at a time.
@@ -131,13 +131,14 @@ struct Scoring {
 };
 
 // Scores of a chunk for some heads of a batch row, and their records. `one`: a single code meets each
-// key, which needs no planes.
+// key, which needs no planes. `counts`: whether the chunks of a row that are scored are counted.
 template <typename Score, int words, bool one>
 __global__ void __launch_bounds__(kScoring, 2)
     score_kernel(const __grid_constant__ Hash hash, const __grid_constant__ HashPlan plan,
-                 const Heads heads, int chunk_slots, int plane_count, uint32_t* workspace) {
+                 const Heads heads, int chunk_slots, int plane_count, bool counts,
+                 uint32_t* workspace) {
   extern __shared__ __align__(16) uint32_t shared[];
-  constexpr int S = kScored<words>;
+  constexpr int S = kScored<words, one>;
   const int n = hash.rows.n, chunk = blockIdx.x % plan.chunks;
   const int64_t batch = blockIdx.x / plan.chunks / heads.groups;
   const int head0 = blockIdx.x / plan.chunks % heads.groups * heads.heads;
@@ -163,6 +164,7 @@ __global__ void __launch_bounds__(kScoring, 2)
   for (int i = threadIdx.x; i < at.planes; i += kScoring) shared[i] = 0;
   __syncthreads();
   wait_for_kernels_ahead();
+  let_next_start();
   uint32_t query[words];
   if constexpr (one) {
     move_code<words>(hash.q_codes + row * words, query);
@@ -223,28 +225,34 @@ __global__ void __launch_bounds__(kScoring, 2)
       }
     }
   }
-  let_next_start();
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = warp; i < heads.heads && head0 + i < hash.heads; i += kScoringWarps) {
     uint32_t* memory = workspace + (batch * hash.heads + head0 + i) * plan.words;
     write_record(shared + i * at.stride, plan.bins,
                  memory + plan.records + int64_t(chunk) * plan.bins / 2);
-    if (chunk == 0 && lane < 4) memory[plan.meeting + lane] = 0;
+  }
+  if (!counts) return;
+  __syncthreads();
+  if (int(threadIdx.x) < heads.heads && head0 + int(threadIdx.x) < hash.heads) {
+    __threadfence();
+    const int64_t ready = batch * hash.heads + head0 + threadIdx.x;
+    atomicAdd(workspace + ready * plan.words + plan.meeting + kScoredChunks, 1);
   }
 }
 
-// Launches the scoring. `early`: it may start before the kernel ahead, of the same call, has ended.
+// Launches the scoring. `in_layer`: behind the kernel that sets the counters to 0, of the same call,
+// before which it may start.
 template <typename Score, int words>
 const char* launch_score(const Hash& hash, const HashPlan& plan, const HashCut& cut,
-                         uint32_t* workspace, bool early, Stream stream) {
+                         uint32_t* workspace, bool in_layer, Stream stream) {
   const Heads heads(hash, plan.bins);
   const bool one = hash.queries() == 1;
   const int planes = one ? 0 : planes_of(hash.queries());
   const int bytes = Scoring(plan.bins, heads.heads, planes, words).words * 4;
   return launch_behind(one ? score_kernel<Score, words, true> : score_kernel<Score, words, false>,
-                       hash.batch * heads.groups * plan.chunks, kScoring, bytes, early, stream,
-                       hash, plan, heads, cut.chunk, planes, workspace);
+                       hash.batch * heads.groups * plan.chunks, kScoring, bytes, in_layer, stream,
+                       hash, plan, heads, cut.chunk, planes, in_layer, workspace);
 }
 
 }  // namespace jspec
