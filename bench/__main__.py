@@ -34,6 +34,7 @@ from bench import (
     gather,
     hash,
     hash_bits,
+    hash_losses,
     hash_training,
     hata_off,
     helix_attention,
@@ -62,7 +63,7 @@ SUITES: dict[str, Suite] = {
     for module in (
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
-        *(hash_training, hash_bits, ruler, decoding, auto, parity, decode, lossy),
+        *(hash_training, hash_losses, hash_bits, ruler, decoding, auto, parity, decode, lossy),
         *(collect, acceptance, overlap, breakdown, throughput, families, serving),
         *(collectives, helix_attention, hopb, helix_step),
     )

@@ -19,7 +19,7 @@ from jspec.gpu import gpu_in_use
 
 OPTIONAL = (  # kernels' and rivals' packages
     *("jax-triton", "triton", "torch", "flashinfer-python"),
-    *("fa3-fwd", "flash-attn3-jax"),
+    *("fa3-fwd", "flash-attn3-jax", "cuda-cccl"),
 )
 
 

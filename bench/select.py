@@ -1,4 +1,4 @@
-"""Exact selection of the highest scores of each row: every backend, JAX, PyTorch and FlashInfer."""
+"""Exact selection of a row's highest scores: every backend, JAX, PyTorch, FlashInfer and CUB."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import attention, ceilings, point, regret, table, workload
+from bench import attention, cases, ceilings, point, regret, table, workload
 from bench.program import Absent, Program, Source, bound, chosen, compile_all, shapes, sources
 from bench.rivals import select as rivals
 from bench.settings import Settings, bar
@@ -19,12 +19,24 @@ from jspec.ops.select import SELECT
 COLUMNS = ("rows", "n", "k", "scores")
 BYTES = "every score once, and 4 bytes a selected slot"
 BITS = 128  # scores "0..128" are how many of so many random bits agree
+DEFAULT = {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"}
+CHOICES = {"scores": ("0..128", "float32", "bfloat16")}
 NAMES = ("lax.top_k", *rivals.NAMES)
 Case = dict[str, Any]
 
 
+def case(text: str) -> Case:
+    """A case of ``--case``; `ValueError` where it is none."""
+    found = cases.parse(text, DEFAULT, CHOICES)
+    if found["k"] > found["n"]:
+        raise ValueError(f"k={found['k']} must be at most n={found['n']}")
+    return found
+
+
 def grid(settings: Settings) -> list[Case]:
     """Rows of scores whose k highest are wanted: ``scores`` is a dtype, or whole numbers' range."""
+    if settings.cases:
+        return [case(text) for text in settings.cases]
     large = [
         (256, 32768, 512, "0..128"),
         (256, 32768, 512, "float32"),
@@ -85,7 +97,7 @@ def _measured(case: Case, settings: Settings) -> list[point.Row]:
     ]
     if settings.wants("lax.top_k"):
         programs.append(_top_k(arguments[0], k, want))
-    programs += rivals.select(scores, k, settings)
+    programs += rivals.select(scores, want, settings)
     moved = scores.nbytes + want.nbytes
     return point.measure("select", case, programs, settings, moved=moved, **attention.clock())
 
@@ -109,9 +121,10 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "select",
-    "exact selection of the highest scores of a row: every backend, JAX, PyTorch, FlashInfer",
+    "exact selection of the highest scores of a row: every backend, JAX, PyTorch, FlashInfer, CUB",
     run,
     show,
     (SELECT,),
     NAMES,
+    case=case,
 )

@@ -51,6 +51,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, str], dict[str, Any]], s
     "hata-layer": hata.layer,
     "hata-ablation": hata.parts,
     "hash-training": learning.section,
+    "hash-losses": learning.losses,
     "hash-bits": learning.bits,
     "hata-off": host_cache.section,
     "ruler": quality.section,

@@ -28,6 +28,9 @@ RIVALS = {
     "flashinfer": "FlashInfer",
     "flashinfer_fa3": "FlashInfer's fa3",
     "lax.top_k": "lax.top_k",
+    "cub": "CUB",
+    "cub_stable": "CUB, ties in order",
+    "cub_rows": "CUB, a row at a time",
 }
 
 

@@ -39,7 +39,8 @@ def scores(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, An
     floor = select.floor(result)
     return paragraphs(
         header("Selection", result),
-        f"{COLD}{floor.bytes}. PyTorch and FlashInfer do not sort what they select.",
+        f"{COLD}{floor.bytes}. PyTorch, FlashInfer and CUB do not sort what they select; `torch`, "
+        "`cub` and `cub_rows` may take any of equal scores.",
         shares(result, "select", select.COLUMNS, floor),
         choice(result, "select"),
         rates(result["ceilings"]),

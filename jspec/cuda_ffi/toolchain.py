@@ -52,20 +52,29 @@ class Toolchain:
 
         Their own headers are named from the folder ``include``.
         """
-        includes = [f"-I{include}", f"-I{jax.ffi.include_dir()}"]
+        return self.compile(flags(self.platform, subject), [include], sources, output)
+
+    def compile(
+        self,
+        options: Sequence[str],
+        includes: Sequence[Path],
+        sources: Sequence[Path],
+        output: Path,
+    ) -> list[str]:
+        """The command that compiles handlers of XLA's FFI with these options, headers first in
+        ``includes``."""
         # The wheels keep the static runtime in lib, where nvcc does not look by itself.
         wheel = self.compiler.parent.parent / "lib"
         library = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
-        files = map(str, sources)
         return [
             str(self.compiler),
             *self.arguments,
-            *flags(self.platform, subject),
-            *includes,
+            *options,
+            *(f"-I{folder}" for folder in (*includes, jax.ffi.include_dir())),
             *library,
             "-o",
             str(output),
-            *files,
+            *map(str, sources),
         ]
 
 

@@ -11,8 +11,9 @@ import pytest
 from bench import attention as suite
 from bench import caches, workload
 from bench import gather as selecting
+from bench import select as selection
 from bench.program import Absent, Program
-from bench.rivals import attention, fused, gather, pack, sampling, verify
+from bench.rivals import attention, cub, fused, gather, pack, sampling, select, verify
 from bench.settings import Settings
 from jspec.ops.verify import greedy_xla
 
@@ -29,7 +30,11 @@ NAMES = {
     "sampling-logits": ["torch", "flashinfer"],
     "attention": list(attention.NAMES),
     "gather": list(gather.NAMES),
+    "select": list(select.NAMES),
 }
+ON_GPUS = {"cudnn": "cuDNN needs a GPU"} | dict.fromkeys(
+    cub.NAMES, "CUB's batched top-k needs an NVIDIA GPU and the default device is a cpu"
+)  # reasons of those that no package is asked for first
 ATTENTION = suite.case("B=2,S=128,heads=4/2,H=16,T=3")
 GATHER = selecting.case("B=2,S=128,n=20,heads=4/2,H=16,T=3")
 
@@ -51,6 +56,9 @@ def make(which: str, settings: Settings = EVERY, *, wrong: bool = False):
         return attention.attention(data, check.output, settings)
     if which == "gather":
         return gather.gather(selecting.inputs(GATHER), lambda out: not wrong, settings)
+    if which == "select":
+        scores = np.random.default_rng(0).integers(0, 40, (3, 200)).astype(np.float32)
+        return select.select(scores, selection.expected(scores + wrong * scores[::-1], 9), settings)
     logits = workload.make_logits(40, 5, 500, one_hot=which == "sampling-one-hot")
     uniforms = np.random.default_rng(0).random((3, 40, 6), np.float32)
     found = sampling.sampling(logits, uniforms, settings)
@@ -73,7 +81,8 @@ def test_where_a_package_is_missing_each_rival_is_a_row_with_its_reason(which, m
     assert [rival.name for rival in found] == NAMES[which]
     reasons = {rival.name: rival.reason for rival in found if isinstance(rival, Absent)}
     assert reasons.keys() == set(NAMES[which])
-    assert reasons.pop("cudnn", "cuDNN needs a GPU") == "cuDNN needs a GPU"  # JAX's own
+    for name, reason in ON_GPUS.items():
+        assert reasons.pop(name, reason) == reason
     assert all("not installed" in reason for reason in reasons.values())
     assert not any(rival.failed for rival in found)
 

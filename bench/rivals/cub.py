@@ -1,0 +1,134 @@
+"""CUB's top-k, compiled for the case at hand and called by XLA.
+
+`cub::DeviceBatchedTopK` takes all rows at once, `cub::DeviceTopK` one row. Both give slots in any
+order. `cub` and `cub_rows` may take any of equal scores, another one each time; `cub_stable` takes
+the first ones. The sizes are constants of the program, as CUB's documentation asks for. The headers
+are those of the package `cuda-cccl`: nvcc comes with older ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.program import Absent, Program, Source, bound, compile_all, failure, shapes
+from bench.settings import Settings
+from jspec.cuda_ffi import toolchain
+from jspec.cuda_ffi.errors import BuildError
+from jspec.gpu import gpu_in_use, refuses_gpu
+from jspec.typing import Array
+
+CALLS = {"cub": "CUB_BATCHED", "cub_stable": "CUB_STABLE", "cub_rows": "CUB_ROWS"}
+NAMES = tuple(CALLS)
+SOURCE = Path(__file__).with_name("cub.cu")
+OLDEST = (3, 6)  # of CCCL, whose batched top-k takes rows that no block holds, by clusters of them
+HOPPER = (9, 0)  # the least compute capability with clusters
+TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "int32": "int"}
+
+
+def cub(
+    scores: np.ndarray, k: int, checks: Mapping[str, Callable[[Any], bool]], settings: Settings
+) -> list[Program | Absent]:
+    """The calls that the settings want; ``checks`` of their slots, by the names of the calls."""
+    given = jnp.asarray(scores)
+    wanted = [name for name in NAMES if settings.wants(name)]
+    with ThreadPoolExecutor() as pool:  # each runs a compiler
+        found = pool.map(functools.partial(_source, scores=given, k=k), wanted)
+    programs = compile_all("cub", dict(zip(wanted, found, strict=True)))
+    return [bound(name, program, (given,), checks[name]) for name, program in programs.items()]
+
+
+def _source(name: str, scores: Array, k: int) -> Source | Absent:
+    if reason := refusal():
+        return Absent(name, reason)
+    try:
+        return Source(call(name, scores.dtype.name, *scores.shape, k), shapes((scores,)))
+    except Exception as error:
+        return failure(name, error)
+
+
+def refusal() -> str | None:
+    """Why CUB's top-k cannot run here, or None."""
+    if reason := refuses_gpu(HOPPER, "CUB's batched top-k"):
+        return reason
+    try:
+        toolchain.find("CUDA")
+    except BuildError as error:
+        return str(error)
+    include = headers()
+    if include is None:
+        return "cuda-cccl is not installed"
+    found = version(include)
+    if found < OLDEST:
+        return "its top-k needs CCCL {}.{} or newer, not {}.{}".format(*OLDEST, *found)
+    return None
+
+
+def headers() -> Path | None:
+    """The folder of the headers in the package `cuda-cccl`, None where it is not installed."""
+    try:
+        package = find_spec("cuda.cccl")
+    except ModuleNotFoundError:  # there is no `cuda` either
+        return None
+    for folder in (package and package.submodule_search_locations) or ():
+        include = Path(folder, "headers", "include")
+        if (include / "cub" / "version.cuh").is_file():
+            return include
+    return None
+
+
+def version(include: Path) -> tuple[int, int]:
+    """Major and minor number of the headers."""
+    text = (include / "cub" / "version.cuh").read_text()
+    found = re.search(r"^#define CUB_VERSION (\d+)", text, re.MULTILINE)
+    number = int(found[1]) if found else 0
+    return number // 100_000, number // 100 % 1000
+
+
+@functools.cache
+def call(name: str, dtype: str, rows: int, n: int, k: int) -> Callable[[Array], Array]:
+    """Scores ``[rows, n]`` to slots ``[rows, k]``, compiled for these sizes."""
+    gpu, include = gpu_in_use(), headers()
+    assert gpu is not None  # `refusal` says so
+    assert include is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cub.so")
+        run = toolchain.run(command(name, dtype, n, k, gpu[1], include, path))
+        if run.returncode:
+            raise BuildError((run.stderr or run.stdout).strip())
+        library = ctypes.CDLL(str(path))
+    library.cub_workspace.restype = ctypes.c_int64
+    size = library.cub_workspace(rows)
+    if size < 0:
+        raise RuntimeError(f"CUB cannot say what it needs: CUDA error {-size}")
+    target = f"bench_{name}_{dtype}_{rows}_{n}_{k}"
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(library.cub_select), platform="CUDA")
+    outputs = (
+        jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        jax.ShapeDtypeStruct((max(size, 1),), jnp.uint8),
+    )
+    return lambda scores: jax.ffi.ffi_call(target, outputs)(scores)[0]
+
+
+def command(
+    name: str, dtype: str, n: int, k: int, gpu: tuple[int, int], include: Path, output: Path
+) -> list[str]:
+    """What compiles a call for a compute capability, against CUB's headers."""
+    defined = {CALLS[name]: 1, "CUB_SCORES": TYPES[dtype], "CUB_N": n, "CUB_K": k}
+    options = (
+        *toolchain.FLAGS["CUDA"],
+        "-arch=sm_{}{}".format(*gpu),
+        *(f"-D{key}={value}" for key, value in defined.items()),
+    )
+    return toolchain.find("CUDA").compile(options, [include], [SOURCE], output)
