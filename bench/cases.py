@@ -12,6 +12,7 @@ CHOICES = {
     "indices": ("shared", "per-head"),
     "strategy": ("helix", "gather", "medha", "tp"),
     "up": ("auto", "before", "after"),
+    "exchange": ("xla", "pallas", "cuda"),
     "part": ("layer", "read"),
     "shape": ("llama-3.1-8b", "tiny"),
     "draft": ("plain", "verify", "vegas"),

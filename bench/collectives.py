@@ -1,8 +1,12 @@
-"""What devices of one host say to each other: collectives by the bytes that each device gives."""
+"""What devices of one host say to each other: collectives by the bytes that each device gives.
+
+Beside XLA's all-to-all stand jspec's own, one-sided ones, where pieces are not too large for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,15 +22,21 @@ from bench.settings import Settings
 from bench.suite import Suite
 from jspec.helix import HelixConfig
 from jspec.helix.mesh import KVP
+from jspec.ops.exchange import By, exchange, takes
 from jspec.typing import Array
 
 COLUMNS = ("P", "bytes")
 DEFAULT: Case = {"P": 2, "bytes": 32768}
 SIZES = ("2K", "32K", "256K", "1024K", "16384K")
+ONE_SIDED: dict[str, By] = {"all_to_all, pallas": "pallas", "all_to_all, cuda": "cuda"}
 
 
 def _all_to_all(x: Array) -> Array:
     return lax.all_to_all(x, KVP, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _one_sided(name: str) -> Callable[[Array], Array]:
+    return partial(exchange, axes=KVP, axis=0, by=ONE_SIDED[name])
 
 
 def _all_gather(x: Array) -> Array:
@@ -59,6 +69,7 @@ def _scattered(x: np.ndarray) -> np.ndarray:
 # Each with what it gives, of what the devices give ``[P, n]`` by numpy.
 COLLECTIVES: dict[str, tuple[Callable[[Array], Array], Callable[[np.ndarray], np.ndarray]]] = {
     "all_to_all": (_all_to_all, _exchanged),
+    **{name: (_one_sided(name), _exchanged) for name in ONE_SIDED},
     "all_gather": (_all_gather, _summed),
     "all_reduce": (_all_reduce, _summed),
     "reduce_scatter": (_reduce_scatter, _scattered),
@@ -87,14 +98,19 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    groups = [[_shared(here, name)] for here in grid(settings) for name in COLLECTIVES]
+    groups = [[_shared(here, name)] for here in grid(settings) for name in _names(here)]
     for rows in measure("collectives", groups, settings):
         yield from rows
 
 
+def _names(here: Case) -> list[str]:
+    piece = here["bytes"] // here["P"]
+    return [name for name in COLLECTIVES if takes(ONE_SIDED.get(name, "xla"), piece)]
+
+
 def _shared(here: Case, name: str) -> Shared:
     devices, (body, right) = here["P"], COLLECTIVES[name]
-    helix = HelixConfig(kvp=devices)
+    helix = HelixConfig(kvp=devices, exchange=ONE_SIDED.get(name, "xla"))
     rng = np.random.default_rng(devices)
     # Whole numbers, whose sums are exact in any order; a device has a row for each of them.
     x = rng.integers(-9, 10, (devices, here["bytes"] // 4)).astype(np.float32)

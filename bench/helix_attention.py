@@ -30,6 +30,7 @@ from jspec.typing import Array
 COLUMNS = ("B", "S", "heads", "latent", "T", "kvp", "tpa")
 DEFAULT: Case = {"B": 1, "S": 32768, "heads": "128/8", "H": 128, "T": 1, "kvp": 1, "tpa": 1}
 DEFAULT |= {"strategy": "helix", "overlap": 1, "latent": 0, "up": "auto", "part": "layer"}
+DEFAULT |= {"exchange": "xla"}
 LATENT = "heads=128/1,H=576,latent=512"  # DeepSeek-R1's
 # Of the length of a head's output: rounding to bfloat16 makes a fifth of it, and one of a hundred
 # positions that is left out five times as much.
@@ -59,6 +60,7 @@ def helix_of(here: Case) -> HelixConfig:
         strategy=here["strategy"],
         overlap=here["overlap"],
         up_projection=here["up"],
+        exchange=here["exchange"],
     )
 
 
@@ -105,6 +107,7 @@ def _shared(here: Case) -> Shared:
         name += ", read alone"
     elif here["up"] != "auto":
         name += f", up {here['up']}"
+    name += "" if here["exchange"] == "xla" else f", by {here['exchange']}"
     shared = helix.stripes * helix.tpa
     alone = here["part"] == "read"
     return Shared(

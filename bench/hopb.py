@@ -1,7 +1,8 @@
 """HOP-B: how much of a layer's exchange is exposed, by the number of chunks that it goes in.
 
 Beside attention with its exchange stand the same attention without one, and the message alone. What
-a number of chunks exposes is its time above that of the attention.
+a number of chunks exposes is its time above that of the attention. One-sided, a message goes at
+once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from rich.table import Table
 
 from bench import cases, helix_attention, point
+from bench.caches import DTYPE
 from bench.cases import Case, kilo
 from bench.helix_attention import (
     LATENT,
@@ -41,12 +43,14 @@ from jspec.helix import HelixConfig
 from jspec.helix.attention import all_to_all
 from jspec.helix.mesh import KVP, TPA
 from jspec.ops.attention.merge import merge_attention
+from jspec.ops.exchange import By, takes
 from jspec.typing import Array
 
 SIZES = ("B", "S", "heads", "H", "T", "kvp", "tpa", "latent", "up")
 DEFAULT: Case = {name: helix_attention.DEFAULT[name] for name in SIZES} | {"B": 8, "kvp": 2}
 COLUMNS = ("B", "S", "heads", "T", "kvp", "tpa", "latent")
 ALONE, MESSAGE = "attention alone", "message alone"
+ONE_SIDED: tuple[By, ...] = ("pallas", "cuda")
 
 
 def case(text: str) -> Case:
@@ -85,21 +89,24 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
 
 def _group(here: Case) -> list[Shared]:
     """The rows of a case."""
-    whole = here | {"strategy": "helix", "part": "layer", "overlap": 1}
+    whole = here | {"strategy": "helix", "part": "layer", "overlap": 1, "exchange": "xla"}
     alone = _shared(
         *(here, ALONE, whole, own_attended, own_following, is_merged_right),
         out=(own_heads, own_heads),
     )
     outputs: list[np.ndarray] = []  # of one chunk, which comes before those of more
+    one_sided = {by: whole | {"exchange": by} for by in ONE_SIDED if takes(by, piece_bytes(whole))}
+    ways = {"1 chunk" if n == 1 else f"{n} chunks": whole | {"overlap": n} for n in chunks_of(here)}
+    ways |= {f"1 chunk, {by}": how for by, how in one_sided.items()}
     chunks = [
         _shared(
-            *(here, "1 chunk" if n == 1 else f"{n} chunks", whole | {"overlap": n}),
-            *(attended, following, partial(are_chunks_right, outputs)),
+            *(here, name, how, attended, following, partial(are_chunks_right, outputs)),
             out=P(None, None, helix_of(whole).axes),
         )
-        for n in chunks_of(here)
+        for name, how in ways.items()
     ]
-    return [alone, _message(here, whole), *chunks]
+    messages = [_message(here, f"{MESSAGE}, {by}", how) for by, how in one_sided.items()]
+    return [alone, _message(here, MESSAGE, whole), *messages, *chunks]
 
 
 def _shared(
@@ -121,10 +128,10 @@ def _shared(
     )
 
 
-def _message(here: Case, whole: Case) -> Shared:
+def _message(here: Case, name: str, whole: Case) -> Shared:
     helix = helix_of(whole)
     return Shared(
-        *("exchange", here, MESSAGE, helix, partial(exchanged, helix)),
+        *("exchange", here, name, helix, partial(exchanged, helix)),
         partial(message_following, whole),
         lambda _: (own_heads,),
         partial(payload, whole),
@@ -150,9 +157,17 @@ def payload(here: Case) -> tuple[Array]:
     return (jax.jit(draw, out_shardings=place)(jax.random.key(1)),)
 
 
+def piece_bytes(here: Case) -> int:
+    """What a rank has for one other: a share of the heads, each with a float32 log-sum-exp."""
+    size = here["latent"] // (4 if projects_first(here) else 1) or here["H"]
+    share = cases.heads(here)[0] // helix_of(here).devices
+    return here["B"] * here["T"] * share * (size * jnp.dtype(DTYPE).itemsize + 4)
+
+
 def exchanged(helix: HelixConfig, x: Array) -> tuple[Array, Array]:
     """On a device: the exchange of ``x[0]``, with a number of each head as its log-sum-exp."""
-    return all_to_all(x[0], x[0, ..., 0].astype(jnp.float32), helix.kvp_axes)
+    lse = x[0, ..., 0].astype(jnp.float32)
+    return all_to_all(x[0], lse, helix.kvp_axes, helix.exchange)
 
 
 def message_following(here: Case, x: Array) -> Array:
@@ -173,18 +188,20 @@ def are_chunks_right(
     """Whether the output is right, or that of one chunk, which is among ``outputs``."""
     found = np.asarray(out)
     if here["overlap"] == 1:
-        outputs[:] = [found]
-        return helix_attention.is_right(here, out, arguments)
+        right = helix_attention.is_right(here, out, arguments)
+        outputs[:] = [found] if right else []
+        return right
     return len(outputs) == 1 and is_near(found, outputs[0])
 
 
 def _add_exposed(rows: list[point.Row]) -> None:
     """Give the rows of chunks the nanoseconds of the message that they expose, and its share."""
     times = {own["name"]: point.spread(own, "step") for own in rows}
-    alone, message = times.get(ALONE), times.get(MESSAGE)
+    alone = times.get(ALONE)
     for own in rows:
-        found = times[own["name"]]
-        if alone and message and found and own["name"] not in (ALONE, MESSAGE):
+        found, name = times[own["name"]], own["name"]
+        message = times.get(MESSAGE + name.removeprefix("1 chunk")) or times.get(MESSAGE)
+        if alone and message and found and not name.startswith((ALONE, MESSAGE)):
             own["exposed_ns"] = round(1e3 * (found.median - alone.median))
             own["message_ns"] = round(1e3 * message.median)
 

@@ -81,6 +81,8 @@ def _compiled(
     if jax.device_count() < helix.devices:
         reason = f"it needs {helix.devices} devices, and {jax.device_count()} are here"
         return Absent(shared.name, reason)
+    if reason := helix.refuses_exchange():
+        return Absent(shared.name, reason)
 
     def loop(steps: int) -> Callable[..., Any]:
         def run(x: Any, *others: Any) -> Any:

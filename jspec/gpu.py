@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import itertools
+
 import jax
 
 
@@ -39,3 +43,15 @@ def refuses_gpu(least: tuple[int, int], who: str) -> str | None:
 def multiprocessors() -> int:
     """Of the default device; those of an H100 or H200 where it is no GPU."""
     return jax.local_devices()[0].core_count if jax.default_backend() == "gpu" else 132
+
+
+@functools.cache
+def unreached(devices: int) -> str | None:
+    """Which of the first ``devices`` GPUs cannot reach the memory of another, or None."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    for device, peer in itertools.permutations(range(devices), 2):
+        reaches = ctypes.c_int()
+        failed = driver.cuDeviceCanAccessPeer(ctypes.byref(reaches), device, peer)
+        if failed or not reaches.value:
+            return f"device {device} cannot reach the memory of device {peer}"
+    return None

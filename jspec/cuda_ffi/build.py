@@ -38,6 +38,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "hashed": (),
     "attention": (),
     "host": (),
+    "exchange": (),
 }
 DURATION = {"cpu": "about 10 s", "CUDA": "a minute or two"}
 _LOG = logging.getLogger("jspec")  # without a handler of the caller's, it writes to stderr

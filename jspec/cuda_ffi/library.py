@@ -33,6 +33,7 @@ TARGETS = {
     "hashed": ("hash_select", "hash_attention"),
     "attention": ("attention", "scored_attention"),
     "host": ("fetch_rows", "fetch_ahead", "store_rows"),
+    "exchange": ("exchange",),
 }
 PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}
 
@@ -68,19 +69,31 @@ def call(
     return tuple(opaque(functools.partial(function, **attributes), *arguments))
 
 
-@functools.cache
+def loaded(subject: str) -> ctypes.CDLL:
+    """The library of ``subject`` for the default backend; `BuildError` where `refusal` has one."""
+    found = _loaded(subject, jax.default_backend())
+    if isinstance(found, str):
+        raise BuildError(found)
+    return found
+
+
 def _refusal(subject: str, backend: str) -> str | None:
-    """Build, load and register a library for ``backend`` once, also if that fails."""
+    found = _loaded(subject, backend)
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _loaded(subject: str, backend: str) -> ctypes.CDLL | str:
+    """Build, load and register a library for ``backend`` once, or say once why that fails."""
     if backend not in PLATFORMS:
         return f"there are kernels for NVIDIA GPUs and CPUs, not for {backend!r}"
     try:
-        _register(subject, PLATFORMS[backend])
+        return _register(subject, PLATFORMS[backend])
     except BuildError as error:
         return str(error)
-    return None
 
 
-def _register(subject: str, platform: str) -> None:
+def _register(subject: str, platform: str) -> ctypes.CDLL:
     path = build(subject, platform).path
     try:
         library = ctypes.CDLL(str(path))
@@ -96,6 +109,7 @@ def _register(subject: str, platform: str) -> None:
     for target, handler in handlers.items():
         capsule = jax.ffi.pycapsule(handler)
         jax.ffi.register_ffi_target(f"jspec_{target}", capsule, platform=platform)
+    return library
 
 
 def _check_abi(path: Path, built: int) -> None:

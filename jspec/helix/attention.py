@@ -14,6 +14,7 @@ from jax import lax
 from jspec.cache.cache import Read
 from jspec.helix.mesh import HelixConfig
 from jspec.ops.attention.merge import merge_attention
+from jspec.ops.exchange import By, exchange
 from jspec.ops.vocabulary import Axes
 from jspec.policies.read import projected
 from jspec.typing import Array
@@ -93,7 +94,7 @@ class Exchange:
         if self.helix.kvp == 1:
             return out, lse
         if self.helix.strategy == "helix":
-            return all_to_all(out, lse, axes)
+            return all_to_all(out, lse, axes, self.helix.exchange)
         weighted, lse = summed_weights(out, lse, axes)
         if self.helix.strategy == "medha":
             return lax.psum(weighted, axes).astype(out.dtype), lse
@@ -107,13 +108,13 @@ class Exchange:
         return lax.psum(x, self.helix.tpa_axes)
 
 
-def all_to_all(out: Array, lse: Array, axes: Axes) -> tuple[Array, Array]:
+def all_to_all(out: Array, lse: Array, axes: Axes, by: By = "xla") -> tuple[Array, Array]:
     """Attention over the keys of all ranks of ``axes``, KVP's, of this one's share of the heads.
 
     ``out [B, T, n, H]`` and ``lse [B, T, n]`` over this device's keys, for the heads of its TPA
     group; what comes is ``[B, T, n / ranks, H]``. One message carries both, bit for bit: whole
     numbers of the width of ``out``. Ranks are summed in their order, whatever arrives first
-    (Helix, section 2.1.2).
+    (Helix, section 2.1.2). ``by`` as in `jspec.ops.exchange.exchange`.
     """
     width = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
     bits = lax.bitcast_convert_type(out, width)
@@ -123,7 +124,7 @@ def all_to_all(out: Array, lse: Array, axes: Axes) -> tuple[Array, Array]:
     batch, tokens, heads, size = payload.shape
     ranks = lax.axis_size(axes)
     payload = payload.reshape(batch, tokens, ranks, heads // ranks, size)
-    parts = lax.all_to_all(payload, axes, split_axis=2, concat_axis=0)
+    parts = exchange(payload, axes, axis=2, by=by)
     bits, sums = jnp.split(parts, [out.shape[-1]], axis=-1)
     lses = lax.bitcast_convert_type(sums if sums.shape[-1] > 1 else sums[..., 0], lse.dtype)
     return merge_attention(lax.bitcast_convert_type(bits, out.dtype), lses)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jspec import tuned
 from jspec.config import LayerSpec
+from jspec.ops.exchange import By, refuses_exchange
 
 # The rank of a device is tpa * KVP + kvp: devices that hold the same heads stand side by side, as
 # the heads do that they get from the exchange, and so do the rows of the output projection.
@@ -48,6 +49,10 @@ class HelixConfig:
     and fewer rows than chunks go one by one. None takes what the GPU's table says.
     ``up_projection``: whether what latent attention reads goes through the map of the values
     ``before`` or ``after`` it is exchanged; ``auto`` takes what makes the message smaller.
+    ``exchange``: by what a message goes. ``xla`` is NCCL on GPUs. ``pallas`` and ``cuda`` are
+    one-sided: each device stores its part in its peers' memory, within one process. Theirs are
+    waited for in the launch that sends them, so that there is nothing to cut for ``overlap``; of
+    ``cuda`` those over 1 MiB to a device, as of a prompt, go by XLA.
 
     ``strategy``: ``helix``, or one to compare it with. ``gather``: queries are gathered before
     attention, and outputs summed and scattered behind it. ``medha``: TPA alone shares the weights,
@@ -65,6 +70,7 @@ class HelixConfig:
     strategy: Strategy = "helix"
     overlap: int | None = None
     up_projection: UpProjection = "auto"
+    exchange: By = "xla"
 
     def __post_init__(self) -> None:
         for name in ("kvp", "tpa", "ep", "block", "overlap"):
@@ -76,14 +82,26 @@ class HelixConfig:
         if self.strategy not in STRATEGIES:
             known = ", ".join(STRATEGIES)
             raise ValueError(f"strategy={self.strategy!r} must be one of {known}")
-        if self.up_projection not in get_args(UpProjection):
-            known = ", ".join(get_args(UpProjection))
-            raise ValueError(f"up_projection={self.up_projection!r} must be one of {known}")
+        for name, choices in (("up_projection", UpProjection), ("exchange", By)):
+            if getattr(self, name) not in get_args(choices):
+                known = ", ".join(get_args(choices))
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {known}")
         if (self.overlap or 1) > 1 and not self._exchanges:
             raise ValueError(
                 f"overlap={self.overlap} cuts the exchange of strategy='helix' over kvp of 2 or "
                 f"more, but kvp={self.kvp} and strategy={self.strategy!r}; leave overlap out"
             )
+        if self.exchange != "xla":
+            if not self._exchanges:
+                raise ValueError(
+                    f"exchange={self.exchange!r} is of strategy='helix' over kvp of 2 or more, but "
+                    f"kvp={self.kvp} and strategy={self.strategy!r}; leave exchange out"
+                )
+            if (self.overlap or 1) > 1:
+                raise ValueError(
+                    f"overlap={self.overlap} lets messages run beside attention, and one of "
+                    f"exchange={self.exchange!r} is waited for at once; leave one of them out"
+                )
         if self.tpf is None:
             object.__setattr__(self, "tpf", max(self.shares // self.ep, 1))
         if type(self.tpf) is not int or self.tpf * self.ep != self.shares:
@@ -151,12 +169,16 @@ class HelixConfig:
 
     @property
     def _exchanges(self) -> bool:
-        """Whether there is an exchange that can be cut into chunks."""
+        """Whether there is an exchange that can be cut into chunks, or one-sided."""
         return self.kvp > 1 and self.strategy == "helix"
+
+    @property
+    def _in_chunks(self) -> bool:
+        return self._exchanges and self.exchange == "xla"
 
     def chunks(self, rows: int) -> int:
         """In how many chunks a decoding step of ``rows`` sends what attention gives."""
-        if self.overlap is not None or not self._exchanges:
+        if self.overlap is not None or not self._in_chunks:
             return min(self.overlap or 1, rows)
         return min(tuned.block("exchange", "helix", {"rows": rows})["chunks"], rows)
 
@@ -167,7 +189,7 @@ class HelixConfig:
         jspec gives them to its own; a jitted loop around them has to be given them by its author.
         """
         most = self.overlap or 1
-        if self.overlap is None and self._exchanges:
+        if self.overlap is None and self._in_chunks:
             most = max(taken["chunks"] for taken in tuned.blocks("exchange", "helix"))
         # Off by default on GPUs, where messages then mostly end before other work begins.
         return {"xla_gpu_enable_latency_hiding_scheduler": True} if most > 1 else {}
@@ -176,8 +198,8 @@ class HelixConfig:
     def mesh(self) -> jax.sharding.Mesh:
         """The first N devices, axes `tpa_axes` and `kvp_axes`.
 
-        Raises `ValueError` where there are fewer, and where several processes have more, one of
-        which would have no part.
+        Raises `ValueError` where there are fewer, where several processes have more, one of which
+        would have no part, and where they cannot exchange as ``exchange`` says.
         """
         found, processes = jax.devices(), jax.process_count()
         here = "this machine has" if processes == 1 else f"{processes} processes have"
@@ -191,6 +213,8 @@ class HelixConfig:
                 f"kvp={self.kvp} times tpa={self.tpa} takes {self.devices} devices and {here} "
                 f"{len(found)}, all of which must have a part; raise kvp or tpa"
             )
+        if reason := self.refuses_exchange():
+            raise ValueError(f"{reason}; leave exchange out")
         axes = self._mesh_axes
         return jax.make_mesh(
             tuple(axis.size for axis in axes),
@@ -198,6 +222,11 @@ class HelixConfig:
             axis_types=(AxisType.Auto,) * len(axes),
             devices=found[: self.devices],
         )
+
+    def refuses_exchange(self) -> str | None:
+        """Why the devices that there are cannot exchange as ``exchange`` says, or None."""
+        reason = refuses_exchange(self.exchange, jax.devices()[: self.devices])
+        return reason and f"exchange={self.exchange!r} cannot run here: {reason}"
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
         """Of an array whose axes are sharded over these of the mesh."""

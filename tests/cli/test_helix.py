@@ -27,6 +27,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(run, source):
         (["--helix", "kvp=two"], "kvp='two' must be a whole number"),
         (["--helix", "overlap=2"], "overlap=2 cuts the exchange"),
         (["--helix", "up_projection=now"], "up_projection='now' must be one of auto, before"),
+        (["--helix", "kvp=2,exchange=pallas"], "exchange='pallas' cannot run here: "),
         (["--helix", "kvp=99"], "kvp=99 times tpa=1 needs 99 devices and this machine has"),
         (["--helix", "kvp=4"], "6 query heads, which do not divide into kvp=4"),
         (["--devices", "0"], "--devices 0 must be at least 1"),

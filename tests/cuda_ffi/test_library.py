@@ -252,7 +252,7 @@ def test_a_single_block_refuses_more_than_32(kernels):
 def fail_to_load(monkeypatch, path: Path) -> str:
     """The reason the library at ``path`` is refused for."""
     monkeypatch.setattr(library, "build", lambda subject, platform: Built(path, None))
-    library._refusal.cache_clear()
+    library._loaded.cache_clear()
     try:
         tokens = jnp.zeros((1, 2), jnp.int32)
         arguments = (tokens[:, :1], tokens, jnp.ones((1,), jnp.int32), tokens)
@@ -262,7 +262,7 @@ def fail_to_load(monkeypatch, path: Path) -> str:
         with pytest.raises(ValueError, match="verify_greedy cannot run as asked; cuda: "):
             verify_greedy(*arguments, implementation="cuda")
     finally:
-        library._refusal.cache_clear()
+        library._loaded.cache_clear()
     assert reason is not None
     return reason
 

@@ -154,16 +154,20 @@ def test_a_layer_with_a_sliding_window_keeps_a_ring_on_each_rank(kvp, tpa, token
     check(kvp, tpa, "gqa", tokens, window=window)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_merge_has_the_bits_of_one_device(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "by"), [("float32", "xla"), ("bfloat16", "xla"), ("bfloat16", "cuda")]
+)
+def test_the_merge_has_the_bits_of_one_device(dtype, by):
     """The same parts, merged on one device: ranks are summed in order, and no bit is lost."""
-    helix = HelixConfig(kvp=4, tpa=2)
+    helix = HelixConfig(kvp=4, tpa=2, exchange=by)
+    if reason := helix.refuses_exchange():
+        pytest.skip(reason)
     outs = jnp.asarray(random(4, 2, 3, 16, SIZE), dtype)
     lses = random(4, 2, 3, 16, seed=1) * 20
     lses[1] = -np.inf  # a rank without a token, and a query that no rank has a key for
     lses[:, 0, 1] = -np.inf
     run = jax.shard_map(
-        lambda out, lse: all_to_all(out[0], lse[0], "kvp"),
+        lambda out, lse: all_to_all(out[0], lse[0], "kvp", by),
         mesh=helix.mesh,
         in_specs=(P("kvp", None, None, "tpa"), P("kvp", None, None, "tpa")),
         out_specs=P(None, None, helix.axes),

@@ -122,6 +122,14 @@ def test_what_helix_is_compared_with_has_the_same_tokens(strategy, model, alone)
 
 
 @pytest.mark.slow
+def test_one_sided_messages_have_the_same_tokens(model, alone):
+    config = helix.HelixConfig(kvp=4, tpa=2, block=4, exchange="cuda")
+    if reason := config.refuses_exchange():
+        pytest.skip(reason)
+    assert decoded(helix.shard(model, config), NGRAM, GREEDY)[0] == alone
+
+
+@pytest.mark.slow
 def test_a_request_goes_into_a_slot_of_a_running_batch(model):
     """Each device takes its part of the row, and what the drafter picked of it."""
     params, found = jspec.SamplingParams(max_new_tokens=12), []

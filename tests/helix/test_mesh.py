@@ -5,7 +5,7 @@ import pytest
 
 from jspec import tuned
 from jspec.config import LayerSpec
-from jspec.helix import HelixConfig
+from jspec.helix import HelixConfig, mesh
 
 EIGHT = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
@@ -29,6 +29,12 @@ def spec(kv_heads: int) -> LayerSpec:
         ({"tpa": 2, "overlap": 2}, "overlap=2 cuts the exchange .* but kvp=1 and strategy='helix'"),
         ({"kvp": 2, "overlap": 2, "strategy": "medha"}, "overlap=2 cuts .*; leave overlap out"),
         ({"up_projection": "never"}, "up_projection='never' must be one of auto, before, after"),
+        ({"kvp": 2, "exchange": "nccl"}, "exchange='nccl' must be one of xla, pallas, cuda"),
+        ({"tpa": 2, "exchange": "cuda"}, "exchange='cuda' is of .* but kvp=1 and strategy='helix'"),
+        (
+            {"kvp": 2, "exchange": "pallas", "overlap": 2},
+            "overlap=2 lets messages run beside attention, and one of exchange='pallas' is waited",
+        ),
     ],
     ids=str,
 )
@@ -72,14 +78,23 @@ def test_devices_with_the_same_heads_stand_side_by_side():
     )
 
 
+def test_an_exchange_that_cannot_run_is_refused(monkeypatch):
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 devices")
+    monkeypatch.setattr(mesh, "refuses_exchange", lambda by, devices: f"{by} {len(devices)}")
+    with pytest.raises(ValueError, match="exchange='pallas' cannot run here: pallas 2; leave exch"):
+        _ = HelixConfig(kvp=2, exchange="pallas").mesh
+
+
 def test_chunks_are_those_that_were_measured_unless_given(monkeypatch):
     rules = ({"chunks": 1}, {"chunks": 4})
     monkeypatch.setattr(tuned, "block", lambda *args: rules[args[2]["rows"] > 8])
     monkeypatch.setattr(tuned, "blocks", lambda *args: rules)
-    mesh = HelixConfig(kvp=2)
-    assert [mesh.chunks(rows) for rows in (1, 8, 9)] == [1, 1, 4]
-    assert mesh.compiler_options
-    for one in (HelixConfig(tpa=2), HelixConfig(kvp=2, strategy="medha")):
+    measured = HelixConfig(kvp=2)
+    assert [measured.chunks(rows) for rows in (1, 8, 9)] == [1, 1, 4]
+    assert measured.compiler_options
+    at_once = HelixConfig(kvp=2, exchange="cuda")
+    for one in (HelixConfig(tpa=2), HelixConfig(kvp=2, strategy="medha"), at_once):
         assert (one.chunks(9), one.compiler_options) == (1, {})
     given = HelixConfig(kvp=2, overlap=2)
     assert [given.chunks(rows) for rows in (1, 3)] == [1, 2]

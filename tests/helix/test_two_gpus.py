@@ -34,13 +34,14 @@ def test_attention_is_that_of_numpy(kvp, tpa, heads, tokens, strategy):
     test_attention.check(kvp, tpa, heads, tokens, strategy)
 
 
+@pytest.mark.parametrize("by", ["xla", "pallas", "cuda"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_merge_has_the_bits_of_one(dtype):
-    mesh = helix.HelixConfig(kvp=2)
+def test_the_merge_has_the_bits_of_one(dtype, by):
+    mesh = helix.HelixConfig(kvp=2, exchange=by)
     outs = jnp.asarray(test_attention.random(2, 2, 3, 16, 64), dtype)
     lses = jnp.asarray(test_attention.random(2, 2, 3, 16, seed=1) * 20)
     run = jax.shard_map(
-        lambda out, lse: all_to_all(out[0], lse[0], "kvp"),
+        lambda out, lse: all_to_all(out[0], lse[0], "kvp", by),
         mesh=mesh.mesh,
         in_specs=P("kvp"),
         out_specs=P(None, None, mesh.axes),
@@ -70,6 +71,13 @@ def test_chunks_of_latents_are_near_one_message():
 @pytest.mark.parametrize("name", ["plain", "hata", "vegas"])
 def test_greedy_tokens_are_those_of_one(name, kvp, tpa, model, alone):
     sharded = helix.shard(model, helix.HelixConfig(kvp=kvp, tpa=tpa, block=4))
+    assert decoded(sharded, DRAFTERS[name], GREEDY)[0] == alone
+
+
+@pytest.mark.parametrize("by", ["pallas", "cuda"])
+@pytest.mark.parametrize("name", ["plain", "hata"])
+def test_one_sided_messages_have_the_tokens_of_one(name, by, model, alone):
+    sharded = helix.shard(model, helix.HelixConfig(kvp=2, block=4, exchange=by))
     assert decoded(sharded, DRAFTERS[name], GREEDY)[0] == alone
 
 

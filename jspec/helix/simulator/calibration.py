@@ -107,10 +107,13 @@ def calibrated(constants: Constants, hardware: Hardware, fits: Iterable[Fit]) ->
 Measurement = tuple[str, float, Sequence[float]]  # its name, bytes, and nanoseconds of each sample
 
 
-def _collective(row: dict[str, Any]) -> Measurement:
+def _collective(row: dict[str, Any]) -> Measurement | None:
+    operation, _, by = row["operation"].partition(", ")
+    if by:  # one-sided: the fit is of NCCL
+        return None
     ranks, size = int(row["case"]["P"]), float(row["case"]["bytes"])
-    name = f"{row['operation']}, P={ranks}, {size:,.0f} bytes"
-    return name, SENT[row["operation"]](ranks, size), row["step_ns"]
+    name = f"{operation}, P={ranks}, {size:,.0f} bytes"
+    return name, SENT[operation](ranks, size), row["step_ns"]
 
 
 def _read(row: dict[str, Any]) -> Measurement | None:

@@ -1,0 +1,59 @@
+"""The all-to-all of `jspec.ops.exchange` by a CUDA kernel that stores in the peers' memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cuda_ffi import library
+from jspec.cuda_ffi.errors import BuildError
+from jspec.ops.exchange import OneSided
+from jspec.ops.vocabulary import Axes
+from jspec.typing import Array
+
+# As src/exchange/exchange.h has them.
+LINE_BYTES = 8
+MOST_BYTES = 2**20  # of a piece
+MOST_DEVICES = 8
+PATIENCE = 20.0  # seconds that a device waits for another, before its program fails
+
+
+def exchange_cuda(pieces: Array, axes: Axes) -> Array:
+    """As `jspec.ops.exchange.OneSided` says it of ``run``."""
+    # A group is as many devices as there are pieces, which follow each other.
+    del axes
+    shape = pieces.shape
+    flat = pieces.reshape(shape[0], math.prod(shape[1:]))
+    size = flat.shape[1]
+    missing = -size % (LINE_BYTES // flat.dtype.itemsize)
+    if missing:
+        flat = jnp.pad(flat, ((0, 0), (0, missing)))
+    (found,) = library.call(
+        "exchange",
+        [jax.ShapeDtypeStruct(flat.shape, flat.dtype)],
+        flat,
+        vmap_method="sequential",
+        patience=np.int64(PATIENCE * 1e9),
+    )
+    return found[:, :size].reshape(shape)
+
+
+@functools.cache
+def _refuses(devices: int) -> str | None:
+    if devices > MOST_DEVICES:
+        return f"{devices} devices are more than {MOST_DEVICES}"
+    try:
+        opened = library.loaded("exchange").jspec_open_exchange
+    except BuildError as error:
+        return str(error)
+    opened.restype = ctypes.c_char_p
+    wrong = opened(devices)
+    return None if wrong is None else wrong.decode()
+
+
+EXCHANGE = OneSided(exchange_cuda, _refuses, MOST_BYTES)

@@ -1,0 +1,79 @@
+"""The all-to-all of `jspec.ops.exchange` on Mosaic GPU, by references to the peers' memory.
+
+XLA tells each kernel where its peers have its arguments and results, and lets none begin before all
+devices have come to it: until then a result may still be the memory of something else.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jspec.gpu import unreached
+from jspec.ops.exchange import OneSided
+from jspec.ops.vocabulary import Axes
+from jspec.pallas.mosaic import LANES, WARPS, Spread, load, refuses_pallas, store
+from jspec.sharding import opaque
+from jspec.typing import Array
+
+WORD = 16  # bytes a lane moves at once
+TILE = WARPS * LANES * WORD  # bytes a program moves at once
+MOST_BLOCKS = 64
+
+
+def exchange_pallas(pieces: Array, axes: Axes) -> Array:
+    """As `jspec.ops.exchange.OneSided` says it of ``run``."""
+    shape, ranks = pieces.shape, pieces.shape[0]
+    flat = pieces.reshape(ranks, math.prod(shape[1:]))
+    size = flat.shape[1]
+    tile = TILE // flat.dtype.itemsize
+    tiles = -(-size // tile)
+    spread = Spread(tile, vector=WORD // flat.dtype.itemsize, warps=WARPS)
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    sizes = [lax.axis_size(name) for name in names]
+
+    def place(rank: Array) -> Any:
+        """Where ``rank`` is on each axis of the mesh."""
+        found = {}
+        for name, length in zip(reversed(names), reversed(sizes), strict=True):
+            found[name], rank = lax.rem(rank, jnp.int32(length)), lax.div(rank, jnp.int32(length))
+        return found
+
+    def exchange(source, target, arrived):
+        me = lax.axis_index(names)
+
+        @plgpu.nd_loop((ranks, tiles), collective_axes="block")
+        def _(loop):
+            step, at = loop.index
+            peer = lax.rem(me + step, jnp.int32(ranks))
+            here = pl.ds(at * tile, tile)
+            there = plgpu.remote_ref(target, place(peer))
+            store(there.at[me, here], load(source.at[peer, here], spread))
+
+        # Each block has a semaphore of its own, which the same blocks of the peers signal.
+        for step in range(1, ranks):
+            pl.semaphore_signal(arrived, device_id=place(lax.rem(me + step, jnp.int32(ranks))))
+        pl.semaphore_wait(arrived, ranks - 1)
+
+    call = plgpu.kernel(
+        exchange,
+        out_type=jax.ShapeDtypeStruct((ranks, tiles * tile), flat.dtype),
+        scratch_types=[plgpu.SemaphoreType.REGULAR],
+        grid=(min(MOST_BLOCKS, ranks * tiles),),
+        grid_names=("block",),
+    )
+    found = opaque(call, jnp.pad(flat, ((0, 0), (0, tiles * tile - size))))
+    return found[:, :size].reshape(shape)
+
+
+def _refuses(devices: int) -> str | None:
+    return refuses_pallas() or unreached(devices)
+
+
+EXCHANGE = OneSided(exchange_pallas, _refuses)

@@ -1,0 +1,190 @@
+"""The all-to-all by XLA and one-sided, against numpy, on virtual devices or GPUs."""
+
+import functools
+import subprocess
+import sys
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jspec.cuda_ffi import exchange as cuda
+from jspec.cuda_ffi import library
+from jspec.helix import HelixConfig
+from jspec.ops.exchange import By, exchange, refuses_exchange, takes
+from tests.pallas.mosaic import lower
+
+
+def over(by: By, kvp: int, tpa: int = 1) -> HelixConfig:
+    """A mesh whose devices exchange by ``by``; where they cannot, the test is skipped."""
+    if jax.device_count() < kvp * tpa:
+        pytest.skip(f"needs {kvp * tpa} devices")
+    helix = HelixConfig(kvp=kvp, tpa=tpa, exchange=by)
+    if reason := helix.refuses_exchange():
+        pytest.skip(reason)
+    return helix
+
+
+def on(helix: HelixConfig, body, *arguments):
+    """``body`` of each device's part of the arguments, whose first axis is that of devices."""
+    run = jax.shard_map(body, mesh=helix.mesh, in_specs=P(helix.axes), out_specs=P(helix.axes))
+    return jax.jit(run)(*arguments)
+
+
+def exchanged(x: np.ndarray, kvp: int) -> np.ndarray:
+    """What each device of ``x [devices, ranks, ...]`` gets: of each rank of its group."""
+    groups = x.reshape(-1, kvp, *x.shape[1:])
+    return np.swapaxes(groups, 1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize("by", get_args(By))
+@pytest.mark.parametrize(
+    ("kvp", "tpa", "shape", "dtype"),
+    [
+        (2, 1, (3, 5), "float32"),
+        (2, 1, (1,), "bfloat16"),
+        (2, 4, (7, 3), "uint16"),
+        (4, 2, (2, 4, 9), "uint32"),
+        (8, 1, (1001,), "uint16"),
+    ],
+    ids=str,
+)
+def test_pieces_are_where_numpy_puts_them(by, kvp, tpa, shape, dtype):
+    """Groups, every number of ranks, and pieces that are no whole lines."""
+    helix = over(by, kvp, tpa)
+    x = np.random.default_rng(kvp).integers(0, 2**16, (kvp * tpa, kvp, *shape))
+    x = np.asarray(jnp.asarray(x, dtype))
+
+    def body(x):
+        given = jnp.moveaxis(x[0], 0, -1)  # the axis of pieces may be any
+        return exchange(given, helix.kvp_axes, axis=given.ndim - 1, by=by)[None]
+
+    np.testing.assert_array_equal(on(helix, body, x), exchanged(x, kvp))
+
+
+@pytest.mark.parametrize("by", ["pallas", "cuda"])
+@pytest.mark.parametrize("kvp", [2, 4])
+def test_messages_that_follow_each_other_are_not_mixed_up(by, kvp):
+    """Of two sizes in turn, each of another content."""
+    helix, steps = over(by, kvp), 400
+    sizes = (300, 3)
+    first = [np.arange(kvp * kvp * n, dtype=np.int32).reshape(kvp, kvp, n) for n in sizes]
+
+    def body(*given):
+        def step(_, i):
+            send = functools.partial(exchange, axes=helix.kvp_axes, axis=0, by=by)
+            one = send(given[0][0] + i)
+            # Never true, but the message follows from the one before.
+            two = send(given[1][0] - i + (one.min() < -1).astype(jnp.int32))
+            return None, (one, two)
+
+        found = lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))[1]
+        return jax.tree.map(lambda x: x[None], found)
+
+    found = on(helix, body, *first)
+    for given, sign, all_steps in zip(first, (1, -1), found, strict=True):
+        for i in range(steps):
+            np.testing.assert_array_equal(all_steps[:, i], exchanged(given + sign * i, kvp))
+
+
+def traced(by: By, size: int) -> str:
+    """The exchange of two pieces of ``size`` numbers, as it is traced."""
+    helix = HelixConfig(kvp=2)
+
+    def body(x):
+        return exchange(x[0], helix.kvp_axes, axis=0, by=by)[None]
+
+    run = jax.shard_map(body, mesh=helix.mesh, in_specs=P(helix.axes), out_specs=P(helix.axes))
+    return str(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((2, 2, size), jnp.float32)))
+
+
+def test_larger_pieces_go_by_xla():
+    over("cuda", 2)
+    most = cuda.MOST_BYTES // 4
+    assert [traced("cuda", size).count("all_to_all") for size in (most, most + 1)] == [0, 1]
+    assert takes("cuda", 4 * most)
+    assert not takes("cuda", 4 * most + 4)
+    assert takes("xla", 2**40)
+
+
+@pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (2, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+def test_pallas_lowers_for_cuda_and_asks_xla_where_peers_are(kvp, tpa, dtype):
+    """Nothing of NVSHMEM or of multicast is in it."""
+    if jax.device_count() < kvp * tpa:
+        pytest.skip(f"needs {kvp * tpa} devices")
+    helix = HelixConfig(kvp=kvp, tpa=tpa)
+
+    def body(x):
+        return exchange(x[0], helix.kvp_axes, axis=0, by="pallas")[None]
+
+    run = jax.shard_map(body, mesh=helix.mesh, in_specs=P(helix.axes), out_specs=P(helix.axes))
+    text = lower(run, jax.ShapeDtypeStruct((kvp * tpa, kvp, 3000), dtype))
+    assert text.count("mosaic_gpu_v2") == 1
+    assert "uses_xla_collective_metadata = true" in text
+    assert f'xla_replica_ids = "{",".join(map(str, range(kvp * tpa)))}"' in text
+    assert not any(word in text for word in ("nvshmem", "multimem", "symmetric_memory_parameters"))
+
+
+def test_a_device_that_does_not_send_is_an_error():
+    """Also for all calls that follow, which would take one message for another."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("on a GPU the error ends the process")
+    over("cuda", 2)
+    script = "from tests.ops.test_exchange import wait_in_vain; wait_in_vain()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    said = ["another device did not send in time", "an exchange has failed before in this process"]
+    assert done.stdout.splitlines() == said, done.stderr
+
+
+def wait_in_vain() -> None:
+    """Device 0 alone makes a call that is one of two devices'."""
+    assert cuda.EXCHANGE.refuses(2) is None
+    cuda.PATIENCE = 0.1
+    run = jax.jit(lambda x: cuda.exchange_cuda(x, "kvp"))
+    for _ in range(2):
+        try:
+            run(jnp.ones((2, 3))).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            print(str(error).rpartition(": ")[2])
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 3, 2), r"pieces F32\[2, 3, 2\] must be \[ranks, n\]"),
+        ((2, 3), "device 0 cannot exchange pieces"),  # no whole lines
+        ((2, cuda.MOST_BYTES), "device 0 cannot exchange pieces"),
+        ((1, 2), "device 0 cannot exchange pieces"),
+        ((9, 2), "device 0 cannot exchange pieces"),
+    ],
+    ids=str,
+)
+def test_calls_that_cannot_be_are_refused(shape, message):
+    """By the handler, before it waits for anything."""
+    over("cuda", 2)
+    x = jnp.ones(shape)
+    run = functools.partial(
+        library.call, "exchange", [x], vmap_method="sequential", patience=np.int64(0)
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.jit(run)(x)[0].block_until_ready()
+
+
+def test_devices_that_cannot_exchange_are_refused(monkeypatch):
+    devices = jax.devices()
+    assert refuses_exchange("xla", devices[::-1]) is None
+    if len(devices) > 1:
+        said = refuses_exchange("cuda", devices[1::-1])
+        assert said == "devices [1, 0] are not the first 2 in their order"
+    assert cuda.EXCHANGE.refuses(cuda.MOST_DEVICES + 1) == "9 devices are more than 8"
+    if jax.default_backend() == "cpu":
+        said = refuses_exchange("pallas", devices)
+        assert "Mosaic GPU" in str(said)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    said = refuses_exchange("cuda", devices)
+    assert said == "a device reaches no memory of another process, and there are 2"
