@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from bench import clocks, point
+from bench import cases, clocks, point
 from bench.decode.catalogue import MODELS
 from bench.decode.check import LAYERS, TOLERANCE, Check
 from bench.decode.shapes import random_model
@@ -46,6 +46,9 @@ from jspec.policies.hata import with_hashes
 from jspec.policies.policy import columns_of
 
 BUDGET = 0.0156
+# Of the tokens that are compared. `hata_off` has the parts of a layer, and `hata` as one operation
+# rounds otherwise.
+IN_PARTS = {"hash_attention": "one_by_one"}
 CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
 STEPS, REPEATS = 16, 7
 SMALL = ModelConfig.uniform(
@@ -58,17 +61,30 @@ SMALL = ModelConfig.uniform(
     head_size=16,
     max_context=1024,
 )
-# Name, shape, tokens in the cache, and the paper's seconds for 500 tokens (table 9).
-CASES = (
-    ("llama-2-7b", MODELS["llama-2-7b"], 36 * 1024, 15.04),
-    ("llama-3.1-8b", MODELS["llama-3.1-8b"], 72 * 1024, 15.86),
-)
+DEFAULT: cases.Case = {"model": "llama-2-7b", "S": 36 * 1024}
+DRAWN = {"small": SMALL} | {name: MODELS[name] for name in ("llama-2-7b", "llama-3.1-8b")}
+CHOICES = {"model": (*DRAWN, "bundled")}
+OWN = ("model=llama-2-7b,S=36K", "model=llama-3.1-8b,S=72K", "model=bundled,S=16K")
+# The paper's seconds for 500 tokens (table 9).
+PAPER_S = {("llama-2-7b", 36 * 1024): 15.04, ("llama-3.1-8b", 72 * 1024): 15.86}
 PAPER_TOKENS = 500
-BUNDLED_CONTEXT = 16 * 1024
+
+
+def case(text: str) -> cases.Case:
+    """A case of ``--case``; `ValueError` where it is none."""
+    return cases.parse(text, DEFAULT, CHOICES)
+
+
+def grid(settings: Settings) -> list[cases.Case]:
+    """The cases that were asked for, or the suite's own."""
+    own = OWN[1:] if settings.quick else OWN
+    if jax.default_backend() == "cpu":
+        own = ("model=small,S=256",)
+    return [case(text) for text in settings.cases or own]
 
 
 def policies(budget: float) -> dict[str, Policy]:
-    """What is timed, by name."""
+    """What is timed, by name, each in front of those whose tokens are compared with its own."""
     asked: dict[str, Any] = {"budget": budget}
     return {
         "dense": Dense(),
@@ -81,36 +97,37 @@ def policies(budget: float) -> dict[str, Policy]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Every case, the prediction on the bundled model last."""
+    """Every case with every policy."""
     if reason := host.refusal():
         return {"rows": [point.row("decode", {}, "hata_off", checked=None, reason=reason)]}
     return {"rows": _rows(settings)}
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    small = jax.default_backend() == "cpu"
-    cases = [("small", SMALL, 256, None)] if small else CASES[1:] if settings.quick else CASES
-    for name, config, context, paper in cases:
-        # No variable here holds a model, so that it is gone before the next one is drawn.
-        yield from _Case(name, random_model(config), context, paper, 1 if small else STEPS).rows(
-            settings
-        )
+    for here in grid(settings):
+        if here["model"] == "bundled":
+            yield from _bundled(here["S"], settings)
+        else:
+            # No variable here holds a model, so that it is gone before the next one is drawn.
+            yield from _Case(here, random_model(DRAWN[here["model"]]), settings).rows(settings)
         gc.collect()
-    if not small:
-        yield from _bundled()
 
 
 class _Case:
     """The rows of a model at a context."""
 
-    def __init__(
-        self, name: str, model: Decoder, context: int, paper: float | None, steps: int
-    ) -> None:
-        self.model, self.steps, self.paper = model, steps, paper
-        self.at = {"model": name, "layers": model.config.num_layers, "context": context}
-        self.blueprint = Blueprint.of(model, 1, context, 0, 2 * CHUNKS[1] * steps)
-        budget = 0.1 if model.config is SMALL else BUDGET
-        self.policies = policies(budget)
+    def __init__(self, here: cases.Case, model: Decoder, settings: Settings) -> None:
+        self.model = model
+        self.steps = 1 if model.config is SMALL else STEPS
+        self.paper = PAPER_S.get((here["model"], here["S"]))
+        self.at = {
+            "model": here["model"],
+            "layers": model.config.num_layers,
+            "context": here["S"],
+        }
+        self.blueprint = Blueprint.of(model, 1, here["S"], 0, 2 * CHUNKS[1] * self.steps)
+        every = policies(0.1 if model.config is SMALL else BUDGET)
+        self.policies = {name: own for name, own in every.items() if settings.wants(name)}
 
     def rows(self, settings: Settings) -> Iterator[point.Row]:
         """A row for each policy, with its times where its output was right."""
@@ -130,32 +147,27 @@ class _Case:
                         "decode", self.at, name, checked=False, reason=failure(name, error).reason
                     )
                 gc.collect()  # one cache at a time
+                # What was measured is not lost where the run is ended: a row is given as soon as
+                # that is known which it is compared with.
+                for ready in [own for own in found if own == "dense" or _beside(own) in tokens]:
+                    yield self._judged(ready, tokens, found.pop(ready))
                 advance()
-        for name, own in found.items():
-            checked, reason = self._judged(name, tokens, own)
-            if reason is None:
-                yield point.row("decode", self.at, name, checked=checked, paper_s=self.paper, **own)
-            else:
-                yield point.row("decode", self.at, name, checked=False, reason=reason)
+        for name in found:
+            reason = f"{_beside(name)} did not run, which its tokens are compared with"
+            yield point.row("decode", self.at, name, checked=False, reason=reason)
 
-    def _judged(
-        self, name: str, tokens: dict[str, np.ndarray], own: dict[str, Any]
-    ) -> tuple[str, str | None]:
-        """How the output of a policy was checked, and why it is wrong, or None.
-
-        That of `hata` comes about in two ways, with the cache on the device and in the host.
-        """
-        if name == "dense":
-            wrong = own["error"] > TOLERANCE
-            return (
-                f"{LAYERS} layers",
-                f"its logits are wrong by {own['error']:.1%}" if wrong else None,
-            )
-        other = "hata_off" if name == "hata" else "hata"
-        if other not in tokens:
-            return "", f"{other} did not run, which its tokens are compared with"
-        same = np.array_equal(tokens[name], tokens[other])
-        return f"as {other}", None if same else f"its tokens differ from those of {other}"
+    def _judged(self, name: str, tokens: dict[str, np.ndarray], own: dict[str, Any]) -> point.Row:
+        """The row of a policy, or why its output is wrong."""
+        reason, checked = None, f"{LAYERS} layers"
+        if name != "dense":
+            checked = f"as {_beside(name)}"
+            if not np.array_equal(tokens[name], tokens[_beside(name)]):
+                reason = f"its tokens differ from those of {_beside(name)}"
+        elif own["error"] > TOLERANCE:
+            reason = f"its logits are wrong by {own['error']:.1%}"
+        if reason is not None:
+            return point.row("decode", self.at, name, checked=False, reason=reason)
+        return point.row("decode", self.at, name, checked=checked, paper_s=self.paper, **own)
 
     def _timed(self, policy: Policy) -> tuple[dict[str, Any], np.ndarray]:
         """The step's samples with what else is known of it, and the tokens of a first chunk."""
@@ -171,7 +183,8 @@ class _Case:
         if isinstance(policy, Dense):
             found["error"] = self._error(state)
         config = StepConfig(0, NoDraft(), target=policy)
-        state, record = decode_chunk(models, state, config=config, steps=self.steps)
+        compared = dataclasses.replace(config, backends=IN_PARTS)
+        state, record = decode_chunk(models, state, config=compared, steps=self.steps)
         tokens = np.asarray(record.tokens)
         if not (np.asarray(record.committed) == 1).all():
             raise RuntimeError("a step did not commit one token a row")
@@ -218,6 +231,14 @@ class _Case:
         return dataclasses.replace(state, cache=cache)
 
 
+def _beside(name: str) -> str:
+    """The policy whose tokens those of ``name`` are compared with.
+
+    That of `hata` comes about in two ways, with the cache on the device and in the host.
+    """
+    return "hata_off" if name == "hata" else "hata"
+
+
 def _bytes(state: DecodeState, *, in_host: bool) -> int:
     """Bytes of the cache in the host's memory, or of that on the device."""
     leaves = jax.tree.leaves(state.cache.columns)
@@ -248,21 +269,21 @@ def _bus(state: DecodeState, policy: HataOff) -> tuple[list[int], int]:
     return samples, moved
 
 
-def _bundled() -> Iterator[point.Row]:
+def _bundled(context: int, settings: Settings) -> Iterator[point.Row]:
     """Where rows come from on a model that was trained, with its hashes, in a text."""
     model, tokenizer = load_bundled(jnp.bfloat16)
-    text, _ = training_document(BUNDLED_CONTEXT, np.random.default_rng(0))
-    prompt = tokenizer.encode(text)[:BUNDLED_CONTEXT]
-    case = {"model": "bundled", "layers": model.config.num_layers, "context": len(prompt)}
+    text, _ = training_document(context, np.random.default_rng(0))
+    prompt = tokenizer.encode(text)[:context]
+    at = {"model": "bundled", "layers": model.config.num_layers, "context": len(prompt)}
     for name, policy in policies(BUDGET).items():
-        if not isinstance(policy, HataOff):
+        if not isinstance(policy, HataOff) or not settings.wants(name):
             continue
         policy = with_hashes(policy, bundled_path())
         assert isinstance(policy, HataOff)
         models = Models(model, policy=policy.prepare(model.config.layers, None))
         state = start_decoding(models, [prompt], config=StepConfig(0, NoDraft(), target=policy))
         there, _ = rows_there(models, state, policy)
-        yield point.row("rows", case, name, checked="as hata", **there)
+        yield point.row("rows", at, name, checked="as hata", **there)
 
 
 def hidden(row: point.Row, beside: dict[str, point.Row]) -> float | None:
@@ -339,6 +360,8 @@ SUITE = Suite(
     "a step with keys and values in host memory, beside dense and hata on the device",
     run,
     show,
+    rivals=tuple(policies(BUDGET)),
     compare=compare,
     own_clocks=True,
+    case=case,
 )

@@ -7,6 +7,7 @@ import pytest
 
 from bench import hata_off, report
 from bench.__main__ import main
+from bench.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,32 @@ def test_what_is_hidden_is_a_share_of_the_bus():
 
 def test_tokens_that_differ_fail_both_ways():
     case = object.__new__(hata_off._Case)
+    case.at = {"model": "small"}
     tokens = {"hata": np.array([1, 2]), "hata_off": np.array([1, 3])}
     for name, other in (("hata", "hata_off"), ("hata_off", "hata")):
-        reason = case._judged(name, tokens, {})[1]
+        reason = case._judged(name, tokens, {})["reason"]
         assert reason == f"its tokens differ from those of {other}"
-    assert case._judged("dense", {}, {"error": 0.2})[1] == "its logits are wrong by 20.0%"
-    assert case._judged("hata", {"hata": tokens["hata"]}, {})[1] is not None
+    assert case._judged("dense", {}, {"error": 0.2})["reason"] == "its logits are wrong by 20.0%"
+
+
+def test_rows_come_when_what_they_are_compared_with_ran(monkeypatch):
+    case = object.__new__(hata_off._Case)
+    case.at = {"model": "small"}
+    case.paper = None
+    case.policies = dict.fromkeys(("dense", "hata", "hata_off"))
+    ran = iter(("dense", "hata"))
+
+    def timed(policy):
+        name = next(ran, None)
+        if name is None:
+            raise RuntimeError("no memory")
+        return {"error": 0.0}, np.array([1])
+
+    monkeypatch.setattr(case, "_timed", timed)
+    rows = [(row["name"], row["checked"]) for row in case.rows(Settings())]
+    assert rows == [("dense", "2 layers"), ("hata_off", False), ("hata", False)]
+    # Alone, neither has anything to be compared with.
+    case.policies = {"hata": None}
+    ran = iter(("hata",))
+    (row,) = case.rows(Settings())
+    assert row["reason"] == "hata_off did not run, which its tokens are compared with"
