@@ -11,11 +11,11 @@ constexpr int kEncoding = 256, kEncodingWarps = kEncoding / 32;
 constexpr int kTogether = 2 * kEncodingWarps;  // vectors of a block: a warp encodes two at a time
 
 // A block makes a word of the codes of some queries and keys of a head, vector `tile * kTogether` on.
-// The vectors of a batch row are its queries, then its key. The counters of all rows become 0.
+// The vectors of a batch row are its queries, then its key.
 template <int SIZE>
 __global__ void __launch_bounds__(kEncoding)
     append_kernel(const __grid_constant__ Hash hash, const __grid_constant__ Layer layer,
-                  const __grid_constant__ HashPlan plan, int tiles, uint32_t* workspace) {
+                  int tiles) {
   extern __shared__ __align__(16) uint32_t shared[];
   float *w = reinterpret_cast<float*>(shared), *x = w + SIZE * 32;  // [SIZE, 32] and [kTogether, SIZE]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, words = hash.words;
@@ -23,10 +23,6 @@ __global__ void __launch_bounds__(kEncoding)
   const int head = blockIdx.x / tiles / words, group = hash.group, n = hash.rows.n;
   constexpr int kPairs = SIZE / 64, kRows = SIZE / kEncodingWarps;
   const int vectors = hash.batch * (group + 1);
-  for (int64_t i = blockIdx.x * kEncoding + threadIdx.x; i < hash.rows.rows * kCounted;
-       i += gridDim.x * kEncoding) {
-    workspace[i / kCounted * plan.words + plan.meeting + i % kCounted] = 0;
-  }
   // Everything is loaded before anything is stored: no load waits for another.
   float first[2][kPairs], second[2][kPairs], cosine[2][kPairs], sine[2][kPairs], row_w[kRows];
   int position[2];

@@ -51,17 +51,6 @@ struct Sums {
   }
 };
 
-// Waits until a counter in memory has come to `count`, and sees what was written before it was added to.
-// Called by all threads.
-__device__ __forceinline__ void wait_for(const uint32_t* counter, uint32_t count) {
-  if (threadIdx.x == 0) {
-    while (*reinterpret_cast<const volatile uint32_t*>(counter) < count) {
-    }
-    __threadfence();
-  }
-  __syncthreads();
-}
-
 // Blocks of a row wait here until all of them have come. Those that it waits for are on the device, or
 // come as soon as there is room: blocks take their places in the order in which they begin.
 __device__ __forceinline__ void meet(uint32_t* counter, uint32_t parts) {
@@ -69,8 +58,11 @@ __device__ __forceinline__ void meet(uint32_t* counter, uint32_t parts) {
   if (threadIdx.x == 0) {
     __threadfence();
     atomicAdd(counter, 1);
+    while (*reinterpret_cast<volatile uint32_t*>(counter) < parts) {
+    }
+    __threadfence();
   }
-  wait_for(counter, parts);
+  __syncthreads();
 }
 
 // Words of shared memory of a block.
@@ -259,7 +251,7 @@ __device__ void attend(const Hash& hash, const Layer& layer, const HashPlan& pla
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
-  if (tid == 0) is_last = atomicAdd(workspace + plan.meeting + kDone, 1) + 1 == uint32_t(parts);
+  if (tid == 0) is_last = atomicAdd(workspace + plan.meeting + 1, 1) + 1 == uint32_t(parts);
   __syncthreads();
   if (!is_last) return;
   __threadfence();
@@ -275,9 +267,6 @@ __device__ void attend(const Hash& hash, const Layer& layer, const HashPlan& pla
 }
 
 // `ordered`: there are more blocks than the device holds at once.
-//
-// A block waits for the scores of its row alone. The blocks that it waits for have all begun, and need
-// nothing of this kernel: it starts when the last of them has.
 template <typename Score, int SIZE, int ROWS>
 __global__ void __launch_bounds__(kPicking, ROWS <= 2 ? 2 : 1)
     attend_kernel(const __grid_constant__ Hash hash, const __grid_constant__ Layer layer,
@@ -286,7 +275,8 @@ __global__ void __launch_bounds__(kPicking, ROWS <= 2 ? 2 : 1)
   extern __shared__ __align__(16) uint32_t shared[];
   uint32_t block = blockIdx.x;
   if (ordered) {
-    if (threadIdx.x == 0) shared[0] = atomicAdd(memory + plan.meeting + kBegan, 1);
+    wait_for_kernels_ahead();
+    if (threadIdx.x == 0) shared[0] = atomicAdd(memory + plan.meeting + 2, 1);
     __syncthreads();
     block = shared[0];
     __syncthreads();
@@ -296,17 +286,16 @@ __global__ void __launch_bounds__(kPicking, ROWS <= 2 ? 2 : 1)
   const Taken taken = taken_of(hash.rows, row);
   const int until = layer.until[row / hash.heads], position = layer.positions[row / hash.heads];
   uint32_t* workspace = memory + row * plan.words;
-  wait_for(workspace + plan.meeting + kScoredChunks, plan.chunks);
+  wait_for_kernels_ahead();
   pick<Score>(hash.rows, plan, workspace, row, taken, cut.chunk, part, shared);
   if (cut.parts > 1) {
-    meet(workspace + plan.meeting + kCame, cut.parts);
+    meet(workspace + plan.meeting, cut.parts);
   } else {
     __syncthreads();
   }
   const int chosen = taken.first + taken.need + taken.last;
   attend<SIZE, ROWS>(hash, layer, plan, row, until, position, chosen, part, cut.parts, workspace,
                      reinterpret_cast<float*>(shared));
-  wait_for_kernels_ahead();  // this kernel ends behind them
 }
 
 // The slots alone.

@@ -20,9 +20,9 @@ const char* for_codes(const Hash& hash, const HashPlan& plan, Run run) {
 }
 
 const char* scored(const Hash& hash, const HashPlan& plan, const HashCut& cut, uint32_t* memory,
-                   bool in_layer, Stream stream) {
+                   bool early, Stream stream) {
   return for_codes(hash, plan, [&](auto score, auto words) {
-    return launch_score<decltype(score), words.value>(hash, plan, cut, memory, in_layer, stream);
+    return launch_score<decltype(score), words.value>(hash, plan, cut, memory, early, stream);
   });
 }
 
@@ -62,7 +62,7 @@ const char* layer_of(const Hash& hash, const Layer& layer, const HashPlan& plan,
   const int bytes = (32 + kTogether) * SIZE * 4;
   if (const char* error =
           launch_behind(append_kernel<SIZE>, hash.heads * hash.words * tiles, kEncoding, bytes,
-                        false, stream, hash, layer, plan, tiles, memory)) {
+                        false, stream, hash, layer, tiles)) {
     return error;
   }
   if (const char* error = scored(hash, plan, cut, memory, true, stream)) return error;

@@ -44,17 +44,15 @@ struct HashCut {
 };
 
 constexpr int32_t kMostScore = 4095;
-// Counters of a row, where its blocks meet.
-enum : int32_t { kCame, kDone, kBegan, kScoredChunks, kCounted };
 constexpr int32_t kLeastScored = 256, kMostScored = 32768, kMostParts = 1024;
 
 // What lies where in the memory that the launches share. Offsets are in words of 4 bytes from the
 // beginning of a row's part.
 //
 // A row has its scores, of 1 byte where these hold them and of 2 else; a record for each chunk: how
-// many of its slots score at least d, for d in 0..bins - 1, as uint16; and, for attention, counters of
-// its parts that came to where they meet, of those that are done, in the first row of all blocks that
-// began, and of the chunks that are scored; and what each part found.
+// many of its slots score at least d, for d in 0..bins - 1, as uint16; and, for attention, where its
+// parts meet: counters of those that came, of those that are done and, in the first row, of all blocks
+// that began; and what each part found.
 struct HashPlan {
   int32_t bins, bytes, chunks, each;  // `each`: chunks of a part
   int64_t records, meeting, found, words;
@@ -66,7 +64,7 @@ struct HashPlan {
         each((chunks + cut.parts - 1) / cut.parts),
         records((int64_t(n) * bytes + 15) / 16 * 4),
         meeting(records + int64_t(chunks) * bins / 2),
-        found(meeting + kCounted),
+        found(meeting + 4),
         words((found + cut.parts * floats + 3) / 4 * 4) {}
 };
 

@@ -131,12 +131,11 @@ struct Scoring {
 };
 
 // Scores of a chunk for some heads of a batch row, and their records. `one`: a single code meets each
-// key, which needs no planes. `counts`: whether the chunks of a row that are scored are counted.
+// key, which needs no planes.
 template <typename Score, int words, bool one>
 __global__ void __launch_bounds__(kScoring, 2)
     score_kernel(const __grid_constant__ Hash hash, const __grid_constant__ HashPlan plan,
-                 const Heads heads, int chunk_slots, int plane_count, bool counts,
-                 uint32_t* workspace) {
+                 const Heads heads, int chunk_slots, int plane_count, uint32_t* workspace) {
   extern __shared__ __align__(16) uint32_t shared[];
   constexpr int S = kScored<words, one>;
   const int n = hash.rows.n, chunk = blockIdx.x % plan.chunks;
@@ -164,7 +163,6 @@ __global__ void __launch_bounds__(kScoring, 2)
   for (int i = threadIdx.x; i < at.planes; i += kScoring) shared[i] = 0;
   __syncthreads();
   wait_for_kernels_ahead();
-  let_next_start();
   uint32_t query[words];
   if constexpr (one) {
     move_code<words>(hash.q_codes + row * words, query);
@@ -225,34 +223,28 @@ __global__ void __launch_bounds__(kScoring, 2)
       }
     }
   }
+  let_next_start();
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = warp; i < heads.heads && head0 + i < hash.heads; i += kScoringWarps) {
     uint32_t* memory = workspace + (batch * hash.heads + head0 + i) * plan.words;
     write_record(shared + i * at.stride, plan.bins,
                  memory + plan.records + int64_t(chunk) * plan.bins / 2);
-  }
-  if (!counts) return;
-  __syncthreads();
-  if (int(threadIdx.x) < heads.heads && head0 + int(threadIdx.x) < hash.heads) {
-    __threadfence();
-    const int64_t ready = batch * hash.heads + head0 + threadIdx.x;
-    atomicAdd(workspace + ready * plan.words + plan.meeting + kScoredChunks, 1);
+    if (chunk == 0 && lane < 4) memory[plan.meeting + lane] = 0;
   }
 }
 
-// Launches the scoring. `in_layer`: behind the kernel that sets the counters to 0, of the same call,
-// before which it may start.
+// Launches the scoring. `early`: it may start before the kernel ahead, of the same call, has ended.
 template <typename Score, int words>
 const char* launch_score(const Hash& hash, const HashPlan& plan, const HashCut& cut,
-                         uint32_t* workspace, bool in_layer, Stream stream) {
+                         uint32_t* workspace, bool early, Stream stream) {
   const Heads heads(hash, plan.bins);
   const bool one = hash.queries() == 1;
   const int planes = one ? 0 : planes_of(hash.queries());
   const int bytes = Scoring(plan.bins, heads.heads, planes, words).words * 4;
   return launch_behind(one ? score_kernel<Score, words, true> : score_kernel<Score, words, false>,
-                       hash.batch * heads.groups * plan.chunks, kScoring, bytes, in_layer, stream,
-                       hash, plan, heads, cut.chunk, planes, in_layer, workspace);
+                       hash.batch * heads.groups * plan.chunks, kScoring, bytes, early, stream,
+                       hash, plan, heads, cut.chunk, planes, workspace);
 }
 
 }  // namespace jspec
