@@ -107,7 +107,7 @@ class Engine:
             )
         self._most_stops = stop_tokens
         self._plan, self._chunk = plan, prefill_chunk
-        self._chunks = Chunks(plan, on_compile)
+        self._chunks = Chunks(plan, on_compile, holds=True)
         self._prefix_tokens = 0
         self._is_at_work, self._is_closed = False, False
         with self._memory():
@@ -276,6 +276,7 @@ class Engine:
                 handle._end("interrupted")
         self._waiting.close()
         self._batch.close()
+        self._chunks.programs.held = None
 
     @contextlib.contextmanager
     def _memory(self) -> Iterator[None]:

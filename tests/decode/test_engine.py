@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from jspec import helix
 from jspec.config import SamplingParams
 from jspec.decode.engine import Engine
-from jspec.decode.programs import PROGRAMS
+from jspec.decode.programs import PROGRAMS, Programs
 from jspec.decode.short_prompts import ShortPrompts
 from tests.conftest import TINY, make_decoder
-from tests.decode.common import prompts
+from tests.decode.common import MIXED, prompts
 from tests.decode.engines import (
     ON_A_MESH,
     SETTINGS,
@@ -77,6 +77,21 @@ def test_a_long_prompt_does_not_stall_the_others(engine):
     engine.step()
     assert long.tokens
     engine.run()
+
+
+def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
+    """Each has more of them than the table holds of its own."""
+    monkeypatch.setattr("jspec.decode.chunks.PROGRAMS", Programs(limit=1))
+    sizes = {"slots": 1, "prefill_chunk": 16, "draft": None, "steps_per_chunk": 2}
+    engines = [Engine(sharp, capacity=capacity, **sizes) for capacity in (64, 300)]
+    for engine in engines:
+        engine.warm_up()
+    before = [engine.stats.compilations for engine in engines]
+    assert min(before) > 4
+    for engine in engines:
+        for params in (SamplingParams(max_new_tokens=3, **own) for own in MIXED[:3]):
+            engine.submit([1, 2, 3, 4], params).result()
+    assert [engine.stats.compilations for engine in engines] == before
 
 
 # --- a long prompt in front ----------------------------------------------------------------------
