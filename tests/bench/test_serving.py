@@ -10,7 +10,9 @@ from bench import load, serving
 from bench.__main__ import main
 from bench.settings import Settings
 from jspec.config import SamplingParams
+from jspec.decode.draft import NoDraft
 from jspec.decode.engine import Engine
+from jspec.decode.settings import StepConfig
 from tests.bench.test_report import MACHINE
 from tests.decode.common import prompts
 
@@ -53,6 +55,22 @@ def test_requests_wait_for_their_time(tiny):
     assert found.figures["tokens_per_s"] == pytest.approx(18 / found.figures["seconds"])
     assert found.figures["mean_accepted_length"] == 1
     assert max(found.figures["first_token_s"]) < 0.3
+
+
+def test_the_chunks_of_a_sample_follow_each_other(tiny, monkeypatch):
+    """By a clock that only a wait for the device moves on, by a second."""
+    right, waits = load.jax.block_until_ready, []
+
+    def block_until_ready(tree):
+        waits.append(None)
+        return right(tree)
+
+    monkeypatch.setattr(load.jax, "block_until_ready", block_until_ready)
+    monkeypatch.setattr(load.time, "perf_counter", lambda: float(len(waits)))
+    config = StepConfig(0, NoDraft())
+    found = load.step_seconds(tiny, prompts((5, 3)), 100, config, steps=2)
+    assert found == pytest.approx(1 / (load.IN_A_ROW * 2))
+    assert len(waits) == 1 + 5  # the first chunk compiles
 
 
 def test_cases_take_what_their_mix_has():
