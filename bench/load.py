@@ -109,7 +109,7 @@ def _while_full(samples: list[tuple[float, int, int]], slots: int, count: int) -
 
 
 def step_seconds(
-    model: jspec.Decoder,
+    model: jspec.Model,
     texts: Sequence[list[int]],
     capacity: int,
     config: jspec.StepConfig,

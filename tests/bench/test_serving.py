@@ -1,12 +1,13 @@
 """The suite `serving`: loads, what is read of them, checks, tables and the section."""
 
+import dataclasses
 import json
 import time
 
 import numpy as np
 import pytest
 
-from bench import load, serving
+from bench import load, profiles, serving
 from bench.__main__ import main
 from bench.settings import Settings
 from jspec.config import SamplingParams
@@ -14,6 +15,7 @@ from jspec.decode.draft import NoDraft
 from jspec.decode.engine import Engine
 from jspec.decode.settings import StepConfig
 from tests.bench.test_report import MACHINE
+from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 
 
@@ -144,6 +146,31 @@ def test_a_quick_run(small_bundled, tmp_path, capsys):
     assert all(x["checked"] and x["compilations"] == 0 and x["tokens_per_s"] > 0 for x in rows)
     assert rows[0]["mean_accepted_length"] == 1
     assert "of step" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_true_shapes_have_the_papers_acceptance(monkeypatch, tmp_path):
+    """Here of a small model; what is checked are its own tokens."""
+    model = make_decoder(dataclasses.replace(TINY, vocab_size=32000), seed=3)
+    monkeypatch.setattr(serving.decode, "drawn", lambda *_: model)
+    right, checked = serving.decoding.check_tokens, []
+
+    def check_tokens(*args):
+        checked.append(args[0])
+        return right(*args)
+
+    monkeypatch.setattr(serving.decoding, "check_tokens", check_tokens)
+    path, named = tmp_path / "out.json", ("--backend", "stream", "--backend", "ngram")
+    case = "model=qwen3-8b,B=2,S=12,new=80,requests=5"
+    assert main(["serving", "--quick", "--case", case, *named, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    lengths = {row["name"]: row.get("mean_accepted_length") for row in rows}
+    rate = profiles.rate_of("qwen3-8b")
+    assert {row["rate"] for row in rows} == {rate}
+    assert lengths["none"] == 1
+    assert lengths["stream"] == pytest.approx(profiles.committed(rate, 4), rel=0.1)
+    assert lengths["ngram"] is None
+    assert checked == [model] * 2
 
 
 @pytest.mark.slow
