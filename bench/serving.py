@@ -4,8 +4,9 @@ Two mixes, after figures 9 and 11 of Yue et al. 2026: *reasoning*, short prompts
 and *long-context*, long prompts and short answers. Lengths are ragged, half above and below those
 of the case at most. Load: *full*, all requests at once, or Poisson arrivals at a share of the
 requests a second that plain decoding serves at full load, whatever is served by then (open loop).
-The bundled model answers real texts. Other models have true shapes and random weights, whose
-acceptance says nothing of real ones.
+The bundled model answers real texts. Other models have true shapes and random weights, of which an
+acceptance is imposed that the paper states (`bench.profiles`): their tokens are checked first as
+they are, and then timed by a model whose verification accepts drafts so often (`bench.steered`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import numpy as np
 from rich.table import Table
 
 import jspec
-from bench import cases, decode, decoding
+from bench import cases, decode, decoding, profiles
 from bench.decode.drafting import GUIDED, RATIO
-from bench.load import Request, arrivals, serve, step_seconds
+from bench.load import Load, Request, arrivals, serve, step_seconds
 from bench.point import Row
 from bench.settings import Settings, bar, console
+from bench.steered import Steered
 from bench.suite import Suite
 from bench.table import times
 from bench.throughput import CHAIN_GAMMA, CHAINS
@@ -44,6 +46,8 @@ DRAFTS = {
     "vegas": (GUIDED, 9),
     "chain": (CHAINS["chain"], CHAIN_GAMMA),
 }
+# Their drafts follow from the text, and say nothing where that does not.
+FROM_TEXT = ("ngram", "chain")
 # B: slots; S and new: tokens of a prompt and of its answer. 0 is what the mix has, three requests a
 # slot, all layers.
 DEFAULT: cases.Case = {
@@ -91,7 +95,8 @@ def grid(settings: Settings) -> list[cases.Case]:
 def run(settings: Settings) -> dict[str, Any]:
     """Every case with every drafter, under each load."""
     keep_programs()
-    return {"shares": SHARES, "rows": _rows(settings)}
+    stated = {"source": profiles.SOURCE, "stated": profiles.LONGBENCH}
+    return {"shares": SHARES, "acceptance": stated, "rows": _rows(settings)}
 
 
 def _rows(settings: Settings) -> Iterator[Row]:
@@ -109,11 +114,13 @@ def _rows(settings: Settings) -> Iterator[Row]:
 class Trial:
     """A case: its model and requests, and what the first of them give alone.
 
+    ``steered``: the model by which loads are timed where acceptance is imposed, else None.
     ``rate``: requests a second of plain decoding at full load, once that is known.
     """
 
     case: cases.Case
     model: jspec.Decoder
+    steered: Steered | None
     requests: list[Request]
     alone: list[tuple[int, ...]]
     rate: float | None = None
@@ -121,16 +128,17 @@ class Trial:
     @classmethod
     def of(cls, here: cases.Case, settings: Settings) -> Trial:
         if here["model"] == "bundled":
-            model, _ = jspec.load_bundled()
+            (model, _), steered = jspec.load_bundled(), None
         else:
             asked = dataclasses.replace(settings.decode, layers=here["layers"] or None)
             model = decode.drawn(here["model"], dataclasses.replace(settings, decode=asked))
+            steered = Steered(model, profiles.rate_of(here["model"]))
         requests = requests_of(here)
         alone = [
             jspec.generate(model, [prompt], params, draft=None).tokens[0]
             for prompt, params in requests[:CHECKED]
         ]
-        return cls(here, model, requests, alone)
+        return cls(here, model, steered, requests, alone)
 
     @property
     def capacity(self) -> int:
@@ -138,23 +146,30 @@ class Trial:
         return max(len(prompt) + params.max_new_tokens for prompt, params in self.requests)
 
     def rows(self, name: str, settings: Settings) -> Iterator[Row]:
-        """A row of each load; that of full load first, by whose tokens all are checked."""
+        """A row of each load; that of full load first, by whose tokens all are checked.
+
+        Where acceptance is imposed the first requests are, by themselves and as they are.
+        """
+        if self.steered is not None and name in FROM_TEXT:
+            reason = "its drafts follow from the text, which random weights do not write"
+            yield self._row(name, "full", {"reason": reason, "checked": None})
+            return
+        few = self.requests if self.steered is None else self.requests[:CHECKED]
         try:
-            engine = self._engine(name)
+            full, engine = self._served(name, self.model, few)
+            checked = self._checked(full.tokens, settings)
+            if checked["checked"] and self.steered is not None:
+                del engine  # its memory is needed
+                gc.collect()
+                full, engine = self._served(name, self.steered, self.requests)
         except MemoryError as error:
             yield self._row(name, "full", {"reason": str(error), "checked": None})
             return
-        count = len(self.requests)
-        full = serve(engine, self.requests, np.zeros(count))
-        checked: dict[str, Any] = {"checked": None}
-        if settings.check:
-            prompts = [prompt for prompt, _ in self.requests[:CHECKED]]
-            tokens = full.tokens[:CHECKED]
-            checked = decoding.check_tokens(self.model, prompts, tokens, self.alone)
         if not checked["checked"]:
             reason = "its tokens are wrong" if settings.check else "not checked, so not timed"
             yield self._row(name, "full", checked | {"reason": reason})
             return
+        count = len(self.requests)
         rate = self.rate = self.rate or full.figures["requests_per_s"]
         loads = {}
         for share in SHARES[: 1 if settings.quick else None]:
@@ -165,11 +180,21 @@ class Trial:
         for load, own in ({"full": figures} | loads).items():
             yield self._row(name, load, own | checked)
 
-    def _engine(self, name: str) -> jspec.Engine:
-        """An engine that has compiled all that it needs."""
+    def _checked(self, tokens: list[tuple[int, ...]], settings: Settings) -> dict[str, Any]:
+        """Whether the first requests have the tokens that they have alone."""
+        if not settings.check:
+            return {"checked": None}
+        prompts = [prompt for prompt, _ in self.requests[:CHECKED]]
+        return decoding.check_tokens(self.model, prompts, tokens[:CHECKED], self.alone)
+
+    def _served(
+        self, name: str, model: jspec.Model, requests: Sequence[Request]
+    ) -> tuple[Load, jspec.Engine]:
+        """What came of requests that are all there at once, and the engine, which has compiled all
+        that it needs."""
         text, gamma = DRAFTS[name]
         engine = jspec.Engine(
-            self.model,
+            model,
             slots=self.case["B"],
             capacity=self.capacity,
             draft=jspec.named_draft(text),
@@ -177,7 +202,7 @@ class Trial:
             steps_per_chunk=_steps(),
         )
         engine.warm_up()
-        return engine
+        return serve(engine, requests, np.zeros(len(requests))), engine
 
     def _step_s(self, name: str, tokens: Sequence[tuple[int, ...]]) -> float:
         """Seconds of a step of as many rows as there are slots, half through their answers."""
@@ -185,11 +210,14 @@ class Trial:
         pairs = list(zip(self.requests, tokens, strict=True))[: self.case["B"]]
         texts = [[*prompt, *own[: len(own) // 2]] for (prompt, _), own in pairs]
         config = jspec.StepConfig(gamma, jspec.named_draft(text))
-        return step_seconds(self.model, texts, self.capacity, config, _steps())
+        model = self.steered or self.model
+        return step_seconds(model, texts, self.capacity, config, _steps())
 
     def _row(self, name: str, load: str, found: dict[str, Any]) -> Row:
         at = self.case | {"load": load}
         own = {"operation": "serving", "case": at, "name": name, "setting": DRAFTS[name][0]}
+        if self.steered is not None:
+            own |= {"acceptance": "imposed", "rate": self.steered.rate}
         return own | {"dtype": str(self.model.dtype)} | found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench import serving
+from bench import profiles, serving
 from bench.report.text import absent, header, paragraphs, table
 
 
@@ -18,7 +18,7 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         "Continuous batching by `jspec.Engine`, greedy, with requests of ragged lengths, on "
         f"average *S* prompt and *new* tokens; {serving.CHECKED} of each case were compared with "
         "what they give alone. The bundled model answers real texts; **other models have random "
-        f"weights**, whose acceptance says nothing of real ones. {foot}",
+        f"weights and an acceptance that is imposed**, the paper's ({profiles.SOURCE}). {foot}",
         table((*serving.CASE, *serving.HEADINGS), lines, left=2),
         absent(result),
     )

@@ -50,14 +50,17 @@ class Chunks:
     """Runs chunks of steps of ``plan``, each by `start` and `finish`, in order.
 
     The next one may start before the last one is finished: the device then goes from one to the
-    other while the host reads. ``programs`` counts compiling; ``seconds``: what `clock` measured by
-    name, without it. ``last_s``: seconds of the last chunk that was finished; ``paces`` int32
-    ``[B]``: tokens that each row commits in a chunk, by the last one.
+    other while the host reads. ``programs`` counts compiling, and with ``holds`` keeps what it ran;
+    ``seconds``: what `clock` measured by name, without compiling. ``last_s``: seconds of the last
+    chunk that was finished; ``paces`` int32 ``[B]``: tokens that each row commits in a chunk, by
+    the last one.
     """
 
-    def __init__(self, plan: Plan, on_compile: OnCompile | None = None) -> None:
+    def __init__(
+        self, plan: Plan, on_compile: OnCompile | None = None, *, holds: bool = False
+    ) -> None:
         self.plan = plan
-        self.programs = PROGRAMS.timed(on_compile)
+        self.programs = PROGRAMS.timed(on_compile, holds=holds)
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
         self.last_s = math.inf
         self.paces = np.zeros(0, np.int32)

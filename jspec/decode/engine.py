@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +22,10 @@ from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
 from jspec.decode.requests import Prompt, as_ids, check_request
-from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
+from jspec.decode.short_prompts import ShortPrompts
 from jspec.decode.stats import Stats
 from jspec.decode.together import rows_of
+from jspec.decode.waiting import Waiting
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
@@ -43,15 +42,17 @@ class Engine:
     ``stop_tokens`` of them, the model's included. `submit` takes it, and `step` does a turn of
     work: up to ``prefill_chunk`` prompt tokens (512, or 256 on a CPU), so that a long prompt stalls
     nobody, then ``steps_per_chunk`` decode steps of all slots (16, or 4). Short prompts go in
-    several at a time. Where chunks are short the next one runs while one is read. The other
-    settings are those of `jspec.generate`. ``on_compile(begins)`` is called before and after a
-    program compiles; after `warm_up` none does, whatever requests come.
+    several at a time, and past a long one that is at work (docs/serving.md). Where chunks are short
+    the next one runs while one is read. The other settings are those of `jspec.generate`.
+    ``on_compile(begins)`` is called before and after a program compiles; after `warm_up` none does,
+    whatever requests and prefixes come.
 
     A request with a seed gives the tokens that it gives alone, where the model's logits do, and but
     for sampled ones with ``gamma="auto"``. The caller drives: nothing starts outside `step`,
-    `run`, and handles that wait. An engine is for one thread. It holds ``slots + 1`` rows of the
-    cache, as the prompt at work has one, and another for each shared prefix. An exception in `step`
-    that is not a callback's, Ctrl-C too, ends the engine: every handle keeps its tokens.
+    `run`, and handles that wait. An engine is for one thread. It holds ``slots + 2`` rows of the
+    cache, as the prompt at work has one and those that go past it another (which a single slot does
+    without), and one more for each shared prefix. An exception in `step` that is not a callback's,
+    Ctrl-C too, ends the engine: every handle keeps its tokens.
 
     Where several processes share the model's devices, all of them make the same calls, and their
     callbacks answer alike.
@@ -106,19 +107,18 @@ class Engine:
             )
         self._most_stops = stop_tokens
         self._plan, self._chunk = plan, prefill_chunk
-        self._chunks = Chunks(plan, on_compile)
-        self._queue: OrderedDict[Handle, None] = OrderedDict()
-        self._incoming: Handle | None = None  # whose prompt is at work
-        self._requests = self._prompt_tokens = 0
+        self._chunks = Chunks(plan, on_compile, holds=True)
+        self._prefix_tokens = 0
         self._is_at_work, self._is_closed = False, False
         with self._memory():
             room, programs = rounded_capacity(capacity), self._chunks.programs
-            self._intake = Intake(plan, room, prefill_chunk, cache_dtype, programs)
-            self._short = ShortPrompts(plan, slots, room, prefill_chunk, programs)
-            state = self._intake.started([np.zeros(1, np.int32)] * slots)
+            intake = Intake(plan, room, prefill_chunk, cache_dtype, programs, overtakes=slots > 1)
+            short = ShortPrompts(plan, slots, room, prefill_chunk, programs)
+            state = intake.started([np.zeros(1, np.int32)] * slots)
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)
             self._batch = Batch(self._chunks, dataclasses.replace(state, stop_tokens=stops))
+            self._waiting = Waiting(self._batch, intake, short, prefill_chunk)
 
     def submit(
         self,
@@ -152,14 +152,15 @@ class Engine:
                 f"room for stop_tokens={self._most_stops}; make it with more"
             )
         handle = Handle(self, ids.astype(np.int32), params, stops, on_tokens)
-        self._queue[handle] = None
+        self._waiting.add(handle)
         return handle
 
-    def share_prefix(self, tokens: Sequence[int]) -> None:
+    def share_prefix(self, tokens: Sequence[int]) -> tuple[Handle, ...]:
         """Prefill ``tokens`` now, once for all later prompts that go on behind them.
 
-        It takes the memory of a slot until `drop_prefix`. Raises `ValueError` for a prefix that
-        never fits.
+        It takes the memory of a slot until `drop_prefix`. A `step` follows each piece of
+        ``prefill_chunk`` tokens but the last, so that requests go on; those that it ended are
+        returned. Raises `ValueError` for a prefix that never fits.
         """
         self._check_open()
         (ids,) = as_ids([tokens])
@@ -169,30 +170,41 @@ class Engine:
                 f"the prefix has {len(ids)} tokens and leaves no room in capacity={self.capacity} "
                 "for a prompt behind it; shorten it"
             )
+        ids, ended = ids.astype(np.int32), ()
+        if self._waiting.intake.has(ids):
+            return ended
         with self._turn():
-            self._batch.settle()
-            with self._chunks.clock("prefill_s"):
-                if self._intake.keep(ids.astype(np.int32)):
-                    self._prompt_tokens += len(ids)
+            row = self._waiting.intake.prefix(ids)
+        while True:
+            with self._turn():
+                self._batch.settle()
+                with self._chunks.clock("prefill_s"):
+                    self._waiting.intake.advance_prefix(row)
+            if not row.left:
+                break
+            ended += self.step()
+        self._waiting.intake.keep(row)
+        self._prefix_tokens += len(ids)
+        return ended
 
     def drop_prefix(self, tokens: Sequence[int]) -> None:
         """Free a shared prefix. Raises `ValueError` where these tokens are none."""
         self._check_open()
         (ids,) = as_ids([tokens])
-        if not self._intake.drop(ids):
+        if not self._waiting.intake.drop(ids):
             raise ValueError(f"no prefix of these {len(ids)} tokens is shared; share_prefix does")
 
     @property
     def busy(self) -> bool:
         """Whether a request has not ended yet."""
-        return self._batch.busy or self._is_waiting
+        return self._batch.busy or self._waiting.busy
 
     @property
     def stats(self) -> Stats:
         """All that was done so far; ``rows`` are requests whose prompts were taken up."""
         return self._batch.tally.stats(
-            rows=self._requests,
-            prompt_tokens=self._prompt_tokens,
+            rows=self._waiting.requests,
+            prompt_tokens=self._waiting.prompt_tokens + self._prefix_tokens,
             compilations=self._chunks.programs.compilations,
             compile_s=self._chunks.programs.compile_s,
             **self._chunks.seconds,
@@ -210,106 +222,27 @@ class Engine:
         """
         with self._turn():
             ended: tuple[Handle, ...] = ()
-            if self._can_take_up:
+            if self._waiting.can_take_up:
                 ended = self._batch.read()
                 with self._chunks.clock("prefill_s"):
-                    self._take_up_prompts()
-            ahead = not self._can_take_up
-            return ended + self._batch.decode(may_look_ahead=ahead, waiting=self._is_waiting)
+                    self._waiting.take_up()
+            ahead = not self._waiting.can_take_up
+            return ended + self._batch.decode(may_look_ahead=ahead, waiting=self._waiting.busy)
 
     def warm_up(self) -> None:
         """Compile every program that any mix of requests can need, before the first one comes."""
         if self.busy:
             raise RuntimeError("requests are at work; call warm_up before the first one")
         with self._turn():
-            self._intake.warm()
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
-                state = self._intake.put(self._batch.state, 0, SamplingParams(seed=0))
-                self._batch.state = self._short.warmed(state)
+                self._waiting.warm()
                 self._batch.warm()
             jax.block_until_ready(self._batch.state)
 
-    @property
-    def _is_waiting(self) -> bool:
-        """Whether a request is in no slot yet."""
-        return bool(self._queue) or self._incoming is not None
-
-    @property
-    def _can_take_up(self) -> bool:
-        """Whether one of them would get on in a turn."""
-        if self._incoming is None:
-            return bool(self._queue)
-        return not self._intake.ready or bool(self._batch.free)
-
-    def _take_up_prompts(self) -> None:
-        """Pieces of prompts up to the limit of a turn; those that are whole go into slots."""
-        spent = 0
-        while True:
-            group, size = self._next_together()
-            if group:
-                tokens = self._short.rows(size) * size
-                if spent and spent + tokens > self._chunk:
-                    break
-                spent += tokens
-                self._take_up(group, size)
-                continue
-            if (handle := self._next()) is None:
-                break
-            while not self._intake.ready:
-                if spent and spent + self._intake.piece > self._chunk:
-                    break
-                spent += self._intake.piece
-                self._intake.advance()
-            if not self._intake.ready or not self._batch.free:
-                break
-            slot = self._batch.free[0]
-            state = self._intake.put(self._batch.state, slot, handle.params)
-            self._batch.fill(state, [slot], [handle])
-            self._incoming = None
-            self._requests += 1
-        if spent:
-            # Or the clock of the steps would count it.
-            self._intake.wait()
-            jax.block_until_ready(self._batch.state)
-
-    def _next_together(self) -> tuple[list[Handle], int]:
-        """The next requests whose prompts go into one pass, and its size; none while a prompt is at
-        work."""
-        if self._incoming is not None:
-            return [], 0
-        waiting = list(itertools.islice(self._queue, min(len(self._batch.free), MOST_ROWS)))
-        prompts = itertools.takewhile(self._intake.is_fresh, map(_prompt, waiting))
-        count, size = self._short.together([len(prompt) for prompt in prompts])
-        return waiting[:count], size
-
-    def _take_up(self, group: list[Handle], size: int) -> None:
-        """Put requests into slots by one pass over their prompts."""
-        slots = self._batch.free[: len(group)]
-        prompts, params = [_prompt(x) for x in group], [x.params for x in group]
-        state = self._short.take_up(self._batch.state, size, slots, prompts, params)
-        # In this order, Ctrl-C between the two loses nobody.
-        self._batch.fill(state, slots, group)
-        for handle in group:
-            self._queue.pop(handle, None)  # gone if it was cancelled while the pass compiled
-        self._requests += len(group)
-        self._prompt_tokens += sum(map(len, prompts))
-
-    def _next(self) -> Handle | None:
-        """The request whose prompt is at work, or is from now on."""
-        if self._incoming is None and self._queue:
-            # In this order, Ctrl-C between the two loses nobody.
-            self._incoming = next(iter(self._queue))
-            del self._queue[self._incoming]
-            self._intake.begin(_prompt(self._incoming))
-            self._prompt_tokens += self._intake.left + 1
-        return self._incoming
-
     def _remove(self, handle: Handle) -> None:
         """Take a request out of the queue, the prompt at work or its slot."""
-        self._queue.pop(handle, None)
-        if self._incoming is handle:
-            self._incoming = None
+        self._waiting.remove(handle)
         self._batch.remove(handle)
 
     def _check_open(self) -> None:
@@ -336,15 +269,14 @@ class Engine:
     def _close(self, error: BaseException) -> None:
         """End every request, and free the memory of the device."""
         self._is_closed = True
-        held = [*self._queue, self._incoming, *self._batch.rows]
+        held = [*self._waiting.handles, *self._batch.rows]
         for handle in filter(None, held):
             if handle.finished is None:
                 handle.error = error if isinstance(error, Exception) else None
                 handle._end("interrupted")
-        self._queue.clear()
-        self._incoming = None
+        self._waiting.close()
         self._batch.close()
-        del self._intake
+        self._chunks.programs.held = None
 
     @contextlib.contextmanager
     def _memory(self) -> Iterator[None]:
@@ -365,9 +297,3 @@ def _size(name: str, value: Any) -> int:
     if size is None or size < 1:
         raise ValueError(f"{name}={shown(value)} must be at least 1")
     return size
-
-
-def _prompt(handle: Handle) -> np.ndarray:
-    """The prompt of a request that has not ended."""
-    assert handle._prompt is not None
-    return handle._prompt

@@ -1,15 +1,15 @@
-"""Prompts taken up piece by piece, in a row of their own beside the rows that decode."""
+"""Prompts taken up piece by piece, in rows of their own beside the rows that decode."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.cache import Cache
 from jspec.config import SamplingParams
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.plan import Plan
@@ -30,19 +30,36 @@ from jspec.typing import Array
 LEAST = 16  # tokens of a piece: shorter ones take as long
 
 
-class Prefix(NamedTuple):
-    """The beginning of prompts, and a row that has taken it up."""
+@dataclasses.dataclass
+class Row:
+    """A row that takes up all tokens of ``prompt`` but the last, which the first step feeds.
 
-    tokens: np.ndarray
-    cache: Cache
+    ``done``: tokens that it has; ``own``: the drafter's part of it.
+    """
+
+    prompt: np.ndarray
+    done: int
+    cache: Any
     own: Any
+
+    @property
+    def left(self) -> int:
+        """Tokens that it has not taken up."""
+        return len(self.prompt) - 1 - self.done
+
+    @property
+    def held(self) -> np.ndarray:
+        """The tokens that it has taken up once it is whole."""
+        return self.prompt[:-1]
 
 
 class Intake:
-    """Takes up one prompt at a time, in pieces of at most ``chunk`` tokens.
+    """Takes up one prompt at a time, in pieces of at most ``chunk`` tokens, and prefixes of prompts
+    beside it.
 
     Pieces are padded to a power of two, so that few programs serve prompts of all lengths. A prompt
     that goes on behind a prefix starts from a copy of its row. ``capacity``: positions of a row.
+    ``overtakes``: whether there is a second row, for prompts that `overtake` the one at work.
     """
 
     def __init__(
@@ -52,16 +69,16 @@ class Intake:
         chunk: int,
         cache_dtype: DTypeLike | None,
         programs: Timed,
+        *,
+        overtakes: bool,
     ) -> None:
         self._plan, self._chunk, self._programs = plan, chunk, programs
         self._settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
         on_mesh = mesh_model(plan.models.target)
         self._sharding = beside(plan.models) if on_mesh is None else on_mesh.placing
-        self._prefixes: list[Prefix] = []
-        state = self.started([np.zeros(1, np.int32)])
-        self._cache: Any = state.cache
-        self._own: Any = state.draft
-        self._prompt, self._done = np.zeros(1, np.int32), 0
+        self._prefixes: list[Row] = []
+        self._row = self._fresh_row(np.zeros(1, np.int32))
+        self._beside = self._fresh_row(np.zeros(1, np.int32)) if overtakes else None
 
     def started(self, prompts: list[np.ndarray]) -> DecodeState:
         """A state of such rows that has taken up ``prompts``."""
@@ -76,99 +93,158 @@ class Intake:
 
     def begin(self, prompt: np.ndarray) -> None:
         """Take up ``prompt`` from now on, in place of any other."""
-        self._prompt, self._done, own = prompt, 0, None
+        row, own, done = self._row, None, 0
         if (prefix := self._longest(prompt)) is not None:
-            self._done = len(prefix.tokens)
-            self._cache = None  # freed before there is another
-            self._cache, own = jax.tree.map(_copied, (prefix.cache, prefix.own))
-        lengths = np.array([len(prompt) - 1], np.int32)
-        self._own = self._own_state(lengths, own)
-        self._cache = self._placed("cache", self._cache.with_lengths(jnp.asarray(lengths)))
+            row.cache = row.own = None  # freed before there is another
+            row.cache, own = jax.tree.map(_copied, (prefix.cache, prefix.own))
+            done = prefix.done
+        self._row = self._begun(prompt, row.cache, own, done)
 
     @property
     def ready(self) -> bool:
-        """Whether it has all of the prompt but its last token, which the first step feeds."""
+        """Whether it has all of the prompt."""
         return self.left <= 0
 
     @property
-    def piece(self) -> int:
-        """Tokens of the next piece, padding included."""
-        return min(self._chunk, max(power_of_two(self.left), LEAST))
+    def overtakes(self) -> bool:
+        """Whether `overtake` has a row."""
+        return self._beside is not None
 
     @property
     def left(self) -> int:
         """Prompt tokens that it has not taken up."""
-        return len(self._prompt) - 1 - self._done
+        return self._row.left
+
+    @property
+    def piece(self) -> int:
+        """Tokens of the next piece, padding included."""
+        return self._padded(self._row.left)
 
     def advance(self) -> None:
         """Take up the next piece."""
-        end = min(self._done + self.piece, len(self._prompt) - 1)
-        self._pass(self._done, end, self.piece)
-        self._done = end
-
-    def _pass(self, begin: int, end: int, size: int) -> None:
-        """A pass of ``size`` tokens, of which those of the prompt from ``begin`` count."""
-        tokens, positions = np.full((2, 1, size), -1, np.int32)
-        tokens[0, : end - begin] = self._prompt[begin:end]
-        positions[0, : end - begin] = np.arange(begin, end)
-        args = (self._plan.flat, self._cache, self._own, tokens, positions)
-        self._cache, self._own = self._programs(prefill_chunk, *args, config=self._plan.config)
+        self._advance(self._row)
 
     def put(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
         """``state``, which is donated, with the prompt in ``slot``, to be decoded by ``params``."""
-        room, capacity = state.stop_tokens.shape[1], state.tokens.shape[1]
-        ends = self._plan.models.target.config.stop_tokens
-        row = (*padded([self._prompt], capacity), [params], ends, room, self._cache, self._own)
-        one = place(state_of(*row, mode=state.mode, exact=state.exact), self._sharding)
-        return put_row(state, one, slot, self._programs)
+        return put_row(state, self._one(state, params), slot, self._programs)
+
+    def overtake(
+        self, state: DecodeState, slot: int, prompt: np.ndarray, params: SamplingParams
+    ) -> DecodeState:
+        """As `put`, for all of ``prompt``, while another one is at work."""
+        assert self._beside is not None
+        at_work, self._row = self._row, self._beside
+        self.begin(prompt)
+        while not self.ready:
+            self.advance()
+        state = self.put(state, slot, params)
+        self._row, self._beside = at_work, self._row
+        return state
 
     def wait(self) -> None:
-        """Until the device is done with what it was given."""
-        jax.block_until_ready((self._cache, self._own))
+        """Until the device is done with the prompt at work."""
+        jax.block_until_ready((self._row.cache, self._row.own))
 
-    def keep(self, tokens: np.ndarray) -> bool:
-        """Take up a prefix in a row of its own, for all prompts that go on behind it.
+    # --- prefixes ---------------------------------------------------------------------------------
 
-        False where it has done so before.
-        """
-        if any(np.array_equal(tokens, prefix.tokens) for prefix in self._prefixes):
-            return False
-        state = self.started([np.append(tokens, tokens[:1])])
-        self._prefixes.append(Prefix(tokens, state.cache, state.draft))
-        self._prefixes.sort(key=lambda prefix: -len(prefix.tokens))
-        self._own_state(np.array([len(tokens)], np.int32), state.draft)  # compiles it
-        return True
+    def has(self, tokens: np.ndarray) -> bool:
+        """Whether this is a prefix that is shared."""
+        return any(np.array_equal(tokens, prefix.held) for prefix in self._prefixes)
+
+    def prefix(self, tokens: np.ndarray) -> Row:
+        """A row of its own for a prefix, which `advance_prefix` fills and `keep` shares."""
+        return self._fresh_row(np.append(tokens, tokens[:1]))
+
+    def advance_prefix(self, row: Row) -> None:
+        """Take up the next piece of a prefix, and wait for it."""
+        self._advance(row)
+        jax.block_until_ready((row.cache, row.own))
+
+    def keep(self, row: Row) -> None:
+        """Share a prefix with all prompts from now on that go on behind it."""
+        self._prefixes.append(row)
+        self._prefixes.sort(key=lambda prefix: -prefix.done)
 
     def drop(self, tokens: np.ndarray) -> bool:
         """Let go of a prefix; False where there is none of these tokens."""
         before = len(self._prefixes)
-        self._prefixes = [x for x in self._prefixes if not np.array_equal(x.tokens, tokens)]
+        self._prefixes = [x for x in self._prefixes if not np.array_equal(x.held, tokens)]
         return len(self._prefixes) < before
-
-    def warm(self) -> None:
-        """Compile what any prompt may need. No prompt may be at work."""
-        sizes = {min(self._chunk, LEAST << n) for n in range(self._chunk.bit_length())}
-        self.begin(np.zeros(1, np.int32))
-        for size in sorted(sizes):
-            self._pass(0, 0, size)
 
     def is_fresh(self, prompt: np.ndarray) -> bool:
         """Whether the prompt goes on behind no prefix."""
         return self._longest(prompt) is None
 
-    def _longest(self, prompt: np.ndarray) -> Prefix | None:
+    def behind_prefix(self, prompt: np.ndarray) -> int:
+        """Tokens of the prompt that no prefix has, its last one included."""
+        prefix = self._longest(prompt)
+        return len(prompt) - (0 if prefix is None else prefix.done)
+
+    def tokens_of(self, prompt: np.ndarray) -> int:
+        """Tokens of the one piece that takes up the prompt, padding included; 0 where it takes
+        several."""
+        left = self.behind_prefix(prompt) - 1
+        return self._padded(left) if left <= self._chunk else 0
+
+    def _longest(self, prompt: np.ndarray) -> Row | None:
         """The longest prefix that the prompt goes on behind."""
         for prefix in self._prefixes:  # the longest comes first
-            size = len(prefix.tokens)
-            if size < len(prompt) and np.array_equal(prompt[:size], prefix.tokens):
+            if prefix.done < len(prompt) and np.array_equal(prompt[: prefix.done], prefix.held):
                 return prefix
         return None
 
-    def _own_state(self, lengths: np.ndarray, own: Any) -> Any:
-        """The drafter's state before prompts; ``own``: behind their prefix, None where none is."""
+    # --- programs ---------------------------------------------------------------------------------
+
+    def warm(self) -> None:
+        """Compile what any prompt and any prefix may need. No prompt may be at work."""
+        sizes = {min(self._chunk, LEAST << n) for n in range(self._chunk.bit_length())}
+        own = None
+        for _ in range(2):  # without a prefix, and behind one
+            self._row = self._begun(np.zeros(1, np.int32), self._row.cache, own, 0)
+            for size in sorted(sizes):
+                self._pass(self._row, 0, size)
+            own = self._row.own
+
+    def _padded(self, left: int) -> int:
+        """Tokens of the next piece where so many are ``left``."""
+        return min(self._chunk, max(power_of_two(left), LEAST))
+
+    def _fresh_row(self, prompt: np.ndarray) -> Row:
+        """A row of its own memory that is to take up ``prompt``."""
+        cache = self.started([np.zeros(1, np.int32)]).cache
+        return self._begun(prompt, cache, None, 0)
+
+    def _begun(self, prompt: np.ndarray, cache: Any, own: Any, done: int) -> Row:
+        """A row that is to take up ``prompt`` behind ``done`` tokens, which ``cache`` has.
+
+        ``own``: the drafter's part behind these, None where there are none.
+        """
+        lengths = np.array([len(prompt) - 1], np.int32)
         args = (self._plan.flat, jnp.asarray(lengths), own)
         settings = {"config": self._plan.config, "capacity": self._settings["capacity"]}
-        return self._placed("draft", self._programs(jitted_own_state, *args, **settings))
+        own = self._placed("draft", self._programs(jitted_own_state, *args, **settings))
+        cache = self._placed("cache", cache.with_lengths(jnp.asarray(lengths)))
+        return Row(prompt, done, cache, own)
+
+    def _advance(self, row: Row) -> None:
+        end, size = min(row.done + self._chunk, len(row.prompt) - 1), self._padded(row.left)
+        self._pass(row, end, size)
+        row.done = end
+
+    def _pass(self, row: Row, end: int, size: int) -> None:
+        """A pass of ``size`` tokens, of which those of the prompt up to ``end`` count."""
+        tokens, positions = np.full((2, 1, size), -1, np.int32)
+        tokens[0, : end - row.done] = row.prompt[row.done : end]
+        positions[0, : end - row.done] = np.arange(row.done, end)
+        args = (self._plan.flat, row.cache, row.own, tokens, positions)
+        row.cache, row.own = self._programs(prefill_chunk, *args, config=self._plan.config)
+
+    def _one(self, state: DecodeState, params: SamplingParams) -> DecodeState:
+        """The prompt at work as a row of ``state``, to be decoded by ``params``."""
+        row, ends = self._row, self._plan.models.target.config.stop_tokens
+        prompt = padded([row.prompt], state.tokens.shape[1])
+        own = (*prompt, [params], ends, state.stop_tokens.shape[1], row.cache, row.own)
+        return place(state_of(*own, mode=state.mode, exact=state.exact), self._sharding)
 
     def _placed(self, name: str, tree: Any) -> Any:
         return place({name: tree}, self._sharding)[name]

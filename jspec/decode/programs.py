@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -23,22 +24,31 @@ OnCompile = Callable[[bool], None]
 class Programs:
     """Runs jitted functions through executables that it compiles once and keeps.
 
-    At most ``limit`` are kept, those that ran last. Threads share them: a program that one thread
-    compiles is waited for by the others that need it.
+    At most ``limit`` are kept, those that ran last, beside those that living callers hold. Threads
+    share them: a program that one thread compiles is waited for by the others that need it.
     """
 
     def __init__(self, limit: int = KEPT) -> None:
         self._limit = limit
         self._kept: OrderedDict[Any, Future[Any]] = OrderedDict()
+        self._holders: weakref.WeakSet[Timed] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Any:
         """``function(*args, **static)``; its keyword arguments are static and hashable."""
         return self.timed()(function, *args, **static)
 
-    def timed(self, on_compile: OnCompile | None = None) -> Timed:
-        """The same programs for a caller that wants to know what its own calls cost."""
-        return Timed(self, on_compile)
+    def timed(self, on_compile: OnCompile | None = None, *, holds: bool = False) -> Timed:
+        """The same programs for a caller that wants to know what its own calls cost.
+
+        ``holds``: what it runs is kept as long as it lives.
+        """
+        timed = Timed(self, on_compile)
+        if holds:
+            timed.held = set()
+            with self._lock:
+                self._holders.add(timed)
+        return timed
 
     def clear(self) -> None:
         """Let go of all programs."""
@@ -53,11 +63,14 @@ class Programs:
         while True:
             found, is_new = self._claim(key)
             if is_new:
-                return self._compile(found, key, cost, function, args, static)
-            if not found.done():
+                self._compile(found, key, cost, function, args, static)
+            elif not found.done():
                 with cost.clock():
                     found.exception()  # waits for the thread that compiles it
             if found.exception() is None:
+                if cost.held is not None:
+                    with self._lock:
+                        cost.held.add(found)
                 return found.result()
 
     def _claim(self, key: Any) -> tuple[Future[Any], bool]:
@@ -67,14 +80,18 @@ class Programs:
             is_new = key not in self._kept
             found = self._kept.setdefault(key, Future())
             self._kept.move_to_end(key)
-            while len(self._kept) > self._limit:
-                dropped.append(self._kept.popitem(last=False)[0])
+            if is_new:
+                held = set[Future[Any]]().union(*(holder.held or () for holder in self._holders))
+                loose = [own for own, program in self._kept.items() if program not in held]
+                dropped = loose[: max(len(loose) - self._limit, 0)]
+                for own in dropped:
+                    del self._kept[own]
         for function, *_ in dropped:
             # JAX holds what it compiled as long as it holds the trace of the function.
             function.clear_cache()
         return found, is_new
 
-    def _compile(self, found: Future[Any], key: Any, cost: Timed, function, args, static) -> Any:
+    def _compile(self, found: Future[Any], key: Any, cost: Timed, function, args, static) -> None:
         try:
             with cost.clock():
                 executable = function.lower(*args, **static).compile()
@@ -87,15 +104,14 @@ class Programs:
             raise
         cost.compilations += 1
         found.set_result(executable)
-        return executable
 
 
 class Timed:
     """Runs programs of `Programs` and counts what its own calls cost.
 
     ``compile_s``: seconds in which it compiled, or waited for another thread that did;
-    ``compilations``: programs that it compiled itself. ``on_compile(True)`` is called before such a
-    time, ``on_compile(False)`` after it.
+    ``compilations``: programs that it compiled itself; ``held``: those that are kept for it.
+    ``on_compile(True)`` is called before such a time, ``on_compile(False)`` after it.
     """
 
     def __init__(self, programs: Programs, on_compile: OnCompile | None = None) -> None:
@@ -103,6 +119,7 @@ class Timed:
         self._on_compile = on_compile or (lambda begins: None)
         self.compile_s = 0.0
         self.compilations = 0
+        self.held: set[Future[Any]] | None = None
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Any:
         executable = self._programs.executable(self, function, args, static)

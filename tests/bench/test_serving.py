@@ -1,17 +1,21 @@
 """The suite `serving`: loads, what is read of them, checks, tables and the section."""
 
+import dataclasses
 import json
 import time
 
 import numpy as np
 import pytest
 
-from bench import load, serving
+from bench import load, profiles, serving
 from bench.__main__ import main
 from bench.settings import Settings
 from jspec.config import SamplingParams
+from jspec.decode.draft import NoDraft
 from jspec.decode.engine import Engine
+from jspec.decode.settings import StepConfig
 from tests.bench.test_report import MACHINE
+from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 
 
@@ -53,6 +57,22 @@ def test_requests_wait_for_their_time(tiny):
     assert found.figures["tokens_per_s"] == pytest.approx(18 / found.figures["seconds"])
     assert found.figures["mean_accepted_length"] == 1
     assert max(found.figures["first_token_s"]) < 0.3
+
+
+def test_the_chunks_of_a_sample_follow_each_other(tiny, monkeypatch):
+    """By a clock that only a wait for the device moves on, by a second."""
+    right, waits = load.jax.block_until_ready, []
+
+    def block_until_ready(tree):
+        waits.append(None)
+        return right(tree)
+
+    monkeypatch.setattr(load.jax, "block_until_ready", block_until_ready)
+    monkeypatch.setattr(load.time, "perf_counter", lambda: float(len(waits)))
+    config = StepConfig(0, NoDraft())
+    found = load.step_seconds(tiny, prompts((5, 3)), 100, config, steps=2)
+    assert found == pytest.approx(1 / (load.IN_A_ROW * 2))
+    assert len(waits) == 1 + 5  # the first chunk compiles
 
 
 def test_cases_take_what_their_mix_has():
@@ -126,6 +146,31 @@ def test_a_quick_run(small_bundled, tmp_path, capsys):
     assert all(x["checked"] and x["compilations"] == 0 and x["tokens_per_s"] > 0 for x in rows)
     assert rows[0]["mean_accepted_length"] == 1
     assert "of step" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_true_shapes_have_the_papers_acceptance(monkeypatch, tmp_path):
+    """Here of a small model; what is checked are its own tokens."""
+    model = make_decoder(dataclasses.replace(TINY, vocab_size=32000), seed=3)
+    monkeypatch.setattr(serving.decode, "drawn", lambda *_: model)
+    right, checked = serving.decoding.check_tokens, []
+
+    def check_tokens(*args):
+        checked.append(args[0])
+        return right(*args)
+
+    monkeypatch.setattr(serving.decoding, "check_tokens", check_tokens)
+    path, named = tmp_path / "out.json", ("--backend", "stream", "--backend", "ngram")
+    case = "model=qwen3-8b,B=2,S=12,new=80,requests=5"
+    assert main(["serving", "--quick", "--case", case, *named, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    lengths = {row["name"]: row.get("mean_accepted_length") for row in rows}
+    rate = profiles.rate_of("qwen3-8b")
+    assert {row["rate"] for row in rows} == {rate}
+    assert lengths["none"] == 1
+    assert lengths["stream"] == pytest.approx(profiles.committed(rate, 4), rel=0.1)
+    assert lengths["ngram"] is None
+    assert checked == [model] * 2
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from jspec import helix
 from jspec.config import SamplingParams
 from jspec.decode.engine import Engine
-from jspec.decode.programs import PROGRAMS
+from jspec.decode.programs import PROGRAMS, Programs
 from jspec.decode.short_prompts import ShortPrompts
 from tests.conftest import TINY, make_decoder
-from tests.decode.common import prompts
+from tests.decode.common import MIXED, prompts
 from tests.decode.engines import (
     ON_A_MESH,
     SETTINGS,
@@ -79,16 +79,95 @@ def test_a_long_prompt_does_not_stall_the_others(engine):
     engine.run()
 
 
+def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
+    """Each has more of them than the table holds of its own."""
+    monkeypatch.setattr("jspec.decode.chunks.PROGRAMS", Programs(limit=1))
+    sizes = {"slots": 1, "prefill_chunk": 16, "draft": None, "steps_per_chunk": 2}
+    engines = [Engine(sharp, capacity=capacity, **sizes) for capacity in (64, 300)]
+    for engine in engines:
+        engine.warm_up()
+    before = [engine.stats.compilations for engine in engines]
+    assert min(before) > 4
+    for engine in engines:
+        for params in (SamplingParams(max_new_tokens=3, **own) for own in MIXED[:3]):
+            engine.submit([1, 2, 3, 4], params).result()
+    assert [engine.stats.compilations for engine in engines] == before
+
+
+# --- a long prompt in front ----------------------------------------------------------------------
+
+PIECE = 16
+LONG_PROMPT = prompts((7 * PIECE + 1,), seed=4)[0]  # seven turns
+FEW = SamplingParams(max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def small_pieces(sharp) -> Engine:
+    return engine_of(sharp, "ngram", prefill_chunk=PIECE)
+
+
+def turns_until(engine: Engine, handle, most: int = 40) -> int:
+    """Turns until a request has tokens."""
+    for turn in range(most):
+        if handle.tokens:
+            return turn
+        engine.step()
+    raise AssertionError(f"no token in {most} turns")
+
+
+def test_short_prompts_go_past_a_long_one(small_pieces):
+    """Two of them, the second behind a shared prefix; the others are too long for a turn."""
+    engine, prefix = small_pieces, prompts((40,), seed=6)[0]
+    texts = [LONG_PROMPT, *prompts((60, 9), seed=5), [*prefix, 1, 2, 3], prompts((50,), seed=7)[0]]
+    wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
+    engine.share_prefix(prefix)
+    long, second, *short, last = (engine.submit(text, FEW) for text in texts)
+    assert [turns_until(engine, handle) for handle in short] == [2, 2]
+    assert turns_until(engine, long) == 7 + 2 - 4
+    engine.run()
+    engine.drop_prefix(prefix)
+    assert tuple(x.tokens for x in (long, second, *short, last)) == wanted.tokens
+
+
+def test_a_long_prompt_gets_every_other_turn(small_pieces):
+    """Whatever comes: here there is a short prompt for every turn."""
+    engine = small_pieces
+    long, turns = engine.submit(LONG_PROMPT, FEW), 0
+    while not long.tokens and turns < 40:
+        engine.submit(LONG_PROMPT[:PIECE], SamplingParams(max_new_tokens=1))
+        engine.step()
+        turns += 1
+    assert 10 < turns <= 2 * 7
+    engine.run()
+
+
+def test_short_prompts_wait_for_slots(small_pieces):
+    engine = small_pieces
+    full = [engine.submit([1, 2], SamplingParams(max_new_tokens=90)) for _ in range(3)]
+    turns_until(engine, full[-1])
+    long, short = (engine.submit(text, FEW) for text in (LONG_PROMPT, [1, 2, 3]))
+    for _ in range(3):
+        engine.step()
+    full[0].cancel()
+    assert turns_until(engine, short) <= 2
+    assert not long.tokens
+    for handle in (*full[1:], long):
+        handle.cancel()
+
+
+# --- short prompts together ----------------------------------------------------------------------
+
+
 @pytest.fixture
 def groups(engine, monkeypatch) -> list[int]:
     """How many prompts each pass over several of them had."""
-    found, right = [], engine._short.take_up
+    found, right = [], engine._waiting.short.take_up
 
     def take_up(state, size, slots, *rest):
         found.append(len(slots))
         return right(state, size, slots, *rest)
 
-    monkeypatch.setattr(engine._short, "take_up", take_up)
+    monkeypatch.setattr(engine._waiting.short, "take_up", take_up)
     return found
 
 
@@ -162,6 +241,39 @@ def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine):
 # --- prefixes ------------------------------------------------------------------------------------
 
 
+def test_prefixes_of_all_sizes_compile_nothing(engine):
+    """From one token to three pieces; 48 tokens are one."""
+    requests = work(40)
+    which = max(range(40), key=lambda row: len(requests[row][0]))
+    (text, params), wanted = requests[which], known(40).tokens[which]
+    compiled, own = len(COMPILED), engine.stats.compilations
+    for size in (1, 2, 15, 16, 17, 33, 47, 48, 49, 64, len(text) - 1):
+        engine.share_prefix(text[:size])
+        assert engine.submit(text, params).result() == wanted
+        engine.drop_prefix(text[:size])
+    engine.share_prefix([*text, *text][:126])
+    engine.drop_prefix([*text, *text][:126])
+    assert len(COMPILED) == compiled
+    assert engine.stats.compilations == own
+
+
+def test_a_long_prefix_does_not_stall_the_others(engine):
+    """A step behind each of its pieces but the last; the caller hears of those that end."""
+    first, second = (
+        engine.submit([1, 2, 3], SamplingParams(max_new_tokens=new, draft_limit=0, seed=1))
+        for new in (40, 6)
+    )
+    engine.step()
+    assert (len(first.tokens), len(second.tokens)) == (4, 4)
+    prefix = prompts((100,))[0]
+    assert engine.share_prefix(prefix) == (second,)
+    assert len(first.tokens) == 4 + 2 * 4
+    assert engine.share_prefix(prefix) == ()
+    assert len(first.tokens) == 4 + 2 * 4
+    engine.run()
+    engine.drop_prefix(prefix)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vegas", "chain-of-models", "suffix", "quest", "lossy-host"])
 def test_a_prefix_is_taken_up_once(name, sharp, other):
@@ -171,11 +283,14 @@ def test_a_prefix_is_taken_up_once(name, sharp, other):
     params = SamplingParams(max_new_tokens=12)
     wanted = apart(sharp, name, [(text, params) for text in texts], other)
     engine = engine_of(sharp, name, other)
+    engine.warm_up()
+    compiled = len(COMPILED)
     engine.share_prefix(prefix)
     engine.share_prefix(longer)
     engine.share_prefix(prefix)  # which it has
     handles = [engine.submit(text, params) for text in texts]
     engine.run()
+    assert len(COMPILED) == compiled
     assert tuple(handle.tokens for handle in handles) == wanted.tokens
     # The prefixes once, and of the others what is behind them.
     assert engine.stats.prompt_tokens == 40 + 50 + (1 + 9 + 30) + 40 + 1 + 20

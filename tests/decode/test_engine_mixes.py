@@ -130,10 +130,11 @@ def test_a_model_on_a_mesh_serves_as_one_device_does(name, sharp):
     engine.warm_up()
     compiled = len(COMPILED)
     check_arrivals(engine, requests, wanted)
+    which = max(range(20), key=lambda row: len(requests[row][0]))
+    engine.share_prefix(requests[which][0][:-1])
+    shared = engine.submit(*requests[which])
+    assert shared.result() == wanted.tokens[which]
     assert len(COMPILED) == compiled
-    engine.share_prefix(requests[-1][0][:-1] or [1])
-    shared = engine.submit(*requests[-1])
-    assert shared.result() == wanted.tokens[-1]
 
 
 def test_an_engine_on_a_mesh_takes_turns_with_rings():

@@ -244,6 +244,27 @@ def test_the_programs_that_ran_last_are_kept(compiled):
     assert run.compilations == 5
 
 
+def test_what_a_living_caller_holds_is_kept():
+    """Two callers hold two programs each, of a table for three."""
+    programs, grow, x = Programs(limit=3), scaled("hold"), jnp.arange(3)
+    first, second = (programs.timed(holds=True) for _ in range(2))
+    other = programs.timed()
+    for _ in range(2):
+        for run, own in ((first, (1, 2)), (second, (2, 3)), (other, range(4, 8))):
+            for times in own:
+                assert run(grow, x, times=times).tolist() == [0, times, 2 * times]
+    assert (first.compilations, second.compilations) == (2, 1)
+    assert other.compilations == 8  # four in a round, of which three are kept
+    del first, run
+    other(grow, x, times=9)
+    assert len(programs._kept) == 2 + 3
+    again = programs.timed()
+    again(grow, x, times=2)
+    assert again.compilations == 0  # the second one's
+    again(grow, x, times=1)
+    assert again.compilations == 1
+
+
 def test_a_program_that_is_dropped_frees_its_memory():
     """In a long run with a new shape each time, no more executables live than are kept."""
     programs, grow = Programs(limit=3), scaled("drop")

@@ -99,6 +99,32 @@ def test_rows_leave_the_same_bits_in_any_batch_in_the_interpreter(draft, interpr
     assert_same(decoded(model, texts[1:], config, 9), 0, plain, 1)
 
 
+@pytest.mark.slow
+def test_an_engine_leaves_the_bits_of_plain_decoding_in_the_interpreter(interpreting):
+    """One prompt in two pieces, and one in a slot that another has left."""
+    one = dataclasses.replace(SMALL, layers=SMALL.layers[:1])
+    model, texts = make_decoder(one, seed=1, embedding=400.0, head=4.0), prompts((20, 3, 2))
+    params = [SamplingParams(max_new_tokens=new, ignore_eos=True) for new in (14, 3, 5)]
+    engine = jspec.Engine(
+        model,
+        slots=2,
+        capacity=40,
+        draft=NGRAM,
+        gamma=2,
+        prefill_chunk=16,
+        steps_per_chunk=1,
+        exact=True,
+    )
+    handles = [engine.submit(text, own) for text, own in zip(texts, params, strict=True)]
+    engine.run()
+    assert engine.stats.accepted > 0
+    for slot, which in ((0, 0), (1, 2)):
+        text, tokens = texts[which], handles[which].tokens
+        plain = decoded(model, [text], PLAIN, params[which].max_new_tokens)
+        assert_same(engine._batch.state, slot, plain, 0)
+        assert tokens == tuple(plain.tokens[0, len(text) :][: len(tokens)].tolist())
+
+
 def test_the_draft_has_backends_of_its_own(interpreting, monkeypatch):
     """Exact ones are of the target's passes alone, whose model may be the same."""
     launched = []
@@ -157,6 +183,26 @@ def test_every_drafter_leaves_the_bits_of_plain_decoding_on_a_gpu(
     found = decoded(models, texts[:batch], config, 48)
     for row in range(batch):
         assert_same(found, row, plain[row], 0)
+
+
+@pytest.mark.parametrize("name", ["ngram", "vegas", "model"])
+def test_an_engine_leaves_the_tokens_of_plain_decoding_on_a_gpu(name, bundled, alone):
+    """Prompts of one to three pieces, short ones past long ones, in eight slots."""
+    draft, (texts, plain) = EVERY[name], alone
+    engine = jspec.Engine(
+        bundled,
+        slots=8,
+        capacity=1300,
+        draft=draft,
+        gamma=4,
+        draft_model=bundled if draft.needs_model else None,
+        exact=True,
+    )
+    params = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    handles = [engine.submit(text, params) for text in [*texts[16:], *texts[:16]]]
+    engine.run()
+    for handle, text, state in zip([*handles[16:], *handles[:16]], texts, plain, strict=True):
+        assert handle.tokens == tuple(state.tokens[0, len(text) :][:48].tolist())
 
 
 def test_scores_are_of_the_same_logits_on_a_gpu(bundled):

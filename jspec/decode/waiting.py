@@ -1,0 +1,186 @@
+"""Requests that wait for slots, and the order in which their prompts are taken up."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from jspec.config import SamplingParams
+from jspec.decode.batch import Batch
+from jspec.decode.handle import Handle
+from jspec.decode.intake import Intake
+from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
+from jspec.decode.state import DecodeState
+
+SEEN = 64  # requests of the queue among which short prompts are looked for
+
+
+class Waiting:
+    """Takes up prompts for the slots of ``batch``, at most ``chunk`` tokens a turn.
+
+    In the order in which they came, but a long prompt shares turns: while more than a turn is left
+    of it, every other turn belongs to prompts that one piece takes up, if a slot is free. So it
+    takes twice as many turns at most, whatever comes, and keeps no short one waiting for its end.
+
+    ``requests``: whose prompts were taken up, which have ``prompt_tokens`` without shared prefixes.
+    """
+
+    def __init__(self, batch: Batch, intake: Intake, short: ShortPrompts, chunk: int) -> None:
+        self.intake, self.short = intake, short
+        self.requests = self.prompt_tokens = 0
+        self._batch, self._chunk = batch, chunk
+        self._queue: OrderedDict[Handle, None] = OrderedDict()
+        self._incoming: Handle | None = None  # whose prompt is at work
+        self._was_overtaken = False  # in the last turn
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is in no slot yet."""
+        return bool(self._queue) or self._incoming is not None
+
+    @property
+    def can_take_up(self) -> bool:
+        """Whether one of them would get on in a turn."""
+        if self._incoming is None:
+            return bool(self._queue)
+        return not self.intake.ready or bool(self._batch.free)
+
+    @property
+    def handles(self) -> list[Handle]:
+        """All of them."""
+        own = [] if self._incoming is None else [self._incoming]
+        return [*own, *self._queue]
+
+    def add(self, handle: Handle) -> None:
+        """Queue a request."""
+        self._queue[handle] = None
+
+    def remove(self, handle: Handle) -> None:
+        """Let go of a request, if it is here."""
+        self._queue.pop(handle, None)
+        if self._incoming is handle:
+            self._incoming = None
+
+    def close(self) -> None:
+        """Let go of all, and free the memory of the device."""
+        self._queue.clear()
+        self._incoming = None
+        del self.intake
+
+    def warm(self) -> None:
+        """Compile what any prompts may need. Nobody may be here or in a slot."""
+        self.intake.warm()
+        nobody = SamplingParams(seed=0)
+        state = self.intake.put(self._batch.state, 0, nobody)
+        self._batch.state = self.short.warmed(state)
+
+    def take_up(self) -> None:
+        """Pieces of prompts up to the limit of a turn; those that are whole go into slots."""
+        spent = 0 if self._was_overtaken else self._overtake()
+        self._was_overtaken = spent > 0
+        while True:
+            group, size = self._together(self._queue) if self._incoming is None else ([], 0)
+            if group:
+                tokens = self.short.rows(size) * size
+                if spent and spent + tokens > self._chunk:
+                    break
+                spent += tokens
+                self._take_up_together(group, size)
+                continue
+            if (handle := self._next()) is None:
+                break
+            while not self.intake.ready:
+                if spent and spent + self.intake.piece > self._chunk:
+                    break
+                spent += self.intake.piece
+                self.intake.advance()
+            if not self.intake.ready or not self._batch.free:
+                break
+            slot = self._batch.free[0]
+            state = self.intake.put(self._batch.state, slot, handle.params)
+            self._batch.fill(state, [slot], [handle])
+            self._incoming = None
+            self.requests += 1
+        if spent:
+            # Or the clock of the steps would count it.
+            self.intake.wait()
+            jax.block_until_ready(self._batch.state)
+
+    def _overtake(self) -> int:
+        """Take up short prompts ahead of a long one at work; their tokens, padding included."""
+        spent = 0
+        is_long = self._incoming is not None and self.intake.left > self._chunk
+        if not is_long or not self.intake.overtakes:
+            return spent
+        while some := self._short_ones():
+            group, size = self._together(some)
+            tokens = self.short.rows(size) * size if group else self._tokens_of(some[0])
+            if spent and spent + tokens > self._chunk:
+                break
+            spent += tokens
+            if group:
+                self._take_up_together(group, size)
+            else:
+                self._take_up_whole(some[0])
+        return spent
+
+    def _short_ones(self) -> list[Handle]:
+        """The first requests of the queue whose prompts take one piece, as many as may go in."""
+        seen = itertools.islice(self._queue, SEEN)
+        return list(itertools.islice(filter(self._tokens_of, seen), len(self._batch.free)))
+
+    def _tokens_of(self, handle: Handle) -> int:
+        """Tokens of the one piece that takes up the prompt, padding included; 0 where it takes
+        several."""
+        return self.intake.tokens_of(_prompt(handle))
+
+    def _together(self, waiting: Iterable[Handle]) -> tuple[list[Handle], int]:
+        """The first requests whose prompts go into one pass, and its size."""
+        some = list(itertools.islice(waiting, min(len(self._batch.free), MOST_ROWS)))
+        prompts = itertools.takewhile(self.intake.is_fresh, map(_prompt, some))
+        count, size = self.short.together([len(prompt) for prompt in prompts])
+        return some[:count], size
+
+    def _take_up_together(self, group: Sequence[Handle], size: int) -> None:
+        """Put requests into slots by one pass over their prompts."""
+        slots = self._batch.free[: len(group)]
+        prompts, params = [_prompt(x) for x in group], [x.params for x in group]
+        state = self.short.take_up(self._batch.state, size, slots, prompts, params)
+        self._fill(state, slots, group)
+        self.prompt_tokens += sum(map(len, prompts))
+
+    def _take_up_whole(self, handle: Handle) -> None:
+        """Put a request into a slot while another prompt is at work."""
+        slot, prompt = self._batch.free[0], _prompt(handle)
+        self.prompt_tokens += self.intake.behind_prefix(prompt)
+        state = self.intake.overtake(self._batch.state, slot, prompt, handle.params)
+        self._fill(state, [slot], [handle])
+
+    def _fill(self, state: DecodeState, slots: Sequence[int], handles: Sequence[Handle]) -> None:
+        """Move requests of the queue into slots, which ``state`` has."""
+        # In this order, Ctrl-C between the two loses nobody.
+        self._batch.fill(state, slots, handles)
+        for handle in handles:
+            self._queue.pop(handle, None)  # gone if it was cancelled while a program compiled
+        self.requests += len(handles)
+
+    def _next(self) -> Handle | None:
+        """The request whose prompt is at work, or is from now on."""
+        if self._incoming is None and self._queue:
+            # In this order, Ctrl-C between the two loses nobody.
+            self._incoming = next(iter(self._queue))
+            del self._queue[self._incoming]
+            prompt = _prompt(self._incoming)
+            self.prompt_tokens += self.intake.behind_prefix(prompt)
+            self.intake.begin(prompt)
+        return self._incoming
+
+
+def _prompt(handle: Handle) -> np.ndarray:
+    """The prompt of a request that has not ended."""
+    assert handle._prompt is not None
+    return handle._prompt
