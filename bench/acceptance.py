@@ -75,6 +75,8 @@ def drafts(ratio: float) -> dict[str, str]:
         "Vegas, softmax, 7 ahead": f"vegas:{guided},score=softmax,ahead=7",
         "Vegas, weights, 7 ahead": f"vegas:{guided},score=weight,ahead=7",
         "Vegas, all tokens, per head": f"vegas:{guided},collect=all,per_head=true",
+        "Vegas, refreshed by hashes every 4": f"vegas:{guided},refresh=4",
+        "Vegas, refreshed every 4, 3 ahead": f"vegas:{guided},refresh=4,ahead=3",
         "exact top-k": f"exact_topk:{scored},sinks=0,recent=0",
         "HATA": f"hata:{scored}",
         "QuantSpec, all in 4 bits": "quantspec",

@@ -25,7 +25,7 @@ def of_iteration(
     """Nanoseconds of each part of `bench.decode.phases.PARTS` that has to read something.
 
     *draft passes*: the weights that they read, keys and values of what is selected; *verification*:
-    weights and cache; *collection*: the scores of every key, written; *selection*: these read, or
+    weights and cache; *collection*: the scores of every key, written; *selection*: these read, and
     what a policy scores by itself; *compaction*: the copy, read and written; *bookkeeping*: the
     logits of the verification.
     """
@@ -56,6 +56,8 @@ def of_iteration(
         leaders = own.leaders(layers.layers)
         heads = sum(layers.layers[i].kv_heads for i in {x for x in leaders if x is not None})
         found["collection"] = found["selection"] = read(4.0 * batch * heads * context)
+        if own.refresh:
+            found["selection"] += (passes - 1) // own.refresh * read(scored)
     elif own.reads_queries:
         found["selection"] = passes * read(scored)
     else:

@@ -123,13 +123,14 @@ def _run_target(
     kept = {"policy": config.keeps, "arrays": models.policy, "backends": backends}
     found = None
     if config.is_lossy:
-        hidden, cache = run_selected(
+        hidden, cache, _ = run_selected(
             *(models.target, tokens, positions, state.cache, until, 1), **kept
         )
     elif config.draft.guided is not None:
         hidden, cache, found = run_collecting(
             *(models.target, tokens, positions, state.cache),
             policy=config.draft.guided,
+            arrays=models.policy,
             backends=backends,
         )
     else:

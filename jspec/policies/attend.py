@@ -195,12 +195,14 @@ def selected_attend(
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """A cache in the middle of a pass, the selection that the next ``left`` layers read too, and
-    rows of the next layer that are being fetched ``ahead``."""
+    rows of the next layer that are being fetched ``ahead``. ``found``: what the layers so far read,
+    None for all there is."""
 
     cache: Cache
     chosen: Array | None = None
     left: int = dataclasses.field(default=0, metadata={"static": True})
     ahead: Ahead | None = None
+    found: tuple[Array | None, ...] = ()
 
     def serving(self, layer: int) -> Array | None:
         """The selection for a layer, where an earlier one made it."""
@@ -211,9 +213,10 @@ class Reading:
 
     def behind(self, cache: Cache, chosen: Array | None, served: int, *, is_new: bool) -> Reading:
         """What the next layer is given, behind one that read ``chosen``; None read all there is."""
+        found = (*self.found, chosen)
         if chosen is None:
-            return dataclasses.replace(self, cache=cache)
-        return Reading(cache, chosen, served - 1 if is_new else self.left - 1)
+            return dataclasses.replace(self, cache=cache, found=found)
+        return Reading(cache, chosen, served - 1 if is_new else self.left - 1, found=found)
 
 
 def run_selected(
@@ -227,17 +230,17 @@ def run_selected(
     policy: Policy,
     arrays: Any = None,
     backends: Mapping[str, str] = Backends(),
-) -> tuple[Array, Cache]:
+) -> tuple[Array, Cache, tuple[Array | None, ...]]:
     """A pass of ``model`` over ``tokens [B, T]`` that reads what ``policy`` selects.
 
-    The hidden states ``[B, T, D]``, and the cache with the tokens' columns. The other arguments as
-    `selected_attend` takes them.
+    The hidden states ``[B, T, D]``, the cache with the tokens' columns, and what each layer
+    selected, None for all there is. The other arguments as `selected_attend` takes them.
     """
     attend = selected_attend(
         positions, until, tail, policy=policy, arrays=arrays, backends=backends
     )
     hidden, reading = model(tokens, positions, attend, Reading(cache))
-    return hidden, reading.cache
+    return hidden, reading.cache, reading.found
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from jspec.dispatch import Backends
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.scored import scored_attention
 from jspec.ops.attention.weights import mean_weights
-from jspec.policies.attend import DENSE, appended, dense_attend, turning
+from jspec.policies.attend import appended, dense_attend, turning
 from jspec.policies.guided import Guided, mean_query, taken
 from jspec.policies.read import in_slots, merged, settings_of
 from jspec.policies.scores import dots
@@ -46,15 +46,21 @@ class Collecting:
 
 
 def collecting_attend(
-    positions: Array, until: Array, *, policy: Guided, backends: Mapping[str, str] = Backends()
+    positions: Array,
+    until: Array,
+    *,
+    policy: Guided,
+    arrays: Any = None,
+    backends: Mapping[str, str] = Backends(),
 ) -> Attend:
     """The ``attend`` that appends at ``positions [B, T]``, reads all there is, and collects.
 
     A layer that selects picks below ``until [B]`` on the spot, so that scores of two layers never
     live at once, or keeps its queries where the tokens that score are not known yet. A model hands
-    it a `Collecting` and gets one.
+    it a `Collecting` and gets one. ``arrays``: of the policy that ``policy`` keeps columns by.
     """
-    dense: Any = dense_attend(positions, backends=backends)
+    keeps = policy.keeps
+    dense: Any = dense_attend(positions, policy=keeps, arrays=arrays, backends=backends)
 
     @turning
     def attend(layer, q, k, v, given: Collecting, *, sinks=None, up=None, turn=None):
@@ -63,7 +69,7 @@ def collecting_attend(
         if policy.leaders(cache.specs)[layer] != layer:
             out, cache = dense(layer, q, k, v, cache, sinks=sinks, up=up, turn=turn)
             return out, given.behind(cache, None)
-        q, cache = appended(cache, layer, positions, q, k, v, turn, DENSE, None, backends)
+        q, cache = appended(cache, layer, positions, q, k, v, turn, keeps, arrays, backends)
         columns = cache.columns[layer]
         own, where = in_slots(cache, layer, positions)
         arguments = (q, columns["keys"], columns.get("values"), own)
@@ -95,14 +101,17 @@ def run_collecting(
     cache: Cache,
     *,
     policy: Guided,
+    arrays: Any = None,
     backends: Mapping[str, str] = Backends(),
 ) -> tuple[Array, Cache, Found]:
     """A full pass of ``model`` over ``tokens [B, T]`` at ``positions [B, T]`` that collects.
 
     The hidden states ``[B, T, D]``, the cache with the tokens' columns, and what was found of each
-    layer below the committed lengths.
+    layer below the committed lengths. ``arrays`` as `collecting_attend` takes them.
     """
-    attend = collecting_attend(positions, cache.lengths, policy=policy, backends=backends)
+    attend = collecting_attend(
+        positions, cache.lengths, policy=policy, arrays=arrays, backends=backends
+    )
     hidden, given = model(tokens, positions, attend, Collecting(cache))
     return hidden, given.cache, given.found
 

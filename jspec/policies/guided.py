@@ -4,22 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jspec.cache import Cache
+from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
 from jspec.ops.select import select
 from jspec.policies.budgeted import Budgeted, whole_pages
+from jspec.policies.dense import Dense
+from jspec.policies.hata import Hata
+from jspec.policies.policy import Policy
 from jspec.policies.scores import best_positions, carried, highest, in_order, pooled, softmax
+from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
 COLLECTS = ("ends", "all", "accepted", "last")
 SCORES = ("logit", "softmax", "weight")
 OPENING_SINKS = 4
+
+
+class Guidance(NamedTuple):
+    """What the passes of a draft read by, the ``arrays`` of a `Guided` policy.
+
+    ``read``: of each layer that picks, the positions that it reads, int32 ``[B, n]`` or, per head,
+    ``[B, K, n]``, -1 for none; None of other layers, and where a layer is to pick anew, by hashes.
+    ``since`` int32 ``[B, m]``: the ascending positions that were committed since the last
+    verification began, -1 behind them; all of them are read. ``hashes``: those of the policy's
+    `Guided.keeps`.
+    """
+
+    read: tuple[Array | None, ...]
+    since: Array
+    hashes: Any = None
+
+    def anew(self) -> Guidance:
+        """For a pass that picks anew."""
+        return self._replace(read=(None,) * len(self.read))
+
+    def holding(self, found: Sequence[Array | None]) -> Guidance:
+        """For the passes behind one that picked anew, which ``found`` what each layer reads."""
+
+        def like(read: Array | None, own: Array | None) -> Array | None:
+            # On a mesh, of the same type too, or no loop would carry it.
+            if read is None or own is None:
+                return None
+            return varying_over(varying_axes(read), padded(own, read.shape[-1]))
+
+        return self._replace(read=tuple(map(like, self.read, found)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +70,12 @@ class Guided(Budgeted):
     ``ahead``: a position counts as much as the best of so many before it, since a draft that copies
     a text reads on behind what the last verification read (SnapKV pools scores so, both ways; Li et
     al. 2024, section 4.2). ``least``: what a ratio comes to at least, in positions.
+    ``refresh``: after so many passes of a draft, and after each as many more, layers pick anew by
+    the bits that the codes of keys share with those of their own queries (`Hata`), in the sum over
+    the same heads; 0 is never. A pass drafts a token, or is a round of a chain.
 
-    `select` takes as ``arrays`` what was picked: int32 ``[B, n]`` or, per head, ``[B, K, n]`` by
-    layer, None for a layer that picks nothing. Layers with a sliding window are read whole.
+    Methods take a `Guidance` as ``arrays``. Layers with a sliding window are read whole.
     """
-
-    reads_queries: ClassVar[bool] = False
 
     budget: int | float = 0.07
     sinks: int = 0
@@ -51,12 +86,13 @@ class Guided(Budgeted):
     per_head: bool = False
     ahead: int = 0
     least: int = 256
+    refresh: int = 0
 
     def __post_init__(self) -> None:
         for name, known in (("collect", COLLECTS), ("score", SCORES)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
-        for name in ("ahead", "least"):
+        for name in ("ahead", "least", "refresh"):
             if (count := getattr(self, name)) < 0:
                 raise ValueError(f"{name}={count} must be at least 0")
         if self.ahead and self.page_size > 1:
@@ -64,8 +100,20 @@ class Guided(Budgeted):
         super().__post_init__()
 
     @property
-    def layers_served(self) -> int:
-        return 1  # `select` finds what an earlier layer picked
+    def keeps(self) -> Policy:
+        """The policy of the columns that it picks anew by."""
+        if not self.refresh:
+            return Dense()
+        return Hata(dense_layers=self.dense_layers, every=self.every)
+
+    def columns(self, spec: LayerSpec) -> Shapes:
+        return self.keeps.columns(spec)
+
+    def encode(self, arrays: Guidance, layer: int, k: Array) -> dict[str, Array]:
+        return self.keeps.encode(arrays.hashes, layer, k)
+
+    def codes_by(self, arrays: Guidance, layer: int) -> Array | None:
+        return self.keeps.codes_by(arrays.hashes, layer)
 
     @property
     def needs_verdict(self) -> bool:
@@ -94,10 +142,26 @@ class Guided(Budgeted):
         return tuple(found)
 
     def select(
-        self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
+        self, arrays: Guidance, layer: int, cache: Cache, q: Array | None, until: Array
     ) -> Array | None:
         leader = self.leaders(cache.specs)[layer]
-        return None if leader is None else arrays[leader]
+        if leader is None:
+            return None
+        read = arrays.read[leader]
+        return self._anew(arrays, layer, cache, q, until) if read is None else read
+
+    @jax.named_scope("selection")
+    def _anew(
+        self, arrays: Guidance, layer: int, cache: Cache, q: Array | None, until: Array
+    ) -> Array:
+        """What the queries ``q`` read by hashes, where verification would have picked."""
+        keeps = self.keeps
+        assert isinstance(keeps, Hata)
+        assert q is not None
+        scores = keeps.score(arrays.hashes, layer, cache, q).astype(jnp.float32)
+        first = arrays.since[:, 0]
+        begin = jnp.where(first >= 0, first, until)
+        return with_since(self._best(scores, cache, layer, begin), arrays.since)
 
     def scoring(self, positions: Array, accepted: Array | None = None) -> Array:
         """Which tokens of a pass at ``positions [B, T]`` score, int32 ``[B, P]``, -1 for none.
@@ -122,9 +186,13 @@ class Guided(Budgeted):
 
         int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``; -1 for none.
         """
-        layout = cache.layouts[layer]
         if self.score == "softmax":
-            scores = softmax(scores, layout, until)
+            scores = softmax(scores, cache.layouts[layer], until)
+        return self._best(scores, cache, layer, until)
+
+    def _best(self, scores: Array, cache: Cache, layer: int, until: Array) -> Array:
+        """As `pick`, by the ``scores`` themselves."""
+        layout = cache.layouts[layer]
         if not self.per_head:
             scores = scores.sum(axis=1)
             scores = scores if cache.shards is None else cache.shards.over_heads(scores)
@@ -169,6 +237,19 @@ def taken(x: Array, scoring: Array) -> Array:
     """``x [B, T, ...]`` of the tokens ``scoring [B, P]``; any for -1."""
     index = jnp.maximum(scoring, 0).reshape(*scoring.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1)
+
+
+def with_since(picked: Array, since: Array) -> Array:
+    """``picked [B, n]`` or ``[B, K, n]``, and ``since [B, m]`` behind them."""
+    since = since if picked.ndim == 2 else since[:, None]
+    since = jnp.broadcast_to(since, (*picked.shape[:-1], since.shape[-1]))
+    return jnp.concatenate([picked, since], axis=-1)
+
+
+def padded(positions: Array, size: int) -> Array:
+    """``positions [..., n]`` with -1 behind, ``[..., size]``."""
+    widths = [(0, 0)] * (positions.ndim - 1) + [(0, size - positions.shape[-1])]
+    return jnp.pad(positions, widths, constant_values=-1)
 
 
 def _page_means(scores: Array, size: int, until: Array) -> Array:

@@ -95,6 +95,10 @@ def test_floors_are_bytes_of_what_each_part_reads():
     assert vegas["verification"] == plain["verification"]
     assert vegas["collection"] == vegas["selection"] == 4 * 2 * 2 * 1000
     assert vegas["bookkeeping"] == 5 * 4 * 2 * 128
+    # Codes of 16 bytes a key and KV head, at the third draft token alone.
+    refreshed = of("vegas:budget=0.125,least=0,refresh=2")
+    assert refreshed["selection"] == vegas["selection"] + 2 * 1000 * 2 * 16
+    assert refreshed["draft passes"] == vegas["draft passes"]
     streaming = of("streaming:window=0.125")
     assert streaming["compaction"] == 2 * 2 * 126 * row
     assert "selection" not in streaming

@@ -24,6 +24,7 @@ SETTINGS = {
     "quest": {"draft": SelfDraft(QUEST)},
     "magicpig": {"draft": SelfDraft(MagicPIG(**SOME, bits=2, tables=4))},
     "vegas": {"draft": VEGAS},
+    "refreshed": {"draft": GuidedDraft(Vegas(budget=8, least=0, refresh=2))},
     "model": {"draft": ModelDraft()},
     "suffix": {"draft": SuffixDraft(min_match=1)},
     "chain": {"draft": Chain(NGRAM, VEGAS, inner=2, rounds=2)},
@@ -37,7 +38,10 @@ SETTINGS = {
     "lossy-hata": {"draft": None, "target": Hata(**SOME, bits=32)},
     "blocks": {"draft": ModelDraft(), "rule": "block"},
 }
-ON_A_MESH = ("ngram", "streaming", "vegas", "suffix", "none", "padded", "lossy-topk", "lossy-hata")
+ON_A_MESH = (
+    *("ngram", "streaming", "vegas", "refreshed", "suffix"),
+    *("none", "padded", "lossy-topk", "lossy-hata"),
+)
 
 
 Request = tuple[list[int], SamplingParams]

@@ -37,6 +37,9 @@ PAIRS = {
     "suffix-vegas": Chain(
         SuffixDraft(min_match=1), GuidedDraft(Vegas(budget=12, least=0)), inner=2, rounds=3
     ),
+    "suffix-refreshed": Chain(
+        SuffixDraft(1), GuidedDraft(Vegas(budget=12, least=0, refresh=1)), inner=2, rounds=3
+    ),
     "model-dense": Chain(ModelDraft(), SelfDraft(Dense()), inner=2, rounds=3),
 }
 slow = pytest.mark.slow
@@ -55,6 +58,7 @@ def plain(sharp, tiny):
     [
         ("ngram-streaming", "sharp"),
         ("suffix-vegas", "tiny"),
+        pytest.param("suffix-refreshed", "tiny", marks=slow),
         pytest.param("suffix-quest", "tiny", marks=slow),
         pytest.param("suffix-quest", "sharp", marks=slow),
         pytest.param("model-dense", "sharp", marks=slow),

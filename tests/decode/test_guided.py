@@ -1,18 +1,25 @@
 """Drafts that verification guides: the text stays the target's own, whatever they read."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode.draft import Chain, GuidedDraft, NgramDraft, SelfDraft, named_draft
+from jspec.decode.draft import Chain, GuidedDraft, NgramDraft, NoDraft, SelfDraft, named_draft
+from jspec.decode.draft.base import in_turn
 from jspec.decode.generation import generate
 from jspec.decode.growth import grow
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import step
-from jspec.policies import SparseSpec, SpecExtend, Streaming, Vegas
+from jspec.ops.hash import hash_encode
+from jspec.policies import Hata, SparseSpec, SpecExtend, Streaming, Vegas
+from jspec.policies.prepare import prepare
+from tests.conftest import TINY
 from tests.decode.common import prompts, requests
 
 DRAFTS = {
@@ -20,6 +27,7 @@ DRAFTS = {
     "one-layer-for-both": "vegas:budget=6,least=0,every=2,collect=accepted,score=weight",
     "sparsespec": "sparsespec:budget=6,least=0,dense_layers=1",
     "specextend": "specextend:budget=8,least=0,page=4",
+    "refreshed": "vegas:budget=6,least=0,refresh=2",
 }
 
 
@@ -112,3 +120,146 @@ def test_more_room_gives_a_ratio_more_room(sharp):
 def test_what_is_not_a_guided_draft_is_refused(made, error, message):
     with pytest.raises(error, match=message):
         made()
+
+
+# --- picked anew by hashes -------------------------------------------------------------------
+
+
+def after_steps(model, policy, gamma: int, drafter: Any = None, steps: int = 1):
+    """The models and the state of ragged rows behind some steps, and the draft that comes next."""
+    config = StepConfig(gamma, drafter or GuidedDraft(policy))
+    models = Models(model, policy=prepare(config.keeps, model))
+    params = [SamplingParams(max_new_tokens=40, temperature=t, seed=7) for t in (1.0, 0.0, 0.6)]
+    state = start_decoding(models, prompts((31, 9, 4)), params, config, capacity=96)
+    run = jax.jit(lambda models, state: step(models, state, config)[0])
+    for _ in range(steps):
+        state = run(models, state)
+    draft = jax.jit(lambda models, state: config.draft.draft(models, state, config)[0])
+    return models, state, draft(models, state)
+
+
+def read_in_each_layer(policy, state, matrices, step: int, layer: int, row: int, keys, q, before):
+    """The positions below the cached length that KV heads read, from the definition.
+
+    ``keys [n, K, H]`` of the cache and queries ``q [N, H]`` of the pass; ``before``: of the last.
+    """
+    until = int(state.cache.lengths[row])
+    since = [p for p in np.asarray(state.draft.since)[row].tolist() if p >= 0]
+    begin = since[0] if since else until
+    if step == 0:
+        picked = np.asarray(state.draft.picked[layer])[row]
+        heads = picked if policy.per_head else [picked] * keys.shape[1]
+        return [{p for p in head.tolist() if p >= 0} | set(since) for head in heads]
+    if not policy.refresh or step % policy.refresh:
+        return before
+    group = len(q) // keys.shape[1]
+    bits = [
+        [(keys[:begin, head] @ w > 0) == (q[head * group + g] @ w > 0) for g in range(group)]
+        for head, w in enumerate(np.float32(matrices[layer]))
+    ]
+    scores = np.sum(bits, axis=(1, 3))
+    scores = scores if policy.per_head else np.repeat(scores.sum(0)[None], len(scores), 0)
+    best = [sorted(range(begin), key=lambda p: (-own[p], p))[: policy.budget] for own in scores]
+    return [set(own) | set(since) for own in best]
+
+
+def drafted_by_definition(policy, models, state, gamma: int, tokens):
+    """The logits of a draft of ``tokens [B, gamma]``, pass by pass and row by row, in NumPy."""
+    lengths = np.asarray(state.cache.lengths)
+    rows, layers = range(len(lengths)), range(len(TINY.layers))
+    held: Any = {
+        (layer, row): [list(state.cache.columns[layer][n][row, : lengths[row]]) for n in names]
+        for layer in layers
+        for row in rows
+        for names in [("keys", "values")]
+    }
+    read: dict[tuple[int, int], list[set[int]]] = {}
+    fed, found = np.asarray(state.last_token), []
+    for index in range(gamma):
+
+        def attend(layer, q, k, v, cache, index=index):
+            out = np.zeros((*q.shape[:3], v.shape[-1]), np.float32)
+            for row in rows:
+                keys, values = held[layer, row]
+                own = read_in_each_layer(
+                    *(policy, state, models.policy, index, layer, row),
+                    *(np.stack(keys)[: lengths[row]], np.asarray(q)[row, 0]),
+                    read.get((layer, row)),
+                )
+                read[layer, row] = own
+                keys.append(np.asarray(k)[row, 0])
+                values.append(np.asarray(v)[row, 0])
+                for head in range(q.shape[2]):
+                    kv = head // (q.shape[2] // k.shape[2])
+                    where = sorted(own[kv] | set(range(lengths[row], len(keys))))
+                    logits = np.stack(keys)[where, kv] @ np.asarray(q)[row, 0, head] / 4.0
+                    weights = np.exp(logits - logits.max())
+                    out[row, 0, head] = weights @ np.stack(values)[where, kv] / weights.sum()
+            return jnp.asarray(out), cache
+
+        positions = jnp.asarray(lengths + index)[:, None]
+        hidden, _ = models.target(jnp.asarray(fed)[:, None], positions, attend, None)
+        found.append(np.asarray(models.target.logits(hidden))[:, 0])
+        fed = np.asarray(tokens)[:, index]
+    return np.stack(found, axis=1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"refresh": 3}, {"refresh": 1, "per_head": True, "collect": "last"}], ids=str
+)
+def test_each_draft_token_reads_what_the_definition_says(settings, tiny):
+    """Behind a verification, of which rows took drafts of several lengths."""
+    policy = Vegas(budget=5, least=0, **settings)
+    models, state, drafted = after_steps(tiny, policy, 7)
+    assert len(set((np.asarray(state.draft.since) >= 0).sum(axis=1).tolist())) > 1
+    wanted = drafted_by_definition(policy, models, state, 7, drafted.tokens)
+    np.testing.assert_allclose(drafted.logits, wanted, atol=2e-4)
+    # Verification wrote the codes of its own keys over those of the draft's.
+    for columns, matrices in zip(state.cache.columns, models.policy, strict=True):
+        codes = hash_encode(columns["keys"], matrices)
+        for row, length in enumerate(state.cache.lengths):
+            np.testing.assert_array_equal(columns["codes"][row, :length], codes[row, :length])
+
+
+def test_a_round_of_a_chain_is_a_pass(tiny):
+    """Where its first drafter drafts nothing, a round adds a token: the draft is that of passes."""
+    policy = Vegas(budget=5, least=0, refresh=2)
+    _, _, wanted = after_steps(tiny, policy, 5, steps=0)
+    chain = Chain(NoDraft(), GuidedDraft(policy), inner=1, rounds=5)
+    _, _, got = after_steps(tiny, policy, 5, chain, steps=0)
+    np.testing.assert_array_equal(got.tokens, wanted.tokens)
+    np.testing.assert_allclose(got.logits, wanted.logits, atol=2e-4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7, 8])
+@pytest.mark.parametrize("every", [0, 1, 2, 3, 7, 50])
+def test_steps_in_turn(every, count):
+    """Which of them are others, and in which order all of them give what they give."""
+
+    def named(other):
+        def body(carry, step):
+            return (carry[0] * 3 + step, carry[1] + other), (step, jnp.int32(other), None)
+
+        return body
+
+    (mixed, others), outs = in_turn(named(0), named(1), every, (jnp.int32(1), jnp.int32(0)), count)
+    wanted, right = 1, [int(every > 0 and i > 0 and i % every == 0) for i in range(count)]
+    for index in range(count):
+        wanted = wanted * 3 + index
+    assert (mixed, others) == (wanted, sum(right))
+    assert [x.tolist() for x in outs[:2]] == [list(range(count)), right]
+
+
+def test_without_refresh_a_cache_keeps_no_codes(tiny):
+    state = start_decoding(tiny, prompts((9,)), config=StepConfig(7, GuidedDraft()))
+    assert [set(columns) for columns in state.cache.columns] == [{"keys", "values"}] * 2
+
+
+def test_without_hashes_it_says_what_hata_says(tiny):
+    """Before the prefill, as for any policy that takes arrays of its own."""
+    found = []
+    for draft in (named_draft("vegas:refresh=2"), SelfDraft(Hata())):
+        with pytest.raises(ValueError, match=r"Hata needs arrays of its own; pass jspec\.Mo") as e:
+            start_decoding(tiny, prompts((9,)), config=StepConfig(3, draft))
+        found.append(str(e.value))
+    assert found[0] == found[1]

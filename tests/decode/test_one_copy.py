@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
 from jspec.config import ModelConfig, SamplingParams
 from jspec.decode.draft import Chain, Drafter, GuidedDraft, NoDraft, SuffixDraft
@@ -17,6 +16,9 @@ from jspec.decode.step import decode_chunk, speculative_step
 from jspec.dispatch import BackendError, Backends
 from jspec.models.decoder import Decoder
 from jspec.ops.attention.dense import ATTENTION
+from jspec.policies import Vegas
+from jspec.policies.policy import create_cache
+from jspec.policies.prepare import prepare
 
 SHARE = 0.03
 PLAIN = NoDraft()
@@ -62,22 +64,23 @@ def lowered(
 ) -> jax.stages.Lowered:
     """One of the three programs for a state of ``batch`` rows of `SLOTS` slots."""
     config, specs = StepConfig(GAMMA, draft, backends), model.config.layers
-    small = start_decoding(model, [[1]] * batch, SamplingParams(max_new_tokens=1), config)
+    models = Models(model, policy=prepare(config.keeps, model))
+    small = start_decoding(models, [[1]] * batch, SamplingParams(max_new_tokens=1), config)
     layouts = layouts_of(specs, SLOTS, GAMMA)
 
     def whole(state):
-        cache = Cache.create(specs, layouts, batch, DTYPE)
+        cache = create_cache(config.keeps, specs, layouts, batch, DTYPE)
         tokens = jnp.zeros((batch, SLOTS), jnp.int32)
-        own = draft.init(Models(model), cache.lengths, SLOTS, GAMMA)
+        own = draft.init(models, cache.lengths, SLOTS, GAMMA)
         return dataclasses.replace(state, cache=cache, tokens=tokens, draft=own)
 
     state = jax.eval_shape(whole, small)
     if program == "chunk":
-        return decode_chunk.lower(model, state, config=config, steps=4)
+        return decode_chunk.lower(models, state, config=config, steps=4)
     if program == "step":
-        return speculative_step.lower(model, state, config=config)
+        return speculative_step.lower(models, state, config=config)
     piece = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
-    return prefill_chunk.lower(Models(model), state.cache, None, piece, piece, config=config)
+    return prefill_chunk.lower(models, state.cache, None, piece, piece, config=config)
 
 
 @pytest.mark.parametrize("program", ["chunk", "step", "prefill"])
@@ -101,8 +104,12 @@ def test_no_program_holds_a_second_cache(model, backend, batch, program):
 
 @pytest.mark.parametrize(
     "draft",
-    [GuidedDraft(), pytest.param(Chain(SuffixDraft(), GuidedDraft()), marks=pytest.mark.slow)],
-    ids=["vegas", "chain"],
+    [
+        GuidedDraft(),
+        pytest.param(GuidedDraft(Vegas(refresh=4)), marks=pytest.mark.slow),
+        pytest.param(Chain(SuffixDraft(), GuidedDraft()), marks=pytest.mark.slow),
+    ],
+    ids=["vegas", "refreshed", "chain"],
 )
 def test_guided_drafts_hold_no_second_cache(draft):
     """On a CPU, XLA's scored attention turns the keys and values of one layer at a time."""

@@ -80,6 +80,7 @@ SOURCES = {
     "quest": SelfDraft(Quest(budget=2, page=2, sinks=0, recent=0, dense_layers=0)),
     # One position of the past, picked by its weight for a token of the step before: a bad draft.
     "vegas": GuidedDraft(Vegas(budget=1, least=0, score="weight")),
+    "refreshed": GuidedDraft(Vegas(budget=1, least=0, score="weight", refresh=1)),
     "ngram": NgramDraft(min_match=1, max_match=3),
     "model": ModelDraft(),
     "plain": NoDraft(),
@@ -93,6 +94,7 @@ SOURCES = {
 }
 # A view that the verification of tokens which may be rejected picked, in rounds of a chain.
 SOURCES["chain-guided"] = Chain(NgramDraft(1, 3), SOURCES["vegas"], inner=2, rounds=2)
+SOURCES["chain-refreshed"] = Chain(NgramDraft(1, 3), SOURCES["refreshed"], inner=1, rounds=2)
 # Of one position each, where the model itself reads six to nine.
 OTHER_POLICIES = {
     "exact_topk": ExactTopK(**ONE),

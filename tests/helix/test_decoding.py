@@ -44,6 +44,7 @@ DRAFTERS: dict[str, Drafter] = {
     "exact": jspec.SelfDraft(jspec.ExactTopK(**SPARSE)),
     "hata": jspec.SelfDraft(jspec.Hata(bits=64, **SPARSE)),
     "vegas": jspec.GuidedDraft(jspec.Vegas(budget=8, least=0)),
+    "refreshed": jspec.GuidedDraft(jspec.Vegas(budget=8, least=0, refresh=1)),
     "ahead": jspec.GuidedDraft(jspec.Vegas(budget=8, least=0, score="softmax", ahead=3)),
 }
 LENGTHS = (40, 1, 17, 6)  # blocks of 4 end before, in and behind a group of 4
@@ -93,7 +94,7 @@ def check(model, name: str, kvp: int, tpa: int, mode: dict, right: list[list[int
 
 @pytest.mark.parametrize(
     ("name", "kvp", "tpa"),
-    [("ngram", 4, 1), ("hata", 2, 2), ("vegas", 4, 2), ("ahead", 4, 1)],
+    [("ngram", 4, 1), ("hata", 2, 2), ("refreshed", 4, 2), ("ahead", 4, 1)],
     ids=str,
 )
 def test_greedy_tokens_are_those_of_one_device(name, kvp, tpa, model, alone):

@@ -81,13 +81,14 @@ def test_nothing_is_sent_and_no_device_holds_another_share():
             for draft in (
                 NGRAM,
                 SHARE,
+                jspec.GuidedDraft(dataclasses.replace(SHARE.policy, refresh=1)),
                 DRAFTERS["suffix"],
                 jspec.SelfDraft(jspec.Hata(bits=64, **SPARSE)),
                 jspec.SelfDraft(jspec.Streaming(sinks=2, window=0.3)),
             )
         ),
     ],
-    ids=["plain", "ngram", "vegas", "suffix", "hata", "streaming"],
+    ids=["plain", "ngram", "vegas", "refreshed", "suffix", "hata", "streaming"],
 )
 def test_a_batch_that_grows_gives_the_tokens_of_one_device(draft, windowed, monkeypatch):
     """From 40 positions over 80 to more than the longest row's 51, with no copy in between."""

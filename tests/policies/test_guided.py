@@ -11,10 +11,18 @@ import pytest
 
 from jspec.cache import Linear, Striped
 from jspec.config import LayerSpec
+from jspec.decode.draft import GuidedDraft
+from jspec.decode.prefill import start_decoding
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
 from jspec.policies import Dense, Guided, SparseSpec, SpecExtend, Vegas, named_policy
-from jspec.policies.attend import dense_attend
+from jspec.policies.attend import dense_attend, run_selected
 from jspec.policies.collect import Collecting, collecting_attend, picks
-from tests.policies.common import BATCH, CAPACITY, LENGTHS, filled, random
+from jspec.policies.guided import Guidance
+from jspec.policies.prepare import prepare
+from tests.conftest import TINY, make_decoder
+from tests.decode.common import prompts
+from tests.policies.common import BATCH, CAPACITY, LENGTHS, arrays_of, filled, random
 
 SOME: dict[str, Any] = {"budget": 5, "least": 0}
 GUIDED = {
@@ -61,6 +69,11 @@ def wanted(policy: Guided, q, keys, row: int) -> list[set[int]]:
     if policy.score == "softmax":
         means /= 2 * len(tokens_that_score(policy, row))
         means = np.exp(means) / np.exp(means).sum(axis=1, keepdims=True)
+    return best_of(policy, means, until)
+
+
+def best_of(policy: Guided, means, until: int) -> list[set[int]]:
+    """The positions that each KV head reads, by its scores ``[K, until]``; ties go to the first."""
     if not policy.per_head:
         means = np.broadcast_to(means.sum(axis=0), means.shape)
     if policy.ahead:
@@ -113,6 +126,68 @@ def test_it_picks_the_highest_means(name, layout):
             assert set(got) == best
 
 
+ANEW = {
+    "anew": Vegas(**SOME, refresh=1, score="softmax"),
+    "anew-ratio": Vegas(budget=0.3, least=2, sinks=1, recent=1, refresh=1),
+    "anew-more-than-there-is": SparseSpec(budget=100, least=0, refresh=9),
+    "anew-ahead-per-head": SparseSpec(**SOME, ahead=2, refresh=1),
+    "anew-pages": SpecExtend(budget=12, least=0, page=4, refresh=1),
+}
+
+
+@pytest.mark.parametrize("layout", [Linear(CAPACITY), Striped(CAPACITY, 3, 2)], ids=["", "striped"])
+@pytest.mark.parametrize("name", ANEW)
+def test_it_picks_anew_by_shared_bits(name, layout):
+    """Below where the last verification began, and all since; the last row has no past."""
+    policy = ANEW[name]
+    hata = policy.keeps
+    cache, hashes = filled(hata, layout, junk=np.nan), arrays_of(hata)
+    since = np.array([[16, 17, 18, 19, -1], [-1] * 5, [-1] * 5], np.int32)
+    q = random(BATCH, 1, 4, 8, seed=5)
+    arrays = Guidance((None,), jnp.asarray(since), hashes)
+    select = jax.jit(lambda *args: policy.select(args[0], 0, *args[1:]))
+    found = np.asarray(select(arrays, cache, q, cache.lengths))
+    keys, w = np.float64(random(BATCH, CAPACITY, 2, 8, seed=1)), np.float64(hashes[0])
+    for row, begin in enumerate((16, 3, 0)):
+        bits = [keys[row, :begin, h] @ w[h] > 0 for h in range(2)]
+        own = [np.float64(q[row, 0, n]) @ w[n // 2] > 0 for n in range(4)]
+        shared = [(bits[n // 2] == own[n]).sum(axis=-1) for n in range(4)]
+        shared = np.array([shared[0] + shared[1], shared[2] + shared[3]])
+        per_head = found[row] if policy.per_head else np.stack([found[row]] * 2)
+        for got, best in zip(per_head, best_of(policy, shared, begin), strict=True):
+            got = got[got >= 0].tolist()
+            assert len(set(got)) == len(got)
+            assert set(got) == best | {p for p in since[row].tolist() if p >= 0}
+
+
+def test_layers_that_follow_read_what_their_leader_picks_anew():
+    """Beside a dense first layer and one with a window, of which neither keeps codes."""
+    windows = (None, None, 4, None, None, None)
+    layers = tuple(dataclasses.replace(TINY.layers[0], window=w) for w in windows)
+    model = make_decoder(dataclasses.replace(TINY, layers=layers), seed=3)
+    policy = Vegas(**SOME, refresh=2, every=2, dense_layers=1)
+    config = StepConfig(3, GuidedDraft(policy))
+    models = Models(model, policy=prepare(config.keeps, model))
+    state = start_decoding(models, prompts((30, 7)), config=config)
+    assert ["codes" in x for x in state.cache.columns] == [False, True, False, True, True, True]
+    _, arrays = config.draft.view(models, state.draft, state.cache.lengths)
+
+    @jax.jit
+    def read(models, arrays, state):
+        tokens, until = state.last_token[:, None], state.cache.lengths
+        args = (models.target, tokens, until[:, None], state.cache, until, 3)
+        return run_selected(*args, policy=policy, arrays=arrays.anew())[2]
+
+    found = read(models, arrays, state)
+    assert [x is None for x in found] == [True, False, True, False, False, False]
+    np.testing.assert_array_equal(found[1], found[3])
+    np.testing.assert_array_equal(found[4], found[5])
+    assert not np.array_equal(found[1], found[4])
+    after = arrays.holding(found).read
+    assert [x is None for x in after] == [True, False, True, True, False, True]
+    np.testing.assert_array_equal(after[4], found[4])
+
+
 def test_the_first_draft_reads_first_and_last_positions():
     until = jnp.array([100, 12, 0], jnp.int32)
     found = np.asarray(Vegas(budget=0.1, least=8).opening(2, 200, until))
@@ -146,10 +221,11 @@ def test_layers_that_pick_and_layers_that_follow(settings, leaders):
         (Vegas, {"score": "norm"}, "score='norm' must be one of logit, softmax, weight"),
         (Vegas, {"least": -1}, "least=-1 must be at least 0"),
         (Vegas, {"ahead": -1}, "ahead=-1 must be at least 0"),
+        (Vegas, {"refresh": -1}, "refresh=-1 must be at least 0"),
         (SpecExtend, {"ahead": 1}, "ahead=1 goes with single positions"),
         (SpecExtend, {"page": 0}, "page=0 must be at least 1 position"),
     ],
-    ids=["collect", "score", "least", "ahead", "pages-ahead", "page"],
+    ids=["collect", "score", "least", "ahead", "refresh", "pages-ahead", "page"],
 )
 def test_bad_settings_are_refused(policy, settings, message):
     with pytest.raises(ValueError, match=message):

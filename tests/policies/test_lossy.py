@@ -162,11 +162,11 @@ def test_a_selection_serves_several_layers():
     tokens, positions = state.last_token[:, None], state.cache.lengths[:, None]
     run = jax.jit(run_selected, static_argnums=5, static_argnames=("policy", "backends"))
     until = state.cache.lengths
-    hidden, _ = run(model, tokens, positions, state.cache, until, 1, policy=config.target)
+    hidden, *_ = run(model, tokens, positions, state.cache, until, 1, policy=config.target)
     # Layer 0 is dense; 1 serves 3, 2 being windowed; 4 serves 5; 6 begins anew.
     assert seen == [1, 4, 6]
     always = dataclasses.replace(config.target, every=1)
-    each, _ = run(model, tokens, positions, state.cache, until, 1, policy=always)
+    each, *_ = run(model, tokens, positions, state.cache, until, 1, policy=always)
     assert seen[3:] == [1, 3, 4, 5, 6]
     assert not np.array_equal(hidden, each)
 

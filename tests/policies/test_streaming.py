@@ -157,7 +157,7 @@ def test_a_draft_reads_what_the_model_itself_would_and_stays_lossless(families, 
         tokens, until = state.last_token[:, None], state.cache.lengths
         compact = Compact.of(state.cache, POLICY, arrays, spare=1)
         got, _ = families(tokens, positions, compact_attend(positions, jnp.int32(1)), compact)
-        wanted, _ = run_selected(
+        wanted, *_ = run_selected(
             *(families, tokens, positions, state.cache, until, 1), policy=POLICY, arrays=arrays
         )
         return got, wanted

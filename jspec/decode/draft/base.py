@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jspec.cache import Cache
 from jspec.decode.state import DecodeState, Models
 from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import KINDS
@@ -17,6 +19,7 @@ from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.verify import Verified
 from jspec.ops.vocabulary import Axes
 from jspec.policies import Dense, Guided, Policy
+from jspec.policies.attend import run_selected
 from jspec.typing import Array, Model
 
 if TYPE_CHECKING:
@@ -198,6 +201,37 @@ class SparseDrafter(Drafter):
         """
         raise NotImplementedError
 
+    @property
+    def refresh(self) -> int:
+        """After how many passes of a draft the next one picks anew what it reads; 0 for none."""
+        return 0 if self.guided is None else self.guided.refresh
+
+    def run(
+        self,
+        models: Models,
+        view: tuple[Policy, Any],
+        tokens: Array,
+        positions: Array,
+        cache: Cache,
+        until: Array,
+        config: StepConfig,
+        *,
+        anew: bool = False,
+    ) -> tuple[Array, Cache, Any]:
+        """A pass over ``tokens [B, T]`` of a draft behind ``until [B]``, by what `view` gave.
+
+        The hidden states, the cache with the tokens' columns, and the arrays for the next pass.
+        ``anew``: whether it is one of `refresh`.
+        """
+        policy, arrays = view
+        hidden, cache, found = run_selected(
+            *(self.model_of(models), tokens, positions, cache, until, config.gamma),
+            policy=policy,
+            arrays=arrays.anew() if anew else arrays,
+            backends=config.backends,
+        )
+        return hidden, cache, arrays.holding(found) if anew else arrays
+
     def model_of(self, models: Models) -> Model:
         """The model that drafts: the target, or its copy."""
         if not self.quantized:
@@ -226,16 +260,19 @@ def autoregressive(
     carry: Any,
     *,
     axis_name: Axes | None = None,
+    anew: Callable[[Array, Array, Array, Any], tuple[Array, Any]] | None = None,
+    every: int = 0,
 ) -> tuple[Drafted, Any]:
     """Draw gamma tokens one by one.
 
     ``advance(step, token [B], positions [B], carry)`` gives the logits ``[B, V]`` behind the token
-    at ``positions`` and the next carry. ``axis_name`` as in `jspec.ops.sample.sample`.
+    at ``positions`` and the next carry; ``anew`` in its place where `in_turn` has the other one.
+    ``axis_name`` as in `jspec.ops.sample.sample`.
     """
 
     index = jnp.arange(config.gamma, dtype=jnp.int32)
 
-    def body(carried, step):
+    def body(advance, carried, step):
         token, drafted, carry = carried
         positions = state.lengths + step
         logits, carry = advance(step, token, positions - 1, carry)
@@ -259,7 +296,41 @@ def autoregressive(
 
     token = state.last_token
     drafted = jnp.broadcast_to(token[:, None], (len(token), config.gamma))
-    (_, tokens, carry), logits = lax.scan(body, (token, drafted, carry), index)
+    usual, other = functools.partial(body, advance), functools.partial(body, anew)
+    carried = token, drafted, carry
+    (_, tokens, carry), logits = in_turn(usual, other, every, carried, config.gamma)
     lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
     logits = None if logits is None else jnp.swapaxes(logits, 0, 1)
     return Drafted(tokens, lengths, logits), carry
+
+
+def in_turn(
+    usual: Callable[[Any, Array], tuple[Any, Any]],
+    other: Callable[[Any, Array], tuple[Any, Any]],
+    every: int,
+    carry: Any,
+    count: int,
+) -> tuple[Any, Any]:
+    """`lax.scan` of ``usual(carry, step)`` over ``count`` steps, of which each ``every``-th is
+    ``other(carry, step)``: the first such one is step ``every``, and 0 is for none.
+
+    Which steps these are is compiled in: for a condition in a loop, a GPU waits for the host.
+    """
+    index = jnp.arange(count, dtype=jnp.int32)
+    if not 0 < every < count:
+        return lax.scan(usual, carry, index)
+
+    def turn(carry, steps):
+        carry, outs = lax.scan(usual, carry, steps[:-1])
+        carry, last = other(carry, steps[-1])
+        return carry, jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), outs, last)
+
+    def joined(first, middle, rest):
+        return jnp.concatenate([first, middle.reshape(-1, *first.shape[1:]), rest])
+
+    turns = (count - 1) // every
+    end = turns * every + 1
+    carry, first = lax.scan(usual, carry, index[:1])
+    carry, middle = lax.scan(turn, carry, index[1:end].reshape(turns, every))
+    carry, rest = lax.scan(usual, carry, index[end:])
+    return carry, jax.tree.map(joined, first, middle, rest)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 from jspec.config import shown, whole_number
-from jspec.decode.draft.base import Drafted, Drafter, Seen, SparseDrafter, within_limits
+from jspec.decode.draft.base import (
+    Drafted,
+    Drafter,
+    Seen,
+    SparseDrafter,
+    in_turn,
+    within_limits,
+)
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.commit import Rows, commit
 from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.policies import Dense, Guided, Policy
-from jspec.policies.attend import run_selected
 from jspec.typing import Array
 
 if TYPE_CHECKING:
@@ -153,22 +159,25 @@ class Chain(Drafter):
             state, limits=begin + room, done=state.done | (room == 0), draft=own.first
         )
         inside = self.first.before_rounds(models, inside, config)
-        view = self.second.view(models, own.second, until)
+        policy, arrays = self.second.view(models, own.second, until)
         # Each round adds a token at least.
         rounds = min(self.rounds, gamma)
         logits = None
         if state.mode != "greedy":
             logits = jnp.zeros((len(begin), gamma, models.target.config.vocab_size), jnp.float32)
 
-        def body(carried: tuple[DecodeState, Any], _) -> tuple[tuple[DecodeState, Any], None]:
-            inside, logits = carried
+        def body(carried: tuple[DecodeState, Any, Any], _, anew=False):
+            inside, arrays, logits = carried
             before = inside.lengths
-            inside, of_round = self._round(models, inside, until, view, config)
+            inside, arrays, of_round = self._round(
+                *(models, inside, until, (policy, arrays), config), anew=anew
+            )
             if logits is not None:
                 logits = _put(logits, of_round, before - begin, inside.lengths - before)
-            return (inside, logits), None
+            return (inside, arrays, logits), None
 
-        (inside, logits), _ = lax.scan(body, (inside, logits), length=rounds)
+        again, every = functools.partial(body, anew=True), self.second.refresh
+        (inside, _, logits), _ = in_turn(body, again, every, (inside, arrays, logits), rounds)
         index = begin[:, None] + jnp.arange(gamma, dtype=jnp.int32)[None]
         index = jnp.minimum(index, state.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(inside.tokens, index, axis=1)
@@ -184,11 +193,14 @@ class Chain(Drafter):
         until: Array,
         view: tuple[Policy, Any],
         config: StepConfig,
-    ) -> tuple[DecodeState, Array]:
+        *,
+        anew: bool,
+    ) -> tuple[DecodeState, Any, Array]:
         """Draft, check by a sparse pass and commit within the draft; the logits ``[B, g + 1, V]``.
 
         ``until [B]``: where the selected context ends and the outer draft begins. ``view``: of the
-        second drafter. ``state.draft`` is the first one's.
+        second drafter, whose arrays for the next round are returned too; ``anew`` as in its `run`.
+        ``state.draft`` is the first one's.
         """
         inner = dataclasses.replace(config, gamma=min(self.inner, config.gamma), draft=self.first)
         drafted, state = self.first.draft(models, state, inner)
@@ -198,11 +210,8 @@ class Chain(Drafter):
         counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
         positions = jnp.where(counts, state.cache.lengths[:, None] + index, -1)
         model = self.second.model_of(models)
-        hidden, cache = run_selected(
-            *(model, tokens, positions, state.cache, until, config.gamma),
-            policy=view[0],
-            arrays=view[1],
-            backends=config.backends,
+        hidden, cache, arrays = self.second.run(
+            *(models, view, tokens, positions, state.cache, until, config), anew=anew
         )
         logits = model.logits(hidden)
         if state.mode == "greedy":
@@ -228,7 +237,7 @@ class Chain(Drafter):
         )
         cache = cache.with_lengths(rows.cached)
         state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
-        return self.first.learn(state, Seen(positions, hidden), verified), logits
+        return self.first.learn(state, Seen(positions, hidden), verified), arrays, logits
 
 
 def _put(into: Array, rows: Array, begin: Array, counts: Array) -> Array:

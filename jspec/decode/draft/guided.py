@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -12,9 +13,9 @@ from jspec.config import shown
 from jspec.decode.draft.base import Drafted, Seen, SparseDrafter, autoregressive
 from jspec.decode.state import DecodeState, Models, vocabulary_axes
 from jspec.ops.verify import Verified
-from jspec.policies import Guided, Vegas
-from jspec.policies.attend import run_selected
+from jspec.policies import Guided, Policy, Vegas
 from jspec.policies.collect import picks
+from jspec.policies.guided import Guidance, padded, with_since
 from jspec.typing import Array
 
 if TYPE_CHECKING:
@@ -35,17 +36,12 @@ class Guide(NamedTuple):
     picked: tuple[Array | None, ...]
     since: Array
 
-    def selections(self, until: Array) -> tuple[Array | None, ...]:
-        """All that is read of each layer below ``until [B]``: the picked positions, those since."""
-
-        def joined(own: Array) -> Array:
-            # A slot that was filled by steps of a smaller gamma still has its last row's end here.
-            since = jnp.where(self.since < until[:, None], self.since, -1)
-            since = since if own.ndim == 2 else since[:, None]
-            since = jnp.broadcast_to(since, (*own.shape[:-1], since.shape[-1]))
-            return jnp.concatenate([own, since], axis=-1)
-
-        return tuple(None if own is None else joined(own) for own in self.picked)
+    def guidance(self, until: Array, hashes: Any) -> Guidance:
+        """What is read below ``until [B]``: the picked positions, and those since."""
+        # A slot that was filled by steps of a smaller gamma still has its last row's end here.
+        since = jnp.where(self.since < until[:, None], self.since, -1)
+        read = (None if own is None else with_since(own, since) for own in self.picked)
+        return Guidance(tuple(read), since, hashes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +50,8 @@ class GuidedDraft(SparseDrafter):
 
     Each verification picks for the next draft, at no pass of its own; what was committed since is
     read besides. The first draft has no verification to go by and reads first and last positions.
-    The draft's keys and values go into the target's cache.
+    The draft's keys and values go into the target's cache. With a policy that refreshes, long
+    drafts pick anew by hashes of the keys, which the cache then keeps.
     """
 
     policy: Guided = VEGAS
@@ -66,6 +63,10 @@ class GuidedDraft(SparseDrafter):
             raise TypeError(
                 f"policy={shown(self.policy)} is not guided by verification; pass SelfDraft(...)"
             )
+
+    @property
+    def keeps(self) -> Policy:
+        return self.policy.keeps
 
     @property
     def guided(self) -> Guided:
@@ -103,37 +104,39 @@ class GuidedDraft(SparseDrafter):
         picked = tuple(None if x is None else wider(x) for x in own.picked)
         return own._replace(picked=picked)
 
-    def view(
-        self, models: Models, own: Guide, until: Array
-    ) -> tuple[Guided, tuple[Array | None, ...]]:
-        return self.policy, own.selections(until)
+    def view(self, models: Models, own: Guide, until: Array) -> tuple[Guided, Guidance]:
+        return self.policy, own.guidance(until, models.policy)
 
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
-        until, selections = state.cache.lengths, state.draft.selections(state.cache.lengths)
+        until = state.cache.lengths
+        _, arrays = self.view(models, state.draft, until)
         model = self.model_of(models)
 
-        def advance(step, token, positions, cache):
+        def advance(step, token, positions, carry, anew=False):
+            cache, arrays = carry
             where = positions[:, None]
             where = jnp.where(state.beyond(where), -1, where)
-            hidden, cache = run_selected(
-                *(model, token[:, None], where, cache, until, config.gamma),
-                policy=self.policy,
-                arrays=selections,
-                backends=config.backends,
+            hidden, cache, arrays = self.run(
+                *(models, (self.policy, arrays), token[:, None], where, cache, until, config),
+                anew=anew,
             )
-            return model.logits(hidden)[:, 0], cache
+            return model.logits(hidden)[:, 0], (cache, arrays)
 
-        axes = vocabulary_axes(models.target)
-        drafted, cache = autoregressive(state, config, advance, state.cache, axis_name=axes)
+        drafted, (cache, _) = autoregressive(
+            *(state, config, advance, (state.cache, arrays)),
+            axis_name=vocabulary_axes(models.target),
+            anew=functools.partial(advance, anew=True),
+            every=self.refresh,
+        )
         return drafted, dataclasses.replace(state, cache=cache)
 
     def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
         held: Guide = state.draft
         found = picks(self.policy, state.cache, seen.found, seen.positions, verified.accepted)
         picked = tuple(
-            None if before is None or after is None else _padded(after, before.shape[-1])
+            None if before is None or after is None else padded(after, before.shape[-1])
             for before, after in zip(held.picked, found, strict=True)
         )
         index = jnp.arange(held.since.shape[1], dtype=jnp.int32)
@@ -141,9 +144,3 @@ class GuidedDraft(SparseDrafter):
         known = (seen.positions[:, :1] >= 0) & (since < state.cache.lengths[:, None])
         since = jnp.where(known, since, -1)
         return dataclasses.replace(state, draft=Guide(picked, since))
-
-
-def _padded(positions: Array, size: int) -> Array:
-    """``positions [..., n]`` with -1 behind, ``[..., size]``."""
-    widths = [(0, 0)] * (positions.ndim - 1) + [(0, size - positions.shape[-1])]
-    return jnp.pad(positions, widths, constant_values=-1)

@@ -60,7 +60,7 @@ class SelfDraft(SparseDrafter):
         def advance(step, token, positions, cache):
             where = positions[:, None]
             where = jnp.where(state.beyond(where), -1, where)
-            hidden, cache = run_selected(
+            hidden, cache, _ = run_selected(
                 *(models.target, token[:, None], where, cache, until, config.gamma),
                 policy=self.policy,
                 arrays=models.policy,
