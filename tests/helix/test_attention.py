@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ BLOCK, SIZE = 4, 8
 # Shards without a token, blocks that end before, in and behind a pass.
 LENGTHS = (0, 1, 3, 4, 15, 30, 37)
 HEADS = {"gqa": (8, 2), "mha": (8, 8), "mqa": (8, 1), "gqa4": (16, 4)}
+LATENT, MAPPED = 6, 5  # channels of the keys that are values, and of what a head makes of them
 MESHES = [(k, t) for k in (1, 2, 4, 8) for t in (1, 2, 4, 8) if k * t in (1, 2, 4, 8)]
 FIRST = (  # each mesh, head layout and T occurs, and what crosses most blocks
     *((8, 1, "mqa", 9), (4, 2, "gqa", 4), (2, 4, "gqa4", 9), (1, 8, "mha", 1)),
@@ -42,7 +44,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 def wanted(q, k, v, begin: int, window: int | None = None) -> np.ndarray:
     """One row: ``q [T, N, H]`` at positions from ``begin`` on over ``k, v [S, K, H]``."""
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1).astype(np.float64) for x in (k, v))
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:2], v.shape[-1]))
     for token in range(len(q)):
         last = begin + token + 1
         first = 0 if window is None else max(last - window, 0)
@@ -53,11 +55,12 @@ def wanted(q, k, v, begin: int, window: int | None = None) -> np.ndarray:
     return out
 
 
-def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int):
+def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int, up=None):
     """``q`` of ``tokens`` behind each of ``lengths``, in a cache that was poisoned before.
 
     The prefix comes in two passes, whose queries are its keys; then a draft that is rejected, and
-    what takes its place. Outputs of the prefix, of ``q``, and the cache.
+    what takes its place. Outputs of the prefix, of ``q``, and the cache. With ``up``, the map of
+    latent attention's values, ``v`` is in the keys.
     """
     specs, capacity = (spec,), k.shape[1]
     layouts = layouts_on(helix, specs, capacity, tokens - 1)
@@ -70,7 +73,10 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int)
         half = capacity // 2
 
         def run(q, k, v, positions, cache):
-            return jspec.dense_attend(positions)(0, q, k, v, cache)
+            attend: Any = jspec.dense_attend(positions)
+            if up is None:
+                return attend(0, q, k, v, cache)
+            return attend(0, q, k, None, cache, up=jnp.asarray(up))
 
         prefix = []
         group = q.shape[2] // k.shape[2]
@@ -133,6 +139,59 @@ def test_attention_is_that_of_one_device(kvp, tpa, heads, tokens):
 @pytest.mark.parametrize(("kvp", "tpa", "heads", "tokens"), EVERY, ids=str)
 def test_attention_is_that_of_one_device_on_every_mesh(kvp, tpa, heads, tokens):
     check(kvp, tpa, heads, tokens)
+
+
+FIRST_OF_LATENTS = ((8, 4, "after"), (2, 9, "before"))
+MORE_OF_LATENTS = sorted(
+    {*itertools.product((1, 2, 4, 8), (1, 4, 9), ("before", "after"))} - {*FIRST_OF_LATENTS}
+)
+
+
+@pytest.mark.parametrize(
+    ("kvp", "tokens", "where"),
+    [
+        *FIRST_OF_LATENTS,
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in MORE_OF_LATENTS),
+    ],
+    ids=str,
+)
+def test_latent_attention_is_that_of_one_device(kvp, tokens, where):
+    """All heads read one latent a token, whose values go through a map of each head's own."""
+    helix = HelixConfig(kvp=kvp, block=BLOCK, up_projection=where)
+    spec = LayerSpec(1, SIZE, LATENT, values_in_keys=True)
+    helix.check_layer(0, 8, spec)
+    rows = len(LENGTHS)
+    q, k = random(rows, tokens, 8, SIZE), random(rows, 64, 1, SIZE, seed=1)
+    up = random(8, LATENT, MAPPED, seed=2)
+    prefix, out, cache = attended(helix, spec, q, k, k, LENGTHS, tokens, up)
+
+    def right(q, k, begin):
+        read = wanted(q, k, k[..., :LATENT], begin)
+        return np.einsum("tnv,nvh->tnh", read, up.astype(np.float64))
+
+    for row, length in enumerate(LENGTHS):
+        expected = right(q[row], k[row], length)
+        np.testing.assert_allclose(out[row], expected, rtol=1e-5, atol=1e-5)
+        expected = right(np.repeat(k[row, :length], 8, axis=1), k[row], 0)
+        np.testing.assert_allclose(prefix[row, :length], expected, rtol=1e-5, atol=1e-5)
+    assert cache.columns[0].keys() == {"keys"}
+    shares = {x.data.shape for x in cache.keys(0).addressable_shards}
+    assert shares == {(rows, 64 // kvp, 1, SIZE)}
+
+
+@pytest.mark.parametrize(
+    ("kvp", "tpa", "kv_heads"),
+    [(kvp, tpa, heads) for kvp, tpa in MESHES for heads in (1, 2, 4) if tpa > heads],
+    ids=str,
+)
+def test_more_devices_than_key_value_heads_are_refused(kvp, tpa, kv_heads):
+    """With the mesh to take instead, which is not refused; latents are one key-value head."""
+    latent = {"value_size": LATENT, "values_in_keys": kv_heads == 1}
+    spec = LayerSpec(kv_heads, SIZE, **latent)
+    instead = rf"hold copies of the cache; .* kvp={kvp * tpa // kv_heads}, tpa={kv_heads}$"
+    with pytest.raises(ValueError, match=rf"tpa={tpa} is more than the {kv_heads} .*{instead}"):
+        HelixConfig(kvp=kvp, tpa=tpa).check_layer(0, 8, spec)
+    HelixConfig(kvp=kvp * tpa // kv_heads, tpa=kv_heads).check_layer(0, 8, spec)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
