@@ -5,6 +5,7 @@ Each function has to be called by all of them, in the same order. A process alon
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -17,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
+
+from jspec import __version__
 
 LEAST = 256  # bytes of a message, so that short ones share a program
 _step_timeout: float | None = None
@@ -40,13 +43,22 @@ def is_first() -> bool:
     return not several() or jax.process_index() == 0
 
 
+def check_devices() -> None:
+    """Raise `ValueError` on all processes where they have different numbers of devices."""
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"process {i} has {counts[i]}" for i in sorted(counts))
+        raise ValueError(f"processes have different numbers of devices: {shown}; give each as many")
+
+
 def from_all(value: Any) -> list[Any]:
     """``value`` of each process, in their order: anything that JSON has.
 
-    Raises `ExchangeError` where one of them has ended.
+    Raises `ExchangeError` where one of them has ended, and as `check_devices` does.
     """
     if not several():
         return [value]
+    check_devices()
     own = np.frombuffer(json.dumps(value).encode(), np.uint8)
     lengths = _gathered(np.int32(len(own)))
     message = np.zeros(max(LEAST, 1 << int(lengths.max() - 1).bit_length()), np.uint8)
@@ -81,6 +93,11 @@ def check_same(values: Mapping[str, str]) -> None:
                 f"process {index} has other {' and '.join(differing)} than process 0; give every "
                 "process of --hosts or jax.distributed the same"
             )
+
+
+def versions() -> dict[str, str]:
+    """For `check_same`: of jspec and JAX."""
+    return {"versions of jspec and JAX": f"{__version__} {jax.__version__}"}
 
 
 def digest(value: Any) -> str:

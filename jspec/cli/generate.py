@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
-
-from jspec import __version__
 from jspec.cli import INTERRUPTED, demo
 from jspec.cli.compile_cache import keep_programs
 from jspec.cli.devices import leave_interrupted, named_mesh, one_voice, take_devices
@@ -32,7 +29,15 @@ from jspec.helix.sharded import decoder_sharding, shard
 from jspec.models.text import with_stops
 from jspec.policies import Dense, Policy, named_policy
 from jspec.policies.hata import with_hashes
-from jspec.processes import all_or_none, check_same, digest, from_first, is_first, several
+from jspec.processes import (
+    all_or_none,
+    check_same,
+    digest,
+    from_first,
+    is_first,
+    several,
+    versions,
+)
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -86,7 +91,7 @@ def _common(
     more = (*more, arguments.exact)
     drafts = arguments.draft_model
     return {
-        "versions of jspec and JAX": f"{__version__} {jax.__version__}",
+        **versions(),
         "model files": fingerprint(arguments.model or bundled_path()),
         "draft model files": "" if drafts is None else fingerprint(drafts),
         "requests": digest(requests),

@@ -6,15 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from jspec import __version__
 from jspec.config import SamplingParams
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.requests import one_each
 from jspec.decode.state import Models
-from jspec.processes import check_same, digest, from_first, in_time
+from jspec.processes import check_same, digest, from_first, in_time, versions
 from jspec.typing import Model
 
 
@@ -46,7 +44,7 @@ def rows_of(
         return rows
     check_same(
         {
-            "versions of jspec and JAX": f"{__version__} {jax.__version__}",
+            **versions(),
             "models": digest([model and model.config for model in (models.target, models.draft)]),
             "prompts": digest([prompt.tolist() for prompt in prompts]),
             "sampling params": digest(params),

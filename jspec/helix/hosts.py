@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import threading
 
 import jax
 
 from jspec.checks import check_sizes, given, require
-from jspec.processes import limit_steps
+from jspec.processes import check_devices, limit_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +73,7 @@ class Hosts:
             )
         if failures:
             raise ValueError(f"the processes cannot meet{self._where}: {failures[0]}")
-        counts = collections.Counter(device.process_index for device in jax.devices())
-        if len(set(counts.values())) > 1:
-            shown = ", ".join(f"process {i} has {counts[i]}" for i in sorted(counts))
-            raise ValueError(
-                f"processes have different numbers of devices: {shown}; give each as many"
-            )
+        check_devices()
         limit_steps(self.step_timeout)
 
     @property

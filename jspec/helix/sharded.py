@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,11 +30,13 @@ from jspec.helix.cache import (
 from jspec.helix.mesh import HelixConfig
 from jspec.models import checkpoint
 from jspec.models.decoder import Decoder
+from jspec.models.fingerprint import SAMPLES, fingerprint
 from jspec.models.modules import MLP
 from jspec.policies import Dense, Policy, Streaming
 from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.guided import Guided
 from jspec.policies.magicpig import MagicPIG
+from jspec.processes import all_or_none, check_same, digest, several, versions
 from jspec.sharding import put
 from jspec.typing import Array, Attend, ModelShape
 
@@ -203,8 +206,10 @@ class _Shape:
 def shard(model: Decoder, helix: HelixConfig) -> Sharded:
     """``model`` on the mesh of ``helix``, each device with its share of the parameters.
 
-    Raises `ValueError` where the machine has too few devices, and for sizes that do not divide.
+    Raises `ValueError` where the machine has too few devices, for sizes that do not divide, and on
+    all processes where one has other weights or another mesh.
     """
+    _check_same(model, helix)
     if helix.ep > 1 and model.config.experts is None:
         raise ValueError(
             f"ep={helix.ep} shares out experts, and a model of the family {model.config.family} "
@@ -230,14 +235,32 @@ def shard(model: Decoder, helix: HelixConfig) -> Sharded:
 def load_model(path: str | os.PathLike, helix: HelixConfig, *, dtype: Any = None) -> Sharded:
     """A decoder from disk, as `jspec.load_model` reads it, each parameter straight to its devices.
 
-    Raises as `jspec.load_model` and `shard` do.
+    Raises as `jspec.load_model` and `shard` do, on all processes what one of them raises.
     """
-    return shard(checkpoint.load_model(path, dtype=dtype, sharding=decoder_sharding(helix)), helix)
+    with all_or_none():
+        _ = helix.mesh
+        files = fingerprint(os.fspath(path)) if several() else ""
+    same = {"mesh settings": digest(helix), "dtypes": digest(dtype)}
+    check_same({**versions(), "model files": files, **same})
+    with all_or_none():
+        model = checkpoint.load_model(path, dtype=dtype, sharding=decoder_sharding(helix))
+    return shard(model, helix)
 
 
 def decoder_sharding(helix: HelixConfig) -> Callable[[str, tuple[int, ...]], NamedSharding]:
     """Where each parameter of a `Decoder` lies, for the ``sharding`` of `jspec.load_model`."""
     return lambda name, shape: NamedSharding(helix.mesh, decoder_spec(helix, name, shape))
+
+
+def _check_same(model: Decoder, helix: HelixConfig) -> None:
+    """Raise `ValueError` on all processes where one shards another ``model``, or otherwise."""
+    if not several():
+        return
+    every = jax.tree.leaves(nnx.state(model))
+    own = [x for x in every if getattr(x, "is_fully_addressable", True)]
+    weights = [np.asarray(x).ravel()[:: max(x.size // SAMPLES, 1)].tobytes() for x in own]
+    same = {"mesh settings": helix, "model settings": model.config, "weights": weights}
+    check_same({**versions(), **{name: digest(value) for name, value in same.items()}})
 
 
 def place_parameters(sharded: Sharded) -> Any:

@@ -3,6 +3,7 @@
 ``python -m tests.helix.processes CHECK PORT PROCESSES INDEX`` prints what the check found as JSON.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,8 +11,9 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +22,11 @@ import jax
 import numpy as np
 
 import jspec
-from jspec import helix
+from jspec import helix, processes
 from jspec.decode import growth, prefill
 from jspec.decode.chunks import Chunks
 from jspec.helix.sharded import decoder_sharding
+from jspec.models import checkpoint
 from jspec.models.files import TensorFile
 from jspec.processes import all_or_none, check_same, from_all, from_first
 from tests.decode.common import NGRAM, prompts
@@ -153,6 +156,67 @@ def drafts(index: int) -> dict[str, Any]:
     return {name: drafted(model, plain, name) for name in DRAFTS}
 
 
+def unequal(index: int) -> dict[str, Any]:
+    """Errors of two processes that differ in one thing each time."""
+    config, one = helix.HelixConfig(kvp=2, block=4), GOLDEN / "qwen3"
+
+    def load(path: Path = one, mesh: helix.HelixConfig = config, dtype: Any = None) -> Any:
+        return helix.load_model(path, mesh, dtype=dtype)
+
+    def changed(name: str, change: Callable[[bytes], bytes]) -> Path:
+        """The model with another file ``name`` in process 1."""
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for file in one.iterdir():
+            content = file.read_bytes()
+            (folder / file.name).write_bytes(
+                change(content) if index and file.name == name else content
+            )
+        return folder
+
+    def flip(content: bytes) -> bytes:
+        return content[:-1] + bytes([content[-1] ^ 1])
+
+    def other_weights() -> Any:
+        model = jspec.load_model(one)
+        model.norm.scale[...] = model.norm.scale[...] + index
+        return helix.shard(model, config)
+
+    def other_settings() -> Any:
+        model = jspec.load_model(one)
+        model.config = dataclasses.replace(model.config, max_context=100 + index)
+        return helix.shard(model, config)
+
+    def other_version() -> Any:
+        with mock.patch.object(processes, "__version__", f"0.{index}"):
+            return load()
+
+    def fails_to_read() -> Any:
+        def read(*arguments: Any, **settings: Any) -> Any:
+            if index:
+                raise OSError("the disk is full")
+            return right(*arguments, **settings)
+
+        right = checkpoint.load_model
+        with mock.patch.object(checkpoint, "load_model", read):
+            return load()
+
+    with contextlib.ExitStack() as stack:
+        calls: dict[str, Callable[[], Any]] = {
+            "no difference": load,
+            "config": lambda: load(changed("config.json", lambda content: content + b" ")),
+            "bytes": lambda: load(changed("model.safetensors", flip)),
+            "disk": fails_to_read,
+            "missing": lambda: load(GOLDEN / "nowhere" if index else one),
+            "mesh": lambda: load(mesh=dataclasses.replace(config, block=4 + index)),
+            "more devices": lambda: load(mesh=helix.HelixConfig(kvp=2 + 2 * index)),
+            "dtypes": lambda: load(dtype="bfloat16" if index else "float32"),
+            "version": other_version,
+            "weights": other_weights,
+            "model settings": other_settings,
+        }
+        return {name: error_of(call) for name, call in calls.items()}
+
+
 def stuck(index: int, victim: int, where: str) -> None:
     """Process ``victim`` sleeps, alive, behind its first chunk of steps: before it takes part in
     the next one's collectives, or in its callback."""
@@ -177,15 +241,21 @@ def stuck(index: int, victim: int, where: str) -> None:
         tokens_of(model, draft=NGRAM, steps_per_chunk=1, **settings)
 
 
+CHECKS = {"together": together, "drafts": drafts, "unequal": unequal}
+
 if __name__ == "__main__":
     check, port, count, index = sys.argv[1], *map(int, sys.argv[2:])
     limits: dict[str, Any] = {"start_timeout": 60, "lost_timeout": 20}
     if check.startswith("stuck"):
         limits["step_timeout"] = 20
-    helix.Hosts(f"127.0.0.1:{port}", count, index, **limits).join()
+    if check == "joined-by-itself":
+        jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+        helix.load_model(GOLDEN / "qwen3", helix.HelixConfig(kvp=2))
+    else:
+        helix.Hosts(f"127.0.0.1:{port}", count, index, **limits).join()
     if check.startswith("stuck"):
         _, victim, where = check.split("-")
         stuck(index, int(victim), where)
     else:
         # Gloo prints on stdout, too.
-        print("\n" + json.dumps({"together": together, "drafts": drafts}[check](index)))
+        print("\n" + json.dumps(CHECKS[check](index)))

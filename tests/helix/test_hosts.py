@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ from jspec.helix import Hosts
 from jspec.models.errors import CheckpointError
 from jspec.models.fingerprint import SAMPLE_BYTES, fingerprint
 from jspec.policies.named import made
-from jspec.processes import all_or_none, digest, from_all, from_first, in_time
+from jspec.processes import all_or_none, check_devices, digest, from_all, from_first, in_time
 from tests.helix.processes import (
     DRAFTS,
     NGRAM,
@@ -36,6 +38,8 @@ from tests.helix.processes import (
 from tests.models.goldens import GOLDEN
 
 LOST = 10  # seconds
+SOON = 120  # seconds, most of which two processes take to start on a busy machine
+CHANGED = "a copy of the model with another last byte"
 
 
 def found_by(check: str, devices: int) -> list[dict]:
@@ -87,6 +91,53 @@ def test_two_processes_with_two_devices_each_draft_as_one_device_does():
     model = jspec.load_model(GOLDEN / "qwen3")
     for name in DRAFTS:
         assert first[name] == [list(row) for row in drafted(model, model, name)], name
+
+
+@pytest.mark.slow
+def test_processes_that_differ_are_all_told_what_differs():
+    begin = time.monotonic()
+    first, second = found_by("unequal", devices=1)
+    assert time.monotonic() - begin < SOON
+    for name, raised, message in (
+        ("disk", "OSError", "the disk is full"),
+        ("missing", "CheckpointError", "nowhere is no directory"),
+        ("more devices", "ValueError", "kvp=4 times tpa=1 needs 4 devices"),
+    ):
+        assert first[name].startswith("ElsewhereError: process 1: ")
+        assert second.pop(name).startswith(f"{raised}: ")
+        assert message in first.pop(name)
+    assert first == second
+    assert first.pop("no difference") == "no error"
+    named = {"config": "model files", "bytes": "model files", "mesh": "mesh settings"}
+    named["version"] = "versions of jspec and JAX"
+    for name, error in first.items():
+        told = f"ValueError: process 1 has other {named.get(name, name)} than process 0; give every"
+        assert error.startswith(told), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["unequal", "joined-by-itself"])
+def test_processes_with_different_numbers_of_devices_are_all_told(how):
+    """Where `Hosts` joins them, and where `jax.distributed` did."""
+    port, begin = str(free_port()), time.monotonic()
+    both = [
+        start("tests.helix.processes", how, port, "2", str(index), devices=1 + index)
+        for index in range(2)
+    ]
+    for code, _, error in ends_of(both):
+        assert code == 1
+        assert "ValueError: processes have different numbers of devices: process 0 has 1, " in error
+        assert "process 1 has 2; give each as many" in error
+    assert time.monotonic() - begin < SOON
+
+
+def test_different_numbers_of_devices_are_refused(monkeypatch):
+    devices = [types.SimpleNamespace(process_index=index) for index in (0, 1, 1)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ValueError, match="process 0 has 1, process 1 has 2; give each as many"):
+        check_devices()
+    monkeypatch.setattr(jax, "devices", lambda: devices[:2])
+    check_devices()
 
 
 def test_a_measured_gamma_is_that_of_process_0(monkeypatch, tiny):
@@ -174,20 +225,31 @@ def test_open_mpi_says_who_is_who(folder):
     ("of_one", "of_other", "message"),
     [
         ((), ("--seed", "5"), "process 1 has other requests than process 0"),
+        ((), ("--model", CHANGED), "process 1 has other model files than process 0"),
+        ((), ("--helix", "kvp=2,block=8"), "process 1 has other settings than process 0"),
         ((), ("--draft", "none"), "process 1 has other settings than process 0"),
         ((), ("--model", "nowhere"), "nowhere is no directory"),
         ((), ("--max-new-tokens", "0"), "max_new_tokens=0"),
         (("--max-new-tokens", "2000"),) * 2 + ("exceeds the context of 1024",),
     ],
-    ids=["requests", "settings", "missing", "refused", "context"],
+    ids=["requests", "files", "mesh", "settings", "missing", "refused", "context"],
 )
-def test_what_differs_or_fails_is_said_by_all(of_one, of_other, message, folder):
-    port = free_port()
+def test_what_differs_or_fails_is_said_by_all(of_one, of_other, message, folder, tmp_path):
+    if CHANGED in of_other:
+        changed = shutil.copytree(folder, tmp_path / "model")
+        files = [file for file in changed.rglob("*") if file.is_file()]
+        largest = max(files, key=lambda file: file.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[-1] ^= 1
+        largest.write_bytes(content)
+        of_other = ("--model", str(changed))
+    port, begin = free_port(), time.monotonic()
     both = [command(i, port, "--model", folder, *own) for i, own in enumerate((of_one, of_other))]
     for code, out, error in ends_of(both):
         assert (code, out) == (2, "")
         assert message in error
         assert len(error.splitlines()) == 1
+    assert time.monotonic() - begin < SOON
 
 
 @pytest.mark.slow
