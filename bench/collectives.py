@@ -1,6 +1,6 @@
-"""What devices of one host say to each other: collectives by the bytes that each device gives.
+"""Collectives between the devices of one host, by the bytes that each device gives.
 
-Beside XLA's all-to-all stand jspec's own, one-sided ones, where pieces are not too large for them.
+XLA's, and jspec's one-sided all-to-alls where pieces are not too large for them.
 """
 
 from __future__ import annotations
