@@ -1,8 +1,8 @@
 """Three clocks: device time of kernels, wall time of a call, marginal time of a step in a loop.
 
-*device*: the sum of the kernels' own durations as CUPTI records them, without the gaps between
-them; what a kernel waits for one ahead of it, where it starts early, counts as its own; copies and
-fills by the driver are no kernels and do not count. *wall*: from Python's call to
+*device*: the time in which a kernel runs, as CUPTI records their starts and ends: without the gaps
+between kernels, and where two overlap counted once; copies and fills by the driver are no kernels
+and do not count. *wall*: from Python's call to
 outputs that are there, launch included. *step*: what one more step costs inside a jitted
 `lax.scan`, from two lengths, above a step that only counts. All in nanoseconds.
 """
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ from jspec.dispatch import Operation
 
 WARMUPS = 3
 FLUSH_BYTES = 2**27  # read between calls for a cold L2: more than any GPU's L2 holds
-Kernel = tuple[str, int]  # its name and its nanoseconds
+Kernel = tuple[str, int]  # its name and its own nanoseconds, as `own_times` counts them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,32 +147,37 @@ def _times(groups: list[list[Kernel]], repeats: int, name: str) -> Times:
     return Times([sum(ns for _, ns in group) for group in groups], len(groups[0]))
 
 
-class _Host:
-    """A function of the host in the form that `profiler.measure` calls without jitting it.
-
-    `measure` calls twice: first to warm up, which takes but a few repeats, then to record.
-    """
-
-    def __init__(self, calls: Callable[[int], None], repeats: int):
-        self._calls = calls
-        self._counts = iter((min(WARMUPS, repeats), repeats))
-
-    def __call__(self) -> None:
-        self._calls(next(self._counts))
-
-    def trace(self) -> None:
-        """Only a jitted function has one."""
-
-    def lower(self) -> None:
-        """Only a jitted function has one."""
-
-
 def _session(calls: Callable[[int], None], repeats: int) -> list[Kernel]:
-    """The kernels that ``calls(repeats)`` launches, in order."""
-    from jax.experimental.mosaic.gpu import profiler
+    """The kernels that ``calls(repeats)`` launches, in the order of their starts."""
+    calls(min(WARMUPS, repeats))
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            calls(repeats)
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+    return own_times(
+        (event.name, event.start_ns, event.end_ns)
+        for plane in planes
+        if plane.name.startswith("/device:GPU:")
+        for line in plane.lines
+        for event in line.events
+        if any(name == "kernel_details" for name, _ in event.stats)
+    )
 
-    _, timings = profiler.measure(_Host(calls, repeats), aggregate=False)()
-    return [(name, round(milliseconds * 1e6)) for name, milliseconds in timings or []]
+
+def own_times(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
+    """Kernels in the order of their starts, from their names, starts and ends in nanoseconds.
+
+    Each has the time in which it runs and none that started before it does: the sum is the time in
+    which any runs.
+    """
+    kernels, until = [], 0.0
+    for name, start, end in sorted(events, key=lambda event: event[1:]):
+        kernels.append((name, round(max(end - max(start, until), 0.0))))
+        until = max(until, end)
+    return kernels
 
 
 def wall(program: Program, repeats: int) -> list[int]:

@@ -50,6 +50,24 @@ def test_device_time_is_the_sum_of_a_calls_own_kernels(monkeypatch, cold, alone)
     assert sum(name == "flush" for name, _ in clock.log) == (12 if cold else 0)
 
 
+def test_kernels_that_overlap_are_counted_once():
+    rng = np.random.default_rng(3)
+    for count in (0, 1, 2, 40):
+        starts = rng.integers(0, 300, count)
+        ends = starts + rng.integers(0, 60, count)
+        runs = np.zeros(400, bool)
+        for start, end in zip(starts, ends, strict=True):
+            runs[start:end] = True
+        spans = zip(starts, ends, strict=True)
+        events = [(str(i), float(s), float(e)) for i, (s, e) in enumerate(spans)]
+        kernels = clocks.own_times(iter(events))
+        assert sum(ns for _, ns in kernels) == runs.sum()
+        assert [starts[int(name)] for name, _ in kernels] == sorted(starts)
+    # The second starts before the first has ended, the third runs inside it, the fourth behind.
+    events = [("late", 30.0, 35.0), ("a", 0.0, 10.0), ("b", 8.0, 20.0), ("inside", 9.0, 12.0)]
+    assert clocks.own_times(events) == [("a", 10), ("b", 10), ("inside", 0), ("late", 5)]
+
+
 @pytest.mark.parametrize("lost", [0, 5])
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 def test_lost_kernels_are_an_error(monkeypatch, cold, lost):
