@@ -117,12 +117,13 @@ def _activated(gate: Array, up: Array, clamped: ClampedSwiGLU | None) -> Array:
 def grouped_sizes(
     x: Array, kernel: Array, starts: Array, bias: Any, taken: Array | None, *args, **kwargs
 ) -> dict[str, int]:
-    """What backends are ordered by; ``rows`` of all groups, ``products`` a row."""
+    """What backends are ordered by; ``rows`` of all groups, ``products`` a row; ``each``: rows of a
+    group in the mean, rounded up."""
     rows = len(x) if taken is None else len(taken)
     groups, inputs = kernel.shape[:2]
     outputs = math.prod(kernel.shape[2:])
     sizes = {"rows": rows, "groups": groups, "inputs": inputs, "outputs": outputs}
-    return sizes | {"products": kernel.ndim - 2}
+    return sizes | {"products": kernel.ndim - 2, "each": -(-rows // max(groups, 1))}
 
 
 def _cases() -> list[Case]:

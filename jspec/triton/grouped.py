@@ -19,7 +19,7 @@ from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.triton.linear import Blocks
 from jspec.typing import Array
 
-MOST = 64  # rows of a tile
+MOST = 128  # rows of a tile
 
 
 def grouped_linear_triton(
@@ -85,7 +85,7 @@ def _launch(
         SEARCHED=rows < groups,
         PARTS=parts,
         # As many as a group has in the mean: with more, rows that are not there are multiplied.
-        TILE=min(MOST, max(16, next_power(-(-rows // groups)))),
+        TILE=min(MOST, max(16, next_power(sizes["each"]))),
         STEP=max(16, min(step, next_power(inputs))),
         WIDTH=width,
         WIDE=next_power(groups),

@@ -19,13 +19,14 @@ from tests.triton.lowering import lower
 
 BLOCKS = Blocks(width=16, bytes=1024, stages=2, warps=1)
 # Experts, their inputs and outputs, rows of x and pairs: gpt-oss-20b's and Qwen3-30B-A3B's at
-# decode; the first products of an expert are gated.
+# decode and at prefill, whose tiles are larger; the first products of an expert are gated.
 LARGE = {
     "gpt-oss": (32, 2880, (2, 2880), 1, 4),
     "gpt-oss-down": (32, 2880, (2880,), 160, 160),
     "qwen3": (128, 2048, (2, 768), 1, 8),
     "qwen3-down": (128, 768, (2048,), 8, 8),
     "qwen3-batch": (128, 768, (2048,), 2560, 2560),
+    "gpt-oss-prefill": (32, 2880, (2, 2880), 1024, 4096),
 }
 
 
@@ -46,7 +47,7 @@ def drawn(groups, inputs, outputs, rows, pairs):
 
 def static(case):
     gated = len(LARGE[case][2]) == 2
-    clamped = ClampedSwiGLU() if case == "gpt-oss" else None
+    clamped = ClampedSwiGLU() if case.startswith("gpt-oss") and gated else None
     return {"gated": gated, "clamped": clamped, "dtype": np.dtype("float32")}
 
 
