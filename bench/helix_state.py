@@ -36,7 +36,7 @@ from jspec.models.decoder import Decoder
 from jspec.typing import Array
 
 DEFAULT: Case = {"shape": "llama-3.1-8b", "B": 1, "S": 262144, "draft": "plain", "gamma": 5}
-DEFAULT |= {"kvp": 1, "tpa": 1, "overlap": 1, "strategy": "helix"}
+DEFAULT |= {"kvp": 1, "tpa": 1, "overlap": 1, "strategy": "helix", "exchange": "xla"}
 TINY = ModelConfig.uniform(
     vocab_size=512,
     hidden_size=64,
@@ -49,7 +49,7 @@ TINY = ModelConfig.uniform(
 LONGEST = 2**21  # positions that a shape may be given here; what it was trained for costs no time
 DRAFTS = {"plain": "none", "verify": "none", "vegas": "vegas:budget=0.07"}
 STEPS = 16  # of a chunk
-MESH = ("kvp", "tpa", "overlap", "strategy")
+MESH = ("kvp", "tpa", "overlap", "strategy", "exchange")
 # Of keys and values: attention reads few keys each, and its output outweighs the embedding, so that
 # a key that is left out changes logits.
 SCALES = {"keys": 3.0, "values": 2.0}

@@ -94,6 +94,7 @@ def _row(here: Case, settings: Settings, programs: Programs) -> point.Row:
     helix = helix_of(here)
     name = here["strategy"] if helix.devices > 1 else "alone"
     name += f", {here['overlap']} chunks" if here["overlap"] > 1 else ""
+    name += "" if here["exchange"] == "xla" else f", by {here['exchange']}"
     row = functools.partial(point.row, "step", here, name)
     if jax.device_count() < helix.devices:
         reason = f"it needs {helix.devices} devices, and {jax.device_count()} are here"
