@@ -221,13 +221,10 @@ class Engine:
         It may leave the next chunk at work, which the next turn reads (docs/serving.md).
         """
         with self._turn():
-            ended: tuple[Handle, ...] = ()
             if self._waiting.can_take_up:
-                ended = self._batch.read()
-                with self._chunks.clock("prefill_s"):
-                    self._waiting.take_up()
-            ahead = not self._waiting.can_take_up
-            return ended + self._batch.decode(may_look_ahead=ahead, waiting=self._waiting.busy)
+                with self._chunks.clock_of_prompts():
+                    self._chunks.follow(self._waiting.take_up())
+            return self._batch.decode(waiting=self._waiting.busy)
 
     def warm_up(self) -> None:
         """Compile every program that any mix of requests can need, before the first one comes."""
@@ -269,8 +266,7 @@ class Engine:
     def _close(self, error: BaseException) -> None:
         """End every request, and free the memory of the device."""
         self._is_closed = True
-        held = [*self._waiting.handles, *self._batch.rows]
-        for handle in filter(None, held):
+        for handle in [*self._waiting.handles, *self._batch.handles]:
             if handle.finished is None:
                 handle.error = error if isinstance(error, Exception) else None
                 handle._end("interrupted")

@@ -141,9 +141,9 @@ class Intake:
         self._row, self._beside = at_work, self._row
         return state
 
-    def wait(self) -> None:
-        """Until the device is done with the prompt at work."""
-        jax.block_until_ready((self._row.cache, self._row.own))
+    def mark(self, state: DecodeState) -> Array:
+        """An array of its own that is there once ``state`` and the prompt at work are."""
+        return self._programs(_sum_of, state.done, self._row.cache.lengths)
 
     # --- prefixes ---------------------------------------------------------------------------------
 
@@ -248,6 +248,11 @@ class Intake:
 
     def _placed(self, name: str, tree: Any) -> Any:
         return place({name: tree}, self._sharding)[name]
+
+
+@jax.jit
+def _sum_of(done: Array, lengths: Array) -> Array:
+    return done.sum() + lengths.sum()
 
 
 def _copied(x: Array) -> Array:

@@ -6,7 +6,6 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-import jax
 import numpy as np
 
 from jspec.config import SamplingParams
@@ -15,6 +14,7 @@ from jspec.decode.handle import Handle
 from jspec.decode.intake import Intake
 from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
 from jspec.decode.state import DecodeState
+from jspec.typing import Array
 
 SEEN = 64  # requests of the queue among which short prompts are looked for
 
@@ -77,9 +77,13 @@ class Waiting:
         nobody = SamplingParams(seed=0)
         state = self.intake.put(self._batch.state, 0, nobody)
         self._batch.state = self.short.warmed(state)
+        self.intake.mark(self._batch.state)
 
-    def take_up(self) -> None:
-        """Pieces of prompts up to the limit of a turn; those that are whole go into slots."""
+    def take_up(self) -> Array:
+        """Pieces of prompts up to the limit of a turn; those that are whole go into slots.
+
+        All of it comes behind the chunk at work. Returns an array that is there when it is done.
+        """
         spent = 0 if self._was_overtaken else self._overtake()
         self._was_overtaken = spent > 0
         while True:
@@ -105,10 +109,7 @@ class Waiting:
             self._batch.fill(state, [slot], [handle])
             self._incoming = None
             self.requests += 1
-        if spent:
-            # Or the clock of the steps would count it.
-            self.intake.wait()
-            jax.block_until_ready(self._batch.state)
+        return self.intake.mark(self._batch.state)
 
     def _overtake(self) -> int:
         """Take up short prompts ahead of a long one at work; their tokens, padding included."""

@@ -46,6 +46,12 @@ def ahead(monkeypatch) -> Watched:
     return watched(monkeypatch, math.inf)
 
 
+@pytest.fixture
+def behind(monkeypatch) -> Watched:
+    """No chunk runs ahead, so that a turn reads the chunk that it starts."""
+    return watched(monkeypatch, 0)
+
+
 def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
     """Prompts of 1 to 90 tokens, settings that need all modes, bursts, cancellations, ends."""
     wanted = known(40)
@@ -62,7 +68,7 @@ def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
     assert ahead.at_work.count(2) > 5
 
 
-def test_a_long_prompt_does_not_stall_the_others(engine):
+def test_a_long_prompt_does_not_stall_the_others(engine, behind):
     """While its pieces are taken up, each step of the engine decodes on."""
     (short, params), _ = work(2, longest=3)
     params = SamplingParams(max_new_tokens=80)
@@ -171,7 +177,7 @@ def groups(engine, monkeypatch) -> list[int]:
     return found
 
 
-def test_short_prompts_go_in_by_one_pass(engine, groups):
+def test_short_prompts_go_in_by_one_pass(engine, groups, behind):
     handles = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40)) for _ in range(3)]
     engine.step()
     assert all(handle.tokens for handle in handles)
@@ -222,7 +228,7 @@ def test_no_pass_is_longer_than_a_slot(tiny):
     assert short.together([600] * 4)[0] == 0
 
 
-def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine):
+def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine, behind):
     """It begins to decode in the step behind that in which a slot comes free."""
     slow = SamplingParams(max_new_tokens=60, draft_limit=0)
     full = [engine.submit([1, 2], slow) for _ in range(3)]
