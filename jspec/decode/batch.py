@@ -35,7 +35,7 @@ class Batch:
 
     While a chunk is read the next one may be at work. That one has rows that ended in the first:
     those that the device ended commit nothing in it, and what it commits for those that the caller
-    ended is dropped. Slots are filled only while no chunk is at work.
+    ended is dropped. Slots may be filled behind the chunk at work.
     """
 
     def __init__(self, chunks: Chunks, state: DecodeState) -> None:
@@ -49,13 +49,23 @@ class Batch:
 
     @property
     def free(self) -> list[int]:
-        """Slots without a request."""
-        return [slot for slot, handle in enumerate(self.rows) if handle is None]
+        """Slots that may be filled: without a request, or whose request ends in a chunk at work."""
+        return [
+            slot
+            for slot, handle in enumerate(self.rows)
+            if handle is None or handle._left <= self._least(slot, handle)
+        ]
+
+    @property
+    def handles(self) -> set[Handle]:
+        """Requests that have not ended yet."""
+        every = [self.rows, *(running.rows for running in self._at_work)]
+        return {handle for rows in every for handle in rows if handle is not None}
 
     @property
     def busy(self) -> bool:
         """Whether a request has not ended yet."""
-        return len(self.free) < len(self.rows)
+        return bool(self.handles)
 
     def warm(self) -> None:
         """Compile the steps of all modes. No slot may be taken."""
@@ -66,42 +76,45 @@ class Batch:
 
     def fill(self, state: DecodeState, slots: Sequence[int], handles: Sequence[Handle]) -> None:
         """Go on with ``state``, in which the prompts of ``handles`` are in ``slots``."""
-        assert not self._at_work
         self.state = state
         for slot, handle in zip(slots, handles, strict=True):
             self.rows[slot], self._is_done[slot] = handle, False
+            for running in self._at_work:
+                running.chunk.filled.add(slot)
 
     def remove(self, handle: Handle) -> None:
         """Free the slot of a request, and drop what chunks at work decode for it."""
         for rows in (self.rows, *(running.rows for running in self._at_work)):
             rows[:] = [None if row is handle else row for row in rows]
 
-    def decode(self, *, may_look_ahead: bool, waiting: bool) -> tuple[Handle, ...]:
+    def decode(self, *, waiting: bool) -> tuple[Handle, ...]:
         """A chunk of steps, if there is a request; the requests that it ended.
 
-        ``may_look_ahead``: whether the next chunk may start before this one is read. ``waiting``:
-        whether others wait for slots.
+        ``waiting``: whether others wait for slots.
         """
-        if not self._at_work and self.busy:
-            self._start()
-        if may_look_ahead and self._looks_ahead(waiting):
-            self._start()
-        return self.read()
-
-    def read(self) -> tuple[Handle, ...]:
-        """Hand on the tokens of the earliest chunk at work, if there is one; the requests that it
-        ended."""
         if not self._at_work:
-            return ()
-        record = self._record_of(self._at_work[0])
-        running = self._at_work.pop(0)
-        self._is_done = np.array(record.done[-1])
+            if not self.busy:
+                self._chunks.wait_for_prompts()
+                return ()
+            self._start()
+        if self._looks_ahead(waiting):
+            self._start()
+        return self._read()
+
+    def _read(self) -> tuple[Handle, ...]:
+        """Hand on the tokens of the earliest chunk at work; the requests that it ended."""
+        running = self._at_work[0]
+        record = self._record_of(running)
+        done = record.done[-1]
+        others = [slot for slot in range(len(self.rows)) if slot not in running.chunk.filled]
+        self._is_done[others] = done[others]
         kept = np.zeros(len(self.rows), np.int64)
         live = [(slot, handle) for slot, handle in enumerate(running.rows) if handle is not None]
         for slot, handle in live:
             block = record.tokens[:, slot]
             new = tuple(block[block >= 0].tolist())
-            kept[slot] = handle._take(new, is_last=bool(self._is_done[slot]))
+            kept[slot] = handle._take(new, is_last=bool(done[slot]))
+        self._at_work.pop(0)
         *counts, gammas = counts_of(record)
         self.tally.add(*kept_of(*counts, kept=kept), gammas=gammas)
         ended = tuple(handle for _, handle in live if handle.finished is not None)
@@ -144,11 +157,15 @@ class Batch:
         """
         if self._idle() is not None:
             return False
-        left = [
-            0 if handle is None else handle.params.max_new_tokens - len(handle.tokens)
-            for handle in self.rows
-        ]
-        return self._chunks.looks_ahead(np.array(left), waiting=waiting)
+        left = np.array([0 if handle is None else handle._left for handle in self.rows])
+        # Those that were filled behind the chunk at work begin with the next one.
+        left[list(self._at_work[0].chunk.filled)] = np.iinfo(left.dtype).max
+        return self._chunks.looks_ahead(left, waiting=waiting)
+
+    def _least(self, slot: int, handle: Handle) -> int:
+        """Tokens that chunks at work decode for a request at least: one a step, or to its end."""
+        chunks = sum(running.rows[slot] is handle for running in self._at_work)
+        return chunks * self._chunks.plan.steps
 
     def _idle(self) -> np.ndarray | None:
         """Slots without a request, bool ``[B]``; None where the device knows them."""
@@ -164,4 +181,5 @@ class Batch:
 
 def _with_done(state: DecodeState, done: np.ndarray) -> DecodeState:
     """``state`` with the rows ``done [B]`` ended, and the others not."""
-    return dataclasses.replace(state, done=put(done, state.done.sharding))
+    # A copy: an array on a CPU may share memory with what it was made of.
+    return dataclasses.replace(state, done=put(done.copy(), state.done.sharding))

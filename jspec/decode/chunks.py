@@ -36,7 +36,8 @@ class Chunk:
     """A chunk of steps that the device was given.
 
     ``record``: still on the device; ``begin``: when, and ``compiled``: the seconds of compiling by
-    then.
+    then; ``behind``: an array that is there once the device gets to it, None for at once;
+    ``filled``: rows that others took behind it, so that none of them idles.
     """
 
     record: StepRecord
@@ -44,6 +45,8 @@ class Chunk:
     choice: GammaChoice | None
     begin: float
     compiled: float
+    behind: Array | None = None
+    filled: set[int] = dataclasses.field(default_factory=set)
 
 
 class Chunks:
@@ -53,7 +56,7 @@ class Chunks:
     other while the host reads. ``programs`` counts compiling, and with ``holds`` keeps what it ran;
     ``seconds``: what `clock` measured by name, without compiling. ``last_s``: seconds of the last
     chunk that was finished; ``paces`` int32 ``[B]``: tokens that each row commits in a chunk, by
-    the last one.
+    the last one. What the device does between two chunks is prefill.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Chunks:
         self._at_work = 0  # chunks that were started and not finished
         self._clocked = 0.0  # until when the last clock ran
         self._finished = 0.0  # when the last chunk did
+        self._prompts: Array | None = None  # what the next chunk is to follow
 
     def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
         """Whether the next chunk is to start before the one at work is finished.
@@ -107,6 +111,22 @@ class Chunks:
             self._clocked = self._now()
             self.seconds[name] += self._clocked - begin
 
+    def clock_of_prompts(self) -> contextlib.AbstractContextManager[None]:
+        """The clock of prompts that are given to the device; none while a chunk is at work, which
+        comes first."""
+        return contextlib.nullcontext() if self._at_work else self.clock("prefill_s")
+
+    def follow(self, prompts: Array) -> None:
+        """The next chunk comes behind ``prompts``, an array that is there when they are."""
+        self._prompts = prompts
+
+    def wait_for_prompts(self) -> None:
+        """Wait for prompts that no chunk follows yet."""
+        if self._prompts is not None:
+            with self.clock("prefill_s"):
+                jax.block_until_ready(self._prompts)
+            self._prompts = None
+
     def resume(self, chunk: Chunk) -> None:
         """Call when the caller comes back, who left while ``chunk`` alone was at work.
 
@@ -126,14 +146,21 @@ class Chunks:
             gamma = choice.choose()
             config = plan.gammas.configs[agreed(gamma) if self._is_shared else gamma]
             state = self._awake(state, config)
-        with self.clock("decode_s"):
+        behind, self._prompts = self._prompts, None
+        with self.clock("decode_s" if behind is None or self._at_work else "prefill_s"):
             begin = self._now()
             state, record = self._chunk(state, config)
         self._at_work += 1
-        return state, Chunk(record, config.gamma, choice, begin, self.programs.compile_s)
+        return state, Chunk(record, config.gamma, choice, begin, self.programs.compile_s, behind)
 
     def finish(self, chunk: Chunk) -> StepRecord:
         """The record of the earliest chunk at work, on the host: all that is read of it."""
+        # Where prompts are there already, nobody knows since when: they count as steps.
+        is_alone = chunk.behind is None or not _is_ready(chunk.behind)
+        if chunk.behind is not None and is_alone:
+            with self.clock("prefill_s"):
+                jax.block_until_ready(chunk.behind)
+            self._finished = self._clocked
         with self.clock("decode_s"):
             record = jax.device_get(chunk.record)
         self._at_work -= 1
@@ -144,20 +171,21 @@ class Chunks:
         self._is_timed = True
         if is_measured:
             self.last_s = seconds
-        self._watch_rows(record)
+        self._watch_rows(record, chunk.filled)
         if chunk.choice is not None:
-            a_step = seconds / self.plan.steps if is_measured else None
+            a_step = seconds / self.plan.steps if is_measured and is_alone else None
             chunk.choice.saw(chunk.gamma, a_step, record.accepted[record.committed > 0])
         return record
 
-    def _watch_rows(self, record: StepRecord) -> None:
-        """Take up how fast rows were, and how many of them ended."""
+    def _watch_rows(self, record: StepRecord, filled: set[int]) -> None:
+        """Take up how fast rows were, and how many of them ended and were not ``filled``."""
         tokens = record.committed.sum(axis=0)
         if tokens.any():
             # A row that was idle is taken to be fast.
             self.paces = np.where(tokens > 0, tokens, tokens.max())
-        ended = float(np.mean(record.done[-1] & (tokens > 0)))
-        self._ending += (ended - self._ending) / LATELY
+        ended = record.done[-1] & (tokens > 0)
+        ended[list(filled)] = False
+        self._ending += (float(np.mean(ended)) - self._ending) / LATELY
 
     def _now(self) -> float:
         """Seconds by a clock that stands still while a program is compiled."""

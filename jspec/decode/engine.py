@@ -49,10 +49,10 @@ class Engine:
 
     A request with a seed gives the tokens that it gives alone, where the model's logits do, and but
     for sampled ones with ``gamma="auto"``. The caller drives: nothing starts outside `step`,
-    `run`, and handles that wait. An engine is for one thread. It holds ``slots + 2`` rows of the
-    cache, as the prompt at work has one and those that go past it another (which a single slot does
-    without), and one more for each shared prefix. An exception in `step` that is not a callback's,
-    Ctrl-C too, ends the engine: every handle keeps its tokens.
+    `run`, and handles that wait. An engine is for one thread. It holds ``slots + 1`` rows of the
+    cache, as the prompt at work has one, and more for shared prefixes and on a mesh
+    (docs/serving.md). An exception in `step` that is not a callback's, Ctrl-C too, ends the engine:
+    every handle keeps its tokens.
 
     Where several processes share the model's devices, all of them make the same calls, and their
     callbacks answer alike.
@@ -112,8 +112,9 @@ class Engine:
         self._is_at_work, self._is_closed = False, False
         with self._memory():
             room, programs = rounded_capacity(capacity), self._chunks.programs
-            intake = Intake(plan, room, prefill_chunk, cache_dtype, programs, overtakes=slots > 1)
             short = ShortPrompts(plan, slots, room, prefill_chunk, programs)
+            overtaken = "behind prefixes" if short.sizes else "all" if slots > 1 else "none"
+            intake = Intake(plan, room, prefill_chunk, cache_dtype, programs, overtaken=overtaken)
             state = intake.started([np.zeros(1, np.int32)] * slots)
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)
@@ -183,7 +184,8 @@ class Engine:
             if not row.left:
                 break
             ended += self.step()
-        self._waiting.intake.keep(row)
+        with self._turn():
+            self._waiting.intake.keep(row)
         self._prefix_tokens += len(ids)
         return ended
 
@@ -221,13 +223,10 @@ class Engine:
         It may leave the next chunk at work, which the next turn reads (docs/serving.md).
         """
         with self._turn():
-            ended: tuple[Handle, ...] = ()
             if self._waiting.can_take_up:
-                ended = self._batch.read()
-                with self._chunks.clock("prefill_s"):
-                    self._waiting.take_up()
-            ahead = not self._waiting.can_take_up
-            return ended + self._batch.decode(may_look_ahead=ahead, waiting=self._waiting.busy)
+                with self._chunks.clock_of_prompts():
+                    self._chunks.follow(self._waiting.take_up())
+            return self._batch.decode(waiting=self._waiting.busy)
 
     def warm_up(self) -> None:
         """Compile every program that any mix of requests can need, before the first one comes."""
@@ -269,8 +268,7 @@ class Engine:
     def _close(self, error: BaseException) -> None:
         """End every request, and free the memory of the device."""
         self._is_closed = True
-        held = [*self._waiting.handles, *self._batch.rows]
-        for handle in filter(None, held):
+        for handle in [*self._waiting.handles, *self._batch.handles]:
             if handle.finished is None:
                 handle.error = error if isinstance(error, Exception) else None
                 handle._end("interrupted")

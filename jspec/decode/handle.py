@@ -52,6 +52,11 @@ class Handle:
         """The tokens so far."""
         return tuple(self._tokens)
 
+    @property
+    def _left(self) -> int:
+        """Tokens that may come yet."""
+        return self.params.max_new_tokens - len(self._tokens)
+
     def __iter__(self) -> Iterator[int]:
         at = 0
         while True:

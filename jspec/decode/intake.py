@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,8 @@ class Intake:
 
     Pieces are padded to a power of two, so that few programs serve prompts of all lengths. A prompt
     that goes on behind a prefix starts from a copy of its row. ``capacity``: positions of a row.
-    ``overtakes``: whether there is a second row, for prompts that `overtake` the one at work.
+    ``overtaken``: by which prompts the one at work may be, `overtake`: by all, by those behind a
+    prefix, or by none. They take a second row, which is there where there may be such prompts.
     """
 
     def __init__(
@@ -70,15 +71,15 @@ class Intake:
         cache_dtype: DTypeLike | None,
         programs: Timed,
         *,
-        overtakes: bool,
+        overtaken: Literal["all", "behind prefixes", "none"],
     ) -> None:
         self._plan, self._chunk, self._programs = plan, chunk, programs
         self._settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
         on_mesh = mesh_model(plan.models.target)
         self._sharding = beside(plan.models) if on_mesh is None else on_mesh.placing
         self._prefixes: list[Row] = []
-        self._row = self._fresh_row(np.zeros(1, np.int32))
-        self._beside = self._fresh_row(np.zeros(1, np.int32)) if overtakes else None
+        self._row, self._overtaken = self._fresh_row(np.zeros(1, np.int32)), overtaken
+        self._beside = self._fresh_row(np.zeros(1, np.int32)) if overtaken == "all" else None
 
     def started(self, prompts: list[np.ndarray]) -> DecodeState:
         """A state of such rows that has taken up ``prompts``."""
@@ -141,9 +142,9 @@ class Intake:
         self._row, self._beside = at_work, self._row
         return state
 
-    def wait(self) -> None:
-        """Until the device is done with the prompt at work."""
-        jax.block_until_ready((self._row.cache, self._row.own))
+    def mark(self, state: DecodeState) -> Array:
+        """An array of its own that is there once ``state`` and the prompt at work are."""
+        return self._programs(_sum_of, state.done, self._row.cache.lengths)
 
     # --- prefixes ---------------------------------------------------------------------------------
 
@@ -162,6 +163,8 @@ class Intake:
 
     def keep(self, row: Row) -> None:
         """Share a prefix with all prompts from now on that go on behind it."""
+        if self._overtaken != "none" and self._beside is None:
+            self._beside = self._fresh_row(np.zeros(1, np.int32))
         self._prefixes.append(row)
         self._prefixes.sort(key=lambda prefix: -prefix.done)
 
@@ -169,6 +172,8 @@ class Intake:
         """Let go of a prefix; False where there is none of these tokens."""
         before = len(self._prefixes)
         self._prefixes = [x for x in self._prefixes if not np.array_equal(x.held, tokens)]
+        if self._overtaken != "all" and not self._prefixes:
+            self._beside = None
         return len(self._prefixes) < before
 
     def is_fresh(self, prompt: np.ndarray) -> bool:
@@ -248,6 +253,11 @@ class Intake:
 
     def _placed(self, name: str, tree: Any) -> Any:
         return place({name: tree}, self._sharding)[name]
+
+
+@jax.jit
+def _sum_of(done: Array, lengths: Array) -> Array:
+    return done.sum() + lengths.sum()
 
 
 def _copied(x: Array) -> Array:

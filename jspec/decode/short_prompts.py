@@ -34,8 +34,8 @@ class ShortPrompts:
 
     ``capacity``: positions of a slot, which a row of a pass does not exceed.
 
-    A program for each size of a row, a power of two, serves all mixes: the size alone decides how
-    many rows a pass has. There is none for a model on a mesh, nor for a cache in the host's memory.
+    A program for each size of a row serves all mixes: the size alone decides how many rows a pass
+    has. There is none for a model on a mesh, nor for a cache in the host's memory.
     """
 
     def __init__(self, plan: Plan, slots: int, capacity: int, chunk: int, programs: Timed) -> None:
@@ -44,16 +44,20 @@ class ShortPrompts:
         layers = range(len(models.target.config.layers))
         is_on_mesh = mesh_model(models.target) is not None or beside(models) is not None
         if is_on_mesh or any(map(policy.in_host, layers)) or slots < 2:
-            self._longest = 0
+            self._longest = self._most = 0
         else:
             self._longest = min(chunk // min(FEWEST_ROWS, slots), capacity)
+            self._most = min(chunk, capacity)
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens a row of the passes that there are, ascending."""
-        return [
-            LEAST << n for n in range(self._longest.bit_length()) if LEAST << n <= self._longest
-        ]
+        """Tokens a row of the passes that there are, ascending: powers of two, and the most."""
+        return sorted({min(LEAST << n, self._most) for n in range(self._most.bit_length())})
+
+    def size_of(self, length: int) -> int:
+        """The size of a pass that takes up a prompt of ``length``, alone; 0 where none does."""
+        size = min(max(LEAST, power_of_two(length - 1)), self._most)
+        return size if length - 1 <= size else 0
 
     def rows(self, size: int) -> int:
         """Rows of a pass of ``size`` tokens each."""

@@ -6,7 +6,6 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-import jax
 import numpy as np
 
 from jspec.config import SamplingParams
@@ -15,6 +14,7 @@ from jspec.decode.handle import Handle
 from jspec.decode.intake import Intake
 from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
 from jspec.decode.state import DecodeState
+from jspec.typing import Array
 
 SEEN = 64  # requests of the queue among which short prompts are looked for
 
@@ -77,9 +77,13 @@ class Waiting:
         nobody = SamplingParams(seed=0)
         state = self.intake.put(self._batch.state, 0, nobody)
         self._batch.state = self.short.warmed(state)
+        self.intake.mark(self._batch.state)
 
-    def take_up(self) -> None:
-        """Pieces of prompts up to the limit of a turn; those that are whole go into slots."""
+    def take_up(self) -> Array:
+        """Pieces of prompts up to the limit of a turn; those that are whole go into slots.
+
+        All of it comes behind the chunk at work. Returns an array that is there when it is done.
+        """
         spent = 0 if self._was_overtaken else self._overtake()
         self._was_overtaken = spent > 0
         while True:
@@ -105,19 +109,17 @@ class Waiting:
             self._batch.fill(state, [slot], [handle])
             self._incoming = None
             self.requests += 1
-        if spent:
-            # Or the clock of the steps would count it.
-            self.intake.wait()
-            jax.block_until_ready(self._batch.state)
+        return self.intake.mark(self._batch.state)
 
     def _overtake(self) -> int:
         """Take up short prompts ahead of a long one at work; their tokens, padding included."""
         spent = 0
-        is_long = self._incoming is not None and self.intake.left > self._chunk
-        if not is_long or not self.intake.overtakes:
+        if self._incoming is None or self.intake.left <= self._chunk:
             return spent
         while some := self._short_ones():
             group, size = self._together(some)
+            if not group and (size := self._size_of(some[0])):
+                group = some[:1]
             tokens = self.short.rows(size) * size if group else self._tokens_of(some[0])
             if spent and spent + tokens > self._chunk:
                 break
@@ -129,14 +131,20 @@ class Waiting:
         return spent
 
     def _short_ones(self) -> list[Handle]:
-        """The first requests of the queue whose prompts take one piece, as many as may go in."""
+        """The first requests of the queue that may overtake, as many as may go in."""
         seen = itertools.islice(self._queue, SEEN)
-        return list(itertools.islice(filter(self._tokens_of, seen), len(self._batch.free)))
+        short = filter(lambda x: self._size_of(x) or self._tokens_of(x), seen)
+        return list(itertools.islice(short, len(self._batch.free)))
+
+    def _size_of(self, handle: Handle) -> int:
+        """The size of a pass that puts the prompt into a slot; 0 where none does."""
+        prompt = _prompt(handle)
+        return self.short.size_of(len(prompt)) if self.intake.is_fresh(prompt) else 0
 
     def _tokens_of(self, handle: Handle) -> int:
-        """Tokens of the one piece that takes up the prompt, padding included; 0 where it takes
-        several."""
-        return self.intake.tokens_of(_prompt(handle))
+        """Tokens of the one piece that takes up the prompt in a row, padding included; 0 where it
+        takes several, or there is no row."""
+        return self.intake.tokens_of(_prompt(handle)) if self.intake.overtakes else 0
 
     def _together(self, waiting: Iterable[Handle]) -> tuple[list[Handle], int]:
         """The first requests whose prompts go into one pass, and its size."""

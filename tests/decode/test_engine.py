@@ -46,6 +46,12 @@ def ahead(monkeypatch) -> Watched:
     return watched(monkeypatch, math.inf)
 
 
+@pytest.fixture
+def behind(monkeypatch) -> Watched:
+    """No chunk runs ahead, so that a turn reads the chunk that it starts."""
+    return watched(monkeypatch, 0)
+
+
 def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
     """Prompts of 1 to 90 tokens, settings that need all modes, bursts, cancellations, ends."""
     wanted = known(40)
@@ -62,7 +68,7 @@ def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
     assert ahead.at_work.count(2) > 5
 
 
-def test_a_long_prompt_does_not_stall_the_others(engine):
+def test_a_long_prompt_does_not_stall_the_others(engine, behind):
     """While its pieces are taken up, each step of the engine decodes on."""
     (short, params), _ = work(2, longest=3)
     params = SamplingParams(max_new_tokens=80)
@@ -115,7 +121,7 @@ def turns_until(engine: Engine, handle, most: int = 40) -> int:
     raise AssertionError(f"no token in {most} turns")
 
 
-def test_short_prompts_go_past_a_long_one(small_pieces):
+def test_short_prompts_go_past_a_long_one(small_pieces, behind):
     """Two of them, the second behind a shared prefix; the others are too long for a turn."""
     engine, prefix = small_pieces, prompts((40,), seed=6)[0]
     texts = [LONG_PROMPT, *prompts((60, 9), seed=5), [*prefix, 1, 2, 3], prompts((50,), seed=7)[0]]
@@ -127,6 +133,34 @@ def test_short_prompts_go_past_a_long_one(small_pieces):
     engine.run()
     engine.drop_prefix(prefix)
     assert tuple(x.tokens for x in (long, second, *short, last)) == wanted.tokens
+
+
+def test_a_short_prompt_of_any_length_goes_past_a_long_one(small_pieces, behind):
+    """Each by itself, up to a whole piece, with no row of its own."""
+    engine, model = small_pieces, small_pieces._plan.models.target
+    assert not engine._waiting.intake.overtakes
+    for length in (1, 2, 9, PIECE, PIECE + 1):
+        texts = [LONG_PROMPT, prompts((length,), seed=length)[0]]
+        long, short = (engine.submit(text, FEW) for text in texts)
+        assert turns_until(engine, short) == 2
+        assert not long.tokens
+        engine.run()
+        wanted = apart(model, "ngram", [(text, FEW) for text in texts])
+        assert (long.tokens, short.tokens) == wanted.tokens
+
+
+def test_a_prompt_that_goes_past_a_long_one_leaves_out_its_prefix(small_pieces, behind):
+    """Also where all of it is short."""
+    engine, text = small_pieces, prompts((9,), seed=6)[0]
+    engine.share_prefix(text[:5])
+    before = engine.stats.prompt_tokens
+    long, short = (engine.submit(prompt, FEW) for prompt in (LONG_PROMPT, text))
+    assert turns_until(engine, short) == 2
+    assert engine.stats.prompt_tokens - before == len(LONG_PROMPT) + 4
+    engine.run()
+    engine.drop_prefix(text[:5])
+    wanted = apart(engine._plan.models.target, "ngram", [(LONG_PROMPT, FEW), (text, FEW)])
+    assert (long.tokens, short.tokens) == wanted.tokens
 
 
 def test_a_long_prompt_gets_every_other_turn(small_pieces):
@@ -141,7 +175,7 @@ def test_a_long_prompt_gets_every_other_turn(small_pieces):
     engine.run()
 
 
-def test_short_prompts_wait_for_slots(small_pieces):
+def test_short_prompts_wait_for_slots(small_pieces, behind):
     engine = small_pieces
     full = [engine.submit([1, 2], SamplingParams(max_new_tokens=90)) for _ in range(3)]
     turns_until(engine, full[-1])
@@ -171,7 +205,7 @@ def groups(engine, monkeypatch) -> list[int]:
     return found
 
 
-def test_short_prompts_go_in_by_one_pass(engine, groups):
+def test_short_prompts_go_in_by_one_pass(engine, groups, behind):
     handles = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40)) for _ in range(3)]
     engine.step()
     assert all(handle.tokens for handle in handles)
@@ -218,11 +252,12 @@ def test_no_pass_is_longer_than_a_slot(tiny):
     """Whatever the chunk, as 600 tokens would go in by 1024."""
     plan = engine_of(tiny, "ngram")._plan
     short = ShortPrompts(plan, slots=4, capacity=768, chunk=8192, programs=PROGRAMS.timed())
-    assert short.sizes[-1] == 512
+    assert short.sizes[-2:] == [512, 768]
     assert short.together([600] * 4)[0] == 0
+    assert [short.size_of(length) for length in (1, 600, 769, 770)] == [16, 768, 768, 0]
 
 
-def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine):
+def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine, behind):
     """It begins to decode in the step behind that in which a slot comes free."""
     slow = SamplingParams(max_new_tokens=60, draft_limit=0)
     full = [engine.submit([1, 2], slow) for _ in range(3)]
@@ -374,6 +409,30 @@ def held(engine: Engine, count: int) -> tuple[int, int]:
     del handle
     gc.collect()
     return len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_an_engine_holds_one_row_more_than_it_has_slots(slots, sharp):
+    """And two more while a prefix is shared: its own, and one for a prompt that goes past."""
+    gc.collect()
+    arrays = jax.live_arrays()
+    before = set(map(id, arrays))
+
+    def rows() -> float:
+        gc.collect()
+        new = [x for x in jax.live_arrays() if id(x) not in before and x.ndim == 4]
+        return sum(x.nbytes for x in new) / (2 * 2 * 256 * 2 * 16 * 4)  # keys and values, layers
+
+    engine, behind = Engine(sharp, slots=slots, capacity=200, draft=None), min(slots, 2)
+    assert rows() == slots + 1
+    engine.share_prefix([1, 2, 3])
+    assert rows() == slots + 1 + behind
+    engine.share_prefix([4, 5])
+    assert rows() == slots + 2 + behind
+    engine.drop_prefix([1, 2, 3])
+    engine.drop_prefix([4, 5])
+    assert rows() == slots + 1
+    del arrays
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])

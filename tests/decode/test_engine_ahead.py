@@ -1,15 +1,18 @@
 """The engine looks one chunk ahead: when it does, and that no request can tell."""
 
+import dataclasses
 import gc
 import math
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode import chunks
+from jspec.decode import batch, chunks
 from jspec.decode.chunks import TURN, Chunk, Chunks
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
@@ -37,7 +40,11 @@ def engine(sharp) -> Engine:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Makes a `Watched` of all that follows, where chunks below so many seconds are short."""
+    """Makes a `Watched` of all that follows, where chunks below so many seconds are short.
+
+    The caller is never away for longer than a chunk takes, however slow the machine is.
+    """
+    monkeypatch.setattr(Chunks, "resume", lambda self, chunk: None)
     return lambda short, turn=None: watched(monkeypatch, short, turn)
 
 
@@ -71,17 +78,19 @@ def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
     """As at stop tokens, of which no limit tells: one of three rows in each chunk."""
     work, left = Chunks(plan_of(sharp)), np.full(4, 99)
 
-    def finished(count, done, tokens=(2, 1, 0, 1)):
+    def finished(count, done, tokens=(2, 1, 0, 1), filled=()):
         for _ in range(count):
             committed = np.array([[0, new, 7, 7] for new in tokens])
             own = StepRecord.of(np.zeros(4, int), np.array(done), committed)
-            work.finish(Chunk(jax.tree.map(lambda x: x[None], own), 0, None, 0.0, 0.0))
+            record = jax.tree.map(lambda x: x[None], own)
+            work.finish(Chunk(record, 0, None, 0.0, 0.0, filled=set(filled)))
             work.last_s = 9 * TURN
         return [work.looks_ahead(left, waiting=waiting) for waiting in (False, True)]
 
     assert finished(1, [False, False, True, True]) == [True, True]
     assert finished(40, [False, False, True, True]) == [True, False]
     assert finished(40, [False, False, True, False]) == [True, True]
+    assert finished(40, [True, False, True, True], filled=[0, 3]) == [True, True]
     assert work.paces.tolist() == [2, 1, 2, 1]  # one that was idle may be as fast as the others
     assert finished(1, [True] * 4, (0, 0, 0, 0)) == [True, True]
     assert work.paces.tolist() == [2, 1, 2, 1]
@@ -100,15 +109,22 @@ def test_the_next_chunk_starts_before_the_last_one_is_read(engine, watch, alone)
     assert [handle.tokens for handle in handles] == [own[:20] for own in alone[:2]]
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_no_slot_idles_for_long_while_others_wait_for_it(others, engine, watch):
-    """One of two rows ends in the fifth chunk: it is not followed before it is read."""
+@pytest.mark.parametrize("waiting", [None, 3, 40])
+def test_no_slot_idles_for_long_while_others_wait_for_it(waiting, sharp, watch):
+    """One of two rows ends in the fifth chunk, in any case, which is not followed before it is
+    read where a prompt waits for the slot that is not whole by then."""
     seen = watch(math.inf, turn=1e-9)
-    for params in (NEW, LONG, *[NEW] * others):
-        engine.submit(TEXTS[1], params)
+    sizes = {"slots": 2, "capacity": 80, "prefill_chunk": 4, "steps_per_chunk": 4}
+    engine = Engine(sharp, draft=None, **sizes)
+    first, _ = (engine.submit(TEXTS[2], params) for params in (NEW, LONG))
+    if waiting is not None:
+        last = engine.submit(prompts((waiting,))[0], NEW)
     for _ in range(5):
         engine.step()
-    assert seen.at_work == [1, 0, 1, *[2, 1] * 3, *([0] if others else [2, 1])]
+    assert seen.at_work == [1, 0, 1, *[2, 1] * 3, *([0] if waiting == 40 else [2, 1])]
+    assert first.finished
+    if waiting == 3:  # it went into the slot before the fifth chunk was read
+        assert engine._batch.rows[0] is last
     engine.run()
 
 
@@ -126,7 +142,7 @@ def test_processes_that_wait_for_each_other_do_not_look_ahead(engine, watch):
 
 
 def test_a_request_that_comes_while_a_chunk_is_ahead_waits_for_no_other(engine, watch, alone):
-    """It goes in behind the chunk that runs, and has its tokens in the same turn."""
+    """It goes in behind the chunk that runs, which the turn reads, and is in the next one."""
     seen = watch(math.inf)
     first = engine.submit(TEXTS[0], LONG)
     engine.step()
@@ -134,15 +150,54 @@ def test_a_request_that_comes_while_a_chunk_is_ahead_waits_for_no_other(engine, 
     assert seen.at_work[-1] == 1
     second, done = engine.submit(TEXTS[1], NEW), len(seen.calls)
     engine.step()
-    assert seen.calls[done:] == ["finish", "start", "start", "finish"]
-    assert (len(first.tokens), len(second.tokens)) == (16, 4)
+    assert seen.calls[done:] == ["start", "finish"]
+    assert (len(first.tokens), len(second.tokens)) == (12, 0)
     third, done = engine.submit(TEXTS[2], NEW), len(seen.calls)
     engine.step()  # no slot is free, but the prompt gets on
-    assert seen.calls[done] == "finish"
-    assert not third.tokens
+    assert seen.calls[done:] == ["start", "finish"]
+    assert (len(first.tokens), len(second.tokens), len(third.tokens)) == (16, 4, 0)
     engine.run()
     tokens = [handle.tokens for handle in (first, second, third)]
     assert tokens == [alone[0], alone[1][:20], alone[2][:20]]
+
+
+def test_a_short_request_behind_a_chunk_has_its_own_at_once(engine, watch, alone):
+    """Where nobody else needs another chunk."""
+    seen = watch(math.inf)
+    first = engine.submit(TEXTS[0], NEW)
+    for _ in range(4):
+        engine.step()
+    second, done = engine.submit(TEXTS[1], SamplingParams(max_new_tokens=3)), len(seen.calls)
+    assert engine.step() == (first,)
+    assert seen.calls[done:] == ["start", "finish"]
+    assert (first.tokens, second.result()) == (alone[0][:20], alone[1][:3])
+
+
+def test_the_last_chunk_of_a_request_is_lost_with_the_engine(sharp, watch):
+    """Its slot has another one already, and both hear of it."""
+    watch(math.inf)
+    engine = Engine(sharp, slots=2, capacity=50, draft=None, steps_per_chunk=4)
+
+    def interrupted(tokens):
+        if len(first.tokens) == 16:
+            raise KeyboardInterrupt
+
+    first = engine.submit(TEXTS[0], LONG, on_tokens=interrupted)
+    second, third = (engine.submit(text, NEW) for text in TEXTS[1:3])
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    handles = (first, second, third)
+    assert [len(handle.tokens) for handle in handles] == [16, 16, 0]
+    assert [handle.finished for handle in handles] == ["interrupted"] * 3
+
+
+def test_what_the_device_has_of_rows_stays_as_it_was(engine):
+    """An aligned array goes to a CPU without a copy."""
+    memory = np.zeros(128, bool)
+    done = memory[-memory.ctypes.data % 64 :][:2]
+    state = batch._with_done(engine._batch.state, done)
+    done[:] = True
+    assert not np.asarray(state.done).any()
 
 
 def ended_in_all_ways(engine: Engine):
@@ -255,17 +310,18 @@ def test_a_prefix_is_shared_while_a_chunk_is_ahead(engine, watch, alone):
     assert seen.at_work[-1] == 0
     assert len(first.tokens) == 8
     second = engine.submit(TEXTS[3], NEW)
-    engine.step()
-    assert (len(first.tokens), len(second.tokens)) == (16, 4)
+    for new in ((12, 0), (16, 4)):
+        engine.step()
+        assert (len(first.tokens), len(second.tokens)) == new
     engine.run()
     engine.drop_prefix(TEXTS[3][:9])
     assert (first.tokens, second.tokens) == (alone[0], alone[3][:20])
     assert min(seen.at_work) == 0  # nothing is read twice
 
 
-def test_time_in_which_nothing_ran_counts_nowhere(engine, watch, monkeypatch):
+def test_time_in_which_nothing_ran_counts_nowhere(engine, monkeypatch):
     """The chunk ahead has long ended when the caller comes back."""
-    watch(math.inf)
+    watched(monkeypatch, math.inf)
     engine.submit(TEXTS[0], LONG)
     engine.step()
     engine.step()
@@ -277,3 +333,55 @@ def test_time_in_which_nothing_ran_counts_nowhere(engine, watch, monkeypatch):
     assert after.committed == 30
     assert after.decode_s - before.decode_s < 500
     assert after.prefill_s == before.prefill_s
+
+
+def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
+    """If they are still at work when the host comes to that chunk; else nobody knows it."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
+    record = StepRecord(np.zeros((1, 1, 5), np.int32))  # pyright: ignore[reportArgumentType]
+    work, heard = Chunks(plan_of(sharp)), []
+    monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, record))
+
+    def reached(tree):
+        now.seconds = getattr(tree, "ends", now.seconds)
+        return tree
+
+    monkeypatch.setattr(jax, "block_until_ready", reached)
+
+    def start(ends):
+        """A chunk behind prompts that are there then."""
+        if ends is not None:
+            with work.clock_of_prompts():
+                now.seconds += 1
+                is_ready = partial(lambda at: now.seconds >= at, ends)
+                work.follow(SimpleNamespace(is_ready=is_ready, ends=ends))  # pyright: ignore
+        found = work.start(None)[1]  # pyright: ignore[reportArgumentType]
+        choice = SimpleNamespace(saw=lambda gamma, seconds, accepted: heard.append(seconds))
+        return dataclasses.replace(found, choice=choice)
+
+    def finish(chunk, at):
+        def read(tree):
+            now.seconds = max(now.seconds, at)
+            return tree
+
+        monkeypatch.setattr(jax, "device_get", read)
+        work.finish(chunk)
+        return work.seconds["prefill_s"], work.seconds["decode_s"], work.last_s
+
+    steps = work.plan.steps
+    first = start(ends=104)  # prompts from 100 on
+    assert finish(first, at=114) == (4, 10, 10)
+    second = start(ends=None)
+    third = start(ends=127)  # behind the second chunk
+    assert finish(second, at=124) == (4, 20, 10)
+    assert finish(third, at=130) == (7, 23, 3)
+    fourth = start(ends=None)
+    fifth = start(ends=142)
+    assert finish(fourth, at=140) == (7, 33, 10)
+    now.seconds += 5  # the caller's: it is 145
+    assert finish(fifth, at=150) == (7, 43, 10)
+    assert heard == [10 / steps, 10 / steps, 3 / steps, 10 / steps, None]
+    work.follow(SimpleNamespace(is_ready=lambda: False, ends=152))  # pyright: ignore
+    work.wait_for_prompts()
+    assert work.seconds["prefill_s"] == 9
