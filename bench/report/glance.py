@@ -247,6 +247,7 @@ LINES: dict[str, Callable[[Result], Iterator[Line]]] = {
     "decode": _steps,
     "hata-e2e": _lossy,
     "throughput": _imposed,
+    "families": _steps,
     "helix-attention": _meshes,
 }
 
