@@ -18,7 +18,7 @@ from jax import lax
 
 from bench.cases import Case
 from bench.decode.check import TOLERANCE
-from bench.decode.draft_check import REFERENCE, SHARED, share
+from bench.decode.draft_check import REFERENCE, ROUNDINGS, SHARED, share
 from bench.helix_state import rewound, step_config
 from jspec.decode.draft import Drafted, NoDraft
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
@@ -31,9 +31,6 @@ from jspec.typing import Array
 
 TOKENS = 16  # that are given at least: as many as a block of positions that a device holds
 STEPS = 2  # in which they are given at least: the second one drafts by what the first one picked
-# If neither is further from the right logits than one device is from float32, the mesh is at most
-# twice as far from one device (the triangle inequality).
-ROUNDINGS = 2
 # How errors ``[B, T]`` are summed up, and what one device's may be. A fault at all positions shows
 # in the mean, one at a single position in the worst, which rounding moves by 0.06.
 SUMS = (

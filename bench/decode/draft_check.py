@@ -27,6 +27,10 @@ REFERENCE = Backends({x.name: "xla" for x in OPERATIONS if "xla" in x.backends})
 # Of what the two pick in a layer. Scores that differ by 1 % of their spread turn around one pick in
 # 25 at 7 %; picks that have nothing to do with each other share 7 %.
 SHARED = 0.9
+# Where logits are off by more than `TOLERANCE`, rounding says whether they are wrong: if they are
+# no further from those of float32 than the reference's are, the two are at most twice as far from
+# each other (the triangle inequality).
+ROUNDINGS = 2
 
 
 class DraftCheck:
@@ -66,22 +70,26 @@ class DraftCheck:
         state = self._cut(state, self._own_state(self._models))
         arguments = _loud(self._models), state, tokens
         got, wanted = (programs[name](*arguments) for name in ("own", "reference"))
-        errors = {"verification": _error(got.target, wanted.target)}
-        if got.draft is not None:
-            # A draft goes on from its own tokens: once these part, logits say nothing.
-            alike = (got.tokens[:, :-1] == wanted.tokens[:, :-1]).cumprod(axis=1).astype(bool)
-            known = jnp.pad(alike, ((0, 0), (1, 0)), constant_values=True)
-            ends = jnp.minimum(got.lengths, wanted.lengths)[:, None]
-            known &= jnp.arange(known.shape[1])[None] < ends
-            errors["draft"] = _error(got.draft, wanted.draft, known)
-        for what, error in errors.items():
-            if not error <= TOLERANCE:
-                return f"the logits of its {what} are wrong by {error:.1%}", error
+        errors = _errors(got, wanted)
         error = max(errors.values())
+        beyond = {what: off for what, off in errors.items() if not off <= TOLERANCE}
+        rounding = _errors(wanted, self._in_float32(state, tokens)) if beyond else {}
+        for what, off in beyond.items():
+            own = rounding[what]
+            if not (own <= TOLERANCE and off <= ROUNDINGS * own):
+                reason = f"the logits of its {what} are wrong by {off:.1%}, the reference's by "
+                return reason + f"{own:.1%} of rounding", off
         shared = min(map(share, got.picks, wanted.picks), default=1.0)
         if shared < SHARED:
             return f"it picks {shared:.0%} of what the reference picks in a layer", error
         return None, error
+
+    def _in_float32(self, state: DecodeState, tokens: Any) -> _Found:
+        """What the reference finds in float32."""
+        config = dataclasses.replace(self._config, backends=REFERENCE, exact=False)
+        models, state = jax.tree.map(_widened, (self._models, state))
+        with jax.default_matmul_precision("highest"):
+            return _iteration(_loud(models), state, tokens, config)
 
     def _cut(self, state: DecodeState, own: Any) -> DecodeState:
         """The state for the first layers; ``sampled``, so that drafts give their logits."""
@@ -141,6 +149,23 @@ def _iteration(models: Models, state: DecodeState, tokens: Array, config: StepCo
         target, _, seen = run_target(models, after, whole, config)
     picks = [found for found in seen.found or () if isinstance(found, jax.Array)]
     return _Found(drafted.tokens, drafted.lengths, drafted.logits, target, picks)
+
+
+def _widened(x: Array) -> Array:
+    return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+
+
+def _errors(found: _Found, wanted: _Found) -> dict[str, float]:
+    """By how much the logits of a verification, and of a draft, are off."""
+    errors = {"verification": _error(found.target, wanted.target)}
+    if found.draft is None or wanted.draft is None:
+        return errors
+    # A draft goes on from its own tokens: once these part, logits say nothing.
+    alike = (found.tokens[:, :-1] == wanted.tokens[:, :-1]).cumprod(axis=1).astype(bool)
+    known = jnp.pad(alike, ((0, 0), (1, 0)), constant_values=True)
+    ends = jnp.minimum(found.lengths, wanted.lengths)[:, None]
+    known &= jnp.arange(known.shape[1])[None] < ends
+    return errors | {"draft": _error(found.draft, wanted.draft, known)}
 
 
 def _error(found: Array, wanted: Array, known: Array | None = None) -> float:

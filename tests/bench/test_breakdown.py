@@ -55,6 +55,11 @@ def test_a_kernel_belongs_to_the_phase_that_runs():
     assert found["bookkeeping"]["rest"] == 1024 + 2048
 
 
+# The tolerance over what rounding does to the reference, by how much an iteration is off over the
+# same, and whether it is right.
+TRIALS = [(1.2, 1.5, True), (1.2, 2.5, False), (0.8, 1.5, False)]
+
+
 def made(text: str, gamma: int, batch: int = 2, context: int = 100) -> iterations.Iteration:
     model = shapes.random_model(ONE)
     settings = Settings(decode=DecodeSettings(steps=1))
@@ -207,6 +212,42 @@ def test_what_cannot_be_a_case_is_said():
     for text in ("model=llama", "B=0", "T=2"):
         with pytest.raises(ValueError, match="must be"):
             drafting.case(text)
+
+
+@pytest.mark.parametrize(("tolerance", "times", "right"), TRIALS)
+def test_rounding_says_what_is_wrong_beyond_the_tolerance(tolerance, times, right, monkeypatch):
+    iteration = made("none", 2)
+    check, blueprint = iteration._check, iteration._blueprint
+    filled = blueprint.filled(ONE.vocab_size)
+    state = dataclasses.replace(blueprint.rewound(filled), draft=iteration._own())
+    wanted, exact = [], []
+    in_float32 = check._in_float32
+
+    def reference(*arguments):
+        config = dataclasses.replace(check._config, backends=draft_check.REFERENCE)
+        wanted.append(draft_check._iteration(*arguments, config))
+        return wanted[-1]
+
+    def widened(*arguments):
+        exact.append(in_float32(*arguments))
+        return exact[-1]
+
+    assert check.wrong(state, {"own": reference, "reference": reference}) == (None, 0)
+    monkeypatch.setattr(check, "_in_float32", widened)
+    monkeypatch.setattr(draft_check, "TOLERANCE", -1)
+    check.wrong(state, {"own": reference, "reference": reference})
+    target, off = wanted[0].target, exact[0].target - wanted[0].target
+    rounding = draft_check._error(target, exact[0].target)
+    assert 1e-3 < rounding < 0.05  # of bfloat16
+
+    def other(*arguments):
+        return dataclasses.replace(wanted[0], target=target + times * off)
+
+    monkeypatch.setattr(draft_check, "TOLERANCE", tolerance * rounding)
+    reason, error = check.wrong(state, {"own": other, "reference": reference})
+    assert error == pytest.approx(times * rounding, rel=0.05)
+    assert (reason is None) == right
+    assert right or "of rounding" in reason
 
 
 @pytest.mark.slow
