@@ -3,11 +3,13 @@
 A row is a case and a gamma. Its clock is wall time of chunks of steps, the host reading each
 chunk's tokens, without compiling and prefill, over several batches of texts. That of auto has the
 chunks of all of them: the gamma that it chose, nanoseconds a step, and the draft tokens that a step
-of a row accepted.
+of a row accepted. Where drafts may end early, auto has two rows: ``auto`` is what jspec does on
+this device, `WHOLE` or `EARLY` the other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +24,9 @@ from bench import decoding
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from bench.table import times
-from jspec.decode.auto import GammaChoice, Gammas
+from jspec.decode.auto import GammaChoice, Gammas, may_ask
 from jspec.decode.programs import PROGRAMS
+from jspec.decode.state import Models
 
 NEW_TOKENS = 512
 CHUNK = 16  # steps of a program, as `jspec.generate` takes on a GPU
@@ -32,9 +35,12 @@ CHUNK = 16  # steps of a program, as `jspec.generate` takes on a GPU
 SETS = 8
 WARM = 3  # batches that are decoded before, in which auto gets to know its ladder
 DRAFTS = ("ngram", "streaming")
+KNOWN = (*DRAFTS, "vegas")
+WHOLE, EARLY = "auto, whole", "auto, early"
 SHAPES = ((1, 8192), (8, 8192), (32, 2048))  # batch and context
 TEMPERATURES = (0.0, 0.8)
 Case = dict[str, Any]
+Configs = dict[int, jspec.StepConfig]
 
 
 class Fixed:
@@ -46,7 +52,7 @@ class Fixed:
     def choose(self) -> int:
         return self.gamma
 
-    def saw(self, gamma: int, seconds: float, accepted: np.ndarray) -> None:
+    def saw(self, gamma: int, seconds: float, accepted: np.ndarray, passes: np.ndarray) -> None:
         pass
 
 
@@ -56,12 +62,12 @@ def parse(text: str) -> Case:
     try:
         given = dict(setting.split("=") for setting in rest)
         batch, context, temperature = int(given["B"]), int(given["S"]), float(given["t"])
-        wrong = draft not in DRAFTS or batch < 1 or len(given) != 3
+        wrong = draft not in KNOWN or batch < 1 or len(given) != 3
         if wrong or context < 2 * NEW_TOKENS or temperature < 0:
             raise ValueError
     except (KeyError, ValueError):
         raise ValueError(
-            f"{text!r} must be DRAFT,B=N,S=N,t=X with one of {', '.join(DRAFTS)}, a context S of "
+            f"{text!r} must be DRAFT,B=N,S=N,t=X with one of {', '.join(KNOWN)}, a context S of "
             f"{2 * NEW_TOKENS} at least and a temperature t, as in streaming,B=8,S=8192,t=0.8"
         ) from None
     return {"draft": draft, "B": batch, "S": context, "t": temperature}
@@ -103,18 +109,24 @@ def _of_case(
     gammas = Gammas(jspec.StepConfig(draft=jspec.named_draft(case["draft"])))
     prompts = decoding.texts(tokenizer, case["B"] * SETS, case["S"] - NEW_TOKENS - 1)
     states = list(_states(model, prompts, case, gammas))
-    choices = {gamma: Fixed(gamma) for gamma in gammas.configs}
-    auto = GammaChoice(list(gammas.configs), gammas.draft.usual_gamma, warm=2)
+    ladder, whole = list(gammas.configs), _whole(gammas.configs)
+    choices: list[tuple[int | str, GammaChoice | Fixed, Configs]]
+    choices = [(gamma, Fixed(gamma), whole) for gamma in ladder]
+    for early, configs in (False, whole), *([(True, gammas.configs)] if gammas.early else []):
+        own = early == (gammas.early and may_ask(Models(model)))
+        name = "auto" if own else EARLY if early else WHOLE
+        auto = GammaChoice(ladder, gammas.draft.usual_gamma, warm=2, early=early)
+        choices.append((name, auto, configs))
     rows, plain = [], None
-    for gamma, choice in [*choices.items(), ("auto", auto)]:
+    for gamma, choice, configs in choices:
         for state in states[:WARM]:
-            _decode(model, state, gammas, choice)
-        runs = [_decode(model, state, gammas, choice) for state in states]
+            _decode(model, state, configs, choice)
+        runs = [_decode(model, state, configs, choice) for state in states]
         tokens = [own for _, found, _ in runs for own in found]
         plain = tokens if plain is None else plain
         samples = [sum(map(len, found)) / seconds for seconds, found, _ in runs]
         row = {"case": case, "gamma": gamma, "tokens_per_s_samples": samples}
-        if choice is auto:
+        if isinstance(choice, GammaChoice):
             row["chunks"] = [chunk for _, _, chunks in runs for chunk in chunks]
         row["tokens_per_s"] = sum(map(len, tokens)) / sum(seconds for seconds, _, _ in runs)
         if not settings.check:
@@ -124,11 +136,16 @@ def _of_case(
         else:
             row |= decoding.check_tokens(model, prompts, tokens, plain)
         rows.append(row)
-    best = max(row["tokens_per_s"] for row in rows[:-1])
+    best = max(row["tokens_per_s"] for row in rows[: len(ladder)])
     for row in rows:
         row["vs_plain"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
         row["vs_best"] = row["tokens_per_s"] / best
     return rows
+
+
+def _whole(configs: Configs) -> Configs:
+    """The same steps with drafts that do not end early."""
+    return {gamma: dataclasses.replace(own, ends_early=False) for gamma, own in configs.items()}
 
 
 def _states(
@@ -147,7 +164,7 @@ def _states(
 
 
 def _decode(
-    model: jspec.Decoder, state: jspec.DecodeState, gammas: Gammas, choice: GammaChoice | Fixed
+    model: jspec.Decoder, state: jspec.DecodeState, configs: Configs, choice: GammaChoice | Fixed
 ) -> tuple[float, list[tuple[int, ...]], list[tuple[int, int, float]]]:
     """Seconds of decoding to the end, without compiling, the tokens of each row, and the chunks."""
     state = jax.block_until_ready(jax.tree.map(jnp.copy, state))
@@ -156,14 +173,16 @@ def _decode(
     while not ended.all():
         gamma, compiled = choice.choose(), run.compile_s
         begin = time.perf_counter()
-        state, record = run(
-            jspec.decode_chunk, model, state, config=gammas.configs[gamma], steps=CHUNK
-        )
+        if isinstance(choice, GammaChoice) and configs[gamma].ends_early:
+            ending = state.ending.priced(choice.price(gamma))
+            state = dataclasses.replace(state, ending=ending)
+        state, record = run(jspec.decode_chunk, model, state, config=configs[gamma], steps=CHUNK)
         record = jax.device_get(record)
         seconds = time.perf_counter() - begin - (run.compile_s - compiled)
         ended = record.done[-1]
         accepted = record.accepted[record.committed > 0]
-        choice.saw(gamma, seconds / CHUNK, accepted)
+        passes = record.drafted.max(axis=1)[(record.committed > 0).any(axis=1)]
+        choice.saw(gamma, seconds / CHUNK, accepted, passes)
         chunks.append((gamma, round(seconds / CHUNK * 1e9), float(accepted.mean())))
         total += seconds
         blocks.append(record.tokens)

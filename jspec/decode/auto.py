@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import threading
 from collections import OrderedDict, deque
@@ -24,6 +25,7 @@ PROBING = 0.003  # share of the time that may be spent to look at a gamma again
 STALE = 16  # chunks after which a gamma may be looked at again
 AHEAD = 1  # chunks that may be at work, and not seen yet, when another one is chosen for
 KEPT = 32  # choices that are remembered, by what their times depend on
+LONG = 2**32  # bytes of weights that a pass reads which is long beside a question to the host
 
 
 class GammaChoice:
@@ -38,75 +40,116 @@ class GammaChoice:
 
     A chunk may be chosen for while up to `AHEAD` before it are at work. What it chooses follows
     from what it saw alone.
+
+    Where steps end drafts early (``early``), `price` says what a pass must bring. What it costs is
+    told by the first timed chunk of a gamma, whose drafts are whole: what it takes longer than
+    plain steps. From then on a step costs its passes, as often as they ran of late, and the median
+    of what is left. So tokens and costs are those of the same steps.
     """
 
-    def __init__(self, ladder: Sequence[int], start: int, warm: int = 1) -> None:
+    def __init__(
+        self, ladder: Sequence[int], start: int, warm: int = 1, *, early: bool = False
+    ) -> None:
         self.ladder = tuple(ladder)
         self.start = min(self.ladder, key=lambda g: abs(g - start))
-        self.warm = warm
+        self.warm, self.early = warm, early
         self.times = {g: deque[float](maxlen=TIMES) for g in self.ladder}
+        self.whole: dict[int, float] = {}  # seconds of a step whose draft is whole
+        self.a_pass: dict[int, float] = {}  # seconds of a draft pass, once they are known
         self.runs = dict.fromkeys(self.ladder, 0)
         self.last_run = dict.fromkeys(self.ladder, 0)
         self.tried = np.zeros(max(self.ladder))
         self.taken = np.zeros(max(self.ladder))
+        self.begun, self.gone_on = np.zeros_like(self.tried), np.zeros_like(self.tried)
         self.chunks = 0
         self.allowance = 0.0
         self.probing: int | None = None  # the gamma that is looked at again
         self.probe_seen = 0  # chunks by which it was seen, if it ran
         self.current = self.start
 
-    def saw(self, gamma: int, seconds: float | None, accepted: np.ndarray) -> None:
+    def saw(
+        self,
+        gamma: int,
+        seconds: float | None,
+        accepted: np.ndarray,
+        passes: np.ndarray | None = None,
+    ) -> None:
         """Take up a chunk: ``seconds`` a step, None where nobody knows, and what each step of a
-        live row accepted."""
+        live row accepted. ``passes``: of the draft in each step, None where it has all of them."""
+        passes = np.full(1, gamma) if passes is None else passes
         self.chunks += 1
         self.runs[gamma] += 1
         self.last_run[gamma] = self.chunks
         if seconds is not None:
-            self._took(gamma, seconds, accepted)
+            self._took(gamma, seconds, accepted, passes)
         if gamma == self.probing or self.chunks >= self.probe_seen:
             self.probing = None
         fade = 0.5 ** (len(accepted) / MEMORY)
-        at_least = (accepted[:, None] >= np.arange(gamma + 1)).sum(axis=0)
-        self.tried[:gamma] = fade * self.tried[:gamma] + at_least[:-1]
-        self.taken[:gamma] = fade * self.taken[:gamma] + at_least[1:]
+        for before, behind, counts in (
+            (self.tried, self.taken, accepted),
+            (self.begun, self.gone_on, passes),
+        ):
+            at_least = (counts[:, None] >= np.arange(gamma + 1)).sum(axis=0)
+            before[:gamma] = fade * before[:gamma] + at_least[:-1]
+            behind[:gamma] = fade * behind[:gamma] + at_least[1:]
 
-    def _took(self, gamma: int, seconds: float, accepted: np.ndarray) -> None:
+    def _took(self, gamma: int, seconds: float, accepted: np.ndarray, passes: np.ndarray) -> None:
         """Take up the time of a chunk."""
         if self.runs[gamma] > self.warm:
-            self.times[gamma].append(seconds)
+            if self.early and gamma and gamma not in self.whole:
+                self.whole[gamma] = seconds
+            else:
+                in_passes = self.a_pass.get(gamma, 0.0) * float(np.mean(passes))
+                self.times[gamma].append(seconds - in_passes)
+            self._price_passes()
         self.allowance += PROBING * seconds
-        if gamma == self.probing and self.times[gamma]:  # a program's first runs cost but once
+        if gamma == self.probing and self._ran(gamma):  # a program's first runs cost but once
             wanted = self.cost(self.current) / self.tokens(self.current)
             self.allowance -= max(seconds - wanted * float(np.mean(1 + accepted)), 0.0)
 
     def choose(self) -> int:
         """The gamma of the next chunk."""
-        rates = {g: self.tokens(g) / self.cost(g) for g in self.ladder if self.times[g]}
+        rates = {g: self.tokens(g) / self.cost(g) for g in self.ladder if self._ran(g)}
         if not rates:
             return self.start
         best = min(g for g, rate in rates.items() if WORTH * rate >= max(rates.values()))
         self.current = best
-        hoped = {g: self._hoped(g) for g in self.ladder if not self.times[g]}
+        hoped = {g: self._hoped(g) for g in self.ladder if not self._ran(g)}
         if hoped and max(hoped.values()) > WORTH * rates[best]:
             return max(hoped, key=hoped.__getitem__)
         return self._probe(best)
 
+    def price(self, gamma: int) -> float:
+        """The tokens that a row commits in the time of a draft pass; 0 while that is unknown."""
+        if gamma not in self.a_pass:
+            return 0.0
+        return float(self.a_pass[gamma] * self.tokens(gamma) / self.cost(gamma))
+
     def cost(self, gamma: int) -> float:
         """Seconds of a step."""
-        return statistics.median(self.times[gamma])
+        if gamma not in self.a_pass:
+            return statistics.median(self.times[gamma] or [self.whole[gamma]])
+        passes = _mean(self.begun[:gamma], self.gone_on[:gamma], 1.0)
+        return statistics.median(self.times[gamma]) + self.a_pass[gamma] * passes
 
     def tokens(self, gamma: int) -> float:
         """Tokens that a step of a row commits in the mean."""
-        rate, reached, total = 0.8, 1.0, 1.0
-        for taken, tried in zip(self.taken[:gamma], self.tried[:gamma], strict=True):
-            rate = (taken + rate) / (tried + 1)
-            reached *= rate
-            total += reached
-        return total
+        return 1 + _mean(self.tried[:gamma], self.taken[:gamma], 0.8)
+
+    def _ran(self, gamma: int) -> bool:
+        """Whether there is a time of it."""
+        return bool(self.times[gamma]) or gamma in self.whole
+
+    def _price_passes(self) -> None:
+        """Find what a pass costs, of each gamma that had whole drafts, once plain steps ran."""
+        for gamma, seconds in self.whole.items():
+            if self.times[0] and gamma not in self.a_pass:
+                self.a_pass[gamma] = max((seconds - self.cost(0)) / gamma, 0.0)
+                self.times[gamma].append(seconds - self.a_pass[gamma] * gamma)
 
     def _hoped(self, gamma: int) -> float:
         """The rate of a gamma that never ran, if it cost what the longest shorter one does."""
-        shorter = [g for g in self.ladder if g < gamma and self.times[g]]
+        shorter = [g for g in self.ladder if g < gamma and self._ran(g)]
         return self.tokens(gamma) / self.cost(shorter[-1]) if shorter else float("inf")
 
     def _probe(self, best: int) -> int:
@@ -116,7 +159,7 @@ class GammaChoice:
         at = self.ladder.index(best)
         near = [g for g in self.ladder[max(at - 1, 0) : at + 2] if g != best]
         probe = min(near, key=self.last_run.__getitem__, default=best)
-        known = [g for g in self.ladder if g >= probe and self.times[g]]
+        known = [g for g in self.ladder if g >= probe and self._ran(g)]
         if not known:
             return best
         # At worst it commits one token a step, and costs what the next longer one does. `saw`
@@ -128,26 +171,60 @@ class GammaChoice:
         return probe
 
 
+def _mean(tried: np.ndarray, taken: np.ndarray, rate: float) -> float:
+    """How far steps come in the mean, of which ``taken`` go on from each of the places where
+    ``tried`` are; ``rate``: where nothing is known."""
+    reached, total = 1.0, 0.0
+    for behind, before in zip(taken, tried, strict=True):
+        rate = (behind + rate) / (before + 1)
+        reached *= rate
+        total += reached
+    return total
+
+
+def may_ask(models: Models) -> bool:
+    """Whether drafts may end early: whether a device can ask after each pass if one more follows.
+
+    In a loop of unknown length a GPU asks the host, and waits for it. Passes of small models are
+    too short for that.
+    """
+    if jax.default_backend() != "gpu":
+        return True
+    leaves = jax.tree.leaves(models.target if models.draft is None else models.draft)
+    return sum(map(_own_bytes, leaves)) >= LONG
+
+
+def _own_bytes(x: jax.Array | np.ndarray) -> int:
+    """What a device holds of it."""
+    shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+    return math.prod(shape) * x.dtype.itemsize
+
+
 class Gammas:
     """The steps that ``gamma="auto"`` chooses from: ``config`` with each gamma.
 
     Choices are remembered by all that times depend on, the capacity within a factor of two, so that
-    later calls begin with what earlier ones measured. Raises `ValueError` for a drafter that never
-    drafts.
+    later calls begin with what earlier ones measured. ``early``: whether drafts end early, where
+    the drafter may. Raises `ValueError` for a drafter that never drafts.
     """
 
-    def __init__(self, config: StepConfig) -> None:
+    def __init__(self, config: StepConfig, *, early: bool = True) -> None:
         draft = config.draft
         if isinstance(draft, NoDraft):
             raise ValueError(
                 "gamma='auto' chooses how much a drafter drafts; pass one, or gamma=0 for plain "
                 "decoding"
             )
+        self.draft, self.early = draft, early and draft.may_end_early
         self.configs = {
-            gamma: dataclasses.replace(config, gamma=gamma, draft=draft if gamma else Paused(draft))
+            gamma: dataclasses.replace(
+                config,
+                gamma=gamma,
+                draft=draft if gamma else Paused(draft),
+                ends_early=gamma > 0 and self.early,
+            )
             for gamma in LADDER
         }
-        self.draft = draft
 
     @property
     def longest(self) -> StepConfig:
@@ -165,7 +242,8 @@ class Gammas:
             if found is None:
                 # A GPU records a program's launches in its second run.
                 warm = 1 if jax.default_backend() == "cpu" else 2
-                found = GammaChoice(list(self.configs), self.draft.usual_gamma, warm)
+                usual = self.draft.usual_gamma
+                found = GammaChoice(list(self.configs), usual, warm, early=self.early)
             _CHOICES[key] = found
             while len(_CHOICES) > KEPT:
                 _CHOICES.popitem(last=False)

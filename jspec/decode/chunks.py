@@ -28,6 +28,7 @@ TURN = 0.002
 # Seconds of a chunk below which the next one starts earlier. Where chunks are longer, the host
 # takes a small share of the time, and a chunk that nobody needs costs more than it saves.
 SHORT = 10 * TURN
+SAME = 0.02  # share by which a price may change without the device being told
 LATELY = 16  # chunks that tell how often rows end
 
 
@@ -75,6 +76,8 @@ class Chunks:
         self._clocked = 0.0  # until when the last clock ran
         self._finished = 0.0  # when the last chunk did
         self._prompts: Array | None = None  # what the next chunk is to follow
+        self._price = 0.0  # that the device was told last
+        self._told: Array | None = None  # and has, unless rows came in
 
     def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
         """Whether the next chunk is to start before the one at work is finished.
@@ -144,13 +147,20 @@ class Chunks:
         if plan.gammas is not None:
             choice = plan.gammas.choice(plan.flat, state)
             gamma = choice.choose()
-            config = plan.gammas.configs[agreed(gamma) if self._is_shared else gamma]
+            price = choice.price(gamma)
+            if self._is_shared:
+                gamma, price = agreed((gamma, price))
+            config = plan.gammas.configs[gamma]
             state = self._awake(state, config)
+            if config.ends_early:
+                state = self._priced(state, price)
         behind, self._prompts = self._prompts, None
         with self.clock("decode_s" if behind is None or self._at_work else "prefill_s"):
             begin = self._now()
             state, record = self._chunk(state, config)
         self._at_work += 1
+        if config.ends_early:
+            self._told = state.ending.price
         return state, Chunk(record, config.gamma, choice, begin, self.programs.compile_s, behind)
 
     def finish(self, chunk: Chunk) -> StepRecord:
@@ -174,7 +184,11 @@ class Chunks:
         self._watch_rows(record, chunk.filled)
         if chunk.choice is not None:
             a_step = seconds / self.plan.steps if is_measured and is_alone else None
-            chunk.choice.saw(chunk.gamma, a_step, record.accepted[record.committed > 0])
+            live = record.committed > 0
+            passes = None
+            if self.plan.gammas is not None and self.plan.gammas.early:
+                passes = record.drafted.max(axis=1)[live.any(axis=1)]
+            chunk.choice.saw(chunk.gamma, a_step, record.accepted[live], passes)
         return record
 
     def _watch_rows(self, record: StepRecord, filled: set[int]) -> None:
@@ -207,6 +221,14 @@ class Chunks:
 
     def _caught_up(self, state: DecodeState) -> DecodeState:
         return self.programs(catch_up, self.plan.flat, state, config=self.plan.config)
+
+    def _priced(self, state: DecodeState, price: float) -> DecodeState:
+        """``state`` in which a draft pass has this price."""
+        is_told = state.ending.price is self._told
+        if is_told and abs(price - self._price) <= SAME * self._price:
+            return state
+        self._price = price
+        return dataclasses.replace(state, ending=state.ending.priced(price))
 
     def _awake(self, state: DecodeState, config: StepConfig) -> DecodeState:
         """``state`` for a chunk: a drafter with a model that rested is caught up."""

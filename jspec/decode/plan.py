@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import shown, whole_number
-from jspec.decode.auto import Gammas
+from jspec.decode.auto import Gammas, may_ask
 from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.exact import check_exact
 from jspec.decode.on_mesh import mesh_model
@@ -62,7 +62,7 @@ class Plan:
         check_draft(draft)
         most = draft.usual_gamma if gamma is None or gamma == "auto" else gamma
         config = StepConfig(most, draft, backends, target, rule, exact)
-        gammas = Gammas(config) if gamma == "auto" else None
+        gammas = Gammas(config, early=may_ask(models)) if gamma == "auto" else None
         config = config if gammas is None else gammas.longest
         if exact:
             check_exact(model, config.keeps)

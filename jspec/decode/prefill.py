@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import Cache, Layout
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
+from jspec.decode.ending import Ending
 from jspec.decode.exact import check_exact, check_started
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.requests import (
@@ -161,6 +162,7 @@ def state_of(
         draft_limits=jnp.asarray(
             [no_limit if p.draft_limit is None else p.draft_limit for p in params], jnp.int32
         ),
+        ending=Ending.unknown(len(params)),
         draft=own,
         mode=mode_of(params) if mode is None else mode,
         exact=exact,

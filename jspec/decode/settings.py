@@ -57,10 +57,11 @@ class StepConfig:
     up densely. ``rule`` verifies drafts that were sampled from logits: ``token`` decides token by
     token, ``block`` for the draft as a whole, which accepts at least as much on average; greedy
     rows and drafts without logits do not depend on it. ``exact``: the model's logits are the same
-    bits whatever is drafted and batched, where it can serve (docs/exact.md). ``backends`` names a
-    backend for an operation of a step, the best one where it names none; it raises `BackendError`
-    for a name that is not there, and `TypeError` for a setting of another type. What machinery the
-    sampling settings need is part of the state.
+    bits whatever is drafted and batched, where it can serve (docs/exact.md). ``ends_early``: drafts
+    end where another pass would not pay, by `DecodeState.ending` (docs/drafting.md); for drafters
+    with ``may_end_early``. ``backends`` names a backend for an operation of a step, the best one
+    where it names none; it raises `BackendError` for a name that is not there, and `TypeError` for
+    a setting of another type. What machinery the sampling settings need is part of the state.
     """
 
     gamma: int = 4
@@ -69,6 +70,7 @@ class StepConfig:
     target: Policy = Dense()
     rule: Rule = "token"
     exact: bool = False
+    ends_early: bool = False
 
     def __post_init__(self) -> None:
         check_draft(self.draft)
@@ -95,6 +97,13 @@ class StepConfig:
         check_target(self.target, self.draft, self.gamma)
         check_rule(self.rule)
         self._check_exact()
+        if type(self.ends_early) is not bool:
+            raise TypeError(f"ends_early={shown(self.ends_early)} must be True or False")
+        if self.ends_early and not self.draft.may_end_early:
+            raise ValueError(
+                f"draft={shown(self.draft)} does not draw tokens one by one, so that ends_early="
+                "True cannot end it; leave that out"
+            )
 
     def _check_exact(self) -> None:
         """Raise `TypeError` or `ValueError` for settings that do not go with ``exact``."""
@@ -118,6 +127,15 @@ class StepConfig:
     def is_lossy(self) -> bool:
         """Whether the model reads a selection of the context alone."""
         return not isinstance(self.target, Dense)
+
+    @property
+    def numbers_of_step(self) -> bool:
+        """Whether sampling takes numbers of each step's own under the token rule too.
+
+        It must where drafts of a step follow from tokens that an earlier one rejected
+        (docs/sampling.md). With ``ends_early``, these of one row may have ended those of another.
+        """
+        return self.ends_early or self.draft.learns_from_rejected
 
     @property
     def keeps(self) -> Policy:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.config import SamplingMode
+from jspec.decode.ending import Ending
 from jspec.ops.sample import Sampling
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array, Model
@@ -117,7 +118,7 @@ class StepRecord:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields="cache tokens limits done sampling stop_tokens draft_limits draft".split(),
+    data_fields="cache tokens limits done sampling stop_tokens draft_limits ending draft".split(),
     meta_fields=["mode", "exact"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +133,7 @@ class DecodeState:
     ``sampling``: settings of each row.
     ``stop_tokens`` int32 ``[B, M]``, -1 for none.
     ``draft_limits`` int32 ``[B]``: most draft tokens of a step.
+    ``ending``: what says where a draft ends early, for steps that have it do so.
     ``draft``: the drafter's own pytree, None where it keeps none.
     ``mode``: the machinery that the settings need, static: ``greedy`` (argmax only), ``sampled`` or
     ``filtered`` (some row has top-k, top-p or min-p). A row's tokens do not depend on which of the
@@ -146,6 +148,7 @@ class DecodeState:
     sampling: Sampling
     stop_tokens: Array
     draft_limits: Array
+    ending: Ending
     draft: Any
     mode: SamplingMode
     exact: bool

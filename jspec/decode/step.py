@@ -87,13 +87,16 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     after, most = state.cache.lengths, config.gamma + 1
     cache = with_pages(config.keeps, models.policy, state.cache, before, after, most)
     state = dataclasses.replace(state, cache=cache)
+    if drafted.levels is not None:
+        ending = state.ending.learned(drafted.levels, drafted.lengths, verified.accepted)
+        state = dataclasses.replace(state, ending=ending)
     return config.draft.learn(state, seen, verified), record
 
 
 @jax.named_scope("draft")
 def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Drafted, DecodeState]:
     """A draft, drawn by numbers of the step's own where the law needs them."""
-    fresh = config.rule == "block" or config.draft.learns_from_rejected
+    fresh = config.rule == "block" or config.numbers_of_step
     if not fresh or state.mode == "greedy":
         return config.draft.draft(models, state, config)
     sampling = state.sampling
@@ -192,7 +195,7 @@ def _verified(
             implementation=config.backends.get("verify_greedy") if config.gamma else None,
         )
     sampling = state.sampling
-    if config.rule == "token" and config.draft.learns_from_rejected:
+    if config.rule == "token" and config.numbers_of_step:
         sampling = sampling.in_block(state.lengths)
     return verify_stochastic(
         drafted.tokens,

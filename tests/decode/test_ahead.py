@@ -215,9 +215,9 @@ def test_each_gamma_is_told_of_its_own_chunks(sharp, watch, monkeypatch):
         seen = in_turn(monkeypatch, (0, 4, 1))
         settings = {"draft": NGRAM, "gamma": "auto", "steps_per_chunk": 2}
         got = generate(sharp, prompts()[:4], NEW, **settings)
-        found.append([seconds is not None for _, seconds, _ in seen])
+        found.append([seconds is not None for _, seconds, *_ in seen])
         assert [gamma for gamma, *_ in seen[:4]] == [0, 4, 1, 0]
-        assert sum(int(accepted.sum()) for *_, accepted in seen) == got.stats.accepted
+        assert sum(int(accepted.sum()) for _, _, accepted, _ in seen) == got.stats.accepted
         return told(got), [gamma for gamma, *_ in seen]
 
     _, ((tokens, *_), _) = check_same(watch, run)

@@ -187,7 +187,7 @@ def in_turn(monkeypatch, gammas):
     turns, seen = itertools.cycle(gammas), []
     monkeypatch.setattr(GammaChoice, "choose", lambda self: next(turns))
 
-    def saw(self, gamma, seconds, accepted):
+    def saw(self, gamma, seconds, accepted, passes):
         seen.append((gamma, seconds, accepted))
 
     monkeypatch.setattr(GammaChoice, "saw", saw)

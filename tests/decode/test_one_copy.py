@@ -60,10 +60,15 @@ def made(layers: int) -> Decoder:
 
 
 def lowered(
-    program: str, model: Decoder, batch: int, backends: Backends, draft: Drafter = PLAIN
+    program: str,
+    model: Decoder,
+    batch: int,
+    backends: Backends,
+    draft: Drafter = PLAIN,
+    early: bool = False,
 ) -> jax.stages.Lowered:
     """One of the three programs for a state of ``batch`` rows of `SLOTS` slots."""
-    config, specs = StepConfig(GAMMA, draft, backends), model.config.layers
+    config, specs = StepConfig(GAMMA, draft, backends, ends_early=early), model.config.layers
     models = Models(model, policy=prepare(config.keeps, model))
     small = start_decoding(models, [[1]] * batch, SamplingParams(max_new_tokens=1), config)
     layouts = layouts_of(specs, SLOTS, GAMMA)
@@ -103,18 +108,20 @@ def test_no_program_holds_a_second_cache(model, backend, batch, program):
 
 
 @pytest.mark.parametrize(
-    "draft",
+    ("draft", "early"),
     [
-        GuidedDraft(),
-        pytest.param(GuidedDraft(Vegas(refresh=4)), marks=pytest.mark.slow),
-        pytest.param(Chain(SuffixDraft(), GuidedDraft()), marks=pytest.mark.slow),
+        (GuidedDraft(), False),
+        (GuidedDraft(), True),
+        pytest.param(GuidedDraft(Vegas(refresh=4)), False, marks=pytest.mark.slow),
+        pytest.param(Chain(SuffixDraft(), GuidedDraft()), False, marks=pytest.mark.slow),
     ],
-    ids=["vegas", "refreshed", "chain"],
+    ids=["vegas", "vegas-early", "refreshed", "chain"],
 )
-def test_guided_drafts_hold_no_second_cache(draft):
+def test_guided_drafts_hold_no_second_cache(draft, early):
     """On a CPU, XLA's scored attention turns the keys and values of one layer at a time."""
     layers, batch = (2, 1) if CPU else (LAYERS, 4)
-    memory = lowered("chunk", made(layers), batch, Backends(), draft).compile().memory_analysis()
+    ready = lowered("chunk", made(layers), batch, Backends(), draft, early)
+    memory = ready.compile().memory_analysis()
     assert memory is not None
     cache = batch * SLOTS * layers * 2 * 2 * 128 * jnp.dtype(DTYPE).itemsize
     assert memory.alias_size_in_bytes >= cache

@@ -17,12 +17,14 @@ import pytest
 import jspec
 from jspec import processes
 from jspec.decode import chunks
+from jspec.decode.ending import Ending
 from jspec.decode.programs import Programs
 from jspec.helix import Hosts
 from jspec.models.errors import CheckpointError
 from jspec.models.fingerprint import SAMPLE_BYTES, fingerprint
 from jspec.policies.named import made
 from jspec.processes import all_or_none, check_devices, digest, from_all, from_first, in_time
+from tests.decode.common import STREAMING
 from tests.helix.processes import (
     DRAFTS,
     NGRAM,
@@ -141,16 +143,18 @@ def test_different_numbers_of_devices_are_refused(monkeypatch):
 
 
 def test_a_measured_gamma_is_that_of_process_0(monkeypatch, tiny):
-    asked = []
+    asked, told, priced = [], [], Ending.priced
 
-    def of_first(gamma: int) -> int:
-        asked.append(gamma)
-        return 2
+    def of_first(own: tuple[int, float]) -> list[float]:
+        asked.append(json.dumps(own))
+        return [2, 0.25]
 
     monkeypatch.setattr(chunks, "is_shared", lambda model: True)
     monkeypatch.setattr(chunks, "agreed", of_first)
-    found = jspec.generate(tiny, [[1, 2, 3]], SEEDED, draft=NGRAM, gamma="auto")
+    monkeypatch.setattr(Ending, "priced", lambda self, own: told.append(own) or priced(self, own))
+    found = jspec.generate(tiny, [[1, 2, 3]], SEEDED, draft=STREAMING, gamma="auto")
     assert asked
+    assert set(told) == {0.25}
     assert [gamma for gamma, _ in found.stats.steps_at_gamma] == [2]
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.cache import Cache
+from jspec.decode.ending import level_of
 from jspec.decode.state import DecodeState, Models
 from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import KINDS
@@ -39,12 +40,14 @@ class Drafted:
 
     ``tokens`` int32 ``[B, gamma]``; ``lengths`` int32 ``[B]``: how many of them count, which the
     step cuts at the row's limits; ``logits`` float32 ``[B, gamma, V]`` that they were drawn from,
-    None where the draft was certain of its tokens.
+    None where the draft was certain of its tokens. ``levels`` int32 ``[B, gamma]``: how certain of
+    them it was, of a draft that may end early.
     """
 
     tokens: Array
     lengths: Array
     logits: Array | None = None
+    levels: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +98,12 @@ class Drafter:
 
         Each step then has random numbers of its own (docs/sampling.md, *Numbers of a block*).
         """
+        return False
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether its tokens are drawn one by one, by `autoregressive`, which may then end before
+        gamma of them: `StepConfig.ends_early`."""
         return False
 
     @property
@@ -247,10 +256,14 @@ def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:
     """
     if gamma == 0:
         return drafted
-    room = state.limits - state.lengths - 1
-    most = jnp.minimum(jnp.minimum(room, state.draft_limits), gamma)
-    most = jnp.where(state.done, 0, jnp.maximum(most, 0))
+    most = jnp.minimum(_room(state), gamma)
     return dataclasses.replace(drafted, lengths=jnp.minimum(drafted.lengths, most))
+
+
+def _room(state: DecodeState) -> Array:
+    """Most draft tokens that each row can have, int32 ``[B]``."""
+    room = jnp.minimum(state.limits - state.lengths - 1, state.draft_limits)
+    return jnp.where(state.done, 0, jnp.maximum(room, 0))
 
 
 def autoregressive(
@@ -263,7 +276,7 @@ def autoregressive(
     anew: Callable[[Array, Array, Array, Any], tuple[Array, Any]] | None = None,
     every: int = 0,
 ) -> tuple[Drafted, Any]:
-    """Draw gamma tokens one by one.
+    """Draw gamma tokens one by one; fewer where ``config.ends_early`` and they do not pay.
 
     ``advance(step, token [B], positions [B], carry)`` gives the logits ``[B, V]`` behind the token
     at ``positions`` and the next carry; ``anew`` in its place where `in_turn` has the other one.
@@ -278,7 +291,6 @@ def autoregressive(
         logits, carry = advance(step, token, positions - 1, carry)
         if state.mode == "greedy":
             token = greedy(logits, axis_name)
-            logits = None
         else:
             token = sample(
                 logits[:, None],
@@ -294,14 +306,71 @@ def autoregressive(
         drafted = jnp.where(index[None] == step, token[:, None], drafted)
         return (token, drafted, carry), logits
 
+    def kept(advance, carried, step):
+        carried, logits = body(advance, carried, step)
+        return carried, None if state.mode == "greedy" else logits
+
     token = state.last_token
     drafted = jnp.broadcast_to(token[:, None], (len(token), config.gamma))
-    usual, other = functools.partial(body, advance), functools.partial(body, anew)
     carried = token, drafted, carry
+    if config.ends_early:
+        usual = functools.partial(body, advance)
+        return _while_it_pays(state, config.gamma, usual, carried, axis_name)
+    usual, other = functools.partial(kept, advance), functools.partial(kept, anew)
     (_, tokens, carry), logits = in_turn(usual, other, every, carried, config.gamma)
     lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
     logits = None if logits is None else jnp.swapaxes(logits, 0, 1)
     return Drafted(tokens, lengths, logits), carry
+
+
+def _while_it_pays(
+    state: DecodeState,
+    gamma: int,
+    draw: Callable[[Any, Array], tuple[Any, Array]],
+    carried: Any,
+    axis_name: Axes | None,
+) -> tuple[Drafted, Any]:
+    """A draft of ``draw(carried, step)``, which gives the next ``carried`` and logits, that ends
+    where the next token would not pay; one is always drawn.
+
+    Whether token i is drawn follows from what is known before: the tokens in front of it and the
+    logits that drew them.
+    """
+    ending, room, live = state.ending, _room(state), ~state.done
+    rates = ending.rates
+    temperature = None if state.mode == "greedy" else state.sampling.temperature
+    index = jnp.arange(gamma, dtype=jnp.int32)[None]
+
+    def certainty(logits: Array, reached: Array) -> tuple[Array, Array]:
+        level = level_of(logits, temperature, axis_name)[:, None]
+        return level, reached * jnp.take_along_axis(rates, level, axis=1)[:, 0]
+
+    def pays(loop: Any) -> Array:
+        step, reached, *_ = loop
+        return (step < gamma) & ending.pays(reached, step < room, live)
+
+    def another(loop: Any) -> Any:
+        step, reached, levels, carried, all_logits = loop
+        carried, logits = draw(carried, step)
+        level, reached = certainty(logits, reached)
+        levels = jnp.where(index == step, level, levels)
+        if all_logits is not None:
+            all_logits = lax.dynamic_update_index_in_dim(all_logits, logits, step, axis=0)
+        return step + 1, reached, levels, carried, all_logits
+
+    carried, logits = draw(carried, jnp.int32(0))
+    level, reached = certainty(logits, jnp.ones(len(live), jnp.float32))
+    levels = jnp.broadcast_to(level, (len(live), gamma))
+    all_logits = None
+    if state.mode != "greedy":
+        all_logits = jnp.broadcast_to(logits[None], (gamma, *logits.shape))
+    loop = jnp.int32(1), reached, levels, carried, all_logits
+    if gamma > 1:
+        loop = lax.while_loop(pays, another, loop)
+    count, _, levels, (_, tokens, carry), all_logits = loop
+    lengths = jnp.full(room.shape, count, jnp.int32)
+    all_logits = None if all_logits is None else jnp.swapaxes(all_logits, 0, 1)
+    return Drafted(tokens, lengths, all_logits, levels), carry
 
 
 def in_turn(

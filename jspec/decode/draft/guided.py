@@ -73,6 +73,10 @@ class GuidedDraft(SparseDrafter):
         return self.policy
 
     @property
+    def may_end_early(self) -> bool:
+        return not self.refresh  # which passes pick anew is compiled in
+
+    @property
     def learns_from_rejected(self) -> bool:
         return not self.policy.needs_verdict
 

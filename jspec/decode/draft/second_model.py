@@ -67,6 +67,10 @@ class ModelDraft(Drafter):
     def needs_model(self) -> bool:
         return True
 
+    @property
+    def may_end_early(self) -> bool:
+        return True
+
     def undone(self, own: Any, before: Any) -> Cache:
         return own.with_lengths(before.lengths)
 

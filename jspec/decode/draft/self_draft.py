@@ -40,6 +40,10 @@ class SelfDraft(SparseDrafter):
     def keeps(self) -> Policy:
         return self.policy
 
+    @property
+    def may_end_early(self) -> bool:
+        return True
+
     def view(self, models: Models, own: Any, until: Array) -> tuple[Policy, Any]:
         return self.policy, models.policy
 
