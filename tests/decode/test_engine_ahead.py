@@ -357,7 +357,7 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
                 is_ready = partial(lambda at: now.seconds >= at, ends)
                 work.follow(SimpleNamespace(is_ready=is_ready, ends=ends))  # pyright: ignore
         found = work.start(None)[1]  # pyright: ignore[reportArgumentType]
-        choice = SimpleNamespace(saw=lambda gamma, seconds, accepted: heard.append(seconds))
+        choice = SimpleNamespace(saw=lambda gamma, seconds, accepted, passes: heard.append(seconds))
         return dataclasses.replace(found, choice=choice)
 
     def finish(chunk, at):
