@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.cache import Cache
-from jspec.decode.ending import level_of
+from jspec.decode.draft.early import while_it_pays
 from jspec.decode.state import DecodeState, Models
 from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import KINDS
@@ -314,63 +314,15 @@ def autoregressive(
     drafted = jnp.broadcast_to(token[:, None], (len(token), config.gamma))
     carried = token, drafted, carry
     if config.ends_early:
-        usual = functools.partial(body, advance)
-        return _while_it_pays(state, config.gamma, usual, carried, axis_name)
+        usual, room = functools.partial(body, advance), _room(state)
+        found = while_it_pays(state, config.gamma, room, usual, carried, axis_name)
+        count, levels, (_, tokens, carry), logits = found
+        return Drafted(tokens, jnp.full(room.shape, count, jnp.int32), logits, levels), carry
     usual, other = functools.partial(kept, advance), functools.partial(kept, anew)
     (_, tokens, carry), logits = in_turn(usual, other, every, carried, config.gamma)
     lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
     logits = None if logits is None else jnp.swapaxes(logits, 0, 1)
     return Drafted(tokens, lengths, logits), carry
-
-
-def _while_it_pays(
-    state: DecodeState,
-    gamma: int,
-    draw: Callable[[Any, Array], tuple[Any, Array]],
-    carried: Any,
-    axis_name: Axes | None,
-) -> tuple[Drafted, Any]:
-    """A draft of ``draw(carried, step)``, which gives the next ``carried`` and logits, that ends
-    where the next token would not pay; one is always drawn.
-
-    Whether token i is drawn follows from what is known before: the tokens in front of it and the
-    logits that drew them.
-    """
-    ending, room, live = state.ending, _room(state), ~state.done
-    rates = ending.rates
-    temperature = None if state.mode == "greedy" else state.sampling.temperature
-    index = jnp.arange(gamma, dtype=jnp.int32)[None]
-
-    def certainty(logits: Array, reached: Array) -> tuple[Array, Array]:
-        level = level_of(logits, temperature, axis_name)[:, None]
-        return level, reached * jnp.take_along_axis(rates, level, axis=1)[:, 0]
-
-    def pays(loop: Any) -> Array:
-        step, reached, *_ = loop
-        return (step < gamma) & ending.pays(reached, step < room, live)
-
-    def another(loop: Any) -> Any:
-        step, reached, levels, carried, all_logits = loop
-        carried, logits = draw(carried, step)
-        level, reached = certainty(logits, reached)
-        levels = jnp.where(index == step, level, levels)
-        if all_logits is not None:
-            all_logits = lax.dynamic_update_index_in_dim(all_logits, logits, step, axis=0)
-        return step + 1, reached, levels, carried, all_logits
-
-    carried, logits = draw(carried, jnp.int32(0))
-    level, reached = certainty(logits, jnp.ones(len(live), jnp.float32))
-    levels = jnp.broadcast_to(level, (len(live), gamma))
-    all_logits = None
-    if state.mode != "greedy":
-        all_logits = jnp.broadcast_to(logits[None], (gamma, *logits.shape))
-    loop = jnp.int32(1), reached, levels, carried, all_logits
-    if gamma > 1:
-        loop = lax.while_loop(pays, another, loop)
-    count, _, levels, (_, tokens, carry), all_logits = loop
-    lengths = jnp.full(room.shape, count, jnp.int32)
-    all_logits = None if all_logits is None else jnp.swapaxes(all_logits, 0, 1)
-    return Drafted(tokens, lengths, all_logits, levels), carry
 
 
 def in_turn(
