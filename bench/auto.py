@@ -106,10 +106,11 @@ def _rows(
 def _of_case(
     model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: Case, settings: Settings
 ) -> list[dict[str, Any]]:
-    gammas = Gammas(jspec.StepConfig(draft=jspec.named_draft(case["draft"])))
+    config = jspec.StepConfig(draft=jspec.named_draft(case["draft"]))
+    gammas, whole = Gammas(config), Gammas(config, early=False).configs
     prompts = decoding.texts(tokenizer, case["B"] * SETS, case["S"] - NEW_TOKENS - 1)
     states = list(_states(model, prompts, case, gammas))
-    ladder, whole = list(gammas.configs), _whole(gammas.configs)
+    ladder = list(gammas.configs)
     choices: list[tuple[int | str, GammaChoice | Fixed, Configs]]
     choices = [(gamma, Fixed(gamma), whole) for gamma in ladder]
     for early, configs in (False, whole), *([(True, gammas.configs)] if gammas.early else []):
@@ -141,11 +142,6 @@ def _of_case(
         row["vs_plain"] = row["tokens_per_s"] / rows[0]["tokens_per_s"]
         row["vs_best"] = row["tokens_per_s"] / best
     return rows
-
-
-def _whole(configs: Configs) -> Configs:
-    """The same steps with drafts that do not end early."""
-    return {gamma: dataclasses.replace(own, ends_early=False) for gamma, own in configs.items()}
 
 
 def _states(

@@ -42,6 +42,7 @@ from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from bench.table import times
 from jspec.decode.state import DecodeState
+from jspec.sharding import bytes_on_device
 
 COLUMNS = ("shape", "B", "S", "draft", "kvp", "tpa")
 REPEATS = 5
@@ -115,7 +116,7 @@ def _row(here: Case, settings: Settings, programs: Programs) -> point.Row:
 
 def measured(here: Case, model: Any, state: DecodeState, program: Any) -> dict[str, Any]:
     """Times of a step, the tokens that it commits, and the rows that fit; or why it cannot run."""
-    weights, cached = bytes_of(model), bytes_of(state.cache.columns)
+    weights, cached = bytes_on_device(model), bytes_on_device(state.cache.columns)
     memory = memory_of(program) | {"weight_bytes": weights, "cache_bytes": cached}
     about = memory | {"largest_batch": largest_batch(here["B"], memory)}
     if reason := too_large(weights + cached, memory):
@@ -135,14 +136,6 @@ def measured(here: Case, model: Any, state: DecodeState, program: Any) -> dict[s
     short, long = (functools.partial(loop.run, program, count) for count in CHUNKS)
     samples = clocks.step(short, long, 0.0, REPEATS, lengths=CHUNKS, warmups=1)
     return about | {"step_ns": [round(ns / helix_state.STEPS) for ns in samples]}
-
-
-def bytes_of(tree: Any) -> int:
-    """Bytes that the first device holds."""
-    return sum(
-        x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
-        for x in jax.tree.leaves(tree)
-    )
 
 
 def largest_batch(batch: int, memory: dict[str, int]) -> int | None:

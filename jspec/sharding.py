@@ -6,6 +6,7 @@ mesh axes it varies. Values that meet in a loop's carry or in a kernel must vary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,16 @@ def placed(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.sharding
         except (ValueError, IndexError) as error:  # IndexError: the spec has too many axes
             raise ValueError(f"{name} {shape} cannot be placed by {chosen}: {error}") from None
     return chosen
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Bytes that a device holds of the arrays of ``tree``: all of those of numpy."""
+
+    def held(x: Array | np.ndarray) -> int:
+        shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(held, jax.tree.leaves(tree)))
 
 
 def place(tree: Any, sharding: Placing) -> Any:

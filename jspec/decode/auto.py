@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import threading
 from collections import OrderedDict, deque
@@ -16,6 +15,7 @@ import numpy as np
 from jspec.decode.draft import NoDraft, Paused
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
+from jspec.sharding import bytes_on_device
 
 LADDER = (0, 1, 2, 4, 8, 16)
 MEMORY = 128.0  # steps of a row after which what was accepted counts half
@@ -25,7 +25,7 @@ PROBING = 0.003  # share of the time that may be spent to look at a gamma again
 STALE = 16  # chunks after which a gamma may be looked at again
 AHEAD = 1  # chunks that may be at work, and not seen yet, when another one is chosen for
 KEPT = 32  # choices that are remembered, by what their times depend on
-LONG = 2**32  # bytes of weights that a pass reads which is long beside a question to the host
+LONG = 2**32  # bytes of weights from which on a pass is long beside asking the host
 
 
 class GammaChoice:
@@ -183,21 +183,15 @@ def _mean(tried: np.ndarray, taken: np.ndarray, rate: float) -> float:
 
 
 def may_ask(models: Models) -> bool:
-    """Whether drafts may end early: whether a device can ask after each pass if one more follows.
+    """Whether drafts may end early on this device.
 
-    In a loop of unknown length a GPU asks the host, and waits for it. Passes of small models are
-    too short for that.
+    In a loop of unknown length a GPU asks the host after each pass whether another one follows, and
+    waits for the answer. Passes of small models are too short for that.
     """
     if jax.default_backend() != "gpu":
         return True
-    leaves = jax.tree.leaves(models.target if models.draft is None else models.draft)
-    return sum(map(_own_bytes, leaves)) >= LONG
-
-
-def _own_bytes(x: jax.Array | np.ndarray) -> int:
-    """What a device holds of it."""
-    shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
-    return math.prod(shape) * x.dtype.itemsize
+    drafts = models.target if models.draft is None else models.draft
+    return bytes_on_device(drafts) >= LONG
 
 
 class Gammas:
