@@ -32,7 +32,7 @@ from jspec.policies import Dense, Policy
 from jspec.sharding import put
 from jspec.typing import Model
 
-CHUNK = 512  # prompt tokens at most between two chunks of steps
+CHUNK = 512  # tokens of a prompt at most between two chunks of steps
 
 
 class Engine:

@@ -17,14 +17,18 @@ from jspec.decode.state import DecodeState
 from jspec.typing import Array
 
 SEEN = 64  # requests of the queue among which short prompts are looked for
+PROMPTS = 4  # whose pieces make slots that are taken wait in a turn, while others are free
 
 
 class Waiting:
-    """Takes up prompts for the slots of ``batch``, at most ``chunk`` tokens a turn.
+    """Takes up prompts for the slots of ``batch``, in a turn at most ``chunk`` tokens of each.
 
-    In the order in which they came, but a long prompt shares turns: while more than a turn is left
-    of it, every other turn belongs to prompts that one piece takes up, if a slot is free. So it
-    takes twice as many turns at most, whatever comes, and keeps no short one waiting for its end.
+    A turn has so many tokens for each slot that is free, up to `PROMPTS`, and for one in any case.
+
+    In the order in which they came, but a long prompt shares turns: while more than ``chunk`` is
+    left of it, every other turn belongs to prompts that one piece takes up, if a slot is free. So
+    it takes twice as many turns at most, whatever comes, and keeps no short one waiting for its
+    end.
 
     ``requests``: whose prompts were taken up, which have ``prompt_tokens`` without shared prefixes.
     """
@@ -84,13 +88,15 @@ class Waiting:
 
         All of it comes behind the chunk at work. Returns an array that is there when it is done.
         """
-        spent = 0 if self._was_overtaken else self._overtake()
+        most = self._chunk * min(PROMPTS, max(1, len(self._batch.free)))
+        spent = 0 if self._was_overtaken else self._overtake(most)
         self._was_overtaken = spent > 0
+        own = 0  # tokens of the prompt at work
         while True:
             group, size = self._together(self._queue) if self._incoming is None else ([], 0)
             if group:
                 tokens = self.short.rows(size) * size
-                if spent and spent + tokens > self._chunk:
+                if spent and spent + tokens > most:
                     break
                 spent += tokens
                 self._take_up_together(group, size)
@@ -98,21 +104,23 @@ class Waiting:
             if (handle := self._next()) is None:
                 break
             while not self.intake.ready:
-                if spent and spent + self.intake.piece > self._chunk:
+                piece = self.intake.piece
+                if spent and (spent + piece > most or own + piece > self._chunk):
                     break
-                spent += self.intake.piece
+                spent, own = spent + piece, own + piece
                 self.intake.advance()
             if not self.intake.ready or not self._batch.free:
                 break
             slot = self._batch.free[0]
             state = self.intake.put(self._batch.state, slot, handle.params)
             self._batch.fill(state, [slot], [handle])
-            self._incoming = None
+            self._incoming, own = None, 0
             self.requests += 1
         return self.intake.mark(self._batch.state)
 
-    def _overtake(self) -> int:
-        """Take up short prompts ahead of a long one at work; their tokens, padding included."""
+    def _overtake(self, most: int) -> int:
+        """Take up short prompts of ``most`` tokens ahead of a long one at work; their tokens,
+        padding included."""
         spent = 0
         if self._incoming is None or self.intake.left <= self._chunk:
             return spent
@@ -121,7 +129,7 @@ class Waiting:
             if not group and (size := self._size_of(some[0])):
                 group = some[:1]
             tokens = self.short.rows(size) * size if group else self._tokens_of(some[0])
-            if spent and spent + tokens > self._chunk:
+            if spent and spent + tokens > most:
                 break
             spent += tokens
             if group:
