@@ -28,7 +28,7 @@ def refusal() -> str | None:
     )
 
 
-def in_host(x: Array) -> bool:
+def in_host(x: Array | np.ndarray) -> bool:
     """Whether ``x``, which may be traced, is in the host's memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 

@@ -49,14 +49,14 @@ def bytes_on_device(tree: Any) -> int:
 def place(tree: Any, sharding: Placing) -> Any:
     """``tree`` with every array placed; names are such as ``cache.columns.0.keys``.
 
-    One in the host's memory stays there.
+    One in the host's memory stays there. What is nowhere in particular is on the default device.
     """
 
-    def of(path: Any, x: Array) -> Array:
+    def of(path: Any, x: Array | np.ndarray) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         where = placed(name, x.shape, sharding)
         if where is None:
-            return x
+            return x if isinstance(x, jax.Array) else jax.device_put(x)
         return put(x, where.with_memory_kind(KIND) if in_host(x) else where)
 
     return jax.tree.map_with_path(of, tree)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +38,9 @@ class Ending:
     @classmethod
     def unknown(cls, batch: int) -> Ending:
         """Of rows of which nothing is known, at a price of 0: their drafts end at their limits."""
-        none = jnp.zeros((batch, LEVELS), jnp.float32)
-        return cls(none, jnp.zeros_like(none), jnp.zeros((batch,), jnp.float32))
+        of_levels, of_rows = (batch, LEVELS), (batch,)
+        zeros: Any = functools.partial(np.zeros, dtype=np.float32)
+        return cls(zeros(of_levels), zeros(of_levels), zeros(of_rows))
 
     def priced(self, price: float) -> Ending:
         """The same at another price, from the host."""

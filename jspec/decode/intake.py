@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -225,10 +224,10 @@ class Intake:
         ``own``: the drafter's part behind these, None where there are none.
         """
         lengths = np.array([len(prompt) - 1], np.int32)
-        args = (self._plan.flat, jnp.asarray(lengths), own)
+        args = (self._plan.flat, lengths, own)
         settings = {"config": self._plan.config, "capacity": self._settings["capacity"]}
         own = self._placed("draft", self._programs(jitted_own_state, *args, **settings))
-        cache = self._placed("cache", cache.with_lengths(jnp.asarray(lengths)))
+        cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths.copy())))
         return Row(prompt, done, cache, own)
 
     def _advance(self, row: Row) -> None:
@@ -249,7 +248,8 @@ class Intake:
         row, ends = self._row, self._plan.models.target.config.stop_tokens
         prompt = padded([row.prompt], state.tokens.shape[1])
         own = (*prompt, [params], ends, state.stop_tokens.shape[1], row.cache, row.own)
-        return place(state_of(*own, mode=state.mode, exact=state.exact), self._sharding)
+        one = state_of(*own, mode=state.mode, exact=state.exact)
+        return one if self._sharding is None else place(one, self._sharding)
 
     def _placed(self, name: str, tree: Any) -> Any:
         return place({name: tree}, self._sharding)[name]

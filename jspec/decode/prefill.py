@@ -148,24 +148,28 @@ def state_of(
 ) -> DecodeState:
     """The state of prompts ``tokens [B, S]`` of ``lengths [B]`` that ``cache`` has taken up.
 
+    Its arrays, but for those that are given, are of numpy: a program takes all of them at once,
+    where each by itself would go to the device for as long.
     ``own``: the drafter's part of it; ``ends``: the model's stop tokens; ``room``: for the stop
     tokens of a row; ``mode``: None for what ``params`` need; ``exact``: how it took them up.
     """
     no_limit = np.iinfo(np.int32).max
+    limits = [no_limit if p.draft_limit is None else p.draft_limit for p in params]
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "limits": lengths + np.array([p.max_new_tokens for p in params], np.int32),
+        "done": np.zeros(len(params), bool),
+        "stop_tokens": padded([stops_of(p, ends) for p in params], room)[0],
+        "draft_limits": np.array(limits, np.int32),
+    }
     return DecodeState(
         cache=cache,
-        tokens=jnp.asarray(tokens),
-        limits=jnp.asarray(lengths + np.array([p.max_new_tokens for p in params], np.int32)),
-        done=jnp.asarray(np.zeros(len(params), bool)),
         sampling=sampling_of(params),
-        stop_tokens=jnp.asarray(padded([stops_of(p, ends) for p in params], room)[0]),
-        draft_limits=jnp.asarray(
-            [no_limit if p.draft_limit is None else p.draft_limit for p in params], jnp.int32
-        ),
         ending=Ending.unknown(len(params)),
         draft=own,
         mode=mode_of(params) if mode is None else mode,
         exact=exact,
+        **arrays,
     )
 
 

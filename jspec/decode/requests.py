@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import LayerSpec, SamplingMode, SamplingParams, shown, token_ids, whole_number
 from jspec.decode.state import Models
 from jspec.ops.sample import Sampling
-from jspec.typing import Array, ModelShape
+from jspec.typing import ModelShape
 
 # What jspec reads of a model and of its config: see `jspec.Model`.
 OF_A_MODEL = ("config", "dtype", "logits", "__call__")
@@ -190,10 +189,10 @@ def strongest(modes: Sequence[SamplingMode]) -> SamplingMode:
 
 
 def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
-    """The settings of a batch of requests, which have seeds, as arrays."""
+    """The settings of a batch of requests, which have seeds, as arrays of numpy."""
 
-    def column(name: str, dtype) -> Array:
-        return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
+    def column(name: str, dtype) -> Any:
+        return np.array([getattr(p, name) for p in params], dtype)
 
     return Sampling(
         temperature=column("temperature", np.float32),

@@ -95,9 +95,7 @@ class ShortPrompts:
         where = np.array([*slots, *[self._slots] * missing], np.int32)  # past the end: nowhere
         tokens, lengths = padded(rows, state.tokens.shape[1])
         ends, room = self._plan.models.target.config.stop_tokens, state.stop_tokens.shape[1]
-        cache = dataclasses.replace(
-            state.cache, columns=(), pages=(), lengths=jnp.asarray(lengths - 1)
-        )
+        cache = dataclasses.replace(state.cache, columns=(), pages=(), lengths=lengths - 1)
         kept = {"mode": state.mode, "exact": state.exact}
         fresh = state_of(tokens, lengths, settings, ends, room, cache, None, **kept)
         static = {"size": size, "config": self._plan.config}
