@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from jspec.decode.plan import Plan
 from jspec.decode.prefill import (
     jitted_own_state,
     padded,
-    power_of_two,
+    pass_sizes,
     prefill_chunk,
     put_row,
     start_decoding,
@@ -26,7 +27,7 @@ from jspec.decode.state import DecodeState
 from jspec.sharding import beside, place
 from jspec.typing import Array
 
-LEAST = 16  # tokens of a piece: shorter ones take as long
+BUSY = 128  # tokens of a piece: shorter ones take about as long as reading the weights does
 
 
 @dataclasses.dataclass
@@ -56,8 +57,9 @@ class Intake:
     """Takes up one prompt at a time, in pieces of at most ``chunk`` tokens, and prefixes of prompts
     beside it.
 
-    Pieces are padded to a power of two, so that few programs serve prompts of all lengths. A prompt
-    that goes on behind a prefix starts from a copy of its row. ``capacity``: positions of a row.
+    Pieces are padded to one of `pass_sizes`, so that few programs serve prompts of all lengths. A
+    prompt that goes on behind a prefix starts from a copy of its row. ``capacity``: positions of a
+    row.
     ``overtaken``: by which prompts the one at work may be, `overtake`: by all, by those behind a
     prefix, or by none. They take a second row, which is there where there may be such prompts.
     """
@@ -73,6 +75,7 @@ class Intake:
         overtaken: Literal["all", "behind prefixes", "none"],
     ) -> None:
         self._plan, self._chunk, self._programs = plan, chunk, programs
+        self._sizes = pass_sizes(chunk)
         self._settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
         on_mesh = mesh_model(plan.models.target)
         self._sharding = beside(plan.models) if on_mesh is None else on_mesh.placing
@@ -185,10 +188,15 @@ class Intake:
         return len(prompt) - (0 if prefix is None else prefix.done)
 
     def tokens_of(self, prompt: np.ndarray) -> int:
-        """Tokens of the one piece that takes up the prompt, padding included; 0 where it takes
-        several."""
-        left = self.behind_prefix(prompt) - 1
-        return self._padded(left) if left <= self._chunk else 0
+        """Tokens of the pieces that take up the prompt, padding included; 0 where it is longer than
+        a piece may be."""
+        left, tokens = self.behind_prefix(prompt) - 1, 0
+        if left > self._chunk:
+            return 0
+        while left > 0:
+            piece = self._padded(left)
+            left, tokens = left - piece, tokens + piece
+        return tokens
 
     def _longest(self, prompt: np.ndarray) -> Row | None:
         """The longest prefix that the prompt goes on behind."""
@@ -201,17 +209,22 @@ class Intake:
 
     def warm(self) -> None:
         """Compile what any prompt and any prefix may need. No prompt may be at work."""
-        sizes = {min(self._chunk, LEAST << n) for n in range(self._chunk.bit_length())}
         own = None
         for _ in range(2):  # without a prefix, and behind one
             self._row = self._begun(np.zeros(1, np.int32), self._row.cache, own, 0)
-            for size in sorted(sizes):
+            for size in self._sizes:
                 self._pass(self._row, 0, size)
             own = self._row.own
 
     def _padded(self, left: int) -> int:
-        """Tokens of the next piece where so many are ``left``."""
-        return min(self._chunk, max(power_of_two(left), LEAST))
+        """Tokens of the next piece where so many are ``left``.
+
+        Two pieces in place of one that is half padding, where they are long enough for that to
+        save time.
+        """
+        at = bisect.bisect_left(self._sizes[:-1], left)
+        size, shorter = self._sizes[at], self._sizes[max(at - 1, 0)]
+        return shorter if size > BUSY and left <= 2 * shorter else size
 
     def _fresh_row(self, prompt: np.ndarray) -> Row:
         """A row of its own memory that is to take up ``prompt``."""
@@ -231,7 +244,8 @@ class Intake:
         return Row(prompt, done, cache, own)
 
     def _advance(self, row: Row) -> None:
-        end, size = min(row.done + self._chunk, len(row.prompt) - 1), self._padded(row.left)
+        size = self._padded(row.left)
+        end = min(row.done + size, len(row.prompt) - 1)
         self._pass(row, end, size)
         row.done = end
 

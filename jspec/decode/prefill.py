@@ -34,6 +34,7 @@ from jspec.policies.policy import create_cache, with_pages
 from jspec.sharding import Placing, beside, place, with_auto_axes
 from jspec.typing import Array, Model
 
+LEAST = 16  # tokens a row of a pass over a prompt: fewer take as long
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
 OnPrefill = Callable[[int, int], None]
 
@@ -370,6 +371,17 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype:
 def power_of_two(number: int) -> int:
     """The least one that is ``number`` or more, so that close numbers share a program."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+def pass_sizes(most: int) -> list[int]:
+    """Tokens a row of passes that take up to ``most`` tokens of a prompt, ascending to ``most``.
+
+    Each is a fourth of the next one, so that few programs serve prompts of all lengths.
+    """
+    sizes = [most]
+    while sizes[0] >= 4 * LEAST:
+        sizes.insert(0, sizes[0] // 4)
+    return sizes
 
 
 def default_chunk(batch: int) -> int:

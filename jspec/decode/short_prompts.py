@@ -17,14 +17,13 @@ from jspec.cache import Cache
 from jspec.config import SamplingParams
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.plan import Plan
-from jspec.decode.prefill import own_state, padded, power_of_two, prefill_chunk, state_of
+from jspec.decode.prefill import own_state, padded, pass_sizes, prefill_chunk, state_of
 from jspec.decode.programs import Timed
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels
 from jspec.sharding import beside
 from jspec.typing import Array
 
-LEAST = 16  # tokens a row of a pass: fewer take as long
 MOST_ROWS = 8
 FEWEST_ROWS = 4  # so that no prompt is long enough to keep a device busy by itself
 
@@ -32,7 +31,8 @@ FEWEST_ROWS = 4  # so that no prompt is long enough to keep a device busy by its
 class ShortPrompts:
     """Takes up whole prompts in passes of at most ``chunk`` tokens, padding included.
 
-    ``capacity``: positions of a slot, which a row of a pass does not exceed.
+    ``capacity``: positions of a slot, which a row of a pass does not exceed. ``sizes``: tokens a
+    row of the passes that there are, ascending; empty where there are none.
 
     A program for each size of a row serves all mixes: the size alone decides how many rows a pass
     has. There is none for a model on a mesh, nor for a cache in the host's memory.
@@ -44,20 +44,14 @@ class ShortPrompts:
         layers = range(len(models.target.config.layers))
         is_on_mesh = mesh_model(models.target) is not None or beside(models) is not None
         if is_on_mesh or any(map(policy.in_host, layers)) or slots < 2:
-            self._longest = self._most = 0
+            self._longest, self.sizes = 0, []
         else:
             self._longest = min(chunk // min(FEWEST_ROWS, slots), capacity)
-            self._most = min(chunk, capacity)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Tokens a row of the passes that there are, ascending: powers of two, and the most."""
-        return sorted({min(LEAST << n, self._most) for n in range(self._most.bit_length())})
+            self.sizes = pass_sizes(min(chunk, capacity))
 
     def size_of(self, length: int) -> int:
         """The size of a pass that takes up a prompt of ``length``, alone; 0 where none does."""
-        size = min(max(LEAST, power_of_two(length - 1)), self._most)
-        return size if length - 1 <= size else 0
+        return next((size for size in self.sizes if length - 1 <= size), 0)
 
     def rows(self, size: int) -> int:
         """Rows of a pass of ``size`` tokens each."""
@@ -68,10 +62,10 @@ class ShortPrompts:
 
         At least two that fill half of it, or 0: they are better taken up one by one.
         """
-        best, size = (0, 0), LEAST
+        best, size = (0, 0), 0
         for count, length in enumerate(lengths, 1):
-            size = max(size, power_of_two(length - 1))
-            if size > self._longest or count > self.rows(size):
+            size = max(size, self.size_of(length))
+            if not self.size_of(length) or size > self._longest or count > self.rows(size):
                 break
             if count >= max(2, self.rows(size) / 2):
                 best = count, size

@@ -7,6 +7,7 @@ import tracemalloc
 
 import hypothesis.strategies as st
 import jax
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -35,7 +36,7 @@ from tests.decode.watching import Watched, watched
 def engine(sharp) -> Engine:
     """One that has compiled all that it needs, for all tests of this module that end its
     requests."""
-    found = engine_of(sharp, "ngram", prefill_chunk=48)
+    found = engine_of(sharp, "ngram", prefill_chunk=64)
     found.warm_up()
     return found
 
@@ -75,11 +76,10 @@ def test_a_long_prompt_does_not_stall_the_others(engine, behind):
     first = engine.submit(short, params)
     engine.step()
     long = engine.submit(prompts((100,))[0], SamplingParams(max_new_tokens=5))
-    for _ in range(2):  # of its three pieces
-        before = len(first.tokens)
-        engine.step()
-        assert len(first.tokens) > before
-        assert not long.tokens
+    before = len(first.tokens)
+    engine.step()  # with the first of its two pieces
+    assert len(first.tokens) > before
+    assert not long.tokens
     engine.step()
     assert long.tokens
     engine.run()
@@ -233,7 +233,7 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
     [
         ([17] * 9, (8, 16)),  # 16 tokens of each, as the first step feeds the last one
         ([17] * 3, (0, 16)),  # less than half of eight rows
-        ([1, 18, 1, 1], (4, 32)),
+        ([1, 18, 1, 1], (4, 64)),
         ([34] * 9, (4, 64)),  # 256 tokens of a pass
         ([66] * 9, (0, 16)),  # one by one
         ([17, 17, 17, 17, 66], (4, 16)),
@@ -253,9 +253,35 @@ def test_no_pass_is_longer_than_a_slot(tiny):
     """Whatever the chunk, as 600 tokens would go in by 1024."""
     plan = engine_of(tiny, "ngram")._plan
     short = ShortPrompts(plan, slots=4, capacity=768, chunk=8192, programs=PROGRAMS.timed())
-    assert short.sizes[-2:] == [512, 768]
-    assert short.together([600] * 4)[0] == 0
-    assert [short.size_of(length) for length in (1, 600, 769, 770)] == [16, 768, 768, 0]
+    assert short.sizes == [48, 192, 768]
+    assert short.together([600] * 4) == (4, 768)
+    assert [short.size_of(length) for length in (1, 600, 769, 770)] == [48, 768, 768, 0]
+
+
+@pytest.mark.parametrize(
+    ("left", "pieces"),
+    [
+        (1, [32]),
+        (33, [128]),  # no longer than two of 32 would take
+        (128, [128]),
+        (129, [128, 32]),
+        (256, [128, 128]),
+        (257, [512]),
+        (512, [512]),
+        (513, [512, 32]),
+        (1300, [512, 512, 512]),
+        (1200, [512, 512, 128, 128]),
+    ],
+)
+def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
+    intake = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._waiting.intake
+    intake.begin(np.ones(left + 1, np.int32))
+    assert intake.tokens_of(np.ones(left + 1, np.int32)) == (sum(pieces) if left <= 512 else 0)
+    found = []
+    while not intake.ready:
+        found.append(intake.piece)
+        intake.advance()
+    assert found == pieces
 
 
 def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine, behind):
@@ -303,9 +329,9 @@ def test_a_long_prefix_does_not_stall_the_others(engine):
     assert (len(first.tokens), len(second.tokens)) == (4, 4)
     prefix = prompts((100,))[0]
     assert engine.share_prefix(prefix) == (second,)
-    assert len(first.tokens) == 4 + 2 * 4
+    assert len(first.tokens) == 4 + 4
     assert engine.share_prefix(prefix) == ()
-    assert len(first.tokens) == 4 + 2 * 4
+    assert len(first.tokens) == 4 + 4
     engine.run()
     engine.drop_prefix(prefix)
 
