@@ -16,7 +16,7 @@ from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_xla, on_a_mesh
 from jspec.ops.linear_chain import Arrays, chain_shapes, one_by_one
 from jspec.ops.norm import CENTERED, RMS
-from jspec.ops.quantized import Quantized
+from jspec.ops.quantized import BLOCK, MXFP4, Quantized, weight_bits
 from jspec.typing import Array
 
 # As in src/linear/linear.h.
@@ -26,7 +26,7 @@ SMALL_ROWS, SMALL_INPUTS = 16, 1024
 
 def linear_cuda(
     x: Array,
-    kernel: Array | Quantized,
+    kernel: Array | Quantized | MXFP4,
     bias: Array | None,
     norm: RMS | None,
     add: Array | None,
@@ -37,7 +37,7 @@ def linear_cuda(
 ) -> Array:
     """As `jspec.ops.linear.linear`."""
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
-    if isinstance(kernel, Quantized):  # of which there is no derivative
+    if isinstance(kernel, Quantized | MXFP4):  # of which there is no derivative
         return _launch(x, kernel, bias, norm, add, **settings)
     run = differentiated_as(
         functools.partial(linear_xla, **settings), functools.partial(_launch, **settings)
@@ -50,14 +50,14 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
     outputs = outputs[1:] if gated else outputs
     # Any array stands for what there is not.
     given = (bias, None if norm is None else norm.scale, add)
-    is_quantized = isinstance(kernel, Quantized)
-    weights = (kernel.values, kernel.scale) if isinstance(kernel, Quantized) else (kernel, x)
+    is_quantized = isinstance(kernel, Quantized | MXFP4)
+    weights = jax.tree.leaves(kernel) if is_quantized else (kernel, x)
     (y,) = library.call(
         "linear",
         (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype),),
         *(x, *weights, *(x if one is None else one for one in given)),
         vmap_method="sequential",
-        quantized=np.bool_(is_quantized),
+        bits=np.int32(weight_bits(kernel)),
         biased=np.bool_(bias is not None),
         normed=np.bool_(norm is not None),
         added=np.bool_(add is not None),
@@ -70,7 +70,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
 
 def refuses(
     x: Array | jax.ShapeDtypeStruct,
-    kernel: Array | Quantized,
+    kernel: Array | Quantized | MXFP4,
     bias: Array | None,
     norm: RMS | None,
     add: Array | None,
@@ -80,8 +80,8 @@ def refuses(
     dtype: np.dtype,
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
-    is_quantized = isinstance(kernel, Quantized)
-    if is_quantized and kernel.dtype != jnp.int8:
+    is_quantized = isinstance(kernel, Quantized | MXFP4)
+    if isinstance(kernel, Quantized) and kernel.dtype != jnp.int8:
         return f"its weights are {kernel.dtype}"
     if norm is not None and norm.centered:
         return CENTERED
@@ -89,7 +89,7 @@ def refuses(
     columns = math.prod(kernel.shape) // max(inputs, 1)
     if not 1 <= rows <= MOST_ROWS:
         return f"it takes 1 to {MOST_ROWS} rows, and there are {rows}"
-    group = INT8_GROUP if is_quantized else GROUP
+    group = {4: BLOCK, 8: INT8_GROUP}.get(weight_bits(kernel), GROUP)
     if not 1 <= inputs <= MOST_INPUTS or inputs % group:
         return f"{inputs} inputs are no multiple of {group} up to {MOST_INPUTS}"
     if not (transposed or is_quantized) and (not columns or columns % (16 if gated else 8)):
@@ -160,7 +160,7 @@ def _refuses_chain(x, links, *, added, gated) -> str | None:
     *reads, _ = chain_shapes(x, links, added=added, gated=gated)
     for i, (read, link, gates) in enumerate(zip(reads, links, gated, strict=True)):
         kernel, bias, norm, add = link
-        if isinstance(kernel, Quantized):
+        if isinstance(kernel, Quantized | MXFP4):
             return f"links[{i}] has quantized weights"
         if math.prod(read.shape[:-1]) > SMALL_ROWS or read.shape[-1] > SMALL_INPUTS:
             return f"links[{i}] reads {read.shape}, over {SMALL_ROWS} rows of {SMALL_INPUTS}"

@@ -7,6 +7,8 @@ import pytest
 
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.linear import linear_cuda, refuses
+from jspec.ops.quantized import MXFP4
+from tests.ops.test_quantized import numbers
 from tests.triton.test_linear import arguments, in_double
 
 CASES = {
@@ -23,6 +25,11 @@ CASES = {
     "int8-down": (16, 3072, 72, "bfloat16", "add", "int8"),
     "int8-odd": (9, 16, 7, "bfloat16", "wide", "int8"),
     "int8-24-rows": (24, 2064, 4200, "bfloat16", "norm", "int8"),
+    "mxfp4-qkv": (1, 4096, 384, "bfloat16", "norm", "bias", "mxfp4"),
+    "mxfp4-gate-up": (4, 1056, 200, "bfloat16", "norm", "gated", "mxfp4"),
+    "mxfp4-down": (16, 3072, 72, "bfloat16", "add", "mxfp4"),
+    "mxfp4-odd": (9, 32, 7, "bfloat16", "wide", "mxfp4"),
+    "mxfp4-24-rows": (24, 2080, 4200, "bfloat16", "norm", "mxfp4"),
     "large-qkv": (1, 4096, 1280, "bfloat16", "norm", "bias"),
     "large-gate-up": (4, 1056, 9000, "bfloat16", "norm", "gated"),
     "large-down": (10, 3072, 72, "bfloat16", "add", "wide"),
@@ -47,8 +54,34 @@ def test_equals_the_definition(case):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("scales", "power"), [("small", 30), ("large", -30), ("mixed", 0)])
+def test_every_scale_of_a_block_is_exact(scales, power):
+    """Each byte up to 252 as the scale of a column, or any that float32 has the sums of mixed."""
+    rng = np.random.default_rng(0)
+    columns = np.arange(0, 127) if scales == "small" else np.arange(127, 253)
+    blocks = np.repeat(columns[:, None], 5, axis=1).astype(np.uint8)
+    if scales == "mixed":
+        blocks = rng.integers(64, 190, blocks.shape, np.uint8)
+    codes = rng.integers(0, 256, (len(columns), 80), np.uint8)
+    kernel = MXFP4(jnp.asarray(codes), jnp.asarray(blocks))
+    x = jnp.asarray(np.ldexp(rng.standard_normal((3, 160)), power), jnp.bfloat16)
+    settings = {"gated": False, "transposed": False, "dtype": jnp.dtype("float32")}
+    got = run_or_skip((x, kernel, None, None, None), settings)
+    weights, wide = numbers(kernel), np.float64(np.float32(x))
+    error = np.abs(got - wide @ weights)
+    assert np.all(error <= 1e-6 * (np.abs(wide) @ np.abs(weights)))
+    spoiled = MXFP4(kernel.codes.at[1, 32:48].set(0), kernel.scales.at[1, 2].set(255))
+    again = run_or_skip((x, spoiled, None, None, None), settings)
+    assert np.isnan(again[:, 1]).all()
+    np.testing.assert_array_equal(np.delete(again, 1, axis=1), np.delete(got, 1, axis=1))
+
+
 @pytest.mark.parametrize(
-    "case", ["gate-up", "added-biased", "head", "int8-gate-up", "int8-24-rows", "large-down"]
+    "case",
+    [
+        *("gate-up", "added-biased", "head", "int8-gate-up", "int8-24-rows", "large-down"),
+        *("mxfp4-gate-up", "mxfp4-24-rows"),
+    ],
 )
 def test_a_row_alone_is_the_row_among_others(case):
     arrays, settings = arguments(*CASES[case])
@@ -77,5 +110,22 @@ def test_refuses_with_a_reason(shape, change, reason):
     x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, outputs)))
     settings = {"gated": False, "transposed": False, "dtype": jnp.dtype("float32")} | change
     found = refuses(x, kernel, None, None, settings.pop("add", None), **settings)
+    assert found is not None
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "reason"),
+    [
+        ("bfloat16", 48, "48 inputs are no multiple of 32"),
+        ("float32", 64, "something is not bfloat16"),
+    ],
+    ids=["inputs", "rows"],
+)
+def test_refuses_weights_of_4_bits_with_a_reason(dtype, inputs, reason):
+    codes, scales = (jnp.zeros((8, inputs // of), jnp.uint8) for of in (2, 32))
+    settings = {"gated": False, "transposed": False, "dtype": jnp.dtype("float32")}
+    x = jnp.zeros((1, inputs), dtype)
+    found = refuses(x, MXFP4(codes, scales), None, None, None, **settings)
     assert found is not None
     assert reason in found

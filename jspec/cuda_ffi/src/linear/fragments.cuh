@@ -19,8 +19,27 @@ __device__ uint16_t narrow(float value) {
 __device__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
+// first + (index << shift), in two instructions and without a register for the product, which a
+// compiler would keep over a loop.
+template <int shift>
+__device__ const uint8_t* apart(const uint8_t* first, uint32_t index) {
+  const uint8_t* found;
+  asm volatile(
+      "{ .reg .u64 wide; cvt.u64.u32 wide, %1; shl.b64 wide, wide, %2; add.u64 %0, wide, %3; }"
+      : "=l"(found)
+      : "r"(index), "n"(shift), "l"(first));
+  return found;
+}
+
 __device__ uint4 load(const uint16_t* global, bool reads) {
   return reads ? *reinterpret_cast<const uint4*>(global) : uint4{};
+}
+
+// What lies beside it goes to L2, as steps to come read it.
+__device__ uint32_t load_byte(const uint8_t* global) {
+  uint32_t found;
+  asm("ld.global.nc.L2::128B.u8 %0, [%1];" : "=r"(found) : "l"(global));
+  return found;
 }
 
 // Sixteen bytes on their way into shared memory, zeros where there is nothing to read. What lies
@@ -46,6 +65,15 @@ __device__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, u
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Of half as many inputs.
+__device__ void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(b));
 }
 
 __device__ uint32_t scaled(uint32_t pair, uint32_t scale) {
@@ -87,15 +115,17 @@ __device__ float finished(const Linear& linear, const float (&sums)[sides], floa
   return linear.add ? rounded(added + value) : value;
 }
 
-// What a thread gives: `values` values of one column, blockDim.x / width rows apart. Read before
-// the sums are there, so that nothing is waited for behind them.
+// What a thread gives: `values` values of one column, as many rows apart as a block has threads
+// for; threads behind the last whole row give none. Read before the sums are there, so that nothing
+// is waited for behind them.
 template <int width, int sides, int values>
 struct Results {
   int column;
   float factors[sides], shifts[sides], added[values];
 
   // `first`: of the columns of the block.
-  __device__ Results(const Linear& linear, int first) : column(first + threadIdx.x % width) {
+  __device__ Results(const Linear& linear, int first)
+      : column(threadIdx.x < apart() ? first + threadIdx.x % width : linear.outputs) {
     const bool kept = column < linear.outputs;
 #pragma unroll
     for (int side = 0; side < sides; ++side) {
@@ -110,7 +140,8 @@ struct Results {
     }
   }
 
-  __device__ static int row(int value) { return (threadIdx.x + value * blockDim.x) / width; }
+  __device__ static int apart() { return blockDim.x / width * width; }
+  __device__ static int row(int value) { return (threadIdx.x + value * apart()) / width; }
 
   // From the sums that each warp has of its share of the inputs. `parts`: shared memory where warps
   // have `stride` numbers each, for tiles * 8 * (sides * width + 1).
@@ -147,7 +178,7 @@ struct Results {
         const float* part = parts + other * stride;
 #pragma unroll
         for (int side = 0; side < sides; ++side) {
-          totals[side] += part[side * size + i * blockDim.x + threadIdx.x];
+          totals[side] += part[side * size + i * apart() + threadIdx.x];
         }
         norm += part[sides * size + row(i)];
       }

@@ -149,7 +149,8 @@ const char* launch_tiles(const Linear& linear, bool early, Stream stream) {
 }
 
 bool is_small(const Linear& linear) {
-  return !linear.column_scale && linear.inputs <= kSmallInputs && linear.rows <= kSmallRows;
+  const bool quantized = linear.column_scale || linear.block_scale;
+  return !quantized && linear.inputs <= kSmallInputs && linear.rows <= kSmallRows;
 }
 
 const char* launch_small(const Linear& linear, bool early, Stream stream) {

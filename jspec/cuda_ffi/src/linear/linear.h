@@ -1,6 +1,7 @@
 // A product of a few rows with the norm before it and what follows it, or several in a row:
 // arguments, and the launches behind the handlers. What each field means is said in
-// jspec/ops/linear.py; values are bfloat16, or 8 bits with a scale for each column.
+// jspec/ops/linear.py; values are bfloat16, 8 bits with a scale for each column, or 4 bits with one
+// for each block of inputs of a column.
 #pragma once
 
 #include <vector>
@@ -11,6 +12,7 @@ namespace jspec {
 
 // What inputs are a multiple of, and those of weights of 8 bits; the most rows and inputs.
 constexpr int kGroup = 32, kInt8Group = 16, kMostRows = 24, kMostInputs = 1 << 20;
+constexpr int kBlock = 32;  // inputs that share a scale in MXFP4
 // The most of a product that has all of its weights on their way at once.
 constexpr int kSmallRows = 16, kSmallInputs = 1024;
 
@@ -18,6 +20,7 @@ struct Linear {
   const uint16_t* x;          // [rows, inputs]
   const void* kernel;         // [inputs, columns], [columns, inputs] if transposed
   const float* column_scale;  // [columns] of weights of 8 bits, which are transposed; else null
+  const uint8_t* block_scale;  // [columns, inputs / kBlock], E8M0, of MXFP4, transposed; else null
   const uint16_t* bias;       // [columns], null for none
   const uint16_t* scale;      // [inputs] of the norm, null for none
   const uint16_t* add;        // [rows, outputs], null for none

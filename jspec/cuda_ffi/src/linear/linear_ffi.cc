@@ -5,12 +5,14 @@
 namespace jspec {
 namespace {
 
-// Where the buffers of a product are, and what is said of it. The scales of columns, bias, the
-// norm's scale and what is added may be left out: any buffer then stands in their place. With
-// scales of columns, weights have 8 bits.
+// Where the buffers of a product are, and what is said of it. The scales of weights, bias, the
+// norm's scale and what is added may be left out: any buffer then stands in their place. Weights of
+// 8 bits have a scale for each column, those of 4 bits one for each block of inputs, and 16 are
+// bfloat16 without.
 struct Product {
-  size_t x, kernel, column_scale, bias, scale, add, out;
-  bool quantized, biased, normed, added, gated, transposed;
+  size_t x, kernel, weight_scale, bias, scale, add, out;
+  int32_t bits;
+  bool biased, normed, added, gated, transposed;
   float eps;
 
   // Checks the buffers, and fills `linear`.
@@ -20,32 +22,35 @@ struct Product {
       return invalid("x ", buffers[x], " and kernel ", buffers[kernel],
                      " must be [..., in] and a matrix");
     }
+    if (bits != 4 && bits != 8 && bits != 16) return invalid("bits=", bits, " is not 4, 8 or 16");
+    const bool quantized = bits < 16;
     const int64_t inputs = x_shape.back(), sides = gated ? 2 : 1;
     int64_t rows = 1, columns = 1;
     for (size_t i = 0; i + 1 < x_shape.size(); ++i) rows *= x_shape[i];
     for (size_t i = 0; i + 1 < shape.size(); ++i) columns *= shape[transposed ? i : i + 1];
-    const int64_t group = quantized ? kInt8Group : kGroup;
+    const int64_t group = bits == 4 ? kBlock : bits == 8 ? kInt8Group : kGroup;
     const bool is_small = rows <= kSmallRows && inputs <= kSmallInputs;
     const bool fits = quantized    ? transposed
                       : transposed ? !gated && is_small
                                    : columns % (8 * sides) == 0;
     if (rows < 1 || rows > kMostRows || inputs < 1 || inputs > kMostInputs || inputs % group ||
         columns < 1 || columns > INT32_MAX / kSmallInputs || columns % sides || !fits) {
-      return invalid("x ", buffers[x], ", kernel ", buffers[kernel], ", quantized=", quantized,
+      return invalid("x ", buffers[x], ", kernel ", buffers[kernel], ", bits=", bits,
                      ", gated=", gated, ", transposed=", transposed, " must be 1 to ", kMostRows,
                      " rows of inputs, a multiple of ", group, " up to ", kMostInputs,
-                     ", and columns in eights unless transposed, as quantized ones are; others are "
-                     "transposed for up to ", kSmallRows, " rows of ", kSmallInputs,
+                     ", and columns in eights unless transposed, as those of 4 and 8 bits are; "
+                     "others are transposed for up to ", kSmallRows, " rows of ", kSmallInputs,
                      " inputs, and not gated");
     }
-    const auto BF16 = ffi::DataType::BF16, F32 = ffi::DataType::F32;
+    const auto BF16 = ffi::DataType::BF16, F32 = ffi::DataType::F32, U8 = ffi::DataType::U8;
     const bool wide = buffers[out].element_type() == F32;
     std::vector<int64_t> weights(shape.begin(), shape.end());
-    weights[transposed ? shape.size() - 1 : 0] = inputs;
+    weights[transposed ? shape.size() - 1 : 0] = bits == 4 ? inputs / 2 : inputs;
     ffi::Error error = buffers.check(x, rows, {{"x", BF16, {inputs}}});
     if (error.failure()) return error;
     error = buffers.check(kernel, 1,
-                          {{"kernel", quantized ? ffi::DataType::S8 : BF16, weights}});
+                          {{"kernel", bits == 4 ? U8 : bits == 8 ? ffi::DataType::S8 : BF16,
+                            weights}});
     if (error.failure()) return error;
     const auto flat = [&](size_t i, const char* name, ffi::DataType dtype, int64_t count) {
       return int64_t(buffers[i].element_count()) == count && buffers[i].element_type() == dtype
@@ -53,9 +58,9 @@ struct Product {
                  : invalid(name, " ", buffers[i], " must be ", count, " of ", dtype);
     };
     const int64_t outputs = columns / sides;
-    if (quantized && (error = flat(column_scale, "column_scale", F32, columns)).failure()) {
-      return error;
-    }
+    if (bits == 8) error = flat(weight_scale, "weight_scale", F32, columns);
+    if (bits == 4) error = flat(weight_scale, "weight_scale", U8, columns * (inputs / kBlock));
+    if (error.failure()) return error;
     if (biased && (error = flat(bias, "bias", BF16, columns)).failure()) return error;
     if (normed && (error = flat(scale, "scale", BF16, inputs)).failure()) return error;
     if (added && (error = flat(add, "add", BF16, rows * outputs)).failure()) return error;
@@ -63,7 +68,8 @@ struct Product {
     if (error.failure()) return error;
     const auto values = [&](size_t i) { return buffers.data<uint16_t>(i); };
     linear = Linear{values(x), buffers.data<void>(kernel),
-                    quantized ? buffers.data<float>(column_scale) : nullptr,
+                    bits == 8 ? buffers.data<float>(weight_scale) : nullptr,
+                    bits == 4 ? buffers.data<uint8_t>(weight_scale) : nullptr,
                     biased ? values(bias) : nullptr, normed ? values(scale) : nullptr,
                     added ? values(add) : nullptr, buffers.data<void>(out),
                     static_cast<int32_t>(rows), static_cast<int32_t>(inputs),
@@ -75,11 +81,11 @@ struct Product {
 }  // namespace
 
 ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                         bool quantized, bool biased, bool normed, bool added, bool gated,
+                         int32_t bits, bool biased, bool normed, bool added, bool gated,
                          bool transposed, float eps) {
   ffi::Error error = check_count(arguments, 6, results, 1);
   if (error.failure()) return error;
-  const Product product{0, 1, 2, 3, 4, 5, 6, quantized, biased, normed, added, gated,
+  const Product product{0, 1, 2, 3, 4, 5, 6, bits, biased, normed, added, gated,
                         transposed, eps};
   Linear found;
   error = product.read(Buffers(arguments, results), found);
@@ -110,7 +116,7 @@ ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
     const size_t at = 1 + 4 * i, first = arguments.size();
     const Product product{i ? first + i - 1 : 0, at, 0, at + 1, at + 2,
                           added[i] < 0 ? at + 3 : first + added[i], first + i,
-                          false, biased[i] != 0, normed[i] != 0, added[i] != -2, gated[i] != 0,
+                          16, biased[i] != 0, normed[i] != 0, added[i] != -2, gated[i] != 0,
                           false, eps[i]};
     error = product.read(buffers, found[i]);
     if (error.failure()) return error;
@@ -126,7 +132,7 @@ ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear, jspec::multiply_rows,
                               JSPEC_BIND()
-                                  .Attr<bool>("quantized")
+                                  .Attr<int32_t>("bits")
                                   .Attr<bool>("biased")
                                   .Attr<bool>("normed")
                                   .Attr<bool>("added")

@@ -4,180 +4,75 @@
 // on their way at all times, and few instructions for each weight. The warps of a block take turns
 // at the inputs. Each has a ring of steps in shared memory, where no other warp looks: while it
 // multiplies one step, the next is on its way. The rows lie in the L1 and L2.
-#include "linear/fragments.cuh"
+#include "linear/weights.cuh"
 
 namespace jspec {
 namespace {
 
-constexpr int kUnits = 2;    // of 16 columns, that a block has of each side
 constexpr int kAtOnce = 16;  // warps of a multiprocessor that share its registers
 constexpr int kDepth = 2;    // steps of a ring; more would take the room that the L1 has for rows
-
-// (bits & mask) | others, as one instruction.
-__device__ uint32_t masked(uint32_t bits, uint32_t mask, uint32_t others) {
-  uint32_t found;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(found) : "r"(bits), "r"(mask), "r"(others));
-  return found;
-}
-
-// Numbers of 8 bits, each in the lower half of 16, as bfloat16: its lower seven bits are the
-// fraction of a number from 128 on, of which 128 is taken, or 256 where the eighth bit is the sign.
-__device__ uint32_t widened(uint32_t pair) {
-  const uint32_t above = masked(pair, 0x007f007fu, 0x43004300u);  // 128 and the seven bits
-  const uint32_t less = masked(pair, 0x00800080u, 0xc300c300u);   // -128, or -256
-  const __nv_bfloat162 sum = __hadd2(*reinterpret_cast<const __nv_bfloat162*>(&above),
-                                     *reinterpret_cast<const __nv_bfloat162*>(&less));
-  return *reinterpret_cast<const uint32_t*>(&sum);
-}
-
-__device__ uint32_t component(const uint4& four, int index) {
-  return index == 0 ? four.x : index == 1 ? four.y : index == 2 ? four.z : four.w;
-}
-
-// Weights of 8 bits, [columns, inputs]. Four lanes copy 64 inputs of a column, each the 16 that it
-// multiplies itself; a multiplication takes 4 of them, those with even places first.
-template <bool gated>
-struct Eight {
-  static constexpr int sides = gated ? 2 : 1;
-  static constexpr int group = 16;                   // inputs of a lane in a step
-  static constexpr int copies = sides * kUnits * 2;  // of 16 bytes, of a lane in a step
-  const char* kernel;
-  int inputs;
-  uint32_t places[copies];  // in 16 bytes of the weights
-
-  // Columns beyond the last are copies of it, of which there is no result.
-  __device__ Eight(const Linear& linear, int column)
-      : kernel(static_cast<const char*>(linear.kernel)), inputs(linear.inputs) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < copies; ++i) {
-      const int side = i / (2 * kUnits), unit = i / 2 % kUnits;
-      const int at = min(column + unit * kWidth + i % 2 * 8 + lane / 4, linear.outputs - 1);
-      places[i] = uint32_t(side * linear.outputs + at) * uint32_t(inputs / 16) + lane % 4;
-    }
-  }
-
-  // Copies a step whose inputs begin with `first`.
-  __device__ void read(char* step, int first) const {
-    const int lane = threadIdx.x % 32;
-    const bool reads = first + lane % 4 * group < inputs;
-#pragma unroll
-    for (int i = 0; i < copies; ++i) {
-      copy(step + i * 512 + lane * 16, kernel + first + uint64_t(places[i]) * 16, reads);
-    }
-  }
-
-  __device__ static uint4 ordered(const uint4& x) {
-    return {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632),
-            __byte_perm(x.z, x.w, 0x5410), __byte_perm(x.z, x.w, 0x7632)};
-  }
-
-  __device__ static void fragments(uint32_t (&a)[group / 4][4], const char* step, int side,
-                                   int unit) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = (side * kUnits + unit) * 2 + half;
-      const uint4 found =
-          *reinterpret_cast<const uint4*>(step + i * 512 + threadIdx.x % 32 * 16);
-#pragma unroll
-      for (int k = 0; k < group / 4; ++k) {
-        const uint32_t four = component(found, k);
-        a[k][half] = widened(four);
-        a[k][half + 2] = widened(four >> 8);
-      }
-    }
-  }
-};
-
-// Weights of bfloat16, [inputs, columns]: a step is 32 inputs of the columns, in such an order that
-// neither copies nor loads of 8 rows share a bank.
-template <bool gated>
-struct Sixteen {
-  static constexpr int sides = gated ? 2 : 1;
-  static constexpr int group = 8;
-  static constexpr int copies = sides * kUnits * 2;
-  static constexpr int across = 2 * kUnits;  // copies for the columns of an input
-  const uint16_t* kernel;
-  int inputs;
-  int64_t columns;
-  uint32_t places[copies];  // in 8 columns of the weights
-
-  __device__ Sixteen(const Linear& linear, int column)
-      : kernel(static_cast<const uint16_t*>(linear.kernel)),
-        inputs(linear.inputs),
-        columns(int64_t(linear.outputs) * sides) {
-#pragma unroll
-    for (int i = 0; i < copies; ++i) {
-      const int side = i / across, lane = threadIdx.x % 32;
-      const int at = min(column + lane % across * 8, linear.outputs - 8);
-      places[i] = (uint32_t(input(i)) * uint32_t(columns) + side * linear.outputs + at) / 8;
-    }
-  }
-
-  // Of a step, that a lane's copy reads.
-  __device__ static int input(int i) {
-    return i % across * (32 / across) + threadIdx.x % 32 / across;
-  }
-
-  // Where 8 columns of an input of a step lie.
-  __device__ static int place(int side, int input, int eight) {
-    return ((side * 32 + input) * across + (eight ^ input / 8)) * 16;
-  }
-
-  __device__ void read(char* step, int first) const {
-#pragma unroll
-    for (int i = 0; i < copies; ++i) {
-      copy(step + place(i / across, input(i), threadIdx.x % across),
-           kernel + first * columns + uint64_t(places[i]) * 8, first < inputs);
-    }
-  }
-
-  __device__ static uint4 ordered(const uint4& x) { return x; }
-
-  __device__ static void fragments(uint32_t (&a)[group / 4][4], const char* step, int side,
-                                   int unit) {
-    const int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;
-#pragma unroll
-    for (int k = 0; k < group / 4; ++k) {
-      const int input = row / 2 * 8 + k * 4 + matrix / 2 * 2 + row % 2;
-      load_transposed(a[k], step + place(side, input, unit * 2 + matrix % 2));
-    }
-  }
-};
 
 // A lane's share of the rows of a step, and of the norm's scale.
 template <class Weights, int tiles>
 struct Rows {
-  static constexpr int eights = Weights::group / 8;
+  static constexpr int group = Weights::group, eights = group / 8;
   uint4 x[tiles][eights], by[eights];
 
-  // `mine`: the first of the lane's inputs.
-  __device__ void read(const Linear& linear, int mine) {
-    const bool there = mine < linear.inputs;
+  // Of the step whose inputs begin with `first`. Rows beyond the last are copies of it, of which
+  // there is no result; inputs beyond the last are zeros.
+  __device__ void read(const Linear& linear, int first) {
+    const int mine = first + threadIdx.x % 4 * group, row = threadIdx.x % 32 / 4;
+    const uint16_t* rows[tiles];
+#pragma unroll
+    for (int i = 0; i < tiles; ++i) {
+      rows[i] = linear.x + uint32_t(min(row + i * 8, linear.rows - 1) * linear.inputs + mine);
+    }
+    // Most steps are whole, and need no zeros.
+    if (first + 4 * group <= linear.inputs) {
+      read(rows, true);
+    } else {
+      read(rows, mine < linear.inputs);
+    }
+  }
+
+  // Beyond the inputs, where rows are zeros, any scale will do.
+  __device__ void read_scale(const Linear& linear, int first) {
+    if (!linear.scale) return;
+    const int mine = min(first + int(threadIdx.x % 4) * group, linear.inputs - group);
 #pragma unroll
     for (int eight = 0; eight < eights; ++eight) {
-#pragma unroll
-      for (int i = 0; i < tiles; ++i) {
-        const int row = i * 8 + threadIdx.x % 32 / 4;
-        x[i][eight] = load(linear.x + int64_t(row) * linear.inputs + mine + eight * 8,
-                           there && row < linear.rows);
-      }
-      by[eight] = load(linear.scale + mine + eight * 8, there && linear.scale);
+      by[eight] = load(linear.scale + mine + eight * 8, true);
     }
   }
 
   // As a step multiplies them; adds the squares of what they were.
-  __device__ void scale(const Linear& linear, float (&squares)[tiles]) {
+  __device__ void scaled_into(uint4 (&rows)[tiles][eights], const Linear& linear,
+                              float (&squares)[tiles]) {
+    if (linear.scale) {
+#pragma unroll
+      for (int i = 0; i < tiles; ++i) {
+        Weights::add_squares(squares[i], x[i]);
+#pragma unroll
+        for (int eight = 0; eight < eights; ++eight) {
+          x[i][eight] = scaled(x[i][eight], by[eight]);
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < tiles; ++i) {
 #pragma unroll
       for (int eight = 0; eight < eights; ++eight) {
-        if (linear.scale) {
-          squares[i] += squared(x[i][eight]);
-          x[i][eight] = scaled(x[i][eight], by[eight]);
-        }
-        x[i][eight] = Weights::ordered(x[i][eight]);
+        rows[i][eight] = Weights::ordered(x[i][eight]);
       }
+    }
+  }
+
+ private:
+  __device__ void read(const uint16_t* (&rows)[tiles], bool there) {
+#pragma unroll
+    for (int eight = 0; eight < eights; ++eight) {
+#pragma unroll
+      for (int i = 0; i < tiles; ++i) x[i][eight] = load(rows[i] + eight * 8, there);
     }
   }
 };
@@ -186,55 +81,70 @@ struct Rows {
 template <class Weights, int tiles, int warps>
 __global__ void __launch_bounds__(32 * warps, tiles > 1 ? 1 : kAtOnce / warps)
     stream_kernel(const Linear linear) {
-  constexpr int sides = Weights::sides, width = kUnits * kWidth;
+  constexpr int sides = Weights::sides, units = Weights::units, width = units * kWidth;
   constexpr int group = Weights::group;
   constexpr int bytes = Weights::copies * 512;  // of a step
-  constexpr bool early = tiles <= 2;  // whether there are registers for the rows of two steps
+  constexpr int stride = warps * 4 * group;     // inputs of a step of all warps
+  // Whether there are registers for the rows of two steps, and for the norm's scale.
+  constexpr bool early = tiles <= 2 && tiles * group <= 32, early_scale = early && group <= 16;
   extern __shared__ __align__(128) char shared[];
-  const int warp = threadIdx.x / 32, quarter = threadIdx.x % 4;
+  const int warp = threadIdx.x / 32;
   const int column = blockIdx.x * width;
-  const Weights weights(linear, column);
+  Weights weights(linear, column);
   char* own = shared + warp * kDepth * bytes;
-  const auto first = [&](int step) { return (step * warps + warp) * 4 * group; };
+  int first = warp * 4 * group;  // input of a step
+  weights.read_scales(first);
   for (int step = 0; step < kDepth; ++step) {
-    weights.read(own + step * bytes, first(step));
+    weights.read(own + step * bytes, first + step * stride);
     asm volatile("cp.async.commit_group;");
   }
   Rows<Weights, tiles> next;
-  if (early) next.read(linear, first(0) + quarter * group);
-  constexpr int threads = 32 * warps, size = tiles * 8 * width;
-  const Results<width, sides, (size + threads - 1) / threads> results(linear, column);
+  if (early) next.read(linear, first);
+  if (early_scale) next.read_scale(linear, first);
+  constexpr int together = 32 * warps / width, values = (tiles * 8 + together - 1) / together;
+  const Results<width, sides, values> results(linear, column);
 
-  float sums[sides][kUnits][tiles][4] = {}, squares[tiles] = {};
-  char* here = own;
-  for (int step = 0; first(step) < linear.inputs; ++step) {
-    if (!early) next.read(linear, first(step) + quarter * group);
-    Rows<Weights, tiles> rows = next;
-    if (early) next.read(linear, first(step + 1) + quarter * group);
-    rows.scale(linear, squares);
-    asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
-    __syncwarp();
+  float sums[sides][units][tiles][4] = {}, squares[tiles] = {};
+  int slot = 0;  // of the ring, in bytes
+  const auto multiply_step = [&](const uint4 (&rows)[tiles][group / 8], bool twice) {
 #pragma unroll
     for (int side = 0; side < sides; ++side) {
 #pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
+      for (int unit = 0; unit < units; ++unit) {
         uint32_t a[group / 4][4];
-        weights.fragments(a, here, side, unit);
+        weights.fragments(a, own + slot, side, unit, twice);
 #pragma unroll
         for (int k = 0; k < group / 4; ++k) {
 #pragma unroll
           for (int i = 0; i < tiles; ++i) {
-            const uint4 x = rows.x[i][k / 2];
+            const uint4 x = rows[i][k / 2];
             multiply(sums[side][unit][i], a[k], component(x, k % 2 * 2),
                      component(x, k % 2 * 2 + 1));
           }
         }
       }
     }
+  };
+  for (; first < linear.inputs; first += stride) {
+    if (!early) next.read(linear, first);
+    if (!early_scale) next.read_scale(linear, first);
+    uint4 rows[tiles][group / 8];
+    next.scaled_into(rows, linear, squares);
+    if (early) next.read(linear, first + stride);
+    if (early_scale) next.read_scale(linear, first + stride);
+    weights.turn();
+    weights.read_scales(first + stride);
+    asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
     __syncwarp();
-    weights.read(here, first(step + kDepth));
+    if (weights.twice) {
+      multiply_step(rows, true);
+    } else {
+      multiply_step(rows, false);
+    }
+    __syncwarp();
+    weights.read(own + slot, first + kDepth * stride);
     asm volatile("cp.async.commit_group;");
-    here = here + bytes == own + kDepth * bytes ? own : here + bytes;
+    slot = kDepth == 2 ? slot ^ bytes : (slot + bytes) % (kDepth * bytes);
   }
 #pragma unroll
   for (int i = 0; i < tiles; ++i) {
@@ -257,14 +167,27 @@ const char* launch(const Linear& linear, int blocks, Stream stream) {
   return launch_error();
 }
 
+int multiprocessors() {
+  int device, count;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+int blocks_of(const Linear& linear, int units) {
+  return (linear.outputs + units * kWidth - 1) / (units * kWidth);
+}
+
+// Of the multiprocessor that has most to do.
+int most_units(const Linear& linear, int units) {
+  const int processors = multiprocessors();
+  return (blocks_of(linear, units) + processors - 1) / processors * units;
+}
+
 // As many warps as keep a multiprocessor busy with the blocks that it has at once.
 template <class Weights, int tiles>
 const char* launch_warps(const Linear& linear, Stream stream) {
-  constexpr int width = kUnits * kWidth;
-  const int blocks = (linear.outputs + width - 1) / width;
-  int device, processors;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  const int blocks = blocks_of(linear, Weights::units), processors = multiprocessors();
   if (blocks <= processors) return launch<Weights, tiles, 16>(linear, blocks, stream);
   if (blocks <= 2 * processors) return launch<Weights, tiles, 8>(linear, blocks, stream);
   return launch<Weights, tiles, 4>(linear, blocks, stream);
@@ -280,6 +203,12 @@ const char* launch_tiles(const Linear& linear, Stream stream) {
 }  // namespace
 
 const char* linear_stream(const Linear& linear, Stream stream) {
+  if (linear.block_scale) {
+    if (linear.gated) return launch_tiles<Four<true, 2>>(linear, stream);
+    return most_units(linear, 3) < most_units(linear, 2)
+               ? launch_tiles<Four<false, 3>>(linear, stream)
+               : launch_tiles<Four<false, 2>>(linear, stream);
+  }
   if (linear.column_scale) {
     return linear.gated ? launch_tiles<Eight<true>>(linear, stream)
                         : launch_tiles<Eight<false>>(linear, stream);
