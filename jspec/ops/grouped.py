@@ -16,13 +16,14 @@ from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.norm import RMS
+from jspec.ops.quantized import BLOCK, MXFP4, dequantized, quantized, weight_bits
 from jspec.parts import ClampedSwiGLU
 from jspec.typing import Array
 
 
 def grouped_linear(
     x: Array,
-    kernel: Array,
+    kernel: Array | MXFP4,
     starts: Array,
     bias: Array | None = None,
     *,
@@ -37,19 +38,20 @@ def grouped_linear(
 ) -> Array:
     """``x [P, in]`` by groups of rows times ``kernel [E, in, *out]``, plus ``bias [E, *out]``.
 
-    ``starts`` int32 ``[E + 1]``: the first row of each group, from 0, and one past the last row.
-    ``taken`` int32 ``[P]``: x has ``M = P / k`` rows, and row i is ``x[taken[i] // k]``. ``put``
-    int32 ``[P]``: row i of the result goes to its row ``put[i]``. Both are permutations. ``norm``:
-    of x before. ``gated``: ``out`` is ``(2, width)``, gate and up, and what comes is ``silu(gate) *
-    up``, or as ``clamped`` says, ``[P, width]``. ``weights`` float32 ``[P]``: each row of the
-    result, where it was put, is times its own. Sums are float32; the result is of ``dtype``, by
-    default that of x. What comes of rows behind the last group is not specified. Triton reads the
-    matrices of groups that have rows, and no others, in one launch. Raises `ValueError` for shapes
-    that do not fit.
+    An `MXFP4` kernel has one leading axis. ``starts`` int32 ``[E + 1]``: the first row of each
+    group, from 0, and one past the last row. ``taken`` int32 ``[P]``: x has ``M = P / k`` rows, and
+    row i is ``x[taken[i] // k]``. ``put`` int32 ``[P]``: row i of the result goes to its row
+    ``put[i]``. Both are permutations. ``norm``: of x before. ``gated``: ``out`` is ``(2, width)``,
+    gate and up, and what comes is ``silu(gate) * up``, or as ``clamped`` says, ``[P, width]``.
+    ``weights`` float32 ``[P]``: each row of the result, where it was put, is times its own. Sums
+    are float32; the result is of ``dtype``, by default that of x. What comes of rows behind the
+    last group is not specified. Triton reads the matrices of groups that have rows, and no others,
+    in one launch. Raises `ValueError` for shapes that do not fit.
     """
     rows = len(x) if taken is None else len(taken)
     outputs = kernel.shape[2:]
     fits = x.ndim == 2 and kernel.ndim == 3 + gated and x.shape[1] == kernel.shape[1]
+    fits = fits and (not isinstance(kernel, MXFP4) or kernel.leading == 1)
     fits = fits and (not gated or outputs[0] == 2) and (gated or clamped is None)
     fits = fits and starts.shape == (len(kernel) + 1,) and starts.dtype == jnp.int32
     fits = fits and (len(x) == 0 or rows % len(x) == 0)
@@ -76,7 +78,7 @@ def grouped_linear(
 
 def grouped_linear_xla(
     x: Array,
-    kernel: Array,
+    kernel: Array | MXFP4,
     starts: Array,
     bias: Array | None,
     taken: Array | None,
@@ -91,6 +93,7 @@ def grouped_linear_xla(
     """As `grouped_linear`; all that follows the product is float32."""
     x = x if norm is None else norm(x)
     x = x if taken is None else x[taken // (len(taken) // len(x))]
+    kernel = dequantized(kernel, x.dtype) if isinstance(kernel, MXFP4) else kernel
     flat = kernel.reshape(*kernel.shape[:2], -1)
     y = lax.ragged_dot(x, flat, jnp.diff(starts), preferred_element_type=jnp.float32)
     if bias is not None:
@@ -115,15 +118,16 @@ def _activated(gate: Array, up: Array, clamped: ClampedSwiGLU | None) -> Array:
 
 
 def grouped_sizes(
-    x: Array, kernel: Array, starts: Array, bias: Any, taken: Array | None, *args, **kwargs
+    x: Array, kernel: Array | MXFP4, starts: Array, bias: Any, taken: Array | None, *args, **kwargs
 ) -> dict[str, int]:
     """What backends are ordered by; ``rows`` of all groups, ``products`` a row; ``each``: rows of a
-    group in the mean, rounded up."""
+    group in the mean, rounded up; ``bits`` of a weight."""
     rows = len(x) if taken is None else len(taken)
     groups, inputs = kernel.shape[:2]
     outputs = math.prod(kernel.shape[2:])
     sizes = {"rows": rows, "groups": groups, "inputs": inputs, "outputs": outputs}
-    return sizes | {"products": kernel.ndim - 2, "each": -(-rows // max(groups, 1))}
+    sizes |= {"products": kernel.ndim - 2, "each": -(-rows // max(groups, 1))}
+    return sizes | {"bits": weight_bits(kernel)}
 
 
 def _cases() -> list[Case]:
@@ -139,6 +143,7 @@ def _cases() -> list[Case]:
         inputs: int = 48,
         outputs: tuple[int, ...] = (40,),
         share: int = 1,
+        kind: str = "",
         **given: bool,
     ):
         def made() -> tuple[Any, ...]:
@@ -150,6 +155,8 @@ def _cases() -> list[Case]:
 
             rows, groups = sum(counts), len(counts)
             kernel = normal(groups, inputs, *outputs, scale=inputs**-0.5)
+            if kind:
+                kernel = jax.tree.map(np.asarray, quantized(kernel, kind, leading=1))
             x = normal(rows // share, inputs)
             bias = normal(groups, *outputs) if given.get("bias") else None
             taken, put = (
@@ -165,8 +172,10 @@ def _cases() -> list[Case]:
 
     def wanted(made, static):
         def multiplied() -> np.ndarray:
+            x, kernel, *others = made()
+            kernel = _numbers(kernel) if isinstance(kernel, MXFP4) else kernel
             x, kernel, starts, bias, taken, put, norm, weights = jax.tree.map(
-                lambda leaf: np.asarray(leaf, np.float64), made()
+                lambda leaf: np.asarray(leaf, np.float64), (x, kernel, *others)
             )
             if norm is not None:
                 x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + norm.eps) * norm.scale
@@ -195,6 +204,7 @@ def _cases() -> list[Case]:
     first: Any = {"taken": True, "norm": True}
     last: Any = {"put": True, "weights": True}
     both: Any = {"outputs": (2, 20), "share": 3}
+    four: Any = {"inputs": 96, "kind": "mxfp4"}
     few = [0, 0, 2, 0, 0, 1, 3, 0, 0, 0]
     every = {
         "some-empty": (build([0, 3, 0, 17, 1, 0], "float32"), plain),
@@ -204,11 +214,22 @@ def _cases() -> list[Case]:
         "clamped": (build([4, 0, 20], "float32", **both, **first, bias=True), clamp),
         "weighted": (build(few, "float32", **last), plain),
         "biased": (build([4, 0, 20], "float16", **last, bias=True), plain),
+        "mxfp4-gated": (build(few, "float32", **both, **first, **four), gate),
+        "mxfp4-clamped": (build([20, 0, 4], "float32", **both, **first, **four, bias=True), clamp),
+        "mxfp4-biased": (build([0, 4, 20], "float16", **last, **four, bias=True), plain),
     }
     return [
         Case(name, made, static, small=True, wanted=wanted(made, static))
         for name, (made, static) in every.items()
     ]
+
+
+def _numbers(kernel: MXFP4) -> Any:
+    """The weights as the dtypes of their parts have them, in float64."""
+    codes, scales = np.asarray(kernel.codes), np.asarray(kernel.scales)
+    pairs = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    factors = np.repeat(scales.view(jnp.float8_e8m0fnu).astype(np.float64), BLOCK, axis=-1)
+    return np.moveaxis(pairs.view(jnp.float4_e2m1fn).astype(np.float64) * factors, -1, 1)
 
 
 GROUPED = Operation(

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.norm import RMS
-from jspec.ops.quantized import Quantized, quantized
+from jspec.ops.quantized import MXFP4, Quantized, dequantized, quantized, weight_bits
 from jspec.typing import Array
 
 # Multiplications of a single row up to which XLA on a GPU makes a reduction of a product: the bound
@@ -28,7 +28,7 @@ DOUBLED = 2**24
 
 def linear(
     x: Array,
-    kernel: Array | Quantized,
+    kernel: Array | Quantized | MXFP4,
     bias: Array | None = None,
     *,
     norm: RMS | None = None,
@@ -40,11 +40,11 @@ def linear(
 ) -> Array:
     """``x [..., in]`` times ``kernel [in, *out]``, ``[*out, in]`` if ``transposed``, plus ``bias``.
 
-    A `Quantized` kernel is not transposed. ``norm``: of x before. ``gated``: ``out`` is ``(2,
-    width)``, and what comes is ``silu(gate) * up`` of the two, ``[..., width]`` (SwiGLU, Shazeer
-    2020). ``add``, of the result's shape, is added in the end. Sums are float32; the result is of
-    ``dtype``, by default that of x. Where CUDA or Triton serves, which is for few rows, all of it
-    is one launch. Raises `ValueError` for shapes that do not fit.
+    A `Quantized` or `MXFP4` kernel is not transposed, and has no leading axes. ``norm``: of x
+    before. ``gated``: ``out`` is ``(2, width)``, and what comes is ``silu(gate) * up`` of the two,
+    ``[..., width]`` (SwiGLU, Shazeer 2020). ``add``, of the result's shape, is added in the end.
+    Sums are float32; the result is of ``dtype``, by default that of x. Where CUDA or Triton serves,
+    which is for few rows, all of it is one launch. Raises `ValueError` for shapes that do not fit.
     """
     result_shape(x.shape, kernel, bias, add, gated=gated, transposed=transposed)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
@@ -59,7 +59,7 @@ def linear(
 
 def result_shape(
     x: tuple[int, ...],
-    kernel: Array | Quantized,
+    kernel: Array | Quantized | MXFP4,
     bias: Array | None,
     add: Array | jax.ShapeDtypeStruct | None,
     *,
@@ -73,7 +73,8 @@ def result_shape(
     if gated:
         fits = fits and len(outputs) == 2 and outputs[0] == 2
         outputs = outputs[1:]
-    fits = fits and not (transposed and isinstance(kernel, Quantized))
+    fits = fits and not (transposed and isinstance(kernel, Quantized | MXFP4))
+    fits = fits and not (isinstance(kernel, MXFP4) and kernel.leading)
     if not fits or (add is not None and add.shape != (*x[:-1], *outputs)):
         shapes = f"x {x}, kernel {kernel.shape}"
         for name, value in (("bias", bias), ("add", add)):
@@ -87,7 +88,7 @@ def result_shape(
 
 def linear_xla(
     x: Array,
-    kernel: Array | Quantized,
+    kernel: Array | Quantized | MXFP4,
     bias: Array | None,
     norm: RMS | None,
     add: Array | None,
@@ -103,6 +104,7 @@ def linear_xla(
         y = _product(x, jnp.moveaxis(kernel.values, -1, 0).astype(x.dtype), np.dtype(np.float32))
         y = (y * jnp.expand_dims(kernel.scale, range(x.ndim - 1))).astype(dtype)
     else:
+        kernel = dequantized(kernel, x.dtype) if isinstance(kernel, MXFP4) else kernel
         y = _product(x, jnp.moveaxis(kernel, -1, 0) if transposed else kernel, dtype)
     if bias is not None:
         y = y + jnp.expand_dims(bias, range(x.ndim - 1)).astype(dtype)
@@ -123,20 +125,21 @@ def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
     return y[0].reshape(*x.shape[:-1], *kernel.shape[1:])
 
 
-def on_a_mesh(kernel: Array | Quantized) -> str | None:
+def on_a_mesh(kernel: Array | Quantized | MXFP4) -> str | None:
     """Why a kernel of our own should not take these weights, or None."""
-    array = kernel.values if isinstance(kernel, Quantized) else kernel
+    (array, *_) = jax.tree.leaves(kernel)
     mesh = jax.typeof(array).sharding.mesh
     if not mesh.are_all_axes_manual and mesh.size > 1:
         return "XLA would gather weights that lie on a mesh; call it inside jax.shard_map"
     return None
 
 
-def linear_sizes(x: Array, kernel: Array | Quantized, *args, **kwargs) -> dict[str, int]:
+def linear_sizes(x: Array, kernel: Array | Quantized | MXFP4, *args, **kwargs) -> dict[str, int]:
     """What backends are ordered by; ``bits`` of a weight."""
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
-    outputs, bits = math.prod(kernel.shape) // max(inputs, 1), 8 * kernel.dtype.itemsize
-    return {"rows": rows, "inputs": inputs, "outputs": outputs, "bits": bits}
+    outputs = math.prod(kernel.shape) // max(inputs, 1)
+    sizes = {"rows": rows, "inputs": inputs, "outputs": outputs}
+    return sizes | {"bits": weight_bits(kernel)}
 
 
 def _cases() -> list[Case]:
@@ -180,6 +183,7 @@ def _cases() -> list[Case]:
         Case("added", build(16, half, add=True), static(), small=True),
         Case("int8", build(4, half, kind="int8", norm=True, bias=True), static(), small=True),
         Case("fp8", build(2, half, outputs=(2, 48), kind="fp8"), gate, small=True),
+        Case("mxfp4", build(3, half, kind="mxfp4", norm=True, add=True), static(), small=True),
         Case("transposed", build(2, half, transposed=True, norm=True), flipped, small=True),
         Case("odd", build(17, "float32", inputs=40, outputs=(21,), norm=True, bias=True), static()),
     ]

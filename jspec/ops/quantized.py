@@ -20,9 +20,14 @@ KINDS = (*EIGHT_BITS, "mxfp4")
 BLOCK = 32  # inputs that share a scale in MXFP4
 # The numbers of E2M1 by their bits: a sign, two of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Between two of them, a number goes to the one on its side of the middle.
-_MIDDLES = tuple((a + b) / 2 for a, b in itertools.pairwise(_E2M1))
+# Between two of them, a number goes to the one on its side of the middle, and from the middle to
+# the one whose last bit is 0: a bound is the largest number that goes down.
+_BOUNDS = tuple(
+    np.nextafter((a + b) / 2, 0, dtype=np.float32) if i % 2 else np.float32((a + b) / 2)
+    for i, (a, b) in enumerate(itertools.pairwise(_E2M1))
+)
 _LEAST_SCALE, _MOST_SCALE = 1, 252  # above, 6 times a scale may be beyond float32
+_NAN = 255
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +64,7 @@ class MXFP4:
     A weight is its E2M1 times ``2 ** (scale - 127)`` of its block of `BLOCK` inputs. ``codes``
     uint8 ``[*lead, *out, in / 2]``: two inputs a byte, the first in the low bits. ``scales`` uint8
     ``[*lead, *out, in / 32]``: E8M0. ``leading``: how many axes ``lead`` has. Products take each
-    weight as it is, which bfloat16 has exactly.
+    weight as it is, which bfloat16 has exactly. Kernels may take a scale of 0 as no weight at all.
     """
 
     codes: Array
@@ -72,6 +77,10 @@ class MXFP4:
         return (*outputs[: self.leading], 2 * half, *outputs[self.leading :])
 
     @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(jnp.float4_e2m1fn)
+
+    @property
     def ndim(self) -> int:
         return self.codes.ndim
 
@@ -81,6 +90,11 @@ class MXFP4:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+
+def weight_bits(kernel: Array | Quantized | MXFP4) -> int:
+    """The bits that a weight has in memory, without scales."""
+    return 4 if isinstance(kernel, MXFP4) else 8 * kernel.dtype.itemsize
 
 
 def dequantized(kernel: MXFP4, dtype: DTypeLike) -> Array:
@@ -102,8 +116,9 @@ def quantized(kernel: Array, kind: str, leading: int = 0) -> Quantized | MXFP4:
     448. A weight is off by half a scale at most with int8; with fp8 by 1/16 of itself, or 2^-10 of
     a scale where that is more. ``mxfp4``: each block by the power of two that leaves the smaller
     error of the two that come into question: the least by which no weight is over 6, and half of
-    it. ``leading``: how many axes ``lead`` has, none for weights of 8 bits. Raises `ValueError`
-    for MXFP4 where the inputs are no multiple of `BLOCK`.
+    it. ``leading``: how many axes ``lead`` has, none for weights of 8 bits. A weight that is not
+    finite makes products with its column, or its block, NaN. Raises `ValueError` for MXFP4 where
+    the inputs are no multiple of `BLOCK`.
     """
     wide = kernel.astype(jnp.float32)
     if kind == "mxfp4":
@@ -125,21 +140,26 @@ def _mxfp4(kernel: Array, leading: int) -> MXFP4:
         )
     flat = jnp.moveaxis(kernel, leading, -1)
     blocks = flat.reshape(*flat.shape[:-1], -1, BLOCK)
+    largest = jnp.abs(blocks).max(axis=-1)
     # largest = mantissa * 2 ** exponent with a mantissa in [0.5, 1): 6 is 0.75 * 2 ** 3.
-    mantissa, exponent = jnp.frexp(jnp.abs(blocks).max(axis=-1))
+    mantissa, exponent = jnp.frexp(largest)
     least = exponent + jnp.where(mantissa > 0.75, 1, 0) - 3
 
     def rounded(power: Array) -> tuple[Array, Array, Array]:
         scales = jnp.clip(power + 127, _LEAST_SCALE, _MOST_SCALE)
         scaled = jnp.ldexp(blocks, 127 - scales[..., None])
-        codes = jnp.searchsorted(jnp.array(_MIDDLES), jnp.abs(scaled), method="compare_all")
-        error = jnp.abs(scaled) - jnp.array(_E2M1)[codes]
-        error = jnp.ldexp(jnp.square(error).sum(axis=-1), 2 * (scales - _MOST_SCALE))
+        codes = jnp.searchsorted(jnp.array(_BOUNDS), jnp.abs(scaled), method="compare_all")
+        error = jnp.abs(scaled) - jnp.array(_E2M1, jnp.float32)[codes]
         codes = codes + jnp.where(scaled < 0, 8, 0)
-        return codes.astype(jnp.uint8), scales.astype(jnp.uint8), error
+        return codes.astype(jnp.uint8), scales.astype(jnp.uint8), jnp.square(error).sum(axis=-1)
 
+    # Errors are in units of their scales. Where both scales were clipped, so are both the same.
     (whole, scales, error), (half, halves, other) = rounded(least), rounded(least - 1)
-    is_half = other < error
-    codes = jnp.where(is_half[..., None], half, whole).reshape(*flat.shape[:-1], -1, 2)
-    pairs = codes[..., 0] | codes[..., 1] << 4
-    return MXFP4(pairs, jnp.where(is_half, halves, scales), leading)
+    is_half = other / 4 < error
+    codes = jnp.where(is_half[..., None], half, whole)
+    scales = jnp.where(is_half, halves, scales)
+    # 0 times a scale that is NaN, or that a kernel takes as infinite, is NaN.
+    finite = jnp.isfinite(largest)
+    codes = jnp.where(finite[..., None], codes, 0).reshape(*flat.shape[:-1], -1, 2)
+    scales = jnp.where(finite, scales, _NAN).astype(jnp.uint8)
+    return MXFP4(codes[..., 0] | codes[..., 1] << 4, scales, leading)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.ops.grouped import GROUPED, grouped_linear
+from jspec.ops.quantized import quantized
 from jspec.parts import ClampedSwiGLU
 from tests.ops.backends import every_backend, every_case
 
@@ -49,9 +50,11 @@ def test_the_result_is_of_the_dtype_asked_for():
 def test_shapes_that_do_not_fit_are_refused():
     x, kernel, starts, *_ = PLAIN.arguments
     order = jnp.arange(len(x))
+    unstacked = quantized(jnp.zeros((*kernel.shape[:2], 32)), "mxfp4", leading=2)
     for wrong, more in (
         ((x[:, :3], kernel, starts), {}),
         ((x, kernel[0], starts), {}),
+        ((x, unstacked, starts), {}),
         ((x, kernel, starts[1:]), {}),
         ((x, kernel, starts, jnp.ones(3)), {}),
         ((x, kernel, starts), {"gated": True}),
