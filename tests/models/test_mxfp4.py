@@ -160,7 +160,9 @@ def test_a_sharding_that_splits_them_has_them_dequantised(kept, wide, tmp_path):
         split = load_model(path, sharding=by_expert)
         assert_same_kernels(split, wide)
         assert {x.data.shape[0] for x in kernels(split)[0].addressable_shards} == {2}
-        with pytest.raises(ValueError, match=r"keep_mxfp4=True: .* splits layers\.0\.mlp\.experts\."):
+        with pytest.raises(
+            ValueError, match=r"keep_mxfp4=True: .* splits layers\.0\.mlp\.experts\."
+        ):
             load_model(path, sharding=by_expert, keep_mxfp4=True)
 
 
