@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -9,7 +13,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.experts import ExpertMLPs
 from jspec.models.modules import JoinedLinear, Kernel, Linear
 from jspec.ops.quantized import KINDS, MXFP4, Quantized, quantized
-from jspec.typing import Model
+from jspec.typing import Array, Model
 
 
 def quantized_copy(model: Model, kind: str) -> Decoder:
@@ -31,10 +35,10 @@ def quantized_copy(model: Model, kind: str) -> Decoder:
     copy = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_modules(copy):
         if isinstance(module, (Linear, JoinedLinear)):
-            _quantize(module, kind)
+            _quantize(module, functools.partial(quantized, kind=kind))
         elif isinstance(module, ExpertMLPs) and kind == "mxfp4":
-            _quantize(module.gate_up, kind, leading=1)
-            _quantize(module.down, kind, leading=1)
+            _quantize(module.gate_up, _experts)
+            _quantize(module.down, _experts)
     return copy
 
 
@@ -45,7 +49,14 @@ def is_quantized(model: Model) -> bool:
     return any(isinstance(leaf, kinds) for leaf in leaves)
 
 
-def _quantize(module: Linear | JoinedLinear | Kernel, kind: str, leading: int = 0) -> None:
+def _quantize(module: Linear | JoinedLinear | Kernel, as_kind: Callable[[Array], Any]) -> None:
     kernel = module.kernel.get_value()
     if not isinstance(kernel, (Quantized, MXFP4)):
-        module.kernel = nnx.Param(quantized(kernel, kind, leading))
+        module.kernel = nnx.Param(as_kind(kernel))
+
+
+@jax.jit
+def _experts(kernel: Array) -> MXFP4:
+    """``kernel [E, in, *out]`` in MXFP4, expert by expert, since in float32 it is large."""
+    found = jax.lax.map(lambda own: quantized(own, "mxfp4"), kernel)
+    return MXFP4(found.codes, found.scales, leading=1)
