@@ -16,15 +16,15 @@ import numpy as np
 from flax import nnx
 
 from jspec.config import ModelConfig
+from jspec.models import kept
 from jspec.models.decoder import Decoder
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
 from jspec.models.files import GGUF_SUFFIX, Fields, read_json
 from jspec.models.joined import separate, separate_shapes
-from jspec.models.packed import check_scales, empty, is_kernel, kept_names, kept_shapes
 from jspec.models.weights import Weights, quantization_of
-from jspec.ops.quantized import MXFP4, Quantized, dequantized
-from jspec.sharding import Placing, placed, put
+from jspec.ops.quantized import MXFP4
+from jspec.sharding import Placing, placed
 
 SETTINGS = "config.json"
 GENERATION = "generation_config.json"
@@ -100,21 +100,8 @@ def save_model(model: Decoder, path: str | os.PathLike) -> None:
         raise CheckpointError(f"{path.parent} is no directory; make it before saving {path.name}")
     arrays = {}
     for key, parameter in nnx.to_flat_state(nnx.state(model)):
-        arrays |= _arrays_of(_name(key), parameter.get_value())
+        arrays |= kept.arrays_of(_name(key), parameter.get_value())
     saved.write(path, model.config, arrays)
-
-
-def _arrays_of(name: str, value: jax.Array | MXFP4 | Quantized) -> dict[str, jax.Array]:
-    """The arrays of a parameter by their names in a checkpoint of jspec's own."""
-    if isinstance(value, MXFP4) and is_kernel(name):
-        codes, scales = kept_names(name)
-        return {codes: value.codes, scales: value.scales}
-    if isinstance(value, (MXFP4, Quantized)):
-        raise ValueError(
-            f"{name} {value.shape} is quantised; save the model that it was quantised from, of "
-            "which a drafter makes a copy anew"
-        )
-    return {name: value}
 
 
 def _load_hugging_face(
@@ -135,12 +122,12 @@ def _load_hugging_face(
     skeleton = _Skeleton(config, dtype)
     shapes = separate_shapes(config, skeleton.shapes, packed=stored.packed)
     weights.check(shapes, tied=config.tie_embeddings)
-    in_mxfp4 = list(filter(weights.in_mxfp4, skeleton.shapes))
-    kept = _kept(in_mxfp4, skeleton, sharding, keep_mxfp4)
+    in_mxfp4 = {n: shape for n, shape in skeleton.shapes.items() if weights.in_mxfp4(n)}
+    stays = kept.chosen(in_mxfp4, skeleton.placings(sharding), keep_mxfp4)
     return _filled(
         *(skeleton, sharding, weights.read),
         packed=stored.packed,
-        kept={name: functools.partial(weights.read_mxfp4, name) for name in kept},
+        mxfp4={name: functools.partial(weights.read_mxfp4, name) for name in stays},
     )
 
 
@@ -165,56 +152,24 @@ def _load_saved(path: Path, dtype: np.dtype, sharding: Placing, keep_mxfp4: bool
     if version < saved.JOINED:
         saved.check_shapes(path, stored, separate_shapes(config, skeleton.shapes))
         return _filled(skeleton, sharding, functools.partial(saved.read_into, path))
-    in_mxfp4 = [n for n in skeleton.shapes if is_kernel(n) and stored.keys() & kept_names(n)]
-    kept = _kept(in_mxfp4, skeleton, sharding, keep_mxfp4)
+    in_mxfp4, placings = kept.stored_in(stored, skeleton.shapes), skeleton.placings(sharding)
+    stays = kept.chosen(in_mxfp4, placings, keep_mxfp4)
     # Left to itself, orbax would ask for the devices that the model was saved from.
     default = jnp.zeros(()).sharding
-    wanted, placings = {}, skeleton.placings(sharding)
+    wanted: dict[str, jax.ShapeDtypeStruct] = {}
     for name, shape in skeleton.shapes.items():
         to = placings[name] or default
         if name in in_mxfp4:
-            to = to if name in kept else default
-            for own, size in zip(kept_names(name), kept_shapes(shape), strict=True):
-                wanted[own] = jax.ShapeDtypeStruct(size, jnp.uint8, sharding=to)
+            wanted |= kept.wanted_of(name, shape, to if name in stays else default)
         else:
             wanted[name] = jax.ShapeDtypeStruct(shape, skeleton.dtypes[name], sharding=to)
     saved.check_shapes(path, stored, {name: array.shape for name, array in wanted.items()})
     arrays: dict[str, Any] = dict(saved.read_arrays(path, wanted))
     for name in in_mxfp4:
-        codes, scales = map(arrays.pop, kept_names(name))
-        try:
-            check_scales(scales)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {name}: {error}") from None
-        kernel = MXFP4(codes, scales, leading=1)
-        if name not in kept:
-            wide, to = _dequantized(kernel, dtype), placings[name]
-            kernel = wide if to is None else put(wide, to)
-        arrays[name] = kernel
+        kernel = kept.read_kernel(path, name, arrays)
+        is_kept = name in stays
+        arrays[name] = kernel if is_kept else kept.widened(kernel, dtype, placings[name])
     return skeleton.filled(arrays)
-
-
-_dequantized = jax.jit(dequantized, static_argnames="dtype")
-
-
-def _kept(
-    in_mxfp4: Sequence[str], skeleton: _Skeleton, sharding: Placing, keep: bool | None
-) -> Sequence[str]:
-    """Which parameters of a checkpoint that are ``in_mxfp4`` stay so.
-
-    Where each device has all of them: the inputs of a split kernel need not divide into blocks.
-    """
-    if keep is False:
-        return ()
-    placings = skeleton.placings(sharding)
-    split = [n for n in in_mxfp4 if (to := placings[n]) and not to.is_fully_replicated]
-    if keep and split:
-        raise ValueError(
-            f"keep_mxfp4=True: {placings[split[0]]} splits {split[0]} "
-            f"{skeleton.shapes[split[0]]}, which jspec has in MXFP4 on one device alone; leave "
-            "keep_mxfp4 out, or the sharding"
-        )
-    return [name for name in in_mxfp4 if name not in split]
 
 
 def _dtype(dtype: Any) -> np.dtype:
@@ -257,19 +212,19 @@ def _filled(
     read: Read,
     *,
     packed: bool = False,
-    kept: Mapping[str, Callable[[MXFP4], None]] = MappingProxyType({}),
+    mxfp4: Mapping[str, Callable[[MXFP4], None]] = MappingProxyType({}),
 ) -> Decoder:
     """``skeleton`` with parameters made on the host, one by one, of what ``read`` puts in.
 
     ``read(name, out, axes)`` fills ``out`` with a parameter, or with a part of one that is joined,
-    as `Weights.read` does. ``kept``: what fills those that stay in MXFP4.
+    as `Weights.read` does. ``mxfp4``: what fills those that stay so.
     """
 
     def made(name: str, to: jax.sharding.Sharding | None) -> np.ndarray | MXFP4:
         shape = skeleton.shapes[name]
-        if name in kept:
-            kernel = empty(shape)
-            kept[name](kernel)
+        if name in mxfp4:
+            kernel = kept.room_for(shape)
+            mxfp4[name](kernel)
             return kernel
         # What is never written takes no memory.
         out = np.empty(shape, skeleton.dtypes[name])

@@ -11,7 +11,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.ops.quantized import BLOCK, MXFP4
+from jspec.ops.quantized import BLOCK
 from jspec.typing import Array
 
 _PACKED = re.compile(r"layers\.[0-9]+\.mlp\.experts\.[a-z]")
@@ -52,23 +52,6 @@ def mxfp4_shapes(name: str, plain: tuple[int, ...]) -> dict[str, tuple[int, ...]
 def mxfp4_names(name: str) -> tuple[str, str]:
     """The tensors that hold the blocks and the scales of the kernel ``name``."""
     return f"{name}_blocks", f"{name}_scales"
-
-
-def kept_names(parameter: str) -> tuple[str, str]:
-    """What the codes and the scales of a kernel are called in a checkpoint of jspec's own."""
-    return f"{parameter}.codes", f"{parameter}.scales"
-
-
-def kept_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of the codes and the scales of an `MXFP4` kernel of ``shape [E, in, *out]``."""
-    count, inputs, *outputs = shape
-    return (count, *outputs, inputs // 2), (count, *outputs, inputs // BLOCK)
-
-
-def empty(shape: tuple[int, ...]) -> MXFP4:
-    """Room on the host for a kernel of ``shape [E, in, *out]``, to be filled."""
-    codes, scales = (np.empty(own, np.uint8) for own in kept_shapes(shape))
-    return MXFP4(codes, scales, leading=1)  # pyright: ignore[reportArgumentType]
 
 
 def check_scales(scales: np.ndarray | Array) -> None:
