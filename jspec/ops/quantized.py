@@ -64,7 +64,8 @@ class MXFP4:
     A weight is its E2M1 times ``2 ** (scale - 127)`` of its block of `BLOCK` inputs. ``codes``
     uint8 ``[*lead, *out, in / 2]``: two inputs a byte, the first in the low bits. ``scales`` uint8
     ``[*lead, *out, in / 32]``: E8M0. ``leading``: how many axes ``lead`` has. Products take each
-    weight as it is, which bfloat16 has exactly. Kernels may take a scale of 0 as no weight at all.
+    weight as it is, which bfloat16 has exactly. Kernels may take a scale of 0 as no weight at all,
+    and one above 160, whose weights are 2 ** 32 and more, as infinite.
     """
 
     codes: Array

@@ -14,9 +14,10 @@ from jspec.ops.gradient import differentiated_as
 from jspec.ops.grouped import grouped_linear_xla, grouped_sizes
 from jspec.ops.linear import on_a_mesh
 from jspec.ops.norm import CENTERED, RMS
+from jspec.ops.quantized import MXFP4
 from jspec.parts import ClampedSwiGLU
 from jspec.triton.call import next_power, refuses_triton, triton_call
-from jspec.triton.linear import Blocks
+from jspec.triton.linear import Blocks, cut
 from jspec.typing import Array
 
 MOST = 128  # rows of a tile
@@ -24,7 +25,7 @@ MOST = 128  # rows of a tile
 
 def grouped_linear_triton(
     x: Array,
-    kernel: Array,
+    kernel: Array | MXFP4,
     starts: Array,
     bias: Array | None,
     taken: Array | None,
@@ -39,10 +40,10 @@ def grouped_linear_triton(
 ) -> Array:
     """As `jspec.ops.grouped.grouped_linear`."""
     settings = {"gated": gated, "clamped": clamped, "dtype": dtype}
-    run = differentiated_as(
-        functools.partial(grouped_linear_xla, **settings),
-        functools.partial(_launch, **settings, blocks=blocks),
-    )
+    launch = functools.partial(_launch, **settings, blocks=blocks)
+    if isinstance(kernel, MXFP4):  # of which there is no derivative
+        return launch(x, kernel, starts, bias, taken, put, norm, weights)
+    run = differentiated_as(functools.partial(grouped_linear_xla, **settings), launch)
     return run(x, kernel, starts, bias, taken, put, norm, weights)
 
 
@@ -56,12 +57,13 @@ def _launch(
     rows = len(x) if taken is None else len(taken)
     sizes = grouped_sizes(x, kernel, starts, bias, taken)
     blocks = blocks or Blocks(**tuned.block("grouped_linear", "triton", sizes))
-    width = min(blocks.width, max(16, next_power(outputs)))
-    step = blocks.bytes // (width * kernel.dtype.itemsize)
+    # As many as a group has in the mean: with more, rows that are not there are multiplied.
+    tile = min(MOST, max(16, next_power(sizes["each"])))
+    width, step, split = cut(blocks, x, kernel, outputs, tile)
     parts = -(-outputs // width)
     (y,) = triton_call(
         grouped_linear_kernel,
-        *(x, kernel, starts),
+        *(x, *(jax.tree.leaves(kernel) if isinstance(kernel, MXFP4) else (kernel, x)), starts),
         *(x if array is None else array for array in (bias, taken, put)),
         *(x if norm is None else norm.scale, x if weights is None else weights),
         out=(jax.ShapeDtypeStruct((rows, *kernel.shape[3 if gated else 2 :]), dtype),),
@@ -84,21 +86,22 @@ def _launch(
         CLAMPED=clamped is not None,
         SEARCHED=rows < groups,
         PARTS=parts,
-        # As many as a group has in the mean: with more, rows that are not there are multiplied.
-        TILE=min(MOST, max(16, next_power(sizes["each"]))),
-        STEP=max(16, min(step, next_power(inputs))),
+        TILE=tile,
+        STEP=step,
         WIDTH=width,
         WIDE=next_power(groups),
         STAGES=blocks.stages,
+        SPLIT=split,
     )
     return y
 
 
-def refuses(x: Array, kernel: Array, norm: RMS | None = None) -> str | None:
+def refuses(x: Array, kernel: Array | MXFP4, norm: RMS | None = None) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
     if 0 in x.shape or 0 in kernel.shape:
         return f"x {x.shape}, kernel {kernel.shape} leave nothing to launch"
-    if x.dtype != kernel.dtype or x.dtype not in ("bfloat16", "float16", "float32"):
+    alike = x.dtype == kernel.dtype or isinstance(kernel, MXFP4)
+    if not alike or x.dtype not in ("bfloat16", "float16", "float32"):
         return f"x {x.dtype} and kernel {kernel.dtype} are not of one type of 16 or 32 bits"
     if norm is not None and norm.centered:
         return CENTERED

@@ -3,11 +3,14 @@
 import triton
 import triton.language as tl
 
+from jspec.triton.mxfp4_kernel import mxfp4_sums
+
 
 @triton.jit
 def grouped_linear_kernel(
     x,
     kernel,
+    kernel_scales,
     starts,
     bias,
     taken,
@@ -36,6 +39,7 @@ def grouped_linear_kernel(
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """A program takes ``WIDTH`` columns of a group, one of ``PARTS``, ``TILE`` rows at a time.
 
@@ -43,6 +47,7 @@ def grouped_linear_kernel(
     group find its weights in the L2. SEARCHED: there are fewer programs than groups, and a program
     looks for the group with rows that it is the number of. WIDE: a power of 2 from GROUPS up.
     SHARE: rows of the result for each row of x. GATED: the columns of gate lie before those of up.
+    SPLIT: weights are MXFP4, `added` says in how many parts; their scales are ``kernel_scales``.
     """
     group = tl.program_id(0) // PARTS
     if SEARCHED:
@@ -57,40 +62,62 @@ def grouped_linear_kernel(
     else:
         first = tl.load(starts + group)
         end = tl.load(starts + group + 1)
-    column = tl.program_id(0) % PARTS * WIDTH + tl.arange(0, WIDTH)[None, :]
+    first_column = tl.program_id(0) % PARTS * WIDTH
+    column = first_column + tl.arange(0, WIDTH)[None, :]
     there = column < OUT
     columns: tl.constexpr = 2 * OUT if GATED else OUT
     offset: tl.constexpr = OUT if GATED else 0
-    matrix = kernel + group.to(tl.int64) * (IN * columns)
+    matrix = group.to(tl.int64) * (IN * columns)
     for begin in range(first, end, TILE):
         row = begin + tl.arange(0, TILE)
         live = row < end
         source = row
         if TAKEN:
             source = tl.load(taken + row, mask=live, other=0) // SHARE
-        rows = x + source.to(tl.int64)[:, None] * IN
-        total = tl.zeros([TILE, WIDTH], tl.float32)
-        gates = tl.zeros([TILE, WIDTH], tl.float32)
-        squares = tl.zeros([TILE], tl.float32)
-        if NORMED:
-            ahead = tl.load(scale + tl.arange(0, STEP), mask=tl.arange(0, STEP) < IN, other=0.0)
-        for start in tl.range(0, IN, STEP, num_stages=STAGES):
-            index = start + tl.arange(0, STEP)
-            inside = index < IN
-            part = tl.load(rows + index[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        rows = x + source.to(tl.int64) * IN
+        if SPLIT:
+            total, gates, squares = mxfp4_sums(
+                rows,
+                live,
+                kernel + matrix // 2,
+                kernel_scales + matrix // 32,
+                scale,
+                first_column + tl.arange(0, WIDTH),
+                first_column + tl.arange(0, WIDTH) < OUT,
+                IN,
+                OUT,
+                NORMED,
+                GATED,
+                TILE,
+                STEP,
+                WIDTH,
+                STAGES,
+                SPLIT,
+            )
+        else:
+            total = tl.zeros([TILE, WIDTH], tl.float32)
+            gates = tl.zeros([TILE, WIDTH], tl.float32)
+            squares = tl.zeros([TILE], tl.float32)
             if NORMED:
-                wide = part.to(tl.float32)
-                squares += tl.sum(wide * wide, axis=1)
-                part = (wide * ahead.to(tl.float32)[None, :]).to(part.dtype)
-                # A round early: what a thread loads of it is too little to be copied on the way.
-                ahead = tl.load(scale + index + STEP, mask=index + STEP < IN, other=0.0)
-            place = matrix + index[:, None] * columns + column
-            mask = inside[:, None] & there
-            if GATED:
-                gate = tl.load(place, mask=mask, other=0.0)
-                gates = tl.dot(part, gate, gates, input_precision="tf32x3")
-            up = tl.load(place + offset, mask=mask, other=0.0)
-            total = tl.dot(part, up, total, input_precision="tf32x3")
+                ahead = tl.load(scale + tl.arange(0, STEP), mask=tl.arange(0, STEP) < IN, other=0.0)
+            for start in tl.range(0, IN, STEP, num_stages=STAGES):
+                index = start + tl.arange(0, STEP)
+                inside = index < IN
+                mask = live[:, None] & inside[None, :]
+                part = tl.load(rows[:, None] + index[None, :], mask=mask, other=0.0)
+                if NORMED:
+                    wide = part.to(tl.float32)
+                    squares += tl.sum(wide * wide, axis=1)
+                    part = (wide * ahead.to(tl.float32)[None, :]).to(part.dtype)
+                    # A round early: what a thread loads of it is too little to be copied.
+                    ahead = tl.load(scale + index + STEP, mask=index + STEP < IN, other=0.0)
+                place = kernel + matrix + index[:, None] * columns + column
+                mask = inside[:, None] & there
+                if GATED:
+                    gate = tl.load(place, mask=mask, other=0.0)
+                    gates = tl.dot(part, gate, gates, input_precision="tf32x3")
+                up = tl.load(place + offset, mask=mask, other=0.0)
+                total = tl.dot(part, up, total, input_precision="tf32x3")
         if NORMED:
             # The norm is a factor of the whole row, so that it can wait for the sum of the squares.
             root = (1.0 / tl.sqrt_rn(squares / IN + EPS))[:, None]

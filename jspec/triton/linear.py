@@ -17,11 +17,12 @@ from jspec.gpu import refuses_gpu
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_sizes, linear_xla, on_a_mesh
 from jspec.ops.norm import CENTERED, RMS
-from jspec.ops.quantized import Quantized
+from jspec.ops.quantized import BLOCK, MXFP4, Quantized, weight_bits
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
 MOST = 64  # rows that one tile holds, and that each of an exact product's does
+MOST_BYTES = 2**15  # of x in a tile, whose inputs are many with weights of 4 bits
 FP8 = jnp.float8_e4m3fn
 
 
@@ -39,7 +40,7 @@ class Blocks:
 
 def linear_triton(
     x: Array,
-    kernel: Array | Quantized,
+    kernel: Array | Quantized | MXFP4,
     bias: Array | None,
     norm: RMS | None,
     add: Array | None,
@@ -56,7 +57,7 @@ def linear_triton(
     """
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
     launch = functools.partial(_launch, **settings, blocks=blocks, exact=exact)
-    if isinstance(kernel, Quantized):  # of which there is no derivative
+    if isinstance(kernel, Quantized | MXFP4):  # of which there is no derivative
         return launch(x, kernel, bias, norm, add)
     run = differentiated_as(functools.partial(linear_xla, **settings), launch)
     return run(x, kernel, bias, norm, add)
@@ -69,18 +70,17 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks, exa
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
     outputs = outputs[1:] if gated else outputs
     rows, columns = math.prod(lead), math.prod(outputs)
+    is_packed = isinstance(kernel, Quantized | MXFP4)
     name = "exact" if exact else "triton"
     blocks = blocks or Blocks(**tuned.block("linear", name, linear_sizes(x, kernel)))
-    width = min(blocks.width, max(16, next_power(columns)))
-    step = blocks.bytes // (width * kernel.dtype.itemsize)
     tile = MOST if exact else max(16, next_power(rows))
+    width, step, split = cut(blocks, x, kernel, columns, tile)
     # Read when it runs, so that any number of rows shares one machine program.
     count = (jnp.asarray(np.array([rows], np.int32)),) if exact else ()
     sizes: Any = {} if exact else {"ROWS": rows}
     (y,) = triton_call(
         exact_linear_kernel if exact else linear_kernel,
-        *((x, kernel.values) if isinstance(kernel, Quantized) else (x, kernel)),
-        kernel.scale if isinstance(kernel, Quantized) else x,
+        *(x, *(jax.tree.leaves(kernel) if is_packed else (kernel, x))),
         x if bias is None else bias,
         *(x if norm is None else norm.scale, x if add is None else add, *count),
         out=(jax.ShapeDtypeStruct((*lead, *outputs), dtype),),
@@ -97,14 +97,34 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks, exa
         GATED=gated,
         TRANSPOSED=transposed or isinstance(kernel, Quantized),
         TILE=tile,
-        STEP=max(16, min(step, next_power(inputs))),
+        STEP=step,
         WIDTH=width,
         STAGES=blocks.stages,
+        SPLIT=split,
     )
     return y
 
 
-def refuses(x: Array, kernel: Array | Quantized) -> str | None:
+def cut(
+    blocks: Blocks, x: Array, kernel: Array | Quantized | MXFP4, columns: int, tile: int
+) -> tuple[int, int, int]:
+    """Columns of a program, inputs of a tile, and in how many parts the inputs of MXFP4 are summed.
+
+    ``tile``: rows of one. Four warps share a tile of 64 columns of MXFP4, as Hopper's matrix units
+    take them. In smaller ones each warp has a part of the inputs, and all columns. 0 parts: it is
+    not MXFP4.
+    """
+    inputs = x.shape[-1]
+    width = min(blocks.width, max(16, next_power(columns)))
+    step = min(8 * blocks.bytes // (width * weight_bits(kernel)), next_power(inputs))
+    if not isinstance(kernel, MXFP4):
+        return width, max(16, step), 0
+    split = 1 if width >= 64 else blocks.warps
+    step = min(step, MOST_BYTES // (tile * x.dtype.itemsize))
+    return width, max(BLOCK * split, step), split
+
+
+def refuses(x: Array, kernel: Array | Quantized | MXFP4) -> str | None:
     """Why the kernel cannot take these arguments in one tile, or None."""
     rows = math.prod(x.shape[:-1])
     if rows > MOST:
@@ -112,11 +132,11 @@ def refuses(x: Array, kernel: Array | Quantized) -> str | None:
     return refuses_product(x, kernel)
 
 
-def refuses_product(x: Array, kernel: Array | Quantized) -> str | None:
+def refuses_product(x: Array, kernel: Array | Quantized | MXFP4) -> str | None:
     """Why the kernel cannot take these arguments in any number of tiles, or None."""
     if 0 in x.shape or 0 in kernel.shape:
         return f"x {x.shape} and kernel {kernel.shape} leave nothing to launch"
-    alike = x.dtype == kernel.dtype or isinstance(kernel, Quantized)
+    alike = x.dtype == kernel.dtype or isinstance(kernel, Quantized | MXFP4)
     if not alike or x.dtype not in ("bfloat16", "float16", "float32"):
         return f"x {x.dtype} and kernel {kernel.dtype} are not of one type of 16 or 32 bits"
     return on_a_mesh(kernel)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from jspec.triton.mxfp4_kernel import mxfp4_sums
+
 
 @triton.jit
 def product(
@@ -28,11 +30,13 @@ def product(
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """The first TILE of ``rows``, and ``WIDTH`` columns: those of number ``block``.
 
     All inputs of a column are summed in one order. SCALED: weights are of 8 bits, and each column
-    is times its ``column_scale``.
+    is times its ``column_scale``. SPLIT: weights are MXFP4, `added` says in how many parts; their
+    scales are ``column_scale``.
     """
     row = tl.arange(0, TILE)[:, None]
     column = block * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -40,27 +44,47 @@ def product(
     columns: tl.constexpr = 2 * OUT if GATED else OUT
     at: tl.constexpr = IN if TRANSPOSED else 1
     down: tl.constexpr = 1 if TRANSPOSED else columns
-    total = tl.zeros([TILE, WIDTH], tl.float32)
-    gates = tl.zeros([TILE, WIDTH], tl.float32)
-    squares = tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, IN, STEP, num_stages=STAGES):
-        index = start + tl.arange(0, STEP)
-        inside = index < IN
-        live = (row < rows) & inside[None, :]
-        part = tl.load(x + row * IN + index[None, :], mask=live, other=0.0)
-        if NORMED:
-            wide = part.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            factor = tl.load(scale + index, mask=inside, other=0.0).to(tl.float32)
-            part = (wide * factor[None, :]).to(part.dtype)
-        weights = kernel + index[:, None].to(tl.int64) * down + column * at
-        mask = inside[:, None] & there
-        if GATED:
-            gate = tl.load(weights, mask=mask, other=0.0).to(part.dtype)
-            gates = tl.dot(part, gate, gates, input_precision="tf32x3")
-            weights += OUT * at
-        up = tl.load(weights, mask=mask, other=0.0).to(part.dtype)
-        total = tl.dot(part, up, total, input_precision="tf32x3")
+    if SPLIT:
+        total, gates, squares = mxfp4_sums(
+            x + tl.arange(0, TILE) * IN,
+            tl.arange(0, TILE) < rows,
+            kernel,
+            column_scale,
+            scale,
+            block * WIDTH + tl.arange(0, WIDTH),
+            block * WIDTH + tl.arange(0, WIDTH) < OUT,
+            IN,
+            OUT,
+            NORMED,
+            GATED,
+            TILE,
+            STEP,
+            WIDTH,
+            STAGES,
+            SPLIT,
+        )
+    else:
+        total = tl.zeros([TILE, WIDTH], tl.float32)
+        gates = tl.zeros([TILE, WIDTH], tl.float32)
+        squares = tl.zeros([TILE], tl.float32)
+        for start in tl.range(0, IN, STEP, num_stages=STAGES):
+            index = start + tl.arange(0, STEP)
+            inside = index < IN
+            live = (row < rows) & inside[None, :]
+            part = tl.load(x + row * IN + index[None, :], mask=live, other=0.0)
+            if NORMED:
+                wide = part.to(tl.float32)
+                squares += tl.sum(wide * wide, axis=1)
+                factor = tl.load(scale + index, mask=inside, other=0.0).to(tl.float32)
+                part = (wide * factor[None, :]).to(part.dtype)
+            weights = kernel + index[:, None].to(tl.int64) * down + column * at
+            mask = inside[:, None] & there
+            if GATED:
+                gate = tl.load(weights, mask=mask, other=0.0).to(part.dtype)
+                gates = tl.dot(part, gate, gates, input_precision="tf32x3")
+                weights += OUT * at
+            up = tl.load(weights, mask=mask, other=0.0).to(part.dtype)
+            total = tl.dot(part, up, total, input_precision="tf32x3")
 
     kind = out.dtype.element_ty
     if NORMED:
@@ -113,6 +137,7 @@ def linear_kernel(
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """A program takes all rows, which are one tile, and WIDTH columns of the result."""
     product(
@@ -138,6 +163,7 @@ def linear_kernel(
         STEP,
         WIDTH,
         STAGES,
+        SPLIT,
     )
 
 
@@ -164,6 +190,7 @@ def exact_linear_kernel(
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """A program takes TILE of the ``count[0]`` rows and WIDTH columns of the result.
 
@@ -198,4 +225,5 @@ def exact_linear_kernel(
         STEP,
         WIDTH,
         STAGES,
+        SPLIT,
     )

@@ -51,8 +51,8 @@ def dot(builder: Any, a: Any, b: Any, d: Any, *settings: Any) -> Any:
     if a.data.dtype.itemsize == 1 or b.data.dtype.itemsize == 1:
         return type(builder).create_dot(builder, a, b, d, *settings)
     wide = d.data.dtype
-    products = a.data.astype(wide)[:, :, None] * b.data.astype(wide)[None]
-    return type(d)(products.sum(axis=1) + d.data, d.dtype.scalar)
+    products = a.data.astype(wide)[..., None] * b.data.astype(wide)[..., None, :, :]
+    return type(d)(products.sum(axis=-2) + d.data, d.dtype.scalar)
 
 
 def interpret(

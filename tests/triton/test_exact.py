@@ -66,12 +66,12 @@ def assert_rows_alone(case) -> None:
     np.testing.assert_array_equal(product(arrays, settings, 63, 3), every[63:66])
 
 
-@pytest.mark.parametrize("case", ["one-row", "gated", "transposed", "int8"])
+@pytest.mark.parametrize("case", ["one-row", "gated", "transposed", "int8", "mxfp4"])
 def test_rows_of_a_product_in_the_interpreter(case, in_interpreter):
     assert_rows_alone(test_linear.CASES[case])
 
 
-@pytest.mark.parametrize("case", ["qkv", "gate-up", "down", "int8-gate-up", "odd"])
+@pytest.mark.parametrize("case", ["qkv", "gate-up", "down", "int8-gate-up", "mxfp4-gate-up", "odd"])
 def test_rows_of_a_product_on_a_gpu(case, on_a_gpu):
     assert_rows_alone(test_linear.LARGE[case])
 
@@ -180,11 +180,14 @@ def test_one_machine_program_serves_every_size(launches):
     assert len(set(launches)) == 2
 
 
-def test_it_lowers_for_cuda():
-    arrays, settings = arguments(200, *test_linear.LARGE["gate-up"][1:], drawn=False)
+@pytest.mark.parametrize("case", ["gate-up", "mxfp4-gate-up"])
+def test_a_product_lowers_for_cuda(case):
+    arrays, settings = arguments(200, *test_linear.LARGE[case][1:], drawn=False)
     run = lambda *given: linear_module.linear_triton(*given, **settings, exact=True)  # noqa: E731
     assert lower(run, *arrays).count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
 
+
+def test_attention_lowers_for_cuda():
     def given(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, dtype)
 

@@ -1,5 +1,6 @@
 """Products by groups of rows in Triton: interpreted, lowered for CUDA, and on a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from jspec.ops.grouped import GROUPED, grouped_linear_xla
 from jspec.ops.norm import RMS
+from jspec.ops.quantized import quantized
 from jspec.parts import ClampedSwiGLU
 from jspec.triton import grouped as module
 from jspec.triton.call import refuses_triton
@@ -28,13 +30,18 @@ LARGE = {
     "qwen3-batch": (128, 768, (2048,), 2560, 2560),
     "gpt-oss-prefill": (32, 2880, (2, 2880), 1024, 4096),
 }
+# Some of them with weights in MXFP4.
+FOUR_BITS = {f"{name}-mxfp4": LARGE[name] for name in ("gpt-oss", "qwen3-down", "gpt-oss-prefill")}
+LARGE |= FOUR_BITS
 
 
-def drawn(groups, inputs, outputs, rows, pairs):
+def drawn(groups, inputs, outputs, rows, pairs, *, kind=""):
     """A product as a model has it: rows taken and normed before a gate, put and weighted behind."""
     keys = jax.random.split(jax.random.key(0), 5)
     x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
     kernel = inputs**-0.5 * jax.random.normal(keys[1], (groups, inputs, *outputs), jnp.bfloat16)
+    if kind:
+        kernel = quantized(kernel, kind, leading=1)
     counts = jnp.bincount(jax.random.randint(keys[2], (pairs,), 0, groups), length=groups)
     starts = jnp.pad(jnp.cumsum(counts).astype(jnp.int32), (1, 0))
     bias = jax.random.normal(keys[3], (groups, *outputs), jnp.bfloat16)
@@ -43,6 +50,10 @@ def drawn(groups, inputs, outputs, rows, pairs):
         return x, kernel, starts, bias, order, None, RMS(jnp.ones(inputs, jnp.bfloat16)), None
     weights = jnp.linspace(0, 1, pairs, dtype=jnp.float32)
     return x, kernel, starts, bias, None, order, None, weights
+
+
+def given(case):
+    return drawn(*LARGE[case], kind="mxfp4" if case in FOUR_BITS else "")
 
 
 def static(case):
@@ -55,6 +66,16 @@ def static(case):
 def test_equals_the_definition_in_the_interpreter(case, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
     got = module._launch(*case.arguments, **case.static, blocks=BLOCKS)
+    close = 1e-5 if case.arguments[0].dtype == jnp.float32 else 1e-3
+    np.testing.assert_allclose(got, case.wanted(), rtol=close, atol=close)
+
+
+@every_case(GROUPED, lambda case: case.name.startswith("mxfp4"))
+def test_parts_of_the_inputs_add_up_in_the_interpreter(case, interpreted, monkeypatch):
+    """Of MXFP4, where each warp has one."""
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    blocks = dataclasses.replace(BLOCKS, warps=2)
+    got = module._launch(*case.arguments, **case.static, blocks=blocks)
     close = 1e-5 if case.arguments[0].dtype == jnp.float32 else 1e-3
     np.testing.assert_allclose(got, case.wanted(), rtol=close, atol=close)
 
@@ -89,7 +110,7 @@ def test_there_are_programs_for_no_more_groups_than_can_have_rows(rows, slots, m
 def test_equals_the_reference_on_a_gpu(case):
     if reason := refuses_triton():
         pytest.skip(reason)
-    arguments = drawn(*LARGE[case])
+    arguments = given(case)
     want = grouped_linear_xla(*arguments, **static(case))
     got = grouped_linear_triton(*arguments, **static(case))
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
@@ -98,7 +119,7 @@ def test_equals_the_reference_on_a_gpu(case):
 @pytest.mark.parametrize("case", LARGE)
 def test_is_one_launch(case):
     run = functools.partial(grouped_linear_triton, **static(case))
-    text = lower(run, *jax.eval_shape(lambda: drawn(*LARGE[case])))
+    text = lower(run, *jax.eval_shape(lambda: given(case)))
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
     assert "dot_general" not in text
 

@@ -1,5 +1,6 @@
 """Products of a few rows in Triton: interpreted, lowered for CUDA, and on a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.ops.linear import linear_xla
+from jspec import dispatch, tuned
+from jspec.ops.linear import LINEAR, linear_xla
 from jspec.ops.norm import RMS
-from jspec.ops.quantized import KINDS, Quantized, quantized
+from jspec.ops.quantized import KINDS, MXFP4, Quantized, quantized
 from jspec.triton import linear as module
 from jspec.triton.call import refuses_triton
 from jspec.triton.linear import Blocks, linear_triton, refuses
+from tests.ops.test_quantized import numbers
 from tests.triton.lowering import lower
 
 BLOCKS = Blocks(width=16, bytes=2048, stages=2, warps=1)
@@ -51,6 +54,8 @@ CASES = {
     "transposed": (2, 33, 50, "float32", "transposed", "norm"),
     "transposed-gated": (2, 33, 20, "float32", "transposed", "gated"),
     "int8": (3, 40, 24, "float32", "norm", "gated", "bias", "int8"),
+    "mxfp4": (3, 96, 24, "float32", "norm", "gated", "bias", "mxfp4"),
+    "mxfp4-half": (9, 160, 40, "float16", "norm", "add", "wide", "mxfp4"),
     "half": (5, 64, 32, "float16", "norm", "add", "wide"),
 }
 LARGE = {
@@ -60,13 +65,20 @@ LARGE = {
     "head": (4, 2560, 151936, "bfloat16", "transposed", "wide"),
     "int8-gate-up": (4, 2048, 3072, "bfloat16", "norm", "gated", "int8"),
     "fp8-down": (2, 3072, 2048, "bfloat16", "add", "fp8"),
+    "mxfp4-gate-up": (10, 4096, 12288, "bfloat16", "norm", "gated", "mxfp4"),
+    "mxfp4-down": (64, 12288, 4096, "bfloat16", "add", "mxfp4"),
+    "mxfp4-odd": (7, 2912, 777, "float16", "norm", "gated", "add", "mxfp4"),
     "odd": (7, 1000, 777, "float16", "norm", "gated", "add"),
 }
 
 
 def in_double(arrays, settings):
     """The definition in float64."""
-    x, kernel, bias, norm, add = jax.tree.map(lambda x: np.float64(np.float32(x)), arrays)
+    x, kernel, bias, norm, add = arrays
+    kernel = numbers(kernel) if isinstance(kernel, MXFP4) else kernel
+    x, kernel, bias, norm, add = jax.tree.map(
+        lambda x: np.float64(np.float32(x)), (x, kernel, bias, norm, add)
+    )
     if isinstance(kernel, Quantized):
         kernel = np.moveaxis(kernel.values, -1, 0) * kernel.scale
     if norm is not None:
@@ -90,6 +102,62 @@ def test_equals_the_definition_in_the_interpreter(case, interpreted, monkeypatch
     monkeypatch.setattr(module, "triton_call", interpreted)
     arrays, settings = arguments(*CASES[case])
     assert_product(module._launch(*arrays, **settings, blocks=BLOCKS), arrays, settings)
+
+
+def every_weight(dtype, scales, **settings):
+    """What the kernel makes of all numbers of MXFP4 at these scales, and what they are."""
+    codes = np.random.default_rng(0).integers(0, 256, (16 * scales.size, 32), np.uint8)
+    kernel = MXFP4(jnp.asarray(codes), jnp.repeat(scales, 32).reshape(-1, 2))
+    plain = {"gated": False, "transposed": False, "dtype": np.dtype("float32")}
+    ones = jnp.eye(64, dtype=dtype)
+    return module._launch(ones, kernel, None, None, None, **plain, **settings), numbers(kernel)
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 1, 252), ("float16", 104, 140)])
+def test_every_weight_is_exact_in_the_interpreter(
+    dtype, least, most, warps, interpreted, monkeypatch
+):
+    """With and without parts of the inputs; a scale that is NaN gives NaN."""
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    blocks = dataclasses.replace(BLOCKS, warps=warps)
+    scales = jnp.asarray([least, 120, 127, most], jnp.uint8)
+    got, want = every_weight(dtype, scales, blocks=blocks)
+    np.testing.assert_array_equal(got, want)
+    spoiled, _ = every_weight(dtype, scales.at[0].set(255), blocks=blocks)
+    assert not np.isfinite(np.asarray(spoiled)[:, :16]).any()
+    np.testing.assert_array_equal(spoiled[:, 16:], want[:, 16:])
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_every_weight_is_exact_on_a_gpu(width):
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    blocks = Blocks(width=width, bytes=4096, stages=3, warps=4)
+    scales = jnp.asarray([35, 100, 127, 160], jnp.uint8)
+    got, want = every_weight("bfloat16", scales, blocks=blocks)
+    np.testing.assert_array_equal(got, want)
+    spoiled, _ = every_weight("bfloat16", scales.at[0].set(255), blocks=blocks)
+    assert not np.isfinite(np.asarray(spoiled)[:, :16]).any()
+
+
+@pytest.mark.parametrize("case", ["mxfp4", "mxfp4-half"])
+def test_parts_of_the_inputs_add_up_in_the_interpreter(case, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    arrays, settings = arguments(*CASES[case])
+    blocks = dataclasses.replace(BLOCKS, warps=4)
+    assert_product(module._launch(*arrays, **settings, blocks=blocks), arrays, settings)
+
+
+def test_rows_of_mxfp4_beyond_a_tile_are_left_to_xla(monkeypatch):
+    """On a GPU, where the order of backends begins with kernels."""
+    monkeypatch.setattr(dispatch, "gpu_in_use", lambda: ("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(tuned, "gpu_in_use", lambda: ("NVIDIA H200", (9, 0)))
+    kernel = quantized(jnp.zeros((64, 8)), "mxfp4")
+    settings = {"gated": False, "transposed": False, "dtype": np.dtype("float32")}
+    for rows in (65, 4096):
+        found = LINEAR.choose(None, jnp.zeros((rows, 64)), kernel, None, None, None, **settings)
+        assert found.name == "xla"
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE])
@@ -139,6 +207,9 @@ def test_refuses_with_a_reason():
     assert "not of one type" in refuses(x[:1], kernel.astype(jnp.bfloat16))
     assert "nothing to launch" in refuses(x[:1, :0], kernel[:0])
     assert refuses(x[:64], kernel) is None
+    small = quantized(jnp.zeros((32, 8)), "mxfp4")
+    assert refuses(jnp.zeros((64, 32), jnp.float16), small) is None
+    assert "not of one type" in refuses(jnp.zeros((1, 32), jnp.int8), small)
 
 
 def test_weights_on_a_mesh_are_left_to_xla():
