@@ -2,8 +2,9 @@
 
 Two kinds of rows. *measured*: the bundled model on real texts, tokens and times alike. *imposed*:
 true shapes of real models with random weights; the time of an iteration is measured, and how many
-tokens it commits follows from the acceptance that the paper states (`bench.profiles`). How long the
-drafts of a chain are comes from the measured row of the same drafter.
+tokens it commits follows from the acceptance that the paper states, times a factor where a
+quantised copy drafts (`bench.profiles`). How long the drafts of a chain are comes from the measured
+row of the same drafter.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ FOOT = (
     "imposed: random weights; iteration and floor in ms, the median; tokens of a row and iteration "
     "by the paper's rate of acceptance ({source}), with drafts as long as those of the same chain "
     "measured. measured: the bundled model, greedy, on code and on documents with questions. "
-    "tok/s: of all rows. -int8, -mxfp4: drafts read weights of 8 bits, or of 4; imposed, their "
-    "tokens are accepted {quantized}. chain: suffix drafts, checked by the sparse model; -exact: "
-    "passes of the model with exact=True"
+    "tok/s: of all rows. -int8, -mxfp4: drafts read weights of 8 bits, or of 4; imposed, "
+    "{quantized}. chain: suffix drafts, checked by the sparse model; -exact: passes of the model "
+    "with exact=True"
 )
 
 
@@ -250,11 +251,21 @@ def lines(rows: list[Row], kind: str) -> list[tuple[str, ...]]:
 
 
 def foot(result: dict[str, Any]) -> str:
-    """What the tables mean; earlier results have no factors for quantised drafts."""
+    """What the tables mean."""
     own = result["acceptance"]
-    factors = [f"{x:.3f} ({kind})" for kind, x in own.get("quantized", {}).items()]
-    how = f"{' and '.join(factors)} times as often" if factors else "as often"
-    return FOOT.format(source=own["source"], quantized=how)
+    return FOOT.format(source=own["source"], quantized=quantized_by(own))
+
+
+def quantized_by(acceptance: dict[str, Any]) -> str:
+    """How the acceptance that is imposed on quantised drafts was found; earlier results have one
+    for all."""
+    factors = [f"{x:.2f} ({kind})" for kind, x in acceptance.get("quantized", {}).items()]
+    if not factors:
+        return "their tokens are accepted as often as those of the model's own weights"
+    return (
+        f"their rate is times {', '.join(factors)}, which is assumed for int8, whose copy of the "
+        "bundled model is exact, and measured with that model for mxfp4"
+    )
 
 
 def show(result: dict[str, Any]) -> None:

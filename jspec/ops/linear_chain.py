@@ -34,7 +34,8 @@ class Link(NamedTuple):
     gated: bool = False
 
 
-Arrays = tuple[Array | Quantized | MXFP4, Array | None, RMS | None, Array | None]  # of a link
+# Of a link.
+Arrays = tuple[Array | Quantized | MXFP4, Array | None, RMS | None, Array | None]
 
 
 def linear_chain(

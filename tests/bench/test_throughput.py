@@ -83,9 +83,9 @@ def test_drafts_of_a_quantised_copy_are_accepted_as_much_less_often(kind):
     assert throughput.QUANTIZED[f"vegas-{kind}"].endswith(f",quantized={kind}")
     assert profiles.QUANTIZED["mxfp4"] < 1
     # Earlier results had one rate for all.
-    assert "their tokens are accepted as often" in throughput.foot(RESULT)
+    assert "their tokens are accepted as often as" in throughput.foot(RESULT)
     told = throughput.foot({"acceptance": profiles.STATED})
-    assert f"{profiles.QUANTIZED[kind]:.3f} ({kind})" in told
+    assert f"{profiles.QUANTIZED[kind]:.2f} ({kind})" in told
 
 
 def test_tables_fit_and_say_which_acceptance_they_have(capsys, monkeypatch):
