@@ -189,7 +189,6 @@ DRAFTS = {
     "top-k": SelfDraft(ExactTopK(budget=24, dense_layers=0)),
     "vegas": GuidedDraft(Vegas(budget=16, least=0)),
     "int8": SelfDraft(ExactTopK(budget=24, dense_layers=0), quantized="int8"),
-    "mxfp4": SelfDraft(ExactTopK(budget=24, dense_layers=0), quantized="mxfp4"),
 }
 
 
