@@ -77,6 +77,8 @@ def drafts(ratio: float) -> dict[str, str]:
         "Vegas, all tokens, per head": f"vegas:{guided},collect=all,per_head=true",
         "Vegas, refreshed by hashes every 4": f"vegas:{guided},refresh=4",
         "Vegas, refreshed every 4, 3 ahead": f"vegas:{guided},refresh=4,ahead=3",
+        "Vegas, by an int8 copy": f"vegas:{guided},quantized=int8",
+        "Vegas, by an MXFP4 copy": f"vegas:{guided},quantized=mxfp4",
         "exact top-k": f"exact_topk:{scored},sinks=0,recent=0",
         "HATA": f"hata:{scored}",
         "QuantSpec, all in 4 bits": "quantspec",
@@ -133,7 +135,7 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
             for name, text in named.items():
                 config = config_of(plan, name, text)
                 arrays = prepared(with_hashes(config.keeps, bundled_path()), model, tokenizer)
-                models = Models(model, policy=arrays)
+                models = config.draft.prepare(Models(model, policy=arrays))
                 state = started(before, models, config, params)
                 tokens, tallies = decoded(state, models, config)
                 greedy = [row[plan.context :] for row in tokens[: plan.texts].tolist()]

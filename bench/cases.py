@@ -18,7 +18,7 @@ CHOICES = {
     "draft": ("plain", "verify", "vegas"),
     "model": (
         *("llama-3.1-8b", "llama-2-7b", "qwen3-8b", "qwen3-4b", "gpt-oss-20b-attention"),
-        *("gpt-oss-20b", "qwen3-30b-a3b", "gemma-3-4b", "gemma-3-27b"),
+        *("gpt-oss-20b", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b", "gemma-3-4b", "gemma-3-27b"),
     ),
 }
 

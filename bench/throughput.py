@@ -2,8 +2,9 @@
 
 Two kinds of rows. *measured*: the bundled model on real texts, tokens and times alike. *imposed*:
 true shapes of real models with random weights; the time of an iteration is measured, and how many
-tokens it commits follows from the acceptance that the paper states (`bench.profiles`). How long the
-drafts of a chain are comes from the measured row of the same drafter.
+tokens it commits follows from the acceptance that the paper states, times a factor where a
+quantised copy drafts (`bench.profiles`). How long the drafts of a chain are comes from the measured
+row of the same drafter.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
 from jspec.policies.hata import with_hashes
 
-QUANTIZED = f"{GUIDED},quantized=int8"
+QUANTIZED = {f"vegas-{kind}": f"{GUIDED},quantized={kind}" for kind in profiles.QUANTIZED}
 CHAINED = "inner=4, rounds=6"
 CHAIN_GAMMA = 20
 CHAINS = {
     "chain": f"suffix > {GUIDED}; {CHAINED}",
-    "chain-int8": f"suffix > {QUANTIZED}; {CHAINED}",
+    "chain-int8": f"suffix > {QUANTIZED['vegas-int8']}; {CHAINED}",
 }
-NAMES = ("plain", "vegas", "vegas-int8", *CHAINS)
+NAMES = ("plain", "vegas", *QUANTIZED, *CHAINS)
 EXACT = tuple(f"{name}-exact" for name in NAMES)  # rows for those who name them
 # Drafters that the bundled model alone runs; those that select read the same share of all layers.
 SCORED = ("exact_topk", "hata", "quest", "loki", "magicpig", "specextend", "sparsespec")
@@ -64,8 +65,9 @@ FOOT = (
     "imposed: random weights; iteration and floor in ms, the median; tokens of a row and iteration "
     "by the paper's rate of acceptance ({source}), with drafts as long as those of the same chain "
     "measured. measured: the bundled model, greedy, on code and on documents with questions. "
-    "tok/s: of all rows. -int8: drafts read weights of 8 bits. chain: suffix drafts, checked by "
-    "the sparse model; -exact: passes of the model with exact=True"
+    "tok/s: of all rows. -int8, -mxfp4: drafts read weights of 8 bits, or of 4; imposed, "
+    "{quantized}. chain: suffix drafts, checked by the sparse model; -exact: passes of the model "
+    "with exact=True"
 )
 
 
@@ -79,7 +81,7 @@ def wanted(gamma: int, settings: Settings) -> list[Drafting]:
     every = [
         Drafting("plain", "none", 0),
         Drafting("vegas", GUIDED, gamma),
-        Drafting("vegas-int8", QUANTIZED, gamma),
+        *(Drafting(name, text, gamma) for name, text in QUANTIZED.items()),
         *(Drafting(name, text, CHAIN_GAMMA) for name, text in CHAINS.items()),
     ]
     exactly = [dataclasses.replace(own, name=f"{own.name}-exact", exact=True) for own in every]
@@ -93,7 +95,7 @@ def run(settings: Settings) -> dict[str, Any]:
     limits = drafting.ceilings()
     return {
         "read_ceiling_bytes_per_s": limits.read,
-        "acceptance": {"source": profiles.SOURCE, "stated": profiles.LONGBENCH},
+        "acceptance": profiles.STATED,
         "rows": _rows(settings, limits),
     }
 
@@ -127,8 +129,10 @@ def imposed(row: Row, drafted: dict[str, list[float]]) -> Row:
 
     ``drafted``: by a drafter's name, how often its drafts have at least 1, 2, ... tokens.
     """
-    rate, gamma = profiles.rate_of(row["case"]["model"]), row["case"]["gamma"]
-    is_chain = row["name"].removesuffix("-exact") in CHAINS
+    name, gamma = row["name"].removesuffix("-exact"), row["case"]["gamma"]
+    kind = next((kind for kind in profiles.QUANTIZED if name.endswith(f"-{kind}")), "")
+    rate = profiles.rate_of(row["case"]["model"], kind)
+    is_chain = name in CHAINS
     lengths = drafted.get(row["name"]) if is_chain else None
     if is_chain and lengths is None:
         reason = "how long its drafts are is not known: the bundled model's row did not run"
@@ -246,6 +250,24 @@ def lines(rows: list[Row], kind: str) -> list[tuple[str, ...]]:
     return [(*case_cells(row), *cells(row, rows), *before_cells(row, rows)) for row in own]
 
 
+def foot(result: dict[str, Any]) -> str:
+    """What the tables mean."""
+    own = result["acceptance"]
+    return FOOT.format(source=own["source"], quantized=quantized_by(own))
+
+
+def quantized_by(acceptance: dict[str, Any]) -> str:
+    """How the acceptance that is imposed on quantised drafts was found; earlier results have one
+    for all."""
+    factors = [f"{x:.2f} ({kind})" for kind, x in acceptance.get("quantized", {}).items()]
+    if not factors:
+        return "their tokens are accepted as often as those of the model's own weights"
+    return (
+        f"their rate is times {', '.join(factors)}, which is assumed for int8, whose copy of the "
+        "bundled model is exact, and measured with that model for mxfp4"
+    )
+
+
 def show(result: dict[str, Any]) -> None:
     """Measured rows, and imposed ones; what has no times is a line with its reason."""
     screen, rows = console(), result["rows"]
@@ -261,7 +283,7 @@ def show(result: dict[str, Any]) -> None:
             table.add_row(*line)
         if own:
             screen.print(table)
-    screen.print(FOOT.format(source=result["acceptance"]["source"]), markup=False)
+    screen.print(foot(result), markup=False)
     for reason in dict.fromkeys(f"{x['name']}: {x['reason']}" for x in rows if x.get("reason")):
         screen.print(reason, markup=False)
 

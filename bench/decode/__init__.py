@@ -111,7 +111,8 @@ def drawn(name: str, settings: Settings) -> Decoder:
     """A model by name with random weights, of as many layers as were asked for."""
     config = catalogue.MODELS[name]
     layers = settings.decode.layers or config.num_layers
-    return shapes.random_model(shapes.first_layers(config, layers))
+    config = shapes.first_layers(config, layers)
+    return shapes.random_model(config, mxfp4=name in catalogue.IN_MXFP4)
 
 
 def _prefills(

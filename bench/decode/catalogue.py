@@ -2,7 +2,8 @@
 
 gpt-oss-20b-attention is there for its attention alone: its four active experts of 2880 are one
 dense SwiGLU of as many bytes, in bfloat16, and it has no sinks. gpt-oss-20b has all that the model
-has, its experts in bfloat16 too, as jspec holds them.
+has, its experts in bfloat16 too; gpt-oss-20b-mxfp4 is the same with them in MXFP4, as it is
+published.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def _gemma3(
     )
 
 
+IN_MXFP4 = ("gpt-oss-20b-mxfp4",)  # those whose experts are in MXFP4
 MODELS: dict[str, ModelConfig] = {
     "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288),
     "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_embeddings=True),
@@ -137,3 +139,4 @@ MODELS: dict[str, ModelConfig] = {
     "gemma-3-4b": _gemma3(34, 4, 256, 256, 2560, intermediate_size=10240, num_heads=8),
     "gemma-3-27b": _gemma3(62, 16, 128, 168, 5376, intermediate_size=21504, num_heads=32),
 }
+MODELS |= {name: MODELS[name.removesuffix("-mxfp4")] for name in IN_MXFP4}

@@ -67,10 +67,20 @@ def of_iteration(
 
 def view_of(config: StepConfig) -> Policy | None:
     """The policy that draft passes of the model itself read by; None where it makes none."""
+    draft = _passing(config)
+    return None if draft is None else draft.guided or draft.keeps
+
+
+def quantized_in(config: StepConfig) -> str:
+    """The kind of the copy that draft passes read; "" where they read none."""
+    draft = _passing(config)
+    return "" if draft is None else draft.quantized
+
+
+def _passing(config: StepConfig) -> SparseDrafter | None:
+    """The drafter that makes passes of the model itself, if one does."""
     draft = config.draft.second if isinstance(config.draft, Chain) else config.draft
-    if not isinstance(draft, SparseDrafter):
-        return None
-    return draft.guided or draft.keeps
+    return draft if isinstance(draft, SparseDrafter) else None
 
 
 def passes_of(config: StepConfig) -> tuple[int, int]:
@@ -96,9 +106,8 @@ def positions_read(policy: Policy, context: int) -> int:
 def draft_weight_bytes(models: Models, batch: int, config: StepConfig) -> int:
     """Bytes of the weights that a draft pass of ``batch`` rows reads, 0 where the model does not
     draft."""
-    if view_of(config) is None:
+    draft = _passing(config)
+    if draft is None:
         return 0
-    draft = config.draft.second if isinstance(config.draft, Chain) else config.draft
-    assert isinstance(draft, SparseDrafter)
     model: Any = draft.model_of(models)
     return read_weight_bytes(model, batch * passes_of(config)[1])

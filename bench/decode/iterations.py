@@ -75,15 +75,15 @@ def iterations(
     settings: Settings,
     ceilings: Ceilings,
 ) -> list[Iteration]:
-    """The iterations to measure; those with quantised drafts share one copy of the weights."""
-    found, copy = [], None
+    """The iterations to measure; those whose drafts read the same kind of copy share one."""
+    found, copies = [], {}
     for drafting in wanted:
         config = drafting.config
         keeps = config.keeps
         arrays = arrays_of(keeps, model.config.layers) if keeps.needs_arrays else None
-        models = Models(model, copy if config.draft.takes_model else None, arrays)
-        models = config.draft.prepare(models)
-        copy = copy if models.draft is None else models.draft
+        kind = floors.quantized_in(config)
+        models = config.draft.prepare(Models(model, copies.get(kind), arrays))
+        copies[kind] = models.draft
         found.append(Iteration(models, shape, drafting, settings, ceilings))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from bench.policies import scored_bytes
 from jspec.config import ModelConfig
 from jspec.models.decoder import Decoder
 from jspec.models.experts import MixtureOfExperts
+from jspec.ops.quantized import BLOCK, MXFP4
 from jspec.policies import Dense, Policy
 from jspec.policies.attend import DENSE
 from jspec.policies.budgeted import Budgeted
@@ -26,6 +28,9 @@ from jspec.policies.budgeted import Budgeted
 # of wrong experts they are 40 % off; at 2K keys 2 % and 18 %.
 EXPERTS_GIVE = 0.06
 ROUTERS_TELL = 2.0
+E2M1_DEVIATION = math.sqrt(
+    68.5 / 8
+)  # of its numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their opposites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,28 +71,47 @@ def noise(seed: Any, scale: Any, shape: tuple[int, ...], dtype: Any, parts: int)
     return jax.lax.map(part, jnp.arange(parts)).reshape(shape)
 
 
+def random_mxfp4(seeds: Iterator[int], scale: float, shape: tuple[int, ...]) -> MXFP4:
+    """A kernel ``shape [E, in, *out]`` of random E2M1 numbers, of standard deviation ``scale``.
+
+    Scales are the two powers of two around what that takes, mixed by chance so that it comes out.
+    """
+    count, inputs, *outputs = shape
+    codes = random_bits(next(seeds), (count, *outputs, inputs // 2), jnp.uint8)
+    power = math.log2(scale / E2M1_DEVIATION)
+    least = math.floor(power)
+    # Of a share s at twice the scale the variance is 1 + 3 s times as large.
+    larger = round((4 ** (power - least) - 1) / 3 * 256)
+    drawn = random_bits(next(seeds), (count, *outputs, inputs // BLOCK), jnp.uint8)
+    scales = jnp.where(drawn < larger, least + 128, least + 127).astype(jnp.uint8)
+    return MXFP4(codes, scales, leading=1)
+
+
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def random_bits(seed: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Whole numbers of random bits."""
     return jax.random.bits(jax.random.key(seed, impl="rbg"), shape, dtype)
 
 
-def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16, sharding: Any = None) -> Decoder:
+def random_model(
+    config: ModelConfig, dtype: Any = jnp.bfloat16, sharding: Any = None, mxfp4: bool = False
+) -> Decoder:
     """A decoder with random weights; norms scale by 1, biases and sinks are 0.
 
     Drawn leaf by leaf: one program that draws all of them compiles for minutes. ``sharding``: where
     each goes, as `jspec.load_model` takes it, so that one device has one whole leaf at a time.
+    ``mxfp4``: kernels of experts are in MXFP4, on the default device.
     """
     seeds = itertools.count()
 
-    def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array | MXFP4:
         found = drawn(path, leaf)
         if sharding is None:
             return found
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         return jax.device_put(found, sharding(name, leaf.shape))
 
-    def drawn(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def drawn(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array | MXFP4:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if "scale" in name or "bias" in name or "sinks" in name:
             one = "scale" in name and not config.centered_norms
@@ -97,6 +121,8 @@ def random_model(config: ModelConfig, dtype: Any = jnp.bfloat16, sharding: Any =
         scale = 0.02 if "embedding" in name else inputs**-0.5
         scale *= EXPERTS_GIVE if "experts.down" in name else 1
         scale *= ROUTERS_TELL if "router" in name else 1
+        if mxfp4 and "experts" in name:
+            return random_mxfp4(seeds, scale, leaf.shape)
         return noise(next(seeds), jnp.float32(scale), leaf.shape, dtype, parts=16)
 
     return jax.tree_util.tree_map_with_path(placed, Decoder(config, dtype=dtype, rngs=None))
@@ -110,8 +136,8 @@ def part_of(model: Decoder, layers: slice) -> Decoder:
     return part
 
 
-def weight_bytes(model: Decoder) -> int:
-    """Bytes of all weights."""
+def weight_bytes(model: Any) -> int:
+    """Bytes of all weights of a model, or of a part of one."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 
 
@@ -121,24 +147,38 @@ def read_weight_bytes(model: Decoder, tokens: int = 1) -> int:
     An embedding that only looks tokens up is left out. Of E routed experts as many are read as
     tokens hit in the mean that choose k of them each, by chance: E (1 - (1 - k / E) ** tokens).
     """
-    found = weight_bytes(model) - (0 if model.head is None else model.embedding[...].nbytes)
-    return found - _missed_bytes(model, tokens)
+    return _read(model, tokens, weight_bytes)
 
 
-def _missed_bytes(model: Decoder, tokens: int) -> int:
-    """Bytes of the routed experts that none of ``tokens`` tokens chooses."""
+def _read(model: Decoder, tokens: int, count: Callable[[Any], int]) -> int:
+    """The ``count`` of what a pass over ``tokens`` tokens reads."""
+    found = count(model) - (0 if model.head is None else count(model.embedding))
+    return found - _missed(model, tokens, count)
+
+
+def _missed(model: Decoder, tokens: int, count: Callable[[Any], int]) -> int:
+    """The ``count`` of the routed experts that none of ``tokens`` tokens chooses."""
     experts = model.config.experts
     if experts is None:
         return 0
     mixtures = [x.mlp.experts for x in model.layers if isinstance(x.mlp, MixtureOfExperts)]
-    routed = sum(leaf.nbytes for leaf in jax.tree.leaves(mixtures))
-    return round(routed * (1 - experts.chosen / experts.routed) ** tokens)
+    return round(count(mixtures) * (1 - experts.chosen / experts.routed) ** tokens)
+
+
+def numbers(tree: Any) -> int:
+    """How many weights there are, of however many bits."""
+    return sum(leaf.size for _, leaf in _weights(tree))
+
+
+def _weights(tree: Any) -> list[tuple[Any, Any]]:
+    """Every array or matrix in MXFP4, and its path."""
+    return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, MXFP4))
 
 
 def product_flops(model: Decoder, tokens: int) -> int:
     """Multiplications and additions of ``tokens`` tokens with the weights, of those experts alone
     that a token chooses."""
-    return 2 * read_weight_bytes(model) // model.dtype.itemsize * tokens
+    return 2 * _read(model, 1, numbers) * tokens
 
 
 def read_cache_bytes(
@@ -185,10 +225,10 @@ def prefill_flops(model: Decoder, tokens: int) -> int:
     Products with weights: 2 x weights x tokens. Attention, causal: 2 x N x (key size + value size)
     for each pair of a query and a key that it sees; without a window these are tokens ** 2 / 2.
     """
-    config, arrays = model.config, jax.tree_util.tree_leaves_with_path(model)
+    config, arrays = model.config, _weights(model)
     kernels = sum(x.size for path, x in arrays if "kernel" in jax.tree_util.keystr(path))
     head = 0 if model.head is None else model.head.kernel[...].size
-    missed = _missed_bytes(model, 1) // model.dtype.itemsize
+    missed = _missed(model, 1, numbers)
     flops = 2 * (kernels - head - missed) * tokens
     for spec in config.layers:
         window = min(tokens, spec.window or tokens)

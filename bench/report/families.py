@@ -37,7 +37,8 @@ def section(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, A
         picture(pictures, "families-parts", "parts of an iteration, and their floors"),
         table((*drafting.CASE, *breakdown.HEADINGS), iterated) if iterated else "",
         *parts,
-        f"### Tokens a second, acceptance imposed\n\nBy {result['acceptance']['source']}.\n\n"
+        f"### Tokens a second, acceptance imposed\n\nBy {result['acceptance']['source']}. "
+        f"Quantised drafts: {throughput.quantized_by(result['acceptance'])}.\n\n"
         + table((*drafting.CASE, *throughput.HEADINGS), imposed)
         if imposed
         else "",

@@ -43,7 +43,7 @@ def speeds(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, An
         for kind, lines in found.items()
         if lines
     ]
-    foot = throughput.FOOT.format(source=result["acceptance"]["source"])
+    foot = throughput.foot(result)
     return paragraphs(
         header("Tokens a second by drafter", result),
         f"Drafters read 7 % of the context. {foot[0].upper()}{foot[1:]}. Yue et al. 2026 (figures "

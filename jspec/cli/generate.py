@@ -204,7 +204,9 @@ def load(
         template = load_chat_template(path) if talks else None
         if arguments.chat and template is None:
             raise ValueError(NO_TEMPLATE)
-        model, tokenizer = load_model(path, sharding=sharding), load_tokenizer(path)
+        keep = None if helix is None else False  # no share of a mesh is in MXFP4
+        model = load_model(path, sharding=sharding, keep_mxfp4=keep)
+        tokenizer = load_tokenizer(path)
     if arguments.context is not None:
         model.config = dataclasses.replace(model.config, max_context=arguments.context)
     if isinstance(gamma, int) and gamma >= model.config.max_context:

@@ -32,6 +32,7 @@ from jspec.models import checkpoint
 from jspec.models.decoder import Decoder
 from jspec.models.fingerprint import SAMPLES, fingerprint
 from jspec.models.modules import MLP
+from jspec.models.quantized import is_quantized
 from jspec.policies import Dense, Policy, Streaming
 from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.guided import Guided
@@ -206,9 +207,14 @@ class _Shape:
 def shard(model: Decoder, helix: HelixConfig) -> Sharded:
     """``model`` on the mesh of ``helix``, each device with its share of the parameters.
 
-    Raises `ValueError` where the machine has too few devices, for sizes that do not divide, and on
-    all processes where one has other weights or another mesh.
+    Raises `ValueError` where the machine has too few devices, for sizes that do not divide, for
+    quantised weights, and on all processes where one has other weights or another mesh.
     """
+    if is_quantized(model):
+        raise ValueError(
+            "weights in MXFP4, int8 or fp8 have no shares on a mesh; load the model with "
+            "jspec.helix.load_model(path, helix), or jspec.load_model(path, keep_mxfp4=False)"
+        )
     _check_same(model, helix)
     if helix.ep > 1 and model.config.experts is None:
         raise ValueError(
@@ -235,7 +241,8 @@ def shard(model: Decoder, helix: HelixConfig) -> Sharded:
 def load_model(path: str | os.PathLike, helix: HelixConfig, *, dtype: Any = None) -> Sharded:
     """A decoder from disk, as `jspec.load_model` reads it, each parameter straight to its devices.
 
-    Raises as `jspec.load_model` and `shard` do, on all processes what one of them raises.
+    Weights in MXFP4 are dequantised. Raises as `jspec.load_model` and `shard` do, on all processes
+    what one of them raises.
     """
     with all_or_none():
         _ = helix.mesh
@@ -243,7 +250,8 @@ def load_model(path: str | os.PathLike, helix: HelixConfig, *, dtype: Any = None
     same = {"mesh settings": digest(helix), "dtypes": digest(dtype)}
     check_same({**versions(), "model files": files, **same})
     with all_or_none():
-        model = checkpoint.load_model(path, dtype=dtype, sharding=decoder_sharding(helix))
+        own: Any = {"dtype": dtype, "sharding": decoder_sharding(helix)}
+        model = checkpoint.load_model(path, **own, keep_mxfp4=False)
     return shard(model, helix)
 
 

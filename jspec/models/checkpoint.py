@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,12 +16,14 @@ import numpy as np
 from flax import nnx
 
 from jspec.config import ModelConfig
+from jspec.models import kept
 from jspec.models.decoder import Decoder
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
 from jspec.models.files import GGUF_SUFFIX, Fields, read_json
 from jspec.models.joined import separate, separate_shapes
 from jspec.models.weights import Weights, quantization_of
+from jspec.ops.quantized import MXFP4
 from jspec.sharding import Placing, placed
 
 SETTINGS = "config.json"
@@ -28,13 +31,22 @@ GENERATION = "generation_config.json"
 Read = Callable[[str, np.ndarray, Sequence[np.ndarray]], None]
 
 
-def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing = None) -> Decoder:
+def load_model(
+    path: str | os.PathLike,
+    *,
+    dtype: Any = None,
+    sharding: Placing = None,
+    keep_mxfp4: bool | None = None,
+) -> Decoder:
     """A decoder from a local Hugging Face directory, a GGUF file, or what `save_model` wrote.
 
     The directory holds config.json (of a family in `jspec.models.families.FAMILIES`) and
-    model.safetensors, whole or in shards with an index; int8 weights of compressed-tensors, FP8
-    weights of DeepSeek-V3 and MXFP4 weights of gpt-oss are dequantised. A GGUF file, which ends in
-    .gguf, is dequantised too and needs the extra ``gguf``. ``dtype`` is float32, bfloat16 or
+    model.safetensors, whole or in shards with an index; int8 weights of compressed-tensors and FP8
+    weights of DeepSeek-V3 are dequantised. A GGUF file, which ends in .gguf, is dequantised too and
+    needs the extra ``gguf``. ``keep_mxfp4``: whether the experts of a gpt-oss stay in MXFP4 where
+    the directory has them so, of which each weight is the same and takes 4.25 bits; False
+    dequantises them, as a model that is trained needs them, and so does None those that
+    ``sharding`` splits. ``dtype`` is float32, bfloat16 or
     float16; None is float32 on a CPU and bfloat16 elsewhere. ``sharding`` is one for every
     parameter, or a function of a parameter's name and shape, such as
     ``"layers.0.attention.qkv.kernel"`` and ``(in, K, columns)``; None is the default device.
@@ -42,15 +54,16 @@ def load_model(path: str | os.PathLike, *, dtype: Any = None, sharding: Placing 
     several processes each skips what its devices have no part of.
 
     Raises `CheckpointError` for files that are missing, malformed or do not fit together, and
-    `ValueError` for another dtype or a sharding that a shape does not divide into.
+    `ValueError` for another dtype, a sharding that a shape does not divide into, or one that splits
+    what is kept in MXFP4.
     """
     path, dtype = Path(path), _dtype(dtype)
     if path.suffix == GGUF_SUFFIX and path.is_file():
         return _load_gguf(path, dtype, sharding)
     check_model(path)
     if (path / SETTINGS).is_file():
-        return _load_hugging_face(path, dtype, sharding)
-    return _load_saved(path, dtype, sharding)
+        return _load_hugging_face(path, dtype, sharding, keep_mxfp4)
+    return _load_saved(path, dtype, sharding, keep_mxfp4)
 
 
 def check_model(path: Path) -> None:
@@ -76,7 +89,7 @@ def save_model(model: Decoder, path: str | os.PathLike) -> None:
     """Write ``model`` to a new directory at ``path``, bit for bit, for `load_model` to read.
 
     It appears whole or not at all. Raises `CheckpointError` where ``path`` exists or cannot be
-    written.
+    written, and `ValueError` for a quantised copy.
     """
     from jspec.models import saved
 
@@ -85,11 +98,15 @@ def save_model(model: Decoder, path: str | os.PathLike) -> None:
         raise CheckpointError(f"{path} exists; choose another path, save_model never overwrites")
     if not path.parent.is_dir():
         raise CheckpointError(f"{path.parent} is no directory; make it before saving {path.name}")
-    flat = nnx.to_flat_state(nnx.state(model))
-    saved.write(path, model.config, {_name(key): value.get_value() for key, value in flat})
+    arrays = {}
+    for key, parameter in nnx.to_flat_state(nnx.state(model)):
+        arrays |= kept.arrays_of(_name(key), parameter.get_value())
+    saved.write(path, model.config, arrays)
 
 
-def _load_hugging_face(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
+def _load_hugging_face(
+    path: Path, dtype: np.dtype, sharding: Placing, keep_mxfp4: bool | None
+) -> Decoder:
     source = path / SETTINGS
     values = read_json(source)
     config = model_config(values, source=str(source))
@@ -105,7 +122,13 @@ def _load_hugging_face(path: Path, dtype: np.dtype, sharding: Placing) -> Decode
     skeleton = _Skeleton(config, dtype)
     shapes = separate_shapes(config, skeleton.shapes, packed=stored.packed)
     weights.check(shapes, tied=config.tie_embeddings)
-    return _filled(skeleton, sharding, weights.read, packed=stored.packed)
+    in_mxfp4 = {n: shape for n, shape in skeleton.shapes.items() if weights.in_mxfp4(n)}
+    stays = kept.chosen(in_mxfp4, skeleton.placings(sharding), keep_mxfp4)
+    return _filled(
+        *(skeleton, sharding, weights.read),
+        packed=stored.packed,
+        mxfp4={name: functools.partial(weights.read_mxfp4, name) for name in stays},
+    )
 
 
 def _load_gguf(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
@@ -117,7 +140,7 @@ def _load_gguf(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
     return _filled(skeleton, sharding, weights.read)
 
 
-def _load_saved(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
+def _load_saved(path: Path, dtype: np.dtype, sharding: Placing, keep_mxfp4: bool | None) -> Decoder:
     from jspec.models import saved
 
     config, version = saved.read_settings(path)
@@ -129,16 +152,24 @@ def _load_saved(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
     if version < saved.JOINED:
         saved.check_shapes(path, stored, separate_shapes(config, skeleton.shapes))
         return _filled(skeleton, sharding, functools.partial(saved.read_into, path))
-    saved.check_shapes(path, stored, skeleton.shapes)
+    in_mxfp4, placings = kept.stored_in(stored, skeleton.shapes), skeleton.placings(sharding)
+    stays = kept.chosen(in_mxfp4, placings, keep_mxfp4)
     # Left to itself, orbax would ask for the devices that the model was saved from.
     default = jnp.zeros(()).sharding
-    wanted = {
-        name: jax.ShapeDtypeStruct(
-            shape, skeleton.dtypes[name], sharding=placed(name, shape, sharding) or default
-        )
-        for name, shape in skeleton.shapes.items()
-    }
-    return skeleton.filled(saved.read_arrays(path, wanted))
+    wanted: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, shape in skeleton.shapes.items():
+        to = placings[name] or default
+        if name in in_mxfp4:
+            wanted |= kept.wanted_of(name, shape, to if name in stays else default)
+        else:
+            wanted[name] = jax.ShapeDtypeStruct(shape, skeleton.dtypes[name], sharding=to)
+    saved.check_shapes(path, stored, {name: array.shape for name, array in wanted.items()})
+    arrays: dict[str, Any] = dict(saved.read_arrays(path, wanted))
+    for name in in_mxfp4:
+        kernel = kept.read_kernel(path, name, arrays)
+        is_kept = name in stays
+        arrays[name] = kernel if is_kept else kept.widened(kernel, dtype, placings[name])
+    return skeleton.filled(arrays)
 
 
 def _dtype(dtype: Any) -> np.dtype:
@@ -166,20 +197,35 @@ class _Skeleton:
         self.shapes: dict[str, tuple[int, ...]] = {n: array.shape for n, array in arrays.items()}
         self.dtypes: dict[str, np.dtype] = {n: array.dtype for n, array in arrays.items()}
 
-    def filled(self, arrays: Mapping[str, jax.Array]) -> Decoder:
+    def placings(self, sharding: Placing) -> dict[str, jax.sharding.Sharding | None]:
+        """Where each parameter goes, None for the default device."""
+        return {name: placed(name, shape, sharding) for name, shape in self.shapes.items()}
+
+    def filled(self, arrays: Mapping[str, jax.Array | MXFP4]) -> Decoder:
         flat = [(key, value.replace(arrays[_name(key)])) for key, value in self._flat]
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
 
-def _filled(skeleton: _Skeleton, sharding: Placing, read: Read, *, packed: bool = False) -> Decoder:
+def _filled(
+    skeleton: _Skeleton,
+    sharding: Placing,
+    read: Read,
+    *,
+    packed: bool = False,
+    mxfp4: Mapping[str, Callable[[MXFP4], None]] = MappingProxyType({}),
+) -> Decoder:
     """``skeleton`` with parameters made on the host, one by one, of what ``read`` puts in.
 
     ``read(name, out, axes)`` fills ``out`` with a parameter, or with a part of one that is joined,
-    as `Weights.read` does.
+    as `Weights.read` does. ``mxfp4``: what fills those that stay so.
     """
 
-    def made(name: str, to: jax.sharding.Sharding | None) -> np.ndarray:
+    def made(name: str, to: jax.sharding.Sharding | None) -> np.ndarray | MXFP4:
         shape = skeleton.shapes[name]
+        if name in mxfp4:
+            kernel = kept.room_for(shape)
+            mxfp4[name](kernel)
+            return kernel
         # What is never written takes no memory.
         out = np.empty(shape, skeleton.dtypes[name])
         arrays = (out, *_own_axes(shape, to))
@@ -190,8 +236,12 @@ def _filled(skeleton: _Skeleton, sharding: Placing, read: Read, *, packed: bool 
                 read(part, place, axes)
         return out
 
-    placings = {name: placed(name, shape, sharding) for name, shape in skeleton.shapes.items()}
-    return skeleton.filled({name: _place(made(name, to), to) for name, to in placings.items()})
+    return skeleton.filled(
+        {
+            name: jax.tree.map(functools.partial(_place, sharding=to), made(name, to))
+            for name, to in skeleton.placings(sharding).items()
+        }
+    )
 
 
 def _own_axes(

@@ -38,7 +38,7 @@ class Router(nnx.Module):
 class ExpertMLPs(nnx.Module):
     """The SwiGLU of every expert: ``gate_up [E, D, 2, size]`` and ``down [E, size, D]``.
 
-    Biases have these shapes without the second axis.
+    Kernels may be `MXFP4`. Biases have these shapes without the second axis.
     ``axes``: those of an enclosing `jax.shard_map` over which the experts are sharded. The channels
     of each may be sharded too: what a device gives is its part of a sum.
     """
@@ -60,21 +60,26 @@ class ExpertMLPs(nnx.Module):
         order, starts, is_own = routed.order, routed.starts, None
         if self.axes:
             # The pairs of this device's experts come first, and the others belong to no group.
-            held = len(self.down.kernel[...])
+            held = len(self.down.kernel.get_value())
             first = lax.axis_index(self.axes) * held
             starts = lax.dynamic_slice_in_dim(starts, first, held + 1)
             order, starts = jnp.roll(order, -starts[0]), starts - starts[0]
             is_own = (routed.chosen >= first) & (routed.chosen < first + held)
         gate_up, down = self.gate_up, self.down
         wide = grouped_linear(
-            *(x, gate_up.kernel[...], starts, None if gate_up.bias is None else gate_up.bias[...]),
+            *(
+                x,
+                gate_up.kernel.get_value(),
+                starts,
+                None if gate_up.bias is None else gate_up.bias[...],
+            ),
             taken=order,
             norm=norm,
             gated=True,
             clamped=self.clamped,
         )
         found = grouped_linear(
-            *(wide, down.kernel[...], starts),
+            *(wide, down.kernel.get_value(), starts),
             None if is_part or down.bias is None else down.bias[...],
             put=order,
             weights=routed.weights.reshape(-1),

@@ -22,6 +22,7 @@ from jspec.models.files import (
     TensorFile,
     read_json,
 )
+from jspec.ops.quantized import BLOCK, MXFP4
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,7 +40,7 @@ Quantization = Literal["int8", "mxfp4"] | BlockScales
 
 
 def quantization_of(config: Mapping[str, Any], source: str) -> Quantization | None:
-    """How a config.json says that weights are stored; jspec computes with them dequantised.
+    """How a config.json says that weights are stored; all but MXFP4 are dequantised.
 
     ``int8``: symmetric with one scale a channel, compressed-tensors' int-quantized format, whatever
     it does to activations. ``mxfp4``: that of gpt-oss's experts. `BlockScales`: FP8 as in
@@ -172,7 +173,12 @@ class Weights:
         if not packed.is_packed(parameter):
             return {name: stored_shape(parameter, shape)}
         plain = packed.stored_shape(parameter, shape)
-        if self.quantization == "mxfp4" and parameter.endswith(".kernel"):
+        if self.in_mxfp4(parameter):
+            if plain[1] % BLOCK:
+                raise CheckpointError(
+                    f"{self.directory}: config.json asks for {quoted(name)} {plain} in MXFP4, "
+                    f"whose {plain[1]} inputs are no multiple of {BLOCK}"
+                )
             return packed.mxfp4_shapes(name, plain)
         return {name: plain}
 
@@ -226,6 +232,17 @@ class Weights:
                 "tie_word_embeddings=true; set it to false to use both"
             )
 
+    def in_mxfp4(self, parameter: str) -> bool:
+        """Whether a parameter is stored in MXFP4."""
+        return self.quantization == "mxfp4" and packed.is_kernel(parameter)
+
+    def read_mxfp4(self, parameter: str, out: MXFP4) -> None:
+        """Fill the host's arrays of ``out`` with a kernel of experts that is stored in MXFP4."""
+        pairs = self._mxfp4(self.family.stored_name(parameter))
+        for expert, (blocks, scales) in enumerate(pairs):
+            packed.fill_kept(np.asarray(out.codes[expert]), blocks)
+            packed.fill_kept(np.asarray(out.scales[expert]), scales)
+
     def read(self, parameter: str, out: np.ndarray, axes: Sequence[np.ndarray] = ()) -> None:
         """Fill ``out``, in jspec's layout, with a block's worth of memory besides.
 
@@ -262,14 +279,20 @@ class Weights:
             for _, block in self.files[name].blocks(name, nbytes=1):
                 yield block[0]
             return
+        for blocks, scales in self._mxfp4(name):
+            yield packed.dequantized(blocks, scales).T
+
+    def _mxfp4(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Blocks ``[out, in / 32, 16]`` and scales ``[out, in / 32]`` of each packed expert."""
         blocks, scales = packed.mxfp4_names(name)
         both = (self.files[part].blocks(part, nbytes=1) for part in (blocks, scales))
         for (_, block), (_, scale) in zip(*both, strict=True):
             try:
-                yield packed.dequantized(block[0], scale[0]).T
+                packed.check_scales(scale)
             except ValueError as error:
                 path = self.files[scales].path
                 raise CheckpointError(f"{path}: tensor {quoted(scales)}: {error}") from None
+            yield block[0], scale[0]
 
     def _scales(self, name: str) -> np.ndarray:
         name += SUFFIX if isinstance(self.quantization, BlockScales) else "_scale"

@@ -15,6 +15,7 @@ from bench.decode.iterations import Drafting, Shape
 from bench.settings import DecodeSettings, Settings
 from jspec.decode.state import Models
 from jspec.models.decoder import Decoder
+from jspec.ops.quantized import MXFP4, Quantized
 from tests.bench.test_decode import SPECS, TINY
 from tests.bench.test_report import MACHINE
 
@@ -115,7 +116,23 @@ def test_floors_are_bytes_of_what_each_part_reads():
     kernels = weights - 2 * (2 * 32 + 32)  # all but the norms
     columns = (64 + 32 + 32) + 32 + 2 * 64 + 32 + 128
     assert less == kernels / 2 - 4 * columns
+    narrow = of("vegas:budget=0.125,least=0,quantized=mxfp4")
+    less = vegas["draft passes"] - narrow["draft passes"]
+    assert less == 4 * kernels * (1 - 4.25 / 16)
     assert of("ngram").keys() == plain.keys()
+
+
+def test_drafts_share_a_copy_of_their_kind():
+    texts = ["suffix > vegas:quantized=int8", "vegas:quantized=int8", "vegas:quantized=mxfp4"]
+    wanted = [Drafting(text, text, 3) for text in [*texts, "vegas"]]
+    settings = Settings(decode=DecodeSettings(steps=1))
+    model, at = shapes.random_model(ONE), Shape("tiny", 2, 100)
+    found = iterations.iterations(model, at, wanted, settings, LIMITS)
+    chain, int8, mxfp4, own = (iteration._models.draft for iteration in found)
+    assert chain is int8
+    assert own is None
+    kinds = [type(copy.layers[0].mlp.down.kernel.get_value()) for copy in (int8, mxfp4)]
+    assert kinds == [Quantized, MXFP4]
 
 
 def test_one_wrong_position_is_an_error_and_so_is_a_wrong_row():

@@ -17,6 +17,7 @@ from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.models.decoder import Decoder
+from jspec.ops.quantized import MXFP4, dequantized
 from jspec.parts import Experts
 from tests.bench.test_breakdown import rows as iteration_rows
 from tests.bench.test_decode import SPECS, TINY, Device
@@ -24,6 +25,7 @@ from tests.bench.test_report import MACHINE, decode_rows
 
 EXPERTS = Experts(routed=8, chosen=2, size=16)
 MIXTURE = dataclasses.replace(TINY, experts=EXPERTS, sinks=True)
+NARROW = dataclasses.replace(MIXTURE, experts=Experts(routed=8, chosen=2, size=32))
 WINDOWS = dataclasses.replace(TINY, layers=SPECS[::-1], post_norms=True, centered_norms=True)
 
 
@@ -63,6 +65,34 @@ def test_random_weights_keep_their_size_from_layer_to_layer():
     router = model.layers[0].mlp.router.kernel[...].astype(jnp.float32)
     assert float(router.std()) == pytest.approx(shapes.ROUTERS_TELL * 32**-0.5, rel=0.1)
     assert not shapes.random_model(WINDOWS).layers[0].mlp_norm.scale[...].any()
+
+
+def test_experts_in_mxfp4_are_those_in_bfloat16_in_fewer_bytes():
+    config = dataclasses.replace(MIXTURE, experts=Experts(routed=8, chosen=2, size=64))
+    narrow, wide = (shapes.random_model(config, mxfp4=kind) for kind in (True, False))
+    for kernel, inputs, factor in (("gate_up", 32, 1), ("down", 64, shapes.EXPERTS_GIVE)):
+        mine, own = (
+            getattr(model.layers[0].mlp.experts, kernel).kernel.get_value()
+            for model in (narrow, wide)
+        )
+        assert isinstance(mine, MXFP4)
+        assert mine.shape == own.shape
+        deviation = float(dequantized(mine, jnp.float32).std())
+        assert deviation == pytest.approx(factor * inputs**-0.5, rel=0.05)
+    one = 3 * 32 * 64 * len(SPECS)  # weights of an expert in all layers
+    for tokens, hit in ((1, 2), (2, 8 * (1 - 0.75**2))):
+        bytes_read = [shapes.read_weight_bytes(model, tokens) for model in (narrow, wide)]
+        assert bytes_read[1] - bytes_read[0] == pytest.approx(hit * one * (2 - 4.25 / 8), abs=1)
+    assert shapes.product_flops(narrow, 3) == shapes.product_flops(wide, 3)
+    assert shapes.prefill_flops(narrow, 30) == shapes.prefill_flops(wide, 30)
+
+
+def test_mixtures_in_bfloat16_draft_by_quantised_copies_too():
+    copies = {"vegas-int8", "vegas-mxfp4"}
+    for model in families.MODELS:
+        names = {own.name for own in families.wanted(model, 9)}
+        assert names >= {"plain", "verification", "vegas"}
+        assert (names & copies) == (copies if model in ("gpt-oss-20b", "qwen3-30b-a3b") else set())
 
 
 def test_gemma_has_a_window_of_its_own_rope_in_five_layers_of_six():
@@ -108,19 +138,30 @@ def test_the_report_has_steps_parts_and_imposed_speeds(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [MIXTURE, WINDOWS], ids=["mixture", "windows"])
-def test_a_small_model_is_checked_and_measured(config, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(catalogue.MODELS, "gpt-oss-20b", config)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("gpt-oss-20b", NARROW), ("gpt-oss-20b-mxfp4", NARROW), ("gemma-3-4b", WINDOWS)],
+    ids=["mixture", "mxfp4", "windows"],
+)
+def test_a_small_model_is_checked_and_measured(name, config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(catalogue.MODELS, name, config)
     monkeypatch.setattr(drafting, "read_ceiling", lambda: 1e10)
     monkeypatch.setattr(point, "DEVICE", Device())
     path = tmp_path / "out.json"
-    assert main(["families", "--case", "B=2,S=300,gamma=2", "--json", str(path)]) == 0
+    case = f"model={name},B=2,S=300,gamma=2"
+    assert main(["families", "--case", case, "--json", str(path)]) == 0
     found = json.loads(path.read_text())["rows"]
     timed = {row["case"].get("T") or row["name"] for row in found if "step_ns" in row}
-    assert timed == {*families.CPU_TOKENS, "plain", "verification", "vegas"}
+    copies = ("vegas-int8", "vegas-mxfp4") if name == "gpt-oss-20b" else ()
+    assert timed == {*families.CPU_TOKENS, "plain", "verification", "vegas", *copies}
     assert {row["checked"] for row in found} == {"2 layers"}
     by_name = {row["name"]: row for row in found}
-    assert by_name["vegas"]["tokens_per_iteration"] == committed(rate_of("gpt-oss-20b"), 2)
+    assert by_name["vegas"]["tokens_per_iteration"] == committed(rate_of(name), 2)
+    for copy in copies:
+        kind = copy.removeprefix("vegas-")
+        wanted = committed(rate_of(name, kind), 2)
+        assert by_name[copy]["tokens_per_iteration"] == wanted
+        assert by_name[copy]["draft_weight_bytes"] < by_name["vegas"]["draft_weight_bytes"]
     out = capsys.readouterr().out
     assert "E (1 - (1 - k / E) ** n)" in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 100

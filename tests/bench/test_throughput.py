@@ -73,6 +73,21 @@ def test_imposed_rows_take_the_time_and_the_stated_tokens():
     assert speedup == pytest.approx(profiles.committed(rate, 9) / 3)
 
 
+@pytest.mark.parametrize("kind", profiles.QUANTIZED)
+def test_drafts_of_a_quantised_copy_are_accepted_as_much_less_often(kind):
+    rate = profiles.rate_of("qwen3-8b") * profiles.QUANTIZED[kind]
+    for name in (f"vegas-{kind}", f"vegas-{kind}-exact"):
+        found = row(name, "imposed", 50)
+        assert found["rate"] == rate
+        assert found["tokens_per_iteration"] == pytest.approx(profiles.committed(rate, 9))
+    assert throughput.QUANTIZED[f"vegas-{kind}"].endswith(f",quantized={kind}")
+    assert profiles.QUANTIZED["mxfp4"] < 1
+    # Earlier results had one rate for all.
+    assert "their tokens are accepted as often as" in throughput.foot(RESULT)
+    told = throughput.foot({"acceptance": profiles.STATED})
+    assert f"{profiles.QUANTIZED[kind]:.2f} ({kind})" in told
+
+
 def test_tables_fit_and_say_which_acceptance_they_have(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     result = json.loads(json.dumps(RESULT))

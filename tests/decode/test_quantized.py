@@ -1,4 +1,6 @@
-"""Drafts with weights of 8 bits: the output stays the target's own."""
+"""Drafts with weights of 8 and 4 bits: the output stays the target's own."""
+
+import dataclasses
 
 import jax
 import numpy as np
@@ -11,12 +13,14 @@ from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.models.quantized import quantized_copy
-from jspec.ops.quantized import Quantized
+from jspec.ops.quantized import MXFP4, Quantized
 from jspec.policies import Dense, Vegas
-from tests.conftest import make_decoder
+from tests.conftest import TINY, make_decoder
 from tests.decode.common import full_logits, prompts, requests
 from tests.policies.common import MATRIX
 
+# All of whose inputs are blocks of MXFP4.
+WHOLE = dataclasses.replace(TINY, intermediate_size=64)
 GUIDED = GuidedDraft(Vegas(budget=6, least=0), quantized="int8")
 
 
@@ -25,13 +29,16 @@ GUIDED = GuidedDraft(Vegas(budget=6, least=0), quantized="int8")
     [
         SelfDraft(MATRIX["quest"], quantized="fp8"),
         GUIDED,
+        dataclasses.replace(GUIDED, quantized="mxfp4"),
         Chain(SuffixDraft(), GUIDED, inner=2, rounds=2),
+        Chain(SuffixDraft(), SelfDraft(MATRIX["quest"], quantized="mxfp4"), inner=2, rounds=2),
     ],
-    ids=["fp8-quest", "int8-vegas", "int8-chain"],
+    ids=["fp8-quest", "int8-vegas", "mxfp4-vegas", "int8-chain", "mxfp4-chain"],
 )
-def test_greedy_tokens_are_those_of_plain_decoding(draft, sharp):
-    plain = generate(sharp, prompts(), requests(), draft=None)
-    got = generate(sharp, prompts(), requests(), draft=draft, gamma=3)
+def test_greedy_tokens_are_those_of_plain_decoding(draft):
+    model = make_decoder(WHOLE, seed=1, embedding=400.0, head=4.0)
+    plain = generate(model, prompts(), requests(), draft=None)
+    got = generate(model, prompts(), requests(), draft=draft, gamma=3)
     assert got.tokens == plain.tokens
     assert got.stats.acceptance_rate > 0.4
 
@@ -63,15 +70,39 @@ def test_a_copy_is_near_and_shares_all_else(tiny):
     assert 0 < np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
+def test_a_copy_in_mxfp4_reads_4_bits_a_weight():
+    model = make_decoder(WHOLE)
+    copy = quantized_copy(model, "mxfp4")
+    kernel = copy.layers[0].mlp.down.kernel.get_value()
+    assert isinstance(kernel, MXFP4)
+    shared = {id(leaf) for leaf in jax.tree.leaves(model)}
+    fresh = [leaf for leaf in jax.tree.leaves(copy) if id(leaf) not in shared]
+    own = {id(leaf) for leaf in jax.tree.leaves(copy)}
+    weights = sum(leaf.size for leaf in jax.tree.leaves(model) if id(leaf) not in own)
+    assert sum(leaf.nbytes for leaf in fresh) == weights * 17 / 32
+    tokens = np.array(prompts((24,)), np.int32)
+    got, want = (full_logits(own, tokens).ravel() for own in (copy, model))
+    assert 0.9 < np.corrcoef(got, want)[0, 1] < 0.999
+
+
+def test_inputs_that_are_no_blocks_have_no_mxfp4(tiny):
+    with pytest.raises(ValueError, match=r"48 inputs has no MXFP4: .* multiple of 32; take int8"):
+        quantized_copy(tiny, "mxfp4")
+
+
 def test_settings_are_named_and_checked(tiny):
     assert named_draft("quest:page=4,quantized=int8") == SelfDraft(
         named_draft("quest:page=4").keeps, quantized="int8"
     )
     assert named_draft("vegas:budget=6,quantized=int8,least=0") == GUIDED
+    narrow = dataclasses.replace(GUIDED, quantized="mxfp4")
+    assert named_draft("vegas:budget=6,quantized=mxfp4,least=0") == narrow
     assert not SelfDraft().takes_model
     assert ModelDraft().takes_model
     for name in ("dense", "vegas"):
-        with pytest.raises(ValueError, match=f"draft {name}: quantized='int4' must be one of int8"):
+        with pytest.raises(
+            ValueError, match=f"draft {name}: quantized='int4' must be one of int8, fp8, mx"
+        ):
             named_draft(f"{name}:quantized=int4")
     config = StepConfig(2, SelfDraft(quantized="int8"))
     with pytest.raises(ValueError, match=r"pass draft\.prepare\(jspec\.Models\(target\)\)"):

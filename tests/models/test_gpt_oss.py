@@ -1,16 +1,11 @@
-"""gpt-oss: settings, MXFP4 by its definition, rings of windows, and what is refused."""
+"""gpt-oss: settings, rings of windows, and what is refused."""
 
 import dataclasses
 import json
-import shutil
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
 
 from jspec import (
     CheckpointError,
@@ -32,14 +27,12 @@ from jspec import (
     save_model,
     start_decoding,
 )
-from jspec.models import packed
 from jspec.models.families import model_config
 from jspec.policies import ExactTopK
-from tests.models.goldens import GOLDEN, MXFP4
+from tests.models.goldens import GOLDEN
 from tests.models.helpers import assert_equal, logits_of, one_pass, parameters
 
 TINY = json.loads((GOLDEN / "gpt_oss" / "config.json").read_text())
-GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 # As it is on the hub.
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
@@ -128,55 +121,6 @@ def test_without_layer_types_every_other_layer_has_a_window():
     assert [spec.window for spec in config.layers] == [9, None, 9, None, 9]
 
 
-def e2m1(bits: int) -> float:
-    """OCP Microscaling Formats 1.0: a sign, two bits of exponent, one of mantissa."""
-    sign, exponent, mantissa = bits >> 3, bits >> 1 & 3, bits & 1
-    size = mantissa / 2 if exponent == 0 else 2 ** (exponent - 1) * (1 + mantissa / 2)
-    return -size if sign else size
-
-
-@given(st.binary(min_size=32, max_size=32), st.lists(st.integers(0, 252), min_size=2, max_size=2))
-def test_mxfp4_by_its_definition(content, scales):
-    blocks = np.frombuffer(content, np.uint8).reshape(2, 16)
-    got = packed.dequantized(blocks, np.array(scales, np.uint8))
-    nibbles = [nibble for byte in content for nibble in (byte & 15, byte >> 4)]
-    wanted = [e2m1(bits) * 2.0 ** (scales[n // 32] - 127) for n, bits in enumerate(nibbles)]
-    np.testing.assert_array_equal(got, np.array(wanted, np.float32))
-    assert np.isfinite(got).all()
-
-
-@pytest.fixture
-def mxfp4(tmp_path):
-    return shutil.copytree(GOLDEN / MXFP4, tmp_path / "model")
-
-
-@pytest.mark.parametrize(
-    ("suffix", "change", "reason"),
-    [
-        ("scales", lambda x: np.full_like(x, 255), "byte 255 is no scale of weights"),
-        ("scales", lambda x: None, "lacks 'model.layers.0.mlp.experts.gate_up_proj_scales'"),
-        ("blocks", lambda x: x.astype(np.int32), "has dtype int32; MXFP4 is in U8"),
-        ("blocks", lambda x: x[..., :8], r"has shape \(4, 128, 1, 8\), .* \(4, 128, 1, 16\)"),
-    ],
-    ids=["nan", "missing", "dtype", "shape"],
-)
-def test_damaged_mxfp4_is_refused(mxfp4, suffix, change, reason):
-    name, file = f"{GATE_UP}_{suffix}", mxfp4 / "model.safetensors"
-    tensors = load_file(file)
-    changed = change(tensors.pop(name))
-    save_file(tensors if changed is None else {**tensors, name: changed}, file)
-    with pytest.raises(CheckpointError, match=reason):
-        load_model(mxfp4)
-
-
-def test_mxfp4_is_read_where_config_json_says_so(mxfp4):
-    config = json.loads((mxfp4 / "config.json").read_text())
-    del config["quantization_config"]
-    (mxfp4 / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=f"lacks .*'{GATE_UP}', which"):
-        load_model(mxfp4)
-
-
 def test_a_saved_model_comes_back(model, tmp_path):
     save_model(model, tmp_path / "saved")
     again = load_model(tmp_path / "saved")
@@ -256,12 +200,3 @@ def test_drafts_change_no_token(model, name):
     plain = generate(model, PROMPTS, params, draft=None, gamma=0)
     drafted = generate(model, PROMPTS, params, draft=DRAFTS[name], gamma=3)
     assert drafted.tokens == plain.tokens
-
-
-def test_weights_are_dequantised_to_the_dtype_asked_for():
-    wide, half = (load_model(GOLDEN / MXFP4, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
-    for name, value in parameters(wide).items():
-        if ".experts." in name and name.endswith("kernel"):
-            # E2M1 and a power of two are exact in bfloat16.
-            np.testing.assert_array_equal(parameters(half)[name].astype(np.float32), value)
-    assert half.dtype == jnp.bfloat16

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jspec import NgramDraft, SamplingParams, SelfDraft, Streaming, generate, load_model
+from jspec.ops.quantized import dequantized
 from tests.models import goldens
 from tests.models.helpers import logits_of, one_pass, ragged
 
@@ -141,13 +142,15 @@ def test_transformers_dequantises_mxfp4_alike():
         path, dtype=torch.float32, quantization_config=kind
     )
     stored = {name: value.detach().numpy() for name, value in theirs.named_parameters()}
-    ours = load_model(path).layers[0].mlp.experts
-    gate_up = np.asarray(ours.gate_up.kernel.get_value())
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    np.testing.assert_array_equal(gate_up[:, :, 0], stored[name][..., ::2])
-    np.testing.assert_array_equal(gate_up[:, :, 1], stored[name][..., 1::2])
-    down = stored["model.layers.0.mlp.experts.down_proj"]
-    np.testing.assert_array_equal(ours.down.kernel.get_value(), down)
+    wanted = stored["model.layers.0.mlp.experts.down_proj"]
+    for keep in (True, False):
+        ours = load_model(path, keep_mxfp4=keep).layers[0].mlp.experts
+        kernels = ours.gate_up.kernel.get_value(), ours.down.kernel.get_value()
+        gate_up, down = (dequantized(x, np.float32) for x in kernels) if keep else kernels
+        np.testing.assert_array_equal(gate_up[:, :, 0], stored[name][..., ::2])
+        np.testing.assert_array_equal(gate_up[:, :, 1], stored[name][..., 1::2])
+        np.testing.assert_array_equal(down, wanted)
 
 
 @pytest.mark.parametrize("name", EXPERTS)

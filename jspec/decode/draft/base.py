@@ -174,10 +174,10 @@ class Drafter:
 class SparseDrafter(Drafter):
     """A drafter that is the model itself over a sparse view of its own cache.
 
-    A `Chain` runs passes over that view by itself. ``quantized``: ``int8`` or ``fp8`` has the draft
-    read a copy of the linear weights of so many bits, which `prepare` makes and ``models.draft``
-    holds; verification reads the target's own. Subclasses have it as a setting, "" for no copy, and
-    check it by `check_quantized`.
+    A `Chain` runs passes over that view by itself. ``quantized``: ``int8``, ``fp8`` or ``mxfp4``
+    has the draft read a copy of the linear weights of so many bits, as `quantized_copy` says, which
+    `prepare` makes and ``models.draft`` holds; verification reads the target's own. Subclasses have
+    it as a setting, "" for no copy, and check it by `check_quantized`.
     """
 
     quantized: str
