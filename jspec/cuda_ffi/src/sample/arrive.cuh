@@ -8,7 +8,7 @@ namespace jspec {
 
 // Has loads see all that others had written before what this thread knows of.
 __device__ __forceinline__ void acquire() {
-#if __CUDACC_VER_MAJOR__ >= 13
+#if __CUDACC_VER_MAJOR__ >= 13 && __CUDA_ARCH__ >= 900
   asm volatile("fence.acquire.gpu;" ::: "memory");
 #else
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
