@@ -59,7 +59,7 @@ class Programs:
         self, cost: Timed, function: Any, args: tuple[Any, ...], static: dict[str, Any]
     ) -> Any:
         """The executable for these arguments. What it took to get it is added to ``cost``."""
-        key = _key(function, args, static)
+        key = _Key(function, args, static)
         while True:
             found, is_new = self._claim(key)
             if is_new:
@@ -86,9 +86,9 @@ class Programs:
                 dropped = loose[: max(len(loose) - self._limit, 0)]
                 for own in dropped:
                     del self._kept[own]
-        for function, *_ in dropped:
+        for own in dropped:
             # JAX holds what it compiled as long as it holds the trace of the function.
-            function.clear_cache()
+            own.function.clear_cache()
         return found, is_new
 
     def _compile(self, found: Future[Any], key: Any, cost: Timed, function, args, static) -> None:
@@ -142,16 +142,29 @@ class Timed:
                 self.compile_s += time.perf_counter() - begin
 
 
-def _key(function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    leaves, structure = jax.tree.flatten(args)
-    traced = tuple(getattr(jax.config, name) for name in TRACED)
-    return (
-        function,
-        structure,
-        tuple(map(_signature, leaves)),
-        tuple(sorted(static.items())),
-        traced,
-    )
+class _Key:
+    """What a program is kept by. Its hash is found once, as that takes longer than all else."""
+
+    __slots__ = ("_hash", "function", "parts")
+
+    def __init__(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> None:
+        leaves, structure = jax.tree.flatten(args)
+        traced = tuple(getattr(jax.config, name) for name in TRACED)
+        arrays = tuple(map(_signature, leaves))
+        self.function = function
+        self.parts = structure, arrays, tuple(sorted(static.items())), traced
+        self._hash = hash((function, self.parts))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Key)
+            and self._hash == other._hash
+            and self.function == other.function
+            and self.parts == other.parts
+        )
 
 
 def _signature(leaf: Any) -> tuple:
