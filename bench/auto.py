@@ -24,6 +24,7 @@ from bench import decoding
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from bench.table import times
+from jspec.decode.acceptance import Rows
 from jspec.decode.auto import GammaChoice, Gammas, may_ask
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.state import Models
@@ -49,11 +50,13 @@ class Fixed:
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
 
-    def choose(self) -> int:
+    def choose(self, rows: Rows, left: np.ndarray) -> int:
         return self.gamma
 
-    def saw(self, gamma: int, seconds: float, accepted: np.ndarray, passes: np.ndarray) -> None:
+    def saw(self, *chunk: object) -> None:
         pass
+
+    met = saw
 
 
 def parse(text: str) -> Case:
@@ -164,10 +167,12 @@ def _decode(
 ) -> tuple[float, list[tuple[int, ...]], list[tuple[int, int, float]]]:
     """Seconds of decoding to the end, without compiling, the tokens of each row, and the chunks."""
     state = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+    left = np.asarray(state.limits - state.lengths)
+    rows = Rows(len(left), max(configs), CHUNK)
     ended, blocks, chunks, total = np.asarray(state.done), [], [], 0.0
     run = PROGRAMS.timed()
     while not ended.all():
-        gamma, compiled = choice.choose(), run.compile_s
+        gamma, compiled = choice.choose(rows, left), run.compile_s
         begin = time.perf_counter()
         if isinstance(choice, GammaChoice) and configs[gamma].ends_early:
             ending = state.ending.priced(choice.price(gamma))
@@ -176,14 +181,16 @@ def _decode(
         record = jax.device_get(record)
         seconds = time.perf_counter() - begin - (run.compile_s - compiled)
         ended = record.done[-1]
-        accepted = record.accepted[record.committed > 0]
-        passes = record.drafted.max(axis=1)[(record.committed > 0).any(axis=1)]
-        choice.saw(gamma, seconds / CHUNK, accepted, passes)
-        chunks.append((gamma, round(seconds / CHUNK * 1e9), float(accepted.mean())))
+        live, left = record.committed > 0, left - record.committed.sum(axis=0)
+        passes = record.drafted.max(axis=1)[live.any(axis=1)]
+        choice.saw(gamma, seconds / CHUNK, record.accepted, live, passes)
+        choice.met(rows.saw(gamma, record.accepted, live, passes))
+        mean = float(record.accepted[live].mean())
+        chunks.append((gamma, round(seconds / CHUNK * 1e9), mean))
         total += seconds
         blocks.append(record.tokens)
-    rows = [np.concatenate([b[:, row].reshape(-1) for b in blocks]) for row in range(len(ended))]
-    return total, [tuple(row[row >= 0].tolist()) for row in rows], chunks
+    texts = [np.concatenate([b[:, row].reshape(-1) for b in blocks]) for row in range(len(ended))]
+    return total, [tuple(text[text >= 0].tolist()) for text in texts], chunks
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:

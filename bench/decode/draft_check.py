@@ -75,14 +75,10 @@ class DraftCheck:
         errors = _errors(got, wanted)
         error = max(errors.values())
         beyond = {what: off for what, off in errors.items() if not off <= TOLERANCE}
-        exact = self._in_float32(state, tokens) if beyond else None
-        for what, off in beyond.items():
-            own, rounding = (_errors(x, exact, overall=True)[what] for x in (got, wanted))
-            if not (rounding <= ROUNDED and own <= ROUNDINGS * rounding):
-                return (
-                    f"the logits of its {what} are {off:.1%} from the reference's; from those of "
-                    f"float32, its are {own:.1%} and the reference's {rounding:.1%}"
-                ), off
+        if beyond:
+            exact = self._in_float32(state, tokens)
+            if reason := _more_than_rounding(got, wanted, exact, beyond):
+                return reason, error
         shared = min(map(share, got.picks, wanted.picks), default=1.0)
         if shared < SHARED:
             return f"it picks {shared:.0%} of what the reference picks in a layer", error
@@ -157,6 +153,20 @@ def _iteration(models: Models, state: DecodeState, tokens: Array, config: StepCo
 
 def _widened(x: Array) -> Array:
     return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+
+
+def _more_than_rounding(
+    found: _Found, wanted: _Found, exact: _Found, beyond: Mapping[str, float]
+) -> str | None:
+    """What rounding does not explain of logits that are so far ``beyond`` those of ``wanted``."""
+    own, reference = (_errors(x, exact, overall=True) for x in (found, wanted))
+    for what, off in beyond.items():
+        if not (reference[what] <= ROUNDED and own[what] <= ROUNDINGS * reference[what]):
+            return (
+                f"the logits of its {what} are {off:.1%} from the reference's; from those of "
+                f"float32, its are {own[what]:.1%} and the reference's {reference[what]:.1%}"
+            )
+    return None
 
 
 def _errors(found: _Found, wanted: _Found, *, overall: bool = False) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import threading
 from collections import OrderedDict, deque
@@ -12,31 +13,38 @@ from typing import Any
 import jax
 import numpy as np
 
+from jspec.decode.acceptance import Reach, Rows, mean
 from jspec.decode.draft import NoDraft, Paused
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.sharding import bytes_on_device
 
 LADDER = (0, 1, 2, 4, 8, 16)
-MEMORY = 128.0  # steps of a row after which what was accepted counts half
 TIMES = 5  # last chunks whose median is the cost of a gamma
+ACCEPTED = 0.8  # of draft tokens, until something is known
 WORTH = 1.01  # a longer draft must be so much better than a shorter one
 PROBING = 0.003  # share of the time that may be spent to look at a gamma again
 STALE = 16  # chunks after which a gamma may be looked at again
 AHEAD = 1  # chunks that may be at work, and not seen yet, when another one is chosen for
+KINDS = 16  # rows that say how unlike rows are
 KEPT = 32  # choices that are remembered, by what their times depend on
 LONG = 2**32  # bytes of weights from which on a pass is long beside asking the host
 
 
 class GammaChoice:
-    """Chooses a gamma of ``ladder`` for each chunk of steps, to commit most tokens a second.
+    """Chooses a gamma of ``ladder`` for each chunk of steps, so that rows end soonest in the mean.
 
-    A gamma commits 1 + s_1 + ... + s_gamma tokens a step in the mean, where s_i is how often at
-    least i draft tokens are accepted. That is a product of conditional rates, which longer drafts
-    than the present one are taken to go on with. A step's time is measured, never assumed: the
-    median of a gamma's last chunks, of which the first ``warm`` do not count. A gamma that never
-    ran is tried while it would win if it cost no more than the longest shorter one, 0 always. One
-    that lost is looked at again when its neighbour runs, in a bounded share of the time.
+    That is the time of a step times the steps that all rows need to their end: a batch's slots are
+    taken so long. A row needs one step for each 1 + s_1 + ... + s_gamma of its tokens, where s_i is
+    how often at least i draft tokens are accepted. That is a product of conditional rates, which
+    longer drafts than the present one are taken to go on with. They are those of the row of late,
+    in `Rows`. A row of which little is known may be like any that was met lately. So a row that
+    accepts little weighs more than one that accepts much, as it needs more steps.
+
+    A step's time is measured, never assumed: the median of a gamma's last chunks, of which the
+    first ``warm`` do not count. A gamma that never ran is tried while it would win if it cost no
+    more than the longest shorter one, 0 always. One that lost is looked at again when its neighbour
+    runs, in a bounded share of the time.
 
     A chunk may be chosen for while up to `AHEAD` before it are at work. What it chooses follows
     from what it saw alone.
@@ -58,83 +66,99 @@ class GammaChoice:
         self.a_pass: dict[int, float] = {}  # seconds of a draft pass, once they are known
         self.runs = dict.fromkeys(self.ladder, 0)
         self.last_run = dict.fromkeys(self.ladder, 0)
-        self.tried = np.zeros(max(self.ladder))
-        self.taken = np.zeros(max(self.ladder))
-        self.begun, self.gone_on = np.zeros_like(self.tried), np.zeros_like(self.tried)
+        longest = max(self.ladder)
+        self.accepted, self.passes = Reach(longest), Reach(longest)
+        self.kinds = Reach(KINDS, longest)  # the first chunks of the last rows that were met
+        self.rows_met = 0
         self.chunks = 0
         self.allowance = 0.0
         self.probing: int | None = None  # the gamma that is looked at again
         self.probe_seen = 0  # chunks by which it was seen, if it ran
         self.current = self.start
+        self.wanted = 0.0  # seconds a token with it
 
     def saw(
         self,
         gamma: int,
         seconds: float | None,
         accepted: np.ndarray,
+        live: np.ndarray,
         passes: np.ndarray | None = None,
     ) -> None:
-        """Take up a chunk: ``seconds`` a step, None where nobody knows, and what each step of a
-        live row accepted. ``passes``: of the draft in each step, None where it has all of them."""
-        passes = np.full(1, gamma) if passes is None else passes
+        """Take up a chunk: ``seconds`` a step, None where nobody knows.
+
+        ``accepted`` int ``[steps, B]``: what each step accepted, of rows that were ``live`` then,
+        bool. ``passes``: of the draft in each step, None where it has all of them.
+        """
         self.chunks += 1
         self.runs[gamma] += 1
         self.last_run[gamma] = self.chunks
         if seconds is not None:
-            self._took(gamma, seconds, accepted, passes)
+            every = float(gamma if passes is None else np.mean(passes))
+            self._took(gamma, seconds, every, _tokens_of(accepted, live))
         if gamma == self.probing or self.chunks >= self.probe_seen:
             self.probing = None
-        fade = 0.5 ** (len(accepted) / MEMORY)
-        for before, behind, counts in (
-            (self.tried, self.taken, accepted),
-            (self.begun, self.gone_on, passes),
-        ):
-            at_least = (counts[:, None] >= np.arange(gamma + 1)).sum(axis=0)
-            before[:gamma] = fade * before[:gamma] + at_least[:-1]
-            behind[:gamma] = fade * behind[:gamma] + at_least[1:]
+        up_to = np.arange(gamma + 1)
+        self.accepted.add((accepted[live][:, None] >= up_to).sum(axis=0), len(accepted))
+        if passes is not None:
+            self.passes.add((passes[:, None] >= up_to).sum(axis=0), len(passes))
 
-    def _took(self, gamma: int, seconds: float, accepted: np.ndarray, passes: np.ndarray) -> None:
-        """Take up the time of a chunk."""
+    def met(self, counts: np.ndarray) -> None:
+        """Take up rows that began: what `Rows.saw` returned."""
+        gamma = counts.shape[1] - 1
+        for row in counts[-KINDS:]:
+            at = self.rows_met % KINDS
+            self.kinds.begun[at], self.kinds.gone_on[at] = 0, 0
+            self.kinds.begun[at, :gamma], self.kinds.gone_on[at, :gamma] = row[:-1], row[1:]
+            self.rows_met += 1
+
+    def _took(self, gamma: int, seconds: float, passes: float, tokens: float) -> None:
+        """Take up the time of a chunk of so many passes and tokens a step in the mean."""
         if self.runs[gamma] > self.warm:
             if self.early and gamma and gamma not in self.whole:
                 self.whole[gamma] = seconds
             else:
-                in_passes = self.a_pass.get(gamma, 0.0) * float(np.mean(passes))
-                self.times[gamma].append(seconds - in_passes)
+                self.times[gamma].append(seconds - self.a_pass.get(gamma, 0.0) * passes)
             self._price_passes()
         self.allowance += PROBING * seconds
         if gamma == self.probing and self._ran(gamma):  # a program's first runs cost but once
-            wanted = self.cost(self.current) / self.tokens(self.current)
-            self.allowance -= max(seconds - wanted * float(np.mean(1 + accepted)), 0.0)
+            self.allowance -= max(seconds - self.wanted * tokens, 0.0)
 
-    def choose(self) -> int:
-        """The gamma of the next chunk."""
-        rates = {g: self.tokens(g) / self.cost(g) for g in self.ladder if self._ran(g)}
-        if not rates:
+    def choose(self, rows: Rows, left: np.ndarray) -> int:
+        """The gamma of the next chunk of ``rows``, of which each commits ``left [B]`` tokens yet at
+        most, 0 where it has ended."""
+        known = [g for g in self.ladder if self._ran(g)]
+        if not known:
             return self.start
+        others = self.kinds.rates_beside(self.accepted.rates(ACCEPTED))
+        tokens = {g: rows.tokens(g, left, others) for g in self.ladder}
+        costs = {g: self.cost(g, rows) for g in known}
+        rates = {g: tokens[g] / costs[g] for g in known}
         best = min(g for g, rate in rates.items() if WORTH * rate >= max(rates.values()))
-        self.current = best
-        hoped = {g: self._hoped(g) for g in self.ladder if not self._ran(g)}
+        self.current, self.wanted = best, 1 / rates[best]
+        hoped = {}  # of those that never ran, if they cost what the longest shorter one does
+        for g in (g for g in self.ladder if g not in known):
+            shorter = [k for k in known if k < g]
+            hoped[g] = tokens[g] / costs[shorter[-1]] if shorter else math.inf
         if hoped and max(hoped.values()) > WORTH * rates[best]:
             return max(hoped, key=hoped.__getitem__)
-        return self._probe(best)
+        return self._probe(best, costs)
 
     def price(self, gamma: int) -> float:
         """The tokens that a row commits in the time of a draft pass; 0 while that is unknown."""
         if gamma not in self.a_pass:
             return 0.0
-        return float(self.a_pass[gamma] * self.tokens(gamma) / self.cost(gamma))
+        tokens = 1 + mean(self.accepted.rates(ACCEPTED)[:gamma])
+        return float(self.a_pass[gamma] * tokens / self.cost(gamma))
 
-    def cost(self, gamma: int) -> float:
-        """Seconds of a step."""
+    def cost(self, gamma: int, rows: Rows | None = None) -> float:
+        """Seconds of a step, of ``rows`` or of those that were seen."""
         if gamma not in self.a_pass:
             return statistics.median(self.times[gamma] or [self.whole[gamma]])
-        passes = _mean(self.begun[:gamma], self.gone_on[:gamma], 1.0)
+        rates = self.passes.rates(1.0)
+        rates = rates if rows is None else rows.passes.rates_beside(rates)
+        passes = float(mean(rates[:gamma]))
         return statistics.median(self.times[gamma]) + self.a_pass[gamma] * passes
-
-    def tokens(self, gamma: int) -> float:
-        """Tokens that a step of a row commits in the mean."""
-        return 1 + _mean(self.tried[:gamma], self.taken[:gamma], 0.8)
 
     def _ran(self, gamma: int) -> bool:
         """Whether there is a time of it."""
@@ -147,39 +171,30 @@ class GammaChoice:
                 self.a_pass[gamma] = max((seconds - self.cost(0)) / gamma, 0.0)
                 self.times[gamma].append(seconds - self.a_pass[gamma] * gamma)
 
-    def _hoped(self, gamma: int) -> float:
-        """The rate of a gamma that never ran, if it cost what the longest shorter one does."""
-        shorter = [g for g in self.ladder if g < gamma and self._ran(g)]
-        return self.tokens(gamma) / self.cost(shorter[-1]) if shorter else float("inf")
-
-    def _probe(self, best: int) -> int:
+    def _probe(self, best: int, costs: dict[int, float]) -> int:
         """A neighbour of ``best`` that was not seen for long, where the allowance pays for it."""
         if self.probing is not None:  # one is at work, and not charged yet
             return best
         at = self.ladder.index(best)
         near = [g for g in self.ladder[max(at - 1, 0) : at + 2] if g != best]
         probe = min(near, key=self.last_run.__getitem__, default=best)
-        known = [g for g in self.ladder if g >= probe and self._ran(g)]
-        if not known:
+        dearer = [g for g in costs if g >= probe]
+        if not dearer:
             return best
         # At worst it commits one token a step, and costs what the next longer one does. `saw`
         # charges what it came to.
-        loss = self.cost(known[0]) - self.cost(best) / self.tokens(best)
+        loss = costs[dearer[0]] - self.wanted
         if self.chunks - self.last_run[probe] < STALE or loss > self.allowance:
             return best
         self.probing, self.probe_seen = probe, self.chunks + 1 + AHEAD
         return probe
 
 
-def _mean(tried: np.ndarray, taken: np.ndarray, rate: float) -> float:
-    """How far steps come in the mean, of which ``taken`` go on from each of the places where
-    ``tried`` are; ``rate``: where nothing is known."""
-    reached, total = 1.0, 0.0
-    for behind, before in zip(taken, tried, strict=True):
-        rate = (behind + rate) / (before + 1)
-        reached *= rate
-        total += reached
-    return total
+def _tokens_of(accepted: np.ndarray, live: np.ndarray) -> float:
+    """Tokens of a step of a row, by the steps that the rows need for a token each."""
+    steps, ran = live.sum(axis=0), live.any(axis=0)
+    tokens = np.where(live, 1 + accepted, 0).sum(axis=0)
+    return float(ran.sum() / (steps[ran] / tokens[ran]).sum())
 
 
 def may_ask(models: Models) -> bool:

@@ -79,8 +79,7 @@ class Batch:
         self.state = state
         for slot, handle in zip(slots, handles, strict=True):
             self.rows[slot], self._is_done[slot] = handle, False
-            for running in self._at_work:
-                running.chunk.filled.add(slot)
+        self._chunks.renew(list(slots))
 
     def remove(self, handle: Handle) -> None:
         """Free the slot of a request, and drop what chunks at work decode for it."""
@@ -145,7 +144,7 @@ class Batch:
         state = dataclasses.replace(self.state, mode=mode)
         if (idle := self._idle()) is not None:
             state, self._is_done = _with_done(state, idle), idle
-        state, chunk = self._chunks.start(state)
+        state, chunk = self._chunks.start(state, self._left())
         self.state = dataclasses.replace(state, mode=RESTING)
         self._at_work.append(Running(chunk, list(self.rows)))
 
@@ -157,10 +156,14 @@ class Batch:
         """
         if self._idle() is not None:
             return False
-        left = np.array([0 if handle is None else handle._left for handle in self.rows])
+        left = self._left()
         # Those that were filled behind the chunk at work begin with the next one.
         left[list(self._at_work[0].chunk.filled)] = np.iinfo(left.dtype).max
         return self._chunks.looks_ahead(left, waiting=waiting)
+
+    def _left(self) -> np.ndarray:
+        """Most tokens that the request in each slot gets yet, int ``[B]``, behind those read."""
+        return np.array([0 if handle is None else handle._left for handle in self.rows])
 
     def _least(self, slot: int, handle: Handle) -> int:
         """Tokens that chunks at work decode for a request at least: one a step, or to its end."""

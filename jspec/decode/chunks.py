@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
+from jspec.decode.acceptance import Rows
 from jspec.decode.auto import GammaChoice
 from jspec.decode.draft import CATCH_UP, LACKING
 from jspec.decode.plan import Plan
@@ -72,7 +73,8 @@ class Chunks:
         self._rested = 0  # steps since the drafter last drafted
         self._is_shared = is_shared(plan.models.target)
         self._is_timed = True  # whether somebody knows when the chunk at work ends
-        self._at_work = 0  # chunks that were started and not finished
+        self._at_work: list[Chunk] = []  # that were started and not finished
+        self._rows: Rows | None = None  # what they accepted, where that is asked for
         self._clocked = 0.0  # until when the last clock ran
         self._finished = 0.0  # when the last chunk did
         self._prompts: Array | None = None  # what the next chunk is to follow
@@ -141,12 +143,25 @@ class Chunks:
             self._clocked += away - self.last_s
             self.last_s, self._is_timed = math.inf, False
 
-    def start(self, state: DecodeState) -> tuple[DecodeState, Chunk]:
-        """The state behind a chunk that the device is given now. ``state`` is donated."""
+    def renew(self, rows: list[int]) -> None:
+        """Others took ``rows``, behind all chunks at work."""
+        for chunk in self._at_work:
+            chunk.filled.update(rows)
+        if self._rows is not None:
+            self._rows.renew(rows)
+
+    def start(self, state: DecodeState, left: np.ndarray) -> tuple[DecodeState, Chunk]:
+        """The state behind a chunk that the device is given now. ``state`` is donated.
+
+        ``left`` int ``[B]``: most tokens that each row commits behind those that were read, 0 where
+        it has ended.
+        """
         plan, config, choice = self.plan, self.plan.config, None
         if plan.gammas is not None:
             choice = plan.gammas.choice(plan.flat, state)
-            gamma = choice.choose()
+            if self._rows is None:
+                self._rows = Rows(len(left), plan.config.gamma, plan.steps)
+            gamma = choice.choose(self._rows, self._behind_work(left))
             price = choice.price(gamma)
             if self._is_shared:
                 gamma, price = agreed((gamma, price))
@@ -158,10 +173,11 @@ class Chunks:
         with self.clock("decode_s" if behind is None or self._at_work else "prefill_s"):
             begin = self._now()
             state, record = self._chunk(state, config)
-        self._at_work += 1
         if config.ends_early:
             self._told = state.ending.price
-        return state, Chunk(record, config.gamma, choice, begin, self.programs.compile_s, behind)
+        chunk = Chunk(record, config.gamma, choice, begin, self.programs.compile_s, behind)
+        self._at_work.append(chunk)
+        return state, chunk
 
     def finish(self, chunk: Chunk) -> StepRecord:
         """The record of the earliest chunk at work, on the host: all that is read of it."""
@@ -173,7 +189,7 @@ class Chunks:
             self._finished = self._clocked
         with self.clock("decode_s"):
             record = jax.device_get(chunk.record)
-        self._at_work -= 1
+        del self._at_work[:1]
         seconds = self._clocked - max(chunk.begin, self._finished)
         self._finished = self._clocked
         # If the next one's program was compiled meanwhile, nothing tells when this one ended.
@@ -182,14 +198,32 @@ class Chunks:
         if is_measured:
             self.last_s = seconds
         self._watch_rows(record, chunk.filled)
-        if chunk.choice is not None:
-            a_step = seconds / self.plan.steps if is_measured and is_alone else None
-            live = record.committed > 0
-            passes = None
-            if self.plan.gammas is not None and self.plan.gammas.early:
-                passes = record.drafted.max(axis=1)[live.any(axis=1)]
-            chunk.choice.saw(chunk.gamma, a_step, record.accepted[live], passes)
+        self._learn(chunk, record, seconds / self.plan.steps if is_measured and is_alone else None)
         return record
+
+    def _learn(self, chunk: Chunk, record: StepRecord, a_step: float | None) -> None:
+        """Have what chooses gammas take up a chunk; ``a_step``: seconds, None if nobody knows."""
+        if chunk.choice is None or self._rows is None:
+            return
+        drafted, accepted, committed, _ = counts_of(record)
+        live = committed > 0
+        if not live.any():  # nobody needed it
+            return
+        passes = None
+        if self.plan.gammas is not None and self.plan.gammas.early:
+            passes = drafted.max(axis=1)[live.any(axis=1)]
+        chunk.choice.saw(chunk.gamma, a_step, accepted, live, passes)
+        same = np.ones(live.shape[1], bool)
+        same[list(chunk.filled)] = False
+        chunk.choice.met(self._rows.saw(chunk.gamma, accepted, live & same, passes))
+
+    def _behind_work(self, left: np.ndarray) -> np.ndarray:
+        """``left`` where rows commit in the chunks at work what they did in the last one."""
+        for chunk in self._at_work:
+            paces = self.paces.copy()
+            paces[list(chunk.filled)] = 0
+            left = np.maximum(left - paces, 0)
+        return left
 
     def _watch_rows(self, record: StepRecord, filled: set[int]) -> None:
         """Take up how fast rows were, and how many of them ended and were not ``filled``."""

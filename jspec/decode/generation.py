@@ -237,10 +237,10 @@ class _Run:
                     done = ended
                 with self.chunks.clock("decode_s"):
                     state = self._with_room(state, ended)
-                state, running = self.chunks.start(state)
+                state, running = self.chunks.start(state, self._left(ended))
             ahead: Chunk | None = None
             if (ended == done).all() and self._looks_ahead(state, ended):
-                state, ahead = self.chunks.start(state)
+                state, ahead = self.chunks.start(state, self._left(ended))
             record = self.chunks.finish(running)
             done = np.asarray(record.done[-1])
             self.records.append(counts_of(record))
@@ -252,12 +252,16 @@ class _Run:
 
         Not where a row needs more room for both.
         """
-        left = [
-            0 if has_ended else params.max_new_tokens - len(tokens)
-            for has_ended, params, tokens in zip(ended, self.params, self.tokens, strict=True)
-        ]
         has_room = self._reach(ended, chunks=2) <= state.tokens.shape[1]
-        return has_room and self.chunks.looks_ahead(np.array(left))
+        return has_room and self.chunks.looks_ahead(self._left(ended))
+
+    def _left(self, ended: np.ndarray) -> np.ndarray:
+        """Most tokens that each row commits yet, int ``[B]``: 0 where it has ended."""
+        left = [
+            params.max_new_tokens - len(tokens)
+            for params, tokens in zip(self.params, self.tokens, strict=True)
+        ]
+        return np.where(ended, 0, left)
 
     def _with_room(self, state: DecodeState, ended: np.ndarray) -> DecodeState:
         """``state`` with room for a chunk in every row that goes on."""

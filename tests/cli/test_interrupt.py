@@ -44,11 +44,11 @@ def test_ctrl_c_anywhere_keeps_what_was_served(where, run, tmp_path, monkeypatch
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text('{"prompt": "import os\\n", "max_new_tokens": 8, "id": "a"}\n' * 3)
 
-    def interrupted(self, state):
+    def interrupted(self, state, left):
         calls.append(state)
         if len(calls) == chunk:
             raise KeyboardInterrupt
-        return start(self, state)
+        return start(self, state, left)
 
     monkeypatch.setattr(Chunks, "start", interrupted)
     monkeypatch.setattr(chunks, "SHORT", 0.0)  # each chunk is read before the next one starts
@@ -68,11 +68,11 @@ def test_ctrl_c_while_a_chunk_is_at_work_loses_no_line_that_has_ended(run, tmp_p
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text('{"prompt": "import os\\n", "max_new_tokens": 12}\n' * 2)
 
-    def interrupted(self, state):
+    def interrupted(self, state, left):
         calls.append(state)
         if len(calls) == 6:  # the third of the second line, ahead of the one that is read next
             raise KeyboardInterrupt
-        return start(self, state)
+        return start(self, state, left)
 
     monkeypatch.setattr(Chunks, "start", interrupted)
     monkeypatch.setattr(Chunks, "looks_ahead", lambda *args, **more: looks.append(1) or True)

@@ -201,7 +201,7 @@ def test_long_chunks_are_read_before_the_next_one_starts(sharp, watch, monkeypat
 def in_turn(monkeypatch, gammas) -> list[tuple[int, float | None, np.ndarray]]:
     """Have chunks take these gammas in turn; returns what was seen of them."""
     turns, seen = itertools.cycle(gammas), []
-    monkeypatch.setattr(GammaChoice, "choose", lambda self: next(turns))
+    monkeypatch.setattr(GammaChoice, "choose", lambda *_: next(turns))
     monkeypatch.setattr(GammaChoice, "saw", lambda self, *found: seen.append(found))
     return seen
 
@@ -217,7 +217,9 @@ def test_each_gamma_is_told_of_its_own_chunks(sharp, watch, monkeypatch):
         got = generate(sharp, prompts()[:4], NEW, **settings)
         found.append([seconds is not None for _, seconds, *_ in seen])
         assert [gamma for gamma, *_ in seen[:4]] == [0, 4, 1, 0]
-        assert sum(int(accepted.sum()) for _, _, accepted, _ in seen) == got.stats.accepted
+        assert (
+            sum(int(accepted[live].sum()) for _, _, accepted, live, _ in seen) == got.stats.accepted
+        )
         return told(got), [gamma for gamma, *_ in seen]
 
     _, ((tokens, *_), _) = check_same(watch, run)
@@ -270,7 +272,7 @@ def test_time_counts_while_a_chunk_is_at_work(sharp, monkeypatch):
 
     def start(dispatch=dispatched):
         monkeypatch.setattr(Chunks, "_chunk", dispatch)
-        return work.start(None)[1]  # pyright: ignore[reportArgumentType]
+        return work.start(None, np.ones(1))[1]  # pyright: ignore[reportArgumentType]
 
     def finish(chunk, at):
         now.read = at
@@ -305,7 +307,7 @@ def test_time_of_a_caller_who_was_away_counts_nowhere(sharp, monkeypatch):
     work = Chunks(plan_of(sharp))
     monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, StepRecord(packed)))
     monkeypatch.setattr(jax, "device_get", lambda tree: read)
-    start = functools.partial(work.start, None)
+    start = functools.partial(work.start, None, np.ones(1))
 
     def finish(after):
         now.seconds += after

@@ -14,6 +14,7 @@ from jspec import helix
 from jspec.config import SamplingParams
 from jspec.decode import auto, prefill
 from jspec.decode import step as step_module
+from jspec.decode.acceptance import Rows
 from jspec.decode.auto import LADDER, GammaChoice, Gammas
 from jspec.decode.draft import (
     Chain,
@@ -313,8 +314,9 @@ def test_the_price_is_what_a_row_commits_in_the_time_of_a_pass():
     for turn in range(60):
         gamma = 0 if turn % 3 == 0 else 8
         passes = 3 if choice.price(gamma) else gamma
-        accepted = np.minimum(rng.geometric(0.25, 400) - 1, passes)
-        choice.saw(gamma, 1 + 0.3 * passes, accepted, np.full(16, passes))
+        accepted = np.minimum(rng.geometric(0.25, (16, 25)) - 1, passes)
+        live = np.ones_like(accepted, bool)
+        choice.saw(gamma, 1 + 0.3 * passes, accepted, live, np.full(16, passes))
     committed = sum(0.75**i for i in range(4))
     assert choice.price(8) == pytest.approx(0.3 * committed / (1 + 0.3 * 3), rel=0.05)
     assert choice.price(0) == 0
@@ -329,16 +331,19 @@ def test_prices_follow_what_is_accepted():
 
     def run(seed: int) -> float:
         choice, rng = GammaChoice(LADDER, 4, warm=2, early=True), np.random.default_rng(seed)
+        rows, left = Rows(1, max(LADDER), 16), np.array([10_000])
         tokens = best = 0.0
         for turn in range(600):
             rate = 0.95 if turn // 50 % 2 else 0.6
-            gamma = choice.choose()
+            gamma = choice.choose(rows, left)
             price, passes = choice.price(gamma), min(gamma, 1)
             while 0 < passes < gamma and rate ** (passes + 1) > price:
                 passes += 1
-            accepted = np.minimum(rng.geometric(1 - rate, 16) - 1, passes)
+            accepted = np.minimum(rng.geometric(1 - rate, (16, 1)) - 1, passes)
+            live, every = np.ones((16, 1), bool), np.full(16, passes)
             seconds = (1 + 0.45 * passes) * rng.lognormal(0, 0.02)
-            choice.saw(gamma, seconds, accepted, np.full(16, passes))
+            choice.saw(gamma, seconds, accepted, live, every)
+            choice.met(rows.saw(gamma, accepted, live, every))
             if turn >= 100:
                 tokens += (1 + accepted).mean()
                 best += max(speed(rate, n) for n in range(17)) * seconds
@@ -403,7 +408,7 @@ def test_what_cannot_end_early_is_refused():
 def test_an_engine_is_told_the_price_anew_when_rows_come_in(sharp, monkeypatch):
     """Each chunk runs at the price that was chosen, in every row, and nothing is compiled."""
     monkeypatch.setattr(auto, "LADDER", (0, 4))
-    monkeypatch.setattr(GammaChoice, "choose", lambda self: 4)
+    monkeypatch.setattr(GammaChoice, "choose", lambda *_: 4)
     monkeypatch.setattr(GammaChoice, "price", lambda self, gamma: 0.5)
     settings = {"draft": named_draft("streaming"), "gamma": "auto", "steps_per_chunk": 2}
     engine = Engine(sharp, slots=3, capacity=64, **settings)

@@ -13,6 +13,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode import batch, chunks
+from jspec.decode.acceptance import Rows
 from jspec.decode.chunks import TURN, Chunk, Chunks
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
@@ -339,8 +340,9 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
     """If they are still at work when the host comes to that chunk; else nobody knows it."""
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
-    record = StepRecord(np.zeros((1, 1, 5), np.int32))  # pyright: ignore[reportArgumentType]
+    record = StepRecord(np.array([[[0, 0, 0, 1, 7]]]))  # pyright: ignore[reportArgumentType]
     work, heard = Chunks(plan_of(sharp)), []
+    work._rows = Rows(1, 1, work.plan.steps)
     monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, record))
 
     def reached(tree):
@@ -356,8 +358,8 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
                 now.seconds += 1
                 is_ready = partial(lambda at: now.seconds >= at, ends)
                 work.follow(SimpleNamespace(is_ready=is_ready, ends=ends))  # pyright: ignore
-        found = work.start(None)[1]  # pyright: ignore[reportArgumentType]
-        choice = SimpleNamespace(saw=lambda gamma, seconds, accepted, passes: heard.append(seconds))
+        found = work.start(None, np.ones(1))[1]  # pyright: ignore[reportArgumentType]
+        choice = SimpleNamespace(saw=lambda *chunk: heard.append(chunk[1]), met=lambda counts: None)
         return dataclasses.replace(found, choice=choice)
 
     def finish(chunk, at):

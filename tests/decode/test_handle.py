@@ -237,11 +237,11 @@ def test_an_exception_leaves_every_handle_its_tokens(
     monkeypatch.setattr(chunks, "SHORT", math.inf if ahead else 0)
     engine, start, calls = make(sharp), Chunks.start, []
 
-    def interrupted(self, state):
+    def interrupted(self, state, left):
         calls.append(state)
         if len(calls) == 3:
             raise error
-        return start(self, state)
+        return start(self, state, left)
 
     monkeypatch.setattr(Chunks, "start", interrupted)
     ended = engine.submit([5], SamplingParams(max_new_tokens=1))

@@ -174,7 +174,7 @@ def test_a_chunk_is_read_in_one_copy(sharp, monkeypatch):
 
     monkeypatch.setattr(jax, "device_get", device_get)
     chunks = Chunks(plan)
-    _, chunk = chunks.start(state)
+    _, chunk = chunks.start(state, np.full(len(state.done), 8))
     record = chunks.finish(chunk)
     (here,) = read
     assert len(jax.tree.leaves(here)) == 1

@@ -37,9 +37,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, short: float, turn: float | None = 
     """
     seen = Watched()
 
-    def started(self, state):
+    def started(self, state, left):
         seen.calls.append("start")
-        return START(self, state)
+        return START(self, state, left)
 
     def finished(self, chunk):
         seen.calls.append("finish")

@@ -228,10 +228,10 @@ def stuck(index: int, victim: int, where: str) -> None:
         if index == victim and len(calls) > 1:
             time.sleep(SECONDS)
 
-    def start(chunks: Chunks, state: Any) -> Any:
+    def start(chunks: Chunks, state: Any, left: Any) -> Any:
         if where == "collective":
             sleep()
-        return right(chunks, state)
+        return right(chunks, state, left)
 
     def on_tokens(row: int, new: tuple[int, ...]) -> None:
         sleep()

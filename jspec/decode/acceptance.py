@@ -1,0 +1,88 @@
+"""How far drafts are accepted: of rows that a choice has met, and of each row of a session."""
+
+from __future__ import annotations
+
+import numpy as np
+
+MEMORY = 128.0  # steps after which what was seen counts half
+OWN = 8.0  # steps of its own by which a row outweighs other rows
+HORIZON = 512  # tokens of a row that are planned for: stop tokens may end it earlier
+
+
+class Reach:
+    """How often counts go on from each number to the next one, where older steps count less.
+
+    ``begun``, ``gone_on`` float64 ``[*rows, longest]``: of so many counts of at least i, how many
+    were at least i + 1.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        self.begun, self.gone_on = np.zeros(shape), np.zeros(shape)
+
+    def add(self, at_least: np.ndarray, steps: int) -> None:
+        """Take up ``at_least [*rows, gamma + 1]`` of so many steps: counts of 0, 1, ... or more."""
+        gamma, fade = at_least.shape[-1] - 1, 0.5 ** (steps / MEMORY)
+        for before, new in (self.begun, at_least[..., :-1]), (self.gone_on, at_least[..., 1:]):
+            before[..., :gamma] = fade * before[..., :gamma] + new
+
+    def rates(self, first: float) -> np.ndarray:
+        """How often they go on, float64 ``[longest]``: where little is known as at the number
+        before, ``first`` at 0."""
+        rates, rate = np.zeros_like(self.begun), first
+        for i, (begun, gone_on) in enumerate(zip(self.begun, self.gone_on, strict=True)):
+            rates[i] = rate = (gone_on + rate) / (begun + 1)
+        return rates
+
+    def rates_beside(self, others: np.ndarray) -> np.ndarray:
+        """The same of each row, as ``others`` say where little is known of it."""
+        return (self.gone_on + OWN * others) / (self.begun + OWN)
+
+
+def mean(rates: np.ndarray) -> np.ndarray:
+    """The mean count where it goes on at these ``rates [..., gamma]``, and ends at gamma."""
+    return np.cumprod(rates, axis=-1).sum(axis=-1)
+
+
+class Rows:
+    """What the rows of a session accepted of late, and the passes that their drafts took.
+
+    ``steps`` of a chunk.
+    """
+
+    def __init__(self, batch: int, longest: int, steps: int) -> None:
+        self.accepted, self.passes = Reach(batch, longest), Reach(longest)
+        self.steps = steps
+
+    def saw(
+        self, gamma: int, accepted: np.ndarray, live: np.ndarray, passes: np.ndarray | None
+    ) -> np.ndarray:
+        """Take up a chunk. Arguments as in `GammaChoice.saw`; rows whose new request it does not
+        belong to are not ``live``.
+
+        Returns of each row whose first drafts these are how many were accepted that far, int ``[n,
+        gamma + 1]``.
+        """
+        up_to = np.arange(gamma + 1)
+        counts = ((accepted[..., None] >= up_to) & live[..., None]).sum(axis=0)
+        is_new = live.any(axis=0) & ~self.accepted.begun.any(axis=1)
+        self.accepted.add(counts, len(accepted))
+        if passes is not None:
+            self.passes.add((passes[:, None] >= up_to).sum(axis=0), len(passes))
+        return counts[is_new] if gamma else counts[:0]
+
+    def renew(self, rows: list[int]) -> None:
+        """Forget ``rows``, which others took."""
+        self.accepted.begun[rows] = self.accepted.gone_on[rows] = 0.0
+
+    def tokens(self, gamma: int, left: np.ndarray, others: np.ndarray) -> float:
+        """Tokens of a step of a row, by the steps that rows need to their end.
+
+        ``left`` int ``[B]``: most tokens that each row commits yet, 0 where it has ended; ``others
+        [n, longest]``: rates of rows, any of which it may be like. A row that ends within a chunk
+        idles until the chunk does.
+        """
+        ahead = np.clip(left, 0, HORIZON)
+        ahead = ahead if ahead.any() else np.full_like(left, HORIZON)
+        rates = self.accepted.rates_beside(others[:, None])[..., :gamma]
+        chunks = np.ceil(ahead / (1 + mean(rates)) / self.steps)  # [n, B]
+        return float(ahead.sum() / (self.steps * chunks.mean(axis=0).sum()))
