@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.norm import RMS
-from jspec.ops.quantized import BLOCK, MXFP4, dequantized, quantized, weight_bits
+from jspec.ops.quantized import BLOCK, MXFP4, beside_dequantized, quantized, weight_bits
 from jspec.parts import ClampedSwiGLU
 from jspec.typing import Array
 
@@ -93,7 +93,7 @@ def grouped_linear_xla(
     """As `grouped_linear`; all that follows the product is float32."""
     x = x if norm is None else norm(x)
     x = x if taken is None else x[taken // (len(taken) // len(x))]
-    kernel = dequantized(kernel, x.dtype) if isinstance(kernel, MXFP4) else kernel
+    x, kernel = beside_dequantized(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
     flat = kernel.reshape(*kernel.shape[:2], -1)
     y = lax.ragged_dot(x, flat, jnp.diff(starts), preferred_element_type=jnp.float32)
     if bias is not None:

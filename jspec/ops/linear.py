@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.norm import RMS
-from jspec.ops.quantized import MXFP4, Quantized, dequantized, quantized, weight_bits
+from jspec.ops.quantized import MXFP4, Quantized, beside_dequantized, quantized, weight_bits
 from jspec.typing import Array
 
 # Multiplications of a single row up to which XLA on a GPU makes a reduction of a product: the bound
@@ -104,7 +104,7 @@ def linear_xla(
         y = _product(x, jnp.moveaxis(kernel.values, -1, 0).astype(x.dtype), np.dtype(np.float32))
         y = (y * jnp.expand_dims(kernel.scale, range(x.ndim - 1))).astype(dtype)
     else:
-        kernel = dequantized(kernel, x.dtype) if isinstance(kernel, MXFP4) else kernel
+        x, kernel = beside_dequantized(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
         y = _product(x, jnp.moveaxis(kernel, -1, 0) if transposed else kernel, dtype)
     if bias is not None:
         y = y + jnp.expand_dims(bias, range(x.ndim - 1)).astype(dtype)

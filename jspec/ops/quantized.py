@@ -109,6 +109,16 @@ def dequantized(kernel: MXFP4, dtype: DTypeLike) -> Array:
     return jnp.moveaxis(weights, -1, kernel.leading).astype(dtype)
 
 
+def beside_dequantized(x: Array, kernel: MXFP4) -> tuple[Array, Array]:
+    """``x``, and the weights of ``kernel``, of its dtype.
+
+    They are made when x is there: in a loop, XLA would make those of all layers ahead of it, and
+    hold them.
+    """
+    x, kernel = jax.lax.optimization_barrier((x, kernel))
+    return x, dequantized(kernel, x.dtype)
+
+
 @functools.partial(jax.jit, static_argnames=("kind", "leading"))
 def quantized(kernel: Array, kind: str, leading: int = 0) -> Quantized | MXFP4:
     """``kernel [*lead, in, *out]`` as one of `KINDS`.

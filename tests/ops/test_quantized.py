@@ -1,6 +1,7 @@
 """Weights of 8 bits and of 4: how far they are off, and products with them."""
 
 import functools
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -175,3 +176,25 @@ def test_a_matrix_is_refused_that_has_leading_axes_or_no_whole_blocks():
         linear(normal(2, 1), quantized(normal(1, 32), "mxfp4", leading=1))
     with pytest.raises(ValueError, match=r"a kernel \(2, 48, 3\) of 48 inputs has no MXFP4"):
         quantized(normal(2, 48, 3), "mxfp4", leading=1)
+
+
+@pytest.mark.skipif(version("jaxlib").startswith("0.10."), reason="its XLA holds them even so")
+def test_weights_of_one_layer_at_a_time_are_wide_in_a_loop():
+    layers, inputs, outputs = 6, 64, 2048
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal((layers, inputs, outputs), np.float32)
+    kernels = [quantized(jnp.asarray(kernel), "mxfp4") for kernel in normal]
+
+    @jax.jit
+    def steps(kernels, x):
+        def step(x, _):
+            for kernel in kernels:
+                x = linear(x, kernel, implementation="xla")[:, :inputs]
+            return x, None
+
+        return jax.lax.scan(step, x, None, length=4)[0]
+
+    compiled = steps.lower(kernels, jnp.ones((2, inputs))).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 2 * 4 * inputs * outputs
