@@ -17,7 +17,7 @@ import numpy as np
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.linear import linear, linear_xla, result_shape
 from jspec.ops.norm import RMS
-from jspec.ops.quantized import Quantized
+from jspec.ops.quantized import MXFP4, Quantized
 from jspec.typing import Array
 
 
@@ -27,14 +27,15 @@ class Link(NamedTuple):
     ``add``: an array, or the number of a link before this one, whose result is added.
     """
 
-    kernel: Array | Quantized
+    kernel: Array | Quantized | MXFP4
     bias: Array | None = None
     norm: RMS | None = None
     add: Array | int | None = None
     gated: bool = False
 
 
-Arrays = tuple[Array | Quantized, Array | None, RMS | None, Array | None]  # of a link
+# Of a link.
+Arrays = tuple[Array | Quantized | MXFP4, Array | None, RMS | None, Array | None]
 
 
 def linear_chain(
