@@ -58,7 +58,7 @@ WORDS = workspace_words(130, 512, Cut(256, 256))
 ROWS = [((B,), jnp.int32)] * 2
 SELECT = {name: np.int32(x) for name, x in (("sinks", 0), ("recent", 0), ("highest", 128))}
 HASH = [((B, 1, 4, 2), jnp.uint32), ((B, 256, 1, 2), jnp.uint32), *ROWS]
-GIVEN = ("quantized", "biased", "normed", "added", "gated", "transposed")
+GIVEN = ("biased", "normed", "added", "gated", "transposed")
 GIVEN_GROUPED = ("biased", "takes", "puts", "normed", "weighted", "gated", "clamped")
 HASH_CUT = hashed.HashCut(256, 2)
 HASH_WORDS = hashed.workspace_words(256, 256, HASH_CUT)
@@ -88,16 +88,16 @@ CALLS = {
             *(((*shape,), jnp.bfloat16) for shape in ((2, 40), (64,), (B, 40))),
         ],
         [((B, 40), jnp.float32)],
-        dict.fromkeys(GIVEN, np.bool_(True)) | {"eps": np.float32(1e-6)},
+        dict.fromkeys(GIVEN, np.bool_(True)) | {"bits": np.int32(8), "eps": np.float32(1e-6)},
         None,
     ),
     "grouped_linear": (
         [
             *[((B, 64), jnp.bfloat16), ((3, 2, 40, 32), jnp.uint8), ((3, 2, 40, 2), jnp.uint8)],
-            *[((4,), jnp.int32), ((3, 2, 40), jnp.bfloat16), *[((6,), jnp.int32)] * 2],
-            *[((64,), jnp.bfloat16), ((6,), jnp.float32)],
+            *[((4,), jnp.int32), ((3, 2, 40), jnp.bfloat16), *[((4,), jnp.int32)] * 2],
+            *[((64,), jnp.bfloat16), ((4,), jnp.float32)],
         ],
-        [((6, 40), jnp.float32)],
+        [((4, 40), jnp.float32)],
         dict.fromkeys(GIVEN_GROUPED, np.bool_(True))
         | {name: np.float32(1) for name in ("eps", "limit", "alpha")},
         None,
