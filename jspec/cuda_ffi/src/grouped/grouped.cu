@@ -160,7 +160,7 @@ const char* launch_tiles(const Linear& linear, const Groups& groups, Stream stre
 
 const char* grouped_linear(const Linear& linear, const Groups& groups, Stream stream) {
   return linear.gated ? launch_tiles<Four<true, 2>, 4>(linear, groups, stream)
-                       : launch_tiles<Four<false, 2>, 4>(linear, groups, stream);
+                      : launch_tiles<Four<false, 2>, 4>(linear, groups, stream);
 }
 
 }  // namespace jspec
