@@ -91,9 +91,9 @@ constexpr int ring_bytes() {
   return warps * kDepth * Weights::copies * 512;
 }
 
-// The columns from `column` on, of `weights`, by a block of `warps` warps and for `tiles` tiles of 8
-// rows. `source.row(linear, i)`: the row of x that a lane reads for tile i; `source.results` take the
-// sums. `shared`: ring_bytes of it.
+// The columns from `column` on, of `weights`, by a block of `warps` warps and for `tiles` tiles of
+// 8 rows. `source.row(linear, i)`: the row of x that a lane reads for tile i; `source.results` take
+// the sums. `shared`: ring_bytes of it.
 template <int tiles, int warps, class Source, class Weights>
 __device__ __forceinline__ void stream_columns(const Linear& linear, const Source& source,
                                                Weights& weights, int column, char* shared) {
