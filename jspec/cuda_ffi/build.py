@@ -34,6 +34,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "pack": ("verify",),
     "sample": (),
     "linear": (),
+    "grouped": (),
     "select": (),
     "hashed": (),
     "attention": (),

@@ -29,6 +29,7 @@ TARGETS = {
     "pack": ("pack", "verify_and_pack", "verify_and_pack_single", "verify_and_append"),
     "sample": ("verify_stochastic", "sample"),
     "linear": ("linear", "linear_chain"),
+    "grouped": ("grouped_linear",),
     "select": ("select",),
     "hashed": ("hash_select", "hash_attention"),
     "attention": ("attention", "scored_attention"),

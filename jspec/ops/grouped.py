@@ -45,8 +45,9 @@ def grouped_linear(
     gate and up, and what comes is ``silu(gate) * up``, or as ``clamped`` says, ``[P, width]``.
     ``weights`` float32 ``[P]``: each row of the result, where it was put, is times its own. Sums
     are float32; the result is of ``dtype``, by default that of x. What comes of rows behind the
-    last group is not specified. Triton reads the matrices of groups that have rows, and no others,
-    in one launch. Raises `ValueError` for shapes that do not fit.
+    last group is not specified. Triton, and CUDA for MXFP4 and few rows, read the
+    matrices of groups that have rows, and no others, in one launch. Raises `ValueError` for shapes
+    that do not fit.
     """
     rows = len(x) if taken is None else len(taken)
     outputs = kernel.shape[2:]
@@ -217,6 +218,11 @@ def _cases() -> list[Case]:
         "mxfp4-gated": (build(few, "float32", **both, **first, **four), gate),
         "mxfp4-clamped": (build([20, 0, 4], "float32", **both, **first, **four, bias=True), clamp),
         "mxfp4-biased": (build([0, 4, 20], "float16", **last, **four, bias=True), plain),
+        "mxfp4-few": (build(few, "bfloat16", **last, **four, bias=True), plain),
+        "mxfp4-many": (
+            build([3, 0, 27], "bfloat16", **both, **four, taken=True, bias=True),
+            clamp,
+        ),
     }
     return [
         Case(name, made, static, small=True, wanted=wanted(made, static))
@@ -237,6 +243,7 @@ GROUPED = Operation(
     {
         "xla": Backend("xla", grouped_linear_xla, always),
         "triton": "jspec.triton.grouped:GROUPED",
+        "cuda": "jspec.cuda_ffi.grouped:GROUPED",
     },
     grouped_sizes,
     _cases,

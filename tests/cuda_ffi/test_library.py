@@ -16,7 +16,8 @@ from jspec.cuda_ffi.build import Built, build
 from jspec.cuda_ffi.errors import BuildError
 from jspec.cuda_ffi.select import Cut, workspace_words
 from jspec.ops import operations
-from jspec.ops.quantized import Quantized
+from jspec.ops.grouped import GROUPED
+from jspec.ops.quantized import MXFP4, Quantized
 from jspec.ops.sample import settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY, verify_greedy
@@ -57,7 +58,8 @@ WORDS = workspace_words(130, 512, Cut(256, 256))
 ROWS = [((B,), jnp.int32)] * 2
 SELECT = {name: np.int32(x) for name, x in (("sinks", 0), ("recent", 0), ("highest", 128))}
 HASH = [((B, 1, 4, 2), jnp.uint32), ((B, 256, 1, 2), jnp.uint32), *ROWS]
-GIVEN = ("quantized", "biased", "normed", "added", "gated", "transposed")
+GIVEN = ("biased", "normed", "added", "gated", "transposed")
+GIVEN_GROUPED = ("biased", "takes", "puts", "normed", "weighted", "gated", "clamped")
 HASH_CUT = hashed.HashCut(256, 2)
 HASH_WORDS = hashed.workspace_words(256, 256, HASH_CUT)
 LAYER_WORDS = hashed.workspace_words(128, 20, HASH_CUT, 2 * 66)
@@ -86,7 +88,18 @@ CALLS = {
             *(((*shape,), jnp.bfloat16) for shape in ((2, 40), (64,), (B, 40))),
         ],
         [((B, 40), jnp.float32)],
-        dict.fromkeys(GIVEN, np.bool_(True)) | {"eps": np.float32(1e-6)},
+        dict.fromkeys(GIVEN, np.bool_(True)) | {"bits": np.int32(8), "eps": np.float32(1e-6)},
+        None,
+    ),
+    "grouped_linear": (
+        [
+            *[((B, 64), jnp.bfloat16), ((3, 2, 40, 32), jnp.uint8), ((3, 2, 40, 2), jnp.uint8)],
+            *[((4,), jnp.int32), ((3, 2, 40), jnp.bfloat16), *[((4,), jnp.int32)] * 2],
+            *[((64,), jnp.bfloat16), ((4,), jnp.float32)],
+        ],
+        [((4, 40), jnp.float32)],
+        dict.fromkeys(GIVEN_GROUPED, np.bool_(True))
+        | {name: np.float32(1) for name in ("eps", "limit", "alpha")},
         None,
     ),
     "linear_chain": (
@@ -323,6 +336,8 @@ def test_lowering_for_cuda(operation, kernels):
     for case in operation.cases():
         if any(isinstance(x, Quantized) for x in case.arguments):
             continue  # weights of 8 bits are not for a CUDA kernel
+        if operation is GROUPED and not isinstance(case.arguments[1], MXFP4):
+            continue  # and those of groups in MXFP4 alone
         function = jax.jit(partial(operation.backend("cuda").run, **case.static))
         export = jax.export.export(function, platforms=["cuda"], disabled_checks=[check])
         text = export(*case.arguments).mlir_module()

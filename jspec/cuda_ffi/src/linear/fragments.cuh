@@ -115,6 +115,50 @@ __device__ float finished(const Linear& linear, const float (&sums)[sides], floa
   return linear.add ? rounded(added + value) : value;
 }
 
+// Where the warps of a block leave the sums of their shares of the inputs: `first` is shared memory
+// in which each has `stride` numbers, for tiles * 8 * (sides * width + 1).
+template <int width, int sides, int tiles>
+struct Parts {
+  static constexpr int size = tiles * 8 * width;  // of what a warp leaves of each side
+  float* first;
+  int stride;
+
+  template <int units>
+  __device__ void leave(const float (&sums)[sides][units][tiles][4],
+                        const float (&squares)[tiles]) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int eighth = lane / 4, quarter = lane % 4;
+#pragma unroll
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int row = tile * 8 + quarter * 2;
+#pragma unroll
+      for (int side = 0; side < sides; ++side) {
+#pragma unroll
+        for (int unit = 0; unit < units; ++unit) {
+          float* part =
+              first + warp * stride + side * size + row * width + unit * kWidth + eighth;
+          part[0] = sums[side][unit][tile][0];
+          part[width] = sums[side][unit][tile][1];
+          part[8] = sums[side][unit][tile][2];
+          part[width + 8] = sums[side][unit][tile][3];
+        }
+      }
+      if (quarter == 0) first[warp * stride + sides * size + tile * 8 + eighth] = squares[tile];
+    }
+    __syncthreads();
+  }
+
+  // Adds up those of value `at` of each side and the squares of its row, in one order.
+  __device__ void add_up(float (&totals)[sides], float& squares, int at, int row) const {
+    for (int other = 0; other < int(blockDim.x / 32); ++other) {
+      const float* part = first + other * stride;
+#pragma unroll
+      for (int side = 0; side < sides; ++side) totals[side] += part[side * size + at];
+      squares += part[sides * size + row];
+    }
+  }
+};
+
 // What a thread gives: `values` values of one column, as many rows apart as a block has threads
 // for; threads behind the last whole row give none. Read before the sums are there, so that nothing
 // is waited for behind them.
@@ -143,45 +187,18 @@ struct Results {
   __device__ static int apart() { return blockDim.x / width * width; }
   __device__ static int row(int value) { return (threadIdx.x + value * apart()) / width; }
 
-  // From the sums that each warp has of its share of the inputs. `parts`: shared memory where warps
-  // have `stride` numbers each, for tiles * 8 * (sides * width + 1).
+  // From the sums that each warp has of its share of the inputs, left in shared memory as `Parts`.
   template <int units, int tiles>
-  __device__ void write(const Linear& linear, float* parts, int stride,
+  __device__ void write(const Linear& linear, float* shared, int stride,
                         const float (&sums)[sides][units][tiles][4],
                         const float (&squares)[tiles]) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const int eighth = lane / 4, quarter = lane % 4;
-    constexpr int size = tiles * 8 * width;  // of what a warp leaves of each side
-#pragma unroll
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int first = tile * 8 + quarter * 2;
-#pragma unroll
-      for (int side = 0; side < sides; ++side) {
-#pragma unroll
-        for (int unit = 0; unit < units; ++unit) {
-          float* part =
-              parts + warp * stride + side * size + first * width + unit * kWidth + eighth;
-          part[0] = sums[side][unit][tile][0];
-          part[width] = sums[side][unit][tile][1];
-          part[8] = sums[side][unit][tile][2];
-          part[width + 8] = sums[side][unit][tile][3];
-        }
-      }
-      if (quarter == 0) parts[warp * stride + sides * size + tile * 8 + eighth] = squares[tile];
-    }
-    __syncthreads();
+    const Parts<width, sides, tiles> parts{shared, stride};
+    parts.leave(sums, squares);
 #pragma unroll
     for (int i = 0; i < values; ++i) {
       if (row(i) >= linear.rows || column >= linear.outputs) return;
       float totals[sides] = {}, norm = 0;
-      for (int other = 0; other < warps; ++other) {
-        const float* part = parts + other * stride;
-#pragma unroll
-        for (int side = 0; side < sides; ++side) {
-          totals[side] += part[side * size + i * apart() + threadIdx.x];
-        }
-        norm += part[sides * size + row(i)];
-      }
+      parts.add_up(totals, norm, i * apart() + threadIdx.x, row(i));
       const float value = finished(linear, totals, norm, factors, shifts, added[i]);
       const int64_t place = int64_t(row(i)) * linear.outputs + column;
       if (linear.wide) {

@@ -1,166 +1,34 @@
 // A product of a few rows with large weights on a GPU: a block for each tile of columns.
-//
-// Reading the weights is what takes the time, so that every multiprocessor has to have many reads
-// on their way at all times, and few instructions for each weight. The warps of a block take turns
-// at the inputs. Each has a ring of steps in shared memory, where no other warp looks: while it
-// multiplies one step, the next is on its way. The rows lie in the L1 and L2.
-#include "linear/weights.cuh"
+#include "linear/stream.cuh"
 
 namespace jspec {
 namespace {
 
-constexpr int kAtOnce = 16;  // warps of a multiprocessor that share its registers
-constexpr int kDepth = 2;    // steps of a ring; more would take the room that the L1 has for rows
-
-// A lane's share of the rows of a step, and of the norm's scale.
-template <class Weights, int tiles>
-struct Rows {
-  static constexpr int group = Weights::group, eights = group / 8;
-  uint4 x[tiles][eights], by[eights];
-
-  // Of the step whose inputs begin with `first`. Rows beyond the last are copies of it, of which
-  // there is no result; inputs beyond the last are zeros.
-  __device__ void read(const Linear& linear, int first) {
-    const int mine = first + threadIdx.x % 4 * group, row = threadIdx.x % 32 / 4;
-    const uint16_t* rows[tiles];
-#pragma unroll
-    for (int i = 0; i < tiles; ++i) {
-      rows[i] = linear.x + uint32_t(min(row + i * 8, linear.rows - 1) * linear.inputs + mine);
-    }
-    // Most steps are whole, and need no zeros.
-    if (first + 4 * group <= linear.inputs) {
-      read(rows, true);
-    } else {
-      read(rows, mine < linear.inputs);
-    }
+// Rows beyond the last are copies of it, of which there is no result.
+struct Plain {
+  __device__ static int row(const Linear& linear, int tile) {
+    return min(int(threadIdx.x % 32 / 4) + tile * 8, linear.rows - 1);
   }
 
-  // Beyond the inputs, where rows are zeros, any scale will do.
-  __device__ void read_scale(const Linear& linear, int first) {
-    if (!linear.scale) return;
-    const int mine = min(first + int(threadIdx.x % 4) * group, linear.inputs - group);
-#pragma unroll
-    for (int eight = 0; eight < eights; ++eight) {
-      by[eight] = load(linear.scale + mine + eight * 8, true);
-    }
-  }
-
-  // As a step multiplies them; adds the squares of what they were.
-  __device__ void scaled_into(uint4 (&rows)[tiles][eights], const Linear& linear,
-                              float (&squares)[tiles]) {
-    if (linear.scale) {
-#pragma unroll
-      for (int i = 0; i < tiles; ++i) {
-        Weights::add_squares(squares[i], x[i]);
-#pragma unroll
-        for (int eight = 0; eight < eights; ++eight) {
-          x[i][eight] = scaled(x[i][eight], by[eight]);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < tiles; ++i) {
-#pragma unroll
-      for (int eight = 0; eight < eights; ++eight) {
-        rows[i][eight] = Weights::ordered(x[i][eight]);
-      }
-    }
-  }
-
- private:
-  __device__ void read(const uint16_t* (&rows)[tiles], bool there) {
-#pragma unroll
-    for (int eight = 0; eight < eights; ++eight) {
-#pragma unroll
-      for (int i = 0; i < tiles; ++i) x[i][eight] = load(rows[i] + eight * 8, there);
-    }
+  template <int width, int sides, int values>
+  __device__ static Results<width, sides, values> results(const Linear& linear, int column) {
+    return {linear, column};
   }
 };
 
-// A block of `warps` warps, for `tiles` tiles of 8 rows.
+// A block for each tile of columns.
 template <class Weights, int tiles, int warps>
-__global__ void __launch_bounds__(32 * warps, tiles > 1 ? 1 : kAtOnce / warps)
+__global__ void __launch_bounds__(32 * warps, least_blocks<Weights, tiles, warps>())
     stream_kernel(const Linear linear) {
-  constexpr int sides = Weights::sides, units = Weights::units, width = units * kWidth;
-  constexpr int group = Weights::group;
-  constexpr int bytes = Weights::copies * 512;  // of a step
-  constexpr int stride = warps * 4 * group;     // inputs of a step of all warps
-  // Whether there are registers for the rows of two steps, and for the norm's scale.
-  constexpr bool early = tiles <= 2 && tiles * group <= 32, early_scale = early && group <= 16;
   extern __shared__ __align__(128) char shared[];
-  const int warp = threadIdx.x / 32;
-  const int column = blockIdx.x * width;
+  const int column = blockIdx.x * Weights::units * kWidth;
   Weights weights(linear, column);
-  char* own = shared + warp * kDepth * bytes;
-  int first = warp * 4 * group;  // input of a step
-  weights.read_scales(first);
-  for (int step = 0; step < kDepth; ++step) {
-    weights.read(own + step * bytes, first + step * stride);
-    asm volatile("cp.async.commit_group;");
-  }
-  Rows<Weights, tiles> next;
-  if (early) next.read(linear, first);
-  if (early_scale) next.read_scale(linear, first);
-  constexpr int together = 32 * warps / width, values = (tiles * 8 + together - 1) / together;
-  const Results<width, sides, values> results(linear, column);
-
-  float sums[sides][units][tiles][4] = {}, squares[tiles] = {};
-  int slot = 0;  // of the ring, in bytes
-  const auto multiply_step = [&](const uint4 (&rows)[tiles][group / 8], bool twice) {
-#pragma unroll
-    for (int side = 0; side < sides; ++side) {
-#pragma unroll
-      for (int unit = 0; unit < units; ++unit) {
-        uint32_t a[group / 4][4];
-        weights.fragments(a, own + slot, side, unit, twice);
-#pragma unroll
-        for (int k = 0; k < group / 4; ++k) {
-#pragma unroll
-          for (int i = 0; i < tiles; ++i) {
-            const uint4 x = rows[i][k / 2];
-            multiply(sums[side][unit][i], a[k], component(x, k % 2 * 2),
-                     component(x, k % 2 * 2 + 1));
-          }
-        }
-      }
-    }
-  };
-  for (; first < linear.inputs; first += stride) {
-    if (!early) next.read(linear, first);
-    if (!early_scale) next.read_scale(linear, first);
-    uint4 rows[tiles][group / 8];
-    next.scaled_into(rows, linear, squares);
-    if (early) next.read(linear, first + stride);
-    if (early_scale) next.read_scale(linear, first + stride);
-    weights.turn();
-    weights.read_scales(first + stride);
-    asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
-    __syncwarp();
-    if (weights.twice) {
-      multiply_step(rows, true);
-    } else {
-      multiply_step(rows, false);
-    }
-    __syncwarp();
-    weights.read(own + slot, first + kDepth * stride);
-    asm volatile("cp.async.commit_group;");
-    slot = kDepth == 2 ? slot ^ bytes : (slot + bytes) % (kDepth * bytes);
-  }
-#pragma unroll
-  for (int i = 0; i < tiles; ++i) {
-    squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 1);
-    squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 2);
-  }
-  // The sums take the place of the ring, into which no copy is on its way any more.
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncwarp();
-  static_assert(tiles * 8 * (sides * width + 1) * 4 <= kDepth * bytes);
-  results.write(linear, reinterpret_cast<float*>(shared), kDepth * bytes / 4, sums, squares);
+  stream_columns<tiles, warps>(linear, Plain(), weights, column, shared);
 }
 
 template <class Weights, int tiles, int warps>
 const char* launch(const Linear& linear, int blocks, Stream stream) {
-  constexpr int bytes = warps * kDepth * Weights::copies * 512;
+  constexpr int bytes = ring_bytes<Weights, warps>();
   const auto kernel = stream_kernel<Weights, tiles, warps>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   kernel<<<blocks, 32 * warps, bytes, stream>>>(linear);

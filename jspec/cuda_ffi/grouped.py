@@ -1,0 +1,107 @@
+"""Products of few rows in groups by one CUDA kernel, with weights in MXFP4."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cuda_ffi import library
+from jspec.dispatch import Backend
+from jspec.ops.linear import on_a_mesh
+from jspec.ops.norm import CENTERED, RMS
+from jspec.ops.quantized import BLOCK, MXFP4
+from jspec.parts import ClampedSwiGLU
+from jspec.typing import Array
+
+# As in src/grouped/grouped.h and src/linear/linear.h.
+MOST_GROUPS, MOST_EACH, MOST_INPUTS = 1024, 24, 2**20
+
+
+def grouped_linear_cuda(
+    x: Array,
+    kernel: MXFP4,
+    starts: Array,
+    bias: Array | None,
+    taken: Array | None,
+    put: Array | None,
+    norm: RMS | None,
+    weights: Array | None,
+    *,
+    gated: bool,
+    clamped: ClampedSwiGLU | None,
+    dtype: np.dtype,
+) -> Array:
+    """As `jspec.ops.grouped.grouped_linear`."""
+    rows = len(x) if taken is None else len(taken)
+    scale = None if norm is None else norm.scale
+    # Any array stands for what there is not.
+    given = (x if one is None else one for one in (bias, taken, put, scale, weights))
+    (y,) = library.call(
+        "grouped_linear",
+        (jax.ShapeDtypeStruct((rows, *kernel.shape[3 if gated else 2 :]), dtype),),
+        *(x, kernel.codes, kernel.scales, starts, *given),
+        vmap_method="sequential",
+        biased=np.bool_(bias is not None),
+        takes=np.bool_(taken is not None),
+        puts=np.bool_(put is not None),
+        normed=np.bool_(norm is not None),
+        weighted=np.bool_(weights is not None),
+        gated=np.bool_(gated),
+        clamped=np.bool_(clamped is not None),
+        eps=np.float32(0 if norm is None else norm.eps),
+        limit=np.float32(0 if clamped is None else clamped.limit),
+        alpha=np.float32(1 if clamped is None else clamped.alpha),
+    )
+    return y
+
+
+def refuses(
+    x: Array | jax.ShapeDtypeStruct,
+    kernel: Array | MXFP4,
+    starts: Array,
+    bias: Array | None,
+    taken: Array | None,
+    put: Array | None,
+    norm: RMS | None,
+    weights: Array | None,
+    *,
+    gated: bool,
+    clamped: ClampedSwiGLU | None,
+    dtype: np.dtype,
+) -> str | None:
+    """Why the kernel cannot take these arguments, or None."""
+    if not isinstance(kernel, MXFP4):
+        return f"its weights are {kernel.dtype}, not MXFP4"
+    if norm is not None and norm.centered:
+        return CENTERED
+    rows, (groups, inputs) = len(x) if taken is None else len(taken), kernel.shape[:2]
+    columns = math.prod(kernel.shape[2:])
+    if not 1 <= groups <= MOST_GROUPS:
+        return f"it takes 1 to {MOST_GROUPS} groups, and there are {groups}"
+    if not 1 <= rows <= MOST_EACH * groups:
+        return (
+            f"it takes 1 to {MOST_EACH} rows a group in the mean, and there are {rows} in {groups}"
+        )
+    if not 1 <= inputs <= MOST_INPUTS or inputs % BLOCK:
+        return f"{inputs} inputs are no multiple of {BLOCK} up to {MOST_INPUTS}"
+    if not 1 <= columns <= 2**20 or x.size >= 2**31 or columns * inputs >= 2**36:
+        return f"x {x.shape}, kernel {kernel.shape} are empty or too large"
+    arrays = (x, bias, None if norm is None else norm.scale)
+    if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
+        return "x, bias or the norm's scale is not bfloat16"
+    if weights is not None and weights.dtype != jnp.float32:
+        return f"the weights of the rows are {weights.dtype}, not float32"
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the result is of {dtype}, neither bfloat16 nor float32"
+    return on_a_mesh(kernel)
+
+
+def _supports(*args, **settings) -> str | None:
+    return refuses(*args, **settings) or library.refusal("grouped")
+
+
+GROUPED = Backend("cuda", grouped_linear_cuda, _supports)
+"""The CUDA body of products by groups of few rows; C++ on a CPU."""
