@@ -135,32 +135,45 @@ __global__ void __launch_bounds__(32 * warps, least_blocks<Weights, tiles, warps
 }
 
 template <class Weights, int tiles, int warps>
-const char* launch(const Linear& linear, const Groups& groups, Stream stream) {
-  constexpr int bytes = ring_bytes<Weights, warps>(), width = Weights::units * kWidth;
+const char* launch(const Linear& linear, const Groups& groups, dim3 blocks, Stream stream) {
+  constexpr int bytes = ring_bytes<Weights, warps>();
   const auto kernel = grouped_linear_kernel<Weights, tiles, warps>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  // No more groups than rows can have rows, and each at most one tile that is not whole.
-  const int filled = std::min(groups.count, linear.rows);
-  const dim3 blocks((linear.outputs + width - 1) / width,
-                    filled + (linear.rows - filled) / (tiles * 8));
   kernel<<<blocks, 32 * warps, bytes, stream>>>(linear, groups);
   return launch_error();
 }
 
-// A tile is for the rows that a group has in the mean, and some more.
-template <class Weights, int warps>
+// A warp for as many steps as keep it busy, and more where blocks are too few for the GPU.
+template <class Weights, int tiles>
+const char* launch_warps(const Linear& linear, const Groups& groups, Stream stream) {
+  constexpr int width = Weights::units * kWidth;
+  // No more groups than rows can have rows, and each at most one tile that is not whole.
+  const int filled = std::min(groups.count, linear.rows);
+  const dim3 blocks((linear.outputs + width - 1) / width,
+                    filled + (linear.rows - filled) / (tiles * 8));
+  const int steps = linear.inputs * Weights::sides / (4 * Weights::group);
+  const int64_t enough = int64_t(10) * multiprocessors(), all = int64_t(blocks.x) * blocks.y;
+  if (steps <= 8 && all >= enough) return launch<Weights, tiles, 1>(linear, groups, blocks, stream);
+  if (steps <= 32 && 2 * all >= enough) {
+    return launch<Weights, tiles, 2>(linear, groups, blocks, stream);
+  }
+  return launch<Weights, tiles, 4>(linear, groups, blocks, stream);
+}
+
+// A tile is for the rows that a group has in the mean.
+template <class Weights>
 const char* launch_tiles(const Linear& linear, const Groups& groups, Stream stream) {
   const int each = (linear.rows + groups.count - 1) / groups.count;
-  if (each <= 4) return launch<Weights, 1, warps>(linear, groups, stream);
-  return each <= 12 ? launch<Weights, 2, warps>(linear, groups, stream)
-                    : launch<Weights, 3, warps>(linear, groups, stream);
+  if (each <= 8) return launch_warps<Weights, 1>(linear, groups, stream);
+  return each <= 12 ? launch_warps<Weights, 2>(linear, groups, stream)
+                    : launch_warps<Weights, 3>(linear, groups, stream);
 }
 
 }  // namespace
 
 const char* grouped_linear(const Linear& linear, const Groups& groups, Stream stream) {
-  return linear.gated ? launch_tiles<Four<true, 2>, 4>(linear, groups, stream)
-                      : launch_tiles<Four<false, 2>, 4>(linear, groups, stream);
+  return linear.gated ? launch_tiles<Four<true, 2>>(linear, groups, stream)
+                      : launch_tiles<Four<false, 2>>(linear, groups, stream);
 }
 
 }  // namespace jspec

@@ -35,13 +35,6 @@ const char* launch(const Linear& linear, int blocks, Stream stream) {
   return launch_error();
 }
 
-int multiprocessors() {
-  int device, count;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
 int blocks_of(const Linear& linear, int units) {
   return (linear.outputs + units * kWidth - 1) / (units * kWidth);
 }
