@@ -17,7 +17,7 @@ from jspec.decode.state import DecodeState
 from jspec.typing import Array
 
 SEEN = 64  # requests of the queue among which short prompts are looked for
-PROMPTS = 4  # whose pieces make slots that are taken wait in a turn, while others are free
+PROMPTS = 4  # pieces of a turn at most: slots that are taken wait for as many
 
 
 class Waiting:
@@ -26,8 +26,8 @@ class Waiting:
     A turn has so many tokens for each slot that is free, up to `PROMPTS`, and for one in any case.
 
     In the order in which they came, but a long prompt shares turns: while more than ``chunk`` is
-    left of it, every other turn belongs to prompts that one piece takes up, if a slot is free. So
-    it takes twice as many turns at most, whatever comes, and keeps no short one waiting for its
+    left of it, every other turn belongs to prompts of at most ``chunk`` tokens, if a slot is free.
+    So it takes twice as many turns at most, whatever comes, and keeps no short one waiting for its
     end.
 
     ``requests``: whose prompts were taken up, which have ``prompt_tokens`` without shared prefixes.
@@ -150,8 +150,8 @@ class Waiting:
         return self.short.size_of(len(prompt)) if self.intake.is_fresh(prompt) else 0
 
     def _tokens_of(self, handle: Handle) -> int:
-        """Tokens of the one piece that takes up the prompt in a row, padding included; 0 where it
-        takes several, or there is no row."""
+        """Tokens of the pieces that take up the prompt in a row, padding included; 0 where it is
+        longer than a piece may be, or there is no row."""
         return self.intake.tokens_of(_prompt(handle)) if self.intake.overtakes else 0
 
     def _together(self, waiting: Iterable[Handle]) -> tuple[list[Handle], int]:

@@ -118,8 +118,11 @@ def test_equals_the_reference_on_a_gpu(case):
     arguments = given(case)
     want = grouped_linear_xla(*arguments, **static(case))
     got = grouped_linear_triton(*arguments, **static(case))
-    # A norm is rounded before the product in one, and behind it in the other: of ten million
-    # numbers some are further off than others.
+    if case != "gpt-oss-prefill-mxfp4":
+        np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
+        return
+    # A norm is rounded before the product in one, and behind it in the other. Of ten million
+    # numbers an H200 had 7 that were further apart.
     far = np.abs(np.asarray(got) - want) > 2e-2 * (1 + np.abs(want))
     assert far.mean() < 1e-5
     np.testing.assert_allclose(got, want, rtol=5e-2, atol=5e-2)
