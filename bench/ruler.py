@@ -40,7 +40,7 @@ NAMES = (*DEFAULTS, *AT_16_BYTES)
 BUDGETS = (1 / 64, 1 / 32)  # 1.56 % and 3.1 %
 MORE_BUDGETS = (1 / 256, 1 / 128, 1 / 16)  # of the paper's figure 7: readers at equal bytes alone
 CASE = {"S": 8192, "questions": 3}  # tokens, and questions of each task
-BATCH = 3  # questions at a time
+BATCH = 12  # questions at a time
 
 
 def run(settings: Settings) -> dict[str, Any]:
