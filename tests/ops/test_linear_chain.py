@@ -96,22 +96,21 @@ def test_there_are_links():
 
 
 @pytest.mark.parametrize(
-    ("rows", "inputs", "change", "reason"),
+    ("rows", "inputs", "kinds", "asked", "reason"),
     [
-        (17, 64, {}, r"links\[0\] reads \(17, 64\), over 16 rows of 1024"),
-        (1, 1056, {}, r"links\[0\] reads \(1, 1056\), over 16 rows of 1024"),
-        (1, 64, {"kind": "int8"}, r"links\[0\] has quantized weights"),
-        (1, 48, {}, r"links\[0\]: 48 inputs are no multiple of 32"),
-        (1, 64, {"linear": "xla"}, "linear='xla' is asked for"),
+        (25, 64, [""], {}, r"links\[0\]: it takes 1 to 24 rows, and there are 25"),
+        (1, 48, [""], {}, r"links\[0\]: 48 inputs are no multiple of 32"),
+        (1, 64, ["int8", "fp8"], {}, r"links\[1\]: its weights are float8_e4m3fn"),
+        (1, 64, ["mxfp4", ""], {}, "its weights are of 4 and 16 bits"),
+        (1, 64, [""], {"linear": "xla"}, "linear='xla' is asked for"),
     ],
-    ids=["rows", "inputs", "quantized", "group", "preferred"],
+    ids=["rows", "group", "fp8", "kinds", "preferred"],
 )
-def test_one_call_refuses_with_a_reason(rows, inputs, change, reason):
-    x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, 8)))
-    link = Link(quantized(kernel, "int8") if "kind" in change else kernel)
-    asked = {"linear": change["linear"]} if "linear" in change else {}
+def test_one_call_refuses_with_a_reason(rows, inputs, kinds, asked, reason):
+    x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, inputs)))
+    links = [Link(quantized(kernel, kind) if kind else kernel) for kind in kinds]
     with preferring(asked), pytest.raises(BackendError, match=reason):
-        linear_chain(x, [link], implementation="cuda")
+        linear_chain(x, links, implementation="cuda")
 
 
 @pytest.mark.parametrize(

@@ -159,15 +159,20 @@ const char* launch_small(const Linear& linear, bool early, Stream stream) {
                                               : launch_tiles<most>(linear, early, stream);
 }
 
+const char* launch_any(const Linear& linear, bool early, Stream stream) {
+  return is_small(linear) ? launch_small(linear, early, stream)
+                          : linear_stream(linear, early, stream);
+}
+
 }  // namespace
 
 const char* linear(const Linear& linear, Stream stream) {
-  return is_small(linear) ? launch_small(linear, false, stream) : linear_stream(linear, stream);
+  return launch_any(linear, false, stream);
 }
 
 const char* linear_chain(const std::vector<Linear>& links, Stream stream) {
   for (size_t i = 0; i < links.size(); ++i) {
-    if (const char* error = launch_small(links[i], i > 0, stream)) return error;
+    if (const char* error = launch_any(links[i], i > 0, stream)) return error;
   }
   return nullptr;
 }

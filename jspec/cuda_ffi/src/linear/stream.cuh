@@ -92,8 +92,8 @@ constexpr int ring_bytes() {
 }
 
 // The columns from `column` on, of `weights`, by a block of `warps` warps and for `tiles` tiles of
-// 8 rows. `source.row(linear, i)`: the row of x that a lane reads for tile i; `source.results` take
-// the sums. `shared`: ring_bytes of it.
+// 8 rows. `source.wait()`: until all but the weights can be read; `source.row(linear, i)`: the row
+// of x that a lane reads for tile i; `source.results` take the sums. `shared`: ring_bytes of it.
 template <int tiles, int warps, class Source, class Weights>
 __device__ __forceinline__ void stream_columns(const Linear& linear, const Source& source,
                                                Weights& weights, int column, char* shared) {
@@ -111,6 +111,7 @@ __device__ __forceinline__ void stream_columns(const Linear& linear, const Sourc
     weights.read(own + step * bytes, first + step * stride);
     asm volatile("cp.async.commit_group;");
   }
+  source.wait();
   Rows<Weights, tiles> next;
   if (early) next.read(linear, source, first);
   if (early_scale) next.read_scale(linear, first);
