@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.linear import linear, linear_xla, result_shape
+from jspec.ops.linear import linear, linear_sizes, linear_xla, result_shape
 from jspec.ops.norm import RMS
 from jspec.ops.quantized import MXFP4, Quantized, quantized
 from jspec.typing import Array
@@ -106,10 +105,11 @@ one_by_one = functools.partial(_in_turn, _linear)
 chain_xla = functools.partial(_in_turn, _linear_xla)
 
 
-def chain_sizes(x: Array, links: Sequence[Arrays], **kwargs) -> dict[str, int]:
-    """What backends are ordered by; ``inputs`` of the longest row."""
-    inputs = max(kernel.shape[0] for kernel, *_ in links)
-    return {"rows": math.prod(x.shape[:-1]), "inputs": inputs}
+def chain_sizes(x: Array, links: Sequence[Arrays], **static: Any) -> dict[str, int]:
+    """What backends are ordered by: the sizes of `linear`, each the largest of all products."""
+    reads = chain_shapes(x, links, **static)[:-1]
+    each = [linear_sizes(read, kernel) for read, (kernel, *_) in zip(reads, links, strict=True)]
+    return {name: max(sizes[name] for sizes in each) for name in each[0]}
 
 
 def _cases() -> list[Case]:

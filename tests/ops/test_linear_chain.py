@@ -1,11 +1,14 @@
 """Products in a row: their definition, one call for all of them, and what calls for it."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jspec import tuned
 from jspec.config import Experts, ModelConfig
 from jspec.cuda_ffi.linear import linear_cuda
 from jspec.dispatch import BackendError, preferring
@@ -129,6 +132,30 @@ def test_shapes_that_do_not_fit_are_refused_by_every_backend(wrong):
     for name in LINEAR_CHAIN.backends:
         with pytest.raises(ValueError, match=r"must be \[\.\.\., in\], \[in, \*out\]"):
             linear_chain(normal(2, 4), wrong, implementation=name)
+
+
+@pytest.mark.parametrize("table", tuned.tables().values(), ids=tuned.tables())
+def test_one_call_comes_first_only_where_it_does_for_each_product(table):
+    """Products of a chain have its rows and bits, and up to as many inputs and outputs."""
+    names = ("rows", "inputs", "outputs", "bits")
+    rules = [*table.orders["linear"], *table.orders["linear_chain"]]
+    bounds = [{rule.up_to[name] for rule in rules if name in rule.up_to} for name in names]
+    grid = [sorted({1, *found, *(bound + 1 for bound in found)}) for found in bounds]
+
+    def takes(operation, sizes):
+        return table.order(operation, dict(zip(names, sizes, strict=True)))[0] == "cuda"
+
+    for rows, inputs, outputs, bits in itertools.product(*grid):
+        if takes("linear_chain", (rows, inputs, outputs, bits)):
+            for read, wide in itertools.product(grid[1], grid[2]):
+                if read <= inputs and wide <= outputs:
+                    assert takes("linear", (rows, read, wide, bits)), (rows, read, wide, bits)
+
+
+def test_sizes_are_the_largest_of_all_products():
+    case = next(case for case in LINEAR_CHAIN.cases() if case.name == "mxfp4")
+    sizes = LINEAR_CHAIN.sizes(*case.build(), **case.static)
+    assert sizes == {"rows": 2, "inputs": 1056, "outputs": 2 * 1056, "bits": 4}
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_context": 16}
