@@ -48,24 +48,27 @@ def linear_cuda(
 def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
     outputs = outputs[1:] if gated else outputs
-    # Any array stands for what there is not.
-    given = (bias, None if norm is None else norm.scale, add)
-    is_quantized = isinstance(kernel, Quantized | MXFP4)
-    weights = jax.tree.leaves(kernel) if is_quantized else (kernel, x)
     (y,) = library.call(
         "linear",
         (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype),),
-        *(x, *weights, *(x if one is None else one for one in given)),
+        *(x, *_arguments(x, kernel, bias, norm, add)),
         vmap_method="sequential",
         bits=np.int32(weight_bits(kernel)),
         biased=np.bool_(bias is not None),
         normed=np.bool_(norm is not None),
         added=np.bool_(add is not None),
         gated=np.bool_(gated),
-        transposed=np.bool_(transposed or is_quantized),
+        transposed=np.bool_(transposed or isinstance(kernel, Quantized | MXFP4)),
         eps=np.float32(0 if norm is None else norm.eps),
     )
     return y
+
+
+def _arguments(x, kernel, bias, norm, add) -> list[Array]:
+    """What a handler reads of a product beside x, which stands for what there is not."""
+    weights = jax.tree.leaves(kernel) if isinstance(kernel, Quantized | MXFP4) else [kernel, x]
+    given = (bias, None if norm is None else norm.scale, add)
+    return [*weights, *(x if one is None else one for one in given)]
 
 
 def refuses(
@@ -119,6 +122,8 @@ def linear_chain_cuda(
 ) -> tuple[Array, ...]:
     """As `jspec.ops.linear_chain.linear_chain`."""
     settings = {"added": tuple(added), "gated": tuple(gated)}
+    if isinstance(links[0][0], Quantized | MXFP4):  # of which there is no derivative
+        return _launch_chain(x, links, **settings)
     run = differentiated_as(
         functools.partial(one_by_one, **settings), functools.partial(_launch_chain, **settings)
     )
@@ -127,11 +132,6 @@ def linear_chain_cuda(
 
 def _launch_chain(x, links, *, added, gated) -> tuple[Array, ...]:
     _, *results = chain_shapes(x, links, added=added, gated=gated)
-    arguments = [x]
-    for kernel, bias, norm, add in links:
-        # Any array stands for what there is not.
-        given = (bias, None if norm is None else norm.scale, add)
-        arguments += [kernel, *(x if one is None else one for one in given)]
 
     def each(values, dtype: type[np.generic] = np.int32):
         return np.asarray(list(values), dtype)
@@ -139,8 +139,9 @@ def _launch_chain(x, links, *, added, gated) -> tuple[Array, ...]:
     return library.call(
         "linear_chain",
         tuple(results),
-        *arguments,
+        *(x, *(one for link in links for one in _arguments(x, *link))),
         vmap_method="sequential",
+        bits=np.int32(weight_bits(links[0][0])),
         biased=each(bias is not None for _, bias, _, _ in links),
         normed=each(norm is not None for _, _, norm, _ in links),
         added=each(
@@ -158,12 +159,11 @@ def _refuses_chain(x, links, *, added, gated) -> str | None:
         return f"linear={preferred('linear')!r} is asked for"
     static = {"transposed": False, "dtype": x.dtype}
     *reads, _ = chain_shapes(x, links, added=added, gated=gated)
+    bits = {weight_bits(kernel) for kernel, *_ in links}
+    if len(bits) > 1:
+        return f"its weights are of {' and '.join(map(str, sorted(bits)))} bits"
     for i, (read, link, gates) in enumerate(zip(reads, links, gated, strict=True)):
         kernel, bias, norm, add = link
-        if isinstance(kernel, Quantized | MXFP4):
-            return f"links[{i}] has quantized weights"
-        if math.prod(read.shape[:-1]) > SMALL_ROWS or read.shape[-1] > SMALL_INPUTS:
-            return f"links[{i}] reads {read.shape}, over {SMALL_ROWS} rows of {SMALL_INPUTS}"
         if reason := refuses(read, kernel, bias, norm, add, gated=gates, **static):
             return f"links[{i}]: {reason}"
     return None

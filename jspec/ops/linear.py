@@ -134,7 +134,9 @@ def on_a_mesh(kernel: Array | Quantized | MXFP4) -> str | None:
     return None
 
 
-def linear_sizes(x: Array, kernel: Array | Quantized | MXFP4, *args, **kwargs) -> dict[str, int]:
+def linear_sizes(
+    x: Array | jax.ShapeDtypeStruct, kernel: Array | Quantized | MXFP4, *args, **kwargs
+) -> dict[str, int]:
     """What backends are ordered by; ``bits`` of a weight."""
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     outputs = math.prod(kernel.shape) // max(inputs, 1)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.linear import linear, linear_xla, result_shape
+from jspec.ops.linear import linear, linear_sizes, linear_xla, result_shape
 from jspec.ops.norm import RMS
-from jspec.ops.quantized import MXFP4, Quantized
+from jspec.ops.quantized import MXFP4, Quantized, quantized
 from jspec.typing import Array
 
 
@@ -44,8 +43,8 @@ def linear_chain(
     """The result of each of ``links``, the first of ``x [..., in]``, each other of the one before.
 
     What each link gives is `linear` of its input. Where CUDA serves, which is for few rows and
-    small kernels, all of them are one call, in which a product begins to read its weights while the
-    one before it ends. Raises `ValueError` for shapes that do not fit, and without links.
+    weights of one kind, all of them are one call, in which a product begins to read its weights
+    while the one before it ends. Raises `ValueError` for shapes that do not fit, and without links.
     """
     if not links:
         raise ValueError("links must have at least one product; it is empty")
@@ -106,16 +105,24 @@ one_by_one = functools.partial(_in_turn, _linear)
 chain_xla = functools.partial(_in_turn, _linear_xla)
 
 
-def chain_sizes(x: Array, links: Sequence[Arrays], **kwargs) -> dict[str, int]:
-    """What backends are ordered by; ``inputs`` of the longest row."""
-    inputs = max(kernel.shape[0] for kernel, *_ in links)
-    return {"rows": math.prod(x.shape[:-1]), "inputs": inputs}
+def chain_sizes(x: Array, links: Sequence[Arrays], **static: Any) -> dict[str, int]:
+    """What backends are ordered by: the sizes of `linear`, each the largest of all products."""
+    reads = chain_shapes(x, links, **static)[:-1]
+    each = [linear_sizes(read, kernel) for read, (kernel, *_) in zip(reads, links, strict=True)]
+    return {name: max(sizes[name] for sizes in each) for name in each[0]}
 
 
 def _cases() -> list[Case]:
-    """What a layer does behind its attention, and a chain that begins with a gated product."""
+    """What a layer does behind its attention, with weights of each kind; and a chain that begins
+    with a gated product."""
 
-    def build(rows: int, *shapes: tuple[int, ...], normed: Sequence[int], add: bool = False):
+    def build(
+        rows: int,
+        *shapes: tuple[int, ...],
+        normed: Sequence[int],
+        add: bool = False,
+        kind: str = "",
+    ):
         def made():
             rng = np.random.default_rng(rows)
 
@@ -128,6 +135,7 @@ def _cases() -> list[Case]:
             for i, shape in enumerate(shapes):
                 # Small, so that roundings of bfloat16 stay small behind several products.
                 kernel = normal(*shape, scale=0.3 * shape[0] ** -0.5)
+                kernel = jax.tree.map(np.asarray, quantized(kernel, kind)) if kind else kernel
                 norm = RMS(normal(shape[0])) if i in normed else None
                 bias = normal(*shape[1:], scale=0.3) if i == 1 else None
                 given = normal(rows, *shape[1:], scale=0.3) if add and i == 0 else None
@@ -136,11 +144,18 @@ def _cases() -> list[Case]:
 
         return made
 
-    layer = build(3, (96, 64), (64, 2, 128), (128, 64), (64, 40), normed=(1, 3), add=True)
+    def layer(rows: int, wide: int, kind: str = ""):
+        shapes = (96, 64), (64, 2, wide), (wide, 64), (64, 40)
+        return build(rows, *shapes, normed=(1, 3), add=True, kind=kind)
+
     static = {"added": (None, None, 0, None), "gated": (False, True, False, False)}
     gate = build(16, (64, 2, 32), (32, 24), normed=(0,))
     return [
-        Case("layer", layer, static, small=True),
+        Case("layer", layer(3, 128), static, small=True),
+        Case("large", layer(4, 1056), static, small=True),
+        Case("rows", layer(20, 128), static, small=True),
+        Case("int8", layer(9, 128, "int8"), static, small=True),
+        Case("mxfp4", layer(2, 1056, "mxfp4"), static, small=True),
         Case("gated", gate, {"added": (None, None), "gated": (True, False)}, small=True),
     ]
 

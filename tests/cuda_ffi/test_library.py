@@ -103,10 +103,14 @@ CALLS = {
         None,
     ),
     "linear_chain": (
-        [(shape, jnp.bfloat16) for shape in ((B, 64), (64, 2, 40), *[(2, 40), (64,), (B, 40)])],
+        [
+            *[((B, 64), jnp.bfloat16), ((2, 40, 64), jnp.int8), ((2, 40), jnp.float32)],
+            *(((*shape,), jnp.bfloat16) for shape in ((2, 40), (64,), (B, 40))),
+        ],
         [((B, 40), jnp.bfloat16)],
         {name: np.ones(1, np.int32) for name in ("biased", "normed", "gated")}
-        | {"added": np.full(1, -1, np.int32), "eps": np.ones(1, np.float32)},
+        | {"added": np.full(1, -1, np.int32), "eps": np.ones(1, np.float32)}
+        | {"bits": np.int32(8)},
         None,
     ),
     "select": (

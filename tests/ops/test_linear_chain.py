@@ -1,11 +1,14 @@
 """Products in a row: their definition, one call for all of them, and what calls for it."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jspec import tuned
 from jspec.config import Experts, ModelConfig
 from jspec.cuda_ffi.linear import linear_cuda
 from jspec.dispatch import BackendError, preferring
@@ -96,22 +99,21 @@ def test_there_are_links():
 
 
 @pytest.mark.parametrize(
-    ("rows", "inputs", "change", "reason"),
+    ("rows", "inputs", "kinds", "asked", "reason"),
     [
-        (17, 64, {}, r"links\[0\] reads \(17, 64\), over 16 rows of 1024"),
-        (1, 1056, {}, r"links\[0\] reads \(1, 1056\), over 16 rows of 1024"),
-        (1, 64, {"kind": "int8"}, r"links\[0\] has quantized weights"),
-        (1, 48, {}, r"links\[0\]: 48 inputs are no multiple of 32"),
-        (1, 64, {"linear": "xla"}, "linear='xla' is asked for"),
+        (25, 64, [""], {}, r"links\[0\]: it takes 1 to 24 rows, and there are 25"),
+        (1, 48, [""], {}, r"links\[0\]: 48 inputs are no multiple of 32"),
+        (1, 64, ["int8", "fp8"], {}, r"links\[1\]: its weights are float8_e4m3fn"),
+        (1, 64, ["mxfp4", ""], {}, "its weights are of 4 and 16 bits"),
+        (1, 64, [""], {"linear": "xla"}, "linear='xla' is asked for"),
     ],
-    ids=["rows", "inputs", "quantized", "group", "preferred"],
+    ids=["rows", "group", "fp8", "kinds", "preferred"],
 )
-def test_one_call_refuses_with_a_reason(rows, inputs, change, reason):
-    x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, 8)))
-    link = Link(quantized(kernel, "int8") if "kind" in change else kernel)
-    asked = {"linear": change["linear"]} if "linear" in change else {}
+def test_one_call_refuses_with_a_reason(rows, inputs, kinds, asked, reason):
+    x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, inputs)))
+    links = [Link(quantized(kernel, kind) if kind else kernel) for kind in kinds]
     with preferring(asked), pytest.raises(BackendError, match=reason):
-        linear_chain(x, [link], implementation="cuda")
+        linear_chain(x, links, implementation="cuda")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,30 @@ def test_shapes_that_do_not_fit_are_refused_by_every_backend(wrong):
     for name in LINEAR_CHAIN.backends:
         with pytest.raises(ValueError, match=r"must be \[\.\.\., in\], \[in, \*out\]"):
             linear_chain(normal(2, 4), wrong, implementation=name)
+
+
+@pytest.mark.parametrize("table", tuned.tables().values(), ids=tuned.tables())
+def test_one_call_comes_first_only_where_it_does_for_each_product(table):
+    """Products of a chain have its rows and bits, and up to as many inputs and outputs."""
+    names = ("rows", "inputs", "outputs", "bits")
+    rules = [*table.orders["linear"], *table.orders["linear_chain"]]
+    bounds = [{rule.up_to[name] for rule in rules if name in rule.up_to} for name in names]
+    grid = [sorted({1, *found, *(bound + 1 for bound in found)}) for found in bounds]
+
+    def takes(operation, sizes):
+        return table.order(operation, dict(zip(names, sizes, strict=True)))[0] == "cuda"
+
+    for rows, inputs, outputs, bits in itertools.product(*grid):
+        if takes("linear_chain", (rows, inputs, outputs, bits)):
+            for read, wide in itertools.product(grid[1], grid[2]):
+                if read <= inputs and wide <= outputs:
+                    assert takes("linear", (rows, read, wide, bits)), (rows, read, wide, bits)
+
+
+def test_sizes_are_the_largest_of_all_products():
+    case = next(case for case in LINEAR_CHAIN.cases() if case.name == "mxfp4")
+    sizes = LINEAR_CHAIN.sizes(*case.build(), **case.static)
+    assert sizes == {"rows": 2, "inputs": 1056, "outputs": 2 * 1056, "bits": 4}
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_context": 16}

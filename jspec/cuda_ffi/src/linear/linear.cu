@@ -162,12 +162,17 @@ const char* launch_small(const Linear& linear, bool early, Stream stream) {
 }  // namespace
 
 const char* linear(const Linear& linear, Stream stream) {
-  return is_small(linear) ? launch_small(linear, false, stream) : linear_stream(linear, stream);
+  return linear_chain({linear}, stream);
 }
 
 const char* linear_chain(const std::vector<Linear>& links, Stream stream) {
   for (size_t i = 0; i < links.size(); ++i) {
-    if (const char* error = launch_small(links[i], i > 0, stream)) return error;
+    const bool early = i > 0, more = i + 1 < links.size() && !is_small(links[i + 1]);
+    const char* error =
+        is_small(links[i])
+            ? launch_small(links[i], early, stream)
+            : linear_stream(links[i], more ? &links[i + 1] : nullptr, early, stream);
+    if (error) return error;
   }
   return nullptr;
 }

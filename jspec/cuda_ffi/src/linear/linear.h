@@ -37,11 +37,14 @@ struct Linear {
 // Returns what went wrong, or null.
 const char* linear(const Linear& linear, Stream stream);
 
-// Small products in a row, not transposed, each of which may read what those before it gave. On a
-// GPU each begins to read its weights while the one ahead of it ends.
+// Products in a row, each of which may read what those before it gave. On a GPU each begins to read
+// its weights while the one ahead of it ends.
 const char* linear_chain(const std::vector<Linear>& links, Stream stream);
 
 // A product on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.
-const char* linear_stream(const Linear& linear, Stream stream);
+// `early`: it may start before the kernel ahead of it, one of the same call, has ended.
+// `following`: the next product of the call where that is one of these too, whose first weights are
+// brought into the L2 while this one ends; or null.
+const char* linear_stream(const Linear& linear, const Linear* following, bool early, Stream stream);
 
 }  // namespace jspec

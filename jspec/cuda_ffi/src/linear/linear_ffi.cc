@@ -92,15 +92,17 @@ ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::Remai
   return error.failure() ? error : launched(linear(found, stream));
 }
 
-// x, then the kernel, bias, scale and what is added of each product; the result of each. Each
-// attribute has a value for each product; `added`: the number of the result that is added, or of
-// its own argument where that is -1, or nothing where it is -2.
+// x, then the kernel, its scales, bias, the norm's scale and what is added of each product; the
+// result of each. `bits` are those of all weights, and each other attribute has a value for each
+// product; `added`: the number of the result that is added, or of its own argument where that is
+// -1, or nothing where it is -2.
 ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
-                             ffi::RemainingRets results, ffi::Span<const int32_t> biased,
-                             ffi::Span<const int32_t> normed, ffi::Span<const int32_t> added,
-                             ffi::Span<const int32_t> gated, ffi::Span<const float> eps) {
+                             ffi::RemainingRets results, int32_t bits,
+                             ffi::Span<const int32_t> biased, ffi::Span<const int32_t> normed,
+                             ffi::Span<const int32_t> added, ffi::Span<const int32_t> gated,
+                             ffi::Span<const float> eps) {
   const size_t links = results.size();
-  ffi::Error error = check_count(arguments, 1 + 4 * links, results, links);
+  ffi::Error error = check_count(arguments, 1 + 5 * links, results, links);
   if (error.failure()) return error;
   for (const size_t size : {biased.size(), normed.size(), added.size(), gated.size(), eps.size()}) {
     if (size != links) {
@@ -113,17 +115,13 @@ ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
     if (added[i] < -2 || added[i] >= int64_t(i)) {
       return invalid("added[", i, "]=", added[i], " is no product before it, -1 or -2");
     }
-    const size_t at = 1 + 4 * i, first = arguments.size();
-    const Product product{i ? first + i - 1 : 0, at, 0, at + 1, at + 2,
-                          added[i] < 0 ? at + 3 : first + added[i], first + i,
-                          16, biased[i] != 0, normed[i] != 0, added[i] != -2, gated[i] != 0,
-                          false, eps[i]};
+    const size_t at = 1 + 5 * i, first = arguments.size();
+    const Product product{i ? first + i - 1 : 0, at, at + 1, at + 2, at + 3,
+                          added[i] < 0 ? at + 4 : first + added[i], first + i,
+                          bits, biased[i] != 0, normed[i] != 0, added[i] != -2, gated[i] != 0,
+                          bits < 16, eps[i]};
     error = product.read(buffers, found[i]);
     if (error.failure()) return error;
-    if (found[i].rows > kSmallRows || found[i].inputs > kSmallInputs) {
-      return invalid("product ", i, " of a chain reads ", found[i].rows, " rows of ",
-                     found[i].inputs, " inputs, over ", kSmallRows, " of ", kSmallInputs);
-    }
   }
   return launched(linear_chain(found, stream));
 }
@@ -143,6 +141,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear, jspec::multiply_rows,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear_chain, jspec::multiply_in_chain,
                               JSPEC_BIND()
+                                  .Attr<int32_t>("bits")
                                   .Attr<jspec::ffi::Span<const int32_t>>("biased")
                                   .Attr<jspec::ffi::Span<const int32_t>>("normed")
                                   .Attr<jspec::ffi::Span<const int32_t>>("added")
