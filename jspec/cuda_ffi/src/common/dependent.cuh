@@ -22,13 +22,6 @@ __device__ __forceinline__ void wait_for_kernels_ahead() {
 #endif
 }
 
-// Has these bytes brought into the L2; both are a multiple of 16.
-__device__ __forceinline__ void bring_into_l2(const void* global, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-#endif
-}
-
 // Lets `kernel` have so many bytes of shared memory.
 template <typename Kernel>
 void allow_shared_memory(Kernel kernel, int bytes) {

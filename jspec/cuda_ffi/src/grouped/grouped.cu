@@ -110,7 +110,6 @@ struct Taken {
   }
 
   __device__ static void wait() {}
-  __device__ static void end() {}
   __device__ int row(const Linear&, int tile) const { return rows[tile]; }
 
   template <int width, int sides, int values>

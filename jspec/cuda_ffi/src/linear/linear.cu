@@ -159,20 +159,20 @@ const char* launch_small(const Linear& linear, bool early, Stream stream) {
                                               : launch_tiles<most>(linear, early, stream);
 }
 
+const char* launch_any(const Linear& linear, bool early, Stream stream) {
+  return is_small(linear) ? launch_small(linear, early, stream)
+                          : linear_stream(linear, early, stream);
+}
+
 }  // namespace
 
 const char* linear(const Linear& linear, Stream stream) {
-  return linear_chain({linear}, stream);
+  return launch_any(linear, false, stream);
 }
 
 const char* linear_chain(const std::vector<Linear>& links, Stream stream) {
   for (size_t i = 0; i < links.size(); ++i) {
-    const bool early = i > 0, more = i + 1 < links.size() && !is_small(links[i + 1]);
-    const char* error =
-        is_small(links[i])
-            ? launch_small(links[i], early, stream)
-            : linear_stream(links[i], more ? &links[i + 1] : nullptr, early, stream);
-    if (error) return error;
+    if (const char* error = launch_any(links[i], i > 0, stream)) return error;
   }
   return nullptr;
 }

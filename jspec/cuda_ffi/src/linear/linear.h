@@ -43,8 +43,6 @@ const char* linear_chain(const std::vector<Linear>& links, Stream stream);
 
 // A product on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.
 // `early`: it may start before the kernel ahead of it, one of the same call, has ended.
-// `following`: the next product of the call where that is one of these too, whose first weights are
-// brought into the L2 while this one ends; or null.
-const char* linear_stream(const Linear& linear, const Linear* following, bool early, Stream stream);
+const char* linear_stream(const Linear& linear, bool early, Stream stream);
 
 }  // namespace jspec

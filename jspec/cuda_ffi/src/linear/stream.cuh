@@ -93,8 +93,7 @@ constexpr int ring_bytes() {
 
 // The columns from `column` on, of `weights`, by a block of `warps` warps and for `tiles` tiles of
 // 8 rows. `source.wait()`: until all but the weights can be read; `source.row(linear, i)`: the row
-// of x that a lane reads for tile i; `source.results` take the sums. A warp calls `source.end()`
-// when all of its copies are on their way. `shared`: ring_bytes of it.
+// of x that a lane reads for tile i; `source.results` take the sums. `shared`: ring_bytes of it.
 template <int tiles, int warps, class Source, class Weights>
 __device__ __forceinline__ void stream_columns(const Linear& linear, const Source& source,
                                                Weights& weights, int column, char* shared) {
@@ -157,10 +156,8 @@ __device__ __forceinline__ void stream_columns(const Linear& linear, const Sourc
       multiply_step(rows, false);
     }
     __syncwarp();
-    const int behind = first + kDepth * stride;
-    weights.read(own + slot, behind);
+    weights.read(own + slot, first + kDepth * stride);
     asm volatile("cp.async.commit_group;");
-    if (uint32_t(behind - linear.inputs) < stride) source.end();
     slot = kDepth == 2 ? slot ^ bytes : (slot + bytes) % (kDepth * bytes);
   }
 #pragma unroll
