@@ -18,7 +18,7 @@ from examples.train_bundled.plan import FULL
 from jspec.eval import ruler
 
 LENGTHS = {"train": (2048, 4096, 8192, 16384), "held-out": (4096, 8192, 16384)}
-COUNT = {"train": 6, "held-out": 2}  # of each kind and length
+COUNT = {"train": 24, "held-out": 2}  # of each kind and length
 SPLIT = {"train": "train", "held-out": "packages"}
 
 

@@ -39,6 +39,7 @@ def train_hash(arguments: argparse.Namespace) -> int:
         bits=arguments.bits,
         variant=arguments.variant,
         pairs=arguments.step_pairs,
+        epochs=arguments.epochs,
         seed=_seed(arguments.seed),
     )
     if find_spec("optax") is None:

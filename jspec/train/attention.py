@@ -22,7 +22,7 @@ from jspec.train.loss import HashTraining
 from jspec.train.recall import attention_weights
 from jspec.typing import Array
 
-QUERIES = 16  # of a text
+QUERIES = 32  # of a text
 KEYS = 2048  # of a text that are compared; half are those with the most weight, half are random
 SINKS, RECENT = 4, 16  # keys that a policy reads whatever they score: none to learn from
 RATE = 3e-3  # of Adam; it falls to 0 as a cosine
@@ -31,7 +31,7 @@ RATE = 3e-3  # of Adam; it falls to 0 as a cosine
 class Views(NamedTuple):
     """What queries of some texts see of their keys, on the device.
 
-    ``queries [texts, M, K, H]``, summed over the heads of a group; ``keys [texts, K, P, H]``;
+    ``queries [texts, M, K, G, H]``, those of each group; ``keys [texts, K, P, H]``;
     ``weights [texts, M, K, P]``: attention weights in the mean over a group, their sum over P
     being 1; NaN where the query does not score the key.
     """
@@ -87,7 +87,7 @@ def _view(
     weights = jnp.take_along_axis(weights, chosen[None], axis=2)
     is_scored = jnp.take_along_axis(scored[:, None], chosen[None], axis=2)
     total = weights.sum(axis=2, keepdims=True)
-    return q.sum(axis=2), mine, jnp.where(is_scored & (total > 0), weights / total, jnp.nan)
+    return q, mine, jnp.where(is_scored & (total > 0), weights / total, jnp.nan)
 
 
 def signs(x: Array) -> Array:
@@ -99,15 +99,15 @@ def signs(x: Array) -> Array:
 def attention_loss(w: Array, log_scale: Array, views: Views) -> Array:
     """Cross entropy ``[K]`` of one text's ``views``, mean over its queries.
 
-    The score of a key is the sum of its bits, 1 or -1, times the products of the query with ``w``:
-    what the Hamming score is where the query's own bits are not rounded. ``log_scale [K]``: of the
-    scores, learned as well. Products count in units of their root mean square.
+    A key scores as in decoding, but for a factor: the products of its bits, 1 or -1, with those of
+    each query of a group, in the mean. ``log_scale [K]``: of the scores, learned as well. Products
+    with ``w`` count in units of their root mean square.
     """
     queries, keys, weights = views
     products = jnp.einsum("kph,khr->kpr", keys, w)
     products /= lax.stop_gradient(_size(products, (1, 2)))
-    asked = jnp.einsum("mkh,khr->mkr", queries, w)
-    asked /= _size(asked, (2,))
+    asked = jnp.einsum("mkgh,khr->mkgr", queries, w)
+    asked = signs(asked / lax.stop_gradient(_size(asked, (3,)))).mean(axis=2)
     scores = jnp.einsum("mkr,kpr->mkp", asked, signs(products))
     scores *= jnp.exp(log_scale)[None, :, None]
     is_scored = jnp.isfinite(weights)

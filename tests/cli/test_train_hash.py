@@ -1,5 +1,6 @@
 """`jspec train-hash`: arguments, the table and the JSON, and bad input as one line."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -35,14 +36,13 @@ def texts(tmp_path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """A few steps."""
-    monkeypatch.setattr(
-        train_hash, "HashTraining", lambda **asked: HashTraining(epochs=1, iterations=2, **asked)
-    )
+    """Epochs of a few steps."""
+    few = functools.partial(HashTraining, iterations=2)
+    monkeypatch.setattr(train_hash, "HashTraining", few)
 
 
 def run(model, texts, out, *more: str) -> int:
-    path = ["--model", str(model), "--out", str(out), "--no-compile-cache"]
+    path = ["--model", str(model), "--out", str(out), "--epochs", "1", "--no-compile-cache"]
     return main(["train-hash", *path, "--data", *texts, *more])
 
 
@@ -98,6 +98,7 @@ def test_texts_are_taken_until_there_are_pairs_enough():
         (["--variant", "mine"], "variant='mine' must be one of attention, paper, authors"),
         (["--pairs", "0"], "--pairs 0 must be at least 1"),
         (["--step-pairs", "0"], "--step-pairs 0 must be at least 1"),
+        (["--epochs", "0"], "epochs=0 must be a whole number of at least 1"),
         (["--seed", "-1"], "--seed -1 must be in [0, 2**32)"),
         (["--length", "5"], "--length 5 must be from 16 to the model's context of "),
         (["--length", "10000000"], "--length 10000000 must be from 16 to"),

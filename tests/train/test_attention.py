@@ -41,8 +41,7 @@ def brute_weights(queries, position, keys, head):
 def test_a_query_sees_the_best_keys_and_others():
     views = views_of([sample()], SPEC, np.random.default_rng(1), most=64)
     queries, _, keys = sample()
-    grouped = queries.reshape(3, 2, 3, 8).sum(axis=2)
-    np.testing.assert_allclose(views.queries[0], grouped, rtol=1e-5)
+    np.testing.assert_allclose(views.queries[0], queries.reshape(3, 2, 3, 8), rtol=1e-5)
     assert np.isnan(views.weights[0, 2]).all()
     for head in range(2):
         own = np.asarray(views.keys[0, head])
@@ -74,11 +73,10 @@ def test_the_loss_is_the_cross_entropy_of_scores_by_bits():
         bits = np.where(np.asarray(text.keys[head]) @ w[head] > 0, 1.0, -1.0)
         losses = [0.0]  # of the query without keys
         for query in range(2):
-            products = np.float64(text.queries[query, head]) @ w[head]
-            products /= np.sqrt((products**2).mean())
+            asked = np.where(np.asarray(text.queries[query, head]) @ w[head] > 0, 1.0, -1.0)
             weights = np.float64(text.weights[query, head])
             scored = np.isfinite(weights)
-            scores = np.exp(scale[head]) * bits[scored] @ products
+            scores = np.exp(scale[head]) * (bits[scored] @ asked.T).mean(axis=1)
             losses.append(-(weights[scored] * log_softmax(scores)).sum())
         np.testing.assert_allclose(found[head], np.sum(losses) / 3, rtol=1e-4)
 
