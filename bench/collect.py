@@ -25,7 +25,7 @@ from jspec.ops.attention.dense import attention as attend
 from jspec.ops.attention.scored import SCORED, scored_attention
 from jspec.ops.attention.weights import WEIGHTS, mean_weights
 from jspec.policies import Vegas
-from jspec.policies.guided import shares_of, taken
+from jspec.policies.guided import mean_query, taken
 from jspec.typing import Array
 
 COLUMNS = ("B", "S", "heads", "H", "T")
@@ -56,12 +56,12 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
             advance()
 
 
-def passes() -> dict[str, Callable[..., tuple[Array, ...]]]:
+def passes(kv_heads: int) -> dict[str, Callable[..., tuple[Array, ...]]]:
     """Attention by itself, and with the scores of each way to collect, by name."""
 
     def logits(policy: Vegas, q: Array, k: Array, v: Array, positions: Array):
-        shares = shares_of(policy.scoring(positions), positions.shape[1])
-        return scored_attention(q, k, v, positions, shares)
+        probe = mean_query(q, policy.scoring(positions), kv_heads).astype(q.dtype)
+        return scored_attention(q, k, v, positions, probe)
 
     def weights(policy: Vegas, q: Array, k: Array, v: Array, positions: Array):
         out, lse = attend(q, k, v, positions)
@@ -78,7 +78,7 @@ def passes() -> dict[str, Callable[..., tuple[Array, ...]]]:
 
 def _measured(here: Case, settings: Settings) -> list[point.Row]:
     shapes = attention.shapes(here)
-    named = passes()
+    named = passes(shapes[1].shape[2])
     programs = compile_all("collect", {name: Source(run, shapes) for name, run in named.items()})
     inputs = dense(here)
     arguments = (inputs.q, inputs.k, inputs.v, inputs.positions)

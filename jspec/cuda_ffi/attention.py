@@ -11,7 +11,6 @@ import numpy as np
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
 from jspec.gpu import gpu_in_use
-from jspec.ops.attention.scored import mean_query
 from jspec.typing import Array
 
 # As in src/attention/attention.h.
@@ -32,14 +31,13 @@ def scored_attention_cuda(
     k: Array,
     v: Array | None,
     positions: Array,
-    shares: Array,
+    probe: Array,
     *,
     scale: float,
     **_settings: Any,
 ) -> tuple[Array, Array, Array]:
     """As `jspec.scored_attention`, for what `refuses` lets pass."""
     assert v is not None  # `refuses`
-    probe = mean_query(q, shares, k.shape[2]).astype(q.dtype)
     out, lse, _, _, scores = _launch("scored_attention", q, k, v, positions, probe, scale=scale)
     return out, lse, scores
 
@@ -65,7 +63,7 @@ def refuses(
     q: Array,
     k: Array,
     v: Array | None,
-    *shares: Array,
+    *probe: Array,
     key_positions: Array | None,
     scale: float,
     window: int | None,
@@ -76,7 +74,7 @@ def refuses(
     slots, kv_heads = k.shape[1:3]
     rows = tokens * heads // max(kv_heads, 1)
     # What only scores is one row more.
-    most = MOST_ROWS - len(shares)
+    most = MOST_ROWS - len(probe)
     if key_positions is not None:
         return "key_positions are given, and the kernel takes slots for positions"
     if v is None:
@@ -101,12 +99,12 @@ def refuses(
 
 
 def _supports(
-    q, k, v, positions, *shares, key_positions, scale, window, softcap, value_size
+    q, k, v, positions, *probe, key_positions, scale, window, softcap, value_size
 ) -> str | None:
     del positions, value_size
     settings = {"key_positions": key_positions, "scale": scale}
     gpu = gpu_in_use()
-    if reason := refuses(q, k, v, *shares, **settings, window=window, softcap=softcap):
+    if reason := refuses(q, k, v, *probe, **settings, window=window, softcap=softcap):
         return reason
     if gpu is not None and gpu[1] != (9, 0):
         return f"it needs compute capability 9.0, and {gpu[0]} has {gpu[1][0]}.{gpu[1][1]}"

@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.dispatch import Backend
-from jspec.ops.attention.scored import mean_query
 from jspec.ops.attention.softmax import grouped, ungrouped
 from jspec.pallas.attention_compute import Compute
 from jspec.pallas.attention_cut import (
@@ -62,10 +61,9 @@ def attention_pallas(
 
 
 def scored_attention_pallas(
-    q: Array, k: Array, v: Array | None, positions: Array, shares: Array, **settings: Any
+    q: Array, k: Array, v: Array | None, positions: Array, probe: Array, **settings: Any
 ) -> tuple[Array, Array, Array]:
     """As `jspec.scored_attention`; ``settings`` as `attention_pallas` takes them."""
-    probe = mean_query(q, shares, k.shape[2]).astype(q.dtype)
     out, lse, scores = _attended(q, k, v, positions, probe, **settings)
     assert scores is not None
     return out, lse, scores

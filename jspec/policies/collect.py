@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.dispatch import Backends
 from jspec.ops.attention.dense import attention
-from jspec.ops.attention.scored import mean_query, scored_attention
+from jspec.ops.attention.scored import scored_attention
 from jspec.ops.attention.weights import mean_weights
 from jspec.policies.attend import appended, dense_attend, turning
-from jspec.policies.guided import Guided, shares_of, taken
+from jspec.policies.guided import Guided, mean_query, taken
 from jspec.policies.read import in_slots, merged, settings_of
 from jspec.policies.scores import dots
 from jspec.typing import Array, Attend, Model
@@ -76,9 +76,9 @@ def collecting_attend(
         settings: Any = settings_of(spec) | {"key_positions": where}
         if policy.score != "weight" and not policy.needs_verdict:
             with jax.named_scope("collection"):
-                shares = shares_of(policy.scoring(positions), positions.shape[1])
+                probe = mean_query(q, policy.scoring(positions), spec.kv_heads)
             out, lse, scores = scored_attention(
-                *(*arguments, shares),
+                *(*arguments, probe.astype(q.dtype)),
                 implementation=backends.get("scored_attention"),
                 **settings,
             )
@@ -150,8 +150,7 @@ def _scores(policy: Guided, cache: Cache, layer: int, own: Queries, scoring: Arr
     """What the queries of the tokens ``scoring`` score every slot of a layer, ``[B, K, S]``."""
     spec, keys = cache.specs[layer], cache.keys(layer)
     if policy.score != "weight":
-        shares = shares_of(scoring, own.q.shape[1])
-        return dots((spec.score_scale * mean_query(own.q, shares, spec.kv_heads), keys))
+        return dots((spec.score_scale * mean_query(own.q, scoring, spec.kv_heads), keys))
     lse = jnp.where((scoring >= 0)[..., None], taken(own.lse, scoring), -jnp.inf)
     q = taken(own.q, scoring)
     return mean_weights(q, keys, lse, scale=spec.scale, softcap=spec.softcap)

@@ -18,7 +18,7 @@ from jspec.policies.budgeted import Budgeted, whole_pages
 from jspec.policies.dense import Dense
 from jspec.policies.hata import Hata
 from jspec.policies.policy import Policy
-from jspec.policies.scores import best_positions, carried, highest, in_order, softmax
+from jspec.policies.scores import best_positions, carried, highest, in_order, pooled, softmax
 from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
@@ -222,12 +222,15 @@ class Guided(Budgeted):
         return jnp.broadcast_to(found[:, None], (len(found), kv_heads, found.shape[1]))
 
 
-def shares_of(scoring: Array, tokens: int) -> Array:
-    """What each of a pass's ``tokens`` counts in the mean over ``scoring [B, P]`` ones, -1 for
-    none: float32 ``[B, T]``."""
-    counts = (scoring[:, None] == jnp.arange(tokens)[None, :, None]).sum(axis=2)
-    many = (scoring >= 0).sum(axis=1, keepdims=True)
-    return counts.astype(jnp.float32) / jnp.maximum(many, 1).astype(jnp.float32)
+def mean_query(q: Array, scoring: Array, kv_heads: int) -> Array:
+    """The mean over ``scoring [B, P]`` tokens and a head's group of queries ``q [B, T, N, H]``.
+
+    float32 ``[B, K, H]``. Products are linear: its product with a key is the mean of theirs.
+    """
+    counts = (scoring >= 0)[..., None, None]
+    q = jnp.where(counts, taken(q, scoring), 0)
+    many = jnp.maximum(counts.sum(axis=1), 1) * (q.shape[2] // kv_heads)
+    return pooled(q, kv_heads) / many.astype(jnp.float32)
 
 
 def taken(x: Array, scoring: Array) -> Array:

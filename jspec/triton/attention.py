@@ -16,7 +16,6 @@ from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.gpu import gpu_in_use
 from jspec.ops.attention.dense import attention_sizes
-from jspec.ops.attention.scored import mean_query
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
@@ -84,10 +83,10 @@ def attention_triton(
 
 
 def scored_attention_triton(
-    q: Array, k: Array, v: Array | None, positions: Array, shares: Array, **settings: Any
+    q: Array, k: Array, v: Array | None, positions: Array, probe: Array, **settings: Any
 ) -> tuple[Array, Array, Array]:
     """As `jspec.scored_attention`; ``settings`` as `attention_triton` takes them."""
-    return _attended(q, k, v, positions, shares, **settings)
+    return _attended(q, k, v, positions, probe, **settings)
 
 
 def _attended(
@@ -95,7 +94,7 @@ def _attended(
     k: Array,
     v: Array | None,
     positions: Array,
-    shares: Array | None,
+    probe: Array | None,
     *,
     key_positions: Array | None,
     scale: float,
@@ -105,7 +104,7 @@ def _attended(
     blocks: Blocks | None = None,
     exact: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Output, log-sum-exp, and the scores by ``shares``, which are one number where it is None."""
+    """Output, log-sum-exp, and the scores of ``probe``, which are one number where it is None."""
     from jspec.triton.attention_kernel import attention_kernel, exact_attention_kernel
 
     blocks = blocks or _blocks("exact" if exact else "triton", q, k, key_positions)
@@ -114,26 +113,21 @@ def _attended(
     shape = tile_shape(k, v, value_size)
     keys = keys_of_tile(shape, k, v, blocks.bytes)
     every = tokens * heads // kv_heads
-    # Where a tile has room for it, the pooled query is one more row.
-    rows = rows_of_tile(blocks.rows if exact else every + (shares is not None), q, k, blocks.rows)
+    rows = rows_of_tile(blocks.rows if exact else every, q, k, blocks.rows)
     tiles = -(-every // rows)
-    scored, probe = None, q  # any array stands for what there is not
-    if shares is not None:
-        scored = "own" if exact or every >= rows else "spare"
-        probe = shares if scored == "spare" else mean_query(q, shares, kv_heads).astype(q.dtype)
     splits = splits_of(kv_heads, 1 if exact else tiles, blocks)
     parts = min(splits, -(-slots // keys))
     cut: Any = {"TOKENS": tokens, "SLOTS": slots, "TILES": tiles, "PARTS": parts}
     # Read when it runs, so that all of them share one machine program.
     sizes = jnp.asarray(np.array(list(cut.values()), np.int32)) if exact else None
-    scores_shape = (1,) if shares is None else (batch, kv_heads, slots)
+    scored = (1,) if probe is None else (batch, kv_heads, slots)
     types = part_types(q, kv_heads, parts, shape["VALUE"], whole=parts == 1 and not exact)
     *found, scores = triton_call(
         exact_attention_kernel if exact else attention_kernel,
         *(q, k, k if v is None else v, positions),
         positions if key_positions is None else key_positions,
-        *(probe, *(() if sizes is None else (sizes,))),
-        out=(*types, jax.ShapeDtypeStruct(scores_shape, jnp.float32)),
+        *(q if probe is None else probe, *(() if sizes is None else (sizes,))),
+        out=(*types, jax.ShapeDtypeStruct(scored, jnp.float32)),
         programs=batch * parts * tiles * kv_heads,
         warps=blocks.warps,
         stages=blocks.stages,
@@ -144,7 +138,7 @@ def _attended(
         SOFTCAP=softcap,
         WINDOW=window,
         HELD=key_positions is not None,
-        SCORED=scored,
+        PROBED=probe is not None,
         ROWS=rows,
         SPLITS=splits,
         KEYS=keys,

@@ -37,15 +37,26 @@ def products_of(q, k, more_q=None, more_k=None):
 
 
 @triton.jit
-def fold(sums, products, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, log_weights=None):
+def fold(
+    sums,
+    q,
+    k,
+    v,
+    seen,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    log_weights=None,
+    more_q=None,
+    more_k=None,
+):
     """Add a tile of keys to the sums: weighted values, their weight, the maximum in base 2.
 
-    ``products [ROWS, KEYS]`` of queries and keys, ``v [KEYS, VALUE_WIDTH]`` of the dtype in which
-    values are weighed, ``seen [ROWS, KEYS]``. What no row sees must be finite.
-    ``log_weights [ROWS, KEYS]``: added to the scores, natural log.
+    ``q [ROWS, WIDTH]``, ``k [KEYS, WIDTH]``, ``v [KEYS, VALUE_WIDTH]``, ``seen [ROWS, KEYS]``. What
+    no row sees must be finite. ``log_weights [ROWS, KEYS]``: added to the scores, natural log.
+    ``more_q [ROWS, REST]``, ``more_k [KEYS, REST]``: more channels of queries and keys.
     """
     acc, total, top = sums
-    scores = in_base_2(products, SCALE, SOFTCAP)
+    scores = in_base_2(products_of(q, k, more_q, more_k), SCALE, SOFTCAP)
     if log_weights is not None:
         scores += log_weights * LOG2E
     scores = tl.where(seen, scores, float("-inf"))
@@ -54,7 +65,7 @@ def fold(sums, products, v, seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, lo
     decay = tl.exp2(top - base)
     weights = tl.exp2(scores - base[:, None])
     total = total * decay + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
     return acc, total, higher
 
 
@@ -90,18 +101,6 @@ def read_queries(
     mask = (live & kept)[:, None] & (channel < SIZE)[None, :]
     tile = tl.load(q + at[:, None] * SIZE + channel[None, :], mask=mask, other=0.0)
     return tile.to(tl.float32) if WIDE else tile
-
-
-@triton.jit
-def with_mean_query(tile, shares, at, live, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """A ``tile`` of all queries of a head, its last row their mean by ``shares`` of the tokens.
-
-    ``at [ROWS]``: where the share of a row's token is.
-    """
-    share = tl.load(shares + at, mask=live, other=0.0)[:, None]
-    mean = tl.sum(tl.where(share == 0.0, 0.0, tile.to(tl.float32) * share), axis=0) / GROUP
-    last = tl.arange(0, ROWS) == ROWS - 1
-    return tl.where(last[:, None], mean[None, :].to(tile.dtype), tile)
 
 
 @triton.jit
@@ -161,7 +160,7 @@ def attend(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HELD: tl.constexpr,
-    SCORED: tl.constexpr,
+    PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     REST: tl.constexpr,
@@ -177,11 +176,9 @@ def attend(
     time. Programs of neighbouring heads follow each other, as their keys do in memory. ``tiles`` of
     rows share the keys; ``parts`` of the SPLITS may have something to read. WHOLE: it is one part,
     and the program writes the result, else a part for `merge_kernel`. HELD: ``key_positions`` say
-    where the keys stand; otherwise a key's slot is its position. SCORED: ``scores`` gets the
-    products of the keys with one more query. "spare": it is the mean by the shares of tokens in
-    ``probe``, and takes the last row of the tile, of which there is one and no query; "own": it is
-    the head's in ``probe``, and tiles that share keys write the same numbers. The channels of a key
-    past WIDTH, where there are any, are a tile REST wide.
+    where the keys stand; otherwise a key's slot is its position. PROBED: ``scores`` gets the
+    products of the keys and of the head's query in ``probe``; tiles that share keys write the same
+    numbers. The channels of a key past WIDTH, where there are any, are a tile REST wide.
     """
     head = tl.program_id(0) % KV_HEADS
     rest = tl.program_id(0) // KV_HEADS
@@ -215,13 +212,10 @@ def attend(
     if HELD:
         key_positions += batch_row * slots
         held = tl.load(key_positions + begin + key, mask=begin + key < end, other=-1)
-    if SCORED is not None:
+    if PROBED:
+        own = batch_row * KV_HEADS + head
+        pooled = read_probe(probe, own, SIZE, WIDTH).to(tile.dtype)
         scores += (batch_row * KV_HEADS + head) * slots
-    if SCORED == "spare":
-        tile = with_mean_query(tile, probe, batch_row * tokens + row // GROUP, live, GROUP, ROWS)
-        spare = row == ROWS - 1
-    if SCORED == "own":
-        own = read_probe(probe, batch_row * KV_HEADS + head, SIZE, WIDTH).to(tile.dtype)
     for start in range(begin, end, SPLITS * KEYS):
         slot = start + key
         if HELD:
@@ -241,19 +235,17 @@ def attend(
         more_keys = None
         if REST > 0:
             more_keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, REST, WIDTH)
-        if SCORED == "own":
-            scored = tl.sum(products_of(own, keys), axis=0) * SCALE
-            tl.store(scores + start + key, scored, mask=read)
+        if PROBED:
+            products = products_of(pooled, keys)
+            tl.store(scores + start + key, tl.sum(products, axis=0) * SCALE, mask=read)
         values = keys
         if not VALUES_IN_KEYS:
             values = read_tile(v + here * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH)
-        products = products_of(tile, keys, more_tile, more_keys)
-        if SCORED == "spare":
-            # From where they are: a sum over rows would bring the warps together.
-            at_row = tl.zeros([ROWS, 1], tl.int32) + (start + key)[None, :]
-            tl.store(scores + at_row, products * SCALE, mask=spare[:, None] & read[None, :])
-        values = values.to(tile.dtype)
-        acc, total, top = fold((acc, total, top), products, values, seen, SCALE, SOFTCAP)
+        acc, total, top = fold(
+            *((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP),
+            more_q=more_tile,
+            more_k=more_keys,
+        )
 
     if WHOLE:
         write_rows(out, lse, query, (acc, total, top), live, True, VALUE, VALUE_WIDTH)
@@ -284,7 +276,7 @@ def attention_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HELD: tl.constexpr,
-    SCORED: tl.constexpr,
+    PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     REST: tl.constexpr,
@@ -319,7 +311,7 @@ def attention_kernel(
         SOFTCAP,
         WINDOW,
         HELD,
-        SCORED,
+        PROBED,
         VALUES_IN_KEYS,
         WIDTH,
         REST,
@@ -350,7 +342,7 @@ def exact_attention_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HELD: tl.constexpr,
-    SCORED: tl.constexpr,
+    PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     REST: tl.constexpr,
@@ -387,7 +379,7 @@ def exact_attention_kernel(
         SOFTCAP,
         WINDOW,
         HELD,
-        SCORED,
+        PROBED,
         VALUES_IN_KEYS,
         WIDTH,
         REST,

@@ -3,14 +3,7 @@
 import triton
 import triton.language as tl
 
-from jspec.triton.attention_kernel import (
-    LOG2E,
-    fold,
-    products_of,
-    read_queries,
-    read_tile,
-    write_rows,
-)
+from jspec.triton.attention_kernel import LOG2E, fold, read_queries, read_tile, write_rows
 
 
 @triton.jit
@@ -61,8 +54,7 @@ def attend_tile(
     values = keys
     if not VALUES_IN_KEYS:
         values = read_tile(v, here * VALUE, read, VALUE, VALUE_WIDTH)
-    products = products_of(q, keys, more_q, more_keys)
-    return fold(sums, products, values.to(q.dtype), seen, SCALE, SOFTCAP, weights)
+    return fold(sums, q, keys, values, seen, SCALE, SOFTCAP, weights, more_q, more_keys)
 
 
 @triton.jit

@@ -13,11 +13,20 @@ from jspec.pallas.attention import attention_pallas, scored_attention_pallas, sh
 from jspec.pallas.attention_cut import Chunks, blocks_for
 from jspec.pallas.mosaic import refuses_pallas
 from tests.ops.attention.test_dense import inputs
-from tests.ops.attention.test_scored import arrays, assert_scores
+from tests.ops.attention.test_scored import arrays, read_by_some
 from tests.pallas.mosaic import interpret, lower
 from tests.pallas.test_attention import LARGE, SMALL, assert_attends, cut, settings
 
 by_name = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
+
+
+def assert_scores(got, given, x, case):
+    k, probe = (np.asarray(a, np.float64) for a in (x.k, given[4]))
+    wanted = np.einsum("bkh,bskh->bks", probe, k) * settings(case)["scale"]
+    read = np.broadcast_to(read_by_some(x, case)[:, None], wanted.shape)
+    assert read.any()
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(got)[read], wanted[read], rtol=1e-4, atol=1e-4)
 
 
 # Blocks over each other's ends; two warpgroups that compute, of channels, and of rows in two tiles.
@@ -33,8 +42,7 @@ def test_equals_the_definition_when_interpreted(case, products_of_arrays):
     run = functools.partial(scored_attention_pallas, **settings(case), blocks=blocks)
     *attended, scores = interpret(run, *given)
     assert_attends(attended, x, case)
-    assert scores.dtype == jnp.float32
-    assert_scores(scores, x, case, rtol=1e-4, atol=1e-4)
+    assert_scores(scores, given, x, case)
 
 
 @by_name(LARGE)
@@ -50,8 +58,7 @@ def test_attention_is_the_same_bits_with_scores_on_a_gpu(case):
     *attended, scores = scored(*given)
     for got, want in zip(attended, plain(*given[:4]), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
-    assert scores.dtype == jnp.float32
-    assert_scores(scores, x, case, rtol=1e-4, atol=1e-4)
+    assert_scores(scores, given, x, case)
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(10, 128), (20, 64)])
@@ -59,10 +66,10 @@ def test_scoring_is_no_launch_of_its_own(tokens, size):
     q = jax.ShapeDtypeStruct((2, tokens, 8, size), jnp.bfloat16)
     cache = jax.ShapeDtypeStruct((2, 8192, 2, size), jnp.bfloat16)
     positions = jax.ShapeDtypeStruct((2, tokens), jnp.int32)
-    shares = jax.ShapeDtypeStruct((2, tokens), jnp.float32)
+    probe = jax.ShapeDtypeStruct((2, 2, size), jnp.bfloat16)
     own = dict.fromkeys(("key_positions", "window", "softcap", "value_size")) | {"scale": 0.1}
     run = functools.partial(scored_attention_pallas, **own)
-    text = lower(run, q, cache, cache, positions, shares)
+    text = lower(run, q, cache, cache, positions, probe)
     assert text.count("stablehlo.custom_call") == 2
     assert "tensor<2x2x8192xf32>" in text
 
@@ -85,7 +92,7 @@ def test_refuses_what_attention_refuses():
     q = jax.ShapeDtypeStruct((2, 1, 4, 64), jnp.bfloat16)
     cache = jax.ShapeDtypeStruct((2, 150, 2, 64), jnp.bfloat16)
     given = q, cache, cache, jax.ShapeDtypeStruct((2, 1), jnp.int32)
-    shares = jax.ShapeDtypeStruct((2, 1), jnp.float32)
+    probe = jax.ShapeDtypeStruct((2, 2, 64), jnp.bfloat16)
     with pytest.raises(Exception, match="S=150 is not a multiple of 8"):
-        jax.eval_shape(functools.partial(scored_attention, implementation="pallas"), *given, shares)
+        jax.eval_shape(functools.partial(scored_attention, implementation="pallas"), *given, probe)
     assert SCORED.backend("pallas").name == "pallas"

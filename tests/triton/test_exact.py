@@ -76,14 +76,14 @@ def test_rows_of_a_product_on_a_gpu(case, on_a_gpu):
     assert_rows_alone(test_linear.LARGE[case])
 
 
-def attended(x: Inputs, case: Case, *, scored: bool = False) -> list[np.ndarray]:
-    """Output and log-sum-exp of the exact attention, where ``scored`` beside scores."""
+def attended(x: Inputs, case: Case, *, probe: bool = False) -> list[np.ndarray]:
+    """Output and log-sum-exp of the exact attention, with ``probe`` beside scores."""
     settings = case.settings | {"scale": case.size**-0.5, "exact": True}
     settings["blocks"] = None if jax.default_backend() == "gpu" else SMALL
     *given, held = (None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x))
-    if scored:
-        given.append(jnp.full(x.positions.shape, 1 / x.positions.shape[1]))
-    run = scored_attention_triton if scored else attention_triton
+    if probe:
+        given.append(given[0][:, 0, :: case.heads // case.kv_heads])
+    run = scored_attention_triton if probe else attention_triton
     return [np.asarray(a) for a in run(*given, key_positions=held, **settings)[:2]]
 
 
@@ -104,7 +104,7 @@ def assert_tokens_alone(case: Case, capacity: int, tolerance: float) -> None:
             np.testing.assert_array_equal(got, of[:, -tokens:])
     for index in range(len(case.lengths)):
         alone = with_room(row(last(x, 2), index), capacity - case.slots)
-        for got, of in zip(attended(alone, case, scored=index == 1), every, strict=True):
+        for got, of in zip(attended(alone, case, probe=index == 1), every, strict=True):
             np.testing.assert_array_equal(got[0], of[index, -2:])
 
 

@@ -18,7 +18,7 @@ def scored_attention(
     k: Array,
     v: Array | None,
     positions: Array,
-    shares: Array,
+    probe: Array,
     *,
     key_positions: Array | None = None,
     scale: float | None = None,
@@ -29,22 +29,21 @@ def scored_attention(
 ) -> tuple[Array, Array, Array]:
     """`jspec.attention`, and the scores of one more query for each KV head, which reads no value.
 
-    ``shares [B, T]``, float32: how much the queries of each token count in that one, which is the
-    mean of those of a group of heads, rounded to the dtype of ``q``; where they are 0, queries are
-    not read. The other arguments are those of `jspec.attention`. Scores are linear: the mean over
-    query heads and tokens of what they score is what the mean of these queries scores, so that a
-    pass that verifies can rank its keys at the cost of one row.
+    ``probe [B, K, H]``, of the dtype of ``q``; the other arguments are those of `jspec.attention`.
+    Scores are linear: the mean over query heads and tokens of what they score is what the mean of
+    these queries scores, so that a pass that verifies can rank its keys at the cost of one row.
     Returns output, log-sum-exp and scores, float32 ``[B, K, S]``: ``scale`` times the product of
-    pooled query and key, without soft cap. Scores of slots that no query of the row reads are not
+    probe and key, without soft cap. Scores of slots that no query of the row reads are not
     specified.
     """
     check_attention(q, k, v, positions, key_positions, value_size)
-    if shares.shape != q.shape[:2] or shares.dtype != jnp.float32:
+    wanted = (q.shape[0], *k.shape[2:])
+    if probe.shape != wanted or probe.dtype != q.dtype:
         raise ValueError(
-            f"shares {shares.dtype}{list(shares.shape)} must be float32{list(q.shape[:2])}, [B, T]"
+            f"probe {probe.dtype}{list(probe.shape)} must be {q.dtype}{list(wanted)}, [B, K, H]"
         )
     return SCORED(
-        *(q, k, v, positions, shares),
+        *(q, k, v, positions, probe),
         key_positions=key_positions,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         window=window,
@@ -54,19 +53,8 @@ def scored_attention(
     )
 
 
-def mean_query(q: Array, shares: Array, kv_heads: int) -> Array:
-    """The queries ``q [B, T, N, H]`` by ``shares [B, T]`` of their tokens, in the mean over the
-    heads of a group: float32 ``[B, K, H]``."""
-    batch, tokens, heads, size = q.shape
-    shares = shares[..., None, None]
-    wide = jnp.where(shares == 0, 0, q.astype(jnp.float32) * shares)
-    group = heads // kv_heads
-    return wide.reshape(batch, tokens, kv_heads, group, size).sum(axis=(1, 3)) / group
-
-
-def _xla(q, k, v, positions, shares, *, scale, **settings):
+def _xla(q, k, v, positions, probe, *, scale, **settings):
     wide = q.dtype if q.dtype == k.dtype else jnp.float32
-    probe = mean_query(q, shares, k.shape[2]).astype(q.dtype)
     scores = jnp.einsum(
         "bkh,bskh->bks", probe.astype(wide), k.astype(wide), preferred_element_type=jnp.float32
     )
@@ -75,22 +63,17 @@ def _xla(q, k, v, positions, shares, *, scale, **settings):
 
 
 def _cases() -> list[Case]:
-    """The cases of attention, with shares, and what numpy makes of them."""
+    """The cases of attention, with a probe, and what numpy makes of them."""
 
     def scored(dense: Case) -> Case:
         def build() -> tuple[np.ndarray, ...]:
-            q, *more = dense.build()
-            shares = np.zeros(q.shape[:2], np.float32)
-            shares[:, 0] += 0.5
-            shares[:, -1] += 0.5
-            return q, *more, shares
+            q, k, *more = dense.build()
+            probe = np.random.default_rng(1).standard_normal((1, 2, k.shape[3]), np.float32)
+            return q, k, *more, probe.astype(q.dtype)
 
         def wanted() -> tuple[np.ndarray, ...]:
             assert dense.wanted is not None
-            q, k, _, _, shares = (np.asarray(x, np.float32) for x in build())
-            probe = np.einsum("btnh,bt->bnh", q, shares)
-            probe = probe.reshape(len(q), k.shape[2], -1, q.shape[3]).mean(axis=2)
-            probe = probe.astype(build()[0].dtype).astype(np.float32)
+            _, k, _, _, probe = (np.asarray(x, np.float32) for x in build())
             return *dense.wanted(), np.einsum("bkh,bskh->bks", probe, k) / 4
 
         return Case(dense.name, build, dense.static, small=True, wanted=wanted)
