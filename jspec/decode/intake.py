@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams
+from jspec.decode.fresh import FreshRows, put_row
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.plan import Plan
 from jspec.decode.prefill import (
@@ -18,7 +19,6 @@ from jspec.decode.prefill import (
     padded,
     pass_sizes,
     prefill_chunk,
-    put_row,
     start_decoding,
     state_of,
 )
@@ -129,7 +129,7 @@ class Intake:
 
     def put(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
         """``state``, which is donated, with the prompt in ``slot``, to be decoded by ``params``."""
-        return put_row(state, self._one(state, params), slot, self._programs)
+        return put_row(state, self._one(state, slot, params), slot, self._programs)
 
     def overtake(
         self, state: DecodeState, slot: int, prompt: np.ndarray, params: SamplingParams
@@ -257,16 +257,16 @@ class Intake:
         args = (self._plan.flat, row.cache, row.own, tokens, positions)
         row.cache, row.own = self._programs(prefill_chunk, *args, config=self._plan.config)
 
-    def _one(self, state: DecodeState, params: SamplingParams) -> DecodeState:
-        """The prompt at work as a row of ``state``, to be decoded by ``params``."""
+    def _one(self, state: DecodeState, slot: int, params: SamplingParams) -> FreshRows:
+        """The prompt at work on its way into ``slot``, to be decoded by ``params``."""
         row, ends = self._row, self._plan.models.target.config.stop_tokens
-        prompt = padded([row.prompt], state.tokens.shape[1])
-        own = (*prompt, [params], ends, state.stop_tokens.shape[1], row.cache, row.own)
-        one = state_of(*own, mode=state.mode, exact=state.exact)
-        return one if self._sharding is None else place(one, self._sharding)
+        tokens, lengths = padded([row.prompt], state.tokens.shape[1])
+        cache = dataclasses.replace(row.cache, lengths=lengths - 1)
+        own = (tokens, lengths, [params], ends, state.stop_tokens.shape[1], cache, row.own)
+        return FreshRows.of(state_of(*own, mode=state.mode, exact=state.exact), [slot])
 
     def _placed(self, name: str, tree: Any) -> Any:
-        return place({name: tree}, self._sharding)[name]
+        return tree if self._sharding is None else place({name: tree}, self._sharding)[name]
 
 
 @jax.jit

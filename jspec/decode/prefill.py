@@ -15,6 +15,7 @@ from jspec.cache import Cache, Layout
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
 from jspec.decode.ending import Ending
 from jspec.decode.exact import check_exact, check_started
+from jspec.decode.fresh import put_row
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.requests import (
     Prompt,
@@ -28,10 +29,9 @@ from jspec.decode.requests import (
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.together import rows_of
-from jspec.host import in_host, to_device, to_host
 from jspec.policies.attend import dense_attend
 from jspec.policies.policy import create_cache, with_pages
-from jspec.sharding import Placing, beside, place, with_auto_axes
+from jspec.sharding import Placing, beside, place
 from jspec.typing import Array, Model
 
 LEAST = 16  # tokens a row of a pass over a prompt: fewer take as long
@@ -228,49 +228,6 @@ def fill_slot(
     mode = strongest([state.mode, one.mode])
     one = dataclasses.replace(one, stop_tokens=stops, mode=mode)
     return put_row(dataclasses.replace(state, mode=mode), one, index)
-
-
-def put_row(
-    state: DecodeState, one: DecodeState, slot: int, run: Callable[..., Any] | None = None
-) -> DecodeState:
-    """``state`` with the row of ``one``, of the same shapes and mode, in ``slot``.
-
-    ``state`` is donated; ``run`` as in `start_decoding`.
-    """
-    call = (lambda function, *args: function(*args)) if run is None else run
-    index = np.int32(slot)
-    after = call(_put, _without_host(state), _without_host(one), index)
-    # One at a time: no more than one of them is on the device.
-    columns = tuple(
-        own
-        | {name: call(_put_in_host, x, row[name], index) for name, x in held.items() if in_host(x)}
-        for own, held, row in zip(
-            after.cache.columns, state.cache.columns, one.cache.columns, strict=True
-        )
-    )
-    return dataclasses.replace(after, cache=dataclasses.replace(after.cache, columns=columns))
-
-
-@jax.jit(donate_argnames="state")
-def _put(state: DecodeState, one: DecodeState, slot: Array) -> DecodeState:
-    def put(batch: Array, row: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(batch, row, slot, axis=0)
-
-    return with_auto_axes(lambda *trees: jax.tree.map(put, *trees), state, one, like=state)
-
-
-def _without_host(state: DecodeState) -> DecodeState:
-    """The state without the columns that lie in the host's memory."""
-    columns = tuple(
-        {name: x for name, x in held.items() if not in_host(x)} for held in state.cache.columns
-    )
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, columns=columns))
-
-
-@jax.jit(donate_argnames="column")
-def _put_in_host(column: Array, row: Array, slot: Array) -> Array:
-    whole, row = to_device(column), to_device(row)
-    return to_host(jax.lax.dynamic_update_slice_in_dim(whole, row, slot, axis=0))
 
 
 @jax.jit(static_argnames="config", donate_argnames=("cache", "own"))

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jspec.decode.state import FlatModels
 from jspec.processes import in_time, steps_are_limited
 
 KEPT = 64  # programs; each holds megabytes
@@ -30,7 +31,7 @@ class Programs:
 
     def __init__(self, limit: int = KEPT) -> None:
         self._limit = limit
-        self._kept: OrderedDict[Any, Future[Any]] = OrderedDict()
+        self._kept: OrderedDict[_Key, _Program] = OrderedDict()
         self._holders: weakref.WeakSet[Timed] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -63,7 +64,7 @@ class Programs:
         while True:
             found, is_new = self._claim(key)
             if is_new:
-                self._compile(found, key, cost, function, args, static)
+                self._compile(found, cost, function, args, static)
             elif not found.done():
                 with cost.clock():
                     found.exception()  # waits for the thread that compiles it
@@ -73,33 +74,33 @@ class Programs:
                         cost.held.add(found)
                 return found.result()
 
-    def _claim(self, key: Any) -> tuple[Future[Any], bool]:
+    def _claim(self, key: _Key) -> tuple[_Program, bool]:
         """The program of ``key``, and whether the caller has to compile it."""
-        dropped = []
         with self._lock:
-            is_new = key not in self._kept
-            found = self._kept.setdefault(key, Future())
-            self._kept.move_to_end(key)
-            if is_new:
-                held = set[Future[Any]]().union(*(holder.held or () for holder in self._holders))
-                loose = [own for own, program in self._kept.items() if program not in held]
-                dropped = loose[: max(len(loose) - self._limit, 0)]
-                for own in dropped:
-                    del self._kept[own]
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(found.key)
+                return found, False
+            found = self._kept[key] = _Program(key)
+            held = set[_Program]().union(*(holder.held or () for holder in self._holders))
+            loose = [own for own, program in self._kept.items() if program not in held]
+            dropped = loose[: max(len(loose) - self._limit, 0)]
+            for own in dropped:
+                del self._kept[own]
         for own in dropped:
             # JAX holds what it compiled as long as it holds the trace of the function.
             own.function.clear_cache()
-        return found, is_new
+        return found, True
 
-    def _compile(self, found: Future[Any], key: Any, cost: Timed, function, args, static) -> None:
+    def _compile(self, found: _Program, cost: Timed, function, args, static) -> None:
         try:
             with cost.clock():
                 executable = function.lower(*args, **static).compile()
         except BaseException as error:
             # Others that wait for it try for themselves.
             with self._lock:
-                if self._kept.get(key) is found:
-                    del self._kept[key]
+                if self._kept.get(found.key) is found:
+                    del self._kept[found.key]
             found.set_exception(error)
             raise
         cost.compilations += 1
@@ -119,7 +120,7 @@ class Timed:
         self._on_compile = on_compile or (lambda begins: None)
         self.compile_s = 0.0
         self.compilations = 0
-        self.held: set[Future[Any]] | None = None
+        self.held: set[_Program] | None = None
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Any:
         executable = self._programs.executable(self, function, args, static)
@@ -142,35 +143,69 @@ class Timed:
                 self.compile_s += time.perf_counter() - begin
 
 
-class _Key:
-    """What a program is kept by. Its hash is found once, as that takes longer than all else."""
+class _Hashed:
+    """Parts of a key. Their hash is found once, as that takes longer than all else."""
 
-    __slots__ = ("_hash", "function", "parts")
+    __slots__ = ("__weakref__", "_hash", "parts")
 
-    def __init__(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> None:
-        leaves, structure = jax.tree.flatten(args)
-        traced = tuple(getattr(jax.config, name) for name in TRACED)
-        arrays = tuple(map(_signature, leaves))
-        self.function = function
-        self.parts = structure, arrays, tuple(sorted(static.items())), traced
-        self._hash = hash((function, self.parts))
+    def __init__(self, *parts: Any) -> None:
+        self.parts, self._hash = parts, hash(parts)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Key)
-            and self._hash == other._hash
-            and self.function == other.function
-            and self.parts == other.parts
+        return self is other or (
+            isinstance(other, _Hashed) and self._hash == other._hash and self.parts == other.parts
         )
 
 
-def _signature(leaf: Any) -> tuple:
+class _Key(_Hashed):
+    """What a program is kept by."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> None:
+        traced = tuple(getattr(jax.config, name) for name in TRACED)
+        super().__init__(function, *map(_signature, args), tuple(sorted(static.items())), traced)
+        self.function = function
+
+
+class _Program(Future[Any]):
+    """An executable, once it is compiled.
+
+    ``key``: the one that it is kept by, which compares to itself at once, and to another one array
+    by array.
+    """
+
+    def __init__(self, key: _Key) -> None:
+        super().__init__()
+        self.key = key
+
+
+def _signature(arg: Any) -> _Hashed:
+    """What a program has to know of an argument: its structure, and the types of its arrays.
+
+    That of models is found once, and equal ones are the same object, which compares at once.
+    """
+    if not isinstance(arg, FlatModels):
+        return _signature_of(arg)
+    if arg.signature is None:
+        found = _signature_of(arg)
+        arg.signature = _SIGNATURES.setdefault(found, found)
+    return arg.signature
+
+
+def _signature_of(arg: Any) -> _Hashed:
+    leaves, structure = jax.tree.flatten(arg)
+    return _Hashed(structure, tuple(map(_type_of, leaves)))
+
+
+def _type_of(leaf: Any) -> tuple:
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, leaf.sharding
     return np.shape(leaf), np.result_type(leaf)
 
 
+_SIGNATURES = weakref.WeakValueDictionary[_Hashed, _Hashed]()
 PROGRAMS = Programs()

@@ -1,6 +1,7 @@
 """Several short prompts taken up in one pass, straight into the slots of a batch that decodes on.
 
-A pass of few tokens takes about as long as reading the weights does, which these prompts share.
+A pass of few tokens takes about as long as reading the weights does, which these prompts share. A
+pass of a light model takes about as long as its host needs to launch it, which they share as well.
 """
 
 from __future__ import annotations
@@ -15,39 +16,48 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
+from jspec.decode.fresh import FreshRows, put_rows
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.plan import Plan
 from jspec.decode.prefill import own_state, padded, pass_sizes, prefill_chunk, state_of
 from jspec.decode.programs import Timed
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState, FlatModels
-from jspec.sharding import beside
+from jspec.decode.state import DecodeState, FlatModels, Models
+from jspec.sharding import beside, bytes_on_device
 from jspec.typing import Array
 
 MOST_ROWS = 8
 FEWEST_ROWS = 4  # so that no prompt is long enough to keep a device busy by itself
+# Bytes of weights up to which a GPU is done with a pass of as many tokens as `WIDE`, padding
+# included, in about the time in which its host launches one.
+LIGHT = 2**28
+WIDE = 2048
 
 
 class ShortPrompts:
     """Takes up whole prompts in passes of at most ``chunk`` tokens, padding included.
 
     ``capacity``: positions of a slot, which a row of a pass does not exceed. ``sizes``: tokens a
-    row of the passes that there are, ascending; empty where there are none.
+    row of the passes that there are, ascending; empty where there are none. ``is_wide``: whether
+    the model is light. Then passes have up to `WIDE` tokens, and take all prompts of up to
+    ``chunk`` tokens, also one by itself: fewer passes are worth more than less padding.
 
     A program for each size of a row serves all mixes: the size alone decides how many rows a pass
     has. There is none for a model on a mesh, nor for a cache in the host's memory.
     """
 
     def __init__(self, plan: Plan, slots: int, capacity: int, chunk: int, programs: Timed) -> None:
-        self._plan, self._slots, self._chunk, self._programs = plan, slots, chunk, programs
+        self._plan, self._slots, self._programs = plan, slots, programs
         models, policy = plan.models, plan.config.keeps
         layers = range(len(models.target.config.layers))
         is_on_mesh = mesh_model(models.target) is not None or beside(models) is not None
-        if is_on_mesh or any(map(policy.in_host, layers)) or slots < 2:
-            self._longest, self.sizes = 0, []
-        else:
-            self._longest = min(chunk // min(FEWEST_ROWS, slots), capacity)
-            self.sizes = pass_sizes(min(chunk, capacity))
+        there_are = not (is_on_mesh or any(map(policy.in_host, layers)) or slots < 2)
+        self.is_wide = there_are and is_light(models)
+        wide = max(chunk, min(WIDE, MOST_ROWS * chunk))
+        self.tokens = wide if self.is_wide else chunk  # of a pass at most
+        self.sizes = pass_sizes(min(chunk, capacity)) if there_are else []
+        longest = chunk if self.is_wide else chunk // min(FEWEST_ROWS, slots)
+        self._longest = min(longest, capacity)
 
     def size_of(self, length: int) -> int:
         """The size of a pass that takes up a prompt of ``length``, alone; 0 where none does."""
@@ -55,19 +65,20 @@ class ShortPrompts:
 
     def rows(self, size: int) -> int:
         """Rows of a pass of ``size`` tokens each."""
-        return min(MOST_ROWS, self._slots, self._chunk // size)
+        return min(MOST_ROWS, self._slots, self.tokens // size)
 
     def together(self, lengths: Sequence[int]) -> tuple[int, int]:
         """How many of the first prompts, of these ``lengths``, go into one pass, and its size.
 
-        At least two that fill half of it, or 0: they are better taken up one by one.
+        At least two that fill half of it, or 0: they are better taken up one by one. Wide passes
+        take any.
         """
         best, size = (0, 0), 0
         for count, length in enumerate(lengths, 1):
             size = max(size, self.size_of(length))
             if not self.size_of(length) or size > self._longest or count > self.rows(size):
                 break
-            if count >= max(2, self.rows(size) / 2):
+            if self.is_wide or count >= max(2, self.rows(size) / 2):
                 best = count, size
         return best
 
@@ -86,14 +97,15 @@ class ShortPrompts:
         missing = self.rows(size) - len(prompts)
         rows = [*prompts, *[np.zeros(1, np.int32)] * missing]
         settings = [*params, *[SamplingParams(seed=0)] * missing]
-        where = np.array([*slots, *[self._slots] * missing], np.int32)  # past the end: nowhere
+        slots = [*slots, *[self._slots] * missing]  # past the end: nowhere
         tokens, lengths = padded(rows, state.tokens.shape[1])
         ends, room = self._plan.models.target.config.stop_tokens, state.stop_tokens.shape[1]
         cache = dataclasses.replace(state.cache, columns=(), pages=(), lengths=lengths - 1)
         kept = {"mode": state.mode, "exact": state.exact}
-        fresh = state_of(tokens, lengths, settings, ends, room, cache, None, **kept)
+        own = state_of(tokens, lengths, settings, ends, room, cache, None, **kept)
+        fresh = FreshRows.of(own, slots)
         static = {"size": size, "config": self._plan.config}
-        return self._programs(_take_up, self._plan.flat, state, fresh, where, **static)
+        return self._programs(_take_up, self._plan.flat, state, fresh, **static)
 
     def warmed(self, state: DecodeState) -> DecodeState:
         """The same state, with every program compiled."""
@@ -102,27 +114,32 @@ class ShortPrompts:
         return state
 
 
+def is_light(models: Models) -> bool:
+    """Whether a wide pass of this device takes about as long as launching it."""
+    return jax.default_backend() == "gpu" and bytes_on_device(models) <= LIGHT
+
+
 @partial(jax.jit, static_argnames=("size", "config"), donate_argnames="state")
 def _take_up(
     models: FlatModels,
     state: DecodeState,
-    fresh: DecodeState,
-    slots: Array,
+    fresh: FreshRows,
     size: int,
     config: StepConfig,
 ) -> DecodeState:
-    """``state`` with the prompts of ``fresh``, of ``size + 1`` tokens at most, in ``slots [n]``.
+    """``state`` with the prompts of ``fresh``, of ``size + 1`` tokens at most, in their slots.
 
     ``fresh`` has no keys and values yet. Of a slot no more is written than a prompt can fill.
     """
-    count, capacity = fresh.tokens.shape
-    lengths = fresh.cache.lengths
+    rows, slots = fresh.unpacked(state)
+    count, capacity = rows.tokens.shape
+    lengths = rows.cache.lengths
     own = own_state(models, lengths, None, config=config, capacity=capacity)
     columns, pages = jax.tree.map(
         lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype),
         (state.cache.columns, state.cache.pages),
     )
-    cache = dataclasses.replace(fresh.cache, columns=columns, pages=pages)
+    cache = dataclasses.replace(rows.cache, columns=columns, pages=pages)
     cache, own = jax.tree.map(
         lambda x: _shorter(x, size) if isinstance(x, Cache) else x,
         (cache, own),
@@ -130,16 +147,14 @@ def _take_up(
     )
     at = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (count, size))
     positions = jnp.where(at < lengths[:, None], at, -1)
-    tokens = jnp.where(positions >= 0, fresh.tokens[:, :size], -1)
+    tokens = jnp.where(positions >= 0, rows.tokens[:, :size], -1)
     cache, own = prefill_chunk(models, cache, own, tokens, positions, config=config)
-    fresh = dataclasses.replace(fresh, cache=cache, draft=own)
+    rows = dataclasses.replace(rows, cache=cache, draft=own)
 
-    leaves, structure = jax.tree.flatten(state)
-    pairs = zip(leaves, jax.tree.leaves(fresh), strict=True)
-    return jax.tree.unflatten(structure, [_put(whole, rows, slots) for whole, rows in pairs])
+    return put_rows(state, rows, slots, lambda whole, rows: _written(whole, rows, slots))
 
 
-def _put(whole: Array, rows: Array, slots: Array) -> Array:
+def _written(whole: Array, rows: Array, slots: Array) -> Array:
     """``whole [B, ...]`` with ``rows [n, ...]``, which may be shorter, in ``slots [n]``."""
     part = tuple(slice(width) for width in rows.shape[1:])
     return whole.at[(slots, *part)].set(rows, mode="drop")

@@ -43,11 +43,13 @@ class FlatModels:
     """`Models` that are flat already, for a program that is called again and again.
 
     Flattening a model of 36 layers takes milliseconds of Python at each call, in which a GPU has
-    nothing to do.
+    nothing to do. ``signature``: what `jspec.decode.programs` keeps programs for them by, once it
+    is found, which takes as long.
     """
 
     def __init__(self, leaves: Sequence[Any], structure: Any) -> None:
         self._leaves, self._structure = leaves, structure
+        self.signature: Any = None
 
     @classmethod
     def of(cls, models: Models) -> FlatModels:

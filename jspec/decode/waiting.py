@@ -18,12 +18,14 @@ from jspec.typing import Array
 
 SEEN = 64  # requests of the queue among which short prompts are looked for
 PROMPTS = 4  # pieces of a turn at most: slots that are taken wait for as many
+PASSES = 2  # wide passes of a turn at most
 
 
 class Waiting:
     """Takes up prompts for the slots of ``batch``, in a turn at most ``chunk`` tokens of each.
 
-    A turn has so many tokens for each slot that is free, up to `PROMPTS`, and for one in any case.
+    A turn has so many tokens for each slot that is free, up to `PROMPTS`, and for one in any case;
+    where passes over short prompts are wide, it has those of `PASSES`.
 
     In the order in which they came, but a long prompt shares turns: while more than ``chunk`` is
     left of it, every other turn belongs to prompts of at most ``chunk`` tokens, if a slot is free.
@@ -50,7 +52,7 @@ class Waiting:
     def can_take_up(self) -> bool:
         """Whether one of them would get on in a turn."""
         if self._incoming is None:
-            return bool(self._queue)
+            return bool(self._queue) and (not self._first_needs_no_row or bool(self._batch.free))
         return not self.intake.ready or bool(self._batch.free)
 
     @property
@@ -89,6 +91,8 @@ class Waiting:
         All of it comes behind the chunk at work. Returns an array that is there when it is done.
         """
         most = self._chunk * min(PROMPTS, max(1, len(self._batch.free)))
+        if self.short.is_wide:
+            most = PASSES * self.short.tokens
         spent = 0 if self._was_overtaken else self._overtake(most)
         self._was_overtaken = spent > 0
         own = 0  # tokens of the prompt at work
@@ -101,7 +105,7 @@ class Waiting:
                 spent += tokens
                 self._take_up_together(group, size)
                 continue
-            if (handle := self._next()) is None:
+            if self._first_needs_no_row or (handle := self._next()) is None:
                 break
             while not self.intake.ready:
                 piece = self.intake.piece
@@ -183,6 +187,12 @@ class Waiting:
         for handle in handles:
             self._queue.pop(handle, None)  # gone if it was cancelled while a program compiled
         self.requests += len(handles)
+
+    @property
+    def _first_needs_no_row(self) -> bool:
+        """Whether no prompt is at work, and the next one goes in by a pass once a slot is free."""
+        is_next = self._incoming is None and self.short.is_wide and bool(self._queue)
+        return is_next and self._size_of(next(iter(self._queue))) > 0
 
     def _next(self) -> Handle | None:
         """The request whose prompt is at work, or is from now on."""

@@ -15,11 +15,12 @@ from jspec.config import SamplingParams
 from jspec.decode.chunks import Chunks
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
-from jspec.decode.programs import PROGRAMS, Programs
+from jspec.decode.programs import PROGRAMS, Programs, _Key
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import Models
+from jspec.decode.state import FlatModels, Models
 from jspec.decode.step import decode_chunk, speculative_step
 from jspec.dispatch import Backends
+from tests.conftest import TINY, make_decoder
 from tests.decode.common import (
     DRAFTERS,
     LENGTHS,
@@ -228,6 +229,29 @@ def test_a_setting_that_changes_a_program_tells_it_apart():
     with jax.default_matmul_precision("bfloat16"):
         run(double, x, times=2)
     assert run.compilations == 2
+
+
+def test_models_of_the_same_shapes_share_programs(tiny, compiled, monkeypatch):
+    """What a program has to know of models is found once; other shapes have their own program."""
+
+    @jax.jit
+    def norm(models, x):
+        return models.whole.target.norm.scale[...].sum() * x
+
+    programs, x = Programs(), jnp.float32(2)
+    first, second = (FlatModels.of(Models(make_decoder(seed=seed))) for seed in (0, 1))
+    programs(norm, first, x)
+    before = compiled()
+    programs(norm, second, x)
+    assert (compiled(), len(programs._kept)) == (before, 1)
+    assert first.signature is second.signature
+    monkeypatch.setattr(first, "tree_flatten", None)  # nobody looks at its arrays again
+    assert _Key(norm, (first, x), {}) in programs._kept
+    wider = make_decoder(dataclasses.replace(TINY, hidden_size=48))
+    other = FlatModels.of(Models(wider))
+    programs(norm, other, x)
+    assert len(programs._kept) == 2
+    assert other.signature != first.signature
 
 
 def test_the_programs_that_ran_last_are_kept(compiled):

@@ -1,0 +1,149 @@
+"""Rows that are new to a state, and how they get into its slots."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jspec.cache import Cache
+from jspec.decode.state import DecodeState
+from jspec.host import in_host, to_device, to_host
+from jspec.sharding import with_auto_axes
+from jspec.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FreshRows:
+    """Rows of a `DecodeState` on their way into slots of another one.
+
+    ``cache``: without lengths; ``draft``: as in the state. ``packed`` int32 ``[n, W]``: the slots
+    and all other arrays side by side, bit by bit. Each by itself would go to the device for as
+    long.
+    """
+
+    cache: Cache
+    draft: Any
+    packed: Array | np.ndarray
+
+    @classmethod
+    def of(cls, rows: DecodeState, slots: Sequence[int]) -> FreshRows:
+        """``rows``, whose arrays are of numpy, but for the cache's columns and the draft."""
+        cache: Any = dataclasses.replace(rows.cache, lengths=None)
+        arrays = np.array(slots, np.int32), *jax.tree.leaves(_small(rows))
+        return cls(cache, rows.draft, np.concatenate([*map(_ints, arrays)], axis=1))
+
+    def unpacked(self, like: DecodeState) -> tuple[DecodeState, Array]:
+        """The rows, as those of ``like``, and their slots int32 ``[n]``, inside a program."""
+        leaves, structure = jax.tree.flatten(_small(like))
+        widths = [1, *(math.prod(x.shape[1:]) for x in leaves)]
+        slots, *parts = jnp.split(self.packed, np.cumsum(widths)[:-1].tolist(), axis=1)
+        small = jax.tree.unflatten(structure, [*map(_as, parts, leaves)])
+        cache = dataclasses.replace(self.cache, lengths=small.cache)
+        return dataclasses.replace(small, cache=cache, draft=self.draft), slots[:, 0]
+
+
+def put_row(
+    state: DecodeState,
+    one: DecodeState | FreshRows,
+    slot: int,
+    run: Callable[..., Any] | None = None,
+) -> DecodeState:
+    """``state`` with the row of ``one``, of the same shapes and mode, in ``slot``.
+
+    ``state`` is donated; ``run`` as in `jspec.start_decoding`.
+    """
+    call = (lambda function, *args: function(*args)) if run is None else run
+    index = np.int32(slot)
+    after = call(_put, _without_host(state), _without_host(one), index)
+    # One at a time: no more than one of them is on the device.
+    columns = tuple(
+        own
+        | {name: call(_put_in_host, x, row[name], index) for name, x in held.items() if in_host(x)}
+        for own, held, row in zip(
+            after.cache.columns, state.cache.columns, one.cache.columns, strict=True
+        )
+    )
+    return dataclasses.replace(after, cache=dataclasses.replace(after.cache, columns=columns))
+
+
+@jax.jit(donate_argnames="state")
+def _put(state: DecodeState, one: DecodeState | FreshRows, slot: Array) -> DecodeState:
+    def put(state: DecodeState, one: DecodeState | FreshRows, slots: Array) -> DecodeState:
+        if isinstance(one, FreshRows):
+            one, slots = one.unpacked(state)
+
+        def write(x: Array, row: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(x, row, slots[0], axis=0)
+
+        return put_rows(state, one, slots, write)
+
+    return with_auto_axes(put, state, one, slot[None], like=state)
+
+
+def _without_host(state: Any) -> Any:
+    """A state, or rows that are new to it, without columns that lie in the host's memory."""
+    columns = tuple(
+        {name: x for name, x in held.items() if not in_host(x)} for held in state.cache.columns
+    )
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, columns=columns))
+
+
+@jax.jit(donate_argnames="column")
+def _put_in_host(column: Array, row: Array, slot: Array) -> Array:
+    whole, row = to_device(column), to_device(row)
+    return to_host(lax.dynamic_update_slice_in_dim(whole, row, slot, axis=0))
+
+
+def put_rows(
+    state: DecodeState, rows: DecodeState, slots: Array, write: Callable[[Array, Array], Array]
+) -> DecodeState:
+    """``state`` with ``rows`` in ``slots [n]``; a slot past the end is nowhere.
+
+    ``write(whole, rows)`` does so for an array of the cache's columns and pages and of the draft.
+    The others are chosen element by element, which XLA does for most of them in one kernel; each
+    would be written by a kernel of its own.
+    """
+    batch = jnp.arange(len(state.tokens), dtype=slots.dtype)
+
+    def choose(whole: Array, rows: Array) -> Array:
+        for index in range(len(rows)):
+            here = (batch == slots[index]).reshape(-1, *[1] * (whole.ndim - 1))
+            whole = jnp.where(here, rows[index][None], whole)
+        return whole
+
+    small = jax.tree.map(choose, _small(state), _small(rows))
+    leaves, structure = jax.tree.flatten(_large(state))
+    pairs = zip(leaves, jax.tree.leaves(_large(rows)), strict=True)
+    columns, pages, draft = jax.tree.unflatten(structure, [write(*pair) for pair in pairs])
+    cache = dataclasses.replace(state.cache, columns=columns, pages=pages, lengths=small.cache)
+    return dataclasses.replace(small, cache=cache, draft=draft)
+
+
+def _large(state: DecodeState) -> tuple[Any, Any, Any]:
+    return state.cache.columns, state.cache.pages, state.draft
+
+
+def _small(state: DecodeState) -> Any:
+    """What the host knows of a state's rows: lengths in place of the cache, and no draft."""
+    lengths: Any = state.cache.lengths
+    return dataclasses.replace(state, cache=lengths, draft=None)
+
+
+def _ints(x: np.ndarray) -> np.ndarray:
+    """``x [n, ...]`` as int32 ``[n, W]`` of the same bits."""
+    rows = x.reshape(len(x), -1)
+    return rows.astype(np.int32) if x.dtype == bool else rows.view(np.int32)
+
+
+def _as(ints: Array, like: Array) -> Array:
+    """What `_ints` made these of: an array like the rows of ``like``."""
+    rows = ints.reshape(len(ints), *like.shape[1:])
+    return rows != 0 if like.dtype == bool else lax.bitcast_convert_type(rows, like.dtype)

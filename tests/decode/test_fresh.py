@@ -1,0 +1,85 @@
+"""Rows on their way into slots: what the host sent is there bit by bit, and nothing else moved."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.decode.fresh import FreshRows, put_rows
+from jspec.decode.prefill import padded, start_decoding, state_of
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState
+from tests.decode.common import prompts
+
+ENDS, ROOM = (7, 9), 4
+PARAMS = [
+    SamplingParams(max_new_tokens=5, temperature=0.7, top_p=0.9, seed=2**32 - 1, stop_tokens=(3,)),
+    SamplingParams(max_new_tokens=1, top_k=5, min_p=0.1, seed=0, ignore_eos=True, draft_limit=2),
+]
+
+
+@pytest.fixture(scope="module")
+def rows() -> DecodeState:
+    """Two rows that the host knows, with every dtype of a state."""
+    tokens, lengths = padded(prompts((6, 3)), 256)
+    cache: Any = None
+    found = state_of(tokens, lengths, PARAMS, ENDS, ROOM, cache, None, mode="greedy", exact=False)
+    found = dataclasses.replace(found, done=np.array([True, False]))
+    price = np.array([np.nan, -0.0], np.float32)
+    return dataclasses.replace(found, ending=dataclasses.replace(found.ending, price=price))
+
+
+@pytest.fixture
+def batch(tiny) -> DecodeState:
+    params = [
+        SamplingParams(max_new_tokens=9, seed=row, stop_tokens=(1, 2, 4, 5)) for row in range(4)
+    ]
+    found = start_decoding(tiny, prompts((4, 5, 6, 7)), params, StepConfig(2), capacity=256)
+    return dataclasses.replace(found, mode="greedy")
+
+
+def of(batch: DecodeState, rows: DecodeState) -> DecodeState:
+    """``rows`` with columns of ones and their own lengths."""
+    columns = jax.tree.map(lambda x: np.ones((2, 8, *x.shape[2:]), x.dtype), batch.cache.columns)
+    lengths = np.array([5, 2], np.int32)
+    cache = dataclasses.replace(batch.cache, columns=columns, lengths=lengths)
+    return dataclasses.replace(rows, cache=cache)
+
+
+def bits(x) -> bytes:
+    return np.asarray(x).tobytes()
+
+
+def test_rows_arrive_bit_by_bit(batch, rows):
+    fresh = FreshRows.of(of(batch, rows), [3, 1])
+    assert len(jax.tree.leaves(fresh)) == len(jax.tree.leaves(batch.cache.columns)) + 1
+    got, slots = jax.jit(lambda fresh, batch: fresh.unpacked(batch))(fresh, batch)
+    assert slots.tolist() == [3, 1]
+    for want, found in zip(jax.tree.leaves(of(batch, rows)), jax.tree.leaves(got), strict=True):
+        assert (want.shape, want.dtype, bits(want)) == (found.shape, found.dtype, bits(found))
+
+
+@pytest.mark.parametrize("slots", [[3, 1], [2, 4], [4, 4]])
+def test_rows_are_in_their_slots_and_those_past_the_end_nowhere(batch, rows, slots):
+    new = of(batch, rows)
+    wanted = [np.array(x) for x in jax.tree.leaves(batch)]
+    for whole, own in zip(wanted, jax.tree.leaves(new), strict=True):
+        for slot, row in zip(slots, own, strict=True):
+            if slot < 4:
+                whole[(slot, *map(slice, row.shape))] = row
+
+    @jax.jit
+    def put(batch, fresh):
+        rows, slots = fresh.unpacked(batch)
+
+        def write(x, own):
+            return x.at[slots, : own.shape[1]].set(own, mode="drop")
+
+        return put_rows(batch, rows, slots, write)
+
+    got = jax.tree.leaves(put(batch, FreshRows.of(new, slots)))
+    for want, found in zip(wanted, got, strict=True):
+        assert (want.dtype, bits(want)) == (found.dtype, bits(found))
