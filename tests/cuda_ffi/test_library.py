@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from jspec import SamplingParams
-from jspec.cuda_ffi import build as build_module
-from jspec.cuda_ffi import hashed, library, toolchain
+from jspec.cuda_ffi import hashed, library
 from jspec.cuda_ffi.build import Built, build
-from jspec.cuda_ffi.errors import BuildError
 from jspec.cuda_ffi.select import Cut, workspace_words
 from jspec.ops import operations
 from jspec.ops.grouped import GROUPED
@@ -348,35 +346,6 @@ def test_lowering_for_cuda(operation, kernels):
         assert text.count("stablehlo.custom_call") == 1, case.name
         assert f"@jspec_{target}" in text
         assert ("output_operand_alias" in text) == (target in ALIASED)
-
-
-@pytest.mark.slow
-def test_the_cuda_sources_compile():
-    """For sm_80, sm_89 and sm_90, with every target among the symbols of its library."""
-    try:
-        toolchain.find("CUDA")
-    except BuildError as error:
-        pytest.skip(str(error))
-    for arch in ("sm_80", "sm_89", "sm_90"):
-        assert any(arch in flag for flag in toolchain.GPUS)
-    for _, subject, built in build_module.build_all(["CUDA"]):
-        assert isinstance(built, Built), built
-        symbols = built.path.read_bytes()
-        for target in library.TARGETS[subject]:
-            assert f"jspec_{target}".encode() in symbols
-
-
-def test_every_source_belongs_to_a_library():
-    """A file of src/ is a header, or is compiled for a platform; every folder is a subject's."""
-    compiled = {
-        file
-        for platform in library.PLATFORMS.values()
-        for subject in build_module.SUBJECTS
-        for file in build_module.sources(subject, platform)
-    }
-    files = {file for file in build_module.SRC.rglob("*") if file.is_file()}
-    assert {file for file in files if file.suffix not in (".h", ".cuh")} == compiled
-    assert list(library.TARGETS) == list(build_module.SUBJECTS)
 
 
 def test_scores_that_no_histogram_holds_are_refused(kernels):

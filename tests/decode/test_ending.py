@@ -226,7 +226,9 @@ def run_steps(models, texts, params, config, price):
     return tokens, np.concatenate(drafted), state
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "in-a-copy")) for x in DRAFTS]
+)
 def test_greedy_tokens_are_the_plain_ones_wherever_drafts_end(name, sharp, other):
     texts, params = prompts((40, 9, 17)), SamplingParams(max_new_tokens=40)
     models = Models(sharp, other if name == "model" else None)
@@ -278,6 +280,7 @@ def test_texts_by_drafts_that_end_early_have_the_target_law(source, rule, monkey
     check_law_alone(source, rule, 12_000, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_token_may_not_decide_whether_it_is_drafted(monkeypatch):
     """A mutant whose drafts leave out a last token of 1."""
     right = base.while_it_pays

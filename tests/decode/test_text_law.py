@@ -56,7 +56,7 @@ def test_texts_by_a_draft_of_another_padding_have_the_target_law(vocabulary):
 
 
 @pytest.mark.parametrize(
-    "source", ["streaming", "ngram", pytest.param("chain", marks=pytest.mark.slow)]
+    "source", ["streaming", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ngram", "chain"))]
 )
 def test_filtered_texts_that_may_stop_have_the_target_law(source):
     params = SamplingParams(max_new_tokens=4, temperature=1.4, top_p=0.6, stop_tokens=(2,))

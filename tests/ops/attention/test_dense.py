@@ -197,10 +197,9 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("implementation", "scale", "window", "softcap", "value_size", "block")
+    jax.jit, static_argnames=("implementation", "scale", "window", "softcap", "value_size")
 )
-def _jitted(q, k, v, positions, key_positions, *, block, **settings):
-    del block  # only here so that another block is another program
+def _jitted(q, k, v, positions, key_positions, **settings):
     return attention(q, k, v, positions, key_positions=key_positions, **settings)
 
 
@@ -210,16 +209,15 @@ def run(x: Inputs, implementation: str, **settings):
     backend = ATTENTION.backends.get(implementation) and ATTENTION.backend(implementation)
     if backend and (r := backend.supports(*arrays[:4], key_positions=arrays[4], **asked)):
         pytest.skip(f"{implementation}: {r}")
-    return _jitted(*arrays, implementation=implementation, block=module.BLOCK, **settings)
+    return _jitted(*arrays, implementation=implementation, **settings)
 
 
-@pytest.fixture(params=[*ATTENTION.backends, "xla_blocked by 8"])
+@pytest.fixture(params=ATTENTION.backends)
 def implementation(request, monkeypatch) -> str:
-    """Each implementation; blocks of 8 give most cases several blocks, the last one ragged."""
-    name, _, block = request.param.partition(" by ")
-    if block:
-        monkeypatch.setattr(module, "BLOCK", int(block))
-    return name
+    """Each implementation; blocks of 20 slots are one in some cases, in most several, of which the
+    last is ragged."""
+    monkeypatch.setattr(module, "BLOCK", 20)
+    return request.param
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
