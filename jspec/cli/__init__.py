@@ -326,13 +326,7 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="pairs of a step of SGD, about; default 98304, and a CPU may well take 8192",
     )
-    add(
-        "--epochs",
-        type=int,
-        default=15,
-        metavar="N",
-        help="rounds of 20 steps; default 15, and a GPU may well take 75",
-    )
+    add("--epochs", type=int, default=15, metavar="N", help="rounds of 20 steps; default 15")
     add(
         "--length",
         type=int,
