@@ -30,48 +30,30 @@ void allow_shared_memory(Kernel kernel, int bytes) {
   }
 }
 
-// Whether the GPU in use has clusters, and kernels that start before the one ahead has ended.
-inline bool is_hopper_or_later() {
-  int device, major;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major >= 9;
-}
-
-// As `launch_behind`, in clusters of so many blocks, of which there are `blocks` in all.
-template <typename... Parameters>
-const char* launch_clusters_behind(void (*kernel)(Parameters...), int blocks, int cluster,
-                                   int threads, int bytes, bool early, Stream stream,
-                                   const Parameters&... arguments) {
-  allow_shared_memory(kernel, bytes);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2]{};
-  config.attrs = attributes;
-  if (early && is_hopper_or_later()) {
-    cudaLaunchAttribute& own = attributes[config.numAttrs++];
-    own.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    own.val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (cluster > 1) {
-    cudaLaunchAttribute& own = attributes[config.numAttrs++];
-    own.id = cudaLaunchAttributeClusterDimension;
-    own.val.clusterDim.x = cluster;
-    own.val.clusterDim.y = own.val.clusterDim.z = 1;
-  }
-  cudaLaunchKernelEx(&config, kernel, arguments...);
-  return launch_error();
-}
-
 // Launches `kernel`, which calls wait_for_kernels_ahead() in every thread. `early`: it may start
 // before the kernel ahead of it, one of the same call, has ended.
 template <typename... Parameters>
 const char* launch_behind(void (*kernel)(Parameters...), int blocks, int threads, int bytes,
                           bool early, Stream stream, const Parameters&... arguments) {
-  return launch_clusters_behind(kernel, blocks, 1, threads, bytes, early, stream, arguments...);
+  allow_shared_memory(kernel, bytes);
+  if (early) {
+    int device, major;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    early = major >= 9;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = early;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+  return launch_error();
 }
 
 }  // namespace jspec

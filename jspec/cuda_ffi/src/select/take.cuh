@@ -1,10 +1,9 @@
 // The kernels of a selection. Rows of many chunks: `count_kernel` leaves a histogram of the first
 // digit for each chunk; `place_kernel` finds the digit that the row needs and writes the slots, or
 // for keys of several digits a list of what may be taken; `finish_kernel` takes the slots out of the
-// list, by several blocks a row where rows are few. Rows of one chunk: `row_kernel` does all of it.
+// list. Rows of one chunk: `row_kernel` does all of it.
 #pragma once
 
-#include "common/cluster.cuh"
 #include "common/dependent.cuh"
 #include "select/tile.cuh"
 
@@ -12,9 +11,6 @@ namespace jspec {
 
 // Blocks of a multiprocessor: a thread holds up to 32 words of keys.
 constexpr int kBlocks = 2;
-
-// Most blocks that take the slots of one row out of its list, in a cluster.
-constexpr int kTogether = 8;
 
 // What the kernels are given. Rows of scores are `stride` elements apart.
 struct Work {
@@ -32,27 +28,6 @@ struct Counting {
   __align__(16) uint32_t counters[kMostBins];
   uint32_t totals[64];
 };
-
-// Adds up the counters of all blocks of a cluster, at most half of `kMostBins`, and returns where the
-// sums are. Called by all threads of all blocks. The counters may change afterwards.
-__device__ __forceinline__ const uint32_t* add_blocks(Counting& shared, int count, int blocks) {
-  if (blocks == 1) {
-    __syncthreads();
-    return shared.counters;
-  }
-  sync_cluster();
-  uint32_t* sums = shared.counters + kMostBins / 2;
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    uint32_t sum = 0;
-#pragma unroll
-    for (int rank = 0; rank < kTogether; ++rank) {
-      if (rank < blocks) sum += read_cluster(shared.counters + i, rank);
-    }
-    sums[i] = sum;
-  }
-  sync_cluster();
-  return sums;
-}
 
 // A row as its blocks see it: what it takes, and which of its chunks hold slots whose scores count.
 template <typename Key>
@@ -171,78 +146,49 @@ struct Row {
   }
 
   // Takes the slots out of a list of `length`, by the digits behind the first. Called by all threads
-  // of the blocks of a cluster, which share the list, once it is there; `sums` holds two tiles' worth.
+  // of a block once the list is there; `sums` holds two tiles' worth.
   __device__ __forceinline__ void finish(const Found& first, int length, Counting& shared,
                                          Found& chosen, uint32_t* sums) const {
     const Digits& digits = work.plan.digits;
     const int32_t* list = this->list();
     const uint32_t* listed_keys = this->listed_keys();
-    const int rank = rank_in_cluster(), blocks = blocks_of_cluster();
-    const int each = ((length + blocks - 1) / blocks + 63) / 64 * 64;
-    const int begin = min(rank * each, length), end = min(begin + each, length);
     uint32_t keys[kEach];
     const auto items_from = [&](int start) {
-      return Items<4>(start, min(kTile, (end - start + 63) / 64 * 64), 0, end);
+      return Items<4>(start, min(kTile, (length - start + 63) / 64 * 64), 0, length);
     };
     // No branch comes between the loads, so that all are on their way at once.
     const auto load = [&](const Items<4>& items) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) keys[i] = listed_keys[min(items.at(i), length - 1)];
     };
-    const bool is_held = end - begin <= kTile;
-    load(items_from(begin));
+    load(items_from(0));
     uint32_t threshold = first.digit;  // the digits found, as the highest bits of a key
     int need = first.need;
     for (int level = 1; level < digits.levels; ++level) {
       const int shift = digits.shift[level], width = digits.shift[level - 1] - shift;
       clear(shared.counters, digits.bins[level]);
       __syncthreads();
-      for (int start = begin; start < end; start += kTile) {
+      for (int start = 0; start < length; start += kTile) {
         const Items<4> items = items_from(start);
-        if (!is_held) load(items);
+        if (length > kTile) load(items);
         items.each([&](int i) {
           if (keys[i] >> (shift + width) == threshold) {
             atomicAdd(shared.counters + (keys[i] >> shift & ((1u << width) - 1)), 1);
           }
         });
       }
-      const uint32_t* counters = add_blocks(shared, digits.bins[level], blocks);
-      const Found own = find(counters, digits.bins[level], need, shared.totals, chosen);
+      __syncthreads();
+      const Found own = find(shared.counters, digits.bins[level], need, shared.totals, chosen);
       threshold = threshold << width | own.digit;
       need = own.need;
       __syncthreads();
     }
     Before before{0, 0};
-    if (blocks > 1) {
-      uint32_t over = 0, ties = 0;
-      if (threadIdx.x < 2) shared.totals[threadIdx.x] = 0;
-      __syncthreads();
-      for (int start = begin; start < end; start += kTile) {
-        const Items<4> items = items_from(start);
-        if (!is_held) load(items);
-        items.each([&](int i) {
-          over += keys[i] > threshold;
-          ties += keys[i] == threshold;
-        });
-      }
-      over = __reduce_add_sync(kAllLanes, over);
-      ties = __reduce_add_sync(kAllLanes, ties);
-      if (threadIdx.x % 32 == 0) {
-        atomicAdd(shared.totals, over);
-        atomicAdd(shared.totals + 1, ties);
-      }
-      sync_cluster();
-      for (int ahead = 0; ahead < rank; ++ahead) {
-        before.over += read_cluster(shared.totals, ahead);
-        before.at += read_cluster(shared.totals + 1, ahead);
-      }
-      sync_cluster();  // no block ends before the others have read
-    }
-    for (int start = begin; start < end; start += kTile) {
+    for (int start = 0; start < length; start += kTile) {
       const Items<4> items = items_from(start);
-      if (!is_held) load(items);
+      if (length > kTile) load(items);
       before = take(
-          items, threshold, need, before, sums + (start - begin) / kTile % 2 * kWarps,
+          items, threshold, need, before, sums + start / kTile % 2 * kWarps,
           [&](int i) { return keys[i]; }, [&](int at) { return list[at]; });
     }
   }
@@ -303,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Counting shared;
   __shared__ Found chosen;
   __shared__ uint32_t sums[2 * kWarps];
-  const Row<Key> row(work, blockIdx.x / blocks_of_cluster());
+  const Row<Key> row(work, blockIdx.x);
   wait_for_kernels_ahead();
   if (row.taken.need == 0) return;
   const int4 known = *reinterpret_cast<const int4*>(row.found());
@@ -335,17 +281,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// How many blocks take the slots of a row out of its list: as many as run at the same time.
-inline int blocks_together(int64_t rows) {
-  int together = 1;
-  if (!is_hopper_or_later()) return together;
-  int device, processors;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  while (together < kTogether && rows * together * 2 <= processors) together *= 2;
-  return together;
-}
-
 // Launches what follows the records, each kernel before the one ahead has ended.
 template <typename Key>
 const char* place(const Work& work, Key key, Stream stream) {
@@ -354,9 +289,7 @@ const char* place(const Work& work, Key key, Stream stream) {
                                     stream, work, key, each);
   if constexpr (Key::kSeveral) {
     if (error != nullptr) return error;
-    const int together = blocks_together(work.rows.rows);
-    error = launch_clusters_behind(finish_kernel<Key>, work.rows.rows * together, together, kThreads,
-                                   0, true, stream, work);
+    error = launch_behind(finish_kernel<Key>, work.rows.rows, kThreads, 0, true, stream, work);
   }
   return error;
 }
