@@ -350,7 +350,7 @@ def refuses(
 
 
 def _supports(q, k, v, *_positions, key_positions, **_settings) -> str | None:
-    return refuses_pallas() or refuses(q, k, v, key_positions=key_positions)
+    return refuses(q, k, v, key_positions=key_positions) or refuses_pallas()
 
 
 ATTENTION = Backend("pallas", attention_pallas, _supports)

@@ -141,7 +141,7 @@ def refuses(kv: Array) -> str | None:
 
 
 def _supports(kv: Array, accepted: Array) -> str | None:
-    return refuses_pallas() or refuses(kv)
+    return refuses(kv) or refuses_pallas()
 
 
 PACK = Backend("pallas", pack_pallas, _supports)

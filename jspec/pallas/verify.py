@@ -144,7 +144,7 @@ def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:
 def _supports(
     draft_tokens: Array, target_tokens: Array, draft_lengths: Array, stop_tokens: Array
 ) -> str | None:
-    return refuses_pallas() or refuses(draft_tokens, stop_tokens)
+    return refuses(draft_tokens, stop_tokens) or refuses_pallas()
 
 
 VERIFY_GREEDY = Backend("pallas", verify_pallas, _supports)
