@@ -1,15 +1,16 @@
 """gamma="auto" against every fixed gamma of its ladder, on the bundled model.
 
 A row is a case and a gamma. Its clock is wall time of chunks of steps, the host reading each
-chunk's tokens, without compiling and prefill, over several batches of texts. That of auto has the
-chunks of all of them: the gamma that it chose, nanoseconds a step, and the draft tokens that a step
-of a row accepted. Where drafts may end early, auto has two rows: ``auto`` is what jspec does on
-this device, `WHOLE` or `EARLY` the other.
+chunk's tokens, without compiling and prefill, over many texts; ± is the standard error over their
+batches. That of auto has the chunks of all of them: the gamma that it chose, nanoseconds a step,
+and the draft tokens that a step of a row accepted. Where drafts may end early, auto has two rows:
+``auto`` is what jspec does on this device, `WHOLE` or `EARLY` the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -31,9 +32,10 @@ from jspec.decode.state import Models
 
 NEW_TOKENS = 512
 CHUNK = 16  # steps of a program, as `jspec.generate` takes on a GPU
-# Batches of texts: gammas that write other tokens, by sampling or for a near tie, are more or less
-# lucky with what follows.
+# Batches of texts, and rows of all of them at least: gammas that write other tokens, by sampling or
+# for a near tie, are more or less lucky with what follows.
 SETS = 8
+ROWS = 128
 WARM = 3  # batches that are decoded before, in which auto gets to know its ladder
 DRAFTS = ("ngram", "streaming")
 KNOWN = (*DRAFTS, "vegas")
@@ -111,7 +113,10 @@ def _of_case(
 ) -> list[dict[str, Any]]:
     config = jspec.StepConfig(draft=jspec.named_draft(case["draft"]))
     gammas, whole = Gammas(config), Gammas(config, early=False).configs
-    prompts = decoding.texts(tokenizer, case["B"] * SETS, case["S"] - NEW_TOKENS - 1)
+    sets = SETS
+    if jax.default_backend() != "cpu" and not settings.quick:
+        sets = max(SETS, ROWS // case["B"])
+    prompts = decoding.texts(tokenizer, case["B"] * sets, case["S"] - NEW_TOKENS - 1)
     states = list(_states(model, prompts, case, gammas))
     ladder = list(gammas.configs)
     choices: list[tuple[int | str, GammaChoice | Fixed, Configs]]
@@ -150,7 +155,7 @@ def _of_case(
 def _states(
     model: jspec.Decoder, prompts: list[list[int]], case: Case, gammas: Gammas
 ) -> Iterator[jspec.DecodeState]:
-    """The states of `SETS` batches, each with texts and seeds of its own."""
+    """The states of batches, each with texts and seeds of its own."""
     batch = case["B"]
     for first in range(0, len(prompts), batch):
         params = [
@@ -206,16 +211,18 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
     return met
 
 
-HEADINGS = ("draft", "B", "context", "t", "gamma", "tok/s", "vs plain", "vs best")
+HEADINGS = ("draft", "B", "context", "t", "gamma", "tok/s", "±", "vs plain", "vs best")
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row under `HEADINGS`."""
     case = tuple(str(row["case"][name]) for name in ("draft", "B", "S", "t"))
     if not row["checked"]:
-        return (*case, str(row["gamma"]), "unchecked", "", "")
-    speed = f"{row['tokens_per_s']:,.0f}"
-    return (*case, str(row["gamma"]), speed, times(row["vs_plain"]), times(row["vs_best"]))
+        return (*case, str(row["gamma"]), "unchecked", "", "", "")
+    samples = row["tokens_per_s_samples"]
+    error = statistics.stdev(samples) / len(samples) ** 0.5 / statistics.mean(samples)
+    speed = f"{row['tokens_per_s']:,.0f}", f"{error:.0%}"
+    return (*case, str(row["gamma"]), *speed, times(row["vs_plain"]), times(row["vs_best"]))
 
 
 def worst(result: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from examples.train_bundled.batches import source_filler
 from examples.train_bundled.plan import FULL
 from jspec.eval import ruler
 
-LENGTHS = {"train": (2048, 4096, 8192, 16384), "held-out": (4096, 8192, 16384)}
+LENGTHS = {"train": (2048, 4096, 8192, 16384, 32768), "held-out": (4096, 8192, 16384, 32768)}
 COUNT = {"train": 24, "held-out": 2}  # of each kind and length
 SPLIT = {"train": "train", "held-out": "packages"}
 

@@ -40,10 +40,11 @@ class Engine:
 
     A request is at most ``capacity`` positions long, prompt and new tokens, and has at most
     ``stop_tokens`` of them, the model's included. `submit` takes it, and `step` does a turn of
-    work: up to ``prefill_chunk`` prompt tokens (512, or 256 on a CPU), so that a long prompt stalls
-    nobody, then ``steps_per_chunk`` decode steps of all slots (16, or 4). Short prompts go in
-    several at a time, and past a long one that is at work (docs/serving.md). Where chunks are short
-    the next one runs while one is read. The other settings are those of `jspec.generate`.
+    work: up to ``prefill_chunk`` prompt tokens (512, or 256 on a CPU) for each free slot, of four
+    at most, so that a long prompt stalls nobody, then ``steps_per_chunk`` decode steps of all slots
+    (16, or 4). Short prompts go in several at a time, and past a long one that is at work
+    (docs/serving.md). Where chunks are short the next one runs while one is read. The other
+    settings are those of `jspec.generate`.
     ``on_compile(begins)`` is called before and after a program compiles; after `warm_up` none does,
     whatever requests and prefixes come.
 
@@ -114,7 +115,8 @@ class Engine:
             room, programs = rounded_capacity(capacity), self._chunks.programs
             short = ShortPrompts(plan, slots, room, prefill_chunk, programs)
             overtaken = "behind prefixes" if short.sizes else "all" if slots > 1 else "none"
-            intake = Intake(plan, room, prefill_chunk, cache_dtype, programs, overtaken=overtaken)
+            piece = short.tokens if short.is_wide else prefill_chunk
+            intake = Intake(plan, room, piece, cache_dtype, programs, overtaken=overtaken)
             state = intake.started([np.zeros(1, np.int32)] * slots)
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)

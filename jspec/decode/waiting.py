@@ -22,10 +22,11 @@ PASSES = 2  # wide passes of a turn at most
 
 
 class Waiting:
-    """Takes up prompts for the slots of ``batch``, in a turn at most ``chunk`` tokens of each.
+    """Takes up prompts for the slots of ``batch``.
 
-    A turn has so many tokens for each slot that is free, up to `PROMPTS`, and for one in any case;
-    where passes over short prompts are wide, it has those of `PASSES`.
+    A turn has ``chunk`` tokens for each slot that is free, up to `PROMPTS`, and for one in any
+    case; where passes over short prompts are wide, it has those of `PASSES`. One long prompt may
+    take all of them.
 
     In the order in which they came, but a long prompt shares turns: while more than ``chunk`` is
     left of it, every other turn belongs to prompts of at most ``chunk`` tokens, if a slot is free.
@@ -95,7 +96,6 @@ class Waiting:
             most = PASSES * self.short.tokens
         spent = 0 if self._was_overtaken else self._overtake(most)
         self._was_overtaken = spent > 0
-        own = 0  # tokens of the prompt at work
         while True:
             group, size = self._together(self._queue) if self._incoming is None else ([], 0)
             if group:
@@ -109,16 +109,16 @@ class Waiting:
                 break
             while not self.intake.ready:
                 piece = self.intake.piece
-                if spent and (spent + piece > most or own + piece > self._chunk):
+                if spent and spent + piece > most:
                     break
-                spent, own = spent + piece, own + piece
+                spent += piece
                 self.intake.advance()
             if not self.intake.ready or not self._batch.free:
                 break
             slot = self._batch.free[0]
             state = self.intake.put(self._batch.state, slot, handle.params)
             self._batch.fill(state, [slot], [handle])
-            self._incoming, own = None, 0
+            self._incoming = None
             self.requests += 1
         return self.intake.mark(self._batch.state)
 

@@ -14,7 +14,7 @@ from jspec.cache import Cache, Linear, Stripe
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
 from jspec.ops.append import Turn, rotate_and_append, rotate_append_encode
-from jspec.ops.attention.gathered import gathered_attention
+from jspec.ops.attention.gathered import filled, gathered_attention
 from jspec.ops.host_rows import Ahead
 from jspec.policies.dense import Dense
 from jspec.policies.offload import (
@@ -161,14 +161,17 @@ def selected_attend(
             )
             after = dataclasses.replace(after, cache=cache) if isinstance(after, Reading) else cache
             after, columns["keys"] = start_next(columns["keys"])
+            counts = None
         else:
             layout, columns = cache.layouts[layer], cache.columns[layer]
             # Of a linear layout they are the positions: no kernel needs to say so.
             linear = isinstance(layout, Linear)
             selected = chosen if linear else jnp.where(chosen >= 0, layout.slots(chosen), -1)
             rest = layout.slots(behind)
+            counts = None
             if isinstance(layout, Stripe):  # other positions have no slot here
                 selected, rest = (jnp.where(x < layout.size, x, -1) for x in (selected, rest))
+                counts = filled(selected)
             after, q = start_next(q)
 
         def read(q: Array, positions: Array) -> tuple[Array, Array]:
@@ -180,6 +183,7 @@ def selected_attend(
                 selected,
                 rest,
                 until,
+                counts=counts,
                 log_weights=weights,
                 implementation=backends.get("gathered_attention"),
                 **settings_of(spec),

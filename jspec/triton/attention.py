@@ -36,7 +36,8 @@ PIECE = 32
 class Blocks:
     """How the work is cut: ``splits`` of a head's keys at least, more where a batch row would have
     fewer ``programs`` (both powers of 2); ``bytes`` of keys and values a tile, ``rows`` of queries
-    a tile at most (a power of 2), ``stages`` of tiles on their way, ``warps`` to run a program.
+    a tile at most and ``least`` at least (powers of 2), ``stages`` of tiles on their way, ``warps``
+    to run a program.
 
     They may follow from the heads, from whether key positions are given and, unless attention is
     exact, from T, never from B, lengths or the capacity: a row's arithmetic depends on its own
@@ -49,6 +50,7 @@ class Blocks:
     rows: int
     stages: int
     warps: int
+    least: int = LEAST
 
 
 def attention_triton(
@@ -107,13 +109,14 @@ def _attended(
     """Output, log-sum-exp, and the scores of ``probe``, which are one number where it is None."""
     from jspec.triton.attention_kernel import attention_kernel, exact_attention_kernel
 
-    blocks = blocks or _blocks("exact" if exact else "triton", q, k, key_positions)
+    name = "exact" if exact else "triton" if probe is None else "scored"
+    blocks = blocks or _blocks(name, q, k, key_positions)
     batch, tokens, heads, _ = q.shape
     slots, kv_heads = k.shape[1:3]
     shape = tile_shape(k, v, value_size)
     keys = keys_of_tile(shape, k, v, blocks.bytes)
     every = tokens * heads // kv_heads
-    rows = rows_of_tile(blocks.rows if exact else every, q, k, blocks.rows)
+    rows = rows_of_tile(blocks.rows if exact else max(every, blocks.least), q, k, blocks.rows)
     tiles = -(-every // rows)
     splits = splits_of(kv_heads, 1 if exact else tiles, blocks)
     parts = min(splits, -(-slots // keys))

@@ -101,10 +101,11 @@ def gathered_kernel(
     HEADS * TOKENS * GROUP rows, ROWS of them a tile. A tile of keys holds those of HEADS heads at
     KEYS / HEADS slots: what a slot has of them is one run of memory. Each row sees its own head
     alone. The tail is at indices below 0. It has the first BEFORE of the STEPS that CHUNKS share
-    evenly, the selection has the others. SHARED: the heads share their selection, and otherwise
-    HEADS is 1. WEIGHTED: ``log_weights`` are added to the scores of the selection. LISTED: how many
-    slots a program reads at once and keeps, a power of 2, or 0 for one that reads them tile by
-    tile. The channels of a key past WIDTH, where there are any, are a tile REST wide.
+    evenly, the selection has the others; COUNTED: those that ``counts`` leaves. SHARED: the heads
+    share their selection, and otherwise HEADS is 1. WEIGHTED: ``log_weights`` are added to the
+    scores of the selection. LISTED: how many slots a program reads at once and keeps, a power of 2,
+    or 0 for one that reads them tile by tile. The channels of a key past WIDTH, where there are
+    any, are a tile REST wide.
     """
     MINE: tl.constexpr = TOKENS * GROUP
     STEP: tl.constexpr = KEYS // HEADS
@@ -116,10 +117,12 @@ def gathered_kernel(
     list_of = batch_row if SHARED else batch_row * KV_HEADS + head
     selected += list_of * SELECTED
     tail += batch_row * TAIL
-    begin = (chunk * STEPS // CHUNKS - BEFORE) * STEP
-    end = tl.minimum(((chunk + 1) * STEPS // CHUNKS - BEFORE) * STEP, SELECTED)
+    last, steps = SELECTED, STEPS
     if COUNTED:
-        end = tl.minimum(end, tl.maximum(tl.load(counts + list_of), 0))
+        last = tl.minimum(tl.maximum(tl.load(counts + list_of), 0), SELECTED)
+        steps = BEFORE + (last + STEP - 1) // STEP
+    begin = (chunk * steps // CHUNKS - BEFORE) * STEP
+    end = tl.minimum(((chunk + 1) * steps // CHUNKS - BEFORE) * STEP, last)
     if LISTED > 0:
         slots = slots_at(begin + tl.arange(0, LISTED), end, selected, tail, TAIL, AHEAD)
 

@@ -71,13 +71,12 @@ def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
 
 def test_a_long_prompt_does_not_stall_the_others(engine, behind):
     """While its pieces are taken up, each step of the engine decodes on."""
-    (short, params), _ = work(2, longest=3)
     params = SamplingParams(max_new_tokens=80)
-    first = engine.submit(short, params)
+    first, _ = (engine.submit([1, 2], params) for _ in range(2))
     engine.step()
     long = engine.submit(prompts((100,))[0], SamplingParams(max_new_tokens=5))
     before = len(first.tokens)
-    engine.step()  # with the first of its two pieces
+    engine.step()  # with the first of its two pieces, as one slot is free
     assert len(first.tokens) > before
     assert not long.tokens
     engine.step()
@@ -103,7 +102,7 @@ def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
 # --- a long prompt in front ----------------------------------------------------------------------
 
 PIECE = 16
-LONG_PROMPT = prompts((7 * PIECE + 1,), seed=4)[0]  # seven turns
+LONG_PROMPT = prompts((7 * PIECE + 1,), seed=4)[0]
 FEW = SamplingParams(max_new_tokens=5)
 
 
@@ -121,6 +120,13 @@ def turns_until(engine: Engine, handle, most: int = 40) -> int:
     raise AssertionError(f"no token in {most} turns")
 
 
+def test_a_long_prompt_has_the_tokens_of_every_free_slot(small_pieces, behind):
+    engine = small_pieces
+    assert engine.slots == 3
+    assert turns_until(engine, engine.submit(LONG_PROMPT, FEW)) == 3
+    engine.run()
+
+
 def test_short_prompts_go_past_a_long_one(small_pieces, behind):
     """Two of them, the second behind a shared prefix; the others are too long for a turn."""
     engine, prefix = small_pieces, prompts((40,), seed=6)[0]
@@ -129,7 +135,7 @@ def test_short_prompts_go_past_a_long_one(small_pieces, behind):
     engine.share_prefix(prefix)
     long, second, *short, last = (engine.submit(text, FEW) for text in texts)
     assert [turns_until(engine, handle) for handle in short] == [2, 0]  # in one turn
-    assert turns_until(engine, long) == 7 - 2
+    assert turns_until(engine, long) == 2
     engine.run()
     engine.drop_prefix(prefix)
     assert tuple(x.tokens for x in (long, second, *short, last)) == wanted.tokens
@@ -172,7 +178,7 @@ def test_a_long_prompt_gets_every_other_turn(small_pieces):
             engine.submit(LONG_PROMPT[:PIECE], SamplingParams(max_new_tokens=1))
         engine.step()
         turns += 1
-    assert 10 < turns <= 2 * 7
+    assert 3 < turns <= 2 * 3
     engine.run()
 
 

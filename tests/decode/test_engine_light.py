@@ -86,6 +86,14 @@ def test_a_turn_takes_up_two_passes(sharp, monkeypatch):
     engine.run()
 
 
+def test_pieces_of_longer_prompts_are_wide(engine):
+    handle = engine.submit(prompts((3 * CHUNK,))[0], FEW)
+    engine.step()
+    assert engine._waiting.intake.ready
+    engine.run()
+    assert len(handle.tokens) == FEW.max_new_tokens
+
+
 def test_prompts_wait_for_a_slot_in_the_queue(engine, passes, monkeypatch):
     """Not in the row, from which each would need a program of its own."""
     watched(monkeypatch, 0)

@@ -62,6 +62,22 @@ def test_a_row_alone_is_the_row_in_the_batch(case, interpreted, monkeypatch):
         np.testing.assert_array_equal(got[0], want[1])
 
 
+def test_chunks_share_what_counts(interpreted, monkeypatch):
+    """A list of which only the first fourth counts keeps as many programs busy as a full one."""
+    parts = []
+
+    def call(kernel, *arrays, **settings):
+        parts.append(interpreted(kernel, *arrays, **settings))
+        return parts[-1]
+
+    monkeypatch.setattr(gathered, "triton_call", call)
+    case = Case("counted", 1, 320, 256, 0, counts=(64, 256, 100))
+    run(inputs(case, junk=np.nan), case, dataclasses.replace(SMALL, chunk=64))
+    lse = np.asarray(parts[0][1])
+    assert lse.shape[2] == 4
+    assert np.isfinite(lse).all()
+
+
 @cuts
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_definition_on_a_gpu(case, blocks):

@@ -68,6 +68,12 @@ def gathered_attention(
     )
 
 
+def filled(selected: Array) -> Array:
+    """Of lists ``[..., n]`` of slots, -1 for none, how many of the first hold all there are."""
+    index = jnp.arange(1, selected.shape[-1] + 1, dtype=jnp.int32)
+    return jnp.where(selected >= 0, index, 0).max(axis=-1)
+
+
 def _check(q, k, positions, selected, tail, until, counts, log_weights) -> None:
     batch, tokens, kv_heads = *q.shape[:2], k.shape[2]
     if positions.shape != (batch, tokens) or until.shape != (batch,):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jspec.gpu import refuses_gpu
 from jspec.ops.attention.dense import attention
-from jspec.ops.attention.gathered import GATHERED, gathered_attention
+from jspec.ops.attention.gathered import GATHERED, filled, gathered_attention
 from tests.ops.attention.test_dense import EXACT
 
 
@@ -249,6 +249,11 @@ def test_equals_the_definition(case, backend):
     assert lse.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
+
+
+def test_filled_counts_up_to_the_last_slot_that_there_is():
+    lists = np.array([[4, -1, 7, -1], [-1, -1, -1, -1], [0, 1, 2, 3]])
+    assert filled(lists).tolist() == [3, 0, 4]
 
 
 def test_the_cases_hold_what_they_should():
