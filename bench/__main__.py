@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -82,7 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{asked.results} says nothing to {asked.suite}")
     if asked.suite == "list":
         for name, suite in SUITES.items():
-            print(f"{name:15} {suite.title}")
+            print(
+                textwrap.fill(
+                    suite.title, 100, initial_indent=f"{name:16}", subsequent_indent=16 * " "
+                )
+            )
         return 0
     if asked.suite == "env":
         print(json.dumps(describe(), indent=2))

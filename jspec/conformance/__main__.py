@@ -56,11 +56,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Put a verifier through the sampling laws; see docs/conformance.md.",
     )
     add = parser.add_argument
-    add("--verifier", required=True, metavar="MODULE:FUNCTION", help="what is tested")
-    add("--laws", nargs="+", choices=tuple(LAWS), default=tuple(LAWS), metavar="LAW", help="some")
+    add("--verifier", required=True, metavar="MODULE:FUNCTION", help="the function to test")
+    add(
+        "--laws",
+        nargs="+",
+        choices=tuple(LAWS),
+        default=tuple(LAWS),
+        metavar="LAW",
+        help="default all",
+    )
     add("--rows", type=int, default=ROWS, metavar="N", help="requests a law; default %(default)s")
     add("--seed", type=int, default=0, metavar="N", help="of the requests; default %(default)s")
-    add("--json", action="store_true", help="one line for programs")
+    add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -77,7 +84,7 @@ def _print(name: str, findings: list[Finding], fault: str | None) -> None:
     table = Table(title=name)
     table.add_column("law")
     table.add_column("p", justify="right")
-    table.add_column("")
+    table.add_column("result")
     table.add_column("rows", justify="right")
     table.add_column("s", justify="right")
     less = accepts_less(findings)

@@ -211,7 +211,7 @@ def _supports(
     if turn.q_norm is not None and turn.q_norm.centered:
         return CENTERED
     if any(x.dtype != jnp.bfloat16 for x in (q, turn.joined, keys, values)):
-        return "something is not bfloat16"
+        return "queries, keys and values are not all bfloat16"
     if w.dtype != jnp.float32:
         return f"w is of {w.dtype}, not float32"
     if size not in SIZES or v.shape[3] != size:

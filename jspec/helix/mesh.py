@@ -204,10 +204,14 @@ class HelixConfig:
         found, processes = jax.devices(), jax.process_count()
         here = "this machine has" if processes == 1 else f"{processes} processes have"
         if len(found) < self.devices:
-            raise ValueError(
+            message = (
                 f"kvp={self.kvp} times tpa={self.tpa} needs {self.devices} devices and {here} "
                 f"{len(found)} ({found[0].device_kind}); lower kvp or tpa"
             )
+            if processes == 1 and found[0].platform == "cpu":
+                flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={self.devices}"
+                message += f", or set {flag} (jspec generate: --devices {self.devices})"
+            raise ValueError(message)
         if processes > 1 and len(found) > self.devices:
             raise ValueError(
                 f"kvp={self.kvp} times tpa={self.tpa} takes {self.devices} devices and {here} "

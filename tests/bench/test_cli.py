@@ -45,7 +45,9 @@ def add(monkeypatch, name: str, change, reason: str | None = None) -> None:
 
 def test_list_names_every_suite(capsys):
     assert main(["list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(SUITES)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(SUITES)
 
 
 def test_env_is_json(capsys):
