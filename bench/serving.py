@@ -32,13 +32,12 @@ from bench.suite import Suite
 from bench.table import times
 from bench.throughput import CHAIN_GAMMA, CHAINS
 from jspec.cli.compile_cache import keep_programs
+from jspec.decode.plan import usual_steps
 
 MIXES = {"reasoning": (256, 1024), "long-context": (8192, 128)}  # prompt and new tokens
 CPU_MIXES = {"reasoning": (48, 96), "long-context": (384, 16)}
 SHARES = (0.5, 0.8)  # of the requests a second of plain decoding
 CHECKED = 4  # requests that are decoded alone as well
-STEPS = 16  # of a chunk, as an engine takes by itself
-CPU_STEPS = 4
 DRAFTS = {
     "none": ("none", 0),
     "stream": (f"streaming:window={RATIO}", 4),
@@ -199,7 +198,6 @@ class Trial:
             capacity=self.capacity,
             draft=jspec.named_draft(text),
             gamma=gamma,
-            steps_per_chunk=_steps(),
         )
         engine.warm_up()
         return serve(engine, requests, np.zeros(len(requests))), engine
@@ -210,8 +208,8 @@ class Trial:
         pairs = list(zip(self.requests, tokens, strict=True))[: self.case["B"]]
         texts = [[*prompt, *own[: len(own) // 2]] for (prompt, _), own in pairs]
         config = jspec.StepConfig(gamma, jspec.named_draft(text))
-        model = self.steered or self.model
-        return step_seconds(model, texts, self.capacity, config, _steps())
+        model, steps = self.steered or self.model, usual_steps(config.draft, gamma)
+        return step_seconds(model, texts, self.capacity, config, steps)
 
     def _row(self, name: str, load: str, found: dict[str, Any]) -> Row:
         at = self.case | {"load": load}
@@ -219,10 +217,6 @@ class Trial:
         if self.steered is not None:
             own |= {"acceptance": "imposed", "rate": self.steered.rate}
         return own | {"dtype": str(self.model.dtype)} | found
-
-
-def _steps() -> int:
-    return CPU_STEPS if jax.default_backend() == "cpu" else STEPS
 
 
 def requests_of(here: cases.Case) -> list[Request]:

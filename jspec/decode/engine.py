@@ -41,12 +41,11 @@ class Engine:
     A request is at most ``capacity`` positions long, prompt and new tokens, and has at most
     ``stop_tokens`` of them, the model's included. `submit` takes it, and `step` does a turn of
     work: up to ``prefill_chunk`` prompt tokens (512, or 256 on a CPU) for each free slot, of four
-    at most, so that a long prompt stalls nobody, then ``steps_per_chunk`` decode steps of all slots
-    (16, or 4). Short prompts go in several at a time, and past a long one that is at work
+    at most, so that a long prompt stalls nobody, then ``steps_per_chunk`` decode steps of all
+    slots. Short prompts go in several at a time, and past a long one that is at work
     (docs/serving.md). Where chunks are short the next one runs while one is read. The other
-    settings are those of `jspec.generate`.
-    ``on_compile(begins)`` is called before and after a program compiles; after `warm_up` none does,
-    whatever requests and prefixes come.
+    settings are those of `jspec.generate`. ``on_compile(begins)`` is called before and after a
+    program compiles; after `warm_up` none does, whatever requests and prefixes come.
 
     A request with a seed gives the tokens that it gives alone, where the model's logits do, and but
     for sampled ones with ``gamma="auto"``. The caller drives: nothing starts outside `step`,

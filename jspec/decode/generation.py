@@ -102,11 +102,12 @@ def generate(
     in place of a prefill, and for ``exact`` with it; it stays as it is, and serves several calls
     (`jspec.switch`).
 
-    Behind each chunk of ``steps_per_chunk`` steps (4 on a CPU, else 16) new tokens go to
-    ``on_tokens(row, tokens)``. It may return True to end the row behind them, or a number to end it
-    behind so many of them: what follows is dropped and counts nowhere. Where chunks are short the
-    next one runs meanwhile (docs/loops.md). ``on_prefill(done, total)`` hears of prompt tokens,
-    ``on_compile(begins)`` of a program's compiling, before and after it.
+    Behind each chunk of ``steps_per_chunk`` steps (4 on a CPU, or where drafts take passes of a
+    model and gamma is a number, else 16) new tokens go to ``on_tokens(row, tokens)``. It may return
+    True to end the row behind them, or a number to end it behind so many of them: what follows is
+    dropped and counts nowhere. Where chunks are short the next one runs meanwhile (docs/loops.md).
+    ``on_prefill(done, total)`` hears of prompt tokens, ``on_compile(begins)`` of a program's
+    compiling, before and after it.
 
     A request with a seed gives the same tokens in any row, with any neighbours and any chunk size,
     where the model's logits do; where it is sampled, with ``gamma="auto"`` it may not, as times

@@ -79,12 +79,21 @@ class Plan:
                 "takes one with quantized=, and makes it where there is none"
             )
         if steps_per_chunk is None:
-            steps_per_chunk = 4 if jax.default_backend() == "cpu" else 16
+            steps_per_chunk = usual_steps(draft, gamma)
         steps = whole_number(steps_per_chunk) or 0
         if steps < 1:
             raise ValueError(f"steps_per_chunk={shown(steps_per_chunk)} must be at least 1")
         models = _on_device(models)
         return cls(models, FlatModels.of(models), config, gammas, steps)
+
+
+def usual_steps(draft: Drafter, gamma: Gamma) -> int:
+    """Steps of a chunk, so that it takes longer than the host does, and no longer than it must.
+
+    ``gamma="auto"`` may choose plain steps.
+    """
+    is_long = jax.default_backend() == "cpu" or (draft.runs_model and gamma != "auto")
+    return 4 if is_long else 16
 
 
 def _on_device(models: Models) -> Models:

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from jspec.config import LayerSpec, SamplingParams
-from jspec.decode.draft import Drafted, ModelDraft, NgramDraft, SelfDraft
+from jspec.decode.draft import Chain, Drafted, GuidedDraft, ModelDraft, NgramDraft, SelfDraft
 from jspec.decode.generation import generate
+from jspec.decode.plan import usual_steps
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
@@ -234,3 +235,21 @@ def test_a_draft_longer_than_its_models_rings_is_refused(tiny):
     propose(models, state, StepConfig(2, ModelDraft()))
     with pytest.raises(ValueError, match="gamma=3 does not fit a cache whose rings were made for"):
         propose(models, state, StepConfig(3, ModelDraft()))
+
+
+@pytest.mark.parametrize(
+    ("draft", "gamma", "steps"),
+    [
+        (NgramDraft(), 8, 16),
+        (SelfDraft(), 4, 4),
+        (SelfDraft(), "auto", 16),  # gamma may be 0
+        (ModelDraft(), None, 4),
+        (Chain(NgramDraft(), GuidedDraft()), 12, 4),
+    ],
+    ids=["ngram", "self", "auto", "model", "chain"],
+)
+def test_a_chunk_of_a_gpu_has_fewer_steps_where_drafts_take_passes(
+    draft, gamma, steps, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert usual_steps(draft, gamma) == steps

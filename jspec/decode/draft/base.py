@@ -72,6 +72,8 @@ class Drafter:
     """
 
     usual_gamma: ClassVar[int] = 4  # where the caller names none
+    # Whether drafts take passes of a model: a step then takes several times as long as a plain one.
+    runs_model: ClassVar[bool] = False
 
     @property
     def keeps(self) -> Policy:
@@ -179,6 +181,8 @@ class SparseDrafter(Drafter):
     `prepare` makes and ``models.draft`` holds; verification reads the target's own. Subclasses have
     it as a setting, "" for no copy, and check it by `check_quantized`.
     """
+
+    runs_model: ClassVar[bool] = True
 
     quantized: str
 

@@ -48,6 +48,7 @@ class Chain(Drafter):
     """
 
     usual_gamma: ClassVar[int] = 12
+    runs_model: ClassVar[bool] = True
 
     first: Drafter
     second: SparseDrafter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -40,6 +40,8 @@ class ModelDraft(Drafter):
     is fed the last two tokens each time: after a fully accepted draft its cache lacks the last
     draft token, and feeding pairs catches up without a second program.
     """
+
+    runs_model: ClassVar[bool] = True
 
     def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Cache:
         model = _required(models)
