@@ -32,7 +32,9 @@ NAMED = ("pack", "verify_greedy", "verify_stochastic", "sample")
 
 
 # The tests of each operation run its cases by every backend.
-@pytest.mark.parametrize("names", [NAMED, pytest.param(None, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "names", [NAMED, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_doctor_json(names, capsys, monkeypatch):
     found = tuple(x for x in operations() if names is None or x.name in names)
     monkeypatch.setattr("jspec.cli.doctor.operations", lambda: found)
