@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import bench.__main__ as command
-from bench import attention, decoding, fused, gather, pack, sampling, table, verify
+from bench import attention, decoding, fused, gather, layer, pack, sampling, table, verify
 from bench.__main__ import SUITES, main
 from jspec.dispatch import Backend, always
 from jspec.ops.verify import VERIFY_GREEDY, greedy_xla
@@ -26,7 +26,8 @@ def small(monkeypatch):
     monkeypatch.setattr(fused, "SLOTS", 32)
     monkeypatch.setattr(sampling, "grid", lambda settings: [(2, 300, "logits")])
     text = "B=2,S=96,heads=4/2,H=16,T=3"
-    for suite, case in ((attention, text), (gather, f"{text},n=20")):
+    of_hata = "B=2,S=256,heads=4/2,H=16,n=96,R=32,channels=4"
+    for suite, case in ((attention, text), (gather, f"{text},n=20"), (layer, of_hata)):
         found = [suite.case(case)]
         monkeypatch.setattr(suite, "grid", lambda settings, cases=found: cases)
     monkeypatch.setattr("bench.ceilings.SMALL", 2**16)

@@ -26,7 +26,7 @@ def model() -> jspec.Decoder:
     return make_decoder(dataclasses.replace(TINY, vocab_size=5000))
 
 
-@pytest.mark.parametrize("rate", [0.5, 0.9])
+@pytest.mark.parametrize("rate", [0.5, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_an_engine_accepts_at_the_rate(model, rate):
     """Within four standard errors; and it gives what `generate` gives, row by row."""
     steered, settings = Steered(model, rate), {"draft": DRAFT, "gamma": 4}

@@ -10,7 +10,9 @@ from jspec.config import SamplingParams
 from jspec.decode.stats import Stats
 
 
-@pytest.mark.parametrize("draft", ["ngram", "streaming", "dense", "none"])
+@pytest.mark.parametrize(
+    "draft", ["ngram", "streaming", pytest.param("dense", marks=pytest.mark.slow), "none"]
+)
 def test_compare_says_identical(run, source, draft):
     code, out, _ = run(
         "--prompt-file", source, "--draft", draft, "--max-new-tokens", "24", "--compare", "--json"

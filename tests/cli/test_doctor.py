@@ -28,7 +28,16 @@ def test_doctor_finds_what_decoding_needs(capsys, monkeypatch):
     assert "attention, xla_blocked" in capsys.readouterr().err
 
 
-def test_doctor_json(capsys):
+NAMED = ("pack", "verify_greedy", "verify_stochastic", "sample")
+
+
+# The tests of each operation run its cases by every backend.
+@pytest.mark.parametrize(
+    "names", [NAMED, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_doctor_json(names, capsys, monkeypatch):
+    found = tuple(x for x in operations() if names is None or x.name in names)
+    monkeypatch.setattr("jspec.cli.doctor.operations", lambda: found)
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = {f["what"]: f for f in report["findings"]}

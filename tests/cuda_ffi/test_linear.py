@@ -80,7 +80,7 @@ def test_every_scale_of_a_block_is_exact(scales, power):
     "case",
     [
         *("gate-up", "added-biased", "head", "int8-gate-up", "int8-24-rows", "large-down"),
-        *("mxfp4-gate-up", "mxfp4-24-rows"),
+        *("mxfp4-gate-up", pytest.param("mxfp4-24-rows", marks=pytest.mark.slow)),
     ],
 )
 def test_a_row_alone_is_the_row_among_others(case):

@@ -81,7 +81,9 @@ def shortly(bundled, half):
 
 
 # The whole model decodes with n-gram drafts in the README's commands.
-@pytest.mark.parametrize("source", ["streaming", "model", "hata"])
+@pytest.mark.parametrize(
+    "source", [pytest.param("streaming", marks=pytest.mark.slow), "model", "hata"]
+)
 def test_real_text_is_decoded_as_plainly(half, short_bundled, shortly, source):
     some, plain = shortly
     draft, second = draft_of(source, short_bundled)

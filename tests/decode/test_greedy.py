@@ -57,7 +57,7 @@ def test_self_drafted_tokens_are_the_plain_ones(draft, gamma, plain, tiny, sharp
     assert rates["sharp"] > 0.5
 
 
-@pytest.mark.parametrize("gamma", [1, 8])
+@pytest.mark.parametrize("gamma", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_a_second_models_tokens_are_the_plain_ones(gamma, plain, tiny, sharp, other):
     for name, model in (("tiny", tiny), ("sharp", sharp)):
         got = generate(

@@ -36,7 +36,10 @@ def plain(sharp):
     return generate(sharp, prompts(), requests(), draft=None)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+# Vegas as it is drafts in engines and on meshes too.
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "vegas")) for x in DRAFTS]
+)
 def test_greedy_tokens_stay_as_they_are(name, plain, sharp):
     got = generate(sharp, prompts(), requests(), gamma=3, draft=named_draft(DRAFTS[name]))
     assert got.tokens == plain.tokens

@@ -27,8 +27,15 @@ def tables(monkeypatch):
     monkeypatch.setitem(POLICIES, "norms", NormTopK)
 
 
-@pytest.mark.parametrize("draft", ["followers:window=3", "norms:budget=4"])
-@pytest.mark.parametrize("name", ["tiny", "sharp"])
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [
+        ("tiny", "followers:window=3"),
+        pytest.param("tiny", "norms:budget=4", marks=pytest.mark.slow),
+        pytest.param("sharp", "followers:window=3", marks=pytest.mark.slow),
+        ("sharp", "norms:budget=4"),
+    ],
+)
 def test_generation_gives_the_plain_tokens(draft, name, request):
     model = request.getfixturevalue(name)
     plain = generate(model, prompts(), requests(), draft=None)

@@ -89,7 +89,7 @@ def lowered(
 
 
 @pytest.mark.parametrize("program", ["chunk", "step", "prefill"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("backend", [*ATTENTION.backends, "default"])
 def test_no_program_holds_a_second_cache(model, backend, batch, program):
     if backend in COPIES:
@@ -110,7 +110,7 @@ def test_no_program_holds_a_second_cache(model, backend, batch, program):
 @pytest.mark.parametrize(
     ("draft", "early"),
     [
-        (GuidedDraft(), False),
+        pytest.param(GuidedDraft(), False, marks=pytest.mark.slow),
         (GuidedDraft(), True),
         pytest.param(GuidedDraft(Vegas(refresh=4)), False, marks=pytest.mark.slow),
         pytest.param(Chain(SuffixDraft(), GuidedDraft()), False, marks=pytest.mark.slow),

@@ -29,7 +29,9 @@ DRAFTS = {
 NEWCOMER, ITS_PARAMS = [7, 3, 7, 3, 9, 7, 3], SamplingParams(max_new_tokens=20)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "ngram")) for x in DRAFTS]
+)
 def test_a_slot_takes_another_request_while_others_go_on(name, sharp, other):
     """The newcomer gets what it gets alone, and the others what they get without it."""
     draft = DRAFTS[name]

@@ -29,7 +29,7 @@ GUIDED = GuidedDraft(Vegas(budget=6, least=0), quantized="int8")
     [
         SelfDraft(MATRIX["quest"], quantized="fp8"),
         GUIDED,
-        dataclasses.replace(GUIDED, quantized="mxfp4"),
+        pytest.param(dataclasses.replace(GUIDED, quantized="mxfp4"), marks=pytest.mark.slow),
         pytest.param(Chain(SuffixDraft(), GUIDED, inner=2, rounds=2), marks=pytest.mark.slow),
         Chain(SuffixDraft(), SelfDraft(MATRIX["quest"], quantized="mxfp4"), inner=2, rounds=2),
     ],

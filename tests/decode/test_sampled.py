@@ -23,8 +23,16 @@ def mixed_requests() -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize("source", ["streaming", "plain"])
-@pytest.mark.parametrize("hot", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(
+    ("hot", "source"),
+    [
+        (True, "streaming"),
+        (False, "streaming"),
+        pytest.param(True, "plain", marks=pytest.mark.slow),  # which draws by verification alone
+        (False, "plain"),
+    ],
+    ids=["sampled-streaming", "greedy-streaming", "sampled-plain", "greedy-plain"],
+)
 def test_every_backend_gives_the_same_tokens(source, hot, sharp, monkeypatch):
     if reason := library.refusal("verify") or library.refusal("sample"):
         pytest.skip(reason)
@@ -52,7 +60,14 @@ def test_every_backend_gives_the_same_tokens(source, hot, sharp, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("source", "rule"), [*((source, "token") for source in DRAFTERS), ("streaming", "block")]
+    ("source", "rule"),
+    [
+        *(
+            pytest.param(source, "token", marks=[pytest.mark.slow] * (source == "dense"))
+            for source in DRAFTERS
+        ),
+        ("streaming", "block"),
+    ],
 )
 def test_a_request_has_its_own_tokens(source, rule, sharp, other):
     """In any row, beside any neighbours, alone, and however the work is cut."""

@@ -31,7 +31,7 @@ def windowed():
     return make_decoder(dataclasses.replace(TINY, layers=layers), seed=3)
 
 
-@pytest.mark.parametrize("name", ["hata", "quest", "loki"])
+@pytest.mark.parametrize("name", ["hata", "quest", pytest.param("loki", marks=pytest.mark.slow)])
 def test_it_keeps_what_a_prefill_of_its_own_keeps(name, windowed):
     policy = MATRIX[name]
     models = Models(windowed, policy=arrays_of(policy, windowed.config.layers))

@@ -16,10 +16,12 @@ from jspec.decode.draft import chain as chain_module
 from jspec.ops.sample import Role
 from tests.decode.text_laws import OTHER_POLICIES, SAMPLED, SOURCES, Haunted, check_law
 
+# Quest drafts as the dense policy does, in the cache; Vegas as it does where it is refreshed.
+MORE = ("quest", "vegas", *(name for name in SOURCES if name.startswith("chain-")))
+
 
 @pytest.mark.parametrize(
-    "source",
-    [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("chain-")) for name in SOURCES],
+    "source", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in SOURCES]
 )
 def test_generated_texts_have_the_target_law(source):
     """Four tokens by gamma 2, so that every text takes several steps; fails below p = 1e-4."""

@@ -137,7 +137,7 @@ def test_steps_are_compiled_with_the_options_of_their_mesh(monkeypatch, tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["plain", "hata", "vegas"])
+@pytest.mark.parametrize("draft", ["plain", pytest.param("hata", marks=pytest.mark.slow), "vegas"])
 def test_tokens_are_those_of_one_message(draft):
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
     meshes = [helix.shard(model, HelixConfig(kvp=2, tpa=2, overlap=n)) for n in (1, 3)]

@@ -40,7 +40,14 @@ def test_prefill_in_one_pass(name):
     assert logits.std() > 0.5, "a golden without contrast proves nothing"
 
 
-@pytest.mark.parametrize("name", CASES)
+# A cache holds turned keys whatever scales the angles, which one pass sees.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("llama_linear", "qwen2_yarn")))
+        for name in CASES
+    ],
+)
 def test_cached_decoding_in_ragged_chunks(name):
     model, tokens, logits = load_golden(name)
     ours = logits_of(model, tokens, ragged(tokens))

@@ -186,8 +186,17 @@ PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
 PROMPTS = [list(range(3, 60)), [9, 8, 7]]
 
 
-@pytest.mark.parametrize("kind", ["", "int8", "mxfp4"])
-@pytest.mark.parametrize("stored", ["kept", "wide"])
+QUICK = {("kept", ""), ("kept", "mxfp4"), ("wide", "int8")}
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind"),
+    [
+        pytest.param(stored, kind, marks=[pytest.mark.slow] * ((stored, kind) not in QUICK))
+        for stored in ("kept", "wide")
+        for kind in ("", "int8", "mxfp4")
+    ],
+)
 def test_drafts_change_no_token(kind, stored, request):
     model = request.getfixturevalue(stored)
     plain = generate(model, PROMPTS, PARAMS, draft=None)

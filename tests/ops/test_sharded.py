@@ -59,7 +59,7 @@ def sharded(function, vocabulary_arguments: list[str]):
         (200, 80, 4, FILTERS, "logits"),
         (200, 24, 7, PLAIN, "block"),
         pytest.param(200, 24, 7, FILTERS, "one-hot", marks=pytest.mark.slow),
-        (16, 8 * 1500, 1024, PLAIN, "block"),
+        pytest.param(16, 8 * 1500, 1024, PLAIN, "block", marks=pytest.mark.slow),
     ],
     ids=["fit", "shared", "over-three-block", "over-three-one-hot", "large-block"],
 )

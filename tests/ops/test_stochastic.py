@@ -124,7 +124,13 @@ VERIFIED += [(case, "block") for case in ("filters", "many-tiles", "one-token")]
 
 
 @kernels(VERIFY_STOCHASTIC)
-@pytest.mark.parametrize(("case", "draft"), VERIFIED, ids=["-".join(x) for x in VERIFIED])
+@pytest.mark.parametrize(
+    ("case", "draft"),
+    [
+        pytest.param(*x, marks=[pytest.mark.slow] * (x == ("many-tiles", "block")), id="-".join(x))
+        for x in VERIFIED
+    ],
+)
 def test_verification_is_that_of_the_reference(backend, case, draft):
     count, vocabulary, params, dtype = CASES[case]
     settings = {

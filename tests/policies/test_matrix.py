@@ -50,7 +50,17 @@ def plain(sharp):
 WEIGHTED = {"magicpig weighted": dataclasses.replace(MATRIX["magicpig"], weights=True)}
 
 
-@pytest.mark.parametrize("name", [*MATRIX, *WEIGHTED])
+# Drafts of these are in other tests of the default run, or have a sibling here.
+ELSEWHERE = ("dense", "streaming", "exact_topk", "shared top-k", "hata", "norms", "magicpig")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ELSEWHERE))
+        for name in (*MATRIX, *WEIGHTED)
+    ],
+)
 def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(name, plain, sharp):
     policy = (MATRIX | WEIGHTED)[name]
     arrays = arrays_of(policy, sharp.config.layers)
