@@ -80,7 +80,7 @@ def attention_triton(
     if not exact:
         return attended(q, positions)
     value = tile_shape(k, v, value_size)["VALUE"]
-    blocks = blocks or _blocks("exact", q, k, key_positions)
+    blocks = blocks or _blocks("attention", "exact", q, k, key_positions)
     return _in_pieces(attended, q, positions, value, splits_of(k.shape[2], 1, blocks))
 
 
@@ -109,8 +109,8 @@ def _attended(
     """Output, log-sum-exp, and the scores of ``probe``, which are one number where it is None."""
     from jspec.triton.attention_kernel import attention_kernel, exact_attention_kernel
 
-    name = "exact" if exact else "triton" if probe is None else "scored"
-    blocks = blocks or _blocks(name, q, k, key_positions)
+    operation = "attention" if exact or probe is None else "scored_attention"
+    blocks = blocks or _blocks(operation, "exact" if exact else "triton", q, k, key_positions)
     batch, tokens, heads, _ = q.shape
     slots, kv_heads = k.shape[1:3]
     shape = tile_shape(k, v, value_size)
@@ -150,9 +150,11 @@ def _attended(
     return *merged(q, kv_heads, parts, splits, *found, sizes=sizes), scores
 
 
-def _blocks(name: str, q: Array, k: Array, key_positions: Array | None) -> Blocks:
+def _blocks(
+    operation: str, backend: str, q: Array, k: Array, key_positions: Array | None
+) -> Blocks:
     sizes = attention_sizes(q, k, key_positions=key_positions)
-    return Blocks(**tuned.block("attention", name, sizes))
+    return Blocks(**tuned.block(operation, backend, sizes))
 
 
 def _in_pieces(

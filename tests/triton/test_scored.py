@@ -1,23 +1,24 @@
 """Attention with scores in Triton: interpreted, lowered for CUDA, and on a GPU."""
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 
-from jspec.ops.attention.dense import attention
-from jspec.ops.attention.scored import SCORED, scored_attention
+from jspec.ops.attention.scored import SCORED
 from jspec.triton import attention as module
-from jspec.triton.attention import scored_attention_triton
+from jspec.triton.attention import attention_triton, scored_attention_triton
 from tests.ops.attention.test_dense import LARGE, inputs
 from tests.ops.attention.test_scored import arrays, by_name, check, read_by_some
 from tests.triton.lowering import lower
 from tests.triton.test_attention import SMALL, WHOLE
 
+WIDE = dataclasses.replace(SMALL, rows=64, least=64)  # tiles of more rows than there are
 
 @by_name
-@pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["splits", "one-split"])
+@pytest.mark.parametrize("blocks", [SMALL, WHOLE, WIDE], ids=["splits", "one-split", "wide"])
 def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
     x = inputs(case, junk=np.nan)
@@ -29,13 +30,15 @@ def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, mon
 
 @pytest.mark.parametrize("case", LARGE[:4], ids=lambda case: case.name)
 def test_attention_is_the_same_bits_with_scores_on_a_gpu(case):
+    """Where both have the same blocks."""
     x = inputs(case, junk=np.nan)
-    given, _ = arrays(x, case)
+    given, held = arrays(x, case)
     if reason := SCORED.backend("triton").supports(*given):
         pytest.skip(reason)
-    settings = case.settings | {"implementation": "triton"}
-    out, lse, scores = scored_attention(*given, **settings)
-    for got, want in zip((out, lse), attention(*given[:4], **settings), strict=True):
+    settings = case.settings | {"key_positions": held, "scale": case.size**-0.5, "blocks": WHOLE}
+    out, lse, scores = jax.jit(functools.partial(scored_attention_triton, **settings))(*given)
+    alone = jax.jit(functools.partial(attention_triton, **settings))(*given[:4])
+    for got, want in zip((out, lse), alone, strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     k, probe = (np.asarray(a, np.float64) for a in (x.k, given[4]))
     wanted = np.einsum("bkh,bskh->bks", probe, k) * case.size**-0.5
