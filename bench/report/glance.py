@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench import ceilings, hata_off, parity
+from bench import ceilings, hata_off, parity, serving
 from bench.decode import lossy
 from bench.layer import tables
 from bench.point import Row, best_clock, spread
@@ -213,6 +213,39 @@ def _meshes(result: Result) -> Iterator[Line]:
             yield words, f"{number(time.median)} us", f"{share}, the exchange included"
 
 
+def _mesh_steps(result: Result) -> Iterator[Line]:
+    """A whole step by Helix, beside tensor parallelism on as many devices."""
+    meshes = ("kvp", "tpa")
+    found = {}
+    for row in result["rows"]:
+        case, time = row["case"], spread(row, "step")
+        others = case["strategy"] != "helix" or case["overlap"] > 1 or case["draft"] == "verify"
+        if time is None or others:
+            continue
+        at = tuple((key, case[key]) for key in case if key not in meshes)
+        found[at, case["kvp"], case["tpa"]] = case, time.median / 1e3
+    for (at, kvp, tpa), (case, own) in found.items():
+        _, beside = found.get((at, 1, kvp * tpa), (None, None))
+        if kvp > 1 and beside is not None:
+            draft = "" if case["draft"] == "plain" else f", {case['draft']}, gamma={case['gamma']}"
+            words = f"{case['shape']}, B={case['B']}, {kilo(case['S'])} tokens{draft}, KVP={kvp}"
+            yield words, f"{own:.2f} ms a step", f"tensor parallelism {beside:.2f} ms"
+
+
+def _served(result: Result) -> Iterator[Line]:
+    """The engine with all requests there at once, by drafter."""
+    rows = [row for row in serving.timed(result["rows"]) if row["case"]["load"] == "full"]
+    plain = {str(row["case"]): row for row in rows if row["name"] == "none"}
+    for row in rows:
+        case, none = row["case"], plain.get(str(row["case"]))
+        ratio = [] if none is None or none is row else [row["tokens_per_s"] / none["tokens_per_s"]]
+        said = [f"{times(x)} as fast as without drafts" for x in ratio]
+        if (share := serving.of_step(row)) is not None:
+            said.append(f"{share:.2f} of the rate of the steps alone")
+        words = f"{case['model']}, {case['mix']}, {case['B']} slots, {row['name']}"
+        yield words, f"{row['tokens_per_s']:,.0f} tokens/s", "; ".join(said)
+
+
 VERIFY = {"B": 32, "alpha": 0.9, "l2": "warm"}
 SAMPLE = {"B": 32, "V": 128256, "l2": "cold"}
 HEADS = {"heads": "32/8", "H": 128}
@@ -248,7 +281,9 @@ LINES: dict[str, Callable[[Result], Iterator[Line]]] = {
     "hata-e2e": _lossy,
     "throughput": _imposed,
     "families": _steps,
+    "serving": _served,
     "helix-attention": _meshes,
+    "helix-step": _mesh_steps,
 }
 
 

@@ -64,6 +64,33 @@ def test_two_devices_stand_beside_one_of_the_same_shape():
     assert line[1:] == ("60.0 us", "0.60 of the time of one device, the exchange included")
 
 
+def test_a_step_by_helix_stands_beside_tensor_parallelism():
+    def row(kvp, tpa, milliseconds, **case):
+        own = {"shape": "m", "B": 1, "S": 2**20, "draft": "vegas", "gamma": 5}
+        own |= {"kvp": kvp, "tpa": tpa, "strategy": "helix", "overlap": 1} | case
+        return {"case": own, "step_ns": [1_000_000 * milliseconds] * 3}
+
+    rows = [row(2, 1, 59), row(1, 2, 47), row(2, 1, 70, strategy="medha"), row(2, 1, 9, S=1024)]
+    (line,) = glance.LINES["helix-step"]({"rows": rows})
+    assert line[0] == "m, B=1, 1024K tokens, vegas, gamma=5, KVP=2"
+    assert line[1:] == ("59.00 ms a step", "tensor parallelism 47.00 ms")
+
+
+def test_an_engine_stands_beside_itself_without_drafts():
+    def row(name, rate, load="full", **rest):
+        case = {"model": "m", "mix": "short", "B": 2, "load": load}
+        return {"case": case, "name": name, "tokens_per_s": rate, "checked": True} | rest
+
+    busy = {"full_tokens_per_s": 90.0, "mean_accepted_length": 5.0, "step_s": 0.1}
+    rows = [row("none", 10.0), row("ngram", 40.0, **busy), row("ngram", 9.0, load="50%")]
+    plain, drafted = glance.LINES["serving"]({"rows": rows})
+    assert plain == ("m, short, 2 slots, none", "10 tokens/s", "")
+    assert drafted[1] == "40 tokens/s"
+    assert drafted[2].startswith(
+        "4.00x as fast as without drafts; 0.90 of the rate of the steps alone"
+    )
+
+
 def test_a_table_has_the_lines_of_its_machine_and_names_a_section_once():
     line = ("case", "here", "beside")
     found = [("T: a", line), ("T: a", line), ("T: a, wide", line), ("T: b", line)]

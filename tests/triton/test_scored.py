@@ -17,6 +17,7 @@ from tests.triton.test_attention import SMALL, WHOLE
 
 WIDE = dataclasses.replace(SMALL, rows=64, least=64)  # tiles of more rows than there are
 
+
 @by_name
 @pytest.mark.parametrize("blocks", [SMALL, WHOLE, WIDE], ids=["splits", "one-split", "wide"])
 def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, monkeypatch):
