@@ -88,12 +88,12 @@ class Plan:
 
 
 def usual_steps(draft: Drafter, gamma: Gamma) -> int:
-    """Steps of a chunk, so that it takes longer than the host does, and no longer than it must.
+    """Steps of a chunk by default: few, but enough that the host is done before the device.
 
-    ``gamma="auto"`` may choose plain steps.
+    ``gamma="auto"`` may choose plain steps, which are short.
     """
-    is_long = jax.default_backend() == "cpu" or (draft.runs_model and gamma != "auto")
-    return 4 if is_long else 16
+    steps_are_long = jax.default_backend() == "cpu" or (draft.runs_model and gamma != "auto")
+    return 4 if steps_are_long else 16
 
 
 def _on_device(models: Models) -> Models:

@@ -154,6 +154,7 @@ def selected_attend(
             columns = joined_columns(columns, taken(cache, layer, behind, ("keys", "values")))
             where = jnp.concatenate([chosen, behind], axis=1)
             return read_columns(spec, q, columns, positions, where, sinks, up, backends), after
+        counts = None
         if is_offloaded(cache, layer):
             ahead = given.ahead if isinstance(given, Reading) else None
             columns, selected, rest, cache = rows_of(
@@ -161,14 +162,12 @@ def selected_attend(
             )
             after = dataclasses.replace(after, cache=cache) if isinstance(after, Reading) else cache
             after, columns["keys"] = start_next(columns["keys"])
-            counts = None
         else:
             layout, columns = cache.layouts[layer], cache.columns[layer]
             # Of a linear layout they are the positions: no kernel needs to say so.
             linear = isinstance(layout, Linear)
             selected = chosen if linear else jnp.where(chosen >= 0, layout.slots(chosen), -1)
             rest = layout.slots(behind)
-            counts = None
             if isinstance(layout, Stripe):  # other positions have no slot here
                 selected, rest = (jnp.where(x < layout.size, x, -1) for x in (selected, rest))
                 counts = filled(selected)

@@ -140,12 +140,12 @@ def test_an_empty_residual_leaves_the_target(monkeypatch):
 RAGGED = [Group(SAMPLED, length, 40_000) for length in range(3)]
 LONGER = [Group(SAMPLED, length, 40_000) for length in (0, 2, 3)]
 MIXED = [
-    Group(SAMPLED, 2, 10_000),
+    Group(SAMPLED, 2, 20_000),
     Group(GREEDY, 2, 1_000),
-    Group(SamplingParams(temperature=0.5, top_k=3), 2, 10_000),
-    Group(SamplingParams(temperature=2.0, top_p=0.8), 2, 10_000),
-    Group(SamplingParams(temperature=1.3, min_p=0.2), 1, 10_000),
-    Group(SamplingParams(temperature=0.8, top_k=4, top_p=0.95, min_p=0.05), 2, 10_000),
+    Group(SamplingParams(temperature=0.5, top_k=3), 2, 20_000),
+    Group(SamplingParams(temperature=2.0, top_p=0.8), 2, 20_000),
+    Group(SamplingParams(temperature=1.3, min_p=0.2), 1, 20_000),
+    Group(SamplingParams(temperature=0.8, top_k=4, top_p=0.95, min_p=0.05), 2, 20_000),
     Group(GREEDY, 1, 1_000),
 ]
 LAWS: list[tuple[Toy, list[Group]]] = [

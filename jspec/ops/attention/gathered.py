@@ -69,7 +69,7 @@ def gathered_attention(
 
 
 def filled(selected: Array) -> Array:
-    """Of lists ``[..., n]`` of slots, -1 for none, how many of the first hold all there are."""
+    """The length of the beginning of each list ``[..., n]`` behind which all slots are -1."""
     index = jnp.arange(1, selected.shape[-1] + 1, dtype=jnp.int32)
     return jnp.where(selected >= 0, index, 0).max(axis=-1)
 
