@@ -86,12 +86,14 @@ def test_a_turn_takes_up_two_passes(sharp, monkeypatch):
     engine.run()
 
 
-def test_pieces_of_longer_prompts_are_wide(engine):
+def test_pieces_of_longer_prompts_are_wide(engine, monkeypatch):
+    intake, sizes = engine._waiting.intake, []
+    right = intake._pass
+    monkeypatch.setattr(intake, "_pass", lambda *x: (sizes.append(x[-1]), right(*x)))
     handle = engine.submit(prompts((3 * CHUNK,))[0], FEW)
-    engine.step()
-    assert engine._waiting.intake.ready
     engine.run()
     assert len(handle.tokens) == FEW.max_new_tokens
+    assert max(sizes) > CHUNK
 
 
 def test_prompts_wait_for_a_slot_in_the_queue(engine, passes, monkeypatch):
