@@ -173,7 +173,7 @@ def _decode(
     """Seconds of decoding to the end, without compiling, the tokens of each row, and the chunks."""
     state = jax.block_until_ready(jax.tree.map(jnp.copy, state))
     left = np.asarray(state.limits - state.lengths)
-    rows = Rows(len(left), max(configs), CHUNK)
+    rows = Rows(len(left), max(configs), CHUNK, together=True)
     ended, blocks, chunks, total = np.asarray(state.done), [], [], 0.0
     run = PROGRAMS.timed()
     while not ended.all():

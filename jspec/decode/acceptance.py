@@ -46,12 +46,13 @@ def mean(rates: np.ndarray) -> np.ndarray:
 class Rows:
     """What the rows of a session accepted of late, and the passes that their drafts took.
 
-    ``steps`` of a chunk.
+    ``steps`` of a chunk. ``together``: all are waited for, and none takes the place of one that has
+    ended.
     """
 
-    def __init__(self, batch: int, longest: int, steps: int) -> None:
+    def __init__(self, batch: int, longest: int, steps: int, *, together: bool) -> None:
         self.accepted, self.passes = Reach(batch, longest), Reach(longest)
-        self.steps = steps
+        self.steps, self.together = steps, together
 
     def saw(
         self, gamma: int, accepted: np.ndarray, live: np.ndarray, passes: np.ndarray | None
@@ -75,7 +76,8 @@ class Rows:
         self.accepted.begun[rows] = self.accepted.gone_on[rows] = 0.0
 
     def tokens(self, gamma: int, left: np.ndarray, others: np.ndarray) -> float:
-        """Tokens of a step of a row, by the steps that rows need to their end.
+        """Tokens of a step of a row, by the steps that rows need to their end: in the mean, or,
+        where they are waited for ``together``, the last one.
 
         ``left`` int ``[B]``: most tokens that each row commits yet, 0 where it has ended; ``others
         [n, longest]``: rates of rows, any of which it may be like. A row that ends within a chunk
@@ -85,4 +87,13 @@ class Rows:
         ahead = ahead if ahead.any() else np.full_like(left, HORIZON)
         rates = self.accepted.rates_beside(others[:, None])[..., :gamma]
         chunks = np.ceil(ahead / (1 + mean(rates)) / self.steps)  # [n, B]
-        return float(ahead.sum() / (self.steps * chunks.mean(axis=0).sum()))
+        needed = (ahead > 0).sum() * mean_of_last(chunks) if self.together else chunks.mean(0).sum()
+        return float(ahead.sum() / (self.steps * needed))
+
+
+def mean_of_last(chunks: np.ndarray) -> float:
+    """The mean of the largest number of all rows, where each row has any of its ``chunks [n, B]``
+    as often."""
+    numbers = np.unique(chunks)
+    up_to = (chunks <= numbers[:, None, None]).mean(axis=1).prod(axis=1)
+    return float(numbers @ np.diff(up_to, prepend=0.0))

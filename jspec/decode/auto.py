@@ -32,14 +32,15 @@ LONG = 2**32  # bytes of weights from which on a pass is long beside asking the 
 
 
 class GammaChoice:
-    """Chooses a gamma of ``ladder`` for each chunk of steps, so that rows end soonest in the mean.
+    """Chooses a gamma of ``ladder`` for each chunk of steps, so that rows end soonest: in the mean,
+    as others take their places, or the last one, where all are waited for.
 
-    That is the time of a step times the steps that all rows need to their end: a batch's slots are
-    taken so long. A row needs one step for each 1 + s_1 + ... + s_gamma of its tokens, where s_i is
-    how often at least i draft tokens are accepted. That is a product of conditional rates, which
-    longer drafts than the present one are taken to go on with. They are those of the row of late,
-    in `Rows`. A row of which little is known may be like any that was met lately. So a row that
-    accepts little weighs more than one that accepts much, as it needs more steps.
+    That is the time of a step times the steps that rows need to their end. A row needs one step for
+    each 1 + s_1 + ... + s_gamma of its tokens, where s_i is how often at least i draft tokens are
+    accepted. That is a product of conditional rates, which longer drafts than the present one are
+    taken to go on with. They are those of the row of late, in `Rows`. A row of which little is
+    known may be like any that was met lately. So a row that accepts little weighs more than one
+    that accepts much, as it needs more steps.
 
     A step's time is measured, never assumed: the median of a gamma's last chunks, of which the
     first ``warm`` do not count. A gamma that never ran is tried while it would win if it cost no

@@ -58,13 +58,18 @@ class Chunks:
     other while the host reads. ``programs`` counts compiling, and with ``holds`` keeps what it ran;
     ``seconds``: what `clock` measured by name, without compiling. ``last_s``: seconds of the last
     chunk that was finished; ``paces`` int32 ``[B]``: tokens that each row commits in a chunk, by
-    the last one. What the device does between two chunks is prefill.
+    the last one. What the device does between two chunks is prefill. ``together``: as in `Rows`.
     """
 
     def __init__(
-        self, plan: Plan, on_compile: OnCompile | None = None, *, holds: bool = False
+        self,
+        plan: Plan,
+        on_compile: OnCompile | None = None,
+        *,
+        holds: bool = False,
+        together: bool = False,
     ) -> None:
-        self.plan = plan
+        self.plan, self.together = plan, together
         self.programs = PROGRAMS.timed(on_compile, holds=holds)
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
         self.last_s = math.inf
@@ -160,7 +165,8 @@ class Chunks:
         if plan.gammas is not None:
             choice = plan.gammas.choice(plan.flat, state)
             if self._rows is None:
-                self._rows = Rows(len(left), plan.config.gamma, plan.steps)
+                longest, together = plan.config.gamma, self.together
+                self._rows = Rows(len(left), longest, plan.steps, together=together)
             gamma = choice.choose(self._rows, self._behind_work(left))
             price = choice.price(gamma)
             if self._is_shared:

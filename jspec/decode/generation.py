@@ -175,7 +175,7 @@ class _Run:
         self.models, self.config = plan.models, plan.config
         self.prompts, self.params, self.on_tokens = prompts, params, on_tokens
         self.is_shared = is_shared(plan.models.target)
-        self.chunks = Chunks(plan, on_compile)
+        self.chunks = Chunks(plan, on_compile, together=True)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.finished = ["interrupted"] * len(prompts)
         self.records: list[tuple[np.ndarray, ...]] = []

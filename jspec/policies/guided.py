@@ -18,7 +18,7 @@ from jspec.policies.budgeted import Budgeted, whole_pages
 from jspec.policies.dense import Dense
 from jspec.policies.hata import Hata
 from jspec.policies.policy import Policy
-from jspec.policies.scores import best_positions, carried, highest, in_order, pooled, softmax
+from jspec.policies.scores import best_positions, carried, highest, in_order, softmax
 from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
@@ -227,10 +227,13 @@ def mean_query(q: Array, scoring: Array, kv_heads: int) -> Array:
 
     float32 ``[B, K, H]``. Products are linear: its product with a key is the mean of theirs.
     """
-    counts = (scoring >= 0)[..., None, None]
-    q = jnp.where(counts, taken(q, scoring), 0)
-    many = jnp.maximum(counts.sum(axis=1), 1) * (q.shape[2] // kv_heads)
-    return pooled(q, kv_heads) / many.astype(jnp.float32)
+    batch, tokens, heads, size = q.shape
+    group = heads // kv_heads
+    counts = jax.nn.one_hot(scoring, tokens).max(axis=1)
+    weights = counts / (group * jnp.maximum(counts.sum(axis=1, keepdims=True), 1))
+    q = jnp.where(counts[..., None, None] > 0, q, 0)  # those of padding may be NaN
+    q = q.reshape(batch, tokens, kv_heads, group, size).astype(jnp.float32)
+    return jnp.einsum("bt,btkgh->bkh", weights, q, precision="highest")
 
 
 def taken(x: Array, scoring: Array) -> Array:

@@ -342,7 +342,7 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
     record = StepRecord(np.array([[[0, 0, 0, 1, 7]]]))  # pyright: ignore[reportArgumentType]
     work, heard = Chunks(plan_of(sharp)), []
-    work._rows = Rows(1, 1, work.plan.steps)
+    work._rows = Rows(1, 1, work.plan.steps, together=False)
     monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, record))
 
     def reached(tree):

@@ -18,7 +18,7 @@ from jspec.decode.state import Models
 from jspec.policies import Dense, Guided, SparseSpec, SpecExtend, Vegas, named_policy
 from jspec.policies.attend import dense_attend, run_selected
 from jspec.policies.collect import Collecting, collecting_attend, picks
-from jspec.policies.guided import Guidance
+from jspec.policies.guided import Guidance, mean_query
 from jspec.policies.prepare import prepare
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
@@ -235,3 +235,14 @@ def test_bad_settings_are_refused(policy, settings, message):
 def test_it_is_no_policy_to_read_by():
     with pytest.raises(ValueError, match="policy 'vegas' reads what verification attended to"):
         named_policy("vegas")
+
+
+def test_the_pooled_query_is_the_mean_of_the_scoring_tokens():
+    """A token that scores twice counts once; the query of padding, a NaN, does not count."""
+    q = np.array(random(3, 4, 6, 5))
+    q[1, 3] = q[2] = np.nan
+    scoring = [[0, 2], [1, 1], [-1, -1]]
+    found = mean_query(jnp.asarray(q), jnp.asarray(scoring), 2)
+    heads = q.reshape(3, 4, 2, 3, 5)
+    wanted = [heads[0, [0, 2]].mean(axis=(0, 2)), heads[1, 1].mean(axis=1), np.zeros((2, 5))]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

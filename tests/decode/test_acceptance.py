@@ -1,0 +1,104 @@
+"""How far drafts are accepted: of rows that are unlike, until they are known and from then on."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jspec.decode.acceptance import HORIZON, MEMORY, OWN, Rows
+from jspec.decode.auto import LADDER, GammaChoice
+
+STEPS = 16
+
+
+def decode(choose, saw, costs, rates: np.ndarray, slots: int, seed: int) -> float:
+    """Seconds to decode a row of 256 tokens for each of ``rates``, which free ``slots`` take."""
+    rng, seconds = np.random.default_rng(seed), 0.0
+    waiting = list(rng.permutation(rates))
+    rows, rate, left = None, np.zeros(slots), np.zeros(slots, int)
+    while waiting or left.any():
+        for slot in np.flatnonzero(left == 0)[: len(waiting)]:
+            rate[slot], left[slot] = waiting.pop(), 256
+            if rows is not None:
+                rows.renew([int(slot)])
+        rows = rows or Rows(slots, max(LADDER), STEPS, together=slots >= len(rates))
+        gamma = choose(rows, left)
+        accepted = np.minimum(rng.geometric(1 - np.tile(rate, (STEPS, 1))) - 1, gamma)
+        behind = np.vstack([np.zeros(slots, int), np.cumsum(1 + accepted, axis=0)])
+        live = behind[:-1] < left
+        took = costs[gamma] * rng.lognormal(0, 0.02)
+        saw(gamma, took, accepted, live, rows)
+        left, seconds = np.maximum(left - behind[-1], 0), seconds + took
+    return seconds
+
+
+@pytest.mark.parametrize(("slots", "least"), [(8, 0.95), (64, 0.95)])
+def test_rows_that_accept_little_weigh_as_much_as_their_steps(slots, least):
+    """Most rows accept nearly everything. The best gamma of their mean loses: the others need far
+    more steps with it. Near the best fixed one where slots are refilled, and where none is, so that
+    the last row alone counts."""
+    costs = {gamma: 1 + 0.2 * gamma for gamma in LADDER}
+    rates = np.resize([0.98, 0.98, 0.98, 0.6], 64)
+    fixed = {}
+    for gamma in LADDER:
+        always, deaf = itertools.repeat(gamma), lambda *_: None
+        runs = [decode(lambda *_, g=always: next(g), deaf, costs, rates, slots, s) for s in (0, 1)]
+        fixed[gamma] = np.mean(runs)
+    speeds = {g: (rates[:, None] ** np.arange(g + 1)).sum(axis=1).mean() / costs[g] for g in LADDER}
+    fastest = max(LADDER, key=speeds.__getitem__)
+    assert min(fixed.values()) < 0.9 * fixed[fastest]
+    choice = GammaChoice(LADDER, 8, warm=0)
+
+    def saw(gamma, seconds, accepted, live, rows):
+        choice.saw(gamma, seconds, accepted, live)
+        choice.met(rows.saw(gamma, accepted, live, None))
+
+    found = [decode(choice.choose, saw, costs, rates, slots, seed) for seed in range(8)][2:]
+    assert np.mean(found) < min(fixed.values()) / least
+    assert np.mean(found) < 0.95 * fixed[0]
+
+
+def test_a_row_goes_by_others_until_it_is_known():
+    """By the definition, step for step; what others took is forgotten."""
+    rng, rows = np.random.default_rng(0), Rows(3, 4, 3, together=False)
+    begun, gone_on, others = np.zeros((3, 4)), np.zeros((3, 4)), rng.random((2, 4))
+    for turn, gamma in enumerate((4, 2, 4)):
+        accepted, live = rng.integers(0, gamma + 1, (STEPS, 3)), rng.random((STEPS, 3)) < 0.8
+        live[:, 2] &= turn > 0
+        first = rows.saw(gamma, accepted, live, None)
+        new = ([0, 1], [2], [])[turn]
+        right = [[(accepted[live[:, r], r] >= n).sum() for n in range(gamma + 1)] for r in new]
+        assert first.tolist() == right
+        begun[:, :gamma] *= 0.5 ** (STEPS / MEMORY)
+        gone_on[:, :gamma] *= 0.5 ** (STEPS / MEMORY)
+        for step, row in np.argwhere(live):
+            begun[row, : min(accepted[step, row] + 1, gamma)] += 1
+            gone_on[row, : accepted[step, row]] += 1
+    rows.renew([1])
+    begun[1] = gone_on[1] = 0
+    left, needed = np.array([500, 400, 0]), 0
+    for row, kind in itertools.product((0, 1), others):
+        tokens, reached = 1.0, 1.0
+        for i in range(4):
+            reached *= (gone_on[row, i] + OWN * kind[i]) / (begun[row, i] + OWN)
+            tokens += reached
+        needed += -(-left[row] // (tokens * 3)) * 3 / 2
+    assert rows.tokens(4, left, others) == pytest.approx(900 / needed)
+    assert rows.tokens(0, left, others) == pytest.approx(900 / (501 + 402))
+    far = rows.tokens(2, np.array([HORIZON, 0, 0]), others)
+    assert rows.tokens(2, np.array([9 * HORIZON, 0, 0]), others) == far
+
+
+def test_rows_that_are_waited_for_together_need_as_many_steps_as_the_last():
+    """Each is like any of the others as often: the mean over all ways, one by one."""
+    rows, rng = Rows(3, 4, 2, together=True), np.random.default_rng(1)
+    left, others = np.array([90, 70, 0]), rng.random((3, 4))
+    found = []
+    for kinds in itertools.product(others, repeat=3):
+        steps = [
+            2 * math.ceil(own / (1 + np.cumprod(kind[:2]).sum()) / 2)
+            for own, kind in zip(left, kinds, strict=True)
+        ]
+        found.append(max(steps))
+    assert rows.tokens(2, left, others) == pytest.approx(160 / (2 * np.mean(found)))
