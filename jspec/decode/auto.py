@@ -7,8 +7,8 @@ import math
 import statistics
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +31,13 @@ KEPT = 32  # choices that are remembered, by what their times depend on
 LONG = 2**32  # bytes of weights from which on a pass is long beside asking the host
 
 
+class Took(NamedTuple):
+    """Seconds of a step, in which so many rows were live, in the mean of a chunk."""
+
+    seconds: float
+    live: float
+
+
 class GammaChoice:
     """Chooses a gamma of ``ladder`` for each chunk of steps, so that rows end soonest: in the mean,
     as others take their places, or the last one, where all are waited for.
@@ -43,9 +50,10 @@ class GammaChoice:
     that accepts much, as it needs more steps.
 
     A step's time is measured, never assumed: the median of a gamma's last chunks, of which the
-    first ``warm`` do not count. A gamma that never ran is tried while it would win if it cost no
-    more than the longest shorter one, 0 always. One that lost is looked at again when its neighbour
-    runs, in a bounded share of the time.
+    first ``warm`` do not count. A live row costs as much with any gamma: chunks with more or fewer
+    of them are compared as if all had as many as the one that is chosen for. A gamma that never ran
+    is tried while it would win if it cost no more than the longest shorter one, 0 always. One that
+    lost is looked at again when its neighbour runs, in a bounded share of the time.
 
     A chunk may be chosen for while up to `AHEAD` before it are at work. What it chooses follows
     from what it saw alone.
@@ -62,8 +70,8 @@ class GammaChoice:
         self.ladder = tuple(ladder)
         self.start = min(self.ladder, key=lambda g: abs(g - start))
         self.warm, self.early = warm, early
-        self.times = {g: deque[float](maxlen=TIMES) for g in self.ladder}
-        self.whole: dict[int, float] = {}  # seconds of a step whose draft is whole
+        self.times = {g: deque[Took](maxlen=TIMES) for g in self.ladder}
+        self.whole: dict[int, Took] = {}  # of a step whose draft is whole
         self.a_pass: dict[int, float] = {}  # seconds of a draft pass, once they are known
         self.runs = dict.fromkeys(self.ladder, 0)
         self.last_run = dict.fromkeys(self.ladder, 0)
@@ -75,6 +83,7 @@ class GammaChoice:
         self.allowance = 0.0
         self.probing: int | None = None  # the gamma that is looked at again
         self.probe_seen = 0  # chunks by which it was seen, if it ran
+        self.live = 0.0  # rows of the chunk that is chosen for
         self.current = self.start
         self.wanted = 0.0  # seconds a token with it
 
@@ -96,7 +105,8 @@ class GammaChoice:
         self.last_run[gamma] = self.chunks
         if seconds is not None:
             every = float(gamma if passes is None else np.mean(passes))
-            self._took(gamma, seconds, every, _tokens_of(accepted, live))
+            took = Took(seconds, live.sum() / len(live))
+            self._took(gamma, took, every, _tokens_of(accepted, live))
         if gamma == self.probing or self.chunks >= self.probe_seen:
             self.probing = None
         up_to = np.arange(gamma + 1)
@@ -113,13 +123,15 @@ class GammaChoice:
             self.kinds.begun[at, :gamma], self.kinds.gone_on[at, :gamma] = row[:-1], row[1:]
             self.rows_met += 1
 
-    def _took(self, gamma: int, seconds: float, passes: float, tokens: float) -> None:
+    def _took(self, gamma: int, took: Took, passes: float, tokens: float) -> None:
         """Take up the time of a chunk of so many passes and tokens a step in the mean."""
+        seconds, live = took
         if self.runs[gamma] > self.warm:
             if self.early and gamma and gamma not in self.whole:
-                self.whole[gamma] = seconds
+                self.whole[gamma] = took
             else:
-                self.times[gamma].append(seconds - self.a_pass.get(gamma, 0.0) * passes)
+                rest = seconds - self.a_pass.get(gamma, 0.0) * passes
+                self.times[gamma].append(Took(rest, live))
             self._price_passes()
         self.allowance += PROBING * seconds
         if gamma == self.probing and self._ran(gamma):  # a program's first runs cost but once
@@ -133,6 +145,7 @@ class GammaChoice:
             return self.start
         others = self.kinds.rates_beside(self.accepted.rates(ACCEPTED))
         tokens = {g: rows.tokens(g, left, others) for g in self.ladder}
+        self.live = float((left > 0).sum()) or float(len(left))
         costs = {g: self.cost(g, rows) for g in known}
         rates = {g: tokens[g] / costs[g] for g in known}
         best = min(g for g, rate in rates.items() if WORTH * rate >= max(rates.values()))
@@ -154,12 +167,26 @@ class GammaChoice:
 
     def cost(self, gamma: int, rows: Rows | None = None) -> float:
         """Seconds of a step, of ``rows`` or of those that were seen."""
+        seconds = self._with(self.live, self.times[gamma] or [self.whole[gamma]])
         if gamma not in self.a_pass:
-            return statistics.median(self.times[gamma] or [self.whole[gamma]])
+            return seconds
         rates = self.passes.rates(1.0)
         rates = rates if rows is None else rows.passes.rates_beside(rates)
-        passes = float(mean(rates[:gamma]))
-        return statistics.median(self.times[gamma]) + self.a_pass[gamma] * passes
+        return seconds + self.a_pass[gamma] * float(mean(rates[:gamma]))
+
+    def _with(self, live: float, times: Iterable[Took]) -> float:
+        """Seconds of a step with so many live rows, by ``times`` of the same gamma."""
+        a_row = self._row_cost()
+        return statistics.median(t.seconds + a_row * (live - t.live) for t in times)
+
+    def _row_cost(self) -> float:
+        """Seconds of a step that a live row costs: the slope that fits all gammas best."""
+        above = below = 0.0
+        for times in filter(None, self.times.values()):
+            seconds, live = (np.array(column) for column in zip(*times, strict=True))
+            live -= live.mean()
+            above, below = above + live @ seconds, below + live @ live
+        return max(above / below, 0.0) if below else 0.0
 
     def _ran(self, gamma: int) -> bool:
         """Whether there is a time of it."""
@@ -167,10 +194,11 @@ class GammaChoice:
 
     def _price_passes(self) -> None:
         """Find what a pass costs, of each gamma that had whole drafts, once plain steps ran."""
-        for gamma, seconds in self.whole.items():
+        for gamma, (seconds, live) in self.whole.items():
             if self.times[0] and gamma not in self.a_pass:
-                self.a_pass[gamma] = max((seconds - self.cost(0)) / gamma, 0.0)
-                self.times[gamma].append(seconds - self.a_pass[gamma] * gamma)
+                plain = self._with(live, self.times[0])
+                self.a_pass[gamma] = max((seconds - plain) / gamma, 0.0)
+                self.times[gamma].append(Took(seconds - self.a_pass[gamma] * gamma, live))
 
     def _probe(self, best: int, costs: dict[int, float]) -> int:
         """A neighbour of ``best`` that was not seen for long, where the allowance pays for it."""

@@ -102,3 +102,16 @@ def test_rows_that_are_waited_for_together_need_as_many_steps_as_the_last():
         ]
         found.append(max(steps))
     assert rows.tokens(2, left, others) == pytest.approx(160 / (2 * np.mean(found)))
+
+
+def test_steps_are_compared_at_the_same_number_of_live_rows():
+    """A long draft ran while few rows were live, a short one with all: what a row costs is told by
+    two chunks of one gamma."""
+    choice, rows = GammaChoice((4, 16), 4, warm=0), Rows(8, 16, STEPS, together=True)
+    alive = {8: np.full(8, 10_000), 2: np.array([10_000] * 2 + [0] * 6)}
+    for gamma, live, seconds in ((4, 8, 9.0), (4, 2, 6.0), (16, 2, 8.0), (16, 2, 8.0)):
+        accepted = np.zeros((STEPS, 8), int)
+        choice.saw(gamma, seconds, accepted, np.tile(alive[live] > 0, (STEPS, 1)))
+    for live, wanted in ((8, (9.0, 11.0)), (2, (6.0, 8.0)), (8, (9.0, 11.0))):
+        choice.choose(rows, alive[live])
+        assert [choice.cost(4), choice.cost(16)] == pytest.approx(wanted)
