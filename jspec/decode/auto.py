@@ -180,13 +180,16 @@ class GammaChoice:
         return statistics.median(t.seconds + a_row * (live - t.live) for t in times)
 
     def _row_cost(self) -> float:
-        """Seconds of a step that a live row costs: the slope that fits all gammas best."""
+        """Seconds of a step that a live row costs: the slope that fits all gammas best, up to the
+        share of a row in any step."""
         above = below = 0.0
+        share = math.inf
         for times in filter(None, self.times.values()):
             seconds, live = (np.array(column) for column in zip(*times, strict=True))
+            share = min(share, (seconds / np.maximum(live, 1)).min())
             live -= live.mean()
             above, below = above + live @ seconds, below + live @ live
-        return max(above / below, 0.0) if below else 0.0
+        return max(min(above / below, share), 0.0) if below else 0.0
 
     def _ran(self, gamma: int) -> bool:
         """Whether there is a time of it."""

@@ -115,3 +115,14 @@ def test_steps_are_compared_at_the_same_number_of_live_rows():
     for live, wanted in ((8, (9.0, 11.0)), (2, (6.0, 8.0)), (8, (9.0, 11.0))):
         choice.choose(rows, alive[live])
         assert [choice.cost(4), choice.cost(16)] == pytest.approx(wanted)
+
+
+def test_a_row_costs_no_more_than_its_share_of_a_step():
+    """Two chunks with nearly as many live rows and unlike times say nothing of one with a few."""
+    choice, rows = GammaChoice((0, 4), 4, warm=0), Rows(8, 4, STEPS, together=True)
+    for ended, seconds in ((0, 9.0), (1, 6.0), (0, 9.0)):
+        live = np.ones((STEPS, 8), bool)
+        live[-1, :ended] = False
+        choice.saw(4, seconds, np.zeros((STEPS, 8), int), live)
+    choice.choose(rows, np.array([100] + [0] * 7))
+    assert 1.0 < choice.cost(4) <= 9.0
