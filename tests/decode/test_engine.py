@@ -1,35 +1,18 @@
 """The engine: a request gets what it gets alone, whenever it comes and whoever is beside it."""
 
-import dataclasses
-import gc
-import math
-import tracemalloc
-
 import hypothesis.strategies as st
-import jax
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jspec import helix
 from jspec.config import SamplingParams
 from jspec.decode.engine import Engine
 from jspec.decode.programs import PROGRAMS, Programs
 from jspec.decode.short_prompts import ShortPrompts
-from tests.conftest import TINY, make_decoder
 from tests.decode.common import MIXED, prompts
-from tests.decode.engines import (
-    ON_A_MESH,
-    SETTINGS,
-    apart,
-    check_arrivals,
-    engine_of,
-    known,
-    work,
-)
-from tests.decode.test_programs import COMPILED
-from tests.decode.watching import Watched, watched
+from tests.decode.conftest import COMPILED
+from tests.decode.engines import apart, check_arrivals, engine_of, known, work
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +22,6 @@ def engine(sharp) -> Engine:
     found = engine_of(sharp, "ngram", prefill_chunk=64)
     found.warm_up()
     return found
-
-
-@pytest.fixture
-def ahead(monkeypatch) -> Watched:
-    """Chunks run ahead wherever they may; what runs."""
-    return watched(monkeypatch, math.inf)
-
-
-@pytest.fixture
-def behind(monkeypatch) -> Watched:
-    """No chunk runs ahead, so that a turn reads the chunk that it starts."""
-    return watched(monkeypatch, 0)
 
 
 def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
@@ -97,103 +68,6 @@ def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
         for params in (SamplingParams(max_new_tokens=3, **own) for own in MIXED[:3]):
             engine.submit([1, 2, 3, 4], params).result()
     assert [engine.stats.compilations for engine in engines] == before
-
-
-# --- a long prompt in front ----------------------------------------------------------------------
-
-PIECE = 16
-LONG_PROMPT = prompts((7 * PIECE + 1,), seed=4)[0]
-FEW = SamplingParams(max_new_tokens=5)
-
-
-@pytest.fixture(scope="module")
-def small_pieces(sharp) -> Engine:
-    return engine_of(sharp, "ngram", prefill_chunk=PIECE)
-
-
-def turns_until(engine: Engine, handle, most: int = 40) -> int:
-    """Turns until a request has tokens."""
-    for turn in range(most):
-        if handle.tokens:
-            return turn
-        engine.step()
-    raise AssertionError(f"no token in {most} turns")
-
-
-def test_a_long_prompt_has_the_tokens_of_every_free_slot(small_pieces, behind):
-    engine = small_pieces
-    assert engine.slots == 3
-    assert turns_until(engine, engine.submit(LONG_PROMPT, FEW)) == 3
-    engine.run()
-
-
-def test_short_prompts_go_past_a_long_one(small_pieces, behind):
-    """Two of them, the second behind a shared prefix; the others are too long for a turn."""
-    engine, prefix = small_pieces, prompts((40,), seed=6)[0]
-    texts = [LONG_PROMPT, *prompts((60, 9), seed=5), [*prefix, 1, 2, 3], prompts((50,), seed=7)[0]]
-    wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
-    engine.share_prefix(prefix)
-    long, second, *short, last = (engine.submit(text, FEW) for text in texts)
-    assert [turns_until(engine, handle) for handle in short] == [2, 0]  # in one turn
-    assert turns_until(engine, long) == 2
-    engine.run()
-    engine.drop_prefix(prefix)
-    assert tuple(x.tokens for x in (long, second, *short, last)) == wanted.tokens
-
-
-def test_a_short_prompt_of_any_length_goes_past_a_long_one(small_pieces, behind):
-    """Each by itself, up to a whole piece, with no row of its own."""
-    engine, model = small_pieces, small_pieces._plan.models.target
-    assert not engine._waiting.intake.overtakes
-    for length in (1, 2, 9, PIECE, PIECE + 1):
-        texts = [LONG_PROMPT, prompts((length,), seed=length)[0]]
-        long, short = (engine.submit(text, FEW) for text in texts)
-        assert turns_until(engine, short) == 2
-        assert not long.tokens
-        engine.run()
-        wanted = apart(model, "ngram", [(text, FEW) for text in texts])
-        assert (long.tokens, short.tokens) == wanted.tokens
-
-
-def test_a_prompt_that_goes_past_a_long_one_leaves_out_its_prefix(small_pieces, behind):
-    """Also where all of it is short."""
-    engine, text = small_pieces, prompts((9,), seed=6)[0]
-    engine.share_prefix(text[:5])
-    before = engine.stats.prompt_tokens
-    long, short = (engine.submit(prompt, FEW) for prompt in (LONG_PROMPT, text))
-    assert turns_until(engine, short) == 2
-    assert engine.stats.prompt_tokens - before == len(LONG_PROMPT) + 4
-    engine.run()
-    engine.drop_prefix(text[:5])
-    wanted = apart(engine._plan.models.target, "ngram", [(LONG_PROMPT, FEW), (text, FEW)])
-    assert (long.tokens, short.tokens) == wanted.tokens
-
-
-def test_a_long_prompt_gets_every_other_turn(small_pieces):
-    """Whatever comes: here there is a short prompt for every slot and turn."""
-    engine = small_pieces
-    long, turns = engine.submit(LONG_PROMPT, FEW), 0
-    while not long.tokens and turns < 40:
-        for _ in range(engine.slots):
-            engine.submit(LONG_PROMPT[:PIECE], SamplingParams(max_new_tokens=1))
-        engine.step()
-        turns += 1
-    assert 3 < turns <= 2 * 3
-    engine.run()
-
-
-def test_short_prompts_wait_for_slots(small_pieces, behind):
-    engine = small_pieces
-    full = [engine.submit([1, 2], SamplingParams(max_new_tokens=90)) for _ in range(3)]
-    turns_until(engine, full[-1])
-    long, short = (engine.submit(text, FEW) for text in (LONG_PROMPT, [1, 2, 3]))
-    for _ in range(3):
-        engine.step()
-    full[0].cancel()
-    assert turns_until(engine, short) <= 2
-    assert not long.tokens
-    for handle in (*full[1:], long):
-        handle.cancel()
 
 
 # --- short prompts together ----------------------------------------------------------------------
@@ -383,7 +257,7 @@ def test_the_longest_prefix_serves(engine):
         engine.share_prefix([1] * 127)
 
 
-# --- what never fits, and what is left behind ----------------------------------------------------
+# --- what never fits -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -406,106 +280,6 @@ def test_what_never_fits_is_refused_when_it_comes(engine, prompt, params, messag
     assert not engine.busy
     with pytest.raises(TypeError, match="prompt 0 is text"):
         engine.submit("hello")  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [*((n, 0) for n in ("slots", "capacity", "prefill_chunk", "stop_tokens")), ("slots", "2")],
-)
-def test_sizes_are_checked(tiny, name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} must be at least 1"):
-        Engine(tiny, **{"slots": 1, "capacity": 8} | {name: value})
-
-
-@pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ON_A_MESH])
-def test_what_does_not_run_on_a_mesh_is_refused(name, sharp, other):
-    sharded = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))
-    with pytest.raises(ValueError, match=r"does not run on the mesh of .*; take "):
-        engine_of(sharded, name, other)
-
-
-def test_room_for_stop_tokens_begins_with_the_models_own(tiny):
-    model = make_decoder(dataclasses.replace(TINY, stop_tokens=(1, 2, 3)))
-    with pytest.raises(ValueError, match="stop_tokens=2 must be at least 3"):
-        Engine(model, slots=1, capacity=8, stop_tokens=2)
-
-
-def held(engine: Engine, count: int) -> tuple[int, int]:
-    """Arrays and bytes of Python that live behind ``count`` requests."""
-    for row in range(count):
-        handle = engine.submit([1 + row % 7, 2, 3], SamplingParams(max_new_tokens=2, seed=row))
-        if row % 10 == 9:
-            handle.cancel()
-            engine.run()  # or the queue's own table would grow
-    engine.step()  # reads what ran ahead for nobody
-    del handle
-    gc.collect()
-    return len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]
-
-
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_an_engine_holds_one_row_more_than_it_has_slots(slots, sharp):
-    """And two more while a prefix is shared: its own, and one for a prompt that goes past."""
-    gc.collect()
-    arrays = jax.live_arrays()
-    before = set(map(id, arrays))
-
-    def rows() -> float:
-        gc.collect()
-        new = [x for x in jax.live_arrays() if id(x) not in before and x.ndim == 4]
-        return sum(x.nbytes for x in new) / (2 * 2 * 256 * 2 * 16 * 4)  # keys and values, layers
-
-    engine, behind = Engine(sharp, slots=slots, capacity=200, draft=None), min(slots, 2)
-    assert rows() == slots + 1
-    engine.share_prefix([1, 2, 3])
-    assert rows() == slots + 1 + behind
-    engine.share_prefix([4, 5])
-    assert rows() == slots + 2 + behind
-    engine.drop_prefix([1, 2, 3])
-    engine.drop_prefix([4, 5])
-    assert rows() == slots + 1
-    del arrays
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_memory_is_flat(engine, count):
-    before = engine.stats
-    tracemalloc.start()
-    try:
-        held(engine, 30)
-        # Caches of JAX and NumPy hold what the first hundreds of requests put there.
-        arrays, used = held(engine, count // 5)
-        found, after = held(engine, count)
-    finally:
-        tracemalloc.stop()
-    assert found == arrays
-    assert after - used < 50_000  # a handle has more than 500 bytes
-    assert engine.stats.rows == before.rows + (30 + count // 5 + count) * 9 // 10
-
-
-@pytest.mark.slow
-def test_a_queue_of_ten_thousand_loses_nobody(engine):
-    """All are there at once: most end, the others are refused or cancelled."""
-    handles, refused = [], 0
-    for row in range(10_000):
-        new = 2 if row % 100 else 1000
-        try:
-            handles.append(engine.submit([1 + row % 40], SamplingParams(max_new_tokens=new)))
-        except ValueError:
-            refused += 1
-    for handle in handles[::7]:
-        handle.cancel()
-    engine.run()
-    ends = [handle.finished for handle in handles]
-    assert refused == 100
-    assert ends[::7] == ["cancelled"] * len(ends[::7])
-    assert {end for row, end in enumerate(ends) if row % 7} == {"length"}
-    by_prompt = {}
-    for row, handle in enumerate(handles):
-        if row % 7:
-            by_prompt.setdefault(handle.params.max_new_tokens, set()).add(handle.tokens)
-    assert len(by_prompt[2]) <= 40
 
 
 # --- any order of calls --------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from jspec.decode.engine import Engine
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.short_prompts import ShortPrompts, is_light
 from tests.decode.common import prompts
+from tests.decode.conftest import COMPILED
 from tests.decode.engines import SETTINGS, apart, check_arrivals, engine_of, known, work
-from tests.decode.test_programs import COMPILED
 from tests.decode.watching import watched
 
 FEW = SamplingParams(max_new_tokens=5)

@@ -13,6 +13,7 @@ from jspec.cache import Striped
 from jspec.decode import chunks, prefill
 from jspec.decode.engine import Engine
 from tests.conftest import TINY, make_decoder
+from tests.decode.conftest import COMPILED
 from tests.decode.engines import (
     GREEDY,
     ON_A_MESH,
@@ -25,7 +26,6 @@ from tests.decode.engines import (
     long_work,
     work,
 )
-from tests.decode.test_programs import COMPILED
 from tests.decode.text_laws import PROMPT, SAMPLED, SOURCES, enumerated, second, seeded, target
 from tests.ops.laws import check_counts
 

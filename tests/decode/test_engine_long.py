@@ -1,0 +1,102 @@
+"""A long prompt in the queue of an engine, and the short ones behind it."""
+
+import pytest
+
+from jspec.config import SamplingParams
+from jspec.decode.engine import Engine
+from tests.decode.common import prompts
+from tests.decode.engines import apart, engine_of
+
+PIECE = 16
+LONG_PROMPT = prompts((7 * PIECE + 1,), seed=4)[0]
+FEW = SamplingParams(max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def small_pieces(sharp) -> Engine:
+    return engine_of(sharp, "ngram", prefill_chunk=PIECE)
+
+
+def turns_until(engine: Engine, handle, most: int = 40) -> int:
+    """Turns until a request has tokens."""
+    for turn in range(most):
+        if handle.tokens:
+            return turn
+        engine.step()
+    raise AssertionError(f"no token in {most} turns")
+
+
+def test_a_long_prompt_has_the_tokens_of_every_free_slot(small_pieces, behind):
+    engine = small_pieces
+    assert engine.slots == 3
+    assert turns_until(engine, engine.submit(LONG_PROMPT, FEW)) == 3
+    engine.run()
+
+
+def test_short_prompts_go_past_a_long_one(small_pieces, behind):
+    """Two of them, the second behind a shared prefix; the others are too long for a turn."""
+    engine, prefix = small_pieces, prompts((40,), seed=6)[0]
+    texts = [LONG_PROMPT, *prompts((60, 9), seed=5), [*prefix, 1, 2, 3], prompts((50,), seed=7)[0]]
+    wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
+    engine.share_prefix(prefix)
+    long, second, *short, last = (engine.submit(text, FEW) for text in texts)
+    assert [turns_until(engine, handle) for handle in short] == [2, 0]  # in one turn
+    assert turns_until(engine, long) == 2
+    engine.run()
+    engine.drop_prefix(prefix)
+    assert tuple(x.tokens for x in (long, second, *short, last)) == wanted.tokens
+
+
+def test_a_short_prompt_of_any_length_goes_past_a_long_one(small_pieces, behind):
+    """Each by itself, up to a whole piece, with no row of its own."""
+    engine, model = small_pieces, small_pieces._plan.models.target
+    assert not engine._waiting.intake.overtakes
+    for length in (1, 2, 9, PIECE, PIECE + 1):
+        texts = [LONG_PROMPT, prompts((length,), seed=length)[0]]
+        long, short = (engine.submit(text, FEW) for text in texts)
+        assert turns_until(engine, short) == 2
+        assert not long.tokens
+        engine.run()
+        wanted = apart(model, "ngram", [(text, FEW) for text in texts])
+        assert (long.tokens, short.tokens) == wanted.tokens
+
+
+def test_a_prompt_that_goes_past_a_long_one_leaves_out_its_prefix(small_pieces, behind):
+    """Also where all of it is short."""
+    engine, text = small_pieces, prompts((9,), seed=6)[0]
+    engine.share_prefix(text[:5])
+    before = engine.stats.prompt_tokens
+    long, short = (engine.submit(prompt, FEW) for prompt in (LONG_PROMPT, text))
+    assert turns_until(engine, short) == 2
+    assert engine.stats.prompt_tokens - before == len(LONG_PROMPT) + 4
+    engine.run()
+    engine.drop_prefix(text[:5])
+    wanted = apart(engine._plan.models.target, "ngram", [(LONG_PROMPT, FEW), (text, FEW)])
+    assert (long.tokens, short.tokens) == wanted.tokens
+
+
+def test_a_long_prompt_gets_every_other_turn(small_pieces):
+    """Whatever comes: here there is a short prompt for every slot and turn."""
+    engine = small_pieces
+    long, turns = engine.submit(LONG_PROMPT, FEW), 0
+    while not long.tokens and turns < 40:
+        for _ in range(engine.slots):
+            engine.submit(LONG_PROMPT[:PIECE], SamplingParams(max_new_tokens=1))
+        engine.step()
+        turns += 1
+    assert 3 < turns <= 2 * 3
+    engine.run()
+
+
+def test_short_prompts_wait_for_slots(small_pieces, behind):
+    engine = small_pieces
+    full = [engine.submit([1, 2], SamplingParams(max_new_tokens=90)) for _ in range(3)]
+    turns_until(engine, full[-1])
+    long, short = (engine.submit(text, FEW) for text in (LONG_PROMPT, [1, 2, 3]))
+    for _ in range(3):
+        engine.step()
+    full[0].cancel()
+    assert turns_until(engine, short) <= 2
+    assert not long.tokens
+    for handle in (*full[1:], long):
+        handle.cancel()

@@ -1,0 +1,122 @@
+"""What an engine holds: its sizes, its rows, and memory that does not grow with requests."""
+
+import dataclasses
+import gc
+import tracemalloc
+
+import jax
+import pytest
+
+from jspec import helix
+from jspec.config import SamplingParams
+from jspec.decode.engine import Engine
+from tests.conftest import TINY, make_decoder
+from tests.decode.engines import ON_A_MESH, SETTINGS, engine_of
+
+
+@pytest.fixture(scope="module")
+def engine(sharp) -> Engine:
+    """One that has compiled all that it needs."""
+    found = engine_of(sharp, "ngram", prefill_chunk=64)
+    found.warm_up()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((n, 0) for n in ("slots", "capacity", "prefill_chunk", "stop_tokens")), ("slots", "2")],
+)
+def test_sizes_are_checked(tiny, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be at least 1"):
+        Engine(tiny, **{"slots": 1, "capacity": 8} | {name: value})
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ON_A_MESH])
+def test_what_does_not_run_on_a_mesh_is_refused(name, sharp, other):
+    sharded = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))
+    with pytest.raises(ValueError, match=r"does not run on the mesh of .*; take "):
+        engine_of(sharded, name, other)
+
+
+def test_room_for_stop_tokens_begins_with_the_models_own(tiny):
+    model = make_decoder(dataclasses.replace(TINY, stop_tokens=(1, 2, 3)))
+    with pytest.raises(ValueError, match="stop_tokens=2 must be at least 3"):
+        Engine(model, slots=1, capacity=8, stop_tokens=2)
+
+
+def held(engine: Engine, count: int) -> tuple[int, int]:
+    """Arrays and bytes of Python that live behind ``count`` requests."""
+    for row in range(count):
+        handle = engine.submit([1 + row % 7, 2, 3], SamplingParams(max_new_tokens=2, seed=row))
+        if row % 10 == 9:
+            handle.cancel()
+            engine.run()  # or the queue's own table would grow
+    engine.step()  # reads what ran ahead for nobody
+    del handle
+    gc.collect()
+    return len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_an_engine_holds_one_row_more_than_it_has_slots(slots, sharp):
+    """And two more while a prefix is shared: its own, and one for a prompt that goes past."""
+    gc.collect()
+    arrays = jax.live_arrays()
+    before = set(map(id, arrays))
+
+    def rows() -> float:
+        gc.collect()
+        new = [x for x in jax.live_arrays() if id(x) not in before and x.ndim == 4]
+        return sum(x.nbytes for x in new) / (2 * 2 * 256 * 2 * 16 * 4)  # keys and values, layers
+
+    engine, behind = Engine(sharp, slots=slots, capacity=200, draft=None), min(slots, 2)
+    assert rows() == slots + 1
+    engine.share_prefix([1, 2, 3])
+    assert rows() == slots + 1 + behind
+    engine.share_prefix([4, 5])
+    assert rows() == slots + 2 + behind
+    engine.drop_prefix([1, 2, 3])
+    engine.drop_prefix([4, 5])
+    assert rows() == slots + 1
+    del arrays
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_memory_is_flat(engine, count):
+    before = engine.stats
+    tracemalloc.start()
+    try:
+        held(engine, 30)
+        # Caches of JAX and NumPy hold what the first hundreds of requests put there.
+        arrays, used = held(engine, count // 5)
+        found, after = held(engine, count)
+    finally:
+        tracemalloc.stop()
+    assert found == arrays
+    assert after - used < 50_000  # a handle has more than 500 bytes
+    assert engine.stats.rows == before.rows + (30 + count // 5 + count) * 9 // 10
+
+
+@pytest.mark.slow
+def test_a_queue_of_ten_thousand_loses_nobody(engine):
+    """All are there at once: most end, the others are refused or cancelled."""
+    handles, refused = [], 0
+    for row in range(10_000):
+        new = 2 if row % 100 else 1000
+        try:
+            handles.append(engine.submit([1 + row % 40], SamplingParams(max_new_tokens=new)))
+        except ValueError:
+            refused += 1
+    for handle in handles[::7]:
+        handle.cancel()
+    engine.run()
+    ends = [handle.finished for handle in handles]
+    assert refused == 100
+    assert ends[::7] == ["cancelled"] * len(ends[::7])
+    assert {end for row, end in enumerate(ends) if row % 7} == {"length"}
+    by_prompt = {}
+    for row, handle in enumerate(handles):
+        if row % 7:
+            by_prompt.setdefault(handle.params.max_new_tokens, set()).add(handle.tokens)
+    assert len(by_prompt[2]) <= 40
