@@ -165,8 +165,7 @@ class Chunks:
         if plan.gammas is not None:
             choice = plan.gammas.choice(plan.flat, state)
             if self._rows is None:
-                longest, together = plan.config.gamma, self.together
-                self._rows = Rows(len(left), longest, plan.steps, together=together)
+                self._rows = Rows(len(left), plan.config.gamma, plan.steps, together=self.together)
             gamma = choice.choose(self._rows, self._behind_work(left))
             price = choice.price(gamma)
             if self._is_shared:
