@@ -92,8 +92,7 @@ class Rows:
 
 
 def mean_of_last(chunks: np.ndarray) -> float:
-    """The mean of the largest number of all rows, where each row has any of its ``chunks [n, B]``
-    as often."""
-    numbers = np.unique(chunks)
-    up_to = (chunks <= numbers[:, None, None]).mean(axis=1).prod(axis=1)
-    return float(numbers @ np.diff(up_to, prepend=0.0))
+    """The expected largest number of all rows, where each of its whole ``chunks [n, B]`` is as
+    likely for a row."""
+    numbers = np.arange(chunks.max())[:, None, None]
+    return float((1 - (chunks <= numbers).mean(axis=1).prod(axis=1)).sum())

@@ -50,10 +50,11 @@ class GammaChoice:
     that accepts much, as it needs more steps.
 
     A step's time is measured, never assumed: the median of a gamma's last chunks, of which the
-    first ``warm`` do not count. A live row costs as much with any gamma: chunks with more or fewer
-    of them are compared as if all had as many as the one that is chosen for. A gamma that never ran
-    is tried while it would win if it cost no more than the longest shorter one, 0 always. One that
-    lost is looked at again when its neighbour runs, in a bounded share of the time.
+    first ``warm`` do not count. Steps take longer the more rows are live, by an amount for each
+    live row that is taken to be the same for all gammas. So times are compared at the number of
+    live rows of the next chunk. A gamma that never ran is tried while it would win if it cost no
+    more than the longest shorter one, 0 always. One that lost is looked at again when its neighbour
+    runs, in a bounded share of the time.
 
     A chunk may be chosen for while up to `AHEAD` before it are at work. What it chooses follows
     from what it saw alone.
@@ -83,6 +84,7 @@ class GammaChoice:
         self.allowance = 0.0
         self.probing: int | None = None  # the gamma that is looked at again
         self.probe_seen = 0  # chunks by which it was seen, if it ran
+        self.a_row = 0.0  # seconds of a step that a live row costs
         self.live = 0.0  # rows of the chunk that is chosen for
         self.current = self.start
         self.wanted = 0.0  # seconds a token with it
@@ -131,7 +133,7 @@ class GammaChoice:
                 self.whole[gamma] = took
             else:
                 rest = seconds - self.a_pass.get(gamma, 0.0) * passes
-                self.times[gamma].append(Took(rest, live))
+                self._keep(gamma, Took(rest, live))
             self._price_passes()
         self.allowance += PROBING * seconds
         if gamma == self.probing and self._ran(gamma):  # a program's first runs cost but once
@@ -176,20 +178,20 @@ class GammaChoice:
 
     def _with(self, live: float, times: Iterable[Took]) -> float:
         """Seconds of a step with so many live rows, by ``times`` of the same gamma."""
-        a_row = self._row_cost()
-        return statistics.median(t.seconds + a_row * (live - t.live) for t in times)
+        return statistics.median(t.seconds + self.a_row * (live - t.live) for t in times)
 
-    def _row_cost(self) -> float:
-        """Seconds of a step that a live row costs: the slope that fits all gammas best, up to the
-        share of a row in any step."""
+    def _keep(self, gamma: int, took: Took) -> None:
+        """Add a time of a gamma, and find anew what a live row costs: the slope that fits the times
+        of all gammas best, up to the share of a row in any of them."""
+        self.times[gamma].append(took)
         above = below = 0.0
         share = math.inf
         for times in filter(None, self.times.values()):
-            seconds, live = (np.array(column) for column in zip(*times, strict=True))
-            share = min(share, (seconds / np.maximum(live, 1)).min())
-            live -= live.mean()
-            above, below = above + live @ seconds, below + live @ live
-        return max(min(above / below, share), 0.0) if below else 0.0
+            live = statistics.fmean(t.live for t in times)
+            above += sum(t.seconds * (t.live - live) for t in times)
+            below += sum((t.live - live) ** 2 for t in times)
+            share = min(share, *(t.seconds / max(t.live, 1.0) for t in times))
+        self.a_row = max(min(above / below, share), 0.0) if below else 0.0
 
     def _ran(self, gamma: int) -> bool:
         """Whether there is a time of it."""
@@ -201,7 +203,7 @@ class GammaChoice:
             if self.times[0] and gamma not in self.a_pass:
                 plain = self._with(live, self.times[0])
                 self.a_pass[gamma] = max((seconds - plain) / gamma, 0.0)
-                self.times[gamma].append(Took(seconds - self.a_pass[gamma] * gamma, live))
+                self._keep(gamma, Took(seconds - self.a_pass[gamma] * gamma, live))
 
     def _probe(self, best: int, costs: dict[int, float]) -> int:
         """A neighbour of ``best`` that was not seen for long, where the allowance pays for it."""

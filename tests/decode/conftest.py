@@ -1,10 +1,12 @@
-"""What tests of decoding see of a run: what XLA compiles, and how far chunks run ahead."""
+"""What tests of decoding share: an engine, what XLA compiles, and how far chunks run ahead."""
 
 import math
 
 import jax
 import pytest
 
+from jspec.decode.engine import Engine
+from tests.decode.engines import engine_of
 from tests.decode.watching import Watched, watched
 
 COMPILED: list[str] = []
@@ -30,3 +32,12 @@ def ahead(monkeypatch) -> Watched:
 def behind(monkeypatch) -> Watched:
     """No chunk runs ahead, so that a turn reads the chunk that it starts."""
     return watched(monkeypatch, 0)
+
+
+@pytest.fixture(scope="module")
+def engine(sharp) -> Engine:
+    """One that has compiled all that it needs, for all tests of a module that end its
+    requests."""
+    found = engine_of(sharp, "ngram", prefill_chunk=64)
+    found.warm_up()
+    return found

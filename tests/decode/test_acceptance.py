@@ -1,4 +1,4 @@
-"""How far drafts are accepted: of rows that are unlike, until they are known and from then on."""
+"""What is known of how far drafts are accepted, row by row, and what gamma follows from it."""
 
 import itertools
 import math
@@ -33,8 +33,8 @@ def decode(choose, saw, costs, rates: np.ndarray, slots: int, seed: int) -> floa
     return seconds
 
 
-@pytest.mark.parametrize(("slots", "least"), [(8, 0.95), (64, 0.95)])
-def test_rows_that_accept_little_weigh_as_much_as_their_steps(slots, least):
+@pytest.mark.parametrize("slots", [8, 64])
+def test_rows_that_accept_little_weigh_as_much_as_their_steps(slots):
     """Most rows accept nearly everything. The best gamma of their mean loses: the others need far
     more steps with it. Near the best fixed one where slots are refilled, and where none is, so that
     the last row alone counts."""
@@ -55,7 +55,7 @@ def test_rows_that_accept_little_weigh_as_much_as_their_steps(slots, least):
         choice.met(rows.saw(gamma, accepted, live, None))
 
     found = [decode(choice.choose, saw, costs, rates, slots, seed) for seed in range(8)][2:]
-    assert np.mean(found) < min(fixed.values()) / least
+    assert np.mean(found) < min(fixed.values()) / 0.95
     assert np.mean(found) < 0.95 * fixed[0]
 
 

@@ -14,14 +14,6 @@ from tests.conftest import TINY, make_decoder
 from tests.decode.engines import ON_A_MESH, SETTINGS, engine_of
 
 
-@pytest.fixture(scope="module")
-def engine(sharp) -> Engine:
-    """One that has compiled all that it needs."""
-    found = engine_of(sharp, "ngram", prefill_chunk=64)
-    found.warm_up()
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [*((n, 0) for n in ("slots", "capacity", "prefill_chunk", "stop_tokens")), ("slots", "2")],
