@@ -46,6 +46,7 @@ from bench import (
     pack,
     parity,
     point,
+    real,
     ruler,
     sampling,
     select,
@@ -65,7 +66,7 @@ SUITES: dict[str, Suite] = {
         *(ceilings, verify, pack, fused, sampling),
         *(attention, gather, hash, select, layer, ablation, hata_off),
         *(hash_training, hash_losses, hash_bits, ruler, decoding, auto, parity, decode, lossy),
-        *(collect, acceptance, overlap, breakdown, throughput, families, serving),
+        *(real, collect, acceptance, overlap, breakdown, throughput, families, serving),
         *(collectives, helix_attention, hopb, helix_step),
     )
 }
@@ -106,14 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     """Run the suites that were asked for; 0 if every output that was checked was right."""
     whole = asked.suite == "all"
-    names = list(SUITES) if whole else [asked.suite]
+    names = [name for name in SUITES if name != real.SUITE.name] if whole else [asked.suite]
+    model = _model(parser, asked)
     own = options.read(parser, asked, names)
     only = tuple(name for name in asked.backend if "=" not in name)
     if only:
         _check_backends(parser, only, names)
     _check_cases(parser, asked.case, names)
     cases = tuple(asked.case)
-    settings = Settings(asked.quick, asked.check, only, cases=cases, decode=own)
+    resume = asked.json if asked.resume else None
+    settings = Settings(asked.quick, asked.check, only, cases, own, model, resume)
     earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
@@ -129,6 +132,23 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
             return 130
         good = good and all(row["checked"] is not False for row in result["rows"])
     return 0 if good else 1
+
+
+def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path | None:
+    """The model of the suite `real`, which no other suite takes."""
+    if asked.suite != real.SUITE.name:
+        if asked.resume:
+            parser.error(f"--resume says nothing to {asked.suite}, only to {real.SUITE.name}")
+        return None
+    if len(asked.models or ()) != 1:
+        parser.error("real needs --model, a GGUF file or a model directory, once")
+    if asked.resume and not asked.json:
+        parser.error("--resume needs --json, the result to go on with")
+    model = Path(asked.models[0])
+    if not model.exists():
+        parser.error(f"--model {model} does not exist")
+    asked.models = None
+    return model
 
 
 def _file(given: Path, suite: str, asked: argparse.Namespace) -> Path:
@@ -229,6 +249,9 @@ def _parser() -> argparse.ArgumentParser:
         help="compare outputs with what is expected; without it nothing is timed",
     )
     parser.add_argument("--json", metavar="F", type=Path, help="write the result; `all`: a folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="real: go on with the result that --json names"
+    )
     parser.add_argument("--plot", metavar="DIR", type=Path, help="write the suite's figures")
     parser.add_argument(
         "--compare", metavar="F", type=Path, help="an earlier --json; `all`: its folder"

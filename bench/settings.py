@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,6 +49,8 @@ class Settings:
     only: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     decode: DecodeSettings = DecodeSettings()
+    model: Path | None = None
+    resume: Path | None = None
 
     def wants(self, name: str) -> bool:
         return not self.only or name in self.only

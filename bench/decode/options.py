@@ -34,6 +34,9 @@ def read(
     if "decode" not in suites:
         for option in [OPTIONS[field][0] for field in given] + [f"--backend {x}" for x in named]:
             parser.error(f"{option} says nothing to {suites[0]}, only to decode")
+    for name in given.get("models", ()):
+        if name not in MODELS:
+            parser.error(f"--model: invalid choice: {name!r} (choose from {', '.join(MODELS)})")
     if plain and list(suites) == ["decode"]:
         parser.error(f"--backend {plain[0]} must be OPERATION=NAME, as in attention=xla")
     backends = Backends(dict(name.split("=", 1) for name in named))
@@ -54,7 +57,11 @@ def _count(text: str) -> int:
 
 _CROSSED = {"type": _count, "action": "append", "metavar": "N"}
 OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "models": ("--model", "a shape", {"choices": list(MODELS), "action": "append"}),
+    "models": (
+        "--model",
+        f"a shape, one of {', '.join(MODELS)}; real: a GGUF file or a model directory",
+        {"action": "append", "metavar": "NAME"},
+    ),
     "batches": ("--batch", "rows", _CROSSED),
     "contexts": ("--context", "tokens in the cache of each row, as 8192 or 8K", _CROSSED),
     "tokens": ("--tokens", "of a pass, 1 for plain decoding", _CROSSED),

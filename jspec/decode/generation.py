@@ -36,13 +36,16 @@ class Generation:
     """What was generated.
 
     ``tokens`` of each row; ``finished``: why each ended (``stop``, ``length`` or ``interrupted``);
-    ``seeds``: of each row, also where none was given; ``stats`` of these tokens.
+    ``seeds``: of each row, also where none was given; ``stats`` of these tokens; ``steps``: how
+    many verification steps each row took, so that ``len(tokens[row]) / steps[row]`` is its mean
+    accepted length.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     finished: tuple[str, ...]
     seeds: tuple[int, ...]
     stats: Stats
+    steps: tuple[int, ...]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -303,14 +306,19 @@ class _Run:
 
     def generation(self) -> Generation:
         tally = Tally(self.config.gamma)
+        steps = np.zeros(len(self.tokens), np.int64)
         if self.records:
             *counts, gammas = map(np.concatenate, zip(*self.records, strict=True))
-            kept = kept_of(*counts, kept=np.array([len(row) for row in self.tokens]))
-            tally.add(*kept, gammas=gammas)
+            drafted, accepted, committed = kept_of(
+                *counts, kept=np.array([len(row) for row in self.tokens])
+            )
+            tally.add(drafted, accepted, committed, gammas=gammas)
+            steps = (committed > 0).sum(axis=0)
         return Generation(
             tokens=tuple(map(tuple, self.tokens)),
             finished=tuple(self.finished),
             seeds=tuple(p.seed for p in self.params if p.seed is not None),
+            steps=tuple(steps.tolist()),
             stats=tally.stats(
                 rows=len(self.prompts),
                 prompt_tokens=self.prompt_tokens,

@@ -1,0 +1,217 @@
+"""Drafters on a real language model: real texts, acceptance and speed as they happen.
+
+``--model`` is a GGUF file or a model directory with a chat template. Prompts are long texts that
+every machine has, with a question in the model's chat template (`bench.real.texts`). Every batch is
+prefilled once, and every drafter starts from there. Greedy answers must be those of plain decoding
+but for near ties; sampled ones about as likely. Two speeds: *steady*, tokens per second while all
+rows decode, at the acceptance of the answers that do not repeat themselves; *batch*, all tokens over
+the time of `jspec.generate`, whose end is that of the slowest row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jspec
+from bench import cases
+from bench.decode import drafting
+from bench.decode.shapes import Ceilings, weight_bytes
+from bench.program import failure
+from bench.real import rivals, tables, texts
+from bench.real.cell import ROOM, Cell
+from bench.real.drafters import ALL, PLAIN, SAMPLING, Drafting, wanted
+from bench.real.figures import Row, where
+from bench.settings import Settings, bar
+from bench.suite import Suite
+from jspec.cli.compile_cache import keep_programs
+
+# S: tokens of the longest prompt; new: of an answer at most; drafts: `few` everywhere, `all` at
+# headline cells.
+DEFAULT: cases.Case = {
+    **{"B": 16, "S": 4096, "gamma": 5, "new": 128},
+    **{"sampling": "greedy", "drafts": "few", "exact": "no"},
+}
+CHOICES = {"sampling": tuple(SAMPLING), "drafts": ("few", "all"), "exact": ("no", "yes")}
+PROMPTS = 8  # of a cell at least: smaller batches are decoded one after the other
+SHORT = 16384  # positions; a model with fewer has the cells of a small one
+OF_A_CELL = ("B", "S", "gamma", "exact")
+
+
+def case(text: str) -> cases.Case:
+    """A case of ``--case``; `ValueError` where it is none."""
+    return cases.parse(text, DEFAULT, CHOICES)
+
+
+def grid(max_context: int) -> list[str]:
+    """The suite's own cells for a model with so many positions."""
+    if max_context < SHORT:
+        batches, contexts, headline, exact = (12, 96), ("2K", "7K"), (96, "7K"), (12, "2K")
+    else:
+        batches, contexts = (1, 16, 64), ("4K", "16K", "30K")
+        headline, exact = (64, "30K"), (16, "4K")
+    result = []
+    for context in contexts:
+        for batch in batches:
+            cell = f"B={batch},S={context}"
+            if (batch, context) == headline:
+                result += [f"{cell},drafts=all,sampling={sampling}" for sampling in SAMPLING]
+                result += [f"{cell},new=1024,sampling={sampling}" for sampling in ("greedy", "t0.8")]
+            else:
+                result += [f"{cell},sampling={sampling}" for sampling in ("greedy", "t0.8")]
+    return [*result, f"B={exact[0]},S={exact[1]},exact=yes"]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Rows come one by one; with ``settings.resume`` those of an earlier run come first."""
+    if settings.model is None:
+        raise ValueError("real needs --model, a GGUF file or a model directory")
+    keep_programs()
+    # A model without a tokenizer or template fails before its weights are read.
+    tokenizer = jspec.load_tokenizer(settings.model)
+    template = jspec.load_chat_template(settings.model)
+    if template is None:
+        raise ValueError(f"{settings.model} has no chat template; real asks questions in one")
+    model = jspec.load_model(settings.model)
+    limits = drafting.ceilings()
+    name = settings.model.stem
+    earlier = _earlier(settings.resume, name)
+    return {
+        "model": {
+            "name": name,
+            "layers": model.config.num_layers,
+            "weight_bytes": weight_bytes(model),
+            "dtype": str(model.dtype),
+        },
+        "read_ceiling_bytes_per_s": limits.read,
+        "acceptance": "measured",
+        "rows": _rows(settings, model, tokenizer, template, limits, name, earlier),
+    }
+
+
+def _earlier(path: Path | None, name: str) -> list[Row]:
+    """The rows of an earlier run of the same model on the same device."""
+    if path is None or not path.exists():
+        return []
+    result = json.loads(path.read_text(encoding="utf-8"))
+    device = jax.devices()[0].device_kind
+    if (result["suite"], result["model"]["name"]) != ("real", name):
+        raise ValueError(f"{path} is no result of real with {name}; choose another --json")
+    if result["machine"]["device"] != device:
+        raise ValueError(f"{path} is of {result['machine']['device']}, and this is {device}")
+    return result["rows"]
+
+
+def _rows(
+    settings: Settings,
+    model: jspec.Decoder,
+    tokenizer: jspec.Tokenizer,
+    template: jspec.ChatTemplate,
+    limits: Ceilings,
+    name: str,
+    earlier: list[Row],
+) -> Iterator[Row]:
+    yield from earlier
+    run_number = 1 + max((row["run"] for row in earlier), default=-1)
+    done = {(where(row)[:-1], row["name"]) for row in earlier if row["checked"] is not False}
+    by_cell: dict[tuple[Any, ...], list[cases.Case]] = {}
+    for asked in _cases(settings, model.config.max_context):
+        by_cell.setdefault(tuple(asked[key] for key in OF_A_CELL), []).append(asked)
+    with bar("real", len(by_cell)) as advance:
+        for of_cell in by_cell.values():
+            shared = {"model": name, "run": run_number}
+            todo = _todo(settings, of_cell, shared, done)
+            if todo:
+                rows = texts.prompts(
+                    tokenizer, template, max(of_cell[0]["B"], PROMPTS), of_cell[0]["S"]
+                )
+                yield from _of_cell(settings, model, tokenizer, rows, todo, limits, shared)
+            advance()
+
+
+def _cases(settings: Settings, max_context: int) -> list[cases.Case]:
+    own = grid(max_context)
+    if jax.default_backend() == "cpu":
+        own = ["B=2,S=512,new=24", "B=2,S=512,new=24,sampling=t0.8"]
+    elif settings.quick:
+        own = own[:2]
+    return [case(text) for text in settings.cases or own]
+
+
+def _todo(
+    settings: Settings, asked: Sequence[cases.Case], shared: Row, done: set[Any]
+) -> list[tuple[cases.Case, list[str]]]:
+    """The cases of a cell with the drafters that have no row yet; plain decoding where any has."""
+    result = []
+    for here in asked:
+        at = where({"case": here | shared, **shared})[:-1]
+        names = wanted(here["drafts"], settings.only)
+        if here["sampling"] == "greedy" and here["exact"] == "no":
+            names += [x for x in rivals.NAMES if x in settings.only or here["drafts"] == "all"]
+        left = [x for x in names if (at, x) not in done]
+        if left:
+            result.append((here, left if PLAIN in left else [PLAIN, *left]))
+    return result
+
+
+def _of_cell(
+    settings: Settings,
+    model: jspec.Decoder,
+    tokenizer: jspec.Tokenizer,
+    prompts: Sequence[texts.Prompt],
+    todo: Sequence[tuple[cases.Case, list[str]]],
+    limits: Ceilings,
+    shared: Row,
+) -> Iterator[Row]:
+    """The rows of one cell; what cannot run is a row with its reason."""
+    first, exact = todo[0][0], todo[0][0]["exact"] == "yes"
+
+    def row(here: cases.Case, name: str, **rest: Any) -> Row:
+        at = {"model": shared["model"], **here}
+        return {"operation": "real", "case": at, "name": name, "run": shared["run"]} | rest
+
+    about = {"texts": texts.digest(prompts)}
+    try:
+        settings_of_cell = {"exact": exact, "limits": limits}
+        cell = Cell(model, tokenizer, prompts, first["B"], **settings_of_cell)
+    except Exception as error:
+        yield row(first, PLAIN, checked=False, reason=failure(PLAIN, error).reason)
+        return
+    draftings = {
+        name: Drafting.of(name, first["gamma"], exact)
+        for _, names in todo
+        for name in names
+        if name in ALL
+    }
+    pairs = [(draftings[x], here["sampling"]) for here, names in todo for x in names if x in ALL]
+    cell.compile(list(dict.fromkeys(pairs)))
+    for here, names in todo:
+        for name in names:
+            try:
+                if name in rivals.NAMES:
+                    measured = rivals.row(cell, name, here["new"])
+                else:
+                    measured = cell.row(draftings[name], here["sampling"], here["new"])
+            except Exception as error:
+                measured = {"checked": False, "reason": failure(name, error).reason}
+            if not settings.check:
+                measured["checked"] = None
+            yield row(here, name, **about, **measured)
+
+
+SUITE = Suite(
+    "real",
+    "drafters on a real language model (--model): measured acceptance and speed at long context",
+    run,
+    tables.show,
+    rivals=(*ALL, *rivals.NAMES),
+    compare=tables.compare,
+    own_clocks=True,
+    case=case,
+)
+
+__all__ = ["ROOM", "SUITE"]

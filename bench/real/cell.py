@@ -1,0 +1,289 @@
+"""One cell: prompts of one length in batches of one size, decoded by every drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+import jspec
+from bench import point
+from bench.at_once import Task, as_they_end
+from bench.decode import floors, parts, phases
+from bench.decode.running import device_bytes, of_kernels
+from bench.decode.shapes import Ceilings
+from bench.real import check
+from bench.real.answers import repeats
+from bench.real.drafters import PLAIN, Drafting, params_of
+from bench.real.texts import Prompt
+from jspec.decode.plan import usual_steps
+from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
+from jspec.decode.programs import PROGRAMS
+from jspec.decode.state import DecodeState, FlatModels, Models
+from jspec.decode.step import decode_chunk
+from jspec.decode.switch import switch
+from jspec.eval.sample import prepared
+from jspec.sharding import beside, place
+
+ROOM = 1024  # positions after the prompts, so that all lengths of answers share a program
+MOST_WORKERS = 6  # programs that compile at once; more wait for the interpreter
+SPARE = 0.15  # of the device's memory, for what programs need besides the caches
+REPEATS = 3  # generations that are timed, of answers up to `LONG` tokens; one of longer ones
+LONG = 256
+SAMPLES = 5  # of the time of a step
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Measured:
+    """Answers of all batches with one drafter and sampling, and what they took."""
+
+    answers: list[tuple[int, ...]]
+    steps: list[int]
+    attempts_at: list[int]
+    accepted_at: list[int]
+    decode_s: list[float]
+    switch_s: float
+
+
+class Cell:
+    """``prompts`` in batches of ``batch``, prefilled once; every drafter starts from there.
+
+    ``limits``: ceilings of this device, for floors.
+    """
+
+    def __init__(
+        self,
+        model: jspec.Decoder,
+        tokenizer: jspec.Tokenizer,
+        prompts: Sequence[Prompt],
+        batch: int,
+        *,
+        exact: bool,
+        limits: Ceilings,
+    ):
+        self.model, self.batch, self.exact, self._limits = model, batch, exact, limits
+        self._tokenizer = tokenizer
+        rows = [prompt.tokens for prompt in prompts]
+        self.batches = [rows[i : i + batch] for i in range(0, len(rows), batch)]
+        self._copies: dict[str, Any] = {}
+        self._step_times: dict[tuple[str, str], Row] = {}
+        self._plain: dict[tuple[str, int], Measured] = {}
+        self.prefill_s, self.prefilled = self._prefill()
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [row for rows in self.batches for row in rows]
+
+    @property
+    def mean_context(self) -> int:
+        """Tokens in the cache of a row, on average over prompts."""
+        return round(statistics.mean(map(len, self.prompts)))
+
+    def _prefill(self) -> tuple[float, list[DecodeState]]:
+        """Seconds of all prefills without compiling, and the state of each batch after it."""
+        capacity = rounded_capacity(max(map(len, self.prompts)) + ROOM)
+        run, begin = PROGRAMS.timed(), time.perf_counter()
+        config = jspec.StepConfig(0, jspec.NoDraft(), exact=self.exact)
+        states = [
+            start_decoding(
+                Models(self.model), rows, self._timing_params(rows), config, capacity=capacity, run=run
+            )
+            for rows in self.batches
+        ]
+        jax.block_until_ready(states)
+        return time.perf_counter() - begin - run.compile_s, states
+
+    def compile(self, wanted: Sequence[tuple[Drafting, str]]) -> None:
+        """Compile the programs of these drafters and samplings, several at a time.
+
+        A program that fails to compile fails again, with its reason, where it is measured.
+        """
+
+        def task(drafting: Drafting, sampling: str) -> Task:
+            def run() -> None:
+                params = params_of(sampling, 1, len(self.batches[0]))
+                try:
+                    self._generate(drafting, params, 0)
+                except Exception as error:
+                    print(f"{drafting.name}: {type(error).__name__}", flush=True)
+
+            return Task(f"{drafting.name}, {sampling}", run)
+
+        tasks = [task(*pair) for pair in wanted]
+        for _ in as_they_end("compile", tasks, self._workers()):
+            pass
+
+    def _workers(self) -> int:
+        """How many generations have room at the same time, each with a copy of the cache."""
+        limit, used = (device_bytes(name) for name in ("bytes_limit", "bytes_in_use"))
+        if limit is None or used is None:
+            return 1
+        free = (1 - SPARE) * limit - used
+        return max(1, min(MOST_WORKERS, int(free // (1.3 * self.prefilled[0].cache.nbytes))))
+
+    def row(self, drafting: Drafting, sampling: str, new: int) -> Row:
+        """The figures of one drafter with one sampling and length of answers, checked.
+
+        Plain decoding must have been measured before, with the same sampling and length.
+        """
+        measured = self._measured(drafting, sampling, new)
+        result = {
+            "setting": repr(drafting.config.draft),
+            "tokens": list(map(len, measured.answers)),
+            "steps": measured.steps,
+            "repeats": list(map(repeats, measured.answers)),
+            "attempts_at": measured.attempts_at,
+            "accepted_at": measured.accepted_at,
+            "decode_s_samples": measured.decode_s,
+            "prefill_s": self.prefill_s,
+            "switch_s": measured.switch_s,
+            "context": self.mean_context,
+            "plain_floor_ns": self.plain_floor_ns,
+        }
+        if drafting.name == PLAIN:
+            self._plain[sampling, new] = measured
+            result |= {"rows": len(measured.answers), "checked": True}
+        else:
+            result |= self._check(drafting, sampling, measured, self._plain[sampling, new])
+        if not result["checked"]:
+            return result | {"reason": "its answers are not the model's, so it is not timed"}
+        at = drafting.name, sampling
+        if at not in self._step_times:
+            self._step_times[at] = self._step_time(drafting, sampling)
+        return result | self._step_times[at]
+
+    def _check(
+        self, drafting: Drafting, sampling: str, measured: Measured, plain: Measured
+    ) -> Row:
+        texts = self.model, self.prompts, measured.answers, plain.answers
+        if sampling == "greedy":
+            return check.greedy(*texts, exact=drafting.config.exact)
+        return check.sampled(*texts)
+
+    def _measured(self, drafting: Drafting, sampling: str, new: int) -> Measured:
+        """Generate the answers of every batch, as a caller of `jspec.generate` does."""
+        counts = range(1 + (REPEATS if new <= LONG else 1)) if len(self.batches) == 1 else range(2)
+        runs = []
+        for _ in counts:  # the first one warms up
+            parts_of = [
+                self._generate(drafting, params_of(sampling, new, len(rows)), index)
+                for index, rows in enumerate(self.batches)
+            ]
+            runs.append(parts_of)
+        last = runs[-1]
+        stats = jspec.Stats.merged([part.stats for part in last])
+        return Measured(
+            answers=[row for part in last for row in part.tokens],
+            steps=[count for part in last for count in part.steps],
+            attempts_at=[at.attempts for at in stats.acceptance_by_position],
+            accepted_at=[at.accepted for at in stats.acceptance_by_position],
+            decode_s=[sum(part.stats.decode_s for part in run) for run in runs[1:]],
+            switch_s=sum(part.stats.prefill_s for part in last),
+        )
+
+    def _generate(
+        self, drafting: Drafting, params: list[jspec.SamplingParams], index: int
+    ) -> jspec.Generation:
+        config, models = drafting.config, self._models(drafting)
+        return jspec.generate(
+            self.model,
+            self.batches[index],
+            params,
+            draft=config.draft,
+            gamma=config.gamma,
+            draft_model=models.draft,
+            policy_arrays=models.policy,
+            exact=config.exact,
+            prefilled=self.prefilled[index],
+        )
+
+    def _models(self, drafting: Drafting) -> Models:
+        """The model with what a drafter makes of it; quantised copies of one kind are shared."""
+        config = drafting.config
+        kind = floors.quantized_in(config)
+        arrays = prepared(config.keeps, self.model, self._tokenizer)
+        models = config.draft.prepare(Models(self.model, self._copies.get(kind), arrays))
+        self._copies[kind] = models.draft
+        return models
+
+    def plain_answers(self, new: int) -> list[tuple[int, ...]]:
+        """Greedy answers of plain decoding, which must have been measured before."""
+        return self._plain["greedy", new].answers
+
+    @property
+    def plain_floor_ns(self) -> float:
+        """Nanoseconds in which a plain step of a batch could read its bytes."""
+        plain = jspec.StepConfig(0, jspec.NoDraft())
+        of_parts = floors.of_iteration(
+            Models(self.model), self.batch, self.mean_context, plain, self._limits
+        )
+        return sum(of_parts.values())
+
+    def _timing_params(self, rows: Sequence[Sequence[int]]) -> list[jspec.SamplingParams]:
+        """Requests that no end token ends, of as many tokens as there is room for."""
+        one = jspec.SamplingParams(max_new_tokens=ROOM, ignore_eos=True)
+        return [dataclasses.replace(one, seed=row) for row in range(len(rows))]
+
+    def _step_time(self, drafting: Drafting, sampling: str) -> Row:
+        """Nanoseconds of a step while all rows of the first batch decode, and of its kernels."""
+        config, models = drafting.config, self._models(drafting)
+        flat, steps = FlatModels.of(models), usual_steps(config.draft, config.gamma)
+        state = self._started(models, config, sampling)
+
+        def chunk() -> jax.Array:
+            nonlocal state
+            static = {"config": config, "steps": steps}
+            state, _ = PROGRAMS(decode_chunk, flat, state, **static)
+            return jax.block_until_ready(state.cache.lengths)
+
+        chunk()
+        samples = []
+        while len(samples) < SAMPLES:
+            begin = time.perf_counter_ns()
+            chunk()
+            if bool(state.done.any()):  # a step of fewer rows is another step
+                break
+            samples.append(round((time.perf_counter_ns() - begin) / steps))
+        if not samples:
+            raise RuntimeError(f"{drafting.name}: some row ended before a step could be timed")
+        result: Row = {"step_ns": samples}
+        of_parts = floors.of_iteration(models, self.batch, self.mean_context, config, self._limits)
+        result["floors_ns"] = of_parts
+        if point.DEVICE.reason is None:
+            program = PROGRAMS.executable(
+                PROGRAMS.timed(), decode_chunk, (flat, state), {"config": config, "steps": steps}
+            )
+            result |= self._profile(chunk, program, steps, statistics.median(samples))
+        return result
+
+    def _started(self, models: Models, config: jspec.StepConfig, sampling: str) -> DecodeState:
+        """The state of the first batch for steps of ``config``, as `jspec.generate` makes it."""
+        before, rows = self.prefilled[0], self.batches[0]
+        state = switch(models, before, config)
+        tokens, lengths = jax.device_get((before.tokens, before.lengths))
+        params = [
+            dataclasses.replace(timing, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p)
+            for timing, p in zip(
+                self._timing_params(rows), params_of(sampling, ROOM, len(rows)), strict=True
+            )
+        ]
+        ends = self.model.config.stop_tokens
+        arrays = tokens, lengths, params, ends, room_of(params, ends), state.cache, state.draft
+        return place(state_of(*arrays, exact=state.exact), beside(models))
+
+    def _profile(self, chunk: Any, program: Any, steps: int, step_ns: float) -> Row:
+        """The kernels of a step by part; a reason where CUPTI gives none."""
+        try:
+            kernels = point.DEVICE.kernels(chunk)
+        except RuntimeError as error:
+            return {"profile": str(error)}
+        sums = phases.by_part(kernels, parts.origins(program.as_text()))
+        return of_kernels(kernels, steps, step_ns) | {
+            "parts_ns": {part: sum(kinds.values()) / steps for part, kinds in sums.items()}
+        }
+

@@ -1,0 +1,126 @@
+"""The tables of `python -m bench real`, one for each cell, sampling and length of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from bench.cases import kilo
+from bench.real.drafters import PLAIN
+from bench.real.figures import (
+    Row,
+    batch_rate,
+    committed_per_step,
+    end_to_end_rate,
+    floor_rate,
+    is_timed,
+    limits,
+    over_plain,
+    steady_rate,
+    step_ms,
+    where,
+)
+from bench.settings import console
+from bench.table import times
+
+HEADINGS = (
+    "drafter",
+    "tokens/step",
+    "all rows",
+    "ms/step",
+    "tok/s",
+    "vs plain",
+    "of floor",
+    "batch",
+    "end to end",
+    "same",
+    "repeat",
+)
+FOOT = (
+    "tokens/step: committed per verification step, ± standard error over rows, of answers that do "
+    "not repeat a 16-gram three times; all rows: with those that do. tok/s: steady, of all rows "
+    "while all decode, at the first acceptance. of floor: that over plain decoding at its byte "
+    "floor. batch: all tokens of jspec.generate until the slowest row has ended, over plain; end to "
+    "end: with the prefill. same: rows whose tokens are plain's. repeat: rows that do"
+)
+
+
+def groups(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    """The rows by case, those of a later run of the same case in place of earlier ones."""
+    result: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        result.setdefault(where(row)[:-1], []).append(row)
+    return result
+
+
+def title(row: Row) -> str:
+    """What the rows of a table share, in words."""
+    case = row["case"]
+    rows = f"{case['B']} row" + ("s" if case["B"] > 1 else "")
+    words = f"{case['model']}: {rows} of up to {kilo(case['S'])} tokens, {case['sampling']}, "
+    words += f"{case['new']} new, gamma {case['gamma']}"
+    return words + (", exact" if case["exact"] == "yes" else "")
+
+
+def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    """A timed row under `HEADINGS`."""
+    mean, every = (committed_per_step(row, repetitive=x) for x in (False, True))
+    steady, step = steady_rate(row), step_ms(row)
+
+    def ratio(rate: Any) -> str:
+        found = over_plain(row, rows, rate)
+        return "" if found is None else times(found)
+
+    return (
+        row["name"],
+        "" if mean is None else f"{mean.mean:.2f} ±{mean.error:.2f}",
+        "" if every is None else f"{every.mean:.2f}",
+        "" if step is None else f"{step:.2f}",
+        "" if steady is None else f"{steady:,.0f}",
+        ratio(steady_rate),
+        "" if steady is None else f"{steady / floor_rate(row):.2f}",
+        ratio(batch_rate),
+        ratio(end_to_end_rate),
+        f"{row['identical_rows']}/{row['rows']}" if "identical_rows" in row else "",
+        str(sum(row["repeats"])) if "repeats" in row else "",
+    )
+
+
+def show(result: dict[str, Any]) -> None:
+    """A table a case; what was not timed is a line with its reason."""
+    screen = console()
+    for rows in groups(result["rows"]).values():
+        heading = f"{result['machine']['device']}, acceptance measured. {title(rows[0])}"
+        table = Table(title=heading, title_justify="left", padding=(0, 1, 0, 0), box=None)
+        for word in HEADINGS:
+            table.add_column(word, justify="left" if word == "drafter" else "right")
+        for row in filter(is_timed, rows):
+            table.add_row(*cells(row, rows))
+        screen.print(table)
+        for row in rows:
+            if row.get("reason"):
+                screen.print(f"{row['name']}: {row['reason']}", markup=False)
+            elif reason := limits(row):
+                screen.print(f"  {row['name']}: {reason}", markup=False, style="dim")
+    screen.print(FOOT, markup=False)
+
+
+def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
+    """Write into each row how many times its steady rate is that of the earlier result."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return (*where(row)[:-1], row["name"])
+
+    before = {key(row): steady_rate(row) for row in earlier["rows"] if is_timed(row)}
+    compared = 0
+    for row in filter(is_timed, result["rows"]):
+        then, now = before.get(key(row)), steady_rate(row)
+        if then and now:
+            row["ratio"] = now / then
+            compared += 1
+    return compared
+
+
+__all__ = ["PLAIN", "cells", "compare", "groups", "show", "title"]
