@@ -14,6 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jspec.models.errors import CheckpointError
 from jspec.models.files import Fields, directory_of, read_json
+from jspec.models.gguf_file import GGUFFile, gguf_path
+from jspec.models.gguf_vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
     from jspec.models.tokenizer import Tokenizer
@@ -74,11 +76,17 @@ class ChatTemplate:
 
 
 def load_chat_template(path: str | Path) -> ChatTemplate | None:
-    """The chat template of a model directory, None where it has none.
+    """The chat template of a model, None where it has none.
 
-    It is in chat_template.jinja, or a field of tokenizer_config.json, which names the special
-    tokens too. Raises `CheckpointError` for files that are malformed.
+    Of a GGUF file it is the one in the file, with the special tokens that the file names. Where
+    that has none, and in a directory, it is in chat_template.jinja, or a field of
+    tokenizer_config.json, which names the special tokens too. Raises `CheckpointError` for files
+    that are malformed.
     """
+    if (stored := gguf_path(path)) is not None:
+        template = _gguf_template(GGUFFile(stored))
+        if template is not None:
+            return template
     file, settings = (directory_of(path) / name for name in (FILE, SETTINGS))
     fields = Fields(read_json(settings) if settings.is_file() else {}, str(settings))
     if file.is_file():
@@ -87,6 +95,17 @@ def load_chat_template(path: str | Path) -> ChatTemplate | None:
     if source is None:
         return None
     return ChatTemplate(source, _special_tokens(fields), fields.source)
+
+
+def _gguf_template(file: GGUFFile) -> ChatTemplate | None:
+    source = Fields(file.metadata, str(file.path)).text("tokenizer.chat_template", None)
+    if source is None:
+        return None
+    if len(source) > SIZE_LIMIT:
+        raise CheckpointError(f"{file.path}: tokenizer.chat_template has over {SIZE_LIMIT} bytes")
+    vocabulary = read_vocabulary(file)
+    special = {} if vocabulary is None else vocabulary.special_tokens()
+    return ChatTemplate(source, special, str(file.path))
 
 
 def _read(file: Path) -> str:

@@ -20,7 +20,8 @@ from jspec.models import kept
 from jspec.models.decoder import Decoder
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
-from jspec.models.files import GGUF_SUFFIX, Fields, read_json
+from jspec.models.files import Fields, read_json
+from jspec.models.gguf_file import gguf_path
 from jspec.models.joined import separate, separate_shapes
 from jspec.models.weights import Weights, quantization_of
 from jspec.ops.quantized import MXFP4
@@ -58,8 +59,8 @@ def load_model(
     what is kept in MXFP4.
     """
     path, dtype = Path(path), _dtype(dtype)
-    if path.suffix == GGUF_SUFFIX and path.is_file():
-        return _load_gguf(path, dtype, sharding)
+    if (file := gguf_path(path)) is not None:
+        return _load_gguf(file, dtype, sharding)
     check_model(path)
     if (path / SETTINGS).is_file():
         return _load_hugging_face(path, dtype, sharding, keep_mxfp4)
@@ -68,7 +69,7 @@ def load_model(
 
 def check_model(path: Path) -> None:
     """Raise `CheckpointError` where ``path`` holds no model, before its files are read."""
-    if path.suffix == GGUF_SUFFIX and path.is_file():
+    if gguf_path(path) is not None:
         return
     if not path.is_dir():
         state = "is no directory" if path.exists() else "does not exist"

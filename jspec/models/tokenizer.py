@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 import operator
 import os
 import uuid
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 
 from jspec.models.errors import CheckpointError, on_one_line, quoted
 from jspec.models.files import directory_of, parse_json, read_file
+from jspec.models.gguf_file import GGUFFile, gguf_path
+from jspec.models.gguf_tokenizer import UnreadTokenizerError, tokenizer_fields
 from jspec.models.guarded import GuardedTokenizer
 from jspec.models.library_tokenizer import LibraryTokenizer
 from jspec.models.token_bytes import byte_alphabet, byte_decoder
@@ -200,24 +203,42 @@ def _failing(what: str) -> Iterator[None]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer.json of a model directory, or of that of a GGUF file.
+    """The tokenizer of a model: that in a GGUF file, else the tokenizer.json of its directory.
 
-    One that is not there, or that the tokenizers library cannot read, is a `CheckpointError`. A
-    file that could make the library hang runs in a process of its own, with bounds on its time and
-    memory (docs/models.md).
+    A file that could make the library hang runs in a process of its own, with bounds on its time
+    and memory (docs/models.md).
+
+    Args:
+        path: a model directory or a GGUF file. Where the file has no tokenizer, or one of a kind
+            that jspec does not read, a tokenizer.json in its folder serves.
+
+    Raises:
+        CheckpointError: there is no tokenizer, or the tokenizers library cannot read it.
     """
     file = directory_of(path) / "tokenizer.json"
+    if (stored := gguf_path(path)) is not None:
+        try:
+            values = tokenizer_fields(GGUFFile(stored))
+        except UnreadTokenizerError:
+            if not file.exists():
+                raise
+        else:
+            return _made(values, json.dumps(values).encode(), stored)
     if not file.exists():
         raise CheckpointError(f"{file} does not exist; a model directory holds a tokenizer.json")
     content = read_file(file, FILE_LIMIT)
     values = parse_json(content, str(file))
     if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
         raise CheckpointError(f"{file}: not a tokenizer (it has no model)")
+    return _made(values, content, file)
+
+
+def _made(values: dict[str, Any], content: bytes, source: Path) -> Tokenizer:
     make = LibraryTokenizer if unproven(values) is None else GuardedTokenizer
     try:
         return Tokenizer(make(content.decode("utf-8-sig")), values, content)
     except ValueError as error:
-        raise CheckpointError(f"{file}: not a tokenizer ({on_one_line(error)})") from None
+        raise CheckpointError(f"{source}: not a tokenizer ({on_one_line(error)})") from None
 
 
 def _is_byte_level(values: dict[str, Any]) -> bool:

@@ -5,37 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.models.errors import quoted
-
-_MARKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-_SIGNS = r" ?[^\s\p{L}\p{N}]+"
-
-# The regular expressions of common models. Each is matched in linear time: a test tries them on
-# long runs of each kind of character.
-KNOWN_PATTERNS = frozenset(
-    [
-        # GPT-2
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        # Llama 3
-        rf"{_MARKS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SIGNS}[\r\n]*|{_SPACES}",
-        # Qwen 2, 2.5 and 3
-        rf"{_MARKS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SIGNS}[\r\n]*|{_SPACES}",
-        # Qwen 3.5
-        rf"{_MARKS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
-        # Mistral's Tekken
-        rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SIGNS}[\r\n/]*|{_SPACES}",
-        # GPT-4o, gpt-oss and Llama 4
-        rf"{_CASED[0]}{_MARKS}?|{_CASED[1]}{_MARKS}?|\p{{N}}{{1,3}}|{_SIGNS}[\r\n/]*|{_SPACES}",
-        # DeepSeek V3 has three
-        r"\p{N}{1,3}",
-        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
-        r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
-    ]
-)
+from jspec.models.split_patterns import KNOWN_PATTERNS
 
 # The field of tokenizer.json, the key of a Sequence in it, and the types that are linear.
 _LINEAR = (

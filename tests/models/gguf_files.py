@@ -137,3 +137,22 @@ def _converted(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
     for name, parts in experts.items():
         found[name] = np.stack([parts[expert] for expert in sorted(parts)])
     return {name: np.ascontiguousarray(value) for name, value in found.items()}
+
+
+def write_vocabulary(path: Path, **fields: Any) -> Path:
+    """A GGUF file of a tokenizer and nothing else; None is not written.
+
+    A key of ``fields`` is that after ``tokenizer.ggml.``, or ``chat_template``, or a whole one.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in fields.items():
+        if "." not in key:
+            key = f"tokenizer.{key}" if key.startswith("chat_") else f"tokenizer.ggml.{key}"
+        _add(writer, key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

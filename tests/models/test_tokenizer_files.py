@@ -15,8 +15,9 @@ from jspec.models import guarded
 from jspec.models.errors import CheckpointError
 from jspec.models.guarded import GuardedTokenizer
 from jspec.models.library_tokenizer import LibraryTokenizer
+from jspec.models.split_patterns import KNOWN_PATTERNS
 from jspec.models.tokenizer import load_tokenizer
-from jspec.models.tokenizer_kinds import KNOWN_PATTERNS, unproven
+from jspec.models.tokenizer_kinds import unproven
 from tests.models import tokenizers as made
 
 # Each character costs it 2^23 attempts, close to the number at which the library gives up.
