@@ -16,6 +16,7 @@ import pydoc
 import re
 from collections import Counter
 from collections.abc import Sequence
+from keyword import iskeyword
 from pathlib import Path
 
 from pydoc_data.topics import topics
@@ -30,7 +31,7 @@ MODULES = (
     *("ctypes", "datetime", "decimal", "difflib", "email.message", "enum", "fractions", "http.client"),
     *("inspect", "io", "ipaddress", "itertools", "json", "logging", "mailbox", "multiprocessing"),
     *("os", "pathlib", "pickle", "random", "re", "shutil", "socket", "sqlite3", "ssl", "statistics"),
-    *("string", "subprocess", "tarfile", "tempfile", "threading", "tokenize", "turtle", "typing"),
+    *("string", "subprocess", "tarfile", "tempfile", "threading", "tokenize", "typing"),
     *("unittest", "unittest.mock", "urllib.request", "uuid", "xml.dom.minidom", "zipfile"),
 )
 QUESTIONS = {
@@ -43,6 +44,7 @@ QUESTIONS = {
     "mistakes": "List possible mistakes in the text above, and say how to fix each of them.",
 }
 RAGGED = 0.3  # the shortest prompt is this share shorter than the longest
+HEAD = 4000  # characters in which the name to change is the most frequent one
 CHARACTERS_PER_TOKEN = 8  # more than any of these texts has on average
 _GOLDEN = 0.618034  # its multiples, modulo 1, fill [0, 1) evenly
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{4,}")
@@ -157,7 +159,7 @@ def _fitted(
     size = min(room, len(ids))
     while size > 0:
         part = tokenizer.decode(ids[:size])
-        names = Counter(_NAME.findall(part[: len(part) // 8])).most_common(1)
+        names = Counter(x for x in _NAME.findall(part[:HEAD]) if not iskeyword(x)).most_common(1)
         asked = QUESTIONS[question].format(name=names[0][0] if names else "it")
         message = {"role": "user", "content": f"{part}\n\n{asked}"}
         tokens = template.encode(tokenizer, [message])
