@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -9,17 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 import jspec
 from bench import point
 from bench.at_once import Task, as_they_end
 from bench.decode import floors, parts, phases
-from bench.decode.running import device_bytes, of_kernels
+from bench.decode.running import of_kernels
 from bench.decode.shapes import Ceilings
 from bench.real import check
 from bench.real.answers import repeats
 from bench.real.drafters import PLAIN, Drafting, params_of
 from bench.real.texts import Prompt
+from bench.settings import bar
 from jspec.decode.plan import usual_steps
 from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
 from jspec.decode.programs import PROGRAMS
@@ -30,11 +33,11 @@ from jspec.eval.sample import prepared
 from jspec.sharding import beside, place
 
 ROOM = 1024  # positions after the prompts, so that all lengths of answers share a program
-MOST_WORKERS = 6  # programs that compile at once; more wait for the interpreter
-SPARE = 0.15  # of the device's memory, for what programs need besides the caches
-REPEATS = 3  # generations that are timed, of answers up to `LONG` tokens; one of longer ones
+WORKERS = 12  # programs that compile at once; more would wait for the interpreter
+REPEATS = 2  # generations that are timed, of answers up to `LONG` tokens; one of longer ones
 LONG = 256
 SAMPLES = 5  # of the time of a step
+WARMUPS = 2  # chunks before: the second one records a CUDA graph
 Row = dict[str, Any]
 
 
@@ -89,48 +92,51 @@ class Cell:
         capacity = rounded_capacity(max(map(len, self.prompts)) + ROOM)
         run, begin = PROGRAMS.timed(), time.perf_counter()
         config = jspec.StepConfig(0, jspec.NoDraft(), exact=self.exact)
-        states = [
-            start_decoding(
-                Models(self.model), rows, self._timing_params(rows), config, capacity=capacity, run=run
-            )
-            for rows in self.batches
-        ]
-        jax.block_until_ready(states)
+        states = []
+        with bar("prefill", len(self.batches)) as advance:
+            for rows in self.batches:
+                settings = {"capacity": capacity, "run": run}
+                params = self._timing_params(rows)
+                state = start_decoding(Models(self.model), rows, params, config, **settings)
+                states.append(jax.block_until_ready(state))
+                advance()
         return time.perf_counter() - begin - run.compile_s, states
 
     def compile(self, wanted: Sequence[tuple[Drafting, str]]) -> None:
-        """Compile the programs of these drafters and samplings, several at a time.
+        """Compile the steps of these drafters and samplings, several at a time.
 
         A program that fails to compile fails again, with its reason, where it is measured.
         """
 
         def task(drafting: Drafting, sampling: str) -> Task:
+            models, config = self._models(drafting), drafting.config
+            # One state at a time is on the device; programs need its shapes alone.
+            shapes = jax.tree.map(_shape_of, self._started(models, config, sampling))
+            static = {"config": config, "steps": usual_steps(config.draft, config.gamma)}
+
             def run() -> None:
-                params = params_of(sampling, 1, len(self.batches[0]))
-                try:
-                    self._generate(drafting, params, 0)
-                except Exception as error:
-                    print(f"{drafting.name}: {type(error).__name__}", flush=True)
+                with contextlib.suppress(Exception):
+                    arguments = FlatModels.of(models), shapes
+                    PROGRAMS.executable(PROGRAMS.timed(), decode_chunk, arguments, static)
 
             return Task(f"{drafting.name}, {sampling}", run)
 
-        tasks = [task(*pair) for pair in wanted]
-        for _ in as_they_end("compile", tasks, self._workers()):
-            pass
-
-    def _workers(self) -> int:
-        """How many generations have room at the same time, each with a copy of the cache."""
-        limit, used = (device_bytes(name) for name in ("bytes_limit", "bytes_in_use"))
-        if limit is None or used is None:
-            return 1
-        free = (1 - SPARE) * limit - used
-        return max(1, min(MOST_WORKERS, int(free // (1.3 * self.prefilled[0].cache.nbytes))))
+        tasks = []
+        for pair in wanted:
+            with contextlib.suppress(Exception):
+                tasks.append(task(*pair))
+        with bar("compile", len(tasks)) as advance:
+            for _ in as_they_end("compile", tasks, WORKERS):
+                advance()
 
     def row(self, drafting: Drafting, sampling: str, new: int) -> Row:
         """The figures of one drafter with one sampling and length of answers, checked.
 
         Plain decoding must have been measured before, with the same sampling and length.
         """
+        # First the time of a step, which also warms the program up.
+        if (at := (drafting.name, sampling)) not in self._step_times:
+            self._step_times[at] = self._step_time(drafting, sampling)
         measured = self._measured(drafting, sampling, new)
         result = {
             "setting": repr(drafting.config.draft),
@@ -149,27 +155,28 @@ class Cell:
             self._plain[sampling, new] = measured
             result |= {"rows": len(measured.answers), "checked": True}
         else:
-            result |= self._check(drafting, sampling, measured, self._plain[sampling, new])
+            answers = measured.answers, self._plain[sampling, new].answers
+            result |= self.check(sampling, drafting.config.exact, *answers)
         if not result["checked"]:
             return result | {"reason": "its answers are not the model's, so it is not timed"}
-        at = drafting.name, sampling
-        if at not in self._step_times:
-            self._step_times[at] = self._step_time(drafting, sampling)
-        return result | self._step_times[at]
+        return result | self._step_times[drafting.name, sampling]
 
-    def _check(
-        self, drafting: Drafting, sampling: str, measured: Measured, plain: Measured
+    def check(
+        self, sampling: str, exact: bool, answers: check.Answers, plain: check.Answers
     ) -> Row:
-        texts = self.model, self.prompts, measured.answers, plain.answers
+        """Whether answers are those that plain decoding gives, as `bench.real.check` says."""
+
+        def scorer(rows: Sequence[int], texts: check.Answers) -> list[np.ndarray]:
+            return check.score_answers(self.model, self.prefilled, rows, texts)
+
         if sampling == "greedy":
-            return check.greedy(*texts, exact=drafting.config.exact)
-        return check.sampled(*texts)
+            return check.greedy(scorer, answers, plain, exact=exact)
+        return check.sampled(scorer, answers, plain)
 
     def _measured(self, drafting: Drafting, sampling: str, new: int) -> Measured:
         """Generate the answers of every batch, as a caller of `jspec.generate` does."""
-        counts = range(1 + (REPEATS if new <= LONG else 1)) if len(self.batches) == 1 else range(2)
         runs = []
-        for _ in counts:  # the first one warms up
+        for _ in range(REPEATS if len(self.batches) == 1 and new <= LONG else 1):
             parts_of = [
                 self._generate(drafting, params_of(sampling, new, len(rows)), index)
                 for index, rows in enumerate(self.batches)
@@ -182,7 +189,7 @@ class Cell:
             steps=[count for part in last for count in part.steps],
             attempts_at=[at.attempts for at in stats.acceptance_by_position],
             accepted_at=[at.accepted for at in stats.acceptance_by_position],
-            decode_s=[sum(part.stats.decode_s for part in run) for run in runs[1:]],
+            decode_s=[sum(part.stats.decode_s for part in run) for run in runs],
             switch_s=sum(part.stats.prefill_s for part in last),
         )
 
@@ -241,7 +248,8 @@ class Cell:
             state, _ = PROGRAMS(decode_chunk, flat, state, **static)
             return jax.block_until_ready(state.cache.lengths)
 
-        chunk()
+        for _ in range(WARMUPS):
+            chunk()
         samples = []
         while len(samples) < SAMPLES:
             begin = time.perf_counter_ns()
@@ -287,3 +295,6 @@ class Cell:
             "parts_ns": {part: sum(kinds.values()) / steps for part, kinds in sums.items()}
         }
 
+
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

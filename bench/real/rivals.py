@@ -6,7 +6,6 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from bench.program import Absent
-from bench.real import check
 from bench.real.answers import repeats
 from bench.real.cell import Cell
 from bench.rivals import decoding
@@ -26,7 +25,7 @@ def row(cell: Cell, name: str, new: int) -> dict[str, Any]:
         return {"checked": False if decoded.failed else None, "reason": decoded.reason}
     ends = set(cell.model.config.stop_tokens)
     answers = [_until_end(answer, ends) for answer in decoded.tokens]
-    right = check.greedy(cell.model, cell.prompts, answers, cell.plain_answers(new), exact=False)
+    right = cell.check("greedy", False, answers, cell.plain_answers(new))
     lengths = list(map(len, answers))
     return right | {
         "tokens": lengths,

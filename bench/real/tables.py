@@ -42,8 +42,8 @@ FOOT = (
     "tokens/step: committed per verification step, ± standard error over rows, of answers that do "
     "not repeat a 16-gram three times; all rows: with those that do. tok/s: steady, of all rows "
     "while all decode, at the first acceptance. of floor: that over plain decoding at its byte "
-    "floor. batch: all tokens of jspec.generate until the slowest row has ended, over plain; end to "
-    "end: with the prefill. same: rows whose tokens are plain's. repeat: rows that do"
+    "floor. batch: all tokens of jspec.generate until the slowest row has ended, over plain; end "
+    "to end: with the prefill. same: rows whose tokens are plain's. repeat: rows that do"
 )
 
 

@@ -1,8 +1,8 @@
 """Long prompts from texts that every machine with jspec has, with a question in a chat template.
 
 Three kinds of text: *code*, the source of one package; *docs*, Python's own documentation as pydoc
-shows it; *metadata*, the descriptions that installed packages ship. Four questions: rewrite, explain,
-summarise, find mistakes. Kinds and questions alternate so that every pair of them occurs.
+shows it; *metadata*, the descriptions that installed packages ship. Four questions: rewrite,
+explain, summarise, find mistakes. Kinds and questions alternate so that every pair of them occurs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from keyword import iskeyword
 from pathlib import Path
-
 from pydoc_data.topics import topics
 
 from jspec.models.chat import ChatTemplate
@@ -28,9 +27,29 @@ KINDS = ("code", "docs", "code", "metadata")
 PACKAGES = ("jax", "numpy", "scipy", "flax", "orbax", "optax", "rich", "jinja2")
 MODULES = (
     *("argparse", "ast", "asyncio", "collections", "concurrent.futures", "configparser", "csv"),
-    *("ctypes", "datetime", "decimal", "difflib", "email.message", "enum", "fractions", "http.client"),
+    *(
+        "ctypes",
+        "datetime",
+        "decimal",
+        "difflib",
+        "email.message",
+        "enum",
+        "fractions",
+        "http.client",
+    ),
     *("inspect", "io", "ipaddress", "itertools", "json", "logging", "mailbox", "multiprocessing"),
-    *("os", "pathlib", "pickle", "random", "re", "shutil", "socket", "sqlite3", "ssl", "statistics"),
+    *(
+        "os",
+        "pathlib",
+        "pickle",
+        "random",
+        "re",
+        "shutil",
+        "socket",
+        "sqlite3",
+        "ssl",
+        "statistics",
+    ),
     *("string", "subprocess", "tarfile", "tempfile", "threading", "tokenize", "typing"),
     *("unittest", "unittest.mock", "urllib.request", "uuid", "xml.dom.minidom", "zipfile"),
 )
@@ -59,9 +78,7 @@ class Prompt:
     question: str
 
 
-def prompts(
-    tokenizer: Tokenizer, template: ChatTemplate, count: int, context: int
-) -> list[Prompt]:
+def prompts(tokenizer: Tokenizer, template: ChatTemplate, count: int, context: int) -> list[Prompt]:
     """``count`` prompts of at most ``context`` tokens each, the first of them nearly as long.
 
     The others are up to `RAGGED` shorter. Each is a text followed by a question about it, in the

@@ -59,7 +59,11 @@ class Programs:
     def executable(
         self, cost: Timed, function: Any, args: tuple[Any, ...], static: dict[str, Any]
     ) -> Any:
-        """The executable for these arguments. What it took to get it is added to ``cost``."""
+        """The executable for these arguments. What it took to get it is added to ``cost``.
+
+        ``args`` may hold `jax.ShapeDtypeStruct` with a sharding in place of arrays, so that a
+        program can be compiled before there is memory for them.
+        """
         key = _Key(function, args, static)
         while True:
             found, is_new = self._claim(key)
@@ -202,7 +206,7 @@ def _signature_of(arg: Any) -> _Hashed:
 
 
 def _type_of(leaf: Any) -> tuple:
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, leaf.sharding
     return np.shape(leaf), np.result_type(leaf)
 
