@@ -8,7 +8,6 @@ from jspec import CheckpointError, load_chat_template, load_tokenizer
 from tests.models import tokenizers as made
 from tests.models.gguf_files import write_vocabulary
 
-gguf = pytest.importorskip("gguf")
 TEXTS = [
     "",
     "the cat sat",
