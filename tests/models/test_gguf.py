@@ -101,6 +101,12 @@ def test_rotary_factors_of_llama_3(tmp_path, monkeypatch):
         loaded(tmp_path, "llama2", **base)
 
 
+def test_a_rotary_factor_alone_is_linear(tmp_path):
+    """As llama.cpp takes it."""
+    (rope,) = loaded(tmp_path, "qwen2", **{"rope.scaling.factor": 4.0}).config.ropes
+    assert rope.scaling == RopeScaling("linear", 4.0)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
