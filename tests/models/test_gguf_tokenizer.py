@@ -13,6 +13,7 @@ from jspec import (
     load_tokenizer,
 )
 from jspec.cli import main
+from jspec.models import tokenizer
 from jspec.models.gguf_weights import GGUFWeights
 from tests.models import tokenizers as made
 from tests.models.gguf_files import write_gguf, write_vocabulary
@@ -48,12 +49,12 @@ def byte_level(path, **fields):
 
 def test_a_byte_level_tokenizer_is_the_library_s(tmp_path):
     path, library = byte_level(tmp_path)
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.vocab_size == library.get_vocab_size()
+    ours = load_tokenizer(path)
+    assert ours.vocab_size == library.get_vocab_size()
     for text in TEXTS:
-        tokens = tokenizer.encode(text)
+        tokens = ours.encode(text)
         assert tokens == library.encode(text).ids
-        assert tokenizer.decode(tokens) == text.replace("<eos>", "") == library.decode(tokens)
+        assert ours.decode(tokens) == text.replace("<eos>", "") == library.decode(tokens)
 
 
 def test_a_directory_with_one_file(tmp_path):
@@ -66,9 +67,8 @@ def test_a_directory_with_one_file(tmp_path):
 
 def test_what_is_added_to_a_text(tmp_path):
     path, _ = byte_level(tmp_path, add_bos_token=True, add_eos_token=True, bos_token_id=0)
-    tokenizer = load_tokenizer(path)
-    end = tokenizer.vocab_size - 2
-    assert tokenizer.encode("the") == [0, *tokenizer.encode("the", special=False), end]
+    ours = load_tokenizer(path)
+    assert ours.encode("the") == [0, *ours.encode("the", special=False), ours.vocab_size - 2]
     path, _ = byte_level(tmp_path, add_bos_token=True)
     with pytest.raises(CheckpointError, match=r"add_bos_token is true, but .*bos_token_id is miss"):
         load_tokenizer(path)
@@ -136,7 +136,7 @@ SENTENCEPIECE = {"model": "llama", "tokens": ["<unk>", "<s>", "</s>", "a"], "sco
         ({"scores": [0.0]}, "scores must be a list of 4 numbers"),
         ({"bos_token_id": 4}, "bos_token_id=4 must be below 4"),
         ({"add_space_prefix": 1}, "add_space_prefix'=1 must be true or false"),
-        ({"tokens": ["<unk>", "<s>", "</s>", "a" * 513]}, "token 3 has 513 characters, over 512"),
+        ({"tokens": ["<unk>", "<s>", "</s>", "a" * 20_000]}, "tokens are too many or too long"),
         ({"model": "gpt2"}, "merges must be a list of strings"),
         ({"model": "gpt2", "merges": ["a b"]}, "not a tokenizer"),
         ({"model": "gpt2", "merges": ["ab"]}, "not a tokenizer"),
@@ -151,13 +151,20 @@ def test_malformed_tokenizers_are_refused(tmp_path, fields, reason):
         (load_chat_template if "chat_template" in fields else load_tokenizer)(path)
 
 
+def test_a_tokenizer_is_bounded_as_a_tokenizer_json_is(tmp_path, monkeypatch):
+    path, _ = byte_level(tmp_path)
+    monkeypatch.setattr(tokenizer, "FILE_LIMIT", 1000)
+    with pytest.raises(CheckpointError, match=r"bytes as JSON, more than the 1000 that it may"):
+        load_tokenizer(path)
+
+
 def test_a_tokenizer_is_saved_as_it_is_read(tmp_path):
     path, _ = byte_level(tmp_path)
-    tokenizer = load_tokenizer(path)
+    ours = load_tokenizer(path)
     (tmp_path / "saved").mkdir()
-    tokenizer.save(tmp_path / "saved")
+    ours.save(tmp_path / "saved")
     saved = load_tokenizer(tmp_path / "saved")
-    assert [saved.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
+    assert [saved.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
 
 
 def test_a_file_is_all_that_a_conversation_needs(tmp_path, capsys):
