@@ -7,6 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
 PATIENCE = 1.0  # seconds before a bar is shown
 
 
@@ -17,25 +20,21 @@ def loading(name: str, total: int) -> Iterator[Callable[[int], None]]:
     It is shown only where stderr is a terminal and loading takes longer than `PATIENCE`, and is
     gone when the block ends.
     """
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    bars, begin = _bars(), time.monotonic()
+    task = bars.add_task(f"loading {name}", total=total)
     with contextlib.ExitStack() as shown:
-        begin, loaded, task = time.monotonic(), 0, None
 
         def advance(nbytes: int) -> None:
-            nonlocal loaded, task
-            loaded += nbytes
-            if task is not None:
-                bars.update(task, completed=loaded)
-            elif bars is not None and time.monotonic() - begin > PATIENCE:
+            bars.advance(task, nbytes)
+            if not bars.live.is_started and time.monotonic() - begin > PATIENCE:
                 shown.enter_context(bars)
-                task = bars.add_task(f"loading {name}", total=total, completed=loaded)
 
-        bars = _bars() if sys.stderr.isatty() else None
         yield advance
 
 
-def _bars():
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
+def _bars() -> Progress:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
