@@ -52,8 +52,9 @@ class Completion:
 class LLM:
     """A model to ask in text: ``LLM("path/to/model").generate("Once upon a time")[0].text``.
 
-    ``model``: a directory for `load_model`, the bundled model where it is None, or a model, which
-    needs a ``tokenizer``. ``chat_template`` and ``tokenizer`` default to those of the directory.
+    ``model``: a directory or GGUF file for `load_model`, the bundled model where it is None, or a
+    model, which needs a ``tokenizer``. ``chat_template`` and ``tokenizer`` default to those of the
+    directory or file.
     ``draft``, ``gamma``, ``draft_model``, ``target``, ``rule``, ``policy_arrays`` and ``backends``
     as in `jspec.generate`, ``batch`` prompts at a time; the arrays default to those that a text of
     jspec's own gives. Raises `CheckpointError` as `load_model` does.

@@ -47,7 +47,7 @@ def imported(folder: Path, without: str = "") -> set[str]:
 def test_every_dependency_is_imported_and_every_import_is_a_dependency(project):
     needed = names(project["project"]["dependencies"])
     extras = project["project"]["optional-dependencies"]
-    optional = names([*extras["cuda13"], *extras["bench"], *extras["gguf"]]) | {"triton"}
+    optional = names([*extras["cuda13"], *extras["bench"]]) | {"triton"}
     # Training needs more, which nothing but `jspec train-hash` loads.
     assert imported(ROOT / "jspec" / "train") <= needed | names(
         [*extras["train"], *extras["bench"]]

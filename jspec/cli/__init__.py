@@ -263,7 +263,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("tasks", metavar="ruler|FILE.jsonl", help="RULER's six tasks, or tasks of your own")
-    add("--model", metavar="DIR", help="model directory (default: bundled)")
+    add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
     add(
         "--policy",
         action="append",
@@ -293,7 +293,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _add_train_hash(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="DIR", help="Hugging Face or jspec model directory (default: bundled)")
+    add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
     add("--data", nargs="+", required=True, metavar="FILE", help="texts to learn from")
     add("--out", required=True, metavar="DIR", help="the folder to write, which must not exist")
     add(

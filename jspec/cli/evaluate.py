@@ -42,7 +42,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     if arguments.compile_cache:
         keep_programs()
     path = bundled_path() if arguments.model in (None, "bundled") else arguments.model
-    model, tokenizer = load_model(path), load_tokenizer(path)
+    tokenizer, model = load_tokenizer(path), load_model(path)
     if arguments.length > model.config.max_context:
         raise ValueError(
             f"--length {arguments.length} exceeds the model's context of {model.config.max_context}"

@@ -205,8 +205,8 @@ def load(
         if arguments.chat and template is None:
             raise ValueError(NO_TEMPLATE)
         keep = None if helix is None else False  # no share of a mesh is in MXFP4
+        tokenizer = load_tokenizer(path)  # first, as it is the faster to fail
         model = load_model(path, sharding=sharding, keep_mxfp4=keep)
-        tokenizer = load_tokenizer(path)
     if arguments.context is not None:
         model.config = dataclasses.replace(model.config, max_context=arguments.context)
     if isinstance(gamma, int) and gamma >= model.config.max_context:

@@ -49,7 +49,7 @@ def train_hash(arguments: argparse.Namespace) -> int:
     if arguments.compile_cache:
         keep_programs()
     path = bundled_path() if arguments.model in (None, "bundled") else Path(arguments.model)
-    model, tokenizer = load_model(path), load_tokenizer(path)
+    tokenizer, model = load_tokenizer(path), load_model(path)
     length = _length(arguments.length, model.config.max_context)
     learned = _texts(arguments.data, tokenizer, length, "--data")
     if arguments.held_out:

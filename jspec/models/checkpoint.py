@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from jspec.models.families import family, model_config
 from jspec.models.files import Fields, read_json
 from jspec.models.gguf_file import gguf_path
 from jspec.models.joined import separate, separate_shapes
+from jspec.models.progress import loading
 from jspec.models.weights import Weights, quantization_of
 from jspec.ops.quantized import MXFP4
 from jspec.sharding import Placing, placed
@@ -43,11 +45,11 @@ def load_model(
 
     The directory holds config.json (of a family in `jspec.models.families.FAMILIES`) and
     model.safetensors, whole or in shards with an index; int8 weights of compressed-tensors and FP8
-    weights of DeepSeek-V3 are dequantised. A GGUF file, which ends in .gguf, is dequantised too and
-    needs the extra ``gguf``. ``keep_mxfp4``: whether the experts of a gpt-oss stay in MXFP4 where
-    the directory has them so, of which each weight is the same and takes 4.25 bits; False
-    dequantises them, as a model that is trained needs them, and so does None those that
-    ``sharding`` splits. ``dtype`` is float32, bfloat16 or
+    weights of DeepSeek-V3 are dequantised. A GGUF file, which ends in .gguf, is dequantised too; a
+    directory with one and no config.json stands for it. ``keep_mxfp4``: whether the experts of a
+    gpt-oss stay in MXFP4 where the directory has them so, of which each weight is the same and
+    takes 4.25 bits; False dequantises them, as a model that is trained needs them, and so does None
+    those that ``sharding`` splits. ``dtype`` is float32, bfloat16 or
     float16; None is float32 on a CPU and bfloat16 elsewhere. ``sharding`` is one for every
     parameter, or a function of a parameter's name and shape, such as
     ``"layers.0.attention.qkv.kernel"`` and ``(in, K, columns)``; None is the default device.
@@ -126,7 +128,7 @@ def _load_hugging_face(
     in_mxfp4 = {n: shape for n, shape in skeleton.shapes.items() if weights.in_mxfp4(n)}
     stays = kept.chosen(in_mxfp4, skeleton.placings(sharding), keep_mxfp4)
     return _filled(
-        *(skeleton, sharding, weights.read),
+        *(skeleton, path, sharding, weights.read),
         packed=stored.packed,
         mxfp4={name: functools.partial(weights.read_mxfp4, name) for name in stays},
     )
@@ -138,7 +140,7 @@ def _load_gguf(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
     weights = GGUFWeights(path)
     skeleton = _Skeleton(weights.config, dtype)
     weights.check(separate_shapes(weights.config, skeleton.shapes))
-    return _filled(skeleton, sharding, weights.read)
+    return _filled(skeleton, path, sharding, weights.read)
 
 
 def _load_saved(path: Path, dtype: np.dtype, sharding: Placing, keep_mxfp4: bool | None) -> Decoder:
@@ -152,7 +154,7 @@ def _load_saved(path: Path, dtype: np.dtype, sharding: Placing, keep_mxfp4: bool
         raise CheckpointError(f"{path / saved.SETTINGS}: {error}") from None
     if version < saved.JOINED:
         saved.check_shapes(path, stored, separate_shapes(config, skeleton.shapes))
-        return _filled(skeleton, sharding, functools.partial(saved.read_into, path))
+        return _filled(skeleton, path, sharding, functools.partial(saved.read_into, path))
     in_mxfp4, placings = kept.stored_in(stored, skeleton.shapes), skeleton.placings(sharding)
     stays = kept.chosen(in_mxfp4, placings, keep_mxfp4)
     # Left to itself, orbax would ask for the devices that the model was saved from.
@@ -209,6 +211,7 @@ class _Skeleton:
 
 def _filled(
     skeleton: _Skeleton,
+    source: Path,
     sharding: Placing,
     read: Read,
     *,
@@ -218,7 +221,8 @@ def _filled(
     """``skeleton`` with parameters made on the host, one by one, of what ``read`` puts in.
 
     ``read(name, out, axes)`` fills ``out`` with a parameter, or with a part of one that is joined,
-    as `Weights.read` does. ``mxfp4``: what fills those that stay so.
+    as `Weights.read` does. ``mxfp4``: what fills those that stay so. ``source`` is the model's
+    path, for a bar on a terminal.
     """
 
     def made(name: str, to: jax.sharding.Sharding | None) -> np.ndarray | MXFP4:
@@ -237,12 +241,13 @@ def _filled(
                 read(part, place, axes)
         return out
 
-    return skeleton.filled(
-        {
-            name: jax.tree.map(functools.partial(_place, sharding=to), made(name, to))
-            for name, to in skeleton.placings(sharding).items()
-        }
-    )
+    arrays = {}
+    sizes = {n: math.prod(s) * skeleton.dtypes[n].itemsize for n, s in skeleton.shapes.items()}
+    with loading(source.name, sum(sizes.values())) as advance:
+        for name, to in skeleton.placings(sharding).items():
+            arrays[name] = jax.tree.map(functools.partial(_place, sharding=to), made(name, to))
+            advance(sizes[name])
+    return skeleton.filled(arrays)
 
 
 def _own_axes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,14 @@ def config_of(
     shapes: Mapping[str, tuple[int, ...]],
     source: str,
     factors: Callable[[], np.ndarray],
+    stop_tokens: Sequence[int] = (),
 ) -> ModelConfig:
     """The settings of a file with these tensors; ``shapes`` are as in a Hugging Face file.
 
-    ``factors`` reads the tensor of Llama 3's rotary factors, where the file has one. Raises
-    `CheckpointError` for what is missing, of a wrong type, unknown, or what jspec does not have.
+    ``factors`` reads the tensor of Llama 3's rotary factors, where the file has one.
+    ``stop_tokens``: those of its vocabulary; of a file without one those that its fields name.
+    Raises `CheckpointError` for what is missing, of a wrong type, unknown, or what jspec does not
+    have.
     """
     general = Fields(metadata, source)
     architecture = general.text("general.architecture")
@@ -66,7 +69,7 @@ def config_of(
         "max_position_embeddings": fields.integer("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in shapes,
-        "eos_token_id": _stops(general),
+        "eos_token_id": list(stop_tokens) or _stops(general),
         "rope_theta": fields.number("rope.freq_base", 10000.0),
         "rope_scaling": _scaling(fields),
     }
@@ -85,13 +88,15 @@ def config_of(
 
 
 def _stops(general: Fields) -> list[int]:
-    """The end of a text, and that of a turn."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    """The ends of a text, of a turn and of a message to a tool."""
+    keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
     return [general.count(key) for key in keys if general.has(key)]
 
 
 def _scaling(fields: Fields) -> dict[str, Any] | None:
-    kind = fields.text("rope.scaling.type", "none")
+    # As llama.cpp takes a factor alone.
+    usual = "linear" if fields.has("rope.scaling.factor") else "none"
+    kind = fields.text("rope.scaling.type", usual)
     factor = fields.number("rope.scaling.factor", 1.0)
     original = fields.integer("rope.scaling.original_context_length", None)
     fast = fields.number("rope.scaling.yarn_beta_fast", 32.0)

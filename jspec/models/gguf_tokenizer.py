@@ -23,7 +23,7 @@ from jspec.models.gguf_vocabulary import (
     read_vocabulary,
 )
 
-_LONGEST = 512  # characters of a token with a score: its halves are all looked up
+_WORK = 1 << 28  # characters looked up where scores become merges; Gemma's take 2**24
 _SPACE = "\u2581"
 
 
@@ -176,14 +176,14 @@ def _sentencepiece(fields: Fields, vocabulary: Vocabulary) -> dict[str, Any]:
 
 def _merges(fields: Fields, vocabulary: Vocabulary, scores: np.ndarray) -> list[list[str]]:
     """Each way to join two tokens into a third, by the score of the third, the highest first."""
+    if sum(len(token) ** 2 for token in vocabulary.tokens) > _WORK:
+        raise fields.error("tokenizer.ggml.tokens are too many or too long for scores")
     joinable = np.isin(vocabulary.types, (NORMAL, USER_DEFINED, UNUSED)).tolist()
     known = {token for token, use in zip(vocabulary.tokens, joinable, strict=True) if use}
     merges: list[list[str]] = []
     # The sort is stable: of equal scores the shorter token comes first, as in llama.cpp's queue.
     for index in np.argsort(-scores.astype(np.float64), kind="stable").tolist():
         token = vocabulary.tokens[index]
-        if len(token) > _LONGEST:
-            raise fields.error(f"token {index} has {len(token)} characters, over {_LONGEST}")
         if joinable[index]:
             for at in range(1, len(token)):
                 if token[:at] in known and token[at:] in known:

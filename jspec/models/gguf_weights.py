@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 
 from jspec.config import ModelConfig
-from jspec.extras import install
 from jspec.models.errors import CheckpointError, on_one_line, quoted
-from jspec.models.files import TENSOR_LIMIT
+from jspec.models.gguf_file import GGUFFile, TensorEntry
 from jspec.models.gguf_settings import config_of
+from jspec.models.gguf_vocabulary import read_vocabulary
 from jspec.models.weights import listed, stored_shape, write_rows
 
 _PART = re.compile(r"layers\.([0-9]+)\.(.+)")
 _EXPERT = re.compile(r"experts\.([0-9]+)\.")
 _BLOCK = 1 << 18  # numbers that are dequantised at a time
-_LONGEST = 1 << 14  # items of a list; longer ones are of the tokenizer
 # Modules of jspec, each projection by its own, and their tensors; other files may differ in a few.
 _TENSORS = {
     "attention_norm": "attn_norm",
@@ -53,34 +53,48 @@ _ROPE_FACTORS = "rope_freqs.weight"
 class GGUFWeights:
     """The tensors of the file ``path``, and the ``config`` that it says.
 
-    Raises `CheckpointError` where the file is malformed or of another model, and `ValueError`
-    where the gguf package is missing.
+    Raises `CheckpointError` where the file is malformed or of another model.
     """
 
     def __init__(self, path: Path):
-        try:
-            import gguf  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ValueError(f"{path} needs the gguf package: {install('gguf')}") from None
+        # It takes a third of a second to import, which only such files should cost.
+        import gguf
+
         self.path, self._gguf = path, gguf
-        try:
-            reader = gguf.GGUFReader(path)
-            metadata = {name: _value(field) for name, field in reader.fields.items()}
-            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-            self._shapes = {
-                name: tuple(map(int, reversed(tensor.shape)))
-                for name, tensor in self._tensors.items()
-            }
-        except Exception as error:  # the package has no one type for what it cannot read
-            raise CheckpointError(f"{path} is no sound GGUF file: {on_one_line(error)}") from None
-        if len(self._tensors) > TENSOR_LIMIT:
-            raise CheckpointError(f"{path} has more than {TENSOR_LIMIT} tensors")
-        if metadata.get("split.count", 1) != 1:
+        self._file = GGUFFile(path)
+        fields = self._file.fields()
+        if fields.get("split.count", 1) != 1:
             raise CheckpointError(
-                f"{path} is one of {quoted(metadata['split.count'])} parts; merge them with "
+                f"{path} is one of {quoted(fields['split.count'])} parts; merge them with "
                 "llama.cpp's llama-gguf-split"
             )
-        self.config: ModelConfig = config_of(metadata, self._shapes, str(path), self._factors)
+        self._shapes = {name: entry.shape for name, entry in self._file.tensors.items()}
+        self._row_bytes = {name: self._checked(e) for name, e in self._file.tensors.items()}
+        vocabulary = read_vocabulary(self._file)
+        stops = [] if vocabulary is None else vocabulary.stop_tokens()
+        self.config: ModelConfig = config_of(fields, self._shapes, str(path), self._factors, stops)
+
+    def _checked(self, entry: TensorEntry) -> int:
+        """The bytes of a row of a tensor, which lies within the file."""
+        try:
+            block, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(entry.kind)]
+        except (ValueError, KeyError):
+            raise self._file.error(
+                f"tensor {quoted(entry.name)} has the unknown type {entry.kind}"
+            ) from None
+        columns = entry.shape[-1] if entry.shape else 1
+        if columns % block:
+            raise self._file.error(
+                f"tensor {quoted(entry.name)} has rows of {columns}, no multiple of {block}"
+            )
+        row = columns // block * size
+        end = self._file.data_start + entry.offset + math.prod(entry.shape[:-1]) * row
+        if end > self._file.size:
+            raise self._file.error(
+                f"tensor {quoted(entry.name)} ends at byte {end}, but the file has "
+                f"{self._file.size}; it is truncated, copy or download it again"
+            )
+        return row
 
     def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes with ``wanted``, parameters and their shapes in jspec."""
@@ -88,7 +102,7 @@ class GGUFWeights:
         for parameter, shape in wanted.items():
             name, expert = self._stored_name(parameter)
             used.add(name)
-            if name not in self._tensors:
+            if name not in self._file.tensors:
                 raise CheckpointError(f"{self.path} lacks {quoted(name)}, which its fields ask for")
             stored = stored_shape(parameter, shape)
             if expert is not None and self.config.experts is not None:
@@ -98,7 +112,7 @@ class GGUFWeights:
                     f"{self.path}: tensor {quoted(name)} has shape {self._shapes[name]}, but its "
                     f"fields ask for {stored}"
                 )
-        if extra := [name for name in self._tensors if name not in used]:
+        if extra := [name for name in self._file.tensors if name not in used]:
             raise CheckpointError(f"{self.path} has {listed(extra)}, which no field asks for")
 
     def read(self, parameter: str, out: np.ndarray, axes: Sequence[np.ndarray] = ()) -> None:
@@ -108,36 +122,63 @@ class GGUFWeights:
         """
         name, expert = self._stored_name(parameter)
         shift = 1 if self.config.centered_norms and parameter.endswith("norm.scale") else 0
-        data = self._tensors[name].data
-        data = data if expert is None else data[expert]
+        rank = len(self._shapes[name]) - (expert is not None)
         target = np.moveaxis(out, 0, -1) if parameter.endswith(".kernel") else out
-        target = target[None] if target.ndim == len(data.shape) else target
-        for first, block in self._blocks(name, data, self._order(parameter, len(data))):
+        target = target[None] if target.ndim == rank else target
+        for first, block in self._blocks(name, expert, self._order(parameter)):
             # Such files have 1 added to what scales.
-            write_rows(target, first, block - shift)
+            write_rows(target, first, block - shift if shift else block)
 
     def _blocks(
-        self, name: str, data: np.ndarray, order: np.ndarray | None
+        self, name: str, expert: int | None, order: np.ndarray | None
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Rows of a tensor, dequantised, each block with the number of its first."""
-        kind = self._tensors[name].tensor_type
-        step = max(1, _BLOCK // max(1, int(np.prod(data.shape[1:]))))
-        for first in range(0, len(data), step):
-            place = slice(first, first + step)
-            rows = np.ascontiguousarray(data[place if order is None else order[place]])
-            try:
-                yield first, self._gguf.dequantize(rows, kind)
-            except (NotImplementedError, ValueError, self._gguf.QuantError) as error:
-                raise CheckpointError(
-                    f"{self.path}: tensor {quoted(name)} of type {kind.name} cannot be read: "
-                    f"{on_one_line(error)}"
-                ) from None
+        """Rows of a tensor, or of an expert's part, float32, each block with its first's number.
 
-    def _order(self, parameter: str, rows: int) -> np.ndarray | None:
+        ``order``: where each row is stored; such a tensor is read as a whole.
+        """
+        entry, row = self._file.tensors[name], self._row_bytes[name]
+        shape = entry.shape if expert is None else entry.shape[1:]
+        start = self._file.data_start + entry.offset
+        start += (expert or 0) * math.prod(shape[:-1]) * row
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(start)
+            if len(shape) < 2:
+                vector = self._dequantized(entry, self._rows(file, 1, row, name))[0]
+                yield 0, vector if order is None else vector[order]
+                return
+            stored = None if order is None else self._rows(file, shape[0], row, name)
+            step = max(1, _BLOCK // max(1, shape[1]))
+            for first in range(0, shape[0], step):
+                count = min(step, shape[0] - first)
+                if stored is None or order is None:
+                    rows = self._rows(file, count, row, name)
+                else:
+                    rows = stored[order[first : first + count]]
+                yield first, self._dequantized(entry, rows)
+
+    def _rows(self, file: BinaryIO, count: int, row: int, name: str) -> np.ndarray:
+        data = np.fromfile(file, np.uint8, count * row)
+        if len(data) != count * row:
+            raise CheckpointError(f"{self.path} shrank while tensor {quoted(name)} was read")
+        return data.reshape(count, row)
+
+    def _dequantized(self, entry: TensorEntry, rows: np.ndarray) -> np.ndarray:
+        kind = self._gguf.GGMLQuantizationType(entry.kind)
+        try:
+            # As one row: the package takes 16 rows at a time, which are few numbers.
+            return self._gguf.dequantize(rows.reshape(1, -1), kind).reshape(len(rows), -1)
+        except (NotImplementedError, ValueError, self._gguf.QuantError) as error:
+            raise CheckpointError(
+                f"{self.path}: tensor {quoted(entry.name)} of type {kind.name} cannot be read: "
+                f"{on_one_line(error)}"
+            ) from None
+
+    def _order(self, parameter: str) -> np.ndarray | None:
         """Where the rows of queries and keys of a Llama are: it rotates neighbouring channels."""
         module = parameter.rpartition(".")[0]
         if self.config.family != "llama" or not module.endswith(("attention.q", "attention.k")):
             return None
+        rows = self._shapes[self._stored_name(parameter)[0]][0]
         pairs = np.arange(rows).reshape(-1, self.config.layers[0].key_size // 2, 2)
         return pairs.swapaxes(1, 2).reshape(-1)
 
@@ -158,10 +199,4 @@ class GGUFWeights:
         return f"blk.{layer}.{stored}", None if expert is None else int(expert[1])
 
     def _factors(self) -> np.ndarray:
-        blocks = self._blocks(_ROPE_FACTORS, self._tensors[_ROPE_FACTORS].data, None)
-        return np.concatenate([block for _, block in blocks])
-
-
-def _value(field: Any) -> Any:
-    """A field's value; nothing of a long list."""
-    return None if len(field.data) > _LONGEST else field.contents()
+        return np.concatenate([block for _, block in self._blocks(_ROPE_FACTORS, None, None)])

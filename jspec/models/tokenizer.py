@@ -223,7 +223,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             if not file.exists():
                 raise
         else:
-            return _made(values, json.dumps(values).encode(), stored)
+            content = json.dumps(values, ensure_ascii=False).encode()
+            if len(content) > FILE_LIMIT:
+                raise CheckpointError(
+                    f"{stored}: its tokenizer takes {len(content)} bytes as JSON, more than the "
+                    f"{FILE_LIMIT} that it may"
+                )
+            return _made(values, content, stored)
     if not file.exists():
         raise CheckpointError(f"{file} does not exist; a model directory holds a tokenizer.json")
     content = read_file(file, FILE_LIMIT)

@@ -31,16 +31,23 @@ _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(.*)")
 
 def write_gguf(path: Path, name: str, kind: str = "F32", **fields: Any) -> Path:
     """The golden ``name`` as a GGUF file whose matrices are of ``kind``; ``fields`` override."""
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    return write_model(path, config, _tensors(GOLDEN / name), kind, **fields)
+
+
+def write_model(
+    path: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], kind: str, **fields: Any
+) -> Path:
+    """`write_gguf` of the ``config`` and ``tensors`` of a Hugging Face checkpoint."""
     import gguf
 
-    config = json.loads((GOLDEN / name / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     arch = next(a for a, called in gguf.MODEL_ARCH_NAMES.items() if called == architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {**_fields(config, architecture), **fields}.items():
         _add(writer, key if key.startswith("tokenizer") else f"{architecture}.{key}", value)
-    for stored, value in _converted(config, _tensors(GOLDEN / name)).items():
+    for stored, value in _converted(config, tensors).items():
         module, _, suffix = stored.rpartition(".")
         found = names.get_name(stored) or f"{names.get_name(module)}.{suffix}"
         if not found.endswith((".weight", ".bias")):
@@ -65,8 +72,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 def _fields(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     """The metadata that the converter writes for a config.json."""
-    rope = config.get("rope_parameters")
-    if rope is None:  # as transformers 4 has it
+    rope = config.get("rope_parameters", {"rope_theta": 1e4, "rope_type": "default"})
+    if "rope_scaling" in config:  # as transformers 4 has it
         rope = {**config["rope_scaling"], "rope_theta": config["rope_theta"]}
         rope["rope_type"] = rope.pop("type")
     rope = rope.get("full_attention", rope)

@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import sys
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -16,7 +16,6 @@ from tests.models.helpers import logits_of as our_logits
 from tests.models.helpers import one_pass, parameters
 from tests.models.tokenizers import byte_level
 
-gguf = pytest.importorskip("gguf")
 FAMILIES = ["llama_linear", "qwen2_yarn", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt_oss"]
 
 
@@ -102,6 +101,12 @@ def test_rotary_factors_of_llama_3(tmp_path, monkeypatch):
         loaded(tmp_path, "llama2", **base)
 
 
+def test_a_rotary_factor_alone_is_linear(tmp_path):
+    """As llama.cpp takes it."""
+    (rope,) = loaded(tmp_path, "qwen2", **{"rope.scaling.factor": 4.0}).config.ropes
+    assert rope.scaling == RopeScaling("linear", 4.0)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
@@ -150,13 +155,6 @@ def test_the_tokenizer_lies_beside_the_file(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", "qwen3")
     byte_level().save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(path).encode("cat") == load_tokenizer(tmp_path).encode("cat")
-
-
-def test_without_the_package_it_says_how_to_get_it(tmp_path, monkeypatch):
-    path = write_gguf(tmp_path / "model.gguf", "qwen3")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"model\.gguf needs the gguf package: pip install"):
-        load_model(path)
 
 
 @pytest.mark.parity

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jspec.models.families import model_config
+from tests.models.gguf_files import write_model
 from tests.models.helpers import LLAMA, apart, shapes_of, write_apart, write_checkpoint
 
 # The largest tensor is among the last, when the others have been placed.
@@ -74,6 +75,10 @@ def paths(tmp_path_factory):
         # Ones, not zeros: pages of zeros could be shared and never count.
         tensors = {key: np.ones(shape, dtype) for key, shape in shapes_of(config).items()}
         save_file(tensors, paths[name] / "model.safetensors")
+    for name, own in (("small gguf", {"intermediate_size": 32}), ("gguf", SIZES)):
+        settings = {**LLAMA, **own}
+        ones = {key: np.ones(shape, np.float32) for key, shape in shapes_of(settings).items()}
+        paths[name] = write_model(root / f"{name}.gguf", settings, ones, "Q8_0")
     return paths
 
 
@@ -84,6 +89,7 @@ def paths(tmp_path_factory):
         pytest.param("bfloat16", "float32", "sharded", 1, marks=pytest.mark.slow),
         ("float32", "bfloat16", "sharded", 1),
         ("format 2", "float32", "one", 1.5),
+        ("gguf", "bfloat16", "one", 1),
     ],
 )
 def test_peak_memory(paths, stored, dtype, sharded, held):
@@ -91,7 +97,7 @@ def test_peak_memory(paths, stored, dtype, sharded, held):
 
     The largest is a layer's gate and up, two tensors of the file.
     """
-    small = "small format 2" if stored == "format 2" else "small"
+    small = f"small {stored}" if stored in ("format 2", "gguf") else "small"
     arguments = map(str, (paths[small], paths[stored], dtype, sharded))
     done = subprocess.run(
         [sys.executable, "-c", LOAD, *arguments], capture_output=True, text=True, check=True
