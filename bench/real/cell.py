@@ -75,7 +75,7 @@ class Cell:
         self.batches = [rows[i : i + batch] for i in range(0, len(rows), batch)]
         self._copies: dict[str, Any] = {}
         self._step_times: dict[tuple[str, str], Row] = {}
-        self._plain: dict[tuple[str, int], Measured] = {}
+        self._plain: dict[tuple[str, int], list[tuple[int, ...]]] = {}
         self.prefill_s, self.prefilled = self._prefill()
 
     @property
@@ -132,7 +132,7 @@ class Cell:
     def row(self, drafting: Drafting, sampling: str, new: int) -> Row:
         """The figures of one drafter with one sampling and length of answers, checked.
 
-        Plain decoding must have been measured before, with the same sampling and length.
+        Greedy plain decoding must have been measured before, with the same length of answers.
         """
         # First the time of a step, which also warms the program up.
         if (at := (drafting.name, sampling)) not in self._step_times:
@@ -151,27 +151,25 @@ class Cell:
             "context": self.mean_context,
             "plain_floor_ns": self.plain_floor_ns,
         }
-        if drafting.name == PLAIN:
-            self._plain[sampling, new] = measured
+        if sampling != "greedy":
+            result |= check.sampled(self._score, measured.answers, params_of(sampling, new, 1)[0])
+        elif drafting.name == PLAIN:
+            self._plain[sampling, new] = measured.answers
             result |= {"rows": len(measured.answers), "checked": True}
         else:
-            answers = measured.answers, self._plain[sampling, new].answers
-            result |= self.check(sampling, drafting.config.exact, *answers)
+            result |= self.check_greedy(measured.answers, new, exact=drafting.config.exact)
         if not result["checked"]:
             return result | {"reason": "its answers are not the model's, so it is not timed"}
         return result | self._step_times[drafting.name, sampling]
 
-    def check(
-        self, sampling: str, exact: bool, answers: check.Answers, plain: check.Answers
-    ) -> Row:
-        """Whether answers are those that plain decoding gives, as `bench.real.check` says."""
+    def check_greedy(self, answers: check.Answers, new: int, *, exact: bool = False) -> Row:
+        """Whether answers are those of plain decoding, which must have been measured before."""
+        return check.greedy(self._score, answers, self._plain["greedy", new], exact=exact)
 
-        def scorer(rows: Sequence[int], texts: check.Answers) -> list[np.ndarray]:
-            return check.score_answers(self.model, self.prefilled, rows, texts)
-
-        if sampling == "greedy":
-            return check.greedy(scorer, answers, plain, exact=exact)
-        return check.sampled(scorer, answers, plain)
+    def _score(
+        self, rows: Sequence[int], texts: check.Answers, params: jspec.SamplingParams
+    ) -> list[np.ndarray]:
+        return check.score_answers(self.model, self.prefilled, rows, texts, params)
 
     def _measured(self, drafting: Drafting, sampling: str, new: int) -> Measured:
         """Generate the answers of every batch, as a caller of `jspec.generate` does."""
@@ -218,10 +216,6 @@ class Cell:
         self._copies[kind] = models.draft
         return models
 
-    def plain_answers(self, new: int) -> list[tuple[int, ...]]:
-        """Greedy answers of plain decoding, which must have been measured before."""
-        return self._plain["greedy", new].answers
-
     @property
     def plain_floor_ns(self) -> float:
         """Nanoseconds in which a plain step of a batch could read its bytes."""
@@ -262,7 +256,7 @@ class Cell:
         result: Row = {"step_ns": samples}
         of_parts = floors.of_iteration(models, self.batch, self.mean_context, config, self._limits)
         result["floors_ns"] = of_parts
-        if point.DEVICE.reason is None:
+        if point.DEVICE.reason is None and sampling == "greedy":
             program = PROGRAMS.executable(
                 PROGRAMS.timed(), decode_chunk, (flat, state), {"config": config, "steps": steps}
             )

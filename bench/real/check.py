@@ -1,5 +1,10 @@
-"""Whether the answers of a drafter are the model's: greedy ones token by token, sampled ones by
-their likelihood."""
+"""Whether answers are the model's: greedy ones token by token, sampled ones by their likelihood.
+
+Sampled tokens: at each position the log-probability of the token that was drawn has a known mean
+and variance under the model's law. So the sum of what it is above that mean, over all positions, is
+a martingale, and is near normal: its distance from 0 in standard deviations tests the law, whatever
+text was drawn.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +21,19 @@ from jspec.cache import Cache
 from jspec.decode.state import DecodeState
 
 NEAR_TIE = 0.5  # logits apart: what bfloat16 can turn around over 30K tokens of context
-LOOKED_AT = 2  # rows that are scored
-STANDARD_ERRORS = 6.0  # that mean log-probabilities may be apart
+ROWS = 4  # answers that are scored together
+DEVIATIONS = 5.0  # from the mean of the model's law
+OUTSIDE = 0.01  # share of tokens that rounding may bring in over a filter's threshold
 CHUNK = 128  # tokens of an answer whose logits are in memory at once
 Answers = Sequence[Sequence[int]]
-# Log-probabilities of the tokens of answers to the prompts of these rows.
-Scorer = Callable[[Sequence[int], Answers], list[np.ndarray]]
+# What `score_answers` gives for answers to the prompts of these rows.
+Scorer = Callable[[Sequence[int], Answers, jspec.SamplingParams], list[np.ndarray]]
 
 
 def greedy(scorer: Scorer, answers: Answers, plain: Answers, *, exact: bool) -> dict[str, Any]:
     """Rows equal to plain decoding; where one differs, its token must nearly tie with plain's.
 
-    Of the rows that differ the first `LOOKED_AT` are scored. With ``exact`` none may differ.
+    Of the rows that differ the first two are scored. With ``exact`` none may differ.
     """
     differing = [
         (row, at)
@@ -37,31 +43,26 @@ def greedy(scorer: Scorer, answers: Answers, plain: Answers, *, exact: bool) -> 
     result = {"rows": len(answers), "identical_rows": len(answers) - len(differing)}
     if exact or not differing:
         return result | {"checked": not differing}
-    looked_at = differing[:LOOKED_AT]
+    looked_at = differing[: ROWS // 2]
     rows = [row for row, _ in looked_at for _ in range(2)]
     texts = [side[row][: at + 1] for row, at in looked_at for side in (answers, plain)]
-    last = [float(x[-1]) for x in scorer(rows, texts)]
+    last = [float(x[-1, 0]) for x in scorer(rows, texts, jspec.SamplingParams(temperature=1.0))]
     margins = [abs(a - b) for a, b in zip(last[::2], last[1::2], strict=True)]
     return result | {"flip_margins": margins, "checked": max(margins) <= NEAR_TIE}
 
 
-def sampled(scorer: Scorer, answers: Answers, plain: Answers) -> dict[str, Any]:
-    """Whether the answers to the first prompts are about as likely as those of plain decoding.
-
-    Mean log-probabilities of tokens, at temperature 1, may be `STANDARD_ERRORS` apart. This finds a
-    verification that lets anything through; the exact law is tested elsewhere.
-    """
-    rows = list(range(min(LOOKED_AT, len(answers))))
-    texts = [side[row] for side in (answers, plain) for row in rows]
-    scores = scorer(rows * 2, texts)
-    of_sides = [np.concatenate(scores[: len(rows)]), np.concatenate(scores[len(rows) :])]
-    mean, mean_of_plain = (float(x.mean()) for x in of_sides)
-    error = math.sqrt(sum(float(x.var()) / len(x) for x in of_sides)) + 1e-3
+def sampled(scorer: Scorer, answers: Answers, params: jspec.SamplingParams) -> dict[str, Any]:
+    """Whether the first `ROWS` answers are as likely as tokens that the model draws."""
+    rows = list(range(min(ROWS, len(answers))))
+    scores = np.concatenate(scorer(rows, [answers[row] for row in rows], params)).astype(float)
+    inside = scores[np.isfinite(scores[:, 0])]
+    above = (inside[:, 0] - inside[:, 1]).sum() / math.sqrt(max(inside[:, 2].sum(), 1e-9))
+    outside = 1 - len(inside) / len(scores)
     return {
         "rows": len(answers),
-        "log_probability": mean,
-        "log_probability_of_plain": mean_of_plain,
-        "checked": abs(mean - mean_of_plain) <= STANDARD_ERRORS * error,
+        "deviations": float(above),
+        "outside": outside,
+        "checked": bool(abs(above) <= DEVIATIONS and outside <= OUTSIDE),
     }
 
 
@@ -79,20 +80,23 @@ def score_answers(
     states: Sequence[DecodeState],
     rows: Sequence[int],
     answers: Answers,
+    params: jspec.SamplingParams,
 ) -> list[np.ndarray]:
-    """Log-probabilities at temperature 1 of answers, each after a prompt that is in a cache.
+    """How likely answers are under the law of ``params``, each after a prompt that is in a cache.
 
     Args:
         model: the model.
         states: after the prefill, batches of one size.
-        rows: of all batches one after the other, the prompt of each answer; 2 `LOOKED_AT` at most.
+        rows: of all batches one after the other, the prompt of each answer; `ROWS` at most.
         answers: token ids of each.
+        params: of which temperature, top_k, and top_p with a top_k, count.
 
     Returns:
-        A float32 array for each answer.
+        For each answer float32 ``[tokens, 3]``: the log-probability of a token, and the mean and
+        the variance of that number where the model draws the token.
     """
-    batch, size = len(states[0].lengths), 2 * LOOKED_AT
-    padding = size - len(rows)
+    batch = len(states[0].lengths)
+    padding = ROWS - len(rows)
     rows, answers = [*rows, *rows[:1] * padding], [*answers, *answers[:1] * padding]
     parts = [_row_of(states[row // batch].cache, row % batch) for row in rows]
     cache = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
@@ -102,33 +106,47 @@ def score_answers(
         int(state.tokens[row % batch, length - 1])
         for state, row, length in zip(before, rows, lengths, strict=True)
     ]
-    scores: list[list[float]] = [[] for _ in rows]
+    scores: list[list[np.ndarray]] = [[] for _ in rows]
+    filters = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
     for begin in range(0, max(map(len, answers)), CHUNK):
-        tokens, positions, following = (np.full((size, CHUNK), -1, np.int32) for _ in range(3))
+        tokens, positions, following = (np.full((ROWS, CHUNK), -1, np.int32) for _ in range(3))
         for line, (answer, first, length) in enumerate(zip(answers, last, lengths, strict=True)):
             fed, next_ones = [first, *answer[:-1]][begin:][:CHUNK], answer[begin:][:CHUNK]
             tokens[line, : len(fed)], following[line, : len(fed)] = fed, next_ones
             positions[line, : len(fed)] = length - 1 + begin + np.arange(len(fed))
-        cache, part = _score_chunk(model, cache, tokens, positions, following)
+        cache, part = _score_chunk(model, cache, tokens, positions, following, **filters)
         for line, (row, values) in enumerate(zip(scores, np.asarray(part), strict=True)):
             row.extend(values[: max(len(answers[line]) - begin, 0)])
-    return [np.array(x, np.float32) for x in scores[: size - padding]]
+    return [np.stack(x) for x in scores[: ROWS - padding]]
 
 
 def _row_of(cache: Cache, row: int) -> Cache:
     return jax.tree.map(lambda x: x[row : row + 1], cache)
 
 
-@jax.jit(donate_argnames="cache")
+@jax.jit(donate_argnames="cache", static_argnames=("top_k", "top_p"))
 def _score_chunk(
     model: jspec.Decoder,
     cache: Cache,
     tokens: jax.Array,
     positions: jax.Array,
     following: jax.Array,
+    temperature: float,
+    top_k: int,
+    top_p: float,
 ) -> tuple[Cache, jax.Array]:
-    """Append ``tokens [B, T]``; float32 ``[B, T]``, log-probabilities of ``following``."""
+    """Append ``tokens [B, T]``; the figures of `score_answers` of ``following``, ``[B, T, 3]``."""
     hidden, cache = model(tokens, positions, jspec.dense_attend(positions), cache)
-    of_all = jax.nn.log_softmax(model.logits(hidden), axis=-1)
+    logits = model.logits(hidden) / temperature
+    if top_k:
+        highest, _ = jax.lax.top_k(logits, top_k)
+        shares = jax.nn.softmax(highest)
+        kept = jnp.cumsum(shares, axis=-1) - shares < top_p
+        lowest = jnp.where(kept, highest, jnp.inf).min(axis=-1, keepdims=True)
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    of_all = jax.nn.log_softmax(logits, axis=-1)
+    shares, finite = jnp.exp(of_all), jnp.where(jnp.isfinite(of_all), of_all, 0)
+    mean = (shares * finite).sum(axis=-1)
+    variance = (shares * finite**2).sum(axis=-1) - mean**2
     chosen = jnp.take_along_axis(of_all, jnp.maximum(following, 0)[..., None], axis=-1)
-    return cache, chosen[..., 0]
+    return cache, jnp.stack([chosen[..., 0], mean, variance], axis=-1)

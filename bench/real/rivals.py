@@ -25,7 +25,7 @@ def row(cell: Cell, name: str, new: int) -> dict[str, Any]:
         return {"checked": False if decoded.failed else None, "reason": decoded.reason}
     ends = set(cell.model.config.stop_tokens)
     answers = [_until_end(answer, ends) for answer in decoded.tokens]
-    right = cell.check("greedy", False, answers, cell.plain_answers(new))
+    right = cell.check_greedy(answers, new)
     lengths = list(map(len, answers))
     return right | {
         "tokens": lengths,

@@ -16,6 +16,7 @@ import pydoc
 import re
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from keyword import iskeyword
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -86,16 +87,18 @@ def prompts(tokenizer: Tokenizer, template: ChatTemplate, count: int, context: i
     same (`digest` tells).
     """
     uses = Counter(_kind(row) for row in range(count))
-    begun: Counter[str] = Counter()
-    result = []
-    for row in range(count):
+
+    def prompt(row: int) -> Prompt:
         kind = _kind(row)
+        index = sum(_kind(before) == kind for before in range(row))
         room = round(context * (1 - RAGGED * (row * _GOLDEN % 1)))
-        text = _text(kind, begun[kind], uses[kind], room * CHARACTERS_PER_TOKEN)
-        begun[kind] += 1
+        text = _text(kind, index, uses[kind], room * CHARACTERS_PER_TOKEN)
         question = tuple(QUESTIONS)[(row + row // len(KINDS)) % len(QUESTIONS)]
-        result.append(Prompt(_fitted(tokenizer, template, text, question, room), kind, question))
-    return result
+        return Prompt(_fitted(tokenizer, template, text, question, room), kind, question)
+
+    _packages(), _documentation(), _metadata()  # read once, before threads ask for them
+    with ThreadPoolExecutor() as pool:  # the tokenizer runs outside the interpreter's lock
+        return list(pool.map(prompt, range(count)))
 
 
 def digest(rows: Sequence[Prompt]) -> str:
