@@ -125,7 +125,10 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
         _check_writable(parser, "--plot", [asked.plot / "figure"])
     good = True
     for name in names:
-        result = _run(name, settings, _file(asked.json, name, asked) if asked.json else None)
+        try:
+            result = _run(name, settings, _file(asked.json, name, asked) if asked.json else None)
+        except real.Refused as error:
+            parser.error(str(error))
         _tell(result, earlier.get(name), asked)
         if result.get("interrupted"):
             console().print(f"interrupted: {name} has only what was measured until then")

@@ -22,6 +22,7 @@ import jspec
 from bench import cases
 from bench.decode import drafting
 from bench.decode.shapes import Ceilings, weight_bytes
+from bench.machine import describe
 from bench.program import failure
 from bench.real import rivals, tables, texts
 from bench.real.cell import ROOM, Cell
@@ -74,20 +75,29 @@ def grid(max_context: int) -> list[str]:
     return [*result, f"B={exact[0]},S={exact[1]},exact=yes"]
 
 
+class Refused(ValueError):
+    """A model or an earlier result that this suite cannot take."""
+
+
 def run(settings: Settings) -> dict[str, Any]:
-    """Rows come one by one; with ``settings.resume`` those of an earlier run come first."""
-    if settings.model is None:
-        raise ValueError("real needs --model, a GGUF file or a model directory")
+    """Rows come one by one; with ``settings.resume`` those of an earlier run come first.
+
+    Raises `Refused` before anything is measured.
+    """
+    assert settings.model is not None
     keep_programs()
-    # A model without a tokenizer or template fails before its weights are read.
-    tokenizer = jspec.load_tokenizer(settings.model)
-    template = jspec.load_chat_template(settings.model)
-    if template is None:
-        raise ValueError(f"{settings.model} has no chat template; real asks questions in one")
-    model = jspec.load_model(settings.model)
-    limits = drafting.ceilings()
     name = settings.model.stem
     earlier = _earlier(settings.resume, name)
+    try:
+        # A model without a tokenizer or template fails before its weights are read.
+        tokenizer = jspec.load_tokenizer(settings.model)
+        template = jspec.load_chat_template(settings.model)
+        if template is None:
+            raise Refused(f"{settings.model} has no chat template; real asks questions in one")
+        model = jspec.load_model(settings.model)
+    except jspec.CheckpointError as error:
+        raise Refused(str(error)) from None
+    limits = drafting.ceilings()
     return {
         "model": {
             "name": name,
@@ -105,13 +115,19 @@ def _earlier(path: Path | None, name: str) -> list[Row]:
     """The rows of an earlier run of the same model on the same device."""
     if path is None or not path.exists():
         return []
-    result = json.loads(path.read_text(encoding="utf-8"))
-    device = jax.devices()[0].device_kind
-    if (result["suite"], result["model"]["name"]) != ("real", name):
-        raise ValueError(f"{path} is no result of real with {name}; choose another --json")
-    if result["machine"]["device"] != device:
-        raise ValueError(f"{path} is of {result['machine']['device']}, and this is {device}")
-    return result["rows"]
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        of = result["suite"], result["model"]["name"], result["machine"]["device"]
+        rows = result["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"--resume cannot read {path}: {type(error).__name__}: {error}") from None
+    device = describe()["device"]
+    if of != ("real", name, device):
+        raise Refused(
+            f"{path} is of {' and '.join(map(str, of))}, not of real, {name} and {device}; choose "
+            "another --json"
+        )
+    return rows
 
 
 def _rows(

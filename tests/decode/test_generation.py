@@ -71,6 +71,9 @@ def test_a_caller_may_end_a_row_within_what_it_was_given(sharp, texts):
     assert got.finished == ("stop", "stop", "stop", "length")
     assert got.tokens == ((), texts[1][:1], texts[2][:3], texts[3])
     assert got.stats.committed == 16
+    # A step of which nothing is left counts nowhere.
+    assert got.steps[:2] == (0, 1)
+    assert sum(got.steps) == got.stats.steps
 
 
 def test_an_end_at_the_limit_is_a_stop(sharp):
