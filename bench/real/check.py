@@ -97,7 +97,8 @@ def score_answers(
     """
     batch = len(states[0].lengths)
     padding = ROWS - len(rows)
-    rows, answers = [*rows, *rows[:1] * padding], [*answers, *answers[:1] * padding]
+    rows = [*rows, *[rows[0]] * padding]
+    answers = [*answers, *[answers[0]] * padding]
     parts = [_row_of(states[row // batch].cache, row % batch) for row in rows]
     cache = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     before = [states[row // batch] for row in rows]

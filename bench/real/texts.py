@@ -96,7 +96,8 @@ def prompts(tokenizer: Tokenizer, template: ChatTemplate, count: int, context: i
         question = tuple(QUESTIONS)[(row + row // len(KINDS)) % len(QUESTIONS)]
         return Prompt(_fitted(tokenizer, template, text, question, room), kind, question)
 
-    _packages(), _documentation(), _metadata()  # read once, before threads ask for them
+    for read in (_packages, _documentation, _metadata):
+        read()  # once, before threads ask for it
     with ThreadPoolExecutor() as pool:  # the tokenizer runs outside the interpreter's lock
         return list(pool.map(prompt, range(count)))
 
