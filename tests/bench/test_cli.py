@@ -59,7 +59,17 @@ def test_env_is_json(capsys):
 # The suites of whole steps, of training, of parts and of drafts have other options and clocks.
 OWN_CLOCKS = (
     *("hash-training", "hash-losses", "hash-bits", "hata-off", "hata-ablation", "hata-e2e"),
-    *("ruler", "step", "auto", "parity", "decode", "collect", "vegas-accept", "vegas-overlap"),
+    *(
+        "ruler",
+        "step",
+        "auto",
+        "parity",
+        "decode",
+        "collect",
+        "vegas-accept",
+        "vegas-overlap",
+        "real",
+    ),
     *("vegas-breakdown", "throughput", "families", "serving", "collectives", "helix-attention"),
     *("hopb", "helix-step"),
 )
