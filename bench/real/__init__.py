@@ -112,7 +112,8 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _earlier(path: Path | None, name: str) -> list[Row]:
-    """The rows of an earlier run of the same model on the same device."""
+    """The rows of an earlier run of the same model on the same device, but for those that failed,
+    which are measured again."""
     if path is None or not path.exists():
         return []
     try:
@@ -127,7 +128,7 @@ def _earlier(path: Path | None, name: str) -> list[Row]:
             f"{path} is of {' and '.join(map(str, of))}, not of real, {name} and {device}; choose "
             "another --json"
         )
-    return rows
+    return [row for row in rows if row["checked"] is not False]
 
 
 def _rows(
@@ -141,7 +142,7 @@ def _rows(
 ) -> Iterator[Row]:
     yield from earlier
     run_number = 1 + max((row["run"] for row in earlier), default=-1)
-    done = {(where(row)[:-1], row["name"]) for row in earlier if row["checked"] is not False}
+    done = {(where(row)[:-1], row["name"]) for row in earlier}
     by_cell: dict[tuple[Any, ...], list[cases.Case]] = {}
     for asked in _cases(settings, model.config.max_context):
         by_cell.setdefault(tuple(asked[key] for key in OF_A_CELL), []).append(asked)

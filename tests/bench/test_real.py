@@ -258,6 +258,9 @@ def test_a_run_and_one_that_goes_on(folder, tmp_path, capsys):
     asked += ["--json", str(file)]
     assert main([*asked, "--backend", "ngram"]) == 0
     first = json.loads(file.read_text())
+    # A row that failed is measured again.
+    failed = first["rows"][1] | {"name": "suffix", "checked": False, "reason": "out of luck"}
+    file.write_text(json.dumps(first | {"rows": [*first["rows"], failed]}))
     assert [(row["name"], row["run"]) for row in first["rows"]] == [(PLAIN, 0), ("ngram", 0)]
     assert first["model"]["name"] == "tiny"
     assert main([*asked, "--backend", "ngram", "--backend", "suffix", "--resume"]) == 0
