@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.cases import kilo
 from bench.real.figures import batch_rate, steady_rate
-from bench.report.real_cells import VEGAS, Cell, cells, highlights
+from bench.report.real_cells import VEGAS, Cell, cells, highlights, usual
 from bench.report.real_text import is_slower, rate_of, ratio, rows_of, sampling_of
 from bench.report.text import table
 
@@ -45,13 +45,14 @@ def _part(results: dict[str, dict[str, Any]]) -> str:
     ]
     if not lines:
         return f"{NOTHING}\n"
-    prefix, result = next(iter(results.items()))
-    device = result["machine"]["device"]
+    prefix = next(prefix for prefix, of_machine in every.items() if usual(of_machine))
+    device = results[prefix]["machine"]["device"]
+    new = max(cell.case["new"] for of_machine in every.values() for cell in usual(of_machine))
     return (
         f"![Speed over plain decoding on an {device}](docs/{prefix}-real.png)\n\n"
-        "Real models on real texts, answers of up to 128 tokens, **acceptance measured**: of each "
-        "model the largest batch, and where drafting does worst. *speed over plain*: over plain "
-        "decoding of jspec in the same run, while all rows decode; *whole batch*: until the "
+        f"Real models on real texts, answers of up to {new} tokens, **acceptance measured**: of "
+        "each model the largest batch, and where drafting does worst. *speed over plain*: over "
+        "jspec's plain decoding in the same run, while all rows decode; *whole batch*: until the "
         "slowest row has ended.\n\n"
         f"{table(HEADINGS, lines, left=6)}\n{_verdict(every)}\n"
     )
@@ -69,23 +70,26 @@ def _lines(device: str, every: list[Cell]) -> Iterator[tuple[str, ...]]:
 
 def _verdict(every: dict[str, list[Cell]]) -> str:
     """When vegas wins and when it loses, over all cells."""
+    speeds: list[float] = []
     slower: dict[str, dict[str, list[str]]] = {}
     for of_machine in every.values():
-        for cell in of_machine:
+        for cell in usual(of_machine):
             row = cell.drafters.get(VEGAS)
             speed = None if row is None else cell.speed(row)
-            if speed is not None and not cell.exact and is_slower(speed):
+            speeds += [] if speed is None else [speed]
+            if speed is not None and is_slower(speed):
                 of_model = slower.setdefault(cell.model, {})
                 contexts = of_model.setdefault(rows_of(cell.case), [])
                 contexts += {kilo(cell.case["S"])} - set(contexts)
     places = []
     for model, of_model in slower.items():
-        cells_of = ", ".join(f"{rows} of {_or(sizes)}" for rows, sizes in of_model.items())
+        cells_of = " and ".join(f"{rows} of {_or(sizes)}" for rows, sizes in of_model.items())
         places.append(f"{cells_of} tokens ({model})")
     loses = f"It is slower than plain decoding with {'; '.join(places)}. " if places else ""
+    best = f", up to {ratio(max(speeds))}" if speeds else ""
     return (
-        f"`{VEGAS}`, which drafts with 7 % of the context, wins where many rows have long "
-        "contexts: there a plain step is mostly the reading of their caches. "
+        f"`{VEGAS}`, which drafts with 7 % of the context, wins where many rows have long contexts"
+        f"{best}: there a plain step is mostly the reading of their caches. "
         f"{loses}With few rows or short contexts a step waits for its kernels, not for memory. "
         "[docs/RESULTS.md](docs/RESULTS.md) has all cells and drafters, acceptance by position, "
         "other libraries, and what limits each cell."

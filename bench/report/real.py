@@ -8,7 +8,7 @@ from typing import Any
 from bench.cases import kilo
 from bench.real.figures import Row, batch_rate, floor_rate, steady_rate
 from bench.report import real_tables
-from bench.report.real_cells import VEGAS, Cell, cells, highlights, models_of
+from bench.report.real_cells import USUAL_SAMPLING, VEGAS, Cell, cells, highlights, models_of
 from bench.report.real_text import (
     merged,
     per_step,
@@ -84,8 +84,7 @@ def _words(result: dict[str, Any]) -> str:
 
 def _speeds(model: str, of_model: Sequence[Cell]) -> str:
     """The fastest drafter and vegas of each cell, a table for each length of answers."""
-    usual = [cell for cell in of_model if not cell.exact and (cell.drafters or cell.not_timed)]
-    shown = [cell for cell in usual if cell.case["sampling"] in ("greedy", "t0.8")]
+    shown = [x for x in of_model if not x.exact and x.case["sampling"] in USUAL_SAMPLING]
     parts = []
     for new in sorted({cell.case["new"] for cell in shown}):
         of_length = [cell for cell in shown if cell.case["new"] == new]

@@ -37,7 +37,7 @@ class Cell:
 
     @functools.cached_property
     def plain(self) -> Row | None:
-        """Plain decoding, of the run that timed most drafters, as every run has its row."""
+        """Plain decoding, which every run has, of the run that timed more drafters than others."""
         by_run = {row["run"]: row for row in self._timed if row["name"] == PLAIN}
         drafters = Counter(row["run"] for row in self._timed if row["name"] in DRAFTERS)
         return max(
@@ -80,12 +80,13 @@ class Cell:
         return {name: rows[name] for name in names if name in rows}
 
 
+USUAL_SAMPLING = ("greedy", "t0.8")
 DRAFTERS = tuple(name for name in ALL if name != PLAIN)
 MORE = tuple(name for name in ALL if name not in FEW)
 
 
 def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several results of one machine as one; the runs of each keep rows of their own.
+    """Several results of one machine as one; the numbers of runs differ between them.
 
     Raises `ValueError` where they are of more than one device.
     """
@@ -139,17 +140,31 @@ def highlights(every: Sequence[Cell]) -> list[tuple[Cell, Row]]:
     The drafter is vegas, or the fastest where a cell has no times of vegas.
     """
     result = []
-    for model in dict.fromkeys(cell.model for cell in every):
-        of_model = [cell for cell in every if cell.model == model and cell.ranked]
-        shortest = min((cell.case["new"] for cell in of_model if not cell.exact), default=0)
-        usual = [cell for cell in of_model if not cell.exact and cell.case["new"] == shortest]
+    of_all = usual(every)
+    for model in dict.fromkeys(cell.model for cell in of_all):
+        of_model = [cell for cell in of_all if cell.model == model]
         chosen = []
-        for sampling in ("greedy", "t0.8"):
-            sampled = [cell for cell in usual if cell.case["sampling"] == sampling]
+        for sampling in USUAL_SAMPLING:
+            sampled = [cell for cell in of_model if cell.case["sampling"] == sampling]
             chosen += sampled and [max(sampled, key=lambda x: (x.case["B"], x.case["S"]))]
-        chosen += usual and [min(usual, key=lambda cell: cell.speed(shown(cell)) or 0)]
+        chosen.append(min(of_model, key=lambda cell: cell.speed(shown(cell)) or 0))
         result += [(cell, shown(cell)) for cell in {id(cell): cell for cell in chosen}.values()]
     return result
+
+
+def usual(every: Sequence[Cell]) -> list[Cell]:
+    """Cells with a speed over plain decoding, greedy and at T=0.8, of the shortest answers of their
+    model, without exact mode."""
+    shortest: dict[str, int] = {}
+    result = [
+        cell
+        for cell in every
+        if cell.ranked and not cell.exact and cell.case["sampling"] in USUAL_SAMPLING
+    ]
+    for cell in result:
+        new = cell.case["new"]
+        shortest[cell.model] = min(shortest.get(cell.model, new), new)
+    return [cell for cell in result if cell.case["new"] == shortest[cell.model]]
 
 
 def shown(cell: Cell) -> Row:

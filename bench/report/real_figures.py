@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.cases import kilo
-from bench.report.real_cells import VEGAS, Cell, cells
+from bench.report.real_cells import VEGAS, Cell, cells, usual
 from bench.report.real_text import is_slower, rows_of
 
 COLOURS = ("#2b6cb0", "#38a169", "#d69e2e", "#805ad5", "#dd6b20")
@@ -19,16 +19,14 @@ Line = tuple[str, str, dict[int, float]]
 
 def speeds(figure: Any, result: dict[str, Any]) -> bool:
     """Of each model vegas against rows, a line a context, and drafters against context."""
-    every = [cell for cell in cells(result) if not cell.exact and cell.ranked]
-    shortest = min((cell.case["new"] for cell in every), default=0)
-    usual = [x for x in every if x.case["new"] == shortest and x.case["sampling"] in STYLES]
-    models = list(dict.fromkeys(cell.model for cell in usual))
+    every = usual(cells(result))
+    models = list(dict.fromkeys(cell.model for cell in every))
     if not models:
         return False
     figure.set_size_inches(10, 0.4 + HEIGHT * len(models))
     axes = figure.subplots(len(models), 2, squeeze=False, sharey="row")
     for pair, model in zip(axes, models, strict=True):
-        of_model = [cell for cell in usual if cell.model == model]
+        of_model = [cell for cell in every if cell.model == model]
         rows = max(cell.case["B"] for cell in of_model)
         largest = [cell for cell in of_model if cell.case["B"] == rows]
         _panel(pair[0], _against_rows(of_model), f"{model}: {VEGAS}", "rows", str)

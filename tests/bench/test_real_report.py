@@ -25,14 +25,14 @@ def row(name, ms, *, per_step=1, run=0, checked=True, **rest):
     """
     case = {"model": "m", "gamma": 5, "new": 64, "sampling": "greedy", "drafts": "few"}
     case |= {"exact": "no"} | rest.pop("case", LARGE)
-    own = {"operation": "real", "case": case, "name": name, "run": run, "checked": checked}
+    line = {"operation": "real", "case": case, "name": name, "run": run, "checked": checked}
     steps = [60 // per_step] * 7 + [60 // per_step // (1 if name == "none" else 2)]
-    own |= {"tokens": [60] * 8, "steps": steps, "repeats": [False] * 7 + [True]}
-    own |= {"attempts_at": [100, 50], "accepted_at": [90, 20], "rows": 8, "identical_rows": 6}
-    own |= {"step_ns": [ms * 10**6] * 3, "decode_s_samples": [10.0 * ms], "prefill_s": 30.0}
-    own |= {"switch_s": 0.0, "plain_floor_ns": 1e6, "context": 4000}
+    line |= {"tokens": [60] * 8, "steps": steps, "repeats": [False] * 7 + [True]}
+    line |= {"attempts_at": [100, 50], "accepted_at": [90, 20], "rows": 8, "identical_rows": 6}
+    line |= {"step_ns": [ms * 10**6] * 3, "decode_s_samples": [10.0 * ms], "prefill_s": 30.0}
+    line |= {"switch_s": 0.0, "plain_floor_ns": 1e6, "context": 4000}
     shares = {"parts_ns": {"verification": ms * 8e5}, "floors_ns": {"verification": ms * 2e5}}
-    return own | shares | rest
+    return line | shares | rest
 
 
 def result(rows, **rest):
@@ -127,6 +127,15 @@ def test_a_cell_without_times_of_vegas_says_so():
     assert "| 16 | 4K | greedy | 8,000 (0.50) | vegas | not timed |" in part
 
 
+def test_plain_decoding_has_a_speed_where_all_of_its_answers_repeat():
+    rows = [row("none", 2, repeats=[True] * 8), row("vegas", 4, per_step=3)]
+    assert figures.over_plain(rows[1], rows, figures.steady_rate) == pytest.approx(1.5)
+    looping = row("vegas", 4, per_step=3, repeats=[True] * 8)
+    assert figures.over_plain(looping, [rows[0], looping], figures.steady_rate) is None
+    part = report.real.section(result([rows[0], looping, row("ngram", 1)]), {}, {})
+    assert "|  |  |  |  | vegas | (3.20) |  |  | 0.50x, slower |" in part
+
+
 def test_a_rival_stands_next_to_plain_decoding_of_its_run(text):
     part = text.split("### Other libraries")[1].split("\n### ")[0]
     assert "| m | 16 | 4K | jspec, plain decoding | 6.00 | 2,667 |  |  |" in part
@@ -149,8 +158,8 @@ def test_acceptance_exact_mode_and_limits(text):
 def test_real_models_come_first_and_imposed_acceptance_last(tmp_path, text):
     results, docs = tmp_path / "results", tmp_path / "docs"
     (results / "another").mkdir()  # which comes after the other machine
-    found = result([row("none", 2), row("vegas", 4, per_step=3)], machine=MACHINE | {"device": "A"})
-    (results / "another" / "real.json").write_text(json.dumps(found))
+    other = result([row("none", 2), row("vegas", 4, per_step=3)], machine=MACHINE | {"device": "A"})
+    (results / "another" / "real.json").write_text(json.dumps(other))
     report.write(results, docs)
     titles = re.findall(r"^## (.*)$", (docs / "RESULTS.md").read_text(), re.MULTILINE)
     assert titles == [
@@ -202,21 +211,21 @@ def test_readme_has_the_largest_and_the_slowest_cell(tmp_path, text):
 
 def speeds_in(device):
     """Formatted speeds of every timed row of a device, from its files, by the words of a line."""
-    found = {}
+    said_by_case = {}
     for path in report.RESULTS.glob("*/real*.json"):
         content = json.loads(path.read_text())
         if content["machine"]["device"] != device:
             continue
-        for own in filter(figures.is_timed, content["rows"]):
-            case = own["case"]
+        for line in filter(figures.is_timed, content["rows"]):
+            case = line["case"]
             sampling = {"greedy": "greedy", "t0.8": "T=0.8"}.get(case["sampling"])
-            at = case["model"], str(case["B"]), f"{case['S'] // 1024}K", sampling, own["name"]
+            at = case["model"], str(case["B"]), f"{case['S'] // 1024}K", sampling, line["name"]
             rates = (figures.steady_rate, figures.batch_rate)
-            steady, batch = (figures.over_plain(own, content["rows"], x) for x in rates)
+            steady, batch = (figures.over_plain(line, content["rows"], x) for x in rates)
             if steady is not None and batch is not None and case["exact"] == "no":
-                said = (f"{figures.steady_rate(own):,.0f}", *map(said_of, (steady, batch)))
-                found.setdefault(at, []).append(said)
-    return found
+                said = (f"{figures.steady_rate(line):,.0f}", *map(said_of, (steady, batch)))
+                said_by_case.setdefault(at, []).append(said)
+    return said_by_case
 
 
 def said_of(speed):
