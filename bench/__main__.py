@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_plot(parser)
         from bench import report
 
-        report.write()
+        report.write(page=report.README)
         return 0
     if asked.suite == "tune":
         return _tune(parser, asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,8 +47,12 @@ def step_ms(row: Row) -> float | None:
 
 
 def steady_rate(row: Row) -> float | None:
-    """Tokens per second while all rows decode, at the acceptance of rows that do not repeat."""
-    mean, time = committed_per_step(row, repetitive=False), step_ms(row)
+    """Tokens per second while all rows decode, at the acceptance of rows that do not repeat.
+
+    Plain decoding commits a token a step whether or not its answers repeat.
+    """
+    mean = committed_per_step(row, repetitive=row["name"] == PLAIN)
+    time = step_ms(row)
     return None if mean is None or time is None else row["case"]["B"] * mean.mean / time * 1e3
 
 
@@ -77,14 +82,36 @@ def over_plain(row: Row, rows: Sequence[Row], rate: Callable[[Row], float | None
     return None if mine is None or not theirs else mine / theirs
 
 
-def limits(row: Row) -> str:
-    """What a step is spent on: kernels over wall time, and the largest part over its floor."""
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a step is spent on while all rows decode, in shares of its wall time.
+
+    Attributes:
+        floor: the time to read its bytes at the read ceiling.
+        kernels: the time of its kernels, `floor` included; the rest is gaps between them.
+        part: the part whose kernels take longest, such as ``"verification"``.
+        part_time: the time of that part's kernels.
+        part_over: that time over the part's floor; None for a part without one.
+    """
+
+    floor: float
+    kernels: float
+    part: str
+    part_time: float
+    part_over: float | None
+
+
+def limits(row: Row) -> Limits | None:
+    """Of a row with a profile; None for one without."""
     if "parts_ns" not in row or "step_ns" not in row:
-        return ""
+        return None
     wall = statistics.median(row["step_ns"])
-    busy = sum(row["parts_ns"].values()) / wall
-    floor = sum(row["floors_ns"].values()) / wall
     part, time = max(row["parts_ns"].items(), key=lambda pair: pair[1])
-    over = row["floors_ns"].get(part)
-    ratio = "" if not over else f", {time / over:.1f}x its bytes"
-    return f"floor {floor:.0%} of the step, kernels {busy:.0%}; {part} {time / wall:.0%}{ratio}"
+    floor = row["floors_ns"].get(part)
+    return Limits(
+        floor=sum(row["floors_ns"].values()) / wall,
+        kernels=sum(row["parts_ns"].values()) / wall,
+        part=part,
+        part_time=time / wall,
+        part_over=time / floor if floor else None,
+    )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
 from bench.cases import kilo
+from bench.real.answers import PerStep
 from bench.real.drafters import PLAIN
 from bench.real.figures import (
+    Limits,
     Row,
     batch_rate,
     committed_per_step,
@@ -75,7 +78,7 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
 
     return (
         row["name"],
-        "" if mean is None else f"{mean.mean:.2f} ±{mean.error:.2f}",
+        "" if mean is None else with_error(mean),
         "" if every is None else f"{every.mean:.2f}",
         "" if step is None else f"{step:.2f}",
         "" if steady is None else f"{steady:,.0f}",
@@ -86,6 +89,19 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         f"{row['identical_rows']}/{row['rows']}" if "identical_rows" in row else "",
         str(sum(row["repeats"])) if "repeats" in row else "",
     )
+
+
+def with_error(per_step: PerStep) -> str:
+    """Tokens per step and their standard error, which a single row does not have."""
+    error = "" if math.isnan(per_step.error) else f" ±{per_step.error:.2f}"
+    return f"{per_step.mean:.2f}{error}"
+
+
+def limits_line(shares: Limits) -> str:
+    """What a step is spent on, on a line."""
+    words = f"floor {shares.floor:.0%} of the step, kernels {shares.kernels:.0%}; "
+    words += f"{shares.part} {shares.part_time:.0%}"
+    return words + ("" if shares.part_over is None else f", {shares.part_over:.1f}x its bytes")
 
 
 def show(result: dict[str, Any]) -> None:
@@ -102,8 +118,9 @@ def show(result: dict[str, Any]) -> None:
         for row in rows:
             if row.get("reason"):
                 screen.print(f"{row['name']}: {row['reason']}", markup=False)
-            elif reason := limits(row):
-                screen.print(f"  {row['name']}: {reason}", markup=False, style="dim")
+            elif (shares := limits(row)) is not None:
+                line = f"  {row['name']}: {limits_line(shares)}"
+                screen.print(line, markup=False, style="dim")
     screen.print(FOOT, markup=False)
 
 
@@ -123,4 +140,4 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
     return compared
 
 
-__all__ = ["PLAIN", "cells", "compare", "groups", "show", "title"]
+__all__ = ["PLAIN", "cells", "compare", "groups", "show", "title", "with_error"]

@@ -11,7 +11,7 @@ from bench import attention, ruler
 from bench.ceilings import bandwidth
 from bench.point import best_clock, spread
 from bench.regret import is_pipeline
-from bench.report import hata_figures, iteration_figures, parity
+from bench.report import hata_figures, iteration_figures, parity, real_figures
 from bench.report.text import median, names, pick, values
 
 COLOURS = {
@@ -344,6 +344,7 @@ def _clock(result: dict[str, Any]) -> str:
 
 
 FIGURES: dict[str, dict[str, tuple[Drawing, tuple[float, float]]]] = {
+    "real": {"real": (real_figures.speeds, (10, 7))},
     "verify": {
         "verify-gamma": (_gamma, (10, 3)),
         "verify-alpha": (_alpha, (8, 3)),

@@ -11,6 +11,8 @@ from bench import ceilings, hata_off, parity, serving
 from bench.decode import lossy
 from bench.layer import tables
 from bench.point import Row, best_clock, spread
+from bench.report import real
+from bench.report.real_text import ratio
 from bench.report.text import pick, table
 from bench.table import cell, kilo, number, times
 
@@ -188,8 +190,8 @@ def _imposed(result: Result) -> Iterator[Line]:
             case, own = row["case"], row["tokens_per_s"]
             words = f"{case['model']}, B={case['B']}, {kilo(case['S'])} tokens, {row['name']}"
             speed = f"{number(own)} tokens/s"
-            beside = f"{times(own / plain[_shape(row)])} as fast as plain decoding, by the paper's"
-            yield words, speed, f"{beside} acceptance"
+            compared = ratio(own / plain[_shape(row)], " plain decoding")
+            yield words, speed, f"{compared}; imposed acceptance (the paper's)"
 
 
 def _shape(row: Row) -> tuple[Any, ...]:
@@ -250,6 +252,7 @@ VERIFY = {"B": 32, "alpha": 0.9, "l2": "warm"}
 SAMPLE = {"B": 32, "V": 128256, "l2": "cold"}
 HEADS = {"heads": "32/8", "H": 128}
 LINES: dict[str, Callable[[Result], Iterator[Line]]] = {
+    "real": real.lines,
     "verify": _points(*(Point("verify_greedy", {"gamma": g} | VERIFY) for g in (8, 128))),
     "fused": _points(
         Point("verify_and_pack", {"gamma": 8, "D": 1024} | VERIFY),
@@ -302,7 +305,7 @@ def tables_of(found: list[tuple[str, Line]]) -> Iterator[str]:
             title = heading.replace(f": {machine}", "")
             rows.append(("" if heading == before else f"[{title}](#{anchor(heading)})", *line))
             before = heading
-        headings = ("", "case", "here", "beside")
+        headings = ("", "case", "result", "compared with")
         yield f"## At a glance: {machine}\n\n{table(headings, rows, left=len(headings))}"
 
 

@@ -18,8 +18,20 @@ CLOCKS = (
 )
 
 
+def is_imposed(result: dict[str, Any]) -> bool:
+    """Whether some rows have an acceptance that was imposed."""
+    return "imposed" in _acceptance(result)
+
+
+def _acceptance(result: dict[str, Any]) -> list[str]:
+    """How the acceptance of rows came about, each once."""
+    kinds = {row["acceptance"] for row in result.get("rows", ()) if "acceptance" in row}
+    return sorted(kinds, reverse=True)
+
+
 def header(title: str, result: dict[str, Any]) -> str:
-    """A section's heading and the machine it was measured on."""
+    """A section's heading, which says where acceptance is imposed, and its machine."""
+    title += f", {' and '.join(_acceptance(result))} acceptance" if is_imposed(result) else ""
     machine = result["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
     driver = f"driver {machine['driver']}; " if machine["driver"] else ""

@@ -1,0 +1,172 @@
+"""The rows of suite `real` by cell: several results of one machine as one, and what each shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from bench.real.drafters import ALL, FEW, PLAIN, SAMPLING
+from bench.real.figures import Row, is_timed, over_plain, steady_rate, where
+from bench.real.rivals import NAMES as RIVALS
+
+VEGAS = "vegas"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One case with every drafter.
+
+    Attributes:
+        case: of the first row.
+        rows: of all runs. A speed over plain decoding is that within the run of a row.
+    """
+
+    case: Row
+    rows: Sequence[Row]
+
+    @property
+    def model(self) -> str:
+        return self.case["model"]
+
+    @property
+    def exact(self) -> bool:
+        return self.case["exact"] == "yes"
+
+    @functools.cached_property
+    def plain(self) -> Row | None:
+        """Plain decoding, which every run has, of the run that timed more drafters than others."""
+        by_run = {row["run"]: row for row in self._timed if row["name"] == PLAIN}
+        drafters = Counter(row["run"] for row in self._timed if row["name"] in DRAFTERS)
+        return max(
+            by_run.values(), key=lambda row: (drafters[row["run"]], row["run"]), default=None
+        )
+
+    @functools.cached_property
+    def drafters(self) -> dict[str, Row]:
+        """The last timed row of each drafter, in the order of the suite, without plain decoding."""
+        return self._last(DRAFTERS)
+
+    @functools.cached_property
+    def rivals(self) -> dict[str, Row]:
+        return self._last(RIVALS)
+
+    @functools.cached_property
+    def ranked(self) -> list[Row]:
+        """The drafters whose speed over plain decoding is known, the fastest first."""
+        speeds = {name: self.speed(row) for name, row in self.drafters.items()}
+        known = {name: speed for name, speed in speeds.items() if speed is not None}
+        return [self.drafters[name] for name in sorted(known, key=known.__getitem__, reverse=True)]
+
+    @property
+    def not_timed(self) -> dict[str, str]:
+        """Why a drafter or rival has no times, by its name."""
+        reasons = {row["name"]: row.get("reason", "not checked") for row in self.rows}
+        timed = {row["name"] for row in self._timed}
+        return {name: reason for name, reason in reasons.items() if name not in timed}
+
+    def speed(self, row: Row, rate: Any = steady_rate) -> float | None:
+        """How many times the ``rate`` of plain decoding in the same run."""
+        return over_plain(row, self.rows, rate)
+
+    @functools.cached_property
+    def _timed(self) -> list[Row]:
+        return [row for row in self.rows if is_timed(row)]
+
+    def _last(self, names: Sequence[str]) -> dict[str, Row]:
+        rows = {row["name"]: row for row in self._timed}
+        return {name: rows[name] for name in names if name in rows}
+
+
+USUAL_SAMPLING = ("greedy", "t0.8")
+DRAFTERS = tuple(name for name in ALL if name != PLAIN)
+MORE = tuple(name for name in ALL if name not in FEW)
+
+
+def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several results of one machine as one; the numbers of runs differ between them.
+
+    Raises `ValueError` where they are of more than one device.
+    """
+    machines = [result["machine"] for result in results]
+    devices = {machine["device"] for machine in machines}
+    if len(devices) > 1:
+        raise ValueError(f"results of real in one folder are of {', '.join(sorted(devices))}")
+    rows: list[Row] = []
+    numbers: dict[tuple[int, int], int] = {}
+    for index, result in enumerate(results):
+        for row in result["rows"]:
+            number = numbers.setdefault((index, row["run"]), len(numbers))
+            rows.append(row | {"run": number})
+    dates = sorted(machine["date"] for machine in machines)
+    date = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    models = {model["name"]: model for result in results for model in models_of(result)}
+    return {
+        "suite": "real",
+        "machine": machines[-1] | {"date": date},
+        "models": list(models.values()),
+        "rows": rows,
+    } | ({"interrupted": True} if any(x.get("interrupted") for x in results) else {})
+
+
+def models_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The models of one result, or of several joined ones."""
+    return result["models"] if "models" in result else [result["model"]]
+
+
+def cells(result: dict[str, Any]) -> list[Cell]:
+    """By model, that of the longest contexts first; then by rows, context, sampling and length."""
+    by_case: dict[tuple[Any, ...], list[Row]] = {}
+    for row in result["rows"]:
+        by_case.setdefault(where(row)[:-1], []).append(row)
+    longest: dict[str, int] = {}
+    for row in result["rows"]:
+        model, context = row["case"]["model"], row["case"]["S"]
+        longest[model] = max(longest.get(model, 0), context)
+
+    def place(cell: Cell) -> tuple[Any, ...]:
+        case = cell.case
+        at = (case["B"], case["S"], case["gamma"], case["new"], case["exact"])
+        return -longest[cell.model], cell.model, *at, list(SAMPLING).index(case["sampling"])
+
+    return sorted((Cell(rows[0]["case"], rows) for rows in by_case.values()), key=place)
+
+
+def highlights(every: Sequence[Cell]) -> list[tuple[Cell, Row]]:
+    """Of each model: the largest cell, greedy and sampled, and where drafting is slowest.
+
+    The drafter is vegas, or the fastest where a cell has no times of vegas.
+    """
+    result = []
+    of_all = usual(every)
+    for model in dict.fromkeys(cell.model for cell in of_all):
+        of_model = [cell for cell in of_all if cell.model == model]
+        chosen = []
+        for sampling in USUAL_SAMPLING:
+            sampled = [cell for cell in of_model if cell.case["sampling"] == sampling]
+            chosen += sampled and [max(sampled, key=lambda x: (x.case["B"], x.case["S"]))]
+        chosen.append(min(of_model, key=lambda cell: cell.speed(shown(cell)) or 0))
+        result += [(cell, shown(cell)) for cell in {id(cell): cell for cell in chosen}.values()]
+    return result
+
+
+def usual(every: Sequence[Cell]) -> list[Cell]:
+    """Cells with a speed over plain decoding, greedy and at T=0.8, of the shortest answers of their
+    model, without exact mode."""
+    shortest: dict[str, int] = {}
+    result = [
+        cell
+        for cell in every
+        if cell.ranked and not cell.exact and cell.case["sampling"] in USUAL_SAMPLING
+    ]
+    for cell in result:
+        new = cell.case["new"]
+        shortest[cell.model] = min(shortest.get(cell.model, new), new)
+    return [cell for cell in result if cell.case["new"] == shortest[cell.model]]
+
+
+def shown(cell: Cell) -> Row:
+    """The row of vegas where its speed is known, else that of the fastest drafter."""
+    return next((row for row in cell.ranked if row["name"] == VEGAS), cell.ranked[0])

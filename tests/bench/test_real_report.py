@@ -1,0 +1,249 @@
+"""The section on real models, its picture and README's part, from a small result."""
+
+import json
+import re
+
+import pytest
+
+from bench import report
+from bench.real import figures
+from bench.report import figures as drawings
+from bench.report import readme, real_cells
+from tests.bench.test_report import MACHINE, lines
+from tests.bench.test_throughput import RESULT as THROUGHPUT
+
+ROOT = report.DOCS.parent
+LARGE = {"B": 16, "S": 4096}
+SMALL = {"B": 1, "S": 4096}
+
+
+def row(name, ms, *, per_step=1, run=0, checked=True, **rest):
+    """Eight answers of 60 tokens, of which the last one repeats itself in half of the steps.
+
+    A step takes ``ms``, the whole batch 10 times as many seconds, the prefill 30 s. The floor of
+    plain decoding is 1 ms.
+    """
+    case = {"model": "m", "gamma": 5, "new": 64, "sampling": "greedy", "drafts": "few"}
+    case |= {"exact": "no"} | rest.pop("case", LARGE)
+    line = {"operation": "real", "case": case, "name": name, "run": run, "checked": checked}
+    steps = [60 // per_step] * 7 + [60 // per_step // (1 if name == "none" else 2)]
+    line |= {"tokens": [60] * 8, "steps": steps, "repeats": [False] * 7 + [True]}
+    line |= {"attempts_at": [100, 50], "accepted_at": [90, 20], "rows": 8, "identical_rows": 6}
+    line |= {"step_ns": [ms * 10**6] * 3, "decode_s_samples": [10.0 * ms], "prefill_s": 30.0}
+    line |= {"switch_s": 0.0, "plain_floor_ns": 1e6, "context": 4000}
+    shares = {"parts_ns": {"verification": ms * 8e5}, "floors_ns": {"verification": ms * 2e5}}
+    return line | shares | rest
+
+
+def result(rows, **rest):
+    model = {"name": "m", "layers": 2, "weight_bytes": 10**9, "dtype": "bfloat16"}
+    common = {"suite": "real", "machine": MACHINE, "model": model, "acceptance": "measured"}
+    return common | {"rows": rows} | rest
+
+
+# Plain decoding takes 2 ms; vegas 4 with 3 tokens a step, 1.5x, and 10 for one row, 0.60x.
+FIRST = [
+    row("none", 2),
+    row("vegas", 4, per_step=3),
+    row("ngram", 1, checked=False, reason="its answers are not the model's", per_step=4),
+    row("none", 2, case=SMALL),
+    row("vegas", 10, per_step=3, case=SMALL),
+    row("quest", 5, per_step=3),
+    row("none", 8, case=LARGE | {"exact": "yes"}),
+    row("vegas", 8, per_step=3, case=LARGE | {"exact": "yes"}, identical_rows=8),
+]
+# The same cell and run number in another file, where plain decoding took 6 ms.
+SECOND = [
+    row("none", 6),
+    row("suffix", 4, per_step=2),
+    row("torch_graph", 9, note="one graph", identical_rows=5),
+    {"operation": "real", "case": FIRST[0]["case"], "name": "transformers", "run": 0}
+    | {"checked": None, "reason": "no module"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _matplotlib():
+    pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def text(tmp_path):
+    return written(tmp_path)
+
+
+def written(tmp_path):
+    folder = tmp_path / "results" / "some"
+    folder.mkdir(parents=True)
+    for name, rows in (("real.first", FIRST), ("real.second", SECOND)):
+        (folder / f"{name}.json").write_text(json.dumps(result(rows)))
+    (folder / "throughput.json").write_text(json.dumps(THROUGHPUT))
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    report.write(folder.parent, tmp_path / "docs", page)
+    return (tmp_path / "docs" / "RESULTS.md").read_text()
+
+
+def test_files_of_a_folder_are_one_section_whose_runs_stay_apart(text):
+    assert text.count("## Real models, acceptance measured") == 1
+    # 16 rows: 3 tokens in 4 ms, or 2 in 4 ms where plain decoding took 6.
+    (vegas,) = lines(text, " |  |  |  | vegas")
+    assert vegas[5:] == [
+        "3.00 ±0.00 (3.20)",
+        "12,000 (0.75)",
+        "1.50x",
+        "0.50x, slower",
+        "0.71x, slower",
+    ]
+    (suffix,) = (x for x in lines(text, "16") if "suffix" in x)
+    assert suffix[:5] == ["16", "4K", "greedy", "8,000 (0.50)", "suffix"]
+    assert suffix[5:8] == ["2.00 ±0.00 (2.13)", "8,000 (0.50)", "3.00x"]
+
+
+def test_every_drafter_stands_in_a_table_where_more_than_everywhere_ran(text):
+    part = text.split("### m: every drafter, 16 rows of 4K tokens, 64 new tokens")[1]
+    names = re.findall(r"^\| (\S+) \|", part.split("\n### ")[0], re.MULTILINE)
+    assert names == ["drafter", "---", "none", "suffix", "vegas", "quest"]
+
+
+def test_a_losing_cell_is_shown_and_called_slower(text):
+    (losing,) = (x for x in lines(text, "1") if x[4:5] == ["vegas"])
+    assert losing[7] == "0.60x, slower"
+    (line,) = (x for x in text.splitlines() if "m, 1 row, 4K tokens, greedy, vegas" in x)
+    assert "| 300 tokens/s | 0.60x plain decoding, slower; " in line
+    assert line.endswith("acceptance measured |")
+
+
+def test_what_was_not_right_has_a_reason_and_no_speed(text):
+    # 64,000 tokens/s would be 4 a step of 16 rows in 1 ms.
+    assert "64,000" not in text
+    assert "ngram (m, 16 rows, 4K, greedy): its answers are not the model's" in text
+    assert "transformers (m, 16 rows, 4K, greedy): no module" in text
+
+
+def test_a_cell_without_times_of_vegas_says_so():
+    rows = [row("none", 2), row("ngram", 1), row("vegas", 1, checked=False, reason="wrong")]
+    part = report.real.section(result(rows), {}, {})
+    assert "| 16 | 4K | greedy | 8,000 (0.50) | vegas | not timed |" in part
+
+
+def test_plain_decoding_has_a_speed_where_all_of_its_answers_repeat():
+    rows = [row("none", 2, repeats=[True] * 8), row("vegas", 4, per_step=3)]
+    assert figures.over_plain(rows[1], rows, figures.steady_rate) == pytest.approx(1.5)
+    looping = row("vegas", 4, per_step=3, repeats=[True] * 8)
+    assert figures.over_plain(looping, [rows[0], looping], figures.steady_rate) is None
+    part = report.real.section(result([rows[0], looping, row("ngram", 1)]), {}, {})
+    assert "|  |  |  |  | vegas | (3.20) |  |  | 0.50x, slower |" in part
+
+
+def test_a_rival_stands_next_to_plain_decoding_of_its_run(text):
+    part = text.split("### Other libraries")[1].split("\n### ")[0]
+    assert "| m | 16 | 4K | jspec, plain decoding | 6.00 | 2,667 |  |  |" in part
+    rival = "torch, FlashAttention-3, one CUDA graph"
+    assert f"|  |  |  | {rival} | 9.00 | 1,778 | 0.67x, slower | 5/8 |" in part
+    assert f"- {rival}: one graph" in part
+
+
+def test_acceptance_exact_mode_and_limits(text):
+    by_position = text.split("### m: acceptance by position and context")[1]
+    assert "| vegas | 4K | 3.00 ±0.00 (3.20) | 90 40 |" in by_position
+    exact = text.split("### Exact mode")[1]
+    assert "| m | 16 | 4K | none |  |  | 2,000 |  | 0.25x, slower |" in exact
+    assert "|  |  |  | vegas | 8/8 | 6/8 | 6,000 | 3.00x | 0.75x, slower |" in exact
+    limits = text.split("### m: what limits each cell")[1]
+    rest = "20% | 60% | 20% | kernels | verification 80%, 4.0 times |"
+    assert f"|  |  | vegas | 0.60x, slower | 3.00 | 5.00 | {rest}" in limits
+
+
+def test_real_models_come_first_and_imposed_acceptance_last(tmp_path, text):
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    (results / "another").mkdir()  # which comes after the other machine
+    other = result([row("none", 2), row("vegas", 4, per_step=3)], machine=MACHINE | {"device": "A"})
+    (results / "another" / "real.json").write_text(json.dumps(other))
+    report.write(results, docs)
+    titles = re.findall(r"^## (.*)$", (docs / "RESULTS.md").read_text(), re.MULTILINE)
+    assert titles == [
+        "At a glance: NVIDIA Test",
+        "At a glance: A",
+        "Real models, acceptance measured: NVIDIA Test",
+        "Real models, acceptance measured: A",
+        "Tokens a second by drafter, measured and imposed acceptance: NVIDIA Test",
+    ]
+    glance = text.split("## Real models")[0]
+    assert glance.index("m, 16 rows") < glance.index("imposed acceptance (the paper's)")
+
+
+def test_results_of_two_devices_are_not_joined():
+    other = result(SECOND, machine=MACHINE | {"device": "A"})
+    with pytest.raises(ValueError, match="of A, NVIDIA Test"):
+        real_cells.joined([result(FIRST), other])
+
+
+def test_the_picture_marks_what_is_slower():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    draw, _ = drawings.FIGURES["real"]["real"]
+    assert draw(figure, real_cells.joined([result(FIRST), result(SECOND)]))
+    rows, context = figure.axes
+    drawn = {x.get_label(): list(map(tuple, x.get_xydata())) for x in rows.get_lines()}
+    assert drawn["4K tokens"] == [(1, pytest.approx(0.6)), (16, pytest.approx(1.5))]
+    crosses = [tuple(x.get_xydata()[0]) for x in rows.get_lines() if x.get_marker() == "x"]
+    assert crosses == [(1, pytest.approx(0.6))]
+    assert {x.get_label() for x in context.get_lines()} >= {"vegas", "suffix", "quest"}
+    assert not draw(Figure(), result([row("none", 2)]))
+
+
+def test_readme_has_the_largest_and_the_slowest_cell(tmp_path, text):
+    page = (tmp_path / "README.md").read_text()
+    assert page.startswith("before\n")
+    assert page.endswith("\nafter\n")
+    assert "old" not in page
+    assert "(docs/some-real.png)" in page
+    cells = "| m | NVIDIA Test | {} | 4K | greedy | vegas | {} |"
+    assert cells.format(16, "12,000 | 1.50x | 0.50x, slower") in page
+    assert cells.format(1, "300 | 0.60x, slower | 0.20x, slower") in page
+    assert "It is slower than plain decoding with 1 row of 4K tokens (m)." in page
+    assert readme.refreshed(page, {}).count(readme.NOTHING) == 1
+    with pytest.raises(ValueError, match=r"README\.md must have the lines"):
+        readme.refreshed("nothing", {})
+
+
+def speeds_in(device):
+    """Formatted speeds of every timed row of a device, from its files, by the words of a line."""
+    said_by_case = {}
+    for path in report.RESULTS.glob("*/real*.json"):
+        content = json.loads(path.read_text())
+        if content["machine"]["device"] != device:
+            continue
+        for line in filter(figures.is_timed, content["rows"]):
+            case = line["case"]
+            sampling = {"greedy": "greedy", "t0.8": "T=0.8"}.get(case["sampling"])
+            at = case["model"], str(case["B"]), f"{case['S'] // 1024}K", sampling, line["name"]
+            rates = (figures.steady_rate, figures.batch_rate)
+            steady, batch = (figures.over_plain(line, content["rows"], x) for x in rates)
+            if steady is not None and batch is not None and case["exact"] == "no":
+                said = (f"{figures.steady_rate(line):,.0f}", *map(said_of, (steady, batch)))
+                said_by_case.setdefault(at, []).append(said)
+    return said_by_case
+
+
+def said_of(speed):
+    said = f"{speed:.2f}x"
+    return said if float(f"{speed:.2f}") >= 1 else f"{said}, slower"
+
+
+def test_the_numbers_of_readme_are_those_of_the_results():
+    page = (ROOT / "README.md").read_text()
+    part = page.split(readme.BEGIN)[1].split(readme.END)[0]
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in part.splitlines()
+        if line.startswith("| ")
+    ][2:]
+    if not list(report.RESULTS.glob("*/real*.json")):
+        assert not table
+    for model, device, *rest in table:
+        case, said = (model, *rest[:4]), tuple(rest[4:])
+        assert said in speeds_in(device)[case], case
+    assert readme.refreshed(page, report.real_results()) == page
