@@ -6,10 +6,13 @@ dtype. What they need of the GPU is free again when they return.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +24,7 @@ from jspec.decode.state import DecodeState
 from jspec.models.decoder import Decoder
 
 NAMES = ("transformers", "torch_graph")
+TRITON_CACHE = "TRITON_CACHE_DIR"
 PREFILL_TOKENS = 16384  # padded tokens of a prefill pass, which is of one row at least
 ALIGNMENT = 64  # a static cache has a multiple of so many slots: no kernel then pads its mask
 WARM_UP = 8  # tokens: compiling, and CUDA graphs, which torch.compile records in a third call
@@ -259,7 +263,8 @@ def first_that_runs(ways: Mapping[str, Callable[[], Any]]) -> tuple[str, Any]:
 def _run(name: str, decode: Callable[[], Decoded | Absent], size: str) -> Decoded | Absent:
     """What ``decode`` returns, or the reason for its error; frees torch's memory."""
     try:
-        return decode()
+        with triton_cache():
+            return decode()
     except ModuleNotFoundError as error:
         return Absent(name, f"{error.name} is not installed")
     except Exception as error:
@@ -268,6 +273,21 @@ def _run(name: str, decode: Callable[[], Decoded | Absent], size: str) -> Decode
         return failure(name, error)
     finally:
         _free()
+
+
+@contextlib.contextmanager
+def triton_cache() -> Iterator[None]:
+    """A folder for Triton's cache, which torch.compile needs and jax_triton has set to none."""
+    before = os.environ.get(TRITON_CACHE)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[TRITON_CACHE] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[TRITON_CACHE]
+            else:
+                os.environ[TRITON_CACHE] = before
 
 
 def _size(model: Decoder, rows: int, slots: int) -> str:

@@ -1,6 +1,7 @@
 """Rivals of whole decoding give jspec's tokens on CPUs, and a reason where they cannot run."""
 
 import dataclasses
+import os
 import sys
 import types
 
@@ -197,3 +198,17 @@ def test_the_first_way_that_runs_names_the_errors_before_it():
     assert decoding.first_that_runs(ways) == expected
     with pytest.raises(RuntimeError, match="no compiler"):
         decoding.first_that_runs({"compiled": broken})
+
+
+@pytest.mark.parametrize("before", [None, ""])
+def test_triton_has_a_cache_while_torch_compiles(monkeypatch, before):
+    """As jax_triton leaves it, torch.compile fails for want of a folder."""
+    if before is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    else:
+        monkeypatch.setenv("TRITON_CACHE_DIR", before)
+    with decoding.triton_cache():
+        folder = os.environ["TRITON_CACHE_DIR"]
+        assert os.path.isdir(folder)
+    assert os.environ.get("TRITON_CACHE_DIR") == before
+    assert not os.path.exists(folder)
