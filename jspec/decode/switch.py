@@ -49,10 +49,10 @@ def switch(
     copied = jax.tree.map(jnp.copy, others)
     cache = _filled(models, empty, held, config=config)
     own = config.draft.init(models, held.lengths, capacity, config.gamma)
-    heard = jnp.arange(int(held.lengths.max()), dtype=jnp.int32)[None]
+    # All positions of the capacity, so that prompts of any length share programs.
+    heard = jnp.arange(capacity, dtype=jnp.int32)[None]
     positions = jnp.where(heard < held.lengths[:, None], heard, -1)
-    tokens = state.tokens[:, : positions.shape[1]]
-    own = config.draft.prefill(models, own, tokens, positions, config)
+    own = config.draft.prefill(models, own, state.tokens, positions, config)
     return place(dataclasses.replace(copied, cache=cache, draft=own, exact=config.exact), sharding)
 
 

@@ -117,3 +117,15 @@ def test_what_it_cannot_make_is_refused(tiny, windowed, other):
     with pytest.raises(ValueError, match=r"prefilled has 3 rows of \[30, 7, 1\] tokens"):
         generate(tiny, PROMPTS[:2], PARAMS, draft=None, prefilled=state)
     assert jnp.isfinite(state.cache.keys(0)[0, :29]).all()
+
+
+def test_prompts_of_other_lengths_compile_nothing(tiny, compiled):
+    config = StepConfig(3, named_draft("suffix"))
+    first, second = (
+        start_decoding(tiny, [prompt], PARAMS, PLAIN, capacity=64)
+        for prompt in (PROMPTS[0], PROMPTS[0][:19])
+    )
+    switch(tiny, first, config)
+    before = compiled()
+    switch(tiny, second, config)
+    assert compiled() == before
