@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
 from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
 from jspec.sharding import Placing, beside, place, with_auto_axes
-from jspec.typing import Model
+from jspec.typing import Array, Model
 
 TOKENS = ("keys", "values")  # columns of the model's own, whatever a policy keeps beside them
 
@@ -33,7 +34,7 @@ def switch(
     """
     models = Models.of(models)
     check_arrays(models, config)
-    held, capacity = state.cache, state.tokens.shape[1]
+    held = state.cache
     check_rings(held.specs, held.layouts, config.gamma)
     if config.exact:
         check_started(state.exact, True)
@@ -48,12 +49,22 @@ def switch(
     others = dataclasses.replace(state, cache=None, draft=None)
     copied = jax.tree.map(jnp.copy, others)
     cache = _filled(models, empty, held, config=config)
-    own = config.draft.init(models, held.lengths, capacity, config.gamma)
-    # All positions of the capacity, so that prompts of any length share programs.
-    heard = jnp.arange(capacity, dtype=jnp.int32)[None]
-    positions = jnp.where(heard < held.lengths[:, None], heard, -1)
-    own = config.draft.prefill(models, own, state.tokens, positions, config)
+    own = _drafter_state(models, held.lengths, state.tokens, config=config)
     return place(dataclasses.replace(copied, cache=cache, draft=own, exact=config.exact), sharding)
+
+
+@jax.jit(static_argnames="config")
+def _drafter_state(models: Models, lengths: Array, tokens: Array, config: StepConfig) -> Any:
+    """What the drafter keeps after prompts of ``lengths [B]``, the first of ``tokens [B, S]``.
+
+    Of all positions, so that prompts of any length share a program.
+    """
+    capacity = tokens.shape[1]
+    at = jnp.arange(capacity, dtype=jnp.int32)[None]
+    positions = jnp.where(at < lengths[:, None], at, -1)
+    with config.of_models():
+        own = config.draft.init(models, lengths, capacity, config.gamma)
+        return config.draft.prefill(models, own, tokens, positions, config)
 
 
 @jax.jit(static_argnames="config", donate_argnames="empty")
