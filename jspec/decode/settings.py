@@ -144,7 +144,7 @@ class StepConfig:
 
     def of_models(self) -> AbstractContextManager[None]:
         """Inside it, operations of models and policies take the backends that are named here."""
-        return _preferring_of_models(self.backends)
+        return preferring_of_models(self.backends)
 
     @property
     def of_verification(self) -> Backends:
@@ -153,10 +153,10 @@ class StepConfig:
 
     def of_target(self) -> AbstractContextManager[None]:
         """As `of_models`, inside the target's own passes."""
-        return _preferring_of_models(self.of_verification)
+        return preferring_of_models(self.of_verification)
 
 
-def _preferring_of_models(backends: Mapping[str, str]) -> AbstractContextManager[None]:
+def preferring_of_models(backends: Mapping[str, str]) -> AbstractContextManager[None]:
     """`preferring` what ``backends`` names for operations of models and policies."""
     names = {operation.name for operation in OF_MODELS} & set(backends)
     return preferring({name: backends[name] for name in names})

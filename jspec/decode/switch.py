@@ -12,8 +12,10 @@ from jspec.cache import Cache
 from jspec.cache.layout import check_rings
 from jspec.config import shown
 from jspec.decode.exact import check_started
-from jspec.decode.settings import StepConfig, check_arrays
+from jspec.decode.settings import StepConfig, check_arrays, preferring_of_models
 from jspec.decode.state import DecodeState, Models
+from jspec.dispatch import Backends
+from jspec.policies import Policy
 from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
 from jspec.sharding import Placing, beside, place, with_auto_axes
 from jspec.typing import Array, Model
@@ -48,7 +50,7 @@ def switch(
     empty = place({"cache": create_cache(config.keeps, *sizes)}, sharding)["cache"]
     others = dataclasses.replace(state, cache=None, draft=None)
     copied = jax.tree.map(jnp.copy, others)
-    cache = _filled(models, empty, held, config=config)
+    cache = _filled(models, empty, held, policy=config.keeps, backends=config.backends)
     own = _drafter_state(models, held.lengths, state.tokens, config=config)
     return place(dataclasses.replace(copied, cache=cache, draft=own, exact=config.exact), sharding)
 
@@ -67,10 +69,13 @@ def _drafter_state(models: Models, lengths: Array, tokens: Array, config: StepCo
         return config.draft.prefill(models, own, tokens, positions, config)
 
 
-@jax.jit(static_argnames="config", donate_argnames="empty")
-def _filled(models: Models, empty: Cache, held: Cache, config: StepConfig) -> Cache:
-    """``empty`` with the keys and values that are ``held``, and what the policy makes of them."""
-    policy, arrays = config.keeps, models.policy
+@jax.jit(static_argnames=("policy", "backends"), donate_argnames="empty")
+def _filled(models: Models, empty: Cache, held: Cache, policy: Policy, backends: Backends) -> Cache:
+    """``empty`` with the keys and values that are ``held``, and what the policy makes of them.
+
+    Drafters whose policies store the same columns share a program.
+    """
+    arrays = models.policy
 
     def fill(arrays, empty: Cache, held: Cache) -> Cache:
         cache = empty.with_lengths(held.lengths)
@@ -85,5 +90,5 @@ def _filled(models: Models, empty: Cache, held: Cache, config: StepConfig) -> Ca
         most = max(layout.size for layout in held.layouts)
         return with_pages(policy, arrays, cache, jnp.zeros_like(held.lengths), held.lengths, most)
 
-    with config.of_models():
+    with preferring_of_models(backends):
         return with_auto_axes(fill, arrays, empty, held, like=empty)
