@@ -26,7 +26,7 @@ from bench.machine import describe
 from bench.program import failure
 from bench.real import rivals, tables, texts
 from bench.real.cell import ROOM, Cell
-from bench.real.drafters import ALL, PLAIN, SAMPLING, Drafting, wanted
+from bench.real.drafters import ALL, PLAIN, SAMPLING, Drafting, drafter_names
 from bench.real.figures import Row, where
 from bench.settings import Settings, bar
 from bench.suite import Suite
@@ -159,12 +159,12 @@ def _rows(
 
 
 def _cases(settings: Settings, max_context: int) -> list[cases.Case]:
-    own = grid(max_context)
+    usual = grid(max_context)
     if jax.default_backend() == "cpu":
-        own = ["B=2,S=512,new=24", "B=2,S=512,new=24,sampling=t0.8"]
+        usual = ["B=2,S=512,new=24", "B=2,S=512,new=24,sampling=t0.8"]
     elif settings.quick:
-        own = own[:2]
-    return [case(text) for text in settings.cases or own]
+        usual = usual[:2]
+    return [case(text) for text in settings.cases or usual]
 
 
 def _todo(
@@ -172,15 +172,15 @@ def _todo(
 ) -> list[tuple[cases.Case, list[str]]]:
     """The cases of a cell with the drafters that have no row yet; plain decoding where any has."""
     result = []
-    for here in asked:
-        at = where({"case": here | shared, **shared})[:-1]
-        names = wanted(here["drafts"], settings.only)
-        if here["sampling"] == "greedy" and here["exact"] == "no":
+    for one_case in asked:
+        at = where({"case": one_case | shared, **shared})[:-1]
+        names = drafter_names(one_case["drafts"], settings.only)
+        if one_case["sampling"] == "greedy" and one_case["exact"] == "no":
             # XLA keeps the memory that it once took, so rivals have a run of their own.
             names += [x for x in rivals.NAMES if x in settings.only]
         left = [x for x in names if (at, x) not in done]
         if left:
-            result.append((here, left if PLAIN in left else [PLAIN, *left]))
+            result.append((one_case, left if PLAIN in left else [PLAIN, *left]))
     return result
 
 
@@ -196,8 +196,8 @@ def _of_cell(
     """The rows of one cell; what cannot run is a row with its reason."""
     first, exact = todo[0][0], todo[0][0]["exact"] == "yes"
 
-    def row(here: cases.Case, name: str, **rest: Any) -> Row:
-        at = {"model": shared["model"], **here}
+    def row(one_case: cases.Case, name: str, **rest: Any) -> Row:
+        at = {"model": shared["model"], **one_case}
         return {"operation": "real", "case": at, "name": name, "run": shared["run"]} | rest
 
     about = {"texts": texts.digest(prompts)}
@@ -213,20 +213,22 @@ def _of_cell(
         for name in names
         if name in ALL
     }
-    pairs = [(draftings[x], here["sampling"]) for here, names in todo for x in names if x in ALL]
+    pairs = [
+        (draftings[x], one_case["sampling"]) for one_case, names in todo for x in names if x in ALL
+    ]
     cell.compile(list(dict.fromkeys(pairs)))
-    for here, names in todo:
+    for one_case, names in todo:
         for name in names:
             try:
                 if name in rivals.NAMES:
-                    measured = rivals.row(cell, name, here["new"])
+                    measured = rivals.row(cell, name, one_case["new"])
                 else:
-                    measured = cell.row(draftings[name], here["sampling"], here["new"])
+                    measured = cell.row(draftings[name], one_case["sampling"], one_case["new"])
             except Exception as error:
                 measured = {"checked": False, "reason": failure(name, error).reason}
             if not settings.check:
                 measured["checked"] = None
-            yield row(here, name, **about, **measured)
+            yield row(one_case, name, **about, **measured)
 
 
 SUITE = Suite(

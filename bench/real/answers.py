@@ -38,12 +38,12 @@ def per_step(tokens: Sequence[int], steps: Sequence[int]) -> PerStep | None:
     The error is that of a ratio of two sums over rows, which are independent texts (Cochran,
     Sampling Techniques, equation 2.39).
     """
-    committed, taken = np.asarray(tokens, float), np.asarray(steps, float)
-    if not taken.sum():
+    committed, step_counts = np.asarray(tokens, float), np.asarray(steps, float)
+    if not step_counts.sum():
         return None
-    mean, rows = committed.sum() / taken.sum(), len(taken)
+    mean, rows = committed.sum() / step_counts.sum(), len(step_counts)
     if rows < 2:
         return PerStep(mean, math.nan, rows)
-    residuals = committed - mean * taken
+    residuals = committed - mean * step_counts
     variance = (residuals**2).sum() / (rows - 1) / rows
-    return PerStep(mean, math.sqrt(variance) / taken.mean(), rows)
+    return PerStep(mean, math.sqrt(variance) / step_counts.mean(), rows)

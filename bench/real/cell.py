@@ -102,7 +102,7 @@ class Cell:
                 advance()
         return time.perf_counter() - begin - run.compile_s, states
 
-    def compile(self, wanted: Sequence[tuple[Drafting, str]]) -> None:
+    def compile(self, programs: Sequence[tuple[Drafting, str]]) -> None:
         """Compile the steps of these drafters and samplings, several at a time.
 
         A program that fails to compile fails again, with its reason, where it is measured.
@@ -122,7 +122,7 @@ class Cell:
             return Task(f"{drafting.name}, {sampling}", run)
 
         tasks = []
-        for pair in wanted:
+        for pair in programs:
             with contextlib.suppress(Exception):
                 tasks.append(task(*pair))
         with bar("compile", len(tasks)) as advance:

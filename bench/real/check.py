@@ -142,8 +142,8 @@ def _score_chunk(
     if top_k:
         highest, _ = jax.lax.top_k(logits, top_k)
         shares = jax.nn.softmax(highest)
-        kept = jnp.cumsum(shares, axis=-1) - shares < top_p
-        lowest = jnp.where(kept, highest, jnp.inf).min(axis=-1, keepdims=True)
+        in_top_p = jnp.cumsum(shares, axis=-1) - shares < top_p
+        lowest = jnp.where(in_top_p, highest, jnp.inf).min(axis=-1, keepdims=True)
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
     of_all = jax.nn.log_softmax(logits, axis=-1)
     shares, finite = jnp.exp(of_all), jnp.where(jnp.isfinite(of_all), of_all, 0)

@@ -59,7 +59,7 @@ def params_of(sampling: str, new: int, rows: int) -> list[jspec.SamplingParams]:
     return [jspec.SamplingParams(max_new_tokens=new, seed=row, **settings) for row in range(rows)]
 
 
-def wanted(drafts: str, only: Sequence[str]) -> list[str]:
+def drafter_names(drafts: str, only: Sequence[str]) -> list[str]:
     """The drafters of a cell: ``few`` or ``all``, of which ``only`` names some, if any.
 
     Plain decoding is always first, as all others are compared with it in the same run.

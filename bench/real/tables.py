@@ -73,8 +73,8 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     steady, step = steady_rate(row), step_ms(row)
 
     def ratio(rate: Any) -> str:
-        found = over_plain(row, rows, rate)
-        return "" if found is None else times(found)
+        value = over_plain(row, rows, rate)
+        return "" if value is None else times(value)
 
     return (
         row["name"],
