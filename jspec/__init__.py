@@ -8,7 +8,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jspec.cache import Cache, Linear, Ring, Striped
+    from jspec.cache import Cache, LinearLayout, RingLayout, StripedLayout
     from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
     from jspec.decode.draft import (
         Chain,
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 _HOMES = {
-    "jspec.cache": ["Cache", "Linear", "Ring", "Striped"],
+    "jspec.cache": ["Cache", "LinearLayout", "RingLayout", "StripedLayout"],
     "jspec.config": ["LayerSpec", "ModelConfig", "Rope", "RopeScaling", "SamplingParams"],
     "jspec.decode.draft": [
         "Chain",
@@ -190,7 +190,7 @@ __all__ = [
     "Interrupted",
     "Latent",
     "LayerSpec",
-    "Linear",
+    "LinearLayout",
     "Loki",
     "MagicPIG",
     "Model",
@@ -204,7 +204,7 @@ __all__ = [
     "Policy",
     "QuantSpec",
     "Quest",
-    "Ring",
+    "RingLayout",
     "Rope",
     "RopeScaling",
     "Sampling",
@@ -217,7 +217,7 @@ __all__ = [
     "StepConfig",
     "StepRecord",
     "Streaming",
-    "Striped",
+    "StripedLayout",
     "SuffixDraft",
     "Tokenizer",
     "Vegas",

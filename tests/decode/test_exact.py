@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jspec
-from jspec.cache import Linear, Ring
+from jspec.cache import LinearLayout, RingLayout
 from jspec.cache.layout import layouts_of
 from jspec.config import LayerSpec
 from jspec.decode import exact
@@ -117,8 +117,8 @@ def test_settings_that_do_not_go_with_it_are_named():
 
 def test_a_window_keeps_its_keys_in_the_order_of_positions():
     spec = LayerSpec(kv_heads=1, key_size=8, value_size=8, window=20)
-    assert layouts_of([spec], 64, 3) == (Ring(24),)
-    assert layouts_of([spec], 64, 3, rings=False) == (Linear(64),)
+    assert layouts_of([spec], 64, 3) == (RingLayout(24),)
+    assert layouts_of([spec], 64, 3, rings=False) == (LinearLayout(64),)
 
 
 @pytest.mark.parametrize(

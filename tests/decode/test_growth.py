@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Linear, Ring, Striped
+from jspec.cache import LinearLayout, RingLayout, StripedLayout
 from jspec.config import SamplingParams
 from jspec.decode import generation, growth, prefill
 from jspec.decode.draft import ModelDraft
@@ -63,12 +63,12 @@ def windowed():
 
 def test_every_column_keeps_what_it_held_and_frees_what_it_was(windowed):
     state = start_decoding(windowed, PROMPTS, PARAMS, PLAIN, capacity=8, grows=True)
-    assert state.cache.layouts == (Linear(8), Ring(4), Linear(8))
+    assert state.cache.layouts == (LinearLayout(8), RingLayout(4), LinearLayout(8))
     before = jax.tree.map(np.asarray, (state.cache.columns, state.tokens))
     old = jax.tree.leaves((state.cache.columns[0], state.cache.columns[2], state.tokens))
     after = grow(state, 20, PLAIN)
     assert all(x.is_deleted() for x in old)
-    assert after.cache.layouts == (Linear(20), Ring(4), Linear(20))
+    assert after.cache.layouts == (LinearLayout(20), RingLayout(4), LinearLayout(20))
     assert after.tokens.shape == (2, 20)
     found = jax.tree.map(np.asarray, (after.cache.columns, after.tokens))
     for was, now in zip(*map(jax.tree.leaves, (before, found)), strict=True):
@@ -95,8 +95,10 @@ def test_what_cannot_grow_is_refused(sharp):
     with pytest.raises(ValueError, match=r"capacity=12\.0 must be at least the present one, 8"):
         grow(state, 12.0, PLAIN)  # pyright: ignore[reportArgumentType]
     quest = Quest(page=4, dense_layers=0)
-    paged = create_cache(quest, TINY.layers, [Striped(32, 2)] * 2, 1, jnp.float32)
-    with pytest.raises(ValueError, match=r"pages of 4 slots cannot grow with Striped\(size=32"):
+    paged = create_cache(quest, TINY.layers, [StripedLayout(32, 2)] * 2, 1, jnp.float32)
+    with pytest.raises(
+        ValueError, match=r"pages of 4 slots cannot grow with StripedLayout\(size=32"
+    ):
         paged.grown(64)
     with pytest.raises(ValueError, match=r"needs 5 slots \(prompt\) but capacity=4; raise"):
         start_decoding(sharp, PROMPTS, PARAMS, StepConfig(), capacity=4, grows=True)
