@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jspec.cache import Cache, LinearLayout, RingLayout, StripedLayout
     from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
+    from jspec.decode.checks import mode_of, sampling_of
     from jspec.decode.draft import (
         Chain,
         Drafted,
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
     from jspec.decode.engine import Engine
     from jspec.decode.generation import Generation, Interrupted, generate
     from jspec.decode.growth import grow
-    from jspec.decode.handle import Handle
     from jspec.decode.prefill import fill_slot, start_decoding
-    from jspec.decode.requests import mode_of, sampling_of
+    from jspec.decode.request import Request
     from jspec.decode.score import score
     from jspec.decode.settings import PLAIN, StepConfig
     from jspec.decode.state import DecodeState, Models, StepRecord
@@ -102,9 +102,9 @@ _HOMES = {
     "jspec.decode.engine": ["Engine"],
     "jspec.decode.generation": ["Generation", "Interrupted", "generate"],
     "jspec.decode.growth": ["grow"],
-    "jspec.decode.handle": ["Handle"],
+    "jspec.decode.request": ["Request"],
     "jspec.decode.prefill": ["fill_slot", "start_decoding"],
-    "jspec.decode.requests": ["mode_of", "sampling_of"],
+    "jspec.decode.checks": ["mode_of", "sampling_of"],
     "jspec.decode.score": ["score"],
     "jspec.decode.settings": ["PLAIN", "StepConfig"],
     "jspec.decode.state": ["DecodeState", "Models", "StepRecord"],
@@ -184,7 +184,6 @@ __all__ = [
     "Generation",
     "Guided",
     "GuidedDraft",
-    "Handle",
     "Hata",
     "HataOff",
     "Interrupted",
@@ -204,6 +203,7 @@ __all__ = [
     "Policy",
     "QuantSpec",
     "Quest",
+    "Request",
     "RingLayout",
     "Rope",
     "RopeScaling",

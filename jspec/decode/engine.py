@@ -13,15 +13,15 @@ from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.batch import Batch
+from jspec.decode.checks import Prompt, as_ids, check_request
 from jspec.decode.chunks import Chunks
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.generation import OutOfMemory, is_out_of_memory
-from jspec.decode.handle import Handle, OnTokens
 from jspec.decode.intake import Intake
 from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
-from jspec.decode.requests import Prompt, as_ids, check_request
+from jspec.decode.request import OnTokens, Request
 from jspec.decode.short_prompts import ShortPrompts
 from jspec.decode.stats import Stats
 from jspec.decode.together import rows_of
@@ -48,11 +48,11 @@ class Engine:
     program compiles; after `warm_up` none does, whatever requests and prefixes come.
 
     A request with a seed gives the tokens that it gives alone, where the model's logits do, and but
-    for sampled ones with ``gamma="auto"``. The caller drives: nothing starts outside `step`,
-    `run`, and handles that wait. An engine is for one thread. It holds ``slots + 1`` rows of the
-    cache, as the prompt at work has one, and more for shared prefixes and on a mesh
-    (docs/serving.md). An exception in `step` that is not a callback's, Ctrl-C too, ends the engine:
-    every handle keeps its tokens.
+    for sampled ones with ``gamma="auto"``. The caller drives: nothing starts outside `step`, `run`,
+    and reading a request. An engine is for one thread. It holds ``slots + 1`` rows of the cache, as
+    the prompt at work has one, and more for shared prefixes and on a mesh (docs/serving.md). An
+    exception in `step` that is not a callback's, Ctrl-C too, ends the engine: every request keeps
+    its tokens.
 
     Where several processes share the model's devices, all of them make the same calls, and their
     callbacks answer alike.
@@ -128,12 +128,12 @@ class Engine:
         params: SamplingParams = SamplingParams(),
         *,
         on_tokens: OnTokens | None = None,
-    ) -> Handle:
+    ) -> Request:
         """Queue a request for the tokens behind ``prompt``, which are token ids.
 
         ``on_tokens(tokens)`` gets new ones behind each chunk. It may return True to end the request
         behind them, or a number to end it behind so many of them. What it raises ends this request
-        alone, and is the handle's ``error``. It may submit and cancel, and not `step`. Raises
+        alone, and is the request's ``error``. It may submit and cancel, and not `step`. Raises
         `ValueError` for a request that never fits.
         """
         self._check_open()
@@ -153,11 +153,11 @@ class Engine:
                 f"the request has {len(stops)} stop tokens, the model's included, and the engine "
                 f"room for stop_tokens={self._most_stops}; make it with more"
             )
-        handle = Handle(self, ids.astype(np.int32), params, stops, on_tokens)
-        self._waiting.add(handle)
-        return handle
+        request = Request(self, ids.astype(np.int32), params, stops, on_tokens)
+        self._waiting.add(request)
+        return request
 
-    def share_prefix(self, tokens: Sequence[int]) -> tuple[Handle, ...]:
+    def share_prefix(self, tokens: Sequence[int]) -> tuple[Request, ...]:
         """Prefill ``tokens`` now, once for all later prompts that go on behind them.
 
         It takes the memory of a slot until `drop_prefix`. A `step` follows each piece of
@@ -206,7 +206,7 @@ class Engine:
     def stats(self) -> Stats:
         """All that was done so far; ``rows`` are requests whose prompts were taken up."""
         return self._batch.tally.stats(
-            rows=self._waiting.requests,
+            rows=self._waiting.admitted,
             prompt_tokens=self._waiting.prompt_tokens + self._prefix_tokens,
             compilations=self._chunks.programs.compilations,
             compile_s=self._chunks.programs.compile_s,
@@ -218,7 +218,7 @@ class Engine:
         while self.busy:
             self.step()
 
-    def step(self) -> tuple[Handle, ...]:
+    def step(self) -> tuple[Request, ...]:
         """A turn: prompts are taken up, then a chunk of steps; the requests that it ended.
 
         It may leave the next chunk at work, which the next turn reads (docs/serving.md).
@@ -240,10 +240,10 @@ class Engine:
                 self._batch.warm()
             jax.block_until_ready(self._batch.state)
 
-    def _remove(self, handle: Handle) -> None:
+    def _remove(self, request: Request) -> None:
         """Take a request out of the queue, the prompt at work or its slot."""
-        self._waiting.remove(handle)
-        self._batch.remove(handle)
+        self._waiting.remove(request)
+        self._batch.remove(request)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -269,10 +269,10 @@ class Engine:
     def _close(self, error: BaseException) -> None:
         """End every request, and free the memory of the device."""
         self._is_closed = True
-        for handle in [*self._waiting.handles, *self._batch.handles]:
-            if handle.finished is None:
-                handle.error = error if isinstance(error, Exception) else None
-                handle._end("interrupted")
+        for request in [*self._waiting.requests, *self._batch.requests]:
+            if request.finished is None:
+                request.error = error if isinstance(error, Exception) else None
+                request._end("interrupted")
         self._waiting.close()
         self._batch.close()
         self._chunks.programs.held = None

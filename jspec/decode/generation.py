@@ -11,13 +11,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
+from jspec.decode.checks import Prompt, as_ids, check_requests
 from jspec.decode.chunks import Chunk, Chunks, counts_of
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
 from jspec.decode.programs import OnCompile
-from jspec.decode.requests import Prompt, as_ids, check_requests
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.stats import Stats, Tally, kept_of
 from jspec.decode.switch import switch

@@ -12,10 +12,10 @@ import numpy as np
 
 from jspec.config import shown, whole_number
 from jspec.decode.auto import Gammas, may_ask
+from jspec.decode.checks import check_models
 from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.exact import check_exact
 from jspec.decode.on_mesh import mesh_model
-from jspec.decode.requests import check_models
 from jspec.decode.settings import StepConfig, check_draft
 from jspec.decode.state import FlatModels, Models
 from jspec.ops.stochastic import Rule

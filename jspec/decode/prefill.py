@@ -13,11 +13,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import Cache, Layout
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
-from jspec.decode.ending import Ending
-from jspec.decode.exact import check_exact, check_started
-from jspec.decode.fresh import put_row
-from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
-from jspec.decode.requests import (
+from jspec.decode.checks import (
     Prompt,
     as_ids,
     check_models,
@@ -26,6 +22,10 @@ from jspec.decode.requests import (
     sampling_of,
     strongest,
 )
+from jspec.decode.ending import Ending
+from jspec.decode.exact import check_exact, check_started
+from jspec.decode.fresh import put_row
+from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.together import rows_of

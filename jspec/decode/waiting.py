@@ -10,8 +10,8 @@ import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.batch import Batch
-from jspec.decode.handle import Handle
 from jspec.decode.intake import Intake
+from jspec.decode.request import Request
 from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
 from jspec.decode.state import DecodeState
 from jspec.typing import Array
@@ -33,15 +33,16 @@ class Waiting:
     So it takes twice as many turns at most, whatever comes, and keeps no short one waiting for its
     end.
 
-    ``requests``: whose prompts were taken up, which have ``prompt_tokens`` without shared prefixes.
+    ``admitted``: requests whose prompts were taken up; ``prompt_tokens``: their tokens, without
+    those of shared prefixes.
     """
 
     def __init__(self, batch: Batch, intake: Intake, short: ShortPrompts, chunk: int) -> None:
         self.intake, self.short = intake, short
-        self.requests = self.prompt_tokens = 0
+        self.admitted = self.prompt_tokens = 0
         self._batch, self._chunk = batch, chunk
-        self._queue: OrderedDict[Handle, None] = OrderedDict()
-        self._incoming: Handle | None = None  # whose prompt is at work
+        self._queue: OrderedDict[Request, None] = OrderedDict()
+        self._incoming: Request | None = None  # whose prompt is at work
         self._was_overtaken = False  # in the last turn
 
     @property
@@ -57,19 +58,19 @@ class Waiting:
         return not self.intake.ready or bool(self._batch.free)
 
     @property
-    def handles(self) -> list[Handle]:
+    def requests(self) -> list[Request]:
         """All of them."""
         own = [] if self._incoming is None else [self._incoming]
         return [*own, *self._queue]
 
-    def add(self, handle: Handle) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request."""
-        self._queue[handle] = None
+        self._queue[request] = None
 
-    def remove(self, handle: Handle) -> None:
+    def remove(self, request: Request) -> None:
         """Let go of a request, if it is here."""
-        self._queue.pop(handle, None)
-        if self._incoming is handle:
+        self._queue.pop(request, None)
+        if self._incoming is request:
             self._incoming = None
 
     def close(self) -> None:
@@ -105,7 +106,7 @@ class Waiting:
                 spent += tokens
                 self._take_up_together(group, size)
                 continue
-            if self._first_needs_no_row or (handle := self._next()) is None:
+            if self._first_needs_no_row or (request := self._next()) is None:
                 break
             while not self.intake.ready:
                 piece = self.intake.piece
@@ -116,10 +117,10 @@ class Waiting:
             if not self.intake.ready or not self._batch.free:
                 break
             slot = self._batch.free[0]
-            state = self.intake.put(self._batch.state, slot, handle.params)
-            self._batch.fill(state, [slot], [handle])
+            state = self.intake.put(self._batch.state, slot, request.params)
+            self._batch.fill(state, [slot], [request])
             self._incoming = None
-            self.requests += 1
+            self.admitted += 1
         return self.intake.mark(self._batch.state)
 
     def _overtake(self, most: int) -> int:
@@ -142,30 +143,30 @@ class Waiting:
                 self._take_up_whole(some[0])
         return spent
 
-    def _short_ones(self) -> list[Handle]:
+    def _short_ones(self) -> list[Request]:
         """The first requests of the queue that may overtake, as many as may go in."""
         seen = itertools.islice(self._queue, SEEN)
         short = filter(lambda x: self._size_of(x) or self._tokens_of(x), seen)
         return list(itertools.islice(short, len(self._batch.free)))
 
-    def _size_of(self, handle: Handle) -> int:
+    def _size_of(self, request: Request) -> int:
         """The size of a pass that puts the prompt into a slot; 0 where none does."""
-        prompt = _prompt(handle)
+        prompt = _prompt(request)
         return self.short.size_of(len(prompt)) if self.intake.is_fresh(prompt) else 0
 
-    def _tokens_of(self, handle: Handle) -> int:
+    def _tokens_of(self, request: Request) -> int:
         """Tokens of the pieces that take up the prompt in a row, padding included; 0 where it is
         longer than a piece may be, or there is no row."""
-        return self.intake.tokens_of(_prompt(handle)) if self.intake.overtakes else 0
+        return self.intake.tokens_of(_prompt(request)) if self.intake.overtakes else 0
 
-    def _together(self, waiting: Iterable[Handle]) -> tuple[list[Handle], int]:
+    def _together(self, waiting: Iterable[Request]) -> tuple[list[Request], int]:
         """The first requests whose prompts go into one pass, and its size."""
         some = list(itertools.islice(waiting, min(len(self._batch.free), MOST_ROWS)))
         prompts = itertools.takewhile(self.intake.is_fresh, map(_prompt, some))
         count, size = self.short.together([len(prompt) for prompt in prompts])
         return some[:count], size
 
-    def _take_up_together(self, group: Sequence[Handle], size: int) -> None:
+    def _take_up_together(self, group: Sequence[Request], size: int) -> None:
         """Put requests into slots by one pass over their prompts."""
         slots = self._batch.free[: len(group)]
         prompts, params = [_prompt(x) for x in group], [x.params for x in group]
@@ -173,20 +174,20 @@ class Waiting:
         self._fill(state, slots, group)
         self.prompt_tokens += sum(map(len, prompts))
 
-    def _take_up_whole(self, handle: Handle) -> None:
+    def _take_up_whole(self, request: Request) -> None:
         """Put a request into a slot while another prompt is at work."""
-        slot, prompt = self._batch.free[0], _prompt(handle)
+        slot, prompt = self._batch.free[0], _prompt(request)
         self.prompt_tokens += self.intake.behind_prefix(prompt)
-        state = self.intake.overtake(self._batch.state, slot, prompt, handle.params)
-        self._fill(state, [slot], [handle])
+        state = self.intake.overtake(self._batch.state, slot, prompt, request.params)
+        self._fill(state, [slot], [request])
 
-    def _fill(self, state: DecodeState, slots: Sequence[int], handles: Sequence[Handle]) -> None:
+    def _fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Move requests of the queue into slots, which ``state`` has."""
         # In this order, Ctrl-C between the two loses nobody.
-        self._batch.fill(state, slots, handles)
-        for handle in handles:
-            self._queue.pop(handle, None)  # gone if it was cancelled while a program compiled
-        self.requests += len(handles)
+        self._batch.fill(state, slots, requests)
+        for request in requests:
+            self._queue.pop(request, None)  # gone if it was cancelled while a program compiled
+        self.admitted += len(requests)
 
     @property
     def _first_needs_no_row(self) -> bool:
@@ -194,7 +195,7 @@ class Waiting:
         is_next = self._incoming is None and self.short.is_wide and bool(self._queue)
         return is_next and self._size_of(next(iter(self._queue))) > 0
 
-    def _next(self) -> Handle | None:
+    def _next(self) -> Request | None:
         """The request whose prompt is at work, or is from now on."""
         if self._incoming is None and self._queue:
             # In this order, Ctrl-C between the two loses nobody.
@@ -206,7 +207,7 @@ class Waiting:
         return self._incoming
 
 
-def _prompt(handle: Handle) -> np.ndarray:
+def _prompt(request: Request) -> np.ndarray:
     """The prompt of a request that has not ended."""
-    assert handle._prompt is not None
-    return handle._prompt
+    assert request._prompt is not None
+    return request._prompt

@@ -66,9 +66,9 @@ def test_prompts_of_up_to_a_chunk_need_no_row(engine, passes, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine._waiting.intake, "begin", None)
         tokens = [engine.submit(texts[0], FEW).result()]
-        handles = [engine.submit(text, FEW) for text in texts[1:]]
+        requests = [engine.submit(text, FEW) for text in texts[1:]]
         engine.run()
-    assert (*tokens, *(handle.tokens for handle in handles)) == wanted.tokens
+    assert (*tokens, *(request.tokens for request in requests)) == wanted.tokens
     assert passes[:2] == [(1, CHUNK), (3, CHUNK)]
     assert sum(count for count, _ in passes) == len(texts)
 
@@ -78,11 +78,11 @@ def test_a_turn_takes_up_two_passes(sharp, monkeypatch):
     watched(monkeypatch, 0)
     monkeypatch.setattr(short_prompts, "WIDE", 4 * CHUNK)
     engine = engine_of(sharp, "ngram", slots=12, prefill_chunk=CHUNK)
-    handles = [engine.submit(prompts((20,))[0], MANY) for _ in range(13)]
+    requests = [engine.submit(prompts((20,))[0], MANY) for _ in range(13)]
     engine.step()
-    assert [bool(handle.tokens) for handle in handles] == [True] * 8 + [False] * 5
+    assert [bool(request.tokens) for request in requests] == [True] * 8 + [False] * 5
     engine.step()
-    assert [bool(handle.tokens) for handle in handles] == [True] * 12 + [False]
+    assert [bool(request.tokens) for request in requests] == [True] * 12 + [False]
     engine.run()
 
 
@@ -90,9 +90,9 @@ def test_pieces_of_longer_prompts_are_wide(engine, monkeypatch):
     intake, sizes = engine._waiting.intake, []
     right = intake._pass
     monkeypatch.setattr(intake, "_pass", lambda *x: (sizes.append(x[-1]), right(*x)))
-    handle = engine.submit(prompts((3 * CHUNK,))[0], FEW)
+    request = engine.submit(prompts((3 * CHUNK,))[0], FEW)
     engine.run()
-    assert len(handle.tokens) == FEW.max_new_tokens
+    assert len(request.tokens) == FEW.max_new_tokens
     assert max(sizes) > CHUNK
 
 
@@ -100,17 +100,17 @@ def test_prompts_wait_for_a_slot_in_the_queue(engine, passes, monkeypatch):
     """Not in the row, from which each would need a program of its own."""
     watched(monkeypatch, 0)
     full = [engine.submit([1, 2], MANY) for _ in range(3)]
-    while not all(handle.tokens for handle in full):
+    while not all(request.tokens for request in full):
         engine.step()
     waiting = [engine.submit(prompts((20,))[0], FEW) for _ in range(2)]
     passes.clear()
     engine.step()
     assert not engine._waiting.can_take_up
     assert engine._waiting._incoming is None
-    for handle in full[1:]:
-        handle.cancel()
+    for request in full[1:]:
+        request.cancel()
     engine.step()
-    assert all(handle.tokens for handle in waiting)
+    assert all(request.tokens for request in waiting)
     assert passes == [(2, CHUNK)]
     engine.run()
 
@@ -120,10 +120,10 @@ def test_long_prompts_and_those_behind_prefixes_go_in_by_pieces(engine, passes):
     texts = [prompts((90,), seed=4)[0], [*prefix, 1, 2, 3], [5, 6]]
     wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
     engine.share_prefix(prefix)
-    handles = [engine.submit(text, FEW) for text in texts]
+    requests = [engine.submit(text, FEW) for text in texts]
     engine.run()
     engine.drop_prefix(prefix)
-    assert tuple(handle.tokens for handle in handles) == wanted.tokens
+    assert tuple(request.tokens for request in requests) == wanted.tokens
     assert passes == [(1, CHUNK)]
 
 

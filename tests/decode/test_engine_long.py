@@ -17,10 +17,10 @@ def small_pieces(sharp) -> Engine:
     return engine_of(sharp, "ngram", prefill_chunk=PIECE)
 
 
-def turns_until(engine: Engine, handle, most: int = 40) -> int:
+def turns_until(engine: Engine, request, most: int = 40) -> int:
     """Turns until a request has tokens."""
     for turn in range(most):
-        if handle.tokens:
+        if request.tokens:
             return turn
         engine.step()
     raise AssertionError(f"no token in {most} turns")
@@ -40,7 +40,7 @@ def test_short_prompts_go_past_a_long_one(small_pieces, behind):
     wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
     engine.share_prefix(prefix)
     long, second, *short, last = (engine.submit(text, FEW) for text in texts)
-    assert [turns_until(engine, handle) for handle in short] == [2, 0]  # in one turn
+    assert [turns_until(engine, request) for request in short] == [2, 0]  # in one turn
     assert turns_until(engine, long) == 2
     engine.run()
     engine.drop_prefix(prefix)
@@ -98,5 +98,5 @@ def test_short_prompts_wait_for_slots(small_pieces, behind):
     full[0].cancel()
     assert turns_until(engine, short) <= 2
     assert not long.tokens
-    for handle in (*full[1:], long):
-        handle.cancel()
+    for request in (*full[1:], long):
+        request.cancel()
