@@ -22,10 +22,10 @@ from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import OnTokens, Request
+from jspec.decode.scheduler import Scheduler
 from jspec.decode.short_prompts import ShortPrompts
 from jspec.decode.stats import Stats
 from jspec.decode.together import rows_of
-from jspec.decode.waiting import Waiting
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
@@ -120,7 +120,7 @@ class Engine:
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)
             self._batch = Batch(self._chunks, dataclasses.replace(state, stop_tokens=stops))
-            self._waiting = Waiting(self._batch, intake, short, prefill_chunk)
+            self._scheduler = Scheduler(self._batch, intake, short, prefill_chunk)
 
     def submit(
         self,
@@ -154,7 +154,7 @@ class Engine:
                 f"room for stop_tokens={self._most_stops}; make it with more"
             )
         request = Request(self, ids.astype(np.int32), params, stops, on_tokens)
-        self._waiting.add(request)
+        self._scheduler.add(request)
         return request
 
     def share_prefix(self, tokens: Sequence[int]) -> tuple[Request, ...]:
@@ -173,20 +173,20 @@ class Engine:
                 "for a prompt behind it; shorten it"
             )
         ids, ended = ids.astype(np.int32), ()
-        if self._waiting.intake.has(ids):
+        if self._scheduler.intake.has(ids):
             return ended
         with self._turn():
-            row = self._waiting.intake.prefix(ids)
+            row = self._scheduler.intake.prefix(ids)
         while True:
             with self._turn():
                 self._batch.settle()
                 with self._chunks.clock("prefill_s"):
-                    self._waiting.intake.advance_prefix(row)
+                    self._scheduler.intake.advance_prefix(row)
             if not row.left:
                 break
             ended += self.step()
         with self._turn():
-            self._waiting.intake.keep(row)
+            self._scheduler.intake.keep(row)
         self._prefix_tokens += len(ids)
         return ended
 
@@ -194,20 +194,20 @@ class Engine:
         """Free a shared prefix. Raises `ValueError` where these tokens are none."""
         self._check_open()
         (ids,) = as_ids([tokens])
-        if not self._waiting.intake.drop(ids):
+        if not self._scheduler.intake.drop(ids):
             raise ValueError(f"no prefix of these {len(ids)} tokens is shared; share_prefix does")
 
     @property
     def busy(self) -> bool:
         """Whether a request has not ended yet."""
-        return self._batch.busy or self._waiting.busy
+        return self._batch.busy or self._scheduler.busy
 
     @property
     def stats(self) -> Stats:
         """All that was done so far; ``rows`` are requests whose prompts were taken up."""
         return self._batch.tally.stats(
-            rows=self._waiting.admitted,
-            prompt_tokens=self._waiting.prompt_tokens + self._prefix_tokens,
+            rows=self._scheduler.admitted,
+            prompt_tokens=self._scheduler.prompt_tokens + self._prefix_tokens,
             compilations=self._chunks.programs.compilations,
             compile_s=self._chunks.programs.compile_s,
             **self._chunks.seconds,
@@ -224,10 +224,10 @@ class Engine:
         It may leave the next chunk at work, which the next turn reads (docs/serving.md).
         """
         with self._turn():
-            if self._waiting.can_take_up:
+            if self._scheduler.can_take_up:
                 with self._chunks.clock_of_prompts():
-                    self._chunks.follow(self._waiting.take_up())
-            return self._batch.decode(waiting=self._waiting.busy)
+                    self._chunks.follow(self._scheduler.take_up())
+            return self._batch.decode(waiting=self._scheduler.busy)
 
     def warm_up(self) -> None:
         """Compile every program that any mix of requests can need, before the first one comes."""
@@ -236,13 +236,13 @@ class Engine:
         with self._turn():
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
-                self._waiting.warm()
+                self._scheduler.warm()
                 self._batch.warm()
             jax.block_until_ready(self._batch.state)
 
     def _remove(self, request: Request) -> None:
         """Take a request out of the queue, the prompt at work or its slot."""
-        self._waiting.remove(request)
+        self._scheduler.remove(request)
         self._batch.remove(request)
 
     def _check_open(self) -> None:
@@ -269,11 +269,11 @@ class Engine:
     def _close(self, error: BaseException) -> None:
         """End every request, and free the memory of the device."""
         self._is_closed = True
-        for request in [*self._waiting.requests, *self._batch.requests]:
+        for request in [*self._scheduler.requests, *self._batch.requests]:
             if request.finished is None:
                 request.error = error if isinstance(error, Exception) else None
                 request._end("interrupted")
-        self._waiting.close()
+        self._scheduler.close()
         self._batch.close()
         self._chunks.programs.held = None
 

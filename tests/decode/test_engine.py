@@ -67,13 +67,13 @@ def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
 @pytest.fixture
 def groups(engine, monkeypatch) -> list[int]:
     """How many prompts each pass over several of them had."""
-    found, right = [], engine._waiting.short.take_up
+    found, right = [], engine._scheduler.short.take_up
 
     def take_up(state, size, slots, *rest):
         found.append(len(slots))
         return right(state, size, slots, *rest)
 
-    monkeypatch.setattr(engine._waiting.short, "take_up", take_up)
+    monkeypatch.setattr(engine._scheduler.short, "take_up", take_up)
     return found
 
 
@@ -145,7 +145,7 @@ def test_no_pass_is_longer_than_a_slot(tiny):
     ],
 )
 def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
-    intake = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._waiting.intake
+    intake = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._scheduler.intake
     intake.begin(np.ones(left + 1, np.int32))
     assert intake.tokens_of(np.ones(left + 1, np.int32)) == (sum(pieces) if left <= 512 else 0)
     found = []

@@ -39,13 +39,13 @@ def engine(sharp) -> Engine:
 @pytest.fixture
 def passes(engine, monkeypatch) -> list[tuple[int, int]]:
     """How many prompts each pass had, and its size."""
-    found, right = [], engine._waiting.short.take_up
+    found, right = [], engine._scheduler.short.take_up
 
     def take_up(state, size, slots, *rest):
         found.append((len(slots), size))
         return right(state, size, slots, *rest)
 
-    monkeypatch.setattr(engine._waiting.short, "take_up", take_up)
+    monkeypatch.setattr(engine._scheduler.short, "take_up", take_up)
     return found
 
 
@@ -64,7 +64,7 @@ def test_prompts_of_up_to_a_chunk_need_no_row(engine, passes, monkeypatch):
     texts = [prompts((length,), seed=length)[0] for length in lengths]
     wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
     with monkeypatch.context() as patch:
-        patch.setattr(engine._waiting.intake, "begin", None)
+        patch.setattr(engine._scheduler.intake, "begin", None)
         tokens = [engine.submit(texts[0], FEW).result()]
         requests = [engine.submit(text, FEW) for text in texts[1:]]
         engine.run()
@@ -87,7 +87,7 @@ def test_a_turn_takes_up_two_passes(sharp, monkeypatch):
 
 
 def test_pieces_of_longer_prompts_are_wide(engine, monkeypatch):
-    intake, sizes = engine._waiting.intake, []
+    intake, sizes = engine._scheduler.intake, []
     right = intake._pass
     monkeypatch.setattr(intake, "_pass", lambda *x: (sizes.append(x[-1]), right(*x)))
     request = engine.submit(prompts((3 * CHUNK,))[0], FEW)
@@ -105,8 +105,8 @@ def test_prompts_wait_for_a_slot_in_the_queue(engine, passes, monkeypatch):
     waiting = [engine.submit(prompts((20,))[0], FEW) for _ in range(2)]
     passes.clear()
     engine.step()
-    assert not engine._waiting.can_take_up
-    assert engine._waiting._incoming is None
+    assert not engine._scheduler.can_take_up
+    assert engine._scheduler._incoming is None
     for request in full[1:]:
         request.cancel()
     engine.step()
@@ -163,5 +163,5 @@ def test_a_request_gets_what_it_gets_alone_with_any_settings(name, sharp, other)
     """With all drafters and policies; the host's memory has no passes."""
     requests = work(40)
     engine = engine_of(sharp, name, other, slots=4, prefill_chunk=64)
-    assert engine._waiting.short.is_wide == (name != "lossy-host")
+    assert engine._scheduler.short.is_wide == (name != "lossy-host")
     check_arrivals(engine, requests, apart(sharp, name, requests, other), seed=1)

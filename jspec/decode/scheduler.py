@@ -1,4 +1,4 @@
-"""Requests that wait for slots, and the order in which their prompts are taken up."""
+"""The scheduler of an engine: its queue, and the order in which prompts are prefilled."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PROMPTS = 4  # pieces of a turn at most: slots that are taken wait for as many
 PASSES = 2  # wide passes of a turn at most
 
 
-class Waiting:
-    """Takes up prompts for the slots of ``batch``.
+class Scheduler:
+    """Queues requests, and prefills their prompts for the slots of ``batch``.
 
     A turn has ``chunk`` tokens for each slot that is free, up to `PROMPTS`, and for one in any
     case; where passes over short prompts are wide, it has those of `PASSES`. One long prompt may
