@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.batch import Batch
 from jspec.decode.checks import Prompt, as_ids, check_request
+from jspec.decode.chunked_prefill import ChunkedPrefill
 from jspec.decode.chunks import Chunks
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.generation import OutOfMemory, is_out_of_memory
-from jspec.decode.intake import Intake
 from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
@@ -115,12 +115,12 @@ class Engine:
             short = ShortPrompts(plan, slots, room, prefill_chunk, programs)
             overtaken = "behind prefixes" if short.sizes else "all" if slots > 1 else "none"
             piece = short.tokens if short.is_wide else prefill_chunk
-            intake = Intake(plan, room, piece, cache_dtype, programs, overtaken=overtaken)
-            state = intake.started([np.zeros(1, np.int32)] * slots)
+            prefill = ChunkedPrefill(plan, room, piece, cache_dtype, programs, overtaken=overtaken)
+            state = prefill.started([np.zeros(1, np.int32)] * slots)
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)
             self._batch = Batch(self._chunks, dataclasses.replace(state, stop_tokens=stops))
-            self._scheduler = Scheduler(self._batch, intake, short, prefill_chunk)
+            self._scheduler = Scheduler(self._batch, prefill, short, prefill_chunk)
 
     def submit(
         self,
@@ -173,20 +173,20 @@ class Engine:
                 "for a prompt behind it; shorten it"
             )
         ids, ended = ids.astype(np.int32), ()
-        if self._scheduler.intake.has(ids):
+        if self._scheduler.prefill.has(ids):
             return ended
         with self._turn():
-            row = self._scheduler.intake.prefix(ids)
+            row = self._scheduler.prefill.prefix(ids)
         while True:
             with self._turn():
                 self._batch.settle()
                 with self._chunks.clock("prefill_s"):
-                    self._scheduler.intake.advance_prefix(row)
+                    self._scheduler.prefill.advance_prefix(row)
             if not row.left:
                 break
             ended += self.step()
         with self._turn():
-            self._scheduler.intake.keep(row)
+            self._scheduler.prefill.keep(row)
         self._prefix_tokens += len(ids)
         return ended
 
@@ -194,7 +194,7 @@ class Engine:
         """Free a shared prefix. Raises `ValueError` where these tokens are none."""
         self._check_open()
         (ids,) = as_ids([tokens])
-        if not self._scheduler.intake.drop(ids):
+        if not self._scheduler.prefill.drop(ids):
             raise ValueError(f"no prefix of these {len(ids)} tokens is shared; share_prefix does")
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.batch import Batch
-from jspec.decode.intake import Intake
+from jspec.decode.chunked_prefill import ChunkedPrefill
 from jspec.decode.request import Request
 from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
 from jspec.decode.state import DecodeState
@@ -37,8 +37,10 @@ class Scheduler:
     those of shared prefixes.
     """
 
-    def __init__(self, batch: Batch, intake: Intake, short: ShortPrompts, chunk: int) -> None:
-        self.intake, self.short = intake, short
+    def __init__(
+        self, batch: Batch, prefill: ChunkedPrefill, short: ShortPrompts, chunk: int
+    ) -> None:
+        self.prefill, self.short = prefill, short
         self.admitted = self.prompt_tokens = 0
         self._batch, self._chunk = batch, chunk
         self._queue: OrderedDict[Request, None] = OrderedDict()
@@ -55,7 +57,7 @@ class Scheduler:
         """Whether one of them would get on in a turn."""
         if self._incoming is None:
             return bool(self._queue) and (not self._first_needs_no_row or bool(self._batch.free))
-        return not self.intake.ready or bool(self._batch.free)
+        return not self.prefill.ready or bool(self._batch.free)
 
     @property
     def requests(self) -> list[Request]:
@@ -77,15 +79,15 @@ class Scheduler:
         """Let go of all, and free the memory of the device."""
         self._queue.clear()
         self._incoming = None
-        del self.intake
+        del self.prefill
 
     def warm(self) -> None:
         """Compile what any prompts may need. Nobody may be here or in a slot."""
-        self.intake.warm()
+        self.prefill.warm()
         nobody = SamplingParams(seed=0)
-        state = self.intake.put(self._batch.state, 0, nobody)
+        state = self.prefill.put(self._batch.state, 0, nobody)
         self._batch.state = self.short.warmed(state)
-        self.intake.mark(self._batch.state)
+        self.prefill.mark(self._batch.state)
 
     def take_up(self) -> Array:
         """Pieces of prompts up to the limit of a turn; those that are whole go into slots.
@@ -108,26 +110,26 @@ class Scheduler:
                 continue
             if self._first_needs_no_row or (request := self._next()) is None:
                 break
-            while not self.intake.ready:
-                piece = self.intake.piece
+            while not self.prefill.ready:
+                piece = self.prefill.piece
                 if spent and spent + piece > most:
                     break
                 spent += piece
-                self.intake.advance()
-            if not self.intake.ready or not self._batch.free:
+                self.prefill.advance()
+            if not self.prefill.ready or not self._batch.free:
                 break
             slot = self._batch.free[0]
-            state = self.intake.put(self._batch.state, slot, request.params)
+            state = self.prefill.put(self._batch.state, slot, request.params)
             self._batch.fill(state, [slot], [request])
             self._incoming = None
             self.admitted += 1
-        return self.intake.mark(self._batch.state)
+        return self.prefill.mark(self._batch.state)
 
     def _overtake(self, most: int) -> int:
         """Take up short prompts of ``most`` tokens ahead of a long one at work; their tokens,
         padding included."""
         spent = 0
-        if self._incoming is None or self.intake.left <= self._chunk:
+        if self._incoming is None or self.prefill.left <= self._chunk:
             return spent
         while some := self._short_ones():
             group, size = self._together(some)
@@ -152,17 +154,17 @@ class Scheduler:
     def _size_of(self, request: Request) -> int:
         """The size of a pass that puts the prompt into a slot; 0 where none does."""
         prompt = _prompt(request)
-        return self.short.size_of(len(prompt)) if self.intake.is_fresh(prompt) else 0
+        return self.short.size_of(len(prompt)) if self.prefill.is_fresh(prompt) else 0
 
     def _tokens_of(self, request: Request) -> int:
         """Tokens of the pieces that take up the prompt in a row, padding included; 0 where it is
         longer than a piece may be, or there is no row."""
-        return self.intake.tokens_of(_prompt(request)) if self.intake.overtakes else 0
+        return self.prefill.tokens_of(_prompt(request)) if self.prefill.overtakes else 0
 
     def _together(self, waiting: Iterable[Request]) -> tuple[list[Request], int]:
         """The first requests whose prompts go into one pass, and its size."""
         some = list(itertools.islice(waiting, min(len(self._batch.free), MOST_ROWS)))
-        prompts = itertools.takewhile(self.intake.is_fresh, map(_prompt, some))
+        prompts = itertools.takewhile(self.prefill.is_fresh, map(_prompt, some))
         count, size = self.short.together([len(prompt) for prompt in prompts])
         return some[:count], size
 
@@ -177,8 +179,8 @@ class Scheduler:
     def _take_up_whole(self, request: Request) -> None:
         """Put a request into a slot while another prompt is at work."""
         slot, prompt = self._batch.free[0], _prompt(request)
-        self.prompt_tokens += self.intake.behind_prefix(prompt)
-        state = self.intake.overtake(self._batch.state, slot, prompt, request.params)
+        self.prompt_tokens += self.prefill.behind_prefix(prompt)
+        state = self.prefill.overtake(self._batch.state, slot, prompt, request.params)
         self._fill(state, [slot], [request])
 
     def _fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
@@ -202,8 +204,8 @@ class Scheduler:
             self._incoming = next(iter(self._queue))
             del self._queue[self._incoming]
             prompt = _prompt(self._incoming)
-            self.prompt_tokens += self.intake.behind_prefix(prompt)
-            self.intake.begin(prompt)
+            self.prompt_tokens += self.prefill.behind_prefix(prompt)
+            self.prefill.begin(prompt)
         return self._incoming
 
 

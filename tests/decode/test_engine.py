@@ -145,13 +145,13 @@ def test_no_pass_is_longer_than_a_slot(tiny):
     ],
 )
 def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
-    intake = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._scheduler.intake
-    intake.begin(np.ones(left + 1, np.int32))
-    assert intake.tokens_of(np.ones(left + 1, np.int32)) == (sum(pieces) if left <= 512 else 0)
+    prefill = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._scheduler.prefill
+    prefill.begin(np.ones(left + 1, np.int32))
+    assert prefill.tokens_of(np.ones(left + 1, np.int32)) == (sum(pieces) if left <= 512 else 0)
     found = []
-    while not intake.ready:
-        found.append(intake.piece)
-        intake.advance()
+    while not prefill.ready:
+        found.append(prefill.piece)
+        prefill.advance()
     assert found == pieces
 
 

@@ -64,7 +64,7 @@ def test_prompts_of_up_to_a_chunk_need_no_row(engine, passes, monkeypatch):
     texts = [prompts((length,), seed=length)[0] for length in lengths]
     wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
     with monkeypatch.context() as patch:
-        patch.setattr(engine._scheduler.intake, "begin", None)
+        patch.setattr(engine._scheduler.prefill, "begin", None)
         tokens = [engine.submit(texts[0], FEW).result()]
         requests = [engine.submit(text, FEW) for text in texts[1:]]
         engine.run()
@@ -87,9 +87,9 @@ def test_a_turn_takes_up_two_passes(sharp, monkeypatch):
 
 
 def test_pieces_of_longer_prompts_are_wide(engine, monkeypatch):
-    intake, sizes = engine._scheduler.intake, []
-    right = intake._pass
-    monkeypatch.setattr(intake, "_pass", lambda *x: (sizes.append(x[-1]), right(*x)))
+    prefill, sizes = engine._scheduler.prefill, []
+    right = prefill._pass
+    monkeypatch.setattr(prefill, "_pass", lambda *x: (sizes.append(x[-1]), right(*x)))
     request = engine.submit(prompts((3 * CHUNK,))[0], FEW)
     engine.run()
     assert len(request.tokens) == FEW.max_new_tokens

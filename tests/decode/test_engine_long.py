@@ -50,7 +50,7 @@ def test_short_prompts_go_past_a_long_one(small_pieces, behind):
 def test_a_short_prompt_of_any_length_goes_past_a_long_one(small_pieces, behind):
     """Each by itself, up to a whole piece, with no row of its own."""
     engine, model = small_pieces, small_pieces._plan.models.target
-    assert not engine._scheduler.intake.overtakes
+    assert not engine._scheduler.prefill.overtakes
     for length in (1, 2, 9, PIECE, PIECE + 1):
         texts = [LONG_PROMPT, prompts((length,), seed=length)[0]]
         long, short = (engine.submit(text, FEW) for text in texts)

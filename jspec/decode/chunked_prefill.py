@@ -1,4 +1,4 @@
-"""Prompts taken up piece by piece, in rows of their own beside the rows that decode."""
+"""Chunked prefill: prompts prefilled piece by piece, in rows that do not decode yet."""
 
 from __future__ import annotations
 
@@ -53,14 +53,12 @@ class Row:
         return self.prompt[:-1]
 
 
-class Intake:
-    """Takes up one prompt at a time, in pieces of at most ``chunk`` tokens, and prefixes of prompts
-    beside it.
+class ChunkedPrefill:
+    """Prefills one prompt at a time, in pieces of at most ``chunk`` tokens, and shared prefixes.
 
     Pieces are padded to one of `pass_sizes`, so that few programs serve prompts of all lengths. A
-    prompt that goes on behind a prefix starts from a copy of its row. ``capacity``: positions of a
-    row.
-    ``overtaken``: by which prompts the one at work may be, `overtake`: by all, by those behind a
+    prompt that begins with a shared prefix starts from a copy of its row. ``capacity``: positions
+    of a row. ``overtaken``: by which prompts the one at work may be, `overtake`: by all, by those behind a
     prefix, or by none. They take a second row, which is there where there may be such prompts.
     """
 
