@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams
-from jspec.decode.fresh import FreshRows, put_row
+from jspec.decode.insert_rows import PackedRows, insert_row
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.plan import Plan
 from jspec.decode.prefill import (
@@ -58,8 +58,9 @@ class ChunkedPrefill:
 
     Pieces are padded to one of `pass_sizes`, so that few programs serve prompts of all lengths. A
     prompt that begins with a shared prefix starts from a copy of its row. ``capacity``: positions
-    of a row. ``overtaken``: by which prompts the one at work may be, `overtake`: by all, by those behind a
-    prefix, or by none. They take a second row, which is there where there may be such prompts.
+    of a row. ``overtaken``: by which prompts the one at work may be, `overtake`: by all, by those
+    behind a prefix, or by none. They take a second row, which is there where there may be such
+    prompts.
     """
 
     def __init__(
@@ -125,20 +126,20 @@ class ChunkedPrefill:
         """Take up the next piece."""
         self._advance(self._row)
 
-    def put(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
+    def insert(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
         """``state``, which is donated, with the prompt in ``slot``, to be decoded by ``params``."""
-        return put_row(state, self._one(state, slot, params), slot, self._programs)
+        return insert_row(state, self._one(state, slot, params), slot, self._programs)
 
     def overtake(
         self, state: DecodeState, slot: int, prompt: np.ndarray, params: SamplingParams
     ) -> DecodeState:
-        """As `put`, for all of ``prompt``, while another one is at work."""
+        """As `insert`, for all of ``prompt``, while another one is at work."""
         assert self._beside is not None
         at_work, self._row = self._row, self._beside
         self.begin(prompt)
         while not self.ready:
             self.advance()
-        state = self.put(state, slot, params)
+        state = self.insert(state, slot, params)
         self._row, self._beside = at_work, self._row
         return state
 
@@ -255,13 +256,13 @@ class ChunkedPrefill:
         args = (self._plan.flat, row.cache, row.own, tokens, positions)
         row.cache, row.own = self._programs(prefill_chunk, *args, config=self._plan.config)
 
-    def _one(self, state: DecodeState, slot: int, params: SamplingParams) -> FreshRows:
+    def _one(self, state: DecodeState, slot: int, params: SamplingParams) -> PackedRows:
         """The prompt at work on its way into ``slot``, to be decoded by ``params``."""
         row, ends = self._row, self._plan.models.target.config.stop_tokens
         tokens, lengths = padded([row.prompt], state.tokens.shape[1])
         cache = dataclasses.replace(row.cache, lengths=lengths - 1)
         own = (tokens, lengths, [params], ends, state.stop_tokens.shape[1], cache, row.own)
-        return FreshRows.of(state_of(*own, mode=state.mode, exact=state.exact), [slot])
+        return PackedRows.of(state_of(*own, mode=state.mode, exact=state.exact), [slot])
 
     def _placed(self, name: str, tree: Any) -> Any:
         return tree if self._sharding is None else place({name: tree}, self._sharding)[name]

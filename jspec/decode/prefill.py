@@ -24,7 +24,7 @@ from jspec.decode.checks import (
 )
 from jspec.decode.ending import Ending
 from jspec.decode.exact import check_exact, check_started
-from jspec.decode.fresh import put_row
+from jspec.decode.insert_rows import insert_row
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
@@ -227,7 +227,7 @@ def fill_slot(
     stops = jnp.pad(one.stop_tokens, ((0, 0), (0, missing)), constant_values=-1)
     mode = strongest([state.mode, one.mode])
     one = dataclasses.replace(one, stop_tokens=stops, mode=mode)
-    return put_row(dataclasses.replace(state, mode=mode), one, index)
+    return insert_row(dataclasses.replace(state, mode=mode), one, index)
 
 
 @jax.jit(static_argnames="config", donate_argnames=("cache", "own"))

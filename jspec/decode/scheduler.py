@@ -85,7 +85,7 @@ class Scheduler:
         """Compile what any prompts may need. Nobody may be here or in a slot."""
         self.prefill.warm()
         nobody = SamplingParams(seed=0)
-        state = self.prefill.put(self._batch.state, 0, nobody)
+        state = self.prefill.insert(self._batch.state, 0, nobody)
         self._batch.state = self.short.warmed(state)
         self.prefill.mark(self._batch.state)
 
@@ -119,7 +119,7 @@ class Scheduler:
             if not self.prefill.ready or not self._batch.free:
                 break
             slot = self._batch.free[0]
-            state = self.prefill.put(self._batch.state, slot, request.params)
+            state = self.prefill.insert(self._batch.state, slot, request.params)
             self._batch.fill(state, [slot], [request])
             self._incoming = None
             self.admitted += 1

@@ -16,7 +16,7 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
-from jspec.decode.fresh import FreshRows, put_rows
+from jspec.decode.insert_rows import PackedRows, insert_rows
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.plan import Plan
 from jspec.decode.prefill import own_state, padded, pass_sizes, prefill_chunk, state_of
@@ -103,9 +103,9 @@ class ShortPrompts:
         cache = dataclasses.replace(state.cache, columns=(), pages=(), lengths=lengths - 1)
         kept = {"mode": state.mode, "exact": state.exact}
         own = state_of(tokens, lengths, settings, ends, room, cache, None, **kept)
-        fresh = FreshRows.of(own, slots)
+        packed = PackedRows.of(own, slots)
         static = {"size": size, "config": self._plan.config}
-        return self._programs(_take_up, self._plan.flat, state, fresh, **static)
+        return self._programs(_take_up, self._plan.flat, state, packed, **static)
 
     def warmed(self, state: DecodeState) -> DecodeState:
         """The same state, with every program compiled."""
@@ -123,15 +123,15 @@ def is_light(models: Models) -> bool:
 def _take_up(
     models: FlatModels,
     state: DecodeState,
-    fresh: FreshRows,
+    packed: PackedRows,
     size: int,
     config: StepConfig,
 ) -> DecodeState:
-    """``state`` with the prompts of ``fresh``, of ``size + 1`` tokens at most, in their slots.
+    """``state`` with the prompts of ``packed``, of ``size + 1`` tokens at most, in their slots.
 
-    ``fresh`` has no keys and values yet. Of a slot no more is written than a prompt can fill.
+    ``packed`` has no keys and values yet. Of a slot no more is written than a prompt can fill.
     """
-    rows, slots = fresh.unpacked(state)
+    rows, slots = packed.unpacked(state)
     count, capacity = rows.tokens.shape
     lengths = rows.cache.lengths
     own = own_state(models, lengths, None, config=config, capacity=capacity)
@@ -151,7 +151,7 @@ def _take_up(
     cache, own = prefill_chunk(models, cache, own, tokens, positions, config=config)
     rows = dataclasses.replace(rows, cache=cache, draft=own)
 
-    return put_rows(state, rows, slots, lambda whole, rows: _written(whole, rows, slots))
+    return insert_rows(state, rows, slots, lambda whole, rows: _written(whole, rows, slots))
 
 
 def _written(whole: Array, rows: Array, slots: Array) -> Array:
