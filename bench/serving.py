@@ -32,7 +32,7 @@ from bench.suite import Suite
 from bench.table import times
 from bench.throughput import CHAIN_GAMMA, CHAINS
 from jspec.cli.compile_cache import keep_programs
-from jspec.decode.plan import usual_steps
+from jspec.decode.resolved_options import usual_steps
 
 MIXES = {"reasoning": (256, 1024), "long-context": (8192, 128)}  # prompt and new tokens
 CPU_MIXES = {"reasoning": (48, 96), "long-context": (384, 16)}

@@ -20,7 +20,7 @@ from jspec.cli.settings import read_settings
 from jspec.cli.show import environment, print_json, print_table
 from jspec.decode.checks import check_request, one_each
 from jspec.decode.draft import Drafter, NoDraft, named_draft
-from jspec.decode.plan import Gamma
+from jspec.decode.resolved_options import Gamma
 from jspec.decode.settings import OPERATIONS, StepConfig
 from jspec.decode.state import Models
 from jspec.dispatch import Backends

@@ -15,9 +15,9 @@ from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.engine import Engine
 from jspec.decode.generation import Interrupted
 from jspec.decode.generation import generate as decode
-from jspec.decode.plan import Gamma
 from jspec.decode.prefill import stops_of
 from jspec.decode.request import Request
+from jspec.decode.resolved_options import Gamma
 from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
 from jspec.models.text import RowText

@@ -40,7 +40,7 @@ class Batch:
 
     def __init__(self, chunks: Chunks, state: DecodeState) -> None:
         self._chunks = chunks
-        self.tally = Tally(chunks.plan.config.gamma)
+        self.tally = Tally(chunks.options.config.gamma)
         slots = state.tokens.shape[0]
         self.rows: list[Request | None] = [None] * slots
         self._is_done = np.ones(slots, bool)  # as the device had it behind what was read
@@ -168,7 +168,7 @@ class Batch:
     def _least(self, slot: int, request: Request) -> int:
         """Tokens that chunks at work decode for a request at least: one a step, or to its end."""
         chunks = sum(running.rows[slot] is request for running in self._at_work)
-        return chunks * self._chunks.plan.steps
+        return chunks * self._chunks.options.steps
 
     def _idle(self) -> np.ndarray | None:
         """Slots without a request, bool ``[B]``; None where the device knows them."""

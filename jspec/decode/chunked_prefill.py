@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from jspec.config import SamplingParams
 from jspec.decode.insert_rows import PackedRows, insert_row
 from jspec.decode.on_mesh import mesh_model
-from jspec.decode.plan import Plan
 from jspec.decode.prefill import (
     jitted_own_state,
     padded,
@@ -23,6 +22,7 @@ from jspec.decode.prefill import (
     state_of,
 )
 from jspec.decode.programs import Timed
+from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.state import DecodeState
 from jspec.sharding import beside, place
 from jspec.typing import Array
@@ -65,7 +65,7 @@ class ChunkedPrefill:
 
     def __init__(
         self,
-        plan: Plan,
+        options: ResolvedOptions,
         capacity: int,
         chunk: int,
         cache_dtype: DTypeLike | None,
@@ -73,11 +73,11 @@ class ChunkedPrefill:
         *,
         overtaken: Literal["all", "behind prefixes", "none"],
     ) -> None:
-        self._plan, self._chunk, self._programs = plan, chunk, programs
+        self._options, self._chunk, self._programs = options, chunk, programs
         self._sizes = pass_sizes(chunk)
         self._settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
-        on_mesh = mesh_model(plan.models.target)
-        self._sharding = beside(plan.models) if on_mesh is None else on_mesh.placing
+        on_mesh = mesh_model(options.models.target)
+        self._sharding = beside(options.models) if on_mesh is None else on_mesh.placing
         self._prefixes: list[Row] = []
         self._row, self._overtaken = self._fresh_row(np.zeros(1, np.int32)), overtaken
         self._beside = self._fresh_row(np.zeros(1, np.int32)) if overtaken == "all" else None
@@ -85,10 +85,10 @@ class ChunkedPrefill:
     def started(self, prompts: list[np.ndarray]) -> DecodeState:
         """A state of such rows that has taken up ``prompts``."""
         return start_decoding(
-            self._plan.models,
+            self._options.models,
             prompts,
             SamplingParams(max_new_tokens=1, seed=0),
-            self._plan.config,
+            self._options.config,
             run=self._programs,
             **self._settings,
         )
@@ -236,8 +236,8 @@ class ChunkedPrefill:
         ``own``: the drafter's part behind these, None where there are none.
         """
         lengths = np.array([len(prompt) - 1], np.int32)
-        args = (self._plan.flat, lengths, own)
-        settings = {"config": self._plan.config, "capacity": self._settings["capacity"]}
+        args = (self._options.flat, lengths, own)
+        settings = {"config": self._options.config, "capacity": self._settings["capacity"]}
         own = self._placed("draft", self._programs(jitted_own_state, *args, **settings))
         cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths.copy())))
         return Row(prompt, done, cache, own)
@@ -253,12 +253,12 @@ class ChunkedPrefill:
         tokens, positions = np.full((2, 1, size), -1, np.int32)
         tokens[0, : end - row.done] = row.prompt[row.done : end]
         positions[0, : end - row.done] = np.arange(row.done, end)
-        args = (self._plan.flat, row.cache, row.own, tokens, positions)
-        row.cache, row.own = self._programs(prefill_chunk, *args, config=self._plan.config)
+        args = (self._options.flat, row.cache, row.own, tokens, positions)
+        row.cache, row.own = self._programs(prefill_chunk, *args, config=self._options.config)
 
     def _one(self, state: DecodeState, slot: int, params: SamplingParams) -> PackedRows:
         """The prompt at work on its way into ``slot``, to be decoded by ``params``."""
-        row, ends = self._row, self._plan.models.target.config.stop_tokens
+        row, ends = self._row, self._options.models.target.config.stop_tokens
         tokens, lengths = padded([row.prompt], state.tokens.shape[1])
         cache = dataclasses.replace(row.cache, lengths=lengths - 1)
         own = (tokens, lengths, [params], ends, state.stop_tokens.shape[1], cache, row.own)

@@ -18,10 +18,10 @@ from jspec.decode.chunked_prefill import ChunkedPrefill
 from jspec.decode.chunks import Chunks
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.generation import OutOfMemory, is_out_of_memory
-from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import OnTokens, Request
+from jspec.decode.resolved_options import Gamma, ResolvedOptions
 from jspec.decode.scheduler import Scheduler
 from jspec.decode.short_prompts import ShortPrompts
 from jspec.decode.stats import Stats
@@ -86,7 +86,7 @@ class Engine:
         slots, capacity = _size("slots", slots), _size("capacity", capacity)
         stop_tokens = _size("stop_tokens", stop_tokens)
         prefill_chunk = _size("prefill_chunk", prefill_chunk)
-        plan = Plan.of(
+        options = ResolvedOptions.of(
             model,
             draft=draft,
             gamma=gamma,
@@ -99,23 +99,25 @@ class Engine:
             exact=exact,
         )
         self.slots, self.capacity = slots, capacity
-        self._ends = tuple(plan.models.target.config.stop_tokens)
+        self._ends = tuple(options.models.target.config.stop_tokens)
         if len(self._ends) > stop_tokens:
             raise ValueError(
                 f"stop_tokens={stop_tokens} must be at least {len(self._ends)}, which are the "
                 "model's own"
             )
         self._most_stops = stop_tokens
-        self._plan, self._chunk = plan, prefill_chunk
-        self._chunks = Chunks(plan, on_compile, holds=True)
+        self._options, self._chunk = options, prefill_chunk
+        self._chunks = Chunks(options, on_compile, holds=True)
         self._prefix_tokens = 0
         self._is_at_work, self._is_closed = False, False
         with self._memory():
             room, programs = rounded_capacity(capacity), self._chunks.programs
-            short = ShortPrompts(plan, slots, room, prefill_chunk, programs)
+            short = ShortPrompts(options, slots, room, prefill_chunk, programs)
             overtaken = "behind prefixes" if short.sizes else "all" if slots > 1 else "none"
             piece = short.tokens if short.is_wide else prefill_chunk
-            prefill = ChunkedPrefill(plan, room, piece, cache_dtype, programs, overtaken=overtaken)
+            prefill = ChunkedPrefill(
+                options, room, piece, cache_dtype, programs, overtaken=overtaken
+            )
             state = prefill.started([np.zeros(1, np.int32)] * slots)
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)
@@ -138,8 +140,8 @@ class Engine:
         """
         self._check_open()
         (ids,) = as_ids([prompt])
-        (params,) = rows_of(self._plan.models, [ids], params, self.capacity)
-        check_request(self._plan.models, ids, params)
+        (params,) = rows_of(self._options.models, [ids], params, self.capacity)
+        check_request(self._options.models, ids, params)
         needed = len(ids) + params.max_new_tokens
         if needed > self.capacity:
             raise ValueError(
@@ -166,7 +168,7 @@ class Engine:
         """
         self._check_open()
         (ids,) = as_ids([tokens])
-        check_request(self._plan.models, ids, SamplingParams(max_new_tokens=2))
+        check_request(self._options.models, ids, SamplingParams(max_new_tokens=2))
         if len(ids) + 2 > self.capacity:
             raise ValueError(
                 f"the prefix has {len(ids)} tokens and leaves no room in capacity={self.capacity} "

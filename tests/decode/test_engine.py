@@ -112,9 +112,9 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
     ],
 )
 def test_prompts_go_together_where_they_fill_half_a_pass(tiny, lengths, wanted):
-    plan = engine_of(tiny, "ngram")._plan
+    options = engine_of(tiny, "ngram")._options
     timed = PROGRAMS.timed()
-    short = ShortPrompts(plan, slots=32, capacity=256, chunk=256, programs=timed)
+    short = ShortPrompts(options, slots=32, capacity=256, chunk=256, programs=timed)
     count, size = short.together(lengths)
     assert count == wanted[0]
     assert not count or size == wanted[1]
@@ -122,8 +122,8 @@ def test_prompts_go_together_where_they_fill_half_a_pass(tiny, lengths, wanted):
 
 def test_no_pass_is_longer_than_a_slot(tiny):
     """Whatever the chunk, as 600 tokens would go in by 1024."""
-    plan = engine_of(tiny, "ngram")._plan
-    short = ShortPrompts(plan, slots=4, capacity=768, chunk=8192, programs=PROGRAMS.timed())
+    options = engine_of(tiny, "ngram")._options
+    short = ShortPrompts(options, slots=4, capacity=768, chunk=8192, programs=PROGRAMS.timed())
     assert short.sizes == [48, 192, 768]
     assert short.together([600] * 4) == (4, 768)
     assert [short.size_of(length) for length in (1, 600, 769, 770)] == [48, 768, 768, 0]

@@ -19,7 +19,7 @@ from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
 from jspec.decode.state import StepRecord
 from jspec.processes import limit_steps
-from tests.decode.common import plan_of, prompts
+from tests.decode.common import options_of, prompts
 from tests.decode.watching import COUNTS, watched
 
 NEW = SamplingParams(max_new_tokens=20)
@@ -69,7 +69,7 @@ def watch(monkeypatch):
 )
 def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, wanted):
     """Rows have committed 8, 3, 8 and 1 tokens in the last one."""
-    work = Chunks(plan_of(sharp))
+    work = Chunks(options_of(sharp))
     assert not work.looks_ahead(np.array(left), waiting=waiting)  # nobody knows how long chunks are
     work.last_s, work.paces = last_s, np.array([8, 3, 8, 1])
     assert work.looks_ahead(np.array(left), waiting=waiting) is wanted
@@ -77,7 +77,7 @@ def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, wanted):
 
 def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
     """As at stop tokens, of which no limit tells: one of three rows in each chunk."""
-    work, left = Chunks(plan_of(sharp)), np.full(4, 99)
+    work, left = Chunks(options_of(sharp)), np.full(4, 99)
 
     def finished(count, done, tokens=(2, 1, 0, 1), filled=()):
         for _ in range(count):
@@ -341,8 +341,8 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
     record = StepRecord(np.array([[[0, 0, 0, 1, 7]]]))  # pyright: ignore[reportArgumentType]
-    work, heard = Chunks(plan_of(sharp)), []
-    work._rows = Rows(1, 1, work.plan.steps, together=False)
+    work, heard = Chunks(options_of(sharp)), []
+    work._rows = Rows(1, 1, work.options.steps, together=False)
     monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, record))
 
     def reached(tree):
@@ -371,7 +371,7 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
         work.finish(chunk)
         return work.seconds["prefill_s"], work.seconds["decode_s"], work.last_s
 
-    steps = work.plan.steps
+    steps = work.options.steps
     first = start(ends=104)  # prompts from 100 on
     assert finish(first, at=114) == (4, 10, 10)
     second = start(ends=None)

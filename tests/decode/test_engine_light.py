@@ -62,7 +62,7 @@ def test_prompts_of_up_to_a_chunk_need_no_row(engine, passes, monkeypatch):
     """One by itself, too, and those of unlike lengths."""
     lengths = [1, CHUNK + 1, 2, 17, 18, 30]
     texts = [prompts((length,), seed=length)[0] for length in lengths]
-    wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
+    wanted = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
     with monkeypatch.context() as patch:
         patch.setattr(engine._scheduler.prefill, "begin", None)
         tokens = [engine.submit(texts[0], FEW).result()]
@@ -118,7 +118,7 @@ def test_prompts_wait_for_a_slot_in_the_queue(engine, passes, monkeypatch):
 def test_long_prompts_and_those_behind_prefixes_go_in_by_pieces(engine, passes):
     prefix = prompts((40,), seed=6)[0]
     texts = [prompts((90,), seed=4)[0], [*prefix, 1, 2, 3], [5, 6]]
-    wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
+    wanted = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
     engine.share_prefix(prefix)
     requests = [engine.submit(text, FEW) for text in texts]
     engine.run()
@@ -141,9 +141,9 @@ def test_long_prompts_and_those_behind_prefixes_go_in_by_pieces(engine, passes):
     ],
 )
 def test_wide_passes_take_any_prompts_of_a_chunk(tiny, lengths, wanted):
-    plan = engine_of(tiny, "ngram")._plan
+    options = engine_of(tiny, "ngram")._options
     sizes = {"slots": 32, "capacity": 1024, "chunk": 512}
-    assert ShortPrompts(plan, **sizes, programs=PROGRAMS.timed()).together(lengths) == wanted
+    assert ShortPrompts(options, **sizes, programs=PROGRAMS.timed()).together(lengths) == wanted
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_wide_passes_take_any_prompts_of_a_chunk(tiny, lengths, wanted):
     [("gpu", 2**28, True), ("gpu", 2**10, False), ("cpu", 2**28, False)],
 )
 def test_a_model_is_light_by_its_bytes_on_a_gpu(tiny, backend, most, wanted, monkeypatch):
-    plan = engine_of(tiny, "none")._plan
+    options = engine_of(tiny, "none")._options
     monkeypatch.setattr(short_prompts, "LIGHT", most)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert is_light(plan.models) is wanted
+    assert is_light(options.models) is wanted
 
 
 @pytest.mark.slow

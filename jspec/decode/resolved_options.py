@@ -1,4 +1,4 @@
-"""What the settings of decoding come to: models on the device, the step's config, its gammas."""
+"""Options of decoding, resolved: models on the device, the config of the step, its gammas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Gamma = int | Literal["auto"] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ResolvedOptions:
     """What decodes: ``config`` of the longest step, ``gammas`` where they are chosen on the way,
     ``steps`` of a chunk. ``flat``: the models as programs take them."""
 
@@ -51,7 +51,7 @@ class Plan:
         steps_per_chunk: int | None,
         backends: Mapping[str, str],
         exact: bool,
-    ) -> Plan:
+    ) -> ResolvedOptions:
         """Settings as `jspec.generate` takes them, checked, and what they need made of the model.
 
         Raises `TypeError` and `ValueError` for settings that are none.
