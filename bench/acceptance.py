@@ -184,7 +184,7 @@ def started(
     repeats = len(params) // len(before.tokens)
     state = jax.tree.map(lambda x: jnp.concatenate([x] * repeats), before)
     sampled = dataclasses.replace(state, sampling=sampling_of(params), mode=mode_of(params))
-    return jspec.switch(models, sampled, config)
+    return jspec.convert_state(models, sampled, config)
 
 
 def decoded(

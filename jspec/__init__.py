@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jspec.cache import Cache, LinearLayout, RingLayout, StripedLayout
     from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
     from jspec.decode.checks import mode_of, sampling_of
+    from jspec.decode.convert_state import convert_state
     from jspec.decode.draft import (
         Chain,
         Drafted,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from jspec.decode.state import DecodeState, Models, StepRecord
     from jspec.decode.stats import Stats
     from jspec.decode.step import decode_chunk, speculative_step, step
-    from jspec.decode.switch import switch
     from jspec.dispatch import BackendError, Backends
     from jspec.llm import LLM, Completion
     from jspec.models.bundled import load_bundled
@@ -110,7 +110,7 @@ _HOMES = {
     "jspec.decode.state": ["DecodeState", "Models", "StepRecord"],
     "jspec.decode.stats": ["Stats"],
     "jspec.decode.step": ["decode_chunk", "speculative_step", "step"],
-    "jspec.decode.switch": ["switch"],
+    "jspec.decode.convert_state": ["convert_state"],
     "jspec.dispatch": ["BackendError", "Backends"],
     "jspec.llm": ["LLM", "Completion"],
     "jspec.models.chat": ["ChatTemplate", "load_chat_template"],
@@ -225,6 +225,7 @@ __all__ = [
     "attention",
     "bucket_codes",
     "collision_scores",
+    "convert_state",
     "decode_chunk",
     "dense_attend",
     "fill_slot",
@@ -257,7 +258,6 @@ __all__ = [
     "speculative_step",
     "start_decoding",
     "step",
-    "switch",
     "verify_and_append",
     "verify_and_pack",
     "verify_greedy",

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import Prompt, as_ids, check_requests
 from jspec.decode.chunks import Chunk, Chunks, counts_of
+from jspec.decode.convert_state import convert_state
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.growth import first_capacity, grow
 from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
@@ -20,7 +21,6 @@ from jspec.decode.programs import OnCompile
 from jspec.decode.resolved_options import Gamma, ResolvedOptions
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.stats import Stats, Tally, kept_of
-from jspec.decode.switch import switch
 from jspec.decode.together import agreed, is_shared, rows_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
@@ -103,7 +103,7 @@ def generate(
     of numpy arrays is put on the device first.
     ``prefilled``: what `jspec.start_decoding` gave for these prompts, with any params and policy,
     in place of a prefill, and for ``exact`` with it; it stays as it is, and serves several calls
-    (`jspec.switch`).
+    (`jspec.convert_state`).
 
     Behind each chunk of ``steps_per_chunk`` steps (4 on a CPU, or where drafts take passes of a
     model and gamma is a number, else 16) new tokens go to ``on_tokens(row, tokens)``. It may return
@@ -221,7 +221,7 @@ class _Run:
             )
         check_requests(self.models, self.prompts, self.params)
         with self.chunks.clock("prefill_s"):
-            state = switch(self.models, prefilled, self.config)
+            state = convert_state(self.models, prefilled, self.config)
             ends = self.models.target.config.stop_tokens
             row = (tokens, lengths, self.params, ends, room_of(self.params, ends))
             fresh = state_of(*row, state.cache, state.draft, exact=state.exact)

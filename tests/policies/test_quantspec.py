@@ -7,11 +7,11 @@ import pytest
 
 from jspec.cache import Cache, LinearLayout, StripedLayout
 from jspec.config import LayerSpec
+from jspec.decode.convert_state import convert_state
 from jspec.decode.draft import Chain, SelfDraft, SuffixDraft, named_draft
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
-from jspec.decode.switch import switch
 from jspec.policies import QuantSpec
 from jspec.policies.attend import dense_attend, selected_attend
 from jspec.policies.policy import create_cache, encoded
@@ -136,7 +136,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(draft, sharp):
 def test_one_prefill_serves_it(tiny):
     config = StepConfig(3, SelfDraft(QuantSpec(group=8)))
     own = start_decoding(tiny, prompts((9, 20)), config=config)
-    got = switch(tiny, start_decoding(tiny, prompts((9, 20)), config=PLAIN), config)
+    got = convert_state(tiny, start_decoding(tiny, prompts((9, 20)), config=PLAIN), config)
     assert jax.tree.structure(got) == jax.tree.structure(own)
     for wanted, found in zip(own.cache.columns, got.cache.columns, strict=True):
         for name in wanted:
