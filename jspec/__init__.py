@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from jspec.decode.engine import Engine
     from jspec.decode.generation import Generation, Interrupted, generate
-    from jspec.decode.growth import grow
+    from jspec.decode.growth import grow_capacity
     from jspec.decode.prefill import fill_slot, start_decoding
     from jspec.decode.request import Request
     from jspec.decode.score import score
@@ -101,7 +101,7 @@ _HOMES = {
     ],
     "jspec.decode.engine": ["Engine"],
     "jspec.decode.generation": ["Generation", "Interrupted", "generate"],
-    "jspec.decode.growth": ["grow"],
+    "jspec.decode.growth": ["grow_capacity"],
     "jspec.decode.request": ["Request"],
     "jspec.decode.prefill": ["fill_slot", "start_decoding"],
     "jspec.decode.checks": ["mode_of", "sampling_of"],
@@ -231,7 +231,7 @@ __all__ = [
     "fill_slot",
     "gathered_attention",
     "generate",
-    "grow",
+    "grow_capacity",
     "hamming_scores",
     "hash_attention",
     "hash_encode",

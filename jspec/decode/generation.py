@@ -15,7 +15,7 @@ from jspec.decode.checks import Prompt, as_ids, check_requests
 from jspec.decode.chunks import Chunk, Chunks, counts_of
 from jspec.decode.convert_state import convert_state
 from jspec.decode.draft import Drafter, SelfDraft
-from jspec.decode.growth import first_capacity, grow
+from jspec.decode.growth import first_capacity, grow_capacity
 from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
 from jspec.decode.programs import OnCompile
 from jspec.decode.resolved_options import Gamma, ResolvedOptions
@@ -275,7 +275,7 @@ class _Run:
         if most <= present:
             return state
         capacity = min(max(most, 2 * present), self.needed)
-        return grow(state, rounded_capacity(capacity), self.config)
+        return grow_capacity(state, rounded_capacity(capacity), self.config)
 
     def _reach(self, ended: np.ndarray, chunks: int) -> int:
         """Positions of the longest row that goes on, behind so many ``chunks`` more."""

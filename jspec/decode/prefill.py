@@ -57,7 +57,7 @@ def start_decoding(
 
     ``config``: of the steps to come, whose drafter takes up the prompts as well; they may use a
     smaller gamma. ``capacity`` (positions a row) defaults to what the longest request needs; with
-    ``grows`` it may be less, and the caller keeps it ahead of the rows by `jspec.grow`.
+    ``grows`` it may be less, and the caller keeps it ahead of the rows by `jspec.grow_capacity`.
     ``cache_dtype``, of the target's keys and values, defaults to the model's ``dtype``.
     ``on_prefill(done, total)`` hears of prompt tokens a row; ``run(function, *args, **static)`` may
     stand between and the jitted prefill. ``sharding`` places the state's arrays, each of which

@@ -148,9 +148,9 @@ def test_it_leaves_room_for_the_chunk_that_is_not_read_yet(sharp, watch, monkeyp
 
     def watched(state, capacity, config):
         grown.append((state.tokens.shape[1], capacity))
-        return growth.grow(state, capacity, config)
+        return growth.grow_capacity(state, capacity, config)
 
-    monkeypatch.setattr(generation, "grow", watched)
+    monkeypatch.setattr(generation, "grow_capacity", watched)
     settings = {"draft": STREAMING, "gamma": 3, "steps_per_chunk": 2}
     params = [dataclasses.replace(NEW, max_new_tokens=new) for new in (60, 31)]
 
