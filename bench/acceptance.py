@@ -23,8 +23,8 @@ import jspec
 from bench import cases, decoding
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
+from jspec.decode.checks import mode_of, sampling_of
 from jspec.decode.prefill import start_decoding
-from jspec.decode.requests import mode_of, sampling_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.stats import Tally
@@ -184,7 +184,7 @@ def started(
     repeats = len(params) // len(before.tokens)
     state = jax.tree.map(lambda x: jnp.concatenate([x] * repeats), before)
     sampled = dataclasses.replace(state, sampling=sampling_of(params), mode=mode_of(params))
-    return jspec.switch(models, sampled, config)
+    return jspec.convert_state(models, sampled, config)
 
 
 def decoded(

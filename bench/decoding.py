@@ -24,7 +24,7 @@ from bench.machine import read_ceiling
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from bench.table import times
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, LinearLayout
 from jspec.decode.programs import PROGRAMS
 
 NEW_TOKENS = 640  # more than the longer loop can commit, so that no row ends inside it
@@ -156,7 +156,9 @@ def _step_bytes(model: jspec.Decoder, prompts: list[list[int]]) -> int:
     """Bytes that a plain step must read: every weight once and every cached token once."""
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model))
     specs = model.config.layers
-    one = jax.eval_shape(lambda: Cache.create(specs, [Linear(1)] * len(specs), 1, model.dtype))
+    one = jax.eval_shape(
+        lambda: Cache.create(specs, [LinearLayout(1)] * len(specs), 1, model.dtype)
+    )
     return weights + sum(map(len, prompts)) * one.nbytes
 
 

@@ -17,7 +17,7 @@ from bench.decode import catalogue
 from bench.decode.check import NEW_KEYS
 from bench.decode.running import CHUNKS
 from bench.decode.shapes import first_layers, noise, random_model
-from jspec.cache import Striped
+from jspec.cache import StripedLayout
 from jspec.config import ModelConfig, SamplingParams
 from jspec.decode.draft.named import named_draft
 from jspec.decode.on_mesh import layouts_for, mesh_model
@@ -181,7 +181,7 @@ def filled(model: Any, here: Case, config: StepConfig) -> DecodeState:
 def _in_slots(x: Array, layout: Any, size: int) -> Array:
     """``x [B, S, ...]`` by position as ``[B, size, ...]`` by slot; 0 behind S."""
     x = jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
-    if not isinstance(layout, Striped):
+    if not isinstance(layout, StripedLayout):
         return x
     return jnp.take(x, layout.held(jnp.full(1, size - 1, jnp.int32))[0], axis=1)
 

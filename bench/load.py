@@ -15,7 +15,7 @@ import jspec
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.programs import PROGRAMS
 
-Request = tuple[list[int], jspec.SamplingParams]
+PromptAndParams = tuple[list[int], jspec.SamplingParams]
 IN_A_ROW = 4  # chunks of a sample
 
 
@@ -50,32 +50,32 @@ def arrivals(count: int, rate: float, seed: int) -> np.ndarray:
     return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
 
 
-def serve(engine: jspec.Engine, requests: Sequence[Request], at: np.ndarray) -> Load:
+def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndarray) -> Load:
     """Submit each request at its time, ``at`` ascending, and drive the engine to the end."""
     before, begin = engine.stats, time.perf_counter()
     watches = [Watch(arrived) for arrived in at.tolist()]
-    handles: list[jspec.Handle] = []
+    submitted: list[jspec.Request] = []
     samples: list[tuple[float, int, int]] = []  # seconds, tokens, requests that have begun
 
     def now() -> float:
         return time.perf_counter() - begin
 
-    def submit(request: Request, watch: Watch) -> None:
+    def submit(request: PromptAndParams, watch: Watch) -> None:
         prompt, params = request
-        handles.append(
+        submitted.append(
             engine.submit(prompt, params, on_tokens=lambda tokens: watch.heard(tokens, now()))
         )
 
-    while len(handles) < len(requests) or engine.busy:
-        while len(handles) < len(requests) and watches[len(handles)].arrived <= now():
-            submit(requests[len(handles)], watches[len(handles)])
+    while len(submitted) < len(requests) or engine.busy:
+        while len(submitted) < len(requests) and watches[len(submitted)].arrived <= now():
+            submit(requests[len(submitted)], watches[len(submitted)])
         if engine.busy:
             engine.step()
-            begun = sum(1 for watch in watches[: len(handles)] if watch.times)
+            begun = sum(1 for watch in watches[: len(submitted)] if watch.times)
             samples.append((now(), engine.stats.committed - before.committed, begun))
         else:
-            time.sleep(max(watches[len(handles)].arrived - now(), 0))
-    seconds, tokens = now(), [handle.result() for handle in handles]
+            time.sleep(max(watches[len(submitted)].arrived - now(), 0))
+    seconds, tokens = now(), [request.result() for request in submitted]
     after = engine.stats
     pairs = list(zip(watches, tokens, strict=True))
     return Load(

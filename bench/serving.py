@@ -24,7 +24,7 @@ from rich.table import Table
 import jspec
 from bench import cases, decode, decoding, profiles
 from bench.decode.drafting import GUIDED, RATIO
-from bench.load import Load, Request, arrivals, serve, step_seconds
+from bench.load import Load, PromptAndParams, arrivals, serve, step_seconds
 from bench.point import Row
 from bench.settings import Settings, bar, console
 from bench.steered import Steered
@@ -32,7 +32,7 @@ from bench.suite import Suite
 from bench.table import times
 from bench.throughput import CHAIN_GAMMA, CHAINS
 from jspec.cli.compile_cache import keep_programs
-from jspec.decode.plan import usual_steps
+from jspec.decode.resolved_options import usual_steps
 
 MIXES = {"reasoning": (256, 1024), "long-context": (8192, 128)}  # prompt and new tokens
 CPU_MIXES = {"reasoning": (48, 96), "long-context": (384, 16)}
@@ -120,7 +120,7 @@ class Trial:
     case: cases.Case
     model: jspec.Decoder
     steered: Steered | None
-    requests: list[Request]
+    requests: list[PromptAndParams]
     alone: list[tuple[int, ...]]
     rate: float | None = None
 
@@ -187,7 +187,7 @@ class Trial:
         return decoding.check_tokens(self.model, prompts, tokens[:CHECKED], self.alone)
 
     def _served(
-        self, name: str, model: jspec.Model, requests: Sequence[Request]
+        self, name: str, model: jspec.Model, requests: Sequence[PromptAndParams]
     ) -> tuple[Load, jspec.Engine]:
         """What came of requests that are all there at once, and the engine, which has compiled all
         that it needs."""
@@ -219,7 +219,7 @@ class Trial:
         return own | {"dtype": str(self.model.dtype)} | found
 
 
-def requests_of(here: cases.Case) -> list[Request]:
+def requests_of(here: cases.Case) -> list[PromptAndParams]:
     """Greedy requests of ragged lengths: real texts for the bundled model, else random tokens."""
     rng, count = np.random.default_rng(0), here["requests"]
     share = rng.uniform(0.5, 1.5, (2, count))

@@ -8,8 +8,10 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jspec.cache import Cache, Linear, Ring, Striped
+    from jspec.cache import Cache, LinearLayout, RingLayout, StripedLayout
     from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
+    from jspec.decode.checks import mode_of, sampling_of
+    from jspec.decode.convert_state import convert_state
     from jspec.decode.draft import (
         Chain,
         Drafted,
@@ -24,16 +26,14 @@ if TYPE_CHECKING:
     )
     from jspec.decode.engine import Engine
     from jspec.decode.generation import Generation, Interrupted, generate
-    from jspec.decode.growth import grow
-    from jspec.decode.handle import Handle
+    from jspec.decode.growth import grow_capacity
     from jspec.decode.prefill import fill_slot, start_decoding
-    from jspec.decode.requests import mode_of, sampling_of
+    from jspec.decode.request import Request
     from jspec.decode.score import score
     from jspec.decode.settings import PLAIN, StepConfig
     from jspec.decode.state import DecodeState, Models, StepRecord
     from jspec.decode.stats import Stats
     from jspec.decode.step import decode_chunk, speculative_step, step
-    from jspec.decode.switch import switch
     from jspec.dispatch import BackendError, Backends
     from jspec.llm import LLM, Completion
     from jspec.models.bundled import load_bundled
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 _HOMES = {
-    "jspec.cache": ["Cache", "Linear", "Ring", "Striped"],
+    "jspec.cache": ["Cache", "LinearLayout", "RingLayout", "StripedLayout"],
     "jspec.config": ["LayerSpec", "ModelConfig", "Rope", "RopeScaling", "SamplingParams"],
     "jspec.decode.draft": [
         "Chain",
@@ -101,16 +101,16 @@ _HOMES = {
     ],
     "jspec.decode.engine": ["Engine"],
     "jspec.decode.generation": ["Generation", "Interrupted", "generate"],
-    "jspec.decode.growth": ["grow"],
-    "jspec.decode.handle": ["Handle"],
+    "jspec.decode.growth": ["grow_capacity"],
+    "jspec.decode.request": ["Request"],
     "jspec.decode.prefill": ["fill_slot", "start_decoding"],
-    "jspec.decode.requests": ["mode_of", "sampling_of"],
+    "jspec.decode.checks": ["mode_of", "sampling_of"],
     "jspec.decode.score": ["score"],
     "jspec.decode.settings": ["PLAIN", "StepConfig"],
     "jspec.decode.state": ["DecodeState", "Models", "StepRecord"],
     "jspec.decode.stats": ["Stats"],
     "jspec.decode.step": ["decode_chunk", "speculative_step", "step"],
-    "jspec.decode.switch": ["switch"],
+    "jspec.decode.convert_state": ["convert_state"],
     "jspec.dispatch": ["BackendError", "Backends"],
     "jspec.llm": ["LLM", "Completion"],
     "jspec.models.chat": ["ChatTemplate", "load_chat_template"],
@@ -184,13 +184,12 @@ __all__ = [
     "Generation",
     "Guided",
     "GuidedDraft",
-    "Handle",
     "Hata",
     "HataOff",
     "Interrupted",
     "Latent",
     "LayerSpec",
-    "Linear",
+    "LinearLayout",
     "Loki",
     "MagicPIG",
     "Model",
@@ -204,7 +203,8 @@ __all__ = [
     "Policy",
     "QuantSpec",
     "Quest",
-    "Ring",
+    "Request",
+    "RingLayout",
     "Rope",
     "RopeScaling",
     "Sampling",
@@ -217,7 +217,7 @@ __all__ = [
     "StepConfig",
     "StepRecord",
     "Streaming",
-    "Striped",
+    "StripedLayout",
     "SuffixDraft",
     "Tokenizer",
     "Vegas",
@@ -225,12 +225,13 @@ __all__ = [
     "attention",
     "bucket_codes",
     "collision_scores",
+    "convert_state",
     "decode_chunk",
     "dense_attend",
     "fill_slot",
     "gathered_attention",
     "generate",
-    "grow",
+    "grow_capacity",
     "hamming_scores",
     "hash_attention",
     "hash_encode",
@@ -257,7 +258,6 @@ __all__ = [
     "speculative_step",
     "start_decoding",
     "step",
-    "switch",
     "verify_and_append",
     "verify_and_pack",
     "verify_greedy",

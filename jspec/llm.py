@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from jspec.config import SamplingParams, shown, whole_number
+from jspec.decode.checks import one_each
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
 from jspec.decode.generation import generate
-from jspec.decode.plan import Gamma
-from jspec.decode.requests import one_each
+from jspec.decode.resolved_options import Gamma
 from jspec.decode.score import score
 from jspec.decode.settings import check_draft, check_target
 from jspec.decode.state import Models

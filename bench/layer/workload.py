@@ -22,7 +22,7 @@ from bench.cases import heads
 from bench.decode.shapes import noise
 from bench.policies import policies as named
 from bench.policies import scored_bytes
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, LinearLayout
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends, preferring
 from jspec.ops.append import Turn
@@ -116,7 +116,7 @@ def program(policy: Policy, backends: Backends = Backends()) -> Callable[..., tu
 
 def empty(policy: Policy, case: Mapping[str, Any]) -> Cache:
     """A layer's cache as shapes."""
-    spec, layout = spec_of(case), Linear(case["S"])
+    spec, layout = spec_of(case), LinearLayout(case["S"])
     return jax.eval_shape(lambda: create_cache(policy, [spec], [layout], case["B"], DTYPE))
 
 

@@ -23,12 +23,12 @@ from bench.real.answers import repeats
 from bench.real.drafters import PLAIN, Drafting, params_of
 from bench.real.texts import Prompt
 from bench.settings import bar
-from jspec.decode.plan import usual_steps
+from jspec.decode.convert_state import convert_state
 from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
 from jspec.decode.programs import PROGRAMS
+from jspec.decode.resolved_options import usual_steps
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.step import decode_chunk
-from jspec.decode.switch import switch
 from jspec.eval.sample import prepared
 from jspec.sharding import beside, place
 
@@ -266,7 +266,7 @@ class Cell:
     def _started(self, models: Models, config: jspec.StepConfig, sampling: str) -> DecodeState:
         """The state of the first batch for steps of ``config``, as `jspec.generate` makes it."""
         before, rows = self.prefilled[0], self.batches[0]
-        state = switch(models, before, config)
+        state = convert_state(models, before, config)
         tokens, lengths = jax.device_get((before.tokens, before.lengths))
         params = [
             dataclasses.replace(timing, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p)

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.rivals.common import module
 from bench.rivals.torch_weights import device, tensor, weights
-from jspec.cache import Linear
+from jspec.cache import LinearLayout
 from jspec.decode.state import DecodeState
 from jspec.models.decoder import Decoder
 from jspec.models.rope import rope_frequencies
@@ -23,7 +23,7 @@ TRIAL = 16  # steps that choose between the ways to attend
 def refusal(state: DecodeState, new_tokens: int) -> str | None:
     """Why the step cannot continue ``state``, or None."""
     cache = state.cache
-    if not all(isinstance(layout, Linear) for layout in cache.layouts):
+    if not all(isinstance(layout, LinearLayout) for layout in cache.layouts):
         return f"it reads caches with a slot for each position, not {cache.layouts[0]}"
     needed, slots = int(np.max(cache.lengths)) + new_tokens, cache.keys(0).shape[1]
     if needed > slots:

@@ -58,7 +58,7 @@ class Layout(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class LinearLayout:
     """A slot for each position, in order."""
 
     size: int
@@ -85,12 +85,12 @@ class Linear:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
         return _held(slot, newest, self.size, wraps=False)
 
-    def grown(self, capacity: int) -> Linear:
-        return Linear(capacity)
+    def grown(self, capacity: int) -> LinearLayout:
+        return LinearLayout(capacity)
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class RingLayout:
     """The last ``size`` positions: what a layer with a sliding window needs.
 
     A window of w tokens needs ``w + gamma + 1`` slots: a pass that writes gamma + 1 tokens then
@@ -121,17 +121,17 @@ class Ring:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
         return _held(slot, newest, self.size, wraps=True)
 
-    def grown(self, capacity: int) -> Ring:
+    def grown(self, capacity: int) -> RingLayout:
         return self  # it holds the last positions of any number
 
 
 @dataclasses.dataclass(frozen=True)
-class Striped:
+class StripedLayout:
     """Blocks of ``block`` positions dealt to ``ranks`` in turn (Helix, section 2.1).
 
     A rank's slots lie side by side, so that sharding the slots over a mesh axis of ``ranks``
     devices gives each device its own: slots ``[r * size / ranks, (r + 1) * size / ranks)``.
-    ``wraps``: a `Ring` of ``size`` positions dealt so, of which each rank has a ring.
+    ``wraps``: a `RingLayout` of ``size`` positions dealt so, of which each rank has a ring.
     """
 
     size: int
@@ -148,7 +148,9 @@ class Striped:
             )
 
     @classmethod
-    def holding(cls, capacity: int, ranks: int, block: int, *, wraps: bool = False) -> Striped:
+    def holding(
+        cls, capacity: int, ranks: int, block: int, *, wraps: bool = False
+    ) -> StripedLayout:
         """The smallest one with room for ``capacity`` positions."""
         return cls(-(-capacity // (ranks * block)) * ranks * block, ranks, block, wraps)
 
@@ -172,8 +174,8 @@ class Striped:
         place = (own // self.block * self.ranks + rank) * self.block + own % self.block
         return _held(place, newest, self.size, wraps=self.wraps)
 
-    def grown(self, capacity: int) -> Striped:
-        return self if self.wraps else Striped.holding(capacity, self.ranks, self.block)
+    def grown(self, capacity: int) -> StripedLayout:
+        return self if self.wraps else StripedLayout.holding(capacity, self.ranks, self.block)
 
     @property
     def _share(self) -> int:
@@ -183,7 +185,7 @@ class Striped:
 
 @dataclasses.dataclass(frozen=True)
 class Stripe:
-    """The ``size`` slots that one of ``ranks`` devices holds of a `Striped` row.
+    """The ``size`` slots that one of ``ranks`` devices holds of a `StripedLayout` row.
 
     It is used inside a `jax.shard_map`, whose ``axis`` says which rank this is. Positions of other
     ranks have no slot. Slots hold positions in ascending order, but where the row ``wraps``.
@@ -200,9 +202,9 @@ class Stripe:
         return self.size * self.ranks
 
     @property
-    def whole(self) -> Striped:
+    def whole(self) -> StripedLayout:
         """The layout of all ranks."""
-        return Striped(self.capacity, self.ranks, self.block, self.wraps)
+        return StripedLayout(self.capacity, self.ranks, self.block, self.wraps)
 
     def slots(self, positions: Array) -> Array:
         place = positions % self.capacity if self.wraps else positions
@@ -222,8 +224,8 @@ class Stripe:
     def seen(self, positions: Array) -> Array:
         """The slot of the last position up to each of ``positions``; -1 if none has a slot here.
 
-        So a query sees the slots up to it, as if they were the positions of a `Linear` layout. For
-        a row that does not wrap.
+        So a query sees the slots up to it, as if they were the positions of a `LinearLayout`. For a
+        row that does not wrap.
         """
         turn, within = positions // self.block, positions % self.block
         before = (turn - self._rank + self.ranks - 1) // self.ranks * self.block
@@ -265,11 +267,11 @@ def layouts_of(
     ranks: int = 1,
     block: int = 16,
 ) -> tuple[Layout, ...]:
-    """A layout for each layer: a `Ring` where a sliding window is shorter than a row.
+    """A layout for each layer: a `RingLayout` where a sliding window is shorter than a row.
 
     ``longest``: the positions of a row in the end, where the capacity is to grow; None is
     ``capacity``. Without ``rings`` every layer has room for all positions. Where ``ranks`` share a
-    row, in blocks of ``block`` positions, all are `Striped`.
+    row, in blocks of ``block`` positions, all are `StripedLayout`.
     """
     longest = capacity if longest is None else longest
 
@@ -277,11 +279,11 @@ def layouts_of(
         needed = longest if window is None or not rings else window + gamma + 1
         wraps = needed < longest
         if ranks == 1:
-            return Ring(needed) if wraps else Linear(capacity)
-        ring = Striped.holding(needed, ranks, block, wraps=True)
+            return RingLayout(needed) if wraps else LinearLayout(capacity)
+        ring = StripedLayout.holding(needed, ranks, block, wraps=True)
         # Rounded up, a ring may have room for a whole row.
         wraps = wraps and ring.size < longest
-        return ring if wraps else Striped.holding(capacity, ranks, block)
+        return ring if wraps else StripedLayout.holding(capacity, ranks, block)
 
     return tuple(layout_of(spec.window) for spec in specs)
 

@@ -14,13 +14,13 @@ from jspec.cli import INTERRUPTED, demo
 from jspec.cli.compile_cache import keep_programs
 from jspec.cli.devices import leave_interrupted, named_mesh, one_voice, take_devices
 from jspec.cli.output import error_of, result_of, whole_file, write_lines
-from jspec.cli.requests import Refused, Request, one_line, read_requests
+from jspec.cli.requests import CliRequest, Refused, one_line, read_requests
 from jspec.cli.serving import NO_TEMPLATE, Job, Outcome, Ready, Served, Show, serve
 from jspec.cli.settings import read_settings
 from jspec.cli.show import environment, print_json, print_table
+from jspec.decode.checks import check_request, one_each
 from jspec.decode.draft import Drafter, NoDraft, named_draft
-from jspec.decode.plan import Gamma
-from jspec.decode.requests import check_request, one_each
+from jspec.decode.resolved_options import Gamma
 from jspec.decode.settings import OPERATIONS, StepConfig
 from jspec.decode.state import Models
 from jspec.dispatch import Backends
@@ -81,7 +81,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _common(
-    arguments: argparse.Namespace, requests: Sequence[Request], settings: Any
+    arguments: argparse.Namespace, requests: Sequence[CliRequest], settings: Any
 ) -> dict[str, str]:
     """What all processes of a run must have, for `check_same`."""
     from jspec.models.bundled import bundled_path
@@ -234,7 +234,7 @@ def load(
     )
 
 
-def ready_for(job: Job, request: Request, refused: list[Refused]) -> Ready | None:
+def ready_for(job: Job, request: CliRequest, refused: list[Refused]) -> Ready | None:
     """The request for the model; a line that it cannot serve is refused, others go on."""
     try:
         prompt = job.encode(request.prompt)

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from jspec.cli.requests import Refused, Request
+from jspec.cli.requests import CliRequest, Refused
 
 
-def result_of(request: Request, text: str, tokens: Sequence[int], finished: str) -> dict[str, Any]:
+def result_of(
+    request: CliRequest, text: str, tokens: Sequence[int], finished: str
+) -> dict[str, Any]:
     """What came of a request; with its ``line`` and ``id`` where it is one of JSON lines."""
     found = {"text": text, "tokens": list(tokens), "finished": finished}
     found["seed"] = request.params.seed
@@ -26,7 +28,7 @@ def error_of(refused: Refused) -> dict[str, Any]:
     return _named(refused) | {"error": refused.error}
 
 
-def _named(line: Request | Refused) -> dict[str, Any]:
+def _named(line: CliRequest | Refused) -> dict[str, Any]:
     return {"line": line.line} | ({} if line.id is None else {"id": line.id})
 
 

@@ -32,7 +32,7 @@ _MESSAGE = '{"role": "user", "content": "Hello"}'
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class CliRequest:
     """A prompt with its settings.
 
     The prompt is a text, or the messages of a conversation. ``line`` is its number among JSON
@@ -86,7 +86,7 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def read_requests(arguments: argparse.Namespace) -> tuple[list[Request], list[Refused]]:
+def read_requests(arguments: argparse.Namespace) -> tuple[list[CliRequest], list[Refused]]:
     """The requests that the arguments ask for, and the lines that could not be read.
 
     Raises `ValueError` or `OSError` where nothing can be served.
@@ -102,7 +102,7 @@ def read_requests(arguments: argparse.Namespace) -> tuple[list[Request], list[Re
         raise ValueError("the prompt is empty; give it at least one character")
     if arguments.demo:
         stop += (demo.END,)
-    return [Request(chat.prompt(prompt), checked, stop)], []
+    return [CliRequest(chat.prompt(prompt), checked, stop)], []
 
 
 def _chat(arguments: argparse.Namespace) -> Chat:
@@ -139,7 +139,7 @@ def _unreadable(path: str, error: OSError) -> ValueError:
 
 def _read_lines(
     path: str, defaults: dict[str, Any], stop: tuple[str, ...], chat: Chat
-) -> tuple[list[Request], list[Refused]]:
+) -> tuple[list[CliRequest], list[Refused]]:
     try:
         if path == "-":
             requests, refused = parse_lines(sys.stdin.buffer, defaults, stop, chat)
@@ -155,13 +155,13 @@ def _read_lines(
 
 def parse_lines(
     file: BinaryIO, defaults: dict[str, Any], stop: tuple[str, ...], chat: Chat = Chat()
-) -> tuple[list[Request], list[Refused]]:
+) -> tuple[list[CliRequest], list[Refused]]:
     """The requests of JSON lines, and the lines that are none.
 
     ``defaults`` and ``stop`` serve where a line does not name its own. Blank lines are skipped, but
     counted.
     """
-    requests: list[Request] = []
+    requests: list[CliRequest] = []
     refused: list[Refused] = []
     for number, line in enumerate(_lines(file), start=1):
         if line is not None and not line.strip():
@@ -171,7 +171,7 @@ def parse_lines(
             value = _parsed(line)
             name = _id(value)
             params, own = _settings(value, defaults, stop)
-            requests.append(Request(_asked(value, chat), params, own, number, name))
+            requests.append(CliRequest(_asked(value, chat), params, own, number, name))
         except ValueError as error:
             refused.append(Refused(number, one_line(str(error)), name))
     return requests, refused

@@ -8,16 +8,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jspec.cli.requests import Message, Request
+from jspec.cli.requests import CliRequest, Message
 from jspec.cli.show import Progress
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.engine import Engine
 from jspec.decode.generation import Interrupted
 from jspec.decode.generation import generate as decode
-from jspec.decode.handle import Handle
-from jspec.decode.plan import Gamma
 from jspec.decode.prefill import stops_of
+from jspec.decode.request import Request
+from jspec.decode.resolved_options import Gamma
 from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
 from jspec.models.text import RowText
@@ -38,7 +38,7 @@ NO_TEMPLATE = (
 class Ready:
     """A request that the model can serve: its prompt as ids, and its stop texts of one token."""
 
-    request: Request
+    request: CliRequest
     prompt: list[int]
     params: SamplingParams
 
@@ -47,7 +47,7 @@ class Ready:
 class Served:
     """A request with its outcome."""
 
-    request: Request
+    request: CliRequest
     row: RowText
     finished: str
 
@@ -100,7 +100,7 @@ class Job:
             raise ValueError(NO_TEMPLATE)
         return self.template.encode(self.tokenizer, prompt)
 
-    def row(self, request: Request) -> RowText:
+    def row(self, request: CliRequest) -> RowText:
         special = frozenset(self.model.config.stop_tokens)
         return RowText(self.tokenizer, request.stop, special)
 
@@ -188,7 +188,7 @@ def _lines(job: Job, ready: Sequence[Ready], show: Show) -> Outcome:
     rows = [job.row(one.request) for one in ready]
     served: list[Served] = []
 
-    def submitted(one: Ready, row: RowText) -> Handle:
+    def submitted(one: Ready, row: RowText) -> Request:
         def on_tokens(tokens: tuple[int, ...]) -> int | None:
             progress.decoded(len(tokens))
             return row.take(tokens)[1]
@@ -200,17 +200,17 @@ def _lines(job: Job, ready: Sequence[Ready], show: Show) -> Outcome:
         served.append(Served(one.request, row, "stop" if row.stopped else why or "interrupted"))
         show.whole(served[-1])
 
-    handles = [submitted(one, row) for one, row in zip(ready, rows, strict=True)]
+    requests = [submitted(one, row) for one, row in zip(ready, rows, strict=True)]
     try:
-        for one, row, handle in zip(ready, rows, handles, strict=True):
-            handle.result()
-            add(one, row, handle.finished)
+        for one, row, request in zip(ready, rows, requests, strict=True):
+            request.result()
+            add(one, row, request.finished)
     except KeyboardInterrupt:
         interrupted, begin = True, len(served)
-        for one, handle in zip(ready[begin:], handles[begin:], strict=True):
-            if handle.tokens:
+        for one, request in zip(ready[begin:], requests[begin:], strict=True):
+            if request.tokens:
                 # The row that was at work may have part of more tokens than there are.
                 row = job.row(one.request)
-                row.feed(handle.tokens)
-                add(one, row, handle.finished)
+                row.feed(request.tokens)
+                add(one, row, request.finished)
     return Outcome(served, engine.stats, interrupted)

@@ -21,8 +21,8 @@ from jspec.cli.output import whole_folder
 from jspec.cli.requests import Refused, read_requests
 from jspec.cli.settings import written
 from jspec.cli.show import console, environment, print_json
+from jspec.decode.checks import one_each
 from jspec.decode.draft import Drafter, NoDraft
-from jspec.decode.requests import one_each
 from jspec.decode.settings import StepConfig
 from jspec.eval.sample import prepared
 from jspec.eval.tuning import GAMMAS, RATIOS, Bench, Trial, Tuning, draft_at, tune

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.config import SamplingMode
+from jspec.decode.checks import MODES, strongest
 from jspec.decode.chunks import Chunk, Chunks, counts_of
-from jspec.decode.handle import Handle
-from jspec.decode.requests import MODES, strongest
+from jspec.decode.request import Request
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.stats import Tally, kept_of
 from jspec.sharding import put
@@ -26,7 +26,7 @@ class Running:
     """
 
     chunk: Chunk
-    rows: list[Handle | None]
+    rows: list[Request | None]
     record: StepRecord | None = None
 
 
@@ -40,9 +40,9 @@ class Batch:
 
     def __init__(self, chunks: Chunks, state: DecodeState) -> None:
         self._chunks = chunks
-        self.tally = Tally(chunks.plan.config.gamma)
+        self.tally = Tally(chunks.options.config.gamma)
         slots = state.tokens.shape[0]
-        self.rows: list[Handle | None] = [None] * slots
+        self.rows: list[Request | None] = [None] * slots
         self._is_done = np.ones(slots, bool)  # as the device had it behind what was read
         self.state = dataclasses.replace(_with_done(state, self._is_done), mode=RESTING)
         self._at_work: list[Running] = []  # two at most
@@ -52,20 +52,20 @@ class Batch:
         """Slots that may be filled: without a request, or whose request ends in a chunk at work."""
         return [
             slot
-            for slot, handle in enumerate(self.rows)
-            if handle is None or handle._left <= self._least(slot, handle)
+            for slot, request in enumerate(self.rows)
+            if request is None or request._left <= self._least(slot, request)
         ]
 
     @property
-    def handles(self) -> set[Handle]:
+    def requests(self) -> set[Request]:
         """Requests that have not ended yet."""
         every = [self.rows, *(running.rows for running in self._at_work)]
-        return {handle for rows in every for handle in rows if handle is not None}
+        return {request for rows in every for request in rows if request is not None}
 
     @property
     def busy(self) -> bool:
         """Whether a request has not ended yet."""
-        return bool(self.handles)
+        return bool(self.requests)
 
     def warm(self) -> None:
         """Compile the steps of all modes. No slot may be taken."""
@@ -74,19 +74,19 @@ class Batch:
             state = self._chunks.warmed(dataclasses.replace(state, mode=mode))
         self.state = dataclasses.replace(state, mode=RESTING)
 
-    def fill(self, state: DecodeState, slots: Sequence[int], handles: Sequence[Handle]) -> None:
-        """Go on with ``state``, in which the prompts of ``handles`` are in ``slots``."""
+    def fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Go on with ``state``, in which the prompts of ``requests`` are in ``slots``."""
         self.state = state
-        for slot, handle in zip(slots, handles, strict=True):
-            self.rows[slot], self._is_done[slot] = handle, False
+        for slot, request in zip(slots, requests, strict=True):
+            self.rows[slot], self._is_done[slot] = request, False
         self._chunks.renew(list(slots))
 
-    def remove(self, handle: Handle) -> None:
+    def remove(self, request: Request) -> None:
         """Free the slot of a request, and drop what chunks at work decode for it."""
         for rows in (self.rows, *(running.rows for running in self._at_work)):
-            rows[:] = [None if row is handle else row for row in rows]
+            rows[:] = [None if row is request else row for row in rows]
 
-    def decode(self, *, waiting: bool) -> tuple[Handle, ...]:
+    def decode(self, *, waiting: bool) -> tuple[Request, ...]:
         """A chunk of steps, if there is a request; the requests that it ended.
 
         ``waiting``: whether others wait for slots.
@@ -100,7 +100,7 @@ class Batch:
             self._start()
         return self._read()
 
-    def _read(self) -> tuple[Handle, ...]:
+    def _read(self) -> tuple[Request, ...]:
         """Hand on the tokens of the earliest chunk at work; the requests that it ended."""
         running = self._at_work[0]
         record = self._record_of(running)
@@ -108,17 +108,17 @@ class Batch:
         others = [slot for slot in range(len(self.rows)) if slot not in running.chunk.filled]
         self._is_done[others] = done[others]
         kept = np.zeros(len(self.rows), np.int64)
-        live = [(slot, handle) for slot, handle in enumerate(running.rows) if handle is not None]
-        for slot, handle in live:
+        live = [(slot, request) for slot, request in enumerate(running.rows) if request is not None]
+        for slot, request in live:
             block = record.tokens[:, slot]
             new = tuple(block[block >= 0].tolist())
-            kept[slot] = handle._take(new, is_last=bool(done[slot]))
+            kept[slot] = request._take(new, is_last=bool(done[slot]))
         self._at_work.pop(0)
         *counts, gammas = counts_of(record)
         self.tally.add(*kept_of(*counts, kept=kept), gammas=gammas)
-        ended = tuple(handle for _, handle in live if handle.finished is not None)
-        for handle in ended:
-            self.remove(handle)
+        ended = tuple(request for _, request in live if request.finished is not None)
+        for request in ended:
+            self.remove(request)
         return ended
 
     def settle(self) -> None:
@@ -140,7 +140,7 @@ class Batch:
 
     def _start(self) -> None:
         """Give the device a chunk of steps."""
-        mode = strongest([handle.params.mode for handle in self.rows if handle is not None])
+        mode = strongest([request.params.mode for request in self.rows if request is not None])
         state = dataclasses.replace(self.state, mode=mode)
         if (idle := self._idle()) is not None:
             state, self._is_done = _with_done(state, idle), idle
@@ -163,16 +163,16 @@ class Batch:
 
     def _left(self) -> np.ndarray:
         """Most tokens that the request in each slot gets yet, int ``[B]``, behind those read."""
-        return np.array([0 if handle is None else handle._left for handle in self.rows])
+        return np.array([0 if request is None else request._left for request in self.rows])
 
-    def _least(self, slot: int, handle: Handle) -> int:
+    def _least(self, slot: int, request: Request) -> int:
         """Tokens that chunks at work decode for a request at least: one a step, or to its end."""
-        chunks = sum(running.rows[slot] is handle for running in self._at_work)
-        return chunks * self._chunks.plan.steps
+        chunks = sum(running.rows[slot] is request for running in self._at_work)
+        return chunks * self._chunks.options.steps
 
     def _idle(self) -> np.ndarray | None:
         """Slots without a request, bool ``[B]``; None where the device knows them."""
-        idle = np.array([handle is None for handle in self.rows])
+        idle = np.array([request is None for request in self.rows])
         return idle if (idle != self._is_done).any() else None
 
     def _record_of(self, running: Running) -> StepRecord:

@@ -14,8 +14,8 @@ import numpy as np
 from jspec.decode.acceptance import Rows
 from jspec.decode.auto import GammaChoice
 from jspec.decode.draft import CATCH_UP, LACKING
-from jspec.decode.plan import Plan
 from jspec.decode.programs import PROGRAMS, OnCompile
+from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.step import catch_up, decode_chunk
@@ -52,7 +52,7 @@ class Chunk:
 
 
 class Chunks:
-    """Runs chunks of steps of ``plan``, each by `start` and `finish`, in order.
+    """Runs chunks of steps of ``options``, each by `start` and `finish`, in order.
 
     The next one may start before the last one is finished: the device then goes from one to the
     other while the host reads. ``programs`` counts compiling, and with ``holds`` keeps what it ran;
@@ -63,20 +63,20 @@ class Chunks:
 
     def __init__(
         self,
-        plan: Plan,
+        options: ResolvedOptions,
         on_compile: OnCompile | None = None,
         *,
         holds: bool = False,
         together: bool = False,
     ) -> None:
-        self.plan, self.together = plan, together
+        self.options, self.together = options, together
         self.programs = PROGRAMS.timed(on_compile, holds=holds)
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
         self.last_s = math.inf
         self.paces = np.zeros(0, np.int32)
         self._ending = 0.0  # share of rows that ended in each of the last chunks
         self._rested = 0  # steps since the drafter last drafted
-        self._is_shared = is_shared(plan.models.target)
+        self._is_shared = is_shared(options.models.target)
         self._is_timed = True  # whether somebody knows when the chunk at work ends
         self._at_work: list[Chunk] = []  # that were started and not finished
         self._rows: Rows | None = None  # what they accepted, where that is asked for
@@ -161,16 +161,18 @@ class Chunks:
         ``left`` int ``[B]``: most tokens that each row commits behind those that were read, 0 where
         it has ended.
         """
-        plan, config, choice = self.plan, self.plan.config, None
-        if plan.gammas is not None:
-            choice = plan.gammas.choice(plan.flat, state)
+        options, config, choice = self.options, self.options.config, None
+        if options.gammas is not None:
+            choice = options.gammas.choice(options.flat, state)
             if self._rows is None:
-                self._rows = Rows(len(left), plan.config.gamma, plan.steps, together=self.together)
+                self._rows = Rows(
+                    len(left), options.config.gamma, options.steps, together=self.together
+                )
             gamma = choice.choose(self._rows, self._behind_work(left))
             price = choice.price(gamma)
             if self._is_shared:
                 gamma, price = agreed((gamma, price))
-            config = plan.gammas.configs[gamma]
+            config = options.gammas.configs[gamma]
             state = self._awake(state, config)
             if config.ends_early:
                 state = self._priced(state, price)
@@ -203,7 +205,9 @@ class Chunks:
         if is_measured:
             self.last_s = seconds
         self._watch_rows(record, chunk.filled)
-        self._learn(chunk, record, seconds / self.plan.steps if is_measured and is_alone else None)
+        self._learn(
+            chunk, record, seconds / self.options.steps if is_measured and is_alone else None
+        )
         return record
 
     def _learn(self, chunk: Chunk, record: StepRecord, a_step: float | None) -> None:
@@ -215,7 +219,7 @@ class Chunks:
         if not live.any():  # nobody needed it
             return
         passes = None
-        if self.plan.gammas is not None and self.plan.gammas.early:
+        if self.options.gammas is not None and self.options.gammas.early:
             passes = drafted.max(axis=1)[live.any(axis=1)]
         chunk.choice.saw(chunk.gamma, a_step, accepted, live, passes)
         same = np.ones(live.shape[1], bool)
@@ -247,19 +251,19 @@ class Chunks:
     def warmed(self, state: DecodeState) -> DecodeState:
         """The same state, all of whose rows are done, with every program compiled that `start` may
         need for it."""
-        gammas = self.plan.gammas
-        for config in [self.plan.config] if gammas is None else gammas.configs.values():
+        gammas = self.options.gammas
+        for config in [self.options.config] if gammas is None else gammas.configs.values():
             state, _ = self._chunk(state, config)
-        if gammas is not None and self.plan.config.draft.needs_model:
+        if gammas is not None and self.options.config.draft.needs_model:
             state = self._caught_up(state)
         return state
 
     def _chunk(self, state: DecodeState, config: StepConfig) -> tuple[DecodeState, StepRecord]:
-        args = (self.plan.flat, state)
-        return self.programs(decode_chunk, *args, config=config, steps=self.plan.steps)
+        args = (self.options.flat, state)
+        return self.programs(decode_chunk, *args, config=config, steps=self.options.steps)
 
     def _caught_up(self, state: DecodeState) -> DecodeState:
-        return self.programs(catch_up, self.plan.flat, state, config=self.plan.config)
+        return self.programs(catch_up, self.options.flat, state, config=self.options.config)
 
     def _priced(self, state: DecodeState, price: float) -> DecodeState:
         """``state`` in which a draft pass has this price."""
@@ -271,11 +275,11 @@ class Chunks:
 
     def _awake(self, state: DecodeState, config: StepConfig) -> DecodeState:
         """``state`` for a chunk: a drafter with a model that rested is caught up."""
-        if not self.plan.config.draft.needs_model:
+        if not self.options.config.draft.needs_model:
             return state
         if not config.gamma:
             # No row lacks more than it holds, whatever rows came and went.
-            self._rested = min(self._rested + self.plan.steps, state.tokens.shape[1])
+            self._rested = min(self._rested + self.options.steps, state.tokens.shape[1])
             return state
         with self.clock("decode_s"):
             while self._rested > 0:

@@ -13,19 +13,19 @@ from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.batch import Batch
+from jspec.decode.checks import Prompt, as_ids, check_request
+from jspec.decode.chunked_prefill import ChunkedPrefill
 from jspec.decode.chunks import Chunks
 from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.generation import OutOfMemory, is_out_of_memory
-from jspec.decode.handle import Handle, OnTokens
-from jspec.decode.intake import Intake
-from jspec.decode.plan import Gamma, Plan
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
-from jspec.decode.requests import Prompt, as_ids, check_request
+from jspec.decode.request import OnTokens, Request
+from jspec.decode.resolved_options import Gamma, ResolvedOptions
+from jspec.decode.scheduler import Scheduler
 from jspec.decode.short_prompts import ShortPrompts
 from jspec.decode.stats import Stats
 from jspec.decode.together import rows_of
-from jspec.decode.waiting import Waiting
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
@@ -48,11 +48,11 @@ class Engine:
     program compiles; after `warm_up` none does, whatever requests and prefixes come.
 
     A request with a seed gives the tokens that it gives alone, where the model's logits do, and but
-    for sampled ones with ``gamma="auto"``. The caller drives: nothing starts outside `step`,
-    `run`, and handles that wait. An engine is for one thread. It holds ``slots + 1`` rows of the
-    cache, as the prompt at work has one, and more for shared prefixes and on a mesh
-    (docs/serving.md). An exception in `step` that is not a callback's, Ctrl-C too, ends the engine:
-    every handle keeps its tokens.
+    for sampled ones with ``gamma="auto"``. The caller drives: nothing starts outside `step`, `run`,
+    and reading a request. An engine is for one thread. It holds ``slots + 1`` rows of the cache, as
+    the prompt at work has one, and more for shared prefixes and on a mesh (docs/serving.md). An
+    exception in `step` that is not a callback's, Ctrl-C too, ends the engine: every request keeps
+    its tokens.
 
     Where several processes share the model's devices, all of them make the same calls, and their
     callbacks answer alike.
@@ -86,7 +86,7 @@ class Engine:
         slots, capacity = _size("slots", slots), _size("capacity", capacity)
         stop_tokens = _size("stop_tokens", stop_tokens)
         prefill_chunk = _size("prefill_chunk", prefill_chunk)
-        plan = Plan.of(
+        options = ResolvedOptions.of(
             model,
             draft=draft,
             gamma=gamma,
@@ -99,28 +99,30 @@ class Engine:
             exact=exact,
         )
         self.slots, self.capacity = slots, capacity
-        self._ends = tuple(plan.models.target.config.stop_tokens)
+        self._ends = tuple(options.models.target.config.stop_tokens)
         if len(self._ends) > stop_tokens:
             raise ValueError(
                 f"stop_tokens={stop_tokens} must be at least {len(self._ends)}, which are the "
                 "model's own"
             )
         self._most_stops = stop_tokens
-        self._plan, self._chunk = plan, prefill_chunk
-        self._chunks = Chunks(plan, on_compile, holds=True)
+        self._options, self._chunk = options, prefill_chunk
+        self._chunks = Chunks(options, on_compile, holds=True)
         self._prefix_tokens = 0
         self._is_at_work, self._is_closed = False, False
         with self._memory():
             room, programs = rounded_capacity(capacity), self._chunks.programs
-            short = ShortPrompts(plan, slots, room, prefill_chunk, programs)
+            short = ShortPrompts(options, slots, room, prefill_chunk, programs)
             overtaken = "behind prefixes" if short.sizes else "all" if slots > 1 else "none"
             piece = short.tokens if short.is_wide else prefill_chunk
-            intake = Intake(plan, room, piece, cache_dtype, programs, overtaken=overtaken)
-            state = intake.started([np.zeros(1, np.int32)] * slots)
+            prefill = ChunkedPrefill(
+                options, room, piece, cache_dtype, programs, overtaken=overtaken
+            )
+            state = prefill.started([np.zeros(1, np.int32)] * slots)
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)
             self._batch = Batch(self._chunks, dataclasses.replace(state, stop_tokens=stops))
-            self._waiting = Waiting(self._batch, intake, short, prefill_chunk)
+            self._scheduler = Scheduler(self._batch, prefill, short, prefill_chunk)
 
     def submit(
         self,
@@ -128,18 +130,18 @@ class Engine:
         params: SamplingParams = SamplingParams(),
         *,
         on_tokens: OnTokens | None = None,
-    ) -> Handle:
+    ) -> Request:
         """Queue a request for the tokens behind ``prompt``, which are token ids.
 
         ``on_tokens(tokens)`` gets new ones behind each chunk. It may return True to end the request
         behind them, or a number to end it behind so many of them. What it raises ends this request
-        alone, and is the handle's ``error``. It may submit and cancel, and not `step`. Raises
+        alone, and is the request's ``error``. It may submit and cancel, and not `step`. Raises
         `ValueError` for a request that never fits.
         """
         self._check_open()
         (ids,) = as_ids([prompt])
-        (params,) = rows_of(self._plan.models, [ids], params, self.capacity)
-        check_request(self._plan.models, ids, params)
+        (params,) = rows_of(self._options.models, [ids], params, self.capacity)
+        check_request(self._options.models, ids, params)
         needed = len(ids) + params.max_new_tokens
         if needed > self.capacity:
             raise ValueError(
@@ -153,11 +155,11 @@ class Engine:
                 f"the request has {len(stops)} stop tokens, the model's included, and the engine "
                 f"room for stop_tokens={self._most_stops}; make it with more"
             )
-        handle = Handle(self, ids.astype(np.int32), params, stops, on_tokens)
-        self._waiting.add(handle)
-        return handle
+        request = Request(self, ids.astype(np.int32), params, stops, on_tokens)
+        self._scheduler.add(request)
+        return request
 
-    def share_prefix(self, tokens: Sequence[int]) -> tuple[Handle, ...]:
+    def share_prefix(self, tokens: Sequence[int]) -> tuple[Request, ...]:
         """Prefill ``tokens`` now, once for all later prompts that go on behind them.
 
         It takes the memory of a slot until `drop_prefix`. A `step` follows each piece of
@@ -166,27 +168,27 @@ class Engine:
         """
         self._check_open()
         (ids,) = as_ids([tokens])
-        check_request(self._plan.models, ids, SamplingParams(max_new_tokens=2))
+        check_request(self._options.models, ids, SamplingParams(max_new_tokens=2))
         if len(ids) + 2 > self.capacity:
             raise ValueError(
                 f"the prefix has {len(ids)} tokens and leaves no room in capacity={self.capacity} "
                 "for a prompt behind it; shorten it"
             )
         ids, ended = ids.astype(np.int32), ()
-        if self._waiting.intake.has(ids):
+        if self._scheduler.prefill.has(ids):
             return ended
         with self._turn():
-            row = self._waiting.intake.prefix(ids)
+            row = self._scheduler.prefill.prefix(ids)
         while True:
             with self._turn():
                 self._batch.settle()
                 with self._chunks.clock("prefill_s"):
-                    self._waiting.intake.advance_prefix(row)
+                    self._scheduler.prefill.advance_prefix(row)
             if not row.left:
                 break
             ended += self.step()
         with self._turn():
-            self._waiting.intake.keep(row)
+            self._scheduler.prefill.keep(row)
         self._prefix_tokens += len(ids)
         return ended
 
@@ -194,20 +196,20 @@ class Engine:
         """Free a shared prefix. Raises `ValueError` where these tokens are none."""
         self._check_open()
         (ids,) = as_ids([tokens])
-        if not self._waiting.intake.drop(ids):
+        if not self._scheduler.prefill.drop(ids):
             raise ValueError(f"no prefix of these {len(ids)} tokens is shared; share_prefix does")
 
     @property
     def busy(self) -> bool:
         """Whether a request has not ended yet."""
-        return self._batch.busy or self._waiting.busy
+        return self._batch.busy or self._scheduler.busy
 
     @property
     def stats(self) -> Stats:
         """All that was done so far; ``rows`` are requests whose prompts were taken up."""
         return self._batch.tally.stats(
-            rows=self._waiting.requests,
-            prompt_tokens=self._waiting.prompt_tokens + self._prefix_tokens,
+            rows=self._scheduler.admitted,
+            prompt_tokens=self._scheduler.prompt_tokens + self._prefix_tokens,
             compilations=self._chunks.programs.compilations,
             compile_s=self._chunks.programs.compile_s,
             **self._chunks.seconds,
@@ -218,16 +220,16 @@ class Engine:
         while self.busy:
             self.step()
 
-    def step(self) -> tuple[Handle, ...]:
+    def step(self) -> tuple[Request, ...]:
         """A turn: prompts are taken up, then a chunk of steps; the requests that it ended.
 
         It may leave the next chunk at work, which the next turn reads (docs/serving.md).
         """
         with self._turn():
-            if self._waiting.can_take_up:
+            if self._scheduler.can_take_up:
                 with self._chunks.clock_of_prompts():
-                    self._chunks.follow(self._waiting.take_up())
-            return self._batch.decode(waiting=self._waiting.busy)
+                    self._chunks.follow(self._scheduler.take_up())
+            return self._batch.decode(waiting=self._scheduler.busy)
 
     def warm_up(self) -> None:
         """Compile every program that any mix of requests can need, before the first one comes."""
@@ -236,14 +238,14 @@ class Engine:
         with self._turn():
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
-                self._waiting.warm()
+                self._scheduler.warm()
                 self._batch.warm()
             jax.block_until_ready(self._batch.state)
 
-    def _remove(self, handle: Handle) -> None:
+    def _remove(self, request: Request) -> None:
         """Take a request out of the queue, the prompt at work or its slot."""
-        self._waiting.remove(handle)
-        self._batch.remove(handle)
+        self._scheduler.remove(request)
+        self._batch.remove(request)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -269,11 +271,11 @@ class Engine:
     def _close(self, error: BaseException) -> None:
         """End every request, and free the memory of the device."""
         self._is_closed = True
-        for handle in [*self._waiting.handles, *self._batch.handles]:
-            if handle.finished is None:
-                handle.error = error if isinstance(error, Exception) else None
-                handle._end("interrupted")
-        self._waiting.close()
+        for request in [*self._scheduler.requests, *self._batch.requests]:
+            if request.finished is None:
+                request.error = error if isinstance(error, Exception) else None
+                request._end("interrupted")
+        self._scheduler.close()
         self._batch.close()
         self._chunks.programs.held = None
 

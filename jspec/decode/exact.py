@@ -44,7 +44,7 @@ def check_started(exact: bool, wanted: bool) -> None:
         raise ValueError(
             f"a state that was started with exact={exact} has no steps with exact={wanted}; give "
             f"start_decoding a config with exact={wanted}"
-            + (", or pass the state through jspec.switch" if exact else "")
+            + (", or pass the state through jspec.convert_state" if exact else "")
         )
 
 

@@ -11,16 +11,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
+from jspec.decode.checks import Prompt, as_ids, check_requests
 from jspec.decode.chunks import Chunk, Chunks, counts_of
+from jspec.decode.convert_state import convert_state
 from jspec.decode.draft import Drafter, SelfDraft
-from jspec.decode.growth import first_capacity, grow
-from jspec.decode.plan import Gamma, Plan
+from jspec.decode.growth import first_capacity, grow_capacity
 from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
 from jspec.decode.programs import OnCompile
-from jspec.decode.requests import Prompt, as_ids, check_requests
+from jspec.decode.resolved_options import Gamma, ResolvedOptions
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.stats import Stats, Tally, kept_of
-from jspec.decode.switch import switch
 from jspec.decode.together import agreed, is_shared, rows_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
@@ -103,7 +103,7 @@ def generate(
     of numpy arrays is put on the device first.
     ``prefilled``: what `jspec.start_decoding` gave for these prompts, with any params and policy,
     in place of a prefill, and for ``exact`` with it; it stays as it is, and serves several calls
-    (`jspec.switch`).
+    (`jspec.convert_state`).
 
     Behind each chunk of ``steps_per_chunk`` steps (4 on a CPU, or where drafts take passes of a
     model and gamma is a number, else 16) new tokens go to ``on_tokens(row, tokens)``. It may return
@@ -121,7 +121,7 @@ def generate(
     room for the batch.
     """
     ids = as_ids(prompts)
-    plan = Plan.of(
+    options = ResolvedOptions.of(
         model,
         draft=draft,
         gamma=gamma,
@@ -133,8 +133,10 @@ def generate(
         backends=backends,
         exact=exact,
     )
-    rows = rows_of(plan.models, ids, params, (plan.config, gamma, plan.steps, prefill_chunk))
-    run = _Run(plan, ids, rows, on_tokens, on_compile)
+    rows = rows_of(
+        options.models, ids, params, (options.config, gamma, options.steps, prefill_chunk)
+    )
+    run = _Run(options, ids, rows, on_tokens, on_compile)
     try:
         settings = {"chunk": prefill_chunk, "cache_dtype": cache_dtype, "on_prefill": on_prefill}
         state = run.prefill(**settings) if prefilled is None else run.take_up(prefilled)
@@ -174,11 +176,11 @@ def wanted_of(answer: Any, count: int) -> int | None:
 class _Run:
     """The host's side of decoding one batch. What it counts is right whenever Ctrl-C comes."""
 
-    def __init__(self, plan: Plan, prompts, params, on_tokens, on_compile):
-        self.models, self.config = plan.models, plan.config
+    def __init__(self, options: ResolvedOptions, prompts, params, on_tokens, on_compile):
+        self.models, self.config = options.models, options.config
         self.prompts, self.params, self.on_tokens = prompts, params, on_tokens
-        self.is_shared = is_shared(plan.models.target)
-        self.chunks = Chunks(plan, on_compile, together=True)
+        self.is_shared = is_shared(options.models.target)
+        self.chunks = Chunks(options, on_compile, together=True)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.finished = ["interrupted"] * len(prompts)
         self.records: list[tuple[np.ndarray, ...]] = []
@@ -219,7 +221,7 @@ class _Run:
             )
         check_requests(self.models, self.prompts, self.params)
         with self.chunks.clock("prefill_s"):
-            state = switch(self.models, prefilled, self.config)
+            state = convert_state(self.models, prefilled, self.config)
             ends = self.models.target.config.stop_tokens
             row = (tokens, lengths, self.params, ends, room_of(self.params, ends))
             fresh = state_of(*row, state.cache, state.draft, exact=state.exact)
@@ -273,12 +275,12 @@ class _Run:
         if most <= present:
             return state
         capacity = min(max(most, 2 * present), self.needed)
-        return grow(state, rounded_capacity(capacity), self.config)
+        return grow_capacity(state, rounded_capacity(capacity), self.config)
 
     def _reach(self, ended: np.ndarray, chunks: int) -> int:
         """Positions of the longest row that goes on, behind so many ``chunks`` more."""
         known = (len(self.prompts[row]) + len(self.tokens[row]) for row in np.flatnonzero(~ended))
-        new = chunks * self.chunks.plan.steps * (self.config.gamma + 1)
+        new = chunks * self.chunks.options.steps * (self.config.gamma + 1)
         return min(max(known) + new, self.needed)
 
     def _take(

@@ -12,7 +12,7 @@ from jspec.decode.state import DecodeState
 START = 16384  # positions a row that `generate` gives at once where requests need more
 
 
-def grow(state: DecodeState, capacity: int, config: StepConfig) -> DecodeState:
+def grow_capacity(state: DecodeState, capacity: int, config: StepConfig) -> DecodeState:
     """The same batch with room for ``capacity`` positions a row.
 
     ``state`` is donated: use the returned one. Each column of the cache is copied once, one after

@@ -13,11 +13,7 @@ from jax.typing import DTypeLike
 
 from jspec.cache import Cache, Layout
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
-from jspec.decode.ending import Ending
-from jspec.decode.exact import check_exact, check_started
-from jspec.decode.fresh import put_row
-from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
-from jspec.decode.requests import (
+from jspec.decode.checks import (
     Prompt,
     as_ids,
     check_models,
@@ -26,6 +22,10 @@ from jspec.decode.requests import (
     sampling_of,
     strongest,
 )
+from jspec.decode.ending import Ending
+from jspec.decode.exact import check_exact, check_started
+from jspec.decode.insert_rows import insert_row
+from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.together import rows_of
@@ -57,7 +57,7 @@ def start_decoding(
 
     ``config``: of the steps to come, whose drafter takes up the prompts as well; they may use a
     smaller gamma. ``capacity`` (positions a row) defaults to what the longest request needs; with
-    ``grows`` it may be less, and the caller keeps it ahead of the rows by `jspec.grow`.
+    ``grows`` it may be less, and the caller keeps it ahead of the rows by `jspec.grow_capacity`.
     ``cache_dtype``, of the target's keys and values, defaults to the model's ``dtype``.
     ``on_prefill(done, total)`` hears of prompt tokens a row; ``run(function, *args, **static)`` may
     stand between and the jitted prefill. ``sharding`` places the state's arrays, each of which
@@ -227,7 +227,7 @@ def fill_slot(
     stops = jnp.pad(one.stop_tokens, ((0, 0), (0, missing)), constant_values=-1)
     mode = strongest([state.mode, one.mode])
     one = dataclasses.replace(one, stop_tokens=stops, mode=mode)
-    return put_row(dataclasses.replace(state, mode=mode), one, index)
+    return insert_row(dataclasses.replace(state, mode=mode), one, index)
 
 
 @jax.jit(static_argnames="config", donate_argnames=("cache", "own"))

@@ -9,11 +9,11 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
+from jspec.decode.checks import as_ids, check_requests
 from jspec.decode.draft import NoDraft
 from jspec.decode.exact import check_exact
 from jspec.decode.on_mesh import jit_steps, layouts_for, mesh_model, on_mesh_of
 from jspec.decode.prefill import padded, rounded_capacity
-from jspec.decode.requests import as_ids, check_requests
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models, vocabulary_axes
 from jspec.decode.together import rows_of

@@ -16,11 +16,11 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
-from jspec.decode.fresh import FreshRows, put_rows
+from jspec.decode.insert_rows import PackedRows, insert_rows
 from jspec.decode.on_mesh import mesh_model
-from jspec.decode.plan import Plan
 from jspec.decode.prefill import own_state, padded, pass_sizes, prefill_chunk, state_of
 from jspec.decode.programs import Timed
+from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.sharding import beside, bytes_on_device
@@ -46,9 +46,11 @@ class ShortPrompts:
     has. There is none for a model on a mesh, nor for a cache in the host's memory.
     """
 
-    def __init__(self, plan: Plan, slots: int, capacity: int, chunk: int, programs: Timed) -> None:
-        self._plan, self._slots, self._programs = plan, slots, programs
-        models, policy = plan.models, plan.config.keeps
+    def __init__(
+        self, options: ResolvedOptions, slots: int, capacity: int, chunk: int, programs: Timed
+    ) -> None:
+        self._options, self._slots, self._programs = options, slots, programs
+        models, policy = options.models, options.config.keeps
         layers = range(len(models.target.config.layers))
         is_on_mesh = mesh_model(models.target) is not None or beside(models) is not None
         there_are = not (is_on_mesh or any(map(policy.in_host, layers)) or slots < 2)
@@ -99,13 +101,13 @@ class ShortPrompts:
         settings = [*params, *[SamplingParams(seed=0)] * missing]
         slots = [*slots, *[self._slots] * missing]  # past the end: nowhere
         tokens, lengths = padded(rows, state.tokens.shape[1])
-        ends, room = self._plan.models.target.config.stop_tokens, state.stop_tokens.shape[1]
+        ends, room = self._options.models.target.config.stop_tokens, state.stop_tokens.shape[1]
         cache = dataclasses.replace(state.cache, columns=(), pages=(), lengths=lengths - 1)
         kept = {"mode": state.mode, "exact": state.exact}
         own = state_of(tokens, lengths, settings, ends, room, cache, None, **kept)
-        fresh = FreshRows.of(own, slots)
-        static = {"size": size, "config": self._plan.config}
-        return self._programs(_take_up, self._plan.flat, state, fresh, **static)
+        packed = PackedRows.of(own, slots)
+        static = {"size": size, "config": self._options.config}
+        return self._programs(_take_up, self._options.flat, state, packed, **static)
 
     def warmed(self, state: DecodeState) -> DecodeState:
         """The same state, with every program compiled."""
@@ -123,15 +125,15 @@ def is_light(models: Models) -> bool:
 def _take_up(
     models: FlatModels,
     state: DecodeState,
-    fresh: FreshRows,
+    packed: PackedRows,
     size: int,
     config: StepConfig,
 ) -> DecodeState:
-    """``state`` with the prompts of ``fresh``, of ``size + 1`` tokens at most, in their slots.
+    """``state`` with the prompts of ``packed``, of ``size + 1`` tokens at most, in their slots.
 
-    ``fresh`` has no keys and values yet. Of a slot no more is written than a prompt can fill.
+    ``packed`` has no keys and values yet. Of a slot no more is written than a prompt can fill.
     """
-    rows, slots = fresh.unpacked(state)
+    rows, slots = packed.unpacked(state)
     count, capacity = rows.tokens.shape
     lengths = rows.cache.lengths
     own = own_state(models, lengths, None, config=config, capacity=capacity)
@@ -151,7 +153,7 @@ def _take_up(
     cache, own = prefill_chunk(models, cache, own, tokens, positions, config=config)
     rows = dataclasses.replace(rows, cache=cache, draft=own)
 
-    return put_rows(state, rows, slots, lambda whole, rows: _written(whole, rows, slots))
+    return insert_rows(state, rows, slots, lambda whole, rows: _written(whole, rows, slots))
 
 
 def _written(whole: Array, rows: Array, slots: Array) -> Array:

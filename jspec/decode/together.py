@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jspec.config import SamplingParams
+from jspec.decode.checks import one_each
 from jspec.decode.on_mesh import mesh_model
-from jspec.decode.requests import one_each
 from jspec.decode.state import Models
 from jspec.processes import check_same, digest, from_first, in_time, versions
 from jspec.typing import Model

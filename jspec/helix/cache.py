@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jspec.cache import Cache, Layout, Stripe, Striped
+from jspec.cache import Cache, Layout, Stripe, StripedLayout
 from jspec.cache.layout import layouts_of
 from jspec.config import LayerSpec
 from jspec.helix.attention import Exchange
@@ -51,7 +51,9 @@ def part_of(helix: HelixConfig, cache: Cache) -> Cache:
     What `jspec.dense_attend` makes of it is exact attention over all keys, of the heads of this
     device's part of the output projection.
     """
-    layouts = tuple(x.part(helix.kvp_axes) if isinstance(x, Striped) else x for x in cache.layouts)
+    layouts = tuple(
+        x.part(helix.kvp_axes) if isinstance(x, StripedLayout) else x for x in cache.layouts
+    )
     specs = tuple(own_heads_of(spec, helix.tpa) for spec in cache.specs)
     return dataclasses.replace(cache, layouts=layouts, specs=specs, shards=Exchange(helix))
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.cache import Cache, Linear, Stripe
+from jspec.cache import Cache, LinearLayout, Stripe
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
 from jspec.ops.append import Turn, rotate_and_append, rotate_append_encode
@@ -165,7 +165,7 @@ def selected_attend(
         else:
             layout, columns = cache.layouts[layer], cache.columns[layer]
             # Of a linear layout they are the positions: no kernel needs to say so.
-            linear = isinstance(layout, Linear)
+            linear = isinstance(layout, LinearLayout)
             selected = chosen if linear else jnp.where(chosen >= 0, layout.slots(chosen), -1)
             rest = layout.slots(behind)
             if isinstance(layout, Stripe):  # other positions have no slot here

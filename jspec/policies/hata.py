@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, LinearLayout
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
 from jspec.dispatch import preferred
@@ -91,7 +91,7 @@ class Hata(ScoredPolicy):
         layout, codes = cache.layouts[layer], cache.columns[layer]["codes"]
         if self.norms:
             return super().best(arrays, layer, cache, q, most, **budget)
-        if not isinstance(layout, Linear):
+        if not isinstance(layout, LinearLayout):
             shared = q.shape[1] * (q.shape[2] // codes.shape[2]) * self.bits
             scores = self.score(arrays, layer, cache, q)
             return best_positions(scores, layout, most, highest=shared, **budget)
@@ -115,7 +115,7 @@ class Hata(ScoredPolicy):
         # A subclass may score or select otherwise; a backend that is named for a part is to run.
         by_codes = type(self) is Hata and not self.norms and layer >= self.dense_layers
         named = any(part in backends or preferred(part) for part in PARTS)
-        if not by_codes or named or turn.joined is None or not isinstance(layout, Linear):
+        if not by_codes or named or turn.joined is None or not isinstance(layout, LinearLayout):
             return None
         names = ("keys", "values", "codes")
         cache.check_keeps(layer, names)

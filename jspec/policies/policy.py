@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, LinearLayout
 from jspec.cache.cache import Shapes
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
@@ -211,7 +211,7 @@ def create_cache(
     columns, pages = (functools.partial(kept, policy) for kept in (columns_of, pages_of))
     host = [i for i, x in enumerate(specs) if x.window is None and policy.in_host(i)]
     for layer in host:
-        if not isinstance(layouts[layer], Linear):
+        if not isinstance(layouts[layer], LinearLayout):
             raise ValueError(
                 f"{type(policy).__name__} keeps layer {layer} in host memory, where positions lie "
                 f"in order, not as {layouts[layer]}; take a policy that keeps it on the device"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, LinearLayout
 from jspec.config import token_ids
 from jspec.dispatch import Backends
 from jspec.policies.attend import dense_attend
@@ -60,7 +60,7 @@ def _keys_of(model: Model, tokens: np.ndarray, backends: Mapping[str, str]) -> l
             f"context of {model.config.max_context}"
         )
     specs = model.config.layers
-    cache = Cache.create(specs, [Linear(size)] * len(specs), 1, model.dtype)
+    cache = Cache.create(specs, [LinearLayout(size)] * len(specs), 1, model.dtype)
     for begin in range(0, size, CHUNK):
         index = np.arange(begin, begin + CHUNK)
         positions = np.where(index < len(tokens), index, -1).astype(np.int32)[None]

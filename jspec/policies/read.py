@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.cache import Cache, Linear, Shards, Stripe
+from jspec.cache import Cache, LinearLayout, Shards, Stripe
 from jspec.cache.cache import Read
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
@@ -56,7 +56,7 @@ def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array |
     None for the latter where a slot's position is its number.
     """
     layout = cache.layouts[layer]
-    if isinstance(layout, Linear):
+    if isinstance(layout, LinearLayout):
         return positions, None
     if isinstance(layout, Stripe) and not layout.wraps and cache.specs[layer].window is None:
         return layout.seen(positions), None

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.layout import Layout as Order
 from jax.experimental.layout import with_layout_constraint
 
-from jspec.cache import Linear, Stripe
+from jspec.cache import LinearLayout, Stripe
 from jspec.cache.layout import Layout
 from jspec.ops.select import select
 from jspec.ops.select_sharded import select_sharded
@@ -75,7 +75,7 @@ def softmax(scores: Array, layout: Layout, until: Array) -> Array:
 
 def carried(
     scores: Array, layout: Layout, ahead: int, until: Array
-) -> tuple[Array, Linear | Stripe]:
+) -> tuple[Array, LinearLayout | Stripe]:
     """Of each position the highest score of itself and of the ``ahead`` ones before it.
 
     ``scores [..., S]`` of all slots; those of positions from ``until [B]`` on do not count. Returns
@@ -84,7 +84,7 @@ def carried(
     """
     scores = jnp.where(_inside(scores, layout, until), scores, -jnp.inf)
     if not isinstance(layout, Stripe):
-        scores, layout = in_order(scores, layout), Linear(layout.size)
+        scores, layout = in_order(scores, layout), LinearLayout(layout.size)
         before = jnp.full((*scores.shape[:-1], ahead), -jnp.inf, scores.dtype)
         return _best_up_to(before, scores), layout
     if ahead > layout.block:
@@ -117,7 +117,7 @@ def _inside(scores: Array, layout: Layout, until: Array) -> Array:
 
 def in_order(scores: Array, layout: Layout) -> Array:
     """Scores of all slots ``[..., S]`` in the order of the positions that live in them."""
-    if isinstance(layout, Linear):
+    if isinstance(layout, LinearLayout):
         return scores
     order = layout.slots(jnp.arange(layout.size, dtype=jnp.int32))
     return jnp.take(scores, order, axis=-1)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, LinearLayout
 from jspec.config import LayerSpec
 from jspec.policies.attend import dense_attend
 from jspec.typing import Array, Model
@@ -73,7 +73,7 @@ def prefill(
         chunk = 256 if jax.default_backend() == "cpu" else 2048
     capacity = -(-max(room, total) // chunk) * chunk
     specs = model.config.layers
-    cache = Cache.create(specs, [Linear(capacity)] * len(specs), 1, model.dtype)
+    cache = Cache.create(specs, [LinearLayout(capacity)] * len(specs), 1, model.dtype)
     # As many of each pass, for the same reason.
     asked = np.full(-(-len(wanted) // ASKED) * ASKED, -1, np.int32)
     asked[: len(wanted)] = wanted

@@ -31,10 +31,10 @@ def test_an_engine_accepts_at_the_rate(model, rate):
     """Within four standard errors; and it gives what `generate` gives, row by row."""
     steered, settings = Steered(model, rate), {"draft": DRAFT, "gamma": 4}
     engine = jspec.Engine(steered, slots=4, capacity=160, prefill_chunk=32, **settings)
-    handles = [engine.submit(text, PARAMS) for text in TEXTS]
+    requests = [engine.submit(text, PARAMS) for text in TEXTS]
     engine.run()
     wanted = jspec.generate(steered, TEXTS, PARAMS, **settings)
-    assert tuple(handle.tokens for handle in handles) == wanted.tokens
+    assert tuple(request.tokens for request in requests) == wanted.tokens
     rates = engine.stats.acceptance_by_position
     for at, expected in zip(rates, reached(rate, 4), strict=True):
         error = np.sqrt(expected * (1 - expected) / at.attempts)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Cache, Linear, Ring, Striped
+from jspec.cache import Cache, LinearLayout, RingLayout, StripedLayout
 from jspec.config import LayerSpec
 
 BATCH, CAPACITY, HEADS, SIZE = 3, 20, 2, 16
 PLAIN = LayerSpec(kv_heads=HEADS, key_size=SIZE, value_size=SIZE)
-LINEAR = Linear(CAPACITY)
+LINEAR = LinearLayout(CAPACITY)
 LATENT = LayerSpec(kv_heads=1, key_size=24, value_size=16, values_in_keys=True)
 
 
@@ -101,7 +101,7 @@ def test_a_roll_back_is_a_length(full):
     np.testing.assert_array_equal(once.keys(0)[:, 5], again[:, 0])
 
 
-@pytest.mark.parametrize("layout", [Ring(6), Striped(24, 3, 2)], ids=str)
+@pytest.mark.parametrize("layout", [RingLayout(6), StripedLayout(24, 3, 2)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 17])
 def test_other_layouts_hold_what_they_say(layout, tokens):
     """Passes of ragged lengths, longer than a ring among them; the newest write of a slot wins."""

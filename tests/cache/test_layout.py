@@ -7,12 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.cache import Linear, Ring, Striped
+from jspec.cache import LinearLayout, RingLayout, StripedLayout
 from jspec.cache.layout import check_rings, layouts_of
 from jspec.config import LayerSpec
 
-STRIPED = [Striped(48, 3, 4), Striped(48, 1, 16), Striped(48, 4, 1), Striped(24, 3, 4, wraps=True)]
-LAYOUTS = [Linear(48), Ring(7), Ring(1), *STRIPED]
+STRIPED = [
+    StripedLayout(48, 3, 4),
+    StripedLayout(48, 1, 16),
+    StripedLayout(48, 4, 1),
+    StripedLayout(24, 3, 4, wraps=True),
+]
+LAYOUTS = [LinearLayout(48), RingLayout(7), RingLayout(1), *STRIPED]
 
 
 slots_of = jax.jit(lambda layout, positions: layout.slots(positions), static_argnums=0)
@@ -46,7 +51,7 @@ def test_padding_has_no_slot(layout):
 def test_stripes_deal_blocks_to_ranks_in_turn():
     """Helix, section 2.1: 3 ranks, blocks of 4: position 13 is in block 3, which is rank 0's
     second."""
-    layout = Striped(48, 3, 4)
+    layout = StripedLayout(48, 3, 4)
     ranks = np.asarray(layout.slots(jnp.arange(48, dtype=jnp.int32))) // 16
     np.testing.assert_array_equal(ranks, np.arange(48) // 4 % 3)
     assert layout.slots(jnp.asarray([13], jnp.int32)).tolist() == [5]
@@ -55,22 +60,26 @@ def test_stripes_deal_blocks_to_ranks_in_turn():
 def test_layers_with_a_window_get_rings():
     specs = [spec(), spec(4), spec(90), spec(4)]
     layouts = layouts_of(specs, capacity=64, gamma=3)
-    assert layouts == (Linear(64), Ring(8), Linear(64), Ring(8))
+    assert layouts == (LinearLayout(64), RingLayout(8), LinearLayout(64), RingLayout(8))
 
 
 def test_ranks_share_a_ring_unless_it_has_room_for_a_row():
     """A window of 20 and drafts of 3 need 24 slots, in blocks of 4 on 3 ranks exactly."""
     specs, shared = [spec(), spec(20), spec(21)], {"ranks": 3, "block": 4}
     found = layouts_of(specs, 30, 3, **shared)
-    assert found == (Striped(36, 3, 4), Striped(24, 3, 4, wraps=True), Striped(36, 3, 4))
+    assert found == (
+        StripedLayout(36, 3, 4),
+        StripedLayout(24, 3, 4, wraps=True),
+        StripedLayout(36, 3, 4),
+    )
     found = layouts_of(specs, 30, 3, longest=100, **shared)
-    assert found[2] == Striped(36, 3, 4, wraps=True)
-    assert [layout.grown(50) for layout in found] == [Striped(60, 3, 4), *found[1:]]
+    assert found[2] == StripedLayout(36, 3, 4, wraps=True)
+    assert [layout.grown(50) for layout in found] == [StripedLayout(60, 3, 4), *found[1:]]
 
 
 @pytest.mark.parametrize("after", [49, 96, 97])
 def test_growth_moves_no_position_within_its_rank(after):
-    before = Striped(48, 3, 4)
+    before = StripedLayout(48, 3, 4)
     layout = before.grown(after)
     assert layout.size == -(-after // 12) * 12
     positions = jnp.arange(48, dtype=jnp.int32)
@@ -91,10 +100,10 @@ def test_a_ring_too_small_for_gamma_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Linear(0), "size=0 must be at least 1"),
-        (lambda: Ring(-3), "size=-3 must be at least 1"),
-        (lambda: Striped(40, 3, 4), "size=40 must be a multiple of ranks=3 times block=4"),
-        (lambda: Striped(40, 0, 4), "ranks=0"),
+        (lambda: LinearLayout(0), "size=0 must be at least 1"),
+        (lambda: RingLayout(-3), "size=-3 must be at least 1"),
+        (lambda: StripedLayout(40, 3, 4), "size=40 must be a multiple of ranks=3 times block=4"),
+        (lambda: StripedLayout(40, 0, 4), "ranks=0"),
     ],
     ids=["linear", "ring", "stripes", "ranks"],
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jspec.cli.requests import Request
+from jspec.cli.requests import CliRequest
 from jspec.cli.show import print_table
 from jspec.config import SamplingParams
 from jspec.decode.stats import Stats
@@ -53,7 +53,7 @@ def compared(rows: list[tuple[float, list[int], list[int]]], *, lossless: bool =
         for row in rows:
             params = SamplingParams(temperature=row[0])
             text = type("Row", (), {"tokens": row[which]})
-            served.append(generate.Served(Request(b"x", params, ()), text, "stop"))
+            served.append(generate.Served(CliRequest(b"x", params, ()), text, "stop"))
         return generate.Outcome(served, Stats.merged([]), False)
 
     return generate._compare(outcome(1), outcome(2), lossless=lossless)

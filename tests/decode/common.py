@@ -8,7 +8,7 @@ import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, ModelDraft, NgramDraft, NoDraft, SelfDraft
-from jspec.decode.plan import Plan
+from jspec.decode.resolved_options import ResolvedOptions
 from jspec.dispatch import Backends
 from jspec.ops.attention.dense import causal
 from jspec.policies import Dense, Streaming
@@ -56,8 +56,8 @@ def requests(**settings) -> list[SamplingParams]:
     ]
 
 
-def plan_of(model: Model, **settings: Any) -> Plan:
-    """The plan of ``settings``, which are those of `jspec.generate`."""
+def options_of(model: Model, **settings: Any) -> ResolvedOptions:
+    """Resolved options of ``settings``, which are those of `jspec.generate`."""
     usual: dict[str, Any] = {
         "draft": None,
         "gamma": None,
@@ -69,7 +69,7 @@ def plan_of(model: Model, **settings: Any) -> Plan:
         "backends": Backends(),
         "exact": False,
     }
-    return Plan.of(model, **usual | settings)
+    return ResolvedOptions.of(model, **usual | settings)
 
 
 @jax.jit

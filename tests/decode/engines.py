@@ -44,7 +44,7 @@ ON_A_MESH = (
 )
 
 
-Request = tuple[list[int], SamplingParams]
+PromptAndParams = tuple[list[int], SamplingParams]
 
 
 class Wanted(NamedTuple):
@@ -54,13 +54,13 @@ class Wanted(NamedTuple):
     finished: tuple[str, ...]
 
 
-def work(count: int, longest: int = 90, seed: int = 0) -> list[Request]:
+def work(count: int, longest: int = 90, seed: int = 0) -> list[PromptAndParams]:
     """Requests of all kinds: greedy and sampled, filtered, with stop tokens and draft limits."""
     rng = np.random.default_rng(seed)
     return _requests(rng, rng.integers(1, longest, count), rng.integers(1, 30, count), seed)
 
 
-def long_work(count: int, seed: int = 0) -> list[Request]:
+def long_work(count: int, seed: int = 0) -> list[PromptAndParams]:
     """The same of 10 to 8192 tokens each, prompt and new ones together.
 
     Log-uniform: one in twenty from 1024 up, the others below. A third of a request is new tokens in
@@ -76,7 +76,7 @@ def long_work(count: int, seed: int = 0) -> list[Request]:
 
 def _requests(
     rng: np.random.Generator, lengths: np.ndarray, news: np.ndarray, seed: int
-) -> list[Request]:
+) -> list[PromptAndParams]:
     """Requests with prompts of ``lengths`` and ``news`` new tokens at most."""
     count, texts = len(lengths), prompts(lengths, seed=seed)
     params = [
@@ -119,20 +119,20 @@ def check_arrivals(
     ended yet.
     """
     rng = np.random.default_rng(seed)
-    handles, left = [], list(requests)
+    submitted, left = [], list(requests)
     while left or engine.busy:
         burst = int(rng.integers(0, 8))
-        handles += [engine.submit(*one) for one in left[:burst]]
+        submitted += [engine.submit(*one) for one in left[:burst]]
         left = left[burst:]
         engine.step()
-        if handles and rng.random() < cancelling:
-            handles[rng.integers(len(handles))].cancel()
-    ends = [handle.finished for handle in handles]
-    for handle, tokens, end in zip(handles, wanted.tokens, wanted.finished, strict=True):
-        if handle.finished == "cancelled":
-            assert handle.tokens == tokens[: len(handle.tokens)]
+        if submitted and rng.random() < cancelling:
+            submitted[rng.integers(len(submitted))].cancel()
+    ends = [request.finished for request in submitted]
+    for request, tokens, end in zip(submitted, wanted.tokens, wanted.finished, strict=True):
+        if request.finished == "cancelled":
+            assert request.tokens == tokens[: len(request.tokens)]
         else:
-            assert (handle.tokens, handle.finished) == (tokens, end)
+            assert (request.tokens, request.finished) == (tokens, end)
     assert ends.count("cancelled") < len(requests) / 2
     assert {"stop", "length"} <= set(ends)
 

@@ -20,7 +20,7 @@ from jspec.decode.generation import Interrupted, generate
 from jspec.decode.programs import Programs
 from jspec.decode.state import StepRecord
 from jspec.processes import limit_steps
-from tests.decode.common import MIXED, NGRAM, STREAMING, plan_of, prompts
+from tests.decode.common import MIXED, NGRAM, STREAMING, options_of, prompts
 from tests.decode.watching import COUNTS, Watched, watched
 
 NEW = SamplingParams(max_new_tokens=24, seed=5)
@@ -148,9 +148,9 @@ def test_it_leaves_room_for_the_chunk_that_is_not_read_yet(sharp, watch, monkeyp
 
     def watched(state, capacity, config):
         grown.append((state.tokens.shape[1], capacity))
-        return growth.grow(state, capacity, config)
+        return growth.grow_capacity(state, capacity, config)
 
-    monkeypatch.setattr(generation, "grow", watched)
+    monkeypatch.setattr(generation, "grow_capacity", watched)
     settings = {"draft": STREAMING, "gamma": 3, "steps_per_chunk": 2}
     params = [dataclasses.replace(NEW, max_new_tokens=new) for new in (60, 31)]
 
@@ -253,7 +253,7 @@ def test_time_counts_while_a_chunk_is_at_work(sharp, monkeypatch):
     now = SimpleNamespace(seconds=100.0, read=0.0)
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
     record = StepRecord(np.zeros((1, 1, 5), np.int32))  # pyright: ignore[reportArgumentType]
-    work = Chunks(plan_of(sharp))
+    work = Chunks(options_of(sharp))
 
     def dispatched(self, state, config):
         now.seconds += 1
@@ -304,7 +304,7 @@ def test_time_of_a_caller_who_was_away_counts_nowhere(sharp, monkeypatch):
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
     packed = SimpleNamespace(is_ready=lambda: now.is_ready)
     read = StepRecord(np.zeros((1, 1, 5), np.int32))  # pyright: ignore[reportArgumentType]
-    work = Chunks(plan_of(sharp))
+    work = Chunks(options_of(sharp))
     monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, StepRecord(packed)))
     monkeypatch.setattr(jax, "device_get", lambda tree: read)
     start = functools.partial(work.start, None, np.ones(1))

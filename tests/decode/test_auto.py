@@ -215,9 +215,9 @@ def test_an_engine_tells_what_rows_need_and_forgets_those_that_others_took(sharp
     monkeypatch.setattr(Rows, "renew", renew)
     settings = {"draft": NgramDraft(), "gamma": "auto", "steps_per_chunk": 2}
     engine = Engine(sharp, slots=2, capacity=64, **settings)
-    handles = [engine.submit(text, SamplingParams(max_new_tokens=9)) for text in prompts()[:4]]
+    requests = [engine.submit(text, SamplingParams(max_new_tokens=9)) for text in prompts()[:4]]
     engine.run()
-    assert all(len(handle.tokens) == 9 for handle in handles)
+    assert all(len(request.tokens) == 9 for request in requests)
     assert all(0 <= n <= 9 for left in asked for n in left)
     assert max(asked[0]) == 9
     assert any(left != sorted(left) or 0 < min(left) < 9 for left in asked)
@@ -346,7 +346,7 @@ def test_a_second_model_that_rested_takes_up_no_more_than_a_row_holds(tiny, monk
     in_turn(monkeypatch, (2,))
     passes, run = [], engine._chunks._caught_up
     monkeypatch.setattr(engine._chunks, "_caught_up", lambda x: passes.append(x) or run(x))
-    handle = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))
+    request = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))
     want = generate(tiny, [[5, 6, 7]], SamplingParams(max_new_tokens=3), draft=None).tokens[0]
-    assert handle.result() == want
+    assert request.result() == want
     assert 1 <= len(passes) <= 5  # of up to 62 new tokens each; the capacity is 256

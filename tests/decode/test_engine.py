@@ -20,12 +20,12 @@ def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
     wanted = known(40)
     compiled, own = len(COMPILED), engine.stats.compilations
     check_arrivals(engine, work(40), wanted, seed=2)
-    handles = [
+    requests = [
         engine.submit([1, 2, 3], SamplingParams(max_new_tokens=9), on_tokens=lambda tokens: True)
         for _ in range(4)
     ]
     engine.run()
-    assert [handle.finished for handle in handles] == ["stop"] * 4
+    assert [request.finished for request in requests] == ["stop"] * 4
     assert len(COMPILED) == compiled
     assert engine.stats.compilations == own
     assert ahead.at_work.count(2) > 5
@@ -67,20 +67,20 @@ def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
 @pytest.fixture
 def groups(engine, monkeypatch) -> list[int]:
     """How many prompts each pass over several of them had."""
-    found, right = [], engine._waiting.short.take_up
+    found, right = [], engine._scheduler.short.take_up
 
     def take_up(state, size, slots, *rest):
         found.append(len(slots))
         return right(state, size, slots, *rest)
 
-    monkeypatch.setattr(engine._waiting.short, "take_up", take_up)
+    monkeypatch.setattr(engine._scheduler.short, "take_up", take_up)
     return found
 
 
 def test_short_prompts_go_in_by_one_pass(engine, groups, behind):
-    handles = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40)) for _ in range(3)]
+    requests = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40)) for _ in range(3)]
     engine.step()
-    assert all(handle.tokens for handle in handles)
+    assert all(request.tokens for request in requests)
     assert groups == [3]
     engine.run()
 
@@ -93,9 +93,9 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
     engine.run()
     for first in range(0, 9, 3):
         three = which[first : first + 3]
-        handles = [engine.submit(*work(40)[row]) for row in three]
+        requests = [engine.submit(*work(40)[row]) for row in three]
         engine.run()
-        assert [handle.tokens for handle in handles] == [known(40).tokens[row] for row in three]
+        assert [request.tokens for request in requests] == [known(40).tokens[row] for row in three]
     assert groups == [3] * 3
 
 
@@ -112,9 +112,9 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
     ],
 )
 def test_prompts_go_together_where_they_fill_half_a_pass(tiny, lengths, wanted):
-    plan = engine_of(tiny, "ngram")._plan
+    options = engine_of(tiny, "ngram")._options
     timed = PROGRAMS.timed()
-    short = ShortPrompts(plan, slots=32, capacity=256, chunk=256, programs=timed)
+    short = ShortPrompts(options, slots=32, capacity=256, chunk=256, programs=timed)
     count, size = short.together(lengths)
     assert count == wanted[0]
     assert not count or size == wanted[1]
@@ -122,8 +122,8 @@ def test_prompts_go_together_where_they_fill_half_a_pass(tiny, lengths, wanted):
 
 def test_no_pass_is_longer_than_a_slot(tiny):
     """Whatever the chunk, as 600 tokens would go in by 1024."""
-    plan = engine_of(tiny, "ngram")._plan
-    short = ShortPrompts(plan, slots=4, capacity=768, chunk=8192, programs=PROGRAMS.timed())
+    options = engine_of(tiny, "ngram")._options
+    short = ShortPrompts(options, slots=4, capacity=768, chunk=8192, programs=PROGRAMS.timed())
     assert short.sizes == [48, 192, 768]
     assert short.together([600] * 4) == (4, 768)
     assert [short.size_of(length) for length in (1, 600, 769, 770)] == [48, 768, 768, 0]
@@ -145,13 +145,13 @@ def test_no_pass_is_longer_than_a_slot(tiny):
     ],
 )
 def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
-    intake = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._waiting.intake
-    intake.begin(np.ones(left + 1, np.int32))
-    assert intake.tokens_of(np.ones(left + 1, np.int32)) == (sum(pieces) if left <= 512 else 0)
+    prefill = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._scheduler.prefill
+    prefill.begin(np.ones(left + 1, np.int32))
+    assert prefill.tokens_of(np.ones(left + 1, np.int32)) == (sum(pieces) if left <= 512 else 0)
     found = []
-    while not intake.ready:
-        found.append(intake.piece)
-        intake.advance()
+    while not prefill.ready:
+        found.append(prefill.piece)
+        prefill.advance()
     assert found == pieces
 
 
@@ -160,7 +160,7 @@ def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine, behind):
     slow = SamplingParams(max_new_tokens=60, draft_limit=0)
     full = [engine.submit([1, 2], slow) for _ in range(3)]
     waiting = engine.submit(prompts((60,))[0], SamplingParams(max_new_tokens=5))
-    while not all(handle.tokens for handle in full):
+    while not all(request.tokens for request in full):
         engine.step()
     for _ in range(3):
         engine.step()
@@ -221,10 +221,10 @@ def test_a_prefix_is_taken_up_once(name, sharp, other):
     engine.share_prefix(prefix)
     engine.share_prefix(longer)
     engine.share_prefix(prefix)  # which it has
-    handles = [engine.submit(text, params) for text in texts]
+    requests = [engine.submit(text, params) for text in texts]
     engine.run()
     assert len(COMPILED) == compiled
-    assert tuple(handle.tokens for handle in handles) == wanted.tokens
+    assert tuple(request.tokens for request in requests) == wanted.tokens
     # The prefixes once, and of the others what is behind them.
     assert engine.stats.prompt_tokens == 40 + 50 + (1 + 9 + 30) + 40 + 1 + 20
 
@@ -283,39 +283,39 @@ class Calls(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.handles = []
+        self.requests = []
 
     @rule(which=st.integers(0, 39))
     def submit(self, which):
         prompt, params = work(40)[which]
-        self.handles.append((self.engine.submit(prompt, params), which))
+        self.requests.append((self.engine.submit(prompt, params), which))
 
     @rule(at=st.integers(0))
     def cancel(self, at):
-        if self.handles:
-            self.handles[at % len(self.handles)][0].cancel()
+        if self.requests:
+            self.requests[at % len(self.requests)][0].cancel()
 
     @rule()
     def step(self):
         ended = self.engine.step()
-        assert all(handle.finished in ("stop", "length") for handle in ended)
+        assert all(request.finished in ("stop", "length") for request in ended)
 
     @invariant()
     def tokens_are_their_own(self):
         live = 0
-        for handle, which in self.handles:
+        for request, which in self.requests:
             tokens = known(40).tokens[which]
-            live += handle.finished is None
-            if handle.finished in ("stop", "length"):
-                assert (handle.tokens, handle.finished) == (tokens, known(40).finished[which])
+            live += request.finished is None
+            if request.finished in ("stop", "length"):
+                assert (request.tokens, request.finished) == (tokens, known(40).finished[which])
             else:
-                assert handle.tokens == tokens[: len(handle.tokens)]
+                assert request.tokens == tokens[: len(request.tokens)]
         assert self.engine.busy == (live > 0)
 
     def teardown(self):
         self.engine.run()
         self.tokens_are_their_own()
-        assert all(handle.finished is not None for handle, _ in self.handles)
+        assert all(request.finished is not None for request, _ in self.requests)
 
 
 def test_any_order_of_calls(engine, ahead):

@@ -19,7 +19,7 @@ from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
 from jspec.decode.state import StepRecord
 from jspec.processes import limit_steps
-from tests.decode.common import plan_of, prompts
+from tests.decode.common import options_of, prompts
 from tests.decode.watching import COUNTS, watched
 
 NEW = SamplingParams(max_new_tokens=20)
@@ -69,7 +69,7 @@ def watch(monkeypatch):
 )
 def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, wanted):
     """Rows have committed 8, 3, 8 and 1 tokens in the last one."""
-    work = Chunks(plan_of(sharp))
+    work = Chunks(options_of(sharp))
     assert not work.looks_ahead(np.array(left), waiting=waiting)  # nobody knows how long chunks are
     work.last_s, work.paces = last_s, np.array([8, 3, 8, 1])
     assert work.looks_ahead(np.array(left), waiting=waiting) is wanted
@@ -77,7 +77,7 @@ def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, wanted):
 
 def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
     """As at stop tokens, of which no limit tells: one of three rows in each chunk."""
-    work, left = Chunks(plan_of(sharp)), np.full(4, 99)
+    work, left = Chunks(options_of(sharp)), np.full(4, 99)
 
     def finished(count, done, tokens=(2, 1, 0, 1), filled=()):
         for _ in range(count):
@@ -100,14 +100,14 @@ def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
 def test_the_next_chunk_starts_before_the_last_one_is_read(engine, watch, alone):
     """The first one says how long chunks are, and none is wasted."""
     seen = watch(math.inf)
-    handles = [engine.submit(text, NEW) for text in TEXTS[:2]]
+    requests = [engine.submit(text, NEW) for text in TEXTS[:2]]
     read = []
     while engine.busy:
         engine.step()
-        read.append(len(handles[0].tokens))
+        read.append(len(requests[0].tokens))
     assert read == [4, 8, 12, 16, 20]  # a chunk a turn
     assert seen.at_work == [1, 0, *[1, 2] * 3, 1, 0]
-    assert [handle.tokens for handle in handles] == [own[:20] for own in alone[:2]]
+    assert [request.tokens for request in requests] == [own[:20] for own in alone[:2]]
 
 
 @pytest.mark.parametrize("waiting", [None, 3, 40])
@@ -158,7 +158,7 @@ def test_a_request_that_comes_while_a_chunk_is_ahead_waits_for_no_other(engine, 
     assert seen.calls[done:] == ["start", "finish"]
     assert (len(first.tokens), len(second.tokens), len(third.tokens)) == (16, 4, 0)
     engine.run()
-    tokens = [handle.tokens for handle in (first, second, third)]
+    tokens = [request.tokens for request in (first, second, third)]
     assert tokens == [alone[0], alone[1][:20], alone[2][:20]]
 
 
@@ -187,9 +187,9 @@ def test_the_last_chunk_of_a_request_is_lost_with_the_engine(sharp, watch):
     second, third = (engine.submit(text, NEW) for text in TEXTS[1:3])
     with pytest.raises(KeyboardInterrupt):
         engine.run()
-    handles = (first, second, third)
-    assert [len(handle.tokens) for handle in handles] == [16, 16, 0]
-    assert [handle.finished for handle in handles] == ["interrupted"] * 3
+    requests = (first, second, third)
+    assert [len(request.tokens) for request in requests] == [16, 16, 0]
+    assert [request.finished for request in requests] == ["interrupted"] * 3
 
 
 def test_what_the_device_has_of_rows_stays_as_it_was(engine):
@@ -221,15 +221,15 @@ def ended_in_all_ways(engine: Engine):
 
     answers = [(None, None, True), (None, 2), (None, None, 0), (None, KeyError("its own")), (), ()]
     before, ends = counts(), []
-    handles = [
+    requests = [
         engine.submit(text, LONG, on_tokens=answering(*own))
         for text, own in zip([*TEXTS, TEXTS[0]], answers, strict=True)
     ]
     while engine.busy:
         ends += engine.step()
-    assert set(ends) == set(handles)
-    assert len(ends) == len(handles)
-    got = [(handle.tokens, handle.finished) for handle in handles]
+    assert set(ends) == set(requests)
+    assert len(ends) == len(requests)
+    got = [(request.tokens, request.finished) for request in requests]
     return got, [int(now - then) for now, then in zip(counts(), before, strict=True)]
 
 
@@ -288,12 +288,12 @@ def test_nothing_is_kept_of_requests_while_a_chunk_is_at_work_for_nobody(engine,
     """The next request waits for it, and for no other."""
     seen = watch(math.inf)
     answers = iter((None, True))
-    handle = engine.submit(TEXTS[0], LONG, on_tokens=lambda tokens: next(answers))
+    request = engine.submit(TEXTS[0], LONG, on_tokens=lambda tokens: next(answers))
     engine.run()
-    assert (handle.tokens, handle.finished) == (alone[0][:8], "stop")
+    assert (request.tokens, request.finished) == (alone[0][:8], "stop")
     assert seen.at_work[-1] == 1
-    kept = weakref.ref(handle)
-    del handle
+    kept = weakref.ref(request)
+    del request
     gc.collect()
     assert kept() is None
     assert engine.submit(TEXTS[1], NEW).result() == alone[1][:20]
@@ -341,8 +341,8 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
     record = StepRecord(np.array([[[0, 0, 0, 1, 7]]]))  # pyright: ignore[reportArgumentType]
-    work, heard = Chunks(plan_of(sharp)), []
-    work._rows = Rows(1, 1, work.plan.steps, together=False)
+    work, heard = Chunks(options_of(sharp)), []
+    work._rows = Rows(1, 1, work.options.steps, together=False)
     monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, record))
 
     def reached(tree):
@@ -371,7 +371,7 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
         work.finish(chunk)
         return work.seconds["prefill_s"], work.seconds["decode_s"], work.last_s
 
-    steps = work.plan.steps
+    steps = work.options.steps
     first = start(ends=104)  # prompts from 100 on
     assert finish(first, at=114) == (4, 10, 10)
     second = start(ends=None)

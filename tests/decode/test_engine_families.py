@@ -59,7 +59,7 @@ def test_a_family_gets_what_it_gets_alone(name, draft):
         steps_per_chunk=4,
     )
     engine.share_prefix(PREFIX)
-    handles = [engine.submit(text, PARAMS) for text in TEXTS]
+    requests = [engine.submit(text, PARAMS) for text in TEXTS]
     engine.run()
-    assert [handle.tokens for handle in handles] == alone(name)
+    assert [request.tokens for request in requests] == alone(name)
     assert engine.stats.drafted > 0

@@ -39,13 +39,13 @@ def engine(sharp) -> Engine:
 @pytest.fixture
 def passes(engine, monkeypatch) -> list[tuple[int, int]]:
     """How many prompts each pass had, and its size."""
-    found, right = [], engine._waiting.short.take_up
+    found, right = [], engine._scheduler.short.take_up
 
     def take_up(state, size, slots, *rest):
         found.append((len(slots), size))
         return right(state, size, slots, *rest)
 
-    monkeypatch.setattr(engine._waiting.short, "take_up", take_up)
+    monkeypatch.setattr(engine._scheduler.short, "take_up", take_up)
     return found
 
 
@@ -62,13 +62,13 @@ def test_prompts_of_up_to_a_chunk_need_no_row(engine, passes, monkeypatch):
     """One by itself, too, and those of unlike lengths."""
     lengths = [1, CHUNK + 1, 2, 17, 18, 30]
     texts = [prompts((length,), seed=length)[0] for length in lengths]
-    wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
+    wanted = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
     with monkeypatch.context() as patch:
-        patch.setattr(engine._waiting.intake, "begin", None)
+        patch.setattr(engine._scheduler.prefill, "begin", None)
         tokens = [engine.submit(texts[0], FEW).result()]
-        handles = [engine.submit(text, FEW) for text in texts[1:]]
+        requests = [engine.submit(text, FEW) for text in texts[1:]]
         engine.run()
-    assert (*tokens, *(handle.tokens for handle in handles)) == wanted.tokens
+    assert (*tokens, *(request.tokens for request in requests)) == wanted.tokens
     assert passes[:2] == [(1, CHUNK), (3, CHUNK)]
     assert sum(count for count, _ in passes) == len(texts)
 
@@ -78,21 +78,21 @@ def test_a_turn_takes_up_two_passes(sharp, monkeypatch):
     watched(monkeypatch, 0)
     monkeypatch.setattr(short_prompts, "WIDE", 4 * CHUNK)
     engine = engine_of(sharp, "ngram", slots=12, prefill_chunk=CHUNK)
-    handles = [engine.submit(prompts((20,))[0], MANY) for _ in range(13)]
+    requests = [engine.submit(prompts((20,))[0], MANY) for _ in range(13)]
     engine.step()
-    assert [bool(handle.tokens) for handle in handles] == [True] * 8 + [False] * 5
+    assert [bool(request.tokens) for request in requests] == [True] * 8 + [False] * 5
     engine.step()
-    assert [bool(handle.tokens) for handle in handles] == [True] * 12 + [False]
+    assert [bool(request.tokens) for request in requests] == [True] * 12 + [False]
     engine.run()
 
 
 def test_pieces_of_longer_prompts_are_wide(engine, monkeypatch):
-    intake, sizes = engine._waiting.intake, []
-    right = intake._pass
-    monkeypatch.setattr(intake, "_pass", lambda *x: (sizes.append(x[-1]), right(*x)))
-    handle = engine.submit(prompts((3 * CHUNK,))[0], FEW)
+    prefill, sizes = engine._scheduler.prefill, []
+    right = prefill._pass
+    monkeypatch.setattr(prefill, "_pass", lambda *x: (sizes.append(x[-1]), right(*x)))
+    request = engine.submit(prompts((3 * CHUNK,))[0], FEW)
     engine.run()
-    assert len(handle.tokens) == FEW.max_new_tokens
+    assert len(request.tokens) == FEW.max_new_tokens
     assert max(sizes) > CHUNK
 
 
@@ -100,17 +100,17 @@ def test_prompts_wait_for_a_slot_in_the_queue(engine, passes, monkeypatch):
     """Not in the row, from which each would need a program of its own."""
     watched(monkeypatch, 0)
     full = [engine.submit([1, 2], MANY) for _ in range(3)]
-    while not all(handle.tokens for handle in full):
+    while not all(request.tokens for request in full):
         engine.step()
     waiting = [engine.submit(prompts((20,))[0], FEW) for _ in range(2)]
     passes.clear()
     engine.step()
-    assert not engine._waiting.can_take_up
-    assert engine._waiting._incoming is None
-    for handle in full[1:]:
-        handle.cancel()
+    assert not engine._scheduler.can_take_up
+    assert engine._scheduler._incoming is None
+    for request in full[1:]:
+        request.cancel()
     engine.step()
-    assert all(handle.tokens for handle in waiting)
+    assert all(request.tokens for request in waiting)
     assert passes == [(2, CHUNK)]
     engine.run()
 
@@ -118,12 +118,12 @@ def test_prompts_wait_for_a_slot_in_the_queue(engine, passes, monkeypatch):
 def test_long_prompts_and_those_behind_prefixes_go_in_by_pieces(engine, passes):
     prefix = prompts((40,), seed=6)[0]
     texts = [prompts((90,), seed=4)[0], [*prefix, 1, 2, 3], [5, 6]]
-    wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
+    wanted = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
     engine.share_prefix(prefix)
-    handles = [engine.submit(text, FEW) for text in texts]
+    requests = [engine.submit(text, FEW) for text in texts]
     engine.run()
     engine.drop_prefix(prefix)
-    assert tuple(handle.tokens for handle in handles) == wanted.tokens
+    assert tuple(request.tokens for request in requests) == wanted.tokens
     assert passes == [(1, CHUNK)]
 
 
@@ -141,9 +141,9 @@ def test_long_prompts_and_those_behind_prefixes_go_in_by_pieces(engine, passes):
     ],
 )
 def test_wide_passes_take_any_prompts_of_a_chunk(tiny, lengths, wanted):
-    plan = engine_of(tiny, "ngram")._plan
+    options = engine_of(tiny, "ngram")._options
     sizes = {"slots": 32, "capacity": 1024, "chunk": 512}
-    assert ShortPrompts(plan, **sizes, programs=PROGRAMS.timed()).together(lengths) == wanted
+    assert ShortPrompts(options, **sizes, programs=PROGRAMS.timed()).together(lengths) == wanted
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_wide_passes_take_any_prompts_of_a_chunk(tiny, lengths, wanted):
     [("gpu", 2**28, True), ("gpu", 2**10, False), ("cpu", 2**28, False)],
 )
 def test_a_model_is_light_by_its_bytes_on_a_gpu(tiny, backend, most, wanted, monkeypatch):
-    plan = engine_of(tiny, "none")._plan
+    options = engine_of(tiny, "none")._options
     monkeypatch.setattr(short_prompts, "LIGHT", most)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert is_light(plan.models) is wanted
+    assert is_light(options.models) is wanted
 
 
 @pytest.mark.slow
@@ -163,5 +163,5 @@ def test_a_request_gets_what_it_gets_alone_with_any_settings(name, sharp, other)
     """With all drafters and policies; the host's memory has no passes."""
     requests = work(40)
     engine = engine_of(sharp, name, other, slots=4, prefill_chunk=64)
-    assert engine._waiting.short.is_wide == (name != "lossy-host")
+    assert engine._scheduler.short.is_wide == (name != "lossy-host")
     check_arrivals(engine, requests, apart(sharp, name, requests, other), seed=1)

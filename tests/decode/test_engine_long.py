@@ -17,10 +17,10 @@ def small_pieces(sharp) -> Engine:
     return engine_of(sharp, "ngram", prefill_chunk=PIECE)
 
 
-def turns_until(engine: Engine, handle, most: int = 40) -> int:
+def turns_until(engine: Engine, request, most: int = 40) -> int:
     """Turns until a request has tokens."""
     for turn in range(most):
-        if handle.tokens:
+        if request.tokens:
             return turn
         engine.step()
     raise AssertionError(f"no token in {most} turns")
@@ -37,10 +37,10 @@ def test_short_prompts_go_past_a_long_one(small_pieces, behind):
     """Two of them, the second behind a shared prefix; the others are too long for a turn."""
     engine, prefix = small_pieces, prompts((40,), seed=6)[0]
     texts = [LONG_PROMPT, *prompts((60, 9), seed=5), [*prefix, 1, 2, 3], prompts((50,), seed=7)[0]]
-    wanted = apart(engine._plan.models.target, "ngram", [(text, FEW) for text in texts])
+    wanted = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
     engine.share_prefix(prefix)
     long, second, *short, last = (engine.submit(text, FEW) for text in texts)
-    assert [turns_until(engine, handle) for handle in short] == [2, 0]  # in one turn
+    assert [turns_until(engine, request) for request in short] == [2, 0]  # in one turn
     assert turns_until(engine, long) == 2
     engine.run()
     engine.drop_prefix(prefix)
@@ -49,8 +49,8 @@ def test_short_prompts_go_past_a_long_one(small_pieces, behind):
 
 def test_a_short_prompt_of_any_length_goes_past_a_long_one(small_pieces, behind):
     """Each by itself, up to a whole piece, with no row of its own."""
-    engine, model = small_pieces, small_pieces._plan.models.target
-    assert not engine._waiting.intake.overtakes
+    engine, model = small_pieces, small_pieces._options.models.target
+    assert not engine._scheduler.prefill.overtakes
     for length in (1, 2, 9, PIECE, PIECE + 1):
         texts = [LONG_PROMPT, prompts((length,), seed=length)[0]]
         long, short = (engine.submit(text, FEW) for text in texts)
@@ -71,7 +71,7 @@ def test_a_prompt_that_goes_past_a_long_one_leaves_out_its_prefix(small_pieces, 
     assert engine.stats.prompt_tokens - before == len(LONG_PROMPT) + 4
     engine.run()
     engine.drop_prefix(text[:5])
-    wanted = apart(engine._plan.models.target, "ngram", [(LONG_PROMPT, FEW), (text, FEW)])
+    wanted = apart(engine._options.models.target, "ngram", [(LONG_PROMPT, FEW), (text, FEW)])
     assert (long.tokens, short.tokens) == wanted.tokens
 
 
@@ -98,5 +98,5 @@ def test_short_prompts_wait_for_slots(small_pieces, behind):
     full[0].cancel()
     assert turns_until(engine, short) <= 2
     assert not long.tokens
-    for handle in (*full[1:], long):
-        handle.cancel()
+    for request in (*full[1:], long):
+        request.cancel()

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jspec import helix
-from jspec.cache import Striped
+from jspec.cache import StripedLayout
 from jspec.decode import chunks, prefill
 from jspec.decode.engine import Engine
 from tests.conftest import TINY, make_decoder
@@ -18,7 +18,7 @@ from tests.decode.engines import (
     GREEDY,
     ON_A_MESH,
     SETTINGS,
-    Request,
+    PromptAndParams,
     Wanted,
     apart,
     check_arrivals,
@@ -74,7 +74,7 @@ def test_a_thousand_requests_of_up_to_8192_tokens_get_what_they_get_alone(name):
     assert arrays[0] == arrays[1]
 
 
-def in_groups(model, name: str, requests: list[Request]) -> Wanted:
+def in_groups(model, name: str, requests: list[PromptAndParams]) -> Wanted:
     """What `apart` gives each request among those whose length rounds up to the same power."""
     sizes = [(len(text) + params.max_new_tokens - 1).bit_length() for text, params in requests]
     tokens, finished = {}, {}
@@ -102,9 +102,9 @@ def test_texts_have_the_target_law(source, monkeypatch):
         prefill_chunk=256 * 16,
         steps_per_chunk=2,
     )
-    handles = [engine.submit(PROMPT, params) for params in seeded(SAMPLED, 0, rows)]
+    requests = [engine.submit(PROMPT, params) for params in seeded(SAMPLED, 0, rows)]
     engine.run()
-    check_counts(Counter(handle.tokens for handle in handles), enumerated(SAMPLED))
+    check_counts(Counter(request.tokens for request in requests), enumerated(SAMPLED))
 
 
 @pytest.mark.parametrize("name", ["ngram", "vegas", "model", "chain-of-models"])
@@ -145,5 +145,5 @@ def test_an_engine_on_a_mesh_takes_turns_with_rings():
     wanted = apart(model, "ngram", requests)
     sharded = helix.shard(model, helix.HelixConfig(kvp=4, block=2))
     engine = engine_of(sharded, "ngram")
-    assert engine._batch.state.cache.layouts[0] == Striped(16, 4, 2, wraps=True)
+    assert engine._batch.state.cache.layouts[0] == StripedLayout(16, 4, 2, wraps=True)
     check_arrivals(engine, requests, wanted)

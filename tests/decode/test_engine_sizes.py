@@ -40,12 +40,12 @@ def test_room_for_stop_tokens_begins_with_the_models_own(tiny):
 def held(engine: Engine, count: int) -> tuple[int, int]:
     """Arrays and bytes of Python that live behind ``count`` requests."""
     for row in range(count):
-        handle = engine.submit([1 + row % 7, 2, 3], SamplingParams(max_new_tokens=2, seed=row))
+        request = engine.submit([1 + row % 7, 2, 3], SamplingParams(max_new_tokens=2, seed=row))
         if row % 10 == 9:
-            handle.cancel()
+            request.cancel()
             engine.run()  # or the queue's own table would grow
     engine.step()  # reads what ran ahead for nobody
-    del handle
+    del request
     gc.collect()
     return len(jax.live_arrays()), tracemalloc.get_traced_memory()[0]
 
@@ -86,29 +86,29 @@ def test_memory_is_flat(engine, count):
     finally:
         tracemalloc.stop()
     assert found == arrays
-    assert after - used < 50_000  # a handle has more than 500 bytes
+    assert after - used < 50_000  # a request has more than 500 bytes
     assert engine.stats.rows == before.rows + (30 + count // 5 + count) * 9 // 10
 
 
 @pytest.mark.slow
 def test_a_queue_of_ten_thousand_loses_nobody(engine):
     """All are there at once: most end, the others are refused or cancelled."""
-    handles, refused = [], 0
+    requests, refused = [], 0
     for row in range(10_000):
         new = 2 if row % 100 else 1000
         try:
-            handles.append(engine.submit([1 + row % 40], SamplingParams(max_new_tokens=new)))
+            requests.append(engine.submit([1 + row % 40], SamplingParams(max_new_tokens=new)))
         except ValueError:
             refused += 1
-    for handle in handles[::7]:
-        handle.cancel()
+    for request in requests[::7]:
+        request.cancel()
     engine.run()
-    ends = [handle.finished for handle in handles]
+    ends = [request.finished for request in requests]
     assert refused == 100
     assert ends[::7] == ["cancelled"] * len(ends[::7])
     assert {end for row, end in enumerate(ends) if row % 7} == {"length"}
     by_prompt = {}
-    for row, handle in enumerate(handles):
+    for row, request in enumerate(requests):
         if row % 7:
-            by_prompt.setdefault(handle.params.max_new_tokens, set()).add(handle.tokens)
+            by_prompt.setdefault(request.params.max_new_tokens, set()).add(request.tokens)
     assert len(by_prompt[2]) <= 40

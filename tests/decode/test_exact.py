@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jspec
-from jspec.cache import Linear, Ring
+from jspec.cache import LinearLayout, RingLayout
 from jspec.cache.layout import layouts_of
 from jspec.config import LayerSpec
 from jspec.decode import exact
@@ -117,8 +117,8 @@ def test_settings_that_do_not_go_with_it_are_named():
 
 def test_a_window_keeps_its_keys_in_the_order_of_positions():
     spec = LayerSpec(kv_heads=1, key_size=8, value_size=8, window=20)
-    assert layouts_of([spec], 64, 3) == (Ring(24),)
-    assert layouts_of([spec], 64, 3, rings=False) == (Linear(64),)
+    assert layouts_of([spec], 64, 3) == (RingLayout(24),)
+    assert layouts_of([spec], 64, 3, rings=False) == (LinearLayout(64),)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ def test_a_window_keeps_its_keys_in_the_order_of_positions():
         jspec.speculative_step,
         lambda model, state, config: jspec.decode_chunk(model, state, config, 2),
         lambda model, state, config: jspec.fill_slot(model, state, 0, [1, 2], config=config),
-        jspec.switch,
+        jspec.convert_state,
         lambda model, state, config: jspec.generate(
             model, [[1, 2]], draft=None, exact=config.exact, prefilled=state
         ),
     ],
-    ids=["step", "chunk", "fill_slot", "switch", "generate"],
+    ids=["step", "chunk", "fill_slot", "convert_state", "generate"],
 )
 def test_a_state_of_an_ordinary_prefill_takes_no_exact_steps(run, tiny, with_a_gpu):
     state = start_decoding(tiny, [[1, 2]], config=PLAINLY)
@@ -141,13 +141,13 @@ def test_a_state_of_an_ordinary_prefill_takes_no_exact_steps(run, tiny, with_a_g
     run(tiny, state, PLAINLY)
 
 
-def test_an_exact_state_takes_ordinary_steps_behind_a_switch(tiny):
+def test_an_exact_state_takes_ordinary_steps_once_converted(tiny):
     state = dataclasses.replace(start_decoding(tiny, [[1, 2]], config=PLAINLY), exact=True)
-    with pytest.raises(ValueError, match=r"exact=True has no steps .*through jspec\.switch"):
+    with pytest.raises(ValueError, match=r"exact=True has no steps .*through jspec\.convert_state"):
         jspec.speculative_step(tiny, state, PLAINLY)
-    switched = jspec.switch(tiny, state, PLAINLY)
-    assert not switched.exact
-    assert not jspec.speculative_step(tiny, switched, PLAINLY).exact
+    converted = jspec.convert_state(tiny, state, PLAINLY)
+    assert not converted.exact
+    assert not jspec.speculative_step(tiny, converted, PLAINLY).exact
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU refuses nothing here")

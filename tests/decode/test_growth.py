@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Linear, Ring, Striped
+from jspec.cache import LinearLayout, RingLayout, StripedLayout
 from jspec.config import SamplingParams
 from jspec.decode import generation, growth, prefill
 from jspec.decode.draft import ModelDraft
 from jspec.decode.generation import generate
-from jspec.decode.growth import first_capacity, grow
+from jspec.decode.growth import first_capacity, grow_capacity
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
 from jspec.policies import Quest
@@ -37,9 +37,9 @@ def test_a_batch_that_grows_gives_the_same_tokens(sharp, other, monkeypatch):
 
     def watched(state, capacity, config):
         seen.append((state.tokens.shape[1], capacity))
-        return grow(state, capacity, config)
+        return grow_capacity(state, capacity, config)
 
-    monkeypatch.setattr(generation, "grow", watched)
+    monkeypatch.setattr(generation, "grow_capacity", watched)
     monkeypatch.setattr(growth, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     grown = run()
@@ -63,18 +63,18 @@ def windowed():
 
 def test_every_column_keeps_what_it_held_and_frees_what_it_was(windowed):
     state = start_decoding(windowed, PROMPTS, PARAMS, PLAIN, capacity=8, grows=True)
-    assert state.cache.layouts == (Linear(8), Ring(4), Linear(8))
+    assert state.cache.layouts == (LinearLayout(8), RingLayout(4), LinearLayout(8))
     before = jax.tree.map(np.asarray, (state.cache.columns, state.tokens))
     old = jax.tree.leaves((state.cache.columns[0], state.cache.columns[2], state.tokens))
-    after = grow(state, 20, PLAIN)
+    after = grow_capacity(state, 20, PLAIN)
     assert all(x.is_deleted() for x in old)
-    assert after.cache.layouts == (Linear(20), Ring(4), Linear(20))
+    assert after.cache.layouts == (LinearLayout(20), RingLayout(4), LinearLayout(20))
     assert after.tokens.shape == (2, 20)
     found = jax.tree.map(np.asarray, (after.cache.columns, after.tokens))
     for was, now in zip(*map(jax.tree.leaves, (before, found)), strict=True):
         np.testing.assert_array_equal(now[:, : was.shape[1]], was)
     assert (found[1][:, 8:] == -1).all()
-    same = grow(after, 20, PLAIN)
+    same = grow_capacity(after, 20, PLAIN)
     assert not any(x.is_deleted() for x in jax.tree.leaves(same))
 
 
@@ -83,7 +83,7 @@ def test_a_sharded_batch_stays_where_it_is(sharp):
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, jax.P("rows"))
     state = start_decoding(sharp, PROMPTS, PARAMS, PLAIN, capacity=8, grows=True, sharding=sharding)
-    after = grow(state, 16, PLAIN)
+    after = grow_capacity(state, 16, PLAIN)
     for x in jax.tree.leaves((after.cache.columns, after.tokens)):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
@@ -91,12 +91,14 @@ def test_a_sharded_batch_stays_where_it_is(sharp):
 def test_what_cannot_grow_is_refused(sharp):
     state = start_decoding(sharp, PROMPTS, PARAMS, PLAIN, capacity=8, grows=True)
     with pytest.raises(ValueError, match="capacity=7 must be at least the present one, 8"):
-        grow(state, 7, PLAIN)
+        grow_capacity(state, 7, PLAIN)
     with pytest.raises(ValueError, match=r"capacity=12\.0 must be at least the present one, 8"):
-        grow(state, 12.0, PLAIN)  # pyright: ignore[reportArgumentType]
+        grow_capacity(state, 12.0, PLAIN)  # pyright: ignore[reportArgumentType]
     quest = Quest(page=4, dense_layers=0)
-    paged = create_cache(quest, TINY.layers, [Striped(32, 2)] * 2, 1, jnp.float32)
-    with pytest.raises(ValueError, match=r"pages of 4 slots cannot grow with Striped\(size=32"):
+    paged = create_cache(quest, TINY.layers, [StripedLayout(32, 2)] * 2, 1, jnp.float32)
+    with pytest.raises(
+        ValueError, match=r"pages of 4 slots cannot grow with StripedLayout\(size=32"
+    ):
         paged.grown(64)
     with pytest.raises(ValueError, match=r"needs 5 slots \(prompt\) but capacity=4; raise"):
         start_decoding(sharp, PROMPTS, PARAMS, StepConfig(), capacity=4, grows=True)

@@ -11,7 +11,7 @@ from jspec.config import SamplingParams
 from jspec.decode.draft import Chain, GuidedDraft, NgramDraft, NoDraft, SelfDraft, named_draft
 from jspec.decode.draft.base import in_turn
 from jspec.decode.generation import generate
-from jspec.decode.growth import grow
+from jspec.decode.growth import grow_capacity
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
@@ -93,7 +93,7 @@ def test_more_room_gives_a_ratio_more_room(sharp):
     texts, params = prompts((20, 9)), SamplingParams(max_new_tokens=20)
     small = start_decoding(sharp, texts, params, config, capacity=40)
     assert small.draft.picked[0].shape == (2, 10)
-    grown = grow(small, 80, config)
+    grown = grow_capacity(small, 80, config)
     assert grown.draft.picked[0].shape == (2, 20)
     large = start_decoding(sharp, texts, params, config, capacity=80)
     run = jax.jit(lambda models, state: step(models, state, config)[0])

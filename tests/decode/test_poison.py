@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, LinearLayout
 from jspec.config import SamplingParams
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
@@ -23,7 +23,7 @@ CAPACITY = 60
 
 def filled(cache: Cache, junk) -> Cache:
     """The cache with ``junk`` in every slot at or past its row's length."""
-    assert set(cache.layouts) == {Linear(CAPACITY)}
+    assert set(cache.layouts) == {LinearLayout(CAPACITY)}
     unused = jnp.arange(CAPACITY)[None] >= cache.lengths[:, None]
 
     def fill(x):

@@ -9,7 +9,7 @@ import pytest
 from jspec.config import SamplingParams
 from jspec.decode.draft import ModelDraft, NgramDraft, NoDraft, SelfDraft
 from jspec.decode.generation import generate
-from jspec.decode.growth import grow
+from jspec.decode.growth import grow_capacity
 from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
@@ -91,7 +91,9 @@ def test_a_newcomer_takes_the_rings_of_the_batch(windowed):
     alone = generate(windowed, [NEWCOMER], params, draft=None).tokens[0]
     wide, config = (StepConfig(gamma, NgramDraft()) for gamma in (4, 2))
     state = start_decoding(windowed, [[1, 2], [3]], params, wide, capacity=32)
-    grown = grow(start_decoding(windowed, [[1, 2], [3]], params, wide, capacity=10), 64, wide)
+    grown = grow_capacity(
+        start_decoding(windowed, [[1, 2], [3]], params, wide, capacity=10), 64, wide
+    )
     for batch, own in ((state, config), (grown, wide)):
         batch = fill_slot(windowed, batch, 0, NEWCOMER, params, own)
         batch, _ = decode_chunk(windowed, batch, own, 6)

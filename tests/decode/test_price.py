@@ -135,10 +135,10 @@ def test_an_engine_is_told_the_price_anew_when_rows_come_in(sharp, monkeypatch):
     monkeypatch.setattr(engine._chunks, "_chunk", chunk)
     compiled = engine.stats.compilations
     texts = prompts((9, 30, 4, 17, 8, 12))
-    handles = [engine.submit(text, SamplingParams(max_new_tokens=12)) for text in texts]
+    requests = [engine.submit(text, SamplingParams(max_new_tokens=12)) for text in texts]
     engine.run()
     wanted = generate(sharp, texts, SamplingParams(max_new_tokens=12), draft=None).tokens
-    assert tuple(handle.tokens for handle in handles) == wanted
+    assert tuple(request.tokens for request in requests) == wanted
     assert len(seen) > 3
     assert all(price == [0.5] * 3 for price in seen)
     assert engine.stats.compilations == compiled

@@ -15,7 +15,7 @@ from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk, speculative_step
 from jspec.dispatch import Backends
-from tests.decode.common import DRAFTERS, LENGTHS, NGRAM, STREAMING, plan_of, prompts, requests
+from tests.decode.common import DRAFTERS, LENGTHS, NGRAM, STREAMING, options_of, prompts, requests
 
 
 def test_switching_gamma_and_limits_compiles_once_for_each_gamma(sharp, compiled):
@@ -139,8 +139,8 @@ def test_a_chunk_is_its_steps(source, sharp, other):
 
 def test_a_chunk_is_read_in_one_copy(sharp, monkeypatch):
     """All that the host takes of a chunk is one array, with the same fields there as here."""
-    plan = plan_of(sharp, draft=STREAMING, gamma=3, steps_per_chunk=5)
-    state = start_decoding(sharp, prompts(), requests(), plan.config)
+    options = options_of(sharp, draft=STREAMING, gamma=3, steps_per_chunk=5)
+    state = start_decoding(sharp, prompts(), requests(), options.config)
     read, right = [], jax.device_get
 
     def device_get(tree):
@@ -148,7 +148,7 @@ def test_a_chunk_is_read_in_one_copy(sharp, monkeypatch):
         return right(tree)
 
     monkeypatch.setattr(jax, "device_get", device_get)
-    chunks = Chunks(plan)
+    chunks = Chunks(options)
     _, chunk = chunks.start(state, np.full(len(state.done), 8))
     record = chunks.finish(chunk)
     (here,) = read

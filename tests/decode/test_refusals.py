@@ -12,9 +12,9 @@ import pytest
 
 import jspec
 from jspec.config import LayerSpec, SamplingParams
+from jspec.decode.checks import as_ids, check_requests, one_each
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
-from jspec.decode.requests import as_ids, check_requests, one_each
 from jspec.decode.settings import StepConfig
 from tests.conftest import TINY
 from tests.decode.common import NGRAM

@@ -11,7 +11,7 @@ from jspec.config import SamplingParams
 from jspec.decode.draft import NgramDraft, SuffixDraft, named_draft
 from jspec.decode.draft.suffix import SuffixIndex
 from jspec.decode.generation import generate
-from jspec.decode.growth import grow
+from jspec.decode.growth import grow_capacity
 from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.step import speculative_step
@@ -108,7 +108,7 @@ def test_a_state_drafts_by_the_definition_from_its_prefill_on(sharp):
     texts = prompts((50, 1, 17, 2, 33))
     state = start_decoding(sharp, texts, params, config, chunk=24, capacity=80)
     total = check_state(state, draft, 5)
-    state = grow(state, 128, config)
+    state = grow_capacity(state, 128, config)
     for step in range(3):
         state = speculative_step(sharp, state, config)
         if step == 1:

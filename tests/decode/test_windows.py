@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Linear, Ring
+from jspec.cache import LinearLayout, RingLayout
 from jspec.config import SamplingParams
 from jspec.decode.draft import ModelDraft, NgramDraft, SelfDraft
 from jspec.decode.generation import generate
@@ -88,7 +88,7 @@ def test_drafted_tokens_are_the_plain_ones(name, chunk, plain, layered):
 def test_layers_with_a_window_keep_no_more_than_they_need(layered):
     config = StepConfig(4, DRAFTS["ngram"])
     state = start_decoding(layered, prompts(), requests(), config, capacity=128)
-    assert state.cache.layouts == (Ring(10), Linear(128), Ring(6))
+    assert state.cache.layouts == (RingLayout(10), LinearLayout(128), RingLayout(6))
     assert [state.cache.keys(layer).shape[1] for layer in range(3)] == [10, 128, 6]
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jspec
-from jspec.cache import Cache, Striped
+from jspec.cache import Cache, StripedLayout
 from jspec.config import LayerSpec
 from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of, whole_of
 from jspec.helix.attention import all_to_all
@@ -242,7 +242,7 @@ def test_a_rank_attends_as_one_device_does_to_its_part():
     """Slots up to a number stand for positions up to the query's: no mask by position is needed."""
     helix, spec = HelixConfig(kvp=4, block=BLOCK), LayerSpec(1, SIZE, SIZE)
     whole = layouts_on(helix, (spec,), 64, 0)[0]
-    assert isinstance(whole, Striped)
+    assert isinstance(whole, StripedLayout)
     layout = whole.part("kvp")
     positions = jnp.asarray([[-1, 0, 3, 4, 16, 17, 40, 63]], jnp.int32)
     q, k, v = (random(1, n, 1, SIZE) for n in (8, 16, 16))
@@ -265,8 +265,8 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
     helix = HelixConfig(kvp=4, block=BLOCK)
     spec = LayerSpec(1, SIZE, SIZE, window=17 if wraps else None)
     whole = layouts_on(helix, (spec,), 61, 0)[0]
-    assert isinstance(whole, Striped)
-    assert whole == Striped(size, 4, BLOCK, wraps)
+    assert isinstance(whole, StripedLayout)
+    assert whole == StripedLayout(size, 4, BLOCK, wraps)
     positions = jnp.arange(-1, 64, dtype=jnp.int32)
     newest = jnp.asarray([-1, 0, 22, 63], jnp.int32)
 

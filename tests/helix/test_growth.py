@@ -9,7 +9,7 @@ import pytest
 
 import jspec
 from jspec import helix
-from jspec.cache import Striped
+from jspec.cache import StripedLayout
 from jspec.cache.cache import _lengthening
 from jspec.decode import generation, growth, prefill
 from tests.conftest import TINY, make_decoder
@@ -40,13 +40,13 @@ def test_each_device_keeps_its_slots_and_gets_its_share_of_the_new_ones(windowed
     model = helix.shard(windowed, helix.HelixConfig(kvp=2, tpa=2, block=8))
     config = jspec.StepConfig(3, SHARE)
     state = jspec.start_decoding(model, TEXTS, LONG, config, capacity=32, grows=True)
-    ring = Striped(16, 2, 8, wraps=True)
-    assert state.cache.layouts == (Striped(32, 2, 8), ring)
+    ring = StripedLayout(16, 2, 8, wraps=True)
+    assert state.cache.layouts == (StripedLayout(32, 2, 8), ring)
     columns, picked = state.cache.columns, state.draft.picked[0]
     before = jax.tree.map(on_devices, columns)
     picks = on_devices(picked)
-    after = jspec.grow(state, 70, config)
-    assert after.cache.layouts == (Striped(80, 2, 8), ring)
+    after = jspec.grow_capacity(state, 70, config)
+    assert after.cache.layouts == (StripedLayout(80, 2, 8), ring)
     assert all(x.is_deleted() for x in (*columns[0].values(), picked))
     for name, was in before[0].items():
         now = on_devices(after.cache.columns[0][name])
@@ -99,9 +99,9 @@ def test_a_batch_that_grows_gives_the_tokens_of_one_device(draft, windowed, monk
 
     def watched(state, capacity, config):
         seen.append((state.cache.layouts[0].size, capacity))
-        return growth.grow(state, capacity, config)
+        return growth.grow_capacity(state, capacity, config)
 
-    monkeypatch.setattr(generation, "grow", watched)
+    monkeypatch.setattr(generation, "grow_capacity", watched)
     monkeypatch.setattr(growth, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     sharded = helix.shard(windowed, helix.HelixConfig(kvp=2, tpa=2, block=2))

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jspec import Cache, Decoder, Linear, ModelConfig, dense_attend
+from jspec import Cache, Decoder, LinearLayout, ModelConfig, dense_attend
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -49,7 +49,7 @@ def logits_of(model: Decoder, tokens: np.ndarray, chunks: Sequence[Sequence[int]
     batch, length = tokens.shape
     out = np.full((batch, length, model.config.vocab_size), np.nan, np.float32)
     specs = model.config.layers
-    cache = Cache.create(specs, [Linear(length)] * len(specs), batch, model.dtype)
+    cache = Cache.create(specs, [LinearLayout(length)] * len(specs), batch, model.dtype)
     cache = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, jnp.nan), cache)
     done = np.zeros(batch, np.int32)
     width = max(max(chunk) for chunk in chunks)

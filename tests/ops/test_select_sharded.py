@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jspec.cache import Striped
+from jspec.cache import StripedLayout
 from jspec.ops.select import ragged, rows_of_scores, select
 from jspec.ops.select_sharded import select_sharded
 from tests.ops.test_sharded import collective_bytes
@@ -16,7 +16,7 @@ RANKS = 4
 pytestmark = pytest.mark.skipif(jax.device_count() < RANKS, reason="needs 4 devices")
 
 
-def sharded(layout: Striped, k: int, **settings):
+def sharded(layout: StripedLayout, k: int, **settings):
     """Scores in the order of positions to the positions that any rank selects, ``[ranks, ...]``."""
     mesh = jax.make_mesh((RANKS,), ("ranks",), axis_types=(AxisType.Auto,))
     part = layout.part("ranks")
@@ -55,7 +55,7 @@ def sharded(layout: Striped, k: int, **settings):
     ids=["ties", "all", "floats", "one"],
 )
 def test_ranks_select_what_one_device_does(dtype, kinds, k, sinks, recent, lead):
-    layout, rows = Striped(96, RANKS, 4), int(np.prod(lead))
+    layout, rows = StripedLayout(96, RANKS, 4), int(np.prod(lead))
     scores = jnp.asarray(rows_of_scores(rows, 96, dtype, kinds)).reshape(*lead, 96)
     counts, lengths = (jnp.asarray(ragged(rows, most)).reshape(lead) for most in (k, 96))
     lengths = lengths.at[0].set(96)
@@ -78,7 +78,7 @@ def test_ranks_select_what_one_device_does(dtype, kinds, k, sinks, recent, lead)
 def test_what_is_exchanged_does_not_grow_with_the_scores():
     moved = []
     for size in (2**14, 2**16):
-        run = sharded(Striped(size, RANKS, 16), 64, sinks=0, recent=0, highest=128)
+        run = sharded(StripedLayout(size, RANKS, 16), 64, sinks=0, recent=0, highest=128)
         shapes = [jax.ShapeDtypeStruct((2, *x), jnp.int32) for x in ((size,), (), ())]
         moved.append(collective_bytes(jax.make_jaxpr(run)(*shapes).jaxpr))
     # The digits of positions grow with the square root of their number.
@@ -87,7 +87,7 @@ def test_what_is_exchanged_does_not_grow_with_the_scores():
 
 def test_scores_that_no_rank_can_read_are_left_out():
     """Minus infinity behind the policies' own rule, on one rank and on all."""
-    layout = Striped(32, RANKS, 4)
+    layout = StripedLayout(32, RANKS, 4)
     scores = jnp.full((1, 32), -jnp.inf).at[0, 5].set(1.0)
     counts = lengths = jnp.asarray([3], jnp.int32)
     found = sharded(layout, 3, sinks=0, recent=0)(scores, counts, lengths + 29)

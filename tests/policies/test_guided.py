@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Linear, Striped
+from jspec.cache import LinearLayout, StripedLayout
 from jspec.config import LayerSpec
 from jspec.decode.draft import GuidedDraft
 from jspec.decode.prefill import start_decoding
@@ -95,7 +95,9 @@ def best_of(policy: Guided, means, until: int) -> list[set[int]]:
     return found
 
 
-@pytest.mark.parametrize("layout", [Linear(CAPACITY), Striped(CAPACITY, 3, 2)], ids=["", "striped"])
+@pytest.mark.parametrize(
+    "layout", [LinearLayout(CAPACITY), StripedLayout(CAPACITY, 3, 2)], ids=["", "striped"]
+)
 @pytest.mark.parametrize("name", GUIDED)
 def test_it_picks_the_highest_means(name, layout):
     """In ragged rows, one of them without a past, with NaN in all slots that hold nothing."""
@@ -135,7 +137,9 @@ ANEW = {
 }
 
 
-@pytest.mark.parametrize("layout", [Linear(CAPACITY), Striped(CAPACITY, 3, 2)], ids=["", "striped"])
+@pytest.mark.parametrize(
+    "layout", [LinearLayout(CAPACITY), StripedLayout(CAPACITY, 3, 2)], ids=["", "striped"]
+)
 @pytest.mark.parametrize("name", ANEW)
 def test_it_picks_anew_by_shared_bits(name, layout):
     """Below where the last verification began, and all since; the last row has no past."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Linear, Striped
+from jspec.cache import LinearLayout, StripedLayout
 from jspec.dispatch import Backends, preferring
 from jspec.ops.append import Turn
 from jspec.ops.attention.hashed import PARTS, hash_attention
@@ -26,7 +26,7 @@ POLICY = Hata(budget=8, sinks=1, recent=2, dense_layers=0, bits=32)
 SPECS = (SPEC, dataclasses.replace(SPEC, scale=0.7, softcap=2.0))
 
 
-LINEAR = Linear(CAPACITY)
+LINEAR = LinearLayout(CAPACITY)
 
 
 def cache_of(policy, specs=SPECS, layout=LINEAR):
@@ -196,7 +196,7 @@ def test_what_the_operation_does_not_do_runs_in_parts(name, calls):
         specs = [dataclasses.replace(SPEC, window=6)]
         settings["cache"] = create_cache(policy, specs, [LINEAR], BATCH, jnp.float32)
     elif name == "striped":
-        settings["cache"] = cache_of(POLICY, layout=Striped(CAPACITY, 3, 2))
+        settings["cache"] = cache_of(POLICY, layout=StripedLayout(CAPACITY, 3, 2))
     elif name == "not-joined":
         settings["joined"] = False
     elif name == "turned":
@@ -225,7 +225,9 @@ def test_a_device_that_has_a_part_of_the_rows_reads_it_apart(calls):
 
 
 def test_a_cache_without_codes_is_refused():
-    cache = create_cache(dataclasses.replace(POLICY, dense_layers=9), [SPEC], [Linear(9)], 3, "f4")
+    cache = create_cache(
+        dataclasses.replace(POLICY, dense_layers=9), [SPEC], [LinearLayout(9)], 3, "f4"
+    )
     run = functools.partial(attended, POLICY, AT["first"], cache=cache)
     with pytest.raises(ValueError, match=r"layer 0 keeps \['keys', 'values'\] and no \['codes'\]"):
         run()

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Cache, Striped
-from jspec.cache.layout import Linear
+from jspec.cache import Cache, StripedLayout
+from jspec.cache.layout import LinearLayout
 from jspec.config import SamplingParams
 from jspec.decode import growth, prefill
 from jspec.decode.draft import NoDraft, SelfDraft
@@ -32,7 +32,7 @@ LAYERS = dataclasses.replace(TINY, layers=(TINY.layers[0],) * 3)
 
 def cache_of(policy):
     """Two layers of random tokens, and NaN in all slots that hold none."""
-    empty = create_cache(policy, [SPEC] * 2, [Linear(CAPACITY)] * 2, BATCH, jnp.float32)
+    empty = create_cache(policy, [SPEC] * 2, [LinearLayout(CAPACITY)] * 2, BATCH, jnp.float32)
     held = np.arange(CAPACITY)[None, :, None, None] < LENGTHS[:, None, None, None]
     arrays, columns = arrays_of(policy, (SPEC, SPEC)), []
     for layer, column in enumerate(empty.columns):
@@ -253,4 +253,4 @@ def test_a_slot_takes_over_another_request(model):
 
 def test_positions_out_of_order_are_refused():
     with pytest.raises(ValueError, match="HataOff keeps layer 0 in host memory, where positions"):
-        create_cache(HataOff(dense_layers=0), [SPEC], [Striped(24, 3, 2)], 1, jnp.float32)
+        create_cache(HataOff(dense_layers=0), [SPEC], [StripedLayout(24, 3, 2)], 1, jnp.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jspec.cache import Linear
+from jspec.cache import LinearLayout
 from jspec.policies.attend import selected_attend
 from jspec.policies.magicpig import log_probability
 from tests.policies.common import (
@@ -50,7 +50,7 @@ def sampled(policy, arrays, keys, q) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("junk", [0.0, np.nan], ids=["clean", "poisoned"])
 def test_a_query_reads_what_it_found_by_the_inverse_of_its_probability(junk):
     policy = dataclasses.replace(WEIGHTED, budget=20)
-    cache, arrays = filled(policy, Linear(CAPACITY), junk=junk), arrays_of(policy)
+    cache, arrays = filled(policy, LinearLayout(CAPACITY), junk=junk), arrays_of(policy)
     q, k, v = query()
     positions = jnp.asarray(LENGTHS)[:, None]
     attend = selected_attend(positions, cache.lengths, 3, policy=policy, arrays=arrays)
@@ -80,7 +80,7 @@ def test_each_key_counts_once_in_the_mean_over_projections():
     """
     seeds = 1500
     policy = dataclasses.replace(WEIGHTED, budget=1.0, sinks=0, recent=0)
-    (own,), cache = arrays_of(policy), filled(policy, Linear(CAPACITY), [17])
+    (own,), cache = arrays_of(policy), filled(policy, LinearLayout(CAPACITY), [17])
     q, chosen = query(1)[0], jnp.arange(17, dtype=jnp.int32)[None, None].repeat(2, axis=1)
     keys = cache.keys(0)
 

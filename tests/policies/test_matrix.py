@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Linear, Striped
+from jspec.cache import LinearLayout, StripedLayout
 from jspec.config import SamplingParams
 from jspec.decode.draft import SelfDraft
 from jspec.decode.generation import generate
@@ -29,7 +29,7 @@ from tests.policies.common import (
     random,
 )
 
-LAYOUTS = {"linear": Linear(CAPACITY), "striped": Striped(CAPACITY, 3, 2)}
+LAYOUTS = {"linear": LinearLayout(CAPACITY), "striped": StripedLayout(CAPACITY, 3, 2)}
 
 
 def test_every_policy_of_the_table_is_in_the_matrix():
@@ -123,7 +123,7 @@ def test_attention_reads_what_it_selects(name, layout):
 
 def test_a_compact_copy_reads_what_the_cache_would():
     policy = MATRIX["streaming"]
-    cache = filled(policy, Linear(CAPACITY))
+    cache = filled(policy, LinearLayout(CAPACITY))
     compact = jax.jit(lambda cache: Compact.of(cache, policy, None, spare=3))(cache)
 
     @jax.jit
@@ -147,7 +147,7 @@ def test_what_is_not_selected_never_reaches_an_output(name):
     policy = MATRIX[name]
     q, k, v = query()
     arrays = arrays_of(policy)
-    clean = filled(policy, Linear(CAPACITY))
+    clean = filled(policy, LinearLayout(CAPACITY))
     expected, _ = attend_selected(policy, arrays, clean, q, k, v)
     unread = ~selected_by(policy, clean, q)
     junk = np.where(np.swapaxes(unread, 1, 2)[..., None], np.float32(np.nan), np.float32(0))
@@ -163,7 +163,7 @@ def test_what_is_not_selected_never_reaches_an_output(name):
 
 def test_sinks_and_a_projection_follow_their_formulae():
     """gpt-oss's sink takes its share of the softmax; ``up`` maps each head's output."""
-    cache = filled(MATRIX["dense"], Linear(CAPACITY))
+    cache = filled(MATRIX["dense"], LinearLayout(CAPACITY))
     q, k, v = query()
     positions = jnp.asarray(LENGTHS)[:, None]
     sinks, up = random(4, seed=8), random(4, 4, 5, seed=9)
@@ -202,7 +202,7 @@ def test_a_layer_that_reads_all_there_is_keeps_nothing_to_select_by(name):
     """The first layer is dense, the third has a window; the second selects."""
     policy = dataclasses.replace(MATRIX[name], dense_layers=1)
     specs = [SPEC, SPEC, dataclasses.replace(SPEC, window=4)]
-    cache = create_cache(policy, specs, [Linear(CAPACITY)] * 3, 2, jnp.float32)
+    cache = create_cache(policy, specs, [LinearLayout(CAPACITY)] * 3, 2, jnp.float32)
     kept = [(*column, *page) for column, page in zip(cache.columns, cache.pages, strict=True)]
     assert kept[0] == kept[2] == ("keys", "values")
     assert len(kept[1]) > 2

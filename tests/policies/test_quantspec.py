@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Cache, Linear, Striped
+from jspec.cache import Cache, LinearLayout, StripedLayout
 from jspec.config import LayerSpec
+from jspec.decode.convert_state import convert_state
 from jspec.decode.draft import Chain, SelfDraft, SuffixDraft, named_draft
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
-from jspec.decode.switch import switch
 from jspec.policies import QuantSpec
 from jspec.policies.attend import dense_attend, selected_attend
 from jspec.policies.policy import create_cache, encoded
@@ -79,7 +79,9 @@ def filled(layout, lengths) -> tuple[Cache, np.ndarray, np.ndarray]:
     return cache.with_lengths(until), np.asarray(k), np.asarray(v)
 
 
-@pytest.mark.parametrize("layout", [Linear(24), Striped(24, 3, 2)], ids=["linear", "striped"])
+@pytest.mark.parametrize(
+    "layout", [LinearLayout(24), StripedLayout(24, 3, 2)], ids=["linear", "striped"]
+)
 def test_a_draft_reads_4_bits_and_its_own_tokens_as_they_are(layout):
     lengths = [20, 3, 0]
     cache, k, v = filled(layout, lengths)
@@ -101,7 +103,7 @@ def test_a_draft_reads_4_bits_and_its_own_tokens_as_they_are(layout):
 
 
 def test_verification_reads_the_cache_as_it_is():
-    cache, k, v = filled(Linear(24), [20, 3, 0])
+    cache, k, v = filled(LinearLayout(24), [20, 3, 0])
     q, new_k, new_v = random(3, 1, 4, 8), random(3, 1, 2, 8, seed=6), random(3, 1, 2, 4, seed=7)
     positions = cache.lengths[:, None]
     out, after = dense_attend(positions, policy=POLICY)(0, q, new_k, new_v, cache)
@@ -134,7 +136,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(draft, sharp):
 def test_one_prefill_serves_it(tiny):
     config = StepConfig(3, SelfDraft(QuantSpec(group=8)))
     own = start_decoding(tiny, prompts((9, 20)), config=config)
-    got = switch(tiny, start_decoding(tiny, prompts((9, 20)), config=PLAIN), config)
+    got = convert_state(tiny, start_decoding(tiny, prompts((9, 20)), config=PLAIN), config)
     assert jax.tree.structure(got) == jax.tree.structure(own)
     for wanted, found in zip(own.cache.columns, got.cache.columns, strict=True):
         for name in wanted:
@@ -143,7 +145,7 @@ def test_one_prefill_serves_it(tiny):
 
 def test_its_memory_is_what_the_docs_say():
     spec = LayerSpec(kv_heads=8, key_size=128, value_size=128)
-    kinds = create_cache(QuantSpec(), [spec], [Linear(64)], 1, jnp.bfloat16).columns[0]
+    kinds = create_cache(QuantSpec(), [spec], [LinearLayout(64)], 1, jnp.bfloat16).columns[0]
     own = sum(kinds[name].nbytes for name in ("keys", "values"))
     more = sum(x.nbytes for x in kinds.values()) - own
     assert more / own == 5 / 16

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jspec.cache import Linear, Striped
+from jspec.cache import LinearLayout, StripedLayout
 from jspec.policies.scores import carried, softmax
 
 SIZE, LENGTHS = 48, (48, 0, 1, 17)
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices"
 def shared(of, scores: np.ndarray, ranks: int) -> np.ndarray:
     """What ``of(scores, layout)`` gives of ``scores [B, K, S]`` by position, on ``ranks`` devices
     that have blocks of 4 positions in turn."""
-    whole = Striped(SIZE, ranks, block=4)
+    whole = StripedLayout(SIZE, ranks, block=4)
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("kvp",))
     by_slot = np.zeros_like(scores)
     slots = np.asarray(whole.slots(jnp.arange(SIZE, dtype=jnp.int32)))
@@ -37,8 +37,8 @@ def test_the_best_of_those_before_cross_devices(ranks, ahead):
     scores = np.random.default_rng(ahead).normal(size=(4, 2, SIZE)).astype(np.float32)
     until = jnp.asarray(LENGTHS, jnp.int32)
     found = shared(lambda x, layout: carried(x, layout, ahead, until)[0], scores, ranks)
-    alone, layout = carried(jnp.asarray(scores), Linear(SIZE), ahead, until)
-    assert layout == Linear(SIZE)
+    alone, layout = carried(jnp.asarray(scores), LinearLayout(SIZE), ahead, until)
+    assert layout == LinearLayout(SIZE)
     np.testing.assert_array_equal(found, alone)
     for row, length in enumerate(LENGTHS):
         for p in range(length):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Linear, Striped
+from jspec.cache import LinearLayout, StripedLayout
 from jspec.policies import Quest
 from jspec.policies.policy import create_cache, with_pages
 from jspec.policies.scores import dots
@@ -50,7 +50,7 @@ def edge_of(name: str, edge: str):
 def test_it_selects_what_the_paper_says(name, edge):
     """Slots that hold nothing are NaN; one layout deals the positions out."""
     policy = edge_of(name, edge)
-    layout = Striped(CAPACITY, 3, 2) if edge == "some" else Linear(CAPACITY)
+    layout = StripedLayout(CAPACITY, 3, 2) if edge == "some" else LinearLayout(CAPACITY)
     cache = filled(policy, layout, LENGTHS, junk=np.nan)
     q, _, _ = query(len(LENGTHS))
     arrays = arrays_of(policy)
@@ -76,7 +76,7 @@ def test_a_needle_is_found_at_either_end(name, depth):
     length = CAPACITY - 1
     places = {"first": 0, "before the recent ones": length - 3, "last but one": length - 2}
     place = places[depth]
-    cache, arrays = filled(policy, Linear(CAPACITY), [length]), arrays_of(policy)
+    cache, arrays = filled(policy, LinearLayout(CAPACITY), [length]), arrays_of(policy)
     q, _, _ = query(1)
     q = jnp.repeat(q[:, :, ::2], 2, axis=2)  # alike in a group
     sample = np.float64(random(64, 2, 8, seed=7)) + 0.5  # whose mean is MagicPIG's center
@@ -94,8 +94,8 @@ def test_a_needle_is_found_at_either_end(name, depth):
 def test_pages_do_not_depend_on_how_tokens_came():
     """Committed one by one, in blocks, with rejected tokens behind them; once more changes none."""
     policy = Quest(page=4)
-    wanted = filled(policy, Linear(CAPACITY), LENGTHS)
-    cache = create_cache(policy, [SPEC], [Linear(CAPACITY)], len(LENGTHS), jnp.float32)
+    wanted = filled(policy, LinearLayout(CAPACITY), LENGTHS)
+    cache = create_cache(policy, [SPEC], [LinearLayout(CAPACITY)], len(LENGTHS), jnp.float32)
     k, v = random(len(LENGTHS), CAPACITY, 2, 8, seed=1), jnp.zeros((len(LENGTHS), CAPACITY, 2, 4))
     cache = cache.replaced(0, keys=k, values=v)
     ends, before = jnp.asarray(LENGTHS, jnp.int32), jnp.zeros(len(LENGTHS), jnp.int32)
@@ -117,14 +117,14 @@ def test_pages_do_not_depend_on_how_tokens_came():
 
 
 def test_pages_are_refused_to_a_policy_that_keeps_others():
-    cache = filled(MATRIX["quest"], Linear(CAPACITY))
+    cache = filled(MATRIX["quest"], LinearLayout(CAPACITY))
     with pytest.raises(ValueError, match=r"layer 0 keeps pages \['high', 'low'\], but ExactTopK"):
         with_pages(MATRIX["exact_topk"], None, cache, cache.lengths, cache.lengths, 1)
 
 
 def test_the_first_layers_are_read_whole():
     policy = dataclasses.replace(MATRIX["exact_topk"], dense_layers=1)
-    cache = filled(policy, Linear(CAPACITY))
+    cache = filled(policy, LinearLayout(CAPACITY))
     assert policy.select(None, 0, cache, query()[0], cache.lengths) is None
 
 
@@ -153,7 +153,7 @@ def test_bad_settings_are_refused(name, settings, message):
 def test_hata_counts_a_bit_times_the_norm_of_its_key():
     """The authors' code: ``|k| (g - 2 h / R)`` for a distance h to the g queries of a group."""
     policy = dataclasses.replace(MATRIX["hata"], norms=True)
-    cache, q, (w,) = filled(policy, Linear(CAPACITY)), query()[0], arrays_of(policy)
+    cache, q, (w,) = filled(policy, LinearLayout(CAPACITY)), query()[0], arrays_of(policy)
     keys = np.float64(random(3, CAPACITY, 2, 8, seed=1))
     scores = np.asarray(policy.score((w,), 0, cache, q))
     for head in range(2):

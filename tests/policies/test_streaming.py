@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import Cache, Linear
+from jspec.cache import Cache, LinearLayout
 from jspec.config import LayerSpec, Rope, RopeScaling, SamplingParams
 from jspec.decode.draft import SelfDraft
 from jspec.decode.generation import generate
@@ -31,7 +31,7 @@ SPEC = LayerSpec(kv_heads=1, key_size=2, value_size=2)
     ids=str,
 )
 def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
-    cache = Cache.create([SPEC], [Linear(CAPACITY)], 4, jnp.float32)
+    cache = Cache.create([SPEC], [LinearLayout(CAPACITY)], 4, jnp.float32)
     lengths = [20, 11, 3, 0]
     until = jnp.asarray(lengths, jnp.int32)
     selected = np.asarray(Streaming(sinks, window).select(None, 0, cache, None, until))
@@ -47,7 +47,7 @@ def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
 def test_a_ratio_reads_the_last_position_of_a_full_cache():
     """0.15 of 100 is 15 in float64 and a little more in float32."""
     spec = LayerSpec(kv_heads=1, key_size=4, value_size=4)
-    cache = Cache.create([spec], [Linear(100)], 1, jnp.float32)
+    cache = Cache.create([spec], [LinearLayout(100)], 1, jnp.float32)
     chosen = Streaming(sinks=4, window=0.15).select(None, 0, cache, None, jnp.array([100]))
     assert chosen is not None
     assert sorted(np.asarray(chosen)[0].tolist()) == [0, 1, 2, 3, *range(88, 100)]

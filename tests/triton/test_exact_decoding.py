@@ -115,11 +115,11 @@ def test_an_engine_leaves_the_bits_of_plain_decoding_in_the_interpreter(interpre
         steps_per_chunk=1,
         exact=True,
     )
-    handles = [engine.submit(text, own) for text, own in zip(texts, params, strict=True)]
+    requests = [engine.submit(text, own) for text, own in zip(texts, params, strict=True)]
     engine.run()
     assert engine.stats.accepted > 0
     for slot, which in ((0, 0), (1, 2)):
-        text, tokens = texts[which], handles[which].tokens
+        text, tokens = texts[which], requests[which].tokens
         plain = decoded(model, [text], PLAIN, params[which].max_new_tokens)
         assert_same(engine._batch.state, slot, plain, 0)
         assert tokens == tuple(plain.tokens[0, len(text) :][: len(tokens)].tolist())
@@ -199,10 +199,10 @@ def test_an_engine_leaves_the_tokens_of_plain_decoding_on_a_gpu(name, bundled, a
         exact=True,
     )
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
-    handles = [engine.submit(text, params) for text in [*texts[16:], *texts[:16]]]
+    requests = [engine.submit(text, params) for text in [*texts[16:], *texts[:16]]]
     engine.run()
-    for handle, text, state in zip([*handles[16:], *handles[:16]], texts, plain, strict=True):
-        assert handle.tokens == tuple(state.tokens[0, len(text) :][:48].tolist())
+    for request, text, state in zip([*requests[16:], *requests[:16]], texts, plain, strict=True):
+        assert request.tokens == tuple(state.tokens[0, len(text) :][:48].tolist())
 
 
 def test_scores_are_of_the_same_logits_on_a_gpu(bundled):

@@ -1,4 +1,4 @@
-"""Rows that are new to a state, and how they get into its slots."""
+"""Inserting prefilled rows into slots of a decode state."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jspec.typing import Array
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FreshRows:
-    """Rows of a `DecodeState` on their way into slots of another one.
+class PackedRows:
+    """Rows of a `DecodeState` to be inserted into slots of another one.
 
-    ``cache``: without lengths; ``draft``: as in the state. ``packed`` int32 ``[n, W]``: the slots
-    and all other arrays side by side, bit by bit. Each by itself would go to the device for as
-    long.
+    ``cache``: without lengths; ``draft``: as in the state. ``packed`` int32 ``[n, W]``: the bits of
+    the slots and of all other arrays, concatenated, as copying each array to the device by itself
+    would take as long as copying all of them.
     """
 
     cache: Cache
@@ -34,7 +34,7 @@ class FreshRows:
     packed: Array | np.ndarray
 
     @classmethod
-    def of(cls, rows: DecodeState, slots: Sequence[int]) -> FreshRows:
+    def of(cls, rows: DecodeState, slots: Sequence[int]) -> PackedRows:
         """``rows``, whose arrays are of numpy, but for the cache's columns and the draft."""
         cache: Any = dataclasses.replace(rows.cache, lengths=None)
         arrays = np.array(slots, np.int32), *jax.tree.leaves(_small(rows))
@@ -50,9 +50,9 @@ class FreshRows:
         return dataclasses.replace(small, cache=cache, draft=self.draft), slots[:, 0]
 
 
-def put_row(
+def insert_row(
     state: DecodeState,
-    one: DecodeState | FreshRows,
+    one: DecodeState | PackedRows,
     slot: int,
     run: Callable[..., Any] | None = None,
 ) -> DecodeState:
@@ -62,11 +62,15 @@ def put_row(
     """
     call = (lambda function, *args: function(*args)) if run is None else run
     index = np.int32(slot)
-    after = call(_put, _without_host(state), _without_host(one), index)
+    after = call(_insert, _without_host(state), _without_host(one), index)
     # One at a time: no more than one of them is on the device.
     columns = tuple(
         own
-        | {name: call(_put_in_host, x, row[name], index) for name, x in held.items() if in_host(x)}
+        | {
+            name: call(_insert_in_host, x, row[name], index)
+            for name, x in held.items()
+            if in_host(x)
+        }
         for own, held, row in zip(
             after.cache.columns, state.cache.columns, one.cache.columns, strict=True
         )
@@ -75,17 +79,17 @@ def put_row(
 
 
 @jax.jit(donate_argnames="state")
-def _put(state: DecodeState, one: DecodeState | FreshRows, slot: Array) -> DecodeState:
-    def put(state: DecodeState, one: DecodeState | FreshRows, slots: Array) -> DecodeState:
-        if isinstance(one, FreshRows):
+def _insert(state: DecodeState, one: DecodeState | PackedRows, slot: Array) -> DecodeState:
+    def insert(state: DecodeState, one: DecodeState | PackedRows, slots: Array) -> DecodeState:
+        if isinstance(one, PackedRows):
             one, slots = one.unpacked(state)
 
         def write(x: Array, row: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(x, row, slots[0], axis=0)
 
-        return put_rows(state, one, slots, write)
+        return insert_rows(state, one, slots, write)
 
-    return with_auto_axes(put, state, one, slot[None], like=state)
+    return with_auto_axes(insert, state, one, slot[None], like=state)
 
 
 def _without_host(state: Any) -> Any:
@@ -97,12 +101,12 @@ def _without_host(state: Any) -> Any:
 
 
 @jax.jit(donate_argnames="column")
-def _put_in_host(column: Array, row: Array, slot: Array) -> Array:
+def _insert_in_host(column: Array, row: Array, slot: Array) -> Array:
     whole, row = to_device(column), to_device(row)
     return to_host(lax.dynamic_update_slice_in_dim(whole, row, slot, axis=0))
 
 
-def put_rows(
+def insert_rows(
     state: DecodeState, rows: DecodeState, slots: Array, write: Callable[[Array, Array], Array]
 ) -> DecodeState:
     """``state`` with ``rows`` in ``slots [n]``; a slot past the end is nowhere.

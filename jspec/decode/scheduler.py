@@ -1,4 +1,4 @@
-"""Requests that wait for slots, and the order in which their prompts are taken up."""
+"""The scheduler of an engine: its queue, and the order in which prompts are prefilled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.batch import Batch
-from jspec.decode.handle import Handle
-from jspec.decode.intake import Intake
+from jspec.decode.chunked_prefill import ChunkedPrefill
+from jspec.decode.request import Request
 from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
 from jspec.decode.state import DecodeState
 from jspec.typing import Array
@@ -21,8 +21,8 @@ PROMPTS = 4  # pieces of a turn at most: slots that are taken wait for as many
 PASSES = 2  # wide passes of a turn at most
 
 
-class Waiting:
-    """Takes up prompts for the slots of ``batch``.
+class Scheduler:
+    """Queues requests, and prefills their prompts for the slots of ``batch``.
 
     A turn has ``chunk`` tokens for each slot that is free, up to `PROMPTS`, and for one in any
     case; where passes over short prompts are wide, it has those of `PASSES`. One long prompt may
@@ -33,15 +33,18 @@ class Waiting:
     So it takes twice as many turns at most, whatever comes, and keeps no short one waiting for its
     end.
 
-    ``requests``: whose prompts were taken up, which have ``prompt_tokens`` without shared prefixes.
+    ``admitted``: requests whose prompts were taken up; ``prompt_tokens``: their tokens, without
+    those of shared prefixes.
     """
 
-    def __init__(self, batch: Batch, intake: Intake, short: ShortPrompts, chunk: int) -> None:
-        self.intake, self.short = intake, short
-        self.requests = self.prompt_tokens = 0
+    def __init__(
+        self, batch: Batch, prefill: ChunkedPrefill, short: ShortPrompts, chunk: int
+    ) -> None:
+        self.prefill, self.short = prefill, short
+        self.admitted = self.prompt_tokens = 0
         self._batch, self._chunk = batch, chunk
-        self._queue: OrderedDict[Handle, None] = OrderedDict()
-        self._incoming: Handle | None = None  # whose prompt is at work
+        self._queue: OrderedDict[Request, None] = OrderedDict()
+        self._incoming: Request | None = None  # whose prompt is at work
         self._was_overtaken = False  # in the last turn
 
     @property
@@ -54,37 +57,37 @@ class Waiting:
         """Whether one of them would get on in a turn."""
         if self._incoming is None:
             return bool(self._queue) and (not self._first_needs_no_row or bool(self._batch.free))
-        return not self.intake.ready or bool(self._batch.free)
+        return not self.prefill.ready or bool(self._batch.free)
 
     @property
-    def handles(self) -> list[Handle]:
+    def requests(self) -> list[Request]:
         """All of them."""
         own = [] if self._incoming is None else [self._incoming]
         return [*own, *self._queue]
 
-    def add(self, handle: Handle) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request."""
-        self._queue[handle] = None
+        self._queue[request] = None
 
-    def remove(self, handle: Handle) -> None:
+    def remove(self, request: Request) -> None:
         """Let go of a request, if it is here."""
-        self._queue.pop(handle, None)
-        if self._incoming is handle:
+        self._queue.pop(request, None)
+        if self._incoming is request:
             self._incoming = None
 
     def close(self) -> None:
         """Let go of all, and free the memory of the device."""
         self._queue.clear()
         self._incoming = None
-        del self.intake
+        del self.prefill
 
     def warm(self) -> None:
         """Compile what any prompts may need. Nobody may be here or in a slot."""
-        self.intake.warm()
+        self.prefill.warm()
         nobody = SamplingParams(seed=0)
-        state = self.intake.put(self._batch.state, 0, nobody)
+        state = self.prefill.insert(self._batch.state, 0, nobody)
         self._batch.state = self.short.warmed(state)
-        self.intake.mark(self._batch.state)
+        self.prefill.mark(self._batch.state)
 
     def take_up(self) -> Array:
         """Pieces of prompts up to the limit of a turn; those that are whole go into slots.
@@ -105,28 +108,28 @@ class Waiting:
                 spent += tokens
                 self._take_up_together(group, size)
                 continue
-            if self._first_needs_no_row or (handle := self._next()) is None:
+            if self._first_needs_no_row or (request := self._next()) is None:
                 break
-            while not self.intake.ready:
-                piece = self.intake.piece
+            while not self.prefill.ready:
+                piece = self.prefill.piece
                 if spent and spent + piece > most:
                     break
                 spent += piece
-                self.intake.advance()
-            if not self.intake.ready or not self._batch.free:
+                self.prefill.advance()
+            if not self.prefill.ready or not self._batch.free:
                 break
             slot = self._batch.free[0]
-            state = self.intake.put(self._batch.state, slot, handle.params)
-            self._batch.fill(state, [slot], [handle])
+            state = self.prefill.insert(self._batch.state, slot, request.params)
+            self._batch.fill(state, [slot], [request])
             self._incoming = None
-            self.requests += 1
-        return self.intake.mark(self._batch.state)
+            self.admitted += 1
+        return self.prefill.mark(self._batch.state)
 
     def _overtake(self, most: int) -> int:
         """Take up short prompts of ``most`` tokens ahead of a long one at work; their tokens,
         padding included."""
         spent = 0
-        if self._incoming is None or self.intake.left <= self._chunk:
+        if self._incoming is None or self.prefill.left <= self._chunk:
             return spent
         while some := self._short_ones():
             group, size = self._together(some)
@@ -142,30 +145,30 @@ class Waiting:
                 self._take_up_whole(some[0])
         return spent
 
-    def _short_ones(self) -> list[Handle]:
+    def _short_ones(self) -> list[Request]:
         """The first requests of the queue that may overtake, as many as may go in."""
         seen = itertools.islice(self._queue, SEEN)
         short = filter(lambda x: self._size_of(x) or self._tokens_of(x), seen)
         return list(itertools.islice(short, len(self._batch.free)))
 
-    def _size_of(self, handle: Handle) -> int:
+    def _size_of(self, request: Request) -> int:
         """The size of a pass that puts the prompt into a slot; 0 where none does."""
-        prompt = _prompt(handle)
-        return self.short.size_of(len(prompt)) if self.intake.is_fresh(prompt) else 0
+        prompt = _prompt(request)
+        return self.short.size_of(len(prompt)) if self.prefill.is_fresh(prompt) else 0
 
-    def _tokens_of(self, handle: Handle) -> int:
+    def _tokens_of(self, request: Request) -> int:
         """Tokens of the pieces that take up the prompt in a row, padding included; 0 where it is
         longer than a piece may be, or there is no row."""
-        return self.intake.tokens_of(_prompt(handle)) if self.intake.overtakes else 0
+        return self.prefill.tokens_of(_prompt(request)) if self.prefill.overtakes else 0
 
-    def _together(self, waiting: Iterable[Handle]) -> tuple[list[Handle], int]:
+    def _together(self, waiting: Iterable[Request]) -> tuple[list[Request], int]:
         """The first requests whose prompts go into one pass, and its size."""
         some = list(itertools.islice(waiting, min(len(self._batch.free), MOST_ROWS)))
-        prompts = itertools.takewhile(self.intake.is_fresh, map(_prompt, some))
+        prompts = itertools.takewhile(self.prefill.is_fresh, map(_prompt, some))
         count, size = self.short.together([len(prompt) for prompt in prompts])
         return some[:count], size
 
-    def _take_up_together(self, group: Sequence[Handle], size: int) -> None:
+    def _take_up_together(self, group: Sequence[Request], size: int) -> None:
         """Put requests into slots by one pass over their prompts."""
         slots = self._batch.free[: len(group)]
         prompts, params = [_prompt(x) for x in group], [x.params for x in group]
@@ -173,20 +176,20 @@ class Waiting:
         self._fill(state, slots, group)
         self.prompt_tokens += sum(map(len, prompts))
 
-    def _take_up_whole(self, handle: Handle) -> None:
+    def _take_up_whole(self, request: Request) -> None:
         """Put a request into a slot while another prompt is at work."""
-        slot, prompt = self._batch.free[0], _prompt(handle)
-        self.prompt_tokens += self.intake.behind_prefix(prompt)
-        state = self.intake.overtake(self._batch.state, slot, prompt, handle.params)
-        self._fill(state, [slot], [handle])
+        slot, prompt = self._batch.free[0], _prompt(request)
+        self.prompt_tokens += self.prefill.behind_prefix(prompt)
+        state = self.prefill.overtake(self._batch.state, slot, prompt, request.params)
+        self._fill(state, [slot], [request])
 
-    def _fill(self, state: DecodeState, slots: Sequence[int], handles: Sequence[Handle]) -> None:
+    def _fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Move requests of the queue into slots, which ``state`` has."""
         # In this order, Ctrl-C between the two loses nobody.
-        self._batch.fill(state, slots, handles)
-        for handle in handles:
-            self._queue.pop(handle, None)  # gone if it was cancelled while a program compiled
-        self.requests += len(handles)
+        self._batch.fill(state, slots, requests)
+        for request in requests:
+            self._queue.pop(request, None)  # gone if it was cancelled while a program compiled
+        self.admitted += len(requests)
 
     @property
     def _first_needs_no_row(self) -> bool:
@@ -194,19 +197,19 @@ class Waiting:
         is_next = self._incoming is None and self.short.is_wide and bool(self._queue)
         return is_next and self._size_of(next(iter(self._queue))) > 0
 
-    def _next(self) -> Handle | None:
+    def _next(self) -> Request | None:
         """The request whose prompt is at work, or is from now on."""
         if self._incoming is None and self._queue:
             # In this order, Ctrl-C between the two loses nobody.
             self._incoming = next(iter(self._queue))
             del self._queue[self._incoming]
             prompt = _prompt(self._incoming)
-            self.prompt_tokens += self.intake.behind_prefix(prompt)
-            self.intake.begin(prompt)
+            self.prompt_tokens += self.prefill.behind_prefix(prompt)
+            self.prefill.begin(prompt)
         return self._incoming
 
 
-def _prompt(handle: Handle) -> np.ndarray:
+def _prompt(request: Request) -> np.ndarray:
     """The prompt of a request that has not ended."""
-    assert handle._prompt is not None
-    return handle._prompt
+    assert request._prompt is not None
+    return request._prompt

@@ -1,4 +1,4 @@
-"""What the settings of decoding come to: models on the device, the step's config, its gammas."""
+"""Options of decoding, resolved: models on the device, the config of the step, its gammas."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from jspec.config import shown, whole_number
 from jspec.decode.auto import Gammas, may_ask
+from jspec.decode.checks import check_models
 from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.exact import check_exact
 from jspec.decode.on_mesh import mesh_model
-from jspec.decode.requests import check_models
 from jspec.decode.settings import StepConfig, check_draft
 from jspec.decode.state import FlatModels, Models
 from jspec.ops.stochastic import Rule
@@ -27,7 +27,7 @@ Gamma = int | Literal["auto"] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ResolvedOptions:
     """What decodes: ``config`` of the longest step, ``gammas`` where they are chosen on the way,
     ``steps`` of a chunk. ``flat``: the models as programs take them."""
 
@@ -51,7 +51,7 @@ class Plan:
         steps_per_chunk: int | None,
         backends: Mapping[str, str],
         exact: bool,
-    ) -> Plan:
+    ) -> ResolvedOptions:
         """Settings as `jspec.generate` takes them, checked, and what they need made of the model.
 
         Raises `TypeError` and `ValueError` for settings that are none.

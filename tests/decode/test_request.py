@@ -1,4 +1,4 @@
-"""What the holder of a request can do: read it as it comes, end it, fail, and lose nothing."""
+"""What a caller can do with a request: read it as it comes, end it, fail, and lose nothing."""
 
 import math
 
@@ -43,7 +43,7 @@ def submit(engine):
 
 
 def test_tokens_come_while_the_request_is_read(engine, submit, alone):
-    """Reading one drives all; the other waits in its handle, whole, for whoever reads it late."""
+    """Reading one drives all; the other keeps its tokens for whoever reads it late."""
     first, second = submit(0, 1)
     seen = []
     for token in first:
@@ -58,26 +58,26 @@ def test_tokens_come_while_the_request_is_read(engine, submit, alone):
 
 
 def test_two_readers_in_turn(submit, alone):
-    (handle,) = submit(3)
-    readers = [iter(handle), iter(handle)]
+    (request,) = submit(3)
+    readers = [iter(request), iter(request)]
     pairs = [(next(readers[0]), next(readers[1])) for _ in alone[3]]
     assert pairs == [(token, token) for token in alone[3]]
 
 
 def test_more_requests_than_slots_wait(engine, submit, alone):
-    handles = submit(*range(5))
-    assert "in the engine" in repr(handles[4])
-    assert handles[4].result() == alone[4]
+    requests = submit(*range(5))
+    assert "in the engine" in repr(requests[4])
+    assert requests[4].result() == alone[4]
     engine.run()
-    assert [handle.tokens for handle in handles] == list(alone)
-    assert repr(handles[0]) == "Handle(9 prompt tokens, 20 new, length)"
+    assert [request.tokens for request in requests] == list(alone)
+    assert repr(requests[0]) == "Request(9 prompt tokens, 20 new, length)"
 
 
 def test_a_step_tells_which_requests_it_ended(engine, submit):
-    handles, ended = submit(0, 1, 2), []
+    requests, ended = submit(0, 1, 2), []
     while engine.busy:
         ended.append(set(engine.step()))
-    assert set().union(*ended) == set(handles)
+    assert set().union(*ended) == set(requests)
     assert [bool(some) for some in ended].count(True) == 2  # two slots
     assert engine.step() == ()
 
@@ -183,20 +183,20 @@ def test_a_callback_may_submit_and_cancel(engine, submit, alone):
 
 
 def test_a_request_may_be_cancelled_while_its_prompt_compiles(sharp, alone):
-    handles, begun = [], []
+    requests, begun = [], []
 
     def on_compile(begins):
-        if begins and handles:
-            begun.append(handles[1].finished)
-            handles[1].cancel()
+        if begins and requests:
+            begun.append(requests[1].finished)
+            requests[1].cancel()
 
     # A capacity of its own, for which no other test has compiled anything.
     engine = Engine(sharp, slots=2, capacity=700, draft=None, on_compile=on_compile)
-    handles += [engine.submit(TEXTS[i], NEW) for i in (0, 1, 3)]
+    requests += [engine.submit(TEXTS[i], NEW) for i in (0, 1, 3)]
     engine.run()
     assert begun[0] is None
-    assert handles[1].finished == "cancelled"
-    assert [handles[0].tokens, handles[2].tokens] == [alone[0], alone[3]]
+    assert requests[1].finished == "cancelled"
+    assert [requests[0].tokens, requests[2].tokens] == [alone[0], alone[3]]
 
 
 def test_what_was_dropped_counts_nowhere(engine, submit, monkeypatch):
@@ -245,18 +245,18 @@ def test_an_exception_leaves_every_handle_its_tokens(
 
     monkeypatch.setattr(Chunks, "start", interrupted)
     ended = engine.submit([5], SamplingParams(max_new_tokens=1))
-    handles = [engine.submit(text, NEW) for text in TEXTS]
+    requests = [engine.submit(text, NEW) for text in TEXTS]
     with pytest.raises(caught):
         engine.run()
     assert ended.finished == "length"
-    assert [handle.finished for handle in handles] == ["interrupted"] * 5
-    assert [len(handle.tokens) for handle in handles] == kept
-    assert all(x.tokens == own[: len(x.tokens)] for x, own in zip(handles, alone, strict=True))
+    assert [request.finished for request in requests] == ["interrupted"] * 5
+    assert [len(request.tokens) for request in requests] == kept
+    assert all(x.tokens == own[: len(x.tokens)] for x, own in zip(requests, alone, strict=True))
     if isinstance(error, KeyboardInterrupt):
-        assert handles[0].result() == tuple(handles[0]) == handles[0].tokens
+        assert requests[0].result() == tuple(requests[0]) == requests[0].tokens
     else:
         with pytest.raises(caught):
-            handles[0].result()
+            requests[0].result()
     assert not engine.busy
     for call in (engine.step, engine.warm_up, lambda: engine.submit([1])):
         with pytest.raises(RuntimeError, match="the engine ended by an exception in a step"):
@@ -281,7 +281,7 @@ def test_a_device_without_memory_says_how_large_the_engine_is(sharp, monkeypatch
     def exhausted(*args, **settings):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr("jspec.decode.intake.start_decoding", exhausted)
+    monkeypatch.setattr("jspec.decode.chunked_prefill.start_decoding", exhausted)
     with pytest.raises(MemoryError, match="2 slots of 40 positions; lower slots or capacity, or p"):
         make(sharp)
 

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec.config import SamplingParams
+from jspec.decode.convert_state import convert_state
 from jspec.decode.draft import ModelDraft, SelfDraft, named_draft
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
 from jspec.decode.state import Models
-from jspec.decode.switch import switch
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 from tests.policies.common import MATRIX, arrays_of
@@ -39,7 +39,7 @@ def test_it_keeps_what_a_prefill_of_its_own_keeps(name, windowed):
     wide = dataclasses.replace(PLAIN, gamma=3)
     own = start_decoding(models, PROMPTS, PARAMS, config)
     shared = start_decoding(windowed, PROMPTS, PARAMS, wide)
-    got = switch(models, shared, config)
+    got = convert_state(models, shared, config)
     assert jax.tree.structure(got) == jax.tree.structure(own)
     kept = [x.columns for x in (own.cache, got.cache)]
     for wanted, found in zip(*kept, strict=True):
@@ -90,7 +90,7 @@ def test_a_drafter_hears_what_was_prefilled_without_it(text, tiny):
     config = StepConfig(3, named_draft(text))
     own = start_decoding(tiny, PROMPTS, PARAMS, config)
     shared = start_decoding(tiny, PROMPTS, PARAMS, dataclasses.replace(PLAIN, gamma=3))
-    got = switch(tiny, shared, config)
+    got = convert_state(tiny, shared, config)
     jax.tree.map(np.testing.assert_array_equal, got.draft, own.draft)
 
 
@@ -100,7 +100,7 @@ def test_it_lies_where_it_is_told_to(tiny):
     where = NamedSharding(mesh, PartitionSpec("rows"))
     state = start_decoding(tiny, PROMPTS, PARAMS, PLAIN, sharding=where)
     config = dataclasses.replace(PLAIN, target=MATRIX["quest"])
-    got = switch(tiny, state, config, sharding=where)
+    got = convert_state(tiny, state, config, sharding=where)
     assert {x.sharding for x in jax.tree.leaves(got)} == {where}
     np.testing.assert_array_equal(got.cache.keys(1), state.cache.keys(1))
 
@@ -108,12 +108,12 @@ def test_it_lies_where_it_is_told_to(tiny):
 def test_what_it_cannot_make_is_refused(tiny, windowed, other):
     state = start_decoding(windowed, PROMPTS, PARAMS, PLAIN)
     with pytest.raises(ValueError, match="gamma=3 does not fit"):
-        switch(windowed, state, StepConfig(3, SelfDraft(MATRIX["streaming"])))
+        convert_state(windowed, state, StepConfig(3, SelfDraft(MATRIX["streaming"])))
     state = start_decoding(tiny, PROMPTS, PARAMS, PLAIN)
     with pytest.raises(ValueError, match="Loki needs arrays of its own"):
-        switch(tiny, state, dataclasses.replace(PLAIN, target=MATRIX["loki"]))
+        convert_state(tiny, state, dataclasses.replace(PLAIN, target=MATRIX["loki"]))
     with pytest.raises(ValueError, match=r"ModelDraft\(\) takes up prompts with a model"):
-        switch(Models(tiny, other), state, StepConfig(3, ModelDraft()))
+        convert_state(Models(tiny, other), state, StepConfig(3, ModelDraft()))
     with pytest.raises(ValueError, match=r"prefilled has 3 rows of \[30, 7, 1\] tokens"):
         generate(tiny, PROMPTS[:2], PARAMS, draft=None, prefilled=state)
     assert jnp.isfinite(state.cache.keys(0)[0, :29]).all()

@@ -1,4 +1,4 @@
-"""Rows on their way into slots: what the host sent is there bit by bit, and nothing else moved."""
+"""Inserting rows into slots: what the host sent arrives bit by bit, and no other row changes."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode.fresh import FreshRows, put_rows
+from jspec.decode.insert_rows import PackedRows, insert_rows
 from jspec.decode.prefill import padded, start_decoding, state_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState
@@ -54,9 +54,9 @@ def bits(x) -> bytes:
 
 
 def test_rows_arrive_bit_by_bit(batch, rows):
-    fresh = FreshRows.of(of(batch, rows), [3, 1])
-    assert len(jax.tree.leaves(fresh)) == len(jax.tree.leaves(batch.cache.columns)) + 1
-    got, slots = jax.jit(lambda fresh, batch: fresh.unpacked(batch))(fresh, batch)
+    packed = PackedRows.of(of(batch, rows), [3, 1])
+    assert len(jax.tree.leaves(packed)) == len(jax.tree.leaves(batch.cache.columns)) + 1
+    got, slots = jax.jit(lambda packed, batch: packed.unpacked(batch))(packed, batch)
     assert slots.tolist() == [3, 1]
     for want, found in zip(jax.tree.leaves(of(batch, rows)), jax.tree.leaves(got), strict=True):
         assert (want.shape, want.dtype, bits(want)) == (found.shape, found.dtype, bits(found))
@@ -72,14 +72,14 @@ def test_rows_are_in_their_slots_and_those_past_the_end_nowhere(batch, rows, slo
                 whole[(slot, *map(slice, row.shape))] = row
 
     @jax.jit
-    def put(batch, fresh):
-        rows, slots = fresh.unpacked(batch)
+    def insert(batch, packed):
+        rows, slots = packed.unpacked(batch)
 
         def write(x, own):
             return x.at[slots, : own.shape[1]].set(own, mode="drop")
 
-        return put_rows(batch, rows, slots, write)
+        return insert_rows(batch, rows, slots, write)
 
-    got = jax.tree.leaves(put(batch, FreshRows.of(new, slots)))
+    got = jax.tree.leaves(insert(batch, PackedRows.of(new, slots)))
     for want, found in zip(wanted, got, strict=True):
         assert (want.dtype, bits(want)) == (found.dtype, bits(found))

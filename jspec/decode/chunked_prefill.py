@@ -1,4 +1,4 @@
-"""Prompts taken up piece by piece, in rows of their own beside the rows that decode."""
+"""Chunked prefill: prompts prefilled piece by piece, in rows that do not decode yet."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams
-from jspec.decode.fresh import FreshRows, put_row
+from jspec.decode.insert_rows import PackedRows, insert_row
 from jspec.decode.on_mesh import mesh_model
-from jspec.decode.plan import Plan
 from jspec.decode.prefill import (
     jitted_own_state,
     padded,
@@ -23,6 +22,7 @@ from jspec.decode.prefill import (
     state_of,
 )
 from jspec.decode.programs import Timed
+from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.state import DecodeState
 from jspec.sharding import beside, place
 from jspec.typing import Array
@@ -53,20 +53,19 @@ class Row:
         return self.prompt[:-1]
 
 
-class Intake:
-    """Takes up one prompt at a time, in pieces of at most ``chunk`` tokens, and prefixes of prompts
-    beside it.
+class ChunkedPrefill:
+    """Prefills one prompt at a time, in pieces of at most ``chunk`` tokens, and shared prefixes.
 
     Pieces are padded to one of `pass_sizes`, so that few programs serve prompts of all lengths. A
-    prompt that goes on behind a prefix starts from a copy of its row. ``capacity``: positions of a
-    row.
-    ``overtaken``: by which prompts the one at work may be, `overtake`: by all, by those behind a
-    prefix, or by none. They take a second row, which is there where there may be such prompts.
+    prompt that begins with a shared prefix starts from a copy of its row. ``capacity``: positions
+    of a row. ``overtaken``: by which prompts the one at work may be, `overtake`: by all, by those
+    behind a prefix, or by none. They take a second row, which is there where there may be such
+    prompts.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        options: ResolvedOptions,
         capacity: int,
         chunk: int,
         cache_dtype: DTypeLike | None,
@@ -74,11 +73,11 @@ class Intake:
         *,
         overtaken: Literal["all", "behind prefixes", "none"],
     ) -> None:
-        self._plan, self._chunk, self._programs = plan, chunk, programs
+        self._options, self._chunk, self._programs = options, chunk, programs
         self._sizes = pass_sizes(chunk)
         self._settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
-        on_mesh = mesh_model(plan.models.target)
-        self._sharding = beside(plan.models) if on_mesh is None else on_mesh.placing
+        on_mesh = mesh_model(options.models.target)
+        self._sharding = beside(options.models) if on_mesh is None else on_mesh.placing
         self._prefixes: list[Row] = []
         self._row, self._overtaken = self._fresh_row(np.zeros(1, np.int32)), overtaken
         self._beside = self._fresh_row(np.zeros(1, np.int32)) if overtaken == "all" else None
@@ -86,10 +85,10 @@ class Intake:
     def started(self, prompts: list[np.ndarray]) -> DecodeState:
         """A state of such rows that has taken up ``prompts``."""
         return start_decoding(
-            self._plan.models,
+            self._options.models,
             prompts,
             SamplingParams(max_new_tokens=1, seed=0),
-            self._plan.config,
+            self._options.config,
             run=self._programs,
             **self._settings,
         )
@@ -127,20 +126,20 @@ class Intake:
         """Take up the next piece."""
         self._advance(self._row)
 
-    def put(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
+    def insert(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
         """``state``, which is donated, with the prompt in ``slot``, to be decoded by ``params``."""
-        return put_row(state, self._one(state, slot, params), slot, self._programs)
+        return insert_row(state, self._one(state, slot, params), slot, self._programs)
 
     def overtake(
         self, state: DecodeState, slot: int, prompt: np.ndarray, params: SamplingParams
     ) -> DecodeState:
-        """As `put`, for all of ``prompt``, while another one is at work."""
+        """As `insert`, for all of ``prompt``, while another one is at work."""
         assert self._beside is not None
         at_work, self._row = self._row, self._beside
         self.begin(prompt)
         while not self.ready:
             self.advance()
-        state = self.put(state, slot, params)
+        state = self.insert(state, slot, params)
         self._row, self._beside = at_work, self._row
         return state
 
@@ -237,8 +236,8 @@ class Intake:
         ``own``: the drafter's part behind these, None where there are none.
         """
         lengths = np.array([len(prompt) - 1], np.int32)
-        args = (self._plan.flat, lengths, own)
-        settings = {"config": self._plan.config, "capacity": self._settings["capacity"]}
+        args = (self._options.flat, lengths, own)
+        settings = {"config": self._options.config, "capacity": self._settings["capacity"]}
         own = self._placed("draft", self._programs(jitted_own_state, *args, **settings))
         cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths.copy())))
         return Row(prompt, done, cache, own)
@@ -254,16 +253,16 @@ class Intake:
         tokens, positions = np.full((2, 1, size), -1, np.int32)
         tokens[0, : end - row.done] = row.prompt[row.done : end]
         positions[0, : end - row.done] = np.arange(row.done, end)
-        args = (self._plan.flat, row.cache, row.own, tokens, positions)
-        row.cache, row.own = self._programs(prefill_chunk, *args, config=self._plan.config)
+        args = (self._options.flat, row.cache, row.own, tokens, positions)
+        row.cache, row.own = self._programs(prefill_chunk, *args, config=self._options.config)
 
-    def _one(self, state: DecodeState, slot: int, params: SamplingParams) -> FreshRows:
+    def _one(self, state: DecodeState, slot: int, params: SamplingParams) -> PackedRows:
         """The prompt at work on its way into ``slot``, to be decoded by ``params``."""
-        row, ends = self._row, self._plan.models.target.config.stop_tokens
+        row, ends = self._row, self._options.models.target.config.stop_tokens
         tokens, lengths = padded([row.prompt], state.tokens.shape[1])
         cache = dataclasses.replace(row.cache, lengths=lengths - 1)
         own = (tokens, lengths, [params], ends, state.stop_tokens.shape[1], cache, row.own)
-        return FreshRows.of(state_of(*own, mode=state.mode, exact=state.exact), [slot])
+        return PackedRows.of(state_of(*own, mode=state.mode, exact=state.exact), [slot])
 
     def _placed(self, name: str, tree: Any) -> Any:
         return tree if self._sharding is None else place({name: tree}, self._sharding)[name]

@@ -1,4 +1,4 @@
-"""A request in an engine, as its caller holds it."""
+"""A request of an engine, and what its caller reads of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 OnTokens = Callable[[tuple[int, ...]], bool | int | None]
 
 
-class Handle:
-    """A request that `Engine.submit` took.
+class Request:
+    """A prompt that `Engine.submit` queued, and the tokens generated for it.
 
     ``params`` have a seed, also where none was given. ``finished``: why it ended, ``stop``,
     ``length``, ``cancelled``, ``error`` (its callback raised ``error``) or ``interrupted`` (the
     engine ended); None until then. Iterating gives its tokens one by one and drives the engine
-    while it waits for the next. The handle keeps all tokens, so that whoever reads late loses
-    none, and several may read.
+    while it waits for the next. A request keeps all of its tokens, so that they can be read
+    late and by several readers.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Handle:
 
     def __repr__(self) -> str:
         state = self.finished or "in the engine"
-        return f"Handle({self.prompt_tokens} prompt tokens, {len(self._tokens)} new, {state})"
+        return f"Request({self.prompt_tokens} prompt tokens, {len(self._tokens)} new, {state})"
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -113,5 +113,5 @@ class Handle:
         return len(new)
 
     def _end(self, why: str) -> None:
-        # A handle may outlive the engine and must not hold it, nor what its callback holds.
+        # A request may outlive the engine: it must not hold it, nor what its callback holds.
         self.finished, self._engine, self._prompt, self._on_tokens = why, None, None, None

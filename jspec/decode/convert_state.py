@@ -1,4 +1,4 @@
-"""The same requests for steps of another config: one prefill serves several policies."""
+"""Converting a state for steps of another config: one prefill serves several policies."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from jspec.typing import Array, Model
 TOKENS = ("keys", "values")  # columns of the model's own, whatever a policy keeps beside them
 
 
-def switch(
+def convert_state(
     models: Model | Models, state: DecodeState, config: StepConfig, *, sharding: Placing = None
 ) -> DecodeState:
     """A copy of ``state`` for steps of ``config``, whose policy may be another one.
 
     What that policy keeps is made from the cached keys, and the drafter hears the tokens, as in a
-    prefill of its own; ``state`` stays as it is and can be switched again. Costs a copy of the
+    prefill of its own; ``state`` stays as it is and can be converted again. Costs a copy of the
     cache. ``sharding`` as in `jspec.start_decoding`. Raises `ValueError` for a drafter with a model
     of its own, for a policy without its arrays, for a gamma for which a layer with a sliding window
     has no room, and for ``exact=True`` where the prompts were taken up without it.
