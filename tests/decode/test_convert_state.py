@@ -125,7 +125,7 @@ def test_prompts_of_other_lengths_compile_nothing(tiny, compiled):
         start_decoding(tiny, [prompt], PARAMS, PLAIN, capacity=64)
         for prompt in (PROMPTS[0], PROMPTS[0][:19])
     )
-    switch(tiny, first, config)
+    convert_state(tiny, first, config)
     before = compiled()
-    switch(tiny, second, config)
+    convert_state(tiny, second, config)
     assert compiled() == before
