@@ -278,7 +278,7 @@ def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> di
     draft = jspec.named_draft(case["draft"])
     is_plain, arrays = isinstance(draft, jspec.NoDraft), None
     if bed.tokenizer is not None:
-        arrays = prepared(draft.keeps, bed.model, bed.tokenizer)
+        arrays = prepared(draft.cache_policy, bed.model, bed.tokenizer)
     tokens, stats = decoded(
         bed.model,
         bed.prompts,

@@ -113,7 +113,7 @@ class LLM:
 
         ``path``: the model's directory, which may have hashes.
         """
-        policy = draft.keeps if isinstance(target, Dense) else target
+        policy = draft.cache_policy if isinstance(target, Dense) else target
         policy = policy if path is None else with_hashes(policy, path)
         return prepared(policy, self.model, self.tokenizer)
 

@@ -44,7 +44,7 @@ def convert_state(
         )
     sharding = beside(models) if sharding is None else sharding
     sizes = (held.specs, held.layouts, len(held.lengths), held.keys(0).dtype, sharding)
-    empty = place({"cache": create_cache(config.keeps, *sizes)}, sharding)["cache"]
+    empty = place({"cache": create_cache(config.cache_policy, *sizes)}, sharding)["cache"]
     others = dataclasses.replace(state, cache=None, draft=None)
     copied = jax.tree.map(jnp.copy, others)
     cache = _filled(models, empty, held, config=config)
@@ -59,7 +59,7 @@ def convert_state(
 @jax.jit(static_argnames="config", donate_argnames="empty")
 def _filled(models: Models, empty: Cache, held: Cache, config: StepConfig) -> Cache:
     """``empty`` with the keys and values that are ``held``, and what the policy makes of them."""
-    policy, arrays = config.keeps, models.policy
+    policy, arrays = config.cache_policy, models.policy
 
     def fill(arrays, empty: Cache, held: Cache) -> Cache:
         cache = empty.with_lengths(held.lengths)

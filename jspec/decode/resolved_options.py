@@ -65,9 +65,9 @@ class ResolvedOptions:
         gammas = Gammas(config, early=may_ask(models)) if gamma == "auto" else None
         config = config if gammas is None else gammas.longest
         if exact:
-            check_exact(model, config.keeps)
-        if config.keeps.needs_arrays and policy_arrays is None:
-            models = models._replace(policy=prepare(config.keeps, model))
+            check_exact(model, config.cache_policy)
+        if config.cache_policy.needs_arrays and policy_arrays is None:
+            models = models._replace(policy=prepare(config.cache_policy, model))
         on_mesh = mesh_model(model)
         if on_mesh is not None:
             on_mesh.check(config)

@@ -44,7 +44,7 @@ def decode_chunk(
     models: Model | Models | FlatModels, state: DecodeState, config: StepConfig, steps: int
 ) -> tuple[DecodeState, StepRecord]:
     """``steps`` speculative steps in one program; the records are stacked, ``[steps, B, ...]``."""
-    cache = with_rows_near(state.cache, config.keeps)
+    cache = with_rows_near(state.cache, config.cache_policy)
     state = dataclasses.replace(state, cache=cache)
     state, records = lax.scan(lambda state, _: step(models, state, config), state, length=steps)
     return dataclasses.replace(state, cache=dataclasses.replace(state.cache, near=())), records
@@ -85,7 +85,7 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     axes = vocabulary_axes(models.target)
     verified, state, record = verify(state, drafted, logits, config, axes)
     after, most = state.cache.lengths, config.gamma + 1
-    cache = with_pages(config.keeps, models.policy, state.cache, before, after, most)
+    cache = with_pages(config.cache_policy, models.policy, state.cache, before, after, most)
     state = dataclasses.replace(state, cache=cache)
     if drafted.levels is not None:
         ending = state.ending.learned(drafted.levels, drafted.lengths, verified.accepted)
@@ -123,7 +123,7 @@ def _run_target(
     until = state.cache.lengths
     positions = jnp.where(counts, until[:, None] + index, -1)
     backends = config.of_verification
-    kept = {"policy": config.keeps, "arrays": models.policy, "backends": backends}
+    kept = {"policy": config.cache_policy, "arrays": models.policy, "backends": backends}
     found = None
     if config.is_lossy:
         hidden, cache, _ = run_selected(

@@ -59,8 +59,8 @@ def collecting_attend(
     live at once, or keeps its queries where the tokens that score are not known yet. A model hands
     it a `Collecting` and gets one. ``arrays``: of the policy that ``policy`` keeps columns by.
     """
-    keeps = policy.keeps
-    dense: Any = dense_attend(positions, policy=keeps, arrays=arrays, backends=backends)
+    cache_policy = policy.cache_policy
+    dense: Any = dense_attend(positions, policy=cache_policy, arrays=arrays, backends=backends)
 
     @turning
     def attend(layer, q, k, v, given: Collecting, *, sinks=None, up=None, turn=None):
@@ -69,7 +69,7 @@ def collecting_attend(
         if policy.leaders(cache.specs)[layer] != layer:
             out, cache = dense(layer, q, k, v, cache, sinks=sinks, up=up, turn=turn)
             return out, given.behind(cache, None)
-        q, cache = appended(cache, layer, positions, q, k, v, turn, keeps, arrays, backends)
+        q, cache = appended(cache, layer, positions, q, k, v, turn, cache_policy, arrays, backends)
         columns = cache.columns[layer]
         own, where = in_slots(cache, layer, positions)
         arguments = (q, columns["keys"], columns.get("values"), own)

@@ -149,7 +149,9 @@ def check_law(
     Everything is traced anew, so that a patched internal is seen.
     """
     draft = SelfDraft(OTHER_POLICIES[source]) if source in OTHER_POLICIES else SOURCES[source]
-    arrays = prepare(draft.keeps, target(), PROMPT) if draft.keeps.needs_arrays else None
+    arrays = (
+        prepare(draft.cache_policy, target(), PROMPT) if draft.cache_policy.needs_arrays else None
+    )
     decode_chunk = step_module.decode_chunk.__wrapped__
 
     def chunk(*args, **settings):

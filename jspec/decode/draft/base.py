@@ -76,7 +76,7 @@ class Drafter:
     runs_model: ClassVar[bool] = False
 
     @property
-    def keeps(self) -> Policy:
+    def cache_policy(self) -> Policy:
         """The policy whose columns the target's cache keeps for this drafter."""
         return Dense()
 

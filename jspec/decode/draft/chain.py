@@ -64,13 +64,13 @@ class Chain(Drafter):
             raise TypeError(
                 f"second={shown(self.second)} must draft with the model itself, as SelfDraft() does"
             )
-        keeps = self.first.keeps
+        cache_policy = self.first.cache_policy
         if self.first.guided is not None:
             raise ValueError(
                 f"first={shown(self.first)} is guided by verification, which guides second alone; "
                 "pass one that is not, as SuffixDraft() is"
             )
-        if keeps.reads_queries and not isinstance(keeps, Dense):
+        if cache_policy.reads_queries and not isinstance(cache_policy, Dense):
             raise ValueError(
                 f"first={shown(self.first)} keeps columns in the cache, which has room for those "
                 "of second alone; pass one without, as SuffixDraft() is"
@@ -85,8 +85,8 @@ class Chain(Drafter):
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be at least 1")
 
     @property
-    def keeps(self) -> Policy:
-        return self.second.keeps
+    def cache_policy(self) -> Policy:
+        return self.second.cache_policy
 
     @property
     def needs_model(self) -> bool:

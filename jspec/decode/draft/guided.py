@@ -65,8 +65,8 @@ class GuidedDraft(SparseDrafter):
             )
 
     @property
-    def keeps(self) -> Policy:
-        return self.policy.keeps
+    def cache_policy(self) -> Policy:
+        return self.policy.cache_policy
 
     @property
     def guided(self) -> Guided:

@@ -43,8 +43,8 @@ class Paused(NoDraft):
     of: Drafter
 
     @property
-    def keeps(self) -> Policy:
-        return self.of.keeps
+    def cache_policy(self) -> Policy:
+        return self.of.cache_policy
 
     @property
     def guided(self) -> Guided | None:
