@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.cache.layout import check_rings
-from jspec.decode.draft import Drafted, Seen
+from jspec.decode.draft import Drafted, TargetPass
 from jspec.decode.draft.base import within_limits
 from jspec.decode.exact import check_started
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
@@ -80,7 +80,7 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     check_started(state.exact, config.exact)
     drafted, state = draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
-    logits, state, seen = run_target(models, state, drafted, config)
+    logits, state, target_pass = run_target(models, state, drafted, config)
     before = state.cache.lengths
     axes = vocabulary_axes(models.target)
     verified, state, record = verify(state, drafted, logits, config, axes)
@@ -90,7 +90,7 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     if drafted.levels is not None:
         ending = state.ending.learned(drafted.levels, drafted.lengths, verified.accepted)
         state = dataclasses.replace(state, ending=ending)
-    return config.draft.learn(state, seen, verified), record
+    return config.draft.learn(state, target_pass, verified), record
 
 
 @jax.named_scope("draft")
@@ -108,7 +108,7 @@ def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Draft
 @jax.named_scope("verification")
 def run_target(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
-) -> tuple[Array, DecodeState, Seen]:
+) -> tuple[Array, DecodeState, TargetPass]:
     """Run the target over the last token and the draft; its logits ``[B, gamma + 1, V]``."""
     with config.of_target():
         return _run_target(models, state, drafted, config)
@@ -116,7 +116,7 @@ def run_target(
 
 def _run_target(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
-) -> tuple[Array, DecodeState, Seen]:
+) -> tuple[Array, DecodeState, TargetPass]:
     tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
     index = jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
@@ -140,7 +140,7 @@ def _run_target(
         attend = dense_attend(positions, **kept)
         hidden, cache = models.target(tokens, positions, attend, state.cache)
     state = dataclasses.replace(state, cache=cache)
-    return models.target.logits(hidden), state, Seen(positions, hidden, found)
+    return models.target.logits(hidden), state, TargetPass(positions, hidden, found)
 
 
 def verify(
