@@ -23,7 +23,7 @@ from jspec.ops.verify import Verified, verify_greedy
 from jspec.ops.vocabulary import Axes
 from jspec.policies.attend import dense_attend, run_selected
 from jspec.policies.collect import run_collecting
-from jspec.policies.offload import with_rows_near
+from jspec.policies.offload import with_room_for_device_rows
 from jspec.policies.policy import with_pages
 from jspec.typing import Array, Model
 
@@ -44,10 +44,12 @@ def decode_chunk(
     models: Model | Models | FlatModels, state: DecodeState, config: StepConfig, steps: int
 ) -> tuple[DecodeState, StepRecord]:
     """``steps`` speculative steps in one program; the records are stacked, ``[steps, B, ...]``."""
-    cache = with_rows_near(state.cache, config.cache_policy)
+    cache = with_room_for_device_rows(state.cache, config.cache_policy)
     state = dataclasses.replace(state, cache=cache)
     state, records = lax.scan(lambda state, _: step(models, state, config), state, length=steps)
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, near=())), records
+    return dataclasses.replace(
+        state, cache=dataclasses.replace(state.cache, device_rows=())
+    ), records
 
 
 @jax.jit(static_argnames="config", donate_argnames="state")

@@ -16,7 +16,7 @@ from jspec.config import LayerSpec, ModelConfig
 from jspec.models.experts import MixtureOfExperts
 from jspec.models.joined import qkv_parts
 from jspec.models.latent import LatentAttention
-from jspec.models.modules import MLP, Foresee, JoinedLinear, Linear, RMSNorm, constant, normal
+from jspec.models.modules import MLP, JoinedLinear, Linear, NextQueries, RMSNorm, constant, normal
 from jspec.models.rope import rope_angles, rope_frequencies
 from jspec.ops.append import Turn
 from jspec.ops.attention.softmax import capped
@@ -53,7 +53,7 @@ class Attention(nnx.Module):
         angles: tuple[Array, Array],
         attend: Attend,
         cache,
-        foresee: Foresee | None = None,
+        next_queries: NextQueries | None = None,
         joined: Array | None = None,
     ):
         """``x`` plus what attention gives for it after ``norm``, and the cache.
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
         ``joined``: the projections, where the layer before gave them.
         """
         joined = self.qkv.joined(x, norm) if joined is None else joined
-        out, cache = self.attended(joined, layer, angles, attend, cache, foresee)
+        out, cache = self.attended(joined, layer, angles, attend, cache, next_queries)
         if self.post_norm is None:
             return self.out(out, add=x), cache
         return x + self.post_norm(self.out(out)), cache
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
         angles: tuple[Array, Array],
         attend: Attend,
         cache,
-        foresee: Foresee | None = None,
+        next_queries: NextQueries | None = None,
     ):
         """What heads read ``[B, T, N * H']`` for their projections ``joined``, and the cache."""
         q, k, v = self.qkv.split(joined)
@@ -84,8 +84,8 @@ class Attention(nnx.Module):
             more["sinks"] = self.sinks[...].astype(jnp.float32)
         if getattr(attend, "turns", False):
             turning: Any = attend  # it takes more than `Attend` says
-            if foresee is not None:
-                more["foresee"] = foresee
+            if next_queries is not None:
+                more["next_queries"] = next_queries
             out, cache = turning(layer, q, k, v, cache, turn=turn, **more)
         else:
             out, cache = attend(layer, *turn(q, k), v, cache, **more)
@@ -129,7 +129,7 @@ class Block(nnx.Module):
         angles: tuple[Array, Array],
         attend: Attend,
         cache,
-        foresee: Foresee | None = None,
+        next_queries: NextQueries | None = None,
         joined: Array | None = None,
         following: Block | None = None,
     ):
@@ -142,10 +142,10 @@ class Block(nnx.Module):
         attention: Any = self.attention
         if links is None:
             given = {} if joined is None else {"joined": joined}
-            x, cache = attention(x, norm, layer, angles, attend, cache, foresee, **given)
+            x, cache = attention(x, norm, layer, angles, attend, cache, next_queries, **given)
             return self.mlp(x, self.mlp_norm.rms), None, cache
         joined = attention.qkv.joined(x, norm) if joined is None else joined
-        out, cache = attention.attended(joined, layer, angles, attend, cache, foresee)
+        out, cache = attention.attended(joined, layer, angles, attend, cache, next_queries)
         _attended, _wide, x, *projections = linear_chain(out, links)
         return x, projections[0] if projections else None, cache
 
@@ -232,13 +232,13 @@ class Decoder(nnx.Module):
         kinds = [(spec.rope, spec.key_size) for spec in self.config.layers]
         specs = dict(zip(kinds, self.config.layers, strict=True))
         angles = {kind: self.angles(positions, spec) for kind, spec in specs.items()}
-        foresees = getattr(attend, "foresees", False)
+        accepts_next_queries = getattr(attend, "accepts_next_queries", False)
         blocks, joined = list(self.layers), None
         for index, (block, following) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
             more = {}
-            if foresees and following is not None:
+            if accepts_next_queries and following is not None:
                 turned = angles[kinds[index + 1]]
-                more = {"foresee": functools.partial(following.queries, x, turned)}
+                more = {"next_queries": functools.partial(following.queries, x, turned)}
             x, joined, cache = block(
                 *(x, index, angles[kinds[index]], attend, cache),
                 joined=joined,

@@ -16,7 +16,7 @@ from jspec.ops.norm import RMS
 from jspec.parts import Activation
 from jspec.typing import Array
 
-Foresee = Callable[[], Array]  # gives the queries of the next layer, of this layer's input
+NextQueries = Callable[[], Array]  # gives the queries of the next layer, of this layer's input
 
 
 def normal(shape: tuple[int, ...], scale: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:

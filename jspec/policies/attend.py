@@ -15,7 +15,7 @@ from jspec.config import LayerSpec
 from jspec.dispatch import Backends
 from jspec.ops.append import Turn, rotate_and_append, rotate_append_encode
 from jspec.ops.attention.gathered import filled, gathered_attention
-from jspec.ops.host_rows import Ahead
+from jspec.ops.host_rows import PrefetchedRows
 from jspec.policies.dense import Dense
 from jspec.policies.offload import (
     append_to_host,
@@ -96,17 +96,17 @@ def selected_attend(
     It selects below ``until [B]``, by the first query of the pass, and reads all of the ``tail``
     positions from there on, which the pass and those before it have written. A layer with a sliding
     window is read whole: it is small already. A model hands it a `Cache`, or a `Reading` where a
-    selection is to serve several layers or rows are fetched ahead, and gets one of the same kind.
+    selection is to serve several layers or rows are prefetched, and gets one of the same kind.
     """
 
     @turning
-    def attend(layer, q, k, v, given, *, sinks=None, up=None, turn=None, foresee=None):
+    def attend(layer, q, k, v, given, *, sinks=None, up=None, turn=None, next_queries=None):
         cache: Cache = given.cache if isinstance(given, Reading) else given
         spec = cache.specs[layer]
         earlier = given.serving(layer) if isinstance(given, Reading) else None
         # Keys in the host's memory, or on several devices, are read in parts.
-        near = cache.shards is None and not is_offloaded(cache, layer)
-        plain = near and spec.window is None and q.shape[1] == 1
+        local = cache.shards is None and not is_offloaded(cache, layer)
+        plain = local and spec.window is None and q.shape[1] == 1
         if earlier is None and plain and turn is not None and v is not None:
             whole = policy.attend_token(
                 *(arrays, layer, cache, q, k, v, turn),
@@ -134,10 +134,10 @@ def selected_attend(
             if not isinstance(after, Reading):
                 return after, through
             known = after.serving(layer + 1) if layer + 1 < len(cache.specs) else None
-            ahead, through = fetch_next(
-                *(cache, layer, known, foresee, through, until, policy, arrays, backends)
+            prefetched, through = fetch_next(
+                *(cache, layer, known, next_queries, through, until, policy, arrays, backends)
             )
-            return dataclasses.replace(after, ahead=ahead), through
+            return dataclasses.replace(after, prefetched=prefetched), through
 
         if spec.window is not None or chosen is None:
             after, q = start_next(q)
@@ -156,9 +156,9 @@ def selected_attend(
             return read_columns(spec, q, columns, positions, where, sinks, up, backends), after
         counts = None
         if is_offloaded(cache, layer):
-            ahead = given.ahead if isinstance(given, Reading) else None
+            prefetched = given.prefetched if isinstance(given, Reading) else None
             columns, selected, rest, cache = rows_of(
-                *(cache, layer, chosen, behind, ahead, backends)
+                *(cache, layer, chosen, behind, prefetched, backends)
             )
             after = dataclasses.replace(after, cache=cache) if isinstance(after, Reading) else cache
             after, columns["keys"] = start_next(columns["keys"])
@@ -190,7 +190,7 @@ def selected_attend(
 
         return attended(cache, read, q, positions, sinks, up), after
 
-    attend.foresees = True  # pyright: ignore[reportFunctionMemberAccess]
+    attend.accepts_next_queries = True  # pyright: ignore[reportFunctionMemberAccess]
     return attend
 
 
@@ -198,13 +198,13 @@ def selected_attend(
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """A cache in the middle of a pass, the selection that the next ``left`` layers read too, and
-    rows of the next layer that are being fetched ``ahead``. ``found``: what the layers so far read,
+    ``prefetched`` rows of the next layer. ``found``: what the layers so far read,
     None for all there is."""
 
     cache: Cache
     chosen: Array | None = None
     left: int = dataclasses.field(default=0, metadata={"static": True})
-    ahead: Ahead | None = None
+    prefetched: PrefetchedRows | None = None
     found: tuple[Array | None, ...] = ()
 
     def serving(self, layer: int) -> Array | None:

@@ -66,12 +66,12 @@ class Policy:
         """
         return False
 
-    def rows_near(self, layer: int, capacity: int) -> int:
+    def num_device_rows(self, layer: int, capacity: int) -> int:
         """How many rows of such a layer stay on the device for the next step: all that `select`
         gives of ``capacity`` positions, or 0."""
         return 0
 
-    def foreseen_by(self, layer: int) -> Policy | None:
+    def prefetch_policy(self, layer: int) -> Policy | None:
         """The policy that predicts what such a layer reads, by queries that are nearly its own.
 
         What it selects is fetched while the layer before computes. None predicts nothing.
