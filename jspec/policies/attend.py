@@ -95,15 +95,15 @@ def selected_attend(
 
     It selects below ``until [B]``, by the first query of the pass, and reads all of the ``tail``
     positions from there on, which the pass and those before it have written. A layer with a sliding
-    window is read whole: it is small already. A model hands it a `Cache`, or a `Reading` where a
+    window is read whole: it is small already. A model hands it a `Cache`, or a `PassState` where a
     selection is to serve several layers or rows are prefetched, and gets one of the same kind.
     """
 
     @turning
     def attend(layer, q, k, v, given, *, sinks=None, up=None, turn=None, next_queries=None):
-        cache: Cache = given.cache if isinstance(given, Reading) else given
+        cache: Cache = given.cache if isinstance(given, PassState) else given
         spec = cache.specs[layer]
-        earlier = given.serving(layer) if isinstance(given, Reading) else None
+        earlier = given.serving(layer) if isinstance(given, PassState) else None
         # Keys in the host's memory, or on several devices, are read in parts.
         local = cache.shards is None and not is_offloaded(cache, layer)
         plain = local and spec.window is None and q.shape[1] == 1
@@ -114,7 +114,7 @@ def selected_attend(
             )
             if whole is not None:
                 out, lse, chosen, after = whole
-                if isinstance(given, Reading):
+                if isinstance(given, PassState):
                     after = given.behind(after, chosen, policy.layers_served, is_new=True)
                 return finished(out, lse, sinks, up), after
         # Written before it is read: a cache that is read and then written would be copied whole.
@@ -125,13 +125,13 @@ def selected_attend(
             # before them, must not depend on these.
             chosen = policy.select(arrays, layer, cache, q[:, :1], until)
         after = cache
-        if isinstance(given, Reading):
+        if isinstance(given, PassState):
             after = given.behind(cache, chosen, policy.layers_served, is_new=earlier is None)
 
         def start_next(through):
             # Its result is what the rest of the layer computes with, so that a GPU is told to fetch
             # before it is told to compute.
-            if not isinstance(after, Reading):
+            if not isinstance(after, PassState):
                 return after, through
             known = after.serving(layer + 1) if layer + 1 < len(cache.specs) else None
             prefetched, through = fetch_next(
@@ -156,11 +156,13 @@ def selected_attend(
             return read_columns(spec, q, columns, positions, where, sinks, up, backends), after
         counts = None
         if is_offloaded(cache, layer):
-            prefetched = given.prefetched if isinstance(given, Reading) else None
+            prefetched = given.prefetched if isinstance(given, PassState) else None
             columns, selected, rest, cache = rows_of(
                 *(cache, layer, chosen, behind, prefetched, backends)
             )
-            after = dataclasses.replace(after, cache=cache) if isinstance(after, Reading) else cache
+            after = (
+                dataclasses.replace(after, cache=cache) if isinstance(after, PassState) else cache
+            )
             after, columns["keys"] = start_next(columns["keys"])
         else:
             layout, columns = cache.layouts[layer], cache.columns[layer]
@@ -196,10 +198,10 @@ def selected_attend(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """A cache in the middle of a pass, the selection that the next ``left`` layers read too, and
-    ``prefetched`` rows of the next layer. ``found``: what the layers so far read,
-    None for all there is."""
+class PassState:
+    """The state of a pass between two layers: the cache, the selection that the next ``left``
+    layers read too, and ``prefetched`` rows of the next layer. ``found``: what the layers so far
+    read, None for all there is."""
 
     cache: Cache
     chosen: Array | None = None
@@ -214,12 +216,12 @@ class Reading:
             return None
         return chosen if chosen.ndim == 2 or chosen.shape[1] == spec.kv_heads else None
 
-    def behind(self, cache: Cache, chosen: Array | None, served: int, *, is_new: bool) -> Reading:
+    def behind(self, cache: Cache, chosen: Array | None, served: int, *, is_new: bool) -> PassState:
         """What the next layer is given, behind one that read ``chosen``; None read all there is."""
         found = (*self.found, chosen)
         if chosen is None:
             return dataclasses.replace(self, cache=cache, found=found)
-        return Reading(cache, chosen, served - 1 if is_new else self.left - 1, found=found)
+        return PassState(cache, chosen, served - 1 if is_new else self.left - 1, found=found)
 
 
 def run_selected(
@@ -242,8 +244,8 @@ def run_selected(
     attend = selected_attend(
         positions, until, tail, policy=policy, arrays=arrays, backends=backends
     )
-    hidden, reading = model(tokens, positions, attend, Reading(cache))
-    return hidden, reading.cache, reading.found
+    hidden, pass_state = model(tokens, positions, attend, PassState(cache))
+    return hidden, pass_state.cache, pass_state.found
 
 
 @jax.tree_util.register_dataclass
@@ -387,7 +389,7 @@ def _turned(
 
 __all__ = [
     "Compact",
-    "Reading",
+    "PassState",
     "compact_attend",
     "dense_attend",
     "run_selected",

@@ -15,7 +15,7 @@ from jspec.ops.attention.hashed import PARTS, hash_attention
 from jspec.ops.norm import RMS
 from jspec.policies import Hata, HataOff
 from jspec.policies import hata as module
-from jspec.policies.attend import Reading, selected_attend
+from jspec.policies.attend import PassState, selected_attend
 from jspec.policies.policy import create_cache
 from tests.policies.common import BATCH, CAPACITY, LENGTHS, SPEC, arrays_of, random
 
@@ -53,7 +53,7 @@ def token(layer: int, tokens: int = 1, *, joined: bool = True):
 
 
 def attended(
-    policy, positions, tail=3, cache=None, backends=Backends(), start=Reading, more=None, **given
+    policy, positions, tail=3, cache=None, backends=Backends(), start=PassState, more=None, **given
 ):
     """Outputs of a pass over all layers, and the columns and the selection behind each of them."""
     cache = cache_of(policy) if cache is None else cache
@@ -63,13 +63,13 @@ def attended(
     def run(cache, positions):
         settings = {"policy": policy, "arrays": arrays, "backends": backends}
         attend = selected_attend(positions, cache.lengths, tail, **settings)
-        reading, found = start(cache), []
+        pass_state, found = start(cache), []
         for layer in range(len(cache.specs)):
             q, k, v, turn = token(layer, positions.shape[1], **given)
             settings = {"turn": turn} | (more or {})
-            out, reading = attend(layer, q, k, v, reading, **settings)
-            found.append((out, getattr(reading, "chosen", None)))
-        return found, getattr(reading, "cache", reading).columns
+            out, pass_state = attend(layer, q, k, v, pass_state, **settings)
+            found.append((out, getattr(pass_state, "chosen", None)))
+        return found, getattr(pass_state, "cache", pass_state).columns
 
     return run(cache, jnp.asarray(positions, jnp.int32))
 

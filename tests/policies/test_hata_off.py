@@ -20,7 +20,7 @@ from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
 from jspec.host import in_host, place_in_host
 from jspec.policies import Hata, HataOff
-from jspec.policies.attend import Reading, dense_attend, selected_attend
+from jspec.policies.attend import PassState, dense_attend, selected_attend
 from jspec.policies.policy import create_cache
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
@@ -57,14 +57,14 @@ def two_layers(policy):
     @jax.jit
     def run(cache, predicted):
         attend = selected_attend(positions, cache.lengths, 2, policy=policy, arrays=arrays)
-        reading, outs = Reading(cache), []
+        pass_state, outs = PassState(cache), []
         for layer in (0, 1):
             more: dict[str, Any] = (
                 {} if layer or predicted is None else {"next_queries": lambda: predicted}
             )
-            out, reading = attend(layer, *query(seed=20 * layer), reading, **more)
+            out, pass_state = attend(layer, *query(seed=20 * layer), pass_state, **more)
             outs.append(out)
-        return outs, [reading.cache.keys(layer) for layer in (0, 1)]
+        return outs, [pass_state.cache.keys(layer) for layer in (0, 1)]
 
     return lambda predicted: run(cache_of(policy), predicted)
 
@@ -141,7 +141,7 @@ def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monk
         policy=policy,
         arrays=arrays_of(policy, (SPEC, SPEC)),
     )
-    attend(0, q, k, v, Reading(cache), next_queries=lambda: q)
+    attend(0, q, k, v, PassState(cache), next_queries=lambda: q)
     arrays = arrays_of(policy, (SPEC, SPEC))
     scores = np.asarray(policy.score(arrays, 1, cache, q))
     ((slots, device_rows),) = found
