@@ -18,7 +18,7 @@ from jspec.models.joined import qkv_parts
 from jspec.models.latent import LatentAttention
 from jspec.models.modules import MLP, JoinedLinear, Linear, NextQueries, RMSNorm, constant, normal
 from jspec.models.rope import rope_angles, rope_frequencies
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.ops.attention.softmax import capped
 from jspec.ops.linear import linear
 from jspec.ops.linear_chain import Link, linear_chain
@@ -78,29 +78,29 @@ class Attention(nnx.Module):
         """What heads read ``[B, T, N * H']`` for their projections ``joined``, and the cache."""
         q, k, v = self.qkv.split(joined)
         q = q.reshape(*joined.shape[:2], -1, k.shape[-1])
-        turn = self.turn(angles, joined)
+        qk_rope = self.qk_rope(angles, joined)
         more: dict[str, Any] = {}
         if self.sinks is not None:
             more["sinks"] = self.sinks[...].astype(jnp.float32)
-        if getattr(attend, "turns", False):
-            turning: Any = attend  # it takes more than `Attend` says
+        if getattr(attend, "accepts_qk_rope", False):
+            rotating: Any = attend  # it takes more than `Attend` says
             if next_queries is not None:
                 more["next_queries"] = next_queries
-            out, cache = turning(layer, q, k, v, cache, turn=turn, **more)
+            out, cache = rotating(layer, q, k, v, cache, qk_rope=qk_rope, **more)
         else:
-            out, cache = attend(layer, *turn(q, k), v, cache, **more)
+            out, cache = attend(layer, *qk_rope(q, k), v, cache, **more)
         return out.reshape(*out.shape[:2], -1), cache
 
     def queries(self, x: Array, norm: RMS, angles: tuple[Array, Array]) -> Array:
-        """The queries ``[B, T, N, H]`` of ``x`` after ``norm``, turned."""
+        """The queries ``[B, T, N, H]`` of ``x`` after ``norm``, rotated."""
         joined = self.qkv.joined(x, norm)
         q, k, _ = self.qkv.split(joined)
-        return self.turn(angles, joined)(q.reshape(*x.shape[:2], -1, k.shape[-1]), k)[0]
+        return self.qk_rope(angles, joined)(q.reshape(*x.shape[:2], -1, k.shape[-1]), k)[0]
 
-    def turn(self, angles: tuple[Array, Array], joined: Array) -> Turn:
+    def qk_rope(self, angles: tuple[Array, Array], joined: Array) -> QKRope:
         """What is to be done to queries and keys that are slices of ``joined``."""
         q_norm, k_norm = (None if norm is None else norm.rms for norm in (self.q_norm, self.k_norm))
-        return Turn(*angles, q_norm, k_norm, joined)
+        return QKRope(*angles, q_norm, k_norm, joined)
 
 
 class Block(nnx.Module):
@@ -237,8 +237,8 @@ class Decoder(nnx.Module):
         for index, (block, following) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
             more = {}
             if accepts_next_queries and following is not None:
-                turned = angles[kinds[index + 1]]
-                more = {"next_queries": functools.partial(following.queries, x, turned)}
+                next_angles = angles[kinds[index + 1]]
+                more = {"next_queries": functools.partial(following.queries, x, next_angles)}
             x, joined, cache = block(
                 *(x, index, angles[kinds[index]], attend, cache),
                 joined=joined,

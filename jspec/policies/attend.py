@@ -13,7 +13,7 @@ import numpy as np
 from jspec.cache import Cache, LinearLayout, Stripe
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
-from jspec.ops.append import Turn, rotate_and_append, rotate_append_encode
+from jspec.ops.append import QKRope, rotate_and_append, rotate_append_encode
 from jspec.ops.attention.gathered import filled, gathered_attention
 from jspec.ops.host_rows import PrefetchedRows
 from jspec.policies.dense import Dense
@@ -42,9 +42,9 @@ from jspec.typing import Array, Attend, Model
 DENSE = Dense()
 
 
-def turning(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark an `Attend` that takes ``turn``: queries and keys as the projection gives them."""
-    attend.turns = True  # pyright: ignore[reportFunctionMemberAccess]
+def accepting_qk_rope(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark an `Attend` that takes ``qk_rope``: queries and keys as the projection gives them."""
+    attend.accepts_qk_rope = True  # pyright: ignore[reportFunctionMemberAccess]
     return attend
 
 
@@ -60,15 +60,15 @@ def dense_attend(
     What ``policy`` keeps of a token is appended with its key and value.
     """
 
-    @turning
-    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None, turn=None):
+    @accepting_qk_rope
+    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None, qk_rope=None):
         spec, layout, before = cache.specs[layer], cache.layouts[layer], cache.columns[layer]
         overwrites = False
         if layout.wraps and spec.window is not None:
             overwrites = positions.shape[1] > layout.capacity - spec.window
-        if overwrites and turn is not None:
-            (q, k), turn = turn(q, k), None
-        q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
+        if overwrites and qk_rope is not None:
+            (q, k), qk_rope = qk_rope(q, k), None
+        q, cache = appended(cache, layer, positions, q, k, v, qk_rope, policy, arrays, backends)
         if not overwrites:
             return read_whole(cache, layer, q, positions, sinks, up, backends), cache
         # Such a pass overwrites what its first queries still see.
@@ -99,17 +99,17 @@ def selected_attend(
     selection is to serve several layers or rows are prefetched, and gets one of the same kind.
     """
 
-    @turning
-    def attend(layer, q, k, v, given, *, sinks=None, up=None, turn=None, next_queries=None):
+    @accepting_qk_rope
+    def attend(layer, q, k, v, given, *, sinks=None, up=None, qk_rope=None, next_queries=None):
         cache: Cache = given.cache if isinstance(given, PassState) else given
         spec = cache.specs[layer]
         earlier = given.serving(layer) if isinstance(given, PassState) else None
         # Keys in the host's memory, or on several devices, are read in parts.
         local = cache.shards is None and not is_offloaded(cache, layer)
         plain = local and spec.window is None and q.shape[1] == 1
-        if earlier is None and plain and turn is not None and v is not None:
+        if earlier is None and plain and qk_rope is not None and v is not None:
             whole = policy.attend_token(
-                *(arrays, layer, cache, q, k, v, turn),
+                *(arrays, layer, cache, q, k, v, qk_rope),
                 *(positions, until, tail, backends),
             )
             if whole is not None:
@@ -118,7 +118,7 @@ def selected_attend(
                     after = given.behind(after, chosen, policy.layers_served, is_new=True)
                 return finished(out, lse, sinks, up), after
         # Written before it is read: a cache that is read and then written would be copied whole.
-        q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
+        q, cache = appended(cache, layer, positions, q, k, v, qk_rope, policy, arrays, backends)
         chosen = earlier
         if chosen is None and spec.window is None:
             # Later queries are of draft tokens: the selection, and with it the law of the tokens
@@ -306,15 +306,15 @@ def compact_attend(
     ``back``: how far from the end the token's slot is, 1 for the last.
     """
 
-    @turning
-    def attend(layer, q, k, v, cache: Compact, *, sinks=None, up=None, turn=None):
+    @accepting_qk_rope
+    def attend(layer, q, k, v, cache: Compact, *, sinks=None, up=None, qk_rope=None):
         where = cache.positions[layer]
         slot = where.shape[1] - back
-        if turn is not None and v is not None:
+        if qk_rope is not None and v is not None:
             slots = jnp.full(positions.shape, slot, jnp.int32)
-            q, cache = _turned(layer, q, k, v, turn, cache, slots, backends)
+            q, cache = _rotated(layer, q, k, v, qk_rope, cache, slots, backends)
         else:
-            q, k = (q, k) if turn is None else turn(q, k)
+            q, k = (q, k) if qk_rope is None else qk_rope(q, k)
             cache = cache.append(layer, slot, **_named(k, v))
         columns = cache.columns[layer]
         out = read_columns(cache.specs[layer], q, columns, positions, where, sinks, up, backends)
@@ -335,53 +335,55 @@ def appended(
     q: Array,
     k: Array,
     v: Array | None,
-    turn: Turn | None,
+    qk_rope: QKRope | None,
     policy: Policy,
     arrays: Any,
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
-    """The queries, turned if that is still to be done, and the cache with the new tokens."""
+    """The queries, rotated if that is still to be done, and the cache with the new tokens."""
     if is_offloaded(cache, layer):
-        return append_to_host(*(cache, layer, positions, q, k, v, turn, policy, arrays, backends))
+        return append_to_host(
+            *(cache, layer, positions, q, k, v, qk_rope, policy, arrays, backends)
+        )
     keeps_more = columns_of(policy, layer, cache.specs[layer])
-    if turn is not None and v is not None:
+    if qk_rope is not None and v is not None:
         slots = cache.slots(layer, positions)
-        w = policy.codes_by(arrays, layer) if keeps_more and turn.joined is not None else None
+        w = policy.codes_by(arrays, layer) if keeps_more and qk_rope.joined is not None else None
         if w is not None:
             cache.check_keeps(layer, keeps_more)
             held = cache.columns[layer]
             q, keys, values, codes = rotate_append_encode(
-                *(q, k, v, turn, held["keys"], held["values"], held["codes"], w, slots),
+                *(q, k, v, qk_rope, held["keys"], held["values"], held["codes"], w, slots),
                 implementation=backends.get("rotate_append_encode"),
             )
             return q, cache.replaced(layer, keys=keys, values=values, codes=codes)
-        q, cache = _turned(layer, q, k, v, turn, cache, slots, backends)
+        q, cache = _rotated(layer, q, k, v, qk_rope, cache, slots, backends)
         if keeps_more:
-            # Of the turned keys the cache has the only copy; a slot past its end is not written.
+            # Of the rotated keys the cache has the only copy; a slot past its end is not written.
             rows = jnp.arange(slots.shape[0])[:, None]
             k = cache.keys(layer).at[rows, slots].get(mode="clip")
             cache = cache.written(layer, slots, **encoded(policy, arrays, layer, k, v))
         return q, cache
-    if turn is not None:
-        q, k = turn(q, k)
+    if qk_rope is not None:
+        q, k = qk_rope(q, k)
     more = encoded(policy, arrays, layer, k, v) if keeps_more else {}
     return q, cache.append(layer, positions, **_named(k, v), **more)
 
 
-def _turned(
+def _rotated(
     layer: int,
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     cache: Any,
     slots: Array,
     backends: Mapping[str, str],
 ) -> tuple[Array, Any]:
-    """The queries, turned, and a `Cache` or `Compact` with turned keys and values in ``slots``."""
+    """The rotated queries, and a `Cache` or `Compact` with rotated keys and values in ``slots``."""
     held = cache.columns[layer]
     q, keys, values = rotate_and_append(
-        *(q, k, v, turn, held["keys"], held["values"], slots),
+        *(q, k, v, qk_rope, held["keys"], held["values"], slots),
         implementation=backends.get("rotate_and_append"),
     )
     return q, cache.replaced(layer, keys=keys, values=values)

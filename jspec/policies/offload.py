@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.host import in_host
-from jspec.ops.append import Turn, rotate_and_append
+from jspec.ops.append import QKRope, rotate_and_append
 from jspec.ops.host_rows import DeviceRows, PrefetchedRows, fetch_ahead, fetch_rows, store_rows
 from jspec.policies.policy import Policy, columns_of
 from jspec.typing import Array, Attend
@@ -55,26 +55,26 @@ def append_to_host(
     q: Array,
     k: Array,
     v: Array | None,
-    turn: Turn | None,
+    qk_rope: QKRope | None,
     policy: Policy,
     arrays: Any,
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
-    """The queries, turned if that is still to be done, and the cache with the new tokens."""
+    """The queries, rotated if that is still to be done, and the cache with the new tokens."""
     slots, held = cache.slots(layer, positions), _held(cache, layer)
     encode = functools.partial(policy.encode, arrays, layer)
     dtype = held["keys"].dtype
-    if turn is not None and v is not None:
+    if qk_rope is not None and v is not None:
         # By the operation that appends on a device, into room for the new tokens alone: the same
         # bits.
         keys, values = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
         own = jnp.broadcast_to(jnp.arange(slots.shape[1], dtype=jnp.int32)[None], slots.shape)
         implementation = backends.get("rotate_and_append")
         q, k, v = rotate_and_append(
-            *(q, k, v, turn, keys, values, own), implementation=implementation
+            *(q, k, v, qk_rope, keys, values, own), implementation=implementation
         )
-    elif turn is not None:
-        q, k = turn(q, k)
+    elif qk_rope is not None:
+        q, k = qk_rope(q, k)
     kept = encode(k) if columns_of(policy, layer, cache.specs[layer]) else {}
     new = [x.astype(dtype) for x in (k, v) if x is not None]
     return q, _stored(cache, layer, new, slots, backends).written(layer, slots, **kept)

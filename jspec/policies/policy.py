@@ -13,7 +13,7 @@ from jspec.cache import Cache, LinearLayout
 from jspec.cache.cache import Shapes
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.sharding import Placing
 from jspec.typing import Array, Model
 
@@ -157,7 +157,7 @@ class Policy:
         q: Array,
         k: Array,
         v: Array,
-        turn: Turn,
+        qk_rope: QKRope,
         positions: Array,
         until: Array,
         tail: int,
@@ -166,7 +166,7 @@ class Policy:
         """A layer's whole attention for one new token, where the policy has one operation for it.
 
         ``q [B, 1, N, H]``, ``k [B, 1, K, H]`` and ``v [B, 1, K, H']`` at ``positions [B, 1]``,
-        before ``turn`` norms and rotates them. Returns the output and its log-sum-exp, what
+        before ``qk_rope`` norms and rotates them. Returns the output and its log-sum-exp, what
         `select` gives for these queries, and the cache with the new token: all as `encode`,
         `select` and attention over it and the ``tail`` positions from ``until [B]`` on give them,
         which run one by one for None. ``backends``: named ones, of operations. Layers whose keys

@@ -108,7 +108,8 @@ def _piece(
     inner = dense_attend(positions)
     found: list[Array] = []
 
-    # Without the mark `turns`, the model hands over queries that are normed and rotated already.
+    # Without the attribute `accepts_qk_rope`, the model hands over queries that are normed and
+    # rotated already.
     def attend(layer, q, k, v, cache, *, sinks=None, up=None):
         found.append(jnp.take(q[0], asked, axis=0, mode="clip"))
         return inner(layer, q, k, v, cache, sinks=sinks, up=up)
