@@ -21,7 +21,7 @@ from jspec.models.rope import rope_angles, rope_frequencies
 from jspec.ops.append import QKRope
 from jspec.ops.attention.softmax import capped
 from jspec.ops.linear import linear
-from jspec.ops.linear_chain import Link, linear_chain
+from jspec.ops.linear_chain import ChainOp, linear_chain
 from jspec.ops.norm import RMS
 from jspec.typing import Array, Attend
 
@@ -138,30 +138,32 @@ class Block(nnx.Module):
         ``joined``: its own projections, where the layer before gave them. ``following``: the next
         layer. Projections are None where the products behind attention are no chain.
         """
-        norm, links = self.attention_norm.rms, self._links(x, following)
+        norm, ops = self.attention_norm.rms, self._chain_ops(x, following)
         attention: Any = self.attention
-        if links is None:
+        if ops is None:
             given = {} if joined is None else {"joined": joined}
             x, cache = attention(x, norm, layer, angles, attend, cache, next_queries, **given)
             return self.mlp(x, self.mlp_norm.rms), None, cache
         joined = attention.qkv.joined(x, norm) if joined is None else joined
         out, cache = attention.attended(joined, layer, angles, attend, cache, next_queries)
-        _attended, _wide, x, *projections = linear_chain(out, links)
+        _attended, _wide, x, *projections = linear_chain(out, ops)
         return x, projections[0] if projections else None, cache
 
-    def _links(self, x: Array, following: Block | None) -> list[Link] | None:
+    def _chain_ops(self, x: Array, following: Block | None) -> list[ChainOp] | None:
         """What comes behind attention up to the projections of the next layer, or None."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
             return None
-        out = attention.out.link(add=x)
-        behind = mlp.links(self.mlp_norm.rms, x=0)  # none with norms behind, as behind attention
+        out = attention.out.chain_op(add=x)
+        behind = mlp.chain_ops(
+            self.mlp_norm.rms, x=0
+        )  # none with norms behind, as behind attention
         if out is None or behind is None:
             return None
-        links = [out, *behind]
+        ops = [out, *behind]
         if following is not None and isinstance(following.attention, Attention):
-            links.append(following.attention.qkv.link(following.attention_norm.rms))
-        return links
+            ops.append(following.attention.qkv.chain_op(following.attention_norm.rms))
+        return ops
 
     def queries(self, x: Array, angles: tuple[Array, Array]) -> Array:
         """The queries of its attention for ``x``, which may be the input of another layer."""
