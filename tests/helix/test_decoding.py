@@ -166,7 +166,7 @@ def test_what_helix_is_compared_with_has_the_same_tokens(strategy, model, alone)
 @pytest.mark.slow
 def test_one_sided_messages_have_the_same_tokens(model, alone):
     config = helix.HelixConfig(kvp=4, tpa=2, block=4, exchange="cuda")
-    if reason := config.refuses_exchange():
+    if reason := config.refuses_all_to_all():
         pytest.skip(reason)
     assert decoded(helix.shard(model, config), NGRAM, GREEDY)[0] == alone
 
