@@ -202,7 +202,7 @@ class Cell:
             draft=config.draft,
             gamma=config.gamma,
             draft_model=models.draft,
-            policy_arrays=models.policy,
+            policy_params=models.policy,
             exact=config.exact,
             prefilled=self.prefilled[index],
         )

@@ -230,7 +230,7 @@ def load(
         target=target,
         rule=arguments.rule,
         exact=arguments.exact,
-        policy_arrays=arrays,
+        policy_params=arrays,
         backends=backends,
         batch=arguments.batch,
     )

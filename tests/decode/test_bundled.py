@@ -45,7 +45,7 @@ def decode(model, prompts, batch, draft_model=None, new_tokens=NEW_TOKENS, **set
     """Tokens of all prompts, decoded ``batch`` at a time."""
     if settings["draft"] is not None:
         arrays = prepared(settings["draft"].cache_policy, model, jspec.load_bundled()[1])
-        settings = settings | {"policy_arrays": arrays}
+        settings = settings | {"policy_params": arrays}
     params = jspec.SamplingParams(max_new_tokens=new_tokens)
     tokens: list[tuple[int, ...]] = []
     for begin in range(0, len(prompts), batch):

@@ -169,7 +169,7 @@ def check_law(
             gamma=0 if source == "plain" else gamma,
             draft=draft,
             draft_model=second(vocabulary) if draft.needs_model else None,
-            policy_arrays=arrays,
+            policy_params=arrays,
             rule=rule,
             steps_per_chunk=2,
         )

@@ -88,7 +88,7 @@ def drafted(model: Any, plain: Any, name: str) -> tuple[tuple[int, ...], ...]:
     policy = jspec.StepConfig(3, DRAFTS[name]).cache_policy
     text = [token for prompt in TEXTS for token in prompt]
     arrays = jspec.prepare(policy, plain, text) if policy.needs_arrays else None
-    return tokens_of(model, draft=DRAFTS[name], policy_arrays=arrays)
+    return tokens_of(model, draft=DRAFTS[name], policy_params=arrays)
 
 
 def grown(model: Any) -> tuple[tuple[int, ...], ...]:

@@ -173,7 +173,7 @@ PARAMS, TEXTS = SamplingParams(max_new_tokens=14), prompts((12, 7, 1), seed=5)
 def decoded(model, policy, steps=2):
     arrays = arrays_of(policy, LAYERS.layers)
     settings = {"draft": None, "target": policy, "steps_per_chunk": steps, "prefill_chunk": 4}
-    return generate(model, TEXTS, PARAMS, policy_arrays=arrays, **settings)
+    return generate(model, TEXTS, PARAMS, policy_params=arrays, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(model):
     policy = HataOff(**SOME, dense_layers=1)
     plain = generate(model, TEXTS, PARAMS, draft=None)
     arrays = arrays_of(policy, LAYERS.layers)
-    got = generate(model, TEXTS, PARAMS, draft=SelfDraft(policy), gamma=3, policy_arrays=arrays)
+    got = generate(model, TEXTS, PARAMS, draft=SelfDraft(policy), gamma=3, policy_params=arrays)
     assert got.tokens == plain.tokens
     assert got.stats.acceptance_rate > 0.4
 
