@@ -134,7 +134,9 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
         with bar("vegas-accept", len(named)) as advance:
             for name, text in named.items():
                 config = config_of(plan, name, text)
-                arrays = prepared(with_hashes(config.keeps, bundled_path()), model, tokenizer)
+                arrays = prepared(
+                    with_hashes(config.cache_policy, bundled_path()), model, tokenizer
+                )
                 models = config.draft.prepare(Models(model, policy=arrays))
                 state = started(before, models, config, params)
                 tokens, tallies = decoded(state, models, config)

@@ -25,7 +25,7 @@ from bench import decoding
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from bench.table import times
-from jspec.decode.acceptance import Rows
+from jspec.decode.acceptance import RowAcceptance
 from jspec.decode.auto import GammaChoice, Gammas, may_ask
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.state import Models
@@ -52,7 +52,7 @@ class Fixed:
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
 
-    def choose(self, rows: Rows, left: np.ndarray) -> int:
+    def choose(self, rows: RowAcceptance, left: np.ndarray) -> int:
         return self.gamma
 
     def saw(self, *chunk: object) -> None:
@@ -173,7 +173,7 @@ def _decode(
     """Seconds of decoding to the end, without compiling, the tokens of each row, and the chunks."""
     state = jax.block_until_ready(jax.tree.map(jnp.copy, state))
     left = np.asarray(state.limits - state.lengths)
-    rows = Rows(len(left), max(configs), CHUNK, together=True)
+    rows = RowAcceptance(len(left), max(configs), CHUNK, together=True)
     ended, blocks, chunks, total = np.asarray(state.done), [], [], 0.0
     run = PROGRAMS.timed()
     while not ended.all():

@@ -22,7 +22,7 @@ from bench.settings import Settings
 from bench.suite import Suite
 from jspec.helix import HelixConfig
 from jspec.helix.mesh import KVP
-from jspec.ops.exchange import By, exchange, takes
+from jspec.ops.all_to_all import By, all_to_all, takes
 from jspec.typing import Array
 
 COLUMNS = ("P", "bytes")
@@ -36,7 +36,7 @@ def _all_to_all(x: Array) -> Array:
 
 
 def _one_sided(name: str) -> Callable[[Array], Array]:
-    return partial(exchange, axes=KVP, axis=0, by=ONE_SIDED[name])
+    return partial(all_to_all, axes=KVP, axis=0, by=ONE_SIDED[name])
 
 
 def _all_gather(x: Array) -> Array:

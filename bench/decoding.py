@@ -111,7 +111,7 @@ def decoded(
     settings = {"gamma": config.gamma, "backends": config.backends, "exact": config.exact}
     settings |= {"rule": config.rule, "target": config.target}
     settings |= {"draft": config.draft, "draft_model": models.draft, "steps_per_chunk": CHUNK}
-    settings |= {"policy_arrays": models.policy, "prefilled": state}
+    settings |= {"policy_params": models.policy, "prefilled": state}
     runs = [jspec.generate(models.target, prompts, params, **settings) for _ in range(4)][1:]
     runs.sort(key=lambda run: run.stats.decode_s)
     stats = runs[1].stats

@@ -19,7 +19,7 @@ from bench.select import expected
 from bench.settings import Settings, bar
 from bench.suite import Suite
 from jspec.dispatch import Operation
-from jspec.ops.append import APPEND_ENCODE, Turn
+from jspec.ops.append import APPEND_ENCODE, QKRope
 from jspec.ops.collisions import COLLISION_SCORES, LEAST, code_words
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
 from jspec.ops.hash_select import HASH_SELECT
@@ -115,7 +115,7 @@ def _appended(here: Case, settings: Settings) -> list[point.Row]:
     parts = [x.reshape(batch, tokens, kv_heads, -1) for x in (q, k, k)]
     joined = jnp.asarray(np.concatenate(parts, axis=-1), half)
     straight = jnp.ones((batch, tokens, 1, size // 2), jnp.float32)
-    turn = Turn(straight, jnp.zeros_like(straight), joined=joined)
+    qk_rope = QKRope(straight, jnp.zeros_like(straight), joined=joined)
     q, k = jnp.asarray(q, half), jnp.asarray(k, half)
     empty, slots = jnp.zeros_like(k), jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
     want = (*map(np.asarray, (q, k, k)), own)
@@ -123,7 +123,7 @@ def _appended(here: Case, settings: Settings) -> list[point.Row]:
         "append",
         APPEND_ENCODE,
         here,
-        (q, k, k, turn, empty, empty, codes, jnp.asarray(w), slots),
+        (q, k, k, qk_rope, empty, empty, codes, jnp.asarray(w), slots),
         lambda out: all(map(np.array_equal, out, want)),
         w.nbytes,
         settings,

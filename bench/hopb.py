@@ -40,10 +40,10 @@ from bench.settings import Settings, console
 from bench.suite import Suite
 from bench.table import number
 from jspec.helix import HelixConfig
-from jspec.helix.attention import all_to_all
+from jspec.helix.attention import all_to_all_merge
 from jspec.helix.mesh import KVP, TPA
+from jspec.ops.all_to_all import By, takes
 from jspec.ops.attention.merge import merge_attention
-from jspec.ops.exchange import By, takes
 from jspec.typing import Array
 
 SIZES = ("B", "S", "heads", "H", "T", "kvp", "tpa", "latent", "up")
@@ -167,7 +167,7 @@ def piece_bytes(here: Case) -> int:
 def exchanged(helix: HelixConfig, x: Array) -> tuple[Array, Array]:
     """On a device: the exchange of ``x[0]``, with a number of each head as its log-sum-exp."""
     lse = x[0, ..., 0].astype(jnp.float32)
-    return all_to_all(x[0], lse, helix.kvp_axes, helix.exchange)
+    return all_to_all_merge(x[0], lse, helix.kvp_axes, helix.exchange)
 
 
 def message_following(here: Case, x: Array) -> Array:

@@ -81,7 +81,7 @@ def _compiled(
     if jax.device_count() < helix.devices:
         reason = f"it needs {helix.devices} devices, and {jax.device_count()} are here"
         return Absent(shared.name, reason)
-    if reason := helix.refuses_exchange():
+    if reason := helix.refuses_all_to_all():
         return Absent(shared.name, reason)
 
     def loop(steps: int) -> Callable[..., Any]:

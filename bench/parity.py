@@ -278,7 +278,7 @@ def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> di
     draft = jspec.named_draft(case["draft"])
     is_plain, arrays = isinstance(draft, jspec.NoDraft), None
     if bed.tokenizer is not None:
-        arrays = prepared(draft.keeps, bed.model, bed.tokenizer)
+        arrays = prepared(draft.cache_policy, bed.model, bed.tokenizer)
     tokens, stats = decoded(
         bed.model,
         bed.prompts,
@@ -287,7 +287,7 @@ def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> di
         draft=draft,
         gamma=0 if is_plain else case["gamma"],
         draft_model=bed.model if draft.needs_model else None,
-        policy_arrays=arrays,
+        policy_params=arrays,
         exact=mode == EXACT,
     )
     flips = first_flips(tokens, bed.tokens.tolist(), bed.margins)

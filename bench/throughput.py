@@ -176,12 +176,14 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
         for own in every:
             try:
                 if own.exact:
-                    check_exact(model, own.config.keeps)
+                    check_exact(model, own.config.cache_policy)
             except BackendError as error:
                 yield _case_of(plan, own) | {"reason": str(error), "checked": None}
                 advance()
                 continue
-            arrays = prepared(with_hashes(own.config.keeps, bundled_path()), model, tokenizer)
+            arrays = prepared(
+                with_hashes(own.config.cache_policy, bundled_path()), model, tokenizer
+            )
             models = own.config.draft.prepare(jspec.Models(model, policy=arrays))
             state = acceptance.started(before(own.exact), models, own.config, params)
             figures, tokens = decoding.decoded(models, prompts, params, state, own.config)

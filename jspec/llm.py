@@ -55,7 +55,7 @@ class LLM:
     ``model``: a directory or GGUF file for `load_model`, the bundled model where it is None, or a
     model, which needs a ``tokenizer``. ``chat_template`` and ``tokenizer`` default to those of the
     directory or file.
-    ``draft``, ``gamma``, ``draft_model``, ``target``, ``rule``, ``policy_arrays`` and ``backends``
+    ``draft``, ``gamma``, ``draft_model``, ``target``, ``rule``, ``policy_params`` and ``backends``
     as in `jspec.generate`, ``batch`` prompts at a time; the arrays default to those that a text of
     jspec's own gives. Raises `CheckpointError` as `load_model` does.
     """
@@ -71,7 +71,7 @@ class LLM:
         draft_model: Model | None = None,
         target: Policy = Dense(),
         rule: Rule = "token",
-        policy_arrays: Any = None,
+        policy_params: Any = None,
         batch: int = 8,
         backends: Mapping[str, str] = Backends(),
         exact: bool = False,
@@ -93,8 +93,8 @@ class LLM:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._batch = batch
-        if policy_arrays is None:
-            policy_arrays = self._arrays(draft, target, path)
+        if policy_params is None:
+            policy_params = self._arrays(draft, target, path)
         # What a drafter makes of the model is made once.
         models = draft.prepare(Models(model, draft_model))
         self._settings = {
@@ -103,7 +103,7 @@ class LLM:
             "draft_model": models.draft,
             "target": target,
             "rule": rule,
-            "policy_arrays": policy_arrays,
+            "policy_params": policy_params,
             "backends": backends,
             "exact": exact,
         }
@@ -113,7 +113,7 @@ class LLM:
 
         ``path``: the model's directory, which may have hashes.
         """
-        policy = draft.keeps if isinstance(target, Dense) else target
+        policy = draft.cache_policy if isinstance(target, Dense) else target
         policy = policy if path is None else with_hashes(policy, path)
         return prepared(policy, self.model, self.tokenizer)
 

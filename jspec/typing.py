@@ -32,11 +32,12 @@ class Attend(Protocol):
     ``values_in_keys``. ``sinks [N]`` takes the share of an attention sink from each head: its
     output times ``sigmoid(lse - sinks)``, where lse is the log-sum-exp of its scores. ``up
     [N, value_size, H']`` is a linear map applied to each head's output after that.
-    An attend with an attribute ``turns = True`` also takes ``turn=``, a `jspec.ops.append.Turn`:
-    queries and keys that are neither normed nor rotated yet, which ``turn(q, k)`` does. A model
-    need not give it. With ``foresees = True`` it takes ``foresee=`` besides, a function or None for
-    the last layer: it gives the queries of the next layer, as that would make them of this layer's
-    input, normed and rotated. A model need not give that either.
+    An attend with an attribute ``accepts_qk_rope = True`` also takes ``qk_rope=``, a
+    `jspec.ops.append.QKRope`: queries and keys that are neither normed nor rotated yet, which
+    ``qk_rope(q, k)`` does. A model need not give it. With ``accepts_next_queries = True`` it takes
+    ``next_queries=`` besides, a function or None for the last layer: it gives the queries of the
+    next layer, as that would make them of this layer's input, normed and rotated. A model need not
+    give that either.
     Returns the output, ``[B, T, N, value_size]`` or with ``up`` ``[B, T, N, H']``, in the dtype of
     ``q``, and the new cache. At a position of -1 nothing is appended and the output means nothing.
     """

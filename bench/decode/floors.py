@@ -68,7 +68,7 @@ def of_iteration(
 def view_of(config: StepConfig) -> Policy | None:
     """The policy that draft passes of the model itself read by; None where it makes none."""
     draft = _passing(config)
-    return None if draft is None else draft.guided or draft.keeps
+    return None if draft is None else draft.guided or draft.cache_policy
 
 
 def quantized_in(config: StepConfig) -> str:

@@ -79,8 +79,8 @@ def iterations(
     found, copies = [], {}
     for drafting in wanted:
         config = drafting.config
-        keeps = config.keeps
-        arrays = arrays_of(keeps, model.config.layers) if keeps.needs_arrays else None
+        cache_policy = config.cache_policy
+        arrays = arrays_of(cache_policy, model.config.layers) if cache_policy.needs_arrays else None
         kind = floors.quantized_in(config)
         models = config.draft.prepare(Models(model, copies.get(kind), arrays))
         copies[kind] = models.draft
@@ -106,7 +106,7 @@ class Iteration:
         self._target: Decoder = target
         room = CHUNKS[1] * self._steps * (drafting.gamma + 1)
         sizes = shape.batch, shape.context, drafting.gamma, room
-        kept = {"policy": self._config.keeps, "exact": drafting.exact}
+        kept = {"policy": self._config.cache_policy, "exact": drafting.exact}
         self._blueprint = Blueprint.of(self._target, *sizes, **kept)
         self._floors = floors.of_iteration(
             models, shape.batch, shape.context, self._config, ceilings

@@ -25,9 +25,9 @@ from bench.policies import scored_bytes
 from jspec.cache import Cache, LinearLayout
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends, preferring
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.policies import Dense, Policy
-from jspec.policies.attend import Reading, selected_attend
+from jspec.policies.attend import PassState, selected_attend
 from jspec.policies.policy import create_cache, with_pages
 from jspec.typing import Array
 
@@ -103,13 +103,13 @@ def program(policy: Policy, backends: Backends = Backends()) -> Callable[..., tu
 
     def step(arrays: Any, cache: Cache, token: Token) -> tuple[Cache, Output]:
         q, k, v = token.parts()
-        turn = Turn(token.cosine, token.sine, joined=token.joined)
+        qk_rope = QKRope(token.cosine, token.sine, joined=token.joined)
         until = token.until
         attend: Any = selected_attend(until[:, None], until, 1, policy=policy, arrays=arrays)
         with preferring(backends):
-            out, reading = attend(0, q, k, v, Reading(cache), turn=turn)
-        after = with_pages(policy, arrays, reading.cache, until, until + 1, 1)
-        return after, (out, reading.chosen)
+            out, pass_state = attend(0, q, k, v, PassState(cache), qk_rope=qk_rope)
+        after = with_pages(policy, arrays, pass_state.cache, until, until + 1, 1)
+        return after, (out, pass_state.chosen)
 
     return step
 

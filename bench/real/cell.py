@@ -202,7 +202,7 @@ class Cell:
             draft=config.draft,
             gamma=config.gamma,
             draft_model=models.draft,
-            policy_arrays=models.policy,
+            policy_params=models.policy,
             exact=config.exact,
             prefilled=self.prefilled[index],
         )
@@ -211,7 +211,7 @@ class Cell:
         """The model with what a drafter makes of it; quantised copies of one kind are shared."""
         config = drafting.config
         kind = floors.quantized_in(config)
-        arrays = prepared(config.keeps, self.model, self._tokenizer)
+        arrays = prepared(config.cache_policy, self.model, self._tokenizer)
         models = config.draft.prepare(Models(self.model, self._copies.get(kind), arrays))
         self._copies[kind] = models.draft
         return models

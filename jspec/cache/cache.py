@@ -21,7 +21,7 @@ import numpy as np
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
 from jspec.host import in_host, place_in_host
-from jspec.ops.host_rows import Near
+from jspec.ops.host_rows import DeviceRows
 from jspec.sharding import Placing, placed
 from jspec.typing import Array
 
@@ -71,7 +71,7 @@ class Shards(Protocol):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["columns", "lengths", "pages", "near"],
+    data_fields=["columns", "lengths", "pages", "device_rows"],
     meta_fields=["specs", "layouts", "page", "shards"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Cache:
     ``values [B, S, K, value size]`` unless they are part of the keys, and a policy's own.
     ``lengths`` int32 ``[B]``. ``specs`` and ``layouts``: one a layer, static. ``pages``: a layer's
     arrays by name, each ``[B, ceil(S / page), ...]``, of ``page`` positions side by side; nothing
-    is in a page without a committed position. ``near``: of each layer in the host's memory, what
-    the last pass read of it, on the device; set inside a chunk of steps alone. ``shards``: set
+    is in a page without a committed position. ``device_rows``: of each layer in the host's memory,
+    what the last pass read of it, on the device; set inside a chunk of steps alone. ``shards``: set
     where this is a device's part of it.
     """
 
@@ -92,7 +92,7 @@ class Cache:
     specs: tuple[LayerSpec, ...]
     layouts: tuple[Layout, ...]
     pages: tuple[dict[str, Array], ...] = ()
-    near: tuple[Near | None, ...] = ()
+    device_rows: tuple[DeviceRows | None, ...] = ()
     page: int = 1
     shards: Shards | None = None
 
@@ -201,14 +201,14 @@ class Cache:
         after = (*self.columns[:layer], held, *self.columns[layer + 1 :])
         return dataclasses.replace(self, columns=after)
 
-    def near_of(self, layer: int) -> Near | None:
-        """What is `near` of a layer."""
-        return self.near[layer] if self.near else None
+    def device_rows_of(self, layer: int) -> DeviceRows | None:
+        """The `device_rows` of a layer."""
+        return self.device_rows[layer] if self.device_rows else None
 
-    def with_near(self, layer: int, near: Near) -> Cache:
-        """The cache with this in place of what is `near` of a layer."""
-        after = (*self.near[:layer], near, *self.near[layer + 1 :])
-        return dataclasses.replace(self, near=after)
+    def with_device_rows(self, layer: int, device_rows: DeviceRows) -> Cache:
+        """The cache with other `device_rows` of a layer."""
+        after = (*self.device_rows[:layer], device_rows, *self.device_rows[layer + 1 :])
+        return dataclasses.replace(self, device_rows=after)
 
     def with_lengths(self, lengths: Array) -> Cache:
         """The same slots with other ``lengths [B]``: shorter rolls back, longer commits."""

@@ -215,8 +215,10 @@ def load(
             "it (8 is usual) or raise --context"
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
-    keeps = with_hashes(StepConfig(draft.usual_gamma, draft, target=target).keeps, Path(path))
-    arrays = prepared(keeps, model, tokenizer)
+    cache_policy = with_hashes(
+        StepConfig(draft.usual_gamma, draft, target=target).cache_policy, Path(path)
+    )
+    arrays = prepared(cache_policy, model, tokenizer)
     own = model if helix is None else shard(model, helix)
     return Job(
         model=own,
@@ -228,7 +230,7 @@ def load(
         target=target,
         rule=arguments.rule,
         exact=arguments.exact,
-        policy_arrays=arrays,
+        policy_params=arrays,
         backends=backends,
         batch=arguments.batch,
     )

@@ -78,18 +78,18 @@ class Job:
     target: Policy
     rule: Rule
     exact: bool
-    policy_arrays: Any
+    policy_params: Any
     backends: Backends
     batch: int
 
     @property
     def settings(self) -> dict[str, Any]:
         """How it decodes, as `jspec.generate` and `jspec.Engine` take it."""
-        names = "draft gamma draft_model target rule exact policy_arrays backends"
+        names = "draft gamma draft_model target rule exact policy_params backends"
         return {name: getattr(self, name) for name in names.split()}
 
     def plain(self) -> Job:
-        none = {"draft_model": None, "policy_arrays": None}
+        none = {"draft_model": None, "policy_params": None}
         return dataclasses.replace(self, draft=NoDraft(), gamma=0, target=Dense(), **none)
 
     def encode(self, prompt: bytes | list[Message]) -> list[int]:

@@ -90,8 +90,8 @@ def _refuse(refused: Sequence[Refused]) -> None:
 def _arrays(arguments: argparse.Namespace, job: Job, draft: Drafter) -> Any:
     """What the draft's policy takes of the model."""
     path = arguments.model or bundled_path()
-    keeps = StepConfig(draft.usual_gamma, draft).keeps
-    return prepared(with_hashes(keeps, Path(path)), job.model, job.tokenizer)
+    cache_policy = StepConfig(draft.usual_gamma, draft).cache_policy
+    return prepared(with_hashes(cache_policy, Path(path)), job.model, job.tokenizer)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend, preferred
 from jspec.gpu import multiprocessors
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.ops.attention.hashed import PARTS
 from jspec.ops.hash import most as most_shared
 from jspec.ops.norm import CENTERED, RMS
@@ -123,7 +123,7 @@ def hash_attention_cuda(
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     keys: Array,
     values: Array,
     codes: Array,
@@ -141,7 +141,7 @@ def hash_attention_cuda(
     cut: HashCut | None = None,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
     """As `jspec.ops.attention.hashed.hash_attention`, in three launches that follow each other."""
-    assert turn.joined is not None  # `_supports`
+    assert qk_rope.joined is not None  # `_supports`
     batch, _, heads, size = q.shape
     n, kv_heads, words = codes.shape[1:]
     group = heads // kv_heads
@@ -160,11 +160,11 @@ def hash_attention_cuda(
         ),
     )
     # Any array stands for the scales that there are not.
-    q_norm, k_norm = turn.q_norm or RMS(turn.cosine), turn.k_norm or RMS(turn.cosine)
+    q_norm, k_norm = qk_rope.q_norm or RMS(qk_rope.cosine), qk_rope.k_norm or RMS(qk_rope.cosine)
     out, lse, slots, keys, values, codes, *_ = library.call(
         "hash_attention",
         outputs,
-        *(turn.joined, turn.cosine, turn.sine),
+        *(qk_rope.joined, qk_rope.cosine, qk_rope.sine),
         *(x.scale.astype(jnp.float32) for x in (q_norm, k_norm)),
         *(w, positions, keys, values, codes, until, counts),
         vmap_method="sequential",
@@ -172,7 +172,7 @@ def hash_attention_cuda(
         sinks=np.int32(sinks),
         recent=np.int32(recent),
         tail=np.int32(tail),
-        normed=np.bool_(turn.q_norm is not None),
+        normed=np.bool_(qk_rope.q_norm is not None),
         q_eps=np.float32(q_norm.eps),
         k_eps=np.float32(k_norm.eps),
         scale=np.float32(scale),
@@ -185,7 +185,7 @@ def _supports(
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     keys: Array,
     values: Array,
     codes: Array,
@@ -204,13 +204,13 @@ def _supports(
             return f"a backend is named for {part}, which it takes the place of"
     n, kv_heads, words = codes.shape[1:]
     size, group = q.shape[3], q.shape[2] // kv_heads
-    if turn.joined is None:
+    if qk_rope.joined is None:
         return "queries, keys and values are not slices of one product"
-    if (turn.q_norm is None) != (turn.k_norm is None):
+    if (qk_rope.q_norm is None) != (qk_rope.k_norm is None):
         return "of queries and keys only one has a norm"
-    if turn.q_norm is not None and turn.q_norm.centered:
+    if qk_rope.q_norm is not None and qk_rope.q_norm.centered:
         return CENTERED
-    if any(x.dtype != jnp.bfloat16 for x in (q, turn.joined, keys, values)):
+    if any(x.dtype != jnp.bfloat16 for x in (q, qk_rope.joined, keys, values)):
         return "queries, keys and values are not all bfloat16"
     if w.dtype != jnp.float32:
         return f"w is of {w.dtype}, not float32"

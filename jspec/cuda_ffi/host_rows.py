@@ -40,35 +40,35 @@ _call = functools.partial(library.call, vmap_method="sequential")
 def _fetch_rows(
     columns: tuple[Array, ...],
     slots: Array,
-    near_rows: tuple[Array, ...] | None,
-    near_slots: Array | None,
-    ahead_rows: tuple[Array, ...] | None,
-    ahead_slots: Array | None,
+    device_rows: tuple[Array, ...] | None,
+    device_slots: Array | None,
+    prefetched_rows: tuple[Array, ...] | None,
+    prefetched_slots: Array | None,
 ) -> tuple[Array, ...]:
     given = []
-    for rows, own in ((near_rows, near_slots), (ahead_rows, ahead_slots)):
+    for rows, own in ((device_rows, device_slots), (prefetched_rows, prefetched_slots)):
         given += [] if rows is None or own is None else [*rows, own]
     return _call(
         "fetch_rows",
         _rows_like(columns, slots),
         *(*columns, slots, *given),
-        near=np.bool_(near_rows is not None),
-        ahead=np.bool_(ahead_rows is not None),
+        near=np.bool_(device_rows is not None),
+        ahead=np.bool_(prefetched_rows is not None),
     )
 
 
 def _fetch_ahead(
-    columns: tuple[Array, ...], slots: Array, through: Array, near_slots: Array | None
+    columns: tuple[Array, ...], slots: Array, through: Array, device_slots: Array | None
 ) -> tuple[Array, ...]:
     count = len(columns)
     like = [*_rows_like(columns, slots), jax.ShapeDtypeStruct(through.shape, through.dtype)]
-    near = [] if near_slots is None else [near_slots]
+    near = [] if device_slots is None else [device_slots]
     return _call(
         "fetch_ahead",
         like,
         *(*columns, slots, through, *near),
         aliases={count + 1: count},
-        near=np.bool_(near_slots is not None),
+        near=np.bool_(device_slots is not None),
     )
 
 

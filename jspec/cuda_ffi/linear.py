@@ -118,20 +118,20 @@ def _supports(*args, **settings) -> str | None:
 
 
 def linear_chain_cuda(
-    x: Array, links: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
+    x: Array, ops: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
 ) -> tuple[Array, ...]:
     """As `jspec.ops.linear_chain.linear_chain`."""
     settings = {"added": tuple(added), "gated": tuple(gated)}
-    if isinstance(links[0][0], Quantized | MXFP4):  # of which there is no derivative
-        return _launch_chain(x, links, **settings)
+    if isinstance(ops[0][0], Quantized | MXFP4):  # of which there is no derivative
+        return _launch_chain(x, ops, **settings)
     run = differentiated_as(
         functools.partial(one_by_one, **settings), functools.partial(_launch_chain, **settings)
     )
-    return run(x, links)
+    return run(x, ops)
 
 
-def _launch_chain(x, links, *, added, gated) -> tuple[Array, ...]:
-    _, *results = chain_shapes(x, links, added=added, gated=gated)
+def _launch_chain(x, ops, *, added, gated) -> tuple[Array, ...]:
+    _, *results = chain_shapes(x, ops, added=added, gated=gated)
 
     def each(values, dtype: type[np.generic] = np.int32):
         return np.asarray(list(values), dtype)
@@ -139,33 +139,33 @@ def _launch_chain(x, links, *, added, gated) -> tuple[Array, ...]:
     return library.call(
         "linear_chain",
         tuple(results),
-        *(x, *(one for link in links for one in _arguments(x, *link))),
+        *(x, *(one for op in ops for one in _arguments(x, *op))),
         vmap_method="sequential",
-        bits=np.int32(weight_bits(links[0][0])),
-        biased=each(bias is not None for _, bias, _, _ in links),
-        normed=each(norm is not None for _, _, norm, _ in links),
+        bits=np.int32(weight_bits(ops[0][0])),
+        biased=each(bias is not None for _, bias, _, _ in ops),
+        normed=each(norm is not None for _, _, norm, _ in ops),
         added=each(
             (-2 if add is None else -1) if other is None else other
-            for (*_, add), other in zip(links, added, strict=True)
+            for (*_, add), other in zip(ops, added, strict=True)
         ),
         gated=each(gated),
-        eps=each((0 if norm is None else norm.eps for _, _, norm, _ in links), np.float32),
+        eps=each((0 if norm is None else norm.eps for _, _, norm, _ in ops), np.float32),
     )
 
 
-def _refuses_chain(x, links, *, added, gated) -> str | None:
+def _refuses_chain(x, ops, *, added, gated) -> str | None:
     """Why one call cannot take these products, or None."""
     if preferred("linear") not in (None, "cuda"):
         return f"linear={preferred('linear')!r} is asked for"
     static = {"transposed": False, "dtype": x.dtype}
-    *reads, _ = chain_shapes(x, links, added=added, gated=gated)
-    bits = {weight_bits(kernel) for kernel, *_ in links}
+    *reads, _ = chain_shapes(x, ops, added=added, gated=gated)
+    bits = {weight_bits(kernel) for kernel, *_ in ops}
     if len(bits) > 1:
         return f"its weights are of {' and '.join(map(str, sorted(bits)))} bits"
-    for i, (read, link, gates) in enumerate(zip(reads, links, gated, strict=True)):
-        kernel, bias, norm, add = link
+    for i, (read, op, gates) in enumerate(zip(reads, ops, gated, strict=True)):
+        kernel, bias, norm, add = op
         if reason := refuses(read, kernel, bias, norm, add, gated=gates, **static):
-            return f"links[{i}]: {reason}"
+            return f"ops[{i}]: {reason}"
     return None
 
 

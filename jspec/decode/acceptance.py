@@ -9,11 +9,11 @@ OWN = 8.0  # steps of its own by which a row outweighs other rows
 HORIZON = 512  # tokens of a row that are planned for: stop tokens may end it earlier
 
 
-class Reach:
-    """How often counts go on from each number to the next one, where older steps count less.
+class AcceptanceCounts:
+    """How often counts of accepted draft tokens, or of passes, that reach i reach i + 1 as well.
 
     ``begun``, ``gone_on`` float64 ``[*rows, longest]``: of so many counts of at least i, how many
-    were at least i + 1.
+    were at least i + 1. Older steps weigh less.
     """
 
     def __init__(self, *shape: int) -> None:
@@ -43,15 +43,15 @@ def mean(rates: np.ndarray) -> np.ndarray:
     return np.cumprod(rates, axis=-1).sum(axis=-1)
 
 
-class Rows:
-    """What the rows of a session accepted of late, and the passes that their drafts took.
+class RowAcceptance:
+    """How many draft tokens each row of a session accepted, and the passes that drafts took.
 
     ``steps`` of a chunk. ``together``: all are waited for, and none takes the place of one that has
     ended.
     """
 
     def __init__(self, batch: int, longest: int, steps: int, *, together: bool) -> None:
-        self.accepted, self.passes = Reach(batch, longest), Reach(longest)
+        self.accepted, self.passes = AcceptanceCounts(batch, longest), AcceptanceCounts(longest)
         self.steps, self.together = steps, together
 
     def saw(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jspec.decode.acceptance import Reach, Rows, mean
+from jspec.decode.acceptance import AcceptanceCounts, RowAcceptance, mean
 from jspec.decode.draft import NoDraft, Paused
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
@@ -45,9 +45,9 @@ class GammaChoice:
     That is the time of a step times the steps that rows need to their end. A row needs one step for
     each 1 + s_1 + ... + s_gamma of its tokens, where s_i is how often at least i draft tokens are
     accepted. That is a product of conditional rates, which longer drafts than the present one are
-    taken to go on with. They are those of the row of late, in `Rows`. A row of which little is
-    known may be like any that was met lately. So a row that accepts little weighs more than one
-    that accepts much, as it needs more steps.
+    taken to go on with. They are those of the row of late, in `RowAcceptance`. A row of which
+    little is known may be like any that was met lately. So a row that accepts little weighs more
+    than one that accepts much, as it needs more steps.
 
     A step's time is measured, never assumed: the median of a gamma's last chunks, of which the
     first ``warm`` do not count. Steps take longer the more rows are live, by an amount for each
@@ -77,8 +77,10 @@ class GammaChoice:
         self.runs = dict.fromkeys(self.ladder, 0)
         self.last_run = dict.fromkeys(self.ladder, 0)
         longest = max(self.ladder)
-        self.accepted, self.passes = Reach(longest), Reach(longest)
-        self.kinds = Reach(KINDS, longest)  # the first chunks of the last rows that were met
+        self.accepted, self.passes = AcceptanceCounts(longest), AcceptanceCounts(longest)
+        self.kinds = AcceptanceCounts(
+            KINDS, longest
+        )  # the first chunks of the last rows that were met
         self.rows_met = 0
         self.chunks = 0
         self.allowance = 0.0
@@ -117,7 +119,7 @@ class GammaChoice:
             self.passes.add((passes[:, None] >= up_to).sum(axis=0), len(passes))
 
     def met(self, counts: np.ndarray) -> None:
-        """Take up rows that began: what `Rows.saw` returned."""
+        """Take up rows that began: what `RowAcceptance.saw` returned."""
         gamma = counts.shape[1] - 1
         for row in counts[-KINDS:]:
             at = self.rows_met % KINDS
@@ -139,7 +141,7 @@ class GammaChoice:
         if gamma == self.probing and self._ran(gamma):  # a program's first runs cost but once
             self.allowance -= max(seconds - self.wanted * tokens, 0.0)
 
-    def choose(self, rows: Rows, left: np.ndarray) -> int:
+    def choose(self, rows: RowAcceptance, left: np.ndarray) -> int:
         """The gamma of the next chunk of ``rows``, of which each commits ``left [B]`` tokens yet at
         most, 0 where it has ended."""
         known = [g for g in self.ladder if self._ran(g)]
@@ -167,7 +169,7 @@ class GammaChoice:
         tokens = 1 + mean(self.accepted.rates(ACCEPTED)[:gamma])
         return float(self.a_pass[gamma] * tokens / self.cost(gamma))
 
-    def cost(self, gamma: int, rows: Rows | None = None) -> float:
+    def cost(self, gamma: int, rows: RowAcceptance | None = None) -> float:
         """Seconds of a step, of ``rows`` or of those that were seen."""
         seconds = self._with(self.live, self.times[gamma] or [self.whole[gamma]])
         if gamma not in self.a_pass:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jspec.decode.acceptance import Rows
+from jspec.decode.acceptance import RowAcceptance
 from jspec.decode.auto import GammaChoice
 from jspec.decode.draft import CATCH_UP, LACKING
 from jspec.decode.programs import PROGRAMS, OnCompile
@@ -58,7 +58,8 @@ class Chunks:
     other while the host reads. ``programs`` counts compiling, and with ``holds`` keeps what it ran;
     ``seconds``: what `clock` measured by name, without compiling. ``last_s``: seconds of the last
     chunk that was finished; ``paces`` int32 ``[B]``: tokens that each row commits in a chunk, by
-    the last one. What the device does between two chunks is prefill. ``together``: as in `Rows`.
+    the last one. What the device does between two chunks is prefill. ``together``: as in
+    `RowAcceptance`.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Chunks:
         self._is_shared = is_shared(options.models.target)
         self._is_timed = True  # whether somebody knows when the chunk at work ends
         self._at_work: list[Chunk] = []  # that were started and not finished
-        self._rows: Rows | None = None  # what they accepted, where that is asked for
+        self._acceptance: RowAcceptance | None = None  # what they accepted, where that is asked for
         self._clocked = 0.0  # until when the last clock ran
         self._finished = 0.0  # when the last chunk did
         self._prompts: Array | None = None  # what the next chunk is to follow
@@ -152,8 +153,8 @@ class Chunks:
         """Others took ``rows``, behind all chunks at work."""
         for chunk in self._at_work:
             chunk.filled.update(rows)
-        if self._rows is not None:
-            self._rows.renew(rows)
+        if self._acceptance is not None:
+            self._acceptance.renew(rows)
 
     def start(self, state: DecodeState, left: np.ndarray) -> tuple[DecodeState, Chunk]:
         """The state behind a chunk that the device is given now. ``state`` is donated.
@@ -164,11 +165,11 @@ class Chunks:
         options, config, choice = self.options, self.options.config, None
         if options.gammas is not None:
             choice = options.gammas.choice(options.flat, state)
-            if self._rows is None:
-                self._rows = Rows(
+            if self._acceptance is None:
+                self._acceptance = RowAcceptance(
                     len(left), options.config.gamma, options.steps, together=self.together
                 )
-            gamma = choice.choose(self._rows, self._behind_work(left))
+            gamma = choice.choose(self._acceptance, self._behind_work(left))
             price = choice.price(gamma)
             if self._is_shared:
                 gamma, price = agreed((gamma, price))
@@ -212,7 +213,7 @@ class Chunks:
 
     def _learn(self, chunk: Chunk, record: StepRecord, a_step: float | None) -> None:
         """Have what chooses gammas take up a chunk; ``a_step``: seconds, None if nobody knows."""
-        if chunk.choice is None or self._rows is None:
+        if chunk.choice is None or self._acceptance is None:
             return
         drafted, accepted, committed, _ = counts_of(record)
         live = committed > 0
@@ -224,7 +225,7 @@ class Chunks:
         chunk.choice.saw(chunk.gamma, a_step, accepted, live, passes)
         same = np.ones(live.shape[1], bool)
         same[list(chunk.filled)] = False
-        chunk.choice.met(self._rows.saw(chunk.gamma, accepted, live & same, passes))
+        chunk.choice.met(self._acceptance.saw(chunk.gamma, accepted, live & same, passes))
 
     def _behind_work(self, left: np.ndarray) -> np.ndarray:
         """``left`` where rows commit in the chunks at work what they did in the last one."""

@@ -47,10 +47,10 @@ def convert_state(
         )
     sharding = beside(models) if sharding is None else sharding
     sizes = (held.specs, held.layouts, len(held.lengths), held.keys(0).dtype, sharding)
-    empty = place({"cache": create_cache(config.keeps, *sizes)}, sharding)["cache"]
+    empty = place({"cache": create_cache(config.cache_policy, *sizes)}, sharding)["cache"]
     others = dataclasses.replace(state, cache=None, draft=None)
     copied = jax.tree.map(jnp.copy, others)
-    cache = _filled(models, empty, held, policy=config.keeps, backends=config.backends)
+    cache = _filled(models, empty, held, policy=config.cache_policy, backends=config.backends)
     own = _drafter_state(models, held.lengths, state.tokens, config=config)
     return place(dataclasses.replace(copied, cache=cache, draft=own, exact=config.exact), sharding)
 

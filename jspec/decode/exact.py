@@ -28,12 +28,12 @@ BACKENDS = Backends(
 )
 
 
-def check_exact(model: Model, keeps: Policy) -> None:
+def check_exact(model: Model, cache_policy: Policy) -> None:
     """Raise `BackendError` where passes of ``model`` cannot be exact here, with the reason.
 
-    ``keeps``: the policy whose columns its cache keeps.
+    ``cache_policy``: the policy whose columns its cache keeps.
     """
-    reason = refuses_triton() or _refuses(model) or _refuses_policy(model, keeps)
+    reason = refuses_triton() or _refuses(model) or _refuses_policy(model, cache_policy)
     if reason is not None:
         raise BackendError(f"exact=True cannot serve this request: {reason}; leave exact out")
 
@@ -75,11 +75,13 @@ def _refuses_config(config: ModelConfig) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _refuses_policy(model: Model, keeps: Policy) -> str | None:
+def _refuses_policy(model: Model, cache_policy: Policy) -> str | None:
     """Why a cache that keeps this policy's columns cannot be read exactly, or None."""
     layers = range(len(model.config.layers))
-    if any(keeps.in_host(layer) for layer in layers):
-        return f"{shown(keeps)} keeps keys in the host's memory, which the kernels do not read"
+    if any(cache_policy.in_host(layer) for layer in layers):
+        return (
+            f"{shown(cache_policy)} keeps keys in the host's memory, which the kernels do not read"
+        )
     return None
 
 

@@ -78,7 +78,7 @@ def generate(
     draft_model: Model | None = None,
     target: Policy = Dense(),
     rule: Rule = "token",
-    policy_arrays: Any = None,
+    policy_params: Any = None,
     steps_per_chunk: int | None = None,
     prefill_chunk: int | None = None,
     cache_dtype: DTypeLike | None = None,
@@ -96,7 +96,7 @@ def generate(
     what suits the drafter; ``"auto"`` chooses it again and again by measured times and acceptance
     (docs/drafting.md). ``target=Quest()`` or another policy has the model itself read a
     selection of the context, with ``draft=None``: not lossless. ``rule`` as in `StepConfig`.
-    ``policy_arrays`` are what `jspec.prepare` makes for a policy that needs something.
+    ``policy_params`` are what `jspec.prepare` makes for a policy that needs something.
     ``cache_dtype`` as in `jspec.start_decoding`. ``backends`` names backends of operations, as in
     ``{"verify_greedy": "cuda"}``. ``exact``: greedy tokens are those of plain decoding bit for bit,
     in bfloat16 too, at any batch, neighbours and draft, on an NVIDIA GPU (docs/exact.md). A model
@@ -128,7 +128,7 @@ def generate(
         draft_model=draft_model,
         target=target,
         rule=rule,
-        policy_arrays=policy_arrays,
+        policy_params=policy_params,
         steps_per_chunk=steps_per_chunk,
         backends=backends,
         exact=exact,

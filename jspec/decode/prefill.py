@@ -97,7 +97,7 @@ def _started(
     check_models(models)
     check_arrays(models, config)
     if config.exact:
-        check_exact(models.target, config.keeps)
+        check_exact(models.target, config.cache_policy)
     ids = as_ids(prompts)
     params = rows_of(models, ids, params, (config, capacity, chunk, cache_dtype, grows))
     check_requests(models, ids, params)
@@ -243,14 +243,17 @@ def prefill_chunk(
 
     def piece(models: Models, cache: Cache, own: Any, tokens: Array, positions: Array):
         attend = dense_attend(
-            positions, policy=config.keeps, arrays=models.policy, backends=config.of_verification
+            positions,
+            policy=config.cache_policy,
+            arrays=models.policy,
+            backends=config.of_verification,
         )
         with config.of_target():
             _, cache = models.target(tokens, positions, attend, cache)
         after = positions.max(axis=1) + 1
         before = jnp.where(positions >= 0, positions, after[:, None]).min(axis=1)
         most = positions.shape[1]
-        cache = with_pages(config.keeps, models.policy, cache, before, after, most)
+        cache = with_pages(config.cache_policy, models.policy, cache, before, after, most)
         return cache, config.draft.prefill(models, own, tokens, positions, config)
 
     models = Models.of(models)
@@ -264,7 +267,7 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
     batch, capacity = tokens.shape
     specs = models.target.config.layers
     on_mesh = mesh_model(models.target)
-    cache = create_cache(config.keeps, specs, layouts, batch, dtype, sharding)
+    cache = create_cache(config.cache_policy, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.
     own_of = own_state if on_mesh is None else jitted_own_state

@@ -47,7 +47,7 @@ class ResolvedOptions:
         draft_model: Model | None,
         target: Policy,
         rule: Rule,
-        policy_arrays: Any,
+        policy_params: Any,
         steps_per_chunk: int | None,
         backends: Mapping[str, str],
         exact: bool,
@@ -56,7 +56,7 @@ class ResolvedOptions:
 
         Raises `TypeError` and `ValueError` for settings that are none.
         """
-        models = Models(model, draft_model, policy_arrays)
+        models = Models(model, draft_model, policy_params)
         check_models(models)
         draft = NoDraft() if draft is None else draft
         check_draft(draft)
@@ -65,9 +65,9 @@ class ResolvedOptions:
         gammas = Gammas(config, early=may_ask(models)) if gamma == "auto" else None
         config = config if gammas is None else gammas.longest
         if exact:
-            check_exact(model, config.keeps)
-        if config.keeps.needs_arrays and policy_arrays is None:
-            models = models._replace(policy=prepare(config.keeps, model))
+            check_exact(model, config.cache_policy)
+        if config.cache_policy.needs_arrays and policy_params is None:
+            models = models._replace(policy=prepare(config.cache_policy, model))
         on_mesh = mesh_model(model)
         if on_mesh is not None:
             on_mesh.check(config)

@@ -49,7 +49,7 @@ def score(
     check_requests(models, [text[:-1] if len(text) > 1 else text for text in ids], one)
     config = StepConfig(0, NoDraft(), backends, exact=exact)
     if exact:
-        check_exact(model, config.keeps)
+        check_exact(model, config.cache_policy)
     capacity = rounded_capacity(max(map(len, ids)))
     tokens, lengths = padded(ids, capacity)
     layouts = layouts_for(model, capacity, CHUNK, rings=not exact)

@@ -138,9 +138,9 @@ class StepConfig:
         return self.ends_early or self.draft.learns_from_rejected
 
     @property
-    def keeps(self) -> Policy:
+    def cache_policy(self) -> Policy:
         """The policy whose columns and pages the target's cache keeps."""
-        return self.target if self.is_lossy else self.draft.keeps
+        return self.target if self.is_lossy else self.draft.cache_policy
 
     def of_models(self) -> AbstractContextManager[None]:
         """Inside it, operations of models and policies take the backends that are named here."""
@@ -196,10 +196,10 @@ def check_target(target: Any, draft: Drafter, gamma: int) -> None:
 
 def check_arrays(models: Models, config: StepConfig) -> None:
     """Raise `ValueError` where a policy lacks what `jspec.prepare` makes for it."""
-    if config.keeps.needs_arrays and models.policy is None:
+    if config.cache_policy.needs_arrays and models.policy is None:
         raise ValueError(
-            f"{type(config.keeps).__name__} needs arrays of its own; pass jspec.Models(target, "
-            "policy=jspec.prepare(policy, target, tokens)), with a sample text of the model"
+            f"{type(config.cache_policy).__name__} needs arrays of its own; pass jspec.Models("
+            "target, policy=jspec.prepare(policy, target, tokens)), with a sample text of the model"
         )
 
 

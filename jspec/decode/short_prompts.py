@@ -50,7 +50,7 @@ class ShortPrompts:
         self, options: ResolvedOptions, slots: int, capacity: int, chunk: int, programs: Timed
     ) -> None:
         self._options, self._slots, self._programs = options, slots, programs
-        models, policy = options.models, options.config.keeps
+        models, policy = options.models, options.config.cache_policy
         layers = range(len(models.target.config.layers))
         is_on_mesh = mesh_model(models.target) is not None or beside(models) is not None
         there_are = not (is_on_mesh or any(map(policy.in_host, layers)) or slots < 2)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.cache.layout import check_rings
-from jspec.decode.draft import Drafted, Seen
+from jspec.decode.draft import Drafted, TargetPass
 from jspec.decode.draft.base import within_limits
 from jspec.decode.exact import check_started
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
@@ -23,7 +23,7 @@ from jspec.ops.verify import Verified, verify_greedy
 from jspec.ops.vocabulary import Axes
 from jspec.policies.attend import dense_attend, run_selected
 from jspec.policies.collect import run_collecting
-from jspec.policies.offload import with_rows_near
+from jspec.policies.offload import with_room_for_device_rows
 from jspec.policies.policy import with_pages
 from jspec.typing import Array, Model
 
@@ -44,10 +44,12 @@ def decode_chunk(
     models: Model | Models | FlatModels, state: DecodeState, config: StepConfig, steps: int
 ) -> tuple[DecodeState, StepRecord]:
     """``steps`` speculative steps in one program; the records are stacked, ``[steps, B, ...]``."""
-    cache = with_rows_near(state.cache, config.keeps)
+    cache = with_room_for_device_rows(state.cache, config.cache_policy)
     state = dataclasses.replace(state, cache=cache)
     state, records = lax.scan(lambda state, _: step(models, state, config), state, length=steps)
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, near=())), records
+    return dataclasses.replace(
+        state, cache=dataclasses.replace(state.cache, device_rows=())
+    ), records
 
 
 @jax.jit(static_argnames="config", donate_argnames="state")
@@ -80,17 +82,17 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     check_started(state.exact, config.exact)
     drafted, state = draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
-    logits, state, seen = run_target(models, state, drafted, config)
+    logits, state, target_pass = run_target(models, state, drafted, config)
     before = state.cache.lengths
     axes = vocabulary_axes(models.target)
     verified, state, record = verify(state, drafted, logits, config, axes)
     after, most = state.cache.lengths, config.gamma + 1
-    cache = with_pages(config.keeps, models.policy, state.cache, before, after, most)
+    cache = with_pages(config.cache_policy, models.policy, state.cache, before, after, most)
     state = dataclasses.replace(state, cache=cache)
     if drafted.levels is not None:
         ending = state.ending.learned(drafted.levels, drafted.lengths, verified.accepted)
         state = dataclasses.replace(state, ending=ending)
-    return config.draft.learn(state, seen, verified), record
+    return config.draft.learn(state, target_pass, verified), record
 
 
 @jax.named_scope("draft")
@@ -108,7 +110,7 @@ def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Draft
 @jax.named_scope("verification")
 def run_target(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
-) -> tuple[Array, DecodeState, Seen]:
+) -> tuple[Array, DecodeState, TargetPass]:
     """Run the target over the last token and the draft; its logits ``[B, gamma + 1, V]``."""
     with config.of_target():
         return _run_target(models, state, drafted, config)
@@ -116,14 +118,14 @@ def run_target(
 
 def _run_target(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
-) -> tuple[Array, DecodeState, Seen]:
+) -> tuple[Array, DecodeState, TargetPass]:
     tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
     index = jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
     until = state.cache.lengths
     positions = jnp.where(counts, until[:, None] + index, -1)
     backends = config.of_verification
-    kept = {"policy": config.keeps, "arrays": models.policy, "backends": backends}
+    kept = {"policy": config.cache_policy, "arrays": models.policy, "backends": backends}
     found = None
     if config.is_lossy:
         hidden, cache, _ = run_selected(
@@ -140,7 +142,7 @@ def _run_target(
         attend = dense_attend(positions, **kept)
         hidden, cache = models.target(tokens, positions, attend, state.cache)
     state = dataclasses.replace(state, cache=cache)
-    return models.target.logits(hidden), state, Seen(positions, hidden, found)
+    return models.target.logits(hidden), state, TargetPass(positions, hidden, found)
 
 
 def verify(

@@ -99,7 +99,7 @@ class Run:
 
     def settings(self, model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
         """What `generate` takes for it."""
-        found = {"policy_arrays": prepared(self.policy, model, tokenizer)}
+        found = {"policy_params": prepared(self.policy, model, tokenizer)}
         if self.drafts:
             return found | {"draft": SelfDraft(self.policy), "gamma": GAMMA}
         return found | {"draft": NoDraft(), "target": self.policy}

@@ -138,7 +138,7 @@ class Bench:
                 draft=draft,
                 gamma=gamma,
                 draft_model=copy,
-                policy_arrays=arrays,
+                policy_params=arrays,
                 backends=self._backends,
                 prefilled=self._state,
             ).stats

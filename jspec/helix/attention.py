@@ -13,8 +13,8 @@ from jax import lax
 
 from jspec.cache.cache import Read
 from jspec.helix.mesh import HelixConfig
+from jspec.ops.all_to_all import By, all_to_all
 from jspec.ops.attention.merge import merge_attention
-from jspec.ops.exchange import By, exchange
 from jspec.ops.vocabulary import Axes
 from jspec.policies.read import projected
 from jspec.typing import Array
@@ -94,7 +94,7 @@ class Exchange:
         if self.helix.kvp == 1:
             return out, lse
         if self.helix.strategy == "helix":
-            return all_to_all(out, lse, axes, self.helix.exchange)
+            return all_to_all_merge(out, lse, axes, self.helix.exchange)
         weighted, lse = summed_weights(out, lse, axes)
         if self.helix.strategy == "medha":
             return lax.psum(weighted, axes).astype(out.dtype), lse
@@ -108,13 +108,13 @@ class Exchange:
         return lax.psum(x, self.helix.tpa_axes)
 
 
-def all_to_all(out: Array, lse: Array, axes: Axes, by: By = "xla") -> tuple[Array, Array]:
+def all_to_all_merge(out: Array, lse: Array, axes: Axes, by: By = "xla") -> tuple[Array, Array]:
     """Attention over the keys of all ranks of ``axes``, KVP's, of this one's share of the heads.
 
     ``out [B, T, n, H]`` and ``lse [B, T, n]`` over this device's keys, for the heads of its TPA
     group; what comes is ``[B, T, n / ranks, H]``. One message carries both, bit for bit: whole
     numbers of the width of ``out``. Ranks are summed in their order, whatever arrives first
-    (Helix, section 2.1.2). ``by`` as in `jspec.ops.exchange.exchange`.
+    (Helix, section 2.1.2). ``by`` as in `jspec.ops.all_to_all.all_to_all`.
     """
     width = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
     bits = lax.bitcast_convert_type(out, width)
@@ -124,7 +124,7 @@ def all_to_all(out: Array, lse: Array, axes: Axes, by: By = "xla") -> tuple[Arra
     batch, tokens, heads, size = payload.shape
     ranks = lax.axis_size(axes)
     payload = payload.reshape(batch, tokens, ranks, heads // ranks, size)
-    parts = exchange(payload, axes, axis=2, by=by)
+    parts = all_to_all(payload, axes, axis=2, by=by)
     bits, sums = jnp.split(parts, [out.shape[-1]], axis=-1)
     lses = lax.bitcast_convert_type(sums if sums.shape[-1] > 1 else sums[..., 0], lse.dtype)
     return merge_attention(lax.bitcast_convert_type(bits, out.dtype), lses)

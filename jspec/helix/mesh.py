@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jspec import tuned
 from jspec.config import LayerSpec
-from jspec.ops.exchange import By, refuses_exchange
+from jspec.ops.all_to_all import By, refuses_all_to_all
 
 # The rank of a device is tpa * KVP + kvp: devices that hold the same heads stand side by side, as
 # the heads do that they get from the exchange, and so do the rows of the output projection.
@@ -217,7 +217,7 @@ class HelixConfig:
                 f"kvp={self.kvp} times tpa={self.tpa} takes {self.devices} devices and {here} "
                 f"{len(found)}, all of which must have a part; raise kvp or tpa"
             )
-        if reason := self.refuses_exchange():
+        if reason := self.refuses_all_to_all():
             raise ValueError(f"{reason}; leave exchange out")
         axes = self._mesh_axes
         return jax.make_mesh(
@@ -227,9 +227,9 @@ class HelixConfig:
             devices=found[: self.devices],
         )
 
-    def refuses_exchange(self) -> str | None:
+    def refuses_all_to_all(self) -> str | None:
         """Why the devices that there are cannot exchange as ``exchange`` says, or None."""
-        reason = refuses_exchange(self.exchange, jax.devices()[: self.devices])
+        reason = refuses_all_to_all(self.exchange, jax.devices()[: self.devices])
         return reason and f"exchange={self.exchange!r} cannot run here: {reason}"
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:

@@ -16,12 +16,12 @@ from jspec.config import LayerSpec, ModelConfig
 from jspec.models.experts import MixtureOfExperts
 from jspec.models.joined import qkv_parts
 from jspec.models.latent import LatentAttention
-from jspec.models.modules import MLP, Foresee, JoinedLinear, Linear, RMSNorm, constant, normal
+from jspec.models.modules import MLP, JoinedLinear, Linear, NextQueries, RMSNorm, constant, normal
 from jspec.models.rope import rope_angles, rope_frequencies
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.ops.attention.softmax import capped
 from jspec.ops.linear import linear
-from jspec.ops.linear_chain import Link, linear_chain
+from jspec.ops.linear_chain import ChainOp, linear_chain
 from jspec.ops.norm import RMS
 from jspec.typing import Array, Attend
 
@@ -53,7 +53,7 @@ class Attention(nnx.Module):
         angles: tuple[Array, Array],
         attend: Attend,
         cache,
-        foresee: Foresee | None = None,
+        next_queries: NextQueries | None = None,
         joined: Array | None = None,
     ):
         """``x`` plus what attention gives for it after ``norm``, and the cache.
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
         ``joined``: the projections, where the layer before gave them.
         """
         joined = self.qkv.joined(x, norm) if joined is None else joined
-        out, cache = self.attended(joined, layer, angles, attend, cache, foresee)
+        out, cache = self.attended(joined, layer, angles, attend, cache, next_queries)
         if self.post_norm is None:
             return self.out(out, add=x), cache
         return x + self.post_norm(self.out(out)), cache
@@ -73,34 +73,34 @@ class Attention(nnx.Module):
         angles: tuple[Array, Array],
         attend: Attend,
         cache,
-        foresee: Foresee | None = None,
+        next_queries: NextQueries | None = None,
     ):
         """What heads read ``[B, T, N * H']`` for their projections ``joined``, and the cache."""
         q, k, v = self.qkv.split(joined)
         q = q.reshape(*joined.shape[:2], -1, k.shape[-1])
-        turn = self.turn(angles, joined)
+        qk_rope = self.qk_rope(angles, joined)
         more: dict[str, Any] = {}
         if self.sinks is not None:
             more["sinks"] = self.sinks[...].astype(jnp.float32)
-        if getattr(attend, "turns", False):
-            turning: Any = attend  # it takes more than `Attend` says
-            if foresee is not None:
-                more["foresee"] = foresee
-            out, cache = turning(layer, q, k, v, cache, turn=turn, **more)
+        if getattr(attend, "accepts_qk_rope", False):
+            rotating: Any = attend  # it takes more than `Attend` says
+            if next_queries is not None:
+                more["next_queries"] = next_queries
+            out, cache = rotating(layer, q, k, v, cache, qk_rope=qk_rope, **more)
         else:
-            out, cache = attend(layer, *turn(q, k), v, cache, **more)
+            out, cache = attend(layer, *qk_rope(q, k), v, cache, **more)
         return out.reshape(*out.shape[:2], -1), cache
 
     def queries(self, x: Array, norm: RMS, angles: tuple[Array, Array]) -> Array:
-        """The queries ``[B, T, N, H]`` of ``x`` after ``norm``, turned."""
+        """The queries ``[B, T, N, H]`` of ``x`` after ``norm``, rotated."""
         joined = self.qkv.joined(x, norm)
         q, k, _ = self.qkv.split(joined)
-        return self.turn(angles, joined)(q.reshape(*x.shape[:2], -1, k.shape[-1]), k)[0]
+        return self.qk_rope(angles, joined)(q.reshape(*x.shape[:2], -1, k.shape[-1]), k)[0]
 
-    def turn(self, angles: tuple[Array, Array], joined: Array) -> Turn:
+    def qk_rope(self, angles: tuple[Array, Array], joined: Array) -> QKRope:
         """What is to be done to queries and keys that are slices of ``joined``."""
         q_norm, k_norm = (None if norm is None else norm.rms for norm in (self.q_norm, self.k_norm))
-        return Turn(*angles, q_norm, k_norm, joined)
+        return QKRope(*angles, q_norm, k_norm, joined)
 
 
 class Block(nnx.Module):
@@ -129,7 +129,7 @@ class Block(nnx.Module):
         angles: tuple[Array, Array],
         attend: Attend,
         cache,
-        foresee: Foresee | None = None,
+        next_queries: NextQueries | None = None,
         joined: Array | None = None,
         following: Block | None = None,
     ):
@@ -138,30 +138,32 @@ class Block(nnx.Module):
         ``joined``: its own projections, where the layer before gave them. ``following``: the next
         layer. Projections are None where the products behind attention are no chain.
         """
-        norm, links = self.attention_norm.rms, self._links(x, following)
+        norm, ops = self.attention_norm.rms, self._chain_ops(x, following)
         attention: Any = self.attention
-        if links is None:
+        if ops is None:
             given = {} if joined is None else {"joined": joined}
-            x, cache = attention(x, norm, layer, angles, attend, cache, foresee, **given)
+            x, cache = attention(x, norm, layer, angles, attend, cache, next_queries, **given)
             return self.mlp(x, self.mlp_norm.rms), None, cache
         joined = attention.qkv.joined(x, norm) if joined is None else joined
-        out, cache = attention.attended(joined, layer, angles, attend, cache, foresee)
-        _attended, _wide, x, *projections = linear_chain(out, links)
+        out, cache = attention.attended(joined, layer, angles, attend, cache, next_queries)
+        _attended, _wide, x, *projections = linear_chain(out, ops)
         return x, projections[0] if projections else None, cache
 
-    def _links(self, x: Array, following: Block | None) -> list[Link] | None:
+    def _chain_ops(self, x: Array, following: Block | None) -> list[ChainOp] | None:
         """What comes behind attention up to the projections of the next layer, or None."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
             return None
-        out = attention.out.link(add=x)
-        behind = mlp.links(self.mlp_norm.rms, x=0)  # none with norms behind, as behind attention
+        out = attention.out.chain_op(add=x)
+        behind = mlp.chain_ops(
+            self.mlp_norm.rms, x=0
+        )  # none with norms behind, as behind attention
         if out is None or behind is None:
             return None
-        links = [out, *behind]
+        ops = [out, *behind]
         if following is not None and isinstance(following.attention, Attention):
-            links.append(following.attention.qkv.link(following.attention_norm.rms))
-        return links
+            ops.append(following.attention.qkv.chain_op(following.attention_norm.rms))
+        return ops
 
     def queries(self, x: Array, angles: tuple[Array, Array]) -> Array:
         """The queries of its attention for ``x``, which may be the input of another layer."""
@@ -232,13 +234,13 @@ class Decoder(nnx.Module):
         kinds = [(spec.rope, spec.key_size) for spec in self.config.layers]
         specs = dict(zip(kinds, self.config.layers, strict=True))
         angles = {kind: self.angles(positions, spec) for kind, spec in specs.items()}
-        foresees = getattr(attend, "foresees", False)
+        accepts_next_queries = getattr(attend, "accepts_next_queries", False)
         blocks, joined = list(self.layers), None
         for index, (block, following) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
             more = {}
-            if foresees and following is not None:
-                turned = angles[kinds[index + 1]]
-                more = {"foresee": functools.partial(following.queries, x, turned)}
+            if accepts_next_queries and following is not None:
+                next_angles = angles[kinds[index + 1]]
+                more = {"next_queries": functools.partial(following.queries, x, next_angles)}
             x, joined, cache = block(
                 *(x, index, angles[kinds[index]], attend, cache),
                 joined=joined,

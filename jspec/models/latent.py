@@ -9,7 +9,7 @@ from flax import nnx
 
 from jspec.config import ModelConfig
 from jspec.models.joined import down_parts
-from jspec.models.modules import Foresee, JoinedLinear, Kernel, Linear, RMSNorm
+from jspec.models.modules import JoinedLinear, Kernel, Linear, NextQueries, RMSNorm
 from jspec.models.rope import rotate_pairs
 from jspec.ops.norm import RMS
 from jspec.typing import Array, Attend
@@ -52,7 +52,7 @@ class LatentAttention(nnx.Module):
         angles: tuple[Array, Array],
         attend: Attend,
         cache,
-        foresee: Foresee | None = None,
+        next_queries: NextQueries | None = None,
     ):
         """``x`` plus what attention gives for it after ``norm``, and the cache."""
         q, kept = self.down(x, norm)
@@ -60,7 +60,7 @@ class LatentAttention(nnx.Module):
         k = jnp.concatenate([self.kv_norm(latents), rotate_pairs(shared, *angles)], axis=-1)
         up = jnp.moveaxis(self._maps[1], 1, 0)
         attending: Any = attend  # it takes more than `Attend` says
-        more = {} if foresee is None else {"foresee": foresee}
+        more = {} if next_queries is None else {"next_queries": next_queries}
         out, cache = attending(layer, self._absorbed(q, angles), k, None, cache, up=up, **more)
         return self.out(out.reshape(*out.shape[:2], -1), add=x), cache
 

@@ -11,12 +11,12 @@ from jax import lax
 
 from jspec.models.joined import Part, gate_up_parts, joined_shape
 from jspec.ops.linear import linear
-from jspec.ops.linear_chain import Link
+from jspec.ops.linear_chain import ChainOp
 from jspec.ops.norm import RMS
 from jspec.parts import Activation
 from jspec.typing import Array
 
-Foresee = Callable[[], Array]  # gives the queries of the next layer, of this layer's input
+NextQueries = Callable[[], Array]  # gives the queries of the next layer, of this layer's input
 
 
 def normal(shape: tuple[int, ...], scale: float, dtype, rngs: nnx.Rngs | None) -> nnx.Param:
@@ -87,11 +87,11 @@ class Linear(nnx.Module):
         y = y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1)).astype(y.dtype)
         return y if add is None else add.astype(y.dtype) + y
 
-    def link(self, *, add: Array | int) -> Link | None:
+    def chain_op(self, *, add: Array | int) -> ChainOp | None:
         """This product with ``add`` in a chain, or None where devices share it."""
         if self.axes:
             return None
-        return Link(self.kernel.get_value(), _value(self.bias), add=add)
+        return ChainOp(self.kernel.get_value(), _value(self.bias), add=add)
 
     def partial(self, x: Array, *, norm: RMS | None = None) -> Array:
         """``x @ kernel`` of this device's inputs alone, float32, without the bias."""
@@ -120,9 +120,9 @@ class JoinedLinear(nnx.Module):
         """``silu(gate) * up`` of ``x`` after ``norm``, where those are the parts."""
         return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm, gated=True)
 
-    def link(self, norm: RMS, *, gated: bool = False) -> Link:
+    def chain_op(self, norm: RMS, *, gated: bool = False) -> ChainOp:
         """What `joined` gives, or `gated`, in a chain."""
-        return Link(self.kernel.get_value(), _value(self.bias), norm, gated=gated)
+        return ChainOp(self.kernel.get_value(), _value(self.bias), norm, gated=gated)
 
     def split(self, y: Array) -> tuple[Array, ...]:
         """Each part of what `joined` gives."""
@@ -176,12 +176,12 @@ class MLP(nnx.Module):
             return self.down(wide, add=x)
         return x + self.post_norm(self.down(wide))
 
-    def links(self, norm: RMS, x: int) -> tuple[Link, Link] | None:
-        """What a call does, in a chain whose link ``x`` gives its input; None where it is more."""
-        down = self.down.link(add=x)
+    def chain_ops(self, norm: RMS, x: int) -> tuple[ChainOp, ChainOp] | None:
+        """What a call does, in a chain whose op ``x`` gives its input; None where it is more."""
+        down = self.down.chain_op(add=x)
         if self.post_norm is not None or self.activation != "silu" or down is None:
             return None
-        return self.gate_up.link(norm, gated=True), down
+        return self.gate_up.chain_op(norm, gated=True), down
 
     def partial(self, x: Array, norm: RMS) -> Array:
         """What it gives after ``norm``, of this device's channels alone, float32, without the last

@@ -21,13 +21,13 @@ from jspec.typing import Array
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """What is still to be done to queries and keys before they meet.
+class QKRope:
+    """Norms and rotation of queries and keys that are still to be applied.
 
-    A norm of each head, ``q_norm`` and ``k_norm``, None for none; then a rotation by ``cosine`` and
-    ``sine``, float32 ``[B, T, 1, H / 2]``. ``joined [B, T, K, G * H + H + H']``: the product that
-    queries, keys and values are slices of, for kernels to read it in place; None where there is
-    none.
+    A norm of each head, ``q_norm`` and ``k_norm``, None for none; then rotary embeddings of
+    ``cosine`` and ``sine``, float32 ``[B, T, 1, H / 2]``. ``joined [B, T, K, G * H + H + H']``: the
+    product that queries, keys and values are slices of, for kernels to read it in place; None where
+    there is none.
     """
 
     cosine: Array
@@ -54,7 +54,7 @@ def rotate_and_append(
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     keys: Array,
     values: Array,
     slots: Array,
@@ -69,14 +69,14 @@ def rotate_and_append(
     Qwen3's norm of queries and keys).
     """
     _check(q, k, v, keys, values, slots)
-    return APPEND(q, k, v, turn, keys, values, slots, implementation=implementation)
+    return APPEND(q, k, v, qk_rope, keys, values, slots, implementation=implementation)
 
 
 def rotate_append_encode(
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     keys: Array,
     values: Array,
     codes: Array,
@@ -92,7 +92,7 @@ def rotate_append_encode(
     Triton serves few tokens, it is one launch.
     """
     check_encode(q, k, v, keys, values, codes, w, slots)
-    given = (q, k, v, turn, keys, values, codes, w, slots)
+    given = (q, k, v, qk_rope, keys, values, codes, w, slots)
     return APPEND_ENCODE(*given, implementation=implementation)
 
 
@@ -128,16 +128,16 @@ def check_encode(
         )
 
 
-def _xla(q, k, v, turn, keys, values, slots) -> tuple[Array, Array, Array]:
-    q, k = turn(q, k)
+def _xla(q, k, v, qk_rope, keys, values, slots) -> tuple[Array, Array, Array]:
+    q, k = qk_rope(q, k)
     rows = jnp.arange(q.shape[0])[:, None]
     keys = keys.at[rows, slots].set(k.astype(keys.dtype), mode="drop")
     values = values.at[rows, slots].set(v.astype(values.dtype), mode="drop")
     return q, keys, values
 
 
-def _encode_xla(q, k, v, turn, keys, values, codes, w, slots):
-    q, k = turn(q, k)
+def _encode_xla(q, k, v, qk_rope, keys, values, codes, w, slots):
+    q, k = qk_rope(q, k)
     k = k.astype(keys.dtype)
     found, _ = HASH_ENCODE(k, None, w, implementation="xla")
     rows = jnp.arange(q.shape[0])[:, None]
@@ -165,14 +165,14 @@ def _cases(*bits: int) -> list[Case]:
             q, k, v = np.split(joined, [32, 48], axis=-1)
             angle = normal(2, 3, 1, 8)
             norms = (RMS(normal(16)), RMS(normal(16))) if normed else (None, None)
-            turn = Turn(np.cos(angle), np.sin(angle), *norms, joined)
+            qk_rope = QKRope(np.cos(angle), np.sin(angle), *norms, joined)
             cache = normal(2, 20, 2, 16), normal(2, 20, 2, 16)
             slots = np.array([[4, 5, 20], [0, 7, 19]], np.int32)
             hashes = ()
             if bits:
                 codes = rng.integers(0, 2**32, (2, 20, 2, bits // 32), np.uint32)
                 hashes = codes, normal(2, 16, bits)
-            return q.reshape(2, 3, 4, 16), k, v, turn, *cache, *hashes, slots
+            return q.reshape(2, 3, 4, 16), k, v, qk_rope, *cache, *hashes, slots
 
         return made
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.ops import uint64
-from jspec.ops.distribution import ONE, ONE_BITS, Position, total
+from jspec.ops.distribution import ONE, ONE_BITS, TokenDistribution, total
 from jspec.ops.uint64 import in_64_bits
 from jspec.ops.vocabulary import Vocabulary
 from jspec.typing import Array
@@ -41,8 +41,8 @@ def chances(p_tokens: Array, q_tokens: Array) -> Array:
 def accepted(
     numbers: Array,
     chance: Array,
-    p: Position,
-    q: Position,
+    p: TokenDistribution,
+    q: TokenDistribution,
     draft_lengths: Array,
     vocabulary: Vocabulary,
 ) -> Array:
@@ -66,7 +66,9 @@ def accepted(
 
 
 @in_64_bits
-def residual(p_here: Position, q_here: Position, chance: Array) -> Position:
+def residual(
+    p_here: TokenDistribution, q_here: TokenDistribution, chance: Array
+) -> TokenDistribution:
     """``max(chance * p - q, 0)`` at a position, not normalised: to draw from alone.
 
     ``chance`` uint64 ``[B]``: of what is accepted.
@@ -75,7 +77,9 @@ def residual(p_here: Position, q_here: Position, chance: Array) -> Position:
     return p_here._replace(weights=over, shift=jnp.zeros_like(p_here.shift))
 
 
-def _masses(chance: Array, p: Position, q: Position, vocabulary: Vocabulary) -> Array:
+def _masses(
+    chance: Array, p: TokenDistribution, q: TokenDistribution, vocabulary: Vocabulary
+) -> Array:
     """Masses of the residuals, uint64 like ``chance [B, T]``."""
     if chance.shape[1] == 0:
         return chance
@@ -83,7 +87,7 @@ def _masses(chance: Array, p: Position, q: Position, vocabulary: Vocabulary) -> 
     return total(over, jnp.zeros_like(p.shift), vocabulary)[..., 0]
 
 
-def _over(chance: Array, p: Position, q: Position) -> Array:
+def _over(chance: Array, p: TokenDistribution, q: TokenDistribution) -> Array:
     p_tokens, q_tokens = _times(chance, p.probabilities()), q.probabilities()
     return jnp.where(q_tokens < p_tokens, p_tokens - q_tokens, 0)
 
@@ -107,5 +111,5 @@ def _chance(chance: Array, p: Array, q: Array) -> Array:
     return jnp.where(high | low == 0, 0, quotient)
 
 
-def _positions(rows: Position, begin: int, end: int) -> Position:
+def _positions(rows: TokenDistribution, begin: int, end: int) -> TokenDistribution:
     return jax.tree.map(lambda x: x[:, begin:end], rows)

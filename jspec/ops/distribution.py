@@ -50,8 +50,8 @@ class Settings(NamedTuple):
     seeds: Array
 
 
-class Position(NamedTuple):
-    """Distributions of positions, one for each of ``[...]``.
+class TokenDistribution(NamedTuple):
+    """Distributions over tokens, one for each of ``[...]``.
 
     ``weights`` uint64 ``[..., L, TILE]`` of the tokens; ``shift`` uint32 ``[..., L]``: the mass of
     a tile is the sum of its weights, shifted right by it; ``reciprocal`` and ``rescale`` uint32
@@ -79,7 +79,7 @@ def cleaned(logits: Array) -> Array:
 @in_64_bits
 def distribution(
     logits: Array, settings: Settings, vocabulary: Vocabulary, *, filtered: bool
-) -> Position:
+) -> TokenDistribution:
     """What each row samples from, of ``logits [B, T, size]``.
 
     Temperature, then top-k, top-p over what top-k left, then min-p; ties at a threshold stay
@@ -107,7 +107,7 @@ def distribution(
     first = vocabulary.min(first)
     is_first = ids == jnp.where(first == NO_TOKEN, 0, first)
     one = jnp.where(is_first, jnp.uint64(ONE), 0)
-    rows = Position(
+    rows = TokenDistribution(
         jnp.where(certain[..., None], one, weights),
         jnp.where(certain, 0, shift),
         jnp.where(certain, jnp.uint32(2**31), sampled.reciprocal),
@@ -121,8 +121,8 @@ def distribution(
 def draw(weights: Array, shift: Array, number: Array, vocabulary: Vocabulary) -> Array:
     """The first token whose cumulative mass exceeds ``number / 2**64`` of all, int32 ``[...]``.
 
-    ``weights`` and ``shift`` as in `Position`, ``number`` uint64 ``[...]``. A token without mass is
-    never drawn; 0 where no token has any.
+    ``weights`` and ``shift`` as in `TokenDistribution`, ``number`` uint64 ``[...]``. A token
+    without mass is never drawn; 0 where no token has any.
     """
     mass = uint64.shift_right(_sums(weights, vocabulary), shift)
     own = vocabulary.own(mass)
@@ -223,12 +223,14 @@ def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Array:
     return over_shards(weights.sum(axis=-1))
 
 
-def _normalised(weights: Array, shift: Array, vocabulary: Vocabulary) -> tuple[Position, Array]:
+def _normalised(
+    weights: Array, shift: Array, vocabulary: Vocabulary
+) -> tuple[TokenDistribution, Array]:
     """A position of these weights, and the mass of all of it."""
     mass = total(weights, shift, vocabulary)
     width = uint64.bit_width(mass)
     upper = uint64.shift_right(mass, width - 32)
-    return Position(weights, shift, _reciprocal(upper), width - (ONE_BITS + 1)), mass
+    return TokenDistribution(weights, shift, _reciprocal(upper), width - (ONE_BITS + 1)), mass
 
 
 def _reciprocal(x: Array) -> Array:

@@ -22,7 +22,7 @@ from jspec.typing import Array
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Near:
+class DeviceRows:
     """Rows of columns that are on the device already.
 
     ``rows``: of each column, ``[B, m, K, H]``. ``slots`` int32 ``[B, K, m]``: where they are from,
@@ -35,8 +35,8 @@ class Near:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Ahead(Near):
-    """Rows that are on their way: nothing but `fetch_rows` may read them.
+class PrefetchedRows(DeviceRows):
+    """Rows that are being fetched: nothing but `fetch_rows` may read them.
 
     ``backend``: the name of the one that fetches them.
     """
@@ -48,24 +48,24 @@ def fetch_rows(
     columns: Sequence[Array],
     slots: Array,
     *,
-    near: Near | None = None,
-    ahead: Ahead | None = None,
+    device_rows: DeviceRows | None = None,
+    prefetched: PrefetchedRows | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """The rows of one or two ``columns [B, S, K, H]`` that each KV head reads, on the device.
 
-    ``slots`` int32 ``[B, K, n]``; one that is not in 0..S - 1 gives zeros. What is ``near`` is
-    taken from there, and of the rest what ``ahead`` holds, once it has arrived. Both must be of the
+    ``slots`` int32 ``[B, K, n]``; one that is not in 0..S - 1 gives zeros. ``device_rows`` are
+    taken from there, and the rest from ``prefetched``, once those have arrived. Both must be of the
     same columns, of rows that were not stored since. Returns a ``[B, n, K, H]`` for each column.
     """
     columns = tuple(columns)
     _check(columns, slots)
-    given = (None, None) if near is None else (near.rows, near.slots)
-    if ahead is None:
+    given = (None, None) if device_rows is None else (device_rows.rows, device_rows.slots)
+    if prefetched is None:
         return FETCH_ROWS(columns, slots, *given, None, None, implementation=implementation)
     # The backend that began to fetch is the one that knows when they are there.
-    given = (*given, ahead.rows, ahead.slots)
-    return FETCH_ROWS(columns, slots, *given, implementation=ahead.backend)
+    given = (*given, prefetched.rows, prefetched.slots)
+    return FETCH_ROWS(columns, slots, *given, implementation=prefetched.backend)
 
 
 def fetch_ahead(
@@ -73,21 +73,21 @@ def fetch_ahead(
     slots: Array,
     through: Array,
     *,
-    near: Near | None = None,
+    device_rows: DeviceRows | None = None,
     implementation: str | None = None,
-) -> tuple[Ahead, Array]:
+) -> tuple[PrefetchedRows, Array]:
     """Begin to fetch the rows at ``slots [B, K, m]``, while the device computes.
 
     Slots ascend in a row, with -1 behind the last. ``through`` comes back as it is: what is
     computed from it is computed while the rows are on their way (InfiniGen, Lee et al. 2024). Rows
-    that are ``near`` are 0 in the result: `fetch_rows` must be given the same ones.
+    in ``device_rows`` are 0 in the result: `fetch_rows` must be given the same ones.
     """
     columns = tuple(columns)
     _check(columns, slots)
-    arguments = columns, slots, through, None if near is None else near.slots
+    arguments = columns, slots, through, None if device_rows is None else device_rows.slots
     backend = FETCH_AHEAD.choose(implementation, *arguments)
     *rows, through = FETCH_AHEAD(*arguments, implementation=backend.name)
-    return Ahead(tuple(rows), slots, backend.name), through
+    return PrefetchedRows(tuple(rows), slots, backend.name), through
 
 
 def store_rows(
@@ -144,14 +144,14 @@ def _places(slots: Array, there: Array) -> Array:
 def fetch_rows_xla(
     columns: tuple[Array, ...],
     slots: Array,
-    near_rows: tuple[Array, ...] | None,
-    near_slots: Array | None,
-    ahead_rows: tuple[Array, ...] | None,
-    ahead_slots: Array | None,
+    device_rows: tuple[Array, ...] | None,
+    device_slots: Array | None,
+    prefetched_rows: tuple[Array, ...] | None,
+    prefetched_slots: Array | None,
 ) -> tuple[Array, ...]:
     """As `fetch_rows`. Rows that are there are used, although the columns are here as well."""
     rows = tuple(_rows(_brought(column), slots) for column in columns)
-    for there, own in ((ahead_rows, ahead_slots), (near_rows, near_slots)):
+    for there, own in ((prefetched_rows, prefetched_slots), (device_rows, device_slots)):
         if there is not None and own is not None:
             places = _places(slots, own)
             found = jnp.swapaxes(places >= 0, 1, 2)[..., None]
@@ -163,10 +163,10 @@ def fetch_rows_xla(
 
 
 def _fetch_ahead_xla(
-    columns: tuple[Array, ...], slots: Array, through: Array, near_slots: Array | None
+    columns: tuple[Array, ...], slots: Array, through: Array, device_slots: Array | None
 ) -> tuple[Array, ...]:
-    if near_slots is not None:
-        slots = jnp.where(_places(slots, near_slots) < 0, slots, -1)
+    if device_slots is not None:
+        slots = jnp.where(_places(slots, device_slots) < 0, slots, -1)
     return *fetch_rows_xla(columns, slots, None, None, None, None), through
 
 
@@ -196,7 +196,7 @@ def store_rows_sizes(
     return {"batch": len(slots), "tokens": slots.shape[1]}
 
 
-# ``(B, S, K, sizes, n, m, dtype)`` by name: slots wanted, and slots near or fetched ahead.
+# ``(B, S, K, sizes, n, m, dtype)`` by name: slots wanted, and slots on the device or prefetched.
 _SHAPES = {
     "small": (2, 9, 2, (8, 4), 5, 4, "float32"),
     "half": (3, 70, 2, (128, 128), 40, 33, "bfloat16"),
@@ -219,14 +219,16 @@ def _columns(rng, batch, slots, heads, sizes, dtype) -> tuple[np.ndarray, ...]:
     return tuple((rng.standard_normal(shape) * 9).astype(dtype) for shape in shapes)
 
 
-def _fetched(batch, slots, heads, sizes, n, m, dtype, *, near: bool, ahead: bool) -> tuple:
+def _fetched(
+    batch, slots, heads, sizes, n, m, dtype, *, on_device: bool, prefetched: bool
+) -> tuple:
     rng = np.random.default_rng(n)
     columns = _columns(rng, batch, slots, heads, sizes, jnp.dtype(dtype))
     wanted = _ascending(rng, batch, heads, slots, n)
     # Behind the selection come slots in no order, some past both ends.
     wanted[..., -2:] = rng.choice([-1, 0, slots - 1, slots], (batch, heads, 2))
     given = []
-    for is_there in (near, ahead):
+    for is_there in (on_device, prefetched):
         there = _ascending(rng, batch, heads, slots, m)
         index = np.maximum(np.swapaxes(there, 1, 2), 0)[..., None]
         rows = tuple(np.take_along_axis(x, index, axis=1) for x in columns)
@@ -238,8 +240,8 @@ def _cases() -> list[Case]:
     kinds = {"": (False, False), "-ahead": (False, True), "-both": (True, True)}
     cases = []
     for name, shape in _SHAPES.items():
-        for kind, (near, ahead) in kinds.items():
-            build = functools.partial(_fetched, *shape, near=near, ahead=ahead)
+        for kind, (on_device, prefetched) in kinds.items():
+            build = functools.partial(_fetched, *shape, on_device=on_device, prefetched=prefetched)
             cases.append(Case(name + kind, build, small=name == "small"))
     return cases
 
@@ -248,8 +250,8 @@ def _ahead_cases() -> list[Case]:
     def build() -> tuple:
         rng = np.random.default_rng(0)
         columns = _columns(rng, 2, 30, 2, (16, 16), np.dtype("float32"))
-        slots, near = (_ascending(rng, 2, 2, 30, n) for n in (12, 9))
-        return columns, slots, np.arange(6, dtype=np.float32), near
+        slots, device_rows = (_ascending(rng, 2, 2, 30, n) for n in (12, 9))
+        return columns, slots, np.arange(6, dtype=np.float32), device_rows
 
     return [Case("two-columns", build, small=True)]
 

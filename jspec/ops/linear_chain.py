@@ -20,10 +20,10 @@ from jspec.ops.quantized import MXFP4, Quantized, quantized
 from jspec.typing import Array
 
 
-class Link(NamedTuple):
+class ChainOp(NamedTuple):
     """A product of a chain, with the arguments of `linear`.
 
-    ``add``: an array, or the number of a link before this one, whose result is added.
+    ``add``: an array, or the number of an op before this one, whose result is added.
     """
 
     kernel: Array | Quantized | MXFP4
@@ -33,40 +33,39 @@ class Link(NamedTuple):
     gated: bool = False
 
 
-# Of a link.
+# The arrays of an op.
 Arrays = tuple[Array | Quantized | MXFP4, Array | None, RMS | None, Array | None]
 
 
 def linear_chain(
-    x: Array, links: Sequence[Link], *, implementation: str | None = None
+    x: Array, ops: Sequence[ChainOp], *, implementation: str | None = None
 ) -> tuple[Array, ...]:
-    """The result of each of ``links``, the first of ``x [..., in]``, each other of the one before.
+    """The result of each of ``ops``, the first of ``x [..., in]``, each other of the one before.
 
-    What each link gives is `linear` of its input. Where CUDA serves, which is for few rows and
+    What each op gives is `linear` of its input. Where CUDA serves, which is for few rows and
     weights of one kind, all of them are one call, in which a product begins to read its weights
-    while the one before it ends. Raises `ValueError` for shapes that do not fit, and without links.
+    while the one before it ends. Raises `ValueError` for shapes that do not fit, and for no ops.
     """
-    if not links:
-        raise ValueError("links must have at least one product; it is empty")
-    for i, link in enumerate(links):
-        if isinstance(link.add, int) and not 0 <= link.add < i:
-            raise ValueError(f"links[{i}].add={link.add} must be the number of a link before it")
+    if not ops:
+        raise ValueError("ops must have at least one product; it is empty")
+    for i, op in enumerate(ops):
+        if isinstance(op.add, int) and not 0 <= op.add < i:
+            raise ValueError(f"ops[{i}].add={op.add} must be the number of an op before it")
     arrays = tuple(
-        (link.kernel, link.bias, link.norm, None if isinstance(link.add, int) else link.add)
-        for link in links
+        (op.kernel, op.bias, op.norm, None if isinstance(op.add, int) else op.add) for op in ops
     )
-    added = tuple(link.add if isinstance(link.add, int) else None for link in links)
-    gated = tuple(link.gated for link in links)
+    added = tuple(op.add if isinstance(op.add, int) else None for op in ops)
+    gated = tuple(op.gated for op in ops)
     chain_shapes(x, arrays, added=added, gated=gated)
     return LINEAR_CHAIN(x, arrays, added=added, gated=gated, implementation=implementation)
 
 
 def chain_shapes(
-    x: Array, links: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
+    x: Array, ops: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
 ) -> list[jax.ShapeDtypeStruct]:
-    """x and the result of each link, as shapes; raises `ValueError` where one does not fit."""
+    """x and the result of each op, as shapes; raises `ValueError` where one does not fit."""
     found = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-    for (kernel, bias, _, add), other, gates in zip(links, added, gated, strict=True):
+    for (kernel, bias, _, add), other, gates in zip(ops, added, gated, strict=True):
         adds = add if other is None else found[other + 1]
         shape = result_shape(found[-1].shape, kernel, bias, adds, gated=gates)
         found.append(jax.ShapeDtypeStruct(shape, x.dtype))
@@ -76,17 +75,17 @@ def chain_shapes(
 def _in_turn(
     product: Callable[..., Array],
     x: Array,
-    links: Sequence[Arrays],
+    ops: Sequence[Arrays],
     *,
     added: Sequence[int | None],
     gated: Sequence[bool],
 ) -> tuple[Array, ...]:
     """As `linear_chain` by one ``product`` after the other.
 
-    ``added``: the number of the link whose result each adds, or None.
+    ``added``: the number of the op whose result each adds, or None.
     """
     found: list[Array] = []
-    for (kernel, bias, norm, add), other, gates in zip(links, added, gated, strict=True):
+    for (kernel, bias, norm, add), other, gates in zip(ops, added, gated, strict=True):
         add = add if other is None else found[other]
         found.append(product(x, kernel, bias, norm, add, gated=gates))
         x = found[-1]
@@ -105,10 +104,10 @@ one_by_one = functools.partial(_in_turn, _linear)
 chain_xla = functools.partial(_in_turn, _linear_xla)
 
 
-def chain_sizes(x: Array, links: Sequence[Arrays], **static: Any) -> dict[str, int]:
+def chain_sizes(x: Array, ops: Sequence[Arrays], **static: Any) -> dict[str, int]:
     """What backends are ordered by: the sizes of `linear`, each the largest of all products."""
-    reads = chain_shapes(x, links, **static)[:-1]
-    each = [linear_sizes(read, kernel) for read, (kernel, *_) in zip(reads, links, strict=True)]
+    reads = chain_shapes(x, ops, **static)[:-1]
+    each = [linear_sizes(read, kernel) for read, (kernel, *_) in zip(reads, ops, strict=True)]
     return {name: max(sizes[name] for sizes in each) for name in each[0]}
 
 
@@ -131,7 +130,7 @@ def _cases() -> list[Case]:
                 return values.astype(jnp.bfloat16)
 
             x = normal(rows, shapes[0][0])
-            links = []
+            ops = []
             for i, shape in enumerate(shapes):
                 # Small, so that roundings of bfloat16 stay small behind several products.
                 kernel = normal(*shape, scale=0.3 * shape[0] ** -0.5)
@@ -139,8 +138,8 @@ def _cases() -> list[Case]:
                 norm = RMS(normal(shape[0])) if i in normed else None
                 bias = normal(*shape[1:], scale=0.3) if i == 1 else None
                 given = normal(rows, *shape[1:], scale=0.3) if add and i == 0 else None
-                links.append((kernel, bias, norm, given))
-            return x, tuple(links)
+                ops.append((kernel, bias, norm, given))
+            return x, tuple(ops)
 
         return made
 

@@ -17,7 +17,7 @@ from jspec.config import shown
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops import block, uint64
 from jspec.ops.cases import accepted_tokens
-from jspec.ops.distribution import ONE, Position, Settings, distribution, draw, total
+from jspec.ops.distribution import ONE, Settings, TokenDistribution, distribution, draw, total
 from jspec.ops.sample import Role, Sampling, number, settings_of, unfiltered
 from jspec.ops.uint64 import in_64_bits
 from jspec.ops.verify import Verified, check_draft, commit, leading
@@ -26,7 +26,7 @@ from jspec.typing import Array
 
 Rule = Literal["token", "block"]
 RULES: tuple[Rule, ...] = get_args(Rule)
-Rows = TypeVar("Rows", Position, Array)
+Rows = TypeVar("Rows", TokenDistribution, Array)
 
 
 def verify_stochastic(
@@ -203,7 +203,11 @@ VERIFY_STOCHASTIC = Operation(
 
 
 def _accepts(
-    u: Array, p: Position, q: Position | None, tokens: Array, vocabulary: Vocabulary
+    u: Array,
+    p: TokenDistribution,
+    q: TokenDistribution | None,
+    tokens: Array,
+    vocabulary: Vocabulary,
 ) -> Array:
     """Whether each draft token is accepted: ``u < p / q`` without dividing, so that ``p = 0`` never
     is and ``p >= q > 0`` always is."""
@@ -214,8 +218,12 @@ def _accepts(
 
 
 def _residual(
-    p_here: Position, q: Position | None, tokens: Array, accepted: Array, vocabulary: Vocabulary
-) -> Position:
+    p_here: TokenDistribution,
+    q: TokenDistribution | None,
+    tokens: Array,
+    accepted: Array,
+    vocabulary: Vocabulary,
+) -> TokenDistribution:
     """``max(p - q, 0)`` at the first rejected position, not normalised: to draw from alone."""
     gamma = tokens.shape[1]
     if gamma == 0:
@@ -230,7 +238,7 @@ def _residual(
     return p_here._replace(weights=jnp.where(is_token, 0, p_here.weights))
 
 
-def _of_token(rows: Position, tokens: Array, vocabulary: Vocabulary) -> Array:
+def _of_token(rows: TokenDistribution, tokens: Array, vocabulary: Vocabulary) -> Array:
     """Probabilities uint64 of ``tokens [B, T]``; a padding id gives that of token 0."""
     probability, here = vocabulary.at(rows.probabilities(), jnp.clip(tokens, 0, None))
     return vocabulary.sum(jnp.where(here, probability, 0))

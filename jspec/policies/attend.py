@@ -13,9 +13,9 @@ import numpy as np
 from jspec.cache import Cache, LinearLayout, Stripe
 from jspec.config import LayerSpec
 from jspec.dispatch import Backends
-from jspec.ops.append import Turn, rotate_and_append, rotate_append_encode
+from jspec.ops.append import QKRope, rotate_and_append, rotate_append_encode
 from jspec.ops.attention.gathered import filled, gathered_attention
-from jspec.ops.host_rows import Ahead
+from jspec.ops.host_rows import PrefetchedRows
 from jspec.policies.dense import Dense
 from jspec.policies.offload import (
     append_to_host,
@@ -42,9 +42,9 @@ from jspec.typing import Array, Attend, Model
 DENSE = Dense()
 
 
-def turning(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark an `Attend` that takes ``turn``: queries and keys as the projection gives them."""
-    attend.turns = True  # pyright: ignore[reportFunctionMemberAccess]
+def accepting_qk_rope(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark an `Attend` that takes ``qk_rope``: queries and keys as the projection gives them."""
+    attend.accepts_qk_rope = True  # pyright: ignore[reportFunctionMemberAccess]
     return attend
 
 
@@ -60,15 +60,15 @@ def dense_attend(
     What ``policy`` keeps of a token is appended with its key and value.
     """
 
-    @turning
-    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None, turn=None):
+    @accepting_qk_rope
+    def attend(layer, q, k, v, cache: Cache, *, sinks=None, up=None, qk_rope=None):
         spec, layout, before = cache.specs[layer], cache.layouts[layer], cache.columns[layer]
         overwrites = False
         if layout.wraps and spec.window is not None:
             overwrites = positions.shape[1] > layout.capacity - spec.window
-        if overwrites and turn is not None:
-            (q, k), turn = turn(q, k), None
-        q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
+        if overwrites and qk_rope is not None:
+            (q, k), qk_rope = qk_rope(q, k), None
+        q, cache = appended(cache, layer, positions, q, k, v, qk_rope, policy, arrays, backends)
         if not overwrites:
             return read_whole(cache, layer, q, positions, sinks, up, backends), cache
         # Such a pass overwrites what its first queries still see.
@@ -95,49 +95,49 @@ def selected_attend(
 
     It selects below ``until [B]``, by the first query of the pass, and reads all of the ``tail``
     positions from there on, which the pass and those before it have written. A layer with a sliding
-    window is read whole: it is small already. A model hands it a `Cache`, or a `Reading` where a
-    selection is to serve several layers or rows are fetched ahead, and gets one of the same kind.
+    window is read whole: it is small already. A model hands it a `Cache`, or a `PassState` where a
+    selection is to serve several layers or rows are prefetched, and gets one of the same kind.
     """
 
-    @turning
-    def attend(layer, q, k, v, given, *, sinks=None, up=None, turn=None, foresee=None):
-        cache: Cache = given.cache if isinstance(given, Reading) else given
+    @accepting_qk_rope
+    def attend(layer, q, k, v, given, *, sinks=None, up=None, qk_rope=None, next_queries=None):
+        cache: Cache = given.cache if isinstance(given, PassState) else given
         spec = cache.specs[layer]
-        earlier = given.serving(layer) if isinstance(given, Reading) else None
+        earlier = given.serving(layer) if isinstance(given, PassState) else None
         # Keys in the host's memory, or on several devices, are read in parts.
-        near = cache.shards is None and not is_offloaded(cache, layer)
-        plain = near and spec.window is None and q.shape[1] == 1
-        if earlier is None and plain and turn is not None and v is not None:
+        local = cache.shards is None and not is_offloaded(cache, layer)
+        plain = local and spec.window is None and q.shape[1] == 1
+        if earlier is None and plain and qk_rope is not None and v is not None:
             whole = policy.attend_token(
-                *(arrays, layer, cache, q, k, v, turn),
+                *(arrays, layer, cache, q, k, v, qk_rope),
                 *(positions, until, tail, backends),
             )
             if whole is not None:
                 out, lse, chosen, after = whole
-                if isinstance(given, Reading):
+                if isinstance(given, PassState):
                     after = given.behind(after, chosen, policy.layers_served, is_new=True)
                 return finished(out, lse, sinks, up), after
         # Written before it is read: a cache that is read and then written would be copied whole.
-        q, cache = appended(cache, layer, positions, q, k, v, turn, policy, arrays, backends)
+        q, cache = appended(cache, layer, positions, q, k, v, qk_rope, policy, arrays, backends)
         chosen = earlier
         if chosen is None and spec.window is None:
             # Later queries are of draft tokens: the selection, and with it the law of the tokens
             # before them, must not depend on these.
             chosen = policy.select(arrays, layer, cache, q[:, :1], until)
         after = cache
-        if isinstance(given, Reading):
+        if isinstance(given, PassState):
             after = given.behind(cache, chosen, policy.layers_served, is_new=earlier is None)
 
         def start_next(through):
             # Its result is what the rest of the layer computes with, so that a GPU is told to fetch
             # before it is told to compute.
-            if not isinstance(after, Reading):
+            if not isinstance(after, PassState):
                 return after, through
             known = after.serving(layer + 1) if layer + 1 < len(cache.specs) else None
-            ahead, through = fetch_next(
-                *(cache, layer, known, foresee, through, until, policy, arrays, backends)
+            prefetched, through = fetch_next(
+                *(cache, layer, known, next_queries, through, until, policy, arrays, backends)
             )
-            return dataclasses.replace(after, ahead=ahead), through
+            return dataclasses.replace(after, prefetched=prefetched), through
 
         if spec.window is not None or chosen is None:
             after, q = start_next(q)
@@ -156,11 +156,13 @@ def selected_attend(
             return read_columns(spec, q, columns, positions, where, sinks, up, backends), after
         counts = None
         if is_offloaded(cache, layer):
-            ahead = given.ahead if isinstance(given, Reading) else None
+            prefetched = given.prefetched if isinstance(given, PassState) else None
             columns, selected, rest, cache = rows_of(
-                *(cache, layer, chosen, behind, ahead, backends)
+                *(cache, layer, chosen, behind, prefetched, backends)
             )
-            after = dataclasses.replace(after, cache=cache) if isinstance(after, Reading) else cache
+            after = (
+                dataclasses.replace(after, cache=cache) if isinstance(after, PassState) else cache
+            )
             after, columns["keys"] = start_next(columns["keys"])
         else:
             layout, columns = cache.layouts[layer], cache.columns[layer]
@@ -190,21 +192,21 @@ def selected_attend(
 
         return attended(cache, read, q, positions, sinks, up), after
 
-    attend.foresees = True  # pyright: ignore[reportFunctionMemberAccess]
+    attend.accepts_next_queries = True  # pyright: ignore[reportFunctionMemberAccess]
     return attend
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """A cache in the middle of a pass, the selection that the next ``left`` layers read too, and
-    rows of the next layer that are being fetched ``ahead``. ``found``: what the layers so far read,
-    None for all there is."""
+class PassState:
+    """The state of a pass between two layers: the cache, the selection that the next ``left``
+    layers read too, and ``prefetched`` rows of the next layer. ``found``: what the layers so far
+    read, None for all there is."""
 
     cache: Cache
     chosen: Array | None = None
     left: int = dataclasses.field(default=0, metadata={"static": True})
-    ahead: Ahead | None = None
+    prefetched: PrefetchedRows | None = None
     found: tuple[Array | None, ...] = ()
 
     def serving(self, layer: int) -> Array | None:
@@ -214,12 +216,12 @@ class Reading:
             return None
         return chosen if chosen.ndim == 2 or chosen.shape[1] == spec.kv_heads else None
 
-    def behind(self, cache: Cache, chosen: Array | None, served: int, *, is_new: bool) -> Reading:
+    def behind(self, cache: Cache, chosen: Array | None, served: int, *, is_new: bool) -> PassState:
         """What the next layer is given, behind one that read ``chosen``; None read all there is."""
         found = (*self.found, chosen)
         if chosen is None:
             return dataclasses.replace(self, cache=cache, found=found)
-        return Reading(cache, chosen, served - 1 if is_new else self.left - 1, found=found)
+        return PassState(cache, chosen, served - 1 if is_new else self.left - 1, found=found)
 
 
 def run_selected(
@@ -242,8 +244,8 @@ def run_selected(
     attend = selected_attend(
         positions, until, tail, policy=policy, arrays=arrays, backends=backends
     )
-    hidden, reading = model(tokens, positions, attend, Reading(cache))
-    return hidden, reading.cache, reading.found
+    hidden, pass_state = model(tokens, positions, attend, PassState(cache))
+    return hidden, pass_state.cache, pass_state.found
 
 
 @jax.tree_util.register_dataclass
@@ -304,15 +306,15 @@ def compact_attend(
     ``back``: how far from the end the token's slot is, 1 for the last.
     """
 
-    @turning
-    def attend(layer, q, k, v, cache: Compact, *, sinks=None, up=None, turn=None):
+    @accepting_qk_rope
+    def attend(layer, q, k, v, cache: Compact, *, sinks=None, up=None, qk_rope=None):
         where = cache.positions[layer]
         slot = where.shape[1] - back
-        if turn is not None and v is not None:
+        if qk_rope is not None and v is not None:
             slots = jnp.full(positions.shape, slot, jnp.int32)
-            q, cache = _turned(layer, q, k, v, turn, cache, slots, backends)
+            q, cache = _rotated(layer, q, k, v, qk_rope, cache, slots, backends)
         else:
-            q, k = (q, k) if turn is None else turn(q, k)
+            q, k = (q, k) if qk_rope is None else qk_rope(q, k)
             cache = cache.append(layer, slot, **_named(k, v))
         columns = cache.columns[layer]
         out = read_columns(cache.specs[layer], q, columns, positions, where, sinks, up, backends)
@@ -333,53 +335,55 @@ def appended(
     q: Array,
     k: Array,
     v: Array | None,
-    turn: Turn | None,
+    qk_rope: QKRope | None,
     policy: Policy,
     arrays: Any,
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
-    """The queries, turned if that is still to be done, and the cache with the new tokens."""
+    """The queries, rotated if that is still to be done, and the cache with the new tokens."""
     if is_offloaded(cache, layer):
-        return append_to_host(*(cache, layer, positions, q, k, v, turn, policy, arrays, backends))
+        return append_to_host(
+            *(cache, layer, positions, q, k, v, qk_rope, policy, arrays, backends)
+        )
     keeps_more = columns_of(policy, layer, cache.specs[layer])
-    if turn is not None and v is not None:
+    if qk_rope is not None and v is not None:
         slots = cache.slots(layer, positions)
-        w = policy.codes_by(arrays, layer) if keeps_more and turn.joined is not None else None
+        w = policy.codes_by(arrays, layer) if keeps_more and qk_rope.joined is not None else None
         if w is not None:
             cache.check_keeps(layer, keeps_more)
             held = cache.columns[layer]
             q, keys, values, codes = rotate_append_encode(
-                *(q, k, v, turn, held["keys"], held["values"], held["codes"], w, slots),
+                *(q, k, v, qk_rope, held["keys"], held["values"], held["codes"], w, slots),
                 implementation=backends.get("rotate_append_encode"),
             )
             return q, cache.replaced(layer, keys=keys, values=values, codes=codes)
-        q, cache = _turned(layer, q, k, v, turn, cache, slots, backends)
+        q, cache = _rotated(layer, q, k, v, qk_rope, cache, slots, backends)
         if keeps_more:
-            # Of the turned keys the cache has the only copy; a slot past its end is not written.
+            # Of the rotated keys the cache has the only copy; a slot past its end is not written.
             rows = jnp.arange(slots.shape[0])[:, None]
             k = cache.keys(layer).at[rows, slots].get(mode="clip")
             cache = cache.written(layer, slots, **encoded(policy, arrays, layer, k, v))
         return q, cache
-    if turn is not None:
-        q, k = turn(q, k)
+    if qk_rope is not None:
+        q, k = qk_rope(q, k)
     more = encoded(policy, arrays, layer, k, v) if keeps_more else {}
     return q, cache.append(layer, positions, **_named(k, v), **more)
 
 
-def _turned(
+def _rotated(
     layer: int,
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     cache: Any,
     slots: Array,
     backends: Mapping[str, str],
 ) -> tuple[Array, Any]:
-    """The queries, turned, and a `Cache` or `Compact` with turned keys and values in ``slots``."""
+    """The rotated queries, and a `Cache` or `Compact` with rotated keys and values in ``slots``."""
     held = cache.columns[layer]
     q, keys, values = rotate_and_append(
-        *(q, k, v, turn, held["keys"], held["values"], slots),
+        *(q, k, v, qk_rope, held["keys"], held["values"], slots),
         implementation=backends.get("rotate_and_append"),
     )
     return q, cache.replaced(layer, keys=keys, values=values)
@@ -387,7 +391,7 @@ def _turned(
 
 __all__ = [
     "Compact",
-    "Reading",
+    "PassState",
     "compact_attend",
     "dense_attend",
     "run_selected",

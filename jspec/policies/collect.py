@@ -14,7 +14,7 @@ from jspec.dispatch import Backends
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.scored import scored_attention
 from jspec.ops.attention.weights import mean_weights
-from jspec.policies.attend import appended, dense_attend, turning
+from jspec.policies.attend import accepting_qk_rope, appended, dense_attend
 from jspec.policies.guided import Guided, mean_query, taken
 from jspec.policies.read import in_slots, merged, settings_of
 from jspec.policies.scores import dots
@@ -59,17 +59,19 @@ def collecting_attend(
     live at once, or keeps its queries where the tokens that score are not known yet. A model hands
     it a `Collecting` and gets one. ``arrays``: of the policy that ``policy`` keeps columns by.
     """
-    keeps = policy.keeps
-    dense: Any = dense_attend(positions, policy=keeps, arrays=arrays, backends=backends)
+    cache_policy = policy.cache_policy
+    dense: Any = dense_attend(positions, policy=cache_policy, arrays=arrays, backends=backends)
 
-    @turning
-    def attend(layer, q, k, v, given: Collecting, *, sinks=None, up=None, turn=None):
+    @accepting_qk_rope
+    def attend(layer, q, k, v, given: Collecting, *, sinks=None, up=None, qk_rope=None):
         cache = given.cache
         spec = cache.specs[layer]
         if policy.leaders(cache.specs)[layer] != layer:
-            out, cache = dense(layer, q, k, v, cache, sinks=sinks, up=up, turn=turn)
+            out, cache = dense(layer, q, k, v, cache, sinks=sinks, up=up, qk_rope=qk_rope)
             return out, given.behind(cache, None)
-        q, cache = appended(cache, layer, positions, q, k, v, turn, keeps, arrays, backends)
+        q, cache = appended(
+            cache, layer, positions, q, k, v, qk_rope, cache_policy, arrays, backends
+        )
         columns = cache.columns[layer]
         own, where = in_slots(cache, layer, positions)
         arguments = (q, columns["keys"], columns.get("values"), own)

@@ -34,7 +34,7 @@ class Guidance(NamedTuple):
     ``[B, K, n]``, -1 for none; None of other layers, and where a layer is to pick anew, by hashes.
     ``since`` int32 ``[B, m]``: the ascending positions that were committed since the last
     verification began, -1 behind them; all of them are read. ``hashes``: those of the policy's
-    `Guided.keeps`.
+    `Guided.cache_policy`.
     """
 
     read: tuple[Array | None, ...]
@@ -100,20 +100,20 @@ class Guided(Budgeted):
         super().__post_init__()
 
     @property
-    def keeps(self) -> Policy:
+    def cache_policy(self) -> Policy:
         """The policy of the columns that it picks anew by."""
         if not self.refresh:
             return Dense()
         return Hata(dense_layers=self.dense_layers, every=self.every)
 
     def columns(self, spec: LayerSpec) -> Shapes:
-        return self.keeps.columns(spec)
+        return self.cache_policy.columns(spec)
 
     def encode(self, arrays: Guidance, layer: int, k: Array) -> dict[str, Array]:
-        return self.keeps.encode(arrays.hashes, layer, k)
+        return self.cache_policy.encode(arrays.hashes, layer, k)
 
     def codes_by(self, arrays: Guidance, layer: int) -> Array | None:
-        return self.keeps.codes_by(arrays.hashes, layer)
+        return self.cache_policy.codes_by(arrays.hashes, layer)
 
     @property
     def needs_verdict(self) -> bool:
@@ -155,10 +155,10 @@ class Guided(Budgeted):
         self, arrays: Guidance, layer: int, cache: Cache, q: Array | None, until: Array
     ) -> Array:
         """What the queries ``q`` read by hashes, where verification would have picked."""
-        keeps = self.keeps
-        assert isinstance(keeps, Hata)
+        cache_policy = self.cache_policy
+        assert isinstance(cache_policy, Hata)
         assert q is not None
-        scores = keeps.score(arrays.hashes, layer, cache, q).astype(jnp.float32)
+        scores = cache_policy.score(arrays.hashes, layer, cache, q).astype(jnp.float32)
         first = arrays.since[:, 0]
         begin = jnp.where(first >= 0, first, until)
         return with_since(self._best(scores, cache, layer, begin), arrays.since)

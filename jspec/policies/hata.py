@@ -15,7 +15,7 @@ from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
 from jspec.dispatch import preferred
 from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hashes
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.ops.attention.hashed import PARTS, hash_attention
 from jspec.ops.hash import BITS, hamming_scores, hash_encode
 from jspec.ops.hash_select import hash_select
@@ -105,7 +105,7 @@ class Hata(ScoredPolicy):
         q: Array,
         k: Array,
         v: Array,
-        turn: Turn,
+        qk_rope: QKRope,
         positions: Array,
         until: Array,
         tail: int,
@@ -115,14 +115,14 @@ class Hata(ScoredPolicy):
         # A subclass may score or select otherwise; a backend that is named for a part is to run.
         by_codes = type(self) is Hata and not self.norms and layer >= self.dense_layers
         named = any(part in backends or preferred(part) for part in PARTS)
-        if not by_codes or named or turn.joined is None or not isinstance(layout, LinearLayout):
+        if not by_codes or named or qk_rope.joined is None or not isinstance(layout, LinearLayout):
             return None
         names = ("keys", "values", "codes")
         cache.check_keeps(layer, names)
         keys, values, codes = (cache.columns[layer][name] for name in names)
         most, own = self.share(layout.capacity, until)
         out, lse, chosen, *columns = hash_attention(
-            *(q, k, v, turn, keys, values, codes, arrays[layer], positions, until, most),
+            *(q, k, v, qk_rope, keys, values, codes, arrays[layer], positions, until, most),
             tail=tail,
             scale=spec.scale,
             softcap=spec.softcap,

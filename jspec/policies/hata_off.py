@@ -30,10 +30,10 @@ class HataOff(Hata):
     def in_host(self, layer: int) -> bool:
         return self.keeps_in(layer)
 
-    def rows_near(self, layer: int, capacity: int) -> int:
+    def num_device_rows(self, layer: int, capacity: int) -> int:
         return self.most(capacity) if self.reuse and self.in_host(layer) else 0
 
-    def foreseen_by(self, layer: int) -> HataOff | None:
+    def prefetch_policy(self, layer: int) -> HataOff | None:
         if not self.predicted:
             return None
         budget = self.predicted * self.budget

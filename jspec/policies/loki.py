@@ -42,7 +42,7 @@ class Loki(ScoredPolicy):
         if keys is None:
             raise ValueError(
                 "loki needs the keys of a sample text: jspec.prepare(policy, model, tokens) takes "
-                "one, and makes the policy_arrays that generate takes"
+                "one, and makes the policy_params that generate takes"
             )
         return tuple(jnp.asarray(self._components(k)) for k in keys)
 

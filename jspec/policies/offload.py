@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.host import in_host
-from jspec.ops.append import Turn, rotate_and_append
-from jspec.ops.host_rows import Ahead, Near, fetch_ahead, fetch_rows, store_rows
+from jspec.ops.append import QKRope, rotate_and_append
+from jspec.ops.host_rows import DeviceRows, PrefetchedRows, fetch_ahead, fetch_rows, store_rows
 from jspec.policies.policy import Policy, columns_of
 from jspec.typing import Array, Attend
 
@@ -35,7 +35,7 @@ def through_device(
     """
 
     @functools.wraps(attend)
-    def near(layer, q, k, v, cache: Cache, **more):
+    def on_device(layer, q, k, v, cache: Cache, **more):
         if not is_offloaded(cache, layer):
             return attend(layer, q, k, v, cache, **more)
         held, slots = _held(cache, layer), cache.slots(layer, positions)
@@ -45,7 +45,7 @@ def through_device(
         new = [after.columns[layer][name].at[rows, slots].get(mode="clip") for name in held]
         return out, _stored(after.replaced(layer, **held), layer, new, slots, backends)
 
-    return near
+    return on_device
 
 
 def append_to_host(
@@ -55,26 +55,26 @@ def append_to_host(
     q: Array,
     k: Array,
     v: Array | None,
-    turn: Turn | None,
+    qk_rope: QKRope | None,
     policy: Policy,
     arrays: Any,
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
-    """The queries, turned if that is still to be done, and the cache with the new tokens."""
+    """The queries, rotated if that is still to be done, and the cache with the new tokens."""
     slots, held = cache.slots(layer, positions), _held(cache, layer)
     encode = functools.partial(policy.encode, arrays, layer)
     dtype = held["keys"].dtype
-    if turn is not None and v is not None:
+    if qk_rope is not None and v is not None:
         # By the operation that appends on a device, into room for the new tokens alone: the same
         # bits.
         keys, values = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
         own = jnp.broadcast_to(jnp.arange(slots.shape[1], dtype=jnp.int32)[None], slots.shape)
         implementation = backends.get("rotate_and_append")
         q, k, v = rotate_and_append(
-            *(q, k, v, turn, keys, values, own), implementation=implementation
+            *(q, k, v, qk_rope, keys, values, own), implementation=implementation
         )
-    elif turn is not None:
-        q, k = turn(q, k)
+    elif qk_rope is not None:
+        q, k = qk_rope(q, k)
     kept = encode(k) if columns_of(policy, layer, cache.specs[layer]) else {}
     new = [x.astype(dtype) for x in (k, v) if x is not None]
     return q, _stored(cache, layer, new, slots, backends).written(layer, slots, **kept)
@@ -85,14 +85,14 @@ def rows_of(
     layer: int,
     chosen: Array,
     behind: Array,
-    ahead: Ahead | None,
+    prefetched: PrefetchedRows | None,
     backends: Mapping[str, str],
 ) -> tuple[dict[str, Array], Array, Array, Cache]:
     """Keys and values of a layer at ``chosen`` positions and ``behind [B, m]`` them, by name.
 
     Beside them, as `gathered_attention` takes them: the slots of what was chosen, and of the rest;
-    then the cache, with what was chosen near it. ``chosen`` int32 ``[B, n]`` or ``[B, K, n]``, -1
-    for none.
+    then the cache, with what was chosen as its `device_rows`. ``chosen`` int32 ``[B, n]`` or ``[B,
+    K, n]``, -1 for none.
     """
     held, slots = _held(cache, layer), cache.layouts[layer].slots
     heads = cache.specs[layer].kv_heads
@@ -101,61 +101,64 @@ def rows_of(
     rows = fetch_rows(
         tuple(held.values()),
         jnp.concatenate(wanted, axis=-1),
-        near=cache.near_of(layer),
-        ahead=ahead,
+        device_rows=cache.device_rows_of(layer),
+        prefetched=prefetched,
         implementation=backends.get("fetch_rows"),
     )
     count = chosen.shape[-1]
     places = jnp.where(chosen >= 0, jnp.arange(count, dtype=jnp.int32), -1)
     rest = count + jnp.arange(behind.shape[1], dtype=jnp.int32)
-    if cache.near_of(layer) is not None:
+    if cache.device_rows_of(layer) is not None:
         # What is chosen is committed, so that its rows stay as they are; and positions are slots.
         places_of = jnp.broadcast_to(shared[0], wanted[0].shape)
-        cache = cache.with_near(layer, Near(tuple(x[:, :count] for x in rows), places_of))
+        cache = cache.with_device_rows(
+            layer, DeviceRows(tuple(x[:, :count] for x in rows), places_of)
+        )
     columns = dict(zip(held, rows, strict=True))
     return columns, places, jnp.broadcast_to(rest, behind.shape), cache
 
 
-def with_rows_near(cache: Cache, policy: Policy) -> Cache:
-    """The cache with room for what stays `near`, of which nothing is there yet.
+def with_room_for_device_rows(cache: Cache, policy: Policy) -> Cache:
+    """The cache with room for its `device_rows`, of which none is there yet.
 
     Only while no other request takes over a row, and none is rolled back behind what was committed.
     """
-    near: list[Near | None] = []
+    device_rows: list[DeviceRows | None] = []
     for layer, (spec, layout) in enumerate(zip(cache.specs, cache.layouts, strict=True)):
-        count = policy.rows_near(layer, layout.capacity) if is_offloaded(cache, layer) else 0
+        count = policy.num_device_rows(layer, layout.capacity) if is_offloaded(cache, layer) else 0
         if not count:
-            near.append(None)
+            device_rows.append(None)
             continue
         held = _held(cache, layer).values()
         rows = tuple(jnp.zeros((len(x), count, *x.shape[2:]), x.dtype) for x in held)
         none = jnp.full((len(rows[0]), spec.kv_heads, count), -1, jnp.int32)
-        near.append(Near(rows, none))
-    return dataclasses.replace(cache, near=tuple(near) if any(near) else ())
+        device_rows.append(DeviceRows(rows, none))
+    return dataclasses.replace(cache, device_rows=tuple(device_rows) if any(device_rows) else ())
 
 
 def fetch_next(
     cache: Cache,
     layer: int,
     known: Array | None,
-    foresee: Callable[[], Array] | None,
+    next_queries: Callable[[], Array] | None,
     through: Array,
     until: Array,
     policy: Policy,
     arrays: Any,
     backends: Mapping[str, str],
-) -> tuple[Ahead | None, Array]:
+) -> tuple[PrefetchedRows | None, Array]:
     """What the layer behind ``layer`` will read on its way, where the policy predicts it.
 
     ``known``: its selection, where an earlier layer made it; else it is predicted from the queries
-    that ``foresee()`` gives. ``through`` is what this layer computes with, and comes back as it is.
+    that ``next_queries()`` gives. ``through`` is what this layer computes with, and comes back as
+    it is.
     """
     following = layer + 1
-    foreseen = policy.foreseen_by(following) if is_offloaded(cache, following) else None
-    if foreseen is None:
+    predictor = policy.prefetch_policy(following) if is_offloaded(cache, following) else None
+    if predictor is None:
         return None, through
-    if known is None and foresee is not None:
-        known = foreseen.select(arrays, following, cache, foresee()[:, :1], until)
+    if known is None and next_queries is not None:
+        known = predictor.select(arrays, following, cache, next_queries()[:, :1], until)
     if known is None:
         return None, through
     columns, heads = tuple(_held(cache, following).values()), cache.specs[following].kv_heads
@@ -163,7 +166,7 @@ def fetch_next(
     slots = jnp.broadcast_to(known, (len(known), heads, known.shape[-1]))
     return fetch_ahead(
         *(columns, slots, through),
-        near=cache.near_of(following),
+        device_rows=cache.device_rows_of(following),
         implementation=backends.get("fetch_ahead"),
     )
 

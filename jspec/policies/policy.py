@@ -13,7 +13,7 @@ from jspec.cache import Cache, LinearLayout
 from jspec.cache.cache import Shapes
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.sharding import Placing
 from jspec.typing import Array, Model
 
@@ -66,12 +66,12 @@ class Policy:
         """
         return False
 
-    def rows_near(self, layer: int, capacity: int) -> int:
+    def num_device_rows(self, layer: int, capacity: int) -> int:
         """How many rows of such a layer stay on the device for the next step: all that `select`
         gives of ``capacity`` positions, or 0."""
         return 0
 
-    def foreseen_by(self, layer: int) -> Policy | None:
+    def prefetch_policy(self, layer: int) -> Policy | None:
         """The policy that predicts what such a layer reads, by queries that are nearly its own.
 
         What it selects is fetched while the layer before computes. None predicts nothing.
@@ -157,7 +157,7 @@ class Policy:
         q: Array,
         k: Array,
         v: Array,
-        turn: Turn,
+        qk_rope: QKRope,
         positions: Array,
         until: Array,
         tail: int,
@@ -166,7 +166,7 @@ class Policy:
         """A layer's whole attention for one new token, where the policy has one operation for it.
 
         ``q [B, 1, N, H]``, ``k [B, 1, K, H]`` and ``v [B, 1, K, H']`` at ``positions [B, 1]``,
-        before ``turn`` norms and rotates them. Returns the output and its log-sum-exp, what
+        before ``qk_rope`` norms and rotates them. Returns the output and its log-sum-exp, what
         `select` gives for these queries, and the cache with the new token: all as `encode`,
         `select` and attention over it and the ``tail`` positions from ``until [B]`` on give them,
         which run one by one for None. ``backends``: named ones, of operations. Layers whose keys

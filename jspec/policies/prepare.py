@@ -30,7 +30,7 @@ def prepare(
 ) -> Any:
     """The arrays that ``policy`` takes in decoding with ``model``, None where it takes none.
 
-    They go to ``policy_arrays`` of `jspec.generate`, or into `jspec.Models`. ``tokens``: a sample
+    They go to ``policy_params`` of `jspec.generate`, or into `jspec.Models`. ``tokens``: a sample
     text, of which some thousand tokens do; its kind matters little. Costs a prefill of it. Raises
     `ValueError` where the policy cannot do without a sample, and for a sample that is no list of
     the model's token ids.

@@ -29,7 +29,7 @@ from jspec.train.attention import Learned as LearnedAttention
 from jspec.train.learn import Learned, learn
 from jspec.train.loss import VARIANTS, HashTraining, first_weights
 from jspec.train.recall import BUDGETS, Rivals, compare, principal_axes
-from jspec.train.samples import Seen, pairs_of, prefill, query_position
+from jspec.train.samples import PrefilledText, pairs_of, prefill, query_position
 from jspec.typing import Array, Model
 
 KEPT = np.float16  # of queries and keys on disk
@@ -186,13 +186,13 @@ def _collect(job: Job, on_progress: OnProgress) -> None:
             def on_piece(done: int, _: int, before: int = before) -> None:
                 on_progress("read texts", before + done, total)
 
-            seen = prefill(job.model, text, places.tolist(), room=job.room, on_piece=on_piece)
+            prefilled = prefill(job.model, text, places.tolist(), room=job.room, on_piece=on_piece)
             partial = place.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             for layer in job.layers:
-                queries = _kept(seen.queries[layer], layer)
-                keys = _kept(np.asarray(seen.keys(layer))[: places.max() + 1], layer)
+                queries = _kept(prefilled.queries[layer], layer)
+                keys = _kept(np.asarray(prefilled.keys(layer))[: places.max() + 1], layer)
                 np.savez(partial / f"{layer}.npz", queries=queries, keys=keys)
             os.rename(partial, place)
         before += int(places.max()) + 1
@@ -271,8 +271,8 @@ def _report(job: Job, found: list[Layer], on_progress: OnProgress) -> dict[str, 
         on_progress("compare", done, len(job.texts.held_out))
         half = len(text) // 2
         positions = half + np.sort(rng.permutation(len(text) - half)[:QUERIES])
-        seen = prefill(job.model, text, positions.tolist(), room=job.room)
-        for name, values in _kept_of_text(job, found, seen).items():
+        prefilled = prefill(job.model, text, positions.tolist(), room=job.room)
+        for name, values in _kept_of_text(job, found, prefilled).items():
             kept.setdefault(name, []).append(values)
     on_progress("compare", len(job.texts.held_out), len(job.texts.held_out))
     sizes = Rivals(job.settings.bits, job.model.config.layers[job.layers[0]].key_size)
@@ -301,14 +301,20 @@ def _report(job: Job, found: list[Layer], on_progress: OnProgress) -> dict[str, 
     }
 
 
-def _kept_of_text(job: Job, found: list[Layer], seen: Seen) -> dict[str, np.ndarray]:
+def _kept_of_text(job: Job, found: list[Layer], prefilled: PrefilledText) -> dict[str, np.ndarray]:
     """Recall and mass of each method, ``[layers, budgets, 2]`` by name."""
     rows: dict[str, list[Any]] = {}
     for layer, own in zip(job.layers, found, strict=True):
         spec = job.model.config.layers[layer]
         first = first_weights(spec.kv_heads, spec.key_size, job.settings, layer)
         hashes = {f"hata-{name}": w for name, w in own.weights.items()} | {"random": first}
-        arrays = (seen.queries[layer], seen.positions, seen.keys(layer), hashes, own.axes)
+        arrays = (
+            prefilled.queries[layer],
+            prefilled.positions,
+            prefilled.keys(layer),
+            hashes,
+            own.axes,
+        )
         for name, values in jax.device_get(compare(*arrays, spec)).items():
             rows.setdefault(name, []).append(values)
     return {name: np.asarray(values) for name, values in rows.items()}

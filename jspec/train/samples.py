@@ -34,8 +34,8 @@ def query_position(length: int, rng: np.random.Generator) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
-    """What attention compared in a prefill of one text, layer by layer.
+class PrefilledText:
+    """A prefilled text: the queries and keys of each layer.
 
     ``queries``: of each layer ``[M, N, H]``, at the ``positions [M]`` that were asked for.
     ``cache``: of one row, which holds the keys up to the last of them.
@@ -58,7 +58,7 @@ def prefill(
     room: int = 0,
     chunk: int | None = None,
     on_piece: OnPiece | None = None,
-) -> Seen:
+) -> PrefilledText:
     """Run ``model`` over ``tokens`` up to the last of ``positions``, and keep what it compared.
 
     Queries and keys are as attention takes them: after norm and rotation. The device holds the
@@ -94,7 +94,7 @@ def prefill(
         if on_piece is not None:
             jax.block_until_ready(cache)
             on_piece(end, total)
-    return Seen(queries, wanted, cache)
+    return PrefilledText(queries, wanted, cache)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -108,7 +108,8 @@ def _piece(
     inner = dense_attend(positions)
     found: list[Array] = []
 
-    # Without the mark `turns`, the model hands over queries that are normed and rotated already.
+    # Without the attribute `accepts_qk_rope`, the model hands over queries that are normed and
+    # rotated already.
     def attend(layer, q, k, v, cache, *, sinks=None, up=None):
         found.append(jnp.take(q[0], asked, axis=0, mode="clip"))
         return inner(layer, q, k, v, cache, sinks=sinks, up=up)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.dispatch import Backend
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.ops.norm import CENTERED, RMS
 from jspec.triton.call import (
     aliases_are_given_twice,
@@ -26,13 +26,13 @@ ENCODED = 1024
 
 
 def append_triton(
-    q: Array, k: Array, v: Array, turn: Turn, keys: Array, values: Array, slots: Array
+    q: Array, k: Array, v: Array, qk_rope: QKRope, keys: Array, values: Array, slots: Array
 ) -> tuple[Array, Array, Array]:
     """As `jspec.ops.append.rotate_and_append`."""
     from jspec.triton.append_kernel import append_kernel, append_kernel_0_3
 
     kernel = append_kernel_0_3 if aliases_are_given_twice() else append_kernel
-    queries, keys, values = _launch(kernel, q, v, turn, (keys, values), slots)
+    queries, keys, values = _launch(kernel, q, v, qk_rope, (keys, values), slots)
     return queries, keys, values
 
 
@@ -40,7 +40,7 @@ def append_encode_triton(
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     keys: Array,
     values: Array,
     codes: Array,
@@ -51,9 +51,11 @@ def append_encode_triton(
     from jspec.triton.append_encode_kernel import append_encode_kernel, append_encode_kernel_0_3
 
     if math.prod(k.shape[:3]) > ENCODED:
-        return append_then_encode(q, k, v, turn, keys, values, codes, w, slots)
+        return append_then_encode(q, k, v, qk_rope, keys, values, codes, w, slots)
     kernel = append_encode_kernel_0_3 if aliases_are_given_twice() else append_encode_kernel
-    found = _launch(kernel, q, v, turn, (keys, values, codes), slots, w, warps=4, BITS=w.shape[2])
+    found = _launch(
+        kernel, q, v, qk_rope, (keys, values, codes), slots, w, warps=4, BITS=w.shape[2]
+    )
     queries, keys, values, codes = found
     return queries, keys, values, codes
 
@@ -62,7 +64,7 @@ def append_then_encode(
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     keys: Array,
     values: Array,
     codes: Array,
@@ -70,9 +72,9 @@ def append_then_encode(
     slots: Array,
 ) -> tuple[Array, Array, Array, Array]:
     """As `append_encode_triton` in two launches: keys have the bits of `append_triton`."""
-    q, keys, values = append_triton(q, k, v, turn, keys, values, slots)
+    q, keys, values = append_triton(q, k, v, qk_rope, keys, values, slots)
     rows = jnp.arange(len(slots))[:, None]
-    # Of the turned keys the cache has the only copy; a slot past its end is not written.
+    # Of the rotated keys the cache has the only copy; a slot past its end is not written.
     found, _ = encode_triton(keys.at[rows, slots].get(mode="clip"), None, w)
     return q, keys, values, codes.at[rows, slots].set(found, mode="drop")
 
@@ -81,7 +83,7 @@ def _launch(
     kernel: Any,
     q: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     columns: tuple[Array, ...],
     slots: Array,
     *more: Array,
@@ -89,19 +91,28 @@ def _launch(
     **constants: int,
 ) -> tuple[Array, ...]:
     """The queries, and the ``columns``, which are updated in place."""
-    assert turn.joined is not None  # `refuses`
+    assert qk_rope.joined is not None  # `refuses`
     batch, tokens, heads, size = q.shape
     kv_heads, value = v.shape[2:]
     # Any array stands for the scales that there are not.
-    q_norm, k_norm = turn.q_norm or RMS(turn.cosine), turn.k_norm or RMS(turn.cosine)
+    q_norm, k_norm = qk_rope.q_norm or RMS(qk_rope.cosine), qk_rope.k_norm or RMS(qk_rope.cosine)
     return triton_call(
         kernel,
-        *(*columns, turn.joined, turn.cosine, turn.sine, slots, q_norm.scale, k_norm.scale, *more),
+        *(
+            *columns,
+            qk_rope.joined,
+            qk_rope.cosine,
+            qk_rope.sine,
+            slots,
+            q_norm.scale,
+            k_norm.scale,
+            *more,
+        ),
         out=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *columns)),
         aliases={index: index + 1 for index in range(len(columns))},
         programs=batch * tokens * kv_heads,
         warps=warps,
-        NORMED=turn.q_norm is not None,
+        NORMED=qk_rope.q_norm is not None,
         SLOTS=columns[0].shape[1],
         TOKENS=tokens,
         KV_HEADS=kv_heads,
@@ -117,30 +128,30 @@ def _launch(
     )
 
 
-def refuses(q: Array, v: Array, turn: Turn) -> str | None:
+def refuses(q: Array, v: Array, qk_rope: QKRope) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
     batch, tokens, heads, size = q.shape
     kv_heads, value = v.shape[2:]
-    if turn.joined is None:
+    if qk_rope.joined is None:
         return "queries, keys and values are not slices of one product"
-    if (turn.q_norm is None) != (turn.k_norm is None):
+    if (qk_rope.q_norm is None) != (qk_rope.k_norm is None):
         return "of queries and keys only one has a norm"
-    if turn.q_norm is not None and turn.q_norm.centered:
+    if qk_rope.q_norm is not None and qk_rope.q_norm.centered:
         return CENTERED
     columns = heads // kv_heads * size + size + value
-    if turn.joined.shape != (batch, tokens, kv_heads, columns):
-        return f"joined {turn.joined.shape} is not [B, T, K, {columns}]"
+    if qk_rope.joined.shape != (batch, tokens, kv_heads, columns):
+        return f"joined {qk_rope.joined.shape} is not [B, T, K, {columns}]"
     if 0 in q.shape or 0 in v.shape:
         return f"q {q.shape}, v {v.shape} leave nothing to launch"
     return None
 
 
-def _supports(q, k, v, turn, *args: Array) -> str | None:
-    return refuses(q, v, turn) or refuses_triton()
+def _supports(q, k, v, qk_rope, *args: Array) -> str | None:
+    return refuses(q, v, qk_rope) or refuses_triton()
 
 
-def _supports_encode(q, k, v, turn, keys, values, codes, w, slots) -> str | None:
-    return refuses(q, v, turn) or refuses_encode(k, None, w) or refuses_triton()
+def _supports_encode(q, k, v, qk_rope, keys, values, codes, w, slots) -> str | None:
+    return refuses(q, v, qk_rope) or refuses_encode(k, None, w) or refuses_triton()
 
 
 APPEND = Backend("triton", append_triton, _supports)

@@ -84,13 +84,13 @@ def off_by_one(monkeypatch):
 
 def base_2(monkeypatch):
     """In a program: the second rank's log-sum-exp has base 2."""
-    right = exchange.all_to_all
+    right = exchange.all_to_all_merge
 
     def wrong(out, lse, axes, by):
         is_wrong = jax.lax.axis_index(axes) == 1
         return right(out, jnp.where(is_wrong, lse / jnp.log(jnp.float32(2)), lse), axes, by)
 
-    monkeypatch.setattr(exchange, "all_to_all", wrong)
+    monkeypatch.setattr(exchange, "all_to_all_merge", wrong)
 
 
 def swapped(monkeypatch):

@@ -64,7 +64,7 @@ def options_of(model: Model, **settings: Any) -> ResolvedOptions:
         "draft_model": None,
         "target": Dense(),
         "rule": "token",
-        "policy_arrays": None,
+        "policy_params": None,
         "steps_per_chunk": None,
         "backends": Backends(),
         "exact": False,

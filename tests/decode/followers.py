@@ -36,7 +36,7 @@ class Followers(Drafter):
         drafted, cache = autoregressive(state, config, advance, state.cache)
         return drafted, dataclasses.replace(state, cache=cache)
 
-    def learn(self, state, seen, verified):
+    def learn(self, state, target_pass, verified):
         own = heard(state.draft, verified.tokens, verified.tokens[:, 1:] >= 0)
         return dataclasses.replace(state, draft=own)
 

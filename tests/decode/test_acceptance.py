@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jspec.decode.acceptance import HORIZON, MEMORY, OWN, Rows
+from jspec.decode.acceptance import HORIZON, MEMORY, OWN, RowAcceptance
 from jspec.decode.auto import LADDER, GammaChoice
 
 STEPS = 16
@@ -22,7 +22,7 @@ def decode(choose, saw, costs, rates: np.ndarray, slots: int, seed: int) -> floa
             rate[slot], left[slot] = waiting.pop(), 256
             if rows is not None:
                 rows.renew([int(slot)])
-        rows = rows or Rows(slots, max(LADDER), STEPS, together=slots >= len(rates))
+        rows = rows or RowAcceptance(slots, max(LADDER), STEPS, together=slots >= len(rates))
         gamma = choose(rows, left)
         accepted = np.minimum(rng.geometric(1 - np.tile(rate, (STEPS, 1))) - 1, gamma)
         behind = np.vstack([np.zeros(slots, int), np.cumsum(1 + accepted, axis=0)])
@@ -61,7 +61,7 @@ def test_rows_that_accept_little_weigh_as_much_as_their_steps(slots):
 
 def test_a_row_goes_by_others_until_it_is_known():
     """By the definition, step for step; what others took is forgotten."""
-    rng, rows = np.random.default_rng(0), Rows(3, 4, 3, together=False)
+    rng, rows = np.random.default_rng(0), RowAcceptance(3, 4, 3, together=False)
     begun, gone_on, others = np.zeros((3, 4)), np.zeros((3, 4)), rng.random((2, 4))
     for turn, gamma in enumerate((4, 2, 4)):
         accepted, live = rng.integers(0, gamma + 1, (STEPS, 3)), rng.random((STEPS, 3)) < 0.8
@@ -92,7 +92,7 @@ def test_a_row_goes_by_others_until_it_is_known():
 
 def test_rows_that_are_waited_for_together_need_as_many_steps_as_the_last():
     """Each is like any of the others as often: the mean over all ways, one by one."""
-    rows, rng = Rows(3, 4, 2, together=True), np.random.default_rng(1)
+    rows, rng = RowAcceptance(3, 4, 2, together=True), np.random.default_rng(1)
     left, others = np.array([90, 70, 0]), rng.random((3, 4))
     found = []
     for kinds in itertools.product(others, repeat=3):
@@ -107,7 +107,7 @@ def test_rows_that_are_waited_for_together_need_as_many_steps_as_the_last():
 def test_steps_are_compared_at_the_same_number_of_live_rows():
     """A long draft ran while few rows were live, a short one with all: what a row costs is told by
     two chunks of one gamma."""
-    choice, rows = GammaChoice((4, 16), 4, warm=0), Rows(8, 16, STEPS, together=True)
+    choice, rows = GammaChoice((4, 16), 4, warm=0), RowAcceptance(8, 16, STEPS, together=True)
     alive = {8: np.full(8, 10_000), 2: np.array([10_000] * 2 + [0] * 6)}
     for gamma, live, seconds in ((4, 8, 9.0), (4, 2, 6.0), (16, 2, 8.0), (16, 2, 8.0)):
         accepted = np.zeros((STEPS, 8), int)
@@ -119,7 +119,7 @@ def test_steps_are_compared_at_the_same_number_of_live_rows():
 
 def test_a_row_costs_no_more_than_its_share_of_a_step():
     """Two chunks with nearly as many live rows and unlike times say nothing of one with a few."""
-    choice, rows = GammaChoice((0, 4), 4, warm=0), Rows(8, 4, STEPS, together=True)
+    choice, rows = GammaChoice((0, 4), 4, warm=0), RowAcceptance(8, 4, STEPS, together=True)
     for ended, seconds in ((0, 9.0), (1, 6.0), (0, 9.0)):
         live = np.ones((STEPS, 8), bool)
         live[-1, :ended] = False

@@ -9,7 +9,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode import chunks
-from jspec.decode.acceptance import HORIZON, Rows, mean
+from jspec.decode.acceptance import HORIZON, RowAcceptance, mean
 from jspec.decode.auto import LADDER, PROBING, GammaChoice, Gammas
 from jspec.decode.draft import (
     Chain,
@@ -64,9 +64,9 @@ class World:
         return seconds, np.minimum(accepted, gamma)
 
 
-def rows_of(batch: int, longest: int = max(LADDER)) -> tuple[Rows, np.ndarray]:
+def rows_of(batch: int, longest: int = max(LADDER)) -> tuple[RowAcceptance, np.ndarray]:
     """Rows of which nothing is known, and that are far from their ends."""
-    return Rows(batch, longest, STEPS, together=False), np.full(batch, HORIZON)
+    return RowAcceptance(batch, longest, STEPS, together=False), np.full(batch, HORIZON)
 
 
 def saw(choice: GammaChoice, gamma: int, seconds: float | None, accepted: np.ndarray) -> None:
@@ -201,7 +201,7 @@ def test_a_chunk_without_a_time_tells_what_was_accepted():
 
 def test_an_engine_tells_what_rows_need_and_forgets_those_that_others_took(sharp, monkeypatch):
     """With chunks ahead of what was read, too."""
-    asked, renewed, right = [], [], Rows.renew
+    asked, renewed, right = [], [], RowAcceptance.renew
 
     def choose(self, rows, left):
         asked.append(left.tolist())
@@ -212,7 +212,7 @@ def test_an_engine_tells_what_rows_need_and_forgets_those_that_others_took(sharp
         return right(self, rows)
 
     monkeypatch.setattr(GammaChoice, "choose", choose)
-    monkeypatch.setattr(Rows, "renew", renew)
+    monkeypatch.setattr(RowAcceptance, "renew", renew)
     settings = {"draft": NgramDraft(), "gamma": "auto", "steps_per_chunk": 2}
     engine = Engine(sharp, slots=2, capacity=64, **settings)
     requests = [engine.submit(text, SamplingParams(max_new_tokens=9)) for text in prompts()[:4]]

@@ -44,8 +44,8 @@ def prompts(tokenizer: jspec.Tokenizer, count: int, longest: int = 403) -> list[
 def decode(model, prompts, batch, draft_model=None, new_tokens=NEW_TOKENS, **settings):
     """Tokens of all prompts, decoded ``batch`` at a time."""
     if settings["draft"] is not None:
-        arrays = prepared(settings["draft"].keeps, model, jspec.load_bundled()[1])
-        settings = settings | {"policy_arrays": arrays}
+        arrays = prepared(settings["draft"].cache_policy, model, jspec.load_bundled()[1])
+        settings = settings | {"policy_params": arrays}
     params = jspec.SamplingParams(max_new_tokens=new_tokens)
     tokens: list[tuple[int, ...]] = []
     for begin in range(0, len(prompts), batch):

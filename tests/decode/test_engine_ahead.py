@@ -13,7 +13,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode import batch, chunks
-from jspec.decode.acceptance import Rows
+from jspec.decode.acceptance import RowAcceptance
 from jspec.decode.chunks import TURN, Chunk, Chunks
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
@@ -342,7 +342,7 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
     record = StepRecord(np.array([[[0, 0, 0, 1, 7]]]))  # pyright: ignore[reportArgumentType]
     work, heard = Chunks(options_of(sharp)), []
-    work._rows = Rows(1, 1, work.options.steps, together=False)
+    work._acceptance = RowAcceptance(1, 1, work.options.steps, together=False)
     monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, record))
 
     def reached(tree):

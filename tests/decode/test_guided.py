@@ -131,7 +131,7 @@ def test_what_is_not_a_guided_draft_is_refused(made, error, message):
 def after_steps(model, policy, gamma: int, drafter: Any = None, steps: int = 1):
     """The models and the state of ragged rows behind some steps, and the draft that comes next."""
     config = StepConfig(gamma, drafter or GuidedDraft(policy))
-    models = Models(model, policy=prepare(config.keeps, model))
+    models = Models(model, policy=prepare(config.cache_policy, model))
     params = [SamplingParams(max_new_tokens=40, temperature=t, seed=7) for t in (1.0, 0.0, 0.6)]
     state = start_decoding(models, prompts((31, 9, 4)), params, config, capacity=96)
     run = jax.jit(lambda models, state: step(models, state, config)[0])

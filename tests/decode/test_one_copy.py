@@ -69,12 +69,12 @@ def lowered(
 ) -> jax.stages.Lowered:
     """One of the three programs for a state of ``batch`` rows of `SLOTS` slots."""
     config, specs = StepConfig(GAMMA, draft, backends, ends_early=early), model.config.layers
-    models = Models(model, policy=prepare(config.keeps, model))
+    models = Models(model, policy=prepare(config.cache_policy, model))
     small = start_decoding(models, [[1]] * batch, SamplingParams(max_new_tokens=1), config)
     layouts = layouts_of(specs, SLOTS, GAMMA)
 
     def whole(state):
-        cache = create_cache(config.keeps, specs, layouts, batch, DTYPE)
+        cache = create_cache(config.cache_policy, specs, layouts, batch, DTYPE)
         tokens = jnp.zeros((batch, SLOTS), jnp.int32)
         own = draft.init(models, cache.lengths, SLOTS, GAMMA)
         return dataclasses.replace(state, cache=cache, tokens=tokens, draft=own)

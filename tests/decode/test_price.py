@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from jspec.config import SamplingParams
 from jspec.decode import auto
-from jspec.decode.acceptance import Rows
+from jspec.decode.acceptance import RowAcceptance
 from jspec.decode.auto import LADDER, GammaChoice, Gammas
 from jspec.decode.draft import Chain, GuidedDraft, ModelDraft, NgramDraft, named_draft
 from jspec.decode.engine import Engine
@@ -44,7 +44,7 @@ def test_prices_follow_what_is_accepted():
 
     def run(seed: int) -> float:
         choice, rng = GammaChoice(LADDER, 4, warm=2, early=True), np.random.default_rng(seed)
-        rows, left = Rows(1, max(LADDER), 16, together=False), np.array([10_000])
+        rows, left = RowAcceptance(1, max(LADDER), 16, together=False), np.array([10_000])
         tokens = best = 0.0
         for turn in range(600):
             rate = 0.95 if turn // 50 % 2 else 0.6

@@ -92,7 +92,7 @@ def test_inputs_that_are_no_blocks_have_no_mxfp4(tiny):
 
 def test_settings_are_named_and_checked(tiny):
     assert named_draft("quest:page=4,quantized=int8") == SelfDraft(
-        named_draft("quest:page=4").keeps, quantized="int8"
+        named_draft("quest:page=4").cache_policy, quantized="int8"
     )
     assert named_draft("vegas:budget=6,quantized=int8,least=0") == GUIDED
     narrow = dataclasses.replace(GUIDED, quantized="mxfp4")

@@ -149,7 +149,9 @@ def check_law(
     Everything is traced anew, so that a patched internal is seen.
     """
     draft = SelfDraft(OTHER_POLICIES[source]) if source in OTHER_POLICIES else SOURCES[source]
-    arrays = prepare(draft.keeps, target(), PROMPT) if draft.keeps.needs_arrays else None
+    arrays = (
+        prepare(draft.cache_policy, target(), PROMPT) if draft.cache_policy.needs_arrays else None
+    )
     decode_chunk = step_module.decode_chunk.__wrapped__
 
     def chunk(*args, **settings):
@@ -167,7 +169,7 @@ def check_law(
             gamma=0 if source == "plain" else gamma,
             draft=draft,
             draft_model=second(vocabulary) if draft.needs_model else None,
-            policy_arrays=arrays,
+            policy_params=arrays,
             rule=rule,
             steps_per_chunk=2,
         )

@@ -85,10 +85,10 @@ def tokens_of(model: Any, **settings: Any) -> tuple[tuple[int, ...], ...]:
 
 def drafted(model: Any, plain: Any, name: str) -> tuple[tuple[int, ...], ...]:
     """Tokens with the drafter ``name``, what it takes prepared with ``plain``, on no mesh."""
-    policy = jspec.StepConfig(3, DRAFTS[name]).keeps
+    policy = jspec.StepConfig(3, DRAFTS[name]).cache_policy
     text = [token for prompt in TEXTS for token in prompt]
     arrays = jspec.prepare(policy, plain, text) if policy.needs_arrays else None
-    return tokens_of(model, draft=DRAFTS[name], policy_arrays=arrays)
+    return tokens_of(model, draft=DRAFTS[name], policy_params=arrays)
 
 
 def grown(model: Any) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,7 @@ import jspec
 from jspec.cache import Cache, StripedLayout
 from jspec.config import LayerSpec
 from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of, whole_of
-from jspec.helix.attention import all_to_all
+from jspec.helix.attention import all_to_all_merge
 from jspec.helix.mesh import STRATEGIES, Strategy
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.merge import merge_attention
@@ -219,14 +219,14 @@ def test_a_layer_with_a_sliding_window_keeps_a_ring_on_each_rank(kvp, tpa, token
 def test_the_merge_has_the_bits_of_one_device(dtype, by):
     """The same parts, merged on one device: ranks are summed in order, and no bit is lost."""
     helix = HelixConfig(kvp=4, tpa=2, exchange=by)
-    if reason := helix.refuses_exchange():
+    if reason := helix.refuses_all_to_all():
         pytest.skip(reason)
     outs = jnp.asarray(random(4, 2, 3, 16, SIZE), dtype)
     lses = random(4, 2, 3, 16, seed=1) * 20
     lses[1] = -np.inf  # a rank without a token, and a query that no rank has a key for
     lses[:, 0, 1] = -np.inf
     run = jax.shard_map(
-        lambda out, lse: all_to_all(out[0], lse[0], "kvp", by),
+        lambda out, lse: all_to_all_merge(out[0], lse[0], "kvp", by),
         mesh=helix.mesh,
         in_specs=(P("kvp", None, None, "tpa"), P("kvp", None, None, "tpa")),
         out_specs=P(None, None, helix.axes),
@@ -297,7 +297,7 @@ def test_what_is_exchanged_is_one_message():
         jax.ShapeDtypeStruct((2, 3, 16), jnp.float32),
     )
     run = jax.shard_map(
-        functools.partial(all_to_all, axes="kvp"),
+        functools.partial(all_to_all_merge, axes="kvp"),
         mesh=helix.mesh,
         in_specs=(P(None, None, "tpa"), P(None, None, "tpa")),
         out_specs=P(None, None, helix.axes),

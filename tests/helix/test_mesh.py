@@ -84,7 +84,7 @@ def test_devices_with_the_same_heads_stand_side_by_side():
 def test_an_exchange_that_cannot_run_is_refused(monkeypatch):
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
-    monkeypatch.setattr(mesh, "refuses_exchange", lambda by, devices: f"{by} {len(devices)}")
+    monkeypatch.setattr(mesh, "refuses_all_to_all", lambda by, devices: f"{by} {len(devices)}")
     with pytest.raises(ValueError, match="exchange='pallas' cannot run here: pallas 2; leave exch"):
         _ = HelixConfig(kvp=2, exchange="pallas").mesh
 

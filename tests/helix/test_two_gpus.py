@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jspec import helix
-from jspec.helix.attention import all_to_all
+from jspec.helix.attention import all_to_all_merge
 from jspec.ops.attention.merge import merge_attention
 from tests.helix import test_attention, test_overlap
 from tests.helix.test_decoding import DRAFTERS, GREEDY, NGRAM, alone, decoded, model
@@ -41,7 +41,7 @@ def test_the_merge_has_the_bits_of_one(dtype, by):
     outs = jnp.asarray(test_attention.random(2, 2, 3, 16, 64), dtype)
     lses = jnp.asarray(test_attention.random(2, 2, 3, 16, seed=1) * 20)
     run = jax.shard_map(
-        lambda out, lse: all_to_all(out[0], lse[0], "kvp", by),
+        lambda out, lse: all_to_all_merge(out[0], lse[0], "kvp", by),
         mesh=mesh.mesh,
         in_specs=P("kvp"),
         out_specs=P(None, None, mesh.axes),

@@ -25,7 +25,7 @@ from jspec import (
 )
 from jspec.models.families import model_config
 from jspec.models.tokenizer_kinds import unproven
-from jspec.ops.append import APPEND, Turn
+from jspec.ops.append import APPEND, QKRope
 from jspec.ops.linear import LINEAR
 from jspec.ops.norm import RMS
 from jspec.policies import ExactTopK
@@ -232,8 +232,8 @@ def test_kernels_refuse_centered_norms(backend):
     assert reason == "its norm scales by 1 + scale"
     if backend == "triton":
         q, k = jnp.zeros((1, 1, 2, 16)), jnp.zeros((1, 1, 1, 16))
-        turn = Turn(k, k, norm, norm, jnp.zeros((1, 1, 1, 64)))
-        args = (q, k, k, turn, k, k, jnp.zeros((1, 1), jnp.int32))
+        qk_rope = QKRope(k, k, norm, norm, jnp.zeros((1, 1, 1, 64)))
+        args = (q, k, k, qk_rope, k, k, jnp.zeros((1, 1), jnp.int32))
         assert APPEND.backend(backend).supports(*args) == "its norm scales by 1 + scale"
 
 

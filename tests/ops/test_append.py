@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.ops.append import APPEND_ENCODE, Turn, rotate_and_append, rotate_append_encode
+from jspec.ops.append import APPEND_ENCODE, QKRope, rotate_and_append, rotate_append_encode
 from jspec.ops.norm import RMS
 
 B, T, N, K, H, V, S = 2, 3, 4, 2, 8, 6, 12
@@ -19,12 +19,12 @@ def arrays(normed):
 
     angle = 3 * normal(B, T, 1, H // 2)
     norms = (RMS(normal(H), 1e-2), RMS(normal(H), 1e-1)) if normed else ()
-    turn = Turn(jnp.cos(angle), jnp.sin(angle), *norms)
+    qk_rope = QKRope(jnp.cos(angle), jnp.sin(angle), *norms)
     q, k, v = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, V)
-    return q, k, v, turn, normal(B, S, K, H), normal(B, S, K, V)
+    return q, k, v, qk_rope, normal(B, S, K, H), normal(B, S, K, V)
 
 
-def turned(x, norm, angle):
+def rotated(x, norm, angle):
     """A head, normed, and its first half as real, its second as imaginary parts, rotated."""
     x = np.float64(x)
     if norm is not None:
@@ -35,17 +35,17 @@ def turned(x, norm, angle):
 
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 def test_equals_the_definition(normed):
-    q, k, v, turn, keys, values = arrays(normed)
-    got = rotate_and_append(q, k, v, turn, keys, values, jnp.asarray(SLOTS))
-    angle = np.float64(turn.cosine) + 1j * np.float64(turn.sine)
+    q, k, v, qk_rope, keys, values = arrays(normed)
+    got = rotate_and_append(q, k, v, qk_rope, keys, values, jnp.asarray(SLOTS))
+    angle = np.float64(qk_rope.cosine) + 1j * np.float64(qk_rope.sine)
     want = np.float64(q), np.float64(keys), np.float64(values)
     for row, token in np.ndindex(B, T):
         by = angle[row, token, 0]
         for head in range(N):
-            want[0][row, token, head] = turned(q[row, token, head], turn.q_norm, by)
+            want[0][row, token, head] = rotated(q[row, token, head], qk_rope.q_norm, by)
         if (slot := SLOTS[row, token]) < S:
             for head in range(K):
-                want[1][row, slot, head] = turned(k[row, token, head], turn.k_norm, by)
+                want[1][row, slot, head] = rotated(k[row, token, head], qk_rope.k_norm, by)
             want[2][row, slot] = v[row, token]
     for have, expected in zip(got, want, strict=True):
         np.testing.assert_allclose(have, expected, rtol=1e-5, atol=1e-5)
@@ -69,8 +69,8 @@ def test_codes_are_the_signs_of_the_new_keys():
 
 
 def test_shapes_that_do_not_fit_are_named():
-    q, k, v, turn, keys, values = arrays(False)
+    q, k, v, qk_rope, keys, values = arrays(False)
     with pytest.raises(ValueError, match=r"slots \(2, 2\) must be \[B, T, N, H\]"):
-        rotate_and_append(q, k, v, turn, keys, values, jnp.asarray(SLOTS[:, :2]))
+        rotate_and_append(q, k, v, qk_rope, keys, values, jnp.asarray(SLOTS[:, :2]))
     with pytest.raises(ValueError, match=r"v \(2, 3, 2, 5\)"):
-        rotate_and_append(q, k, v[..., :5], turn, keys, values, jnp.asarray(SLOTS))
+        rotate_and_append(q, k, v[..., :5], qk_rope, keys, values, jnp.asarray(SLOTS))

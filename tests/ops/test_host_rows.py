@@ -13,8 +13,8 @@ from jspec.ops.host_rows import (
     FETCH_AHEAD,
     FETCH_ROWS,
     STORE_ROWS,
-    Ahead,
-    Near,
+    DeviceRows,
+    PrefetchedRows,
     fetch_ahead,
     fetch_rows,
     store_rows,
@@ -55,11 +55,14 @@ def test_rows_are_those_of_the_columns(case, backend, memory):
     arguments = put(memory, columns), jnp.asarray(slots)
     if reason := FETCH_ROWS.backend(backend).supports(*arguments):
         pytest.skip(f"{backend}: {reason}")
-    near, ahead = (
+    device_rows, prefetched = (
         None if rows is None else (put("device", rows), jnp.asarray(early))
         for rows, early in (there[:2], there[2:])
     )
-    given = {"near": near and Near(*near), "ahead": ahead and Ahead(*ahead, backend)}
+    given = {
+        "device_rows": device_rows and DeviceRows(*device_rows),
+        "prefetched": prefetched and PrefetchedRows(*prefetched, backend),
+    }
     got = jax.jit(lambda *x: fetch_rows(*x, implementation=backend, **given))(*arguments)
     for have, column in zip(got, columns, strict=True):
         assert not host.in_host(have)
@@ -70,7 +73,7 @@ def test_rows_are_those_of_the_columns(case, backend, memory):
 def test_what_is_near_is_taken_before_what_was_fetched_ahead_and_that_before_the_column(backend):
     """Each has other rows by now: those of the column times 1, 2 and 3."""
     column = np.arange(1, 1 + 40 * 2 * 4, dtype=np.float32).reshape(1, 40, 2, 4)
-    near, ahead, slots = (
+    device_rows, prefetched, slots = (
         np.array([rows], np.int32)
         for rows in (
             [[1, 2, 39, -1], [5, 6, -1, -1]],
@@ -83,10 +86,13 @@ def test_what_is_near_is_taken_before_what_was_fetched_ahead_and_that_before_the
         pytest.skip(f"{backend}: {reason}")
     there = [
         ((jnp.asarray(times * rows_by_hand(column, own)),), jnp.asarray(own))
-        for times, own in ((3, near), (2, ahead))
+        for times, own in ((3, device_rows), (2, prefetched))
     ]
     (got,) = fetch_rows(
-        *arguments, near=Near(*there[0]), ahead=Ahead(*there[1], backend), implementation=backend
+        *arguments,
+        device_rows=DeviceRows(*there[0]),
+        prefetched=PrefetchedRows(*there[1], backend),
+        implementation=backend,
     )
     times = np.array([[3, 3, 2, 1, 3], [3, 3, 2, 1, 0]])
     np.testing.assert_array_equal(got, times.T[None, :, :, None] * rows_by_hand(column, slots))
@@ -102,8 +108,8 @@ def test_what_was_fetched_ahead_is_not_fetched_again(backend):
     if reason := FETCH_ROWS.backend(backend).supports(*arguments):
         pytest.skip(f"{backend}: {reason}")
     rows = jnp.asarray(-1 - rows_by_hand(column, early))
-    ahead = Ahead((rows,), jnp.asarray(early), backend)
-    (got,) = fetch_rows(*arguments, ahead=ahead)
+    prefetched = PrefetchedRows((rows,), jnp.asarray(early), backend)
+    (got,) = fetch_rows(*arguments, prefetched=prefetched)
     there = (slots[..., None] == early[:, :, None]).any(-1) & (slots >= 0)
     wanted = rows_by_hand(column, slots)
     wanted = np.where(np.swapaxes(there, 1, 2)[..., None], -1 - wanted, wanted)
@@ -118,12 +124,12 @@ def test_rows_on_their_way_arrive(backend, memory):
     if reason := FETCH_AHEAD.backend(backend).supports(*arguments, None):
         pytest.skip(f"{backend}: {reason}")
     rows = put("device", [rows_by_hand(column, early) for column in columns])
-    for near in (None, Near(rows, jnp.asarray(early))):
-        fetch = functools.partial(fetch_ahead, implementation=backend, near=near)
-        ahead, same = jax.jit(fetch)(*arguments)
-        assert ahead.backend == backend
+    for device_rows in (None, DeviceRows(rows, jnp.asarray(early))):
+        fetch = functools.partial(fetch_ahead, implementation=backend, device_rows=device_rows)
+        prefetched, same = jax.jit(fetch)(*arguments)
+        assert prefetched.backend == backend
         np.testing.assert_array_equal(same, through)
-        got = fetch_rows(*arguments[:2], near=near, ahead=ahead)
+        got = fetch_rows(*arguments[:2], device_rows=device_rows, prefetched=prefetched)
         for have, column in zip(got, columns, strict=True):
             np.testing.assert_array_equal(have, rows_by_hand(column, slots))
 
@@ -138,16 +144,16 @@ def test_what_is_near_is_not_fetched_ahead(backend):
             if early[b, head, i] >= 0:
                 column[b, early[b, head, i], head] = 12345
     rows = put("device", [rows_by_hand(column, early) for column in columns])
-    near = Near(rows, jnp.asarray(early))
-    fetch = functools.partial(fetch_ahead, near=near)
+    device_rows = DeviceRows(rows, jnp.asarray(early))
+    fetch = functools.partial(fetch_ahead, device_rows=device_rows)
     arguments = put("host", marked), jnp.asarray(slots), jnp.asarray(through)
-    if reason := FETCH_AHEAD.backend(backend).supports(*arguments, near.slots):
+    if reason := FETCH_AHEAD.backend(backend).supports(*arguments, device_rows.slots):
         pytest.skip(f"{backend}: {reason}")
-    ahead, _ = jax.jit(functools.partial(fetch, implementation=backend))(*arguments)
-    fetched = fetch_rows(*arguments[:2], near=near, ahead=ahead)
+    prefetched, _ = jax.jit(functools.partial(fetch, implementation=backend))(*arguments)
+    fetched = fetch_rows(*arguments[:2], device_rows=device_rows, prefetched=prefetched)
     is_near = (slots[..., None] == early[:, :, None]).any(axis=-1) & (slots >= 0)
     assert is_near.any()
-    for have, got, column in zip(ahead.rows, fetched, columns, strict=True):
+    for have, got, column in zip(prefetched.rows, fetched, columns, strict=True):
         assert not np.asarray(have)[np.swapaxes(is_near, 1, 2)].any()
         np.testing.assert_array_equal(got, rows_by_hand(column, slots))
 

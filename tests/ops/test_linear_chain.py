@@ -14,7 +14,7 @@ from jspec.cuda_ffi.linear import linear_cuda
 from jspec.dispatch import BackendError, preferring
 from jspec.models.decoder import Decoder
 from jspec.models.modules import JoinedLinear
-from jspec.ops.linear_chain import LINEAR_CHAIN, Link, linear_chain
+from jspec.ops.linear_chain import LINEAR_CHAIN, ChainOp, linear_chain
 from jspec.ops.norm import RMS
 from jspec.ops.quantized import quantized
 from tests.models.test_decoder import causal
@@ -37,30 +37,28 @@ def cuda_or_skip(*arguments, **settings):
 def test_each_link_reads_the_one_before():
     x, first, gate, last = normal(2, 4), normal(4, 6), normal(6, 2, 3), normal(3, 6)
     scale, bias = normal(6), normal(2, 3)
-    links = [
-        Link(first, add=normal(2, 6)),
-        Link(gate, bias, norm=RMS(scale, 0.1), gated=True),
-        Link(last, add=0),
+    ops = [
+        ChainOp(first, add=normal(2, 6)),
+        ChainOp(gate, bias, norm=RMS(scale, 0.1), gated=True),
+        ChainOp(last, add=0),
     ]
-    y = np.float64(x) @ np.float64(first) + np.float64(links[0].add)
+    y = np.float64(x) @ np.float64(first) + np.float64(ops[0].add)
     mean = np.mean(y * y, axis=-1, keepdims=True)
     normed = y / np.sqrt(mean + 0.1) * np.float64(scale)
     both = np.einsum("bi,ija->bja", normed, np.float64(gate)) + np.float64(bias)
     wide = silu(both[:, 0]) * both[:, 1]
     want = [y, wide, wide @ np.float64(last) + y]
-    for got, wanted in zip(linear_chain(x, links), want, strict=True):
+    for got, wanted in zip(linear_chain(x, ops), want, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 @every_case(LINEAR_CHAIN)
 def test_one_call_gives_the_bits_of_its_products(case):
-    x, links = case.arguments
-    cuda_or_skip(x, links, **case.static)
-    got = jax.jit(lambda *given: LINEAR_CHAIN(*given, implementation="cuda", **case.static))(
-        x, links
-    )
+    x, ops = case.arguments
+    cuda_or_skip(x, ops, **case.static)
+    got = jax.jit(lambda *given: LINEAR_CHAIN(*given, implementation="cuda", **case.static))(x, ops)
     found = []
-    for (kernel, bias, norm, add), other, gated in zip(links, *case.static.values(), strict=True):
+    for (kernel, bias, norm, add), other, gated in zip(ops, *case.static.values(), strict=True):
         add = add if other is None else found[other]
         settings = {"gated": gated, "transposed": False, "dtype": x.dtype}
         found.append(
@@ -72,15 +70,15 @@ def test_one_call_gives_the_bits_of_its_products(case):
 
 def test_one_call_has_the_gradients_of_the_products():
     (case, *_) = LINEAR_CHAIN.cases()
-    x, links = case.arguments
-    cuda_or_skip(x, links, **case.static)
+    x, ops = case.arguments
+    cuda_or_skip(x, ops, **case.static)
 
     def loss(name):
-        def of(x, links):
-            found = LINEAR_CHAIN(x, links, implementation=name, **case.static)
+        def of(x, ops):
+            found = LINEAR_CHAIN(x, ops, implementation=name, **case.static)
             return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in found)
 
-        return jax.jit(jax.grad(of, argnums=(0, 1), allow_int=True))(x, links)
+        return jax.jit(jax.grad(of, argnums=(0, 1), allow_int=True))(x, ops)
 
     for got, want in zip(*(jax.tree.leaves(loss(n)) for n in ("cuda", "one_by_one")), strict=True):
         off = np.linalg.norm(np.float32(got) - np.float32(want))
@@ -89,21 +87,21 @@ def test_one_call_has_the_gradients_of_the_products():
 
 @pytest.mark.parametrize("add", [0, 1, -1])
 def test_a_link_adds_one_before_it(add):
-    with pytest.raises(ValueError, match=rf"links\[0\].add={add} must be the number of a link"):
-        linear_chain(normal(1, 4), [Link(normal(4, 4), add=add), Link(normal(4, 4))])
+    with pytest.raises(ValueError, match=rf"ops\[0\].add={add} must be the number of an op"):
+        linear_chain(normal(1, 4), [ChainOp(normal(4, 4), add=add), ChainOp(normal(4, 4))])
 
 
 def test_there_are_links():
-    with pytest.raises(ValueError, match="links must have at least one product"):
+    with pytest.raises(ValueError, match="ops must have at least one product"):
         linear_chain(normal(1, 4), [])
 
 
 @pytest.mark.parametrize(
     ("rows", "inputs", "kinds", "asked", "reason"),
     [
-        (25, 64, [""], {}, r"links\[0\]: it takes 1 to 24 rows, and there are 25"),
-        (1, 48, [""], {}, r"links\[0\]: 48 inputs are no multiple of 32"),
-        (1, 64, ["int8", "fp8"], {}, r"links\[1\]: its weights are float8_e4m3fn"),
+        (25, 64, [""], {}, r"ops\[0\]: it takes 1 to 24 rows, and there are 25"),
+        (1, 48, [""], {}, r"ops\[0\]: 48 inputs are no multiple of 32"),
+        (1, 64, ["int8", "fp8"], {}, r"ops\[1\]: its weights are float8_e4m3fn"),
         (1, 64, ["mxfp4", ""], {}, "its weights are of 4 and 16 bits"),
         (1, 64, [""], {"linear": "xla"}, "linear='xla' is asked for"),
     ],
@@ -111,22 +109,22 @@ def test_there_are_links():
 )
 def test_one_call_refuses_with_a_reason(rows, inputs, kinds, asked, reason):
     x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, inputs)))
-    links = [Link(quantized(kernel, kind) if kind else kernel) for kind in kinds]
+    ops = [ChainOp(quantized(kernel, kind) if kind else kernel) for kind in kinds]
     with preferring(asked), pytest.raises(BackendError, match=reason):
-        linear_chain(x, links, implementation="cuda")
+        linear_chain(x, ops, implementation="cuda")
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        [Link(normal(4, 8), add=normal(8, 2))],
-        [Link(normal(4, 2, 8), normal(16))],
-        [Link(normal(4, 2, 4, 8), gated=True)],
-        [Link(normal(4, 16), gated=True)],
-        [Link(normal(3, 8))],
-        [Link(normal(4, 4)), Link(normal(4, 8), add=0)],
+        [ChainOp(normal(4, 8), add=normal(8, 2))],
+        [ChainOp(normal(4, 2, 8), normal(16))],
+        [ChainOp(normal(4, 2, 4, 8), gated=True)],
+        [ChainOp(normal(4, 16), gated=True)],
+        [ChainOp(normal(3, 8))],
+        [ChainOp(normal(4, 4)), ChainOp(normal(4, 8), add=0)],
     ],
-    ids=["add", "bias", "halves", "gate", "inputs", "added-link"],
+    ids=["add", "bias", "halves", "gate", "inputs", "added-op"],
 )
 def test_shapes_that_do_not_fit_are_refused_by_every_backend(wrong):
     for name in LINEAR_CHAIN.backends:
@@ -163,12 +161,12 @@ SIZES |= {"num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_size": 32}
 
 
 def chains_of(monkeypatch, **settings) -> list[int]:
-    """How many links each chain has that a decoder of three layers calls for."""
+    """How many ops each chain has that a decoder of three layers calls for."""
     found = []
 
-    def counted(x, links):
-        found.append(len(links))
-        return linear_chain(x, links)
+    def counted(x, ops):
+        found.append(len(ops))
+        return linear_chain(x, ops)
 
     monkeypatch.setattr("jspec.models.decoder.linear_chain", counted)
     model = Decoder(ModelConfig.uniform(**SIZES | settings), rngs=nnx.Rngs(0))
@@ -178,7 +176,7 @@ def chains_of(monkeypatch, **settings) -> list[int]:
 
 
 def test_a_decoder_calls_for_a_chain_in_each_layer(monkeypatch):
-    """Its last link is the projections of the next layer, which are then not computed again."""
+    """Its last op is the projections of the next layer, which are then not computed again."""
     joined = []
     own = JoinedLinear.joined
     monkeypatch.setattr(JoinedLinear, "joined", lambda *given: joined.append(0) or own(*given))

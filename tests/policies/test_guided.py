@@ -144,7 +144,7 @@ ANEW = {
 def test_it_picks_anew_by_shared_bits(name, layout):
     """Below where the last verification began, and all since; the last row has no past."""
     policy = ANEW[name]
-    hata = policy.keeps
+    hata = policy.cache_policy
     cache, hashes = filled(hata, layout, junk=np.nan), arrays_of(hata)
     since = np.array([[16, 17, 18, 19, -1], [-1] * 5, [-1] * 5], np.int32)
     q = random(BATCH, 1, 4, 8, seed=5)
@@ -171,7 +171,7 @@ def test_layers_that_follow_read_what_their_leader_picks_anew():
     model = make_decoder(dataclasses.replace(TINY, layers=layers), seed=3)
     policy = Vegas(**SOME, refresh=2, every=2, dense_layers=1)
     config = StepConfig(3, GuidedDraft(policy))
-    models = Models(model, policy=prepare(config.keeps, model))
+    models = Models(model, policy=prepare(config.cache_policy, model))
     state = start_decoding(models, prompts((30, 7)), config=config)
     assert ["codes" in x for x in state.cache.columns] == [False, True, False, True, True, True]
     _, arrays = config.draft.view(models, state.draft, state.cache.lengths)

@@ -10,12 +10,12 @@ import pytest
 
 from jspec.cache import LinearLayout, StripedLayout
 from jspec.dispatch import Backends, preferring
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.ops.attention.hashed import PARTS, hash_attention
 from jspec.ops.norm import RMS
 from jspec.policies import Hata, HataOff
 from jspec.policies import hata as module
-from jspec.policies.attend import Reading, selected_attend
+from jspec.policies.attend import PassState, selected_attend
 from jspec.policies.policy import create_cache
 from tests.policies.common import BATCH, CAPACITY, LENGTHS, SPEC, arrays_of, random
 
@@ -48,12 +48,12 @@ def token(layer: int, tokens: int = 1, *, joined: bool = True):
     q, k, v = jnp.split(whole, [16, 24], axis=-1)
     angle = random(BATCH, tokens, 1, 4, seed=40 + layer)
     norms = RMS(random(8, seed=50)), RMS(random(8, seed=51))
-    turn = Turn(jnp.cos(angle), jnp.sin(angle), *norms, whole if joined else None)
-    return q.reshape(BATCH, tokens, 4, 8), k, v, turn
+    qk_rope = QKRope(jnp.cos(angle), jnp.sin(angle), *norms, whole if joined else None)
+    return q.reshape(BATCH, tokens, 4, 8), k, v, qk_rope
 
 
 def attended(
-    policy, positions, tail=3, cache=None, backends=Backends(), start=Reading, more=None, **given
+    policy, positions, tail=3, cache=None, backends=Backends(), start=PassState, more=None, **given
 ):
     """Outputs of a pass over all layers, and the columns and the selection behind each of them."""
     cache = cache_of(policy) if cache is None else cache
@@ -63,13 +63,13 @@ def attended(
     def run(cache, positions):
         settings = {"policy": policy, "arrays": arrays, "backends": backends}
         attend = selected_attend(positions, cache.lengths, tail, **settings)
-        reading, found = start(cache), []
+        pass_state, found = start(cache), []
         for layer in range(len(cache.specs)):
-            q, k, v, turn = token(layer, positions.shape[1], **given)
-            settings = {"turn": turn} | (more or {})
-            out, reading = attend(layer, q, k, v, reading, **settings)
-            found.append((out, getattr(reading, "chosen", None)))
-        return found, getattr(reading, "cache", reading).columns
+            q, k, v, qk_rope = token(layer, positions.shape[1], **given)
+            settings = {"qk_rope": qk_rope} | (more or {})
+            out, pass_state = attend(layer, q, k, v, pass_state, **settings)
+            found.append((out, getattr(pass_state, "chosen", None)))
+        return found, getattr(pass_state, "cache", pass_state).columns
 
     return run(cache, jnp.asarray(positions, jnp.int32))
 
@@ -181,7 +181,7 @@ class Asked(HataOff):
         raise AssertionError("it is asked")
 
 
-NOT_ONE = ("norms", "off", "window", "striped", "two-tokens", "not-joined", "turned")
+NOT_ONE = ("norms", "off", "window", "striped", "two-tokens", "not-joined", "rotated")
 
 
 @pytest.mark.parametrize("name", NOT_ONE)
@@ -199,8 +199,8 @@ def test_what_the_operation_does_not_do_runs_in_parts(name, calls):
         settings["cache"] = cache_of(POLICY, layout=StripedLayout(CAPACITY, 3, 2))
     elif name == "not-joined":
         settings["joined"] = False
-    elif name == "turned":
-        settings["more"] = {"turn": None}
+    elif name == "rotated":
+        settings["more"] = {"qk_rope": None}
     tokens = np.arange(2 if name == "two-tokens" else 1)
     attended(policy, LENGTHS[:, None] + tokens, **settings)
     assert calls == []

@@ -20,7 +20,7 @@ from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
 from jspec.host import in_host, place_in_host
 from jspec.policies import Hata, HataOff
-from jspec.policies.attend import Reading, dense_attend, selected_attend
+from jspec.policies.attend import PassState, dense_attend, selected_attend
 from jspec.policies.policy import create_cache
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
@@ -55,18 +55,18 @@ def two_layers(policy):
     positions = jnp.asarray(LENGTHS)[:, None]
 
     @jax.jit
-    def run(cache, foreseen):
+    def run(cache, predicted):
         attend = selected_attend(positions, cache.lengths, 2, policy=policy, arrays=arrays)
-        reading, outs = Reading(cache), []
+        pass_state, outs = PassState(cache), []
         for layer in (0, 1):
             more: dict[str, Any] = (
-                {} if layer or foreseen is None else {"foresee": lambda: foreseen}
+                {} if layer or predicted is None else {"next_queries": lambda: predicted}
             )
-            out, reading = attend(layer, *query(seed=20 * layer), reading, **more)
+            out, pass_state = attend(layer, *query(seed=20 * layer), pass_state, **more)
             outs.append(out)
-        return outs, [reading.cache.keys(layer) for layer in (0, 1)]
+        return outs, [pass_state.cache.keys(layer) for layer in (0, 1)]
 
-    return lambda foreseen: run(cache_of(policy), foreseen)
+    return lambda predicted: run(cache_of(policy), predicted)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_a_layer_reads_what_hata_reads_whatever_was_predicted(more):
     settings = SOME | more
     wanted, keys = two_layers(Hata(**settings))(None)
     run, right = two_layers(HataOff(**settings)), query(seed=20)[0]
-    for foreseen in (right, -right, None):
-        got, after = run(foreseen)
+    for predicted in (right, -right, None):
+        got, after = run(predicted)
         for x, y in zip([*got, *after], [*wanted, *keys], strict=True):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
@@ -107,8 +107,8 @@ def test_what_was_predicted_is_read_from_where_it_was_fetched_to(monkeypatch):
     from jspec.policies import offload
 
     def spoiled(*arguments, **settings):
-        ahead, through = fetch_ahead(*arguments, **settings)
-        return dataclasses.replace(ahead, rows=tuple(2 * x for x in ahead.rows)), through
+        prefetched, through = fetch_ahead(*arguments, **settings)
+        return dataclasses.replace(prefetched, rows=tuple(2 * x for x in prefetched.rows)), through
 
     fetch_ahead = offload.fetch_ahead
     policy = HataOff(**SOME, dense_layers=1)
@@ -129,25 +129,25 @@ def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monk
     found = []
 
     def watched(columns, slots, through, **settings):
-        found.append((slots, settings["near"]))
+        found.append((slots, settings["device_rows"]))
         return fetch_ahead(columns, slots, through, **settings)
 
     fetch_ahead = offload.fetch_ahead
     monkeypatch.setattr(offload, "fetch_ahead", watched)
     policy = HataOff(**SOME, dense_layers=1, predicted=0.6)
-    cache, (q, k, v) = offload.with_rows_near(cache_of(policy), policy), query(seed=20)
+    cache, (q, k, v) = offload.with_room_for_device_rows(cache_of(policy), policy), query(seed=20)
     attend = selected_attend(
         *(jnp.asarray(LENGTHS)[:, None], cache.lengths, 2),
         policy=policy,
         arrays=arrays_of(policy, (SPEC, SPEC)),
     )
-    attend(0, q, k, v, Reading(cache), foresee=lambda: q)
+    attend(0, q, k, v, PassState(cache), next_queries=lambda: q)
     arrays = arrays_of(policy, (SPEC, SPEC))
     scores = np.asarray(policy.score(arrays, 1, cache, q))
-    ((slots, near),) = found
+    ((slots, device_rows),) = found
     slots = np.asarray(slots)
     assert slots.shape[-1] == 5
-    assert near.slots.shape[-1] == 8, "what is near is not fetched"
+    assert device_rows.slots.shape[-1] == 8, "rows on the device are not fetched"
     for row, head in np.ndindex(slots.shape[:2]):
         length = int(LENGTHS[row])
         forced = {slot for slot in range(length) if slot < 1 or slot >= length - 2}
@@ -173,7 +173,7 @@ PARAMS, TEXTS = SamplingParams(max_new_tokens=14), prompts((12, 7, 1), seed=5)
 def decoded(model, policy, steps=2):
     arrays = arrays_of(policy, LAYERS.layers)
     settings = {"draft": None, "target": policy, "steps_per_chunk": steps, "prefill_chunk": 4}
-    return generate(model, TEXTS, PARAMS, policy_arrays=arrays, **settings)
+    return generate(model, TEXTS, PARAMS, policy_params=arrays, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +184,13 @@ def hata(model):
 @pytest.mark.parametrize("reuse", [True, False])
 def test_a_step_reads_what_is_left_of_the_one_before(model, hata, monkeypatch, reuse):
     """With wrong rows left, other tokens come."""
-    with_near = Cache.with_near
+    with_device_rows = Cache.with_device_rows
 
-    def spoiled(cache, layer, near):
-        rows = tuple(jnp.flip(x, axis=-1) for x in near.rows)
-        return with_near(cache, layer, dataclasses.replace(near, rows=rows))
+    def spoiled(cache, layer, device_rows):
+        rows = tuple(jnp.flip(x, axis=-1) for x in device_rows.rows)
+        return with_device_rows(cache, layer, dataclasses.replace(device_rows, rows=rows))
 
-    monkeypatch.setattr(Cache, "with_near", spoiled)
+    monkeypatch.setattr(Cache, "with_device_rows", spoiled)
     # No other test decodes by chunks of three: compiled programs are kept.
     got = decoded(model, HataOff(**SOME, dense_layers=1, reuse=reuse), steps=3)
     assert (got.tokens == hata.tokens) != reuse
@@ -204,7 +204,7 @@ def test_nothing_is_left_for_the_next_chunk(model):
     state = start_decoding(models, TEXTS, PARAMS, config)
     bytes_before = state.cache.nbytes
     state, _ = decode_chunk(models, state, config, 2)
-    assert state.cache.near == ()
+    assert state.cache.device_rows == ()
     assert state.cache.nbytes == bytes_before
 
 
@@ -228,7 +228,7 @@ def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(model):
     policy = HataOff(**SOME, dense_layers=1)
     plain = generate(model, TEXTS, PARAMS, draft=None)
     arrays = arrays_of(policy, LAYERS.layers)
-    got = generate(model, TEXTS, PARAMS, draft=SelfDraft(policy), gamma=3, policy_arrays=arrays)
+    got = generate(model, TEXTS, PARAMS, draft=SelfDraft(policy), gamma=3, policy_params=arrays)
     assert got.tokens == plain.tokens
     assert got.stats.acceptance_rate > 0.4
 

@@ -92,7 +92,7 @@ def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dens
         SamplingParams(max_new_tokens=NEW),
         draft=None,
         target=policy,
-        policy_arrays=arrays,
+        policy_params=arrays,
         prefill_chunk=16,
     )
     assert list(got.tokens) == wanted
@@ -107,7 +107,7 @@ def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dens
 def test_with_room_for_all_it_is_plain_decoding(policy, tiny):
     plain = generate(tiny, prompts(), requests(), draft=None)
     arrays = arrays_of(policy, TINY.layers)
-    got = generate(tiny, prompts(), requests(), draft=None, target=policy, policy_arrays=arrays)
+    got = generate(tiny, prompts(), requests(), draft=None, target=policy, policy_params=arrays)
     assert got.tokens == plain.tokens
 
 

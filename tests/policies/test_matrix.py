@@ -64,7 +64,7 @@ ELSEWHERE = ("dense", "streaming", "exact_topk", "shared top-k", "hata", "norms"
 def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(name, plain, sharp):
     policy = (MATRIX | WEIGHTED)[name]
     arrays = arrays_of(policy, sharp.config.layers)
-    settings = {"draft": SelfDraft(policy), "policy_arrays": arrays}
+    settings = {"draft": SelfDraft(policy), "policy_params": arrays}
     got = generate(sharp, prompts(), requests(), gamma=3, **settings)
     assert got.tokens == plain.tokens
     assert got.stats.acceptance_rate > 0.4

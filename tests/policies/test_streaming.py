@@ -16,7 +16,7 @@ from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN
 from jspec.policies import Streaming
-from jspec.policies.attend import Compact, compact_attend, run_selected, turning
+from jspec.policies.attend import Compact, accepting_qk_rope, compact_attend, run_selected
 from jspec.policies.prepare import prepare
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
@@ -99,8 +99,8 @@ def paper(model, prompt, new: int, sinks: int, window: int) -> list[int]:
         y = (x[..., :half] + 1j * x[..., half:]) * turns[layer][np.asarray(places)]
         return np.concatenate([y.real, y.imag], axis=-1)
 
-    @turning
-    def attend(layer, q, k, v, cache, *, turn):
+    @accepting_qk_rope
+    def attend(layer, q, k, v, cache, *, qk_rope):
         kept[layer].append(np.float64(k[0, 0]))
         values[layer].append(np.float64(v[0, 0]))
         seen = range(len(kept[layer]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspec.ops.append import APPEND as OPERATION
-from jspec.ops.append import Turn
+from jspec.ops.append import QKRope
 from jspec.ops.norm import RMS
 from jspec.triton import append as module
 from jspec.triton import hash as hash_module
@@ -32,8 +32,8 @@ def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True
     slots = np.stack([rng.permutation(24)[:tokens] for _ in range(batch)]).astype(np.int32)
     slots[0, -1] = 24
     keys, values = (normal(batch, 24, kv_heads, n).astype(kept or dtype) for n in (size, value))
-    turn = Turn(jnp.cos(angle), jnp.sin(angle), *norms, joined)
-    return q.reshape(batch, tokens, heads, size), k, v, turn, keys, values, jnp.asarray(slots)
+    qk_rope = QKRope(jnp.cos(angle), jnp.sin(angle), *norms, joined)
+    return q.reshape(batch, tokens, heads, size), k, v, qk_rope, keys, values, jnp.asarray(slots)
 
 
 CASES = {

@@ -178,8 +178,8 @@ def test_every_drafter_leaves_the_bits_of_plain_decoding_on_a_gpu(
     other = bundled if draft.needs_model else None
     config = StepConfig(0 if name == "plain" else gamma, draft, exact=True)
     models = Models(bundled, other)
-    if config.keeps.needs_arrays:
-        models = models._replace(policy=prepare(config.keeps, bundled))
+    if config.cache_policy.needs_arrays:
+        models = models._replace(policy=prepare(config.cache_policy, bundled))
     found = decoded(models, texts[:batch], config, 48)
     for row in range(batch):
         assert_same(found, row, plain[row], 0)

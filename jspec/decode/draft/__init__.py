@@ -4,7 +4,7 @@ Adding one is a file with a subclass of `Drafter` and a line in `DRAFTERS`; a po
 `jspec.policies.POLICIES` drafts by its own name.
 """
 
-from jspec.decode.draft.base import CATCH_UP, LACKING, Drafted, Drafter, Seen, SparseDrafter
+from jspec.decode.draft.base import CATCH_UP, LACKING, Drafted, Drafter, SparseDrafter, TargetPass
 from jspec.decode.draft.chain import Chain
 from jspec.decode.draft.guided import GuidedDraft
 from jspec.decode.draft.named import DRAFTERS, named_draft
@@ -26,9 +26,9 @@ __all__ = [
     "NgramDraft",
     "NoDraft",
     "Paused",
-    "Seen",
     "SelfDraft",
     "SparseDrafter",
     "SuffixDraft",
+    "TargetPass",
     "named_draft",
 ]

@@ -52,10 +52,10 @@ class Drafted:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Seen:
-    """What the target's pass over a draft saw: ``positions [B, T]``, -1 for padding, and the hidden
-    states ``[B, T, D]`` that the model returned. ``found``: what a guided policy collected of each
-    layer, None where none asked for it."""
+class TargetPass:
+    """The target's pass over a draft: ``positions`` int32 ``[B, T]``, -1 for padding, and the
+    hidden states ``[B, T, D]`` that the model returned. ``found``: what a guided policy collected
+    of each layer, None where none asked for it."""
 
     positions: Array
     hidden: Array
@@ -76,7 +76,7 @@ class Drafter:
     runs_model: ClassVar[bool] = False
 
     @property
-    def keeps(self) -> Policy:
+    def cache_policy(self) -> Policy:
         """The policy whose columns the target's cache keeps for this drafter."""
         return Dense()
 
@@ -161,16 +161,16 @@ class Drafter:
         """Draft ``config.gamma`` tokens a row behind its last known token."""
         raise NotImplementedError
 
-    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+    def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         """Take up what was verified; ``state`` has the committed tokens and lengths."""
         return state
 
-    def rest(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+    def rest(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         """Take up a plain step, as `learn` does, or leave its token to `caught_up`.
 
         That is for a drafter with a model of its own, of which a plain step should cost no pass.
         """
-        return self.learn(state, seen, verified)
+        return self.learn(state, target_pass, verified)
 
 
 class SparseDrafter(Drafter):

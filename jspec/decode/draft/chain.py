@@ -13,8 +13,8 @@ from jspec.config import shown, whole_number
 from jspec.decode.draft.base import (
     Drafted,
     Drafter,
-    Seen,
     SparseDrafter,
+    TargetPass,
     in_turn,
     within_limits,
 )
@@ -64,13 +64,13 @@ class Chain(Drafter):
             raise TypeError(
                 f"second={shown(self.second)} must draft with the model itself, as SelfDraft() does"
             )
-        keeps = self.first.keeps
+        cache_policy = self.first.cache_policy
         if self.first.guided is not None:
             raise ValueError(
                 f"first={shown(self.first)} is guided by verification, which guides second alone; "
                 "pass one that is not, as SuffixDraft() is"
             )
-        if keeps.reads_queries and not isinstance(keeps, Dense):
+        if cache_policy.reads_queries and not isinstance(cache_policy, Dense):
             raise ValueError(
                 f"first={shown(self.first)} keeps columns in the cache, which has room for those "
                 "of second alone; pass one without, as SuffixDraft() is"
@@ -85,8 +85,8 @@ class Chain(Drafter):
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be at least 1")
 
     @property
-    def keeps(self) -> Policy:
-        return self.second.keeps
+    def cache_policy(self) -> Policy:
+        return self.second.cache_policy
 
     @property
     def needs_model(self) -> bool:
@@ -131,11 +131,11 @@ class Chain(Drafter):
     def grow(self, own: Any, capacity: int) -> Levels:
         return Levels(self.first.grow(own.first, capacity), self.second.grow(own.second, capacity))
 
-    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
-        return self._each(state, lambda drafter, state: drafter.learn(state, seen, verified))
+    def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
+        return self._each(state, lambda drafter, state: drafter.learn(state, target_pass, verified))
 
-    def rest(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
-        return self._each(state, lambda drafter, state: drafter.rest(state, seen, verified))
+    def rest(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
+        return self._each(state, lambda drafter, state: drafter.rest(state, target_pass, verified))
 
     def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
         return self._each(state, lambda drafter, state: drafter.caught_up(models, state, config))
@@ -238,7 +238,7 @@ class Chain(Drafter):
         )
         cache = cache.with_lengths(rows.cached)
         state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
-        return self.first.learn(state, Seen(positions, hidden), verified), arrays, logits
+        return self.first.learn(state, TargetPass(positions, hidden), verified), arrays, logits
 
 
 def _put(into: Array, rows: Array, begin: Array, counts: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jspec.cache.cache import longer
 from jspec.config import shown
-from jspec.decode.draft.base import Drafted, Seen, SparseDrafter, autoregressive
+from jspec.decode.draft.base import Drafted, SparseDrafter, TargetPass, autoregressive
 from jspec.decode.state import DecodeState, Models, vocabulary_axes
 from jspec.ops.verify import Verified
 from jspec.policies import Guided, Policy, Vegas
@@ -65,8 +65,8 @@ class GuidedDraft(SparseDrafter):
             )
 
     @property
-    def keeps(self) -> Policy:
-        return self.policy.keeps
+    def cache_policy(self) -> Policy:
+        return self.policy.cache_policy
 
     @property
     def guided(self) -> Guided:
@@ -136,15 +136,17 @@ class GuidedDraft(SparseDrafter):
         )
         return drafted, dataclasses.replace(state, cache=cache)
 
-    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+    def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         held: Guide = state.draft
-        found = picks(self.policy, state.cache, seen.found, seen.positions, verified.accepted)
+        found = picks(
+            self.policy, state.cache, target_pass.found, target_pass.positions, verified.accepted
+        )
         picked = tuple(
             None if before is None or after is None else padded(after, before.shape[-1])
             for before, after in zip(held.picked, found, strict=True)
         )
         index = jnp.arange(held.since.shape[1], dtype=jnp.int32)
-        since = seen.positions[:, :1] + index[None]
-        known = (seen.positions[:, :1] >= 0) & (since < state.cache.lengths[:, None])
+        since = target_pass.positions[:, :1] + index[None]
+        known = (target_pass.positions[:, :1] >= 0) & (since < state.cache.lengths[:, None])
         since = jnp.where(known, since, -1)
         return dataclasses.replace(state, draft=Guide(picked, since))

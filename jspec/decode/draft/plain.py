@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 
-from jspec.decode.draft.base import Drafted, Drafter, Seen
+from jspec.decode.draft.base import Drafted, Drafter, TargetPass
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
 from jspec.policies import Guided, Policy
@@ -43,8 +43,8 @@ class Paused(NoDraft):
     of: Drafter
 
     @property
-    def keeps(self) -> Policy:
-        return self.of.keeps
+    def cache_policy(self) -> Policy:
+        return self.of.cache_policy
 
     @property
     def guided(self) -> Guided | None:
@@ -64,5 +64,5 @@ class Paused(NoDraft):
     def grow(self, own: Any, capacity: int) -> Any:
         return self.of.grow(own, capacity)
 
-    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
-        return self.of.rest(state, seen, verified)
+    def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
+        return self.of.rest(state, target_pass, verified)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.cache.layout import check_rings, layouts_of
-from jspec.decode.draft.base import CATCH_UP, LACKING, Drafted, Drafter, Seen, autoregressive
+from jspec.decode.draft.base import CATCH_UP, LACKING, Drafted, Drafter, TargetPass, autoregressive
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
 from jspec.policies.attend import dense_attend
@@ -122,10 +122,10 @@ class ModelDraft(Drafter):
         drafted, (_, cache) = autoregressive(state, config, advance, (previous, state.draft))
         return drafted, dataclasses.replace(state, draft=cache)
 
-    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+    def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         return dataclasses.replace(state, draft=state.draft.with_lengths(state.cache.lengths))
 
-    def rest(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+    def rest(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         return state
 
 

@@ -37,7 +37,7 @@ class SelfDraft(SparseDrafter):
             raise TypeError(f"policy={given} is guided by verification; pass GuidedDraft({given})")
 
     @property
-    def keeps(self) -> Policy:
+    def cache_policy(self) -> Policy:
         return self.policy
 
     @property

@@ -12,7 +12,7 @@ from jax import lax
 
 from jspec.cache.cache import longer
 from jspec.config import shown, whole_number
-from jspec.decode.draft.base import Drafted, Drafter, Seen
+from jspec.decode.draft.base import Drafted, Drafter, TargetPass
 from jspec.decode.draft.lookup import agreement, continuation
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
@@ -117,7 +117,7 @@ class SuffixDraft(Drafter):
         count = jnp.where(longest >= self.min_match, allowed.astype(jnp.int32), 0)
         return Drafted(found, count), state
 
-    def learn(self, state: DecodeState, seen: Seen, verified: Verified) -> DecodeState:
+    def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         index: SuffixIndex = state.draft
         new = jnp.arange(verified.tokens.shape[1], dtype=jnp.int32)[None]
         at = jnp.minimum(index.heard[:, None] + new, state.tokens.shape[1] - 1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.append import APPEND, APPEND_ENCODE, Turn, check_encode, rotate_append_encode
+from jspec.ops.append import APPEND, APPEND_ENCODE, QKRope, check_encode, rotate_append_encode
 from jspec.ops.attention.dense import check_heads
 from jspec.ops.attention.gathered import GATHERED, gathered_attention
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE, hash_encode
@@ -37,7 +37,7 @@ def hash_attention(
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     keys: Array,
     values: Array,
     codes: Array,
@@ -58,13 +58,14 @@ def hash_attention(
 
     All that a layer does between its projections when it decodes (HATA, Gong et al. 2025, arXiv
     2506.02572, algorithm 3). ``q [B, 1, N, H]``, ``k [B, 1, K, H]`` and ``v [B, 1, K, H']`` as the
-    projections give them; ``turn``, a `jspec.ops.append.Turn`, norms and rotates queries and keys.
-    The cache is linear, a slot for each position: ``keys [B, S, K, H]``, ``values [B, S, K, H']``
-    and ``codes`` uint32 ``[B, S, K, R / 32]``, those of `jspec.hash_encode` by ``w [K, H, R]``; all
-    three are updated at ``positions`` int32 ``[B, 1]``, -1 for padding, which appends nothing.
+    projections give them; ``qk_rope``, a `jspec.ops.append.QKRope`, norms and rotates queries and
+    keys. The cache is linear, a slot for each position: ``keys [B, S, K, H]``, ``values [B, S, K,
+    H']`` and ``codes`` uint32 ``[B, S, K, R / 32]``, those of `jspec.hash_encode` by ``w [K, H,
+    R]``; all three are updated at ``positions`` int32 ``[B, 1]``, -1 for padding, which appends
+    nothing.
 
     Of the slots below ``until`` int32 ``[B]`` it selects ``most`` for each KV head, as
-    `jspec.hash_select` does by the code of the turned query, with ``counts`` int32 ``[B]``, the
+    `jspec.hash_select` does by the code of the rotated query, with ``counts`` int32 ``[B]``, the
     budget of each row, ``sinks`` and ``recent``. It attends to these and to those of the ``tail``
     slots from ``until`` on that are not behind the query's own, as `jspec.gathered_attention` does,
     with ``scale`` and ``softcap``. What other slots hold, NaN included, has no effect. Nothing is
@@ -80,7 +81,7 @@ def hash_attention(
     check_heads(q, keys, values, None)
     check_budget(most, sinks, recent)
     return HASH_ATTENTION(
-        *(q, k, v, turn, keys, values, codes, w, positions, until),
+        *(q, k, v, qk_rope, keys, values, codes, w, positions, until),
         # Backends cut a budget at most: a row's length leaves it, and no kernel makes an array.
         until if counts is None else counts,
         most=most,
@@ -115,7 +116,7 @@ def _in_turn(
     q: Array,
     k: Array,
     v: Array,
-    turn: Turn,
+    qk_rope: QKRope,
     keys: Array,
     values: Array,
     codes: Array,
@@ -136,7 +137,7 @@ def _in_turn(
     slots = jnp.where(positions >= 0, positions, keys.shape[1])
     # Written before it is read: a cache that is read and then written would be copied whole.
     q, keys, values, codes = rotate_append_encode(
-        *(q, k, v, turn, keys, values, codes, w, slots), **named
+        *(q, k, v, qk_rope, keys, values, codes, w, slots), **named
     )
     with jax.named_scope("selection"):  # that of policies, by which profiles know it
         own = {"counts": counts, "lengths": until, "sinks": sinks, "recent": recent}
@@ -153,7 +154,7 @@ _one_by_one = functools.partial(_in_turn, None)
 
 
 def hash_attention_sizes(
-    q: Array, k: Array, v: Array, turn: Turn, keys: Array, *args: Array, most: int, **kwargs
+    q: Array, k: Array, v: Array, qk_rope: QKRope, keys: Array, *args: Array, most: int, **kwargs
 ) -> dict[str, int]:
     """What backends are ordered by; ``queries`` of a KV head."""
     batch, slots, heads, _ = keys.shape
@@ -185,8 +186,8 @@ def _build(shape, normed, dtype, rows) -> tuple:
     codes = rng.choice(some, (batch, slots, heads, bits // 32))
     w = numbers(heads, size, bits).astype(np.float32)
     until, positions, counts = np.array(rows, np.int32).T
-    q, turn = q.reshape(batch, 1, -1, size), Turn(cosine, sine, *norms, joined)
-    return q, k, v, turn, *columns, codes, w, positions[:, None], until, counts
+    q, qk_rope = q.reshape(batch, 1, -1, size), QKRope(cosine, sine, *norms, joined)
+    return q, k, v, qk_rope, *columns, codes, w, positions[:, None], until, counts
 
 
 def _case(name, shape, dtype, rows, settings, normed=False, small=False) -> Case:

@@ -14,7 +14,7 @@ from jspec.ops.attention.hashed import HASH_ATTENTION, PARTS, hash_attention
 from jspec.ops.hash_select import HASH_SELECT
 from tests.ops.backends import every_backend, every_case
 
-NAMES = "q k v turn keys values codes w positions until counts".split()
+NAMES = "q k v qk_rope keys values codes w positions until counts".split()
 OUTPUTS = ("out", "lse", "slots", "keys", "values", "codes")
 
 
@@ -34,9 +34,9 @@ def turned(x, norm, cosine, sine):
 
 def products(x) -> tuple[np.ndarray, np.ndarray]:
     """Turned queries ``[B, N, H]`` and keys ``[B, K, H]``."""
-    turn, found = x["turn"], []
-    cosine, sine = (np.float64(angle[:, 0, 0]) for angle in (turn.cosine, turn.sine))
-    for name, norm in (("q", turn.q_norm), ("k", turn.k_norm)):
+    qk_rope, found = x["qk_rope"], []
+    cosine, sine = (np.float64(angle[:, 0, 0]) for angle in (qk_rope.cosine, qk_rope.sine))
+    for name, norm in (("q", qk_rope.q_norm), ("k", qk_rope.k_norm)):
         rows = zip(np.float64(x[name])[:, 0], cosine, sine, strict=True)
         found.append(np.array([[turned(head, norm, c, s) for head in row] for row, c, s in rows]))
     return found[0], found[1]
@@ -182,9 +182,13 @@ def test_a_row_alone_is_the_row_in_the_batch(backend):
     x = given(case)
     together = run(x, case, backend)
     for row in range(len(x["q"])):
-        at, turn = slice(row, row + 1), x["turn"]
-        angles = {"cosine": turn.cosine[at], "sine": turn.sine[at], "joined": turn.joined[at]}
-        whole = {"w": x["w"], "turn": dataclasses.replace(turn, **angles)}
+        at, qk_rope = slice(row, row + 1), x["qk_rope"]
+        angles = {
+            "cosine": qk_rope.cosine[at],
+            "sine": qk_rope.sine[at],
+            "joined": qk_rope.joined[at],
+        }
+        whole = {"w": x["w"], "qk_rope": dataclasses.replace(qk_rope, **angles)}
         alone = {name: whole[name] if name in whole else x[name][at] for name in NAMES}
         for name, got in run(alone, case, backend).items():
             np.testing.assert_array_equal(got[0], together[name][row])
@@ -252,5 +256,5 @@ def test_what_does_not_fit_is_refused(change, message):
     }
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
-            functools.partial(hash_attention, turn=None, sinks=1, recent=2, **settings), **arrays
+            functools.partial(hash_attention, qk_rope=None, sinks=1, recent=2, **settings), **arrays
         )

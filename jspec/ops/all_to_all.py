@@ -1,4 +1,4 @@
-"""What devices of a mesh have for each other: an all-to-all, by XLA or one-sided.
+"""An all-to-all between the devices of a mesh, by XLA or one-sided.
 
 One-sided, a device stores what it has for a peer in that peer's memory, and waits for what its
 peers store in its own (docs/helix.md).
@@ -36,14 +36,14 @@ class OneSided:
     most_bytes: int | None = None
 
 
-_ONE_SIDED = {"pallas": "jspec.pallas.exchange", "cuda": "jspec.cuda_ffi.exchange"}
+_ONE_SIDED = {"pallas": "jspec.pallas.all_to_all", "cuda": "jspec.cuda_ffi.all_to_all"}
 
 
-def exchange(x: Array, axes: Axes, *, axis: int, by: By = "xla") -> Array:
+def all_to_all(x: Array, axes: Axes, *, axis: int, by: By = "xla") -> Array:
     """``x [..., ranks, ...]`` has a piece for each rank of ``axes``; what comes is of each rank.
 
     Returns ``[ranks, ...]``, the pieces in the order of ranks, bit for bit. All but ``xla`` need
-    devices that `refuses_exchange` has nothing against; pieces that are too large for them go by
+    devices that `refuses_all_to_all` has nothing against; pieces that are too large for them go by
     XLA. Their calls in a program have to follow from each other, so that all devices make them in
     one order.
     """
@@ -58,7 +58,7 @@ def takes(by: By, piece_bytes: int) -> bool:
     return most is None or piece_bytes <= most
 
 
-def refuses_exchange(by: By, devices: Sequence[Any]) -> str | None:
+def refuses_all_to_all(by: By, devices: Sequence[Any]) -> str | None:
     """Why the ``devices`` of a mesh, in its order, cannot exchange so, or None."""
     if by == "xla":
         return None
@@ -71,4 +71,4 @@ def refuses_exchange(by: By, devices: Sequence[Any]) -> str | None:
 
 
 def _one_sided(by: str) -> OneSided:
-    return importlib.import_module(_ONE_SIDED[by]).EXCHANGE
+    return importlib.import_module(_ONE_SIDED[by]).ALL_TO_ALL

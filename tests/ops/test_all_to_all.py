@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jspec.cuda_ffi import exchange as cuda
+from jspec.cuda_ffi import all_to_all as cuda
 from jspec.cuda_ffi import library
 from jspec.helix import HelixConfig
-from jspec.ops.exchange import By, exchange, refuses_exchange, takes
+from jspec.ops.all_to_all import By, all_to_all, refuses_all_to_all, takes
 from tests.pallas.mosaic import lower
 
 
@@ -24,7 +24,7 @@ def over(by: By, kvp: int, tpa: int = 1) -> HelixConfig:
     if jax.device_count() < kvp * tpa:
         pytest.skip(f"needs {kvp * tpa} devices")
     helix = HelixConfig(kvp=kvp, tpa=tpa, exchange=by)
-    if reason := helix.refuses_exchange():
+    if reason := helix.refuses_all_to_all():
         pytest.skip(reason)
     return helix
 
@@ -61,7 +61,7 @@ def test_pieces_are_where_numpy_puts_them(by, kvp, tpa, shape, dtype):
 
     def body(x):
         given = jnp.moveaxis(x[0], 0, -1)  # the axis of pieces may be any
-        return exchange(given, helix.kvp_axes, axis=given.ndim - 1, by=by)[None]
+        return all_to_all(given, helix.kvp_axes, axis=given.ndim - 1, by=by)[None]
 
     np.testing.assert_array_equal(on(helix, body, x), exchanged(x, kvp))
 
@@ -76,7 +76,7 @@ def test_messages_that_follow_each_other_are_not_mixed_up(by, kvp):
 
     def body(*given):
         def step(_, i):
-            send = functools.partial(exchange, axes=helix.kvp_axes, axis=0, by=by)
+            send = functools.partial(all_to_all, axes=helix.kvp_axes, axis=0, by=by)
             one = send(given[0][0] + i)
             # Never true, but the message follows from the one before.
             two = send(given[1][0] - i + (one.min() < -1).astype(jnp.int32))
@@ -96,7 +96,7 @@ def traced(by: By, size: int) -> str:
     helix = HelixConfig(kvp=2)
 
     def body(x):
-        return exchange(x[0], helix.kvp_axes, axis=0, by=by)[None]
+        return all_to_all(x[0], helix.kvp_axes, axis=0, by=by)[None]
 
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=P(helix.axes), out_specs=P(helix.axes))
     return str(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((2, 2, size), jnp.float32)))
@@ -120,7 +120,7 @@ def test_pallas_lowers_for_cuda_and_asks_xla_where_peers_are(kvp, tpa, dtype):
     helix = HelixConfig(kvp=kvp, tpa=tpa)
 
     def body(x):
-        return exchange(x[0], helix.kvp_axes, axis=0, by="pallas")[None]
+        return all_to_all(x[0], helix.kvp_axes, axis=0, by="pallas")[None]
 
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=P(helix.axes), out_specs=P(helix.axes))
     text = lower(run, jax.ShapeDtypeStruct((kvp * tpa, kvp, 3000), dtype))
@@ -135,7 +135,7 @@ def test_a_device_that_does_not_send_is_an_error():
     if jax.default_backend() != "cpu":
         pytest.skip("on a GPU the error ends the process")
     over("cuda", 2)
-    script = "from tests.ops.test_exchange import wait_in_vain; wait_in_vain()"
+    script = "from tests.ops.test_all_to_all import wait_in_vain; wait_in_vain()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     said = ["another device did not send in time", "an exchange has failed before in this process"]
     assert done.stdout.splitlines() == said, done.stderr
@@ -143,9 +143,9 @@ def test_a_device_that_does_not_send_is_an_error():
 
 def wait_in_vain() -> None:
     """Device 0 alone makes a call that is one of two devices'."""
-    assert cuda.EXCHANGE.refuses(2) is None
+    assert cuda.ALL_TO_ALL.refuses(2) is None
     cuda.PATIENCE = 0.1
-    run = jax.jit(lambda x: cuda.exchange_cuda(x, "kvp"))
+    run = jax.jit(lambda x: cuda.all_to_all_cuda(x, "kvp"))
     for _ in range(2):
         try:
             run(jnp.ones((2, 3))).block_until_ready()
@@ -177,14 +177,14 @@ def test_calls_that_cannot_be_are_refused(shape, message):
 
 def test_devices_that_cannot_exchange_are_refused(monkeypatch):
     devices = jax.devices()
-    assert refuses_exchange("xla", devices[::-1]) is None
+    assert refuses_all_to_all("xla", devices[::-1]) is None
     if len(devices) > 1:
-        said = refuses_exchange("cuda", devices[1::-1])
+        said = refuses_all_to_all("cuda", devices[1::-1])
         assert said == "devices [1, 0] are not the first 2 in their order"
-    assert cuda.EXCHANGE.refuses(cuda.MOST_DEVICES + 1) == "9 devices are more than 8"
+    assert cuda.ALL_TO_ALL.refuses(cuda.MOST_DEVICES + 1) == "9 devices are more than 8"
     if jax.default_backend() == "cpu":
-        said = refuses_exchange("pallas", devices)
+        said = refuses_all_to_all("pallas", devices)
         assert "Mosaic GPU" in str(said)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    said = refuses_exchange("cuda", devices)
+    said = refuses_all_to_all("cuda", devices)
     assert said == "a device reaches no memory of another process, and there are 2"

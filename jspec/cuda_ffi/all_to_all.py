@@ -1,4 +1,4 @@
-"""The all-to-all of `jspec.ops.exchange` by a CUDA kernel that stores in the peers' memory."""
+"""The all-to-all of `jspec.ops.all_to_all` by a CUDA kernel that stores in the peers' memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.errors import BuildError
-from jspec.ops.exchange import OneSided
+from jspec.ops.all_to_all import OneSided
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
 
@@ -23,8 +23,8 @@ MOST_DEVICES = 8
 PATIENCE = 20.0  # seconds that a device waits for another, before its program fails
 
 
-def exchange_cuda(pieces: Array, axes: Axes) -> Array:
-    """As `jspec.ops.exchange.OneSided` says it of ``run``."""
+def all_to_all_cuda(pieces: Array, axes: Axes) -> Array:
+    """As `jspec.ops.all_to_all.OneSided` says it of ``run``."""
     # A group is as many devices as there are pieces, which follow each other.
     del axes
     shape = pieces.shape
@@ -56,4 +56,4 @@ def _refuses(devices: int) -> str | None:
     return None if wrong is None else wrong.decode()
 
 
-EXCHANGE = OneSided(exchange_cuda, _refuses, MOST_BYTES)
+ALL_TO_ALL = OneSided(all_to_all_cuda, _refuses, MOST_BYTES)

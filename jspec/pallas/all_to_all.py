@@ -1,4 +1,4 @@
-"""The all-to-all of `jspec.ops.exchange` on Mosaic GPU, by references to the peers' memory.
+"""The all-to-all of `jspec.ops.all_to_all` on Mosaic GPU, by references to the peers' memory.
 
 XLA tells each kernel where its peers have its arguments and results, and lets none begin before all
 devices have come to it: until then a result may still be the memory of something else.
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.gpu import unreached
-from jspec.ops.exchange import OneSided
+from jspec.ops.all_to_all import OneSided
 from jspec.ops.vocabulary import Axes
 from jspec.pallas.mosaic import LANES, WARPS, Spread, load, refuses_pallas, store
 from jspec.sharding import opaque
@@ -27,8 +27,8 @@ TILE = WARPS * LANES * WORD  # bytes a program moves at once
 MOST_BLOCKS = 64
 
 
-def exchange_pallas(pieces: Array, axes: Axes) -> Array:
-    """As `jspec.ops.exchange.OneSided` says it of ``run``."""
+def all_to_all_pallas(pieces: Array, axes: Axes) -> Array:
+    """As `jspec.ops.all_to_all.OneSided` says it of ``run``."""
     shape, ranks = pieces.shape, pieces.shape[0]
     flat = pieces.reshape(ranks, math.prod(shape[1:]))
     size = flat.shape[1]
@@ -76,4 +76,4 @@ def _refuses(devices: int) -> str | None:
     return refuses_pallas() or unreached(devices)
 
 
-EXCHANGE = OneSided(exchange_pallas, _refuses)
+ALL_TO_ALL = OneSided(all_to_all_pallas, _refuses)
