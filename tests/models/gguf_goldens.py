@@ -1,6 +1,6 @@
 """Vocabularies for GGUF files, and the token ids that llama.cpp gives texts by them.
 
-`python -m tests.models.gguf_goldens` writes them again into tests/golden/gguf_tokenizers, of the
+`python -m tests.models.gguf_goldens` writes them again into tests/models/gguf_tokenizers, of the
 texts there. It needs the package llama-cpp-python, whose version 0.3.36 wrote what is there; the
 tests need no more than the files.
 """
@@ -15,9 +15,8 @@ from typing import Any
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from tests.models.gguf_files import write_vocabulary
-from tests.models.goldens import GOLDEN
 
-FOLDER = GOLDEN / "gguf_tokenizers"
+FOLDER = Path(__file__).parent / "gguf_tokenizers"
 TEXTS = json.loads((FOLDER / "texts.json").read_text())
 # One name of each splitting; the others share theirs.
 NAMES = (
