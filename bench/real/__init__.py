@@ -25,7 +25,7 @@ from bench.decode.shapes import Ceilings, weight_bytes
 from bench.machine import describe
 from bench.program import failure
 from bench.real import rivals, tables, texts
-from bench.real.cell import ROOM, Cell
+from bench.real.cell import Cell
 from bench.real.drafters import ALL, PLAIN, SAMPLING, Drafting, drafter_names
 from bench.real.figures import Row, where
 from bench.settings import Settings, bar
@@ -241,5 +241,3 @@ SUITE = Suite(
     own_clocks=True,
     case=case,
 )
-
-__all__ = ["ROOM", "SUITE"]

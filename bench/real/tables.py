@@ -10,7 +10,6 @@ from rich.table import Table
 
 from bench.cases import kilo
 from bench.real.answers import PerStep
-from bench.real.drafters import PLAIN
 from bench.real.figures import (
     Limits,
     Row,
