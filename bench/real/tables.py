@@ -137,6 +137,3 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
             row["ratio"] = now / then
             compared += 1
     return compared
-
-
-__all__ = ["PLAIN", "cells", "compare", "groups", "show", "title", "with_error"]
