@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -110,8 +110,7 @@ class Cell:
 
         def task(drafting: Drafting, sampling: str) -> Task:
             models, config = self._models(drafting), drafting.config
-            # One state at a time is on the device; programs need its shapes alone.
-            shapes = jax.tree.map(_shape_of, self._started(models, config, sampling))
+            shapes = self._shapes(models, config, sampling)
             static = {"config": config, "steps": usual_steps(config.draft, config.gamma)}
 
             def run() -> None:
@@ -265,9 +264,22 @@ class Cell:
 
     def _started(self, models: Models, config: jspec.StepConfig, sampling: str) -> DecodeState:
         """The state of the first batch for steps of ``config``, as `jspec.generate` makes it."""
-        before, rows = self.prefilled[0], self.batches[0]
-        state = convert_state(models, before, config)
-        tokens, lengths = jax.device_get((before.tokens, before.lengths))
+        return self._starting(models, config, sampling)(self.prefilled[0])
+
+    def _shapes(self, models: Models, config: jspec.StepConfig, sampling: str) -> DecodeState:
+        """The shapes of `_started`, without the memory of another cache."""
+        before = self.prefilled[0]
+        shapes = jax.eval_shape(self._starting(models, config, sampling), before)
+        sharding = before.lengths.sharding
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+        )
+
+    def _starting(
+        self, models: Models, config: jspec.StepConfig, sampling: str
+    ) -> Callable[[DecodeState], DecodeState]:
+        rows = self.batches[0]
+        tokens, lengths = jax.device_get((self.prefilled[0].tokens, self.prefilled[0].lengths))
         params = [
             dataclasses.replace(timing, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p)
             for timing, p in zip(
@@ -275,8 +287,13 @@ class Cell:
             )
         ]
         ends = self.model.config.stop_tokens
-        arrays = tokens, lengths, params, ends, room_of(params, ends), state.cache, state.draft
-        return place(state_of(*arrays, exact=state.exact), beside(models))
+
+        def start(before: DecodeState) -> DecodeState:
+            state = convert_state(models, before, config)
+            arrays = tokens, lengths, params, ends, room_of(params, ends), state.cache, state.draft
+            return place(state_of(*arrays, exact=state.exact), beside(models))
+
+        return start
 
     def _profile(self, chunk: Any, program: Any, steps: int, step_ns: float) -> Row:
         """The kernels of a step by part; a reason where CUPTI gives none."""
@@ -288,7 +305,3 @@ class Cell:
         return of_kernels(kernels, steps, step_ns) | {
             "parts_ns": {part: sum(kinds.values()) / steps for part, kinds in sums.items()}
         }
-
-
-def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -83,8 +83,8 @@ def _verdict(every: dict[str, list[Cell]]) -> str:
                 contexts += {kilo(cell.case["S"])} - set(contexts)
     places = []
     for model, of_model in slower.items():
-        cells_of = " and ".join(f"{rows} of {_or(sizes)}" for rows, sizes in of_model.items())
-        places.append(f"{cells_of} tokens ({model})")
+        cells_of = [f"{rows} of {_listed(sizes, 'or')}" for rows, sizes in of_model.items()]
+        places.append(f"{_listed(cells_of, 'and')} tokens ({model})")
     loses = f"It is slower than plain decoding with {'; '.join(places)}. " if places else ""
     best = f", up to {ratio(max(speeds))}" if speeds else ""
     return (
@@ -96,5 +96,6 @@ def _verdict(every: dict[str, list[Cell]]) -> str:
     )
 
 
-def _or(words: list[str]) -> str:
-    return " or ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])
+def _listed(words: list[str], last: str) -> str:
+    """``a, b or c`` with ``last`` as "or"."""
+    return f" {last} ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])
