@@ -1,4 +1,4 @@
-"""Verification fused with packing or appending, against every pipeline of two steps.
+"""Verification fused with packing, against every pipeline of two steps.
 
 Every backend of verification may be followed by every backend of packing. All are timed alone at
 each shape; the `PAIRS` whose parts add up to the least then run as one jitted program and are what
@@ -30,14 +30,13 @@ from bench.rivals import fused as rivals
 from bench.settings import Settings, bar
 from bench.suite import Suite
 from bench.verify import checks, compiled_verifies
-from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
+from jspec.ops.fused import VERIFY_AND_PACK
 from jspec.ops.pack import PACK
 from jspec.ops.verify import VERIFY_GREEDY
 
 COLUMNS = pack.COLUMNS
 PAIRS = 2
 PAPERS_BATCHES = (4, 32)  # whose times at alpha 0.3 are among the paper's
-SLOTS = 1024  # of a cache that is appended to
 Shape = pack.Shape
 
 
@@ -49,16 +48,8 @@ def grid(settings: Settings) -> list[Shape]:
     return [shape for shape in (*whole, *between) if pack.fits(shape)]
 
 
-def append_grid(settings: Settings) -> list[Shape]:
-    if settings.quick:
-        return [(4, 8, 128)]
-    whole = itertools.product((1, 32, 256), (8, 128), (1024,))
-    return [shape for shape in whole if pack.fits((shape[0], SLOTS, shape[2]))]
-
-
 def run(settings: Settings) -> dict[str, Any]:
-    rows = itertools.chain(_appending(settings), _packing(settings))
-    return {"ceilings": ceilings.rows(settings), "rows": rows}
+    return {"ceilings": ceilings.rows(settings), "rows": _packing(settings)}
 
 
 def _inputs(shape: Shape, alpha: float) -> tuple[workload.Tokens, np.ndarray]:
@@ -172,67 +163,6 @@ def _pipeline(first: str, second: str) -> Callable[..., Any]:
     return run
 
 
-def _appending(settings: Settings) -> Iterator[point.Row]:
-    wanted: dict[tuple[Shape, str], Source | Absent] = {}
-    for shape in append_grid(settings):
-        batch, _, width = shape
-        cache = jax.ShapeDtypeStruct((batch, SLOTS, width), np.float16)
-        arguments = (*_shapes(shape), cache, jax.ShapeDtypeStruct((batch,), np.int32))
-        for name, source in sources(VERIFY_AND_APPEND, arguments, settings, donated=(5,)).items():
-            wanted[shape, name] = source
-    programs = compile_all("append", wanted)
-    with bar("append", len(append_grid(settings))) as advance:
-        for shape in append_grid(settings):
-            tokens, kv, inputs = _append_inputs(shape)
-            best = chosen(VERIFY_AND_APPEND, inputs)
-            expected = inputs[5].copy()
-            for row, (count, length) in enumerate(zip(tokens.accepted, inputs[6], strict=True)):
-                expected[row, length : length + count] = kv[row, :count]
-
-            def right(outputs: Any, expected: np.ndarray = expected) -> bool:
-                return np.array_equal(outputs[6], expected)
-
-            here = [
-                program
-                if isinstance(program, Absent)
-                else Program(
-                    name,
-                    _Appender(program, inputs),
-                    _both(checks(tokens), right),
-                    chosen=name == best,
-                )
-                for (where, name), program in programs.items()
-                if where == shape
-            ]
-            moved = 2 * int(tokens.accepted.sum()) * kv[0, 0].nbytes
-            yield from point.measure(
-                "verify_and_append", _case(shape, 0.6), here, settings, moved=moved
-            )
-            advance()
-
-
-def _append_inputs(shape: Shape) -> tuple[workload.Tokens, np.ndarray, tuple[Any, ...]]:
-    """Tokens, rows, and the arguments: a cache of zeros that is filled to another length a row."""
-    tokens, kv = _inputs(shape, 0.6)
-    batch, gamma, width = shape
-    cache = np.zeros((batch, SLOTS, width), np.float16)
-    lengths = np.random.default_rng(workload.SEED).integers(0, SLOTS - gamma, batch, np.int32)
-    return tokens, kv, (*tokens.inputs, kv, cache, lengths)
-
-
-class _Appender:
-    """Calls a program that overwrites its cache, giving each call the cache of the one before."""
-
-    def __init__(self, compiled: jax.stages.Compiled, inputs: tuple[Any, ...]):
-        self._compiled = compiled
-        self._inputs = list(map(jax.device_put, inputs))
-
-    def __call__(self) -> Any:
-        outputs = self._compiled(*self._inputs)
-        self._inputs[5] = outputs[6]
-        return outputs
-
-
 def show(result: dict[str, Any]) -> None:
     table.show(result, COLUMNS)
     regret.show(result["rows"])
@@ -240,9 +170,9 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "fused",
-    "verification fused with packing or appending, against every pipeline of two steps",
+    "verification fused with packing, against every pipeline of two steps",
     run,
     show,
-    (VERIFY_AND_PACK, VERIFY_AND_APPEND, VERIFY_GREEDY, PACK),
+    (VERIFY_AND_PACK, VERIFY_GREEDY, PACK),
     rivals.NAMES,
 )

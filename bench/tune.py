@@ -30,7 +30,7 @@ from jspec.dispatch import Operation
 from jspec.ops import operations
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
-from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
+from jspec.ops.fused import VERIFY_AND_PACK
 from jspec.ops.pack import PACK
 from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
@@ -40,7 +40,7 @@ from jspec.tuned import Rule, Table
 SUITES: dict[str, tuple[Operation, ...]] = {
     "verify": (VERIFY_GREEDY,),
     "pack": (PACK,),
-    "fused": (VERIFY_AND_PACK, VERIFY_AND_APPEND),
+    "fused": (VERIFY_AND_PACK,),
     "sampling": (VERIFY_STOCHASTIC,),
     "attention": (ATTENTION,),
     "gather": (GATHERED,),

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from jspec.ops.attention.scored import scored_attention
     from jspec.ops.attention.weights import mean_weights
     from jspec.ops.collisions import bucket_codes, collision_scores
-    from jspec.ops.fused import verify_and_append, verify_and_pack
+    from jspec.ops.fused import verify_and_pack
     from jspec.ops.hash import hamming_scores, hash_encode, hash_encode_both
     from jspec.ops.hash_select import hash_select
     from jspec.ops.law import law
@@ -127,7 +127,7 @@ _HOMES = {
     "jspec.ops.attention.scored": ["scored_attention"],
     "jspec.ops.attention.weights": ["mean_weights"],
     "jspec.ops.collisions": ["bucket_codes", "collision_scores"],
-    "jspec.ops.fused": ["verify_and_append", "verify_and_pack"],
+    "jspec.ops.fused": ["verify_and_pack"],
     "jspec.ops.hash": ["hash_encode", "hash_encode_both", "hamming_scores"],
     "jspec.ops.hash_select": ["hash_select"],
     "jspec.ops.law": ["law"],
@@ -258,7 +258,6 @@ __all__ = [
     "speculative_step",
     "start_decoding",
     "step",
-    "verify_and_append",
     "verify_and_pack",
     "verify_greedy",
     "verify_stochastic",

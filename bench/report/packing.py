@@ -12,7 +12,6 @@ from bench.report.text import (
     absent,
     choice,
     header,
-    median,
     names,
     paragraphs,
     pick,
@@ -71,7 +70,6 @@ def fused(result: dict[str, Any], pictures: dict[str, str], paper: dict[str, Any
         _grid(result),
         choice(result, "verify_and_pack"),
         _over_pipelines(result),
-        _appending(result),
         rates(result["ceilings"]),
         absent(result),
     )
@@ -132,23 +130,6 @@ def _grid(result: dict[str, Any]) -> str:
         f"Alpha 0.9, cold L2; in brackets the share of this run's copy ceiling ({_rate(copy)}).\n\n"
     )
     return words + table(headings, rows, left=0)
-
-
-def _appending(result: dict[str, Any]) -> str:
-    everyone = names(result, "verify_and_append")
-    rows = []
-    for case, own_rows in regret.points(result["rows"], "verify_and_append"):
-        own = {row["name"]: row for row in own_rows}
-        cells = [number(m) if (m := median(own, n)) is not None else "" for n in everyone]
-        rows.append((*(str(case[key]) for key in ("B", "gamma", "D")), *cells))
-    if not rows:
-        return ""
-    return paragraphs(
-        "### Appending to a cache\n",
-        "Accepted rows written behind what each cache row holds, the cache donated; alpha 0.6.",
-        table(("B", "gamma", "D", *everyone), rows, left=0),
-        choice(result, "verify_and_append"),
-    )
 
 
 def _over_pipelines(result: dict[str, Any]) -> str:

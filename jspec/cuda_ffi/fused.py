@@ -1,4 +1,4 @@
-"""Verification fused with packing or appending by CUDA kernels."""
+"""Verification fused with packing by CUDA kernels."""
 
 from __future__ import annotations
 
@@ -44,18 +44,5 @@ def _run_single(*arguments: Array) -> tuple[Array, ...]:
     return _pack("verify_and_pack_single", *arguments)
 
 
-def _append(*arguments: Array) -> tuple[Array, ...]:
-    outputs = (*verified_like(arguments[0]), arguments[5])
-    return library.call(
-        "verify_and_append",
-        outputs,
-        *arguments,
-        vmap_method="broadcast_all",
-        aliases={5: 6},
-        **cut_for("verify_and_append", fused_sizes(*arguments)).attributes,
-    )
-
-
 PACK = Backend("cuda", _run, _supports)
 PACK_SINGLE = Backend("cuda_single", _run_single, _supports_single)
-APPEND = Backend("cuda", _append, _supports)

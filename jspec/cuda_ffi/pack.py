@@ -40,7 +40,7 @@ class Cut:
 
 
 def cut_for(operation: str, sizes: Mapping[str, int]) -> Cut:
-    """The cut that serves packing or appending of these sizes well.
+    """The cut that serves packing rows of these sizes well.
 
     Loading early gains a little while there is little to load. Beyond, where few rows are accepted,
     it costs what reading the others does.

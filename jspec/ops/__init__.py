@@ -34,7 +34,6 @@ _HOMES = (
     "jspec.ops.sample:SAMPLE",
     "jspec.ops.pack:PACK",
     "jspec.ops.fused:VERIFY_AND_PACK",
-    "jspec.ops.fused:VERIFY_AND_APPEND",
     "jspec.ops.commit:VERIFY_AND_COMMIT",
 )
 

@@ -1,17 +1,13 @@
-"""Verification fused with what follows it: packing accepted KV rows, or appending them to a cache.
+"""Verification fused with packing of the accepted keys and values.
 
-A decode loop calls these whose draft writes its keys and values outside of the cache, and which
-verifies greedily: one launch takes the place of two. jspec's own loop writes the cache in place.
+For decode loops that verify greedily and whose drafts write keys and values outside of the cache:
+one launch takes the place of two. jspec's step writes the cache in place and does not pack.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
-
-import jax.numpy as jnp
-import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.cases import accepted_tokens, kv_rows, ragged_tokens
@@ -37,39 +33,6 @@ def verify_and_pack(
     return Verified(*out[:6]), Packed(*out[6:])
 
 
-def verify_and_append(
-    draft_tokens: Array,
-    target_tokens: Array,
-    draft_lengths: Array,
-    stop_tokens: Array,
-    kv: Array,
-    cache: Array,
-    lengths: Array,
-    *,
-    implementation: str | None = None,
-) -> tuple[Verified, Array]:
-    """`jspec.verify_greedy`, and the accepted rows of ``kv`` written behind what a cache holds.
-
-    ``kv [B, gamma, D]``; ``cache [B, S, D]`` of the same dtype, whose slots before ``lengths``
-    int32 ``[B]`` are kept; row i of batch row b goes to slot ``lengths[b] + i``. Returns the cache
-    as it then is: donate it, and nothing is copied. The caller makes sure that ``lengths + gamma``
-    does not exceed S; a slot past it is never written.
-    """
-    check_greedy(draft_tokens, target_tokens, draft_lengths, stop_tokens)
-    _check_kv(kv, draft_tokens)
-    batch, _, width = kv.shape
-    if cache.ndim != 3 or cache.shape[::2] != (batch, width) or cache.dtype != kv.dtype:
-        raise ValueError(
-            f"cache {cache.dtype}{cache.shape} must be {kv.dtype}[B, S, D] with B={batch}, "
-            f"D={width}, as kv is"
-        )
-    if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
-        raise ValueError(f"lengths {lengths.dtype}{lengths.shape} must be int32 [B] with B={batch}")
-    arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens, kv, cache, lengths)
-    out = VERIFY_AND_APPEND(*arguments, implementation=implementation)
-    return Verified(*out[:6]), out[6]
-
-
 def _check_kv(kv: Array, draft_tokens: Array) -> None:
     if kv.ndim != 3 or kv.shape[:2] != draft_tokens.shape:
         raise ValueError(f"kv {kv.shape} must be [B, gamma, D] with {draft_tokens.shape}")
@@ -79,16 +42,6 @@ def _pack_xla(*arguments: Array) -> tuple[Array, ...]:
     *tokens, kv = arguments
     verified = greedy_xla(*tokens)
     return *verified, *pack_xla(kv, verified[0])
-
-
-def _append_xla(*arguments: Array) -> tuple[Array, ...]:
-    *tokens, kv, cache, lengths = arguments
-    verified = greedy_xla(*tokens)
-    index = jnp.arange(kv.shape[1], dtype=jnp.int32)[None]
-    # What was rejected is sent past the end, where "drop" leaves it out.
-    slots = jnp.where(index < verified[0][:, None], lengths[:, None] + index, cache.shape[1])
-    batch = jnp.arange(kv.shape[0], dtype=jnp.int32)[:, None]
-    return *verified, cache.at[batch, slots].set(kv, mode="drop")
 
 
 def _two_steps(*arguments: Array) -> tuple[Array, ...]:
@@ -137,25 +90,7 @@ def pack_cases() -> list[Case]:
     return [Case("all-accepted", whole, small=True), *every]
 
 
-def append_cases() -> list[Case]:
-    """The same with a cache for each; in the ragged ones some rows do not fit."""
-
-    def appending(case: Case) -> tuple[Any, ...]:
-        arguments = case.build()
-        kv = arguments[4]
-        batch, gamma, width = kv.shape
-        slots = gamma + 5
-        cache = np.full((batch, slots, width), 99, kv.dtype)
-        most = 6 if case.small else slots + 2
-        lengths = np.random.default_rng(batch).integers(0, most, batch, np.int32)
-        return *arguments, cache, lengths
-
-    return [
-        dataclasses.replace(case, build=functools.partial(appending, case)) for case in pack_cases()
-    ]
-
-
-# Backends return the fields of `Verified`, then those of `Packed` or the cache. One launch spares
+# Backends return the fields of `Verified`, then those of `Packed`. One launch spares
 # another, but each of its programs counts for itself what goes before its rows: the more draft
 # tokens there are, the better two steps do.
 VERIFY_AND_PACK = Operation(
@@ -169,10 +104,4 @@ VERIFY_AND_PACK = Operation(
     },
     fused_sizes,
     pack_cases,
-)
-VERIFY_AND_APPEND = Operation(
-    "verify_and_append",
-    {"xla": Backend("xla", _append_xla, always), "cuda": "jspec.cuda_ffi.fused:APPEND"},
-    fused_sizes,
-    append_cases,
 )

@@ -63,8 +63,6 @@ def fused_rows():
         for name, microseconds in times.items():
             more = {"bytes": 10**6, "chosen": name == "cuda"}
             yield row("verify_and_pack", case, name, microseconds, **more)
-    case = {"B": 32, "gamma": 8, "alpha": 0.6, "D": 128, "l2": "warm"}
-    yield row("verify_and_append", case, "xla", 7.0, bytes=10**6, chosen=True)
 
 
 def sampling_rows():
@@ -227,7 +225,6 @@ def test_the_fused_section_names_the_best_pipeline_and_the_regret(tmp_path):
     assert at[8:10] == ["0.62x", "1.50x"]
     assert at[-1] == "0.28x"
     assert "pipeline: mean 1.06x, worst 0.62x (B=32, gamma=8, alpha=0.3, D=2048, l2=warm)" in text
-    assert "### Appending to a cache" in text
 
 
 def test_the_crossover_shows_the_gammas_that_ran_at_several_widths():
@@ -376,7 +373,4 @@ def test_regret_is_over_points_that_have_both():
     found = regret.of_fusion(list(fused_rows()))
     assert found is not None
     assert (found.points, found.worst) == (16, 1 / 1.6)
-    assert regret.of_choice(list(fused_rows()), "verify_and_append") == regret.Regret(
-        1, 1.0, 1.0, {"B": 32, "gamma": 8, "alpha": 0.6, "D": 128, "l2": "warm"}
-    )
     assert regret.of_choice([], "pack") is None

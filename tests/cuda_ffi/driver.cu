@@ -34,21 +34,20 @@ template <typename Token>
 void run(int batch, int gamma, int stops, int row_bytes) {
   const auto random = [](int below) { return std::rand() % below; };
   std::vector<Token> target(batch * (gamma + 1)), draft(batch * gamma), stop(batch * stops);
-  std::vector<int32_t> lengths(batch), held(batch);
+  std::vector<int32_t> lengths(batch);
   for (Token& token : target) token = random(50);
   for (int b = 0; b < batch; ++b) {
     lengths[b] = random(4) ? gamma : random(gamma + 3) - 1;
-    held[b] = random(gamma + 4);
     for (int i = 0; i < gamma; ++i) {
       draft[b * gamma + i] = random(gamma + 2) ? target[b * (gamma + 1) + i] : Token(-1);
     }
   }
   for (Token& token : stop) token = random(3) ? -1 : random(200);
-  std::vector<char> kv(batch * gamma * row_bytes), cache(batch * (gamma + 3) * row_bytes);
+  std::vector<char> kv(batch * gamma * row_bytes);
   for (char& byte : kv) byte = random(256);
 
   Device<Token> d_target(target), d_draft(draft), d_stop(stop);
-  Device<int32_t> d_lengths(lengths), d_held(held);
+  Device<int32_t> d_lengths(lengths);
   Device<char> d_kv(kv);
   Outputs<Token, Host> want(batch, gamma);
   Outputs<Token, Device> got(batch, gamma);
@@ -84,13 +83,9 @@ void run(int batch, int gamma, int stops, int row_bytes) {
     offsets.push_back(row_bytes ? packed.size() / row_bytes : 0);
     const char* from = kv.data() + b * gamma * row_bytes;
     packed.insert(packed.end(), from, from + want.accepted[b] * row_bytes);
-    for (int i = 0; i < want.accepted[b] && held[b] + i < gamma + 3; ++i) {
-      std::memcpy(cache.data() + (b * (gamma + 3) + held[b] + i) * row_bytes,
-                  from + i * row_bytes, row_bytes);
-    }
   }
   Device<int32_t> d_accepted(want.accepted), d_offsets(batch), d_total(1);
-  Device<char> d_packed(kv.size()), d_cache(cache.size());
+  Device<char> d_packed(kv.size());
   const Pack packing{d_kv.data, d_accepted.data, d_packed.data, d_offsets.data, d_total.data,
                      batch, gamma, row_bytes};
   const auto is_packed = [&](const char* what) {
@@ -106,11 +101,6 @@ void run(int batch, int gamma, int stops, int row_bytes) {
         is_packed(recounts ? "fused, one launch" : "fused, two");
         verified("fused");
       }
-      d_cache.fill(0);
-      const Append append{d_kv.data, d_held.data, d_cache.data, gamma + 3, row_bytes};
-      launched(verify_and_append(device, append, Cut{threads, eager, false}, nullptr));
-      verified("append");
-      expect(d_cache.holds(cache), "append", batch, gamma, row_bytes);
     }
   }
   if (batch <= 32) {

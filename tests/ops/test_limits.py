@@ -13,7 +13,7 @@ import pytest
 
 from jspec.dispatch import BackendError, Operation
 from jspec.ops.cases import counts, kv_rows, ragged_tokens
-from jspec.ops.fused import VERIFY_AND_APPEND, VERIFY_AND_PACK
+from jspec.ops.fused import VERIFY_AND_PACK
 from jspec.ops.pack import PACK
 from jspec.ops.sample import SAMPLE, Role, unfiltered
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
@@ -49,11 +49,6 @@ def fused(batch: int, gamma: int = 3) -> tuple:
     return *greedy(batch, gamma), kv_rows(batch, gamma, 8, "float32")
 
 
-def appending(batch: int) -> tuple:
-    cache = np.zeros((batch, 9, 8), np.float32)
-    return *fused(batch), cache, np.zeros(batch, np.int32)
-
-
 # Operation, backend, arguments of a size, static arguments, a size that is taken, one that is not.
 LIMITS = {
     "sample-positions": (SAMPLE, "cuda", lambda n: draws(n, 3), 1024, 1025),
@@ -62,7 +57,6 @@ LIMITS = {
     "single-block": (VERIFY_AND_PACK, "cuda_single", fused, 32, 33),
     "pack-empty": (PACK, "cuda", packing, 1, 0),
     "fused-empty": (VERIFY_AND_PACK, "cuda", fused, 1, 0),
-    "append-empty": (VERIFY_AND_APPEND, "cuda", appending, 1, 0),
 }
 
 

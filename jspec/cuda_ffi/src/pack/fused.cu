@@ -1,4 +1,4 @@
-// Verification fused with packing or appending on a GPU.
+// Verification fused with packing on a GPU.
 #include "pack/move.cuh"
 
 namespace jspec {
@@ -55,15 +55,6 @@ const char* verify_and_pack_single(const Greedy& greedy, const Pack& pack, Strea
   return for_greedy(greedy, [&](auto token, auto chunks) {
     single_kernel<decltype(token), chunks.value><<<1, 1024, 0, stream>>>(greedy, pack, access);
     return launch_error();
-  });
-}
-
-const char* verify_and_append(const Greedy& greedy, const Append& append, const Cut& cut,
-                              Stream stream) {
-  return for_greedy(greedy, [&](auto token, auto chunks) {
-    return launch_move(Behind<decltype(token), chunks.value>{append, greedy}, append.kv,
-                       append.cache, greedy.batch, greedy.gamma * append.row_bytes,
-                       append.row_bytes, cut, stream);
   });
 }
 

@@ -1,4 +1,4 @@
-// The FFI handlers of verification fused with packing or appending.
+// The FFI handlers of verification fused with packing.
 #include "verify/greedy_ffi.h"
 #include "pack/kv_ffi.h"
 
@@ -61,42 +61,6 @@ ffi::Error pack_single(Stream stream, ffi::RemainingArgs arguments, ffi::Remaini
   return launched(verify_and_pack_single(greedy, pack, stream));
 }
 
-ffi::Error append_fused(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                        int32_t threads, bool eager, bool recounts) {
-  const Cut cut{threads, eager, recounts};
-  ffi::Error error = check_cut(cut);
-  if (error.failure()) return error;
-  error = check_count(arguments, kGreedyArguments + 3, results, kGreedyResults + 1);
-  if (error.failure()) return error;
-  const Buffers buffers(arguments, results);
-  const size_t first = arguments.size(), cache_out = first + kGreedyResults;
-  Greedy greedy;
-  error = greedy_of(buffers, first, &greedy);
-  if (error.failure()) return error;
-  const ffi::AnyBuffer &kv = buffers[kGreedyArguments], &cache = buffers[kGreedyArguments + 1];
-  error = check_kv(kv);
-  if (error.failure()) return error;
-  if (cache.dimensions().size() < 3) return invalid("cache ", cache, " must be [B, S, D]");
-  const int64_t width = kv.dimensions().back();
-  const int64_t slots = cache.dimensions()[cache.dimensions().size() - 2];
-  const ffi::DataType dtype = kv.element_type();
-  error = buffers.check(kGreedyArguments, greedy.batch,
-                        {{"kv", dtype, {greedy.gamma, width}},
-                         {"cache", dtype, {slots, width}},
-                         {"lengths", ffi::DataType::S32, {}}});
-  if (error.failure()) return error;
-  error = buffers.check(cache_out, greedy.batch, {{"cache", dtype, {slots, width}}});
-  if (error.failure()) return error;
-  if (cache.untyped_data() != buffers[cache_out].untyped_data()) {
-    return invalid("cache ", cache, " must be aliased to its result: input_output_aliases");
-  }
-  if (greedy.batch == 0) return ffi::Error::Success();
-  const Append append{buffers.data<char>(kGreedyArguments),
-                      buffers.data<int32_t>(kGreedyArguments + 2), buffers.data<char>(cache_out),
-                      slots, row_bytes(kv)};
-  return launched(verify_and_append(greedy, append, cut, stream));
-}
-
 }  // namespace
 }  // namespace jspec
 
@@ -104,7 +68,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_verify_and_pack, jspec::pack_fused, JSPEC_BI
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_verify_and_pack_single, jspec::pack_single, JSPEC_BIND(),
-                              {jspec::ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_verify_and_append, jspec::append_fused, JSPEC_BIND_CUT(),
                               {jspec::ffi::Traits::kCmdBufferCompatible});

@@ -1,5 +1,5 @@
-// Accepted KV rows on their way into a packed buffer or a cache: arguments, and the launches behind
-// the handlers. What each field means is said in jspec/ops/pack.py and jspec/ops/fused.py.
+// Accepted KV rows and the buffer that they are packed into: arguments, and what the handlers
+// launch. What each field means is said in jspec/ops/pack.py and jspec/ops/fused.py.
 #pragma once
 
 #include "common/launch.h"
@@ -15,14 +15,6 @@ struct Pack {
   int32_t* total;           // []
   int64_t batch;
   int32_t gamma;
-  int64_t row_bytes;
-};
-
-struct Append {
-  const char* kv;          // [batch, gamma, row_bytes]
-  const int32_t* lengths;  // [batch]
-  char* cache;             // [batch, slots, row_bytes]
-  int64_t slots;
   int64_t row_bytes;
 };
 
@@ -43,7 +35,5 @@ const char* pack(const Pack& pack, const Cut& cut, Stream stream);
 const char* verify_and_pack(const Greedy& greedy, const Pack& pack, const Cut& cut,
                             Stream stream);
 const char* verify_and_pack_single(const Greedy& greedy, const Pack& pack, Stream stream);
-const char* verify_and_append(const Greedy& greedy, const Append& append, const Cut& cut,
-                              Stream stream);
 
 }  // namespace jspec

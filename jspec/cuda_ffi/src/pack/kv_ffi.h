@@ -1,4 +1,4 @@
-// The KV rows that packing and appending move, read and checked for their handlers.
+// The KV rows that packing moves, read and checked for their handlers.
 #pragma once
 
 #include "common/ffi.h"

@@ -80,32 +80,6 @@ struct Counting : Packing {
   }
 };
 
-// A cache: behind what each row holds.
-template <typename Token, int chunks>
-struct Behind {
-  static constexpr bool verifies = true;
-  Append append;
-  Greedy greedy;
-
-  __device__ void verify(int row) const { verify_warp<Token, chunks>(greedy, row, [](int) {}); }
-
-  __device__ Target find(int row) const {
-    int own = 0;
-    const int64_t length = append.lengths[row];
-    if (threadIdx.x < 32) {
-      count_rows<Token, chunks, 1>(greedy, row, row + 1, 0, 1,
-                                   [&](int, int count) { own = count; });
-    }
-    own = share(0, own).y;
-    // What has no slot is not written.
-    const int64_t fits = length < 0 ? 0 : max(int64_t(0), append.slots - length);
-    char* to = append.cache + (row * append.slots + length) * append.row_bytes;
-    return {to, min(int64_t(own), fits) * append.row_bytes, 0, own};
-  }
-
-  __device__ void record(int, const Target&) const {}
-};
-
 // The first blocks of a Place that verifies do that, a warp a row. Each of the others moves one
 // piece of what was accepted of one row, `capacity` bytes at most. With `eager` it loads the piece
 // before it knows whether it was; where that is known, before it knows where it goes.
