@@ -61,6 +61,8 @@ OWN = (
     "model=gpt-oss-20b-attention,B=20,S=120K,gamma=7",
 )
 BUNDLED_GAMMA = 9
+# The case of the bundled model: no others are its own, and it always runs with all of its layers.
+BUNDLED: cases.Case = {"model": "bundled", "B": 8, "S": 8192, "gamma": BUNDLED_GAMMA, "new": 1024}
 FOOT = (
     "imposed: random weights; iteration and floor in ms, the median; tokens of a row and iteration "
     "by the paper's rate of acceptance ({source}), with drafts as long as those of the same chain "
@@ -73,7 +75,8 @@ FOOT = (
 
 def case(text: str) -> cases.Case:
     """A case of ``--case``; ``model=bundled`` for the rows of the bundled model and no others."""
-    return cases.parse(text, drafting.DEFAULT, CHOICES)
+    is_bundled = "model=bundled" in text.split(",")
+    return cases.parse(text, BUNDLED if is_bundled else drafting.DEFAULT, CHOICES)
 
 
 def wanted(gamma: int, settings: Settings) -> list[Drafting]:
@@ -102,10 +105,11 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
     drafted: dict[str, list[float]] = {}
-    for row in bundled(plan(settings), settings):
-        if "attempts_at" in row:
-            drafted[row["name"]] = [n / row["steps"] for n in row["attempts_at"]]
-        yield row
+    for plan in plans(settings):
+        for row in bundled(plan, settings):
+            if "attempts_at" in row:
+                drafted[row["name"]] = [n / row["steps"] for n in row["attempts_at"]]
+            yield row
     for here in grid(settings):
         for row in drafting.rows(here, wanted(here["gamma"], settings), settings, limits):
             yield imposed(row, drafted)
@@ -146,13 +150,16 @@ def imposed(row: Row, drafted: dict[str, list[float]]) -> Row:
     return found
 
 
-def plan(settings: Settings) -> Plan:
-    """What the bundled model decodes."""
+def plans(settings: Settings) -> list[Plan]:
+    """What the bundled model decodes: the cases that name it, or the suite's one."""
+    named = [x for x in map(case, settings.cases) if x["model"] == "bundled"]
+    if named:
+        return [Plan(x["S"], x["B"], x["new"], x["gamma"], RATIO) for x in named]
     if settings.quick and jax.default_backend() == "cpu":
-        return Plan(256, 2, 24, BUNDLED_GAMMA, RATIO)
+        return [Plan(256, 2, 24, BUNDLED_GAMMA, RATIO)]
     if jax.default_backend() == "cpu":
-        return Plan(2048, 4, 64, BUNDLED_GAMMA, RATIO)
-    return Plan(8192, 8, 1024, BUNDLED_GAMMA, RATIO)
+        return [Plan(2048, 4, 64, BUNDLED_GAMMA, RATIO)]
+    return [Plan(8192, 8, 1024, BUNDLED_GAMMA, RATIO)]
 
 
 def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:

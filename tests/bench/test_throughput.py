@@ -133,6 +133,16 @@ def test_a_chain_is_the_same_wherever_it_is_measured():
     ]
 
 
+def test_a_case_of_the_bundled_model_has_its_own_sizes():
+    asked = Settings(cases=("model=bundled,B=4,S=1K,new=32", "B=2,S=2K", "model=bundled,gamma=3"))
+    assert throughput.plans(asked) == [
+        throughput.Plan(1024, 4, 32, 9, 0.07),
+        throughput.Plan(8192, 8, 1024, 3, 0.07),
+    ]
+    with pytest.raises(ValueError, match="'layers=2' must be one of model, B, S, gamma, new"):
+        throughput.case("model=bundled,layers=2")
+
+
 def test_other_drafters_are_those_of_the_bundled_model_alone():
     bundled = ("model=bundled",)
     assert throughput.others(Settings()) == []
