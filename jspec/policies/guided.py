@@ -184,7 +184,7 @@ class Guided(Budgeted):
     def pick(self, scores: Array, cache: Cache, layer: int, context_len: Array) -> Array:
         """The positions with the highest ``scores [B, K, S]`` of a layer's slots.
 
-        They are below ``context_len [B]``: int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``; -1 for
+        int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``, all below ``context_len [B]``; -1 for
         none.
         """
         if self.score == "softmax":
