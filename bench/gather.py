@@ -69,7 +69,7 @@ def grid(settings: Settings) -> list[Case]:
 @dataclasses.dataclass(frozen=True)
 class Selected:
     """``q [B, T, N, H]``; ``k``, ``v [B, S, K, H]``; ``positions`` int32 ``[B, T]``, the last ones
-    of the cache; ``selected`` int32 ``[B, n]`` or ``[B, K, n]``, slots below ``until [B]``;
+    of the cache; ``selected`` int32 ``[B, n]`` or ``[B, K, n]``, slots below ``context_len [B]``;
     ``tail`` int32 ``[B, T]``, the slots of the queries themselves."""
 
     q: Array
@@ -78,7 +78,7 @@ class Selected:
     positions: Array
     selected: Array
     tail: Array
-    until: Array
+    context_len: Array
 
     @property
     def arguments(self) -> tuple[Array, ...]:
@@ -99,8 +99,8 @@ def inputs(here: Mapping[str, Any]) -> Selected:
     newest = np.broadcast_to(np.arange(slots - tokens, slots, dtype=np.int32), (batch, tokens))
     if here["indices"] == "shared":
         selected = selected[:, 0]
-    until = np.full(batch, slots - tokens, np.int32)
-    return Selected(q, k, v, *map(jnp.asarray, (newest, selected, newest, until)))
+    context_len = np.full(batch, slots - tokens, np.int32)
+    return Selected(q, k, v, *map(jnp.asarray, (newest, selected, newest, context_len)))
 
 
 @jax.jit
@@ -230,11 +230,19 @@ def argument_shapes(here: Mapping[str, Any]) -> tuple[Any, ...]:
     batch, tokens = here["B"], here["T"]
     q, k, v, positions = attention.shapes(here)
     per_head = (heads(here)[1],) if here["indices"] == "per-head" else ()
-    selected, until = (
+    selected, context_len = (
         jax.ShapeDtypeStruct(shape, jnp.int32)
         for shape in ((batch, *per_head, here["n"]), (batch,))
     )
-    return q, k, v, positions, selected, jax.ShapeDtypeStruct((batch, tokens), jnp.int32), until
+    return (
+        q,
+        k,
+        v,
+        positions,
+        selected,
+        jax.ShapeDtypeStruct((batch, tokens), jnp.int32),
+        context_len,
+    )
 
 
 def static(here: Mapping[str, Any]) -> dict[str, Any]:

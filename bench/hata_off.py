@@ -211,7 +211,7 @@ class _Case:
         lowerings = check.lowerings(self.blueprint.shapes)
         return check.errors(state, {key: low().compile() for key, low in lowerings.items()})[1]
 
-    def _state(self, policy: Policy, arrays: Any) -> DecodeState:
+    def _state(self, policy: Policy, policy_params: Any) -> DecodeState:
         """The same keys, values and tokens for every policy, where and with what it keeps."""
         # Copies: the blueprint's small arrays serve every policy, whose steps overwrite them.
         small = jax.tree.map(jnp.copy, self.blueprint.small)
@@ -222,7 +222,7 @@ class _Case:
         for layer, column in enumerate(state.cache.columns):
             kept = dict(column)
             if columns_of(policy, layer, state.cache.specs[layer]):
-                kept |= policy.encode(arrays, layer, column["keys"])
+                kept |= policy.encode(policy_params, layer, column["keys"])
             if policy.in_host(layer):
                 for name in ("keys", "values"):
                     kept[name] = host.place_in_host(column[name], None)

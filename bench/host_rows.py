@@ -32,19 +32,26 @@ def rows_there(
 
     @dataclasses.dataclass(frozen=True)
     class Watched(HataOff):
-        def select(self, arrays, layer, cache, q, until):
-            chosen = super().select(arrays, layer, cache, q, until)
+        def select(self, policy_params, layer, cache, q, context_len):
+            chosen = super().select(policy_params, layer, cache, q, context_len)
             if chosen is not None:
                 asked.setdefault(layer, []).append(chosen)
             return chosen
 
     @jax.jit
     def watch(models: Models, state: DecodeState) -> list[list[jax.Array]]:
-        until = state.cache.lengths
+        context_len = state.cache.lengths
         run_selected(
-            *(models.target, state.last_token[:, None], until[:, None], state.cache, until, 1),
+            *(
+                models.target,
+                state.last_token[:, None],
+                context_len[:, None],
+                state.cache,
+                context_len,
+                1,
+            ),
             policy=Watched(**dataclasses.asdict(policy)),
-            arrays=models.policy,
+            policy_params=models.policy,
         )
         return list(asked.values())
 

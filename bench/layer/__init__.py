@@ -94,12 +94,12 @@ def measured(
     """A row of each policy that the settings want; ``backends``: of each of them, by its name."""
     given = backends or dict.fromkeys(wanted, Backends())
     chosen = {name: policy for name, policy in wanted.items() if settings.wants(name)}
-    arrays = {name: arrays_of(policy, [spec_of(here)]) for name, policy in chosen.items()}
+    policy_params = {name: arrays_of(policy, [spec_of(here)]) for name, policy in chosen.items()}
     new = token(here)
     sources = {
         name: Source(
             program(policy, given[name]),
-            (shapes(arrays[name]), empty(policy, here), shapes(new)),
+            (shapes(policy_params[name]), empty(policy, here), shapes(new)),
             donated=(1,),
         )
         for name, policy in chosen.items()
@@ -110,29 +110,29 @@ def measured(
         own = (
             compiled
             if isinstance(compiled, Absent)
-            else _ready(name, compiled, policy, arrays[name], new, here)
+            else _ready(name, compiled, policy, policy_params[name], new, here)
         )
         moved, clock = needed(policy, here), attention.clock()
         yield from point.measure(operation, here, [own], settings, moved=moved, **clock)
 
 
 def _ready(
-    name: str, compiled: Any, policy: Policy, arrays: Any, new: Any, here: Case
+    name: str, compiled: Any, policy: Policy, policy_params: Any, new: Any, here: Case
 ) -> Program | Absent:
     """The program with a cache of its own, which each call takes and returns."""
     try:
-        held = [filled(policy, arrays, here)]
+        held = [filled(policy, policy_params, here)]
     except Exception as error:
         return failure(name, error)
 
     def start() -> Any:
         cache: Cache = held.pop()
-        cache, outputs = compiled(arrays, cache, new)
+        cache, outputs = compiled(policy_params, cache, new)
         held.append(cache)
         return outputs
 
     def check(outputs: Any) -> bool:
-        return right(policy, arrays, held[0], new, outputs)
+        return right(policy, policy_params, held[0], new, outputs)
 
     return Program(name, start, check)
 

@@ -27,21 +27,23 @@ Scored = tuple[Array, Array]  # scores [B, K, S or pages], and by how much they 
 Exact = partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 
 
-def right(policy: Policy, arrays: Any, cache: Cache, token: Token, outputs: Any) -> bool:
+def right(policy: Policy, policy_params: Any, cache: Cache, token: Token, outputs: Any) -> bool:
     """Whether a layer's output, its selection and the new token in ``cache`` are right."""
     out, chosen = outputs
     q, k, v = token.parts()
     if chosen is None:
         size = cache.layouts[0].size
         chosen = jnp.broadcast_to(jnp.arange(size - 1, dtype=jnp.int32), (len(out), size - 1))
-    elif isinstance(policy, ScoredPolicy) and not selects(policy, arrays, cache, q, chosen, token):
+    elif isinstance(policy, ScoredPolicy) and not selects(
+        policy, policy_params, cache, q, chosen, token
+    ):
         return False
-    weights = policy.weigh(arrays, 0, cache, q, token.until, chosen)
-    want = attended(q, cache.keys(0), cache.values(0), chosen, token.until, weights)
+    weights = policy.weigh(policy_params, 0, cache, q, token.context_len, chosen)
+    want = attended(q, cache.keys(0), cache.values(0), chosen, token.context_len, weights)
     want = np.asarray(want)
     error = np.linalg.norm(np.asarray(out, np.float32) - want, axis=-1)
     near = error <= TOLERANCE * np.linalg.norm(want, axis=-1)
-    return bool(near.all()) and _written(policy, arrays, cache, token.until, k, v)
+    return bool(near.all()) and _written(policy, policy_params, cache, token.context_len, k, v)
 
 
 @Exact
@@ -50,11 +52,11 @@ def attended(
     keys: Array,
     values: Array,
     chosen: Array,
-    until: Array,
+    context_len: Array,
     log_weights: Array | None = None,
 ) -> Array:
     """Attention of ``q [B, 1, N, H]`` over positions ``chosen [B, n]`` or ``[B, K, n]``, -1 for
-    none, and ``until [B]``: a softmax in float32 over copies of their keys and values.
+    none, and ``context_len [B]``: a softmax in float32 over copies of their keys and values.
 
     ``log_weights [B, 1, N, n]`` are added to the scores of the chosen ones.
     """
@@ -62,7 +64,7 @@ def attended(
     kv_heads = keys.shape[2]
     if chosen.ndim == 2:
         chosen = jnp.broadcast_to(chosen[:, None], (batch, kv_heads, chosen.shape[1]))
-    newest = jnp.broadcast_to(until[:, None, None], (batch, kv_heads, 1))
+    newest = jnp.broadcast_to(context_len[:, None, None], (batch, kv_heads, 1))
     slots = jnp.concatenate([chosen, newest], axis=2)
     index = jnp.maximum(jnp.swapaxes(slots, 1, 2), 0)[..., None]
     k, v = (jnp.take_along_axis(x, index, axis=1).astype(jnp.float32) for x in (keys, values))
@@ -76,7 +78,7 @@ def attended(
 
 
 def selects(
-    policy: ScoredPolicy, arrays: Any, cache: Cache, q: Array, chosen: Array, token: Token
+    policy: ScoredPolicy, policy_params: Any, cache: Cache, q: Array, chosen: Array, token: Token
 ) -> bool:
     """Whether ``chosen`` are the positions of the highest scores, of equal ones the first.
 
@@ -85,13 +87,17 @@ def selects(
     """
     kind = next((x for x in SCORES if isinstance(policy, x)), None)
     if kind is None:
-        scores = jax.jit(lambda *given: policy.score(given[0], 0, *given[1:]))(arrays, cache, q)
+        scores = jax.jit(lambda *given: policy.score(given[0], 0, *given[1:]))(
+            policy_params, cache, q
+        )
         scored = scores, ROUGH * jnp.nanstd(jnp.where(jnp.isfinite(scores), scores, jnp.nan), -1)
     else:
-        own = None if arrays is None else arrays[0]
+        own = None if policy_params is None else policy_params[0]
         scored = SCORES[kind](policy, own, cache.columns[0], q)
     page = policy.page_size
-    return bool(_agrees(*scored, chosen, token.until, page, _forced(policy), policy.budget // page))
+    return bool(
+        _agrees(*scored, chosen, token.context_len, page, _forced(policy), policy.budget // page)
+    )
 
 
 def _forced(policy: ScoredPolicy) -> tuple[int, int]:
@@ -106,13 +112,13 @@ def _agrees(
     scores: Array,
     doubt: Array,
     chosen: Array,
-    until: Array,
+    context_len: Array,
     page: int,
     forced: tuple[int, int],
     most: int,
 ) -> Array:
     scores = scores.astype(jnp.float32)
-    end = -(-until // page)[:, None, None]
+    end = -(-context_len // page)[:, None, None]
     index = jnp.arange(scores.shape[-1])[None, None]
     always = (index < forced[0]) | (index >= end - forced[1])
     scores = jnp.where(always, jnp.inf, scores)
@@ -126,7 +132,7 @@ def _agrees(
     counts = jnp.zeros((*scores.shape[:2], scores.shape[-1] * page + 1), jnp.int32)
     rows, heads = (jnp.arange(n) for n in scores.shape[:2])
     counts = counts.at[rows[:, None, None], heads[None, :, None], slots].add(1)[..., :-1]
-    committed = jnp.arange(counts.shape[-1])[None, None] < until[:, None, None]
+    committed = jnp.arange(counts.shape[-1])[None, None] < context_len[:, None, None]
     whole, none = (
         (counts == wanted).reshape(*scores.shape, page).all(axis=-1)
         for wanted in (committed.astype(jnp.int32), jnp.zeros_like(counts))
@@ -138,12 +144,14 @@ def _agrees(
     return as_wanted.all() & as_many
 
 
-def _written(policy: Policy, arrays: Any, cache: Cache, until: Array, k: Array, v: Array) -> bool:
+def _written(
+    policy: Policy, policy_params: Any, cache: Cache, context_len: Array, k: Array, v: Array
+) -> bool:
     """Whether the new token's key, value and columns are in its slot."""
-    want = {"keys": k, "values": v, **policy.encode(arrays, 0, k)}
-    rows = jnp.arange(len(until))[:, None]
+    want = {"keys": k, "values": v, **policy.encode(policy_params, 0, k)}
+    rows = jnp.arange(len(context_len))[:, None]
     for name, held in cache.columns[0].items():
-        own, wanted = held[rows, until[:, None]], want[name].astype(held.dtype)
+        own, wanted = held[rows, context_len[:, None]], want[name].astype(held.dtype)
         if jnp.issubdtype(held.dtype, jnp.floating):
             error = jnp.linalg.norm((own - wanted).astype(jnp.float32))
             good = error <= ROUGH * jnp.linalg.norm(wanted.astype(jnp.float32))
@@ -183,14 +191,14 @@ def _hata(policy: Hata, matrices: Array, held: Mapping[str, Array], q: Array) ->
 
 @partial(Exact, static_argnums=0)
 def _magicpig(
-    policy: MagicPIG, arrays: Mapping[str, Array], held: Mapping[str, Array], q: Array
+    policy: MagicPIG, policy_params: Mapping[str, Array], held: Mapping[str, Array], q: Array
 ) -> Scored:
     """Section 4 of its paper: how many tables put a key into a query's bucket, from two on, summed
     over the queries of a group.
 
     In doubt are two for each product so near to 0 that rounding decides its sign.
     """
-    codes, planes = held["buckets"], arrays["projections"]
+    codes, planes = held["buckets"], policy_params["projections"]
     q = _grouped(q, codes.shape[2])
     products = jnp.einsum("bkgh,hp->bkgp", q, planes, precision="highest")
     sizes = jnp.linalg.norm(q, axis=-1)[..., None]
@@ -215,7 +223,7 @@ def _magicpig(
 
 
 @partial(Exact, static_argnums=0)
-def _exact(policy: ExactTopK, arrays: Any, held: Mapping[str, Array], q: Array) -> Scored:
+def _exact(policy: ExactTopK, policy_params: Any, held: Mapping[str, Array], q: Array) -> Scored:
     """The products of the queries of a group with every key, summed."""
     return _products(_grouped(q, held["keys"].shape[2]).sum(axis=2), held["keys"], CLOSE)
 
@@ -237,7 +245,7 @@ def _products(q: Array, k: Array, doubt: float) -> Scored:
 
 
 @partial(Exact, static_argnums=0)
-def _quest(policy: Quest, arrays: Any, held: Mapping[str, Array], q: Array) -> Scored:
+def _quest(policy: Quest, policy_params: Any, held: Mapping[str, Array], q: Array) -> Scored:
     """Tang et al. 2024, algorithm 1, from the keys of each page: the largest that a product with a
     vector inside a page's bounds can be, summed over the queries of a group."""
 

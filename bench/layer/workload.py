@@ -62,13 +62,13 @@ class Token:
     """What a layer's projections give of the new token: their product ``[B, 1, K, G * H + 2 * H]``.
 
     The rotation by ``cosine`` and ``sine [B, 1, 1, H / 2]`` is one by 0 degrees: queries and keys
-    are known to the last bit. ``until`` int32 ``[B]``: the position.
+    are known to the last bit. ``context_len`` int32 ``[B]``: the position.
     """
 
     joined: Array
     cosine: Array
     sine: Array
-    until: Array
+    context_len: Array
 
     def parts(self) -> tuple[Array, Array, Array]:
         """Queries ``[B, 1, N, H]``, key and value ``[B, 1, K, H]``."""
@@ -88,27 +88,29 @@ def token(case: Mapping[str, Any]) -> Token:
     columns = (query_heads // kv_heads + 2) * size
     joined = rng.standard_normal((batch, 1, kv_heads, columns), np.float32)
     angles = (batch, 1, 1, size // 2)
-    until = np.full(batch, case["S"] - 1, np.int32)
+    context_len = np.full(batch, case["S"] - 1, np.int32)
     return Token(
-        jnp.asarray(joined, DTYPE), jnp.ones(angles), jnp.zeros(angles), jnp.asarray(until)
+        jnp.asarray(joined, DTYPE), jnp.ones(angles), jnp.zeros(angles), jnp.asarray(context_len)
     )
 
 
 @functools.cache
 def program(policy: Policy, backends: Backends = Backends()) -> Callable[..., tuple[Cache, Output]]:
-    """``(arrays, cache, token) -> cache, output`` of a layer; the cache is to be donated.
+    """``(policy_params, cache, token) -> cache, output`` of a layer; the cache is to be donated.
 
     ``backends``: of its operations, the best ones where it names none.
     """
 
-    def step(arrays: Any, cache: Cache, token: Token) -> tuple[Cache, Output]:
+    def step(policy_params: Any, cache: Cache, token: Token) -> tuple[Cache, Output]:
         q, k, v = token.parts()
         qk_rope = QKRope(token.cosine, token.sine, joined=token.joined)
-        until = token.until
-        attend: Any = selected_attend(until[:, None], until, 1, policy=policy, arrays=arrays)
+        context_len = token.context_len
+        attend: Any = selected_attend(
+            context_len[:, None], context_len, 1, policy=policy, policy_params=policy_params
+        )
         with preferring(backends):
             out, pass_state = attend(0, q, k, v, PassState(cache), qk_rope=qk_rope)
-        after = with_pages(policy, arrays, pass_state.cache, until, until + 1, 1)
+        after = with_pages(policy, policy_params, pass_state.cache, context_len, context_len + 1, 1)
         return after, (out, pass_state.chosen)
 
     return step
@@ -120,7 +122,7 @@ def empty(policy: Policy, case: Mapping[str, Any]) -> Cache:
     return jax.eval_shape(lambda: create_cache(policy, [spec], [layout], case["B"], DTYPE))
 
 
-def filled(policy: Policy, arrays: Any, case: Mapping[str, Any]) -> Cache:
+def filled(policy: Policy, policy_params: Any, case: Mapping[str, Any]) -> Cache:
     """The cache with random keys and values, and what the policy keeps of all but the last."""
     cache = empty(policy, case)
     columns = {
@@ -128,23 +130,25 @@ def filled(policy: Policy, arrays: Any, case: Mapping[str, Any]) -> Cache:
         for seed, name in enumerate(("keys", "values"))
         for x in (cache.columns[0][name],)
     }
-    encoded = _encoded(policy, arrays, columns["keys"])
+    encoded = _encoded(policy, policy_params, columns["keys"])
     columns |= {name: x.astype(cache.columns[0][name].dtype) for name, x in encoded.items()}
-    until = np.full(case["B"], case["S"] - 1, np.int32)
+    context_len = np.full(case["B"], case["S"] - 1, np.int32)
     pages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache.pages)
-    cache = dataclasses.replace(cache, columns=(columns,), lengths=jnp.asarray(until), pages=pages)
-    return _folded(policy, arrays, cache, np.zeros_like(until), until, case["S"])
+    cache = dataclasses.replace(
+        cache, columns=(columns,), lengths=jnp.asarray(context_len), pages=pages
+    )
+    return _folded(policy, policy_params, cache, np.zeros_like(context_len), context_len, case["S"])
 
 
 _folded = jax.jit(with_pages, static_argnums=(0, 5), donate_argnums=2)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _encoded(policy: Policy, arrays: Any, k: Array) -> dict[str, Array]:
+def _encoded(policy: Policy, policy_params: Any, k: Array) -> dict[str, Array]:
     """The policy's columns of all keys ``[B, S, K, H]``, some tokens at a time."""
     batch, slots = k.shape[:2]
     chunks = k.reshape(batch, -1, math.gcd(slots, CHUNK), *k.shape[2:])
-    columns = jax.lax.map(lambda x: policy.encode(arrays, 0, x), jnp.moveaxis(chunks, 1, 0))
+    columns = jax.lax.map(lambda x: policy.encode(policy_params, 0, x), jnp.moveaxis(chunks, 1, 0))
     return {
         name: jnp.moveaxis(x, 0, 1).reshape(batch, slots, *x.shape[3:])
         for name, x in columns.items()

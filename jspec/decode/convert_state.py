@@ -75,20 +75,24 @@ def _filled(models: Models, empty: Cache, held: Cache, policy: Policy, backends:
 
     Drafters whose policies store the same columns share a program.
     """
-    arrays = models.policy
+    policy_params = models.policy
 
-    def fill(arrays, empty: Cache, held: Cache) -> Cache:
+    def fill(policy_params, empty: Cache, held: Cache) -> Cache:
         cache = empty.with_lengths(held.lengths)
         for layer, spec in enumerate(held.specs):
             columns = {n: x for n, x in held.columns[layer].items() if n in TOKENS}
             if columns_of(policy, layer, spec):
-                columns |= encoded(policy, arrays, layer, columns["keys"], columns.get("values"))
+                columns |= encoded(
+                    policy, policy_params, layer, columns["keys"], columns.get("values")
+                )
             kinds = empty.columns[layer]
             cache = cache.replaced(
                 layer, **{n: x.astype(kinds[n].dtype) for n, x in columns.items()}
             )
         most = max(layout.size for layout in held.layouts)
-        return with_pages(policy, arrays, cache, jnp.zeros_like(held.lengths), held.lengths, most)
+        return with_pages(
+            policy, policy_params, cache, jnp.zeros_like(held.lengths), held.lengths, most
+        )
 
     with preferring_of_models(backends):
-        return with_auto_axes(fill, arrays, empty, held, like=empty)
+        return with_auto_axes(fill, policy_params, empty, held, like=empty)

@@ -245,7 +245,7 @@ def prefill_chunk(
         attend = dense_attend(
             positions,
             policy=config.cache_policy,
-            arrays=models.policy,
+            policy_params=models.policy,
             backends=config.of_verification,
         )
         with config.of_target():

@@ -122,20 +122,20 @@ def _run_target(
     tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
     index = jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
-    until = state.cache.lengths
-    positions = jnp.where(counts, until[:, None] + index, -1)
+    context_len = state.cache.lengths
+    positions = jnp.where(counts, context_len[:, None] + index, -1)
     backends = config.of_verification
-    kept = {"policy": config.cache_policy, "arrays": models.policy, "backends": backends}
+    kept = {"policy": config.cache_policy, "policy_params": models.policy, "backends": backends}
     found = None
     if config.is_lossy:
         hidden, cache, _ = run_selected(
-            *(models.target, tokens, positions, state.cache, until, 1), **kept
+            *(models.target, tokens, positions, state.cache, context_len, 1), **kept
         )
     elif config.draft.guided is not None:
         hidden, cache, found = run_collecting(
             *(models.target, tokens, positions, state.cache),
             policy=config.draft.guided,
-            arrays=models.policy,
+            policy_params=models.policy,
             backends=backends,
         )
     else:

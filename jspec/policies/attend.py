@@ -52,7 +52,7 @@ def dense_attend(
     positions: Array,
     *,
     policy: Policy = DENSE,
-    arrays: Any = None,
+    policy_params: Any = None,
     backends: Mapping[str, str] = Backends(),
 ) -> Attend:
     """The ``attend`` that appends at ``positions [B, T]``, -1 for padding, and reads all there is.
@@ -68,7 +68,9 @@ def dense_attend(
             overwrites = positions.shape[1] > layout.capacity - spec.window
         if overwrites and qk_rope is not None:
             (q, k), qk_rope = qk_rope(q, k), None
-        q, cache = appended(cache, layer, positions, q, k, v, qk_rope, policy, arrays, backends)
+        q, cache = appended(
+            cache, layer, positions, q, k, v, qk_rope, policy, policy_params, backends
+        )
         if not overwrites:
             return read_whole(cache, layer, q, positions, sinks, up, backends), cache
         # Such a pass overwrites what its first queries still see.
@@ -84,19 +86,20 @@ def dense_attend(
 
 def selected_attend(
     positions: Array,
-    until: Array,
-    tail: int,
+    context_len: Array,
+    num_new: int,
     *,
     policy: Policy,
-    arrays: Any = None,
+    policy_params: Any = None,
     backends: Mapping[str, str] = Backends(),
 ) -> Attend:
     """The ``attend`` that appends at ``positions [B, T]`` and reads what ``policy`` selects.
 
-    It selects below ``until [B]``, by the first query of the pass, and reads all of the ``tail``
-    positions from there on, which the pass and those before it have written. A layer with a sliding
-    window is read whole: it is small already. A model hands it a `Cache`, or a `PassState` where a
-    selection is to serve several layers or rows are prefetched, and gets one of the same kind.
+    It selects below ``context_len [B]``, by the first query of the pass, and reads all of the
+    ``num_new`` positions from there on, which the pass and those before it have written. A layer
+    with a sliding window is read whole: it is small already. A model passes it a `Cache`, or a
+    `PassState` where a selection is to serve several layers or rows are prefetched, and gets one of
+    the same kind.
     """
 
     @accepting_qk_rope
@@ -109,8 +112,8 @@ def selected_attend(
         plain = local and spec.window is None and q.shape[1] == 1
         if earlier is None and plain and qk_rope is not None and v is not None:
             whole = policy.attend_token(
-                *(arrays, layer, cache, q, k, v, qk_rope),
-                *(positions, until, tail, backends),
+                *(policy_params, layer, cache, q, k, v, qk_rope),
+                *(positions, context_len, num_new, backends),
             )
             if whole is not None:
                 out, lse, chosen, after = whole
@@ -118,12 +121,14 @@ def selected_attend(
                     after = given.behind(after, chosen, policy.layers_served, is_new=True)
                 return finished(out, lse, sinks, up), after
         # Written before it is read: a cache that is read and then written would be copied whole.
-        q, cache = appended(cache, layer, positions, q, k, v, qk_rope, policy, arrays, backends)
+        q, cache = appended(
+            cache, layer, positions, q, k, v, qk_rope, policy, policy_params, backends
+        )
         chosen = earlier
         if chosen is None and spec.window is None:
             # Later queries are of draft tokens: the selection, and with it the law of the tokens
             # before them, must not depend on these.
-            chosen = policy.select(arrays, layer, cache, q[:, :1], until)
+            chosen = policy.select(policy_params, layer, cache, q[:, :1], context_len)
         after = cache
         if isinstance(given, PassState):
             after = given.behind(cache, chosen, policy.layers_served, is_new=earlier is None)
@@ -135,22 +140,32 @@ def selected_attend(
                 return after, through
             known = after.serving(layer + 1) if layer + 1 < len(cache.specs) else None
             prefetched, through = fetch_next(
-                *(cache, layer, known, next_queries, through, until, policy, arrays, backends)
+                *(
+                    cache,
+                    layer,
+                    known,
+                    next_queries,
+                    through,
+                    context_len,
+                    policy,
+                    policy_params,
+                    backends,
+                )
             )
             return dataclasses.replace(after, prefetched=prefetched), through
 
         if spec.window is not None or chosen is None:
             after, q = start_next(q)
-            other = None if spec.window is not None else policy.read_as(arrays, layer, cache)
+            other = None if spec.window is not None else policy.read_as(policy_params, layer, cache)
             if other is not None:
-                cache = with_tail(cache, layer, other, until, positions)
+                cache = with_tail(cache, layer, other, context_len, positions)
             return read_whole(cache, layer, q, positions, sinks, up, backends), after
         weights = None
         if earlier is None:
-            weights = policy.weigh(arrays, layer, cache, q, until, chosen)
-        behind = until[:, None] + jnp.arange(tail, dtype=jnp.int32)[None]
+            weights = policy.weigh(policy_params, layer, cache, q, context_len, chosen)
+        behind = context_len[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None]
         if policy.moves_keys:
-            columns = picked_columns(policy, arrays, cache, layer, chosen, until)
+            columns = picked_columns(policy, policy_params, cache, layer, chosen, context_len)
             columns = joined_columns(columns, taken(cache, layer, behind, ("keys", "values")))
             where = jnp.concatenate([chosen, behind], axis=1)
             return read_columns(spec, q, columns, positions, where, sinks, up, backends), after
@@ -183,7 +198,7 @@ def selected_attend(
                 positions,
                 selected,
                 rest,
-                until,
+                context_len,
                 counts=counts,
                 log_weights=weights,
                 implementation=backends.get("gathered_attention"),
@@ -229,11 +244,11 @@ def run_selected(
     tokens: Array,
     positions: Array,
     cache: Cache,
-    until: Array,
-    tail: int,
+    context_len: Array,
+    num_new: int,
     *,
     policy: Policy,
-    arrays: Any = None,
+    policy_params: Any = None,
     backends: Mapping[str, str] = Backends(),
 ) -> tuple[Array, Cache, tuple[Array | None, ...]]:
     """A pass of ``model`` over ``tokens [B, T]`` that reads what ``policy`` selects.
@@ -242,7 +257,12 @@ def run_selected(
     selected, None for all there is. The other arguments as `selected_attend` takes them.
     """
     attend = selected_attend(
-        positions, until, tail, policy=policy, arrays=arrays, backends=backends
+        positions,
+        context_len,
+        num_new,
+        policy=policy,
+        policy_params=policy_params,
+        backends=backends,
     )
     hidden, pass_state = model(tokens, positions, attend, PassState(cache))
     return hidden, pass_state.cache, pass_state.found
@@ -264,17 +284,17 @@ class Compact:
 
     @classmethod
     @jax.named_scope("compaction")
-    def of(cls, cache: Cache, policy: Policy, arrays: Any, spare: int) -> Compact:
+    def of(cls, cache: Cache, policy: Policy, policy_params: Any, spare: int) -> Compact:
         """Copy what ``policy`` selects of the committed positions, with ``spare`` slots behind."""
         behind = cache.lengths[:, None] + jnp.arange(spare, dtype=jnp.int32)[None]
         columns, positions = [], []
         for layer, spec in enumerate(cache.specs):
             chosen = None
             if spec.window is None:
-                chosen = policy.select(arrays, layer, cache, None, cache.lengths)
+                chosen = policy.select(policy_params, layer, cache, None, cache.lengths)
             if chosen is None:
                 chosen = cache.layouts[layer].held(cache.lengths - 1)
-            picked = picked_columns(policy, arrays, cache, layer, chosen, cache.lengths)
+            picked = picked_columns(policy, policy_params, cache, layer, chosen, cache.lengths)
             pad = ((0, 0), (0, spare), (0, 0), (0, 0))
             columns.append({name: jnp.pad(x, pad) for name, x in picked.items()})
             positions.append(jnp.concatenate([chosen, behind], axis=1))
@@ -337,18 +357,22 @@ def appended(
     v: Array | None,
     qk_rope: QKRope | None,
     policy: Policy,
-    arrays: Any,
+    policy_params: Any,
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
     """The queries, rotated if that is still to be done, and the cache with the new tokens."""
     if is_offloaded(cache, layer):
         return append_to_host(
-            *(cache, layer, positions, q, k, v, qk_rope, policy, arrays, backends)
+            *(cache, layer, positions, q, k, v, qk_rope, policy, policy_params, backends)
         )
     keeps_more = columns_of(policy, layer, cache.specs[layer])
     if qk_rope is not None and v is not None:
         slots = cache.slots(layer, positions)
-        w = policy.codes_by(arrays, layer) if keeps_more and qk_rope.joined is not None else None
+        w = (
+            policy.codes_by(policy_params, layer)
+            if keeps_more and qk_rope.joined is not None
+            else None
+        )
         if w is not None:
             cache.check_keeps(layer, keeps_more)
             held = cache.columns[layer]
@@ -362,11 +386,11 @@ def appended(
             # Of the rotated keys the cache has the only copy; a slot past its end is not written.
             rows = jnp.arange(slots.shape[0])[:, None]
             k = cache.keys(layer).at[rows, slots].get(mode="clip")
-            cache = cache.written(layer, slots, **encoded(policy, arrays, layer, k, v))
+            cache = cache.written(layer, slots, **encoded(policy, policy_params, layer, k, v))
         return q, cache
     if qk_rope is not None:
         q, k = qk_rope(q, k)
-    more = encoded(policy, arrays, layer, k, v) if keeps_more else {}
+    more = encoded(policy, policy_params, layer, k, v) if keeps_more else {}
     return q, cache.append(layer, positions, **_named(k, v), **more)
 
 

@@ -58,16 +58,18 @@ class Budgeted(Policy):
         """How many positions, or pages, a ratio comes to at least."""
         return self._always
 
-    def within(self, best: Callable[..., Array], size: int, until: Array) -> Array:
-        """The positions that ``best`` gives for the budget of rows with ``until [B]`` committed.
+    def within(self, best: Callable[..., Array], size: int, context_len: Array) -> Array:
+        """The positions that ``best`` gives within the budget of each row.
+
+        ``context_len`` int32 ``[B]``: committed positions per row.
 
         ``size``: the capacity of the layer. ``best(most, counts=, lengths=, sinks=, recent=)``
         gives the positions, or pages, of the ``most`` highest scores, as `jspec.select` does.
         """
-        pages = until if self.page_size == 1 else -(-until // self.page_size)
-        most, own = self.share(size, until)
+        pages = context_len if self.page_size == 1 else -(-context_len // self.page_size)
+        most, own = self.share(size, context_len)
         chosen = best(most, lengths=pages, **own)
-        return chosen if self.page_size == 1 else _inside(chosen, self.page_size, until)
+        return chosen if self.page_size == 1 else _inside(chosen, self.page_size, context_len)
 
     def most(self, size: int) -> int:
         """How many positions, or pages, of a layer with a capacity of ``size`` are selected."""
@@ -76,15 +78,15 @@ class Budgeted(Policy):
             return min(max(math.ceil(self.budget * size), self.floor, 1), size)
         return min(max(self.budget // self.page_size, 1), size)
 
-    def share(self, size: int, until: Array) -> tuple[int, dict[str, Any]]:
+    def share(self, size: int, context_len: Array) -> tuple[int, dict[str, Any]]:
         """The ``most`` and, by name, ``counts``, ``sinks`` and ``recent`` of `within`."""
         most, size = self.most(size), whole_pages(size, self.page_size)
         if isinstance(self.budget, float):
-            share = jnp.ceil(self.budget * until.astype(jnp.float32) / self.page_size)
+            share = jnp.ceil(self.budget * context_len.astype(jnp.float32) / self.page_size)
             counts = jnp.maximum(share.astype(jnp.int32), self.floor)
         else:
             # Where it is the same for all rows, no array needs to say so.
-            counts = None if self.budget >= self.page_size else jnp.zeros_like(until)
+            counts = None if self.budget >= self.page_size else jnp.zeros_like(context_len)
         recent = touched(self._recent, self.page_size)
         sinks = whole_pages(self.sinks, self.page_size)
         # A capacity that the budget exceeds holds them all, whatever is a sink or recent.
@@ -108,7 +110,7 @@ class Budgeted(Policy):
 class ScoredPolicy(Budgeted):
     """A `Budgeted` policy that scores the cache for the queries of each pass."""
 
-    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
+    def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
         """Scores of all slots of a layer, ``[B, S]`` or, per head, ``[B, K, S]``.
 
         With a ``page_size`` above 1, those of all pages, which are then read whole. Minus infinity,
@@ -119,34 +121,34 @@ class ScoredPolicy(Budgeted):
 
     @jax.named_scope("selection")
     def select(
-        self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
+        self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array | None:
         if layer < self.dense_layers:
             return None
         assert q is not None
-        best = functools.partial(self.best, arrays, layer, cache, q)
-        return self.within(best, cache.layouts[layer].capacity, until)
+        best = functools.partial(self.best, policy_params, layer, cache, q)
+        return self.within(best, cache.layouts[layer].capacity, context_len)
 
     def best(
-        self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+        self, policy_params: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
     ) -> Array:
         """The positions, or pages, of the ``most`` highest scores, int32 ``[B, ..., most]``.
 
         ``budget`` is what else `jspec.select` takes. Minus infinity, or a whole number below 0, is
         not read, unless forced.
         """
-        scores = self.score(arrays, layer, cache, q)
+        scores = self.score(policy_params, layer, cache, q)
         if self.page_size == 1:
             return best_positions(scores, cache.layouts[layer], most, **budget)
         return highest(scores, most, **budget)
 
 
-def _inside(pages: Array, size: int, until: Array) -> Array:
-    """All positions of ``pages [..., n]`` that are below ``until [B]``."""
+def _inside(pages: Array, size: int, context_len: Array) -> Array:
+    """All positions of ``pages [..., n]`` that are below ``context_len [B]``."""
     inside = jnp.arange(size, dtype=jnp.int32).reshape(*[1] * pages.ndim, size)
     positions = jnp.where(pages[..., None] >= 0, pages[..., None] * size + inside, -1)
     positions = positions.reshape(*pages.shape[:-1], -1)
-    end = until.reshape(-1, *[1] * (pages.ndim - 1))
+    end = context_len.reshape(-1, *[1] * (pages.ndim - 1))
     return jnp.where(positions < end, positions, -1)
 
 

@@ -47,20 +47,23 @@ class Collecting:
 
 def collecting_attend(
     positions: Array,
-    until: Array,
+    context_len: Array,
     *,
     policy: Guided,
-    arrays: Any = None,
+    policy_params: Any = None,
     backends: Mapping[str, str] = Backends(),
 ) -> Attend:
     """The ``attend`` that appends at ``positions [B, T]``, reads all there is, and collects.
 
-    A layer that selects picks below ``until [B]`` on the spot, so that scores of two layers never
-    live at once, or keeps its queries where the tokens that score are not known yet. A model hands
-    it a `Collecting` and gets one. ``arrays``: of the policy that ``policy`` keeps columns by.
+    A layer that selects picks below ``context_len [B]`` at once, so that the scores of two layers
+    never need memory at the same time, or keeps its queries where the tokens that score are not
+    known yet. A model passes it a `Collecting` and gets one. ``policy_params``: those of the policy
+    that ``policy`` keeps columns by.
     """
     cache_policy = policy.cache_policy
-    dense: Any = dense_attend(positions, policy=cache_policy, arrays=arrays, backends=backends)
+    dense: Any = dense_attend(
+        positions, policy=cache_policy, policy_params=policy_params, backends=backends
+    )
 
     @accepting_qk_rope
     def attend(layer, q, k, v, given: Collecting, *, sinks=None, up=None, qk_rope=None):
@@ -70,7 +73,7 @@ def collecting_attend(
             out, cache = dense(layer, q, k, v, cache, sinks=sinks, up=up, qk_rope=qk_rope)
             return out, given.behind(cache, None)
         q, cache = appended(
-            cache, layer, positions, q, k, v, qk_rope, cache_policy, arrays, backends
+            cache, layer, positions, q, k, v, qk_rope, cache_policy, policy_params, backends
         )
         columns = cache.columns[layer]
         own, where = in_slots(cache, layer, positions)
@@ -84,13 +87,13 @@ def collecting_attend(
                 implementation=backends.get("scored_attention"),
                 **settings,
             )
-            found = policy.pick(scores, cache, layer, until)
+            found = policy.pick(scores, cache, layer, context_len)
         else:
             out, lse = attention(*arguments, implementation=backends.get("attention"), **settings)
             found = Queries(q, lse if sinks is None else jnp.logaddexp(lse, sinks[None, None]))
             if not policy.needs_verdict:
                 scoring = policy.scoring(positions)
-                found = _picked(policy, cache, layer, found, scoring, until)
+                found = _picked(policy, cache, layer, found, scoring, context_len)
         return merged(cache, out, lse, sinks, up), given.behind(cache, found)
 
     return attend
@@ -103,16 +106,16 @@ def run_collecting(
     cache: Cache,
     *,
     policy: Guided,
-    arrays: Any = None,
+    policy_params: Any = None,
     backends: Mapping[str, str] = Backends(),
 ) -> tuple[Array, Cache, Found]:
     """A full pass of ``model`` over ``tokens [B, T]`` at ``positions [B, T]`` that collects.
 
     The hidden states ``[B, T, D]``, the cache with the tokens' columns, and what was found of each
-    layer below the committed lengths. ``arrays`` as `collecting_attend` takes them.
+    layer below the committed lengths. ``policy_params`` as `collecting_attend` takes them.
     """
     attend = collecting_attend(
-        positions, cache.lengths, policy=policy, arrays=arrays, backends=backends
+        positions, cache.lengths, policy=policy, policy_params=policy_params, backends=backends
     )
     hidden, given = model(tokens, positions, attend, Collecting(cache))
     return hidden, given.cache, given.found
@@ -127,9 +130,11 @@ def picks(
 ) -> tuple[Array | None, ...]:
     """What the layers pick once ``accepted [B]`` tokens of the pass at ``positions`` are known."""
     scoring = policy.scoring(positions, accepted)
-    until = jnp.maximum(positions[:, 0], 0)
+    context_len = jnp.maximum(positions[:, 0], 0)
     return tuple(
-        _picked(policy, cache, layer, own, scoring, until) if isinstance(own, Queries) else own
+        _picked(policy, cache, layer, own, scoring, context_len)
+        if isinstance(own, Queries)
+        else own
         for layer, own in enumerate(found)
     )
 
@@ -140,11 +145,11 @@ def _picked(
     layer: int,
     own: Queries,
     scoring: Array,
-    until: Array,
+    context_len: Array,
 ) -> Array:
     """The positions of a layer by the queries of the tokens ``scoring [B, P]``."""
     scores = _scores(policy, cache, layer, own, scoring)
-    return policy.pick(scores, cache, layer, until)
+    return policy.pick(scores, cache, layer, context_len)
 
 
 @jax.named_scope("collection")

@@ -15,6 +15,6 @@ class Dense(Policy):
     """No selection at all. As a drafter it is the model itself, whose greedy draft is accepted."""
 
     def select(
-        self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
+        self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array | None:
         return None

@@ -18,5 +18,5 @@ class ExactTopK(ScoredPolicy):
     What approximate scores are measured against: it reads all keys, and saves the values alone.
     """
 
-    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
+    def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
         return dots((pooled(q, cache.specs[layer].kv_heads), cache.keys(layer)))

@@ -28,7 +28,7 @@ OPENING_SINKS = 4
 
 
 class Guidance(NamedTuple):
-    """What the passes of a draft read by, the ``arrays`` of a `Guided` policy.
+    """What the passes of a draft read by, the ``policy_params`` of a `Guided` policy.
 
     ``read``: of each layer that picks, the positions that it reads, int32 ``[B, n]`` or, per head,
     ``[B, K, n]``, -1 for none; None of other layers, and where a layer is to pick anew, by hashes.
@@ -74,7 +74,7 @@ class Guided(Budgeted):
     the bits that the codes of keys share with those of their own queries (`Hata`), in the sum over
     the same heads; 0 is never. A pass drafts a token, or is a round of a chain.
 
-    Methods take a `Guidance` as ``arrays``. Layers with a sliding window are read whole.
+    Methods take a `Guidance` as ``policy_params``. Layers with a sliding window are read whole.
     """
 
     budget: int | float = 0.07
@@ -109,11 +109,11 @@ class Guided(Budgeted):
     def columns(self, spec: LayerSpec) -> Shapes:
         return self.cache_policy.columns(spec)
 
-    def encode(self, arrays: Guidance, layer: int, k: Array) -> dict[str, Array]:
-        return self.cache_policy.encode(arrays.hashes, layer, k)
+    def encode(self, policy_params: Guidance, layer: int, k: Array) -> dict[str, Array]:
+        return self.cache_policy.encode(policy_params.hashes, layer, k)
 
-    def codes_by(self, arrays: Guidance, layer: int) -> Array | None:
-        return self.cache_policy.codes_by(arrays.hashes, layer)
+    def codes_by(self, policy_params: Guidance, layer: int) -> Array | None:
+        return self.cache_policy.codes_by(policy_params.hashes, layer)
 
     @property
     def needs_verdict(self) -> bool:
@@ -142,26 +142,26 @@ class Guided(Budgeted):
         return tuple(found)
 
     def select(
-        self, arrays: Guidance, layer: int, cache: Cache, q: Array | None, until: Array
+        self, policy_params: Guidance, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array | None:
         leader = self.leaders(cache.specs)[layer]
         if leader is None:
             return None
-        read = arrays.read[leader]
-        return self._anew(arrays, layer, cache, q, until) if read is None else read
+        read = policy_params.read[leader]
+        return self._anew(policy_params, layer, cache, q, context_len) if read is None else read
 
     @jax.named_scope("selection")
     def _anew(
-        self, arrays: Guidance, layer: int, cache: Cache, q: Array | None, until: Array
+        self, policy_params: Guidance, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array:
         """What the queries ``q`` read by hashes, where verification would have picked."""
         cache_policy = self.cache_policy
         assert isinstance(cache_policy, Hata)
         assert q is not None
-        scores = cache_policy.score(arrays.hashes, layer, cache, q).astype(jnp.float32)
-        first = arrays.since[:, 0]
-        begin = jnp.where(first >= 0, first, until)
-        return with_since(self._best(scores, cache, layer, begin), arrays.since)
+        scores = cache_policy.score(policy_params.hashes, layer, cache, q).astype(jnp.float32)
+        first = policy_params.since[:, 0]
+        begin = jnp.where(first >= 0, first, context_len)
+        return with_since(self._best(scores, cache, layer, begin), policy_params.since)
 
     def scoring(self, positions: Array, accepted: Array | None = None) -> Array:
         """Which tokens of a pass at ``positions [B, T]`` score, int32 ``[B, P]``, -1 for none.
@@ -181,42 +181,43 @@ class Guided(Budgeted):
         return latest if self.collect == "last" else jnp.where(index <= latest, index, -1)
 
     @jax.named_scope("selection")
-    def pick(self, scores: Array, cache: Cache, layer: int, until: Array) -> Array:
-        """The positions below ``until [B]`` of the highest ``scores [B, K, S]`` of a layer's slots.
+    def pick(self, scores: Array, cache: Cache, layer: int, context_len: Array) -> Array:
+        """The positions with the highest ``scores [B, K, S]`` of a layer's slots.
 
-        int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``; -1 for none.
+        int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``, all below ``context_len [B]``; -1 for
+        none.
         """
         if self.score == "softmax":
-            scores = softmax(scores, cache.layouts[layer], until)
-        return self._best(scores, cache, layer, until)
+            scores = softmax(scores, cache.layouts[layer], context_len)
+        return self._best(scores, cache, layer, context_len)
 
-    def _best(self, scores: Array, cache: Cache, layer: int, until: Array) -> Array:
+    def _best(self, scores: Array, cache: Cache, layer: int, context_len: Array) -> Array:
         """As `pick`, by the ``scores`` themselves."""
         layout = cache.layouts[layer]
         if not self.per_head:
             scores = scores.sum(axis=1)
             scores = scores if cache.shards is None else cache.shards.over_heads(scores)
         if self.ahead:
-            scores, layout = carried(scores, layout, self.ahead, until)
+            scores, layout = carried(scores, layout, self.ahead, context_len)
 
         def best(most: int, **own: Any) -> Array:
             if self.page_size == 1:
                 return best_positions(scores, layout, most, **own)
-            means = _page_means(in_order(scores, layout), self.page_size, until)
+            means = _page_means(in_order(scores, layout), self.page_size, context_len)
             return highest(means, most, **own)
 
-        return self.within(best, layout.capacity, until)
+        return self.within(best, layout.capacity, context_len)
 
-    def opening(self, kv_heads: int, size: int, until: Array) -> Array:
+    def opening(self, kv_heads: int, size: int, context_len: Array) -> Array:
         """What a draft reads before any verification: the first positions, and the last ones."""
 
         def best(most: int, *, sinks: int, recent: int, **own: Any) -> Array:
             later = jnp.arange(whole_pages(size, self.page_size), dtype=jnp.int32)[None]
-            later = jnp.broadcast_to(later, (len(until), later.shape[1]))
+            later = jnp.broadcast_to(later, (len(context_len), later.shape[1]))
             sinks = min(max(sinks, whole_pages(OPENING_SINKS, self.page_size)), most - recent)
             return select(later, most, sinks=sinks, recent=recent, **own)
 
-        found = self.within(best, size, until)
+        found = self.within(best, size, context_len)
         if not self.per_head:
             return found
         return jnp.broadcast_to(found[:, None], (len(found), kv_heads, found.shape[1]))
@@ -255,10 +256,10 @@ def padded(positions: Array, size: int) -> Array:
     return jnp.pad(positions, widths, constant_values=-1)
 
 
-def _page_means(scores: Array, size: int, until: Array) -> Array:
-    """``scores [B, ..., S]`` in the mean over the positions below ``until`` of each page."""
+def _page_means(scores: Array, size: int, context_len: Array) -> Array:
+    """``scores [B, ..., S]`` in the mean over the positions below ``context_len`` of each page."""
     slots = scores.shape[-1]
-    end = until.reshape(-1, *[1] * (scores.ndim - 1))
+    end = context_len.reshape(-1, *[1] * (scores.ndim - 1))
     inside = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1) < end
     pad = [(0, 0)] * (scores.ndim - 1) + [(0, -slots % size)]
 

@@ -72,34 +72,36 @@ class Hata(ScoredPolicy):
         check_hashes(hashes, specs)
         return hashes
 
-    def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
-        columns = {"codes": hash_encode(k, arrays[layer])}
+    def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
+        columns = {"codes": hash_encode(k, policy_params[layer])}
         if self.norms:
             columns["norms"] = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
         return columns
 
-    def codes_by(self, arrays: Any, layer: int) -> Array | None:
-        return None if self.norms else arrays[layer]
+    def codes_by(self, policy_params: Any, layer: int) -> Array | None:
+        return None if self.norms else policy_params[layer]
 
-    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
+    def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
         held = cache.columns[layer]
-        return hamming_scores(hash_encode(q, arrays[layer]), held["codes"], norms=held.get("norms"))
+        return hamming_scores(
+            hash_encode(q, policy_params[layer]), held["codes"], norms=held.get("norms")
+        )
 
     def best(
-        self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+        self, policy_params: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
     ) -> Array:
         layout, codes = cache.layouts[layer], cache.columns[layer]["codes"]
         if self.norms:
-            return super().best(arrays, layer, cache, q, most, **budget)
+            return super().best(policy_params, layer, cache, q, most, **budget)
         if not isinstance(layout, LinearLayout):
             shared = q.shape[1] * (q.shape[2] // codes.shape[2]) * self.bits
-            scores = self.score(arrays, layer, cache, q)
+            scores = self.score(policy_params, layer, cache, q)
             return best_positions(scores, layout, most, highest=shared, **budget)
-        return hash_select(hash_encode(q, arrays[layer]), codes, most, **budget)
+        return hash_select(hash_encode(q, policy_params[layer]), codes, most, **budget)
 
     def attend_token(
         self,
-        arrays: Any,
+        policy_params: Any,
         layer: int,
         cache: Cache,
         q: Array,
@@ -107,8 +109,8 @@ class Hata(ScoredPolicy):
         v: Array,
         qk_rope: QKRope,
         positions: Array,
-        until: Array,
-        tail: int,
+        context_len: Array,
+        num_new: int,
         backends: Mapping[str, str],
     ) -> tuple[Array, Array, Array, Cache] | None:
         layout, spec = cache.layouts[layer], cache.specs[layer]
@@ -120,10 +122,22 @@ class Hata(ScoredPolicy):
         names = ("keys", "values", "codes")
         cache.check_keeps(layer, names)
         keys, values, codes = (cache.columns[layer][name] for name in names)
-        most, own = self.share(layout.capacity, until)
+        most, own = self.share(layout.capacity, context_len)
         out, lse, chosen, *columns = hash_attention(
-            *(q, k, v, qk_rope, keys, values, codes, arrays[layer], positions, until, most),
-            tail=tail,
+            *(
+                q,
+                k,
+                v,
+                qk_rope,
+                keys,
+                values,
+                codes,
+                policy_params[layer],
+                positions,
+                context_len,
+                most,
+            ),
+            num_new=num_new,
             scale=spec.scale,
             softcap=spec.softcap,
             implementation=backends.get("hash_attention"),

@@ -55,9 +55,11 @@ class Loki(ScoredPolicy):
     def _channels(self, size: int) -> int:
         return min(self.channels, size)
 
-    def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
-        return {"components": jnp.einsum("btkh,khr->btkr", k.astype(jnp.float32), arrays[layer])}
+    def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
+        return {
+            "components": jnp.einsum("btkh,khr->btkr", k.astype(jnp.float32), policy_params[layer])
+        }
 
-    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
-        q = jnp.einsum("bkh,khr->bkr", pooled(q, cache.specs[layer].kv_heads), arrays[layer])
+    def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
+        q = jnp.einsum("bkh,khr->bkr", pooled(q, cache.specs[layer].kv_heads), policy_params[layer])
         return dots((q, cache.columns[layer]["components"]))

@@ -76,39 +76,45 @@ class MagicPIG(ScoredPolicy):
             shape = (spec.kv_heads, spec.key_size)
             center = np.zeros(shape) if keys is None else keys[layer].mean(axis=0)
             projections = rng.standard_normal((spec.key_size, self.tables * self.bits))
-            arrays = {"center": center, "projections": projections}
-            layers.append({name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()})
+            params = {"center": center, "projections": projections}
+            layers.append({name: jnp.asarray(x, jnp.float32) for name, x in params.items()})
         return tuple(layers)
 
-    def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
-        own = arrays[layer]
+    def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
+        own = policy_params[layer]
         k = k.astype(jnp.float32) - own["center"][None, None]
         return {"buckets": bucket_codes(k, own["projections"], self.tables)}
 
-    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
-        own = bucket_codes(q, arrays[layer]["projections"], self.tables)
+    def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
+        own = bucket_codes(q, policy_params[layer]["projections"], self.tables)
         return collision_scores(own, cache.columns[layer]["buckets"], self.tables)
 
     def best(
-        self, arrays: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+        self, policy_params: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
     ) -> Array:
-        scores = self.score(arrays, layer, cache, q)
+        scores = self.score(policy_params, layer, cache, q)
         highest = most_collisions(q, cache.columns[layer]["buckets"], self.tables)
         return best_positions(scores, cache.layouts[layer], most, highest=highest, **budget)
 
     def weigh(
-        self, arrays: Any, layer: int, cache: Cache, q: Array, until: Array, chosen: Array
+        self,
+        policy_params: Any,
+        layer: int,
+        cache: Cache,
+        q: Array,
+        context_len: Array,
+        chosen: Array,
     ) -> Array | None:
         if not self.weights:
             return None
-        own = bucket_codes(q, arrays[layer]["projections"], self.tables)
+        own = bucket_codes(q, policy_params[layer]["projections"], self.tables)
         held = taken(cache, layer, chosen, ("keys", "buckets"))
         met = jnp.moveaxis(collisions(own, held["buckets"], self.tables), 2, -1)
         heads, q = q.shape[2], by_group(q, cache.specs[layer].kv_heads)
-        k = held["keys"].astype(jnp.float32) - arrays[layer]["center"][None, None]
+        k = held["keys"].astype(jnp.float32) - policy_params[layer]["center"][None, None]
         probability = log_probability(cosines(q, k), self.bits, self.tables)
         weights = jnp.where(met >= LEAST, -probability, -jnp.inf)
-        end = until[:, None, None]
+        end = context_len[:, None, None]
         always = (chosen < self.sinks) | (chosen >= end - self.recent)
         weights = jnp.where(always[:, None, :, None], 0.0, weights)
         return weights.reshape(*weights.shape[:2], heads, -1)

@@ -57,12 +57,12 @@ def append_to_host(
     v: Array | None,
     qk_rope: QKRope | None,
     policy: Policy,
-    arrays: Any,
+    policy_params: Any,
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
     """The queries, rotated if that is still to be done, and the cache with the new tokens."""
     slots, held = cache.slots(layer, positions), _held(cache, layer)
-    encode = functools.partial(policy.encode, arrays, layer)
+    encode = functools.partial(policy.encode, policy_params, layer)
     dtype = held["keys"].dtype
     if qk_rope is not None and v is not None:
         # By the operation that appends on a device, into room for the new tokens alone: the same
@@ -142,9 +142,9 @@ def fetch_next(
     known: Array | None,
     next_queries: Callable[[], Array] | None,
     through: Array,
-    until: Array,
+    context_len: Array,
     policy: Policy,
-    arrays: Any,
+    policy_params: Any,
     backends: Mapping[str, str],
 ) -> tuple[PrefetchedRows | None, Array]:
     """What the layer behind ``layer`` will read on its way, where the policy predicts it.
@@ -158,7 +158,9 @@ def fetch_next(
     if predictor is None:
         return None, through
     if known is None and next_queries is not None:
-        known = predictor.select(arrays, following, cache, next_queries()[:, :1], until)
+        known = predictor.select(
+            policy_params, following, cache, next_queries()[:, :1], context_len
+        )
     if known is None:
         return None, through
     columns, heads = tuple(_held(cache, following).values()), cache.specs[following].kv_heads

@@ -22,8 +22,8 @@ from jspec.typing import Array, Model
 class Policy:
     """A sparse view of the cache. Subclasses are frozen dataclasses of settings.
 
-    ``arrays`` are what `prepare` made, from `jspec.Models`; a policy with ``needs_arrays`` cannot
-    do without. With ``needs_keys=False`` they do not depend on the keys of a sample text.
+    ``policy_params`` are what `prepare` made, from `jspec.Models`; a policy with ``needs_arrays``
+    cannot do without. With ``needs_keys=False`` they do not depend on the keys of a sample text.
     ``reads_queries=False`` promises that `select` ignores its query and gives None or ``[B, n]``:
     one selection then serves a whole draft. A layer with a sliding window is read whole, and keeps
     nothing for a policy: its methods are not asked about it.
@@ -83,7 +83,7 @@ class Policy:
         return {}
 
     def prepare(self, specs: Sequence[LayerSpec], keys: Sequence[np.ndarray] | None) -> Any:
-        """The ``arrays`` that the other methods take, a pytree.
+        """The ``policy_params`` that the other methods take, a pytree.
 
         ``keys``: those of a sample text, float32 ``[M, K, H]`` a layer, or None. Raises
         `ValueError` where the policy cannot do without.
@@ -94,15 +94,15 @@ class Policy:
         """What `jspec.prepare` gives: `prepare`, unless the policy needs more of the model."""
         return self.prepare(model.config.layers, keys)
 
-    def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
+    def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
         """The `columns` of new tokens, ``[B, T, ...]``, from their keys ``k [B, T, K, H]``."""
         return {}
 
-    def encode_values(self, arrays: Any, layer: int, v: Array) -> dict[str, Array]:
+    def encode_values(self, policy_params: Any, layer: int, v: Array) -> dict[str, Array]:
         """More of the `columns` of new tokens, from their values ``v [B, T, K, value size]``."""
         return {}
 
-    def codes_by(self, arrays: Any, layer: int) -> Array | None:
+    def codes_by(self, policy_params: Any, layer: int) -> Array | None:
         """The matrices ``[K, H, R]`` of which `jspec.hash_encode` makes the only column, ``codes``.
 
         None where `encode` does something else. The codes are then made as the keys are written.
@@ -110,7 +110,7 @@ class Policy:
         return None
 
     def fold(
-        self, arrays: Any, layer: int, cache: Cache, before: Array, after: Array, most: int
+        self, policy_params: Any, layer: int, cache: Cache, before: Array, after: Array, most: int
     ) -> dict[str, Array]:
         """The `pages` of a layer once positions ``before [B]`` to ``after - 1 [B]`` are committed.
 
@@ -119,28 +119,37 @@ class Policy:
         return cache.pages[layer]
 
     def select(
-        self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
+        self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array | None:
-        """The positions below ``until [B]`` that the queries ``q [B, T, N, H]`` read in a layer.
+        """The positions that the queries ``q [B, T, N, H]`` read in a layer.
 
-        int32 ``[B, n]``, shared by all heads, or ``[B, K, n]``; each once, -1 for none. None reads
-        all of them. Positions from ``until`` on, the query's own among them, are always read.
+        They are below ``context_len [B]``: int32 ``[B, n]``, shared by all heads, or ``[B, K, n]``;
+        each once, -1 for none. None reads all of them. Positions from ``context_len`` on, the
+        query's own among them, are always read.
         """
         raise NotImplementedError
 
-    def read_as(self, arrays: Any, layer: int, cache: Cache) -> dict[str, Array] | None:
+    def read_as(self, policy_params: Any, layer: int, cache: Cache) -> dict[str, Array] | None:
         """``keys`` and ``values`` of a layer's slots as queries read them, None for as they are.
 
         Asked where `select` gives None; what follows the committed context is read as it is.
         """
         return None
 
-    def moved(self, arrays: Any, layer: int, k: Array, chosen: Array, until: Array) -> Array:
+    def moved(
+        self, policy_params: Any, layer: int, k: Array, chosen: Array, context_len: Array
+    ) -> Array:
         """The keys ``k [B, n, K, H]`` of the positions ``chosen [B, n]`` as queries read them."""
         return k
 
     def weigh(
-        self, arrays: Any, layer: int, cache: Cache, q: Array, until: Array, chosen: Array
+        self,
+        policy_params: Any,
+        layer: int,
+        cache: Cache,
+        q: Array,
+        context_len: Array,
+        chosen: Array,
     ) -> Array | None:
         """The log-weights of the positions ``chosen`` that `select` gave for the queries ``q``.
 
@@ -151,7 +160,7 @@ class Policy:
 
     def attend_token(
         self,
-        arrays: Any,
+        policy_params: Any,
         layer: int,
         cache: Cache,
         q: Array,
@@ -159,8 +168,8 @@ class Policy:
         v: Array,
         qk_rope: QKRope,
         positions: Array,
-        until: Array,
-        tail: int,
+        context_len: Array,
+        num_new: int,
         backends: Mapping[str, str],
     ) -> tuple[Array, Array, Array, Cache] | None:
         """A layer's whole attention for one new token, where the policy has one operation for it.
@@ -168,17 +177,19 @@ class Policy:
         ``q [B, 1, N, H]``, ``k [B, 1, K, H]`` and ``v [B, 1, K, H']`` at ``positions [B, 1]``,
         before ``qk_rope`` norms and rotates them. Returns the output and its log-sum-exp, what
         `select` gives for these queries, and the cache with the new token: all as `encode`,
-        `select` and attention over it and the ``tail`` positions from ``until [B]`` on give them,
-        which run one by one for None. ``backends``: named ones, of operations. Layers whose keys
-        lie elsewhere, and those that read the selection of another one, are not asked.
+        `select` and attention over it and the ``num_new`` positions from ``context_len [B]`` on
+        give them, which run one by one for None. ``backends``: named ones, of operations. Layers
+        whose keys lie elsewhere, and those that read the selection of another one, are not asked.
         """
         return None
 
 
-def encoded(policy: Policy, arrays: Any, layer: int, k: Array, v: Array | None) -> dict[str, Array]:
+def encoded(
+    policy: Policy, policy_params: Any, layer: int, k: Array, v: Array | None
+) -> dict[str, Array]:
     """What ``policy`` keeps of new tokens with keys ``k`` and values ``v``, None if in the keys."""
-    more = {} if v is None else policy.encode_values(arrays, layer, v)
-    return policy.encode(arrays, layer, k) | more
+    more = {} if v is None else policy.encode_values(policy_params, layer, v)
+    return policy.encode(policy_params, layer, k) | more
 
 
 def columns_of(policy: Policy, layer: int, spec: LayerSpec) -> Shapes:
@@ -225,7 +236,7 @@ def create_cache(
 
 
 def with_pages(
-    policy: Policy, arrays: Any, cache: Cache, before: Array, after: Array, most: int
+    policy: Policy, policy_params: Any, cache: Cache, before: Array, after: Array, most: int
 ) -> Cache:
     """The cache once positions ``before [B]`` to ``after - 1``, at most ``most``, are committed."""
     held = cache.pages or ({},) * len(cache.specs)
@@ -236,7 +247,7 @@ def with_pages(
                 f"{sorted(wanted)}; start decoding with the config of its steps"
             )
     pages = tuple(
-        policy.fold(arrays, layer, cache, before, after, most) if own else own
+        policy.fold(policy_params, layer, cache, before, after, most) if own else own
         for layer, own in enumerate(held)
     )
     return dataclasses.replace(cache, pages=pages) if any(pages) else cache

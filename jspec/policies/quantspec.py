@@ -47,20 +47,20 @@ class QuantSpec(Policy):
             found[f"{name}_scales"] = ((spec.kv_heads, size // self.group, 2), None)
         return found
 
-    def encode(self, arrays: Any, layer: int, k: Array) -> dict[str, Array]:
+    def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
         codes, scales = in_4_bits(k, self.group)
         return {"key_codes": codes, "key_scales": scales}
 
-    def encode_values(self, arrays: Any, layer: int, v: Array) -> dict[str, Array]:
+    def encode_values(self, policy_params: Any, layer: int, v: Array) -> dict[str, Array]:
         codes, scales = in_4_bits(v, self.group)
         return {"value_codes": codes, "value_scales": scales}
 
     def select(
-        self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
+        self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array | None:
         return None
 
-    def read_as(self, arrays: Any, layer: int, cache: Cache) -> dict[str, Array]:
+    def read_as(self, policy_params: Any, layer: int, cache: Cache) -> dict[str, Array]:
         held = cache.columns[layer]
         return {
             f"{name}s": from_4_bits(held[f"{name}_codes"], held[f"{name}_scales"])

@@ -40,7 +40,7 @@ class Quest(ScoredPolicy):
         return {"low": (channels, None), "high": (channels, None)}
 
     def fold(
-        self, arrays: Any, layer: int, cache: Cache, before: Array, after: Array, most: int
+        self, policy_params: Any, layer: int, cache: Cache, before: Array, after: Array, most: int
     ) -> dict[str, Array]:
         """Pages that got positions are made anew from all committed keys in them."""
         held = cache.pages[layer]
@@ -63,7 +63,7 @@ class Quest(ScoredPolicy):
             for name, x in found.items()
         }
 
-    def score(self, arrays: Any, layer: int, cache: Cache, q: Array) -> Array:
+    def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
         # Positive channels meet the largest key and negative ones the smallest.
         batch, tokens, heads, size = q.shape
         kv_heads = cache.specs[layer].kv_heads

@@ -87,11 +87,11 @@ def _of_own_heads(shards: Shards, out: Array, lse: Array, sinks: Array | None) -
 
 
 def with_tail(
-    cache: Cache, layer: int, columns: Mapping[str, Array], until: Array, positions: Array
+    cache: Cache, layer: int, columns: Mapping[str, Array], context_len: Array, positions: Array
 ) -> Cache:
-    """The cache where a layer's ``columns`` are others below ``until [B]``, for reading alone."""
+    """The cache with other ``columns`` of a layer below ``context_len [B]``, for reading alone."""
     held = cache.layouts[layer].held(positions.max(axis=1))
-    is_tail = (held >= until[:, None])[..., None, None]
+    is_tail = (held >= context_len[:, None])[..., None, None]
     own = cache.columns[layer]
     return cache.replaced(
         layer, **{name: jnp.where(is_tail, own[name], x) for name, x in columns.items()}
@@ -99,12 +99,12 @@ def with_tail(
 
 
 def picked_columns(
-    policy: Policy, arrays: Any, cache: Cache, layer: int, chosen: Array, until: Array
+    policy: Policy, policy_params: Any, cache: Cache, layer: int, chosen: Array, context_len: Array
 ) -> dict[str, Array]:
     """A copy of the keys and values that ``policy`` chose, the keys where it moves them to."""
     picked = taken(cache, layer, chosen, ("keys", "values"))
     if policy.moves_keys and cache.specs[layer].window is None:
-        picked["keys"] = policy.moved(arrays, layer, picked["keys"], chosen, until)
+        picked["keys"] = policy.moved(policy_params, layer, picked["keys"], chosen, context_len)
     return picked
 
 

@@ -60,10 +60,12 @@ def best_positions(scores: Array, layout: Layout, most: int, **budget: Any) -> A
     return _read_of(scores, slots, positions, **budget)
 
 
-def softmax(scores: Array, layout: Layout, until: Array) -> Array:
-    """The softmax of ``scores [B, K, S]`` over the slots of positions below ``until [B]``, 0 in
-    others. Of a `Stripe` over the slots of all devices."""
-    scores = jnp.where(_inside(scores, layout, until), scores.astype(jnp.float32), -jnp.inf)
+def softmax(scores: Array, layout: Layout, context_len: Array) -> Array:
+    """The softmax of ``scores [B, K, S]`` over the slots of positions below ``context_len [B]``.
+
+    0 in other slots. Of a `Stripe` over the slots of all devices.
+    """
+    scores = jnp.where(_inside(scores, layout, context_len), scores.astype(jnp.float32), -jnp.inf)
     top = scores.max(axis=-1, keepdims=True)
     axis = layout.axis if isinstance(layout, Stripe) else ()
     top = lax.pmax(top, axis) if axis else top
@@ -74,15 +76,15 @@ def softmax(scores: Array, layout: Layout, until: Array) -> Array:
 
 
 def carried(
-    scores: Array, layout: Layout, ahead: int, until: Array
+    scores: Array, layout: Layout, ahead: int, context_len: Array
 ) -> tuple[Array, LinearLayout | Stripe]:
     """Of each position the highest score of itself and of the ``ahead`` ones before it.
 
-    ``scores [..., S]`` of all slots; those of positions from ``until [B]`` on do not count. Returns
-    scores, and the layout of their slots. Raises `ValueError` where ``ahead`` is over the block of
-    a `Stripe`.
+    ``scores [..., S]`` of all slots; those of positions from ``context_len [B]`` on do not count.
+    Returns scores, and the layout of their slots. Raises `ValueError` where ``ahead`` is over the
+    block of a `Stripe`.
     """
-    scores = jnp.where(_inside(scores, layout, until), scores, -jnp.inf)
+    scores = jnp.where(_inside(scores, layout, context_len), scores, -jnp.inf)
     if not isinstance(layout, Stripe):
         scores, layout = in_order(scores, layout), LinearLayout(layout.size)
         before = jnp.full((*scores.shape[:-1], ahead), -jnp.inf, scores.dtype)
@@ -109,9 +111,9 @@ def _best_up_to(before: Array, scores: Array) -> Array:
     return functools.reduce(jnp.maximum, (whole[..., i : i + size] for i in range(ahead + 1)))
 
 
-def _inside(scores: Array, layout: Layout, until: Array) -> Array:
-    """Which slots of ``scores [B, ..., S]`` hold a position below ``until [B]``."""
-    held = layout.held(until - 1)
+def _inside(scores: Array, layout: Layout, context_len: Array) -> Array:
+    """Which slots of ``scores [B, ..., S]`` hold a position below ``context_len [B]``."""
+    held = layout.held(context_len - 1)
     return (held >= 0).reshape(held.shape[0], *[1] * (scores.ndim - 2), held.shape[-1])
 
 

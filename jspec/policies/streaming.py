@@ -72,7 +72,7 @@ class Streaming(Policy):
         )
 
     def select(
-        self, arrays: Any, layer: int, cache: Cache, q: Array | None, until: Array
+        self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array | None:
         size = cache.layouts[layer].capacity
         sinks = min(self.sinks, size)
@@ -81,21 +81,25 @@ class Streaming(Policy):
             window = max(math.ceil(np.float32(self.window) * np.float32(size)) - sinks, 1)
         else:
             window = min(self.window, size)
-        first = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32)[None], (until.shape[0], sinks))
-        begin = jnp.maximum(self._window_begin(until), 0)[:, None]
+        first = jnp.broadcast_to(
+            jnp.arange(sinks, dtype=jnp.int32)[None], (context_len.shape[0], sinks)
+        )
+        begin = jnp.maximum(self._window_begin(context_len), 0)[:, None]
         recent = begin + jnp.arange(window, dtype=jnp.int32)[None]
         # A recent position that is a sink as well is read once.
         positions = jnp.concatenate([first, jnp.where(recent >= sinks, recent, -1)], axis=1)
-        return jnp.where(positions < until[:, None], positions, -1)
+        return jnp.where(positions < context_len[:, None], positions, -1)
 
-    def _window_begin(self, until: Array) -> Array:
-        """Where the window of rows with ``until [B]`` positions begins; below 0 if it has room."""
+    def _window_begin(self, context_len: Array) -> Array:
+        """Where the window of rows with ``context_len [B]`` positions begins; below 0 if short."""
         if not isinstance(self.window, float):
-            return until - self.window
-        share = jnp.ceil(self.window * until.astype(jnp.float32)).astype(jnp.int32)
-        return until - jnp.maximum(share - self.sinks, 1)
+            return context_len - self.window
+        share = jnp.ceil(self.window * context_len.astype(jnp.float32)).astype(jnp.int32)
+        return context_len - jnp.maximum(share - self.sinks, 1)
 
-    def moved(self, arrays: Any, layer: int, k: Array, chosen: Array, until: Array) -> Array:
-        between = jnp.maximum(self._window_begin(until) - self.sinks, 0)[:, None]
+    def moved(
+        self, policy_params: Any, layer: int, k: Array, chosen: Array, context_len: Array
+    ) -> Array:
+        between = jnp.maximum(self._window_begin(context_len) - self.sinks, 0)[:, None]
         by = jnp.where(chosen < self.sinks, between, 0)
-        return rotate(k, *rope_angles(by, arrays[layer], 1.0))
+        return rotate(k, *rope_angles(by, policy_params[layer], 1.0))

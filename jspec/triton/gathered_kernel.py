@@ -66,7 +66,7 @@ def gathered_kernel(
     selected,
     counts,
     tail,
-    until,
+    context_len,
     log_weights,
     out,
     lse,
@@ -131,7 +131,7 @@ def gathered_kernel(
     own, row = number // MINE, number % MINE
     position = tl.load(positions + batch_row * TOKENS + row // GROUP, mask=live, other=-1)
     newest = tl.max(position)
-    behind = tl.load(until + batch_row) + AHEAD
+    behind = tl.load(context_len + batch_row) + AHEAD
     at_query = (batch_row * TOKENS + row // GROUP) * (KV_HEADS * GROUP) + row % GROUP
     at_query += (head + own) * GROUP
     WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty

@@ -107,7 +107,7 @@ def test_a_selection_has_each_slot_once_and_none_of_the_newest(case):
     data = gather.inputs(case)
     selected = np.asarray(data.selected).reshape(-1, case["n"])
     assert all(len(set(x)) == case["n"] for x in selected.tolist())
-    assert selected.max() < data.until[0] == 93
+    assert selected.max() < data.context_len[0] == 93
     assert data.selected.shape == gather.argument_shapes(case)[4].shape
 
 

@@ -93,8 +93,8 @@ def test_keys_that_share_too_few_buckets_are_not_to_be_selected():
 
 def test_brute_force_is_softmax_over_the_selected(made):
     _, _, cache, (_, chosen) = made[0]["hata"]
-    q, until = made[1].parts()[0], made[1].until
-    out = check.attended(q, cache.keys(0), cache.values(0), chosen, until)
+    q, context_len = made[1].parts()[0], made[1].context_len
+    out = check.attended(q, cache.keys(0), cache.values(0), chosen, context_len)
     keys, values, q = (np.asarray(x, np.float64) for x in (cache.keys(0), cache.values(0), q))
     for head in range(4):
         slots = [*np.asarray(chosen[1, head // 2]).tolist(), 255]

@@ -146,9 +146,9 @@ def read_in_each_layer(policy, state, matrices, step: int, layer: int, row: int,
 
     ``keys [n, K, H]`` of the cache and queries ``q [N, H]`` of the pass; ``before``: of the last.
     """
-    until = int(state.cache.lengths[row])
+    context_len = int(state.cache.lengths[row])
     since = [p for p in np.asarray(state.draft.since)[row].tolist() if p >= 0]
-    begin = since[0] if since else until
+    begin = since[0] if since else context_len
     if step == 0:
         picked = np.asarray(state.draft.picked[layer])[row]
         heads = picked if policy.per_head else [picked] * keys.shape[1]

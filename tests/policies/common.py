@@ -25,7 +25,7 @@ class SharedTopK(ScoredPolicy):
     recent: int = 0
     dense_layers: int = 0
 
-    def score(self, arrays, layer, cache, q):
+    def score(self, policy_params, layer, cache, q):
         mean = q.mean(axis=(1, 2))
         return jnp.einsum("bh,bskh->bs", mean, cache.keys(layer))
 
@@ -42,10 +42,10 @@ class NormTopK(ScoredPolicy):
     def columns(self, spec: LayerSpec):
         return {"norms": ((spec.kv_heads,), jnp.float32)}
 
-    def encode(self, arrays, layer, k):
+    def encode(self, policy_params, layer, k):
         return {"norms": jnp.linalg.norm(k.astype(jnp.float32), axis=-1)}
 
-    def score(self, arrays, layer, cache, q):
+    def score(self, policy_params, layer, cache, q):
         return jnp.swapaxes(cache.columns[layer]["norms"], 1, 2)
 
 
@@ -83,20 +83,22 @@ def filled(policy, layout, lengths=LENGTHS, junk=0.0) -> Cache:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "layout", "junk"))
-def _filled(policy, layout, junk, arrays, until):
-    batch = len(until)
+def _filled(policy, layout, junk, policy_params, context_len):
+    batch = len(context_len)
     cache = create_cache(policy, [SPEC], [layout], batch, jnp.float32)
     index = jnp.arange(CAPACITY, dtype=jnp.int32)[None]
-    positions = jnp.where(index < until[:, None], index, -1)
+    positions = jnp.where(index < context_len[:, None], index, -1)
     k, v = random(batch, CAPACITY, 2, 8, seed=1), random(batch, CAPACITY, 2, 4, seed=2)
     columns = {
         name: jnp.full_like(x, junk) if jnp.issubdtype(x.dtype, jnp.floating) else x
         for name, x in cache.columns[0].items()
     }
     cache = cache.replaced(0, **columns)
-    cache = cache.append(0, positions, keys=k, values=v, **policy.encode(arrays, 0, k))
-    cache = with_pages(policy, arrays, cache, jnp.zeros_like(until), until, CAPACITY)
-    return cache.with_lengths(until)
+    cache = cache.append(0, positions, keys=k, values=v, **policy.encode(policy_params, 0, k))
+    cache = with_pages(
+        policy, policy_params, cache, jnp.zeros_like(context_len), context_len, CAPACITY
+    )
+    return cache.with_lengths(context_len)
 
 
 def query(batch: int = BATCH, seed: int = 5):

@@ -5,12 +5,12 @@ import math
 import numpy as np
 
 
-def exact_topk(policy, arrays, keys, queries, sample):
+def exact_topk(policy, policy_params, keys, queries, sample):
     """Gupta et al. 2021: the products themselves."""
     return keys @ queries.sum(axis=0)
 
 
-def quest(policy, arrays, keys, queries, sample):
+def quest(policy, policy_params, keys, queries, sample):
     """Tang et al. 2024, algorithm 1: the upper bound of each page."""
     bounds = []
     for begin in range(0, len(keys), policy.page):
@@ -20,22 +20,22 @@ def quest(policy, arrays, keys, queries, sample):
     return np.array(bounds)
 
 
-def loki(policy, arrays, keys, queries, sample):
+def loki(policy, policy_params, keys, queries, sample):
     """Singhania et al. 2024: products in the leading right singular vectors of centred keys."""
     _, _, vectors = np.linalg.svd(sample - sample.mean(axis=0))
     leading = vectors[: policy.channels].T
     return (keys @ leading) @ (queries.sum(axis=0) @ leading)
 
 
-def hata(policy, arrays, keys, queries, sample):
+def hata(policy, policy_params, keys, queries, sample):
     """The paper, algorithms 2 and 3: bits that differ, summed over the queries of a group."""
-    codes = keys @ np.float64(arrays) > 0
-    return -sum((codes != (q @ np.float64(arrays) > 0)).sum(axis=-1) for q in queries)
+    codes = keys @ np.float64(policy_params) > 0
+    return -sum((codes != (q @ np.float64(policy_params) > 0)).sum(axis=-1) for q in queries)
 
 
-def magicpig(policy, arrays, keys, queries, sample):
+def magicpig(policy, policy_params, keys, queries, sample):
     """Chen et al. 2024: how many tables put a key into the query's bucket, from two on."""
-    projections = np.float64(arrays["projections"]).reshape(-1, policy.tables, policy.bits)
+    projections = np.float64(policy_params["projections"]).reshape(-1, policy.tables, policy.bits)
     found = np.zeros(len(keys))
     for q in queries:
         for at, k in enumerate(keys - sample.mean(axis=0)):
@@ -57,12 +57,12 @@ SCORES = {
 }
 
 
-def selected(name, policy, arrays, keys, queries, sample) -> list[int]:
+def selected(name, policy, policy_params, keys, queries, sample) -> list[int]:
     """The positions of ``keys [n, H]`` that ``queries [G, H]`` read, in ascending order."""
     count, page = len(keys), policy.page_size
     if not count:
         return []
-    scores = SCORES[name](policy, arrays, keys, queries, sample)
+    scores = SCORES[name](policy, policy_params, keys, queries, sample)
     recent = max(policy.recent, 1) if page > 1 else policy.recent
     # Of pages, as many as the recent positions may lie in.
     first, last = -(-policy.sinks // page), min(recent, -(-(recent - 1) // page) + 1)

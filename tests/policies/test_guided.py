@@ -59,39 +59,41 @@ def tokens_that_score(policy: Guided, row: int) -> list[int]:
 
 def wanted(policy: Guided, q, keys, row: int) -> list[set[int]]:
     """The positions that each KV head reads, from logits or softmax weights of every query."""
-    until = int(LENGTHS[row])
-    means = np.zeros((2, until))
+    context_len = int(LENGTHS[row])
+    means = np.zeros((2, context_len))
     for head in range(4):
         for token in tokens_that_score(policy, row):
-            logits = keys[row, : until + token + 1, head // 2] @ q[row, token, head] / np.sqrt(8)
+            logits = (
+                keys[row, : context_len + token + 1, head // 2] @ q[row, token, head] / np.sqrt(8)
+            )
             weights = np.exp(logits) / np.exp(logits).sum()
-            means[head // 2] += (weights if policy.score == "weight" else logits)[:until]
+            means[head // 2] += (weights if policy.score == "weight" else logits)[:context_len]
     if policy.score == "softmax":
         means /= 2 * len(tokens_that_score(policy, row))
         means = np.exp(means) / np.exp(means).sum(axis=1, keepdims=True)
-    return best_of(policy, means, until)
+    return best_of(policy, means, context_len)
 
 
-def best_of(policy: Guided, means, until: int) -> list[set[int]]:
-    """The positions that each KV head reads, by its scores ``[K, until]``; ties go to the first."""
+def best_of(policy: Guided, means, context_len: int) -> list[set[int]]:
+    """What each KV head reads, by its scores ``[K, context_len]``; ties go to the first."""
     if not policy.per_head:
         means = np.broadcast_to(means.sum(axis=0), means.shape)
     if policy.ahead:
         means = np.array(
-            [[m[max(p - policy.ahead, 0) : p + 1].max() for p in range(until)] for m in means]
+            [[m[max(p - policy.ahead, 0) : p + 1].max() for p in range(context_len)] for m in means]
         )
     size = policy.page_size
-    starts = range(0, until, size)
+    starts = range(0, context_len, size)
     means = np.array([[m[s : s + size].mean() for s in starts] for m in means])
     last, count = means.shape[1] - 1, int(policy.budget) // size
     if isinstance(policy.budget, float):
-        count = max(math.ceil(policy.budget * until), policy.least)
+        count = max(math.ceil(policy.budget * context_len), policy.least)
     found = []
     for scores in means:
         forced = {p for p in (0, last) if p >= 0 and (policy.sinks or (size > 1 and p == last))}
         order = sorted(range(len(scores)), key=lambda p: (p not in forced, -scores[p]))
         pages = order[:count]
-        found.append({p for s in pages for p in range(s * size, min((s + 1) * size, until))})
+        found.append({p for s in pages for p in range(s * size, min((s + 1) * size, context_len))})
     return found
 
 
@@ -148,9 +150,9 @@ def test_it_picks_anew_by_shared_bits(name, layout):
     cache, hashes = filled(hata, layout, junk=np.nan), arrays_of(hata)
     since = np.array([[16, 17, 18, 19, -1], [-1] * 5, [-1] * 5], np.int32)
     q = random(BATCH, 1, 4, 8, seed=5)
-    arrays = Guidance((None,), jnp.asarray(since), hashes)
+    policy_params = Guidance((None,), jnp.asarray(since), hashes)
     select = jax.jit(lambda *args: policy.select(args[0], 0, *args[1:]))
-    found = np.asarray(select(arrays, cache, q, cache.lengths))
+    found = np.asarray(select(policy_params, cache, q, cache.lengths))
     keys, w = np.float64(random(BATCH, CAPACITY, 2, 8, seed=1)), np.float64(hashes[0])
     for row, begin in enumerate((16, 3, 0)):
         bits = [keys[row, :begin, h] @ w[h] > 0 for h in range(2)]
@@ -174,30 +176,30 @@ def test_layers_that_follow_read_what_their_leader_picks_anew():
     models = Models(model, policy=prepare(config.cache_policy, model))
     state = start_decoding(models, prompts((30, 7)), config=config)
     assert ["codes" in x for x in state.cache.columns] == [False, True, False, True, True, True]
-    _, arrays = config.draft.view(models, state.draft, state.cache.lengths)
+    _, policy_params = config.draft.view(models, state.draft, state.cache.lengths)
 
     @jax.jit
-    def read(models, arrays, state):
-        tokens, until = state.last_token[:, None], state.cache.lengths
-        args = (models.target, tokens, until[:, None], state.cache, until, 3)
-        return run_selected(*args, policy=policy, arrays=arrays.anew())[2]
+    def read(models, policy_params, state):
+        tokens, context_len = state.last_token[:, None], state.cache.lengths
+        args = (models.target, tokens, context_len[:, None], state.cache, context_len, 3)
+        return run_selected(*args, policy=policy, policy_params=policy_params.anew())[2]
 
-    found = read(models, arrays, state)
+    found = read(models, policy_params, state)
     assert [x is None for x in found] == [True, False, True, False, False, False]
     np.testing.assert_array_equal(found[1], found[3])
     np.testing.assert_array_equal(found[4], found[5])
     assert not np.array_equal(found[1], found[4])
-    after = arrays.holding(found).read
+    after = policy_params.holding(found).read
     assert [x is None for x in after] == [True, False, True, True, False, True]
     np.testing.assert_array_equal(after[4], found[4])
 
 
 def test_the_first_draft_reads_first_and_last_positions():
-    until = jnp.array([100, 12, 0], jnp.int32)
-    found = np.asarray(Vegas(budget=0.1, least=8).opening(2, 200, until))
+    context_len = jnp.array([100, 12, 0], jnp.int32)
+    found = np.asarray(Vegas(budget=0.1, least=8).opening(2, 200, context_len))
     rows = [set(row[row >= 0].tolist()) for row in found]
     assert rows == [{0, 1, 2, 3, *range(94, 100)}, {0, 1, 2, 3, *range(8, 12)}, set()]
-    assert Vegas(per_head=True).opening(2, 200, until).shape == (3, 2, 200)
+    assert Vegas(per_head=True).opening(2, 200, context_len).shape == (3, 2, 200)
 
 
 @pytest.mark.parametrize(

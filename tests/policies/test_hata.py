@@ -33,10 +33,10 @@ def cache_of(policy, specs=SPECS, layout=LINEAR):
     """Random tokens below `LENGTHS`, two of a draft behind them, and NaN in all other slots."""
     empty = create_cache(policy, specs, [layout] * len(specs), BATCH, jnp.float32)
     held = np.arange(CAPACITY)[None, :, None, None] < LENGTHS[:, None, None, None] + 2
-    arrays, columns = arrays_of(policy, specs), []
+    policy_params, columns = arrays_of(policy, specs), []
     for layer, column in enumerate(empty.columns):
         tokens = {n: random(*column[n].shape, seed=5 * layer + len(n)) for n in ("keys", "values")}
-        kept = policy.encode(arrays, layer, tokens["keys"]) if policy.keeps_in(layer) else {}
+        kept = policy.encode(policy_params, layer, tokens["keys"]) if policy.keeps_in(layer) else {}
         own = {name: jnp.where(held, x, jnp.nan) for name, x in tokens.items()}
         columns.append(own | kept)
     return dataclasses.replace(empty, columns=tuple(columns), lengths=jnp.asarray(LENGTHS))
@@ -53,16 +53,23 @@ def token(layer: int, tokens: int = 1, *, joined: bool = True):
 
 
 def attended(
-    policy, positions, tail=3, cache=None, backends=Backends(), start=PassState, more=None, **given
+    policy,
+    positions,
+    num_new=3,
+    cache=None,
+    backends=Backends(),
+    start=PassState,
+    more=None,
+    **given,
 ):
     """Outputs of a pass over all layers, and the columns and the selection behind each of them."""
     cache = cache_of(policy) if cache is None else cache
-    arrays = arrays_of(policy, cache.specs)
+    policy_params = arrays_of(policy, cache.specs)
 
     @jax.jit
     def run(cache, positions):
-        settings = {"policy": policy, "arrays": arrays, "backends": backends}
-        attend = selected_attend(positions, cache.lengths, tail, **settings)
+        settings = {"policy": policy, "policy_params": policy_params, "backends": backends}
+        attend = selected_attend(positions, cache.lengths, num_new, **settings)
         pass_state, found = start(cache), []
         for layer in range(len(cache.specs)):
             q, k, v, qk_rope = token(layer, positions.shape[1], **given)
@@ -163,8 +170,8 @@ def test_a_backend_that_is_named_for_a_part_runs(part, calls):
 class Other(Hata):
     """HATA that never reads position 1."""
 
-    def best(self, arrays, layer, cache, q, most, **budget):
-        chosen = super().best(arrays, layer, cache, q, most, **budget)
+    def best(self, policy_params, layer, cache, q, most, **budget):
+        chosen = super().best(policy_params, layer, cache, q, most, **budget)
         return jnp.where(chosen == 1, -1, chosen)
 
 

@@ -34,7 +34,7 @@ def cache_of(policy):
     """Two layers of random tokens, and NaN in all slots that hold none."""
     empty = create_cache(policy, [SPEC] * 2, [LinearLayout(CAPACITY)] * 2, BATCH, jnp.float32)
     held = np.arange(CAPACITY)[None, :, None, None] < LENGTHS[:, None, None, None]
-    arrays, columns = arrays_of(policy, (SPEC, SPEC)), []
+    policy_params, columns = arrays_of(policy, (SPEC, SPEC)), []
     for layer, column in enumerate(empty.columns):
         made = {}
         for at, name in enumerate(("keys", "values")):
@@ -43,7 +43,7 @@ def cache_of(policy):
             is_host = in_host(column[name])
             made[name] = place_in_host(tokens, None) if is_host else jnp.asarray(tokens)
         keys = jnp.asarray(np.asarray(made["keys"]))
-        kept = policy.encode(arrays, layer, keys) if policy.keeps_in(layer) else {}
+        kept = policy.encode(policy_params, layer, keys) if policy.keeps_in(layer) else {}
         columns.append(made | kept)
     lengths = jnp.asarray(LENGTHS)
     return dataclasses.replace(empty, columns=tuple(columns), lengths=lengths)
@@ -51,12 +51,14 @@ def cache_of(policy):
 
 def two_layers(policy):
     """A pass over two layers: their outputs, and their keys afterwards."""
-    arrays = arrays_of(policy, (SPEC, SPEC))
+    policy_params = arrays_of(policy, (SPEC, SPEC))
     positions = jnp.asarray(LENGTHS)[:, None]
 
     @jax.jit
     def run(cache, predicted):
-        attend = selected_attend(positions, cache.lengths, 2, policy=policy, arrays=arrays)
+        attend = selected_attend(
+            positions, cache.lengths, 2, policy=policy, policy_params=policy_params
+        )
         pass_state, outs = PassState(cache), []
         for layer in (0, 1):
             more: dict[str, Any] = (
@@ -91,8 +93,8 @@ def test_a_pass_that_reads_all_of_a_layer_finds_it_in_the_host():
     q, k, v = (jnp.concatenate([x, -x], axis=1) for x in query())
     found = []
     for policy in (Hata(**SOME, dense_layers=1), HataOff(**SOME, dense_layers=1)):
-        arrays = arrays_of(policy, (SPEC, SPEC))
-        attend = dense_attend(positions, policy=policy, arrays=arrays)
+        policy_params = arrays_of(policy, (SPEC, SPEC))
+        attend = dense_attend(positions, policy=policy, policy_params=policy_params)
         out, after = jax.jit(lambda cache, attend=attend: attend(1, q, k, v, cache))(
             cache_of(policy)
         )
@@ -139,11 +141,11 @@ def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monk
     attend = selected_attend(
         *(jnp.asarray(LENGTHS)[:, None], cache.lengths, 2),
         policy=policy,
-        arrays=arrays_of(policy, (SPEC, SPEC)),
+        policy_params=arrays_of(policy, (SPEC, SPEC)),
     )
     attend(0, q, k, v, PassState(cache), next_queries=lambda: q)
-    arrays = arrays_of(policy, (SPEC, SPEC))
-    scores = np.asarray(policy.score(arrays, 1, cache, q))
+    policy_params = arrays_of(policy, (SPEC, SPEC))
+    scores = np.asarray(policy.score(policy_params, 1, cache, q))
     ((slots, device_rows),) = found
     slots = np.asarray(slots)
     assert slots.shape[-1] == 5
@@ -171,9 +173,9 @@ PARAMS, TEXTS = SamplingParams(max_new_tokens=14), prompts((12, 7, 1), seed=5)
 
 
 def decoded(model, policy, steps=2):
-    arrays = arrays_of(policy, LAYERS.layers)
+    policy_params = arrays_of(policy, LAYERS.layers)
     settings = {"draft": None, "target": policy, "steps_per_chunk": steps, "prefill_chunk": 4}
-    return generate(model, TEXTS, PARAMS, policy_params=arrays, **settings)
+    return generate(model, TEXTS, PARAMS, policy_params=policy_params, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +229,10 @@ def test_it_decodes_as_hata_does_in_a_cache_that_grows(model, hata, monkeypatch)
 def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(model):
     policy = HataOff(**SOME, dense_layers=1)
     plain = generate(model, TEXTS, PARAMS, draft=None)
-    arrays = arrays_of(policy, LAYERS.layers)
-    got = generate(model, TEXTS, PARAMS, draft=SelfDraft(policy), gamma=3, policy_params=arrays)
+    policy_params = arrays_of(policy, LAYERS.layers)
+    got = generate(
+        model, TEXTS, PARAMS, draft=SelfDraft(policy), gamma=3, policy_params=policy_params
+    )
     assert got.tokens == plain.tokens
     assert got.stats.acceptance_rate > 0.4
 

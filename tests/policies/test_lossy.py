@@ -76,13 +76,13 @@ def dense(wandering):
 def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dense):
     """The first layer reads all there is, the others what the paper's formula selects."""
     policy = dataclasses.replace(MATRIX[name], dense_layers=1)
-    arrays = arrays_of(policy, wandering.config.layers)
+    policy_params = arrays_of(policy, wandering.config.layers)
 
     def read(layer, keys, queries, group):
         if layer < 1:
             return None
         sample = np.float64(random(64, 2, 16, seed=7 + layer))[:, group] + 0.5
-        own = None if arrays is None else per_head(arrays[layer], group)
+        own = None if policy_params is None else per_head(policy_params[layer], group)
         return reference.selected(name, policy, own, keys, queries, sample)
 
     wanted = [tuple(brute_force(wandering, text, NEW, read)) for text in TEXTS]
@@ -92,7 +92,7 @@ def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dens
         SamplingParams(max_new_tokens=NEW),
         draft=None,
         target=policy,
-        policy_params=arrays,
+        policy_params=policy_params,
         prefill_chunk=16,
     )
     assert list(got.tokens) == wanted
@@ -106,8 +106,10 @@ def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dens
 )
 def test_with_room_for_all_it_is_plain_decoding(policy, tiny):
     plain = generate(tiny, prompts(), requests(), draft=None)
-    arrays = arrays_of(policy, TINY.layers)
-    got = generate(tiny, prompts(), requests(), draft=None, target=policy, policy_params=arrays)
+    policy_params = arrays_of(policy, TINY.layers)
+    got = generate(
+        tiny, prompts(), requests(), draft=None, target=policy, policy_params=policy_params
+    )
     assert got.tokens == plain.tokens
 
 
@@ -149,9 +151,9 @@ def test_a_selection_serves_several_layers():
 
     @dataclasses.dataclass(frozen=True)
     class Watched(SharedTopK):
-        def score(self, arrays, layer, cache, q):
+        def score(self, policy_params, layer, cache, q):
             seen.append(layer)
-            return super().score(arrays, layer, cache, q)
+            return super().score(policy_params, layer, cache, q)
 
     windows = (None, None, 3, None, None, None, None)
     layers = tuple(dataclasses.replace(TINY.layers[0], window=w) for w in windows)
@@ -161,12 +163,12 @@ def test_a_selection_serves_several_layers():
     state = start_decoding(model, prompts((30, 7)), params, config)
     tokens, positions = state.last_token[:, None], state.cache.lengths[:, None]
     run = jax.jit(run_selected, static_argnums=5, static_argnames=("policy", "backends"))
-    until = state.cache.lengths
-    hidden, *_ = run(model, tokens, positions, state.cache, until, 1, policy=config.target)
+    context_len = state.cache.lengths
+    hidden, *_ = run(model, tokens, positions, state.cache, context_len, 1, policy=config.target)
     # Layer 0 is dense; 1 serves 3, 2 being windowed; 4 serves 5; 6 begins anew.
     assert seen == [1, 4, 6]
     always = dataclasses.replace(config.target, every=1)
-    each, *_ = run(model, tokens, positions, state.cache, until, 1, policy=always)
+    each, *_ = run(model, tokens, positions, state.cache, context_len, 1, policy=always)
     assert seen[3:] == [1, 3, 4, 5, 6]
     assert not np.array_equal(hidden, each)
 

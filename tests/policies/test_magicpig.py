@@ -37,9 +37,9 @@ def test_a_probability_is_that_of_two_collisions_or_more(bits, tables):
     assert np.isfinite(got).all()
 
 
-def sampled(policy, arrays, keys, q) -> tuple[np.ndarray, np.ndarray]:
+def sampled(policy, policy_params, keys, q) -> tuple[np.ndarray, np.ndarray]:
     """Which ``keys [n, H]`` a query finds, and with which probability; keys are centred."""
-    planes = np.float64(arrays["projections"]).reshape(-1, policy.tables, policy.bits)
+    planes = np.float64(policy_params["projections"]).reshape(-1, policy.tables, policy.bits)
     sides = np.einsum("nh,htb->ntb", keys, planes) > 0
     same = (sides == (np.einsum("h,htb->tb", q, planes) > 0)).all(axis=-1)
     cosine = keys @ q / np.linalg.norm(keys, axis=-1) / np.linalg.norm(q)
@@ -50,10 +50,12 @@ def sampled(policy, arrays, keys, q) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("junk", [0.0, np.nan], ids=["clean", "poisoned"])
 def test_a_query_reads_what_it_found_by_the_inverse_of_its_probability(junk):
     policy = dataclasses.replace(WEIGHTED, budget=20)
-    cache, arrays = filled(policy, LinearLayout(CAPACITY), junk=junk), arrays_of(policy)
+    cache, policy_params = filled(policy, LinearLayout(CAPACITY), junk=junk), arrays_of(policy)
     q, k, v = query()
     positions = jnp.asarray(LENGTHS)[:, None]
-    attend = selected_attend(positions, cache.lengths, 3, policy=policy, arrays=arrays)
+    attend = selected_attend(
+        positions, cache.lengths, 3, policy=policy, policy_params=policy_params
+    )
     out, after = jax.jit(lambda q, k, v, c: attend(0, q, k, v, c))(q, k, v, cache)
     found_by_one = 0
     for row, head in np.ndindex(BATCH, 4):
@@ -62,8 +64,8 @@ def test_a_query_reads_what_it_found_by_the_inverse_of_its_probability(junk):
             np.float64(x[row, : here + 1, group]) for x in (after.keys(0), after.values(0))
         )
         one = np.float64(q[row, 0, head])
-        centre = np.float64(arrays[0]["center"])[group]
-        found, u = sampled(policy, arrays[0], keys - centre, one)
+        centre = np.float64(policy_params[0]["center"])[group]
+        found, u = sampled(policy, policy_params[0], keys - centre, one)
         index = np.arange(here + 1)
         always = (index < policy.sinks) | (index >= here - policy.recent)
         factor = np.where(always, 1, found / u)
@@ -87,9 +89,9 @@ def test_each_key_counts_once_in_the_mean_over_projections():
     @jax.jit
     @jax.vmap
     def weights(projections):
-        arrays = ({"center": own["center"], "projections": projections},)
-        again = cache.replaced(0, **policy.encode(arrays, 0, keys))
-        found = policy.weigh(arrays, 0, again, q, cache.lengths, chosen)
+        policy_params = ({"center": own["center"], "projections": projections},)
+        again = cache.replaced(0, **policy.encode(policy_params, 0, keys))
+        found = policy.weigh(policy_params, 0, again, q, cache.lengths, chosen)
         assert found is not None
         return jnp.exp(found[0, 0])
 

@@ -63,22 +63,24 @@ ELSEWHERE = ("dense", "streaming", "exact_topk", "shared top-k", "hata", "norms"
 )
 def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(name, plain, sharp):
     policy = (MATRIX | WEIGHTED)[name]
-    arrays = arrays_of(policy, sharp.config.layers)
-    settings = {"draft": SelfDraft(policy), "policy_params": arrays}
+    policy_params = arrays_of(policy, sharp.config.layers)
+    settings = {"draft": SelfDraft(policy), "policy_params": policy_params}
     got = generate(sharp, prompts(), requests(), gamma=3, **settings)
     assert got.tokens == plain.tokens
     assert got.stats.acceptance_rate > 0.4
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def select(policy, arrays, cache, q):
-    return policy.select(arrays, 0, cache, q, cache.lengths)
+def select(policy, policy_params, cache, q):
+    return policy.select(policy_params, 0, cache, q, cache.lengths)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def attend_selected(policy, arrays, cache, q, k, v):
+def attend_selected(policy, policy_params, cache, q, k, v):
     positions = cache.lengths[:, None]
-    attend = selected_attend(positions, cache.lengths, 3, policy=policy, arrays=arrays)
+    attend = selected_attend(
+        positions, cache.lengths, 3, policy=policy, policy_params=policy_params
+    )
     return attend(0, q, k, v, cache)
 
 
@@ -146,9 +148,9 @@ def test_what_is_not_selected_never_reaches_an_output(name):
     """NaN in it, and in all slots that hold nothing, changes no bit."""
     policy = MATRIX[name]
     q, k, v = query()
-    arrays = arrays_of(policy)
+    policy_params = arrays_of(policy)
     clean = filled(policy, LinearLayout(CAPACITY))
-    expected, _ = attend_selected(policy, arrays, clean, q, k, v)
+    expected, _ = attend_selected(policy, policy_params, clean, q, k, v)
     unread = ~selected_by(policy, clean, q)
     junk = np.where(np.swapaxes(unread, 1, 2)[..., None], np.float32(np.nan), np.float32(0))
     # What a policy scores by must stay as it is, or it would select something else.
@@ -156,7 +158,7 @@ def test_what_is_not_selected_never_reaches_an_output(name):
     keys = keys if name in ("shared top-k", "exact_topk") else keys + junk
     columns = clean.columns[0] | {"keys": keys, "values": np.asarray(clean.values(0)) + junk}
     got, _ = attend_selected(
-        policy, arrays, dataclasses.replace(clean, columns=(columns,)), q, k, v
+        policy, policy_params, dataclasses.replace(clean, columns=(columns,)), q, k, v
     )
     np.testing.assert_array_equal(got, expected)
 

@@ -72,11 +72,11 @@ def filled(layout, lengths) -> tuple[Cache, np.ndarray, np.ndarray]:
         for name, x in cache.columns[0].items()
     }
     index = jnp.arange(size, dtype=jnp.int32)[None]
-    until = jnp.asarray(lengths, jnp.int32)
-    positions = jnp.where(index < until[:, None], index, -1)
+    context_len = jnp.asarray(lengths, jnp.int32)
+    positions = jnp.where(index < context_len[:, None], index, -1)
     more = encoded(POLICY, None, 0, k, v)
     cache = cache.replaced(0, **junk).append(0, positions, keys=k, values=v, **more)
-    return cache.with_lengths(until), np.asarray(k), np.asarray(v)
+    return cache.with_lengths(context_len), np.asarray(k), np.asarray(v)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def filled(layout, lengths) -> tuple[Cache, np.ndarray, np.ndarray]:
 def test_a_draft_reads_4_bits_and_its_own_tokens_as_they_are(layout):
     lengths = [20, 3, 0]
     cache, k, v = filled(layout, lengths)
-    until = cache.lengths
+    context_len = cache.lengths
     q = random(3, 2, 4, 8, seed=5)
     new_k, new_v = random(3, 2, 2, 8, seed=6), random(3, 2, 2, 4, seed=7)
-    positions = until[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
-    attend = selected_attend(positions, until, 2, policy=POLICY)
+    positions = context_len[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
+    attend = selected_attend(positions, context_len, 2, policy=POLICY)
     out, after = attend(0, q, new_k, new_v, cache)
     for row, length in enumerate(lengths):
         keys, values = (

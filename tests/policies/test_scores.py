@@ -35,9 +35,9 @@ def shared(of, scores: np.ndarray, ranks: int) -> np.ndarray:
 @pytest.mark.parametrize("ahead", [1, 3, 4])
 def test_the_best_of_those_before_cross_devices(ranks, ahead):
     scores = np.random.default_rng(ahead).normal(size=(4, 2, SIZE)).astype(np.float32)
-    until = jnp.asarray(LENGTHS, jnp.int32)
-    found = shared(lambda x, layout: carried(x, layout, ahead, until)[0], scores, ranks)
-    alone, layout = carried(jnp.asarray(scores), LinearLayout(SIZE), ahead, until)
+    context_len = jnp.asarray(LENGTHS, jnp.int32)
+    found = shared(lambda x, layout: carried(x, layout, ahead, context_len)[0], scores, ranks)
+    alone, layout = carried(jnp.asarray(scores), LinearLayout(SIZE), ahead, context_len)
     assert layout == LinearLayout(SIZE)
     np.testing.assert_array_equal(found, alone)
     for row, length in enumerate(LENGTHS):
@@ -47,9 +47,9 @@ def test_the_best_of_those_before_cross_devices(ranks, ahead):
 
 
 def test_more_than_a_block_ahead_is_refused():
-    until = jnp.asarray(LENGTHS, jnp.int32)
+    context_len = jnp.asarray(LENGTHS, jnp.int32)
     with pytest.raises(ValueError, match="ahead=5 must be at most 4, the block of positions"):
-        shared(lambda x, layout: carried(x, layout, 5, until)[0], np.zeros((4, 2, SIZE)), 2)
+        shared(lambda x, layout: carried(x, layout, 5, context_len)[0], np.zeros((4, 2, SIZE)), 2)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -57,8 +57,8 @@ def test_weights_are_of_the_positions_of_all_devices(ranks):
     rng = np.random.default_rng(0)
     scores = (30 * rng.normal(size=(4, 2, SIZE))).astype(np.float32)
     scores[1], scores[3, :, 17:] = np.nan, np.nan  # what no position holds
-    until = jnp.asarray(LENGTHS, jnp.int32)
-    found = shared(functools.partial(softmax, until=until), scores, ranks)
+    context_len = jnp.asarray(LENGTHS, jnp.int32)
+    found = shared(functools.partial(softmax, context_len=context_len), scores, ranks)
     for row, length in enumerate(LENGTHS):
         known = scores[row, :, :length].astype(np.float64)
         weights = np.exp(known - known.max(axis=-1, keepdims=True, initial=-np.inf))

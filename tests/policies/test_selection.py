@@ -28,13 +28,13 @@ EDGES = {
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def select(policy, arrays, cache, q):
-    return policy.select(arrays, 0, cache, q, cache.lengths)
+def select(policy, policy_params, cache, q):
+    return policy.select(policy_params, 0, cache, q, cache.lengths)
 
 
-def per_head(arrays, head: int):
+def per_head(policy_params, head: int):
     """What a policy's reference is given: HATA has a matrix for each KV head."""
-    return arrays if isinstance(arrays, dict) else arrays[head]
+    return policy_params if isinstance(policy_params, dict) else policy_params[head]
 
 
 def edge_of(name: str, edge: str):
@@ -53,14 +53,14 @@ def test_it_selects_what_the_paper_says(name, edge):
     layout = StripedLayout(CAPACITY, 3, 2) if edge == "some" else LinearLayout(CAPACITY)
     cache = filled(policy, layout, LENGTHS, junk=np.nan)
     q, _, _ = query(len(LENGTHS))
-    arrays = arrays_of(policy)
-    chosen = np.asarray(select(policy, arrays, cache, q))
+    policy_params = arrays_of(policy)
+    chosen = np.asarray(select(policy, policy_params, cache, q))
     assert chosen.dtype == np.int32
     keys = np.float64(random(len(LENGTHS), CAPACITY, 2, 8, seed=1))
     sample = np.float64(random(64, 2, 8, seed=7)) + 0.5
     for row, head in np.ndindex(len(LENGTHS), 2):
         wanted = reference.selected(
-            *(name, policy, None if arrays is None else per_head(arrays[0], head)),
+            *(name, policy, None if policy_params is None else per_head(policy_params[0], head)),
             *(keys[row, : LENGTHS[row], head], np.float64(q[row, 0, 2 * head : 2 * head + 2])),
             sample[:, head],
         )
@@ -76,18 +76,18 @@ def test_a_needle_is_found_at_either_end(name, depth):
     length = CAPACITY - 1
     places = {"first": 0, "before the recent ones": length - 3, "last but one": length - 2}
     place = places[depth]
-    cache, arrays = filled(policy, LinearLayout(CAPACITY), [length]), arrays_of(policy)
+    cache, policy_params = filled(policy, LinearLayout(CAPACITY), [length]), arrays_of(policy)
     q, _, _ = query(1)
     q = jnp.repeat(q[:, :, ::2], 2, axis=2)  # alike in a group
     sample = np.float64(random(64, 2, 8, seed=7)) + 0.5  # whose mean is MagicPIG's center
     needle = sample.mean(axis=0) + 10 * np.asarray(q[0, 0, ::2], np.float64)
     keys = cache.keys(0).at[0, place].set(jnp.asarray(needle, jnp.float32))
-    cache = cache.replaced(0, keys=keys, **policy.encode(arrays, 0, keys))
+    cache = cache.replaced(0, keys=keys, **policy.encode(policy_params, 0, keys))
     cache = with_pages(
-        *(policy, arrays, cache, jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32)),
+        *(policy, policy_params, cache, jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32)),
         most=CAPACITY,
     )
-    chosen = np.asarray(select(policy, arrays, cache, q))
+    chosen = np.asarray(select(policy, policy_params, cache, q))
     assert all(place in chosen[0, head] for head in range(2))
 
 

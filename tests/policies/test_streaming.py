@@ -33,8 +33,8 @@ SPEC = LayerSpec(kv_heads=1, key_size=2, value_size=2)
 def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
     cache = Cache.create([SPEC], [LinearLayout(CAPACITY)], 4, jnp.float32)
     lengths = [20, 11, 3, 0]
-    until = jnp.asarray(lengths, jnp.int32)
-    selected = np.asarray(Streaming(sinks, window).select(None, 0, cache, None, until))
+    context_len = jnp.asarray(lengths, jnp.int32)
+    selected = np.asarray(Streaming(sinks, window).select(None, 0, cache, None, context_len))
     assert selected.dtype == np.int32
     for row, length in enumerate(lengths):
         last = window
@@ -149,16 +149,18 @@ def test_positions_inside_the_window_are_those_of_the_paper(families, texts, pla
 
 def test_a_draft_reads_what_the_model_itself_would_and_stays_lossless(families, texts, plain):
     state = start_decoding(families, texts, PARAMS, PLAIN)
-    arrays = prepare(POLICY, families)
+    policy_params = prepare(POLICY, families)
     positions = state.cache.lengths[:, None]
 
     @jax.jit
     def both(state):
-        tokens, until = state.last_token[:, None], state.cache.lengths
-        compact = Compact.of(state.cache, POLICY, arrays, spare=1)
+        tokens, context_len = state.last_token[:, None], state.cache.lengths
+        compact = Compact.of(state.cache, POLICY, policy_params, spare=1)
         got, _ = families(tokens, positions, compact_attend(positions, jnp.int32(1)), compact)
         wanted, *_ = run_selected(
-            *(families, tokens, positions, state.cache, until, 1), policy=POLICY, arrays=arrays
+            *(families, tokens, positions, state.cache, context_len, 1),
+            policy=POLICY,
+            policy_params=policy_params,
         )
         return got, wanted
 

@@ -207,10 +207,10 @@ class SparseDrafter(Drafter):
                 "target; pass draft.prepare(jspec.Models(target))"
             )
 
-    def view(self, models: Models, own: Any, until: Array) -> tuple[Policy, Any]:
+    def view(self, models: Models, own: Any, context_len: Array) -> tuple[Policy, Any]:
         """The policy that says what a pass reads, and the arrays that the policy takes.
 
-        ``own``: the drafter's own state; ``until [B]``: positions in the cache.
+        ``own``: the drafter's own state; ``context_len [B]``: positions in the cache.
         """
         raise NotImplementedError
 
@@ -226,24 +226,24 @@ class SparseDrafter(Drafter):
         tokens: Array,
         positions: Array,
         cache: Cache,
-        until: Array,
+        context_len: Array,
         config: StepConfig,
         *,
         anew: bool = False,
     ) -> tuple[Array, Cache, Any]:
-        """A pass over ``tokens [B, T]`` of a draft behind ``until [B]``, by what `view` gave.
+        """A pass over ``tokens [B, T]`` of a draft behind ``context_len [B]``, by what `view` gave.
 
         The hidden states, the cache with the tokens' columns, and the arrays for the next pass.
         ``anew``: whether it is one of `refresh`.
         """
-        policy, arrays = view
+        policy, policy_params = view
         hidden, cache, found = run_selected(
-            *(self.model_of(models), tokens, positions, cache, until, config.gamma),
+            *(self.model_of(models), tokens, positions, cache, context_len, config.gamma),
             policy=policy,
-            arrays=arrays.anew() if anew else arrays,
+            policy_params=policy_params.anew() if anew else policy_params,
             backends=config.backends,
         )
-        return hidden, cache, arrays.holding(found) if anew else arrays
+        return hidden, cache, policy_params.holding(found) if anew else policy_params
 
     def model_of(self, models: Models) -> Model:
         """The model that drafts: the target, or its copy."""

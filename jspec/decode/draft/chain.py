@@ -151,7 +151,7 @@ class Chain(Drafter):
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
-        gamma, begin, until = config.gamma, state.lengths, state.cache.lengths
+        gamma, begin, context_len = config.gamma, state.lengths, state.cache.lengths
         # A round may go up to the draft's end, and the outer step needs one token more.
         room = jnp.minimum(jnp.minimum(state.limits - begin - 1, state.draft_limits), gamma)
         room = jnp.maximum(room, 0)
@@ -160,7 +160,7 @@ class Chain(Drafter):
             state, limits=begin + room, done=state.done | (room == 0), draft=own.first
         )
         inside = self.first.before_rounds(models, inside, config)
-        policy, arrays = self.second.view(models, own.second, until)
+        policy, policy_params = self.second.view(models, own.second, context_len)
         # Each round adds a token at least.
         rounds = min(self.rounds, gamma)
         logits = None
@@ -168,22 +168,24 @@ class Chain(Drafter):
             logits = jnp.zeros((len(begin), gamma, models.target.config.vocab_size), jnp.float32)
 
         def body(carried: tuple[DecodeState, Any, Any], _, anew=False):
-            inside, arrays, logits = carried
+            inside, policy_params, logits = carried
             before = inside.lengths
-            inside, arrays, of_round = self._round(
-                *(models, inside, until, (policy, arrays), config), anew=anew
+            inside, policy_params, of_round = self._round(
+                *(models, inside, context_len, (policy, policy_params), config), anew=anew
             )
             if logits is not None:
                 logits = _put(logits, of_round, before - begin, inside.lengths - before)
-            return (inside, arrays, logits), None
+            return (inside, policy_params, logits), None
 
         again, every = functools.partial(body, anew=True), self.second.refresh
-        (inside, _, logits), _ = in_turn(body, again, every, (inside, arrays, logits), rounds)
+        (inside, _, logits), _ = in_turn(
+            body, again, every, (inside, policy_params, logits), rounds
+        )
         index = begin[:, None] + jnp.arange(gamma, dtype=jnp.int32)[None]
         index = jnp.minimum(index, state.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(inside.tokens, index, axis=1)
         drafted = Drafted(tokens, inside.lengths - begin, logits)
-        cache = inside.cache.with_lengths(until)
+        cache = inside.cache.with_lengths(context_len)
         own = own._replace(first=self.first.undone(inside.draft, own.first))
         return drafted, dataclasses.replace(state, cache=cache, draft=own)
 
@@ -191,7 +193,7 @@ class Chain(Drafter):
         self,
         models: Models,
         state: DecodeState,
-        until: Array,
+        context_len: Array,
         view: tuple[Policy, Any],
         config: StepConfig,
         *,
@@ -199,8 +201,9 @@ class Chain(Drafter):
     ) -> tuple[DecodeState, Any, Array]:
         """Draft, check by a sparse pass and commit within the draft; the logits ``[B, g + 1, V]``.
 
-        ``until [B]``: where the selected context ends and the outer draft begins. ``view``: of the
-        second drafter, whose arrays for the next round are returned too; ``anew`` as in its `run`.
+        ``context_len [B]``: where the selected context ends and the outer draft begins. ``view``:
+        of the second drafter, whose parameters for the next round are returned too; ``anew`` as in
+        its `run`.
         ``state.draft`` is the first one's.
         """
         inner = dataclasses.replace(config, gamma=min(self.inner, config.gamma), draft=self.first)
@@ -211,8 +214,8 @@ class Chain(Drafter):
         counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
         positions = jnp.where(counts, state.cache.lengths[:, None] + index, -1)
         model = self.second.model_of(models)
-        hidden, cache, arrays = self.second.run(
-            *(models, view, tokens, positions, state.cache, until, config), anew=anew
+        hidden, cache, policy_params = self.second.run(
+            *(models, view, tokens, positions, state.cache, context_len, config), anew=anew
         )
         logits = model.logits(hidden)
         if state.mode == "greedy":
@@ -238,7 +241,11 @@ class Chain(Drafter):
         )
         cache = cache.with_lengths(rows.cached)
         state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
-        return self.first.learn(state, TargetPass(positions, hidden), verified), arrays, logits
+        return (
+            self.first.learn(state, TargetPass(positions, hidden), verified),
+            policy_params,
+            logits,
+        )
 
 
 def _put(into: Array, rows: Array, begin: Array, counts: Array) -> Array:

@@ -36,10 +36,10 @@ class Guide(NamedTuple):
     picked: tuple[Array | None, ...]
     since: Array
 
-    def guidance(self, until: Array, hashes: Any) -> Guidance:
-        """What is read below ``until [B]``: the picked positions, and those since."""
+    def guidance(self, context_len: Array, hashes: Any) -> Guidance:
+        """What is read below ``context_len [B]``: the picked positions, and those since."""
         # A slot that was filled by steps of a smaller gamma still has its last row's end here.
-        since = jnp.where(self.since < until[:, None], self.since, -1)
+        since = jnp.where(self.since < context_len[:, None], self.since, -1)
         read = (None if own is None else with_since(own, since) for own in self.picked)
         return Guidance(tuple(read), since, hashes)
 
@@ -108,28 +108,36 @@ class GuidedDraft(SparseDrafter):
         picked = tuple(None if x is None else wider(x) for x in own.picked)
         return own._replace(picked=picked)
 
-    def view(self, models: Models, own: Guide, until: Array) -> tuple[Guided, Guidance]:
-        return self.policy, own.guidance(until, models.policy)
+    def view(self, models: Models, own: Guide, context_len: Array) -> tuple[Guided, Guidance]:
+        return self.policy, own.guidance(context_len, models.policy)
 
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
-        until = state.cache.lengths
-        _, arrays = self.view(models, state.draft, until)
+        context_len = state.cache.lengths
+        _, policy_params = self.view(models, state.draft, context_len)
         model = self.model_of(models)
 
         def advance(step, token, positions, carry, anew=False):
-            cache, arrays = carry
+            cache, policy_params = carry
             where = positions[:, None]
             where = jnp.where(state.beyond(where), -1, where)
-            hidden, cache, arrays = self.run(
-                *(models, (self.policy, arrays), token[:, None], where, cache, until, config),
+            hidden, cache, policy_params = self.run(
+                *(
+                    models,
+                    (self.policy, policy_params),
+                    token[:, None],
+                    where,
+                    cache,
+                    context_len,
+                    config,
+                ),
                 anew=anew,
             )
-            return model.logits(hidden)[:, 0], (cache, arrays)
+            return model.logits(hidden)[:, 0], (cache, policy_params)
 
         drafted, (cache, _) = autoregressive(
-            *(state, config, advance, (state.cache, arrays)),
+            *(state, config, advance, (state.cache, policy_params)),
             axis_name=vocabulary_axes(models.target),
             anew=functools.partial(advance, anew=True),
             every=self.refresh,

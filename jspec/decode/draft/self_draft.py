@@ -44,7 +44,7 @@ class SelfDraft(SparseDrafter):
     def may_end_early(self) -> bool:
         return True
 
-    def view(self, models: Models, own: Any, until: Array) -> tuple[Policy, Any]:
+    def view(self, models: Models, own: Any, context_len: Array) -> tuple[Policy, Any]:
         return self.policy, models.policy
 
     def draft(
@@ -59,15 +59,15 @@ class SelfDraft(SparseDrafter):
     def _in_cache(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
-        until = state.cache.lengths
+        context_len = state.cache.lengths
 
         def advance(step, token, positions, cache):
             where = positions[:, None]
             where = jnp.where(state.beyond(where), -1, where)
             hidden, cache, _ = run_selected(
-                *(models.target, token[:, None], where, cache, until, config.gamma),
+                *(models.target, token[:, None], where, cache, context_len, config.gamma),
                 policy=self.policy,
-                arrays=models.policy,
+                policy_params=models.policy,
                 backends=config.backends,
             )
             return models.target.logits(hidden)[:, 0], cache

@@ -23,7 +23,7 @@ def gathered_attention(
     positions: Array,
     selected: Array,
     tail: Array,
-    until: Array,
+    context_len: Array,
     *,
     counts: Array | None = None,
     log_weights: Array | None = None,
@@ -38,9 +38,9 @@ def gathered_attention(
     `jspec.attention`. ``selected`` int32 ``[B, n]``, or ``[B, K, n]`` where each KV head has its
     own: slots that every query reads, each once, -1 for none. ``counts`` int32 ``[B]`` or
     ``[B, K]``: how many of them count, the first ones; None is all. ``tail`` int32 ``[B, m]`` are
-    the slots of the positions ``until [B]``, ``until + 1``, and so on, of which a query reads those
-    up to its own. What other slots hold, NaN included, has no effect. Nothing is clamped: slots
-    must be below S.
+    the slots of the positions ``context_len [B]``, ``context_len + 1``, and so on, of which a query
+    reads those up to its own. What other slots hold, NaN included, has no effect. Nothing is
+    clamped: slots must be below S.
 
     ``log_weights`` float32 ``[B, T, N, n]``: added to the scores of the selected slots, after the
     soft cap, so that a slot counts as often as its weight says; minus infinity leaves it out for
@@ -50,7 +50,7 @@ def gathered_attention(
     float32 ``[B, T, N]``; padding, and a query that reads nothing, give 0 and -inf.
     """
     check_heads(q, k, v, value_size)
-    _check(q, k, positions, selected, tail, until, counts, log_weights)
+    _check(q, k, positions, selected, tail, context_len, counts, log_weights)
     return GATHERED(
         q,
         k,
@@ -58,7 +58,7 @@ def gathered_attention(
         positions,
         selected,
         tail,
-        until,
+        context_len,
         counts=counts,
         log_weights=log_weights,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -74,12 +74,12 @@ def filled(selected: Array) -> Array:
     return jnp.where(selected >= 0, index, 0).max(axis=-1)
 
 
-def _check(q, k, positions, selected, tail, until, counts, log_weights) -> None:
+def _check(q, k, positions, selected, tail, context_len, counts, log_weights) -> None:
     batch, tokens, kv_heads = *q.shape[:2], k.shape[2]
-    if positions.shape != (batch, tokens) or until.shape != (batch,):
+    if positions.shape != (batch, tokens) or context_len.shape != (batch,):
         raise ValueError(
-            f"positions {positions.shape} must be [B, T] = {(batch, tokens)} and until "
-            f"{until.shape} [B] = {(batch,)}"
+            f"positions {positions.shape} must be [B, T] = {(batch, tokens)} and context_len "
+            f"{context_len.shape} [B] = {(batch,)}"
         )
     lead = (batch, kv_heads)[: selected.ndim - 1]
     if selected.ndim not in (2, 3) or selected.shape[:-1] != lead:
@@ -99,7 +99,19 @@ def _check(q, k, positions, selected, tail, until, counts, log_weights) -> None:
 
 
 def _xla(
-    q, k, v, positions, selected, tail, until, *, counts, log_weights, scale, softcap, value_size
+    q,
+    k,
+    v,
+    positions,
+    selected,
+    tail,
+    context_len,
+    *,
+    counts,
+    log_weights,
+    scale,
+    softcap,
+    value_size,
 ) -> tuple[Array, Array]:
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[2]
@@ -111,7 +123,7 @@ def _xla(
         read &= index < counts.reshape(batch, -1)[..., None]
     here = positions[:, None, :, None]
     read = read[:, :, None] & (here >= 0)
-    behind = until[:, None] + jnp.arange(tail.shape[-1])[None]
+    behind = context_len[:, None] + jnp.arange(tail.shape[-1])[None]
     behind = (behind[:, None, None] <= here) & (tail >= 0)[:, :, None]
     behind = jnp.broadcast_to(behind, (*read.shape[:3], tail.shape[-1]))
     valid = jnp.repeat(jnp.concatenate([read, behind], axis=-1), heads // kv_heads, axis=2)

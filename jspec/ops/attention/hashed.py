@@ -43,13 +43,13 @@ def hash_attention(
     codes: Array,
     w: Array,
     positions: Array,
-    until: Array,
+    context_len: Array,
     most: int,
     *,
     counts: Array | None = None,
     sinks: int = 0,
     recent: int = 0,
-    tail: int = 1,
+    num_new: int = 1,
     scale: float | None = None,
     softcap: float | None = None,
     implementation: str | None = None,
@@ -64,39 +64,46 @@ def hash_attention(
     R]``; all three are updated at ``positions`` int32 ``[B, 1]``, -1 for padding, which appends
     nothing.
 
-    Of the slots below ``until`` int32 ``[B]`` it selects ``most`` for each KV head, as
+    Of the slots below ``context_len`` int32 ``[B]`` it selects ``most`` for each KV head, as
     `jspec.hash_select` does by the code of the rotated query, with ``counts`` int32 ``[B]``, the
-    budget of each row, ``sinks`` and ``recent``. It attends to these and to those of the ``tail``
-    slots from ``until`` on that are not behind the query's own, as `jspec.gathered_attention` does,
-    with ``scale`` and ``softcap``. What other slots hold, NaN included, has no effect. Nothing is
-    clamped: ``positions`` must be below S, and ``until`` at most S.
+    budget of each row, ``sinks`` and ``recent``. It attends to these, and to those of the
+    ``num_new`` slots from ``context_len`` on that do not come after the query's own, as
+    `jspec.gathered_attention` does, with ``scale`` and ``softcap``. What other slots hold, NaN
+    included, has no effect. Nothing is clamped: ``positions`` must be below S, and ``context_len``
+    at most S.
 
     Returns the output ``[B, 1, N, H']`` in the dtype of ``q`` and the log-sum-exp, natural log,
     float32 ``[B, 1, N]``, for padding 0 and -inf; the slots that were selected, int32 ``[B, K,
     most]``, ascending, and -1 behind the last one; and the keys, values and codes. Donate the
     cache, and nothing of it is copied. Raises `ValueError` for arguments that do not fit.
     """
-    _check(q, positions, until, counts, tail)
+    _check(q, positions, context_len, counts, num_new)
     check_encode(q, k, v, keys, values, codes, w, positions)
     check_heads(q, keys, values, None)
     check_budget(most, sinks, recent)
     return HASH_ATTENTION(
-        *(q, k, v, qk_rope, keys, values, codes, w, positions, until),
+        *(q, k, v, qk_rope, keys, values, codes, w, positions, context_len),
         # Backends cut a budget at most: a row's length leaves it, and no kernel makes an array.
-        until if counts is None else counts,
+        context_len if counts is None else counts,
         most=most,
         sinks=sinks,
         recent=recent,
-        tail=tail,
+        num_new=num_new,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         implementation=implementation,
     )
 
 
-def _check(q: Array, positions: Array, until: Array, counts: Array | None, tail: int) -> None:
+def _check(
+    q: Array, positions: Array, context_len: Array, counts: Array | None, num_new: int
+) -> None:
     batch, tokens = q.shape[:2]
-    given = {"positions": positions, "until": until, "counts": until if counts is None else counts}
+    given = {
+        "positions": positions,
+        "context_len": context_len,
+        "counts": context_len if counts is None else counts,
+    }
     shapes = tuple(x.shape for x in given.values())
     if tokens != 1 or shapes != ((batch, 1), (batch,), (batch,)):
         raise ValueError(
@@ -107,8 +114,8 @@ def _check(q: Array, positions: Array, until: Array, counts: Array | None, tail:
     if any(x.dtype != jnp.int32 for x in given.values()):
         kinds = ", ".join(f"{name} {x.dtype}" for name, x in given.items())
         raise ValueError(f"{kinds} must be int32")
-    if tail < 1:
-        raise ValueError(f"tail={tail} must be at least 1, the query's own slot")
+    if num_new < 1:
+        raise ValueError(f"num_new={num_new} must be at least 1, the query's own slot")
 
 
 def _in_turn(
@@ -122,13 +129,13 @@ def _in_turn(
     codes: Array,
     w: Array,
     positions: Array,
-    until: Array,
+    context_len: Array,
     counts: Array,
     *,
     most: int,
     sinks: int,
     recent: int,
-    tail: int,
+    num_new: int,
     scale: float,
     softcap: float | None,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
@@ -140,11 +147,14 @@ def _in_turn(
         *(q, k, v, qk_rope, keys, values, codes, w, slots), **named
     )
     with jax.named_scope("selection"):  # that of policies, by which profiles know it
-        own = {"counts": counts, "lengths": until, "sinks": sinks, "recent": recent}
+        own = {"counts": counts, "lengths": context_len, "sinks": sinks, "recent": recent}
         chosen = hash_select(hash_encode(q, w, **named), codes, most, **own, **named)
-    behind = until[:, None] + jnp.arange(tail, dtype=jnp.int32)[None]
+    behind = context_len[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None]
     out, lse = gathered_attention(
-        *(q, keys, values, positions, chosen, behind, until), scale=scale, softcap=softcap, **named
+        *(q, keys, values, positions, chosen, behind, context_len),
+        scale=scale,
+        softcap=softcap,
+        **named,
     )
     return out, lse, chosen, keys, values, codes
 
@@ -185,22 +195,22 @@ def _build(shape, normed, dtype, rows) -> tuple:
     some = np.array([0, 1, 2**31, 2**32 - 1], np.uint32)
     codes = rng.choice(some, (batch, slots, heads, bits // 32))
     w = numbers(heads, size, bits).astype(np.float32)
-    until, positions, counts = np.array(rows, np.int32).T
+    context_len, positions, counts = np.array(rows, np.int32).T
     q, qk_rope = q.reshape(batch, 1, -1, size), QKRope(cosine, sine, *norms, joined)
-    return q, k, v, qk_rope, *columns, codes, w, positions[:, None], until, counts
+    return q, k, v, qk_rope, *columns, codes, w, positions[:, None], context_len, counts
 
 
 def _case(name, shape, dtype, rows, settings, normed=False, small=False) -> Case:
-    """``shape``: ``(G, K, S, H, H', R)``; ``rows``: of each ``(until, position, count)``;
-    ``settings``: ``(most, sinks, recent, tail, softcap)``."""
-    static = dict(zip(("most", "sinks", "recent", "tail", "softcap"), settings, strict=True))
+    """``shape``: ``(G, K, S, H, H', R)``; ``rows``: of each ``(context_len, position, count)``;
+    ``settings``: ``(most, sinks, recent, num_new, softcap)``."""
+    static = dict(zip(("most", "sinks", "recent", "num_new", "softcap"), settings, strict=True))
     static |= {"scale": shape[3] ** -0.5}
     return Case(name, functools.partial(_build, shape, normed, dtype, rows), static, small)
 
 
 def _cases() -> list[Case]:
     """Rows that are empty, padded, and shorter than what is selected of them."""
-    small, tail = ((2, 2, 20, 16, 16, 32), (2, 2, 24, 16, 16, 64))
+    small, drafts = ((2, 2, 20, 16, 16, 32), (2, 2, 24, 16, 16, 64))
     beyond, long_codes = ((1, 3, 20, 24, 8, 32), (1, 8, 130, 32, 32, 256))
     grouped, wide = ((8, 2, 700, 64, 64, 128), (4, 2, 300, 128, 128, 128))
     ragged = [(13, 13, 6), (0, 0, 6), (9, -1, 6), (4, 4, 6)]
@@ -210,7 +220,7 @@ def _cases() -> list[Case]:
     drafted = [(290, 292, 30), (20, 20, 30)]
     return [
         _case("small", small, "float32", ragged, (6, 1, 2, 1, None), normed=True, small=True),
-        _case("tail", tail, "float32", behind, (6, 1, 2, 4, None), small=True),
+        _case("tail", drafts, "float32", behind, (6, 1, 2, 4, None), small=True),
         _case("beyond", beyond, "float32", short, (22, 0, 0, 2, 5.0)),
         _case("grouped", grouped, "float32", long, (48, 4, 16, 1, None), normed=True),
         _case("bfloat16", wide, "bfloat16", drafted, (30, 4, 16, 3, None)),

@@ -109,7 +109,7 @@ class Inputs:
     positions: np.ndarray
     selected: np.ndarray
     tail: np.ndarray
-    until: np.ndarray
+    context_len: np.ndarray
     counts: np.ndarray | None
     log_weights: np.ndarray | None = None
 
@@ -127,7 +127,7 @@ def reads(x: Inputs, b: int, t: int, head: int) -> list[int]:
         return []
     lead = (b, head)[: x.selected.ndim - 1]
     chosen = x.selected[lead][: None if x.counts is None else x.counts[lead]]
-    behind = [s for i, s in enumerate(x.tail[b]) if x.until[b] + i <= here]
+    behind = [s for i, s in enumerate(x.tail[b]) if x.context_len[b] + i <= here]
     return [s for s in (*chosen, *behind) if s >= 0]
 
 
@@ -164,9 +164,9 @@ def inputs(case: Case, *, junk: float) -> Inputs:
     selected = np.where(rng.random(selected.shape) < 0.2, -1, selected)
     if case.tail > case.tokens:
         tail[:, 1] = -1
-    until = rng.integers(0, 100, batch)
+    context_len = rng.integers(0, 100, batch)
     # The queries stand at the end of the tail, in the second row one before it.
-    first = until + max(case.tail - case.tokens, 0) - np.arange(batch) % 2
+    first = context_len + max(case.tail - case.tokens, 0) - np.arange(batch) % 2
     positions = np.maximum(first, 0)[:, None] + np.arange(case.tokens)
     if case.padded:
         kept = case.tokens - np.array(case.padded)[:, None]
@@ -176,7 +176,7 @@ def inputs(case: Case, *, junk: float) -> Inputs:
         counts = np.array(case.counts)
         if case.per_head:
             counts = np.stack([np.roll(counts, head) for head in range(kv_heads)], axis=1)
-    whole = [np.asarray(a, np.int32) for a in (positions, selected, tail, until)]
+    whole = [np.asarray(a, np.int32) for a in (positions, selected, tail, context_len)]
     x = Inputs(q, k, v, *whole, None if counts is None else np.asarray(counts, np.int32))
     if case.weighted:
         x = dataclasses.replace(x, log_weights=weights(x, junk))
@@ -301,25 +301,27 @@ def test_real_shapes_equal_the_definition_on_a_gpu(case, backend):
 
 
 @jax.jit
-def _three_ways(q, k, v, order, until):
-    """Two queries at ``until`` and behind it: over the slots, over the slots in another order, and
-    over a selection in that order with a tail."""
-    behind = until[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
+def _three_ways(q, k, v, order, context_len):
+    """Two queries at ``context_len`` and after it: over the slots, over the slots in another order,
+    and over a selection in that order with a tail."""
+    behind = context_len[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
     there = jnp.where(order <= behind[:, -1:], order, -1)
     moved = [jnp.take_along_axis(x, order[..., None, None], axis=1) for x in (k, v)]
-    selected = jnp.where(order < until[:, None], order, -1)
+    selected = jnp.where(order < context_len[:, None], order, -1)
     return (
         attention(q, k, v, behind, implementation="xla"),
         attention(q, *moved, behind, key_positions=there, implementation="xla"),
-        gathered_attention(q, k, v, behind, selected, behind, until, implementation="xla"),
+        gathered_attention(q, k, v, behind, selected, behind, context_len, implementation="xla"),
     )
 
 
 @given(st.permutations(range(12)), st.integers(0, 10), st.integers(0, 2**32 - 1))
-def test_where_a_key_lies_and_who_selects_it_has_no_effect(order, until, seed):
+def test_where_a_key_lies_and_who_selects_it_has_no_effect(order, context_len, seed):
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((1, n, 2, 4), np.float32) for n in (2, 12, 12))
-    wanted, *others = _three_ways(q, k, v, np.array([order], np.int32), np.array([until], np.int32))
+    wanted, *others = _three_ways(
+        q, k, v, np.array([order], np.int32), np.array([context_len], np.int32)
+    )
     for got in others:
         for have, want in zip(got, wanted, strict=True):
             np.testing.assert_allclose(have, want, atol=2e-6)
@@ -332,7 +334,7 @@ SHAPES = {
     "positions": (2, 4),
     "selected": (2, 5),
     "tail": (2, 3),
-    "until": (2,),
+    "context_len": (2,),
 }
 
 
@@ -344,7 +346,7 @@ FLOATS = ("q", "k", "v", "log_weights")
     [
         ({"v": (2, 8, 2, 8)}, r"k \(2, 9, 2, 8\), v \(2, 8, 2, 8\) must be \[B, T, N, H\]"),
         ({"positions": (2, 3)}, r"positions \(2, 3\) must be \[B, T\] = \(2, 4\)"),
-        ({"until": (3,)}, r"until \(3,\) \[B\] = \(2,\)"),
+        ({"context_len": (3,)}, r"context_len \(3,\) \[B\] = \(2,\)"),
         ({"selected": (3, 5)}, r"selected \(3, 5\) must be \[B, n\] or \[B, K, n\] with B=2, K=2"),
         ({"selected": (2, 4, 5)}, r"selected \(2, 4, 5\) must be .* with B=2, K=2"),
         ({"selected": (2,)}, r"selected \(2,\) must be"),

@@ -14,7 +14,7 @@ from jspec.ops.attention.hashed import HASH_ATTENTION, PARTS, hash_attention
 from jspec.ops.hash_select import HASH_SELECT
 from tests.ops.backends import every_backend, every_case
 
-NAMES = "q k v qk_rope keys values codes w positions until counts".split()
+NAMES = "q k v qk_rope keys values codes w positions context_len counts".split()
 OUTPUTS = ("out", "lse", "slots", "keys", "values", "codes")
 
 
@@ -42,14 +42,14 @@ def products(x) -> tuple[np.ndarray, np.ndarray]:
     return found[0], found[1]
 
 
-def chosen_of(scores, until, count, most, sinks, recent) -> list[int]:
-    """The best of the first ``until``: forced ones, then the highest, of equals the first."""
-    forced = [s for s in range(until) if s < sinks or s >= until - recent]
-    free = sorted(set(range(until)) - set(forced), key=lambda s: (-scores[s], s))
+def chosen_of(scores, context_len, count, most, sinks, recent) -> list[int]:
+    """The best of the first ``context_len``: forced ones, then the highest, of equals the first."""
+    forced = [s for s in range(context_len) if s < sinks or s >= context_len - recent]
+    free = sorted(set(range(context_len)) - set(forced), key=lambda s: (-scores[s], s))
     return sorted([*forced, *free][: min(count, most)])
 
 
-def brute_force(x, *, most, sinks, recent, tail, scale, softcap) -> dict[str, np.ndarray]:
+def brute_force(x, *, most, sinks, recent, num_new, scale, softcap) -> dict[str, np.ndarray]:
     """What the operation gives, from the definition, a head at a time, in float64."""
     queries, new = products(x)
     batch, heads, _ = queries.shape
@@ -58,7 +58,7 @@ def brute_force(x, *, most, sinks, recent, tail, scale, softcap) -> dict[str, np
     out = np.zeros((batch, 1, heads, values.shape[3]))
     lse, slots = np.full((batch, 1, heads), -np.inf), np.full((batch, kv_heads, most), -1)
     for b, head in np.ndindex(batch, kv_heads):
-        here, until = int(x["positions"][b, 0]), int(x["until"][b])
+        here, context_len = int(x["positions"][b, 0]), int(x["context_len"][b])
         if here >= 0:
             keys[b, here, head], values[b, here, head] = new[b, head], x["v"][b, 0, head]
             bits = new[b, head] @ w[head] > 0
@@ -66,9 +66,9 @@ def brute_force(x, *, most, sinks, recent, tail, scale, softcap) -> dict[str, np
         group = range(head * heads // kv_heads, (head + 1) * heads // kv_heads)
         held = np.unpackbits(codes[b, :, head].view(np.uint8), axis=-1, bitorder="little")
         scores = sum((held == (queries[b, n] @ w[head] > 0)).sum(axis=-1) for n in group)
-        chosen = chosen_of(scores, until, int(x["counts"][b]), most, sinks, recent)
+        chosen = chosen_of(scores, context_len, int(x["counts"][b]), most, sinks, recent)
         slots[b, head, : len(chosen)] = chosen
-        read = [*chosen, *(s for s in range(until, until + tail) if s <= here)]
+        read = [*chosen, *(s for s in range(context_len, context_len + num_new) if s <= here)]
         for n in group if here >= 0 else ():
             logits = scale * keys[b, read, head] @ queries[b, n]
             logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
@@ -127,7 +127,7 @@ def test_the_bits_of_a_case_do_not_hang_on_rounding(case):
 def test_the_cases_hold_what_they_should():
     """Ties, an empty row, padding, one budget below another, and more wanted than there is."""
     x, want = given(HASH_ATTENTION.cases()[0]), expected("small")
-    assert (x["until"] == 0).any()
+    assert (x["context_len"] == 0).any()
     assert (x["positions"] < 0).any()
     assert (want["slots"][0] >= 0).all()
     assert (want["slots"][1] == -1).all()
@@ -147,13 +147,13 @@ def test_what_is_not_read_changes_no_bit(case, backend):
     clean = run(x, case, backend)
     read = np.zeros(x["keys"].shape[:3], bool)
     for b, head in np.ndindex(*want["slots"].shape[:2]):
-        here, until = x["positions"][b, 0], x["until"][b]
+        here, context_len = x["positions"][b, 0], x["context_len"][b]
         own = want["slots"][b, head]
         # The token's own slot is written first.
-        read[b, [s for s in (*own, *range(until, here)) if s >= 0], head] = True
+        read[b, [s for s in (*own, *range(context_len, here)) if s >= 0], head] = True
     poisoned = {name: np.where(read[..., None], x[name], np.nan) for name in ("keys", "values")}
     poisoned = {name: a.astype(x[name].dtype) for name, a in poisoned.items()}
-    behind = np.arange(x["codes"].shape[1]) >= x["until"][:, None]
+    behind = np.arange(x["codes"].shape[1]) >= x["context_len"][:, None]
     poisoned["codes"] = np.where(behind[..., None, None], ~x["codes"], x["codes"])
     got = run(x | poisoned, case, backend)
     for name in ("out", "lse", "slots"):
@@ -228,8 +228,8 @@ def test_parts_one_by_one_take_the_backends_that_are_preferred(monkeypatch):
     ("change", "message"),
     [
         ({"q": (2, 2, 4, 8)}, r"q \(2, 2, 4, 8\), positions .* must be \[B, 1, N, H\], \[B, 1\]"),
-        ({"positions": (2,)}, r"positions \(2,\), until \(2,\)"),
-        ({"until": (2, 2)}, r"until \(2, 2\), counts"),
+        ({"positions": (2,)}, r"positions \(2,\), context_len \(2,\)"),
+        ({"context_len": (2, 2)}, r"context_len \(2, 2\), counts"),
         ({"counts": (2, 2)}, r"counts \(2, 2\) must be"),
         ({"counts": (2,), "dtype": jnp.float32}, "counts float32 must be int32"),
         ({"v": (2, 1, 2, 5)}, r"v \(2, 1, 2, 5\), keys"),
@@ -238,17 +238,19 @@ def test_parts_one_by_one_take_the_backends_that_are_preferred(monkeypatch):
         ({"w": (1, 8, 32)}, r"w \[1, 8, 32\] must be uint32"),
         ({"q": (2, 1, 3, 8)}, "with N a multiple of K"),
         ({"most": 2}, "k=2 must be at least 1 and hold sinks=1 and recent=2"),
-        ({"tail": 0}, "tail=0 must be at least 1"),
+        ({"num_new": 0}, "num_new=0 must be at least 1"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_what_does_not_fit_is_refused(change, message):
     shapes = {"q": (2, 1, 4, 8), "k": (2, 1, 2, 8), "v": (2, 1, 2, 6), "keys": (2, 9, 2, 8)}
     shapes |= {"values": (2, 9, 2, 6), "codes": (2, 9, 2, 1), "w": (2, 8, 32)}
-    shapes |= {"positions": (2, 1), "until": (2,), "counts": (2,)}
+    shapes |= {"positions": (2, 1), "context_len": (2,), "counts": (2,)}
     change = dict(change)
-    settings = {"most": 3, "tail": 1} | {n: change.pop(n) for n in ("most", "tail") if n in change}
-    kinds = {"codes": jnp.uint32} | dict.fromkeys(("positions", "until", "counts"), jnp.int32)
+    settings = {"most": 3, "num_new": 1} | {
+        n: change.pop(n) for n in ("most", "num_new") if n in change
+    }
+    kinds = {"codes": jnp.uint32} | dict.fromkeys(("positions", "context_len", "counts"), jnp.int32)
     kinds |= {"counts": change.pop("dtype")} if "dtype" in change else {}
     arrays = {
         name: jax.ShapeDtypeStruct(shape, kinds.get(name, jnp.float32))
