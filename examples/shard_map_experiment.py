@@ -67,8 +67,8 @@ def main() -> None:
     for kvp, tpa in MESHES:
         config = helix.HelixConfig(kvp=kvp, tpa=tpa)
         model = helix.Sharded(Model(weights, config.axes), config, spec)
-        found = jspec.generate(model, prompts, params, draft=jspec.NgramDraft())
-        print(f"kvp={kvp} tpa={tpa}: as on one device: {found.tokens == alone.tokens}")
+        sharded = jspec.generate(model, prompts, params, draft=jspec.NgramDraft())
+        print(f"kvp={kvp} tpa={tpa}: as on one device: {sharded.tokens == alone.tokens}")
 
 
 if __name__ == "__main__":

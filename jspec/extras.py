@@ -19,8 +19,8 @@ def install(extra: str) -> str:
     except PackageNotFoundError:  # jspec runs from its sources, and pip knows nothing of it
         return f"pip install -e '.[{extra}]' in jspec's folder"
     parts = [requirement.partition(";") for requirement in requirements]
-    wanted = [name.strip() for name, _, marker in parts if f"extra == '{extra}'" in marker]
-    return "pip install " + " ".join(f"'{name}'" for name in wanted)
+    packages = [name.strip() for name, _, marker in parts if f"extra == '{extra}'" in marker]
+    return "pip install " + " ".join(f"'{name}'" for name in packages)
 
 
 def install_gpu(extra: str) -> str:

@@ -225,11 +225,11 @@ class LLM:
             for sample in range(n)
         ]
         ids = [prompt for prompt in prompts for _ in range(n)]
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for begin in range(0, len(ids), self._batch):
             part = slice(begin, begin + self._batch)
-            found += self._answer(ids[part], asked[part], stop, logprobs)
-        return found
+            completions += self._answer(ids[part], asked[part], stop, logprobs)
+        return completions
 
     def _answer(self, prompts, params, stop, logprobs) -> list[Completion]:
         """Completions of one batch."""

@@ -143,8 +143,8 @@ def _data(record: dict[str, Any]) -> str:
 def curve_columns(curve: list[list[float]], points: int = 400) -> dict[str, list[float]]:
     """The recorded curve by field, thinned to about ``points``."""
     step = max(1, len(curve) // points)
-    kept = curve[::step]
-    return {field: [row[i] for row in kept] for i, field in enumerate(CURVE_FIELDS)}
+    rows = curve[::step]
+    return {field: [row[i] for row in rows] for i, field in enumerate(CURVE_FIELDS)}
 
 
 def stage_speed(curve: list[list[float]], length: int) -> float | None:

@@ -68,22 +68,24 @@ def load_or_build(folder: Path, max_bytes: int, only: tuple[str, ...] = ()) -> C
 
 def find_packages(only: tuple[str, ...] = ()) -> list[Package]:
     """Permissively licensed distributions with their text files, and the standard library."""
-    found = {}
+    packages = {}
     for distribution in distributions():
         name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
-        if not name or name in found or (only and name not in only):
+        if not name or name in packages or (only and name not in only):
             continue
         licence = permissive_licence(distribution.metadata)
         if licence is None or distribution.files is None:
             continue
-        files = [Path(str(distribution.locate_file(f))) for f in distribution.files if _wanted(f)]
-        found[name] = Package(name, distribution.version, licence, tuple(sorted(set(files))))
+        files = [
+            Path(str(distribution.locate_file(f))) for f in distribution.files if _is_included(f)
+        ]
+        packages[name] = Package(name, distribution.version, licence, tuple(sorted(set(files))))
     if not only or "python" in only:
-        found["python"] = _standard_library()
-    return [found[name] for name in sorted(found)]
+        packages["python"] = _standard_library()
+    return [packages[name] for name in sorted(packages)]
 
 
-def _wanted(path) -> bool:
+def _is_included(path) -> bool:
     text = str(path).lower()
     if _SKIP_PARTS.search(text) or ".dist-info/" in text or ".." in text:
         return False
@@ -137,8 +139,9 @@ def _build(folder: Path, max_bytes: int, only: tuple[str, ...]) -> None:
     for name, files in texts.items():
         for text in files:
             count += 1
-            held = count % HELD_OUT_STEP == 0
-            splits["packages" if name in held_out else "files" if held else "train"].append(text)
+            is_held_out = count % HELD_OUT_STEP == 0
+            split = "packages" if name in held_out else "files" if is_held_out else "train"
+            splits[split].append(text)
     table = [
         {
             "name": package.name,
@@ -161,14 +164,14 @@ def _without_repeats(packages, contents, max_bytes: int) -> dict[str, list[bytes
     texts: dict[str, list[bytes]] = {}
     count = 0
     for package, files in zip(packages, contents, strict=True):
-        kept = texts[package.name] = []
+        package_texts = texts[package.name] = []
         for key, _ in files:
             text = unique.pop(key, None)
             if text is None:
                 continue
             count += 1
             if int(count * keep) > int((count - 1) * keep):
-                kept.append(text)
+                package_texts.append(text)
     return texts
 
 

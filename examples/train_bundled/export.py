@@ -153,8 +153,8 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    opening = SPECIAL_TOKENS[0]
+    begin_token = SPECIAL_TOKENS[0]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{opening} $A", special_tokens=[(opening, 256)]
+        single=f"{begin_token} $A", special_tokens=[(begin_token, 256)]
     )
     return tokenizer

@@ -40,10 +40,10 @@ def write(out: Path, data: corpus.Corpus, seed: int) -> None:
 def source(split: np.ndarray, length: int, rng: np.random.Generator) -> bytes:
     """``length - 2`` bytes of packed source from a random place: two tokens go around them."""
     text = source_filler(split)
-    found = b""
-    while len(found) < length - 2:
-        found += text(rng, 2 * length)
-    return found[: length - 2]
+    content = b""
+    while len(content) < length - 2:
+        content += text(rng, 2 * length)
+    return content[: length - 2]
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ def keep_programs() -> Path | None:
     try:
         folder = cache_folder() / "programs" / _machine()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_own(folder):
+        if not _is_private(folder):
             return None
         _prune(folder, LIMIT)
     except (OSError, RuntimeError):  # RuntimeError: the user has no home
@@ -51,20 +51,20 @@ def _machine() -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _is_own(folder: Path) -> bool:
+def _is_private(folder: Path) -> bool:
     """Whether nobody but this user can put a program there."""
     if os.name != "posix":
         return True
-    found = folder.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+    stat = folder.stat()
+    return stat.st_uid == os.getuid() and not stat.st_mode & 0o022
 
 
 def _prune(folder: Path, limit: int) -> None:
     """Delete the oldest files until those that are left have at most ``limit`` bytes."""
     files = [(path, path.stat()) for path in folder.iterdir() if path.is_file()]
-    left = sum(found.st_size for _, found in files)
-    for path, found in sorted(files, key=lambda pair: pair[1].st_mtime):
+    left = sum(stat.st_size for _, stat in files)
+    for path, stat in sorted(files, key=lambda pair: pair[1].st_mtime):
         if left <= limit:
             return
         path.unlink(missing_ok=True)
-        left -= found.st_size
+        left -= stat.st_size

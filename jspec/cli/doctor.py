@@ -59,17 +59,17 @@ def doctor(arguments: argparse.Namespace) -> int:
     shows = None if arguments.json else console()
     if shows is not None:
         shows.print(PATIENCE)
-    found = []
+    findings = []
     for finding in _look(_checks()):
-        found.append(finding)
+        findings.append(finding)
         if shows is not None:
             _show(shows, finding)
     needed = {BUNDLED} | {f"{x.name}, {n}" for x in operations() for n in x.never_refusing}
-    broken = [f.what for f in found if f.what in needed and not f.works]
-    verdict = _verdict(found, broken)
+    broken = [f.what for f in findings if f.what in needed and not f.works]
+    verdict = _verdict(findings, broken)
     if shows is None:
-        findings = [dataclasses.asdict(f) for f in found]
-        print_json({"environment": environment(), "findings": findings, "verdict": verdict})
+        values = [dataclasses.asdict(f) for f in findings]
+        print_json({"environment": environment(), "findings": values, "verdict": verdict})
     else:
         shows.print(f"\n{escape(verdict)}")
     return 1 if broken else 0
@@ -122,11 +122,11 @@ def _show(shows: Console, finding: Finding) -> None:
         shows.print(f"    to do: {escape(finding.advice)}", soft_wrap=True)
 
 
-def _verdict(found: Sequence[Finding], broken: Sequence[str]) -> str:
+def _verdict(findings: Sequence[Finding], broken: Sequence[str]) -> str:
     if broken:
         return f"jspec cannot decode here: {'; '.join(broken)} must work. See what to do above."
     names = {f"{x.name}, {name}" for x in operations() for name in x.backends}
-    backends = [f for f in found if f.what in names]
+    backends = [f for f in findings if f.what in names]
     works = sum(f.works for f in backends)
     return (
         f"jspec decodes here, on {jax.devices()[0].device_kind}: {works} of {len(backends)} "
@@ -135,10 +135,12 @@ def _verdict(found: Sequence[Finding], broken: Sequence[str]) -> str:
 
 
 def _python() -> Finding:
-    seen = ".".join(map(str, sys.version_info[:3]))
+    detail = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= GPU_PYTHON or not _has_driver():
-        return Finding("Python", True, seen)
-    return Finding("Python", True, seen, "for a GPU take 3.12 or newer: jax needs it from 0.11 on")
+        return Finding("Python", True, detail)
+    return Finding(
+        "Python", True, detail, "for a GPU take 3.12 or newer: jax needs it from 0.11 on"
+    )
 
 
 def _package(name: str) -> Finding:
@@ -182,12 +184,12 @@ def _bundled() -> Finding:
 
 def _tuned() -> Finding:
     """Which file gives the order of backends and the block sizes here."""
-    found = tuned.serving(gpu_in_use())
-    seen = f"{found.table.name}.json, for {found.table.gpu}"
-    if found.guess is None:
-        return Finding("tuning", True, f"{seen}: measured")
+    source = tuned.serving(gpu_in_use())
+    detail = f"{source.table.name}.json, for {source.table.gpu}"
+    if source.guess is None:
+        return Finding("tuning", True, f"{detail}: measured")
     advice = "it may be faster; in a checkout: python -m bench all, then python -m bench tune"
-    return Finding("tuning", True, f"{seen}: a guess, {found.guess}", advice)
+    return Finding("tuning", True, f"{detail}: a guess, {source.guess}", advice)
 
 
 def _cache() -> Finding:
@@ -198,8 +200,8 @@ def _cache() -> Finding:
     chosen = ATTENTION.choose(None, q, keys, keys, positions, **arguments).name
     if not chosen.startswith("xla"):
         return Finding("cache", True, f"held once: attention runs by {chosen}")
-    seen = f"held twice by batches of two rows and more: attention runs by {chosen}"
-    return Finding("cache", True, seen, install_gpu("cuda13"))
+    detail = f"held twice by batches of two rows and more: attention runs by {chosen}"
+    return Finding("cache", True, detail, install_gpu("cuda13"))
 
 
 def _host() -> Finding:
@@ -229,15 +231,15 @@ def _backend(
     It works if it takes one. Others may serve in its place, so that there is nothing to do if not.
     """
     what, refused, took = f"{operation.name}, {name}", [], 0
-    for case, wanted in pairs():
+    for case, expected in pairs():
         if reason := operation.backend(name).supports(*case.arguments, **case.static):
             refused.append(reason)
             continue
         took += 1
         got = jax.tree.leaves(_run(operation, name, case))
-        if not all(_agree(x, y) for x, y in zip(got, jax.tree.leaves(wanted), strict=True)):
-            seen = f"{case.name}: differs from what it must give"
-            return Finding(what, False, seen, "report it, with all that is above")
+        if not all(_agree(x, y) for x, y in zip(got, jax.tree.leaves(expected), strict=True)):
+            detail = f"{case.name}: differs from what it must give"
+            return Finding(what, False, detail, "report it, with all that is above")
     if not took:
         return Finding(what, False, refused[-1])  # those of 16 bits are last, and kernels take them
     return Finding(what, True, f"right; refuses some cases: {refused[0]}" if refused else "right")

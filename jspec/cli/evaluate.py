@@ -17,7 +17,7 @@ from jspec.cli.show import console, environment
 from jspec.eval import heatmap
 from jspec.eval.evaluate import Budget, Run, Score, budget_of, evaluate_all, with_budget
 from jspec.eval.jsonl import read_questions
-from jspec.eval.questions import Asked, own_questions, ruler_questions
+from jspec.eval.questions import Asked, ruler_questions, tokenized_questions
 from jspec.eval.ruler import TASKS
 from jspec.models.bundled import bundled_path
 from jspec.models.checkpoint import load_model
@@ -31,9 +31,9 @@ Asking = tuple[str, Budget, Policy]  # a policy's name with its settings, and it
 def run_eval(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     runs = _runs(arguments)
-    own, metric = None, arguments.metric
+    user_questions, metric = None, arguments.metric
     if arguments.tasks != "ruler":
-        own, usual = read_questions(arguments.tasks)
+        user_questions, usual = read_questions(arguments.tasks)
         metric = metric or usual
     if arguments.heatmap:
         if len(runs) > 1:
@@ -48,7 +48,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             f"--length {arguments.length} exceeds the model's context of {model.config.max_context}"
         )
     runs = [(name, budget, with_hashes(policy, Path(path))) for name, budget, policy in runs]
-    questions = _questions(arguments, tokenizer, own)
+    questions = _questions(arguments, tokenizer, user_questions)
     settings = {"length": arguments.length, "metric": metric or "recall", "batch": arguments.batch}
     shows = console()
     hidden = arguments.json or not shows.is_terminal
@@ -64,8 +64,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
         for (name, budget, _), score in zip(runs, scores, strict=True)
     ]
     if arguments.json:
-        found = results[0] if len(results) == 1 else {"results": results}
-        print(json.dumps(found | {"environment": environment()}))
+        output = results[0] if len(results) == 1 else {"results": results}
+        print(json.dumps(output | {"environment": environment()}))
     else:
         shows = Console(highlight=False)
         shows.print(_title(arguments))
@@ -91,10 +91,10 @@ def _runs(arguments: argparse.Namespace) -> list[Asking]:
         policy = named_policy(name)
         for budget in budgets if name != "dense" else [None]:
             try:
-                found = with_budget(policy, budget)
+                budgeted = with_budget(policy, budget)
             except ValueError as error:
                 raise ValueError(f"policy {name}: {error}") from None
-            runs.append((name, budget_of(found), found))
+            runs.append((name, budget_of(budgeted), budgeted))
     return runs
 
 
@@ -108,10 +108,12 @@ def _budget(text: str) -> int | float:
 
 
 def _questions(
-    arguments: argparse.Namespace, tokenizer: Tokenizer, own: Sequence[Any] | None
+    arguments: argparse.Namespace, tokenizer: Tokenizer, user_questions: Sequence[Any] | None
 ) -> list[Asked]:
-    if own is not None:
-        return own_questions(tokenizer, own, arguments.length, arguments.max_new_tokens)
+    if user_questions is not None:
+        return tokenized_questions(
+            tokenizer, user_questions, arguments.length, arguments.max_new_tokens
+        )
     settings = (arguments.length, arguments.examples, arguments.seed)
     return ruler_questions(tokenizer, _tasks(arguments), *settings)
 
@@ -127,7 +129,7 @@ def _result(
     arguments: argparse.Namespace,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    found = {
+    result = {
         "score": score.score,
         "scores": score.scores,
         "policy": name,
@@ -139,7 +141,7 @@ def _result(
         "seed": arguments.seed,
         "stats": score.stats.as_dict(),
     }
-    return found | ({"answers": list(score.answers)} if arguments.answers else {})
+    return result | ({"answers": list(score.answers)} if arguments.answers else {})
 
 
 def _title(arguments: argparse.Namespace) -> str:
@@ -156,11 +158,11 @@ def _table(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> 
     table.add_column("policy", overflow="fold")
     for heading in headings:
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
-    for found in results:
-        row = [found["policy"], "all" if found["budget"] is None else f"{found['budget']:g}"]
-        row += [f"{found['score']:.1f}", *(f"{found['scores'][task]:.1f}" for task in tasks)]
+    for result in results:
+        row = [result["policy"], "all" if result["budget"] is None else f"{result['budget']:g}"]
+        row += [f"{result['score']:.1f}", *(f"{result['scores'][task]:.1f}" for task in tasks)]
         if arguments.draft:
-            row.append(f"{found['stats']['mean_accepted_length']:.2f}")
+            row.append(f"{result['stats']['mean_accepted_length']:.2f}")
         table.add_row(*row)
     return table
 
@@ -169,6 +171,6 @@ def _heatmap(arguments: argparse.Namespace, model: Any, tokenizer: Tokenizer, ru
     name, budget, policy = run
     lengths = [arguments.length * part // 4 for part in range(1, 5)]
     settings = {"examples": arguments.examples, "seed": arguments.seed, "batch": arguments.batch}
-    found = heatmap.needles(model, tokenizer, policy, lengths, **settings)
+    shares = heatmap.needles(model, tokenizer, policy, lengths, **settings)
     title = name if budget is None else f"{name}, budget {budget:g}"
-    heatmap.draw(found, lengths, title, arguments.heatmap)
+    heatmap.draw(shares, lengths, title, arguments.heatmap)

@@ -127,8 +127,8 @@ def _run(
         write_lines(file, results + errors)
     if arguments.json:
         rest = {"stats": outcome.stats.as_dict(), "compare": compare, "environment": environment()}
-        found = results[0] if single else {"results": results, "errors": errors}
-        print_json(found | rest)
+        output = results[0] if single else {"results": results, "errors": errors}
+        print_json(output | rest)
     else:
         answer = demo.verdict(outcome.served[0].row.text) if arguments.demo else None
         print_table(outcome.stats, _seeds(outcome.served), compare, answer)
@@ -219,14 +219,14 @@ def load(
         StepConfig(draft.usual_gamma, draft, target=target).cache_policy, Path(path)
     )
     arrays = prepared(cache_policy, model, tokenizer)
-    own = model if helix is None else shard(model, helix)
+    placed_model = model if helix is None else shard(model, helix)
     return Job(
-        model=own,
+        model=placed_model,
         tokenizer=tokenizer,
         template=template,
         draft=draft,
         gamma=gamma,
-        draft_model=draft.prepare(Models(own, draft_model)).draft,
+        draft_model=draft.prepare(Models(placed_model, draft_model)).draft,
         target=target,
         rule=arguments.rule,
         exact=arguments.exact,

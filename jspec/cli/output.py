@@ -18,9 +18,9 @@ def result_of(
     request: CliRequest, text: str, tokens: Sequence[int], finished: str
 ) -> dict[str, Any]:
     """What came of a request; with its ``line`` and ``id`` where it is one of JSON lines."""
-    found = {"text": text, "tokens": list(tokens), "finished": finished}
-    found["seed"] = request.params.seed
-    return found if request.line is None else _named(request) | found
+    result = {"text": text, "tokens": list(tokens), "finished": finished}
+    result["seed"] = request.params.seed
+    return result if request.line is None else _named(request) | result
 
 
 def error_of(refused: Refused) -> dict[str, Any]:
@@ -32,9 +32,9 @@ def _named(line: CliRequest | Refused) -> dict[str, Any]:
     return {"line": line.line} | ({} if line.id is None else {"id": line.id})
 
 
-def write_lines(file: TextIO, found: Sequence[dict[str, Any]]) -> None:
+def write_lines(file: TextIO, results: Sequence[dict[str, Any]]) -> None:
     """Results and errors as JSON lines, in the order of the lines that asked for them."""
-    for value in sorted(found, key=lambda value: value["line"]):
+    for value in sorted(results, key=lambda value: value["line"]):
         file.write(json.dumps(value) + "\n")
 
 

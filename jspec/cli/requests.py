@@ -170,8 +170,8 @@ def parse_lines(
         try:
             value = _parsed(line)
             name = _id(value)
-            params, own = _settings(value, defaults, stop)
-            requests.append(CliRequest(_asked(value, chat), params, own, number, name))
+            params, stop_texts = _settings(value, defaults, stop)
+            requests.append(CliRequest(_asked(value, chat), params, stop_texts, number, name))
         except ValueError as error:
             refused.append(Refused(number, one_line(str(error)), name))
     return requests, refused
@@ -270,19 +270,19 @@ def _settings(
     if unknown:
         raise ValueError(f"unknown field {unknown[0]!r:.80}; a request has {', '.join(known)}")
     settings = defaults | {k: _setting(k, value[k]) for k in _FIELDS if k in value}
-    own = value.get("stop", list(stop))
-    own = [own] if isinstance(own, str) else own
-    if not isinstance(own, list) or not all(isinstance(s, str) for s in own):
+    stop_texts = value.get("stop", list(stop))
+    stop_texts = [stop_texts] if isinstance(stop_texts, str) else stop_texts
+    if not isinstance(stop_texts, list) or not all(isinstance(s, str) for s in stop_texts):
         raise ValueError("'stop' must be a string or a list of strings")
-    return SamplingParams(**settings), _stop(own)
+    return SamplingParams(**settings), _stop(stop_texts)
 
 
 def _setting(name: str, value: Any) -> Any:
-    wanted = _FIELDS[name]
-    allowed = (int, float) if wanted is float else wanted
+    kind = _FIELDS[name]
+    allowed = (int, float) if kind is float else kind
     is_flag = isinstance(value, bool)  # Python takes True for a number
-    if is_flag != (wanted is bool) or not isinstance(value, allowed):
-        raise ValueError(f"{name!r} must be {_KINDS[wanted]}, got {value!r:.80}")
+    if is_flag != (kind is bool) or not isinstance(value, allowed):
+        raise ValueError(f"{name!r} must be {_KINDS[kind]}, got {value!r:.80}")
     return value
 
 

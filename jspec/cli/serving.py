@@ -132,9 +132,9 @@ def serve(job: Job, ready: Sequence[Ready], show: Show, name: str = "decode") ->
     nothing = Outcome([], Stats.merged([]), interrupted=False)
     if not ready:
         return nothing
-    wanted = sum(one.params.max_new_tokens for one in ready)
+    total_tokens = sum(one.params.max_new_tokens for one in ready)
     try:
-        with show.progress.batch(wanted, name, streams=show.streams):
+        with show.progress.batch(total_tokens, name, streams=show.streams):
             is_line = ready[0].request.line is not None
             return _lines(job, ready, show) if is_line else _single(job, ready[0], show)
     except KeyboardInterrupt:

@@ -18,13 +18,13 @@ def written(draft: str, gamma: int) -> str:
 def read_settings(path: str) -> tuple[str, int]:
     """The draft and gamma of a file. Raises `ValueError` for anything else."""
     try:
-        found = json.loads(read_file(Path(path), LIMIT))
+        settings = json.loads(read_file(Path(path), LIMIT))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    right = isinstance(found, dict) and set(found) == {"draft", "gamma"}
-    right = right and isinstance(found["draft"], str) and type(found["gamma"]) is int
+    right = isinstance(settings, dict) and set(settings) == {"draft", "gamma"}
+    right = right and isinstance(settings["draft"], str) and type(settings["gamma"]) is int
     if not right:
         raise ValueError(
             f'{path} must be {{"draft": "NAME:...", "gamma": N}}, as jspec tune writes it'
         )
-    return found["draft"], found["gamma"]
+    return settings["draft"], settings["gamma"]

@@ -84,8 +84,8 @@ class Progress:
             return
         task = self._tasks["decode"]
         self._bars.update(task, advance=tokens, visible=True)
-        found = next(x for x in self._bars.tasks if x.id == task)
-        self._bars.update(task, of=f"{found.completed:.0f}/{found.total:.0f}")
+        bar = next(x for x in self._bars.tasks if x.id == task)
+        self._bars.update(task, of=f"{bar.completed:.0f}/{bar.total:.0f}")
 
 
 def print_table(

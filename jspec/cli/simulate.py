@@ -24,7 +24,7 @@ from jspec.helix.simulator.shapes import Hardware, ModelShape, load_hardware, lo
 
 Rows = list[dict[str, Any]]
 Titled = tuple[str, Table]
-Found = tuple[Rows, dict[str, Any], list[Titled], Callable[[str], None] | None]
+Output = tuple[Rows, dict[str, Any], list[Titled], Callable[[str], None] | None]
 LATENCIES_MS = (5, 10, 20, 50)
 # Of what the bench measures: bfloat16.
 MEASURED = dataclasses.replace(CONSTANTS, bytes_per_value=2, bytes_per_activation=2)
@@ -56,7 +56,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _roofline(arguments: argparse.Namespace) -> Found:
+def _roofline(arguments: argparse.Namespace) -> Output:
     """Appendix A over widths and contexts: the three panels of figure 1."""
     shape, hardware = load_shape(arguments.model or "helix-figure-1"), _hardware(arguments)
     fits, constants = _constants(arguments, hardware)
@@ -74,25 +74,37 @@ def _roofline(arguments: argparse.Namespace) -> Found:
     }
     widths = 2 ** np.arange(7)
     contexts = context * 2.0 ** np.arange(-6, 3)
-    most = min(shape.kv_heads, 8)
+    head_ranks = min(shape.kv_heads, 8)
     panels = []
     for title, name, x, kv, weights in (
         ("TP", "tp", widths, {"tpa": widths}, {"tpa": widths, "tpf": widths}),
-        ("context", "context", contexts, {"tpa": most}, {"tpa": most, "tpf": most}),
-        ("KVP", "kvp", widths, {"tpa": most, "kvp": widths}, {"tpa": most, "tpf": most * widths}),
+        (
+            "context",
+            "context",
+            contexts,
+            {"tpa": head_ranks},
+            {"tpa": head_ranks, "tpf": head_ranks},
+        ),
+        (
+            "KVP",
+            "kvp",
+            widths,
+            {"tpa": head_ranks, "kvp": widths},
+            {"tpa": head_ranks, "tpf": head_ranks * widths},
+        ),
     ):
         length = contexts if name == "context" else context
-        read = np.broadcast_to(kv_read_us(shape, batch, length, **kv, **rates), x.shape)
-        held = np.broadcast_to(weight_read_us(shape, **weights, **rates), x.shape)
-        found = zip(x.tolist(), read.tolist(), held.tolist(), strict=True)
-        rows = [{name: a, "kv_us": b, "weights_us": c} for a, b, c in found]
+        kv_us = np.broadcast_to(kv_read_us(shape, batch, length, **kv, **rates), x.shape)
+        weight_us = np.broadcast_to(weight_read_us(shape, **weights, **rates), x.shape)
+        points = zip(x.tolist(), kv_us.tolist(), weight_us.tolist(), strict=True)
+        rows = [{name: a, "kv_us": b, "weights_us": c} for a, b, c in points]
         panels.append((f"{title}, batch {batch}", name, rows))
     tables = _fit_tables(fits, constants, hardware)
     tables += [_read_table(panel, shape, hardware, context) for panel in panels]
     rows = [
         {"panel": name, "x": row[name], "kv_us": row["kv_us"], "weights_us": row["weights_us"]}
-        for _, name, found in panels
-        for row in found
+        for _, name, points in panels
+        for row in points
     ]
 
     def draw(path: str) -> None:
@@ -100,7 +112,7 @@ def _roofline(arguments: argparse.Namespace) -> Found:
 
         draw_roofline(panels, path)
 
-    result = {name: found for _, name, found in panels}
+    result = {name: points for _, name, points in panels}
     return rows, _named(shape, hardware, constants, context, fits) | result, tables, draw
 
 
@@ -118,7 +130,7 @@ def _read_table(panel: Any, shape: ModelShape, hardware: Hardware, context: floa
     return title, table
 
 
-def _pareto(arguments: argparse.Namespace) -> Found:
+def _pareto(arguments: argparse.Namespace) -> Output:
     """Throughput against interactivity, Helix beside the baselines: figures 5 to 7."""
     shape, hardware = load_shape(arguments.model or "llama-405b"), _hardware(arguments)
     (fits, constants), context = _constants(arguments, hardware), _context(arguments)
@@ -127,33 +139,33 @@ def _pareto(arguments: argparse.Namespace) -> Found:
         "gpus": arguments.gpus,
         "batches": FINE_BATCHES if arguments.fine else BATCHES,
     }
-    found = simulate(shape, hardware, constants=constants, **settings)
-    frontiers = {"helix": found.frontier("helix", overlap=True)}
-    frontiers["helix without HOP-B"] = found.frontier("helix", overlap=False)
-    frontiers |= {name: found.frontier(name) for name in STRATEGIES if name in BASELINES}
+    simulation = simulate(shape, hardware, constants=constants, **settings)
+    frontiers = {"helix": simulation.frontier("helix", overlap=True)}
+    frontiers["helix without HOP-B"] = simulation.frontier("helix", overlap=False)
+    frontiers |= {name: simulation.frontier(name) for name in STRATEGIES if name in BASELINES}
     frontiers = {name: x for name, x in frontiers.items() if len(x.users)}
-    headlines = found.headlines()
-    served = _served(found, arguments.gpus)
+    headlines = simulation.headlines()
+    served = _served(simulation, arguments.gpus)
     sweeps = [
         row
         for name, values in map(_sweep, arguments.sweep)
         for row in swept(shape, hardware, name, values, constants=constants, **settings)
     ]
     title = f"{shape.name} on {hardware.name}, {context:,.0f} positions"
-    base = found.frontier(*BASELINES)
+    base = simulation.frontier(*BASELINES)
     tables = _fit_tables(fits, constants, hardware)
-    tables.append(_frontier_table(found, frontiers["helix"], base, title))
+    tables.append(_frontier_table(simulation, frontiers["helix"], base, title))
     tables.append(_served_table(served, arguments.gpus))
-    tables.append(_ratio_table(headlines, found))
+    tables.append(_ratio_table(headlines, simulation))
     tables += [_sweep_table(sweeps)] if sweeps else []
     rows = [
-        {"frontier": name} | _point(found, frontier, i)
+        {"frontier": name} | _point(simulation, frontier, i)
         for name, frontier in frontiers.items()
         for i in range(len(frontier.users))
     ]
     result = _named(shape, hardware, constants, context, fits) | {
-        "layouts": len(found.found),
-        "fit": int(found.fits.sum()),
+        "layouts": len(simulation.layouts),
+        "fit": int(simulation.fits.sum()),
         "headlines": headlines,
         "served": served,
         "sweeps": sweeps,
@@ -168,25 +180,29 @@ def _pareto(arguments: argparse.Namespace) -> Found:
     return rows, result, tables, draw
 
 
-def _point(found: Simulation, frontier: Frontier, i: int) -> dict[str, Any]:
+def _point(simulation: Simulation, frontier: Frontier, i: int) -> dict[str, Any]:
     index = int(frontier.indices[i])
     point = {"tokens_per_s_row": float(frontier.users[i])}
     point |= {"tokens_per_s_gpu": float(frontier.gpus[i])}
-    return point | found.found.one(index) | {"memory_gb": float(found.times.memory_gb[index])}
+    return (
+        point
+        | simulation.layouts.one(index)
+        | {"memory_gb": float(simulation.times.memory_gb[index])}
+    )
 
 
-def _served(found: Simulation, gpus: int) -> Rows:
+def _served(simulation: Simulation, gpus: int) -> Rows:
     """The most rows that ``gpus`` GPUs serve within each of `LATENCIES_MS`."""
     rows = []
     for latency in LATENCIES_MS:
         row: dict[str, Any] = {"latency_ms": latency}
         for name, chosen in (("helix", ("helix",)), ("baseline", BASELINES)):
-            row[name] = found.served(latency / 1e3, gpus, *chosen)
+            row[name] = simulation.served(latency / 1e3, gpus, *chosen)
         rows.append(row)
     return rows
 
 
-def _frontier_table(found: Simulation, helix: Frontier, base: Frontier, title: str) -> Titled:
+def _frontier_table(simulation: Simulation, helix: Frontier, base: Frontier, title: str) -> Titled:
     table = Table()
     for column in ("a row", "helix", "layout", "baseline", "layout"):
         table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
@@ -196,14 +212,16 @@ def _frontier_table(found: Simulation, helix: Frontier, base: Frontier, title: s
         for frontier in (helix, base):
             i = int(np.searchsorted(-frontier.users, -users, side="right")) - 1
             row += (
-                [f"{frontier.gpus[i]:,.2f}", _layout(found, frontier, i)] if i >= 0 else ["-"] * 2
+                [f"{frontier.gpus[i]:,.2f}", _layout(simulation, frontier, i)]
+                if i >= 0
+                else ["-"] * 2
             )
         table.add_row(*row)
     return f"{title}: tokens a second of a row, and of a GPU", table
 
 
-def _layout(found: Simulation, frontier: Frontier, i: int) -> str:
-    one = found.found.one(int(frontier.indices[i]))
+def _layout(simulation: Simulation, frontier: Frontier, i: int) -> str:
+    one = simulation.layouts.one(int(frontier.indices[i]))
     parts = [f"{one['strategy']}"] if one["strategy"] != "helix" else []
     for name in ("kvp", "tpa", "dp", "tpf", "ep", "pp"):
         if one[name] != 1:
@@ -220,8 +238,8 @@ def _served_table(rows: Rows, gpus: int) -> Titled:
     return f"Most rows on {gpus} GPUs", table
 
 
-def _ratio_table(headlines: dict[str, float], found: Simulation) -> Titled:
-    count, fit = len(found.found), int(found.fits.sum())
+def _ratio_table(headlines: dict[str, float], simulation: Simulation) -> Titled:
+    count, fit = len(simulation.layouts), int(simulation.fits.sum())
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -246,7 +264,7 @@ def _sweep_table(rows: Rows) -> Titled:
     return "The ratios by one constant", table
 
 
-def _hopb(arguments: argparse.Namespace) -> Found:
+def _hopb(arguments: argparse.Namespace) -> Output:
     """The span of attention and its exchange, by chunks: figure 3."""
     for name in ("requests", "compute", "message"):
         if not getattr(arguments, name) > 0:
@@ -275,7 +293,7 @@ def _hopb(arguments: argparse.Namespace) -> Found:
     return rows, {"spans": rows}, [(title, table)], draw
 
 
-def _measured(arguments: argparse.Namespace) -> Found:
+def _measured(arguments: argparse.Namespace) -> Output:
     """Predictions of measured times, in the precision of the bench."""
     hardware = _hardware(arguments)
     fits, constants = _constants(arguments, hardware, MEASURED)
@@ -284,12 +302,15 @@ def _measured(arguments: argparse.Namespace) -> Found:
         table = Table()
         for column in ("", "measured us", "predicted us", "error"):
             table.add_column(column, justify="right" if column else "left")
-        found = predictions(path, hardware, constants)
-        for one in found:
-            times = f"{one.measured_us:,.1f}", f"{one.predicted_us:,.1f}"
-            table.add_row(one.name, *times, f"{one.error:+.1%}")
+        results = predictions(path, hardware, constants)
+        for prediction in results:
+            times = f"{prediction.measured_us:,.1f}", f"{prediction.predicted_us:,.1f}"
+            table.add_row(prediction.name, *times, f"{prediction.error:+.1%}")
         tables.append((f"{path}: predicted on {hardware.name}", table))
-        rows += [{"file": path} | dataclasses.asdict(one) | {"error": one.error} for one in found]
+        rows += [
+            {"file": path} | dataclasses.asdict(prediction) | {"error": prediction.error}
+            for prediction in results
+        ]
     if not rows:
         raise ValueError(f"{', '.join(arguments.results)}: no row has times that can be predicted")
     result = {

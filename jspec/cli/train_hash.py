@@ -92,21 +92,21 @@ def _length(asked: int | None, context: int) -> int:
 
 def _texts(names: Sequence[str], tokenizer: Tokenizer, length: int, option: str) -> list[list[int]]:
     """The files as token ids, in pieces of at most ``length``; what is too short is left out."""
-    opening = _opening(tokenizer)
-    size = length - len(opening)
-    found = []
+    prefix = _prefix_ids(tokenizer)
+    size = length - len(prefix)
+    pieces = []
     for name in names:
         ids = tokenizer.encode(read_file(Path(name), FILE_LIMIT), special=False)
-        pieces = [opening + ids[at : at + size] for at in range(0, len(ids), size)]
-        found += [piece for piece in pieces if len(piece) >= MIN_TOKENS]
-    if not found:
+        file_pieces = [prefix + ids[at : at + size] for at in range(0, len(ids), size)]
+        pieces += [piece for piece in file_pieces if len(piece) >= MIN_TOKENS]
+    if not pieces:
         raise ValueError(
             f"{option}: none of {len(names)} files has the {MIN_TOKENS} tokens that a text needs"
         )
-    return found
+    return pieces
 
 
-def _opening(tokenizer: Tokenizer) -> list[int]:
+def _prefix_ids(tokenizer: Tokenizer) -> list[int]:
     """The special tokens before a text."""
     plain, whole = tokenizer.encode("a", special=False), tokenizer.encode("a")
     return whole[: whole.index(plain[0])]
@@ -114,13 +114,13 @@ def _opening(tokenizer: Tokenizer) -> list[int]:
 
 def _enough(texts: list[list[int]], pairs: int, seed: int) -> list[list[int]]:
     """Texts in random order, until they give about ``pairs`` pairs of a query and a key."""
-    found, total = [], 0.0
+    chosen, total = [], 0.0
     for index in np.random.default_rng(seed).permutation(len(texts)):
         if total >= pairs:
             break
-        found.append(texts[index])
+        chosen.append(texts[index])
         total += 0.75 * len(texts[index])  # a query stands in the second half
-    return found
+    return chosen
 
 
 @contextlib.contextmanager

@@ -55,15 +55,15 @@ def run_tune(arguments: argparse.Namespace) -> int:
                 advance,
             )
             plain = bench.plain()
-            found = tune(bench.sparse(arguments.draft), ratios, gammas)
-        report = _report(arguments, found, plain, len(ready))
+            tuning = tune(bench.sparse(arguments.draft), ratios, gammas)
+        report = _report(arguments, tuning, plain, len(ready))
         (folder / "settings.json").write_text(written(**report["settings"]))
         (folder / "tuning.json").write_text(json.dumps(report) + "\n")
-        picture = _draw(found, plain, folder, arguments.out)
+        picture = _draw(tuning, plain, folder, arguments.out)
     if arguments.json:
         print_json(report)
     else:
-        _show(report, found, arguments.out, picture)
+        _show(report, tuning, arguments.out, picture)
     return 0
 
 
@@ -110,36 +110,36 @@ def _bar(total: int) -> Iterator[Callable[[], None]]:
 
 
 def _report(
-    arguments: argparse.Namespace, found: Tuning, plain: float, requests: int
+    arguments: argparse.Namespace, tuning: Tuning, plain: float, requests: int
 ) -> dict[str, Any]:
     """All that was measured, and the fastest settings: plain decoding where that is."""
-    best, speedup = found.best, found.best.tokens_per_s / plain if plain else 0.0
+    best, speedup = tuning.best, tuning.best.tokens_per_s / plain if plain else 0.0
     settings = {"draft": draft_at(arguments.draft, best.ratio)[0], "gamma": best.gamma}
     return {
         "settings": settings if speedup > 1 else {"draft": "none", "gamma": 0},
         "speedup": speedup,
         "plain_tokens_per_s": plain,
         "requests": requests,
-        **dataclasses.asdict(found),
+        **dataclasses.asdict(tuning),
         "environment": environment(),
     }
 
 
-def _draw(found: Tuning, plain: float, folder: Path, out: str) -> str:
+def _draw(tuning: Tuning, plain: float, folder: Path, out: str) -> str:
     """Draw both pictures; returns what to tell the user."""
     if find_spec("matplotlib") is None:
         return f"no pictures: {install('bench')}"
     from jspec.eval.tuning_pictures import draw
 
-    draw(found, plain, folder)
+    draw(tuning, plain, folder)
     return f"pictures in {out}: acceptance.png, throughput.png"
 
 
-def _show(report: dict[str, Any], found: Tuning, out: str, picture: str) -> None:
+def _show(report: dict[str, Any], tuning: Tuning, out: str, picture: str) -> None:
     steps = (
-        ("1: where acceptance settles", found.acceptance, found.settled, None),
-        ("2: gamma", found.gammas, None, found.best.gamma),
-        ("3: ratio", found.ratios, found.best.ratio, None),
+        ("1: where acceptance settles", tuning.acceptance, tuning.settled, None),
+        ("2: gamma", tuning.gammas, None, tuning.best.gamma),
+        ("3: ratio", tuning.ratios, tuning.best.ratio, None),
     )
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("step", "ratio", "gamma", "accepted a step", "tokens/s", "vs plain"):

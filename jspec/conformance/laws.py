@@ -144,18 +144,20 @@ def g_test(observed: Integers, law: Doubles) -> float:
     total = observed.sum()
     common = law * total >= 10
     got = np.append(observed[common], observed[~common].sum()).astype(np.float64)
-    wanted = np.append(law[common], law[~common].sum()) * total
-    if wanted[-1] < 10:
-        rest, limit = got[-1], wanted[-1]
+    expected = np.append(law[common], law[~common].sum()) * total
+    if expected[-1] < 10:
+        rest, limit = got[-1], expected[-1]
         seldom = 1.0 if rest == 0 else float(poisson.sf(rest - 1, limit))
-        got, wanted = got[:-1], wanted[:-1]
+        got, expected = got[:-1], expected[:-1]
     else:
         seldom = 1.0
-    if len(wanted) < 2:
+    if len(expected) < 2:
         return seldom
     some = got > 0
-    g = 2 * (got[some] * np.log(got[some] / wanted[some])).sum() - 2 * (got.sum() - wanted.sum())
-    return min(float(chi2.sf(g, len(wanted) - 1)), seldom)
+    g = 2 * (got[some] * np.log(got[some] / expected[some])).sum() - 2 * (
+        got.sum() - expected.sum()
+    )
+    return min(float(chi2.sf(g, len(expected) - 1)), seldom)
 
 
 def joint(problem: Problem, verifier: Verifier, rows: int, seed: int) -> tuple[Integers, Doubles]:
@@ -186,8 +188,8 @@ class Law:
     outcomes: Callable[[Problem, Verifier, int, int], tuple[Integers, Doubles]] = joint
 
     def p_value(self, verifier: Verifier, rows: int, seed: int) -> float:
-        found, law = self.outcomes(self.problem, verifier, rows, seed)
-        return g_test(np.bincount(found, minlength=law.size), law)
+        outcomes, law = self.outcomes(self.problem, verifier, rows, seed)
+        return g_test(np.bincount(outcomes, minlength=law.size), law)
 
 
 TAIL = 2**17  # tokens: all but the last have the probability 0.8 x 2^-24

@@ -110,20 +110,20 @@ def load(name: str) -> Verifier:
     if not module or not function:
         raise ValueError(f"--verifier {name!r} must be module:function, as in my.package:verify")
     try:
-        found = getattr(importlib.import_module(module), function, None)
+        verifier = getattr(importlib.import_module(module), function, None)
     except ImportError as error:
         raise ValueError(
             f"--verifier {name!r}: {error}; run it where the module can be found"
         ) from None
-    if not callable(found):
+    if not callable(verifier):
         raise ValueError(f"--verifier {name!r}: {module} has no function {function!r}")
-    _check_signature(name, found)
-    return cast(Verifier, found)
+    _check_signature(name, verifier)
+    return cast(Verifier, verifier)
 
 
-def _check_signature(name: str, found: Callable[..., object]) -> None:
+def _check_signature(name: str, verifier: Callable[..., object]) -> None:
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(verifier)
     except ValueError:
         return  # of a callable that says nothing
     settings = dict.fromkeys(("temperature", "top_p", "seeds", "positions"))

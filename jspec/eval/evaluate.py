@@ -99,10 +99,10 @@ class Run:
 
     def settings(self, model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
         """What `generate` takes for it."""
-        found = {"policy_params": prepared(self.policy, model, tokenizer)}
+        settings = {"policy_params": prepared(self.policy, model, tokenizer)}
         if self.drafts:
-            return found | {"draft": SelfDraft(self.policy), "gamma": GAMMA}
-        return found | {"draft": NoDraft(), "target": self.policy}
+            return settings | {"draft": SelfDraft(self.policy), "gamma": GAMMA}
+        return settings | {"draft": NoDraft(), "target": self.policy}
 
 
 def evaluate_all(
@@ -132,15 +132,16 @@ def evaluate_all(
         rows = [questions[at] for at in part]
         rows += rows[-1:] * (min(batch, len(order)) - len(rows))
         prefilled = _prefilled(model, rows, length) if len(runs) > 1 else None
-        for own, found, given in zip(answers, stats, settings, strict=True):
-            texts, figures = _answer(model, tokenizer, rows, length, given, prefilled)
-            found.append(figures)
+        for run_answers, run_stats, run_settings in zip(answers, stats, settings, strict=True):
+            texts, batch_stats = _answer(model, tokenizer, rows, length, run_settings, prefilled)
+            run_stats.append(batch_stats)
             for at, text in zip(part, texts, strict=False):
-                own[at] = text
+                run_answers[at] = text
             if on_batch is not None:
                 on_batch(len(part))
     return [
-        _score(questions, own, found, metric) for own, found in zip(answers, stats, strict=True)
+        _score(questions, run_answers, run_stats, metric)
+        for run_answers, run_stats in zip(answers, stats, strict=True)
     ]
 
 
@@ -180,19 +181,19 @@ def _answer(
 
     def on_tokens(row: int, tokens: tuple[int, ...]) -> int | None:
         text, room = rows[row], asked[row].room
-        for taken, token in enumerate(tokens, start=1):
+        for count, token in enumerate(tokens, start=1):
             text.feed([token])
             ends = asked[row].one_line and "\n" in text.text.lstrip()
             if ends or len(text.tokens) >= room:
-                return taken
+                return count
         return None
 
     prompts, params = [one.prompt for one in asked], _params(asked, length)
     settings = settings | {"on_tokens": on_tokens, "prefilled": prefilled}
-    found = generate(model, prompts, params, **settings)
+    outputs = generate(model, prompts, params, **settings)
     for row in rows:
         row.close()
-    return [row.text for row in rows], found.stats
+    return [row.text for row in rows], outputs.stats
 
 
 def _by_task(questions: Sequence[Asked], each: Sequence[float]) -> dict[str, float]:

@@ -28,7 +28,7 @@ def needles(
     batch: int = 8,
 ) -> np.ndarray:
     """The share of needles found, float64 ``[depths, lengths]``, at each of `DEPTHS`."""
-    found = np.zeros((len(DEPTHS), len(lengths)))
+    shares = np.zeros((len(DEPTHS), len(lengths)))
     for column, length in enumerate(lengths):
         questions = [
             needle_question(tokenizer, length, depth, each)
@@ -36,8 +36,8 @@ def needles(
             for each in range(seed, seed + examples)
         ]
         score = evaluate(model, tokenizer, policy, questions, length=length, batch=batch)
-        found[:, column] = np.reshape(score.each, (len(DEPTHS), examples)).mean(axis=1)
-    return found
+        shares[:, column] = np.reshape(score.each, (len(DEPTHS), examples)).mean(axis=1)
+    return shares
 
 
 def check_pictures() -> None:
@@ -48,21 +48,21 @@ def check_pictures() -> None:
         raise ValueError(f"pictures need matplotlib; {install('bench')}") from None
 
 
-def draw(found: np.ndarray, lengths: Sequence[int], title: str, path: str | Path) -> None:
-    """Write the picture of ``found [depths, lengths]``."""
+def draw(shares: np.ndarray, lengths: Sequence[int], title: str, path: str | Path) -> None:
+    """Write the picture of ``shares [depths, lengths]``."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(1.6 + 0.7 * len(lengths), 4.5), layout="constrained")
-    image = axes.imshow(found, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
     axes.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
     axes.set_xlabel("length, tokens")
     axes.set_ylabel("depth of the needle")
     axes.set_title(title, fontsize="medium")
-    for (row, column), value in np.ndenumerate(found):
+    for (row, column), value in np.ndenumerate(shares):
         axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize="small")
     figure.colorbar(image, label="needles found")
     figure.savefig(path, dpi=150)

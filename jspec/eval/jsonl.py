@@ -25,7 +25,7 @@ def read_questions(path: str | Path) -> tuple[list[Question], str]:
     the file's name. Other fields are ignored. Raises `ValueError` with the number of a line that is
     none.
     """
-    found: list[Question] = []
+    questions: list[Question] = []
     metrics: set[str] = set()
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT + 1), b""), start=1):
@@ -35,13 +35,13 @@ def read_questions(path: str | Path) -> tuple[list[Question], str]:
                 question, metric = _question(line, Path(path).stem)
             except ValueError as error:
                 raise ValueError(f"{path}: line {number}: {error}") from None
-            found.append(question)
+            questions.append(question)
             metrics.add(metric)
-    if not found:
+    if not questions:
         raise ValueError(f"{path}: holds no tasks; write one JSON object a line")
     if len(metrics) > 1:
         raise ValueError(f"{path}: mixes kinds of tasks, which need {sorted(metrics)}; split it")
-    return found, metrics.pop()
+    return questions, metrics.pop()
 
 
 def _question(line: bytes, name: str) -> tuple[Question, str]:
@@ -56,8 +56,7 @@ def _question(line: bytes, name: str) -> tuple[Question, str]:
     field = next((field for field in ANSWERS if field in value), None)
     if field is None:
         raise ValueError(f"has no answers; name them by one of {', '.join(ANSWERS)}")
-    given = value[field]
-    answers = [given] if isinstance(given, str) else given
+    answers = [value[field]] if isinstance(value[field], str) else value[field]
     if not isinstance(answers, list) or not answers or not all(_is_text(a) for a in answers):
         raise ValueError(f"{field!r} must be a text or a list of texts, none of them empty")
     parts = [_text(value, "context"), _text(value, "input") or _text(value, "prompt")]

@@ -70,6 +70,6 @@ def _rouge_l(output: list[str], answer: list[str]) -> float:
     for word in output:
         before = row
         row = [0]
-        for at, wanted in enumerate(answer):
-            row.append(before[at] + 1 if word == wanted else max(row[-1], before[at + 1]))
+        for at, expected in enumerate(answer):
+            row.append(before[at] + 1 if word == expected else max(row[-1], before[at + 1]))
     return 2 * row[-1] / (len(output) + len(answer)) if row[-1] else 0.0

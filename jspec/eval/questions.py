@@ -80,19 +80,22 @@ def _asked(tokenizer: Tokenizer, question: Question) -> Asked:
     return Asked(question, prompt, room)
 
 
-def own_questions(
+def tokenized_questions(
     tokenizer: Tokenizer, questions: Sequence[Question], length: int, room: int
 ) -> list[Asked]:
     """Questions of a file; of a prompt that is too long the middle is left out (as LongBench)."""
     if length <= room:
         raise ValueError(f"length={length} must be more than the {room} tokens of an answer")
-    found = []
+    tokenized = []
     for question in questions:
-        prompt, most = tokenizer.encode(question.prompt), length - room
-        if len(prompt) > most:
-            prompt = [*prompt[: most // 2], *prompt[len(prompt) - (most - most // 2) :]]
-        found.append(Asked(question, prompt, room, one_line=False))
-    return found
+        prompt, max_prompt = tokenizer.encode(question.prompt), length - room
+        if len(prompt) > max_prompt:
+            prompt = [
+                *prompt[: max_prompt // 2],
+                *prompt[len(prompt) - (max_prompt - max_prompt // 2) :],
+            ]
+        tokenized.append(Asked(question, prompt, room, one_line=False))
+    return tokenized
 
 
 def _ruler(task: str, example: ruler.Example) -> Question:

@@ -22,6 +22,6 @@ def prepared(policy: Policy, model: Model, tokenizer: Tokenizer) -> Any:
         return None
     if not policy.needs_keys:
         return prepare(policy, model)
-    most = min(TOKENS, model.config.max_context)
+    max_tokens = min(TOKENS, model.config.max_context)
     text, _ = training_document(_BYTES_A_TOKEN * TOKENS, np.random.default_rng(0))
-    return prepare(policy, model, tokenizer.encode(text)[:most])
+    return prepare(policy, model, tokenizer.encode(text)[:max_tokens])

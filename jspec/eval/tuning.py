@@ -51,17 +51,17 @@ def tune(
     measure: Callable[[float, int], Trial], ratios: Sequence[float], gammas: Sequence[int]
 ) -> Tuning:
     """The three steps over ``ratios`` and ``gammas``; ``measure`` is asked once for each pair."""
-    found: dict[tuple[float, int], Trial] = {}
+    trials: dict[tuple[float, int], Trial] = {}
 
     def trial(ratio: float, gamma: int) -> Trial:
-        if (ratio, gamma) not in found:
-            found[ratio, gamma] = measure(ratio, gamma)
-        return found[ratio, gamma]
+        if (ratio, gamma) not in trials:
+            trials[ratio, gamma] = measure(ratio, gamma)
+        return trials[ratio, gamma]
 
     ratios, gammas = sorted(ratios), sorted(gammas)
     acceptance = tuple(trial(ratio, gammas[-1]) for ratio in ratios)
-    most = max(own.accepted for own in acceptance)
-    settled = next(own.ratio for own in acceptance if own.accepted >= SETTLED * most)
+    max_accepted = max(point.accepted for point in acceptance)
+    settled = next(point.ratio for point in acceptance if point.accepted >= SETTLED * max_accepted)
     by_gamma = tuple(trial(settled, gamma) for gamma in gammas)
     gamma = max(by_gamma, key=_speed).gamma
     by_ratio = tuple(trial(ratio, gamma) for ratio in ratios)
@@ -109,8 +109,8 @@ class Bench:
         self._arrays, self._backends, self._report = arrays, backends, report
         self._copy: Any = None
         # With room in layers with a sliding window for the longest draft.
-        wide = StepConfig(longest, NoDraft(), backends)
-        self._state = start_decoding(model, prompts, params, wide)
+        config = StepConfig(longest, NoDraft(), backends)
+        self._state = start_decoding(model, prompts, params, config)
 
     def sparse(self, text: str) -> Callable[[float, int], Trial]:
         """Measures the draft ``text`` at a ratio and a gamma."""

@@ -9,7 +9,7 @@ from typing import Any
 from jspec.eval.tuning import Tuning
 
 
-def draw(found: Tuning, plain: float, folder: Path) -> None:
+def draw(tuning: Tuning, plain: float, folder: Path) -> None:
     """Write acceptance.png and throughput.png into ``folder``; ``plain``: tokens a second."""
     import matplotlib
 
@@ -17,18 +17,18 @@ def draw(found: Tuning, plain: float, folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
-    _line(axis, [(100 * own.ratio, own.accepted) for own in found.acceptance])
-    axis.axvline(100 * found.settled, color="#1a202c", linestyle="--", linewidth=1)
+    _line(axis, [(100 * trial.ratio, trial.accepted) for trial in tuning.acceptance])
+    axis.axvline(100 * tuning.settled, color="#1a202c", linestyle="--", linewidth=1)
     axis.set(
         xlabel="ratio of the context, %", ylabel="accepted draft tokens a step", ylim=(0, None)
     )
     figure.savefig(folder / "acceptance.png", dpi=120)
     plt.close(figure)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
-    _line(axes[0], [(own.gamma, own.tokens_per_s) for own in found.gammas])
-    axes[0].set(xlabel="gamma", ylabel="tokens / s", title=f"ratio {found.settled:g}")
-    _line(axes[1], [(100 * own.ratio, own.tokens_per_s) for own in found.ratios])
-    axes[1].set(xlabel="ratio of the context, %", title=f"gamma {found.best.gamma}")
+    _line(axes[0], [(trial.gamma, trial.tokens_per_s) for trial in tuning.gammas])
+    axes[0].set(xlabel="gamma", ylabel="tokens / s", title=f"ratio {tuning.settled:g}")
+    _line(axes[1], [(100 * trial.ratio, trial.tokens_per_s) for trial in tuning.ratios])
+    axes[1].set(xlabel="ratio of the context, %", title=f"gamma {tuning.best.gamma}")
     for axis in axes:
         axis.axhline(plain, color="#718096", linestyle="--", linewidth=1, label="plain")
         axis.set_ylim(0, None)

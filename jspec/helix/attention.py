@@ -38,12 +38,12 @@ class Exchange:
         self, read: Read, q: Array, positions: Array, up: Array | None = None
     ) -> tuple[Array, Array]:
         if self.helix.strategy == "tp":
-            out, lse = read(own_heads(q, self.helix.kvp_axes, 2), positions)
-            return projected(out, self._own(up)), lse
+            out, lse = read(local_heads(q, self.helix.kvp_axes, 2), positions)
+            return projected(out, self._local_up(up)), lse
         if self.helix.strategy == "gather":
             # As if each device had projected the queries of its own heads alone.
             axes = self.helix.kvp_axes
-            q = lax.all_gather(own_heads(q, axes, 2), axes, axis=2, tiled=True)
+            q = lax.all_gather(local_heads(q, axes, 2), axes, axis=2, tiled=True)
         return self._merged(self._read(read, q, positions), up)
 
     def merged(self, out: Array, lse: Array, up: Array | None = None) -> tuple[Array, Array]:
@@ -61,8 +61,8 @@ class Exchange:
             rows = slice(batch * chunk // chunks, batch * (chunk + 1) // chunks)
             # Other rows become padding, of which a kernel reads nothing (but for a selection, in a
             # pass of several tokens). A part of the cache for an operand would be copied first.
-            own = (row >= rows.start) & (row < rows.stop)
-            yield rows, *read(q, jnp.where(own, positions, -1))
+            is_chunk = (row >= rows.start) & (row < rows.stop)
+            yield rows, *read(q, jnp.where(is_chunk, positions, -1))
 
     def _merged(
         self, chunks: Iterable[tuple[slice, Array, Array]], up: Array | None
@@ -78,7 +78,7 @@ class Exchange:
             for rows, out, lse in chunks
         ]
         out, lse = (jnp.concatenate(x) for x in zip(*parts, strict=True))
-        return projected(out, None if first else self._own(up)), lse
+        return projected(out, None if first else self._local_up(up)), lse
 
     def _projects_first(self, up: Array | None) -> bool:
         if up is None or self.helix.kvp == 1:
@@ -86,7 +86,7 @@ class Exchange:
         _, value_size, size = up.shape
         return {"before": True, "after": False}.get(self.helix.up_projection, size < value_size)
 
-    def _own(self, x: Array | None) -> Array | None:
+    def _local_up(self, x: Array | None) -> Array | None:
         return None if x is None else self.own_heads(x)
 
     def _exchanged(self, out: Array, lse: Array) -> tuple[Array, Array]:
@@ -99,10 +99,10 @@ class Exchange:
         if self.helix.strategy == "medha":
             return lax.psum(weighted, axes).astype(out.dtype), lse
         scattered = lax.psum_scatter(weighted, axes, scatter_dimension=2, tiled=True)
-        return scattered.astype(out.dtype), own_heads(lse, axes, 2)
+        return scattered.astype(out.dtype), local_heads(lse, axes, 2)
 
     def own_heads(self, x: Array) -> Array:
-        return x if self.helix.strategy == "medha" else own_heads(x, self.helix.kvp_axes, 0)
+        return x if self.helix.strategy == "medha" else local_heads(x, self.helix.kvp_axes, 0)
 
     def over_heads(self, x: Array) -> Array:
         return lax.psum(x, self.helix.tpa_axes)
@@ -141,7 +141,7 @@ def summed_weights(out: Array, lse: Array, axes: Axes) -> tuple[Array, Array]:
     return out * share[..., None], finite + jnp.log(total)
 
 
-def own_heads(x: Array, axes: Axes, axis: int) -> Array:
+def local_heads(x: Array, axes: Axes, axis: int) -> Array:
     """This rank's share, of the ranks of ``axes``, of the heads that are the ``axis`` of ``x``."""
     size = x.shape[axis] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=axis)

@@ -54,7 +54,7 @@ def part_of(helix: HelixConfig, cache: Cache) -> Cache:
     layouts = tuple(
         x.part(helix.kvp_axes) if isinstance(x, StripedLayout) else x for x in cache.layouts
     )
-    specs = tuple(own_heads_of(spec, helix.tpa) for spec in cache.specs)
+    specs = tuple(local_spec(spec, helix.tpa) for spec in cache.specs)
     return dataclasses.replace(cache, layouts=layouts, specs=specs, shards=Exchange(helix))
 
 
@@ -65,6 +65,6 @@ def whole_of(helix: HelixConfig, cache: Cache) -> Cache:
     return dataclasses.replace(cache, layouts=layouts, specs=specs, shards=None)
 
 
-def own_heads_of(spec: LayerSpec, tpa: int) -> LayerSpec:
+def local_spec(spec: LayerSpec, tpa: int) -> LayerSpec:
     """What one of ``tpa`` devices keeps of a layer."""
     return dataclasses.replace(spec, kv_heads=spec.kv_heads // tpa)

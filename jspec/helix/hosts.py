@@ -83,14 +83,14 @@ class Hosts:
     def _initialize(self, failures: list[Exception]) -> None:
         # It would catch SIGTERM, for checkpoints that decoding does not write.
         jax.config.update("jax_enable_preemption_service", False)
-        own = (self.coordinator, self.processes, self.index)
+        settings = (self.coordinator, self.processes, self.index)
         try:
             jax.distributed.initialize(
                 self.coordinator,
                 self.processes,
                 self.index,
                 # Slurm would give a process one GPU, also where a host has one process.
-                cluster_detection_method=None if None in own else "deactivate",
+                cluster_detection_method=None if None in settings else "deactivate",
                 initialization_timeout=self.start_timeout + 60,
                 heartbeat_timeout_seconds=self.lost_timeout,
                 shutdown_timeout_seconds=self.lost_timeout,

@@ -133,14 +133,14 @@ class HelixConfig:
     @property
     def ep_axes(self) -> tuple[str, ...]:
         """The mesh axes that share the experts."""
-        found = (axis.name for axis in self._mesh_axes if not axis.in_group)
-        return tuple(name for name in found if name in self.axes)
+        names = (axis.name for axis in self._mesh_axes if not axis.in_group)
+        return tuple(name for name in names if name in self.axes)
 
     @property
     def tpf_axes(self) -> tuple[str, ...]:
         """The mesh axes that share the channels of each expert."""
-        found = (axis.name for axis in self._mesh_axes if axis.in_group)
-        return tuple(name for name in found if name in self.axes)
+        names = (axis.name for axis in self._mesh_axes if axis.in_group)
+        return tuple(name for name in names if name in self.axes)
 
     @functools.cached_property
     def _mesh_axes(self) -> tuple[_MeshAxis, ...]:
@@ -188,11 +188,11 @@ class HelixConfig:
 
         jspec gives them to its own; a jitted loop around them has to be given them by its author.
         """
-        most = self.overlap or 1
+        chunks = self.overlap or 1
         if self.overlap is None and self._in_chunks:
-            most = max(taken["chunks"] for taken in tuned.blocks("exchange", "helix"))
+            chunks = max(entry["chunks"] for entry in tuned.blocks("exchange", "helix"))
         # Off by default on GPUs, where messages then mostly end before other work begins.
-        return {"xla_gpu_enable_latency_hiding_scheduler": True} if most > 1 else {}
+        return {"xla_gpu_enable_latency_hiding_scheduler": True} if chunks > 1 else {}
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -201,21 +201,21 @@ class HelixConfig:
         Raises `ValueError` where there are fewer, where several processes have more, one of which
         would have no part, and where they cannot exchange as ``exchange`` says.
         """
-        found, processes = jax.devices(), jax.process_count()
-        here = "this machine has" if processes == 1 else f"{processes} processes have"
-        if len(found) < self.devices:
+        devices, processes = jax.devices(), jax.process_count()
+        available = "this machine has" if processes == 1 else f"{processes} processes have"
+        if len(devices) < self.devices:
             message = (
-                f"kvp={self.kvp} times tpa={self.tpa} needs {self.devices} devices and {here} "
-                f"{len(found)} ({found[0].device_kind}); lower kvp or tpa"
+                f"kvp={self.kvp} times tpa={self.tpa} needs {self.devices} devices and {available} "
+                f"{len(devices)} ({devices[0].device_kind}); lower kvp or tpa"
             )
-            if processes == 1 and found[0].platform == "cpu":
+            if processes == 1 and devices[0].platform == "cpu":
                 flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={self.devices}"
                 message += f", or set {flag} (jspec generate: --devices {self.devices})"
             raise ValueError(message)
-        if processes > 1 and len(found) > self.devices:
+        if processes > 1 and len(devices) > self.devices:
             raise ValueError(
-                f"kvp={self.kvp} times tpa={self.tpa} takes {self.devices} devices and {here} "
-                f"{len(found)}, all of which must have a part; raise kvp or tpa"
+                f"kvp={self.kvp} times tpa={self.tpa} takes {self.devices} devices and {available} "
+                f"{len(devices)}, all of which must have a part; raise kvp or tpa"
             )
         if reason := self.refuses_all_to_all():
             raise ValueError(f"{reason}; leave exchange out")
@@ -224,7 +224,7 @@ class HelixConfig:
             tuple(axis.size for axis in axes),
             tuple(axis.name for axis in axes),
             axis_types=(AxisType.Auto,) * len(axes),
-            devices=found[: self.devices],
+            devices=devices[: self.devices],
         )
 
     def refuses_all_to_all(self) -> str | None:

@@ -23,7 +23,7 @@ from jspec.helix.cache import (
     cache_specs,
     column_spec,
     layouts_on,
-    own_heads_of,
+    local_spec,
     part_of,
     whole_of,
 )
@@ -75,7 +75,7 @@ class Sharded:
         config = self.model.config
         if not self.inside:
             return config
-        layers = tuple(own_heads_of(spec, self.helix.tpa) for spec in config.layers)
+        layers = tuple(local_spec(spec, self.helix.tpa) for spec in config.layers)
         return _Shape(config.vocab_size, layers, config.max_context, config.stop_tokens)
 
     @property
@@ -250,8 +250,8 @@ def load_model(path: str | os.PathLike, helix: HelixConfig, *, dtype: Any = None
     same = {"mesh settings": digest(helix), "dtypes": digest(dtype)}
     check_same({**versions(), "model files": files, **same})
     with all_or_none():
-        own: Any = {"dtype": dtype, "sharding": decoder_sharding(helix)}
-        model = checkpoint.load_model(path, **own, keep_mxfp4=False)
+        options: Any = {"dtype": dtype, "sharding": decoder_sharding(helix)}
+        model = checkpoint.load_model(path, **options, keep_mxfp4=False)
     return shard(model, helix)
 
 
@@ -264,10 +264,10 @@ def _check_same(model: Decoder, helix: HelixConfig) -> None:
     """Raise `ValueError` on all processes where one shards another ``model``, or otherwise."""
     if not several():
         return
-    every = jax.tree.leaves(nnx.state(model))
-    own = [x for x in every if getattr(x, "is_fully_addressable", True)]
+    leaves = jax.tree.leaves(nnx.state(model))
+    local_leaves = [x for x in leaves if getattr(x, "is_fully_addressable", True)]
     # On the device, so that no weight is copied whole.
-    weights = [np.asarray(x.ravel()[:: max(x.size // SAMPLES, 1)]).tobytes() for x in own]
+    weights = [np.asarray(x.ravel()[:: max(x.size // SAMPLES, 1)]).tobytes() for x in local_leaves]
     same = {"mesh settings": helix, "model settings": model.config, "weights": weights}
     check_same({**versions(), **{name: digest(value) for name, value in same.items()}})
 
@@ -287,10 +287,10 @@ def parameter_specs(sharded: Sharded) -> Sharded:
         return jax.tree.map(lambda x: sharded.specs(sharded.helix, name, x.shape), parameter)
 
     # Of Flax's variables the array is a leaf of its own, which adds nothing to the name.
-    found = jax.tree.map_with_path(
+    specs = jax.tree.map_with_path(
         of, sharded.model, is_leaf=lambda node: isinstance(node, nnx.Variable)
     )
-    return dataclasses.replace(sharded, model=found)
+    return dataclasses.replace(sharded, model=specs)
 
 
 def decoder_spec(helix: HelixConfig, name: str, shape: tuple[int, ...]) -> PartitionSpec:

@@ -54,10 +54,10 @@ class ChatTemplate:
         ``enable_thinking``. Raises `ValueError` where the template refuses the messages.
         """
         _check(messages)
-        given = {"tools": None, "documents": None} | self._special | settings
+        variables = {"tools": None, "documents": None} | self._special | settings
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=generation_prompt, **given
+                messages=list(messages), add_generation_prompt=generation_prompt, **variables
             )
         # A template calls methods of what it is given, which raise what they like.
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jspec.config import ModelConfig
-from jspec.models import kept
+from jspec.models import mxfp4_experts
 from jspec.models.decoder import Decoder
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
@@ -103,7 +103,7 @@ def save_model(model: Decoder, path: str | os.PathLike) -> None:
         raise CheckpointError(f"{path.parent} is no directory; make it before saving {path.name}")
     arrays = {}
     for key, parameter in nnx.to_flat_state(nnx.state(model)):
-        arrays |= kept.arrays_of(_name(key), parameter.get_value())
+        arrays |= mxfp4_experts.arrays_of(_name(key), parameter.get_value())
     saved.write(path, model.config, arrays)
 
 
@@ -126,7 +126,7 @@ def _load_hugging_face(
     shapes = separate_shapes(config, skeleton.shapes, packed=stored.packed)
     weights.check(shapes, tied=config.tie_embeddings)
     in_mxfp4 = {n: shape for n, shape in skeleton.shapes.items() if weights.in_mxfp4(n)}
-    stays = kept.chosen(in_mxfp4, skeleton.placings(sharding), keep_mxfp4)
+    stays = mxfp4_experts.chosen(in_mxfp4, skeleton.placings(sharding), keep_mxfp4)
     return _filled(
         *(skeleton, path, sharding, weights.read),
         packed=stored.packed,
@@ -155,23 +155,26 @@ def _load_saved(path: Path, dtype: np.dtype, sharding: Placing, keep_mxfp4: bool
     if version < saved.JOINED:
         saved.check_shapes(path, stored, separate_shapes(config, skeleton.shapes))
         return _filled(skeleton, path, sharding, functools.partial(saved.read_into, path))
-    in_mxfp4, placings = kept.stored_in(stored, skeleton.shapes), skeleton.placings(sharding)
-    stays = kept.chosen(in_mxfp4, placings, keep_mxfp4)
+    in_mxfp4 = mxfp4_experts.stored_in(stored, skeleton.shapes)
+    placings = skeleton.placings(sharding)
+    stays = mxfp4_experts.chosen(in_mxfp4, placings, keep_mxfp4)
     # Left to itself, orbax would ask for the devices that the model was saved from.
     default = jnp.zeros(()).sharding
-    wanted: dict[str, jax.ShapeDtypeStruct] = {}
+    templates: dict[str, jax.ShapeDtypeStruct] = {}
     for name, shape in skeleton.shapes.items():
         to = placings[name] or default
         if name in in_mxfp4:
-            wanted |= kept.wanted_of(name, shape, to if name in stays else default)
+            templates |= mxfp4_experts.templates_of(name, shape, to if name in stays else default)
         else:
-            wanted[name] = jax.ShapeDtypeStruct(shape, skeleton.dtypes[name], sharding=to)
-    saved.check_shapes(path, stored, {name: array.shape for name, array in wanted.items()})
-    arrays: dict[str, Any] = dict(saved.read_arrays(path, wanted))
+            templates[name] = jax.ShapeDtypeStruct(shape, skeleton.dtypes[name], sharding=to)
+    saved.check_shapes(path, stored, {name: array.shape for name, array in templates.items()})
+    arrays: dict[str, Any] = dict(saved.read_arrays(path, templates))
     for name in in_mxfp4:
-        kernel = kept.read_kernel(path, name, arrays)
-        is_kept = name in stays
-        arrays[name] = kernel if is_kept else kept.widened(kernel, dtype, placings[name])
+        kernel = mxfp4_experts.read_kernel(path, name, arrays)
+        stays_mxfp4 = name in stays
+        arrays[name] = (
+            kernel if stays_mxfp4 else mxfp4_experts.widened(kernel, dtype, placings[name])
+        )
     return skeleton.filled(arrays)
 
 
@@ -228,12 +231,12 @@ def _filled(
     def made(name: str, to: jax.sharding.Sharding | None) -> np.ndarray | MXFP4:
         shape = skeleton.shapes[name]
         if name in mxfp4:
-            kernel = kept.room_for(shape)
+            kernel = mxfp4_experts.room_for(shape)
             mxfp4[name](kernel)
             return kernel
         # What is never written takes no memory.
         out = np.empty(shape, skeleton.dtypes[name])
-        arrays = (out, *_own_axes(shape, to))
+        arrays = (out, *_local_axes(shape, to))
         parts = [separate(skeleton.config, name, x, packed=packed) for x in arrays]
         for part, place in parts[0].items():
             axes = [_of_one_along_stride_0(axis[part]) for axis in parts[1:]]
@@ -250,7 +253,7 @@ def _filled(
     return skeleton.filled(arrays)
 
 
-def _own_axes(
+def _local_axes(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding | None
 ) -> Iterator[np.ndarray]:
     """Which places this process has along each axis: bools of ``shape``, views of one axis.
@@ -261,11 +264,11 @@ def _own_axes(
         return
     shards = sharding.addressable_devices_indices_map(shape).values()
     for axis, size in enumerate(shape):
-        own = np.zeros(size, bool)
+        is_local = np.zeros(size, bool)
         for index in filter(None, shards):
-            own[index[axis]] = True
+            is_local[index[axis]] = True
         others = [other for other in range(len(shape)) if other != axis]
-        yield np.broadcast_to(np.expand_dims(own, others), shape)
+        yield np.broadcast_to(np.expand_dims(is_local, others), shape)
 
 
 def _of_one_along_stride_0(view: np.ndarray) -> np.ndarray:

@@ -39,10 +39,10 @@ class Attention(nnx.Module):
         parts = qkv_parts(config.num_heads, spec)
         self.qkv = JoinedLinear(width, parts, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.out = Linear(outputs, width, bias=config.out_bias, dtype=dtype, rngs=rngs)
-        own: Any = {"dtype": dtype, "rngs": rngs}
-        self.q_norm = _norm(config, spec.key_size, **own) if config.qk_norm else None
-        self.k_norm = _norm(config, spec.key_size, **own) if config.qk_norm else None
-        self.post_norm = _norm(config, width, **own) if config.post_norms else None
+        options: Any = {"dtype": dtype, "rngs": rngs}
+        self.q_norm = _norm(config, spec.key_size, **options) if config.qk_norm else None
+        self.k_norm = _norm(config, spec.key_size, **options) if config.qk_norm else None
+        self.post_norm = _norm(config, width, **options) if config.post_norms else None
         self.sinks = constant((config.num_heads,), 0.0, dtype, rngs) if config.sinks else None
 
     def __call__(
@@ -108,19 +108,19 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
         width, experts = config.hidden_size, config.experts
-        own: Any = {"dtype": dtype, "rngs": rngs}
-        self.attention_norm = _norm(config, width, **own)
+        options: Any = {"dtype": dtype, "rngs": rngs}
+        self.attention_norm = _norm(config, width, **options)
         if config.latent is None:
-            self.attention = Attention(config, config.layers[layer], **own)
+            self.attention = Attention(config, config.layers[layer], **options)
         else:
-            self.attention = LatentAttention(config, **own)
-        self.mlp_norm = _norm(config, width, **own)
+            self.attention = LatentAttention(config, **options)
+        self.mlp_norm = _norm(config, width, **options)
         if experts is None or layer in experts.dense_layers:
-            post_norm = _norm(config, width, **own) if config.post_norms else None
-            own |= {"activation": config.activation, "post_norm": post_norm}
-            self.mlp = MLP(width, config.intermediate_size, bias=config.mlp_bias, **own)
+            post_norm = _norm(config, width, **options) if config.post_norms else None
+            options |= {"activation": config.activation, "post_norm": post_norm}
+            self.mlp = MLP(width, config.intermediate_size, bias=config.mlp_bias, **options)
         else:
-            self.mlp = MixtureOfExperts(width, experts, **own)
+            self.mlp = MixtureOfExperts(width, experts, **options)
 
     def __call__(
         self,
@@ -141,12 +141,12 @@ class Block(nnx.Module):
         norm, ops = self.attention_norm.rms, self._chain_ops(x, following)
         attention: Any = self.attention
         if ops is None:
-            given = {} if joined is None else {"joined": joined}
-            x, cache = attention(x, norm, layer, angles, attend, cache, next_queries, **given)
+            projections = {} if joined is None else {"joined": joined}
+            x, cache = attention(x, norm, layer, angles, attend, cache, next_queries, **projections)
             return self.mlp(x, self.mlp_norm.rms), None, cache
         joined = attention.qkv.joined(x, norm) if joined is None else joined
         out, cache = attention.attended(joined, layer, angles, attend, cache, next_queries)
-        _attended, _wide, x, *projections = linear_chain(out, ops)
+        _attended, _activated, x, *projections = linear_chain(out, ops)
         return x, projections[0] if projections else None, cache
 
     def _chain_ops(self, x: Array, following: Block | None) -> list[ChainOp] | None:
@@ -215,18 +215,18 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Array) -> Array:
         """Embeddings ``[B, T, D]`` of ``tokens [B, T]``, scaled; padding takes any."""
-        found, scale = self._found(tokens), self.config.embedding_scale
-        return found if scale is None else found * jnp.asarray(scale, found.dtype)
+        embedded, scale = self._lookup(tokens), self.config.embedding_scale
+        return embedded if scale is None else embedded * jnp.asarray(scale, embedded.dtype)
 
-    def _found(self, tokens: Array) -> Array:
+    def _lookup(self, tokens: Array) -> Array:
         """The rows of the embedding."""
         embedding = self.embedding[...]
         if not self.vocabulary_axes:
             return jnp.take(embedding, tokens, axis=0, mode="clip")
         tokens = tokens - lax.axis_index(self.vocabulary_axes) * len(embedding)
-        found = jnp.take(embedding, tokens, axis=0, mode="clip")
-        here = (tokens >= 0) & (tokens < len(embedding))
-        return lax.psum(jnp.where(here[..., None], found, 0), self.vocabulary_axes)
+        embedded = jnp.take(embedding, tokens, axis=0, mode="clip")
+        is_local = (tokens >= 0) & (tokens < len(embedding))
+        return lax.psum(jnp.where(is_local[..., None], embedded, 0), self.vocabulary_axes)
 
     def __call__(self, tokens: Array, positions: Array, attend: Attend, cache):
         """What the last layer gives ``[B, T, D]`` for ``tokens [B, T]``, and the cache after it."""

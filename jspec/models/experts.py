@@ -45,10 +45,12 @@ class ExpertMLPs(nnx.Module):
 
     def __init__(self, width: int, experts: Experts, *, dtype, rngs: nnx.Rngs | None):
         count, size = experts.routed, experts.size
-        wide, narrow = ((count, 2, size), (count, width)) if experts.bias else (None, None)
-        own: Any = {"dtype": dtype, "rngs": rngs}
-        self.gate_up = Kernel((count, width, 2, size), width**-0.5, bias=wide, **own)
-        self.down = Kernel((count, size, width), size**-0.5, bias=narrow, **own)
+        gate_up_bias, down_bias = (
+            ((count, 2, size), (count, width)) if experts.bias else (None, None)
+        )
+        options: Any = {"dtype": dtype, "rngs": rngs}
+        self.gate_up = Kernel((count, width, 2, size), width**-0.5, bias=gate_up_bias, **options)
+        self.down = Kernel((count, size, width), size**-0.5, bias=down_bias, **options)
         self.clamped = experts.clamped
         self.axes: tuple[str, ...] = ()
 
@@ -57,16 +59,16 @@ class ExpertMLPs(nnx.Module):
 
         Float32. ``is_part``: without the biases of ``down``, which are whole on each device.
         """
-        order, starts, is_own = routed.order, routed.starts, None
+        order, starts, is_local = routed.order, routed.starts, None
         if self.axes:
             # The pairs of this device's experts come first, and the others belong to no group.
-            held = len(self.down.kernel.get_value())
-            first = lax.axis_index(self.axes) * held
-            starts = lax.dynamic_slice_in_dim(starts, first, held + 1)
+            local_experts = len(self.down.kernel.get_value())
+            first = lax.axis_index(self.axes) * local_experts
+            starts = lax.dynamic_slice_in_dim(starts, first, local_experts + 1)
             order, starts = jnp.roll(order, -starts[0]), starts - starts[0]
-            is_own = (routed.chosen >= first) & (routed.chosen < first + held)
+            is_local = (routed.chosen >= first) & (routed.chosen < first + local_experts)
         gate_up, down = self.gate_up, self.down
-        wide = grouped_linear(
+        activated = grouped_linear(
             *(
                 x,
                 gate_up.kernel.get_value(),
@@ -78,19 +80,19 @@ class ExpertMLPs(nnx.Module):
             gated=True,
             clamped=self.clamped,
         )
-        found = grouped_linear(
-            *(wide, down.kernel.get_value(), starts),
+        outputs = grouped_linear(
+            *(activated, down.kernel.get_value(), starts),
             None if is_part or down.bias is None else down.bias[...],
             put=order,
             weights=routed.weights.reshape(-1),
             dtype=jnp.float32,
         )
-        found = found.reshape(*routed.chosen.shape, -1)
-        if is_own is not None:
+        outputs = outputs.reshape(*routed.chosen.shape, -1)
+        if is_local is not None:
             # What no expert of this device multiplied is not specified.
-            found = jnp.where(is_own[..., None], found, 0)
+            outputs = jnp.where(is_local[..., None], outputs, 0)
         # Not a reduction: XLA fuses sums of slices with whatever follows.
-        return functools.reduce(jnp.add, (found[:, i] for i in range(found.shape[1])))
+        return functools.reduce(jnp.add, (outputs[:, i] for i in range(outputs.shape[1])))
 
     def last_bias(self, routed: Routed) -> Array | None:
         """What biases of ``down``, whole on each device, add to that sum: float32 ``[M, D]``."""
@@ -109,25 +111,25 @@ class MixtureOfExperts(nnx.Module):
     """
 
     def __init__(self, width: int, experts: Experts, *, dtype, rngs: nnx.Rngs | None):
-        own: Any = {"dtype": dtype, "rngs": rngs}
-        self.router = Router(width, experts, **own)
-        self.experts = ExpertMLPs(width, experts, **own)
+        options: Any = {"dtype": dtype, "rngs": rngs}
+        self.router = Router(width, experts, **options)
+        self.experts = ExpertMLPs(width, experts, **options)
         shared = experts.shared_size
-        self.shared = None if shared is None else MLP(width, shared, bias=False, **own)
+        self.shared = None if shared is None else MLP(width, shared, bias=False, **options)
         self.axes: tuple[str, ...] = ()
 
     def __call__(self, x: Array, norm: RMS) -> Array:
         """``x [B, T, D]`` plus what it gives after ``norm``."""
         tokens = x.reshape(-1, x.shape[-1])
         routed = self.router(tokens, norm)
-        found = self.experts(tokens, norm, routed, is_part=bool(self.axes)).reshape(x.shape)
+        outputs = self.experts(tokens, norm, routed, is_part=bool(self.axes)).reshape(x.shape)
         if self.shared is not None:
-            found += self.shared.partial(x, norm)
+            outputs += self.shared.partial(x, norm)
         if self.axes:
-            found = lax.psum(found, self.axes)
+            outputs = lax.psum(outputs, self.axes)
             if (bias := self.experts.last_bias(routed)) is not None:
-                found += bias.reshape(x.shape)
-        return x + found.astype(x.dtype)
+                outputs += bias.reshape(x.shape)
+        return x + outputs.astype(x.dtype)
 
 
 def _weighted_sum(bias: Array, chosen: Array, weights: Array) -> Array:

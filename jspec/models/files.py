@@ -94,11 +94,11 @@ def parse_json(content: bytes, source: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in pairs:
-            if key in seen:
+            if key in names:
                 raise ValueError(f"{quoted(key)} appears twice in an object")
-            seen.add(key)
+            names.add(key)
     return values
 
 
@@ -305,14 +305,14 @@ class TensorFile:
                 "download it again"
             )
 
-    def rename(self, own: Callable[[str], str | None]) -> None:
-        """Call each tensor as ``own`` of its name says, and leave out those of which that is None.
+    def rename(self, tensor_name: Callable[[str], str | None]) -> None:
+        """Rename each tensor to ``tensor_name(name)``, and leave out those for which that is None.
 
         Raises `CheckpointError` where two tensors get one name.
         """
         entries: dict[str, Entry] = {}
         for name, entry in self.entries.items():
-            if (called := own(name)) in entries:
+            if (called := tensor_name(name)) in entries:
                 raise CheckpointError(
                     f"{self.path} has {quoted(called)} under two names, one of them {quoted(name)}"
                 )
@@ -321,12 +321,12 @@ class TensorFile:
         self.entries = entries
 
     def blocks(
-        self, name: str, nbytes: int = 1 << 20, wanted: np.ndarray | None = None
+        self, name: str, nbytes: int = 1 << 20, row_mask: np.ndarray | None = None
     ) -> Iterator[tuple[slice, np.ndarray]]:
         """Blocks of rows of a tensor of rank 1 or more, about ``nbytes`` each, with their place.
 
-        A block is a view of one buffer: it holds until the next one is asked for. ``wanted``, bool
-        of each row: blocks without a row of them are not read.
+        A block is a view of one buffer, valid until the next one is read. ``row_mask``, bool
+        ``[rows]``: blocks of which no row is True are not read.
         """
         entry = self.entries[name]
         row = entry.nbytes // entry.shape[0] if entry.shape[0] else 0
@@ -335,7 +335,7 @@ class TensorFile:
         with self.path.open("rb") as file:
             for first in range(0, entry.shape[0], step):
                 block = buffer[: entry.shape[0] - first]
-                if wanted is not None and not wanted[first : first + len(block)].any():
+                if row_mask is not None and not row_mask[first : first + len(block)].any():
                     continue
                 file.seek(entry.start + first * row)
                 if file.readinto(block.reshape(-1).view(np.uint8).data) != block.nbytes:
@@ -353,9 +353,9 @@ class TensorFile:
         return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in pairs)
 
 
-def _are_counts(values: Any, most: int) -> bool:
+def _are_counts(values: Any, limit: int) -> bool:
     return (
         isinstance(values, list)
-        and len(values) <= most
+        and len(values) <= limit
         and all(type(value) is int and 0 <= value < 2**63 for value in values)
     )

@@ -10,7 +10,7 @@ from jspec.models.files import directory_of
 
 SAMPLES = 64  # of a file, evenly spaced
 SAMPLE_BYTES = 4096
-_BESIDE = (".json", ".jinja")  # the weights
+_EXTRA_SUFFIXES = (".json", ".jinja")  # of files stored next to the weights
 
 
 def fingerprint(path: str | Path) -> str:
@@ -20,27 +20,29 @@ def fingerprint(path: str | Path) -> str:
     that `jspec.save_model` wrote; and of samples of each. Of a GGUF file those beside it that a
     model is read with count too. Raises `CheckpointError` where ``path`` is neither.
     """
-    folder, found = directory_of(path), hashlib.sha256()
+    folder, digest = directory_of(path), hashlib.sha256()
     if not folder.is_dir():
         raise CheckpointError(f"{path} is no directory; pass a local model directory")
     for file in sorted(_files(Path(path), folder)):
         size = file.stat().st_size
-        found.update(f"{file.relative_to(folder)}\n{size}\n".encode())
+        digest.update(f"{file.relative_to(folder)}\n{size}\n".encode())
         with file.open("rb") as content:
             for sample in range(SAMPLES):
                 content.seek(sample * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
-                found.update(content.read(SAMPLE_BYTES))
+                digest.update(content.read(SAMPLE_BYTES))
                 if size <= SAMPLE_BYTES:
                     break
-    return found.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
 def _files(path: Path, folder: Path) -> list[Path]:
     """What a model at ``path`` may be read from."""
     if folder != path:
-        found = [path, *(file for file in folder.iterdir() if file.suffix in _BESIDE)]
+        files = [path, *(file for file in folder.iterdir() if file.suffix in _EXTRA_SUFFIXES)]
     elif (folder / "config.json").is_file():
-        found = [file for file in folder.iterdir() if file.suffix in (*_BESIDE, ".safetensors")]
+        files = [
+            file for file in folder.iterdir() if file.suffix in (*_EXTRA_SUFFIXES, ".safetensors")
+        ]
     else:
-        found = list(folder.rglob("*"))
-    return [file for file in found if file.is_file()]
+        files = list(folder.rglob("*"))
+    return [file for file in files if file.is_file()]

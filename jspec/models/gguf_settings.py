@@ -48,8 +48,8 @@ def config_of(
         known = ", ".join(ARCHITECTURES)
         raise general.error(f"architecture {quoted(architecture)} is unknown; jspec has {known}")
     prefix = f"{architecture}."
-    own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-    fields = Fields(own, f"{source}: {architecture}")
+    values = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    fields = Fields(values, f"{source}: {architecture}")
     heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
     size = fields.integer("attention.key_length", max(hidden // heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -82,7 +82,7 @@ def config_of(
         values["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
         if "rope_freqs.weight" in shapes:
             values["rope_scaling"] = _llama3(general, size, values["rope_theta"], factors())
-    if unknown := sorted(set(own) - fields.read - _WITHOUT_EFFECT):
+    if unknown := sorted(set(values) - fields.read - _WITHOUT_EFFECT):
         raise fields.error(f"fields {quoted(unknown)} are unknown to jspec")
     return model_config(values, source=source)
 
@@ -145,11 +145,11 @@ def _experts(fields: Fields) -> dict[str, Any]:
 
 def _gemma2(fields: Fields) -> dict[str, Any]:
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
-    given = {key: fields.number(key) for key in caps if fields.has(key)}
+    softcaps = {key: fields.number(key) for key in caps if fields.has(key)}
     return {
         "sliding_window": fields.integer("attention.sliding_window"),
         "query_pre_attn_scalar": _query_scalar(fields, "gemma2"),
-        **given,
+        **softcaps,
     }
 
 

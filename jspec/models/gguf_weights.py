@@ -96,10 +96,10 @@ class GGUFWeights:
             )
         return row
 
-    def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare names and shapes with ``wanted``, parameters and their shapes in jspec."""
+    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Compare names and shapes with ``expected``, parameters and their shapes in jspec."""
         used = {_ROPE_FACTORS} if self.config.family == "llama" else set()
-        for parameter, shape in wanted.items():
+        for parameter, shape in expected.items():
             name, expert = self._stored_name(parameter)
             used.add(name)
             if name not in self._file.tensors:

@@ -80,12 +80,12 @@ def load_hashes(path: str | os.PathLike | None = None) -> Hashes:
 
     path = bundled_path() / FOLDER if path is None else Path(path)
     bits, sizes = _read_settings(path / SETTINGS)
-    wanted = {_name(layer): (*size, bits) for layer, size in enumerate(sizes) if size is not None}
-    saved.check_shapes(path, saved.read_all_shapes(path), wanted, SETTINGS)
+    expected = {_name(layer): (*size, bits) for layer, size in enumerate(sizes) if size is not None}
+    saved.check_shapes(path, saved.read_all_shapes(path), expected, SETTINGS)
     where = jnp.zeros(()).sharding
     kinds = {
         name: jax.ShapeDtypeStruct(shape, np.float32, sharding=where)
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
     }
     arrays = saved.read_arrays(path, kinds)
     return tuple(arrays.get(_name(layer)) for layer in range(len(sizes)))

@@ -69,8 +69,8 @@ def down_parts(num_heads: int, latent: Latent) -> tuple[Part, Part]:
     name, queries = "attention.q_down", latent.query_rank
     if queries is None:
         name, queries = "attention.q", num_heads * latent.query_size
-    kept, rows = queries + latent.rank + latent.rope_size, (0, 1)
-    return Part(name, rows, (0, queries)), Part("attention.kv_down", rows, (queries, kept))
+    columns, rows = queries + latent.rank + latent.rope_size, (0, 1)
+    return Part(name, rows, (0, queries)), Part("attention.kv_down", rows, (queries, columns))
 
 
 def joined_shape(parts: tuple[Part, ...]) -> tuple[int, int]:
@@ -92,11 +92,11 @@ def separate(
     if _OF_EXPERTS in parameter:
         if packed:
             return wholes
-        wholes = {_of_expert(parameter, expert): own for expert, own in enumerate(array)}
+        wholes = {_of_expert(parameter, expert): value for expert, value in enumerate(array)}
     apart = {}
-    for whole, own in wholes.items():
+    for whole, value in wholes.items():
         parts = _parts(config, whole)
-        apart |= {name: part.of(own) for name, part in parts.items()} or {whole: own}
+        apart |= {name: part.of(value) for name, part in parts.items()} or {whole: value}
     return apart
 
 
@@ -133,11 +133,11 @@ def _parts(config: ModelConfig, parameter: str) -> dict[str, Part]:
         case ["layers", layer, "attention", "down", leaf] if config.latent is not None:
             parts = down_parts(config.num_heads, config.latent)
         case ["layers", layer, *mlp, "gate_up", leaf]:
-            wide = config.intermediate_size
+            size = config.intermediate_size
             if config.experts is not None and len(mlp) > 1:
                 experts = config.experts
-                wide = experts.size if mlp[1] == "experts" else experts.shared_size or 0
-            parts = gate_up_parts(wide, ".".join(mlp))
+                size = experts.size if mlp[1] == "experts" else experts.shared_size or 0
+            parts = gate_up_parts(size, ".".join(mlp))
         case _:
             return {}
     return {f"layers.{layer}.{part.module}.{leaf}": part for part in parts}

@@ -55,8 +55,8 @@ class LatentAttention(nnx.Module):
         next_queries: NextQueries | None = None,
     ):
         """``x`` plus what attention gives for it after ``norm``, and the cache."""
-        q, kept = self.down(x, norm)
-        latents, shared = jnp.split(kept, [self.latent.rank], axis=-1)
+        q, projected = self.down(x, norm)
+        latents, shared = jnp.split(projected, [self.latent.rank], axis=-1)
         k = jnp.concatenate([self.kv_norm(latents), rotate_pairs(shared, *angles)], axis=-1)
         up = jnp.moveaxis(self._maps[1], 1, 0)
         attending: Any = attend  # it takes more than `Attend` says

@@ -41,8 +41,8 @@ def _joined(inputs: int, parts: tuple[Part, ...], dtype, rngs: nnx.Rngs | None) 
     kernel = jnp.zeros(shape, dtype)
     for part in parts:
         # Drawn apart: a seed gives the weights that it gave before projections were joined.
-        own = normal((inputs, part.outputs), inputs**-0.5, dtype, rngs).get_value()
-        kernel = kernel.at[part.index].set(own.reshape(part.of(kernel).shape))
+        part_kernel = normal((inputs, part.outputs), inputs**-0.5, dtype, rngs).get_value()
+        kernel = kernel.at[part.index].set(part_kernel.reshape(part.of(kernel).shape))
     return nnx.Param(kernel)
 
 
@@ -147,15 +147,16 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """``down(activation(gate(x)) * up(x))`` (Shazeer 2020), from ``narrow`` over ``wide``.
+    """``down(activation(gate(x)) * up(x))`` (Shazeer 2020).
 
-    ``post_norm`` is of what that gives.
+    ``gate`` and ``up`` map ``hidden_size`` to ``intermediate_size``, ``down`` maps back.
+    ``post_norm``: applied to the output of ``down``.
     """
 
     def __init__(
         self,
-        narrow: int,
-        wide: int,
+        hidden_size: int,
+        intermediate_size: int,
         *,
         bias: bool,
         activation: Activation = "silu",
@@ -163,18 +164,18 @@ class MLP(nnx.Module):
         dtype,
         rngs: nnx.Rngs | None,
     ):
-        parts = gate_up_parts(wide)
-        self.gate_up = JoinedLinear(narrow, parts, bias=bias, dtype=dtype, rngs=rngs)
-        self.down = Linear(wide, narrow, bias=bias, dtype=dtype, rngs=rngs)
+        parts = gate_up_parts(intermediate_size)
+        self.gate_up = JoinedLinear(hidden_size, parts, bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, rngs=rngs)
         self.activation: Activation = activation
         self.post_norm = post_norm
 
     def __call__(self, x: Array, norm: RMS) -> Array:
         """``x`` plus what it gives after ``norm``."""
-        wide = self._wide(x, norm)
+        activated = self._activated(x, norm)
         if self.post_norm is None:
-            return self.down(wide, add=x)
-        return x + self.post_norm(self.down(wide))
+            return self.down(activated, add=x)
+        return x + self.post_norm(self.down(activated))
 
     def chain_ops(self, norm: RMS, x: int) -> tuple[ChainOp, ChainOp] | None:
         """What a call does, in a chain whose op ``x`` gives its input; None where it is more."""
@@ -186,9 +187,9 @@ class MLP(nnx.Module):
     def partial(self, x: Array, norm: RMS) -> Array:
         """What it gives after ``norm``, of this device's channels alone, float32, without the last
         bias."""
-        return self.down.partial(self._wide(x, norm))
+        return self.down.partial(self._activated(x, norm))
 
-    def _wide(self, x: Array, norm: RMS) -> Array:
+    def _activated(self, x: Array, norm: RMS) -> Array:
         if self.activation == "silu":
             return self.gate_up.gated(x, norm)
         gate, up = (part[..., 0, :] for part in self.gate_up(x, norm))

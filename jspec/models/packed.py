@@ -77,6 +77,6 @@ def fill(out: np.ndarray, stored: np.ndarray) -> None:
     out[...] = stored
 
 
-def fill_kept(out: np.ndarray, stored: np.ndarray) -> None:
+def fill_packed(out: np.ndarray, stored: np.ndarray) -> None:
     """As `fill`, of codes or scales, whose outputs come first."""
     fill(np.moveaxis(out, -1, 0), np.moveaxis(stored.reshape(len(stored), -1), -1, 0))

@@ -58,5 +58,5 @@ def _quantize(module: Linear | JoinedLinear | Kernel, as_kind: Callable[[Array],
 @jax.jit
 def _experts(kernel: Array) -> MXFP4:
     """``kernel [E, in, *out]`` in MXFP4, expert by expert, since in float32 it is large."""
-    found = jax.lax.map(lambda own: quantized(own, "mxfp4"), kernel)
-    return MXFP4(found.codes, found.scales, leading=1)
+    kernels = jax.lax.map(lambda expert: quantized(expert, "mxfp4"), kernel)
+    return MXFP4(kernels.codes, kernels.scales, leading=1)

@@ -28,8 +28,8 @@ def rope_frequencies(
 def _llama3(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     """Llama 3.1: keep waves shorter than the old context / high, divide those longer than / low."""
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    turns = scaling.original_context * inverse / (2 * math.pi)
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    rotations = scaling.original_context * inverse / (2 * math.pi)
+    keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     return inverse * (keep + (1 - keep) / scaling.factor)
 
 
@@ -41,8 +41,8 @@ def _yarn(
     The factor on cos and sin, ``0.1 ln(factor) + 1``, is the attention temperature of equation 22.
     """
 
-    def dimension(turns: float) -> float:
-        wavelength = scaling.original_context / (turns * 2 * math.pi)
+    def dimension(rotations: float) -> float:
+        wavelength = scaling.original_context / (rotations * 2 * math.pi)
         return head_size * math.log(wavelength) / (2 * math.log(theta))
 
     first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)

@@ -141,12 +141,12 @@ def read_all_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
 def check_shapes(
     path: Path,
     stored: Mapping[str, tuple[int, ...]],
-    wanted: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
     settings: str = SETTINGS,
 ) -> None:
     """Compare the shapes of the stored arrays with those that the file ``settings`` asks for."""
-    for name in sorted({*stored, *wanted}):
-        have, want = stored.get(name), wanted.get(name)
+    for name in sorted({*stored, *expected}):
+        have, want = stored.get(name), expected.get(name)
         if have != want:
             raise CheckpointError(
                 f"{path.absolute() / ARRAYS}: array {quoted(name)} has shape "
@@ -155,10 +155,12 @@ def check_shapes(
             )
 
 
-def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, jax.Array]:
-    """All arrays of the checkpoint, each of its dtype and sharding in ``wanted``."""
+def read_arrays(
+    path: Path, templates: Mapping[str, jax.ShapeDtypeStruct]
+) -> Mapping[str, jax.Array]:
+    """All arrays of the checkpoint, each of its dtype and sharding in ``templates``."""
     with _reading(path) as (directory, checkpointer):
-        return checkpointer.restore(directory, dict(wanted))
+        return checkpointer.restore(directory, dict(templates))
 
 
 def read_into(path: Path, name: str, out: np.ndarray, axes: Sequence[np.ndarray]) -> None:
@@ -166,11 +168,11 @@ def read_into(path: Path, name: str, out: np.ndarray, axes: Sequence[np.ndarray]
 
     All of it, also where ``axes`` ask for less.
     """
-    wanted = {name: jax.ShapeDtypeStruct(out.shape, out.dtype)}
+    template = {name: jax.ShapeDtypeStruct(out.shape, out.dtype)}
     arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=out.dtype)}
     with _reading(path, ocp.PyTreeCheckpointer) as (directory, checkpointer):
         restored = checkpointer.restore(
-            directory, item=wanted, restore_args=arguments, partial_restore=True
+            directory, item=template, restore_args=arguments, partial_restore=True
         )
         out[...] = restored[name].reshape(out.shape)
 

@@ -19,7 +19,7 @@ class RowText:
         self._decode = tokenizer.stream()
         self._stop = stop
         self._special = special
-        self._held = ""
+        self._pending = ""
         self.text = ""
         self.tokens: list[int] = []
         self.stopped = False
@@ -47,21 +47,21 @@ class RowText:
             return ""
         rest = self._add(self._decode([], True))
         if not self.stopped:
-            rest += self._held
-            self.text += self._held
-            self._held = ""
+            rest += self._pending
+            self.text += self._pending
+            self._pending = ""
         return rest
 
     def _add(self, new: str) -> str:
-        self._held += new
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if found:
+        self._pending += new
+        stop_positions = [at for at in (self._pending.find(stop) for stop in self._stop) if at >= 0]
+        if stop_positions:
             self.stopped = True
-            ready, self._held = self._held[: min(found)], ""
+            ready, self._pending = self._pending[: min(stop_positions)], ""
         else:
-            keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-            cut = len(self._held) - keep
-            ready, self._held = self._held[:cut], self._held[cut:]
+            keep = max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+            cut = len(self._pending) - keep
+            ready, self._pending = self._pending[:cut], self._pending[cut:]
         self.text += ready
         return ready
 

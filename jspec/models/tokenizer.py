@@ -23,7 +23,7 @@ from jspec.models.tokenizer_kinds import unproven
 
 FILE_LIMIT = 64 << 20
 _BROKEN = "\ufffd"
-_HELD = 4  # tokens that may wait for the rest of a character; its bytes are no more
+_MAX_PENDING = 4  # tokens that may wait for the rest of a character; its bytes are no more
 
 
 class Backend(Protocol):
@@ -149,21 +149,21 @@ class Tokenizer:
         # A token's text may depend on the one before it: both are decoded, and what that one gives
         # alone is cut off. Bytes that a decoder joins only after other steps wait for each other.
         context: list[int] = []
-        held: list[int] = []
+        pending: list[int] = []
         shown = ""
 
         def advance(tokens: Sequence[int], final: bool) -> str:
-            nonlocal context, held, shown
+            nonlocal context, pending, shown
             new = []
             for token in self._known(tokens):
-                held.append(token)
-                text = self._decode(context + held)
-                if text.endswith(_BROKEN) and len(held) < _HELD:
+                pending.append(token)
+                text = self._decode(context + pending)
+                if text.endswith(_BROKEN) and len(pending) < _MAX_PENDING:
                     continue
                 new.append(text[len(shown) :])
-                context, shown, held = held, self._decode(held), []
-            if final and held:
-                new.append(self._decode(context + held)[len(shown) :])
+                context, shown, pending = pending, self._decode(pending), []
+            if final and pending:
+                new.append(self._decode(context + pending)[len(shown) :])
             return "".join(new)
 
         return advance
@@ -190,8 +190,8 @@ class Tokenizer:
         return self._pieces.get(number)
 
 
-def _leading(data: bytes, most: int) -> int:
-    return min(len(data) - len(data.lstrip(b" ")), most)
+def _leading(data: bytes, limit: int) -> int:
+    return min(len(data) - len(data.lstrip(b" ")), limit)
 
 
 @contextlib.contextmanager

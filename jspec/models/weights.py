@@ -71,9 +71,9 @@ def quantization_of(config: Mapping[str, Any], source: str) -> Quantization | No
                 f"{quoted(name)} has format={quoted(kind)}; jspec reads int-quantized"
             )
         weights = groups.object(name).object("weights")
-        found = {key: weights.values.get(key) for key in _INT8}
-        if found != _INT8:
-            raise weights.error(f"{quoted(found)} is not supported; jspec reads {_INT8}")
+        values = {key: weights.values.get(key) for key in _INT8}
+        if values != _INT8:
+            raise weights.error(f"{quoted(values)} is not supported; jspec reads {_INT8}")
     return "int8"
 
 
@@ -87,7 +87,7 @@ class Weights:
         self.files: dict[str, TensorFile] = {}
         for path in self._paths(directory):
             file = TensorFile(path)
-            file.rename(family.own)
+            file.rename(family.tensor_name)
             if len(self.files) + len(file.entries) > TENSOR_LIMIT:
                 raise CheckpointError(f"{directory} has more than {TENSOR_LIMIT} tensors")
             for name in file.entries:
@@ -141,10 +141,14 @@ class Weights:
                 f"num_hidden_layers={num_layers}; are they of one model?"
             )
 
-    def check(self, wanted: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-        """Compare names and shapes with ``wanted``, parameters and their shapes in jspec."""
-        shapes = {p: self._stored(p, shape) for p, shape in wanted.items()}
-        stored = {name: (p, shape) for p, own in shapes.items() for name, shape in own.items()}
+    def check(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+        """Compare names and shapes with ``expected``, parameters and their shapes in jspec."""
+        shapes = {p: self._stored(p, shape) for p, shape in expected.items()}
+        stored = {
+            name: (p, shape)
+            for p, stored_shapes in shapes.items()
+            for name, shape in stored_shapes.items()
+        }
         missing = [name for name in stored if name not in self.files]
         if missing:
             raise CheckpointError(
@@ -240,8 +244,8 @@ class Weights:
         """Fill the host's arrays of ``out`` with a kernel of experts that is stored in MXFP4."""
         pairs = self._mxfp4(self.family.stored_name(parameter))
         for expert, (blocks, scales) in enumerate(pairs):
-            packed.fill_kept(np.asarray(out.codes[expert]), blocks)
-            packed.fill_kept(np.asarray(out.scales[expert]), scales)
+            packed.fill_packed(np.asarray(out.codes[expert]), blocks)
+            packed.fill_packed(np.asarray(out.scales[expert]), scales)
 
     def read(self, parameter: str, out: np.ndarray, axes: Sequence[np.ndarray] = ()) -> None:
         """Fill ``out``, in jspec's layout, with a block's worth of memory besides.
@@ -263,10 +267,10 @@ class Weights:
             return array[None] if array.ndim == len(entry.shape) else array
 
         target = in_rows(out)
-        wanted = np.ones(target.shape[:2], bool)
-        for own in map(in_rows, axes):
-            wanted &= own.any(axis=tuple(range(2, own.ndim)))
-        for rows, block in self.files[name].blocks(name, wanted=wanted.reshape(-1)):
+        row_mask = np.ones(target.shape[:2], bool)
+        for mask in map(in_rows, axes):
+            row_mask &= mask.any(axis=tuple(range(2, mask.ndim)))
+        for rows, block in self.files[name].blocks(name, row_mask=row_mask.reshape(-1)):
             if scales is not None and isinstance(self.quantization, BlockScales):
                 block = self.quantization.dequantized(block, rows.start, scales)
             elif scales is not None:

@@ -51,14 +51,14 @@ def views_of(
     samples: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]],
     spec: LayerSpec,
     rng: np.random.Generator,
-    most: int = KEYS,
+    max_keys: int = KEYS,
 ) -> Views:
     """Views of a layer's ``samples``: queries ``[M, N, H]``, positions ``[M]``, keys ``[n, K, H]``.
 
     All texts have as many queries. Each KV head has keys of its own.
     """
     samples = list(samples)
-    size = min(most, max(len(keys) for *_, keys in samples))
+    size = min(max_keys, max(len(keys) for *_, keys in samples))
     parts = []
     for queries, positions, keys in samples:
         # A power of two of slots, so that texts of close lengths share a program.
@@ -80,9 +80,9 @@ def _view(
     weights = attention_weights(q, k, scored, spec).mean(axis=2)  # NaN for a query without any
     strength = jnp.nan_to_num(weights).max(axis=0)  # [K, S]
     least = lax.top_k(strength, size // 2)[0][:, -1:]
-    wanted = jnp.where(scored.any(axis=0)[None], draw, -1)
+    random_scores = jnp.where(scored.any(axis=0)[None], draw, -1)
     is_best = (strength >= least) & (strength > 0)
-    chosen = lax.top_k(jnp.where(is_best, 1 + strength, wanted), size)[1]
+    chosen = lax.top_k(jnp.where(is_best, 1 + strength, random_scores), size)[1]
     mine = jnp.take_along_axis(jnp.swapaxes(k, 0, 1), chosen[..., None], axis=1)
     weights = jnp.take_along_axis(weights, chosen[None], axis=2)
     is_scored = jnp.take_along_axis(scored[:, None], chosen[None], axis=2)
@@ -112,8 +112,8 @@ def attention_loss(w: Array, log_scale: Array, views: Views) -> Array:
     scores *= jnp.exp(log_scale)[None, :, None]
     is_scored = jnp.isfinite(weights)
     log_probabilities = jax.nn.log_softmax(jnp.where(is_scored, scores, -1e9), axis=2)
-    found = -jnp.where(is_scored, weights, 0) * log_probabilities
-    return found.sum(axis=2).mean(axis=0)
+    terms = -jnp.where(is_scored, weights, 0) * log_probabilities
+    return terms.sum(axis=2).mean(axis=0)
 
 
 def _size(x: Array, axes: tuple[int, ...]) -> Array:
@@ -154,8 +154,8 @@ def _learn(first: Array, views: Views, order: Array) -> Learned:
     scale = jnp.full(first.shape[:1], -0.5 * np.log(first.shape[2]), jnp.float32)
 
     def total(parameters: tuple[Array, Array], text: Views) -> tuple[Array, Array]:
-        found = attention_loss(*parameters, text)
-        return found.sum(), found.mean()
+        losses = attention_loss(*parameters, text)
+        return losses.sum(), losses.mean()
 
     def step(carry, at: Array):
         parameters, state = carry

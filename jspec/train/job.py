@@ -32,7 +32,7 @@ from jspec.train.recall import BUDGETS, Rivals, compare, principal_axes
 from jspec.train.samples import PrefilledText, pairs_of, prefill, query_position
 from jspec.typing import Array, Model
 
-KEPT = np.float16  # of queries and keys on disk
+STORED_DTYPE = np.float16  # of queries and keys on disk
 Loss = dict[str, np.ndarray]  # terms of each step, by name
 Tokens = Sequence[int]
 OnProgress = Callable[[str, int, int], None]  # what is being done, how much of how much
@@ -127,31 +127,31 @@ def run(job: Job, on_progress: OnProgress = lambda what, done, total: None) -> d
     _claim(job)
     _collect(job, on_progress)
     collected = time.perf_counter()
-    found = []
+    learned_layers = []
     for done, layer in enumerate(job.layers):
         on_progress("learn layers", done, len(job.layers))
-        found.append(_layer(job, layer))
+        learned_layers.append(_layer(job, layer))
     on_progress("learn layers", len(job.layers), len(job.layers))
     learned = time.perf_counter()
-    report = _report(job, found, on_progress)
+    report = _report(job, learned_layers, on_progress)
     report["seconds"] = {"collect": collected - begin, "learn": learned - collected}
-    _write(job, found, report)
+    _write(job, learned_layers, report)
     return report
 
 
 def _claim(job: Job) -> None:
     """Make the folder of what is done, or make sure that it is of this very run."""
-    wanted = _plan(job)
+    plan = _plan(job)
     path = job.work / "plan.json"
     try:
         job.work.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            _write_whole(path, json.dumps(wanted).encode())
+            _write_whole(path, json.dumps(plan).encode())
     except OSError as error:
         raise CheckpointError(f"{job.work} cannot be written: {error.strerror}") from error
-    kept = read_json(path)
-    for name, value in wanted.items():
-        if kept.get(name) != value:
+    stored_plan = read_json(path)
+    for name, value in plan.items():
+        if stored_plan.get(name) != value:
             raise CheckpointError(
                 f"{job.work} keeps what a run with other {name} has done; go on with those, or "
                 "delete that folder to begin anew"
@@ -191,23 +191,23 @@ def _collect(job: Job, on_progress: OnProgress) -> None:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             for layer in job.layers:
-                queries = _kept(prefilled.queries[layer], layer)
-                keys = _kept(np.asarray(prefilled.keys(layer))[: places.max() + 1], layer)
+                queries = _to_stored(prefilled.queries[layer], layer)
+                keys = _to_stored(np.asarray(prefilled.keys(layer))[: places.max() + 1], layer)
                 np.savez(partial / f"{layer}.npz", queries=queries, keys=keys)
             os.rename(partial, place)
         before += int(places.max()) + 1
         on_progress("read texts", before, total)
 
 
-def _kept(x: np.ndarray, layer: int) -> np.ndarray:
+def _to_stored(x: np.ndarray, layer: int) -> np.ndarray:
     with np.errstate(over="ignore"):  # looked at below
-        found = x.astype(KEPT)
-    if not np.isfinite(found).all():
+        stored = x.astype(STORED_DTYPE)
+    if not np.isfinite(stored).all():
         raise ValueError(
             f"queries or keys of layer {layer} are not finite, or beyond float16's 65504: the "
             "model gives no attention to learn from"
         )
-    return found
+    return stored
 
 
 def _layer(job: Job, layer: int) -> Layer:
@@ -221,9 +221,9 @@ def _layer(job: Job, layer: int) -> Layer:
         arrays: dict[str, Any] = {"axes": axes}
         for variant in job.variants:
             settings = dataclasses.replace(job.settings, variant=variant)
-            found = _learned(first, samples, spec, settings)
-            arrays[variant] = np.asarray(found.weights)
-            arrays |= {f"{variant}.{n}": np.asarray(x) for n, x in found.loss._asdict().items()}
+            learned = _learned(first, samples, spec, settings)
+            arrays[variant] = np.asarray(learned.weights)
+            arrays |= {f"{variant}.{n}": np.asarray(x) for n, x in learned.loss._asdict().items()}
             if not np.isfinite(arrays[variant]).all():
                 raise ValueError(
                     f"the hashes of layer {layer} diverged: lower rate={job.settings.rate}"
@@ -231,12 +231,12 @@ def _layer(job: Job, layer: int) -> Layer:
         partial = path.with_suffix(".partial.npz")
         np.savez(partial, **arrays)
         os.rename(partial, path)
-    with np.load(path) as kept:
+    with np.load(path) as stored:
         loss = {
-            v: {n[len(v) + 1 :]: kept[n] for n in kept if n.startswith(f"{v}.")}
+            v: {n[len(v) + 1 :]: stored[n] for n in stored if n.startswith(f"{v}.")}
             for v in job.variants
         }
-        return Layer({v: kept[v] for v in job.variants}, loss, kept["axes"])
+        return Layer({v: stored[v] for v in job.variants}, loss, stored["axes"])
 
 
 Sample = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -246,8 +246,8 @@ def _samples(job: Job, layer: int) -> list[Sample]:
     """Of each text queries ``[M, N, H]``, their positions ``[M]`` and keys ``[n, K, H]``."""
     samples = []
     for index, places in enumerate(job.positions()):
-        with np.load(job.work / f"text-{index}" / f"{layer}.npz") as kept:
-            samples.append((kept["queries"], places, kept["keys"]))
+        with np.load(job.work / f"text-{index}" / f"{layer}.npz") as stored:
+            samples.append((stored["queries"], places, stored["keys"]))
     return samples
 
 
@@ -263,21 +263,21 @@ def _learned(
     return learn(first, pairs_of(pairs, spec, rng), settings)
 
 
-def _report(job: Job, found: list[Layer], on_progress: OnProgress) -> dict[str, Any]:
+def _report(job: Job, learned_layers: list[Layer], on_progress: OnProgress) -> dict[str, Any]:
     """What the hashes keep of attention over the held-out texts, beside other methods."""
     rng = np.random.default_rng((job.settings.seed, 3))
-    kept: dict[str, list[np.ndarray]] = {}  # of each method [texts, layers, budgets, 2]
+    quality: dict[str, list[np.ndarray]] = {}  # of each method [texts, layers, budgets, 2]
     for done, text in enumerate(job.texts.held_out):
         on_progress("compare", done, len(job.texts.held_out))
         half = len(text) // 2
         positions = half + np.sort(rng.permutation(len(text) - half)[:QUERIES])
         prefilled = prefill(job.model, text, positions.tolist(), room=job.room)
-        for name, values in _kept_of_text(job, found, prefilled).items():
-            kept.setdefault(name, []).append(values)
+        for name, values in _quality_of_text(job, learned_layers, prefilled).items():
+            quality.setdefault(name, []).append(values)
     on_progress("compare", len(job.texts.held_out), len(job.texts.held_out))
     sizes = Rivals(job.settings.bits, job.model.config.layers[job.layers[0]].key_size)
     read = {"exact": 2.0 * sizes.key_size}
-    means = {name: np.mean(values, axis=0) for name, values in kept.items()}
+    means = {name: np.mean(values, axis=0) for name, values in quality.items()}
     return {
         "bits": job.settings.bits,
         "variant": job.settings.variant,
@@ -301,36 +301,38 @@ def _report(job: Job, found: list[Layer], on_progress: OnProgress) -> dict[str, 
     }
 
 
-def _kept_of_text(job: Job, found: list[Layer], prefilled: PrefilledText) -> dict[str, np.ndarray]:
+def _quality_of_text(
+    job: Job, learned_layers: list[Layer], prefilled: PrefilledText
+) -> dict[str, np.ndarray]:
     """Recall and mass of each method, ``[layers, budgets, 2]`` by name."""
     rows: dict[str, list[Any]] = {}
-    for layer, own in zip(job.layers, found, strict=True):
+    for layer, learned in zip(job.layers, learned_layers, strict=True):
         spec = job.model.config.layers[layer]
         first = first_weights(spec.kv_heads, spec.key_size, job.settings, layer)
-        hashes = {f"hata-{name}": w for name, w in own.weights.items()} | {"random": first}
+        hashes = {f"hata-{name}": w for name, w in learned.weights.items()} | {"random": first}
         arrays = (
             prefilled.queries[layer],
             prefilled.positions,
             prefilled.keys(layer),
             hashes,
-            own.axes,
+            learned.axes,
         )
         for name, values in jax.device_get(compare(*arrays, spec)).items():
             rows.setdefault(name, []).append(values)
     return {name: np.asarray(values) for name, values in rows.items()}
 
 
-def _write(job: Job, found: list[Layer], report: dict[str, Any]) -> None:
+def _write(job: Job, learned_layers: list[Layer], report: dict[str, Any]) -> None:
     """The folder to be written, and what was kept until then goes."""
     done = job.work / "done"
     shutil.rmtree(done, ignore_errors=True)
     hashes: list[Any] = [None] * len(job.model.config.layers)
-    for layer, own in zip(job.layers, found, strict=True):
-        hashes[layer] = own.weights[job.settings.variant]
+    for layer, learned in zip(job.layers, learned_layers, strict=True):
+        hashes[layer] = learned.weights[job.settings.variant]
     made = {"pairs": report["pairs"], "settings": job.settings.used}
     save_hashes(tuple(hashes), done, made)
     (done / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    curves = {v: [_curve(own.loss[v]) for own in found] for v in job.variants}
+    curves = {v: [_curve(learned.loss[v]) for learned in learned_layers] for v in job.variants}
     (done / "curve.json").write_text(json.dumps(curves) + "\n")
     try:
         os.rename(done, job.out)

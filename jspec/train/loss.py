@@ -57,9 +57,9 @@ class HashTraining:
     @property
     def used(self) -> dict[str, Any]:
         """The settings that the variant takes, by name."""
-        found = dataclasses.asdict(self)
-        names = _OF_ATTENTION if self.variant == "attention" else found
-        return {name: found[name] for name in names}
+        settings = dataclasses.asdict(self)
+        names = _OF_ATTENTION if self.variant == "attention" else settings
+        return {name: settings[name] for name in names}
 
 
 _OF_ATTENTION = ("bits", "variant", "epochs", "iterations", "seed")
@@ -102,9 +102,9 @@ def hash_loss(w: Array, pairs: Pairs, settings: HashTraining) -> Terms:
     hk = relaxed(keys, w, settings.sigma)  # [blocks, P, K, R]; zero where there is no pair
     # Opened up, so that no code of a query is ever repeated for each of its pairs.
     cross = jnp.einsum("bgkr,bpkr,bpkg->k", hq, hk, labels, optimize=[(1, 2), (0, 1)])
-    own = jnp.einsum("bgkr,bgkr,bkg->k", hq, hq, labels.sum(axis=1))
-    theirs = jnp.einsum("bpkr,bpkr,bpk->k", hk, hk, labels.sum(axis=3))
-    similarity = settings.epsilon / total_pairs * (own + theirs - 2 * cross)
+    query_norms = jnp.einsum("bgkr,bgkr,bkg->k", hq, hq, labels.sum(axis=1))
+    key_norms = jnp.einsum("bpkr,bpkr,bpk->k", hk, hk, labels.sum(axis=3))
+    similarity = settings.epsilon / total_pairs * (query_norms + key_norms - 2 * cross)
     total = hk.sum(axis=(0, 1))[None]  # [1, K, R]
     scale, balance, independence = total_pairs, settings.eta, settings.lambda_
     if settings.variant == "authors":

@@ -25,7 +25,7 @@ BUDGETS = (64, 32)  # one in so many of the keys that a query may read: 1.56 % a
 KEY_BYTES = 2  # of a key's channel in a cache of bfloat16
 
 
-class Kept(NamedTuple):
+class SelectionQuality(NamedTuple):
     """``recall``: share of the true best that are selected. ``mass``: their attention weight.
 
     Means over queries and KV heads; of the mass, over the query heads of a group.
@@ -81,34 +81,39 @@ def channel_scores(q: Array, k: Array, axes: Array, channels: int) -> Array:
     )
 
 
-def page_scores(q: Array, k: Array, held: Array, page: int) -> Array:
+def page_scores(q: Array, k: Array, readable: Array, page: int) -> Array:
     """Quest: for each page the most that ``q . k`` could be, added over a group, for its tokens.
 
-    ``held [M, S]``: the keys that a query may read, of which alone its pages are made.
+    ``readable [M, S]``: the keys that a query may read, of which alone its pages are made.
     """
     size = -(-k.shape[0] // page) * page
     k = jnp.pad(k, ((0, size - len(k)), (0, 0), (0, 0)))
-    held = jnp.pad(held, ((0, 0), (0, size - held.shape[1])))
+    readable = jnp.pad(readable, ((0, 0), (0, size - readable.shape[1])))
 
-    def one(q: Array, held: Array) -> Array:
+    def one(q: Array, readable: Array) -> Array:
         pages = k.reshape(-1, page, *k.shape[1:])
-        mine = held.reshape(-1, page, 1, 1)
+        mine = readable.reshape(-1, page, 1, 1)
         low = jnp.where(mine, pages, jnp.inf).min(axis=1)
         high = jnp.where(mine, pages, -jnp.inf).max(axis=1)
         bound = jnp.maximum(q[None] * low[:, :, None], q[None] * high[:, :, None])
         return bound.sum(axis=(2, 3)).T  # [K, pages]
 
-    bounds = jax.lax.map(lambda pair: one(*pair), (q, held))
+    bounds = jax.lax.map(lambda pair: one(*pair), (q, readable))
     return jnp.repeat(bounds, page, axis=2)
 
 
-def ranks(scores: Array, held: Array) -> Array:
-    """How many of ``held [M, S]`` have a better one of ``scores [M, K, S]``; ties go to the first.
+def ranks(scores: Array, readable: Array) -> Array:
+    """The rank of each key by its score, 0 for the best; ties go to the first key.
 
-    What is not held comes last.
+    Args:
+        scores: float32 ``[M, K, S]``.
+        readable: bool ``[M, S]``; keys that a query may not read are ranked last.
+
+    Returns:
+        int32 ``[M, K, S]``.
     """
-    wanted = jnp.where(held[:, None], scores, -jnp.inf)
-    best_first = jnp.argsort(-wanted, axis=2, stable=True)
+    readable_scores = jnp.where(readable[:, None], scores, -jnp.inf)
+    best_first = jnp.argsort(-readable_scores, axis=2, stable=True)
     places = jnp.broadcast_to(jnp.arange(scores.shape[2])[None, None], scores.shape)
     return jnp.put_along_axis(places, best_first, places, axis=2, inplace=False)
 
@@ -121,7 +126,7 @@ def compare(
     hashes: Mapping[str, Array],
     axes: Array,
     spec: LayerSpec,
-) -> dict[str, list[Kept]]:
+) -> dict[str, list[SelectionQuality]]:
     """What each method keeps of a layer of ``spec`` at each of `BUDGETS`, by its name.
 
     ``queries [M, N, H]`` at ``positions [M]``, ``keys [S, K, H]`` of which those up to a query's
@@ -129,45 +134,47 @@ def compare(
     """
     k = keys.astype(jnp.float32)
     q = queries.astype(jnp.float32).reshape(len(queries), k.shape[1], -1, k.shape[2])
-    held = jnp.arange(len(k))[None] <= positions[:, None]
+    readable = jnp.arange(len(k))[None] <= positions[:, None]
     # What is behind the last position may be anything, NaN included.
-    k = jnp.where(held.any(axis=0)[:, None, None], k, 0)
+    k = jnp.where(readable.any(axis=0)[:, None, None], k, 0)
     sizes = Rivals(next(iter(hashes.values())).shape[2], k.shape[2])
     scores = {name: hash_scores(q, k, w) for name, w in hashes.items()} | {
         "exact": exact_scores(q, k),
         "loki": channel_scores(q, k, axes, sizes.channels),
-        "quest": page_scores(q, k, held, sizes.page)[:, :, : len(k)],
+        "quest": page_scores(q, k, readable, sizes.page)[:, :, : len(k)],
     }
-    weights = attention_weights(q, k, held, spec)
-    places = {name: ranks(own, held) for name, own in scores.items()}
-    wanted = [jnp.maximum(1, (positions + 1) // one_in) for one_in in BUDGETS]
+    weights = attention_weights(q, k, readable, spec)
+    orders = {name: ranks(values, readable) for name, values in scores.items()}
+    budget_counts = [jnp.maximum(1, (positions + 1) // one_in) for one_in in BUDGETS]
     return {
-        name: [_kept(own, places["exact"], counts, weights) for counts in wanted]
-        for name, own in places.items()
+        name: [_quality(order, orders["exact"], counts, weights) for counts in budget_counts]
+        for name, order in orders.items()
     }
 
 
-def _kept(own: Array, exact: Array, counts: Array, weights: Array) -> Kept:
-    """What the best ``counts [M]`` by the ranks ``own`` keep, the true ones being ``exact``'s."""
+def _quality(order: Array, exact_order: Array, counts: Array, weights: Array) -> SelectionQuality:
+    """Recall and mass of the first ``counts [M]`` keys of ``order``, against ``exact_order``."""
     limit = counts[:, None, None]
-    mine = own < limit
-    hits = (mine & (exact < limit)).sum(axis=2, dtype=jnp.float32)
+    mine = order < limit
+    hits = (mine & (exact_order < limit)).sum(axis=2, dtype=jnp.float32)
     recall = hits / counts[:, None].astype(jnp.float32)
-    return Kept(recall.mean(), jnp.where(mine[:, :, None], weights, 0).sum(axis=3).mean())
+    return SelectionQuality(
+        recall.mean(), jnp.where(mine[:, :, None], weights, 0).sum(axis=3).mean()
+    )
 
 
-def attention_weights(q: Array, k: Array, held: Array, spec: LayerSpec) -> Array:
-    """Weights ``[M, K, G, S]`` of attention over ``held [M, S]``."""
+def attention_weights(q: Array, k: Array, readable: Array, spec: LayerSpec) -> Array:
+    """Weights ``[M, K, G, S]`` of attention over ``readable [M, S]``."""
     logits = spec.score_scale * jnp.einsum("mkgh,skh->mkgs", q, k)
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)
-    return jax.nn.softmax(jnp.where(held[:, None, None], logits, -jnp.inf), axis=-1)
+    return jax.nn.softmax(jnp.where(readable[:, None, None], logits, -jnp.inf), axis=-1)
 
 
 def principal_axes(keys: np.ndarray) -> np.ndarray:
     """Principal axes of ``keys [n, K, H]`` of each KV head, ``[K, H, H]``, columns by variance."""
-    found = []
-    for own in np.moveaxis(keys.astype(np.float32), 1, 0):
-        values, vectors = np.linalg.eigh(np.cov(own, rowvar=False))
-        found.append(vectors[:, np.argsort(-values)])
-    return np.stack(found).astype(np.float32)
+    axes = []
+    for head_keys in np.moveaxis(keys.astype(np.float32), 1, 0):
+        values, vectors = np.linalg.eigh(np.cov(head_keys, rowvar=False))
+        axes.append(vectors[:, np.argsort(-values)])
+    return np.stack(axes).astype(np.float32)

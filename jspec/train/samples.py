@@ -65,9 +65,9 @@ def prefill(
     cache of one row, with slots for ``room`` tokens or for all of these: texts with the same room
     share a program. ``on_piece(done, total)`` hears of tokens.
     """
-    wanted = np.asarray(positions, np.int32)
-    total = int(wanted.max()) + 1
-    if not 0 < total <= len(tokens) or wanted.min() < 0:
+    query_positions = np.asarray(positions, np.int32)
+    total = int(query_positions.max()) + 1
+    if not 0 < total <= len(tokens) or query_positions.min() < 0:
         raise ValueError(f"positions {list(positions)} must be below the {len(tokens)} tokens")
     if chunk is None:
         chunk = 256 if jax.default_backend() == "cpu" else 2048
@@ -75,8 +75,8 @@ def prefill(
     specs = model.config.layers
     cache = Cache.create(specs, [LinearLayout(capacity)] * len(specs), 1, model.dtype)
     # As many of each pass, for the same reason.
-    asked = np.full(-(-len(wanted) // ASKED) * ASKED, -1, np.int32)
-    asked[: len(wanted)] = wanted
+    asked = np.full(-(-len(query_positions) // ASKED) * ASKED, -1, np.int32)
+    asked[: len(query_positions)] = query_positions
     queries: tuple[np.ndarray, ...] = ()
     for begin in range(0, total, chunk):
         end = min(begin + chunk, total)
@@ -84,17 +84,17 @@ def prefill(
         piece[0, : end - begin] = tokens[begin:end]
         where = begin + np.arange(chunk, dtype=np.int32)
         where = np.where(where < total, where, -1)[None]
-        found, cache = _piece(model, cache, piece, where, asked - begin)
-        inside = (begin <= wanted) & (wanted < end)
+        piece_queries, cache = _piece(model, cache, piece, where, asked - begin)
+        inside = (begin <= query_positions) & (query_positions < end)
         if inside.any():
-            own = [np.asarray(x)[: len(wanted)] for x in found]
-            queries = queries or tuple(map(np.zeros_like, own))
-            for x, new in zip(queries, own, strict=True):
+            new_queries = [np.asarray(x)[: len(query_positions)] for x in piece_queries]
+            queries = queries or tuple(map(np.zeros_like, new_queries))
+            for x, new in zip(queries, new_queries, strict=True):
                 x[inside] = new[inside]
         if on_piece is not None:
             jax.block_until_ready(cache)
             on_piece(end, total)
-    return PrefilledText(queries, wanted, cache)
+    return PrefilledText(queries, query_positions, cache)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -106,16 +106,16 @@ def _piece(
     What is asked outside of them gives any query.
     """
     inner = dense_attend(positions)
-    found: list[Array] = []
+    layer_queries: list[Array] = []
 
     # Without the attribute `accepts_qk_rope`, the model hands over queries that are normed and
     # rotated already.
     def attend(layer, q, k, v, cache, *, sinks=None, up=None):
-        found.append(jnp.take(q[0], asked, axis=0, mode="clip"))
+        layer_queries.append(jnp.take(q[0], asked, axis=0, mode="clip"))
         return inner(layer, q, k, v, cache, sinks=sinks, up=up)
 
     _, cache = model(tokens, positions, attend, cache)
-    return tuple(found), cache
+    return tuple(layer_queries), cache
 
 
 @functools.partial(jax.jit, static_argnames="kv_heads")
@@ -180,11 +180,11 @@ def pairs_of(
 def _cut(query: Array, keys: Array, count: Array, order: Array, kv_heads: int, block: int) -> Pairs:
     """The first ``count`` of ``keys [n, K, H]`` in blocks, ``order [n]`` first applied."""
     blocks = len(keys) // block
-    own = labels(query, keys, count, kv_heads)
+    pair_labels = labels(query, keys, count, kv_heads)
     grouped = query.reshape(1, kv_heads, -1, query.shape[-1])
     return Pairs(
         jnp.broadcast_to(grouped, (blocks, *grouped.shape[1:])),
         keys[order].reshape(blocks, block, *keys.shape[1:]),
-        own[order].reshape(blocks, block, *own.shape[1:]),
+        pair_labels[order].reshape(blocks, block, *pair_labels.shape[1:]),
         jnp.clip(count - block * jnp.arange(blocks), 0, block),
     )

@@ -21,8 +21,8 @@ from jspec.eval.questions import (
     Question,
     fitted,
     needle_question,
-    own_questions,
     ruler_questions,
+    tokenized_questions,
 )
 from jspec.eval.ruler import TASKS
 from jspec.models.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def test_a_length_without_room_is_refused(tokenizer):
     with pytest.raises(ValueError, match="length=900 tokens are too few"):
         ruler_questions(tokenizer, ["single_needle"], 900, 1)
     with pytest.raises(ValueError, match="length=8 must be more than the 8 tokens"):
-        own_questions(tokenizer, [Question("t", b"x", ("y",))], 8, 8)
+        tokenized_questions(tokenizer, [Question("t", b"x", ("y",))], 8, 8)
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
@@ -79,7 +79,7 @@ def test_a_needle_lies_at_its_depth(depth, tokenizer):
 
 def test_the_middle_of_a_long_prompt_is_left_out(tokenizer):
     prompt = bytes(range(65, 91))
-    (one,) = own_questions(tokenizer, [Question("t", prompt, ("y",))], 14, 4)
+    (one,) = tokenized_questions(tokenizer, [Question("t", prompt, ("y",))], 14, 4)
     whole = tokenizer.encode(prompt)
     assert list(one.prompt) == [*whole[:5], *whole[-5:]]
 
@@ -199,7 +199,7 @@ def test_the_shortest_question_is_asked_where_it_just_fits(tokenizer):
 def test_answers_to_own_questions_go_on_behind_a_line_break(monkeypatch, tokenizer, model):
     question = Question("summary", b"Tell the story.", ("one two",))
     oracle(monkeypatch, tokenizer, lambda text: "one\ntwo\nthree")
-    (asked,) = own_questions(tokenizer, [question], LENGTH, 7)
+    (asked,) = tokenized_questions(tokenizer, [question], LENGTH, 7)
     score = evaluate(model, tokenizer, Dense(), [asked], length=LENGTH)
     assert score.answers == ("one\ntwo",)
 

@@ -148,8 +148,8 @@ def test_the_rows_that_are_served_are_those_of_whole_copies_of_a_layout(latency,
     """By a loop over all layouts."""
     simulation = simulate(load_shape("llama-405b"), GB200, gpus=gpus)
     best = 0
-    for i in range(len(simulation.found)):
-        one = simulation.found.one(i)
+    for i in range(len(simulation.layouts)):
+        one = simulation.layouts.one(i)
         if one["strategy"] != "helix" or not simulation.fits[i]:
             continue
         if simulation.times.total[i] <= latency:
@@ -181,7 +181,7 @@ def test_a_frontier_is_what_nothing_beats():
 def test_a_hundred_thousand_layouts_in_seconds():
     start, count = time.perf_counter(), 0
     for name in ("llama-405b", "deepseek-r1", "qwen3-8b"):
-        count += len(simulate(load_shape(name), GB200, batches=FINE_BATCHES).found)
+        count += len(simulate(load_shape(name), GB200, batches=FINE_BATCHES).layouts)
     assert count > 100_000
     assert time.perf_counter() - start < 10
 

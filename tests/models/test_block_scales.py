@@ -79,7 +79,7 @@ def test_weights_are_their_codes_times_the_scales(both, nbytes, monkeypatch):
     right = parameters(load_model(plain))
     blocks = TensorFile.blocks
     monkeypatch.setattr(
-        TensorFile, "blocks", lambda file, name, wanted=None: blocks(file, name, nbytes, wanted)
+        TensorFile, "blocks", lambda file, name, row_mask=None: blocks(file, name, nbytes, row_mask)
     )
     assert_equal(load_model(fp8), right)
     changed = parameters(load_model(GOLDEN / "deepseek_v3"))

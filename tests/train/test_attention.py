@@ -39,7 +39,7 @@ def brute_weights(queries, position, keys, head):
 
 
 def test_a_query_sees_the_best_keys_and_others():
-    views = views_of([sample()], SPEC, np.random.default_rng(1), most=64)
+    views = views_of([sample()], SPEC, np.random.default_rng(1), max_keys=64)
     queries, _, keys = sample()
     np.testing.assert_allclose(views.queries[0], queries.reshape(3, 2, 3, 8), rtol=1e-5)
     assert np.isnan(views.weights[0, 2]).all()
@@ -57,13 +57,13 @@ def test_a_query_sees_the_best_keys_and_others():
 
 def test_texts_of_other_lengths_share_a_shape():
     short = sample(1, np.array([40, 45, 49]), 50)
-    views = views_of([sample(), short], SPEC, np.random.default_rng(1), most=64)
+    views = views_of([sample(), short], SPEC, np.random.default_rng(1), max_keys=64)
     assert views.keys.shape == (2, 2, 64, 8)
     assert jnp.isfinite(views.weights[1]).sum(axis=2).tolist() == [[21] * 2, [26] * 2, [30] * 2]
 
 
 def test_the_loss_is_the_cross_entropy_of_scores_by_bits():
-    views = views_of([sample()], SPEC, np.random.default_rng(1), most=64)
+    views = views_of([sample()], SPEC, np.random.default_rng(1), max_keys=64)
     text = jax.tree.map(lambda x: x[0], views)
     rng = np.random.default_rng(2)
     w = rng.standard_normal((2, 8, 32), np.float32)
@@ -87,7 +87,7 @@ def test_learned_codes_keep_more_attention_than_those_they_began_as(bits):
     texts = [sample(seed, asked, 1200) for seed in range(4)]
     first = np.random.default_rng(3).standard_normal((2, 8, bits)).astype(np.float32)
     settings = HashTraining(bits=bits, variant="attention", epochs=5, iterations=20)
-    views = views_of(texts, SPEC, np.random.default_rng(1), most=512)
+    views = views_of(texts, SPEC, np.random.default_rng(1), max_keys=512)
     learned = learn_attention(jnp.asarray(first), views, settings)
     loss = np.asarray(learned.loss.cross_entropy)
     assert loss.shape == (100,)

@@ -151,9 +151,9 @@ FITTED = {
 }
 
 
-def _measured(found: Measurement) -> tuple[str, float, float]:
+def _measured(measurement: Measurement) -> tuple[str, float, float]:
     """Name, bytes and microseconds, the median of the samples."""
-    name, size, samples = found
+    name, size, samples = measurement
     microseconds = statistics.median(map(float, samples)) / 1e3
     if not (size > 0 and 0 < microseconds < float("inf")):
         raise ValueError(f"{name}: {microseconds:g} us must be above 0, for bytes above 0")
@@ -164,22 +164,24 @@ def _fitted(suite: str, measured: Sequence[tuple[str, float, float]]) -> Fit:
     from scipy.optimize import nnls
 
     if not measured:
-        wanted = "of one device (kvp=1)" if suite == "helix-attention" else "of two devices or more"
-        raise ValueError(f"no row of {suite} {wanted} has times; measure again, with the check")
+        condition = (
+            "of one device (kvp=1)" if suite == "helix-attention" else "of two devices or more"
+        )
+        raise ValueError(f"no row of {suite} {condition} has times; measure again, with the check")
     names, sizes, times = zip(*measured, strict=True)
     sizes, times = np.array(sizes), np.array(times)
     terms = [np.ones(len(sizes)), sizes] if len(set(sizes)) > 1 else [sizes]
     # Relative errors: each row is over its time, and should give 1.
     matrix = np.stack(terms, axis=1) / times[:, None]
     scale = matrix.max(axis=0)
-    found = nnls(matrix / scale, np.ones(len(times)))[0] / scale
-    *fixed, slope = found  # microseconds, and those of a byte
+    coefficients = nnls(matrix / scale, np.ones(len(times)))[0] / scale
+    *fixed, slope = coefficients  # microseconds, and those of a byte
     if not slope > 0:
         raise ValueError(
             f"the times of {suite} do not grow with the bytes, {sizes.min():,.0f} to "
             f"{sizes.max():,.0f}; measure larger ones, as with --case"
         )
-    fits = matrix @ found * times
+    fits = matrix @ coefficients * times
     points = map(Point, names, sizes.tolist(), times.tolist(), fits.tolist())
     return Fit(suite, float(fixed[0]) if fixed else None, float(1e-3 / slope), tuple(points))
 

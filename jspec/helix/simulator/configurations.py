@@ -63,10 +63,10 @@ class Configurations:
     def one(self, index: int) -> dict[str, int | str | bool]:
         """The fields of one of them."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        found = {name: int(x[index]) for name, x in fields.items()}
-        return found | {
-            "strategy": STRATEGIES[found["strategy"]],
-            "overlap": bool(found["overlap"]),
+        values = {name: int(x[index]) for name, x in fields.items()}
+        return values | {
+            "strategy": STRATEGIES[values["strategy"]],
+            "overlap": bool(values["overlap"]),
             "gpus": int(self.gpus[index]),
             "users": int(self.users[index]),
         }
@@ -115,9 +115,9 @@ def _layouts(shape: ModelShape, gpus: int) -> Iterator[tuple[int, ...]]:
                         yield helix, stage // tpa, tpa, 1, tpf, ranks, pp, overlap
 
 
-def _powers(most: int) -> Iterator[int]:
-    """1, 2, 4, ... up to ``most``."""
-    found = 1
-    while found <= most:
-        yield found
-        found *= 2
+def _powers(limit: int) -> Iterator[int]:
+    """1, 2, 4, ... up to ``limit``."""
+    power = 1
+    while power <= limit:
+        yield power
+        power *= 2

@@ -108,23 +108,23 @@ def pipelined(
 def step_times(
     shape: ModelShape,
     hardware: Hardware,
-    found: Configurations,
+    layouts: Configurations,
     context: float,
     constants: Constants = CONSTANTS,
 ) -> StepTimes:
-    """The `StepTimes` of each of ``found`` at ``context`` positions a row."""
-    return _Step(shape, hardware, found, context, constants).times()
+    """The `StepTimes` of each of ``layouts`` at ``context`` positions a row."""
+    return _Step(shape, hardware, layouts, context, constants).times()
 
 
 def attention_seconds(
     shape: ModelShape,
     hardware: Hardware,
-    found: Configurations,
+    layouts: Configurations,
     context: float,
     constants: Constants = CONSTANTS,
 ) -> Floats:
     """Of a layer alone: its kernel and what is exposed of its exchange, in seconds."""
-    attention, _ = _Step(shape, hardware, found, context, constants).attention()
+    attention, _ = _Step(shape, hardware, layouts, context, constants).attention()
     return attention + constants.attention_us * 1e-6
 
 
@@ -135,32 +135,34 @@ class _Step:
         self,
         shape: ModelShape,
         hardware: Hardware,
-        found: Configurations,
+        layouts: Configurations,
         context: float,
         constants: Constants,
     ) -> None:
         self.shape, self.constants, self.context = shape, constants, context
-        self.found, self.hardware = found, hardware
-        self.is_helix, self.is_ep = found.of("helix"), found.of("ep")
-        self.is_medha = found.of("medha")
-        self.rows = found.batch / found.dp
-        self.heads = np.ceil(shape.query_heads / found.tpa)
+        self.layouts, self.hardware = layouts, hardware
+        self.is_helix, self.is_ep = layouts.of("helix"), layouts.of("ep")
+        self.is_medha = layouts.of("medha")
+        self.rows = layouts.batch / layouts.dp
+        self.heads = np.ceil(shape.query_heads / layouts.tpa)
         # The output projection is split over all GPUs where the exchange leaves it so.
-        self.out_ranks = np.where(self.is_helix, found.stage, found.tpa)
+        self.out_ranks = np.where(self.is_helix, layouts.stage, layouts.tpa)
 
     def times(self) -> StepTimes:
-        shape, found = self.shape, self.found
+        shape, layouts = self.shape, self.layouts
         queries, out = self.projection_sizes()
-        projections = self.product(queries, self.rows) + self.product(out, self.rows)
+        projections = self.matmul(queries, self.rows) + self.matmul(out, self.rows)
         fixed = (KERNELS * self.constants.kernel_us + self.constants.attention_us) * 1e-6
         attention, hidden = self.attention()
         reduced = self.all_reduce(self.out_ranks, self.rows * shape.hidden)
-        feed_forward, messages, held = self.feed_forward()
+        feed_forward, messages, feed_forward_weights = self.feed_forward()
         layers = shape.layers
-        head = self.product(shape.hidden * shape.vocabulary / found.stage, found.batch)
-        hops = (found.pp - 1) * self.message(found.batch * shape.hidden)
-        weights = (queries + out) * layers + held
-        weights = weights * self.stages_share() + 2 * shape.hidden * shape.vocabulary / found.stage
+        head = self.matmul(shape.hidden * shape.vocabulary / layouts.stage, layouts.batch)
+        hops = (layouts.pp - 1) * self.message(layouts.batch * shape.hidden)
+        weights = (queries + out) * layers + feed_forward_weights
+        weights = (
+            weights * self.stages_share() + 2 * shape.hidden * shape.vocabulary / layouts.stage
+        )
         return StepTimes(
             projections=projections * layers,
             attention=attention * layers,
@@ -173,15 +175,15 @@ class _Step:
 
     def stages_share(self) -> Floats:
         """The share of a model's layers that the fullest stage holds."""
-        return np.ceil(self.shape.layers / self.found.pp) / self.shape.layers
+        return np.ceil(self.shape.layers / self.layouts.pp) / self.shape.layers
 
     def cache_bytes(self) -> Floats:
         """Of the rows of all stages, in the layers of one."""
-        return self.cached() * self.found.pp * self.shape.layers * self.stages_share()
+        return self.cached() * self.layouts.pp * self.shape.layers * self.stages_share()
 
     def projection_sizes(self) -> tuple[Floats, Floats]:
         """Weights in front of attention, and those behind it."""
-        shape, found = self.shape, self.found
+        shape, layouts = self.shape, self.layouts
         if shape.latent:
             rank = shape.query_rank or shape.hidden
             queries = rank * self.heads * (shape.nope + shape.rope)
@@ -190,41 +192,41 @@ class _Step:
             absorbed = self.heads * shape.latent * (shape.nope + shape.value_size)
             size = shape.query_heads * shape.value_size
             return queries + keys + absorbed, size * shape.hidden / self.out_ranks
-        kv = 2 * np.ceil(shape.kv_heads / found.tpa)
+        kv = 2 * np.ceil(shape.kv_heads / layouts.tpa)
         queries = shape.hidden * (self.heads + kv) * shape.head_size
         size = shape.query_heads * shape.head_size
         return queries, size * shape.hidden / self.out_ranks
 
     def cached(self) -> Floats:
         """Bytes of the cache that a step reads."""
-        shape, found = self.shape, self.found
+        shape, layouts = self.shape, self.layouts
         if shape.latent:
-            values = np.full(len(found), shape.latent + shape.rope, float)
+            values = np.full(len(layouts), shape.latent + shape.rope, float)
         else:
-            values = 2 * np.ceil(shape.kv_heads / found.tpa) * shape.head_size
-        positions = self.context / found.kvp
+            values = 2 * np.ceil(shape.kv_heads / layouts.tpa) * shape.head_size
+        positions = self.context / layouts.kvp
         return self.rows * values * positions * self.constants.bytes_per_value
 
     def attention(self) -> tuple[Floats, Floats]:
         """Seconds with what is exposed of the exchange, and those of it that are hidden."""
-        shape, found = self.shape, self.found
+        shape, layouts = self.shape, self.layouts
         channels = 2 * shape.latent + shape.rope if shape.latent else 2 * shape.head_size
-        operations = 2 * self.rows * self.heads * self.context / found.kvp * channels
+        operations = 2 * self.rows * self.heads * self.context / layouts.kvp * channels
         arithmetic = self.arithmetic(operations) / self.constants.attention_share
         compute = np.maximum(self.read(self.cached()), arithmetic)
         value = shape.value_size if shape.latent else shape.head_size
         # A float32 log-sum-exp goes with each head's output.
         payload = self.rows * self.heads * (value * self.constants.bytes_per_activation + 4)
-        share = np.where(self.is_medha, found.kvp - 1, (found.kvp - 1) / found.kvp)
+        share = np.where(self.is_medha, layouts.kvp - 1, (layouts.kvp - 1) / layouts.kvp)
         sent = self.link(payload * share)
-        sent = sent + np.where(found.kvp > 1, self.rows * self.constants.row_us * 1e-6, 0)
-        fixed = np.where(found.kvp > 1, self.constants.collective_us * 1e-6, 0)
+        sent = sent + np.where(layouts.kvp > 1, self.rows * self.constants.row_us * 1e-6, 0)
+        fixed = np.where(layouts.kvp > 1, self.constants.collective_us * 1e-6, 0)
         back = self.message(self.rows * shape.hidden)  # Medha's next layer starts on all GPUs.
-        back = np.where(self.is_medha & (found.kvp > 1), back, 0)
+        back = np.where(self.is_medha & (layouts.kvp > 1), back, 0)
         sequential = span = compute + sent + fixed + back
         chunks = 2
-        while chunks <= found.batch.max():
-            able = (found.overlap > 0) & (found.kvp > 1) & (found.batch >= chunks)
+        while chunks <= layouts.batch.max():
+            able = (layouts.overlap > 0) & (layouts.kvp > 1) & (layouts.batch >= chunks)
             overlapped = pipelined(compute, sent, chunks, fixed)
             span = np.where(able, np.minimum(span, overlapped), span)
             chunks *= 2
@@ -232,47 +234,53 @@ class _Step:
 
     def feed_forward(self) -> tuple[Floats, Floats, Floats]:
         """Seconds of all layers, seconds of their collectives, and the weights of all layers."""
-        shape, found = self.shape, self.found
-        width = np.where(self.is_medha, found.tpf, np.where(self.is_ep, found.tpa, found.stage))
-        rows = np.where(self.is_ep, self.rows, found.batch)
+        shape, layouts = self.shape, self.layouts
+        width = np.where(
+            self.is_medha, layouts.tpf, np.where(self.is_ep, layouts.tpa, layouts.stage)
+        )
+        rows = np.where(self.is_ep, self.rows, layouts.batch)
         dense = 3 * shape.hidden * shape.ffn / width
-        time = self.product(dense, rows)
+        time = self.matmul(dense, rows)
         messages = self.all_reduce(width, rows * shape.hidden)
         if not shape.experts:
             return time * shape.layers, messages * shape.layers, dense * shape.layers
-        expert, expert_messages, held = self.experts(rows)
+        expert, expert_messages, expert_weights = self.experts(rows)
         count, others = shape.dense_layers, shape.layers - shape.dense_layers
         return (
             time * count + expert * others,
             messages * count + expert_messages * others,
-            dense * count + held * others,
+            dense * count + expert_weights * others,
         )
 
     def experts(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
         """As `feed_forward`, of one layer of experts; tokens choose evenly among them."""
-        shape, found = self.shape, self.found
+        shape, layouts = self.shape, self.layouts
         size = 3 * shape.hidden * shape.expert_ffn
-        held = shape.experts / found.ep
-        chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** found.batch
-        tokens = found.batch * shape.experts_per_token / found.ep
+        expert_count = shape.experts / layouts.ep
+        chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** layouts.batch
+        tokens = layouts.batch * shape.experts_per_token / layouts.ep
         time = np.maximum(
-            self.read(held * chosen * size / found.tpf * self.constants.bytes_per_value),
-            self.arithmetic(2 * tokens * size / found.tpf),
+            self.read(expert_count * chosen * size / layouts.tpf * self.constants.bytes_per_value),
+            self.arithmetic(2 * tokens * size / layouts.tpf),
         )
-        shared = shape.shared_experts * size / np.where(self.is_ep, found.tpa, found.stage)
-        time = time + self.product(shared, rows)
-        hidden = found.batch * shape.hidden
+        shared = shape.shared_experts * size / np.where(self.is_ep, layouts.tpa, layouts.stage)
+        time = time + self.matmul(shared, rows)
+        hidden = layouts.batch * shape.hidden
         # Helix: a sum inside each group of experts, then the groups' sums, or where that is less
         # the outputs of the experts that a token chose, to all.
-        parts = np.minimum(found.ep, shape.experts_per_token)
-        helix = self.all_reduce(found.tpf, hidden * parts / found.ep)
-        helix = helix + self.gather(found.ep, hidden * parts)
+        parts = np.minimum(layouts.ep, shape.experts_per_token)
+        helix = self.all_reduce(layouts.tpf, hidden * parts / layouts.ep)
+        helix = helix + self.gather(layouts.ep, hidden * parts)
         # With rows of their own, GPUs send each token to its experts, and take it back.
-        own = 2 * self.gather(found.stage, rows * shape.experts_per_token * shape.hidden)
-        own = own + self.all_reduce(found.tpf, hidden * parts / found.ep)
-        return time, np.where(self.is_ep, own, helix), held * size / found.tpf + shared
+        by_token = 2 * self.gather(layouts.stage, rows * shape.experts_per_token * shape.hidden)
+        by_token = by_token + self.all_reduce(layouts.tpf, hidden * parts / layouts.ep)
+        return (
+            time,
+            np.where(self.is_ep, by_token, helix),
+            expert_count * size / layouts.tpf + shared,
+        )
 
-    def product(self, weights: ArrayLike, rows: ArrayLike) -> Floats:
+    def matmul(self, weights: ArrayLike, rows: ArrayLike) -> Floats:
         """Seconds of a product of ``rows`` with ``weights``."""
         weights = np.asarray(weights, float)
         return np.maximum(

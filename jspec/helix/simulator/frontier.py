@@ -46,7 +46,7 @@ class Frontier:
 class Simulation:
     """The layouts of a model on a machine that fit its memory, and what each takes."""
 
-    found: Configurations
+    layouts: Configurations
     times: StepTimes
     fits: NDArray[np.bool_]
 
@@ -58,20 +58,20 @@ class Simulation:
     @property
     def gpus(self) -> Floats:
         """Tokens a second of a GPU."""
-        return self.found.users / self.times.total / self.found.gpus
+        return self.layouts.users / self.times.total / self.layouts.gpus
 
     def served(self, latency: float, gpus: int, *strategies: str) -> int:
         """The most rows that ``gpus`` GPUs serve by one layout of ``strategies``, as often as it
         fits, with at most ``latency`` seconds a token; 0 where none is as fast."""
-        fast = self.fits & self.found.of(*strategies) & (self.times.total <= latency)
-        rows = self.found.users * (gpus // self.found.gpus)
+        fast = self.fits & self.layouts.of(*strategies) & (self.times.total <= latency)
+        rows = self.layouts.users * (gpus // self.layouts.gpus)
         return int(rows[fast].max(initial=0))
 
     def frontier(self, *strategies: str, overlap: bool | None = None) -> Frontier:
         """Of the layouts of ``strategies``, with overlap or without where that is said."""
-        chosen = self.fits & self.found.of(*strategies)
+        chosen = self.fits & self.layouts.of(*strategies)
         if overlap is not None:
-            chosen &= (self.found.overlap > 0) == overlap
+            chosen &= (self.layouts.overlap > 0) == overlap
         (indices,) = np.nonzero(chosen)
         users, gpus = self.users[indices], self.gpus[indices]
         order = np.lexsort((-gpus, -users))
@@ -114,10 +114,10 @@ def simulate(
         raise ValueError(f"gpus={gpus} exceeds the {hardware.gpus} of {hardware.name}")
     if not context >= 1:
         raise ValueError(f"context={context} must be at least 1 position")
-    found = configurations(shape, gpus, batches)
-    times = step_times(shape, hardware, found, context, constants)
+    layouts = configurations(shape, gpus, batches)
+    times = step_times(shape, hardware, layouts, context, constants)
     room = hardware.memory_gb * (1 - constants.memory_kept)
-    return Simulation(found, times, times.memory_gb <= room)
+    return Simulation(layouts, times, times.memory_gb <= room)
 
 
 def swept(
@@ -132,8 +132,8 @@ def swept(
     """The headline ratios with the constant ``name`` at each of ``values``."""
     for value in np.asarray(values, float):
         changed = dataclasses.replace(constants, **{name: float(value)})
-        found = simulate(shape, hardware, constants=changed, **settings)
-        yield {name: float(value)} | found.headlines()
+        simulation = simulate(shape, hardware, constants=changed, **settings)
+        yield {name: float(value)} | simulation.headlines()
 
 
 __all__ = ["Frontier", "Simulation", "simulate", "swept"]

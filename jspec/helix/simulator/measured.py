@@ -46,7 +46,7 @@ def predictions(
             "--json FILE, or helix-attention"
         )
     try:
-        found = [
+        results = [
             _prediction(row, PREDICTED[suite](row["case"], hardware, constants))
             for row in result["rows"]
             if row.get("step_ns") and _is_known(row["case"])
@@ -56,7 +56,7 @@ def predictions(
             f"{path} is no result of {suite}: {type(error).__name__}: {error}; write one with "
             f"python -m bench {suite} --json FILE"
         ) from None
-    return tuple(found)
+    return tuple(results)
 
 
 def _prediction(row: dict[str, Any], seconds: float) -> Prediction:

@@ -117,9 +117,9 @@ def shape_of_config(name: str, config: dict[str, Any]) -> ModelShape:
     config = {**config, **config.get("text_config", {})}
     sizes = {}
     for field, keys in CONFIG.items():
-        found = [config[key] for key in keys if config.get(key) is not None]
-        if found:
-            sizes[field] = found[0]
+        values = [config[key] for key in keys if config.get(key) is not None]
+        if values:
+            sizes[field] = values[0]
     wrong = {key: value for key, value in sizes.items() if type(value) is not int}
     if wrong:
         raise ValueError(f"model {name}: sizes must be whole numbers: {wrong}")
@@ -167,9 +167,9 @@ def _sizes(fields: dict[str, Any]) -> dict[str, Any]:
 def read_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file. Raises `ValueError` for any other file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
-    return found
+    return value

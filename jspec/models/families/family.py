@@ -42,15 +42,15 @@ class Family:
     those in the file, such as ``"mlp.up_proj"``. A tensor whose leaf in the file is neither weight
     nor bias is named with its leaf on both sides. With ``more_layers`` a file may hold layers
     beyond those of config.json, which are left out. With ``packed`` the experts of a layer are in
-    one tensor, as `jspec.models.packed` says. ``own`` gives the name that a tensor of a file has as
-    one of the language model, and None for a tensor of something else, which is left out.
+    one tensor, as `jspec.models.packed` says. ``tensor_name`` maps the name of a tensor in a file
+    to its name in a language model, or to None for a tensor of another part, which is left out.
     """
 
     read: Callable[[Fields], ModelConfig]
     modules: Mapping[str, str]
     more_layers: bool = False
     packed: bool = False
-    own: Callable[[str], str | None] = lambda name: name
+    tensor_name: Callable[[str], str | None] = lambda name: name
 
     def stored_name(self, parameter: str) -> str:
         """The name in the file of a parameter, or of a part of one that is joined.

@@ -44,7 +44,7 @@ def read(fields: Fields) -> ModelConfig:
     return dataclasses.replace(config, family="gemma3", tie_embeddings=tied, stop_tokens=stops)
 
 
-def own(name: str) -> str | None:
+def tensor_name(name: str) -> str | None:
     """The name in a file without images: ``language_model`` is first, or behind ``model``."""
     name = name.replace("model.language_model.", "language_model.model.", 1)
     first, _, rest = name.removeprefix("model.").partition(".")
@@ -53,4 +53,4 @@ def own(name: str) -> str | None:
     return None if first in ("vision_tower", "multi_modal_projector") else name
 
 
-FAMILY = Family(read, gemma3_text.MODULES, own=own)
+FAMILY = Family(read, gemma3_text.MODULES, tensor_name=tensor_name)

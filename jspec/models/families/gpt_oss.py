@@ -46,11 +46,11 @@ def read(fields: Fields) -> ModelConfig:
     return config
 
 
-def _refuse_other(fields: Fields, key: str, wanted: int) -> None:
+def _refuse_other(fields: Fields, key: str, expected: int) -> None:
     """Raise `CheckpointError` where a field repeats another one and differs."""
-    value = fields.integer(key, wanted)
-    if value != wanted:
-        raise fields.error(f"{key}={value} disagrees with {wanted}, which other fields say")
+    value = fields.integer(key, expected)
+    if value != expected:
+        raise fields.error(f"{key}={value} disagrees with {expected}, which other fields say")
 
 
 EXPERTS = {

@@ -40,10 +40,10 @@ def read_latent_layers(fields: Fields, *, family: str, experts: Experts) -> Mode
     for key in ("attention_bias", "mlp_bias"):
         if fields.boolean(key, False):
             raise fields.error(f"{key}=true is not supported; DeepSeek's models have no such bias")
-    for key, wanted in (("moe_layer_freq", 1), ("rope_interleave", True)):
+    for key, supported in (("moe_layer_freq", 1), ("rope_interleave", True)):
         value = fields.values.get(key)
-        if value is not None and value != wanted:
-            raise fields.error(f"{key}={quoted(value)} is not supported; jspec has {wanted}")
+        if value is not None and value != supported:
+            raise fields.error(f"{key}={quoted(value)} is not supported; jspec has {supported}")
     latent = Latent(
         rank=fields.integer("kv_lora_rank"),
         rope_size=fields.integer("qk_rope_head_dim"),
@@ -93,7 +93,7 @@ def read_experts(fields: Fields, **special: Any) -> Experts:
 
 def refuse_other(fields: Fields, **known: str) -> None:
     """Raise `CheckpointError` for a field of ``known`` that is there with another value."""
-    for key, wanted in known.items():
-        value = fields.text(key, wanted)
-        if value != wanted:
-            raise fields.error(f"{key}={quoted(value)} is not supported; jspec has {wanted}")
+    for key, supported in known.items():
+        value = fields.text(key, supported)
+        if value != supported:
+            raise fields.error(f"{key}={quoted(value)} is not supported; jspec has {supported}")

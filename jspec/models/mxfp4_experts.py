@@ -32,7 +32,7 @@ def shapes_of(kernel: Shape) -> tuple[Shape, Shape]:
 
 def room_for(kernel: Shape) -> MXFP4:
     """Room on the host for a ``kernel [E, in, *out]``, to be filled."""
-    codes, scales = (np.empty(own, np.uint8) for own in shapes_of(kernel))
+    codes, scales = (np.empty(shape, np.uint8) for shape in shapes_of(kernel))
     return MXFP4(codes, scales, leading=1)  # pyright: ignore[reportArgumentType]
 
 
@@ -86,15 +86,17 @@ def stored_in(names: Collection[str], shapes: Mapping[str, Shape]) -> dict[str, 
     }
 
 
-def wanted_of(name: str, shape: Shape, to: Sharding) -> dict[str, jax.ShapeDtypeStruct]:
+def templates_of(name: str, shape: Shape, to: Sharding) -> dict[str, jax.ShapeDtypeStruct]:
     """The two arrays of a kernel to be read."""
     pairs = zip(names_of(name), shapes_of(shape), strict=True)
-    return {own: jax.ShapeDtypeStruct(size, jnp.uint8, sharding=to) for own, size in pairs}
+    return {
+        array_name: jax.ShapeDtypeStruct(size, jnp.uint8, sharding=to) for array_name, size in pairs
+    }
 
 
 def read_kernel(path: Path, name: str, arrays: Mapping[str, Array]) -> MXFP4:
     """A kernel of two arrays read from ``path``; `CheckpointError` for a scale that is none."""
-    codes, scales = (arrays[own] for own in names_of(name))
+    codes, scales = (arrays[array_name] for array_name in names_of(name))
     try:
         check_scales(scales)
     except ValueError as error:
@@ -104,5 +106,5 @@ def read_kernel(path: Path, name: str, arrays: Mapping[str, Array]) -> MXFP4:
 
 def widened(kernel: MXFP4, dtype: np.dtype, to: Sharding | None) -> Array:
     """``kernel`` dequantised, where ``to`` says."""
-    wide = _dequantized(kernel, dtype)
-    return wide if to is None else put(wide, to)
+    weights = _dequantized(kernel, dtype)
+    return weights if to is None else put(weights, to)
