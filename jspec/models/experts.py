@@ -73,7 +73,7 @@ class ExpertMLPs(nnx.Module):
                 starts,
                 None if gate_up.bias is None else gate_up.bias[...],
             ),
-            taken=order,
+            gather_indices=order,
             norm=norm,
             gated=True,
             clamped=self.clamped,
@@ -81,7 +81,7 @@ class ExpertMLPs(nnx.Module):
         found = grouped_linear(
             *(wide, down.kernel.get_value(), starts),
             None if is_part or down.bias is None else down.bias[...],
-            put=order,
+            scatter_indices=order,
             weights=routed.weights.reshape(-1),
             dtype=jnp.float32,
         )

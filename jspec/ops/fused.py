@@ -146,8 +146,8 @@ def append_cases() -> list[Case]:
         batch, gamma, width = kv.shape
         slots = gamma + 5
         cache = np.full((batch, slots, width), 99, kv.dtype)
-        most = 6 if case.small else slots + 2
-        lengths = np.random.default_rng(batch).integers(0, most, batch, np.int32)
+        length_bound = 6 if case.small else slots + 2
+        lengths = np.random.default_rng(batch).integers(0, length_bound, batch, np.int32)
         return *arguments, cache, lengths
 
     return [
