@@ -41,6 +41,6 @@ def check_flags(setting: Any, *names: str) -> None:
         require(type(value) is bool, f"{name}={value!r:.80} must be True or False")
 
 
-def given(setting: Any, *names: str) -> tuple[str, ...]:
+def present_fields(setting: Any, *names: str) -> tuple[str, ...]:
     """Those of ``names`` that are not None."""
     return tuple(name for name in names if getattr(setting, name) is not None)

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
-from jspec.checks import check_flags, check_numbers, check_sizes, given, is_number, require
+from jspec.checks import check_flags, check_numbers, check_sizes, is_number, present_fields, require
 from jspec.parts import Activation, Experts, Latent
 
 SamplingMode = Literal["greedy", "sampled", "filtered"]
@@ -59,7 +59,9 @@ class RopeScaling:
             f"rope scaling {self.kind} needs original_context, got {self.original_context}",
         )
         _check_rope_numbers(self, "low_frequency_factor", "high_frequency_factor")
-        _check_rope_numbers(self, "beta_fast", "beta_slow", *given(self, "attention_factor"))
+        _check_rope_numbers(
+            self, "beta_fast", "beta_slow", *present_fields(self, "attention_factor")
+        )
         check_flags(self, "truncate")
         low, high = self.low_frequency_factor, self.high_frequency_factor
         require(
@@ -107,8 +109,8 @@ class LayerSpec:
     rope: int = 0
 
     def __post_init__(self) -> None:
-        check_sizes(self, "kv_heads", "key_size", "value_size", *given(self, "window"))
-        check_numbers(self, *given(self, "scale", "softcap"))
+        check_sizes(self, "kv_heads", "key_size", "value_size", *present_fields(self, "window"))
+        check_numbers(self, *present_fields(self, "scale", "softcap"))
         check_flags(self, "values_in_keys")
         require(
             type(self.rope) is int and self.rope >= 0,
@@ -196,7 +198,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "hidden_size", "intermediate_size", "num_heads")
         check_sizes(self, "max_context")
-        check_numbers(self, "norm_eps", *given(self, "embedding_scale", "logit_softcap"))
+        check_numbers(self, "norm_eps", *present_fields(self, "embedding_scale", "logit_softcap"))
         check_flags(self, "tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sinks")
         check_flags(self, "post_norms", "centered_norms")
         known = get_args(Activation)

@@ -109,7 +109,7 @@ class Case:
     build: Callable[[], tuple[Any, ...]]
     static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     small: bool = False
-    wanted: Callable[[], Any] | None = None
+    expected: Callable[[], Any] | None = None
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -135,11 +135,11 @@ class Operation:
 
     def backend(self, name: str) -> Backend:
         """The backend of that name."""
-        found = self.backends[name]
-        if isinstance(found, str):
-            module, attribute = found.split(":")
-            found = getattr(import_module(module), attribute)
-        return found
+        backend = self.backends[name]
+        if isinstance(backend, str):
+            module, attribute = backend.split(":")
+            backend = getattr(import_module(module), attribute)
+        return backend
 
     @property
     def never_refusing(self) -> tuple[str, ...]:
@@ -161,8 +161,8 @@ class Operation:
         if jax.default_backend() != "cpu" and gpu_in_use() is None:
             return self.elsewhere
         # Of a table's names those that there are: an operation may be cut to some backends.
-        found = tuned.order(self.name, self.sizes(*args, **kwargs))
-        return [name for name in found if name in self.backends]
+        backend_order = tuned.order(self.name, self.sizes(*args, **kwargs))
+        return [name for name in backend_order if name in self.backends]
 
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
         """The backend that ``implementation`` names, or the best one that does not refuse.

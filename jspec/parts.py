@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jspec.checks import check_flags, check_numbers, check_sizes, given, require
+from jspec.checks import check_flags, check_numbers, check_sizes, present_fields, require
 
 # The gate of a feed-forward: SwiGLU's, or GeGLU's with the tanh approximation.
 Activation = Literal["silu", "gelu_tanh"]
@@ -28,7 +28,7 @@ class Latent:
 
     def __post_init__(self) -> None:
         check_sizes(self, "rank", "rope_size", "plain_size", "value_size")
-        check_sizes(self, *given(self, "query_rank"))
+        check_sizes(self, *present_fields(self, "query_rank"))
         require(self.rope_size % 2 == 0, f"rope_size={self.rope_size} must be even for RoPE")
 
     @property
@@ -82,7 +82,7 @@ class Experts:
 
     def __post_init__(self) -> None:
         check_sizes(self, "routed", "chosen", "size", "groups", "chosen_groups")
-        check_sizes(self, *given(self, "shared_size"))
+        check_sizes(self, *present_fields(self, "shared_size"))
         check_numbers(self, "factor")
         check_flags(self, "corrected", "normalized", "bias")
         require(

@@ -59,10 +59,10 @@ def from_all(value: Any) -> list[Any]:
     if not several():
         return [value]
     check_devices()
-    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = _gathered(np.int32(len(own)))
+    payload = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = _gathered(np.int32(len(payload)))
     message = np.zeros(max(LEAST, 1 << int(lengths.max() - 1).bit_length()), np.uint8)
-    message[: len(own)] = own
+    message[: len(payload)] = payload
     messages = _gathered(message)
     pairs = zip(messages, lengths, strict=True)
     return [json.loads(message[:length].tobytes()) for message, length in pairs]

@@ -39,11 +39,11 @@ def placed(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.sharding
 def bytes_on_device(tree: Any) -> int:
     """Bytes that a device holds of the arrays of ``tree``: all of those of numpy."""
 
-    def held(x: Array | np.ndarray) -> int:
+    def shard_bytes(x: Array | np.ndarray) -> int:
         shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
         return math.prod(shape) * x.dtype.itemsize
 
-    return sum(map(held, jax.tree.leaves(tree)))
+    return sum(map(shard_bytes, jax.tree.leaves(tree)))
 
 
 def place(tree: Any, sharding: Placing) -> Any:
@@ -70,11 +70,11 @@ def put(x: Array | np.ndarray, sharding: Sharding) -> Array:
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
     if sharding.is_fully_addressable or is_global:
         return jax.device_put(x, sharding)
-    own = np.asarray(x)
-    return jax.make_array_from_callback(own.shape, sharding, own.__getitem__)
+    host_array = np.asarray(x)
+    return jax.make_array_from_callback(host_array.shape, sharding, host_array.__getitem__)
 
 
-def beside(tree: Any) -> NamedSharding | None:
+def explicit_mesh_sharding(tree: Any) -> NamedSharding | None:
     """Every device of the Explicit mesh that arrays of ``tree`` lie on; None where none does.
 
     An array that is nowhere in particular counts as replicated there, but XLA may lay it out in

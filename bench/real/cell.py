@@ -30,7 +30,7 @@ from jspec.decode.resolved_options import usual_steps
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.step import decode_chunk
 from jspec.eval.sample import prepared
-from jspec.sharding import beside, place
+from jspec.sharding import explicit_mesh_sharding, place
 
 ROOM = 1024  # positions after the prompts, so that all lengths of answers share a program
 WORKERS = 12  # programs that compile at once; more would wait for the interpreter
@@ -291,7 +291,7 @@ class Cell:
         def start(before: DecodeState) -> DecodeState:
             state = convert_state(models, before, config)
             arrays = tokens, lengths, params, ends, room_of(params, ends), state.cache, state.draft
-            return place(state_of(*arrays, exact=state.exact), beside(models))
+            return place(state_of(*arrays, exact=state.exact), explicit_mesh_sharding(models))
 
         return start
 

@@ -215,7 +215,7 @@ def _host() -> Finding:
 def _pairs(operation: Operation) -> list[tuple[Case, Any]]:
     """The cases of an operation that are small, and what each must give."""
     cases = [case for case in operation.cases() if case.small]
-    return [(c, c.wanted() if c.wanted else _run(operation, "xla", c)) for c in cases]
+    return [(c, c.expected() if c.expected else _run(operation, "xla", c)) for c in cases]
 
 
 def _run(operation: Operation, name: str, case: Case) -> Any:

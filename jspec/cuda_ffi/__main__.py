@@ -18,9 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--cuda", action="store_true", help="only the libraries for NVIDIA GPUs")
     command.add_argument("--cpu", action="store_true", help="only the libraries for CPUs")
     arguments = parser.parse_args(argv)
-    wanted = [name for name in ("CUDA", "cpu") if getattr(arguments, name.lower())]
+    platforms = [name for name in ("CUDA", "cpu") if getattr(arguments, name.lower())]
     failed = 0
-    for platform, subject, built in build_all(wanted or ["CUDA", "cpu"]):
+    for platform, subject, built in build_all(platforms or ["CUDA", "cpu"]):
         name = f"{platform.lower()} {subject}"
         if isinstance(built, BuildError):
             print(f"{name}: {built}", file=sys.stderr)

@@ -18,8 +18,8 @@ from jspec.typing import Array
 
 # As src/exchange/exchange.h has them.
 LINE_BYTES = 8
-MOST_BYTES = 2**20  # of a piece
-MOST_DEVICES = 8
+MAX_BYTES = 2**20  # of a piece
+MAX_DEVICES = 8
 PATIENCE = 20.0  # seconds that a device waits for another, before its program fails
 
 
@@ -33,20 +33,20 @@ def all_to_all_cuda(pieces: Array, axes: Axes) -> Array:
     missing = -size % (LINE_BYTES // flat.dtype.itemsize)
     if missing:
         flat = jnp.pad(flat, ((0, 0), (0, missing)))
-    (found,) = library.call(
+    (received,) = library.call(
         "exchange",
         [jax.ShapeDtypeStruct(flat.shape, flat.dtype)],
         flat,
         vmap_method="sequential",
         patience=np.int64(PATIENCE * 1e9),
     )
-    return found[:, :size].reshape(shape)
+    return received[:, :size].reshape(shape)
 
 
 @functools.cache
 def _refuses(devices: int) -> str | None:
-    if devices > MOST_DEVICES:
-        return f"{devices} devices are more than {MOST_DEVICES}"
+    if devices > MAX_DEVICES:
+        return f"{devices} devices are more than {MAX_DEVICES}"
     try:
         opened = library.loaded("exchange").jspec_open_exchange
     except BuildError as error:
@@ -56,4 +56,4 @@ def _refuses(devices: int) -> str | None:
     return None if wrong is None else wrong.decode()
 
 
-ALL_TO_ALL = OneSided(all_to_all_cuda, _refuses, MOST_BYTES)
+ALL_TO_ALL = OneSided(all_to_all_cuda, _refuses, MAX_BYTES)

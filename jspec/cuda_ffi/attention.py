@@ -14,7 +14,7 @@ from jspec.gpu import gpu_in_use
 from jspec.typing import Array
 
 # As in src/attention/attention.h.
-CHANNELS, MOST_ROWS, MOST_TOKENS, PARTS = 64, 128, 32, 16
+CHANNELS, MAX_ROWS, MAX_TOKENS, PARTS = 64, 128, 32, 16
 
 
 def attention_cuda(
@@ -74,7 +74,7 @@ def refuses(
     slots, kv_heads = k.shape[1:3]
     rows = tokens * heads // max(kv_heads, 1)
     # What only scores is one row more.
-    most = MOST_ROWS - len(probe)
+    max_rows = MAX_ROWS - len(probe)
     if key_positions is not None:
         return "key_positions are given, and the kernel takes slots for positions"
     if v is None:
@@ -85,8 +85,8 @@ def refuses(
         return f"H={size} and H'={v.shape[3]} are not {CHANNELS}"
     if window is not None or softcap is not None:
         return f"window={window}, softcap={softcap}: it has neither"
-    if tokens > MOST_TOKENS or rows > most:
-        return f"T={tokens} with {rows} rows a head is over {MOST_TOKENS} tokens or {most} rows"
+    if tokens > MAX_TOKENS or rows > max_rows:
+        return f"T={tokens} with {rows} rows a head is over {MAX_TOKENS} tokens or {max_rows} rows"
     if not scale > 0:
         return f"scale={scale} is not positive"
     if slots % 8:

@@ -77,8 +77,8 @@ def build_all(platforms: Sequence[str]) -> Iterator[tuple[str, str, Built | Buil
             return error
 
     with ThreadPoolExecutor(len(SUBJECTS)) as pool:
-        for pair, found in zip(pairs, pool.map(one, pairs), strict=True):
-            yield *pair, found
+        for pair, outcome in zip(pairs, pool.map(one, pairs), strict=True):
+            yield *pair, outcome
 
 
 def build(subject: str, platform: str) -> Built:
@@ -139,12 +139,12 @@ def _check_trust(path: Path) -> None:
 
     In a folder with the sticky bit, such as /tmp, nobody can replace what belongs to another.
     """
-    found = path.stat()
-    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
-    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky
-    if writable or found.st_uid not in (0, os.getuid()):
+    status = path.stat()
+    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky
+    if writable or status.st_uid not in (0, os.getuid()):
         raise BuildError(
-            f"{path} (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) can be written "
+            f"{path} (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}) can be written "
             "by another user, so it is not loaded; chmod go-w it if it is yours, or set "
             "JSPEC_CACHE to a folder of your own"
         )
@@ -161,17 +161,17 @@ def _content(subject: str, platform: str) -> Iterator[bytes]:
     """All that decides what a library holds, but the compiler."""
     yield version("jaxlib").encode()
     yield " ".join(toolchain.flags(platform, subject)).encode()
-    found: dict[Path, bytes] = {}
+    contents: dict[Path, bytes] = {}
     pending = sources(subject, platform)
     while pending:
         path = pending.pop()
-        if path not in found:
-            found[path] = path.read_bytes()
-            included = _INCLUDE.findall(found[path].decode())
+        if path not in contents:
+            contents[path] = path.read_bytes()
+            included = _INCLUDE.findall(contents[path].decode())
             pending += [file for name in included if (file := SRC / name).is_file()]
-    for path in sorted(found):
+    for path in sorted(contents):
         yield str(path.relative_to(SRC)).encode()
-        yield found[path]
+        yield contents[path]
 
 
 def _hash(parts) -> str:

@@ -12,7 +12,7 @@ from jspec.ops.pack import packed_like
 from jspec.ops.verify import verified_like
 from jspec.typing import Array
 
-MOST_SINGLE = 32  # rows of a batch that one block packs
+MAX_SINGLE_ROWS = 32  # rows of a batch that one block packs
 
 
 def _supports(*arguments: Array) -> str | None:
@@ -22,8 +22,8 @@ def _supports(*arguments: Array) -> str | None:
 
 
 def _supports_single(*arguments: Array) -> str | None:
-    if (batch := arguments[0].shape[0]) > MOST_SINGLE:
-        return f"B={batch} must be at most {MOST_SINGLE}: one block does it all"
+    if (batch := arguments[0].shape[0]) > MAX_SINGLE_ROWS:
+        return f"B={batch} must be at most {MAX_SINGLE_ROWS}: one block does it all"
     return _supports(*arguments)
 
 
@@ -36,8 +36,8 @@ def _run(*arguments: Array) -> tuple[Array, ...]:
     # Counting in each block spares a launch and the wait for it, and costs half of that for each
     # pass over the tokens: 8 warps take 512 positions in two passes where a row has fewer than 32,
     # and 32 rows in one where it has more.
-    own = cut_for("verify_and_pack", fused_sizes(*arguments))
-    return _pack("verify_and_pack", *arguments, **own.attributes)
+    cut = cut_for("verify_and_pack", fused_sizes(*arguments))
+    return _pack("verify_and_pack", *arguments, **cut.attributes)
 
 
 def _run_single(*arguments: Array) -> tuple[Array, ...]:

@@ -17,7 +17,7 @@ from jspec.parts import ClampedSwiGLU
 from jspec.typing import Array
 
 # As in src/grouped/grouped.h and src/linear/linear.h.
-MOST_GROUPS, MOST_EACH, MOST_INPUTS = 1024, 24, 2**20
+MAX_GROUPS, MAX_ROWS_PER_GROUP, MAX_INPUTS = 1024, 24, 2**20
 
 
 def grouped_linear_cuda(
@@ -25,8 +25,8 @@ def grouped_linear_cuda(
     kernel: MXFP4,
     starts: Array,
     bias: Array | None,
-    taken: Array | None,
-    put: Array | None,
+    gather_indices: Array | None,
+    scatter_indices: Array | None,
     norm: RMS | None,
     weights: Array | None,
     *,
@@ -35,18 +35,20 @@ def grouped_linear_cuda(
     dtype: np.dtype,
 ) -> Array:
     """As `jspec.ops.grouped.grouped_linear`."""
-    rows = len(x) if taken is None else len(taken)
+    rows = len(x) if gather_indices is None else len(gather_indices)
     scale = None if norm is None else norm.scale
     # Any array stands for what there is not.
-    given = (x if one is None else one for one in (bias, taken, put, scale, weights))
+    optional = (
+        x if one is None else one for one in (bias, gather_indices, scatter_indices, scale, weights)
+    )
     (y,) = library.call(
         "grouped_linear",
         (jax.ShapeDtypeStruct((rows, *kernel.shape[3 if gated else 2 :]), dtype),),
-        *(x, kernel.codes, kernel.scales, starts, *given),
+        *(x, kernel.codes, kernel.scales, starts, *optional),
         vmap_method="sequential",
         biased=np.bool_(bias is not None),
-        takes=np.bool_(taken is not None),
-        puts=np.bool_(put is not None),
+        takes=np.bool_(gather_indices is not None),
+        puts=np.bool_(scatter_indices is not None),
         normed=np.bool_(norm is not None),
         weighted=np.bool_(weights is not None),
         gated=np.bool_(gated),
@@ -63,8 +65,8 @@ def refuses(
     kernel: Array | MXFP4,
     starts: Array,
     bias: Array | None,
-    taken: Array | None,
-    put: Array | None,
+    gather_indices: Array | None,
+    scatter_indices: Array | None,
     norm: RMS | None,
     weights: Array | None,
     *,
@@ -77,16 +79,20 @@ def refuses(
         return f"its weights are {kernel.dtype}, not MXFP4"
     if norm is not None and norm.centered:
         return CENTERED
-    rows, (groups, inputs) = len(x) if taken is None else len(taken), kernel.shape[:2]
+    rows, (groups, inputs) = (
+        len(x) if gather_indices is None else len(gather_indices),
+        kernel.shape[:2],
+    )
     columns = math.prod(kernel.shape[2:])
-    if not 1 <= groups <= MOST_GROUPS:
-        return f"it takes 1 to {MOST_GROUPS} groups, and there are {groups}"
-    if not 1 <= rows <= MOST_EACH * groups:
+    if not 1 <= groups <= MAX_GROUPS:
+        return f"it takes 1 to {MAX_GROUPS} groups, and there are {groups}"
+    if not 1 <= rows <= MAX_ROWS_PER_GROUP * groups:
         return (
-            f"it takes 1 to {MOST_EACH} rows a group in the mean, and there are {rows} in {groups}"
+            f"it takes 1 to {MAX_ROWS_PER_GROUP} rows a group in the mean, and there are {rows} in "
+            f"{groups}"
         )
-    if not 1 <= inputs <= MOST_INPUTS or inputs % BLOCK:
-        return f"{inputs} inputs are no multiple of {BLOCK} up to {MOST_INPUTS}"
+    if not 1 <= inputs <= MAX_INPUTS or inputs % BLOCK:
+        return f"{inputs} inputs are no multiple of {BLOCK} up to {MAX_INPUTS}"
     if not 1 <= columns <= 2**20 or x.size >= 2**31 or columns * inputs >= 2**36:
         return f"x {x.shape}, kernel {kernel.shape} are empty or too large"
     arrays = (x, bias, None if norm is None else norm.scale)

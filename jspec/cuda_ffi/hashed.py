@@ -16,15 +16,15 @@ from jspec.dispatch import Backend, preferred
 from jspec.gpu import multiprocessors
 from jspec.ops.append import QKRope
 from jspec.ops.attention.hashed import PARTS
-from jspec.ops.hash import most as most_shared
+from jspec.ops.hash import max_score
 from jspec.ops.norm import CENTERED, RMS
 from jspec.typing import Array
 
-MOST_SCORE, MOST_SLOTS = 4095, 2**30  # as in src/hashed/hashed.h, and of n and k
-LEAST, MOST = 256, 4096  # slots of a row that a block scores
-HELD = 32768  # bytes of scores that a block holds at once
-MOST_PARTS = 1024
-SIZES, MOST_GROUP = (64, 128, 256), 8
+MAX_SCORE, MAX_SLOTS = 4095, 2**30  # as in src/hashed/hashed.h, and of n and k
+MIN_CHUNK, MAX_CHUNK = 256, 4096  # slots of a row that a block scores
+SCORE_BYTES = 32768  # bytes of scores that a block holds at once
+MAX_PARTS = 1024
+SIZES, MAX_GROUP = (64, 128, 256), 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +52,11 @@ def cut_for(k_codes: Array, highest: int, blocks: int = 2) -> HashCut:
     """
     *batch, n, heads, words = k_codes.shape
     together = min(heads, 32 // words)  # a block scores heads whose codes are 128 bytes
-    lines, chunk = math.prod(batch) * -(-heads // together), MOST
-    while chunk > LEAST and lines * -(-n // chunk) < 0.9 * multiprocessors():
+    lines, chunk = math.prod(batch) * -(-heads // together), MAX_CHUNK
+    while chunk > MIN_CHUNK and lines * -(-n // chunk) < 0.9 * multiprocessors():
         chunk //= 2
     fit = blocks * multiprocessors() // max(math.prod(batch) * heads, 1)
-    return HashCut(chunk, max(min(fit, -(-n * _bytes(highest) // HELD), MOST_PARTS), 1))
+    return HashCut(chunk, max(min(fit, -(-n * _bytes(highest) // SCORE_BYTES), MAX_PARTS), 1))
 
 
 def workspace_words(highest: int, n: int, cut: HashCut, floats: int = 0) -> int:
@@ -75,17 +75,17 @@ def _bytes(highest: int) -> int:
 
 
 def _refusal(highest: int, n: int, k: int) -> str | None:
-    if not 0 < highest <= MOST_SCORE:
-        return f"scores to G T R = {highest} are not in 1..{MOST_SCORE}"
-    if max(n, k) > MOST_SLOTS:
-        return f"n={n} and k={k} must be at most {MOST_SLOTS}"
+    if not 0 < highest <= MAX_SCORE:
+        return f"scores to G T R = {highest} are not in 1..{MAX_SCORE}"
+    if max(n, k) > MAX_SLOTS:
+        return f"n={n} and k={k} must be at most {MAX_SLOTS}"
     return library.refusal("hashed")
 
 
 def _supports_select(
     q_codes: Array, k_codes: Array, counts: Array, lengths: Array, *, k: int, **rest: Any
 ) -> str | None:
-    return _refusal(most_shared(q_codes, k_codes), k_codes.shape[1], k)
+    return _refusal(max_score(q_codes, k_codes), k_codes.shape[1], k)
 
 
 def hash_select_cuda(
@@ -101,7 +101,7 @@ def hash_select_cuda(
 ) -> Array:
     """As `jspec.ops.hash_select.hash_select`."""
     batch, n, heads, _ = k_codes.shape
-    highest = most_shared(q_codes, k_codes)
+    highest = max_score(q_codes, k_codes)
     cut = cut or cut_for(k_codes, highest)
     words = workspace_words(highest, n, cut)
     slots, workspace = (
@@ -132,7 +132,7 @@ def hash_attention_cuda(
     context_len: Array,
     counts: Array,
     *,
-    most: int,
+    budget: int,
     sinks: int,
     recent: int,
     num_new: int,
@@ -151,7 +151,7 @@ def hash_attention_cuda(
     outputs = (
         like((batch, 1, heads, v.shape[3])),
         jax.ShapeDtypeStruct((batch, 1, heads), jnp.float32),
-        jax.ShapeDtypeStruct((batch, kv_heads, most), jnp.int32),
+        jax.ShapeDtypeStruct((batch, kv_heads, budget), jnp.int32),
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values, codes)),
         like(q.shape),
         jax.ShapeDtypeStruct((batch, 1, heads, words), jnp.uint32),
@@ -194,7 +194,7 @@ def _supports(
     context_len: Array,
     counts: Array,
     *,
-    most: int,
+    budget: int,
     softcap: float | None,
     **rest: Any,
 ) -> str | None:
@@ -216,11 +216,11 @@ def _supports(
         return f"w is of {w.dtype}, not float32"
     if size not in SIZES or v.shape[3] != size:
         return f"it takes heads of {SIZES} channels, and there are {size} and {v.shape[3]}"
-    if not 1 <= group <= MOST_GROUP:
-        return f"it takes 1 to {MOST_GROUP} query heads a KV head, and there are {group}"
+    if not 1 <= group <= MAX_GROUP:
+        return f"it takes 1 to {MAX_GROUP} query heads a KV head, and there are {group}"
     if softcap is not None:
         return f"it has no soft cap, and softcap={softcap}"
-    return _refusal(group * 32 * words, n, most)
+    return _refusal(group * 32 * words, n, budget)
 
 
 HASH_SELECT = Backend("cuda", hash_select_cuda, _supports_select)

@@ -45,13 +45,13 @@ def _fetch_rows(
     prefetched_rows: tuple[Array, ...] | None,
     prefetched_slots: Array | None,
 ) -> tuple[Array, ...]:
-    given = []
-    for rows, own in ((device_rows, device_slots), (prefetched_rows, prefetched_slots)):
-        given += [] if rows is None or own is None else [*rows, own]
+    sources = []
+    for rows, source_slots in ((device_rows, device_slots), (prefetched_rows, prefetched_slots)):
+        sources += [] if rows is None or source_slots is None else [*rows, source_slots]
     return _call(
         "fetch_rows",
         _rows_like(columns, slots),
-        *(*columns, slots, *given),
+        *(*columns, slots, *sources),
         near=np.bool_(device_rows is not None),
         ahead=np.bool_(prefetched_rows is not None),
     )

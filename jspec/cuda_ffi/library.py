@@ -72,15 +72,15 @@ def call(
 
 def loaded(subject: str) -> ctypes.CDLL:
     """The library of ``subject`` for the default backend; `BuildError` where `refusal` has one."""
-    found = _loaded(subject, jax.default_backend())
-    if isinstance(found, str):
-        raise BuildError(found)
-    return found
+    library = _loaded(subject, jax.default_backend())
+    if isinstance(library, str):
+        raise BuildError(library)
+    return library
 
 
 def _refusal(subject: str, backend: str) -> str | None:
-    found = _loaded(subject, backend)
-    return found if isinstance(found, str) else None
+    library = _loaded(subject, backend)
+    return library if isinstance(library, str) else None
 
 
 @functools.cache
@@ -116,8 +116,8 @@ def _register(subject: str, platform: str) -> ctypes.CDLL:
 def _check_abi(path: Path, built: int) -> None:
     """Refuse a library that was compiled against a newer FFI than the running jaxlib has."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
-    running = (int(found["MAJOR"]), int(found["MINOR"]))
+    versions = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    running = (int(versions["MAJOR"]), int(versions["MINOR"]))
     version = divmod(built, 1000)
     if version[0] != running[0] or version > running:
         raise BuildError(

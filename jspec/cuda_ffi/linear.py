@@ -20,7 +20,7 @@ from jspec.ops.quantized import BLOCK, MXFP4, Quantized, weight_bits
 from jspec.typing import Array
 
 # As in src/linear/linear.h.
-GROUP, INT8_GROUP, MOST_ROWS, MOST_INPUTS = 32, 16, 24, 2**20
+GROUP, INT8_GROUP, MAX_ROWS, MAX_INPUTS = 32, 16, 24, 2**20
 SMALL_ROWS, SMALL_INPUTS = 16, 1024
 
 
@@ -67,8 +67,8 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
 def _arguments(x, kernel, bias, norm, add) -> list[Array]:
     """What a handler reads of a product beside x, which stands for what there is not."""
     weights = jax.tree.leaves(kernel) if isinstance(kernel, Quantized | MXFP4) else [kernel, x]
-    given = (bias, None if norm is None else norm.scale, add)
-    return [*weights, *(x if one is None else one for one in given)]
+    optional = (bias, None if norm is None else norm.scale, add)
+    return [*weights, *(x if one is None else one for one in optional)]
 
 
 def refuses(
@@ -90,11 +90,11 @@ def refuses(
         return CENTERED
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     columns = math.prod(kernel.shape) // max(inputs, 1)
-    if not 1 <= rows <= MOST_ROWS:
-        return f"it takes 1 to {MOST_ROWS} rows, and there are {rows}"
+    if not 1 <= rows <= MAX_ROWS:
+        return f"it takes 1 to {MAX_ROWS} rows, and there are {rows}"
     group = {4: BLOCK, 8: INT8_GROUP}.get(weight_bits(kernel), GROUP)
-    if not 1 <= inputs <= MOST_INPUTS or inputs % group:
-        return f"{inputs} inputs are no multiple of {group} up to {MOST_INPUTS}"
+    if not 1 <= inputs <= MAX_INPUTS or inputs % group:
+        return f"{inputs} inputs are no multiple of {group} up to {MAX_INPUTS}"
     if not (transposed or is_quantized) and (not columns or columns % (16 if gated else 8)):
         return f"kernel {kernel.shape} does not have its columns in eights"
     if (gated and transposed) or not 1 <= columns <= 2**20:

@@ -50,7 +50,7 @@ def cut_for(operation: str, sizes: Mapping[str, int]) -> Cut:
     return Cut(eager=eager, **block)
 
 
-MOST_ROWS = 2**31 - 2  # B and gamma: the handlers count them in int32
+MAX_ROWS = 2**31 - 2  # B and gamma: the handlers count them in int32
 
 
 def refuses(kv: Array) -> str | None:
@@ -58,8 +58,8 @@ def refuses(kv: Array) -> str | None:
     batch, gamma, _ = kv.shape
     if jax.dtypes.itemsize_bits(kv.dtype) % 8:
         return f"kv {kv.dtype} must have elements of whole bytes"
-    if not 1 <= batch <= MOST_ROWS or gamma > MOST_ROWS:
-        return f"B={batch} must be in 1..{MOST_ROWS}, and gamma={gamma} at most as much"
+    if not 1 <= batch <= MAX_ROWS or gamma > MAX_ROWS:
+        return f"B={batch} must be in 1..{MAX_ROWS}, and gamma={gamma} at most as much"
     return None
 
 

@@ -16,44 +16,44 @@ from jspec.gpu import multiprocessors
 from jspec.ops.select import selected_like
 from jspec.typing import Array
 
-LEAST, MOST = 1024, 32768  # slots of a row that a block takes
-MOST_SLOTS = 2**30
-MOST_BINS = 4096  # of a histogram
+MIN_CHUNK, MAX_CHUNK = 1024, 32768  # slots of a row that a block takes
+MAX_SLOTS = 2**30
+MAX_BINS = 4096  # of a histogram
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """How rows are cut for a GPU: slots that a block counts, and that it later takes out of.
 
-    Powers of 2 in 256..32768, ``taken`` at least ``counted``. Where ``counted`` holds a row of
+    Powers of 2 in 256..32768, ``collected`` at least ``counted``. Where ``counted`` holds a row of
     scores, one block does all of it.
     """
 
     counted: int
-    taken: int
+    collected: int
 
     @property
     def attributes(self) -> dict[str, Any]:
         """The attributes of the handlers."""
-        return {"counted": np.int32(self.counted), "taken": np.int32(self.taken)}
+        return {"counted": np.int32(self.counted), "taken": np.int32(self.collected)}
 
 
 def cut_for(rows: int, n: int) -> Cut:
     """The cut that serves rows of scores well."""
-    if n <= MOST:
+    if n <= MAX_CHUNK:
         size = max(256, 1 << max(n - 1, 0).bit_length())
         return Cut(size, size)
-    size = MOST
-    while size > LEAST and rows * -(-n // size) < 1.5 * multiprocessors():
+    size = MAX_CHUNK
+    while size > MIN_CHUNK and rows * -(-n // size) < 1.5 * multiprocessors():
         size //= 2
     return Cut(size, size)
 
 
 def bins_of(keys: int) -> list[int]:
     """Bins of the histogram of each digit of scores that have ``keys`` values, as `Digits`."""
-    if keys <= MOST_BINS:
+    if keys <= MAX_BINS:
         return [-(-keys // 64) * 64]
-    return [MOST_BINS, 64] if keys <= 2**16 else [MOST_BINS, 1024, 1024]
+    return [MAX_BINS, 64] if keys <= 2**16 else [MAX_BINS, 1024, 1024]
 
 
 def workspace_words(keys: int, n: int, cut: Cut) -> int:
@@ -70,14 +70,14 @@ def workspace_words(keys: int, n: int, cut: Cut) -> int:
 
 def keys_of(dtype: Any, highest: int | None) -> int:
     """How many values scores have, as far as it is known and of use."""
-    if highest is not None and highest + 2 <= MOST_BINS:
+    if highest is not None and highest + 2 <= MAX_BINS:
         return highest + 2
     return 1 << jnp.dtype(dtype).itemsize * 8
 
 
 def _refusal(n: int, k: int) -> str | None:
-    if max(n, k) > MOST_SLOTS:
-        return f"n={n} and k={k} must be at most {MOST_SLOTS}"
+    if max(n, k) > MAX_SLOTS:
+        return f"n={n} and k={k} must be at most {MAX_SLOTS}"
     return library.refusal("select")
 
 

@@ -16,8 +16,8 @@ from jspec.ops.verify import verified_like
 from jspec.ops.vocabulary import TILE, Axes
 from jspec.typing import Array
 
-MOST_POSITIONS = 2**10
-MOST_TOKENS = 2**24  # of the vocabulary
+MAX_POSITIONS = 2**10
+MAX_TOKENS = 2**24  # of the vocabulary
 # Of the settings: rate, top_k, top_p, min_p, seeds.
 DTYPES = Settings(jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
 
@@ -39,10 +39,10 @@ def _refusal(
         if x.dtype != dtype:
             return f"{name} is {x.dtype}; it takes {jnp.dtype(dtype).name}"
     _, positions, vocabulary = logits.shape
-    if not 1 <= vocabulary <= MOST_TOKENS:
-        return f"V={vocabulary} must be in 1..{MOST_TOKENS}"
-    if positions > MOST_POSITIONS:
-        return f"{positions} positions a row are over {MOST_POSITIONS}"
+    if not 1 <= vocabulary <= MAX_TOKENS:
+        return f"V={vocabulary} must be in 1..{MAX_TOKENS}"
+    if positions > MAX_POSITIONS:
+        return f"{positions} positions a row are over {MAX_POSITIONS}"
     if axis_name is not None:
         return f"the vocabulary is sharded over {axis_name!r}; it takes a whole one"
     return library.refusal("sample")

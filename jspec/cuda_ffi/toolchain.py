@@ -88,9 +88,9 @@ def flags(platform: str, subject: str) -> tuple[str, ...]:
 def find(platform: str) -> Toolchain:
     """The compiler for ``platform``, "CUDA" or "cpu"; `BuildError` where there is none."""
     for candidate, *arguments in _nvcc() if platform == "CUDA" else _cxx():
-        if found := shutil.which(candidate):
-            version = _version([found, *arguments])
-            return Toolchain(platform, Path(found), version, tuple(arguments))
+        if path := shutil.which(candidate):
+            version = _version([path, *arguments])
+            return Toolchain(platform, Path(path), version, tuple(arguments))
     if platform == "cpu":
         raise BuildError(f"no C++ compiler found; {CXX_WAY_OUT}")
     raise BuildError(

@@ -12,14 +12,14 @@ from jspec.dispatch import Backend
 from jspec.ops.verify import greedy_sizes, verified_like
 from jspec.typing import Array
 
-MOST_TOKENS = 2**31 - 1  # of a batch: the handlers count positions in int32
+MAX_TOKENS = 2**31 - 1  # of a batch: the handlers count positions in int32
 
 
 def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:
     """Why the handlers cannot take these shapes, or None."""
     batch, gamma = draft_tokens.shape
     stops = stop_tokens.shape[1]
-    if batch * max(gamma + 1, stops) > MOST_TOKENS:
+    if batch * max(gamma + 1, stops) > MAX_TOKENS:
         return f"B={batch} rows of gamma + 1 = {gamma + 1} and M={stops} tokens are over 2**31 - 1"
     return None
 

@@ -24,7 +24,7 @@ from jspec.decode.prefill import (
 from jspec.decode.programs import Timed
 from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.state import DecodeState
-from jspec.sharding import beside, place
+from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Array
 
 BUSY = 128  # tokens of a piece: shorter ones take about as long as reading the weights does
@@ -77,7 +77,9 @@ class ChunkedPrefill:
         self._sizes = pass_sizes(chunk)
         self._settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
         on_mesh = mesh_model(options.models.target)
-        self._sharding = beside(options.models) if on_mesh is None else on_mesh.placing
+        self._sharding = (
+            explicit_mesh_sharding(options.models) if on_mesh is None else on_mesh.placing
+        )
         self._prefixes: list[Row] = []
         self._row, self._overtaken = self._fresh_row(np.zeros(1, np.int32)), overtaken
         self._beside = self._fresh_row(np.zeros(1, np.int32)) if overtaken == "all" else None

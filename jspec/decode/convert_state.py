@@ -17,7 +17,7 @@ from jspec.decode.state import DecodeState, Models
 from jspec.dispatch import Backends
 from jspec.policies import Policy
 from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
-from jspec.sharding import Placing, beside, place, with_auto_axes
+from jspec.sharding import Placing, explicit_mesh_sharding, place, with_auto_axes
 from jspec.typing import Array, Model
 
 TOKENS = ("keys", "values")  # columns of the model's own, whatever a policy keeps beside them
@@ -45,7 +45,7 @@ def convert_state(
             f"draft={shown(config.draft)} takes up prompts with a model of its own; pass its "
             "config to start_decoding instead"
         )
-    sharding = beside(models) if sharding is None else sharding
+    sharding = explicit_mesh_sharding(models) if sharding is None else sharding
     sizes = (held.specs, held.layouts, len(held.lengths), held.keys(0).dtype, sharding)
     empty = place({"cache": create_cache(config.cache_policy, *sizes)}, sharding)["cache"]
     others = dataclasses.replace(state, cache=None, draft=None)

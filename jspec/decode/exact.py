@@ -14,7 +14,7 @@ from jspec.decode.on_mesh import mesh_model
 from jspec.dispatch import BackendError, Backends
 from jspec.models.decoder import Decoder
 from jspec.policies import Policy
-from jspec.triton.attention import DTYPES, MOST_CHANNELS
+from jspec.triton.attention import DTYPES, MAX_CHANNELS
 from jspec.triton.call import refuses_triton
 from jspec.typing import Model
 
@@ -71,7 +71,7 @@ def _refuses_config(config: ModelConfig) -> str | None:
         "XLA computes the soft cap of its logits": config.logit_softcap is not None,
     }
     largest = max(max(spec.key_size, spec.value_size) for spec in config.layers)
-    reasons[f"heads of {largest} channels are over {MOST_CHANNELS}"] = largest > MOST_CHANNELS
+    reasons[f"heads of {largest} channels are over {MAX_CHANNELS}"] = largest > MAX_CHANNELS
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 

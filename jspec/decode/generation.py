@@ -25,7 +25,7 @@ from jspec.decode.together import agreed, is_shared, rows_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
-from jspec.sharding import beside, place, put
+from jspec.sharding import explicit_mesh_sharding, place, put
 from jspec.typing import Model
 
 OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
@@ -225,7 +225,7 @@ class _Run:
             ends = self.models.target.config.stop_tokens
             row = (tokens, lengths, self.params, ends, room_of(self.params, ends))
             fresh = state_of(*row, state.cache, state.draft, exact=state.exact)
-            return jax.block_until_ready(place(fresh, beside(self.models)))
+            return jax.block_until_ready(place(fresh, explicit_mesh_sharding(self.models)))
 
     def decode(self, state: DecodeState) -> None:
         """Chunks of steps until all rows have ended.

@@ -31,7 +31,7 @@ from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.together import rows_of
 from jspec.policies.attend import dense_attend
 from jspec.policies.policy import create_cache, with_pages
-from jspec.sharding import Placing, beside, place
+from jspec.sharding import Placing, explicit_mesh_sharding, place
 from jspec.typing import Array, Model
 
 LEAST = 16  # tokens a row of a pass over a prompt: fewer take as long
@@ -120,7 +120,7 @@ def _started(
     if on_mesh is not None:
         on_mesh.check(config)
         models, sharding = on_mesh.placed(models), on_mesh.placing
-    sharding = beside(models) if sharding is None else sharding
+    sharding = explicit_mesh_sharding(models) if sharding is None else sharding
     tokens, lengths = padded(ids, capacity)
     fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}
     if layouts is None:

@@ -23,7 +23,7 @@ from jspec.decode.programs import Timed
 from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
-from jspec.sharding import beside, bytes_on_device
+from jspec.sharding import bytes_on_device, explicit_mesh_sharding
 from jspec.typing import Array
 
 MOST_ROWS = 8
@@ -52,7 +52,9 @@ class ShortPrompts:
         self._options, self._slots, self._programs = options, slots, programs
         models, policy = options.models, options.config.cache_policy
         layers = range(len(models.target.config.layers))
-        is_on_mesh = mesh_model(models.target) is not None or beside(models) is not None
+        is_on_mesh = (
+            mesh_model(models.target) is not None or explicit_mesh_sharding(models) is not None
+        )
         there_are = not (is_on_mesh or any(map(policy.in_host, layers)) or slots < 2)
         self.is_wide = there_are and is_light(models)
         wide = max(chunk, min(WIDE, MOST_ROWS * chunk))

@@ -7,7 +7,7 @@ import threading
 
 import jax
 
-from jspec.checks import check_sizes, given, require
+from jspec.checks import check_sizes, present_fields, require
 from jspec.processes import check_devices, limit_steps
 
 
@@ -36,7 +36,10 @@ class Hosts:
 
     def __post_init__(self) -> None:
         check_sizes(
-            self, "start_timeout", "lost_timeout", *given(self, "processes", "step_timeout")
+            self,
+            "start_timeout",
+            "lost_timeout",
+            *present_fields(self, "processes", "step_timeout"),
         )
         if self.index is not None:
             require(

@@ -75,7 +75,7 @@ class ExpertMLPs(nnx.Module):
                 starts,
                 None if gate_up.bias is None else gate_up.bias[...],
             ),
-            taken=order,
+            gather_indices=order,
             norm=norm,
             gated=True,
             clamped=self.clamped,
@@ -83,7 +83,7 @@ class ExpertMLPs(nnx.Module):
         outputs = grouped_linear(
             *(activated, down.kernel.get_value(), starts),
             None if is_part or down.bias is None else down.bias[...],
-            put=order,
+            scatter_indices=order,
             weights=routed.weights.reshape(-1),
             dtype=jnp.float32,
         )

@@ -28,12 +28,12 @@ class OneSided:
     ``run(pieces, axes)``: ``pieces [ranks, ...]``, one for each rank of ``axes``; what comes is of
     each rank. It is called inside `jax.shard_map` over the first devices of the process, in their
     order; ``axes`` are the last of the mesh. ``refuses(devices)``: why so many devices cannot, or
-    None. ``most_bytes``: of a piece that it takes, None for any.
+    None. ``max_bytes``: of a piece that it takes, None for any.
     """
 
     run: Callable[[Array, Axes], Array]
     refuses: Callable[[int], str | None]
-    most_bytes: int | None = None
+    max_bytes: int | None = None
 
 
 _ONE_SIDED = {"pallas": "jspec.pallas.all_to_all", "cuda": "jspec.cuda_ffi.all_to_all"}
@@ -54,8 +54,8 @@ def all_to_all(x: Array, axes: Axes, *, axis: int, by: By = "xla") -> Array:
 
 def takes(by: By, piece_bytes: int) -> bool:
     """Whether pieces of so many bytes go by ``by``, and not by XLA in its place."""
-    most = None if by == "xla" else _one_sided(by).most_bytes
-    return most is None or piece_bytes <= most
+    limit = None if by == "xla" else _one_sided(by).max_bytes
+    return limit is None or piece_bytes <= limit
 
 
 def refuses_all_to_all(by: By, devices: Sequence[Any]) -> str | None:

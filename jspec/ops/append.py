@@ -92,8 +92,8 @@ def rotate_append_encode(
     Triton serves few tokens, it is one launch.
     """
     check_encode(q, k, v, keys, values, codes, w, slots)
-    given = (q, k, v, qk_rope, keys, values, codes, w, slots)
-    return APPEND_ENCODE(*given, implementation=implementation)
+    arguments = (q, k, v, qk_rope, keys, values, codes, w, slots)
+    return APPEND_ENCODE(*arguments, implementation=implementation)
 
 
 def _check(q: Array, k: Array, v: Array, keys: Array, values: Array, slots: Array) -> None:
@@ -119,9 +119,9 @@ def check_encode(
 ) -> None:
     """Raise `ValueError` where shapes or dtypes are not those of `rotate_append_encode`."""
     _check(q, k, v, keys, values, slots)
-    wanted = (*keys.shape[:3], w.shape[2] // 32)
+    codes_shape = (*keys.shape[:3], w.shape[2] // 32)
     fits = codes.dtype == jnp.uint32 and w.shape[2] in BITS
-    if not fits or codes.shape != wanted or w.shape[:2] != keys.shape[2:]:
+    if not fits or codes.shape != codes_shape or w.shape[:2] != keys.shape[2:]:
         raise ValueError(
             f"codes {codes.dtype}{list(codes.shape)} and w {list(w.shape)} must be uint32 "
             f"[B, S, K, R / 32] and [K, H, R] for keys {list(keys.shape)}, with R one of {BITS}"
@@ -139,11 +139,11 @@ def _xla(q, k, v, qk_rope, keys, values, slots) -> tuple[Array, Array, Array]:
 def _encode_xla(q, k, v, qk_rope, keys, values, codes, w, slots):
     q, k = qk_rope(q, k)
     k = k.astype(keys.dtype)
-    found, _ = HASH_ENCODE(k, None, w, implementation="xla")
+    new_codes, _ = HASH_ENCODE(k, None, w, implementation="xla")
     rows = jnp.arange(q.shape[0])[:, None]
     keys = keys.at[rows, slots].set(k, mode="drop")
     values = values.at[rows, slots].set(v.astype(values.dtype), mode="drop")
-    return q, keys, values, codes.at[rows, slots].set(found, mode="drop")
+    return q, keys, values, codes.at[rows, slots].set(new_codes, mode="drop")
 
 
 def append_sizes(q: Array, *args, **kwargs) -> dict[str, int]:

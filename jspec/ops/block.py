@@ -54,27 +54,27 @@ def accepted(
     gamma = numbers.shape[1]
     index = jnp.arange(1, gamma + 1, dtype=jnp.int32)[None]
     lengths = jnp.minimum(draft_lengths, gamma)[:, None]
-    here = chance[:, 1:]
-    behind = here[:, :-1]
-    over = _masses(behind, _positions(p, 1, gamma), _positions(q, 1, gamma), vocabulary)
+    token_chance = chance[:, 1:]
+    inner_chance = token_chance[:, :-1]
+    over = _masses(inner_chance, _positions(p, 1, gamma), _positions(q, 1, gamma), vocabulary)
     is_last = index == lengths
     # Behind the last token there is no draft: all of the chance is left for it.
-    mass = jnp.where(is_last, here, jnp.pad(over, ((0, 0), (0, 1))))
-    whole = jnp.where(is_last, jnp.uint64(ONE), mass + (ONE - here))
-    ends = (uint64.high64(numbers, whole) < mass) | (here == ONE)
+    mass = jnp.where(is_last, token_chance, jnp.pad(over, ((0, 0), (0, 1))))
+    whole = jnp.where(is_last, jnp.uint64(ONE), mass + (ONE - token_chance))
+    ends = (uint64.high64(numbers, whole) < mass) | (token_chance == ONE)
     return jnp.where(ends & (index <= lengths), index, 0).max(axis=1)
 
 
 @in_64_bits
 def residual(
-    p_here: TokenDistribution, q_here: TokenDistribution, chance: Array
+    p_next: TokenDistribution, q_next: TokenDistribution, chance: Array
 ) -> TokenDistribution:
     """``max(chance * p - q, 0)`` at a position, not normalised: to draw from alone.
 
     ``chance`` uint64 ``[B]``: of what is accepted.
     """
-    over = _over(chance[:, None, None], p_here, q_here)
-    return p_here._replace(weights=over, shift=jnp.zeros_like(p_here.shift))
+    over = _over(chance[:, None, None], p_next, q_next)
+    return p_next._replace(weights=over, shift=jnp.zeros_like(p_next.shift))
 
 
 def _masses(

@@ -75,7 +75,7 @@ def collision_scores(
     return COLLISION_SCORES(q_codes, k_codes, lengths, tables=tables, implementation=implementation)
 
 
-def most_collisions(q_codes: Array, k_codes: Array, tables: int) -> int:
+def max_collisions(q_codes: Array, k_codes: Array, tables: int) -> int:
     """The highest score that `collision_scores` can give: G T L."""
     _, tokens, heads, _ = q_codes.shape
     return heads // k_codes.shape[2] * tokens * tables
@@ -90,7 +90,7 @@ def _check(q_codes: Array, k_codes: Array, tables: int) -> None:
             f"{words} words a code must be a multiple of tables / {GROUP}, rounded up, of "
             f"tables={tables}, which must be at least {LEAST}"
         )
-    if (highest := most_collisions(q_codes, k_codes, tables)) > np.iinfo(np.int32).max:
+    if (highest := max_collisions(q_codes, k_codes, tables)) > np.iinfo(np.int32).max:
         raise ValueError(f"scores to G T L = {highest} do not fit into int32; score fewer tokens")
 
 
@@ -139,9 +139,9 @@ def _build(
     q[0, 0, 0], k[0, :1], k[0, 1:2] = 0, 0, _codes(np.ones((tables, bits), bool))
     lengths = np.resize(np.array([slots, 0, 2 * slots // 3, slots + 1, -1], np.int32), batch)
     # What lies behind a row's length would be found in all tables.
-    behind = np.arange(slots) >= lengths[:, None]
-    own = q[:, :1, :: heads // kv_heads]
-    return q, np.where(behind[..., None, None], own, k), lengths
+    is_past_end = np.arange(slots) >= lengths[:, None]
+    query_codes = q[:, :1, :: heads // kv_heads]
+    return q, np.where(is_past_end[..., None, None], query_codes, k), lengths
 
 
 def _codes(bits: np.ndarray) -> np.ndarray:

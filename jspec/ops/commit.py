@@ -59,10 +59,15 @@ def verify_and_commit(
     check_draft(draft_tokens, draft_lengths, stop_tokens, logits.shape[:2])
     batch = draft_tokens.shape[0]
     arguments = (draft_tokens, logits, draft_lengths, stop_tokens, limits, *rows)
-    kinds = tuple(x.dtype for x in (draft_tokens, stop_tokens, limits, *rows))
-    wanted = (jnp.int32,) * 5 + (jnp.bool_,)
+    dtypes = tuple(x.dtype for x in (draft_tokens, stop_tokens, limits, *rows))
+    required_dtypes = (jnp.int32,) * 5 + (jnp.bool_,)
     shapes = (limits.shape, rows.tokens.shape[:1], rows.cached.shape, rows.done.shape)
-    if kinds != wanted or logits.ndim != 3 or rows.tokens.ndim != 2 or set(shapes) != {(batch,)}:
+    if (
+        dtypes != required_dtypes
+        or logits.ndim != 3
+        or rows.tokens.ndim != 2
+        or set(shapes) != {(batch,)}
+    ):
         names = "draft_tokens logits draft_lengths stop_tokens limits tokens cached done".split()
         pairs = zip(names, arguments, strict=True)
         raise ValueError(
@@ -138,10 +143,10 @@ def _build(batch: int, gamma: int, stops: int, vocabulary: int) -> tuple[np.ndar
     )
     rng = np.random.default_rng([batch, gamma, vocabulary])
     logits = rng.integers(-9, 1, (batch, gamma + 1, vocabulary)).astype(np.float32)
-    behind = np.arange(vocabulary) - target[..., None]
-    for value, where in ((1, behind > 0), (np.nan, behind != 0), (-np.inf, behind != 0)):
+    distance = np.arange(vocabulary) - target[..., None]
+    for value, where in ((1, distance > 0), (np.nan, distance != 0), (-np.inf, distance != 0)):
         logits[where & (rng.random(logits.shape) < 0.2)] = value
-    logits[behind == 0] = 1
+    logits[distance == 0] = 1
     kind = rng.integers(0, 20, (batch, gamma + 1))
     logits[kind == 0] = np.nan
     logits[kind == 1] = -np.inf

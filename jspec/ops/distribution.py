@@ -125,13 +125,13 @@ def draw(weights: Array, shift: Array, number: Array, vocabulary: Vocabulary) ->
     without mass is never drawn; 0 where no token has any.
     """
     mass = uint64.shift_right(_sums(weights, vocabulary), shift)
-    own = vocabulary.own(mass)
-    in_shard = own.sum(axis=-1, dtype=jnp.uint64)
+    shard_mass = vocabulary.mask_to_shard(mass)
+    in_shard = shard_mass.sum(axis=-1, dtype=jnp.uint64)
     target = uint64.high64(number, vocabulary.sum(in_shard))[..., None]
-    ends = vocabulary.before(in_shard)[..., None] + jnp.cumsum(own, axis=-1)
+    ends = vocabulary.before(in_shard)[..., None] + jnp.cumsum(shard_mass, axis=-1)
     begins = ends - mass
-    here = (target >= begins) & (target < ends)
-    tile = lax.argmax(here, here.ndim - 1, jnp.int32)[..., None]
+    is_tile = (target >= begins) & (target < ends)
+    tile = lax.argmax(is_tile, is_tile.ndim - 1, jnp.int32)[..., None]
 
     def at_tile(x: Array) -> Array:
         return jnp.take_along_axis(x, tile, axis=-1)
@@ -142,7 +142,7 @@ def draw(weights: Array, shift: Array, number: Array, vocabulary: Vocabulary) ->
     earlier = at_tile(_sums(weights, vocabulary, vocabulary.tile_before))
     reached = jnp.cumsum(in_tile(weights), axis=-1) + earlier
     over = at_tile(target - begins) < uint64.shift_right(reached, at_tile(shift))
-    over = over & here.any(axis=-1)[..., None]
+    over = over & is_tile.any(axis=-1)[..., None]
     ids = in_tile(vocabulary.ids_like(weights))
     token = vocabulary.min(jnp.where(over, ids, NO_TOKEN).min(axis=-1))
     return jnp.where(token == NO_TOKEN, 0, token)
@@ -152,7 +152,7 @@ def draw(weights: Array, shift: Array, number: Array, vocabulary: Vocabulary) ->
 def total(weights: Array, shift: Array, vocabulary: Vocabulary) -> Array:
     """The mass of all tokens, uint64 ``[..., 1]``."""
     mass = uint64.shift_right(_sums(weights, vocabulary), shift)
-    return vocabulary.sum(vocabulary.own(mass).sum(axis=-1, keepdims=True))
+    return vocabulary.sum(vocabulary.mask_to_shard(mass).sum(axis=-1, keepdims=True))
 
 
 class Power(NamedTuple):
@@ -256,16 +256,16 @@ def _threshold(
     zero = vocabulary.max(of_tokens.max(axis=(-2, -1), keepdims=True)) & 0
 
     def enough_tokens(key: Array) -> Array:
-        kept = (of_tokens >= key).sum(axis=(-2, -1), keepdims=True, dtype=jnp.int32)
-        return vocabulary.sum(kept) >= top_k
+        count = (of_tokens >= key).sum(axis=(-2, -1), keepdims=True, dtype=jnp.int32)
+        return vocabulary.sum(count) >= top_k
 
     kth = jnp.where(top_k > 0, _largest_key(enough_tokens, zero), 0)
     left, _ = _normalised(jnp.where(of_tokens >= kth, weights, 0), shift, vocabulary)
     probabilities = left.probabilities()
 
     def mass(key: Array) -> Array:
-        kept = jnp.where(of_tokens >= key, probabilities, 0)
-        return vocabulary.sum(kept.sum(axis=(-2, -1), keepdims=True))
+        remaining = jnp.where(of_tokens >= key, probabilities, 0)
+        return vocabulary.sum(remaining.sum(axis=(-2, -1), keepdims=True))
 
     share = (jnp.minimum(top_p, BELOW_ONE) * np.float32(2.0**32)).astype(jnp.uint32)
     needed = jnp.maximum(uint64.scale(mass(kth), share), 1)
@@ -286,9 +286,9 @@ def _threshold(
 def _largest_key(holds, zero: Array) -> Array:
     """The largest key for which ``holds``, which does for 0, ``[B, T, 1, 1]``, by bisection."""
 
-    def decide(step: Array, found: Array) -> Array:
-        key = found | (jnp.uint32(2**31) >> step.astype(jnp.uint32))
-        return jnp.where(holds(key), key, found)
+    def decide(step: Array, prefix: Array) -> Array:
+        key = prefix | (jnp.uint32(2**31) >> step.astype(jnp.uint32))
+        return jnp.where(holds(key), key, prefix)
 
     return lax.fori_loop(0, 32, decide, zero)
 
@@ -306,10 +306,10 @@ def _relative(logits: Array, largest: Array, rate: Array) -> Array:
 
     A weight is such a number too, but only down to 2**-31.
     """
-    here, top = power(logits, rate), power(largest, rate)
-    borrow = here.fraction < top.fraction
-    whole = top.whole - here.whole + borrow.astype(jnp.int32)
+    logit_power, top_power = power(logits, rate), power(largest, rate)
+    borrow = logit_power.fraction < top_power.fraction
+    whole = top_power.whole - logit_power.whole + borrow.astype(jnp.int32)
     below = lax.bitcast_convert_type(whole, jnp.uint32)
-    mantissa = exp2((here.fraction - top.fraction) & 0x7FFFFF)
+    mantissa = exp2((logit_power.fraction - top_power.fraction) & 0x7FFFFF)
     bits = ((127 - below) << 23) + ((mantissa - 2**22) << 1)
     return jnp.where((below > 126) | (logits == -jnp.inf), 0, bits)

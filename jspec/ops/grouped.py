@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.norm import RMS
-from jspec.ops.quantized import BLOCK, MXFP4, beside_dequantized, quantized, weight_bits
+from jspec.ops.quantized import BLOCK, MXFP4, dequantize_with_input, quantized, weight_bits
 from jspec.parts import ClampedSwiGLU
 from jspec.typing import Array
 
@@ -27,8 +27,8 @@ def grouped_linear(
     starts: Array,
     bias: Array | None = None,
     *,
-    taken: Array | None = None,
-    put: Array | None = None,
+    gather_indices: Array | None = None,
+    scatter_indices: Array | None = None,
     norm: RMS | None = None,
     weights: Array | None = None,
     gated: bool = False,
@@ -36,20 +36,35 @@ def grouped_linear(
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """``x [P, in]`` by groups of rows times ``kernel [E, in, *out]``, plus ``bias [E, *out]``.
+    """Grouped matmul: each group of rows of x times its own matrix, as experts of a mixture are.
 
-    An `MXFP4` kernel has one leading axis. ``starts`` int32 ``[E + 1]``: the first row of each
-    group, from 0, and one past the last row. ``taken`` int32 ``[P]``: x has ``M = P / k`` rows, and
-    row i is ``x[taken[i] // k]``. ``put`` int32 ``[P]``: row i of the result goes to its row
-    ``put[i]``. Both are permutations. ``norm``: of x before. ``gated``: ``out`` is ``(2, width)``,
-    gate and up, and what comes is ``silu(gate) * up``, or as ``clamped`` says, ``[P, width]``.
-    ``weights`` float32 ``[P]``: each row of the result, where it was put, is times its own. Sums
-    are float32; the result is of ``dtype``, by default that of x. What comes of rows behind the
-    last group is not specified. Triton, and CUDA for MXFP4 and few rows, read the
-    matrices of groups that have rows, and no others, in one launch. Raises `ValueError` for shapes
-    that do not fit.
+    Sums are float32. Triton, and CUDA for MXFP4 and few rows, read only the matrices of groups
+    that have rows, in one launch.
+
+    Args:
+      x: ``[P, in]``, or ``[P / k, in]`` with ``gather_indices``.
+      kernel: ``[E, in, *out]``, a matrix for each group; an `MXFP4` has one leading axis.
+      starts: int32 ``[E + 1]``, the first row of each group, ascending from 0, and one past the
+        last row.
+      bias: ``[E, *out]``, added to the rows of each group.
+      gather_indices: int32 ``[P]``, a permutation; row i of the matmul is
+        ``x[gather_indices[i] // k]``.
+      scatter_indices: int32 ``[P]``, a permutation; row i of the matmul is row
+        ``scatter_indices[i]`` of the result.
+      norm: applied to x before the matmul.
+      weights: float32 ``[P]``, factors of the rows of the result, in the order of the result.
+      gated: ``out`` is ``(2, width)``, gate and up, and the result is ``silu(gate) * up``.
+      clamped: the activation that takes the place of SwiGLU if ``gated``.
+      dtype: of the result; by default that of x.
+      implementation: the backend by name; None is the best one.
+
+    Returns:
+      ``[P, *out]``, or ``[P, width]`` if ``gated``. Rows after the last group are not specified.
+
+    Raises:
+      ValueError: for shapes or dtypes that do not fit together.
     """
-    rows = len(x) if taken is None else len(taken)
+    rows = len(x) if gather_indices is None else len(gather_indices)
     outputs = kernel.shape[2:]
     fits = x.ndim == 2 and kernel.ndim == 3 + gated and x.shape[1] == kernel.shape[1]
     fits = fits and (not isinstance(kernel, MXFP4) or kernel.leading == 1)
@@ -57,19 +72,26 @@ def grouped_linear(
     fits = fits and starts.shape == (len(kernel) + 1,) and starts.dtype == jnp.int32
     fits = fits and (len(x) == 0 or rows % len(x) == 0)
     fits = fits and (bias is None or bias.shape == (len(kernel), *outputs))
-    for order in (taken, put):
+    for order in (gather_indices, scatter_indices):
         fits = fits and (order is None or (order.shape, order.dtype) == ((rows,), jnp.int32))
     if not fits or (weights is not None and weights.shape != (rows,)):
-        given = {"taken": taken, "put": put, "bias": bias, "weights": weights}
-        more = "".join(f", {n} {a.dtype}{list(a.shape)}" for n, a in given.items() if a is not None)
+        optional = {
+            "gather_indices": gather_indices,
+            "scatter_indices": scatter_indices,
+            "bias": bias,
+            "weights": weights,
+        }
+        more = "".join(
+            f", {n} {a.dtype}{list(a.shape)}" for n, a in optional.items() if a is not None
+        )
         raise ValueError(
             f"x {x.shape}, kernel {kernel.shape}, starts {starts.dtype}{list(starts.shape)}{more} "
             f"with gated={gated}, clamped={clamped} must be [P, in] (or fewer rows that divide P, "
-            "if taken), [E, in, *out] and int32 [E + 1], out being (2, width) if gated, with int32 "
-            "[P], int32 [P], [E, *out] and [P]"
+            "with gather_indices), [E, in, *out] and int32 [E + 1], out being (2, width) if gated, "
+            "with int32 [P], int32 [P], [E, *out] and [P]"
         )
     return GROUPED(
-        *(x, kernel, starts, bias, taken, put, norm, weights),
+        *(x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights),
         gated=gated,
         clamped=clamped,
         dtype=jnp.dtype(x.dtype if dtype is None else dtype),
@@ -82,8 +104,8 @@ def grouped_linear_xla(
     kernel: Array | MXFP4,
     starts: Array,
     bias: Array | None,
-    taken: Array | None,
-    put: Array | None,
+    gather_indices: Array | None,
+    scatter_indices: Array | None,
     norm: RMS | None,
     weights: Array | None,
     *,
@@ -93,18 +115,18 @@ def grouped_linear_xla(
 ) -> Array:
     """As `grouped_linear`; all that follows the product is float32."""
     x = x if norm is None else norm(x)
-    x = x if taken is None else x[taken // (len(taken) // len(x))]
-    x, kernel = beside_dequantized(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
+    x = x if gather_indices is None else x[gather_indices // (len(gather_indices) // len(x))]
+    x, kernel = dequantize_with_input(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
     flat = kernel.reshape(*kernel.shape[:2], -1)
     y = lax.ragged_dot(x, flat, jnp.diff(starts), preferred_element_type=jnp.float32)
     if bias is not None:
         group = (jnp.arange(len(y))[:, None] >= starts[None, 1:]).sum(axis=1)
-        wide = bias.reshape(len(bias), -1).astype(jnp.float32)
-        y += jnp.take(wide, group, axis=0, mode="clip")
+        flat_bias = bias.reshape(len(bias), -1).astype(jnp.float32)
+        y += jnp.take(flat_bias, group, axis=0, mode="clip")
     if gated:
         gate, up = jnp.split(y, 2, axis=1)
         y = _activated(gate, up, clamped)
-    y = y if put is None else y[jnp.argsort(put)]
+    y = y if scatter_indices is None else y[jnp.argsort(scatter_indices)]
     y = y if weights is None else y * weights[:, None]
     return y.astype(dtype)
 
@@ -119,11 +141,17 @@ def _activated(gate: Array, up: Array, clamped: ClampedSwiGLU | None) -> Array:
 
 
 def grouped_sizes(
-    x: Array, kernel: Array | MXFP4, starts: Array, bias: Any, taken: Array | None, *args, **kwargs
+    x: Array,
+    kernel: Array | MXFP4,
+    starts: Array,
+    bias: Any,
+    gather_indices: Array | None,
+    *args,
+    **kwargs,
 ) -> dict[str, int]:
     """What backends are ordered by; ``rows`` of all groups, ``products`` a row; ``each``: rows of a
     group in the mean, rounded up; ``bits`` of a weight."""
-    rows = len(x) if taken is None else len(taken)
+    rows = len(x) if gather_indices is None else len(gather_indices)
     groups, inputs = kernel.shape[:2]
     outputs = math.prod(kernel.shape[2:])
     sizes = {"rows": rows, "groups": groups, "inputs": inputs, "outputs": outputs}
@@ -134,7 +162,7 @@ def grouped_sizes(
 def _cases() -> list[Case]:
     """Groups without rows among others, all rows in one, one row alone, and an expert's products.
 
-    `wanted` is from the definition, in float64.
+    `expected` is from the definition, in float64.
     """
 
     def build(
@@ -145,7 +173,7 @@ def _cases() -> list[Case]:
         outputs: tuple[int, ...] = (40,),
         share: int = 1,
         kind: str = "",
-        **given: bool,
+        **flags: bool,
     ):
         def made() -> tuple[Any, ...]:
             rng = np.random.default_rng(sum(counts))
@@ -159,29 +187,29 @@ def _cases() -> list[Case]:
             if kind:
                 kernel = jax.tree.map(np.asarray, quantized(kernel, kind, leading=1))
             x = normal(rows // share, inputs)
-            bias = normal(groups, *outputs) if given.get("bias") else None
-            taken, put = (
-                rng.permutation(rows).astype(np.int32) if given.get(name) else None
-                for name in ("taken", "put")
+            bias = normal(groups, *outputs) if flags.get("bias") else None
+            gather_indices, scatter_indices = (
+                rng.permutation(rows).astype(np.int32) if flags.get(name) else None
+                for name in ("gather_indices", "scatter_indices")
             )
-            norm = RMS(normal(inputs)) if given.get("norm") else None
-            weights = rng.random(rows, np.float32) if given.get("weights") else None
+            norm = RMS(normal(inputs)) if flags.get("norm") else None
+            weights = rng.random(rows, np.float32) if flags.get("weights") else None
             starts = np.cumsum([0, *counts]).astype(np.int32)
-            return x, kernel, starts, bias, taken, put, norm, weights
+            return x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights
 
         return made
 
-    def wanted(made, static):
+    def expected(made, static):
         def multiplied() -> np.ndarray:
             x, kernel, *others = made()
             kernel = _numbers(kernel) if isinstance(kernel, MXFP4) else kernel
-            x, kernel, starts, bias, taken, put, norm, weights = jax.tree.map(
+            x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights = jax.tree.map(
                 lambda leaf: np.asarray(leaf, np.float64), (x, kernel, *others)
             )
             if norm is not None:
                 x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + norm.eps) * norm.scale
-            if taken is not None:
-                x = x[taken.astype(int) // (len(taken) // len(x))]
+            if gather_indices is not None:
+                x = x[gather_indices.astype(int) // (len(gather_indices) // len(x))]
             groups = np.repeat(np.arange(len(kernel)), np.diff(starts).astype(int))
             y = np.einsum("mi,mi...->m...", x, kernel[groups])
             y = y if bias is None else y + bias[groups]
@@ -191,9 +219,9 @@ def _cases() -> list[Case]:
                 y = gate / (1 + np.exp(-clamped.alpha * gate)) * (up + 1)
             elif static["gated"]:
                 y = y[:, 0] / (1 + np.exp(-y[:, 0])) * y[:, 1]
-            if put is not None:
+            if scatter_indices is not None:
                 unsorted = np.empty_like(y)
-                unsorted[put.astype(int)] = y
+                unsorted[scatter_indices.astype(int)] = y
                 y = unsorted
             return (y if weights is None else y * weights[:, None]).astype(np.float32)
 
@@ -202,8 +230,8 @@ def _cases() -> list[Case]:
     plain = {"gated": False, "clamped": None, "dtype": np.dtype("float32")}
     gate = plain | {"gated": True}
     clamp = gate | {"clamped": ClampedSwiGLU(limit=1.5)}
-    first: Any = {"taken": True, "norm": True}
-    last: Any = {"put": True, "weights": True}
+    first: Any = {"gather_indices": True, "norm": True}
+    last: Any = {"scatter_indices": True, "weights": True}
     both: Any = {"outputs": (2, 20), "share": 3}
     four: Any = {"inputs": 96, "kind": "mxfp4"}
     few = [0, 0, 2, 0, 0, 1, 3, 0, 0, 0]
@@ -220,12 +248,12 @@ def _cases() -> list[Case]:
         "mxfp4-biased": (build([0, 4, 20], "float16", **last, **four, bias=True), plain),
         "mxfp4-few": (build(few, "bfloat16", **last, **four, bias=True), plain),
         "mxfp4-many": (
-            build([3, 0, 27], "bfloat16", **both, **four, taken=True, bias=True),
+            build([3, 0, 27], "bfloat16", **both, **four, gather_indices=True, bias=True),
             clamp,
         ),
     }
     return [
-        Case(name, made, static, small=True, wanted=wanted(made, static))
+        Case(name, made, static, small=True, expected=expected(made, static))
         for name, (made, static) in every.items()
     ]
 

@@ -17,7 +17,7 @@ from jspec.dispatch import Backend, Case, Operation, always
 from jspec.typing import Array
 
 BITS = (32, 64, 128, 256)
-_MOST = 2**24  # of a score: float32 then holds each one exactly
+_MAX_EXACT_SCORE = 2**24  # of a score: float32 then holds each one exactly
 
 
 def hash_encode(x: Array, w: Array, *, implementation: str | None = None) -> Array:
@@ -76,7 +76,7 @@ def hamming_scores(
     )
 
 
-def most(q_codes: Array, k_codes: Array) -> int:
+def max_score(q_codes: Array, k_codes: Array) -> int:
     """The highest score that `hamming_scores` can give: G T R."""
     _, tokens, heads, words = q_codes.shape
     return heads // k_codes.shape[2] * tokens * 32 * words
@@ -132,9 +132,9 @@ def check_codes(q_codes: Array, k_codes: Array) -> None:
     check_words(q_codes, k_codes)
     if 32 * q_codes.shape[3] not in BITS:
         raise ValueError(f"{q_codes.shape[3]} words a code must be 1, 2, 4 or 8")
-    if (highest := most(q_codes, k_codes)) > _MOST:
+    if (highest := max_score(q_codes, k_codes)) > _MAX_EXACT_SCORE:
         raise ValueError(
-            f"scores to G T R = {highest} are over {_MOST}; score fewer tokens at once"
+            f"scores to G T R = {highest} are over {_MAX_EXACT_SCORE}; score fewer tokens at once"
         )
 
 
@@ -156,7 +156,7 @@ def hamming_xla(q_codes: Array, k_codes: Array, lengths: Array, norms: Array | N
     batch, slots, heads, words = k_codes.shape
     q = q_codes.reshape(batch, -1, heads, q_codes.shape[2] // heads, words)
     q = jnp.moveaxis(q, 2, 1).reshape(batch, 1, heads, -1, words)
-    highest = most(q_codes, k_codes)
+    highest = max_score(q_codes, k_codes)
     distances = lax.population_count(q ^ k_codes[:, :, :, None]).astype(jnp.int32).sum((3, 4))
     shared = highest - jnp.swapaxes(distances, 1, 2)
     slot = jnp.arange(slots, dtype=jnp.int32).reshape(1, 1, slots)
@@ -176,7 +176,7 @@ def encode_sizes(q: Array, k: Array | None, w: Array) -> dict[str, int]:
 def hamming_sizes(q_codes: Array, k_codes: Array, *rest: Array | None) -> dict[str, int]:
     """What backends are ordered by: code words of queries that a key meets, and keys in all."""
     batch, slots, heads, _ = k_codes.shape
-    return {"words": most(q_codes, k_codes) // 32, "keys": batch * slots * heads}
+    return {"words": max_score(q_codes, k_codes) // 32, "keys": batch * slots * heads}
 
 
 def _encode_case(batch, tokens, heads, kv_heads, size, bits, dtype, both):

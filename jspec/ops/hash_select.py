@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.hash import HAMMING_SCORES, check_codes, hamming_sizes, hamming_xla, lengths_or, most
+from jspec.ops.hash import (
+    HAMMING_SCORES,
+    check_codes,
+    hamming_sizes,
+    hamming_xla,
+    lengths_or,
+    max_score,
+)
 from jspec.ops.select import SELECT, check_budget, ragged, select_xla
 from jspec.typing import Array
 
@@ -55,14 +62,14 @@ def _full(k_codes: Array) -> Array:
 
 def _xla(q_codes, k_codes, counts, lengths, *, k, sinks, recent) -> Array:
     scores = hamming_xla(q_codes, k_codes, _full(k_codes), None)
-    static = {"k": k, "sinks": sinks, "recent": recent, "highest": most(q_codes, k_codes)}
+    static = {"k": k, "sinks": sinks, "recent": recent, "highest": max_score(q_codes, k_codes)}
     return select_xla(scores, counts, lengths, **static)
 
 
 def _two_steps(q_codes, k_codes, counts, lengths, *, k, sinks, recent) -> Array:
     """The best backend of scoring, and that of selection behind it."""
     scores = HAMMING_SCORES(q_codes, k_codes, _full(k_codes), None)
-    static = {"k": k, "sinks": sinks, "recent": recent, "highest": most(q_codes, k_codes)}
+    static = {"k": k, "sinks": sinks, "recent": recent, "highest": max_score(q_codes, k_codes)}
     return SELECT(scores, counts, lengths, **static)
 
 
@@ -81,7 +88,7 @@ def _build(batch, tokens, heads, kv_heads, slots, words, k) -> tuple[np.ndarray,
         for shape in ((batch, tokens, heads, words), (batch, slots, kv_heads, words))
     )
     shape = (batch, kv_heads)
-    counts, lengths = (ragged(batch * kv_heads, most).reshape(shape) for most in (k, slots))
+    counts, lengths = (ragged(batch * kv_heads, bound).reshape(shape) for bound in (k, slots))
     lengths[0, 0] = slots
     return q, codes, counts, lengths
 

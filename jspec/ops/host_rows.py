@@ -60,12 +60,12 @@ def fetch_rows(
     """
     columns = tuple(columns)
     _check(columns, slots)
-    given = (None, None) if device_rows is None else (device_rows.rows, device_rows.slots)
+    sources = (None, None) if device_rows is None else (device_rows.rows, device_rows.slots)
     if prefetched is None:
-        return FETCH_ROWS(columns, slots, *given, None, None, implementation=implementation)
+        return FETCH_ROWS(columns, slots, *sources, None, None, implementation=implementation)
     # The backend that began to fetch is the one that knows when they are there.
-    given = (*given, prefetched.rows, prefetched.slots)
-    return FETCH_ROWS(columns, slots, *given, implementation=prefetched.backend)
+    sources = (*sources, prefetched.rows, prefetched.slots)
+    return FETCH_ROWS(columns, slots, *sources, implementation=prefetched.backend)
 
 
 def fetch_ahead(
@@ -117,9 +117,11 @@ def _check(columns: tuple[Array, ...], slots: Array) -> None:
     shapes = [column.shape for column in columns]
     if not 1 <= len(shapes) <= 2 or any(len(s) != 4 or s[:3] != shapes[0][:3] for s in shapes):
         raise ValueError(f"columns {shapes} must be one or two of [B, S, K, H]")
-    wanted = (shapes[0][0], shapes[0][2])
-    if slots.ndim != 3 or slots.shape[:2] != wanted or slots.dtype != jnp.int32:
-        raise ValueError(f"slots {slots.dtype}{list(slots.shape)} must be int32 {[*wanted, 'n']}")
+    leading_shape = (shapes[0][0], shapes[0][2])
+    if slots.ndim != 3 or slots.shape[:2] != leading_shape or slots.dtype != jnp.int32:
+        raise ValueError(
+            f"slots {slots.dtype}{list(slots.shape)} must be int32 {[*leading_shape, 'n']}"
+        )
 
 
 def _brought(column: Array) -> Array:
@@ -151,13 +153,16 @@ def fetch_rows_xla(
 ) -> tuple[Array, ...]:
     """As `fetch_rows`. Rows that are there are used, although the columns are here as well."""
     rows = tuple(_rows(_brought(column), slots) for column in columns)
-    for there, own in ((prefetched_rows, prefetched_slots), (device_rows, device_slots)):
-        if there is not None and own is not None:
-            places = _places(slots, own)
-            found = jnp.swapaxes(places >= 0, 1, 2)[..., None]
+    for source_rows, source_slots in (
+        (prefetched_rows, prefetched_slots),
+        (device_rows, device_slots),
+    ):
+        if source_rows is not None and source_slots is not None:
+            places = _places(slots, source_slots)
+            is_present = jnp.swapaxes(places >= 0, 1, 2)[..., None]
             rows = tuple(
-                jnp.where(found, _rows(x, places), fetched)
-                for x, fetched in zip(there, rows, strict=True)
+                jnp.where(is_present, _rows(x, places), fetched)
+                for x, fetched in zip(source_rows, rows, strict=True)
             )
     return rows
 
@@ -207,11 +212,11 @@ _SHAPES = {
 
 def _ascending(rng: np.random.Generator, batch: int, heads: int, slots: int, n: int) -> np.ndarray:
     """Different slots in ascending order, -1 behind the last; every second row has fewer."""
-    found = np.full((batch, heads, n), -1, np.int32)
-    for at, row in enumerate(found.reshape(-1, n)):
+    selected = np.full((batch, heads, n), -1, np.int32)
+    for at, row in enumerate(selected.reshape(-1, n)):
         count = min(n, slots) if at % 2 == 0 else int(rng.integers(0, min(n, slots) + 1))
         row[:count] = np.sort(rng.choice(slots, count, replace=False))
-    return found
+    return selected
 
 
 def _columns(rng, batch, slots, heads, sizes, dtype) -> tuple[np.ndarray, ...]:
@@ -224,16 +229,16 @@ def _fetched(
 ) -> tuple:
     rng = np.random.default_rng(n)
     columns = _columns(rng, batch, slots, heads, sizes, jnp.dtype(dtype))
-    wanted = _ascending(rng, batch, heads, slots, n)
+    requested = _ascending(rng, batch, heads, slots, n)
     # Behind the selection come slots in no order, some past both ends.
-    wanted[..., -2:] = rng.choice([-1, 0, slots - 1, slots], (batch, heads, 2))
-    given = []
-    for is_there in (on_device, prefetched):
-        there = _ascending(rng, batch, heads, slots, m)
-        index = np.maximum(np.swapaxes(there, 1, 2), 0)[..., None]
+    requested[..., -2:] = rng.choice([-1, 0, slots - 1, slots], (batch, heads, 2))
+    sources = []
+    for is_used in (on_device, prefetched):
+        source_slots = _ascending(rng, batch, heads, slots, m)
+        index = np.maximum(np.swapaxes(source_slots, 1, 2), 0)[..., None]
         rows = tuple(np.take_along_axis(x, index, axis=1) for x in columns)
-        given += [rows, there] if is_there else [None, None]
-    return columns, wanted, *given
+        sources += [rows, source_slots] if is_used else [None, None]
+    return columns, requested, *sources
 
 
 def _cases() -> list[Case]:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.norm import RMS
-from jspec.ops.quantized import MXFP4, Quantized, beside_dequantized, quantized, weight_bits
+from jspec.ops.quantized import MXFP4, Quantized, dequantize_with_input, quantized, weight_bits
 from jspec.typing import Array
 
 # Multiplications of a single row up to which XLA on a GPU makes a reduction of a product: the bound
@@ -104,7 +104,7 @@ def linear_xla(
         y = _product(x, jnp.moveaxis(kernel.values, -1, 0).astype(x.dtype), np.dtype(np.float32))
         y = (y * jnp.expand_dims(kernel.scale, range(x.ndim - 1))).astype(dtype)
     else:
-        x, kernel = beside_dequantized(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
+        x, kernel = dequantize_with_input(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
         y = _product(x, jnp.moveaxis(kernel, -1, 0) if transposed else kernel, dtype)
     if bias is not None:
         y = y + jnp.expand_dims(bias, range(x.ndim - 1)).astype(dtype)
@@ -154,7 +154,7 @@ def _cases() -> list[Case]:
         inputs: int = 64,
         outputs: tuple[int, ...] = (24,),
         kind: str = "",
-        **given: bool,
+        **flags: bool,
     ):
         def made():
             rng = np.random.default_rng(rows)
@@ -164,18 +164,18 @@ def _cases() -> list[Case]:
                 return values.astype(jnp.dtype(dtype))
 
             x = normal(rows, inputs)
-            shape = (*outputs, inputs) if given.get("transposed") else (inputs, *outputs)
+            shape = (*outputs, inputs) if flags.get("transposed") else (inputs, *outputs)
             kernel = normal(*shape, scale=inputs**-0.5)
             kernel = jax.tree.map(np.asarray, quantized(kernel, kind)) if kind else kernel
-            bias = normal(*outputs) if given.get("bias") else None
-            norm = RMS(normal(inputs)) if given.get("norm") else None
-            add = normal(rows, *outputs) if given.get("add") else None
+            bias = normal(*outputs) if flags.get("bias") else None
+            norm = RMS(normal(inputs)) if flags.get("norm") else None
+            add = normal(rows, *outputs) if flags.get("add") else None
             return x, kernel, bias, norm, add
 
         return made
 
-    def static(**given: bool):
-        return {"gated": False, "transposed": False, "dtype": np.dtype("float32")} | given
+    def static(**overrides: bool):
+        return {"gated": False, "transposed": False, "dtype": np.dtype("float32")} | overrides
 
     half, gate, flipped = "bfloat16", static(gated=True), static(transposed=True)
     return [

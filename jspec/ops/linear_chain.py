@@ -64,15 +64,15 @@ def chain_shapes(
     x: Array, ops: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
 ) -> list[jax.ShapeDtypeStruct]:
     """x and the result of each op, as shapes; raises `ValueError` where one does not fit."""
-    found = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     for (kernel, bias, _, add), other, gates in zip(ops, added, gated, strict=True):
-        adds = add if other is None else found[other + 1]
-        shape = result_shape(found[-1].shape, kernel, bias, adds, gated=gates)
-        found.append(jax.ShapeDtypeStruct(shape, x.dtype))
-    return found
+        adds = add if other is None else shapes[other + 1]
+        shape = result_shape(shapes[-1].shape, kernel, bias, adds, gated=gates)
+        shapes.append(jax.ShapeDtypeStruct(shape, x.dtype))
+    return shapes
 
 
-def _in_turn(
+def _run_chain(
     product: Callable[..., Array],
     x: Array,
     ops: Sequence[Arrays],
@@ -84,12 +84,12 @@ def _in_turn(
 
     ``added``: the number of the op whose result each adds, or None.
     """
-    found: list[Array] = []
+    results: list[Array] = []
     for (kernel, bias, norm, add), other, gates in zip(ops, added, gated, strict=True):
-        add = add if other is None else found[other]
-        found.append(product(x, kernel, bias, norm, add, gated=gates))
-        x = found[-1]
-    return tuple(found)
+        add = add if other is None else results[other]
+        results.append(product(x, kernel, bias, norm, add, gated=gates))
+        x = results[-1]
+    return tuple(results)
 
 
 def _linear(x, kernel, bias, norm, add, *, gated) -> Array:
@@ -100,8 +100,8 @@ def _linear_xla(x, kernel, bias, norm, add, *, gated) -> Array:
     return linear_xla(x, kernel, bias, norm, add, gated=gated, transposed=False, dtype=x.dtype)
 
 
-one_by_one = functools.partial(_in_turn, _linear)
-chain_xla = functools.partial(_in_turn, _linear_xla)
+one_by_one = functools.partial(_run_chain, _linear)
+chain_xla = functools.partial(_run_chain, _linear_xla)
 
 
 def chain_sizes(x: Array, ops: Sequence[Arrays], **static: Any) -> dict[str, int]:
@@ -137,14 +137,14 @@ def _cases() -> list[Case]:
                 kernel = jax.tree.map(np.asarray, quantized(kernel, kind)) if kind else kernel
                 norm = RMS(normal(shape[0])) if i in normed else None
                 bias = normal(*shape[1:], scale=0.3) if i == 1 else None
-                given = normal(rows, *shape[1:], scale=0.3) if add and i == 0 else None
-                ops.append((kernel, bias, norm, given))
+                addend = normal(rows, *shape[1:], scale=0.3) if add and i == 0 else None
+                ops.append((kernel, bias, norm, addend))
             return x, tuple(ops)
 
         return made
 
-    def layer(rows: int, wide: int, kind: str = ""):
-        shapes = (96, 64), (64, 2, wide), (wide, 64), (64, 40)
+    def layer(rows: int, width: int, kind: str = ""):
+        shapes = (96, 64), (64, 2, width), (width, 64), (64, 40)
         return build(rows, *shapes, normed=(1, 3), add=True, kind=kind)
 
     static = {"added": (None, None, 0, None), "gated": (False, True, False, False)}

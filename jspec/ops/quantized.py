@@ -26,7 +26,7 @@ _BOUNDS = tuple(
     np.nextafter((a + b) / 2, 0, dtype=np.float32) if i % 2 else np.float32((a + b) / 2)
     for i, (a, b) in enumerate(itertools.pairwise(_E2M1))
 )
-_LEAST_SCALE, _MOST_SCALE = 1, 252  # above, 6 times a scale may be beyond float32
+_MIN_SCALE, _MAX_SCALE = 1, 252  # above, 6 times a scale may be beyond float32
 _NAN = 255
 
 
@@ -109,7 +109,7 @@ def dequantized(kernel: MXFP4, dtype: DTypeLike) -> Array:
     return jnp.moveaxis(weights, -1, kernel.leading).astype(dtype)
 
 
-def beside_dequantized(x: Array, kernel: MXFP4) -> tuple[Array, Array]:
+def dequantize_with_input(x: Array, kernel: MXFP4) -> tuple[Array, Array]:
     """``x``, and the weights of ``kernel``, of its dtype.
 
     They are made when x is there: in a loop, XLA would make those of all layers ahead of it, and
@@ -131,12 +131,12 @@ def quantized(kernel: Array, kind: str, leading: int = 0) -> Quantized | MXFP4:
     finite makes products with its column, or its block, NaN. Raises `ValueError` for MXFP4 where
     the inputs are no multiple of `BLOCK`.
     """
-    wide = kernel.astype(jnp.float32)
+    weights = kernel.astype(jnp.float32)
     if kind == "mxfp4":
-        return _mxfp4(wide, leading)
-    dtype, most = EIGHT_BITS[kind]
-    scale = jnp.abs(wide).max(axis=0) / most
-    values = wide / jnp.where(scale > 0, scale, 1)[None]
+        return _mxfp4(weights, leading)
+    dtype, max_value = EIGHT_BITS[kind]
+    scale = jnp.abs(weights).max(axis=0) / max_value
+    values = weights / jnp.where(scale > 0, scale, 1)[None]
     if kind == "int8":
         values = jnp.round(values)
     return Quantized(jnp.moveaxis(values.astype(dtype), 0, -1), scale)
@@ -157,7 +157,7 @@ def _mxfp4(kernel: Array, leading: int) -> MXFP4:
     least = exponent + jnp.where(mantissa > 0.75, 1, 0) - 3
 
     def rounded(power: Array) -> tuple[Array, Array, Array]:
-        scales = jnp.clip(power + 127, _LEAST_SCALE, _MOST_SCALE)
+        scales = jnp.clip(power + 127, _MIN_SCALE, _MAX_SCALE)
         scaled = jnp.ldexp(blocks, 127 - scales[..., None])
         codes = jnp.searchsorted(jnp.array(_BOUNDS), jnp.abs(scaled), method="compare_all")
         error = jnp.abs(scaled) - jnp.array(_E2M1, jnp.float32)[codes]

@@ -71,12 +71,12 @@ def route_xla(
 ) -> Routed:
     """As `route`, of a norm that is rounded to the dtype of x."""
     x = x if norm is None else norm(x)
-    wide = jnp.float32
-    logits = jnp.dot(x.astype(wide), kernel.astype(wide), precision=lax.Precision.HIGHEST)
+    float32 = jnp.float32
+    logits = jnp.dot(x.astype(float32), kernel.astype(float32), precision=lax.Precision.HIGHEST)
     if bias is not None:
-        logits += bias.astype(wide)[None]
+        logits += bias.astype(float32)[None]
     scores = jax.nn.softmax(logits) if experts.score == "softmax" else jax.nn.sigmoid(logits)
-    ranked = scores if correction is None else scores + correction.astype(wide)[None]
+    ranked = scores if correction is None else scores + correction.astype(float32)[None]
     if experts.chosen_groups < experts.groups:
         ranked = _within_groups(ranked, experts)
     chosen = lax.top_k(ranked, experts.chosen)[1]
@@ -95,9 +95,9 @@ def _within_groups(scores: Array, experts: Experts) -> Array:
     grouped = scores.reshape(len(scores), experts.groups, -1)
     count = 1 if experts.group_score == "highest" else 2
     best = lax.top_k(grouped, count)[0].sum(axis=2)
-    taken = lax.top_k(best, experts.chosen_groups)[1]
-    is_taken = (taken[:, :, None] == jnp.arange(experts.groups)[None, None]).any(axis=1)
-    return jnp.where(is_taken[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    chosen_groups = lax.top_k(best, experts.chosen_groups)[1]
+    is_chosen = (chosen_groups[:, :, None] == jnp.arange(experts.groups)[None, None]).any(axis=1)
+    return jnp.where(is_chosen[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def route_sizes(x: Array, kernel: Array, *args, experts: Experts) -> dict[str, int]:

@@ -200,9 +200,9 @@ def _cases() -> list[Case]:
     """Logits that leave no choice, so that every number draws the same token."""
 
     def certain() -> tuple[np.ndarray, Settings, np.ndarray]:
-        wanted = np.arange(30, dtype=np.int32).reshape(2, 15)
-        logits = 40 * np.eye(30, dtype=np.float32)[wanted]
-        return logits, unfiltered(2), wanted
+        tokens = np.arange(30, dtype=np.int32).reshape(2, 15)
+        logits = 40 * np.eye(30, dtype=np.float32)[tokens]
+        return logits, unfiltered(2), tokens
 
     static = {"role": Role.DRAFT, "filtered": False, "axis_name": None}
     return [Case("certain", certain, static, small=True)]

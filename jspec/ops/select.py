@@ -102,9 +102,9 @@ def select_xla(
     falling = jnp.where(rank == 1, ~rising(scores), 0)
     *_, order = lax.sort((rank, falling, slots), num_keys=2, is_stable=True)
     order = order[..., :k]
-    taken = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1) < counts
+    in_budget = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1) < counts
     # What is left out sorts behind, and fills the places up to k.
-    order = jnp.sort(jnp.where(taken, order, n), axis=-1)
+    order = jnp.sort(jnp.where(in_budget, order, n), axis=-1)
     order = jnp.where(order < n, order, -1)
     return jnp.pad(
         order, [(0, 0)] * (scores.ndim - 1) + [(0, k - order.shape[-1])], constant_values=-1
@@ -149,11 +149,13 @@ def rows_of_scores(rows: int, n: int, dtype: DTypeLike, kinds: int) -> np.ndarra
     return scores
 
 
-def ragged(rows: int, most: int) -> np.ndarray:
+def ragged(rows: int, upper: int) -> np.ndarray:
     """Counts int32 ``[rows]``: none and all are frequent, and some are past both ends."""
-    rng = np.random.default_rng([rows, most])
-    ends = rng.choice([0, most], rows)
-    return np.where(rng.random(rows) < 0.3, ends, rng.integers(-1, most + 2, rows)).astype(np.int32)
+    rng = np.random.default_rng([rows, upper])
+    ends = rng.choice([0, upper], rows)
+    return np.where(rng.random(rows) < 0.3, ends, rng.integers(-1, upper + 2, rows)).astype(
+        np.int32
+    )
 
 
 def _build(rows: int, n: int, k: int, dtype: str, kinds: int) -> tuple[np.ndarray, ...]:

@@ -45,21 +45,25 @@ def select_sharded(
     check_budget(k, sinks, recent)
     lead = scores.shape[:-1]
     lengths = lengths_or(lengths, lead, capacity)[..., None]
-    most = jnp.minimum(k, lengths)
-    counts = most if counts is None else jnp.minimum(lengths_or(counts, lead, k)[..., None], most)
+    max_counts = jnp.minimum(k, lengths)
+    counts = (
+        max_counts
+        if counts is None
+        else jnp.minimum(lengths_or(counts, lead, k)[..., None], max_counts)
+    )
     positions = positions.reshape(-1, *[1] * (scores.ndim - 2), positions.shape[-1])
     positions = jnp.broadcast_to(positions, scores.shape)
     among = (positions >= 0) & (positions < lengths)
     forced = (positions < sinks) | (positions >= lengths - recent)
     digits = [*_of_scores(scores, forced, highest), *_of_positions(positions, capacity)]
-    taken = jnp.zeros(scores.shape, bool)
+    selected = jnp.zeros(scores.shape, bool)
     need = jnp.maximum(counts, 0)
     for digit, base in digits:
         above, among, need = _split(digit, base, among, need, axis_name)
-        taken = taken | above
-    taken = taken | (among & (need > 0))
-    number = taken.sum(axis=-1, dtype=jnp.int32)
-    return select(taken.astype(jnp.int32), min(k, scores.shape[-1]), counts=number, highest=1)
+        selected = selected | above
+    selected = selected | (among & (need > 0))
+    number = selected.sum(axis=-1, dtype=jnp.int32)
+    return select(selected.astype(jnp.int32), min(k, scores.shape[-1]), counts=number, highest=1)
 
 
 def _of_scores(scores: Array, forced: Array, highest: int | None) -> list[tuple[Array, int]]:

@@ -148,20 +148,20 @@ def _judged(
         p_tokens = _of_token(jax.tree.map(lambda x: x[:, :gamma], p), tokens, vocabulary)
         chances = block.chances(p_tokens, _of_token(q, tokens, vocabulary))
         accepted = block.accepted(u, chances, p, q, draft_lengths, vocabulary)
-        p_here, q_here = _row(p, accepted), _row(q, jnp.minimum(accepted, gamma - 1))
-        residual = block.residual(p_here, q_here, _row(chances, accepted))
+        p_next, q_next = _row(p, accepted), _row(q, jnp.minimum(accepted, gamma - 1))
+        residual = block.residual(p_next, q_next, _row(chances, accepted))
     else:
         accepted = leading(_accepts(u, p, q, tokens, vocabulary), draft_lengths)
-        p_here = _row(p, accepted)
-        residual = _residual(p_here, q, tokens, accepted, vocabulary)
+        p_next = _row(p, accepted)
+        residual = _residual(p_next, q, tokens, accepted, vocabulary)
 
     rejected = accepted < jnp.minimum(draft_lengths, gamma)
     # p and q that differ by rounding alone can leave an empty residual: then the target's serves.
     empty = total(residual.weights, residual.shift, vocabulary) == 0
     use_residual = rejected[:, None] & ~empty
     following = draw(
-        jnp.where(use_residual[..., None], residual.weights, p_here.weights),
-        jnp.where(use_residual, residual.shift, p_here.shift),
+        jnp.where(use_residual[..., None], residual.weights, p_next.weights),
+        jnp.where(use_residual, residual.shift, p_next.shift),
         jnp.where(
             rejected,
             number(settings.seeds, positions + accepted, Role.RESIDUAL),
@@ -218,7 +218,7 @@ def _accepts(
 
 
 def _residual(
-    p_here: TokenDistribution,
+    p_next: TokenDistribution,
     q: TokenDistribution | None,
     tokens: Array,
     accepted: Array,
@@ -227,21 +227,21 @@ def _residual(
     """``max(p - q, 0)`` at the first rejected position, not normalised: to draw from alone."""
     gamma = tokens.shape[1]
     if gamma == 0:
-        return p_here
+        return p_next
     at = jnp.minimum(accepted, gamma - 1)
     if q is not None:
-        p_tokens, q_tokens = p_here.probabilities(), _row(q, at).probabilities()
+        p_tokens, q_tokens = p_next.probabilities(), _row(q, at).probabilities()
         over = jnp.where(q_tokens < p_tokens, p_tokens - q_tokens, 0)
-        return p_here._replace(weights=over, shift=jnp.zeros_like(p_here.shift))
+        return p_next._replace(weights=over, shift=jnp.zeros_like(p_next.shift))
     token = jnp.take_along_axis(tokens, at[:, None], axis=1)[..., None]
-    is_token = vocabulary.ids_like(p_here.weights) == token
-    return p_here._replace(weights=jnp.where(is_token, 0, p_here.weights))
+    is_token = vocabulary.ids_like(p_next.weights) == token
+    return p_next._replace(weights=jnp.where(is_token, 0, p_next.weights))
 
 
 def _of_token(rows: TokenDistribution, tokens: Array, vocabulary: Vocabulary) -> Array:
     """Probabilities uint64 of ``tokens [B, T]``; a padding id gives that of token 0."""
-    probability, here = vocabulary.at(rows.probabilities(), jnp.clip(tokens, 0, None))
-    return vocabulary.sum(jnp.where(here, probability, 0))
+    probability, in_shard = vocabulary.at(rows.probabilities(), jnp.clip(tokens, 0, None))
+    return vocabulary.sum(jnp.where(in_shard, probability, 0))
 
 
 def _row(rows: Rows, index: Array) -> Rows:

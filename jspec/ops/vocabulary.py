@@ -63,7 +63,7 @@ class Vocabulary:
         mine = (ids >= self._start) & (ids < self._start + self.size)
         return jnp.broadcast_to(jnp.where(mine, ids, NO_TOKEN), tiles.shape)
 
-    def own(self, x: Array) -> Array:
+    def mask_to_shard(self, x: Array) -> Array:
         """``x [..., L]`` with 0 for tiles that do not belong to this shard."""
         first = self._tile_ids * TILE
         owned = (first >= self._start) & (first < self._start + self.size)
@@ -156,8 +156,8 @@ class Vocabulary:
         tile = jnp.arange(x.shape[-1], dtype=jnp.int32)
         for index in (0, self._last):
             whole = reduce(parts, _aligned(ids == self._tile_ids[index], parts))
-            here = jnp.broadcast_to(tile == index, x.shape)
-            x = jnp.where(here, whole[..., None], x)
+            is_tile = jnp.broadcast_to(tile == index, x.shape)
+            x = jnp.where(is_tile, whole[..., None], x)
         return x
 
 

@@ -24,7 +24,7 @@ from jspec.typing import Array
 
 WORD = 16  # bytes a lane moves at once
 TILE = WARPS * LANES * WORD  # bytes a program moves at once
-MOST_BLOCKS = 64
+MAX_BLOCKS = 64
 
 
 def all_to_all_pallas(pieces: Array, axes: Axes) -> Array:
@@ -40,10 +40,13 @@ def all_to_all_pallas(pieces: Array, axes: Axes) -> Array:
 
     def place(rank: Array) -> Any:
         """Where ``rank`` is on each axis of the mesh."""
-        found = {}
+        coordinates = {}
         for name, length in zip(reversed(names), reversed(sizes), strict=True):
-            found[name], rank = lax.rem(rank, jnp.int32(length)), lax.div(rank, jnp.int32(length))
-        return found
+            coordinates[name], rank = (
+                lax.rem(rank, jnp.int32(length)),
+                lax.div(rank, jnp.int32(length)),
+            )
+        return coordinates
 
     def exchange(source, target, arrived):
         me = lax.axis_index(names)
@@ -52,9 +55,9 @@ def all_to_all_pallas(pieces: Array, axes: Axes) -> Array:
         def _(loop):
             step, at = loop.index
             peer = lax.rem(me + step, jnp.int32(ranks))
-            here = pl.ds(at * tile, tile)
+            tile_slice = pl.ds(at * tile, tile)
             there = plgpu.remote_ref(target, place(peer))
-            store(there.at[me, here], load(source.at[peer, here], spread))
+            store(there.at[me, tile_slice], load(source.at[peer, tile_slice], spread))
 
         # Each block has a semaphore of its own, which the same blocks of the peers signal.
         for step in range(1, ranks):
@@ -65,11 +68,11 @@ def all_to_all_pallas(pieces: Array, axes: Axes) -> Array:
         exchange,
         out_type=jax.ShapeDtypeStruct((ranks, tiles * tile), flat.dtype),
         scratch_types=[plgpu.SemaphoreType.REGULAR],
-        grid=(min(MOST_BLOCKS, ranks * tiles),),
+        grid=(min(MAX_BLOCKS, ranks * tiles),),
         grid_names=("block",),
     )
-    found = opaque(call, jnp.pad(flat, ((0, 0), (0, tiles * tile - size))))
-    return found[:, :size].reshape(shape)
+    received = opaque(call, jnp.pad(flat, ((0, 0), (0, tiles * tile - size))))
+    return received[:, :size].reshape(shape)
 
 
 def _refuses(devices: int) -> str | None:

@@ -30,8 +30,8 @@ from jspec.pallas.attention_cut import (
     PROBES,
     Blocks,
     Items,
+    Schedule,
     Shape,
-    Turns,
     blocks_for,
     plan,
     reach,
@@ -97,7 +97,7 @@ def _attended(
         return *opaque(functools.partial(_lowered_once, merge), out, lse, bounds), scores
 
     def only(x: Array) -> Array:
-        x = jnp.moveaxis(x[:, :, :, 0, : shape.wide], 1, 2)
+        x = jnp.moveaxis(x[:, :, :, 0, : shape.program_rows], 1, 2)
         x = x.reshape(batch, kv_heads, -1, *x.shape[4:])
         return ungrouped(x[:, :, : shape.rows], tokens)
 
@@ -125,8 +125,8 @@ class _Partials:
     blocks: Blocks
 
     @property
-    def turns(self) -> Turns:
-        return Turns(self.blocks, self.shape.slots)
+    def schedule(self) -> Schedule:
+        return Schedule(self.blocks, self.shape.slots)
 
     def __call__(
         self,
@@ -148,48 +148,52 @@ class _Partials:
         """
         shape, blocks = self.shape, self.blocks
         batch, kv_heads, rows, size = q.shape
-        tiles, wide, (ahead, behind) = shape.tiles, shape.wide, blocks.stages
+        tiles, program_rows, (key_stages, value_stages) = (
+            shape.tiles,
+            shape.program_rows,
+            blocks.stages,
+        )
         result = jnp.float32 if blocks.chunks.count > 1 else q.dtype
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * wide - rows), (0, 0)))
-        queries = [q.reshape(batch, kv_heads, tiles, wide, size), last]
-        held = [
-            swizzled((blocks.sides, wide, size), k.dtype),
-            plgpu.SMEM((blocks.sides, wide), jnp.int32),
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * program_rows - rows), (0, 0)))
+        queries = [q.reshape(batch, kv_heads, tiles, program_rows, size), last]
+        query_buffers = [
+            swizzled((blocks.sides, program_rows, size), k.dtype),
+            plgpu.SMEM((blocks.sides, program_rows), jnp.int32),
         ]
         staged = [
             plgpu.SMEM((2, shape.groups * TILE, shape.part), result),
             plgpu.SMEM((2, shape.groups * TILE), jnp.float32),
         ]
-        kept = (batch, tiles, kv_heads, blocks.chunks.count, sum(shape.kept))
+        parts_shape = (batch, tiles, kv_heads, blocks.chunks.count, sum(shape.stored_rows))
         results = [
-            jax.ShapeDtypeStruct((*kept, size), result),
-            jax.ShapeDtypeStruct((*kept[:-1], wide), jnp.float32),
+            jax.ShapeDtypeStruct((*parts_shape, size), result),
+            jax.ShapeDtypeStruct((*parts_shape[:-1], program_rows), jnp.float32),
         ]
         if probe is not None:
             repeated = (batch, kv_heads, PROBES, size)
             queries.append(jnp.broadcast_to(probe[:, :, None].astype(k.dtype), repeated))
-            held.append(swizzled((blocks.sides, PROBES, size), k.dtype))
+            query_buffers.append(swizzled((blocks.sides, PROBES, size), k.dtype))
             staged.append(plgpu.SMEM((2, blocks.keys), jnp.float32))
             results.append(jax.ShapeDtypeStruct((batch, kv_heads, shape.slots), jnp.float32))
         # Of barriers that tell what has arrived: copies to wait for, and how many barriers; and the
         # warpgroups that wait for it.
-        full = (len(queries), blocks.sides), (1, ahead), (shape.halves, behind)
+        full = (len(queries), blocks.sides), (1, key_stages), (shape.halves, value_stages)
         readers = shape.groups + shape.scored, shape.groups + shape.scored, shape.groups
 
         def attention_chunks(queries, k, v, items, until, *rest):
             results, rest = rest[: len(staged)], rest[len(staged) :]
             pl.run_scoped(
                 lambda *scratch: self._kernel((queries, k, v), items, until, results, *scratch),
-                held,
-                swizzled((ahead, blocks.keys, size), k.dtype),
-                swizzled((behind, shape.halves, blocks.keys, shape.channels), k.dtype),
+                query_buffers,
+                swizzled((key_stages, blocks.keys, size), k.dtype),
+                swizzled((value_stages, shape.halves, blocks.keys, shape.channels), k.dtype),
                 staged,
                 [plgpu.Barrier(num_arrivals=n, num_barriers=m) for n, m in full],
                 [
                     plgpu.Barrier(num_arrivals=n, num_barriers=m)
                     for n, (_, m) in zip(readers, full, strict=True)
                 ],
-                plgpu.Barrier(num_arrivals=shape.halves, num_barriers=behind),
+                plgpu.Barrier(num_arrivals=shape.halves, num_barriers=value_stages),
                 collective_axes="group",
             )
 
@@ -205,28 +209,30 @@ class _Partials:
         out, lse, *scores = call(queries, k, v, items, until)
         return out, lse, scores[0] if scores else None
 
-    def _kernel(self, sources, items, until, results, held, k, v, staged, full, free, clean):
+    def _kernel(
+        self, sources, items, until, results, query_buffers, k, v, staged, full, free, clean
+    ):
         group, shape = lax.axis_index("group"), self.shape
         out, lse, *scores = results
-        turns = self.turns.count(until[until.shape[0] - 1])
-        start = (jnp.int32(0), jnp.int32(0)), self.turns.item(items, jnp.int32(0))
+        steps = self.schedule.count(until[until.shape[0] - 1])
+        start = (jnp.int32(0), jnp.int32(0)), self.schedule.item(items, jnp.int32(0))
 
         @pl.when(group < shape.groups)
         def _():
             if shape.registers is not None:
                 plgpu.set_max_registers(shape.registers[0], action="increase")
             compute = Compute(shape, self.scale, self.window, self.softcap, self.blocks)
-            smem = *held[:2], k, v, *staged[:2]
+            smem = *query_buffers[:2], k, v, *staged[:2]
             compute = compute(group, items, smem, (out, lse), full, free, clean)
-            lax.fori_loop(0, turns, compute, start)
+            lax.fori_loop(0, steps, compute, start)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(group == shape.groups)
         def _():
             if shape.registers is not None:
                 plgpu.set_max_registers(shape.registers[1], action="decrease")
-            copy = self._copier(sources, items, (held, k, v), full, free)
-            (done, read), _ = lax.fori_loop(0, turns, copy, start)
+            copy = self._copier(sources, items, (query_buffers, k, v), full, free)
+            (done, read), _ = lax.fori_loop(0, steps, copy, start)
             # Every barrier is seen to its end.
             for count, barrier in zip((read, done, done), free, strict=True):
                 size = barrier.shape[0]
@@ -241,20 +247,20 @@ class _Partials:
             def _():
                 if shape.registers is not None:
                     plgpu.set_max_registers(shape.registers[1], action="decrease")
-                score = self._scorer(items, (held[2], k, staged[2]), scores[0], full, free)
-                lax.fori_loop(0, turns, score, start)
+                score = self._scorer(items, (query_buffers[2], k, staged[2]), scores[0], full, free)
+                lax.fori_loop(0, steps, score, start)
                 plgpu.wait_smem_to_gmem(0)
 
     def _copier(self, sources, items, smem, full, free):
         (q, last, *probe), k, v = sources
         (q_smem, last_smem, *probe_smem), k_smem, v_smem = smem
         keys, sides, channels = self.blocks.keys, self.blocks.sides, self.shape.channels
-        ahead, behind = self.blocks.stages
+        key_stages, value_stages = self.blocks.stages
 
-        def copy(turn, carry):
-            (done, read), here = carry
-            after = self.turns.item(items, turn + 1)
-            row, tile, head, side = here.row, here.tile, here.head, lax.rem(read, sides)
+        def copy(step, carry):
+            (done, read), item = carry
+            after = self.schedule.item(items, step + 1)
+            row, tile, head, side = item.row, item.tile, item.head, lax.rem(read, sides)
             pl.when(read >= sides)(lambda: plgpu.barrier_wait(free[0].at[side]))
             arrived = full[0].at[side]
             plgpu.copy_gmem_to_smem(q.at[row, head, tile], q_smem.at[side], arrived)
@@ -263,47 +269,47 @@ class _Partials:
                 plgpu.copy_gmem_to_smem(source.at[row, head], target.at[side], arrived)
 
             def key(i):
-                _, at = self.turns.at(here, i)
-                slot = lax.rem(done + i, ahead)
-                pl.when(done + i >= ahead)(lambda: plgpu.barrier_wait(free[1].at[slot]))
+                _, at = self.schedule.at(item, i)
+                slot = lax.rem(done + i, key_stages)
+                pl.when(done + i >= key_stages)(lambda: plgpu.barrier_wait(free[1].at[slot]))
                 source = k.at[row, pl.ds(at, keys), head]
                 plgpu.copy_gmem_to_smem(source, k_smem.at[slot], full[1].at[slot])
 
             def value(i):
-                _, at = self.turns.at(here, i)
-                slot = lax.rem(done + i, behind)
-                pl.when(done + i >= behind)(lambda: plgpu.barrier_wait(free[2].at[slot]))
+                _, at = self.schedule.at(item, i)
+                slot = lax.rem(done + i, value_stages)
+                pl.when(done + i >= value_stages)(lambda: plgpu.barrier_wait(free[2].at[slot]))
                 for half in range(self.shape.halves):
                     source = v.at[row, pl.ds(at, keys), head, pl.ds(half * channels, channels)]
                     plgpu.copy_gmem_to_smem(source, v_smem.at[slot, half], full[2].at[slot])
 
             key(0)
 
-            @pl.loop(0, here.blocks)
+            @pl.loop(0, item.blocks)
             def _(i):
                 # In the order in which they are used.
-                pl.when(i + 1 < here.blocks)(lambda: key(i + 1))
+                pl.when(i + 1 < item.blocks)(lambda: key(i + 1))
                 value(i)
 
-            return (done + here.blocks, read + 1), after
+            return (done + item.blocks, read + 1), after
 
         return copy
 
     def _scorer(self, items, smem, scores, full, free):
         """What scores the keys of an item; tiles and blocks that share keys write the same."""
         probe_smem, k_smem, score_smem = smem
-        keys, (ahead, _) = self.blocks.keys, self.blocks.stages
+        keys, (key_stages, _) = self.blocks.keys, self.blocks.stages
 
-        def score(turn, carry):
-            (done, read), here = carry
-            after = self.turns.item(items, turn + 1)
+        def score(step, carry):
+            (done, read), item = carry
+            after = self.schedule.item(items, step + 1)
             side = lax.rem(read, self.blocks.sides)
             plgpu.barrier_wait(full[0].at[side])
 
-            @pl.loop(0, here.blocks)
+            @pl.loop(0, item.blocks)
             def _(i):
-                _, at = self.turns.at(here, i)
-                slot, staged = lax.rem(done + i, ahead), lax.rem(done + i, 2)
+                _, at = self.schedule.at(item, i)
+                slot, staged = lax.rem(done + i, key_stages), lax.rem(done + i, 2)
                 plgpu.barrier_wait(full[1].at[slot])
                 # The buffer before the last one is no longer read.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -314,11 +320,11 @@ class _Partials:
                     score_smem[staged, rows] = products.max(axis=1) * self.scale
                 plgpu.barrier_arrive(free[1].at[slot])
                 plgpu.commit_smem()
-                target = scores.at[here.row, here.head, pl.ds(at, keys)]
+                target = scores.at[item.row, item.head, pl.ds(at, keys)]
                 plgpu.copy_smem_to_gmem(score_smem.at[staged], target)
 
             plgpu.barrier_arrive(free[0].at[side])
-            return (done + here.blocks, read + 1), after
+            return (done + item.blocks, read + 1), after
 
         return score
 

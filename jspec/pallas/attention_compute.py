@@ -9,9 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.pallas.attention_cut import Blocks, Items, Shape, Turns
+from jspec.pallas.attention_cut import Blocks, Items, Schedule, Shape
 from jspec.pallas.attention_merge import LOG2E, LOWEST
-from jspec.pallas.products import TILE, beside, both, plus, times
+from jspec.pallas.products import TILE, both, plus, swizzled_channels, times
 
 NARROW = 64  # channels up to which two products beside each other take longer than in turn
 
@@ -27,15 +27,15 @@ class Compute:
     blocks: Blocks
 
     @property
-    def turns(self) -> Turns:
-        return Turns(self.blocks, self.shape.slots)
+    def schedule(self) -> Schedule:
+        return Schedule(self.blocks, self.shape.slots)
 
     def __call__(self, group, items: Items, smem, results, full, free, clean):
         q_smem, last_smem, k_smem, v_smem, out_smem, row_smem = smem
-        shape, keys, (ahead, behind) = self.shape, self.blocks.keys, self.blocks.stages
-        channels, part, piece = shape.channels, shape.part, beside(shape.channels)
+        shape, keys, (key_stages, value_stages) = self.shape, self.blocks.keys, self.blocks.stages
+        channels, part, piece = shape.channels, shape.part, swizzled_channels(shape.channels)
         stack, half = lax.div(group, shape.halves), lax.rem(group, shape.halves)
-        own, staged = pl.ds(stack * TILE, TILE), pl.ds(group * TILE, TILE)
+        stack_rows, staged = pl.ds(stack * TILE, TILE), pl.ds(group * TILE, TILE)
         by_row = plgpu.Layout.WGMMA.reduce(1)
         # Scores are kept in the base of the exponential function that the GPU has.
         unit = 1.0 if self.softcap is not None else self.scale * LOG2E
@@ -43,7 +43,7 @@ class Compute:
         def vector(value):
             return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), by_row)
 
-        def wide(x, columns):
+        def over_columns(x, columns):
             return lax.broadcast_in_dim(x, (TILE, columns), [0])
 
         def index(shape, dimension):
@@ -52,33 +52,33 @@ class Compute:
         def fetch(ref, layout):
             return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
-        def without_junk(slot, at, end):
+        def clear_past_end(slot, at, end):
             # Slots beyond the length may hold anything, and 0 * NaN is NaN.
             @pl.when(stack == 0)
             def _():
                 for channel in range(0, channels, piece):  # of few registers
-                    here = v_smem.at[slot, half, :, pl.ds(channel, piece)]
-                    held = fetch(here, plgpu.Layout.WGMMA)
-                    here[...] = jnp.where(index((keys, piece), 0) + at < end, held, 0)
+                    piece_ref = v_smem.at[slot, half, :, pl.ds(channel, piece)]
+                    values = fetch(piece_ref, plgpu.Layout.WGMMA)
+                    piece_ref[...] = jnp.where(index((keys, piece), 0) + at < end, values, 0)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(clean.at[slot])
 
             plgpu.barrier_wait(clean.at[slot])
 
-        def compute(turn, carry):
-            (done, read), here = carry
-            after = self.turns.item(items, turn + 1)
-            count, end, side = here.blocks, here.end, lax.rem(read, self.blocks.sides)
+        def compute(step, carry):
+            (done, read), item = carry
+            after = self.schedule.item(items, step + 1)
+            count, end, side = item.blocks, item.end, lax.rem(read, self.blocks.sides)
             plgpu.barrier_wait(full[0].at[side])
-            limit = fetch(last_smem.at[side, own], by_row)
+            limit = fetch(last_smem.at[side, stack_rows], by_row)
 
             def masked(scores, i):
-                begins, at = self.turns.at(here, i)
+                begins, at = self.schedule.at(item, i)
                 position = index((TILE, keys), 1) + at
-                seen = (position >= begins) & (position <= wide(limit, keys))
+                visible = (position >= begins) & (position <= over_columns(limit, keys))
                 if self.window is not None:
-                    seen = seen & (position > wide(limit - self.window, keys))
-                return jnp.where(seen, scores, -jnp.inf)
+                    visible = visible & (position > over_columns(limit - self.window, keys))
+                return jnp.where(visible, scores, -jnp.inf)
 
             def weigh(scores, i, top, total, mask):
                 """The weights of block ``i``, and how much less those before it count from now."""
@@ -88,15 +88,15 @@ class Compute:
                     scores = masked(scores, i)
                 higher = jnp.maximum(top, scores.max(axis=1) * unit)
                 decay = jnp.exp2(top - higher)
-                weights = jnp.exp2(scores * unit - wide(higher, keys))
+                weights = jnp.exp2(scores * unit - over_columns(higher, keys))
                 total = total * decay + weights.sum(axis=1)
                 return higher, total, decay, weights
 
             def query_and_keys(slot):
-                return q_smem.at[side, own], k_smem.at[slot].transpose((1, 0))
+                return q_smem.at[side, stack_rows], k_smem.at[slot].transpose((1, 0))
 
             def scores_of(i):
-                slot = lax.rem(done + i, ahead)
+                slot = lax.rem(done + i, key_stages)
                 plgpu.barrier_wait(full[1].at[slot])
                 scores = times(*query_and_keys(slot))
                 plgpu.barrier_arrive(free[1].at[slot])
@@ -105,17 +105,17 @@ class Compute:
             def block(i, carry, mask):
                 acc, top, total = carry
                 top, total, decay, weights = weigh(scores_of(i), i, top, total, mask)
-                slot = lax.rem(done + i, behind)
+                slot = lax.rem(done + i, value_stages)
                 plgpu.barrier_wait(full[2].at[slot])
                 weights = weights.astype(v_smem.dtype)
-                acc = plus(acc * wide(decay, channels), weights, v_smem.at[slot, half])
+                acc = plus(acc * over_columns(decay, channels), weights, v_smem.at[slot, half])
                 plgpu.barrier_arrive(free[2].at[slot])
                 return acc, top, total
 
-            def block_beside(i, carry, mask):
+            def overlapped_block(i, carry, mask):
                 """The scores of block ``i``, beside the sum over the values of the one before."""
                 acc, top, total, weights = carry
-                slot, before = lax.rem(done + i, ahead), lax.rem(done + i - 1, behind)
+                slot, before = lax.rem(done + i, key_stages), lax.rem(done + i - 1, value_stages)
                 plgpu.barrier_wait(full[1].at[slot])
 
                 def between(scores):
@@ -133,10 +133,15 @@ class Compute:
                     between,
                 )
                 plgpu.barrier_arrive(free[2].at[before])
-                return acc * wide(decay, channels), higher, sums, weights.astype(v_smem.dtype)
+                return (
+                    acc * over_columns(decay, channels),
+                    higher,
+                    sums,
+                    weights.astype(v_smem.dtype),
+                )
 
             def through(begin, end, block, carry):
-                plain = jnp.clip(here.plain, begin, jnp.maximum(end, begin))
+                plain = jnp.clip(item.plain, begin, jnp.maximum(end, begin))
                 carry = lax.fori_loop(begin, plain, lambda i, c: block(i, c, False), carry)
                 return lax.fori_loop(plain, end, lambda i, c: block(i, c, True), carry)
 
@@ -145,26 +150,26 @@ class Compute:
             if channels > NARROW:
                 top, total, _decay, weights = weigh(scores_of(0), 0, top, total, True)
                 carry = acc, top, total, weights.astype(v_smem.dtype)
-                acc, top, total, weights = through(1, count, block_beside, carry)
+                acc, top, total, weights = through(1, count, overlapped_block, carry)
             else:
                 acc, top, total = through(0, count - 1, block, (acc, top, total))
                 scores = scores_of(count - 1)
                 top, total, decay, weights = weigh(scores, count - 1, top, total, True)
-                acc, weights = acc * wide(decay, channels), weights.astype(v_smem.dtype)
-            final = lax.rem(done + count - 1, behind)
+                acc, weights = acc * over_columns(decay, channels), weights.astype(v_smem.dtype)
+            final = lax.rem(done + count - 1, value_stages)
             plgpu.barrier_arrive(free[0].at[side])
             plgpu.barrier_wait(full[2].at[final])
-            _, at = self.turns.at(here, count - 1)
-            pl.when(at + keys > end)(lambda: without_junk(final, at, end))
+            _, at = self.schedule.at(item, count - 1)
+            pl.when(at + keys > end)(lambda: clear_past_end(final, at, end))
             acc = plus(acc, weights, v_smem.at[final, half])
             plgpu.barrier_arrive(free[2].at[final])
 
             # Blocks that are not masked are seen by all queries, but not by padding.
             saw = (total > 0) & (limit >= 0)
             safe = jnp.where(saw, total, 1)
-            place = here.row, here.tile, here.head, here.chunk
+            place = item.row, item.tile, item.head, item.chunk
             out, lse = (x.at[*place] for x in results)
-            acc = jnp.where(wide(saw, channels), acc * wide(1 / safe, channels), 0)
+            acc = jnp.where(over_columns(saw, channels), acc * over_columns(1 / safe, channels), 0)
             for i, at in enumerate(range(0, channels, part)):
                 # The buffer before is still being read.
                 plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
@@ -172,17 +177,17 @@ class Compute:
                 if i == 0:
                     row_smem[0, staged] = jnp.where(saw, top + jnp.log2(safe), -jnp.inf)
                 plgpu.commit_smem()
-                for j, kept in enumerate(shape.kept):
+                for j, row_count in enumerate(shape.stored_rows):
 
                     @pl.when(stack == j)
-                    def _(i=i, at=at, j=j, kept=kept):
-                        source = out_smem.at[i % 2, pl.ds(group * TILE, kept)]
+                    def _(i=i, at=at, j=j, row_count=row_count):
+                        source = out_smem.at[i % 2, pl.ds(group * TILE, row_count)]
                         columns = pl.ds(half * channels + at, part)
-                        plgpu.copy_smem_to_gmem(source, out.at[pl.ds(j * TILE, kept), columns])
+                        plgpu.copy_smem_to_gmem(source, out.at[pl.ds(j * TILE, row_count), columns])
 
                 if i == 0:
                     pl.when(half == 0)(
-                        lambda: plgpu.copy_smem_to_gmem(row_smem.at[0, staged], lse.at[own])
+                        lambda: plgpu.copy_smem_to_gmem(row_smem.at[0, staged], lse.at[stack_rows])
                     )
 
             return (done + count, read + 1), after

@@ -44,12 +44,12 @@ class Chunks:
 
     def each(self) -> list[tuple[int, int, int, int]]:
         """Of each level: its first chunk, its first position, a chunk's size, and how many."""
-        found, chunk, begin = [], 0, 0
+        spans, chunk, begin = [], 0, 0
         for until, size in self.levels:
             count = -(-(until - begin) // size)
-            found.append((chunk, begin, size, count))
+            spans.append((chunk, begin, size, count))
             chunk, begin = chunk + count, until
-        return found
+        return spans
 
     @property
     def count(self) -> int:
@@ -60,16 +60,18 @@ class Chunks:
         """Where a chunk begins, and its size."""
         where = jnp.int32(0), jnp.int32(0)
         for chunk, begin, size, _ in self.each():
-            here = begin + (index - chunk) * size, size
-            where = tuple(jnp.where(index >= chunk, x, y) for x, y in zip(here, where, strict=True))
+            candidate = begin + (index - chunk) * size, size
+            where = tuple(
+                jnp.where(index >= chunk, x, y) for x, y in zip(candidate, where, strict=True)
+            )
         return where
 
     def holding(self, position):
         """The chunk that a position is in."""
         index = jnp.int32(0)
         for chunk, begin, size, _ in self.each():
-            here = chunk + lax.div(position - begin, jnp.int32(size))
-            index = jnp.where(position >= begin, here, index)
+            candidate = chunk + lax.div(position - begin, jnp.int32(size))
+            index = jnp.where(position >= begin, candidate, index)
         return index
 
 
@@ -81,11 +83,11 @@ def chunks_for(slots: int, streams: int, rows: int) -> Chunks:
     keys: chunks are larger then.
     """
     factor = 1 if rows <= FEW else 2
-    least, most = FIRST * (1 if rows <= TILE else 2), LARGEST * factor
+    smallest, largest = FIRST * (1 if rows <= TILE else 2), LARGEST * factor
     levels, begin, until = [], 0, 8 * FIRST
     while begin < slots:
         even = 2 * floor_power(max(begin * streams // EVEN, 2) - 1)
-        levels.append((min(until, slots), min(max(even * factor, least), most)))
+        levels.append((min(until, slots), min(max(even * factor, smallest), largest)))
         begin, until = until, 2 * until
     return Chunks(tuple(levels))
 
@@ -142,20 +144,20 @@ class Shape:
         return min(free // self.groups // 8 * 8, 232), others
 
     @property
-    def wide(self) -> int:
+    def program_rows(self) -> int:
         """Rows that a program holds."""
         return self.stacked * TILE
 
     @property
     def tiles(self) -> int:
         """How many times that is of the queries that share a head."""
-        return -(-self.rows // self.wide)
+        return -(-self.rows // self.program_rows)
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def stored_rows(self) -> tuple[int, ...]:
         """Rows that are written of each tile of 64 rows of a program, multiples of 8."""
-        rows = self.wide if self.tiles > 1 else -(-self.rows // 8) * 8
-        return tuple(min(rows - i, TILE) for i in range(0, self.wide, TILE))
+        rows = self.program_rows if self.tiles > 1 else -(-self.rows // 8) * 8
+        return tuple(min(rows - i, TILE) for i in range(0, self.program_rows, TILE))
 
     @property
     def part(self) -> int:
@@ -164,11 +166,13 @@ class Shape:
 
     def stages(self, keys: int, sides: int) -> tuple[int, int]:
         """How many blocks of keys and of values fit into shared memory beside all else."""
-        queries = self.wide + PROBES * self.scored
-        own = sides * queries * self.size * self.item + 2 * self.groups * TILE * self.part * 4
-        own += 2 * keys * 4 * self.scored
-        both = min((SHARED - own) // (keys * self.size * self.item), 12)
-        return (both + 1) // 2, both // 2
+        queries = self.program_rows + PROBES * self.scored
+        other_bytes = (
+            sides * queries * self.size * self.item + 2 * self.groups * TILE * self.part * 4
+        )
+        other_bytes += 2 * keys * 4 * self.scored
+        block_count = min((SHARED - other_bytes) // (keys * self.size * self.item), 12)
+        return (block_count + 1) // 2, block_count // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +205,7 @@ def blocks_for(shape: Shape) -> Blocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
+class Schedule:
     """Which item a program of the kernel takes in each turn, and where it reads its blocks."""
 
     blocks: Blocks
@@ -213,23 +217,23 @@ class Turns:
         # The last turn is not whole.
         return whole + (self._index(whole) < items).astype(jnp.int32)
 
-    def item(self, items: Items, turn) -> Items:
+    def item(self, items: Items, step) -> Items:
         """The item of a turn; read a turn ahead, since global memory is slow."""
-        index = jnp.minimum(self._index(turn), items.row.shape[0] - 1)
-        here = jax.tree.map(lambda x: x[index], items)
-        own = lax.rem(lax.axis_index("program"), self.blocks.gang)
-        return dataclasses.replace(here, head=here.head + own)
+        index = jnp.minimum(self._index(step), items.row.shape[0] - 1)
+        item = jax.tree.map(lambda x: x[index], items)
+        head_offset = lax.rem(lax.axis_index("program"), self.blocks.gang)
+        return dataclasses.replace(item, head=item.head + head_offset)
 
-    def at(self, here: Items, i):
+    def at(self, item: Items, i):
         """Where block ``i`` of an item begins and is read: the last one ends with the cache."""
-        begins = here.begin + i * self.blocks.keys
+        begins = item.begin + i * self.blocks.keys
         return begins, pl.multiple_of(jnp.minimum(begins, self.slots - self.blocks.keys), 8)
 
-    def _index(self, turn):
+    def _index(self, step):
         """Gangs take the items in order, and in every other turn backward."""
         gang = lax.div(lax.axis_index("program"), self.blocks.gang)
         gangs = self.blocks.programs // self.blocks.gang
-        return turn * gangs + jnp.where(lax.rem(turn, 2) == 0, gang, gangs - 1 - gang)
+        return step * gangs + jnp.where(lax.rem(step, 2) == 0, gang, gangs - 1 - gang)
 
 
 def reach(positions: Array, shape: Shape, window: int | None) -> tuple[Array, Array]:
@@ -240,9 +244,9 @@ def reach(positions: Array, shape: Shape, window: int | None) -> tuple[Array, Ar
     (or those that begin, with a window), and where the last of them ends.
     """
     group = shape.rows // positions.shape[1]
-    spare = shape.tiles * shape.wide - shape.rows
+    spare = shape.tiles * shape.program_rows - shape.rows
     last = jnp.pad(jnp.repeat(positions, group, axis=1), ((0, 0), (0, spare)), constant_values=-1)
-    last = last.reshape(shape.batch, shape.tiles, shape.wide)
+    last = last.reshape(shape.batch, shape.tiles, shape.program_rows)
     first = jnp.where(last >= 0, last, EVERYTHING).min(axis=2)
     end = last.max(axis=2) + 1
     begin, common = jnp.zeros_like(end), jnp.minimum(first, end - 1) + 1
@@ -280,8 +284,8 @@ def plan(bounds: Array, shape: Shape, blocks: Blocks) -> tuple[Items, Array]:
     counts *= parts
     index = jnp.arange(len(counts))
     until = jnp.where(index[:, None] >= index[None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
-    most = shape.batch * shape.tiles * blocks.chunks.count * parts
-    index = jnp.arange(most, dtype=jnp.int32)
+    max_items = shape.batch * shape.tiles * blocks.chunks.count * parts
+    index = jnp.arange(max_items, dtype=jnp.int32)
     entry = (index[:, None] >= until[None]).sum(axis=1, dtype=jnp.int32)
     entry = jnp.minimum(entry, len(counts) - 1)
     within = index - (until - counts)[entry]
@@ -313,12 +317,12 @@ def _chunks(bounds: Array, blocks: Blocks) -> tuple[Array, ...]:
     low, last = blocks.chunks.holding(begin), blocks.chunks.holding(end - 1)
     start, size = blocks.chunks.place(last)
     cut = (end > begin) & (start + size > end)
-    found = [(rows, tile, last, cut.astype(jnp.int32))]
+    runs = [(rows, tile, last, cut.astype(jnp.int32))]
     for chunk, start, size, count in reversed(blocks.chunks.each()):
         first = jnp.maximum(low, chunk)
         whole = chunk + jnp.clip(lax.div(end - start, jnp.int32(size)), 0, count) - first
-        found.append((rows, tile, first, jnp.maximum(whole, 0)))
-    return tuple(jnp.concatenate(x) for x in zip(*found, strict=True))
+        runs.append((rows, tile, first, jnp.maximum(whole, 0)))
+    return tuple(jnp.concatenate(x) for x in zip(*runs, strict=True))
 
 
 def _tiles(bounds: Array) -> tuple[Array, ...]:

@@ -46,7 +46,7 @@ class Merge:
         at_once = max(LOADS * WARPS * LANES // (rows * columns * len(across)), 1)
         at_once = min(at_once, 32, self.chunks.count)
 
-        def wide(x):
+        def over_columns(x):
             return lax.broadcast_in_dim(x, (rows, columns), [0])
 
         def full(shape, value, layout):
@@ -63,7 +63,7 @@ class Merge:
             # The last part ends with the group.
             head = jnp.minimum(part * rows, group - rows)
             query = token * group + head
-            tile, own = lax.div(query, tile_rows), pl.ds(lax.rem(query, tile_rows), rows)
+            tile, tile_slice = lax.div(query, tile_rows), pl.ds(lax.rem(query, tile_rows), rows)
             to = pl.ds(shared * group + head, rows)
             begin, end = bounds[row, tile, 0], bounds[row, tile, 2]
             low = self.chunks.holding(begin)
@@ -73,36 +73,39 @@ class Merge:
                 """Add the chunks from ``first`` on, ``at_once`` of them."""
                 top, total, sums = carry
                 index = [first + i for i in range(at_once)]
-                held = [jnp.minimum(c, last) for c in index]
-                tiles = [outs.at[row, tile, shared, c, own] for c in held]
+                clamped = [jnp.minimum(c, last) for c in index]
+                tiles = [outs.at[row, tile, shared, c, tile_slice] for c in clamped]
                 values = [
                     [fetch(x.at[:, pl.ds(at, columns)], layout) for x in tiles] for at in across
                 ]
                 past = [jnp.where(i <= last, 0, -jnp.inf) for i in index]
                 scores = [
-                    fetch(lses.at[row, tile, shared, c, own], by_row) + x
-                    for c, x in zip(held, past, strict=True)
+                    fetch(lses.at[row, tile, shared, c, tile_slice], by_row) + x
+                    for c, x in zip(clamped, past, strict=True)
                 ]
                 higher = functools.reduce(jnp.maximum, scores, top)
                 weights = [jnp.exp2(score - higher) for score in scores]
                 decay = jnp.exp2(top - higher)
                 sums = [
-                    sum((wide(w) * x for w, x in zip(weights, of, strict=True)), old * wide(decay))
+                    sum(
+                        (over_columns(w) * x for w, x in zip(weights, of, strict=True)),
+                        old * over_columns(decay),
+                    )
                     for old, of in zip(sums, values, strict=True)
                 ]
                 return higher, sum(weights, start=total * decay), sums
 
             zero = full((rows, columns), 0, layout)
             carry = full((rows,), LOWEST, by_row), full((rows,), 0, by_row), [zero] * len(across)
-            turns = jnp.where(end > begin, lax.div(last - low, at_once) + 1, 0)
-            carry = lax.fori_loop(0, turns, lambda i, c: join(low + i * at_once, c), carry)
+            steps = jnp.where(end > begin, lax.div(last - low, at_once) + 1, 0)
+            carry = lax.fori_loop(0, steps, lambda i, c: join(low + i * at_once, c), carry)
             top, total, sums = carry
             safe = jnp.where(total > 0, total, 1)
             natural = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
             store(lse.at[row, token, to], natural)
             for at, x in zip(across, sums, strict=True):
-                here = out.at[row, token, to, pl.ds(at, columns)]
-                store(here, (x / wide(safe)).astype(self.dtype))
+                target_ref = out.at[row, token, to, pl.ds(at, columns)]
+                store(target_ref, (x / over_columns(safe)).astype(self.dtype))
 
         call = plgpu.kernel(
             attention_merge,

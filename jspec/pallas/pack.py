@@ -19,8 +19,8 @@ from jspec.sharding import opaque
 from jspec.typing import Array
 
 WORD = 16  # bytes a lane moves at once
-MOST_ROWS = 4096  # of the batch: every program adds up their counts
-MOST_CHUNKS = 2**16 - 1  # of a batch row: the second axis of a grid
+MAX_ROWS = 4096  # of the batch: every program adds up their counts
+MAX_CHUNKS = 2**16 - 1  # of a batch row: the second axis of a grid
 
 # Elements are moved, not understood: any type of these sizes is moved as an integer.
 _CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -51,21 +51,21 @@ def pack_pallas(
 
     def pack(source, accepted, packed, offsets, total):
         row, chunk = lax.axis_index("row"), lax.axis_index("chunk")
-        kept = jnp.clip(accepted[row], 0, gamma)
-        run = kept * width
+        row_count = jnp.clip(accepted[row], 0, gamma)
+        run = row_count * width
 
         @pl.when((chunk == 0) | (chunk * span < run))
         def _():
             # Summing the counts again costs each program less than a second launch would.
             offset = jnp.int32(0)
-            seen = 0
+            summed_until = 0
             for start in starts(batch, counted.size) if batch > 1 else ():
                 index = start + iota(counted)
-                here = pl.ds(start, counted.size)
-                counts = jnp.clip(load(accepted.at[here], counted), 0, gamma)
-                counts = jnp.where((index >= seen) & (index < row), counts, 0)
+                counts_slice = pl.ds(start, counted.size)
+                counts = jnp.clip(load(accepted.at[counts_slice], counted), 0, gamma)
+                counts = jnp.where((index >= summed_until) & (index < row), counts, 0)
                 offset += jnp.sum(counts)
-                seen = start + counted.size
+                summed_until = start + counted.size
 
             def copy(begin, length: int) -> None:
                 """Move ``length`` elements of the run, from ``begin`` on."""
@@ -73,8 +73,8 @@ def pack_pallas(
                 moved = []
                 for start in starts(length, piece.size):
                     at = begin + start
-                    here = source.at[row, pl.ds(at, piece.size)]
-                    moved.append((at, load(here, piece)))
+                    piece_ref = source.at[row, pl.ds(at, piece.size)]
+                    moved.append((at, load(piece_ref, piece)))
                 for at, elements in moved:
                     store(packed.at[pl.ds(offset * width + at, piece.size)], elements)
 
@@ -88,10 +88,10 @@ def pack_pallas(
             while few <= gamma and few * width < span:
                 last = min(2 * few - 1, (span - 1) // width)
 
-                @pl.when((kept >= few) & (kept <= last))
+                @pl.when((row_count >= few) & (row_count <= last))
                 def _(few=few):
                     copy(0, few * width)
-                    copy((kept - few) * width, few * width)
+                    copy((row_count - few) * width, few * width)
 
                 few *= 2
 
@@ -101,7 +101,7 @@ def pack_pallas(
 
                 @pl.when(row == batch - 1)
                 def _():
-                    total[0] = offset + kept
+                    total[0] = offset + row_count
 
     carrier = lax.bitcast_convert_type(kv, _CARRIERS[size])
     call = plgpu.kernel(
@@ -126,8 +126,8 @@ def refuses(kv: Array) -> str | None:
     batch, gamma, width = kv.shape
     if 0 in kv.shape:
         return f"kv {kv.shape} leaves nothing to launch"
-    if batch > MOST_ROWS:
-        return f"B={batch} is over {MOST_ROWS}"
+    if batch > MAX_ROWS:
+        return f"B={batch} is over {MAX_ROWS}"
     if jax.dtypes.itemsize_bits(kv.dtype) not in (8, 16, 32) or kv.dtype == jnp.bool_:
         return f"kv of {kv.dtype} does not have elements of 1, 2 or 4 bytes"
     if width * kv.dtype.itemsize % WORD:
@@ -135,8 +135,8 @@ def refuses(kv: Array) -> str | None:
     if kv.size >= 2**31:
         return f"kv {kv.shape} has more elements than int32 counts"
     sizes = kv_sizes(kv)
-    if -(-sizes["run_bytes"] // blocks_for(sizes).span) > MOST_CHUNKS:
-        return f"gamma * D = {gamma * width} elements a batch row are over {MOST_CHUNKS} chunks"
+    if -(-sizes["run_bytes"] // blocks_for(sizes).span) > MAX_CHUNKS:
+        return f"gamma * D = {gamma * width} elements a batch row are over {MAX_CHUNKS} chunks"
     return None
 
 

@@ -19,12 +19,12 @@ TILE = 64  # rows that a warpgroup multiplies at a time
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype):
     """Shared memory in the form that products read."""
-    channels = beside(shape[-1])
+    channels = swizzled_channels(shape[-1])
     swizzle = plgpu.SwizzleTransform(channels * jnp.dtype(dtype).itemsize)
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, channels)), swizzle))
 
 
-def beside(channels: int) -> int:
+def swizzled_channels(channels: int) -> int:
     """How many channels lie beside each other in shared memory."""
     return next(c for c in (64, 32, 16) if channels % c == 0)
 
@@ -63,10 +63,10 @@ def both(q, k, ready: Callable[[], None], sums, between: Callable[[Array], tuple
         plgpu.wgmma(product, q, k)
         ready()
         plgpu.wgmma(result, a, b)
-        found = between(plgpu.wgmma_accumulator_load(product, wait_n=1))
+        intermediates = between(plgpu.wgmma_accumulator_load(product, wait_n=1))
         # All of it comes before the wait for the second product, and nothing else does: what is
         # `a` of the next one must not be written while this one reads it.
-        found = lax.optimization_barrier(found)
-        return lax.optimization_barrier((found, result[...]))
+        intermediates = lax.optimization_barrier(intermediates)
+        return lax.optimization_barrier((intermediates, result[...]))
 
     return pl.run_scoped(run, _accumulator(k.shape[1]), _accumulator(b.shape[1]))

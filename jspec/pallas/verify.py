@@ -27,8 +27,8 @@ from jspec.pallas.mosaic import (
 from jspec.sharding import opaque
 from jspec.typing import Array
 
-MOST_STOPS = 32  # the kernel unrolls over them
-MOST_GAMMA = 1024  # a row stays in registers
+MAX_STOPS = 32  # the kernel unrolls over them
+MAX_GAMMA = 1024  # a row stays in registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,24 +75,31 @@ def verify_pallas(
             stop_ids = [ref[row, m] for ref in stop_refs for m in range(stops)]
             pieces = []
             for start in starts(gamma, spread.size):
-                here = (row, pl.ds(start, spread.size)) if spread.size > 1 else (row, start)
-                wanted = load(target.at[here], spread)
-                pieces.append((here, start + iota(spread), load(draft.at[here], spread), wanted))
+                piece_slice = (row, pl.ds(start, spread.size)) if spread.size > 1 else (row, start)
+                target_piece = load(target.at[piece_slice], spread)
+                pieces.append(
+                    (
+                        piece_slice,
+                        start + iota(spread),
+                        load(draft.at[piece_slice], spread),
+                        target_piece,
+                    )
+                )
             return row, length, stop_ids, target[row, gamma], pieces
 
         def is_stop(tokens, stop_ids):
             """0 or 1. An id of -1 is padding, among the stop tokens as elsewhere."""
-            found = [(tokens == stop) & (tokens >= 0) for stop in stop_ids]
-            return functools.reduce(jnp.logical_or, found).astype(jnp.int32) if found else 0
+            matches = [(tokens == stop) & (tokens >= 0) for stop in stop_ids]
+            return functools.reduce(jnp.logical_or, matches).astype(jnp.int32) if matches else 0
 
         def judge(length, stop_ids, bonus, pieces):
             # The bonus token follows a whole accepted draft, as if one had been rejected there.
             event = 2 + is_stop(bonus, stop_ids)
-            for _, index, drafted, wanted in pieces:
-                rejected = (drafted != wanted) | (index >= length)
-                flags = 2 * rejected.astype(jnp.int32) + is_stop(wanted, stop_ids)
-                found = jnp.where(flags > 0, 4 * (gamma - index) + flags, 0)
-                event = jnp.maximum(event, largest(found))
+            for _, index, drafted, target_piece in pieces:
+                rejected = (drafted != target_piece) | (index >= length)
+                flags = 2 * rejected.astype(jnp.int32) + is_stop(target_piece, stop_ids)
+                last_event = jnp.where(flags > 0, 4 * (gamma - index) + flags, 0)
+                event = jnp.maximum(event, largest(last_event))
             return event
 
         def write(row, length, bonus, pieces, event):
@@ -103,16 +110,16 @@ def verify_pallas(
             mismatch_out[row] = rejected & (end < length)
             next_out[row] = jnp.where(rejected, target[row, end], -1)
             stopped_out[row] = (event & 1) != 0
-            for here, index, _, wanted in pieces:
-                store(block_out.at[here], jnp.where(index <= end, wanted, -1))
+            for piece_slice, index, _, target_piece in pieces:
+                store(block_out.at[piece_slice], jnp.where(index <= end, target_piece, -1))
             block_out[row, gamma] = jnp.where(end == gamma, bonus, -1)
 
         # The last program's rows end with the batch, some of them done twice and alike. All is
         # read before anything is written, so that the reads of several rows wait together.
         first = jnp.minimum(lax.axis_index("rows") * blocks.rows, batch - blocks.rows)
-        held = [read(first + i) for i in range(blocks.rows)]
-        events = [judge(*x[1:]) for x in held]
-        for (row, length, _, bonus, pieces), event in zip(held, events, strict=True):
+        rows = [read(first + i) for i in range(blocks.rows)]
+        events = [judge(*x[1:]) for x in rows]
+        for (row, length, _, bonus, pieces), event in zip(rows, events, strict=True):
             write(row, length, bonus, pieces, event)
 
     call = plgpu.kernel(
@@ -124,8 +131,8 @@ def verify_pallas(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     # An array without elements has no pointer to give.
-    given = (draft_tokens, target_tokens, draft_lengths, stop_tokens)
-    return opaque(call, *given[: 4 if stops else 3])
+    arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens)
+    return opaque(call, *arguments[: 4 if stops else 3])
 
 
 def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:
@@ -134,10 +141,10 @@ def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:
     stops = stop_tokens.shape[1]
     if batch == 0 or gamma == 0:
         return f"B={batch}, gamma={gamma} leave nothing to compare"
-    if gamma > MOST_GAMMA:
-        return f"gamma={gamma} is over {MOST_GAMMA}"
-    if stops > MOST_STOPS:
-        return f"{stops} stop tokens a row are over {MOST_STOPS}"
+    if gamma > MAX_GAMMA:
+        return f"gamma={gamma} is over {MAX_GAMMA}"
+    if stops > MAX_STOPS:
+        return f"{stops} stop tokens a row are over {MAX_STOPS}"
     return None
 
 

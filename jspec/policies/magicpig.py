@@ -19,7 +19,7 @@ from jspec.ops.collisions import (
     code_words,
     collision_scores,
     collisions,
-    most_collisions,
+    max_collisions,
 )
 from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.read import taken
@@ -93,7 +93,7 @@ class MagicPIG(ScoredPolicy):
         self, policy_params: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
     ) -> Array:
         scores = self.score(policy_params, layer, cache, q)
-        highest = most_collisions(q, cache.columns[layer]["buckets"], self.tables)
+        highest = max_collisions(q, cache.columns[layer]["buckets"], self.tables)
         return best_positions(scores, cache.layouts[layer], most, highest=highest, **budget)
 
     def weigh(

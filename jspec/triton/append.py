@@ -12,8 +12,8 @@ from jspec.dispatch import Backend
 from jspec.ops.append import QKRope
 from jspec.ops.norm import CENTERED, RMS
 from jspec.triton.call import (
-    aliases_are_given_twice,
     next_power,
+    passes_aliases_twice,
     refuses_triton,
     triton_call,
 )
@@ -31,7 +31,7 @@ def append_triton(
     """As `jspec.ops.append.rotate_and_append`."""
     from jspec.triton.append_kernel import append_kernel, append_kernel_0_3
 
-    kernel = append_kernel_0_3 if aliases_are_given_twice() else append_kernel
+    kernel = append_kernel_0_3 if passes_aliases_twice() else append_kernel
     queries, keys, values = _launch(kernel, q, v, qk_rope, (keys, values), slots)
     return queries, keys, values
 
@@ -52,11 +52,11 @@ def append_encode_triton(
 
     if math.prod(k.shape[:3]) > ENCODED:
         return append_then_encode(q, k, v, qk_rope, keys, values, codes, w, slots)
-    kernel = append_encode_kernel_0_3 if aliases_are_given_twice() else append_encode_kernel
-    found = _launch(
+    kernel = append_encode_kernel_0_3 if passes_aliases_twice() else append_encode_kernel
+    outputs = _launch(
         kernel, q, v, qk_rope, (keys, values, codes), slots, w, warps=4, BITS=w.shape[2]
     )
-    queries, keys, values, codes = found
+    queries, keys, values, codes = outputs
     return queries, keys, values, codes
 
 
@@ -75,8 +75,8 @@ def append_then_encode(
     q, keys, values = append_triton(q, k, v, qk_rope, keys, values, slots)
     rows = jnp.arange(len(slots))[:, None]
     # Of the rotated keys the cache has the only copy; a slot past its end is not written.
-    found, _ = encode_triton(keys.at[rows, slots].get(mode="clip"), None, w)
-    return q, keys, values, codes.at[rows, slots].set(found, mode="drop")
+    new_codes, _ = encode_triton(keys.at[rows, slots].get(mode="clip"), None, w)
+    return q, keys, values, codes.at[rows, slots].set(new_codes, mode="drop")
 
 
 def _launch(

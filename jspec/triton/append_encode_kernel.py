@@ -14,7 +14,7 @@ def encode(
     codes,
     head,
     place,
-    kept,
+    is_stored,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     BITS: tl.constexpr,
@@ -31,7 +31,7 @@ def encode(
         second = tl.load(at + (SIZE // 2 * BITS + word * 32), mask=inside, other=0.0)
         sums = tl.sum(one * first + two * second, axis=0)
         ones = (sums > 0).to(tl.uint32) << bit.to(tl.uint32)
-        tl.store(codes + place * (BITS // 32) + word, tl.sum(ones, axis=0), mask=kept)
+        tl.store(codes + place * (BITS // 32) + word, tl.sum(ones, axis=0), mask=is_stored)
 
 
 @triton.jit
@@ -62,14 +62,14 @@ def append_encode_kernel(
     BITS: tl.constexpr,
 ):
     """`append` and the codes of its keys, its caches given as they are before and after."""
-    one, two, place, kept = append(
+    one, two, place, is_stored = append(
         *(joined, cosine, sine, slots, q_scale, k_scale, queries, keys, values),
         *(NORMED, SLOTS, TOKENS, KV_HEADS, GROUP, SIZE, VALUE, Q_EPS, K_EPS),
         *(GROUP_WIDTH, HALF, VALUE_WIDTH),
     )
     head = tl.program_id(0) % KV_HEADS
     one, two = one.to(keys.dtype.element_ty), two.to(keys.dtype.element_ty)
-    encode(one, two, w, codes, head, place, kept, SIZE, HALF, BITS)
+    encode(one, two, w, codes, head, place, is_stored, SIZE, HALF, BITS)
 
 
 @triton.jit
@@ -103,11 +103,11 @@ def append_encode_kernel_0_3(
     BITS: tl.constexpr,
 ):
     """The same for jax-triton 0.3, which gives the memory of an alias twice."""
-    one, two, place, kept = append(
+    one, two, place, is_stored = append(
         *(joined, cosine, sine, slots, q_scale, k_scale, queries, keys, values),
         *(NORMED, SLOTS, TOKENS, KV_HEADS, GROUP, SIZE, VALUE, Q_EPS, K_EPS),
         *(GROUP_WIDTH, HALF, VALUE_WIDTH),
     )
     head = tl.program_id(0) % KV_HEADS
     one, two = one.to(keys.dtype.element_ty), two.to(keys.dtype.element_ty)
-    encode(one, two, w, codes, head, place, kept, SIZE, HALF, BITS)
+    encode(one, two, w, codes, head, place, is_stored, SIZE, HALF, BITS)

@@ -88,16 +88,18 @@ def append(
     tl.store(to + SIZE // 2, two.to(queries.dtype.element_ty), mask=mask)
 
     place = (token // TOKENS * SLOTS + slot) * KV_HEADS + head
-    kept = slot < SLOTS
+    is_stored = slot < SLOTS
     one, two = turned(k_first, k_second, k_one, k_two, c, s, K_EPS, SIZE)
     to = keys + place * SIZE + lone[:, None] + half[None, :]
-    mask = kept & (lone == 0)[:, None] & inside[None, :]
+    mask = is_stored & (lone == 0)[:, None] & inside[None, :]
     # Rounded as the queries are, also where the cache is of another type.
     kind = joined.dtype.element_ty
     tl.store(to, one.to(kind).to(keys.dtype.element_ty), mask=mask)
     tl.store(to + SIZE // 2, two.to(kind).to(keys.dtype.element_ty), mask=mask)
-    tl.store(values + place * VALUE + channel, value.to(values.dtype.element_ty), mask=there & kept)
-    return one.to(kind), two.to(kind), place, kept
+    tl.store(
+        values + place * VALUE + channel, value.to(values.dtype.element_ty), mask=there & is_stored
+    )
+    return one.to(kind), two.to(kind), place, is_stored
 
 
 @triton.jit

@@ -20,12 +20,12 @@ from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
 DTYPES = ("bfloat16", "float16", "float32")
-MOST_CHANNELS = 256  # of a key or value: a tile of queries and its sums stay in registers
+MAX_CHANNELS = 256  # of a key or value: a tile of queries and its sums stay in registers
 # Values in wider keys, and the rest of such a key.
-WIDE_VALUES, MOST_REST = (256, 512), 128
+LARGE_VALUE_SIZES, MAX_REST = (256, 512), 128
 LEAST = 16  # the matrix units take no fewer rows, keys or channels
-MOST_KEYS = 128  # of a tile
-MOST_SPLITS = 128  # of a head's keys; one tile merges them
+MAX_KEYS = 128  # of a tile
+MAX_SPLITS = 128  # of a head's keys; one tile merges them
 MERGED = 4096  # elements of that tile
 # Of an exact pass: bytes of the parts that its tokens leave, and tokens that go together at least.
 PIECE_BYTES = 2**23
@@ -125,7 +125,7 @@ def _attended(
     sizes = jnp.asarray(np.array(list(cut.values()), np.int32)) if exact else None
     scored = (1,) if probe is None else (batch, kv_heads, slots)
     types = part_types(q, kv_heads, parts, shape["VALUE"], whole=parts == 1 and not exact)
-    *found, scores = triton_call(
+    *partials, scores = triton_call(
         exact_attention_kernel if exact else attention_kernel,
         *(q, k, k if v is None else v, positions),
         positions if key_positions is None else key_positions,
@@ -140,14 +140,14 @@ def _attended(
         SCALE=float(scale),
         SOFTCAP=softcap,
         WINDOW=window,
-        HELD=key_positions is not None,
+        HAS_KEY_POSITIONS=key_positions is not None,
         PROBED=probe is not None,
         ROWS=rows,
         SPLITS=splits,
         KEYS=keys,
         **shape,
     )
-    return *merged(q, kv_heads, parts, splits, *found, sizes=sizes), scores
+    return *merged(q, kv_heads, parts, splits, *partials, sizes=sizes), scores
 
 
 def _blocks(
@@ -175,16 +175,16 @@ def _in_pieces(
         return attended(q, positions)
 
     def put(results: tuple[Array, Array], begin: Array | int, count: int) -> tuple[Array, Array]:
-        here = (lax.dynamic_slice_in_dim(x, begin, count, 1) for x in (q, positions))
+        piece_inputs = (lax.dynamic_slice_in_dim(x, begin, count, 1) for x in (q, positions))
         out, lse = (
             lax.dynamic_update_slice_in_dim(whole, part, begin, 1)
-            for whole, part in zip(results, attended(*here), strict=True)
+            for whole, part in zip(results, attended(*piece_inputs), strict=True)
         )
         return out, lse
 
     results = jnp.zeros((batch, tokens, heads, value), q.dtype), jnp.zeros((batch, tokens, heads))
     results = lax.fori_loop(
-        0, tokens // piece, lambda index, found: put(found, index * piece, piece), results
+        0, tokens // piece, lambda index, carry: put(carry, index * piece, piece), results
     )
     rest = tokens % piece
     return put(results, tokens - rest, rest) if rest else results
@@ -193,7 +193,7 @@ def _in_pieces(
 def splits_of(kv_heads: int, tiles: int, blocks: Blocks) -> int:
     """Among how many programs a head's keys are split, a power of 2; ``tiles`` of queries share
     them."""
-    splits = min(max(blocks.programs // next_power(kv_heads), blocks.splits), MOST_SPLITS)
+    splits = min(max(blocks.programs // next_power(kv_heads), blocks.splits), MAX_SPLITS)
     return max(splits // next_power(tiles), 1)
 
 
@@ -204,7 +204,7 @@ def tile_shape(k: Array, v: Array | None, value_size: int | None) -> dict[str, A
     """
     size = k.shape[3]
     value = v.shape[3] if v is not None else (value_size or 0)
-    rest = size - value if size > MOST_CHANNELS else 0
+    rest = size - value if size > MAX_CHANNELS else 0
     width = max(LEAST, next_power(size - rest))
     value_width = width if v is None else max(LEAST, next_power(value))
     return {
@@ -217,18 +217,18 @@ def tile_shape(k: Array, v: Array | None, value_size: int | None) -> dict[str, A
     }
 
 
-def keys_of_tile(shape: dict[str, int | bool], k: Array, v: Array | None, most: int) -> int:
-    """How many keys a tile holds, of ``most`` bytes with their values."""
+def keys_of_tile(shape: dict[str, int | bool], k: Array, v: Array | None, max_bytes: int) -> int:
+    """How many keys a tile holds, of ``max_bytes`` bytes with their values."""
     channels = shape["WIDTH"] + shape["REST"] + (0 if v is None else shape["VALUE_WIDTH"])
-    keys = most // (channels * k.dtype.itemsize)
-    return min(MOST_KEYS, max(LEAST, next_power(keys + 1) // 2))
+    keys = max_bytes // (channels * k.dtype.itemsize)
+    return min(MAX_KEYS, max(LEAST, next_power(keys + 1) // 2))
 
 
-def rows_of_tile(rows: int, q: Array, k: Array, most: int) -> int:
+def rows_of_tile(rows: int, q: Array, k: Array, max_rows: int) -> int:
     """How many of a program's query rows a tile holds."""
     # Products in float32 take no matrix units, and more rows than these no longer fit in registers.
-    wide = jnp.float32 in (q.dtype, k.dtype)
-    return min(LEAST if wide else most, max(LEAST, next_power(rows)))
+    is_float32 = jnp.float32 in (q.dtype, k.dtype)
+    return min(LEAST if is_float32 else max_rows, max(LEAST, next_power(rows)))
 
 
 def part_types(
@@ -299,30 +299,33 @@ def refuses(q: Array, k: Array, v: Array | None, value_size: int | None = None) 
             return f"{name} of {x.dtype} is none of {', '.join(DTYPES)}"
     size = k.shape[3]
     value = v.shape[3] if v is not None else (value_size or size)
-    if max(size, value) <= MOST_CHANNELS:
+    if max(size, value) <= MAX_CHANNELS:
         return None
-    if v is None and value_size in WIDE_VALUES and size - value <= MOST_REST:
+    if v is None and value_size in LARGE_VALUE_SIZES and size - value <= MAX_REST:
         return None
-    found = f"keys of size {size} and values of {value} are over {MOST_CHANNELS}"
+    reason = f"keys of size {size} and values of {value} are over {MAX_CHANNELS}"
     if value_size is None:
-        return found
-    wide = " or ".join(map(str, WIDE_VALUES))
-    return f"{found}; wider keys must hold values of {wide} and up to {MOST_REST} channels besides"
+        return reason
+    value_sizes = " or ".join(map(str, LARGE_VALUE_SIZES))
+    return (
+        f"{reason}; wider keys must hold values of {value_sizes} and up to {MAX_REST} channels "
+        "besides"
+    )
 
 
-def refuses_here(k: Array) -> str | None:
+def refuses_key_size(k: Array) -> str | None:
     """Why keys of this size cannot be read on the default device, or None."""
-    if (reason := refuses_triton()) or k.shape[3] <= MOST_CHANNELS:
+    if (reason := refuses_triton()) or k.shape[3] <= MAX_CHANNELS:
         return reason
     gpu = gpu_in_use()
     if gpu is None or gpu[1][0] != 9:
         # Elsewhere Triton's tiles of this size take more shared memory than there is.
-        return f"keys of size {k.shape[3]} are over {MOST_CHANNELS}, and this is no Hopper GPU"
+        return f"keys of size {k.shape[3]} are over {MAX_CHANNELS}, and this is no Hopper GPU"
     return None
 
 
 def _supports(q, k, v, *args, value_size=None, **kwargs) -> str | None:
-    return refuses(q, k, v, value_size) or refuses_here(k)
+    return refuses(q, k, v, value_size) or refuses_key_size(k)
 
 
 def _supports_narrow(q, k, v, *args, **kwargs) -> str | None:

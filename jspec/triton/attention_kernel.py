@@ -42,7 +42,7 @@ def fold(
     q,
     k,
     v,
-    seen,
+    visible,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     log_weights=None,
@@ -59,7 +59,7 @@ def fold(
     scores = in_base_2(products_of(q, k, more_q, more_k), SCALE, SOFTCAP)
     if log_weights is not None:
         scores += log_weights * LOG2E
-    scores = tl.where(seen, scores, float("-inf"))
+    scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     decay = tl.exp2(top - base)
@@ -87,31 +87,31 @@ def read_queries(
     q,
     at,
     live,
-    kept,
+    active,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
+    TO_FLOAT32: tl.constexpr,
     FIRST: tl.constexpr = 0,
 ):
-    """A tile of queries, their WIDTH channels from FIRST on, in float32 where WIDE.
+    """A tile of queries, their WIDTH channels from FIRST on, in float32 where TO_FLOAT32.
 
-    0 past their SIZE and where not ``kept``.
+    0 past their SIZE and where not ``active``.
     """
     channel = FIRST + tl.arange(0, WIDTH)
-    mask = (live & kept)[:, None] & (channel < SIZE)[None, :]
+    mask = (live & active)[:, None] & (channel < SIZE)[None, :]
     tile = tl.load(q + at[:, None] * SIZE + channel[None, :], mask=mask, other=0.0)
-    return tile.to(tl.float32) if WIDE else tile
+    return tile.to(tl.float32) if TO_FLOAT32 else tile
 
 
 @triton.jit
-def read_probe(probe, own, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Query number ``own`` in a tile.
+def read_probe(probe, index, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Query number ``index`` in a tile.
 
     The matrix units take no fewer than 16 rows: the others are 0.
     """
     channel = tl.arange(0, WIDTH)
     mask = (tl.arange(0, 16) == 0)[:, None] & (channel < SIZE)[None, :]
-    return tl.load(probe + (own * SIZE + channel)[None, :], mask=mask, other=0.0)
+    return tl.load(probe + (index * SIZE + channel)[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -126,11 +126,11 @@ def read_tile(base, offset, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST
 
 
 @triton.jit
-def write_rows(out, lse, at, sums, live, kept, VALUE: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """Store rows ``at`` of outputs, where ``kept``, and of log-sum-exps."""
+def write_rows(out, lse, at, sums, live, active, VALUE: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """Store rows ``at`` of outputs, where ``active``, and of log-sum-exps."""
     result, exponent = finished(sums)
     channel = tl.arange(0, VALUE_WIDTH)
-    mask = (live & kept)[:, None] & (channel < VALUE)[None, :]
+    mask = (live & active)[:, None] & (channel < VALUE)[None, :]
     pointers = out + at[:, None] * VALUE + channel[None, :]
     tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at, exponent, mask=live)
@@ -159,7 +159,7 @@ def attend(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    HELD: tl.constexpr,
+    HAS_KEY_POSITIONS: tl.constexpr,
     PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -175,10 +175,11 @@ def attend(
     programs of a batch row have about as much to do, and read what lies together at about the same
     time. Programs of neighbouring heads follow each other, as their keys do in memory. ``tiles`` of
     rows share the keys; ``parts`` of the SPLITS may have something to read. WHOLE: it is one part,
-    and the program writes the result, else a part for `merge_kernel`. HELD: ``key_positions`` say
-    where the keys stand; otherwise a key's slot is its position. PROBED: ``scores`` gets the
-    products of the keys and of the head's query in ``probe``; tiles that share keys write the same
-    numbers. The channels of a key past WIDTH, where there are any, are a tile REST wide.
+    and the program writes the result, else a part for `merge_kernel`. HAS_KEY_POSITIONS: the
+    positions of the keys are ``key_positions``; otherwise a key's slot is its position. PROBED:
+    ``scores`` gets the products of the keys and of the head's query in ``probe``; tiles that share
+    keys write the same numbers. The channels of a key past WIDTH, where there are any, are a tile
+    REST wide.
     """
     head = tl.program_id(0) % KV_HEADS
     rest = tl.program_id(0) // KV_HEADS
@@ -188,61 +189,65 @@ def attend(
     live = row < tokens * GROUP
     position = tl.load(positions + batch_row * tokens + row // GROUP, mask=live, other=-1)
     until = tl.max(position) + 1
-    end = slots if HELD else tl.minimum(until, slots)
+    end = slots if HAS_KEY_POSITIONS else tl.minimum(until, slots)
     number = split
     if WINDOW is not None:
         first = tl.min(tl.where(position >= 0, position, 2**31 - 1)) - (WINDOW - 1)
-        if not HELD:
+        if not HAS_KEY_POSITIONS:
             # The first of this program's tiles that the window reaches.
             passed = tl.minimum(tl.maximum(first, 0), slots) // KEYS
             number = passed + (split + SPLITS - passed % SPLITS) % SPLITS
     begin = number * KEYS
 
     query = (batch_row * tokens + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
-    WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
-    tile = read_queries(q, query, live, begin < end, SIZE, WIDTH, WIDE)
+    TO_FLOAT32: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
+    tile = read_queries(q, query, live, begin < end, SIZE, WIDTH, TO_FLOAT32)
     more_tile = None
     if REST > 0:
-        more_tile = read_queries(q, query, live, begin < end, SIZE, REST, WIDE, WIDTH)
+        more_tile = read_queries(q, query, live, begin < end, SIZE, REST, TO_FLOAT32, WIDTH)
     base = batch_row * slots
     key = tl.arange(0, KEYS)
     acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    if HELD:
+    if HAS_KEY_POSITIONS:
         key_positions += batch_row * slots
-        held = tl.load(key_positions + begin + key, mask=begin + key < end, other=-1)
+        slot_positions = tl.load(key_positions + begin + key, mask=begin + key < end, other=-1)
     if PROBED:
-        own = batch_row * KV_HEADS + head
-        pooled = read_probe(probe, own, SIZE, WIDTH).to(tile.dtype)
+        probe_index = batch_row * KV_HEADS + head
+        pooled = read_probe(probe, probe_index, SIZE, WIDTH).to(tile.dtype)
         scores += (batch_row * KV_HEADS + head) * slots
     for start in range(begin, end, SPLITS * KEYS):
         slot = start + key
-        if HELD:
-            at, read = held, (held >= 0) & (held < until)
+        if HAS_KEY_POSITIONS:
+            at, read = slot_positions, (slot_positions >= 0) & (slot_positions < until)
             # The next positions are on their way before this tile is multiplied.
             slot += SPLITS * KEYS
-            held = tl.load(key_positions + slot, mask=slot < end, other=-1)
+            slot_positions = tl.load(key_positions + slot, mask=slot < end, other=-1)
         else:
             at, read = slot, slot < end
-        seen = read[None, :] & (at[None, :] <= position[:, None])
+        visible = read[None, :] & (at[None, :] <= position[:, None])
         if WINDOW is not None:
             read &= at >= first
-            seen &= at[None, :] > position[:, None] - WINDOW
+            visible &= at[None, :] > position[:, None] - WINDOW
         # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
-        here = (base + start) * KV_HEADS + head
-        keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
+        first_slot = (base + start) * KV_HEADS + head
+        keys = read_tile(k + first_slot * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
         more_keys = None
         if REST > 0:
-            more_keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), read, SIZE, REST, WIDTH)
+            more_keys = read_tile(
+                k + first_slot * SIZE, key * (KV_HEADS * SIZE), read, SIZE, REST, WIDTH
+            )
         if PROBED:
             products = products_of(pooled, keys)
             tl.store(scores + start + key, tl.sum(products, axis=0) * SCALE, mask=read)
         values = keys
         if not VALUES_IN_KEYS:
-            values = read_tile(v + here * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH)
+            values = read_tile(
+                v + first_slot * VALUE, key * (KV_HEADS * VALUE), read, VALUE, VALUE_WIDTH
+            )
         acc, total, top = fold(
-            *((acc, total, top), tile, keys, values, seen, SCALE, SOFTCAP),
+            *((acc, total, top), tile, keys, values, visible, SCALE, SOFTCAP),
             more_q=more_tile,
             more_k=more_keys,
         )
@@ -275,7 +280,7 @@ def attention_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    HELD: tl.constexpr,
+    HAS_KEY_POSITIONS: tl.constexpr,
     PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -310,7 +315,7 @@ def attention_kernel(
         SCALE,
         SOFTCAP,
         WINDOW,
-        HELD,
+        HAS_KEY_POSITIONS,
         PROBED,
         VALUES_IN_KEYS,
         WIDTH,
@@ -341,7 +346,7 @@ def exact_attention_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    HELD: tl.constexpr,
+    HAS_KEY_POSITIONS: tl.constexpr,
     PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -378,7 +383,7 @@ def exact_attention_kernel(
         SCALE,
         SOFTCAP,
         WINDOW,
-        HELD,
+        HAS_KEY_POSITIONS,
         PROBED,
         VALUES_IN_KEYS,
         WIDTH,

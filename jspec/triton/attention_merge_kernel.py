@@ -14,7 +14,7 @@ def merge(
     lse,
     tokens,
     parts,
-    MOST: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     VALUE: tl.constexpr,
@@ -25,7 +25,7 @@ def merge(
     """A program merges COLUMNS of the parts of one query row, SOME of them at a time.
 
     ``parts_of [B, KV_HEADS, parts, tokens * GROUP, VALUE]`` and their log-sum-exp; a part of -inf
-    is not read. There are at most MOST ``parts``.
+    is not read. There are at most MAX_PARTS ``parts``.
     """
     query = (tl.program_id(0) // BLOCKS).to(tl.int64)
     column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
@@ -37,7 +37,7 @@ def merge(
     acc = tl.zeros([COLUMNS], tl.float32)
     total = 0.0
     top = float("-inf")
-    for start in tl.static_range(0, MOST, SOME):
+    for start in tl.static_range(0, MAX_PARTS, SOME):
         some = start + tl.arange(0, SOME)
         at = first + some * (tokens * GROUP)
         exponent = tl.load(part_lse + at, mask=some < parts, other=float("-inf"))

@@ -35,14 +35,14 @@ def too_old() -> str | None:
     jax-triton 0.4 imports under an older Triton, and fails when a kernel is lowered.
     """
     try:
-        found, bridge = version("triton"), version("jax-triton")
+        installed, bridge = version("triton"), version("jax-triton")
         needed = [Requirement(line) for line in requires("jax-triton") or []]
     except PackageNotFoundError:  # a module without its metadata
         return None
     for need in needed:
         applies = need.name == "triton" and (need.marker is None or need.marker.evaluate())
-        if applies and not need.specifier.contains(found, prereleases=True):
-            return f"jax-triton {bridge} needs {need} and finds {found}; pip install '{need}'"
+        if applies and not need.specifier.contains(installed, prereleases=True):
+            return f"jax-triton {bridge} needs {need} and finds {installed}; pip install '{need}'"
     return None
 
 
@@ -56,7 +56,7 @@ def next_power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def aliases_are_given_twice() -> bool:
+def passes_aliases_twice() -> bool:
     """Whether a kernel gets the memory of an alias as its input and as its output.
 
     So does jax-triton 0.3; 0.4 gives it once.
@@ -88,7 +88,7 @@ def triton_call(
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     # 0.4 renamed out_shape to out_type and warns of the old name.
-    name = "out_shape" if aliases_are_given_twice() else "out_type"
+    name = "out_shape" if passes_aliases_twice() else "out_type"
     settings = {name: tuple(out), "grid": (programs,), "num_warps": warps, "num_stages": stages}
     settings["input_output_aliases"] = dict(aliases or {})
 

@@ -13,7 +13,7 @@ from jspec.ops.collisions import LEAST, code_words, collision_sizes
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MOST_UNROLLED = 8  # queries in a round of the kernel's loop: more is much to compile
+MAX_UNROLLED = 8  # queries in a round of the kernel's loop: more is much to compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ def collisions_triton(
     sizes = collision_sizes(q_codes, k_codes, tables=tables)
     blocks = blocks or Blocks(**tuned.block("collision_scores", "triton", sizes))
     groups = code_words(tables, 1)
-    wide = next_power(-(-groups // blocks.each))
-    chunk = max(1, blocks.tile // wide)
+    lanes = next_power(-(-groups // blocks.each))
+    chunk = max(1, blocks.tile // lanes)
     chunks = -(-slots // chunk)
     queries = q_codes.shape[2] // heads
     return triton_call(
@@ -54,8 +54,8 @@ def collisions_triton(
         LEAST=LEAST,
         BITS=words // groups,
         GROUPS=groups,
-        WIDE=wide,
-        UNROLLED=max(n for n in range(1, MOST_UNROLLED + 1) if queries % n == 0),
+        LANES=lanes,
+        UNROLLED=max(n for n in range(1, MAX_UNROLLED + 1) if queries % n == 0),
         CHUNKS=chunks,
         CHUNK=chunk,
     )[0]

@@ -8,22 +8,22 @@ from jspec.triton.hash_kernel import ones_in
 
 @triton.jit
 def words_of(
-    code, end, KEYS: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr
+    code, end, KEYS: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr
 ):
-    """The words of KEYS codes: of every WIDE groups ``[KEYS, WIDE]`` for each bit.
+    """The words of KEYS codes: of every LANES groups ``[KEYS, LANES]`` for each bit.
 
     0 from group ``end`` on. Two words are loaded at once, side by side along the last axis. So this
     axis goes to neighbouring threads, which read one key's groups; of axes with nothing side by
     side, versions of Triton choose different ones.
     """
-    lane = tl.arange(0, 2 * WIDE)[None, :]
+    lane = tl.arange(0, 2 * LANES)[None, :]
     words = ()
-    for first in tl.static_range(0, GROUPS, WIDE):
+    for first in tl.static_range(0, GROUPS, LANES):
         group = first + lane // 2
         for bit in tl.static_range(0, BITS, 2):
             one = bit + lane % 2
             both = tl.load(code + (group * BITS + one), mask=(group < end) & (one < BITS), other=0)
-            low, high = tl.split(tl.reshape(both, [KEYS, WIDE, 2]))
+            low, high = tl.split(tl.reshape(both, [KEYS, LANES, 2]))
             words += (low,)
             if bit + 1 < BITS:
                 words += (high,)
@@ -44,17 +44,19 @@ def collision_score_kernel(
     LEAST: tl.constexpr,
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
-    WIDE: tl.constexpr,
+    LANES: tl.constexpr,
     UNROLLED: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """A program scores CHUNK slots of one head; those of the other heads lie between them.
 
-    WIDE threads keep the code of a key in their registers, and take the queries one by one.
+    LANES threads keep the code of a key in their registers, and take the queries one by one.
     """
     WORDS: tl.constexpr = GROUPS * BITS
-    KEPT: tl.constexpr = (GROUPS + WIDE - 1) // WIDE * BITS  # words of a key in a thread
+    WORDS_PER_LANE: tl.constexpr = (
+        (GROUPS + LANES - 1) // LANES * BITS
+    )  # words of a key in a thread
     head = tl.program_id(0) % HEADS
     first = tl.program_id(0) // HEADS % CHUNKS * CHUNK
     batch = (tl.program_id(0) // (HEADS * CHUNKS)).to(tl.int64)
@@ -63,23 +65,23 @@ def collision_score_kernel(
     keys = k_codes + ((batch * SLOTS + first) * HEADS + head) * WORDS
     keys += slot[:, None] * (HEADS * WORDS)
     end = tl.where(read, GROUPS, 0)[:, None]
-    own = words_of(keys, end, CHUNK, BITS, GROUPS, WIDE)
+    key_words = words_of(keys, end, CHUNK, BITS, GROUPS, LANES)
     score = tl.zeros([CHUNK], tl.int32)
     ROUNDS: tl.constexpr = QUERIES // UNROLLED
-    for turn in range(TOKENS * ROUNDS):
-        token = batch * TOKENS + turn // ROUNDS
-        query = (token * HEADS + head) * QUERIES + turn % ROUNDS * UNROLLED
+    for step in range(TOKENS * ROUNDS):
+        token = batch * TOKENS + step // ROUNDS
+        query = (token * HEADS + head) * QUERIES + step % ROUNDS * UNROLLED
         for one in tl.static_range(UNROLLED):
             code = q_codes + (query + one) * WORDS
-            asked = words_of(code, GROUPS, 1, BITS, GROUPS, WIDE)
-            apart = tl.zeros([CHUNK, WIDE], tl.int32)
-            for word in tl.static_range(0, KEPT, BITS):
-                differ = own[word] ^ asked[word]
+            query_words = words_of(code, GROUPS, 1, BITS, GROUPS, LANES)
+            apart = tl.zeros([CHUNK, LANES], tl.int32)
+            for word in tl.static_range(0, WORDS_PER_LANE, BITS):
+                differ = key_words[word] ^ query_words[word]
                 for bit in tl.static_range(1, BITS):
-                    differ |= own[word + bit] ^ asked[word + bit]
+                    differ |= key_words[word + bit] ^ query_words[word + bit]
                 apart += ones_in(differ)
             met = TABLES - tl.sum(apart, axis=1)
             score += tl.where(met >= LEAST, met, 0)
     place = scores + (batch * HEADS + head) * SLOTS + first + slot
-    found = tl.where(read & (score > 0), score, -1)
-    tl.store(place, found, mask=first + slot < SLOTS)
+    stored_score = tl.where(read & (score > 0), score, -1)
+    tl.store(place, stored_score, mask=first + slot < SLOTS)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 
 from jspec.dispatch import Backend
 from jspec.ops.commit import committed_like
-from jspec.triton.call import aliases_are_given_twice, next_power, refuses_triton, triton_call
+from jspec.triton.call import next_power, passes_aliases_twice, refuses_triton, triton_call
 from jspec.triton.verify import refuses as refuses_tokens
 from jspec.typing import Array
 
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_LOGITS = 2**14  # of a row that its program looks at itself; others are cut into parts before
+MAX_LOGITS = 2**14  # of a row that its program looks at itself; others are cut into parts before
 PART = 2**11
-MOST_TILE = 2**14  # largest logits of parts, of all positions of a row: they stay in registers
+MAX_TILE = 2**14  # largest logits of parts, of all positions of a row: they stay in registers
 
 
 def commit_triton(
@@ -27,7 +27,7 @@ def commit_triton(
     cached: Array,
     done: Array,
     *,
-    most: int = MOST_LOGITS,
+    max_logits: int = MAX_LOGITS,
     part: int = PART,
 ) -> tuple[Array, ...]:
     """As `jspec.ops.commit.verify_and_commit`; the rows are updated in place."""
@@ -35,15 +35,15 @@ def commit_triton(
 
     batch, gamma = draft_tokens.shape
     stops, vocabulary = stop_tokens.shape[1], logits.shape[2]
-    whole = next_power(gamma + 1) * next_power(vocabulary) <= most
+    whole = next_power(gamma + 1) * next_power(vocabulary) <= max_logits
     width = vocabulary if whole else -(-vocabulary // part)
     # Arrays of no elements have no memory to point to, and are never read.
     nothing = draft_lengths
     tops, firsts = (logits, nothing) if whole else _parts(logits, part)
     tile = next_power(gamma + 1) * next_power(width)
     target = jax.ShapeDtypeStruct((batch, gamma + 1), jnp.int32)
-    _, *found = triton_call(
-        commit_kernel_0_3 if aliases_are_given_twice() else commit_kernel,
+    _, *outputs = triton_call(
+        commit_kernel_0_3 if passes_aliases_twice() else commit_kernel,
         *(tokens, cached, done, draft_tokens if gamma else nothing, tops, firsts, draft_lengths),
         *(stop_tokens if stops else nothing, limits),
         out=(target, *committed_like(draft_tokens, tokens)),
@@ -59,7 +59,7 @@ def commit_triton(
         COLUMNS=next_power(width),
         TILE=min(32, next_power(gamma)),
     )
-    return tuple(found)
+    return tuple(outputs)
 
 
 def _parts(logits: Array, part: int) -> tuple[Array, ...]:
@@ -87,8 +87,8 @@ def _supports(draft_tokens, logits, draft_lengths, stop_tokens, *rest) -> str | 
         return f"logits of {logits.dtype} are none of {', '.join(DTYPES)}"
     if vocabulary == 0:
         return "V=0 leaves no token to take"
-    if next_power(positions) * next_power(-(-vocabulary // PART)) > MOST_TILE:
-        return f"{positions} positions of {vocabulary} logits are over {MOST_TILE} parts of {PART}"
+    if next_power(positions) * next_power(-(-vocabulary // PART)) > MAX_TILE:
+        return f"{positions} positions of {vocabulary} logits are over {MAX_TILE} parts of {PART}"
     return refuses_tokens(draft_tokens, stop_tokens) or refuses_triton()
 
 

@@ -73,7 +73,7 @@ def commit(
     pair = tl.program_id(0)
     row = pair + tl.arange(0, 1)
     live = row >= 0
-    held = tl.load(cached_before + row)
+    cached_count = tl.load(cached_before + row)
     ended = tl.load(done_before + row).to(tl.int1)
     limit = tl.load(limits + row)
 
@@ -87,7 +87,7 @@ def commit(
     tl.store(target + pair * (GAMMA + 1) + position, token, mask=position < GAMMA + 1)
     # All threads have read the rows before one of them writes, and see all of the target.
     tl.debug_barrier()
-    event, length, wanted, bonus = find_ends(
+    event, length, target_tokens, bonus = find_ends(
         draft, target, lengths, stops, row, live, GAMMA, STOPS, 1, TILE
     )
     write_blocks(
@@ -96,7 +96,7 @@ def commit(
         live,
         event,
         length,
-        wanted,
+        target_tokens,
         bonus,
         accepted_out,
         committed_out,
@@ -111,24 +111,24 @@ def commit(
     active = ended == 0
     end = GAMMA - event // 4
     committed = tl.where(active, end + 1, 0)
-    after = held + committed
+    after = cached_count + committed
     tl.store(cached + row, after)
     tl.store(done + row, ended | ((event & 1) != 0) | (after + 1 >= limit))
     at = committed_block + row * (GAMMA + 3)
     tl.store(at, tl.where(active, accepted_of(event, GAMMA), 0))
     tl.store(at + 1, committed)
 
-    first = (held + 1)[:, None]
+    first = (cached_count + 1)[:, None]
     known = tokens + row.to(tl.int64)[:, None] * SLOTS + first
     for start in tl.static_range(0, GAMMA, TILE):
         index = start + tl.arange(0, TILE)[None, :]
-        kept = active[:, None] & (index <= end[:, None])
-        block = tl.where(kept, wanted[start // TILE], -1)
+        is_written = active[:, None] & (index <= end[:, None])
+        block = tl.where(is_written, target_tokens[start // TILE], -1)
         tl.store(at[:, None] + 2 + index, block, mask=index < GAMMA)
-        tl.store(known + index, block, mask=kept & (index < GAMMA) & (first + index < SLOTS))
-    kept = (active & (end == GAMMA))[:, None]
-    tl.store(at[:, None] + 2 + GAMMA, tl.where(kept, bonus[:, None], -1))
-    tl.store(known + GAMMA, bonus[:, None], mask=kept & (first + GAMMA < SLOTS))
+        tl.store(known + index, block, mask=is_written & (index < GAMMA) & (first + index < SLOTS))
+    is_written = (active & (end == GAMMA))[:, None]
+    tl.store(at[:, None] + 2 + GAMMA, tl.where(is_written, bonus[:, None], -1))
+    tl.store(known + GAMMA, bonus[:, None], mask=is_written & (first + GAMMA < SLOTS))
 
 
 @triton.jit

@@ -14,20 +14,22 @@ from jspec.triton import pack, verify
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MOST_TOKENS = 8192  # drafted in a batch: a program verifies all of the rows before its own
+MAX_TOKENS = 8192  # drafted in a batch: a program verifies all of the rows before its own
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``span`` bytes a program copies at a time, ``most`` programs a batch
-    row, ``scan`` earlier rows verified at a time, ``tile`` positions of each at a time, ``warps``
-    to run a program; ``span``, ``scan`` and ``tile`` are powers of 2.
+    """Block sizes of the kernel; ``span``, ``scan`` and ``tile`` are powers of 2.
+
+    ``span`` bytes that a program copies at a time, ``row_programs`` programs of a batch row at
+    most, ``scan`` earlier rows verified at a time, ``tile`` positions of each at a time, ``warps``
+    of a program.
 
     ``eager``: a program's first bytes are read before it is known whether they are kept.
     """
 
     span: int
-    most: int
+    row_programs: int
     scan: int
     tile: int
     warps: int
@@ -48,15 +50,15 @@ def blocks_for(sizes: Mapping[str, int]) -> Blocks:
     programs = min(block["most_programs"], max(block["least_programs"], programs))
     if sizes["bytes"] > block["many_bytes"]:
         programs = max(programs, block["many_programs"])
-    most = max(1, programs // batch)
+    row_programs = max(1, programs // batch)
     return Blocks(
         span=span,
-        most=most,
+        row_programs=row_programs,
         scan=min(block["positions"] // tile, next_power(batch)),
         tile=tile,
         warps=block["warps"],
         # What is read in vain is then no more than a GPU has on its way in any case.
-        eager=batch * min(sizes["run_bytes"], most * span) <= block["eager_bytes"],
+        eager=batch * min(sizes["run_bytes"], row_programs * span) <= block["eager_bytes"],
     )
 
 
@@ -79,7 +81,7 @@ def verify_and_pack_triton(
     blocks = blocks or blocks_for(fused_sizes(*tokens, kv))
     carried = pack.carry(kv)
     span = min(blocks.span // size, next_power(gamma * width))
-    chunks = min(-(-gamma * width // span), blocks.most)
+    chunks = min(-(-gamma * width // span), blocks.row_programs)
     *verified, packed, offsets, total = triton_call(
         verify_and_pack_kernel,
         *(*tokens, carried),
@@ -106,9 +108,9 @@ def _supports(
     stop_tokens: Array,
     kv: Array,
 ) -> str | None:
-    if draft_tokens.size > MOST_TOKENS:
+    if draft_tokens.size > MAX_TOKENS:
         return (
-            f"B * gamma = {draft_tokens.size} draft tokens are over {MOST_TOKENS}; verify them, "
+            f"B * gamma = {draft_tokens.size} draft tokens are over {MAX_TOKENS}; verify them, "
             "then pack"
         )
     return verify.refuses(draft_tokens, stop_tokens) or pack.refuses(kv) or refuses_triton()

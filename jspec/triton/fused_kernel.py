@@ -43,10 +43,10 @@ def verify_and_pack_kernel(
     event, length, tokens, bonus = find_ends(
         draft, target, lengths, stops, row, row < BATCH, GAMMA, STOPS, 1, TILE
     )
-    kept = tl.sum(accepted_of(event, GAMMA))
-    if (chunk == 0) | (chunk * SPAN < kept * WIDTH) | EAGER:
+    accepted_count = tl.sum(accepted_of(event, GAMMA))
+    if (chunk == 0) | (chunk * SPAN < accepted_count * WIDTH) | EAGER:
         index = chunk * SPAN + tl.arange(0, SPAN)
-        inside = index < kept * WIDTH
+        inside = index < accepted_count * WIDTH
         source = kv + batch_row.to(tl.int64) * (GAMMA * WIDTH)
         reads = (index < GAMMA * WIDTH) if EAGER else inside
         elements = tl.load(source + index, mask=reads)
@@ -63,15 +63,15 @@ def verify_and_pack_kernel(
         destination = packed + offset.to(tl.int64) * WIDTH
         tl.store(destination + index, elements, mask=inside)
         if CHUNKS * SPAN < GAMMA * WIDTH:
-            for start in range((CHUNKS + chunk) * SPAN, kept * WIDTH, CHUNKS * SPAN):
+            for start in range((CHUNKS + chunk) * SPAN, accepted_count * WIDTH, CHUNKS * SPAN):
                 index = start + tl.arange(0, SPAN)
-                inside = index < kept * WIDTH
+                inside = index < accepted_count * WIDTH
                 tl.store(destination + index, tl.load(source + index, mask=inside), mask=inside)
 
         if chunk == 0:
             tl.store(offsets + batch_row, offset)
             if batch_row == BATCH - 1:
-                tl.store(total, offset + kept)
+                tl.store(total, offset + accepted_count)
             write_blocks(
                 target,
                 row,

@@ -15,7 +15,7 @@ from jspec.triton.attention import (
     keys_of_tile,
     part_types,
     refuses,
-    refuses_here,
+    refuses_key_size,
     rows_of_tile,
     tile_shape,
 )
@@ -151,8 +151,8 @@ def cut_of(count: int, tail: int, step: int, least: int, blocks: Blocks) -> dict
     In at least so many chunks, as long as each has `LEAST_STEPS`.
     """
     selected, before = -(-count // step), -(-tail // step)
-    most = max(blocks.chunk // step, 1)
-    chunks = max(-(-selected // most), min(least, selected // LEAST_STEPS))
+    max_steps = max(blocks.chunk // step, 1)
+    chunks = max(-(-selected // max_steps), min(least, selected // LEAST_STEPS))
     listed = next_power(-(-(selected + before) // chunks) * step)
     return {
         "STEPS": selected + before,
@@ -162,13 +162,17 @@ def cut_of(count: int, tail: int, step: int, least: int, blocks: Blocks) -> dict
     }
 
 
-def heads_together(kv_heads: int, rows: int, most: int) -> int:
+def heads_together(kv_heads: int, rows: int, max_heads: int) -> int:
     """How many KV heads of ``rows`` query rows share a program, as many as fill the least tile.
 
     A tile of fewer rows costs the same, so that the heads that share one cost nothing.
     """
     together = 1
-    while 2 * together <= most and 2 * together * rows <= LEAST and kv_heads % (2 * together) == 0:
+    while (
+        2 * together <= max_heads
+        and 2 * together * rows <= LEAST
+        and kv_heads % (2 * together) == 0
+    ):
         together *= 2
     return together
 
@@ -176,7 +180,7 @@ def heads_together(kv_heads: int, rows: int, most: int) -> int:
 def _supports(q, k, v, positions, selected, *args, value_size=None, **kwargs) -> str | None:
     if not selected.shape[-1]:
         return f"selected {selected.shape} leaves nothing to gather"
-    return refuses(q, k, v, value_size) or refuses_here(k)
+    return refuses(q, k, v, value_size) or refuses_key_size(k)
 
 
 GATHERED = Backend("triton", gathered_triton, _supports)

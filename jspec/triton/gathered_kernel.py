@@ -32,9 +32,9 @@ def attend_tile(
     q,
     k,
     v,
-    here,
+    slot_index,
     read,
-    seen,
+    visible,
     SIZE: tl.constexpr,
     VALUE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -46,15 +46,15 @@ def attend_tile(
     weights=None,
     more_q=None,
 ):
-    """Add the keys and values number ``here`` to the sums, where ``read``."""
-    keys = read_tile(k, here * SIZE, read, SIZE, WIDTH)
+    """Add the keys and values number ``slot_index`` to the sums, where ``read``."""
+    keys = read_tile(k, slot_index * SIZE, read, SIZE, WIDTH)
     more_keys = None
     if REST > 0:
-        more_keys = read_tile(k, here * SIZE, read, SIZE, REST, WIDTH)
+        more_keys = read_tile(k, slot_index * SIZE, read, SIZE, REST, WIDTH)
     values = keys
     if not VALUES_IN_KEYS:
-        values = read_tile(v, here * VALUE, read, VALUE, VALUE_WIDTH)
-    return fold(sums, q, keys, values, seen, SCALE, SOFTCAP, weights, more_q, more_keys)
+        values = read_tile(v, slot_index * VALUE, read, VALUE, VALUE_WIDTH)
+    return fold(sums, q, keys, values, visible, SCALE, SOFTCAP, weights, more_q, more_keys)
 
 
 @triton.jit
@@ -128,20 +128,20 @@ def gathered_kernel(
 
     number = rest % TILES * ROWS + tl.arange(0, ROWS)
     live = number < HEADS * MINE
-    own, row = number // MINE, number % MINE
+    head_offset, row = number // MINE, number % MINE
     position = tl.load(positions + batch_row * TOKENS + row // GROUP, mask=live, other=-1)
     newest = tl.max(position)
-    behind = tl.load(context_len + batch_row) + AHEAD
+    tail_position = tl.load(context_len + batch_row) + AHEAD
     at_query = (batch_row * TOKENS + row // GROUP) * (KV_HEADS * GROUP) + row % GROUP
-    at_query += (head + own) * GROUP
-    WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
-    tile = read_queries(q, at_query, live, begin < end, SIZE, WIDTH, WIDE)
+    at_query += (head + head_offset) * GROUP
+    TO_FLOAT32: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
+    tile = read_queries(q, at_query, live, begin < end, SIZE, WIDTH, TO_FLOAT32)
     more_tile = None
     if REST > 0:
-        more_tile = read_queries(q, at_query, live, begin < end, SIZE, REST, WIDE, WIDTH)
+        more_tile = read_queries(q, at_query, live, begin < end, SIZE, REST, TO_FLOAT32, WIDTH)
     base = batch_row * (SLOTS * KV_HEADS) + head
     key = tl.arange(0, KEYS)
-    mine = own[:, None] == (key % HEADS)[None, :]
+    mine = head_offset[:, None] == (key % HEADS)[None, :]
     acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -155,17 +155,17 @@ def gathered_kernel(
             slot = tl.gather(slots, tl.minimum(index - begin, LISTED - 1), 0)
         else:
             slot = slots_at(index, end, selected, tail, TAIL, AHEAD)
-        at = tl.where(index < 0, behind + index, 0)
+        at = tl.where(index < 0, tail_position + index, 0)
         read = (slot >= 0) & (at <= newest)
-        seen = read[None, :] & mine if HEADS > 1 else read[None, :]
+        visible = read[None, :] & mine if HEADS > 1 else read[None, :]
         if TOKENS > 1:
-            seen &= at[None, :] <= position[:, None]
-        here = base + slot.to(tl.int64) * KV_HEADS + key % HEADS
+            visible &= at[None, :] <= position[:, None]
+        slot_index = base + slot.to(tl.int64) * KV_HEADS + key % HEADS
         weights = None
         if WEIGHTED:
             weights = weights_at(log_weights, at_query, live, index, end, slot, SELECTED)
         sums = attend_tile(
-            *(sums, tile, k, v, here, read, seen),
+            *(sums, tile, k, v, slot_index, read, visible),
             *(SIZE, VALUE, WIDTH, REST, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
             weights=weights,
             more_q=more_tile,
@@ -178,13 +178,13 @@ def gathered_kernel(
             else:
                 slot = slots_at(index, end, selected, tail, 0, 0)
             read = slot >= 0
-            seen = read[None, :] & mine if HEADS > 1 else read[None, :]
-            here = base + slot.to(tl.int64) * KV_HEADS + key % HEADS
+            visible = read[None, :] & mine if HEADS > 1 else read[None, :]
+            slot_index = base + slot.to(tl.int64) * KV_HEADS + key % HEADS
             weights = None
             if WEIGHTED:
                 weights = weights_at(log_weights, at_query, live, index, end, slot, SELECTED)
             sums = attend_tile(
-                *(sums, tile, k, v, here, read, seen),
+                *(sums, tile, k, v, slot_index, read, visible),
                 *(SIZE, VALUE, WIDTH, REST, VALUE_WIDTH, VALUES_IN_KEYS, SCALE, SOFTCAP),
                 weights=weights,
                 more_q=more_tile,
@@ -196,7 +196,7 @@ def gathered_kernel(
     if CHUNKS == 1:
         write_rows(out, lse, at_query, sums, live, True, VALUE, VALUE_WIDTH)
     else:
-        part = ((batch_row * KV_HEADS + head + own) * CHUNKS + chunk) * MINE + row
+        part = ((batch_row * KV_HEADS + head + head_offset) * CHUNKS + chunk) * MINE + row
         write_rows(out, lse, part, sums, live, begin < end, VALUE, VALUE_WIDTH)
 
 

@@ -20,7 +20,7 @@ from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.triton.linear import Blocks, cut
 from jspec.typing import Array
 
-MOST = 128  # rows of a tile
+MAX_TILE_ROWS = 128  # rows of a tile
 
 
 def grouped_linear_triton(
@@ -28,8 +28,8 @@ def grouped_linear_triton(
     kernel: Array | MXFP4,
     starts: Array,
     bias: Array | None,
-    taken: Array | None,
-    put: Array | None,
+    gather_indices: Array | None,
+    scatter_indices: Array | None,
     norm: RMS | None,
     weights: Array | None,
     *,
@@ -42,29 +42,41 @@ def grouped_linear_triton(
     settings = {"gated": gated, "clamped": clamped, "dtype": dtype}
     launch = functools.partial(_launch, **settings, blocks=blocks)
     if isinstance(kernel, MXFP4):  # of which there is no derivative
-        return launch(x, kernel, starts, bias, taken, put, norm, weights)
+        return launch(x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights)
     run = differentiated_as(functools.partial(grouped_linear_xla, **settings), launch)
-    return run(x, kernel, starts, bias, taken, put, norm, weights)
+    return run(x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights)
 
 
 def _launch(
-    x, kernel, starts, bias, taken, put, norm, weights, *, gated, clamped, dtype, blocks
+    x,
+    kernel,
+    starts,
+    bias,
+    gather_indices,
+    scatter_indices,
+    norm,
+    weights,
+    *,
+    gated,
+    clamped,
+    dtype,
+    blocks,
 ) -> Array:
     from jspec.triton.grouped_kernel import grouped_linear_kernel
 
     groups, inputs = kernel.shape[:2]
     outputs = math.prod(kernel.shape[3 if gated else 2 :])
-    rows = len(x) if taken is None else len(taken)
-    sizes = grouped_sizes(x, kernel, starts, bias, taken)
+    rows = len(x) if gather_indices is None else len(gather_indices)
+    sizes = grouped_sizes(x, kernel, starts, bias, gather_indices)
     blocks = blocks or Blocks(**tuned.block("grouped_linear", "triton", sizes))
     # As many as a group has in the mean: with more, rows that are not there are multiplied.
-    tile = min(MOST, max(16, next_power(sizes["each"])))
+    tile = min(MAX_TILE_ROWS, max(16, next_power(sizes["each"])))
     width, step, split = cut(blocks, x, kernel, outputs, tile)
     parts = -(-outputs // width)
     (y,) = triton_call(
         grouped_linear_kernel,
         *(x, *(jax.tree.leaves(kernel) if isinstance(kernel, MXFP4) else (kernel, x)), starts),
-        *(x if array is None else array for array in (bias, taken, put)),
+        *(x if array is None else array for array in (bias, gather_indices, scatter_indices)),
         *(x if norm is None else norm.scale, x if weights is None else weights),
         out=(jax.ShapeDtypeStruct((rows, *kernel.shape[3 if gated else 2 :]), dtype),),
         # No more groups than rows can have rows.
@@ -78,8 +90,8 @@ def _launch(
         LIMIT=0.0 if clamped is None else clamped.limit,
         ALPHA=1.0 if clamped is None else clamped.alpha,
         BIASED=bias is not None,
-        TAKEN=taken is not None,
-        PUT=put is not None,
+        GATHERED=gather_indices is not None,
+        SCATTERED=scatter_indices is not None,
         NORMED=norm is not None,
         WEIGHTED=weights is not None,
         GATED=gated,
@@ -89,7 +101,7 @@ def _launch(
         TILE=tile,
         STEP=step,
         WIDTH=width,
-        WIDE=next_power(groups),
+        GROUPS_WIDTH=next_power(groups),
         STAGES=blocks.stages,
         SPLIT=split,
     )
@@ -108,7 +120,9 @@ def refuses(x: Array, kernel: Array | MXFP4, norm: RMS | None = None) -> str | N
     return on_a_mesh(kernel)
 
 
-def _supports(x, kernel, starts, bias, taken, put, norm, *args, **kwargs) -> str | None:
+def _supports(
+    x, kernel, starts, bias, gather_indices, scatter_indices, norm, *args, **kwargs
+) -> str | None:
     return refuses(x, kernel, norm) or refuses_triton()
 
 

@@ -13,8 +13,8 @@ def grouped_linear_kernel(
     kernel_scales,
     starts,
     bias,
-    taken,
-    put,
+    gather_indices,
+    scatter_indices,
     scale,
     weights,
     out,
@@ -26,8 +26,8 @@ def grouped_linear_kernel(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BIASED: tl.constexpr,
-    TAKEN: tl.constexpr,
-    PUT: tl.constexpr,
+    GATHERED: tl.constexpr,
+    SCATTERED: tl.constexpr,
     NORMED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     GATED: tl.constexpr,
@@ -37,7 +37,7 @@ def grouped_linear_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
+    GROUPS_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
@@ -45,20 +45,20 @@ def grouped_linear_kernel(
 
     ``starts [GROUPS + 1]``: the first row of each group, and one past the last. The next rows of a
     group find its weights in the L2. SEARCHED: there are fewer programs than groups, and a program
-    looks for the group with rows that it is the number of. WIDE: a power of 2 from GROUPS up.
+    looks for its group among those that have rows. GROUPS_WIDTH: a power of 2, at least GROUPS.
     SHARE: rows of the result for each row of x. GATED: the columns of gate lie before those of up.
     SPLIT: weights are MXFP4, `added` says in how many parts; their scales are ``kernel_scales``.
     """
     group = tl.program_id(0) // PARTS
     if SEARCHED:
-        number = tl.arange(0, WIDE)
+        number = tl.arange(0, GROUPS_WIDTH)
         firsts = tl.load(starts + number, mask=number < GROUPS, other=0)
         ends = tl.load(starts + number + 1, mask=number < GROUPS, other=0)
         filled = ends > firsts
-        own = filled & (tl.cumsum(filled.to(tl.int32), axis=0) == group + 1)
-        group = tl.sum(tl.where(own, number, 0), axis=0)
-        first = tl.sum(tl.where(own, firsts, 0), axis=0)
-        end = tl.sum(tl.where(own, ends, 0), axis=0)
+        is_group = filled & (tl.cumsum(filled.to(tl.int32), axis=0) == group + 1)
+        group = tl.sum(tl.where(is_group, number, 0), axis=0)
+        first = tl.sum(tl.where(is_group, firsts, 0), axis=0)
+        end = tl.sum(tl.where(is_group, ends, 0), axis=0)
     else:
         first = tl.load(starts + group)
         end = tl.load(starts + group + 1)
@@ -72,8 +72,8 @@ def grouped_linear_kernel(
         row = begin + tl.arange(0, TILE)
         live = row < end
         source = row
-        if TAKEN:
-            source = tl.load(taken + row, mask=live, other=0) // SHARE
+        if GATHERED:
+            source = tl.load(gather_indices + row, mask=live, other=0) // SHARE
         rows = x + source.to(tl.int64) * IN
         if SPLIT:
             total, gates, squares = mxfp4_sums(
@@ -106,9 +106,9 @@ def grouped_linear_kernel(
                 mask = live[:, None] & inside[None, :]
                 part = tl.load(rows[:, None] + index[None, :], mask=mask, other=0.0)
                 if NORMED:
-                    wide = part.to(tl.float32)
-                    squares += tl.sum(wide * wide, axis=1)
-                    part = (wide * ahead.to(tl.float32)[None, :]).to(part.dtype)
+                    upcast = part.to(tl.float32)
+                    squares += tl.sum(upcast * upcast, axis=1)
+                    part = (upcast * ahead.to(tl.float32)[None, :]).to(part.dtype)
                     # A round early: what a thread loads of it is too little to be copied.
                     ahead = tl.load(scale + index + STEP, mask=index + STEP < IN, other=0.0)
                 place = kernel + matrix + index[:, None] * columns + column
@@ -124,18 +124,18 @@ def grouped_linear_kernel(
             total *= root
             gates *= root
         if BIASED:
-            own_bias = bias + group * columns + column
-            total += tl.load(own_bias + offset, mask=there, other=0.0).to(tl.float32)
+            group_bias = bias + group * columns + column
+            total += tl.load(group_bias + offset, mask=there, other=0.0).to(tl.float32)
             if GATED:
-                gates += tl.load(own_bias, mask=there, other=0.0).to(tl.float32)
+                gates += tl.load(group_bias, mask=there, other=0.0).to(tl.float32)
         if GATED:
             if CLAMPED:
                 gates = tl.minimum(gates, LIMIT)
                 total = tl.minimum(tl.maximum(total, -LIMIT), LIMIT) + 1.0
             total *= gates * tl.sigmoid(ALPHA * gates)
         goal = row
-        if PUT:
-            goal = tl.load(put + row, mask=live, other=0)
+        if SCATTERED:
+            goal = tl.load(scatter_indices + row, mask=live, other=0)
         if WEIGHTED:
             total *= tl.load(weights + goal, mask=live, other=0.0)[:, None]
         tl.store(

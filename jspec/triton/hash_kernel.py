@@ -101,16 +101,16 @@ def score_kernel(
     code = k_codes + ((batch * SLOTS + slot) * HEADS + head) * WORDS
     distance = tl.zeros([CHUNK, TILE], tl.int32)
     for word in tl.static_range(WORDS):
-        own = tl.load(code + word, mask=read, other=0)
+        key_word = tl.load(code + word, mask=read, other=0)
         for one in range(TOKENS * GROUP):
             at = ((batch * TOKENS + one // GROUP) * HEADS + head) * GROUP + one % GROUP
             query = tl.load(q_codes + at * WORDS + word, mask=head < HEADS, other=0)
-            distance += ones_in(own ^ query)
-    most: tl.constexpr = TOKENS * GROUP * WORDS * 32
+            distance += ones_in(key_word ^ query)
+    max_score: tl.constexpr = TOKENS * GROUP * WORDS * 32
     place = scores + (batch * HEADS + head) * SLOTS + slot
     if SCALED:
         norm = tl.load(norms + (batch * SLOTS + slot) * HEADS + head, mask=read, other=0.0)
-        scaled = norm * ((most - 2 * distance).to(tl.float32) * (1.0 / (32 * WORDS)))
+        scaled = norm * ((max_score - 2 * distance).to(tl.float32) * (1.0 / (32 * WORDS)))
         tl.store(place, tl.where(read, scaled, -float("inf")), mask=inside)
     else:
-        tl.store(place, tl.where(read, most - distance, -1), mask=inside)
+        tl.store(place, tl.where(read, max_score - distance, -1), mask=inside)

@@ -21,8 +21,8 @@ from jspec.ops.quantized import BLOCK, MXFP4, Quantized, weight_bits
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MOST = 64  # rows that one tile holds, and that each of an exact product's does
-MOST_BYTES = 2**15  # of x in a tile, whose inputs are many with weights of 4 bits
+MAX_ROWS = 64  # rows that one tile holds, and that each of an exact product's does
+MAX_BYTES = 2**15  # of x in a tile, whose inputs are many with weights of 4 bits
 FP8 = jnp.float8_e4m3fn
 
 
@@ -53,7 +53,8 @@ def linear_triton(
 ) -> Array:
     """As `jspec.ops.linear.linear`.
 
-    ``exact``: tiles of `MOST` rows, as many as it takes, so that a row's bits follow from it alone.
+    ``exact``: tiles of `MAX_ROWS` rows, as many as it takes, so that a row's bits follow from that
+    row alone.
     """
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
     launch = functools.partial(_launch, **settings, blocks=blocks, exact=exact)
@@ -73,7 +74,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks, exa
     is_packed = isinstance(kernel, Quantized | MXFP4)
     name = "exact" if exact else "triton"
     blocks = blocks or Blocks(**tuned.block("linear", name, linear_sizes(x, kernel)))
-    tile = MOST if exact else max(16, next_power(rows))
+    tile = MAX_ROWS if exact else max(16, next_power(rows))
     width, step, split = cut(blocks, x, kernel, columns, tile)
     # Read when it runs, so that any number of rows shares one machine program.
     count = (jnp.asarray(np.array([rows], np.int32)),) if exact else ()
@@ -120,15 +121,15 @@ def cut(
     if not isinstance(kernel, MXFP4):
         return width, max(16, step), 0
     split = 1 if width >= 64 else blocks.warps
-    step = min(step, MOST_BYTES // (tile * x.dtype.itemsize))
+    step = min(step, MAX_BYTES // (tile * x.dtype.itemsize))
     return width, max(BLOCK * split, step), split
 
 
 def refuses(x: Array, kernel: Array | Quantized | MXFP4) -> str | None:
     """Why the kernel cannot take these arguments in one tile, or None."""
     rows = math.prod(x.shape[:-1])
-    if rows > MOST:
-        return f"it takes 1 to {MOST} rows, and there are {rows}"
+    if rows > MAX_ROWS:
+        return f"it takes 1 to {MAX_ROWS} rows, and there are {rows}"
     return refuses_product(x, kernel)
 
 

@@ -73,10 +73,10 @@ def product(
             live = (row < rows) & inside[None, :]
             part = tl.load(x + row * IN + index[None, :], mask=live, other=0.0)
             if NORMED:
-                wide = part.to(tl.float32)
-                squares += tl.sum(wide * wide, axis=1)
+                upcast = part.to(tl.float32)
+                squares += tl.sum(upcast * upcast, axis=1)
                 factor = tl.load(scale + index, mask=inside, other=0.0).to(tl.float32)
-                part = (wide * factor[None, :]).to(part.dtype)
+                part = (upcast * factor[None, :]).to(part.dtype)
             weights = kernel + index[:, None].to(tl.int64) * down + column * at
             mask = inside[:, None] & there
             if GATED:
@@ -105,8 +105,8 @@ def product(
         gates = gates.to(kind)
         if BIASED:
             gates += tl.load(bias + column, mask=there, other=0.0).to(kind)
-        wide = gates.to(tl.float32)
-        total = (wide * tl.sigmoid(wide)).to(kind) * total
+        upcast = gates.to(tl.float32)
+        total = (upcast * tl.sigmoid(upcast)).to(kind) * total
     place = row * OUT + column
     mask = (row < rows) & there
     if ADDED:

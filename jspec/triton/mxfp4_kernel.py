@@ -145,11 +145,11 @@ def mxfp4_sums(
         mask = live[None, :] & inside[:, None]
         part = tl.load(rows[None, :] + (start + index[:, None]), mask=mask, other=0.0)
         if NORMED:
-            wide = part.to(tl.float32)
+            upcast = part.to(tl.float32)
             # Eight inputs of a row are with one thread; the sum over threads waits for the end.
-            squares += tl.sum(tl.reshape(wide * wide, [STEP // 8, 8, TILE]), axis=1)
+            squares += tl.sum(tl.reshape(upcast * upcast, [STEP // 8, 8, TILE]), axis=1)
             factor = tl.load(norm + start + index, mask=inside, other=0.0).to(tl.float32)
-            part = (wide * factor[:, None]).to(part.dtype)
+            part = (upcast * factor[:, None]).to(part.dtype)
         if GATED:
             gate = scaled(codes, scales, column, there, start, kind, IN, STEP, WIDTH)
             gates = added(gates, gate, part, TILE, STEP, WIDTH, SPLIT)

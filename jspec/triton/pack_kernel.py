@@ -21,8 +21,8 @@ def pack_kernel(
     """What a batch row keeps is one run of elements: CHUNKS programs copy SPAN of them each."""
     batch_row = tl.program_id(0) // CHUNKS
     chunk = tl.program_id(0) % CHUNKS
-    kept = tl.minimum(tl.maximum(tl.load(accepted + batch_row), 0), GAMMA)
-    if (chunk == 0) | (chunk * SPAN < kept * WIDTH):
+    accepted_count = tl.minimum(tl.maximum(tl.load(accepted + batch_row), 0), GAMMA)
+    if (chunk == 0) | (chunk * SPAN < accepted_count * WIDTH):
         # Summing the counts again costs each program less than a second launch would.
         counts = tl.zeros([COUNTS], tl.int32)
         for start in range(0, batch_row, COUNTS):
@@ -32,7 +32,7 @@ def pack_kernel(
         offset = tl.sum(counts)
 
         index = chunk * SPAN + tl.arange(0, SPAN)
-        inside = index < kept * WIDTH
+        inside = index < accepted_count * WIDTH
         source = kv + batch_row.to(tl.int64) * (GAMMA * WIDTH)
         destination = packed + offset.to(tl.int64) * WIDTH
         tl.store(destination + index, tl.load(source + index, mask=inside), mask=inside)
@@ -40,4 +40,4 @@ def pack_kernel(
         if chunk == 0:
             tl.store(offsets + batch_row, offset)
             if batch_row == BATCH - 1:
-                tl.store(total, offset + kept)
+                tl.store(total, offset + accepted_count)

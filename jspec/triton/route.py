@@ -18,9 +18,9 @@ from jspec.parts import Experts
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MOST = 128  # tokens
-MOST_EXPERTS = 256
-MOST_PAIRS = 1024
+MAX_TOKENS = 128  # tokens
+MAX_EXPERTS = 256
+MAX_PAIRS = 1024
 FLOATS = ("bfloat16", "float16", "float32")
 
 
@@ -113,7 +113,7 @@ def _launch(x, kernel, bias, correction, norm, *, experts: Experts, blocks) -> R
             SOFTMAX=experts.score == "softmax",
             NORMALIZED=experts.normalized,
             TILE=next_power(rows),
-            WIDE=next_power(count),
+            EXPERTS_WIDTH=next_power(count),
             CHOICES=next_power(chosen),
             PAIRS=next_power(pairs),
             CHUNK=min(16, next_power(pairs)),
@@ -123,13 +123,13 @@ def _launch(x, kernel, bias, correction, norm, *, experts: Experts, blocks) -> R
 
 def refuses(x: Array, kernel: Array, norm: RMS | None, experts: Experts) -> str | None:
     """Why the kernels cannot take these arguments, or None."""
-    if not 0 < len(x) <= MOST or len(x) * experts.chosen > MOST_PAIRS:
+    if not 0 < len(x) <= MAX_TOKENS or len(x) * experts.chosen > MAX_PAIRS:
         return (
-            f"it takes 1 to {MOST} tokens that choose {MOST_PAIRS} experts in all, and {len(x)} "
-            f"choose {experts.chosen} each"
+            f"it takes 1 to {MAX_TOKENS} tokens that choose {MAX_PAIRS} experts in all, and "
+            f"{len(x)} choose {experts.chosen} each"
         )
-    if experts.routed > MOST_EXPERTS:
-        return f"it chooses of at most {MOST_EXPERTS} experts, and there are {experts.routed}"
+    if experts.routed > MAX_EXPERTS:
+        return f"it chooses of at most {MAX_EXPERTS} experts, and there are {experts.routed}"
     if experts.chosen_groups < experts.groups:
         return "XLA chooses experts within groups"
     if x.dtype not in FLOATS or kernel.dtype not in FLOATS:

@@ -40,8 +40,8 @@ def route_logits_kernel(
             square += tl.sum(part * part, axis=1)
             part *= tl.load(scale + index, mask=inside, other=0.0).to(tl.float32)[None, :]
         mask = inside[:, None] & (column < EXPERTS)
-        found = tl.load(kernel + index[:, None] * EXPERTS + column, mask=mask, other=0.0)
-        total = tl.dot(part, found.to(tl.float32), total, input_precision="tf32x3")
+        weights_tile = tl.load(kernel + index[:, None] * EXPERTS + column, mask=mask, other=0.0)
+        total = tl.dot(part, weights_tile.to(tl.float32), total, input_precision="tf32x3")
     place = (split * ROWS + row)[:, None] * EXPERTS + column
     tl.store(logits + place, total, mask=(row < ROWS)[:, None] & (column < EXPERTS))
     if NORMED:
@@ -72,20 +72,20 @@ def route_kernel(
     SOFTMAX: tl.constexpr,
     NORMALIZED: tl.constexpr,
     TILE: tl.constexpr,
-    WIDE: tl.constexpr,
+    EXPERTS_WIDTH: tl.constexpr,
     CHOICES: tl.constexpr,
     PAIRS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program takes all rows. TILE, WIDE, CHOICES, PAIRS: powers of 2 that hold them.
+    """One program takes all rows. TILE, EXPERTS_WIDTH, CHOICES, PAIRS: powers of 2 that hold them.
 
     The place of a pair in the order is how many pairs come before it: those of an expert before
     its own, and earlier ones of the same. Pairs are compared CHUNK at a time.
     """
     row = tl.arange(0, TILE)
-    expert = tl.arange(0, WIDE)[None, :]
+    expert = tl.arange(0, EXPERTS_WIDTH)[None, :]
     live = (row < ROWS)[:, None] & (expert < EXPERTS)
-    total = tl.zeros([TILE, WIDE], tl.float32)
+    total = tl.zeros([TILE, EXPERTS_WIDTH], tl.float32)
     square = tl.zeros([TILE], tl.float32)
     for split in tl.static_range(SPLITS):
         place = (split * ROWS + row)[:, None] * EXPERTS + expert
@@ -108,37 +108,39 @@ def route_kernel(
     ranked = tl.where(expert < EXPERTS, ranked, float("-inf"))
 
     choice = tl.arange(0, CHOICES)[None, :]
-    taken = tl.zeros([TILE, CHOICES], tl.int32)
-    given = tl.zeros([TILE, CHOICES], tl.float32)
+    chosen_experts = tl.zeros([TILE, CHOICES], tl.int32)
+    chosen_scores = tl.zeros([TILE, CHOICES], tl.float32)
     for number in range(CHOSEN):
         best = tl.max(ranked, axis=1)[:, None]
         # Of equal ones the first. Where scores are no numbers it still is an expert.
         index = tl.min(tl.where(ranked == best, expert, EXPERTS - 1), axis=1)[:, None]
         score = tl.sum(tl.where(expert == index, scores, 0.0), axis=1)[:, None]
-        taken = tl.where(choice == number, index, taken)
-        given = tl.where(choice == number, score, given)
+        chosen_experts = tl.where(choice == number, index, chosen_experts)
+        chosen_scores = tl.where(choice == number, score, chosen_scores)
         ranked = tl.where(expert == index, float("-inf"), ranked)
     if NORMALIZED:
-        given /= tl.sum(given, axis=1)[:, None] + 1e-20
+        chosen_scores /= tl.sum(chosen_scores, axis=1)[:, None] + 1e-20
     place = row[:, None] * CHOSEN + choice
     mask = (row < ROWS)[:, None] & (choice < CHOSEN)
-    tl.store(weights + place, given * FACTOR, mask=mask)
-    tl.store(chosen + place, taken, mask=mask)
+    tl.store(weights + place, chosen_scores * FACTOR, mask=mask)
+    tl.store(chosen + place, chosen_experts, mask=mask)
 
     # Every pair has to see all of what was chosen, which other threads hold.
     tl.debug_barrier()
     count: tl.constexpr = ROWS * CHOSEN
     pair = tl.arange(0, PAIRS)
-    own = tl.load(chosen + pair, mask=pair < count, other=0)[:, None]
-    number_of = tl.arange(0, WIDE)
+    pair_expert = tl.load(chosen + pair, mask=pair < count, other=0)[:, None]
+    number_of = tl.arange(0, EXPERTS_WIDTH)
     before = tl.zeros([PAIRS], tl.int32)
-    start = tl.zeros([WIDE], tl.int32)
+    start = tl.zeros([EXPERTS_WIDTH], tl.int32)
     for begin in range(0, count, CHUNK):
         other = begin + tl.arange(0, CHUNK)[None, :]
-        theirs = tl.load(chosen + other, mask=other < count, other=EXPERTS)
-        is_before = (theirs < own) | ((theirs == own) & (other < pair[:, None]))
+        other_expert = tl.load(chosen + other, mask=other < count, other=EXPERTS)
+        is_before = (other_expert < pair_expert) | (
+            (other_expert == pair_expert) & (other < pair[:, None])
+        )
         before += tl.sum(is_before.to(tl.int32), axis=1)
-        start += tl.sum((theirs < number_of[:, None]).to(tl.int32), axis=1)
+        start += tl.sum((other_expert < number_of[:, None]).to(tl.int32), axis=1)
     tl.store(order + before, pair, mask=pair < count)
     tl.store(starts + number_of, start, mask=number_of < EXPERTS)
     tl.store(starts + EXPERTS, count)

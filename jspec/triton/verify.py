@@ -11,9 +11,9 @@ from jspec.ops.verify import greedy_sizes, verified_like
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MOST_STOPS = 32  # the kernel unrolls over them
-MOST_GAMMA = 1024  # a row stays in registers
-MOST_TOKENS = 2**31 - 1  # the kernel counts them in int32
+MAX_STOPS = 32  # the kernel unrolls over them
+MAX_GAMMA = 1024  # a row stays in registers
+MAX_TOKENS = 2**31 - 1  # the kernel counts them in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +70,12 @@ def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:
     stops = stop_tokens.shape[1]
     if batch == 0:
         return "B=0 leaves nothing to launch"
-    if gamma > MOST_GAMMA:
-        return f"gamma={gamma} is over {MOST_GAMMA}"
-    if stops > MOST_STOPS:
-        return f"{stops} stop tokens a row are over {MOST_STOPS}"
-    if batch * max(gamma + 1, stops) > MOST_TOKENS:
-        return f"B={batch} rows of {max(gamma + 1, stops)} tokens are over {MOST_TOKENS}"
+    if gamma > MAX_GAMMA:
+        return f"gamma={gamma} is over {MAX_GAMMA}"
+    if stops > MAX_STOPS:
+        return f"{stops} stop tokens a row are over {MAX_STOPS}"
+    if batch * max(gamma + 1, stops) > MAX_TOKENS:
+        return f"B={batch} rows of {max(gamma + 1, stops)} tokens are over {MAX_TOKENS}"
     return None
 
 

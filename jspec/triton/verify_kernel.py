@@ -40,13 +40,13 @@ def find_ends(
         index = start + tl.arange(0, TILE)[None, :]
         inside = live[:, None] & (index < GAMMA)
         drafted = tl.load(draft + row[:, None] * GAMMA + index, mask=inside, other=-1)
-        wanted = tl.load(target + row[:, None] * (GAMMA + 1) + index, mask=inside, other=-1)
-        tokens += (wanted,)
+        target_tile = tl.load(target + row[:, None] * (GAMMA + 1) + index, mask=inside, other=-1)
+        tokens += (target_tile,)
         is_stop = tl.zeros([ROWS, TILE], tl.int1)
         for m in tl.static_range(STOPS):
-            is_stop |= wanted == stop_ids[m][:, None]
-        rejected = (drafted != wanted) | (index >= length[:, None])
-        flags = rejected.to(tl.int32) * 2 + (is_stop & (wanted >= 0)).to(tl.int32)
+            is_stop |= target_tile == stop_ids[m][:, None]
+        rejected = (drafted != target_tile) | (index >= length[:, None])
+        flags = rejected.to(tl.int32) * 2 + (is_stop & (target_tile >= 0)).to(tl.int32)
         event = tl.where(inside & (flags > 0), (GAMMA - index) * 4 + flags, 0)
         events = tl.maximum(events, event)
     return tl.maximum(tl.max(events, axis=1), bonus_event), length, tokens, bonus

@@ -35,9 +35,9 @@ def weights_kernel(
     key = tl.arange(0, KEYS)
     inside = start + key < SLOTS
     # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
-    here = (batch_row * SLOTS + start) * KV_HEADS + head
-    keys = read_tile(k + here * SIZE, key * (KV_HEADS * SIZE), inside, SIZE, WIDTH)
-    WIDE: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
+    first_slot = (batch_row * SLOTS + start) * KV_HEADS + head
+    keys = read_tile(k + first_slot * SIZE, key * (KV_HEADS * SIZE), inside, SIZE, WIDTH)
+    TO_FLOAT32: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
     sums = tl.zeros([KEYS], tl.float32)
     count = 0.0
     for first in tl.static_range(0, TOKENS * GROUP, ROWS):
@@ -47,7 +47,7 @@ def weights_kernel(
         query = query * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
         exponent = tl.load(lse + query, mask=live, other=float("-inf"))
         counts = exponent != float("-inf")
-        tile = read_queries(q, query, live, counts, SIZE, WIDTH, WIDE)
+        tile = read_queries(q, query, live, counts, SIZE, WIDTH, TO_FLOAT32)
         products = tl.dot(tile, tl.trans(keys.to(tile.dtype)), input_precision="ieee")
         scores = in_base_2(products, SCALE, SOFTCAP)
         shifted = scores - tl.where(counts, exponent, 0.0)[:, None] * LOG2E

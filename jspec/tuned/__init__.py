@@ -141,61 +141,61 @@ def nearest(kind: str, capability: tuple[int, int], among: Sequence[Table]) -> T
 def load(path: Path) -> Table:
     """Read a table; `TableError` says what is wrong with a file that is none."""
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise TableError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict) or set(found) != set(FIELDS):
+    if not isinstance(content, dict) or set(content) != set(FIELDS):
         raise TableError(f"{path} must be an object with the fields {', '.join(FIELDS)}")
-    if not isinstance(found["gpu"], str) or not isinstance(found["measured"], bool):
+    if not isinstance(content["gpu"], str) or not isinstance(content["measured"], bool):
         raise TableError(f"{path}: gpu must be a string and measured a bool")
-    capability = _capability(found["compute_capability"], path)
+    capability = _capability(content["compute_capability"], path)
     orders = {
         name: _rules(rules, _is_order, f"{path}, orders of {name}")
-        for name, rules in _object(found["orders"], f"{path}, orders").items()
+        for name, rules in _object(content["orders"], f"{path}, orders").items()
     }
     blocks = {
         name: {
             backend: _rules(rules, _is_block, f"{path}, blocks of {name}, {backend}")
             for backend, rules in _object(of, f"{path}, blocks of {name}").items()
         }
-        for name, of in _object(found["blocks"], f"{path}, blocks").items()
+        for name, of in _object(content["blocks"], f"{path}, blocks").items()
     }
-    return Table(path.stem, found["gpu"], capability, found["measured"], orders, blocks)
+    return Table(path.stem, content["gpu"], capability, content["measured"], orders, blocks)
 
 
-def _capability(found: Any, path: Path) -> tuple[int, int] | None:
-    if found is None:
+def _capability(value: Any, path: Path) -> tuple[int, int] | None:
+    if value is None:
         return None
     try:
-        major, minor = map(int, found.split("."))
+        major, minor = map(int, value.split("."))
     except (AttributeError, ValueError):
         raise TableError(
-            f'{path}: compute_capability must be such as "9.0", not {found!r}'
+            f'{path}: compute_capability must be such as "9.0", not {value!r}'
         ) from None
     return major, minor
 
 
-def _object(found: Any, where: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise TableError(f"{where}: must be an object, not {found!r}")
-    return found
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TableError(f"{where}: must be an object, not {value!r}")
+    return value
 
 
-def _rules(found: Any, is_take: Callable[[Any], bool], where: str) -> tuple[Rule, ...]:
-    if not isinstance(found, list) or not found:
-        raise TableError(f"{where}: there must be a list of rules, not {found!r}")
+def _rules(entries: Any, is_take: Callable[[Any], bool], where: str) -> tuple[Rule, ...]:
+    if not isinstance(entries, list) or not entries:
+        raise TableError(f"{where}: there must be a list of rules, not {entries!r}")
     rules = []
-    for number, rule in enumerate(found, 1):
-        here = f"{where}, rule {number} of {len(found)}"
-        if "take" not in _object(rule, here) or not set(rule) <= {"up_to", "take"}:
-            raise TableError(f"{here}: the fields are up_to and take, not {', '.join(rule)}")
-        up_to = _object(rule.get("up_to", {}), here)
+    for number, rule in enumerate(entries, 1):
+        location = f"{where}, rule {number} of {len(entries)}"
+        if "take" not in _object(rule, location) or not set(rule) <= {"up_to", "take"}:
+            raise TableError(f"{location}: the fields are up_to and take, not {', '.join(rule)}")
+        up_to = _object(rule.get("up_to", {}), location)
         if not all(type(bound) is int for bound in up_to.values()):
-            raise TableError(f"{here}: up_to must give whole numbers by size, not {up_to}")
-        if bool(up_to) == (number == len(found)):
-            raise TableError(f"{here}: the last rule, and no other, has no up_to")
+            raise TableError(f"{location}: up_to must give whole numbers by size, not {up_to}")
+        if bool(up_to) == (number == len(entries)):
+            raise TableError(f"{location}: the last rule, and no other, has no up_to")
         if not is_take(rule["take"]):
-            raise TableError(f"{here}: it cannot take {rule['take']!r}")
+            raise TableError(f"{location}: it cannot take {rule['take']!r}")
         rules.append(Rule(up_to, rule["take"]))
     return tuple(rules)
 

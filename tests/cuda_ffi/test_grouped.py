@@ -18,11 +18,17 @@ from tests.ops.test_quantized import numbers
 CASES = {
     "plain": ([0, 3, 0, 17, 1, 0], 96, 40, 1, ""),
     "one-row": ([0, 0, 1], 32, 7, 1, "wide"),
-    "gate-up": ([2, 0, 1, 0, 0, 5], 672, 72, 4, "gated norm taken"),
-    "clamped": ([2, 0, 1, 0, 0, 5], 672, 72, 4, "gated clamped norm taken bias"),
-    "down": ([0, 9, 0, 24, 1], 160, 33, 1, "bias put weights wide"),
-    "all": ([25, 0, 40, 7], 544, 21, 2, "gated clamped norm bias taken put weights wide"),
-    "many-groups": ([0, 1, 0, 0, 2, 0] * 40, 64, 20, 8, "gated norm taken"),
+    "gate-up": ([2, 0, 1, 0, 0, 5], 672, 72, 4, "gated norm gather_indices"),
+    "clamped": ([2, 0, 1, 0, 0, 5], 672, 72, 4, "gated clamped norm gather_indices bias"),
+    "down": ([0, 9, 0, 24, 1], 160, 33, 1, "bias scatter_indices weights wide"),
+    "all": (
+        [25, 0, 40, 7],
+        544,
+        21,
+        2,
+        "gated clamped norm bias gather_indices scatter_indices weights wide",
+    ),
+    "many-groups": ([0, 1, 0, 0, 2, 0] * 40, 64, 20, 8, "gated norm gather_indices"),
 }
 
 
@@ -38,11 +44,13 @@ def arguments(counts, inputs, outputs, share, has) -> tuple[Any, dict[str, Any]]
     scales = rng.integers(118, 123, (groups, *columns, inputs // 32), np.uint8)
     kernel = MXFP4(jnp.asarray(codes), jnp.asarray(scales), leading=1)
     starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
-    taken, put = (jnp.asarray(rng.permutation(rows), jnp.int32) for _ in range(2))
+    gather_indices, scatter_indices = (
+        jnp.asarray(rng.permutation(rows), jnp.int32) for _ in range(2)
+    )
     given = {
         "bias": normal(groups, *columns),
-        "taken": taken,
-        "put": put,
+        "gather_indices": gather_indices,
+        "scatter_indices": scatter_indices,
         "norm": RMS(1 + normal(inputs) / 8),
         "weights": jnp.asarray(rng.random(rows), jnp.float32),
     }
@@ -57,8 +65,8 @@ def arguments(counts, inputs, outputs, share, has) -> tuple[Any, dict[str, Any]]
 
 def in_double(arrays, *, gated, clamped, dtype):
     """The definition, row by row."""
-    x, kernel, starts, bias, taken, put, norm, weights = arrays
-    rows = len(x) if taken is None else len(taken)
+    x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights = arrays
+    rows = len(x) if gather_indices is None else len(gather_indices)
     x = np.asarray(x, np.float64)
     if norm is not None:
         root = np.sqrt((x**2).mean(axis=1, keepdims=True) + norm.eps)
@@ -68,7 +76,7 @@ def in_double(arrays, *, gated, clamped, dtype):
     for group in range(len(kernel)):
         one = MXFP4(kernel.codes[group], kernel.scales[group])
         for row in range(int(starts[group]), int(starts[group + 1])):
-            source = row if taken is None else int(taken[row]) // (rows // len(x))
+            source = row if gather_indices is None else int(gather_indices[row]) // (rows // len(x))
             y = np.tensordot(x[source], numbers(one), 1)
             y = y if bias is None else y + np.asarray(bias[group], np.float64)
             if clamped is not None:
@@ -77,7 +85,7 @@ def in_double(arrays, *, gated, clamped, dtype):
                 y = (up + 1) * gate / (1 + np.exp(-clamped.alpha * gate))
             elif gated:
                 y = y[0] / (1 + np.exp(-y[0])) * y[1]
-            goal = row if put is None else int(put[row])
+            goal = row if scatter_indices is None else int(scatter_indices[row])
             found[goal] = y if weights is None else y * float(weights[goal])
     return found
 
@@ -110,14 +118,14 @@ def test_a_row_alone_is_the_row_among_others():
 
 
 def test_neither_groups_without_rows_nor_rows_behind_the_last_group_are_read():
-    arrays, settings = arguments([3, 0, 0, 9], 96, 40, 1, "put weights wide")
-    x, kernel, starts, *others, put, _, weights = arrays
+    arrays, settings = arguments([3, 0, 0, 9], 96, 40, 1, "scatter_indices weights wide")
+    x, kernel, starts, *others, scatter_indices, _, weights = arrays
     want = run_or_skip(arrays, settings)
     poisoned = MXFP4(kernel.codes, kernel.scales.at[1:3].set(255), leading=1)
     more = jnp.concatenate([x, jnp.full((4, 96), jnp.nan, jnp.bfloat16)])
-    put = jnp.concatenate([put, len(x) + jnp.arange(4, dtype=jnp.int32)])
+    scatter_indices = jnp.concatenate([scatter_indices, len(x) + jnp.arange(4, dtype=jnp.int32)])
     weights = jnp.concatenate([weights, jnp.ones(4)])
-    got = run_or_skip((more, poisoned, starts, *others, put, None, weights), settings)
+    got = run_or_skip((more, poisoned, starts, *others, scatter_indices, None, weights), settings)
     np.testing.assert_array_equal(got[: len(x)], want)
 
 
@@ -125,7 +133,7 @@ def test_neither_groups_without_rows_nor_rows_behind_the_last_group_are_read():
     "starts", [[-5, 4, 2**31 - 1, 12], [2**30, -(2**31), 7, 3]], ids=["beyond", "unordered"]
 )
 def test_numbers_out_of_range_are_brought_into_it(starts):
-    arrays, settings = arguments([4, 4, 4], 96, 40, 1, "taken put wide")
+    arrays, settings = arguments([4, 4, 4], 96, 40, 1, "gather_indices scatter_indices wide")
     x, kernel, _, bias, _, _, *others = arrays
     order = [-1, 99, 2**31 - 1, -(2**31), *range(4, 12)]
     inside = np.clip(order, 0, 11).astype(np.int32)
@@ -153,7 +161,16 @@ def test_numbers_out_of_range_are_brought_into_it(starts):
 )
 def test_refuses_with_a_reason(counts, change, reason):
     arrays, settings = arguments(counts, 96, 40, 1, "wide")
-    names = ("x", "kernel", "starts", "bias", "taken", "put", "norm", "weights")
+    names = (
+        "x",
+        "kernel",
+        "starts",
+        "bias",
+        "gather_indices",
+        "scatter_indices",
+        "norm",
+        "weights",
+    )
     given = dict(zip(names, arrays, strict=True)) | settings | change
     found = refuses(**given)
     assert found is not None

@@ -104,7 +104,7 @@ def traced(by: By, size: int) -> str:
 
 def test_larger_pieces_go_by_xla():
     over("cuda", 2)
-    most = cuda.MOST_BYTES // 4
+    most = cuda.MAX_BYTES // 4
     assert [traced("cuda", size).count("all_to_all") for size in (most, most + 1)] == [0, 1]
     assert takes("cuda", 4 * most)
     assert not takes("cuda", 4 * most + 4)
@@ -158,7 +158,7 @@ def wait_in_vain() -> None:
     [
         ((2, 3, 2), r"pieces F32\[2, 3, 2\] must be \[ranks, n\]"),
         ((2, 3), "device 0 cannot exchange pieces"),  # no whole lines
-        ((2, cuda.MOST_BYTES), "device 0 cannot exchange pieces"),
+        ((2, cuda.MAX_BYTES), "device 0 cannot exchange pieces"),
         ((1, 2), "device 0 cannot exchange pieces"),
         ((9, 2), "device 0 cannot exchange pieces"),
     ],
@@ -181,7 +181,7 @@ def test_devices_that_cannot_exchange_are_refused(monkeypatch):
     if len(devices) > 1:
         said = refuses_all_to_all("cuda", devices[1::-1])
         assert said == "devices [1, 0] are not the first 2 in their order"
-    assert cuda.ALL_TO_ALL.refuses(cuda.MOST_DEVICES + 1) == "9 devices are more than 8"
+    assert cuda.ALL_TO_ALL.refuses(cuda.MAX_DEVICES + 1) == "9 devices are more than 8"
     if jax.default_backend() == "cpu":
         said = refuses_all_to_all("pallas", devices)
         assert "Mosaic GPU" in str(said)

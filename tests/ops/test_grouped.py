@@ -28,7 +28,7 @@ def test_equals_the_definition(case, backend):
     got = run(backend, case.arguments, case.static)
     assert got.dtype == jnp.float32
     close = 1e-5 if case.arguments[0].dtype == jnp.float32 else 1e-3
-    np.testing.assert_allclose(got, case.wanted(), rtol=close, atol=close)
+    np.testing.assert_allclose(got, case.expected(), rtol=close, atol=close)
 
 
 @every_backend(GROUPED)
@@ -59,9 +59,9 @@ def test_shapes_that_do_not_fit_are_refused():
         ((x, kernel, starts, jnp.ones(3)), {}),
         ((x, kernel, starts), {"gated": True}),
         ((x, kernel, starts), {"clamped": ClampedSwiGLU()}),
-        ((x[:2], kernel, starts), {"taken": order}),
-        ((x, kernel, starts), {"put": order[1:]}),
-        ((x, kernel, starts), {"put": order.astype(jnp.float32)}),
+        ((x[:2], kernel, starts), {"gather_indices": order}),
+        ((x, kernel, starts), {"scatter_indices": order[1:]}),
+        ((x, kernel, starts), {"scatter_indices": order.astype(jnp.float32)}),
         ((x, kernel, starts), {"weights": jnp.ones(2)}),
     ):
         with pytest.raises(ValueError, match=r"must be \[P, in\] .*, \[E, in, \*out\] and int32"):

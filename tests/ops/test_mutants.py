@@ -69,8 +69,8 @@ def without_normalising(weights, shift, number, vocabulary):
     return RIGHT["draw"](whole, shift, number, vocabulary)
 
 
-def target_for_residual(p_here, q, tokens, accepted, vocabulary):
-    return p_here
+def target_for_residual(p_next, q, tokens, accepted, vocabulary):
+    return p_next
 
 
 def stale(q):
@@ -81,8 +81,8 @@ def stale_q_accepts(u, p, q, tokens, vocabulary):
     return RIGHT["_accepts"](u, p, stale(q), tokens, vocabulary)
 
 
-def stale_q_residual(p_here, q, tokens, accepted, vocabulary):
-    return RIGHT["_residual"](p_here, stale(q), tokens, accepted, vocabulary)
+def stale_q_residual(p_next, q, tokens, accepted, vocabulary):
+    return RIGHT["_residual"](p_next, stale(q), tokens, accepted, vocabulary)
 
 
 def late_p_accepts(u, p, q, tokens, vocabulary):
@@ -110,8 +110,8 @@ def one_hot_as_p(u, p, q, tokens, vocabulary):
     return RIGHT["_accepts"](u, p, q, tokens, vocabulary)
 
 
-def rejected_token_stays(p_here, q, tokens, accepted, vocabulary):
-    return p_here if q is None else RIGHT["_residual"](p_here, q, tokens, accepted, vocabulary)
+def rejected_token_stays(p_next, q, tokens, accepted, vocabulary):
+    return p_next if q is None else RIGHT["_residual"](p_next, q, tokens, accepted, vocabulary)
 
 
 def q_forgotten(u, p, q, tokens, vocabulary):
@@ -169,8 +169,8 @@ MUTANTS: dict[str, tuple[dict, Callable[[], None]]] = {
 BLOCK = {name: getattr(module.block, name) for name in ("_masses", "residual", "_chance")}
 
 
-def residual_of_the_token_rule(p_here, q_here, chance):
-    return BLOCK["residual"](p_here, q_here, jnp.full_like(chance, ONE))
+def residual_of_the_token_rule(p_next, q_next, chance):
+    return BLOCK["residual"](p_next, q_next, jnp.full_like(chance, ONE))
 
 
 def masses_of_the_token_rule(chance, p, q, vocabulary):

@@ -35,7 +35,7 @@ def test_equals_the_reference_in_the_interpreter(case, interpreted, monkeypatch)
 def test_parts_equal_the_reference_in_the_interpreter(name, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
     arguments = next(case for case in OPERATION.cases() if case.name == name).arguments
-    assert_committed(commit_triton(*arguments, most=0, part=16), arguments)
+    assert_committed(commit_triton(*arguments, max_logits=0, part=16), arguments)
 
 
 @every_case(OPERATION)

@@ -39,13 +39,15 @@ def assert_fused(got, arguments):
 
 @quick
 @pytest.mark.parametrize(
-    ("eager", "most"), [(False, 99), (True, 2)], ids=["lazy-alone", "eager-in-turns"]
+    ("eager", "row_programs"), [(False, 99), (True, 2)], ids=["lazy-alone", "eager-in-turns"]
 )
-def test_equals_the_reference_in_the_interpreter(case, eager, most, interpreted, monkeypatch):
+def test_equals_the_reference_in_the_interpreter(
+    case, eager, row_programs, interpreted, monkeypatch
+):
     monkeypatch.setattr(module, "triton_call", interpreted)
     arguments = case.arguments
     # Alone, a program a span: larger ones, or there are hundreds to interpret.
-    cut = {"eager": eager, "span": 64 if eager else 256, "most": most, "scan": 16}
+    cut = {"eager": eager, "span": 64 if eager else 256, "row_programs": row_programs, "scan": 16}
     blocks = dataclasses.replace(blocks_for(fused_sizes(*arguments)), **cut)
     assert_fused(verify_and_pack_triton(*arguments, blocks=blocks), arguments)
 
@@ -72,7 +74,7 @@ def test_the_cut_is_one_that_the_kernel_can_run(batch, gamma, width):
     blocks = blocks_for(fused_sizes(tokens, None, None, None, kv))
     for size in (blocks.span, blocks.scan, blocks.tile, blocks.warps):
         assert size.bit_count() == 1
-    assert blocks.most >= 1
+    assert blocks.row_programs >= 1
     # A thread holds no more than 16 positions of the rows before its own.
     assert blocks.scan * blocks.tile <= 16 * 32 * blocks.warps
 

@@ -98,7 +98,7 @@ def test_a_row_alone_is_the_row_in_the_batch_on_a_gpu(case):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "rows", "most", "together"),
+    ("kv_heads", "rows", "max_heads", "together"),
     [
         (8, 4, 16, 4),
         (8, 1, 16, 8),
@@ -110,8 +110,8 @@ def test_a_row_alone_is_the_row_in_the_batch_on_a_gpu(case):
         (8, 40, 16, 1),
     ],
 )
-def test_heads_share_a_program_while_the_least_tile_holds_them(kv_heads, rows, most, together):
-    assert heads_together(kv_heads, rows, most) == together
+def test_heads_share_a_program_while_the_least_tile_holds_them(kv_heads, rows, max_heads, together):
+    assert heads_together(kv_heads, rows, max_heads) == together
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_equals_the_definition_in_the_interpreter(case, interpreted, monkeypatch
     monkeypatch.setattr(module, "triton_call", interpreted)
     got = module._launch(*case.arguments, **case.static, blocks=BLOCKS)
     close = 1e-5 if case.arguments[0].dtype == jnp.float32 else 1e-3
-    np.testing.assert_allclose(got, case.wanted(), rtol=close, atol=close)
+    np.testing.assert_allclose(got, case.expected(), rtol=close, atol=close)
 
 
 @every_case(GROUPED, lambda case: case.name.startswith("mxfp4") and is_interpreted(case))
@@ -82,7 +82,7 @@ def test_parts_of_the_inputs_add_up_in_the_interpreter(case, interpreted, monkey
     blocks = dataclasses.replace(BLOCKS, warps=2)
     got = module._launch(*case.arguments, **case.static, blocks=blocks)
     close = 1e-5 if case.arguments[0].dtype == jnp.float32 else 1e-3
-    np.testing.assert_allclose(got, case.wanted(), rtol=close, atol=close)
+    np.testing.assert_allclose(got, case.expected(), rtol=close, atol=close)
 
 
 def test_a_group_without_rows_is_not_read_in_the_interpreter(interpreted, monkeypatch):

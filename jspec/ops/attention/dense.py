@@ -81,13 +81,13 @@ def check_attention(
 
 def check_heads(q: Array, k: Array, v: Array | None, value_size: int | None) -> None:
     """Raise `ValueError` where queries, keys and values are not of one attention."""
-    given = f"q {q.shape}, k {k.shape}, v {None if v is None else v.shape}"
+    shapes = f"q {q.shape}, k {k.shape}, v {None if v is None else v.shape}"
     fits = q.ndim == k.ndim == 4 and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
     if v is not None:
         fits = fits and k.shape[:3] == v.shape[:3]
     if not fits or q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"{given} must be [B, T, N, H], [B, S, K, H] and [B, S, K, H'] with N a multiple of K"
+            f"{shapes} must be [B, T, N, H], [B, S, K, H] and [B, S, K, H'] with N a multiple of K"
         )
     if v is not None and (v.dtype != k.dtype or value_size is not None):
         raise ValueError(
@@ -108,10 +108,10 @@ def values_in(k: Array, v: Array | None, value_size: int | None) -> Array:
 
 def _sees(positions: Array, key_positions: Array, group: int, window: int | None) -> Array:
     """Which of ``[B, S]`` keys each grouped query row may read, bool ``[B, T * G, S]``."""
-    seen = (key_positions >= 0)[:, None] & (key_positions[:, None] <= positions[:, :, None])
+    visible = (key_positions >= 0)[:, None] & (key_positions[:, None] <= positions[:, :, None])
     if window is not None:
-        seen = seen & (key_positions[:, None] > positions[:, :, None] - window)
-    return jnp.repeat(seen, group, axis=1)
+        visible = visible & (key_positions[:, None] > positions[:, :, None] - window)
+    return jnp.repeat(visible, group, axis=1)
 
 
 def _xla(q, k, v, positions, *, key_positions, scale, window, softcap, value_size):
@@ -174,8 +174,8 @@ def _cases() -> list[Case]:
 
     Also in bfloat16 with 64 channels, which kernels for matrix units take.
     """
-    given = {"key_positions": None, "scale": 0.25, "window": None, "softcap": None}
-    given["value_size"] = None
+    settings = {"key_positions": None, "scale": 0.25, "window": None, "softcap": None}
+    settings["value_size"] = None
 
     def build(slots: int, size: int, dtype: str) -> tuple[np.ndarray, ...]:
         rng = np.random.default_rng(0)
@@ -183,12 +183,12 @@ def _cases() -> list[Case]:
         q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
         return q, k, v, np.array([[slots - 3, slots - 2, slots - 1]], np.int32)
 
-    def wanted(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+    def expected(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
         *arrays, positions = build(*arguments)
         q, k, v = (np.asarray(x, np.float32) for x in arrays)
         scores = np.einsum("btnh,bsnh->bnts", q, k) / 4
-        seen = np.arange(k.shape[1]) <= positions[0][:, None]
-        scores = np.where(seen, scores, -np.inf)
+        visible = np.arange(k.shape[1]) <= positions[0][:, None]
+        scores = np.where(visible, scores, -np.inf)
         lse = np.log(np.exp(scores).sum(axis=-1))
         out = np.einsum("bnts,bsnh->btnh", np.exp(scores - lse[..., None]), v)
         return out.astype(arrays[0].dtype), np.swapaxes(lse, 1, 2)
@@ -197,7 +197,7 @@ def _cases() -> list[Case]:
         def made():
             return build(*sizes)
 
-        return Case(name, made, given, small=True, wanted=lambda: wanted(*sizes))
+        return Case(name, made, settings, small=True, expected=lambda: expected(*sizes))
 
     return [case("three-tokens", 40, 16, "float32"), case("channels-64", 64, 64, "bfloat16")]
 

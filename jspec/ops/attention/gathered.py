@@ -90,11 +90,14 @@ def _check(q, k, positions, selected, tail, context_len, counts, log_weights) ->
         raise ValueError(f"counts {counts.shape} must be {lead}, as selected {selected.shape} is")
     if tail.ndim != 2 or tail.shape[0] != batch:
         raise ValueError(f"tail {tail.shape} must be [B, m] with B={batch}")
-    wanted = (*q.shape[:3], selected.shape[-1])
-    if log_weights is not None and (log_weights.shape, log_weights.dtype) != (wanted, jnp.float32):
+    weights_shape = (*q.shape[:3], selected.shape[-1])
+    if log_weights is not None and (log_weights.shape, log_weights.dtype) != (
+        weights_shape,
+        jnp.float32,
+    ):
         raise ValueError(
             f"log_weights {log_weights.dtype}{list(log_weights.shape)} must be float32 "
-            f"[B, T, N, n] = {list(wanted)}"
+            f"[B, T, N, n] = {list(weights_shape)}"
         )
 
 
@@ -121,10 +124,10 @@ def _xla(
     if counts is not None:
         index = jnp.arange(selected.shape[-1])[None, None]
         read &= index < counts.reshape(batch, -1)[..., None]
-    here = positions[:, None, :, None]
-    read = read[:, :, None] & (here >= 0)
+    query_positions = positions[:, None, :, None]
+    read = read[:, :, None] & (query_positions >= 0)
     behind = context_len[:, None] + jnp.arange(tail.shape[-1])[None]
-    behind = (behind[:, None, None] <= here) & (tail >= 0)[:, :, None]
+    behind = (behind[:, None, None] <= query_positions) & (tail >= 0)[:, :, None]
     behind = jnp.broadcast_to(behind, (*read.shape[:3], tail.shape[-1]))
     valid = jnp.repeat(jnp.concatenate([read, behind], axis=-1), heads // kv_heads, axis=2)
     tail = jnp.broadcast_to(tail, (*selected.shape[:2], tail.shape[-1]))
@@ -168,12 +171,12 @@ def _cases() -> list[Case]:
         positions, tail = np.array([[10, 11]], np.int32), np.array([[10, 11]], np.int32)
         return q, k, v, positions, chosen, tail, np.array([10], np.int32)
 
-    def wanted(weighted: bool) -> tuple[np.ndarray, np.ndarray]:
+    def expected(weighted: bool) -> tuple[np.ndarray, np.ndarray]:
         q, k, v, *_ = build()
         scores = np.einsum("btnh,bsnh->bnts", q, k) / 4
         if weighted:
-            kept = chosen[0] >= 0
-            scores[..., chosen[0, kept]] += np.swapaxes(weights, 1, 2)[..., kept]
+            is_slot = chosen[0] >= 0
+            scores[..., chosen[0, is_slot]] += np.swapaxes(weights, 1, 2)[..., is_slot]
         read = [np.isin(np.arange(12), [*chosen[0], *range(10, last + 1)]) for last in (10, 11)]
         scores = np.where(np.array(read), scores, -np.inf)
         lse = np.log(np.exp(scores).sum(axis=-1))
@@ -183,8 +186,8 @@ def _cases() -> list[Case]:
     def case(name: str, log_weights: np.ndarray | None) -> Case:
         static = {"counts": None, "scale": 0.25, "softcap": None, "value_size": None}
         static["log_weights"] = log_weights
-        right = functools.partial(wanted, log_weights is not None)
-        return Case(name, build, static, small=True, wanted=right)
+        expected_case = functools.partial(expected, log_weights is not None)
+        return Case(name, build, static, small=True, expected=expected_case)
 
     return [case("two-tokens", None), case("weighted", weights)]
 

@@ -44,7 +44,7 @@ def hash_attention(
     w: Array,
     positions: Array,
     context_len: Array,
-    most: int,
+    budget: int,
     *,
     counts: Array | None = None,
     sinks: int = 0,
@@ -64,7 +64,7 @@ def hash_attention(
     R]``; all three are updated at ``positions`` int32 ``[B, 1]``, -1 for padding, which appends
     nothing.
 
-    Of the slots below ``context_len`` int32 ``[B]`` it selects ``most`` for each KV head, as
+    Of the slots below ``context_len`` int32 ``[B]`` it selects ``budget`` for each KV head, as
     `jspec.hash_select` does by the code of the rotated query, with ``counts`` int32 ``[B]``, the
     budget of each row, ``sinks`` and ``recent``. It attends to these, and to those of the
     ``num_new`` slots from ``context_len`` on that do not come after the query's own, as
@@ -74,18 +74,18 @@ def hash_attention(
 
     Returns the output ``[B, 1, N, H']`` in the dtype of ``q`` and the log-sum-exp, natural log,
     float32 ``[B, 1, N]``, for padding 0 and -inf; the slots that were selected, int32 ``[B, K,
-    most]``, ascending, and -1 behind the last one; and the keys, values and codes. Donate the
+    budget]``, ascending, and -1 after the last one; and the keys, values and codes. Donate the
     cache, and nothing of it is copied. Raises `ValueError` for arguments that do not fit.
     """
     _check(q, positions, context_len, counts, num_new)
     check_encode(q, k, v, keys, values, codes, w, positions)
     check_heads(q, keys, values, None)
-    check_budget(most, sinks, recent)
+    check_budget(budget, sinks, recent)
     return HASH_ATTENTION(
         *(q, k, v, qk_rope, keys, values, codes, w, positions, context_len),
-        # Backends cut a budget at most: a row's length leaves it, and no kernel makes an array.
+        # Backends cap counts at `budget`, so `context_len` stands for no count without an array.
         context_len if counts is None else counts,
-        most=most,
+        budget=budget,
         sinks=sinks,
         recent=recent,
         num_new=num_new,
@@ -99,26 +99,26 @@ def _check(
     q: Array, positions: Array, context_len: Array, counts: Array | None, num_new: int
 ) -> None:
     batch, tokens = q.shape[:2]
-    given = {
+    int_arguments = {
         "positions": positions,
         "context_len": context_len,
         "counts": context_len if counts is None else counts,
     }
-    shapes = tuple(x.shape for x in given.values())
+    shapes = tuple(x.shape for x in int_arguments.values())
     if tokens != 1 or shapes != ((batch, 1), (batch,), (batch,)):
         raise ValueError(
             f"q {q.shape}, "
-            + ", ".join(f"{name} {x.shape}" for name, x in given.items())
+            + ", ".join(f"{name} {x.shape}" for name, x in int_arguments.items())
             + " must be [B, 1, N, H], [B, 1], [B] and [B]"
         )
-    if any(x.dtype != jnp.int32 for x in given.values()):
-        kinds = ", ".join(f"{name} {x.dtype}" for name, x in given.items())
+    if any(x.dtype != jnp.int32 for x in int_arguments.values()):
+        kinds = ", ".join(f"{name} {x.dtype}" for name, x in int_arguments.items())
         raise ValueError(f"{kinds} must be int32")
     if num_new < 1:
         raise ValueError(f"num_new={num_new} must be at least 1, the query's own slot")
 
 
-def _in_turn(
+def _run_parts(
     implementation: str | None,
     q: Array,
     k: Array,
@@ -132,7 +132,7 @@ def _in_turn(
     context_len: Array,
     counts: Array,
     *,
-    most: int,
+    budget: int,
     sinks: int,
     recent: int,
     num_new: int,
@@ -147,11 +147,11 @@ def _in_turn(
         *(q, k, v, qk_rope, keys, values, codes, w, slots), **named
     )
     with jax.named_scope("selection"):  # that of policies, by which profiles know it
-        own = {"counts": counts, "lengths": context_len, "sinks": sinks, "recent": recent}
-        chosen = hash_select(hash_encode(q, w, **named), codes, most, **own, **named)
-    behind = context_len[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None]
+        options = {"counts": counts, "lengths": context_len, "sinks": sinks, "recent": recent}
+        chosen = hash_select(hash_encode(q, w, **named), codes, budget, **options, **named)
+    tail_slots = context_len[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None]
     out, lse = gathered_attention(
-        *(q, keys, values, positions, chosen, behind, context_len),
+        *(q, keys, values, positions, chosen, tail_slots, context_len),
         scale=scale,
         softcap=softcap,
         **named,
@@ -159,17 +159,17 @@ def _in_turn(
     return out, lse, chosen, keys, values, codes
 
 
-_xla = functools.partial(_in_turn, "xla")
-_one_by_one = functools.partial(_in_turn, None)
+_xla = functools.partial(_run_parts, "xla")
+_one_by_one = functools.partial(_run_parts, None)
 
 
 def hash_attention_sizes(
-    q: Array, k: Array, v: Array, qk_rope: QKRope, keys: Array, *args: Array, most: int, **kwargs
+    q: Array, k: Array, v: Array, qk_rope: QKRope, keys: Array, *args: Array, budget: int, **kwargs
 ) -> dict[str, int]:
     """What backends are ordered by; ``queries`` of a KV head."""
     batch, slots, heads, _ = keys.shape
     words = args[1].shape[3]
-    sizes = {"batch": batch, "slots": slots, "k": most, "queries": q.shape[2] // heads}
+    sizes = {"batch": batch, "slots": slots, "k": budget, "queries": q.shape[2] // heads}
     return sizes | {"heads": heads, "words": words}
 
 
@@ -202,8 +202,8 @@ def _build(shape, normed, dtype, rows) -> tuple:
 
 def _case(name, shape, dtype, rows, settings, normed=False, small=False) -> Case:
     """``shape``: ``(G, K, S, H, H', R)``; ``rows``: of each ``(context_len, position, count)``;
-    ``settings``: ``(most, sinks, recent, num_new, softcap)``."""
-    static = dict(zip(("most", "sinks", "recent", "num_new", "softcap"), settings, strict=True))
+    ``settings``: ``(budget, sinks, recent, num_new, softcap)``."""
+    static = dict(zip(("budget", "sinks", "recent", "num_new", "softcap"), settings, strict=True))
     static |= {"scale": shape[3] ** -0.5}
     return Case(name, functools.partial(_build, shape, normed, dtype, rows), static, small)
 
@@ -212,18 +212,18 @@ def _cases() -> list[Case]:
     """Rows that are empty, padded, and shorter than what is selected of them."""
     small, drafts = ((2, 2, 20, 16, 16, 32), (2, 2, 24, 16, 16, 64))
     beyond, long_codes = ((1, 3, 20, 24, 8, 32), (1, 8, 130, 32, 32, 256))
-    grouped, wide = ((8, 2, 700, 64, 64, 128), (4, 2, 300, 128, 128, 128))
+    grouped, large_heads = ((8, 2, 700, 64, 64, 128), (4, 2, 300, 128, 128, 128))
     ragged = [(13, 13, 6), (0, 0, 6), (9, -1, 6), (4, 4, 6)]
-    behind = [(17, 19, 6), (5, 5, 2), (20, 23, 0)]
+    in_tail = [(17, 19, 6), (5, 5, 2), (20, 23, 0)]
     short = [(7, 7, 22), (19, 19, 40), (0, 1, 3)]
     long, others = [(699, 699, 48), (310, -1, 48)], [(129, 129, 9), (64, 64, 4)]
     drafted = [(290, 292, 30), (20, 20, 30)]
     return [
         _case("small", small, "float32", ragged, (6, 1, 2, 1, None), normed=True, small=True),
-        _case("tail", drafts, "float32", behind, (6, 1, 2, 4, None), small=True),
+        _case("tail", drafts, "float32", in_tail, (6, 1, 2, 4, None), small=True),
         _case("beyond", beyond, "float32", short, (22, 0, 0, 2, 5.0)),
         _case("grouped", grouped, "float32", long, (48, 4, 16, 1, None), normed=True),
-        _case("bfloat16", wide, "bfloat16", drafted, (30, 4, 16, 3, None)),
+        _case("bfloat16", large_heads, "bfloat16", drafted, (30, 4, 16, 3, None)),
         _case("long-codes", long_codes, "float16", others, (9, 0, 4, 1, None)),
     ]
 

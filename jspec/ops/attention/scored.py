@@ -37,10 +37,11 @@ def scored_attention(
     specified.
     """
     check_attention(q, k, v, positions, key_positions, value_size)
-    wanted = (q.shape[0], *k.shape[2:])
-    if probe.shape != wanted or probe.dtype != q.dtype:
+    probe_shape = (q.shape[0], *k.shape[2:])
+    if probe.shape != probe_shape or probe.dtype != q.dtype:
         raise ValueError(
-            f"probe {probe.dtype}{list(probe.shape)} must be {q.dtype}{list(wanted)}, [B, K, H]"
+            f"probe {probe.dtype}{list(probe.shape)} must be {q.dtype}{list(probe_shape)}, "
+            "[B, K, H]"
         )
     return SCORED(
         *(q, k, v, positions, probe),
@@ -54,9 +55,12 @@ def scored_attention(
 
 
 def _xla(q, k, v, positions, probe, *, scale, **settings):
-    wide = q.dtype if q.dtype == k.dtype else jnp.float32
+    compute_dtype = q.dtype if q.dtype == k.dtype else jnp.float32
     scores = jnp.einsum(
-        "bkh,bskh->bks", probe.astype(wide), k.astype(wide), preferred_element_type=jnp.float32
+        "bkh,bskh->bks",
+        probe.astype(compute_dtype),
+        k.astype(compute_dtype),
+        preferred_element_type=jnp.float32,
     )
     run = ATTENTION.backend("xla").run
     return *run(q, k, v, positions, scale=scale, **settings), scores * jnp.float32(scale)
@@ -71,12 +75,12 @@ def _cases() -> list[Case]:
             probe = np.random.default_rng(1).standard_normal((1, 2, k.shape[3]), np.float32)
             return q, k, *more, probe.astype(q.dtype)
 
-        def wanted() -> tuple[np.ndarray, ...]:
-            assert dense.wanted is not None
+        def expected() -> tuple[np.ndarray, ...]:
+            assert dense.expected is not None
             _, k, _, _, probe = (np.asarray(x, np.float32) for x in build())
-            return *dense.wanted(), np.einsum("bkh,bskh->bks", probe, k) / 4
+            return *dense.expected(), np.einsum("bkh,bskh->bks", probe, k) / 4
 
-        return Case(dense.name, build, dense.static, small=True, wanted=wanted)
+        return Case(dense.name, build, dense.static, small=True, expected=expected)
 
     return [scored(dense) for dense in ATTENTION.cases()]
 

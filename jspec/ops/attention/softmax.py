@@ -52,12 +52,15 @@ def accumulate(
     added to their scores. Queries and keys of different dtypes are multiplied in float32.
     """
     maximum, total, out = sums
-    wide = q.dtype if q.dtype == k.dtype else jnp.float32
+    compute_dtype = q.dtype if q.dtype == k.dtype else jnp.float32
     # Empty slots may hold anything, and 0 * NaN is NaN: their values must go too.
     read = jnp.swapaxes(valid.any(axis=2), 1, 2)
-    v = jnp.where(read[..., None], v, 0).astype(wide)
+    v = jnp.where(read[..., None], v, 0).astype(compute_dtype)
     scores = jnp.einsum(
-        "bkmh,bskh->bkms", q.astype(wide), k.astype(wide), preferred_element_type=jnp.float32
+        "bkmh,bskh->bkms",
+        q.astype(compute_dtype),
+        k.astype(compute_dtype),
+        preferred_element_type=jnp.float32,
     )
     scores = capped(scores, softcap)
     if log_weights is not None:
@@ -67,7 +70,7 @@ def accumulate(
     weights = jnp.where(valid, jnp.exp(scores - highest[..., None]), 0)
     decay = jnp.exp(maximum - highest)
     values = jnp.einsum(
-        "bkms,bskh->bkmh", weights.astype(wide), v, preferred_element_type=jnp.float32
+        "bkms,bskh->bkmh", weights.astype(compute_dtype), v, preferred_element_type=jnp.float32
     )
     return highest, total * decay + weights.sum(axis=-1), out * decay[..., None] + values
 

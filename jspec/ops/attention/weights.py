@@ -44,9 +44,11 @@ def mean_weights(
 
 def _xla(q: Array, k: Array, lse: Array, *, scale: float, softcap: float | None) -> Array:
     kv_heads = k.shape[2]
-    wide = q.dtype if q.dtype == k.dtype else jnp.float32
-    rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads).astype(wide)
-    scores = jnp.einsum("bkrh,bskh->bkrs", rows, k.astype(wide), preferred_element_type=jnp.float32)
+    compute_dtype = q.dtype if q.dtype == k.dtype else jnp.float32
+    rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads).astype(compute_dtype)
+    scores = jnp.einsum(
+        "bkrh,bskh->bkrs", rows, k.astype(compute_dtype), preferred_element_type=jnp.float32
+    )
     exponents = grouped(lse[..., None], kv_heads)
     counts = exponents > -jnp.inf
     weights = jnp.exp(capped(scores, softcap) - jnp.where(counts, exponents, 0.0))
@@ -64,13 +66,13 @@ def _cases() -> list[Case]:
         lse[0, 2] = -np.inf
         return q, k, lse
 
-    def wanted() -> tuple[np.ndarray, ...]:
+    def expected() -> tuple[np.ndarray, ...]:
         q, k, lse = build()
         scores = np.einsum("btnh,bsnh->btns", q[:, :2], k) / 4
         return (np.exp(scores - lse[:, :2, :, None]).mean(axis=1),)
 
     static = {"scale": 0.25, "softcap": None}
-    return [Case("one-of-three-padding", build, static, small=True, wanted=wanted)]
+    return [Case("one-of-three-padding", build, static, small=True, expected=expected)]
 
 
 WEIGHTS = Operation(

@@ -42,21 +42,21 @@ def products(x) -> tuple[np.ndarray, np.ndarray]:
     return found[0], found[1]
 
 
-def chosen_of(scores, context_len, count, most, sinks, recent) -> list[int]:
+def chosen_of(scores, context_len, count, budget, sinks, recent) -> list[int]:
     """The best of the first ``context_len``: forced ones, then the highest, of equals the first."""
     forced = [s for s in range(context_len) if s < sinks or s >= context_len - recent]
     free = sorted(set(range(context_len)) - set(forced), key=lambda s: (-scores[s], s))
-    return sorted([*forced, *free][: min(count, most)])
+    return sorted([*forced, *free][: min(count, budget)])
 
 
-def brute_force(x, *, most, sinks, recent, num_new, scale, softcap) -> dict[str, np.ndarray]:
+def brute_force(x, *, budget, sinks, recent, num_new, scale, softcap) -> dict[str, np.ndarray]:
     """What the operation gives, from the definition, a head at a time, in float64."""
     queries, new = products(x)
     batch, heads, _ = queries.shape
     keys, values, w = (np.float64(x[name]) for name in ("keys", "values", "w"))
     codes, kv_heads = np.array(x["codes"]), keys.shape[2]
     out = np.zeros((batch, 1, heads, values.shape[3]))
-    lse, slots = np.full((batch, 1, heads), -np.inf), np.full((batch, kv_heads, most), -1)
+    lse, slots = np.full((batch, 1, heads), -np.inf), np.full((batch, kv_heads, budget), -1)
     for b, head in np.ndindex(batch, kv_heads):
         here, context_len = int(x["positions"][b, 0]), int(x["context_len"][b])
         if here >= 0:
@@ -66,7 +66,7 @@ def brute_force(x, *, most, sinks, recent, num_new, scale, softcap) -> dict[str,
         group = range(head * heads // kv_heads, (head + 1) * heads // kv_heads)
         held = np.unpackbits(codes[b, :, head].view(np.uint8), axis=-1, bitorder="little")
         scores = sum((held == (queries[b, n] @ w[head] > 0)).sum(axis=-1) for n in group)
-        chosen = chosen_of(scores, context_len, int(x["counts"][b]), most, sinks, recent)
+        chosen = chosen_of(scores, context_len, int(x["counts"][b]), budget, sinks, recent)
         slots[b, head, : len(chosen)] = chosen
         read = [*chosen, *(s for s in range(context_len, context_len + num_new) if s <= here)]
         for n in group if here >= 0 else ():
@@ -237,7 +237,7 @@ def test_parts_one_by_one_take_the_backends_that_are_preferred(monkeypatch):
         ({"codes": (2, 9, 2, 2)}, r"codes uint32\[2, 9, 2, 2\] and w"),
         ({"w": (1, 8, 32)}, r"w \[1, 8, 32\] must be uint32"),
         ({"q": (2, 1, 3, 8)}, "with N a multiple of K"),
-        ({"most": 2}, "k=2 must be at least 1 and hold sinks=1 and recent=2"),
+        ({"budget": 2}, "k=2 must be at least 1 and hold sinks=1 and recent=2"),
         ({"num_new": 0}, "num_new=0 must be at least 1"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
@@ -247,8 +247,8 @@ def test_what_does_not_fit_is_refused(change, message):
     shapes |= {"values": (2, 9, 2, 6), "codes": (2, 9, 2, 1), "w": (2, 8, 32)}
     shapes |= {"positions": (2, 1), "context_len": (2,), "counts": (2,)}
     change = dict(change)
-    settings = {"most": 3, "num_new": 1} | {
-        n: change.pop(n) for n in ("most", "num_new") if n in change
+    settings = {"budget": 3, "num_new": 1} | {
+        n: change.pop(n) for n in ("budget", "num_new") if n in change
     }
     kinds = {"codes": jnp.uint32} | dict.fromkeys(("positions", "context_len", "counts"), jnp.int32)
     kinds |= {"counts": change.pop("dtype")} if "dtype" in change else {}
