@@ -25,7 +25,7 @@ from jspec.ops.attention.dense import attention as attend
 from jspec.ops.attention.scored import SCORED, scored_attention
 from jspec.ops.attention.weights import WEIGHTS, mean_weights
 from jspec.policies import Vegas
-from jspec.policies.guided import mean_query, taken
+from jspec.policies.guided import gather_tokens, mean_query
 from jspec.typing import Array
 
 COLUMNS = ("B", "S", "heads", "H", "T")
@@ -66,8 +66,8 @@ def passes(kv_heads: int) -> dict[str, Callable[..., tuple[Array, ...]]]:
     def weights(policy: Vegas, q: Array, k: Array, v: Array, positions: Array):
         out, lse = attend(q, k, v, positions)
         scoring = policy.scoring(positions)
-        own = jnp.where((scoring >= 0)[..., None], taken(lse, scoring), -jnp.inf)
-        return out, lse, mean_weights(taken(q, scoring), k, own)
+        own = jnp.where((scoring >= 0)[..., None], gather_tokens(lse, scoring), -jnp.inf)
+        return out, lse, mean_weights(gather_tokens(q, scoring), k, own)
 
     found: dict[str, Callable[..., tuple[Array, ...]]] = {ALONE: attend}
     for kind, collect in (("logits", logits), ("weights", weights)):

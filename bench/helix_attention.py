@@ -239,7 +239,7 @@ def on_one_device(here: Case, arguments: tuple[Any, ...]) -> np.ndarray:
     """The output ``[B, T, N, H']`` by XLA on the first device."""
     whole = jax.device_put(arguments, helix_of(here).sharding())
     q, cache, *up = jax.tree.map(lambda x: x.addressable_data(0), whole)
-    held = cache.layouts[0].held(jnp.full(here["B"], here["S"] - 1, jnp.int32))
+    held = cache.layouts[0].slot_positions(jnp.full(here["B"], here["S"] - 1, jnp.int32))
     values = None if here["latent"] else cache.values(0)
     positions, size = positions_of(here), here["latent"] or None
     return np.asarray(_by_xla(q, cache.keys(0), values, positions, held, *up, value_size=size))

@@ -23,8 +23,8 @@ from jspec.decode.draft.named import named_draft
 from jspec.decode.on_mesh import layouts_for, mesh_model
 from jspec.decode.prefill import (
     CAPACITY_STEP,
-    jitted_own_state,
-    own_state,
+    init_drafter_state,
+    jitted_init_drafter_state,
     rounded_capacity,
     start_decoding,
 )
@@ -138,7 +138,7 @@ def shapes_of(model: Any, here: Case, config: StepConfig) -> DecodeState:
         {name: of(x, (x.shape[0], layout.size, *x.shape[2:])) for name, x in held.items()}
         for held, layout in zip(small.cache.columns, layouts, strict=True)
     )
-    own_of = own_state if mesh_model(model) is None else jitted_own_state
+    own_of = init_drafter_state if mesh_model(model) is None else jitted_init_drafter_state
     empty = jnp.zeros(here["B"], jnp.int32)
     own = own_of(Models.of(model), empty, None, config=config, capacity=capacity)
     tokens = of(small.tokens, (here["B"], capacity))
@@ -183,7 +183,7 @@ def _in_slots(x: Array, layout: Any, size: int) -> Array:
     x = jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
     if not isinstance(layout, StripedLayout):
         return x
-    return jnp.take(x, layout.held(jnp.full(1, size - 1, jnp.int32))[0], axis=1)
+    return jnp.take(x, layout.slot_positions(jnp.full(1, size - 1, jnp.int32))[0], axis=1)
 
 
 def rewound(here: Case, state: DecodeState, less: int = 0) -> DecodeState:

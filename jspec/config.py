@@ -247,11 +247,11 @@ class ModelConfig:
         )
         if (latent := self.latent) is not None:
             keeps = spec.kv_heads, spec.key_size, spec.value_size, spec.values_in_keys
-            wanted = 1, latent.rank + latent.rope_size, latent.rank, True
+            expected = 1, latent.rank + latent.rope_size, latent.rank, True
             require(
-                keeps == wanted,
-                f"{name}: kv_heads, key_size, value_size, values_in_keys={keeps} must be {wanted}, "
-                "those of latent",
+                keeps == expected,
+                f"{name}: kv_heads, key_size, value_size, values_in_keys={keeps} must be "
+                f"{expected}, those of latent",
             )
 
     def _check_stop_tokens(self) -> None:
@@ -305,21 +305,21 @@ class SamplingParams:
         flag = self.ignore_eos
         require(type(flag) is bool, f"ignore_eos={shown(flag)} must be True or False")
 
-    def _whole(self, name: str, least: int, wanted: str, limit: int = 2**31) -> None:
+    def _whole(self, name: str, least: int, requirement: str, limit: int = 2**31) -> None:
         value = getattr(self, name)
         number = whole_number(value)
         if number is None:
             raise ValueError(f"{name}={shown(value)} must be a whole number")
-        require(number >= least, f"{name}={shown(number)} {wanted}")
-        above = wanted if limit == 2**32 else f"must be below {limit}"
+        require(number >= least, f"{name}={shown(number)} {requirement}")
+        above = requirement if limit == 2**32 else f"must be below {limit}"
         require(number < limit, f"{name}={shown(number)} {above}")
         object.__setattr__(self, name, number)
 
-    def _real(self, name: str, valid: Callable[[Any], bool], wanted: str) -> None:
+    def _real(self, name: str, valid: Callable[[Any], bool], requirement: str) -> None:
         value = getattr(self, name)
         is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
         # Compared before it becomes a float, which an int of 400 digits cannot.
-        require(is_real and valid(value), f"{name}={shown(value)} {wanted}")
+        require(is_real and valid(value), f"{name}={shown(value)} {requirement}")
         object.__setattr__(self, name, float(value))
 
     @property

@@ -147,7 +147,7 @@ def _iteration(models: Models, state: DecodeState, tokens: Array, config: StepCo
         after = dataclasses.replace(after, cache=after.cache.with_lengths(state.cache.lengths))
         whole = Drafted(tokens, jnp.full(state.lengths.shape, config.gamma, jnp.int32))
         target, _, seen = run_target(models, after, whole, config)
-    picks = [found for found in seen.found or () if isinstance(found, jax.Array)]
+    picks = [found for found in seen.collected or () if isinstance(found, jax.Array)]
     return _Found(drafted.tokens, drafted.lengths, drafted.logits, target, picks)
 
 

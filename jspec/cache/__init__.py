@@ -1,4 +1,4 @@
-"""The cache of keys, values and what policies keep beside them."""
+"""The cache: keys, values, and further columns and pages that policies keep."""
 
 from jspec.cache.cache import Cache, Shards
 from jspec.cache.layout import Layout, LinearLayout, RingLayout, Stripe, StripedLayout

@@ -1,9 +1,8 @@
 """The cache: columns of each layer under a layout, appended at ragged offsets, undone by length.
 
-A column holds one array of every token: its key, its value, or what a policy keeps beside them. A
-page holds what a policy gathers of some tokens side by side, from committed ones alone.
-Slots that no committed position lives in hold nothing; their content, NaN included, never reaches
-an output.
+A column has one entry per token: its key, its value, or what a policy keeps in addition. A page has
+what a policy computes from several neighbouring tokens, committed ones only. Slots without a
+committed position are undefined; their content, NaN included, never reaches an output.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
 
 
 def nothing(layer: int, spec: LayerSpec) -> Shapes:
-    """No columns or pages but a layer's own."""
+    """No further columns or pages."""
     return {}
 
 
@@ -47,21 +46,30 @@ class Shards(Protocol):
     def attended(
         self, read: Read, q: Array, positions: Array, up: Array | None = None
     ) -> tuple[Array, Array]:
-        """Attention of the queries ``q [B, T, N, H]`` over the keys of all devices.
+        """Attention of queries over the keys of all devices.
 
-        ``read(q, positions)`` gives output and log-sum-exp over the keys of this one; it may be
-        called several times, with -1 for the ``positions [B, T]`` of other rows. What comes is of
-        the heads whose part of the model's output projection this device has. ``up
-        [N, value size, H']``: the map of each head's output that the model asks for.
+        Args:
+            read: ``read(q, positions)`` returns output and log-sum-exp over the keys of this
+                device. It may be called several times, with -1 for the positions of other rows.
+            q: ``[B, T, N, H]``: queries.
+            positions: int32 ``[B, T]``: their positions.
+            up: ``[N, value size, H']``: the linear map of each head's output that the model asks
+                for.
+
+        Returns:
+            Output and log-sum-exp of the heads whose part of the model's output projection this
+            device has.
         """
         ...
 
     def merged(self, out: Array, lse: Array, up: Array | None = None) -> tuple[Array, Array]:
-        """The same, where ``out`` and ``lse`` of all queries have been read already."""
+        """The same, where ``out`` and ``lse`` of all queries over this device's keys are known
+        already.
+        """
         ...
 
-    def own_heads(self, x: Array) -> Array:
-        """What ``x [N, ...]`` has for the heads that `attended` gives."""
+    def local_heads(self, x: Array) -> Array:
+        """The entries of ``x [N, ...]`` for the heads that `attended` returns."""
         ...
 
     def over_heads(self, x: Array) -> Array:
@@ -78,13 +86,19 @@ class Shards(Protocol):
 class Cache:
     """Columns of every layer, and how many positions of each row are committed.
 
-    ``columns``: a layer's arrays by name, each ``[B, S, ...]``: ``keys [B, S, K, key size]``,
-    ``values [B, S, K, value size]`` unless they are part of the keys, and a policy's own.
-    ``lengths`` int32 ``[B]``. ``specs`` and ``layouts``: one a layer, static. ``pages``: a layer's
-    arrays by name, each ``[B, ceil(S / page), ...]``, of ``page`` positions side by side; nothing
-    is in a page without a committed position. ``device_rows``: of each layer in the host's memory,
-    what the last pass read of it, on the device; set inside a chunk of steps alone. ``shards``: set
-    where this is a device's part of it.
+    Attributes:
+        columns: Per layer, arrays by name, each ``[B, S, ...]``: ``keys [B, S, K, key size]``,
+            ``values [B, S, K, value size]`` unless they are part of the keys, and a policy's
+            columns.
+        lengths: int32 ``[B]``: committed positions per row.
+        specs: The `LayerSpec` of each layer, static.
+        layouts: The layout of each layer, static.
+        pages: Per layer, arrays by name, each ``[B, ceil(S / page), ...]``, one entry for ``page``
+            neighbouring positions; a page without a committed position is undefined.
+        device_rows: Per layer in the host's memory, the rows that the last pass read of it, on the
+            device; set inside a chunk of steps only.
+        page: Positions of a page, static.
+        shards: How devices attend together, where this is one device's part of the cache.
     """
 
     columns: tuple[dict[str, Array], ...]
@@ -109,22 +123,30 @@ class Cache:
         page: int = 1,
         host: Collection[int] = (),
     ) -> Cache:
-        """An empty cache with keys and values of ``dtype``, and of a layer the ``extra`` columns
-        and the ``pages`` of ``page`` positions.
+        """An empty cache.
 
-        ``sharding``: of all arrays, as `jspec.start_decoding` takes it. ``host``: layers whose keys
-        and values lie in the host's memory.
+        Args:
+            specs: The `LayerSpec` of each layer.
+            layouts: The layout of each layer.
+            batch: Rows.
+            dtype: Dtype of keys and values.
+            extra: ``extra(layer, spec)`` returns shape and dtype, by name, of a layer's further
+                columns.
+            sharding: Where the arrays lie, as in `jspec.start_decoding`.
+            pages: ``pages(layer, spec)`` returns shape and dtype, by name, of a layer's pages.
+            page: Positions of a page.
+            host: Layers whose keys and values lie in the host's memory.
         """
 
         def made(kind: str, layer: int, shapes: Shapes, size: int) -> dict[str, Array]:
             arrays = {}
-            for name, (own, own_dtype) in shapes.items():
-                shape = (batch, size, *own)
+            for name, (token_shape, column_dtype) in shapes.items():
+                shape = (batch, size, *token_shape)
                 where = placed(f"cache.{kind}.{layer}.{name}", shape, sharding)
                 if layer in host and name in ("keys", "values"):
-                    arrays[name] = place_in_host(np.zeros(shape, own_dtype or dtype), where)
+                    arrays[name] = place_in_host(np.zeros(shape, column_dtype or dtype), where)
                 else:
-                    arrays[name] = jnp.zeros(shape, own_dtype or dtype, device=where)
+                    arrays[name] = jnp.zeros(shape, column_dtype or dtype, device=where)
             return arrays
 
         def columns_of(layer: int, spec: LayerSpec, layout: Layout) -> dict[str, Array]:
@@ -153,52 +175,66 @@ class Cache:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
     def append(self, layer: int, positions: Array, **columns: Array) -> Cache:
-        """Write ``columns [B, T, ...]`` of one layer at ``positions [B, T]``; -1 writes nothing.
+        """Write columns of new tokens in one layer.
 
-        Lengths stay as they are until `with_lengths`: what was written past them can be committed
-        or, by doing nothing, be undone. Positions ascend in a row, and lie below the capacity of
-        the layout, which `jspec.start_decoding` makes sure of before the first step.
+        Lengths do not change until `with_lengths`: tokens past them can be committed, or are undone
+        by leaving lengths as they are.
+
+        Args:
+            layer: The layer's index.
+            positions: int32 ``[B, T]``, ascending in a row, -1 writes nothing. They must be below
+                the capacity of the layout, as `jspec.start_decoding` checks before the first step.
+            **columns: All columns of the layer by name, ``[B, T, ...]``.
+
+        Raises:
+            ValueError: For names other than those of the layer's columns.
         """
-        held = self.columns[layer]
-        if columns.keys() != held.keys():
+        layer_columns = self.columns[layer]
+        if columns.keys() != layer_columns.keys():
             raise ValueError(
-                f"layer {layer} keeps {sorted(held)}, but {sorted(columns)} were appended"
+                f"layer {layer} keeps {sorted(layer_columns)}, but {sorted(columns)} were appended"
             )
         return self.written(layer, self.slots(layer, positions), **columns)
 
     def written(self, layer: int, slots: Array, **columns: Array) -> Cache:
-        """Write some ``columns [B, T, ...]`` of a layer into ``slots [B, T]``, as `slots` gives."""
+        """Write some ``columns [B, T, ...]`` of a layer into ``slots [B, T]``.
+
+        The slots are those that `slots` returns.
+        """
         self.check_keeps(layer, columns)
-        held, rows = self.columns[layer], jnp.arange(slots.shape[0])[:, None]
+        layer_columns, rows = self.columns[layer], jnp.arange(slots.shape[0])[:, None]
         return self.replaced(
             layer,
             **{
-                name: held[name].at[rows, slots].set(x.astype(held[name].dtype), mode="drop")
+                name: layer_columns[name]
+                .at[rows, slots]
+                .set(x.astype(layer_columns[name].dtype), mode="drop")
                 for name, x in columns.items()
             },
         )
 
     def check_keeps(self, layer: int, names: Iterable[str]) -> None:
         """Raise `ValueError` unless a layer has columns of these ``names``."""
-        held = self.columns[layer]
-        if missing := set(names) - held.keys():
+        layer_columns = self.columns[layer]
+        if missing := set(names) - layer_columns.keys():
             raise ValueError(
-                f"layer {layer} keeps {sorted(held)} and no {sorted(missing)}; start decoding with "
-                "the config of the steps, whose policy says what it keeps"
+                f"layer {layer} keeps {sorted(layer_columns)} and no {sorted(missing)}; start "
+                "decoding with the config of the steps, whose policy says what it keeps"
             )
 
     def slots(self, layer: int, positions: Array) -> Array:
-        """Where a pass at ``positions [B, T]`` writes, int32 ``[B, T]``, each slot once.
+        """The slots that a pass at ``positions [B, T]`` writes, int32 ``[B, T]``, each slot once.
 
-        The number of slots, past the end, for -1 and for a position whose slot a later one takes.
+        It is the number of slots, past the end, for -1 and for a position whose slot a later one
+        takes.
         """
         layout = self.layouts[layer]
         return layout.slots(_last(positions, layout.capacity))
 
     def replaced(self, layer: int, **columns: Array) -> Cache:
-        """The cache with these columns of a layer in place of its own; it keeps the others."""
-        held = self.columns[layer] | columns
-        after = (*self.columns[:layer], held, *self.columns[layer + 1 :])
+        """The cache with these columns of a layer replaced; the others stay."""
+        layer_columns = self.columns[layer] | columns
+        after = (*self.columns[:layer], layer_columns, *self.columns[layer + 1 :])
         return dataclasses.replace(self, columns=after)
 
     def device_rows_of(self, layer: int) -> DeviceRows | None:
@@ -206,33 +242,33 @@ class Cache:
         return self.device_rows[layer] if self.device_rows else None
 
     def with_device_rows(self, layer: int, device_rows: DeviceRows) -> Cache:
-        """The cache with other `device_rows` of a layer."""
+        """The cache with the `device_rows` of a layer replaced."""
         after = (*self.device_rows[:layer], device_rows, *self.device_rows[layer + 1 :])
         return dataclasses.replace(self, device_rows=after)
 
     def with_lengths(self, lengths: Array) -> Cache:
-        """The same slots with other ``lengths [B]``: shorter rolls back, longer commits."""
+        """The same slots with other ``lengths [B]``: shorter ones roll back, longer ones commit."""
         return dataclasses.replace(self, lengths=lengths)
 
     def grown(self, capacity: int) -> Cache:
-        """The same positions with room for ``capacity`` of them; the arrays of this one are freed.
+        """The same positions with room for ``capacity`` of them; the old arrays are freed.
 
-        Raises `ValueError` for pages that lie on several ranks.
+        Raises `ValueError` for pages of a layout with several ranks.
         """
-        for held, layout in zip(self.pages, self.layouts, strict=True):
-            if held and layout.ranks > 1:
+        for layer_pages, layout in zip(self.pages, self.layouts, strict=True):
+            if layer_pages and layout.ranks > 1:
                 raise ValueError(
                     f"pages of {self.page} slots cannot grow with {layout}, whose slots move to "
                     "other pages; start with the capacity that is needed"
                 )
         layouts = tuple(layout.grown(capacity) for layout in self.layouts)
         columns = tuple(
-            {name: longer(x, layout.size, parts=layout.ranks) for name, x in held.items()}
-            for held, layout in zip(self.columns, layouts, strict=True)
+            {name: longer(x, layout.size, parts=layout.ranks) for name, x in layer_columns.items()}
+            for layer_columns, layout in zip(self.columns, layouts, strict=True)
         )
         pages = tuple(
-            {name: longer(x, -(-layout.size // self.page)) for name, x in held.items()}
-            for held, layout in zip(self.pages, layouts, strict=True)
+            {name: longer(x, -(-layout.size // self.page)) for name, x in layer_pages.items()}
+            for layer_pages, layout in zip(self.pages, layouts, strict=True)
         )
         return dataclasses.replace(self, columns=columns, layouts=layouts, pages=pages)
 
@@ -246,19 +282,19 @@ class Cache:
 
 
 def longer(x: Array, size: int, fill: int = 0, *, axis: int = 1, parts: int = 1) -> Array:
-    """``x [B, S, ...]`` as ``[B, size, ...]`` with ``fill`` behind; its own memory is freed.
+    """``x`` with its ``axis`` extended to ``size`` by ``fill``; the memory of ``x`` is freed.
 
-    Behind each of ``parts`` equal parts of the ``axis``, each of which its device fills up itself.
+    ``parts``: each of so many equal parts of the axis is extended at its end, by its own device.
     """
     if size == x.shape[axis]:
         return x
     settings = {"size": size, "fill": fill, "axis": axis, "parts": parts}
     if in_host(x):
-        found = jax.device_put(_lengthened(np.asarray(x), **settings), x.sharding)
+        lengthened = jax.device_put(_lengthened(np.asarray(x), **settings), x.sharding)
     else:
-        found = _lengthening(x.sharding, **settings)(x)
+        lengthened = _lengthening(x.sharding, **settings)(x)
     x.delete()
-    return found
+    return lengthened
 
 
 @functools.lru_cache(maxsize=64)
@@ -267,17 +303,17 @@ def _lengthening(sharding: jax.sharding.Sharding, **settings: int) -> Any:
 
 
 def _lengthened(x: Any, *, size: int, fill: int, axis: int, parts: int) -> Any:
-    own, after = x.shape[axis] // parts, size // parts
-    before, behind = x.shape[:axis], x.shape[axis + 1 :]
+    part_size, new_part_size = x.shape[axis] // parts, size // parts
+    leading, trailing = x.shape[:axis], x.shape[axis + 1 :]
     widths = [(0, 0)] * (x.ndim + 1)
-    widths[axis + 1] = (0, after - own)
+    widths[axis + 1] = (0, new_part_size - part_size)
     pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
-    found = pad(x.reshape(*before, parts, own, *behind), widths, constant_values=fill)
-    return found.reshape(*before, size, *behind)
+    padded = pad(x.reshape(*leading, parts, part_size, *trailing), widths, constant_values=fill)
+    return padded.reshape(*leading, size, *trailing)
 
 
 def values_of(spec: LayerSpec, columns: Mapping[str, Array]) -> Array:
-    """The values among a layer's columns, where they may be the first channels of the keys."""
+    """The values among a layer's columns; they may be the first channels of the keys."""
     if spec.values_in_keys:
         return columns["keys"][..., : spec.value_size]
     return columns["values"]

@@ -1,6 +1,6 @@
-"""Where a position lives in the cache, and which position a slot holds.
+"""Layouts: which slot of the cache a position has, and which position a slot has.
 
-Every layout writes positions in ascending order, a pass behind the other, and forgets by length:
+Every layout writes positions in ascending order, one pass after another, and is undone by length:
 what a pass wrote past the committed length is overwritten by the passes that follow.
 """
 
@@ -25,41 +25,43 @@ class Layout(Protocol):
 
     @property
     def capacity(self) -> int:
-        """The most positions that there are slots for, those of other devices included."""
+        """Most positions that have a slot, those of other devices included."""
         ...
 
     @property
     def wraps(self) -> bool:
-        """Whether later positions take the slots of those that lie ``capacity`` before them."""
+        """Whether a position takes the slot of the one ``capacity`` before it."""
         ...
 
     @property
     def ranks(self) -> int:
-        """Into how many equal parts, each with room of its own at its end, the slots are cut."""
+        """The number of equal parts of the slots, each of which grows at its own end."""
         ...
 
     def slots(self, positions: Array) -> Array:
         """The slot of each position, int32 of the same shape; ``size`` for a negative position."""
         ...
 
-    def held(self, newest: Array) -> Array:
-        """The position in each slot, -1 where it is empty, int32 ``[B, S]``.
+    def slot_positions(self, newest: Array) -> Array:
+        """The position in each slot, int32 ``[B, S]``, -1 where the slot is empty.
 
-        ``newest [B]``: the last position that was written to each row, -1 for an empty row.
+        ``newest`` int32 ``[B]``: the last position that was written to each row, -1 for an empty
+        row.
         """
         ...
 
     def grown(self, capacity: int) -> Layout:
-        """The layout for so many positions in which every held one stays in its slot of its rank.
+        """The layout for ``capacity`` positions, in which every position stays in its slot of its
+        rank.
 
-        Each of the ``ranks`` parts gets its new slots behind those that it has.
+        Each of the ``ranks`` parts gets its new slots at its end.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearLayout:
-    """A slot for each position, in order."""
+    """One slot per position, in order."""
 
     size: int
 
@@ -81,9 +83,9 @@ class LinearLayout:
     def slots(self, positions: Array) -> Array:
         return jnp.where(positions >= 0, positions, self.size)
 
-    def held(self, newest: Array) -> Array:
+    def slot_positions(self, newest: Array) -> Array:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
-        return _held(slot, newest, self.size, wraps=False)
+        return _slot_positions(slot, newest, self.size, wraps=False)
 
     def grown(self, capacity: int) -> LinearLayout:
         return LinearLayout(capacity)
@@ -91,10 +93,10 @@ class LinearLayout:
 
 @dataclasses.dataclass(frozen=True)
 class RingLayout:
-    """The last ``size`` positions: what a layer with a sliding window needs.
+    """The last ``size`` positions, for a layer with a sliding window.
 
     A window of w tokens needs ``w + gamma + 1`` slots: a pass that writes gamma + 1 tokens then
-    overwrites nothing that a query of this pass, or of the next after a rejection, can see.
+    overwrites nothing that a query of this pass, or of the next after a rejection, reads.
     """
 
     size: int
@@ -117,9 +119,9 @@ class RingLayout:
     def slots(self, positions: Array) -> Array:
         return jnp.where(positions >= 0, positions % self.size, self.size)
 
-    def held(self, newest: Array) -> Array:
+    def slot_positions(self, newest: Array) -> Array:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
-        return _held(slot, newest, self.size, wraps=True)
+        return _slot_positions(slot, newest, self.size, wraps=True)
 
     def grown(self, capacity: int) -> RingLayout:
         return self  # it holds the last positions of any number
@@ -127,11 +129,11 @@ class RingLayout:
 
 @dataclasses.dataclass(frozen=True)
 class StripedLayout:
-    """Blocks of ``block`` positions dealt to ``ranks`` in turn (Helix, section 2.1).
+    """Blocks of ``block`` positions dealt to ``ranks`` in a cycle (Helix, section 2.1).
 
-    A rank's slots lie side by side, so that sharding the slots over a mesh axis of ``ranks``
-    devices gives each device its own: slots ``[r * size / ranks, (r + 1) * size / ranks)``.
-    ``wraps``: a `RingLayout` of ``size`` positions dealt so, of which each rank has a ring.
+    The slots of a rank are contiguous, so that sharding the slots over a mesh axis of ``ranks``
+    devices gives each device its own: slots ``[r * size / ranks, (r + 1) * size / ranks)``. With
+    ``wraps``, a `RingLayout` of ``size`` positions is dealt so, and each rank has a ring.
     """
 
     size: int
@@ -159,20 +161,24 @@ class StripedLayout:
         return self.size
 
     def part(self, axis: str | tuple[str, ...]) -> Stripe:
-        """What a rank has of it, inside a `jax.shard_map` over the mesh axis or axes ``axis``."""
+        """The layout of one rank, inside a `jax.shard_map` over the mesh axis or axes ``axis``."""
         return Stripe(self._share, self.ranks, self.block, axis, self.wraps)
 
     def slots(self, positions: Array) -> Array:
         place = positions % self.size if self.wraps else positions
-        turn, within = place // self.block, place % self.block
-        slot = (turn % self.ranks) * self._share + turn // self.ranks * self.block + within
+        block_index, within = place // self.block, place % self.block
+        slot = (
+            (block_index % self.ranks) * self._share
+            + block_index // self.ranks * self.block
+            + within
+        )
         return jnp.where(positions >= 0, slot, self.size)
 
-    def held(self, newest: Array) -> Array:
+    def slot_positions(self, newest: Array) -> Array:
         slot = jnp.arange(self.size, dtype=jnp.int32)[None]
-        rank, own = slot // self._share, slot % self._share
-        place = (own // self.block * self.ranks + rank) * self.block + own % self.block
-        return _held(place, newest, self.size, wraps=self.wraps)
+        rank, rank_slot = slot // self._share, slot % self._share
+        place = (rank_slot // self.block * self.ranks + rank) * self.block + rank_slot % self.block
+        return _slot_positions(place, newest, self.size, wraps=self.wraps)
 
     def grown(self, capacity: int) -> StripedLayout:
         return self if self.wraps else StripedLayout.holding(capacity, self.ranks, self.block)
@@ -185,10 +191,10 @@ class StripedLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Stripe:
-    """The ``size`` slots that one of ``ranks`` devices holds of a `StripedLayout` row.
+    """The ``size`` slots that one of ``ranks`` devices has of a `StripedLayout` row.
 
-    It is used inside a `jax.shard_map`, whose ``axis`` says which rank this is. Positions of other
-    ranks have no slot. Slots hold positions in ascending order, but where the row ``wraps``.
+    It is used inside a `jax.shard_map`, whose ``axis`` gives the rank. Positions of other ranks
+    have no slot. Slots have positions in ascending order, unless the row ``wraps``.
     """
 
     size: int
@@ -208,29 +214,29 @@ class Stripe:
 
     def slots(self, positions: Array) -> Array:
         place = positions % self.capacity if self.wraps else positions
-        turn, within = place // self.block, place % self.block
-        own = (positions >= 0) & (turn % self.ranks == self._rank)
-        return jnp.where(own, turn // self.ranks * self.block + within, self.size)
+        block_index, within = place // self.block, place % self.block
+        is_local = (positions >= 0) & (block_index % self.ranks == self._rank)
+        return jnp.where(is_local, block_index // self.ranks * self.block + within, self.size)
 
-    def held(self, newest: Array) -> Array:
+    def slot_positions(self, newest: Array) -> Array:
         place = self.at(jnp.arange(self.size, dtype=jnp.int32)[None])
-        return _held(place, newest, self.capacity, wraps=self.wraps)
+        return _slot_positions(place, newest, self.capacity, wraps=self.wraps)
 
     def at(self, slots: Array) -> Array:
-        """The first position that lives in each of ``slots``, the only one unless it ``wraps``."""
-        turn = slots // self.block * self.ranks + self._rank
-        return turn * self.block + slots % self.block
+        """The first position that each of ``slots`` can have, its only one unless ``wraps``."""
+        block_index = slots // self.block * self.ranks + self._rank
+        return block_index * self.block + slots % self.block
 
-    def seen(self, positions: Array) -> Array:
-        """The slot of the last position up to each of ``positions``; -1 if none has a slot here.
+    def last_slots(self, positions: Array) -> Array:
+        """The slot of the last local position up to each of ``positions``; -1 if there is none.
 
-        So a query sees the slots up to it, as if they were the positions of a `LinearLayout`. For a
-        row that does not wrap.
+        So a query reads the slots up to it, as if they were the positions of a `LinearLayout`. Not
+        for a row that wraps.
         """
-        turn, within = positions // self.block, positions % self.block
-        before = (turn - self._rank + self.ranks - 1) // self.ranks * self.block
-        here = jnp.where(turn % self.ranks == self._rank, within + 1, 0)
-        return jnp.where(positions >= 0, before + here - 1, -1)
+        block_index, within = positions // self.block, positions % self.block
+        before = (block_index - self._rank + self.ranks - 1) // self.ranks * self.block
+        in_block = jnp.where(block_index % self.ranks == self._rank, within + 1, 0)
+        return jnp.where(positions >= 0, before + in_block - 1, -1)
 
     def grown(self, capacity: int) -> Stripe:
         raise ValueError(f"{self} cannot grow to {capacity} positions inside jax.shard_map")
@@ -240,10 +246,11 @@ class Stripe:
         return lax.axis_index(self.axis)
 
 
-def _held(place: Array, newest: Array, capacity: int, *, wraps: bool) -> Array:
-    """The position in slots that are the ``place [1, S]`` of a position below ``capacity``.
+def _slot_positions(place: Array, newest: Array, capacity: int, *, wraps: bool) -> Array:
+    """The position in each slot, int32 ``[B, S]``, -1 for an empty one.
 
-    ``newest [B]``: the last position of each row. int32 ``[B, S]``, -1 for an empty slot.
+    ``place`` int32 ``[1, S]``: the first position of each slot, below ``capacity``; ``newest``
+    int32 ``[B]``: the last position of each row.
     """
     newest = newest[:, None]
     if not wraps:
@@ -269,9 +276,14 @@ def layouts_of(
 ) -> tuple[Layout, ...]:
     """A layout for each layer: a `RingLayout` where a sliding window is shorter than a row.
 
-    ``longest``: the positions of a row in the end, where the capacity is to grow; None is
-    ``capacity``. Without ``rings`` every layer has room for all positions. Where ``ranks`` share a
-    row, in blocks of ``block`` positions, all are `StripedLayout`.
+    Args:
+        specs: The `LayerSpec` of each layer.
+        capacity: Positions per row.
+        gamma: Most draft tokens of a step.
+        longest: Positions of a row at the end, where the capacity is to grow; None is ``capacity``.
+        rings: Whether there are ring layouts; without, every layer has room for all positions.
+        ranks: Devices that share a row; with several, all layouts are `StripedLayout`.
+        block: Positions of a block of these.
     """
     longest = capacity if longest is None else longest
 
@@ -289,7 +301,7 @@ def layouts_of(
 
 
 def check_rings(specs: Sequence[LayerSpec], layouts: Sequence[Layout], gamma: int) -> None:
-    """Raise `ValueError` where a pass of ``gamma + 1`` tokens overwrites what is still seen."""
+    """Raise `ValueError` where a pass of ``gamma + 1`` tokens overwrites what its queries read."""
     for spec, layout in zip(specs, layouts, strict=True):
         if layout.wraps and spec.window is not None:
             room = layout.capacity - spec.window - 1

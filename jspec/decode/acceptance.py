@@ -1,41 +1,45 @@
-"""How far drafts are accepted: of rows that a choice has met, and of each row of a session."""
+"""How far drafts are accepted: in all rows that a choice has met, and in each row of a session."""
 
 from __future__ import annotations
 
 import numpy as np
 
 MEMORY = 128.0  # steps after which what was seen counts half
-OWN = 8.0  # steps of its own by which a row outweighs other rows
+PRIOR_STEPS = 8.0  # steps of its own by which a row outweighs other rows
 HORIZON = 512  # tokens of a row that are planned for: stop tokens may end it earlier
 
 
 class AcceptanceCounts:
-    """How often counts of accepted draft tokens, or of passes, that reach i reach i + 1 as well.
+    """How often a count of accepted draft tokens, or of passes, that is at least i exceeds i.
 
-    ``begun``, ``gone_on`` float64 ``[*rows, longest]``: of so many counts of at least i, how many
-    were at least i + 1. Older steps weigh less.
+    ``begun``, ``gone_on`` float64 ``[*rows, longest]``: how many steps had at least i, and how many
+    of these at least i + 1. Older steps weigh less.
     """
 
     def __init__(self, *shape: int) -> None:
         self.begun, self.gone_on = np.zeros(shape), np.zeros(shape)
 
     def add(self, at_least: np.ndarray, steps: int) -> None:
-        """Take up ``at_least [*rows, gamma + 1]`` of so many steps: counts of 0, 1, ... or more."""
+        """Add ``at_least [*rows, gamma + 1]`` of so many steps: how many had at least 0, 1, ... of
+        them.
+        """
         gamma, fade = at_least.shape[-1] - 1, 0.5 ** (steps / MEMORY)
         for before, new in (self.begun, at_least[..., :-1]), (self.gone_on, at_least[..., 1:]):
             before[..., :gamma] = fade * before[..., :gamma] + new
 
     def rates(self, first: float) -> np.ndarray:
-        """How often they go on, float64 ``[longest]``: where little is known as at the number
-        before, ``first`` at 0."""
+        """The rate ``gone_on / begun``, float64 ``[longest]``.
+
+        The prior of each is the rate before it, that of the first ``first``.
+        """
         rates, rate = np.zeros_like(self.begun), first
         for i, (begun, gone_on) in enumerate(zip(self.begun, self.gone_on, strict=True)):
             rates[i] = rate = (gone_on + rate) / (begun + 1)
         return rates
 
-    def rates_beside(self, others: np.ndarray) -> np.ndarray:
-        """The same of each row, as ``others`` say where little is known of it."""
-        return (self.gone_on + OWN * others) / (self.begun + OWN)
+    def rates_with_prior(self, others: np.ndarray) -> np.ndarray:
+        """The rates of each row, with ``others`` as their prior, of the weight of `PRIOR_STEPS`."""
+        return (self.gone_on + PRIOR_STEPS * others) / (self.begun + PRIOR_STEPS)
 
 
 def mean(rates: np.ndarray) -> np.ndarray:
@@ -44,10 +48,13 @@ def mean(rates: np.ndarray) -> np.ndarray:
 
 
 class RowAcceptance:
-    """How many draft tokens each row of a session accepted, and the passes that drafts took.
+    """How many draft tokens each row of a session accepted, and how many passes drafts took.
 
-    ``steps`` of a chunk. ``together``: all are waited for, and none takes the place of one that has
-    ended.
+    Args:
+        batch: Rows.
+        longest: The largest gamma.
+        steps: Steps of a chunk.
+        together: Whether all rows are waited for, and none is replaced when it has ended.
     """
 
     def __init__(self, batch: int, longest: int, steps: int, *, together: bool) -> None:
@@ -57,11 +64,10 @@ class RowAcceptance:
     def saw(
         self, gamma: int, accepted: np.ndarray, live: np.ndarray, passes: np.ndarray | None
     ) -> np.ndarray:
-        """Take up a chunk. Arguments as in `GammaChoice.saw`; rows whose new request it does not
-        belong to are not ``live``.
+        """Add a chunk, with arguments as in `GammaChoice.saw`.
 
-        Returns of each row whose first drafts these are how many were accepted that far, int ``[n,
-        gamma + 1]``.
+        A row whose request came after the chunk began is not ``live``. Returns how many draft
+        tokens were accepted of each row whose first drafts these are, int ``[n, gamma + 1]``.
         """
         up_to = np.arange(gamma + 1)
         counts = ((accepted[..., None] >= up_to) & live[..., None]).sum(axis=0)
@@ -72,27 +78,32 @@ class RowAcceptance:
         return counts[is_new] if gamma else counts[:0]
 
     def renew(self, rows: list[int]) -> None:
-        """Forget ``rows``, which others took."""
+        """Forget ``rows``, which other requests take."""
         self.accepted.begun[rows] = self.accepted.gone_on[rows] = 0.0
 
     def tokens(self, gamma: int, left: np.ndarray, others: np.ndarray) -> float:
-        """Tokens of a step of a row, by the steps that rows need to their end: in the mean, or,
-        where they are waited for ``together``, the last one.
+        """Tokens of a step of a row, by the steps that rows need to their end.
 
-        ``left`` int ``[B]``: most tokens that each row commits yet, 0 where it has ended; ``others
-        [n, longest]``: rates of rows, any of which it may be like. A row that ends within a chunk
-        idles until the chunk does.
+        In the mean, or, where they are waited for ``together``, by the row that ends last. A row
+        that ends within a chunk idles until the chunk ends.
+
+        Args:
+            gamma: Most draft tokens of a step.
+            left: int ``[B]``: most tokens that each row still commits, 0 where it has ended.
+            others: ``[n, longest]``: rates of other rows, any of which a row may be like.
         """
         ahead = np.clip(left, 0, HORIZON)
         ahead = ahead if ahead.any() else np.full_like(left, HORIZON)
-        rates = self.accepted.rates_beside(others[:, None])[..., :gamma]
+        rates = self.accepted.rates_with_prior(others[:, None])[..., :gamma]
         chunks = np.ceil(ahead / (1 + mean(rates)) / self.steps)  # [n, B]
         needed = (ahead > 0).sum() * mean_of_last(chunks) if self.together else chunks.mean(0).sum()
         return float(ahead.sum() / (self.steps * needed))
 
 
 def mean_of_last(chunks: np.ndarray) -> float:
-    """The expected largest number of all rows, where each of its whole ``chunks [n, B]`` is as
-    likely for a row."""
+    """The expected largest number over all rows.
+
+    Each of a row's ``chunks [n, B]`` is as likely as the others.
+    """
     numbers = np.arange(chunks.max())[:, None, None]
     return float((1 - (chunks <= numbers).mean(axis=1).prod(axis=1)).sum())

@@ -27,12 +27,12 @@ PROBING = 0.003  # share of the time that may be spent to look at a gamma again
 STALE = 16  # chunks after which a gamma may be looked at again
 AHEAD = 1  # chunks that may be at work, and not seen yet, when another one is chosen for
 KINDS = 16  # rows that say how unlike rows are
-KEPT = 32  # choices that are remembered, by what their times depend on
+MAX_CHOICES = 32  # choices that are remembered, by what their times depend on
 LONG = 2**32  # bytes of weights from which on a pass is long beside asking the host
 
 
 class Took(NamedTuple):
-    """Seconds of a step, in which so many rows were live, in the mean of a chunk."""
+    """Seconds of a step in the mean of a chunk, and how many rows were live."""
 
     seconds: float
     live: float
@@ -85,11 +85,11 @@ class GammaChoice:
         self.chunks = 0
         self.allowance = 0.0
         self.probing: int | None = None  # the gamma that is looked at again
-        self.probe_seen = 0  # chunks by which it was seen, if it ran
+        self.probe_end = 0  # chunks by which it was seen, if it ran
         self.a_row = 0.0  # seconds of a step that a live row costs
         self.live = 0.0  # rows of the chunk that is chosen for
         self.current = self.start
-        self.wanted = 0.0  # seconds a token with it
+        self.seconds_per_token = 0.0  # seconds a token with it
 
     def saw(
         self,
@@ -99,10 +99,15 @@ class GammaChoice:
         live: np.ndarray,
         passes: np.ndarray | None = None,
     ) -> None:
-        """Take up a chunk: ``seconds`` a step, None where nobody knows.
+        """Add a chunk.
 
-        ``accepted`` int ``[steps, B]``: what each step accepted, of rows that were ``live`` then,
-        bool. ``passes``: of the draft in each step, None where it has all of them.
+        Args:
+            gamma: Most draft tokens of its steps.
+            seconds: Seconds of a step, None if unknown.
+            accepted: int ``[steps, B]``: draft tokens accepted by each step.
+            live: bool ``[steps, B]``: rows that were live then.
+            passes: int ``[steps]``: passes of the draft in each step, None where it had all of
+                them.
         """
         self.chunks += 1
         self.runs[gamma] += 1
@@ -111,7 +116,7 @@ class GammaChoice:
             every = float(gamma if passes is None else np.mean(passes))
             took = Took(seconds, live.sum() / len(live))
             self._took(gamma, took, every, _tokens_of(accepted, live))
-        if gamma == self.probing or self.chunks >= self.probe_seen:
+        if gamma == self.probing or self.chunks >= self.probe_end:
             self.probing = None
         up_to = np.arange(gamma + 1)
         self.accepted.add((accepted[live][:, None] >= up_to).sum(axis=0), len(accepted))
@@ -119,7 +124,7 @@ class GammaChoice:
             self.passes.add((passes[:, None] >= up_to).sum(axis=0), len(passes))
 
     def met(self, counts: np.ndarray) -> None:
-        """Take up rows that began: what `RowAcceptance.saw` returned."""
+        """Add rows that began: what `RowAcceptance.saw` returned."""
         gamma = counts.shape[1] - 1
         for row in counts[-KINDS:]:
             at = self.rows_met % KINDS
@@ -128,7 +133,7 @@ class GammaChoice:
             self.rows_met += 1
 
     def _took(self, gamma: int, took: Took, passes: float, tokens: float) -> None:
-        """Take up the time of a chunk of so many passes and tokens a step in the mean."""
+        """Add the time of a chunk with so many passes and tokens per step in the mean."""
         seconds, live = took
         if self.runs[gamma] > self.warm:
             if self.early and gamma and gamma not in self.whole:
@@ -139,21 +144,23 @@ class GammaChoice:
             self._price_passes()
         self.allowance += PROBING * seconds
         if gamma == self.probing and self._ran(gamma):  # a program's first runs cost but once
-            self.allowance -= max(seconds - self.wanted * tokens, 0.0)
+            self.allowance -= max(seconds - self.seconds_per_token * tokens, 0.0)
 
     def choose(self, rows: RowAcceptance, left: np.ndarray) -> int:
-        """The gamma of the next chunk of ``rows``, of which each commits ``left [B]`` tokens yet at
-        most, 0 where it has ended."""
+        """The gamma of the next chunk of ``rows``.
+
+        ``left`` int ``[B]``: most tokens that each row still commits, 0 where it has ended.
+        """
         known = [g for g in self.ladder if self._ran(g)]
         if not known:
             return self.start
-        others = self.kinds.rates_beside(self.accepted.rates(ACCEPTED))
+        others = self.kinds.rates_with_prior(self.accepted.rates(ACCEPTED))
         tokens = {g: rows.tokens(g, left, others) for g in self.ladder}
         self.live = float((left > 0).sum()) or float(len(left))
         costs = {g: self.cost(g, rows) for g in known}
         rates = {g: tokens[g] / costs[g] for g in known}
         best = min(g for g, rate in rates.items() if WORTH * rate >= max(rates.values()))
-        self.current, self.wanted = best, 1 / rates[best]
+        self.current, self.seconds_per_token = best, 1 / rates[best]
         hoped = {}  # of those that never ran, if they cost what the longest shorter one does
         for g in (g for g in self.ladder if g not in known):
             shorter = [k for k in known if k < g]
@@ -170,12 +177,12 @@ class GammaChoice:
         return float(self.a_pass[gamma] * tokens / self.cost(gamma))
 
     def cost(self, gamma: int, rows: RowAcceptance | None = None) -> float:
-        """Seconds of a step, of ``rows`` or of those that were seen."""
+        """Seconds of a step, of ``rows`` or of those that were measured."""
         seconds = self._with(self.live, self.times[gamma] or [self.whole[gamma]])
         if gamma not in self.a_pass:
             return seconds
         rates = self.passes.rates(1.0)
-        rates = rates if rows is None else rows.passes.rates_beside(rates)
+        rates = rates if rows is None else rows.passes.rates_with_prior(rates)
         return seconds + self.a_pass[gamma] * float(mean(rates[:gamma]))
 
     def _with(self, live: float, times: Iterable[Took]) -> float:
@@ -183,8 +190,11 @@ class GammaChoice:
         return statistics.median(t.seconds + self.a_row * (live - t.live) for t in times)
 
     def _keep(self, gamma: int, took: Took) -> None:
-        """Add a time of a gamma, and find anew what a live row costs: the slope that fits the times
-        of all gammas best, up to the share of a row in any of them."""
+        """Add a time of a gamma, and fit again what a live row costs.
+
+        That is the slope that fits the times of all gammas best, up to the share of a row in any of
+        them.
+        """
         self.times[gamma].append(took)
         above = below = 0.0
         share = math.inf
@@ -196,11 +206,11 @@ class GammaChoice:
         self.a_row = max(min(above / below, share), 0.0) if below else 0.0
 
     def _ran(self, gamma: int) -> bool:
-        """Whether there is a time of it."""
+        """Whether a time of ``gamma`` is known."""
         return bool(self.times[gamma]) or gamma in self.whole
 
     def _price_passes(self) -> None:
-        """Find what a pass costs, of each gamma that had whole drafts, once plain steps ran."""
+        """Compute what a pass costs, for each gamma that had whole drafts, once plain steps ran."""
         for gamma, (seconds, live) in self.whole.items():
             if self.times[0] and gamma not in self.a_pass:
                 plain = self._with(live, self.times[0])
@@ -208,7 +218,7 @@ class GammaChoice:
                 self._keep(gamma, Took(seconds - self.a_pass[gamma] * gamma, live))
 
     def _probe(self, best: int, costs: dict[int, float]) -> int:
-        """A neighbour of ``best`` that was not seen for long, where the allowance pays for it."""
+        """A neighbour of ``best`` that has not run for long, where the allowance pays for it."""
         if self.probing is not None:  # one is at work, and not charged yet
             return best
         at = self.ladder.index(best)
@@ -219,15 +229,15 @@ class GammaChoice:
             return best
         # At worst it commits one token a step, and costs what the next longer one does. `saw`
         # charges what it came to.
-        loss = costs[dearer[0]] - self.wanted
+        loss = costs[dearer[0]] - self.seconds_per_token
         if self.chunks - self.last_run[probe] < STALE or loss > self.allowance:
             return best
-        self.probing, self.probe_seen = probe, self.chunks + 1 + AHEAD
+        self.probing, self.probe_end = probe, self.chunks + 1 + AHEAD
         return probe
 
 
 def _tokens_of(accepted: np.ndarray, live: np.ndarray) -> float:
-    """Tokens of a step of a row, by the steps that the rows need for a token each."""
+    """Tokens of a step of a row, by the steps that the rows need per token."""
     steps, ran = live.sum(axis=0), live.any(axis=0)
     tokens = np.where(live, 1 + accepted, 0).sum(axis=0)
     return float(ran.sum() / (steps[ran] / tokens[ran]).sum())
@@ -248,9 +258,9 @@ def may_ask(models: Models) -> bool:
 class Gammas:
     """The steps that ``gamma="auto"`` chooses from: ``config`` with each gamma.
 
-    Choices are remembered by all that times depend on, the capacity within a factor of two, so that
-    later calls begin with what earlier ones measured. ``early``: whether drafts end early, where
-    the drafter may. Raises `ValueError` for a drafter that never drafts.
+    Choices are kept by all that times depend on, the capacity within a factor of two, so that later
+    calls begin with what earlier ones measured. ``early``: whether drafts end early, where the
+    drafter can. Raises `ValueError` for a drafter that never drafts.
     """
 
     def __init__(self, config: StepConfig, *, early: bool = True) -> None:
@@ -283,16 +293,16 @@ class Gammas:
         model = (structure, tuple((x.shape, x.dtype) for x in leaves))
         key = (self.longest, batch, capacity.bit_length(), state.mode, model)
         with _LOCK:
-            found = _CHOICES.pop(key, None)
-            if found is None:
+            choice = _CHOICES.pop(key, None)
+            if choice is None:
                 # A GPU records a program's launches in its second run.
                 warm = 1 if jax.default_backend() == "cpu" else 2
                 usual = self.draft.usual_gamma
-                found = GammaChoice(list(self.configs), usual, warm, early=self.early)
-            _CHOICES[key] = found
-            while len(_CHOICES) > KEPT:
+                choice = GammaChoice(list(self.configs), usual, warm, early=self.early)
+            _CHOICES[key] = choice
+            while len(_CHOICES) > MAX_CHOICES:
                 _CHOICES.popitem(last=False)
-        return found
+        return choice
 
 
 _CHOICES: OrderedDict[Any, GammaChoice] = OrderedDict()

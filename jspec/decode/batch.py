@@ -12,7 +12,7 @@ from jspec.decode.checks import MODES, strongest
 from jspec.decode.chunks import Chunk, Chunks, counts_of
 from jspec.decode.request import Request
 from jspec.decode.state import DecodeState, StepRecord
-from jspec.decode.stats import Tally, kept_of
+from jspec.decode.stats import Tally, clip_records
 from jspec.sharding import put
 
 RESTING: SamplingMode = "greedy"  # the state's mode between chunks, so that one program fills slots
@@ -20,9 +20,9 @@ RESTING: SamplingMode = "greedy"  # the state's mode between chunks, so that one
 
 @dataclasses.dataclass
 class Running:
-    """A chunk at work, and whose row each slot is in it: None where nobody wants its tokens.
+    """A chunk that runs, and whose tokens each slot decodes in it: None where nobody wants them.
 
-    ``record``: once it has been read.
+    ``record``: set once it has been read.
     """
 
     chunk: Chunk
@@ -33,9 +33,9 @@ class Running:
 class Batch:
     """Requests in the slots of ``state``, all of which are free at first.
 
-    While a chunk is read the next one may be at work. That one has rows that ended in the first:
-    those that the device ended commit nothing in it, and what it commits for those that the caller
-    ended is dropped. Slots may be filled behind the chunk at work.
+    The next chunk may run while one is read. It has rows that ended in the first one: those that
+    the device ended commit nothing in it, and what it commits for those that the caller ended is
+    dropped. Slots may be filled after the running chunk, in the order of the device.
     """
 
     def __init__(self, chunks: Chunks, state: DecodeState) -> None:
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def free(self) -> list[int]:
-        """Slots that may be filled: without a request, or whose request ends in a chunk at work."""
+        """Slots that may be filled: without a request, or with one that ends in a running chunk."""
         return [
             slot
             for slot, request in enumerate(self.rows)
@@ -68,28 +68,28 @@ class Batch:
         return bool(self.requests)
 
     def warm(self) -> None:
-        """Compile the steps of all modes. No slot may be taken."""
+        """Compile the steps of all modes. All slots must be free."""
         state = _with_done(self.state, np.ones(len(self.rows), bool))
         for mode in MODES:
             state = self._chunks.warmed(dataclasses.replace(state, mode=mode))
         self.state = dataclasses.replace(state, mode=RESTING)
 
     def fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Go on with ``state``, in which the prompts of ``requests`` are in ``slots``."""
+        """Continue with ``state``, in which the prompts of ``requests`` are in ``slots``."""
         self.state = state
         for slot, request in zip(slots, requests, strict=True):
             self.rows[slot], self._is_done[slot] = request, False
         self._chunks.renew(list(slots))
 
     def remove(self, request: Request) -> None:
-        """Free the slot of a request, and drop what chunks at work decode for it."""
+        """Free the slot of a request, and drop what running chunks decode for it."""
         for rows in (self.rows, *(running.rows for running in self._at_work)):
             rows[:] = [None if row is request else row for row in rows]
 
     def decode(self, *, waiting: bool) -> tuple[Request, ...]:
-        """A chunk of steps, if there is a request; the requests that it ended.
+        """Run a chunk of steps, if there is a request; returns the requests that it ended.
 
-        ``waiting``: whether others wait for slots.
+        ``waiting``: whether other requests wait for slots.
         """
         if not self._at_work:
             if not self.busy:
@@ -101,33 +101,33 @@ class Batch:
         return self._read()
 
     def _read(self) -> tuple[Request, ...]:
-        """Hand on the tokens of the earliest chunk at work; the requests that it ended."""
+        """Pass on the tokens of the earliest running chunk; returns the requests that it ended."""
         running = self._at_work[0]
         record = self._record_of(running)
         done = record.done[-1]
         others = [slot for slot in range(len(self.rows)) if slot not in running.chunk.filled]
         self._is_done[others] = done[others]
-        kept = np.zeros(len(self.rows), np.int64)
+        token_counts = np.zeros(len(self.rows), np.int64)
         live = [(slot, request) for slot, request in enumerate(running.rows) if request is not None]
         for slot, request in live:
             block = record.tokens[:, slot]
             new = tuple(block[block >= 0].tolist())
-            kept[slot] = request._take(new, is_last=bool(done[slot]))
+            token_counts[slot] = request._take(new, is_last=bool(done[slot]))
         self._at_work.pop(0)
         *counts, gammas = counts_of(record)
-        self.tally.add(*kept_of(*counts, kept=kept), gammas=gammas)
+        self.tally.add(*clip_records(*counts, token_counts=token_counts), gammas=gammas)
         ended = tuple(request for _, request in live if request.finished is not None)
         for request in ended:
             self.remove(request)
         return ended
 
     def settle(self) -> None:
-        """Wait for the chunk at work; `read` hands on its tokens later."""
+        """Wait for the running chunks; `_read` passes on their tokens later."""
         for running in self._at_work:
             self._record_of(running)
 
     def resume(self) -> None:
-        """What the caller did since the last turn is not the time of a chunk that had ended."""
+        """Keep the caller's time since the last step out of that of a chunk that had ended."""
         for running in self._at_work:
             if running.record is None:
                 self._chunks.resume(running.chunk)
@@ -149,10 +149,10 @@ class Batch:
         self._at_work.append(Running(chunk, list(self.rows)))
 
     def _looks_ahead(self, waiting: bool) -> bool:
-        """Whether to start the next chunk before the one at work is read.
+        """Whether to start the next chunk before the running one is read.
 
-        Not while the device has to be told of rows that were ended by hand: nobody knows which
-        others have ended in the chunk at work.
+        Not while the device must be told of rows that the caller ended: it is unknown which other
+        rows end in the running chunk.
         """
         if self._idle() is not None:
             return False
@@ -162,21 +162,21 @@ class Batch:
         return self._chunks.looks_ahead(left, waiting=waiting)
 
     def _left(self) -> np.ndarray:
-        """Most tokens that the request in each slot gets yet, int ``[B]``, behind those read."""
+        """Most tokens that the request in each slot can still get after those read, int ``[B]``."""
         return np.array([0 if request is None else request._left for request in self.rows])
 
     def _least(self, slot: int, request: Request) -> int:
-        """Tokens that chunks at work decode for a request at least: one a step, or to its end."""
+        """Tokens that running chunks decode for a request at least: one per step, or to its end."""
         chunks = sum(running.rows[slot] is request for running in self._at_work)
         return chunks * self._chunks.options.steps
 
     def _idle(self) -> np.ndarray | None:
-        """Slots without a request, bool ``[B]``; None where the device knows them."""
+        """Slots without a request, bool ``[B]``; None where the device has the same."""
         idle = np.array([request is None for request in self.rows])
         return idle if (idle != self._is_done).any() else None
 
     def _record_of(self, running: Running) -> StepRecord:
-        """The record of the earliest chunk at work; waits for it once."""
+        """The record of the earliest running chunk; waits for it once."""
         if running.record is None:
             running.record = self._chunks.finish(running.chunk)
         return running.record

@@ -14,7 +14,7 @@ from jspec.config import SamplingParams
 from jspec.decode.insert_rows import PackedRows, insert_row
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.prefill import (
-    jitted_own_state,
+    jitted_init_drafter_state,
     padded,
     pass_sizes,
     prefill_chunk,
@@ -32,24 +32,24 @@ BUSY = 128  # tokens of a piece: shorter ones take about as long as reading the 
 
 @dataclasses.dataclass
 class Row:
-    """A row that takes up all tokens of ``prompt`` but the last, which the first step feeds.
+    """A row of cache for all tokens of ``prompt`` but the last, which the first step takes.
 
-    ``done``: tokens that it has; ``own``: the drafter's part of it.
+    ``done``: tokens that it has; ``drafter_state``: the drafter's state after them.
     """
 
     prompt: np.ndarray
     done: int
     cache: Any
-    own: Any
+    drafter_state: Any
 
     @property
     def left(self) -> int:
-        """Tokens that it has not taken up."""
+        """Tokens that are not in the cache yet."""
         return len(self.prompt) - 1 - self.done
 
     @property
-    def held(self) -> np.ndarray:
-        """The tokens that it has taken up once it is whole."""
+    def prefix_tokens(self) -> np.ndarray:
+        """The tokens that are in the cache once the row is complete."""
         return self.prompt[:-1]
 
 
@@ -57,10 +57,17 @@ class ChunkedPrefill:
     """Prefills one prompt at a time, in pieces of at most ``chunk`` tokens, and shared prefixes.
 
     Pieces are padded to one of `pass_sizes`, so that few programs serve prompts of all lengths. A
-    prompt that begins with a shared prefix starts from a copy of its row. ``capacity``: positions
-    of a row. ``overtaken``: by which prompts the one at work may be, `overtake`: by all, by those
-    behind a prefix, or by none. They take a second row, which is there where there may be such
-    prompts.
+    prompt that begins with a shared prefix starts from a copy of its row.
+
+    Args:
+        options: Options of decoding.
+        capacity: Positions of a row.
+        chunk: Most tokens of a piece.
+        cache_dtype: As in `jspec.start_decoding`.
+        programs: Runs the jitted functions.
+        overtaken: Which prompts `overtake` may prefill while another one is being prefilled: all,
+            those after a shared prefix, or none. They take a second row, which exists where such
+            prompts may come.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class ChunkedPrefill:
         cache_dtype: DTypeLike | None,
         programs: Timed,
         *,
-        overtaken: Literal["all", "behind prefixes", "none"],
+        overtaken: Literal["all", "after prefixes", "none"],
     ) -> None:
         self._options, self._chunk, self._programs = options, chunk, programs
         self._sizes = pass_sizes(chunk)
@@ -82,10 +89,12 @@ class ChunkedPrefill:
         )
         self._prefixes: list[Row] = []
         self._row, self._overtaken = self._fresh_row(np.zeros(1, np.int32)), overtaken
-        self._beside = self._fresh_row(np.zeros(1, np.int32)) if overtaken == "all" else None
+        self._overtaking_row = (
+            self._fresh_row(np.zeros(1, np.int32)) if overtaken == "all" else None
+        )
 
     def started(self, prompts: list[np.ndarray]) -> DecodeState:
-        """A state of such rows that has taken up ``prompts``."""
+        """A state of such rows with ``prompts`` prefilled."""
         return start_decoding(
             self._options.models,
             prompts,
@@ -96,27 +105,27 @@ class ChunkedPrefill:
         )
 
     def begin(self, prompt: np.ndarray) -> None:
-        """Take up ``prompt`` from now on, in place of any other."""
-        row, own, done = self._row, None, 0
+        """Begin to prefill ``prompt``, in place of any other."""
+        row, drafter_state, done = self._row, None, 0
         if (prefix := self._longest(prompt)) is not None:
-            row.cache = row.own = None  # freed before there is another
-            row.cache, own = jax.tree.map(_copied, (prefix.cache, prefix.own))
+            row.cache = row.drafter_state = None  # freed before there is another
+            row.cache, drafter_state = jax.tree.map(_copied, (prefix.cache, prefix.drafter_state))
             done = prefix.done
-        self._row = self._begun(prompt, row.cache, own, done)
+        self._row = self._begun(prompt, row.cache, drafter_state, done)
 
     @property
     def ready(self) -> bool:
-        """Whether it has all of the prompt."""
+        """Whether all of the prompt is prefilled."""
         return self.left <= 0
 
     @property
     def overtakes(self) -> bool:
         """Whether `overtake` has a row."""
-        return self._beside is not None
+        return self._overtaking_row is not None
 
     @property
     def left(self) -> int:
-        """Prompt tokens that it has not taken up."""
+        """Prompt tokens that are not prefilled yet."""
         return self._row.left
 
     @property
@@ -125,7 +134,7 @@ class ChunkedPrefill:
         return self._padded(self._row.left)
 
     def advance(self) -> None:
-        """Take up the next piece."""
+        """Prefill the next piece."""
         self._advance(self._row)
 
     def insert(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
@@ -135,63 +144,65 @@ class ChunkedPrefill:
     def overtake(
         self, state: DecodeState, slot: int, prompt: np.ndarray, params: SamplingParams
     ) -> DecodeState:
-        """As `insert`, for all of ``prompt``, while another one is at work."""
-        assert self._beside is not None
-        at_work, self._row = self._row, self._beside
+        """As `insert`, for all of ``prompt``, while another prompt is being prefilled."""
+        assert self._overtaking_row is not None
+        at_work, self._row = self._row, self._overtaking_row
         self.begin(prompt)
         while not self.ready:
             self.advance()
         state = self.insert(state, slot, params)
-        self._row, self._beside = at_work, self._row
+        self._row, self._overtaking_row = at_work, self._row
         return state
 
     def mark(self, state: DecodeState) -> Array:
-        """An array of its own that is there once ``state`` and the prompt at work are."""
+        """An array of its own that is ready once ``state`` and the current prompt are."""
         return self._programs(_sum_of, state.done, self._row.cache.lengths)
 
     # --- prefixes ---------------------------------------------------------------------------------
 
     def has(self, tokens: np.ndarray) -> bool:
-        """Whether this is a prefix that is shared."""
-        return any(np.array_equal(tokens, prefix.held) for prefix in self._prefixes)
+        """Whether ``tokens`` are a shared prefix."""
+        return any(np.array_equal(tokens, prefix.prefix_tokens) for prefix in self._prefixes)
 
     def prefix(self, tokens: np.ndarray) -> Row:
-        """A row of its own for a prefix, which `advance_prefix` fills and `keep` shares."""
+        """A row for a prefix, which `advance_prefix` fills and `keep` shares."""
         return self._fresh_row(np.append(tokens, tokens[:1]))
 
     def advance_prefix(self, row: Row) -> None:
-        """Take up the next piece of a prefix, and wait for it."""
+        """Prefill the next piece of a prefix, and wait for it."""
         self._advance(row)
-        jax.block_until_ready((row.cache, row.own))
+        jax.block_until_ready((row.cache, row.drafter_state))
 
     def keep(self, row: Row) -> None:
-        """Share a prefix with all prompts from now on that go on behind it."""
-        if self._overtaken != "none" and self._beside is None:
-            self._beside = self._fresh_row(np.zeros(1, np.int32))
+        """Share a prefix with all later prompts that begin with it."""
+        if self._overtaken != "none" and self._overtaking_row is None:
+            self._overtaking_row = self._fresh_row(np.zeros(1, np.int32))
         self._prefixes.append(row)
         self._prefixes.sort(key=lambda prefix: -prefix.done)
 
     def drop(self, tokens: np.ndarray) -> bool:
-        """Let go of a prefix; False where there is none of these tokens."""
+        """Free a prefix; False where these tokens are none."""
         before = len(self._prefixes)
-        self._prefixes = [x for x in self._prefixes if not np.array_equal(x.held, tokens)]
+        self._prefixes = [x for x in self._prefixes if not np.array_equal(x.prefix_tokens, tokens)]
         if self._overtaken != "all" and not self._prefixes:
-            self._beside = None
+            self._overtaking_row = None
         return len(self._prefixes) < before
 
     def is_fresh(self, prompt: np.ndarray) -> bool:
-        """Whether the prompt goes on behind no prefix."""
+        """Whether the prompt begins with no shared prefix."""
         return self._longest(prompt) is None
 
-    def behind_prefix(self, prompt: np.ndarray) -> int:
-        """Tokens of the prompt that no prefix has, its last one included."""
+    def tokens_after_prefix(self, prompt: np.ndarray) -> int:
+        """Prompt tokens after its longest shared prefix, the last one included."""
         prefix = self._longest(prompt)
         return len(prompt) - (0 if prefix is None else prefix.done)
 
     def tokens_of(self, prompt: np.ndarray) -> int:
-        """Tokens of the pieces that take up the prompt, padding included; 0 where it is longer than
-        a piece may be."""
-        left, tokens = self.behind_prefix(prompt) - 1, 0
+        """Tokens of the pieces that prefill the prompt, padding included.
+
+        0 where the prompt is longer than a piece may be.
+        """
+        left, tokens = self.tokens_after_prefix(prompt) - 1, 0
         if left > self._chunk:
             return 0
         while left > 0:
@@ -200,49 +211,52 @@ class ChunkedPrefill:
         return tokens
 
     def _longest(self, prompt: np.ndarray) -> Row | None:
-        """The longest prefix that the prompt goes on behind."""
+        """The longest shared prefix that the prompt begins with."""
         for prefix in self._prefixes:  # the longest comes first
-            if prefix.done < len(prompt) and np.array_equal(prompt[: prefix.done], prefix.held):
+            if prefix.done < len(prompt) and np.array_equal(
+                prompt[: prefix.done], prefix.prefix_tokens
+            ):
                 return prefix
         return None
 
     # --- programs ---------------------------------------------------------------------------------
 
     def warm(self) -> None:
-        """Compile what any prompt and any prefix may need. No prompt may be at work."""
-        own = None
+        """Compile what any prompt and any prefix may need. No prompt may be in prefill."""
+        drafter_state = None
         for _ in range(2):  # without a prefix, and behind one
-            self._row = self._begun(np.zeros(1, np.int32), self._row.cache, own, 0)
+            self._row = self._begun(np.zeros(1, np.int32), self._row.cache, drafter_state, 0)
             for size in self._sizes:
                 self._pass(self._row, 0, size)
-            own = self._row.own
+            drafter_state = self._row.drafter_state
 
     def _padded(self, left: int) -> int:
         """Tokens of the next piece where so many are ``left``.
 
-        Two pieces in place of one that is half padding, where they are long enough for that to
-        save time.
+        Two pieces in place of one that is half padding, where they are long enough to save time.
         """
         at = bisect.bisect_left(self._sizes[:-1], left)
         size, shorter = self._sizes[at], self._sizes[max(at - 1, 0)]
         return shorter if size > BUSY and left <= 2 * shorter else size
 
     def _fresh_row(self, prompt: np.ndarray) -> Row:
-        """A row of its own memory that is to take up ``prompt``."""
+        """A row with memory of its own, for ``prompt``."""
         cache = self.started([np.zeros(1, np.int32)]).cache
         return self._begun(prompt, cache, None, 0)
 
-    def _begun(self, prompt: np.ndarray, cache: Any, own: Any, done: int) -> Row:
-        """A row that is to take up ``prompt`` behind ``done`` tokens, which ``cache`` has.
+    def _begun(self, prompt: np.ndarray, cache: Any, drafter_state: Any, done: int) -> Row:
+        """A row for ``prompt``, of which ``cache`` has the first ``done`` tokens.
 
-        ``own``: the drafter's part behind these, None where there are none.
+        ``drafter_state``: the drafter's state after these, None where there are none.
         """
         lengths = np.array([len(prompt) - 1], np.int32)
-        args = (self._options.flat, lengths, own)
+        args = (self._options.flat, lengths, drafter_state)
         settings = {"config": self._options.config, "capacity": self._settings["capacity"]}
-        own = self._placed("draft", self._programs(jitted_own_state, *args, **settings))
+        drafter_state = self._placed(
+            "draft", self._programs(jitted_init_drafter_state, *args, **settings)
+        )
         cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths.copy())))
-        return Row(prompt, done, cache, own)
+        return Row(prompt, done, cache, drafter_state)
 
     def _advance(self, row: Row) -> None:
         size = self._padded(row.left)
@@ -255,16 +269,23 @@ class ChunkedPrefill:
         tokens, positions = np.full((2, 1, size), -1, np.int32)
         tokens[0, : end - row.done] = row.prompt[row.done : end]
         positions[0, : end - row.done] = np.arange(row.done, end)
-        args = (self._options.flat, row.cache, row.own, tokens, positions)
-        row.cache, row.own = self._programs(prefill_chunk, *args, config=self._options.config)
+        args = (self._options.flat, row.cache, row.drafter_state, tokens, positions)
+        row.cache, row.drafter_state = self._programs(
+            prefill_chunk, *args, config=self._options.config
+        )
 
     def _one(self, state: DecodeState, slot: int, params: SamplingParams) -> PackedRows:
-        """The prompt at work on its way into ``slot``, to be decoded by ``params``."""
+        """The current prompt, packed for ``slot``, to be decoded by ``params``."""
         row, ends = self._row, self._options.models.target.config.stop_tokens
         tokens, lengths = padded([row.prompt], state.tokens.shape[1])
         cache = dataclasses.replace(row.cache, lengths=lengths - 1)
-        own = (tokens, lengths, [params], ends, state.stop_tokens.shape[1], cache, row.own)
-        return PackedRows.of(state_of(*own, mode=state.mode, exact=state.exact), [slot])
+        one = state_of(
+            *(tokens, lengths, [params], ends, state.stop_tokens.shape[1]),
+            *(cache, row.drafter_state),
+            mode=state.mode,
+            exact=state.exact,
+        )
+        return PackedRows.of(one, [slot])
 
     def _placed(self, name: str, tree: Any) -> Any:
         return tree if self._sharding is None else place({name: tree}, self._sharding)[name]

@@ -25,21 +25,26 @@ from jspec.typing import Array
 
 # Seconds, about, that a GPU waits for the host between two chunks of a small model where the next
 # one starts when the last one is read.
-TURN = 0.002
+HOST_SECONDS = 0.002
 # Seconds of a chunk below which the next one starts earlier. Where chunks are longer, the host
 # takes a small share of the time, and a chunk that nobody needs costs more than it saves.
-SHORT = 10 * TURN
+SHORT = 10 * HOST_SECONDS
 SAME = 0.02  # share by which a price may change without the device being told
 LATELY = 16  # chunks that tell how often rows end
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A chunk of steps that the device was given.
+    """A chunk of steps that was given to the device.
 
-    ``record``: still on the device; ``begin``: when, and ``compiled``: the seconds of compiling by
-    then; ``behind``: an array that is there once the device gets to it, None for at once;
-    ``filled``: rows that others took behind it, so that none of them idles.
+    Attributes:
+        record: Its record, still on the device.
+        gamma: Most draft tokens of its steps.
+        choice: What chose the gamma, None where it is fixed.
+        begin: When it was given to the device.
+        compiled: Seconds of compiling by then.
+        prompts: An array that is ready once the prompts before it are prefilled, None without any.
+        filled: Rows that other requests fill after it, so that none of them idles.
     """
 
     record: StepRecord
@@ -47,7 +52,7 @@ class Chunk:
     choice: GammaChoice | None
     begin: float
     compiled: float
-    behind: Array | None = None
+    prompts: Array | None = None
     filled: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -55,11 +60,14 @@ class Chunks:
     """Runs chunks of steps of ``options``, each by `start` and `finish`, in order.
 
     The next one may start before the last one is finished: the device then goes from one to the
-    other while the host reads. ``programs`` counts compiling, and with ``holds`` keeps what it ran;
-    ``seconds``: what `clock` measured by name, without compiling. ``last_s``: seconds of the last
-    chunk that was finished; ``paces`` int32 ``[B]``: tokens that each row commits in a chunk, by
-    the last one. What the device does between two chunks is prefill. ``together``: as in
-    `RowAcceptance`.
+    other while the host reads. What the device does between two chunks is prefill.
+
+    Attributes:
+        programs: Runs the jitted functions, and counts compiling.
+        seconds: What `clock` measured by name, without compiling.
+        last_s: Seconds of the last finished chunk.
+        paces: int32 ``[B]``: tokens that each row commits in a chunk, by the last one.
+        together: As in `RowAcceptance`.
     """
 
     def __init__(
@@ -88,18 +96,20 @@ class Chunks:
         self._told: Array | None = None  # and has, unless rows came in
 
     def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
-        """Whether the next chunk is to start before the one at work is finished.
-
-        ``left`` int ``[B]``: most tokens that each row commits from the chunk at work on, 0 where
-        it has ended. ``waiting``: whether other requests wait for rows.
+        """Whether the next chunk is to start before the running one is finished.
 
         Only where chunks are short and some row will need the next one, at its pace. A row that
-        ends in the chunk at work idles through the next: where others wait for it, that may not
-        cost more than waiting for the host does. How many do is told by ``left`` and by those that
-        did lately, as at stop tokens.
+        ends in the running chunk idles through the next: where other requests wait for rows, that
+        may not cost more than waiting for the host does. How many rows end is estimated from
+        ``left`` and from how many did lately, as at stop tokens.
 
         Never where processes share a model, as they would have to agree, nor where the time of
         steps is limited, as each program is waited for.
+
+        Args:
+            left: int ``[B]``: most tokens that each row commits from the running chunk on, 0 where
+                it has ended.
+            waiting: Whether other requests wait for rows.
         """
         if self._is_shared or steps_are_limited() or self.last_s >= SHORT:
             return False
@@ -107,13 +117,13 @@ class Chunks:
         if not goes_on.any():
             return False
         ending = max(self._ending, np.mean((left > 0) & ~goes_on))
-        return not waiting or bool(ending * self.last_s < TURN)
+        return not waiting or bool(ending * self.last_s < HOST_SECONDS)
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to ``seconds``, less that of compiling.
+        """Adds the time spent inside to ``seconds``, without compiling.
 
-        While a chunk is at work, the time since the last clock is added, too.
+        While a chunk runs, the time since the last clock is added, too.
         """
         begin = self._clocked if self._at_work else self._now()
         try:
@@ -123,12 +133,11 @@ class Chunks:
             self.seconds[name] += self._clocked - begin
 
     def clock_of_prompts(self) -> contextlib.AbstractContextManager[None]:
-        """The clock of prompts that are given to the device; none while a chunk is at work, which
-        comes first."""
+        """The clock of prompts that are given to the device; none while a chunk runs."""
         return contextlib.nullcontext() if self._at_work else self.clock("prefill_s")
 
     def follow(self, prompts: Array) -> None:
-        """The next chunk comes behind ``prompts``, an array that is there when they are."""
+        """Have the next chunk follow ``prompts``, an array that is ready when they are."""
         self._prompts = prompts
 
     def wait_for_prompts(self) -> None:
@@ -139,10 +148,10 @@ class Chunks:
             self._prompts = None
 
     def resume(self, chunk: Chunk) -> None:
-        """Call when the caller comes back, who left while ``chunk`` alone was at work.
+        """Call when the caller comes back, who left while only ``chunk`` ran.
 
-        If it ended meanwhile, nobody knows when. Then it counts as long as the one before it, at
-        most, and the next one tells how long chunks are.
+        If the chunk ended meanwhile, its time is unknown. Then it counts as long as the one before
+        it, at most, and the next one is timed again.
         """
         away = self._now() - self._clocked
         if away > self.last_s and _is_ready(chunk.record.packed):
@@ -150,17 +159,17 @@ class Chunks:
             self.last_s, self._is_timed = math.inf, False
 
     def renew(self, rows: list[int]) -> None:
-        """Others took ``rows``, behind all chunks at work."""
+        """Other requests fill ``rows``, after all running chunks."""
         for chunk in self._at_work:
             chunk.filled.update(rows)
         if self._acceptance is not None:
             self._acceptance.renew(rows)
 
     def start(self, state: DecodeState, left: np.ndarray) -> tuple[DecodeState, Chunk]:
-        """The state behind a chunk that the device is given now. ``state`` is donated.
+        """Give a chunk to the device; returns the state after it, and the chunk.
 
-        ``left`` int ``[B]``: most tokens that each row commits behind those that were read, 0 where
-        it has ended.
+        ``state`` is donated. ``left`` int ``[B]``: most tokens that each row commits after those
+        that were read, 0 where it has ended.
         """
         options, config, choice = self.options, self.options.config, None
         if options.gammas is not None:
@@ -169,7 +178,7 @@ class Chunks:
                 self._acceptance = RowAcceptance(
                     len(left), options.config.gamma, options.steps, together=self.together
                 )
-            gamma = choice.choose(self._acceptance, self._behind_work(left))
+            gamma = choice.choose(self._acceptance, self._left_after_work(left))
             price = choice.price(gamma)
             if self._is_shared:
                 gamma, price = agreed((gamma, price))
@@ -177,23 +186,23 @@ class Chunks:
             state = self._awake(state, config)
             if config.ends_early:
                 state = self._priced(state, price)
-        behind, self._prompts = self._prompts, None
-        with self.clock("decode_s" if behind is None or self._at_work else "prefill_s"):
+        prompts, self._prompts = self._prompts, None
+        with self.clock("decode_s" if prompts is None or self._at_work else "prefill_s"):
             begin = self._now()
             state, record = self._chunk(state, config)
         if config.ends_early:
             self._told = state.ending.price
-        chunk = Chunk(record, config.gamma, choice, begin, self.programs.compile_s, behind)
+        chunk = Chunk(record, config.gamma, choice, begin, self.programs.compile_s, prompts)
         self._at_work.append(chunk)
         return state, chunk
 
     def finish(self, chunk: Chunk) -> StepRecord:
-        """The record of the earliest chunk at work, on the host: all that is read of it."""
+        """The record of the earliest running chunk, copied to the host: all that is read of it."""
         # Where prompts are there already, nobody knows since when: they count as steps.
-        is_alone = chunk.behind is None or not _is_ready(chunk.behind)
-        if chunk.behind is not None and is_alone:
+        is_alone = chunk.prompts is None or not _is_ready(chunk.prompts)
+        if chunk.prompts is not None and is_alone:
             with self.clock("prefill_s"):
-                jax.block_until_ready(chunk.behind)
+                jax.block_until_ready(chunk.prompts)
             self._finished = self._clocked
         with self.clock("decode_s"):
             record = jax.device_get(chunk.record)
@@ -212,7 +221,7 @@ class Chunks:
         return record
 
     def _learn(self, chunk: Chunk, record: StepRecord, a_step: float | None) -> None:
-        """Have what chooses gammas take up a chunk; ``a_step``: seconds, None if nobody knows."""
+        """Pass a chunk to what chooses gammas; ``a_step``: seconds of a step, None if unknown."""
         if chunk.choice is None or self._acceptance is None:
             return
         drafted, accepted, committed, _ = counts_of(record)
@@ -227,8 +236,8 @@ class Chunks:
         same[list(chunk.filled)] = False
         chunk.choice.met(self._acceptance.saw(chunk.gamma, accepted, live & same, passes))
 
-    def _behind_work(self, left: np.ndarray) -> np.ndarray:
-        """``left`` where rows commit in the chunks at work what they did in the last one."""
+    def _left_after_work(self, left: np.ndarray) -> np.ndarray:
+        """``left`` after the running chunks, at the pace of the last chunk."""
         for chunk in self._at_work:
             paces = self.paces.copy()
             paces[list(chunk.filled)] = 0
@@ -236,7 +245,7 @@ class Chunks:
         return left
 
     def _watch_rows(self, record: StepRecord, filled: set[int]) -> None:
-        """Take up how fast rows were, and how many of them ended and were not ``filled``."""
+        """Update the pace of rows, and how many of them ended and were not ``filled``."""
         tokens = record.committed.sum(axis=0)
         if tokens.any():
             # A row that was idle is taken to be fast.
@@ -246,12 +255,13 @@ class Chunks:
         self._ending += (float(np.mean(ended)) - self._ending) / LATELY
 
     def _now(self) -> float:
-        """Seconds by a clock that stands still while a program is compiled."""
+        """Seconds by a clock that stops while a program is compiled."""
         return time.perf_counter() - self.programs.compile_s
 
     def warmed(self, state: DecodeState) -> DecodeState:
         """The same state, all of whose rows are done, with every program compiled that `start` may
-        need for it."""
+        need.
+        """
         gammas = self.options.gammas
         for config in [self.options.config] if gammas is None else gammas.configs.values():
             state, _ = self._chunk(state, config)
@@ -267,7 +277,7 @@ class Chunks:
         return self.programs(catch_up, self.options.flat, state, config=self.options.config)
 
     def _priced(self, state: DecodeState, price: float) -> DecodeState:
-        """``state`` in which a draft pass has this price."""
+        """``state`` with this price of a draft pass."""
         is_told = state.ending.price is self._told
         if is_told and abs(price - self._price) <= SAME * self._price:
             return state
@@ -275,7 +285,7 @@ class Chunks:
         return dataclasses.replace(state, ending=state.ending.priced(price))
 
     def _awake(self, state: DecodeState, config: StepConfig) -> DecodeState:
-        """``state`` for a chunk: a drafter with a model that rested is caught up."""
+        """``state`` for a chunk: a drafter with a model that paused has caught up."""
         if not self.options.config.draft.needs_model:
             return state
         if not config.gamma:

@@ -1,4 +1,4 @@
-"""Converting a state for steps of another config: one prefill serves several policies."""
+"""Conversion of a state for steps of another config: one prefill serves several policies."""
 
 from __future__ import annotations
 
@@ -26,18 +26,29 @@ TOKENS = ("keys", "values")  # columns of the model's own, whatever a policy kee
 def convert_state(
     models: Model | Models, state: DecodeState, config: StepConfig, *, sharding: Placing = None
 ) -> DecodeState:
-    """A copy of ``state`` for steps of ``config``, whose policy may be another one.
+    """A copy of ``state`` for steps of ``config``, whose policy and drafter may be others.
 
-    What that policy keeps is made from the cached keys, and the drafter hears the tokens, as in a
-    prefill of its own; ``state`` stays as it is and can be converted again. Costs a copy of the
-    cache. ``sharding`` as in `jspec.start_decoding`. Raises `ValueError` for a drafter with a model
-    of its own, for a policy without its arrays, for a gamma for which a layer with a sliding window
-    has no room, and for ``exact=True`` where the prompts were taken up without it.
+    What the policy keeps is made from the cached keys and values, and the drafter is prefilled with
+    the tokens, as in a prefill of its own. Costs a copy of the cache.
+
+    Args:
+        models: As `jspec.start_decoding` takes them.
+        state: The state to copy. It is not donated, so that it can be converted again.
+        config: The config of the steps to come.
+        sharding: As in `jspec.start_decoding`.
+
+    Returns:
+        The converted copy.
+
+    Raises:
+        ValueError: For a drafter with a model of its own; for a policy without its parameters; for
+            a gamma for which a layer with a sliding window has no room; and for ``exact=True``
+            where the prompts were prefilled without it.
     """
     models = Models.of(models)
     check_arrays(models, config)
-    held = state.cache
-    check_rings(held.specs, held.layouts, config.gamma)
+    source = state.cache
+    check_rings(source.specs, source.layouts, config.gamma)
     if config.exact:
         check_started(state.exact, True)
     if config.draft.needs_model:
@@ -46,41 +57,45 @@ def convert_state(
             "config to start_decoding instead"
         )
     sharding = explicit_mesh_sharding(models) if sharding is None else sharding
-    sizes = (held.specs, held.layouts, len(held.lengths), held.keys(0).dtype, sharding)
+    sizes = (source.specs, source.layouts, len(source.lengths), source.keys(0).dtype, sharding)
     empty = place({"cache": create_cache(config.cache_policy, *sizes)}, sharding)["cache"]
     others = dataclasses.replace(state, cache=None, draft=None)
     copied = jax.tree.map(jnp.copy, others)
-    cache = _filled(models, empty, held, policy=config.cache_policy, backends=config.backends)
-    own = _drafter_state(models, held.lengths, state.tokens, config=config)
-    return place(dataclasses.replace(copied, cache=cache, draft=own, exact=config.exact), sharding)
+    cache = _filled(models, empty, source, policy=config.cache_policy, backends=config.backends)
+    drafter_state = _drafter_state(models, source.lengths, state.tokens, config=config)
+    return place(
+        dataclasses.replace(copied, cache=cache, draft=drafter_state, exact=config.exact), sharding
+    )
 
 
 @jax.jit(static_argnames="config")
 def _drafter_state(models: Models, lengths: Array, tokens: Array, config: StepConfig) -> Any:
-    """What the drafter keeps after prompts of ``lengths [B]``, the first of ``tokens [B, S]``.
+    """The drafter's state after prompts of ``lengths [B]``, the first of ``tokens [B, S]``.
 
-    Of all positions, so that prompts of any length share a program.
+    It takes all S positions, so that prompts of any length share a program.
     """
     capacity = tokens.shape[1]
     at = jnp.arange(capacity, dtype=jnp.int32)[None]
     positions = jnp.where(at < lengths[:, None], at, -1)
     with config.of_models():
-        own = config.draft.init(models, lengths, capacity, config.gamma)
-        return config.draft.prefill(models, own, tokens, positions, config)
+        drafter_state = config.draft.init(models, lengths, capacity, config.gamma)
+        return config.draft.prefill(models, drafter_state, tokens, positions, config)
 
 
 @jax.jit(static_argnames=("policy", "backends"), donate_argnames="empty")
-def _filled(models: Models, empty: Cache, held: Cache, policy: Policy, backends: Backends) -> Cache:
-    """``empty`` with the keys and values that are ``held``, and what the policy makes of them.
+def _filled(
+    models: Models, empty: Cache, source: Cache, policy: Policy, backends: Backends
+) -> Cache:
+    """``empty`` with the keys and values of ``source``, and what the policy makes of them.
 
-    Drafters whose policies store the same columns share a program.
+    Drafters whose policies keep the same columns share a program.
     """
     policy_params = models.policy
 
-    def fill(policy_params, empty: Cache, held: Cache) -> Cache:
-        cache = empty.with_lengths(held.lengths)
-        for layer, spec in enumerate(held.specs):
-            columns = {n: x for n, x in held.columns[layer].items() if n in TOKENS}
+    def fill(policy_params, empty: Cache, source: Cache) -> Cache:
+        cache = empty.with_lengths(source.lengths)
+        for layer, spec in enumerate(source.specs):
+            columns = {n: x for n, x in source.columns[layer].items() if n in TOKENS}
             if columns_of(policy, layer, spec):
                 columns |= encoded(
                     policy, policy_params, layer, columns["keys"], columns.get("values")
@@ -89,10 +104,10 @@ def _filled(models: Models, empty: Cache, held: Cache, policy: Policy, backends:
             cache = cache.replaced(
                 layer, **{n: x.astype(kinds[n].dtype) for n, x in columns.items()}
             )
-        most = max(layout.size for layout in held.layouts)
+        capacity = max(layout.size for layout in source.layouts)
         return with_pages(
-            policy, policy_params, cache, jnp.zeros_like(held.lengths), held.lengths, most
+            policy, policy_params, cache, jnp.zeros_like(source.lengths), source.lengths, capacity
         )
 
     with preferring_of_models(backends):
-        return with_auto_axes(fill, policy_params, empty, held, like=empty)
+        return with_auto_axes(fill, policy_params, empty, source, like=empty)

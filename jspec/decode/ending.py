@@ -1,4 +1,6 @@
-"""Where a draft ends: by how certain it is, what was accepted of such drafts, and what costs."""
+"""Where a draft ends: by how certain it is, how often such drafts were accepted, and what a pass
+costs.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,29 @@ SHARED = 8.0  # tokens of its own by which a row outweighs what was accepted of 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What says where drafts end. Every leaf begins with the batch axis.
+    """What decides where drafts end. Every leaf begins with the batch axis.
 
-    ``tried``, ``taken`` float32 ``[B, LEVELS]``: how many draft tokens of each level of certainty
-    were judged, and accepted, where older ones count less. ``price`` float32 ``[B]``: how many
-    tokens a pass must bring a row, in the mean over rows, to be worth its time.
+    Attributes:
+        tried: float32 ``[B, LEVELS]``: verified draft tokens of each level of certainty, where
+            older ones count less.
+        accepted: float32 ``[B, LEVELS]``: those of them that were accepted.
+        price: float32 ``[B]``: how many tokens a pass must add to a row, in the mean over rows, to
+            be worth its time.
     """
 
     tried: Array
-    taken: Array
+    accepted: Array
     price: Array
 
     @classmethod
     def unknown(cls, batch: int) -> Ending:
-        """Of rows of which nothing is known, at a price of 0: their drafts end at their limits."""
+        """For rows without history, at a price of 0: their drafts end at their limits."""
         of_levels, of_rows = (batch, LEVELS), (batch,)
         zeros: Any = functools.partial(np.zeros, dtype=np.float32)
         return cls(zeros(of_levels), zeros(of_levels), zeros(of_rows))
 
     def priced(self, price: float) -> Ending:
-        """The same at another price, from the host."""
+        """The same with another price, set by the host."""
         prices = np.full(self.price.shape, price, np.float32)
         return dataclasses.replace(self, price=put(prices, self.price.sharding))
 
@@ -51,37 +56,45 @@ class Ending:
     def rates(self) -> Array:
         """How often tokens of each level are accepted, float32 ``[B, LEVELS]``.
 
-        That of the row, beside that of all rows, beside what the draft itself says.
+        The rate of the row, with that of all rows as its prior, whose own prior is the draft's
+        certainty.
         """
         said = 1 - 0.5 ** (1 + jnp.arange(LEVELS, dtype=jnp.float32))
-        of_all = (self.taken.sum(axis=0) + said) / (self.tried.sum(axis=0) + 1)
-        return (self.taken + SHARED * of_all[None]) / (self.tried + SHARED)
+        of_all = (self.accepted.sum(axis=0) + said) / (self.tried.sum(axis=0) + 1)
+        return (self.accepted + SHARED * of_all[None]) / (self.tried + SHARED)
 
     @property
     def mean_rate(self) -> Array:
-        """How often a token of which nothing is known is accepted, float32 ``[B]``."""
-        tried, taken = self.tried.sum(axis=1), self.taken.sum(axis=1)
-        of_all = (taken.sum() + 1) / (tried.sum() + 1)
-        return (taken + SHARED * of_all) / (tried + SHARED)
+        """How often a token of unknown level is accepted, float32 ``[B]``."""
+        tried, accepted = self.tried.sum(axis=1), self.accepted.sum(axis=1)
+        of_all = (accepted.sum() + 1) / (tried.sum() + 1)
+        return (accepted + SHARED * of_all) / (tried + SHARED)
 
     def pays(self, reached: Array, goes_on: Array, live: Array) -> Array:
         """Whether another pass of the draft is worth its time, a bool.
 
-        ``reached`` float32 ``[B]``: the chance that all of a row's draft is accepted. ``goes_on``
-        bool ``[B]``: rows that may draft another token, among those that are ``live``.
+        Args:
+            reached: float32 ``[B]``: the probability that all of a row's draft so far is accepted.
+            goes_on: bool ``[B]``: rows that may draft another token.
+            live: bool ``[B]``: rows that are not done.
         """
         gain = jnp.where(goes_on, reached * self.mean_rate, 0.0)
         return gain.sum() > jnp.where(live, self.price, 0.0).sum()
 
     def learned(self, levels: Array, lengths: Array, accepted: Array) -> Ending:
-        """Take up a draft of ``lengths [B]`` tokens of ``levels [B, gamma]`` that was verified.
+        """Count the tokens of a verified draft.
 
-        A token counts if all before it were ``accepted [B]``. So what is learned depends on no
-        token that was drawn behind the one that was rejected.
+        A token counts only if all before it were accepted. So what is counted depends on no token
+        that was drawn after the rejected one.
+
+        Args:
+            levels: int32 ``[B, gamma]``: the certainty of each draft token.
+            lengths: int32 ``[B]``: draft tokens per row.
+            accepted: int32 ``[B]``: draft tokens accepted per row.
         """
         index = jnp.arange(levels.shape[1], dtype=jnp.int32)[None]
         tried = (index < lengths[:, None]) & (index <= accepted[:, None])
-        taken = index < jnp.minimum(lengths, accepted)[:, None]
+        accepted = index < jnp.minimum(lengths, accepted)[:, None]
         at = levels[..., None] == jnp.arange(LEVELS, dtype=jnp.int32)[None, None]
 
         def added(before: Array, counts: Array) -> Array:
@@ -89,14 +102,14 @@ class Ending:
             return fade * before + (at & counts[..., None]).sum(axis=1, dtype=jnp.float32)
 
         return dataclasses.replace(
-            self, tried=added(self.tried, tried), taken=added(self.taken, taken)
+            self, tried=added(self.tried, tried), accepted=added(self.accepted, accepted)
         )
 
 
 def level_of(logits: Array, temperature: Array | None, axis_name: Axes | None = None) -> Array:
     """How certain drafts of ``logits [B, V]`` are: a level int32 ``[B]``, below `LEVELS`.
 
-    ``temperature [B]``: None for rows that are greedy. ``axis_name`` as in
+    ``temperature [B]``: None where all rows are greedy. ``axis_name`` as in
     `jspec.ops.sample.sample`.
     """
     logits = cleaned(logits)

@@ -36,29 +36,38 @@ CHUNK = 512  # tokens of a prompt at most between two chunks of steps
 
 
 class Engine:
-    """Decodes requests as they come, ``slots`` at a time; the others wait in a queue.
+    """Continuous batching: decodes up to ``slots`` requests at a time; others wait in a queue.
 
-    A request is at most ``capacity`` positions long, prompt and new tokens, and has at most
-    ``stop_tokens`` of them, the model's included. `submit` takes it, and `step` does a turn of
-    work: up to ``prefill_chunk`` prompt tokens (512, or 256 on a CPU) for each free slot, of four
-    at most, so that a long prompt stalls nobody, then ``steps_per_chunk`` decode steps of all
-    slots. Short prompts go in several at a time, and past a long one that is at work
-    (docs/serving.md). Where chunks are short the next one runs while one is read. The other
-    settings are those of `jspec.generate`. ``on_compile(begins)`` is called before and after a
-    program compiles; after `warm_up` none does, whatever requests and prefixes come.
+    `submit` queues a request, and each `step` prefills prompts and then runs ``steps_per_chunk``
+    decode steps of all slots. A `step` prefills up to ``prefill_chunk`` prompt tokens for each free
+    slot, for four at most, so that a long prompt stalls nobody. Short prompts are prefilled several
+    at a time, and before a long one that is being prefilled (docs/serving.md). Where chunks are
+    short the next one runs while one is read.
 
-    A request with a seed gives the tokens that it gives alone, where the model's logits do, and but
-    for sampled ones with ``gamma="auto"``. The caller drives: nothing starts outside `step`, `run`,
-    and reading a request. An engine is for one thread. It holds ``slots + 1`` rows of the cache, as
-    the prompt at work has one, and more for shared prefixes and on a mesh (docs/serving.md). An
-    exception in `step` that is not a callback's, Ctrl-C too, ends the engine: every request keeps
-    its tokens.
+    The caller drives: nothing runs outside `step`, `run`, and reading a request. An engine is for
+    one thread. It has ``slots + 1`` rows of cache, one of them for the prompt that is being
+    prefilled, and more for shared prefixes and on a mesh (docs/serving.md). An exception in `step`
+    that is not a callback's, Ctrl-C included, ends the engine: every request keeps its tokens.
 
-    Where several processes share the model's devices, all of them make the same calls, and their
-    callbacks answer alike.
+    A request with a seed gives the tokens that it gives alone, where the model's logits are the
+    same, except a sampled one with ``gamma="auto"``. Where several processes share the model's
+    devices, all of them must make the same calls, and their callbacks must return the same.
 
-    Raises `ValueError` and `TypeError` as `jspec.generate` does, and `MemoryError` where the device
-    has no room.
+    Args:
+        model: The target, whose tokens are decoded.
+        slots: Requests that decode at the same time.
+        capacity: Most positions of a request, prompt and new tokens.
+        stop_tokens: Most stop tokens of a request, the model's included.
+        prefill_chunk: Prompt tokens per free slot and step; None is 512, or 256 on a CPU.
+        on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
+            it. After `warm_up` none compiles, whatever requests and prefixes come.
+
+    The other arguments are those of `jspec.generate`.
+
+    Raises:
+        TypeError: As `jspec.generate` does.
+        ValueError: As `jspec.generate` does.
+        MemoryError: Where the device has no room.
     """
 
     def __init__(
@@ -105,7 +114,7 @@ class Engine:
                 f"stop_tokens={stop_tokens} must be at least {len(self._ends)}, which are the "
                 "model's own"
             )
-        self._most_stops = stop_tokens
+        self._max_stop_tokens = stop_tokens
         self._options, self._chunk = options, prefill_chunk
         self._chunks = Chunks(options, on_compile, holds=True)
         self._prefix_tokens = 0
@@ -113,8 +122,8 @@ class Engine:
         with self._memory():
             room, programs = rounded_capacity(capacity), self._chunks.programs
             short = ShortPrompts(options, slots, room, prefill_chunk, programs)
-            overtaken = "behind prefixes" if short.sizes else "all" if slots > 1 else "none"
-            piece = short.tokens if short.is_wide else prefill_chunk
+            overtaken = "after prefixes" if short.sizes else "all" if slots > 1 else "none"
+            piece = short.tokens if short.has_large_passes else prefill_chunk
             prefill = ChunkedPrefill(
                 options, room, piece, cache_dtype, programs, overtaken=overtaken
             )
@@ -131,12 +140,21 @@ class Engine:
         *,
         on_tokens: OnTokens | None = None,
     ) -> Request:
-        """Queue a request for the tokens behind ``prompt``, which are token ids.
+        """Queue a request.
 
-        ``on_tokens(tokens)`` gets new ones behind each chunk. It may return True to end the request
-        behind them, or a number to end it behind so many of them. What it raises ends this request
-        alone, and is the request's ``error``. It may submit and cancel, and not `step`. Raises
-        `ValueError` for a request that never fits.
+        Args:
+            prompt: Token ids.
+            params: Settings of the request.
+            on_tokens: Called as ``on_tokens(tokens)`` with new tokens after each chunk. It may
+                return True to end the request after them, or a number to end it after so many of
+                them. It may submit and cancel, but not `step`. What it raises ends this request
+                alone, and is the request's ``error``.
+
+        Returns:
+            The queued request.
+
+        Raises:
+            ValueError: For a request that can never fit.
         """
         self._check_open()
         (ids,) = as_ids([prompt])
@@ -150,21 +168,26 @@ class Engine:
                 "lower max_new_tokens, or make the engine with a larger capacity"
             )
         stops = stops_of(params, self._ends)
-        if len(stops) > self._most_stops:
+        if len(stops) > self._max_stop_tokens:
             raise ValueError(
                 f"the request has {len(stops)} stop tokens, the model's included, and the engine "
-                f"room for stop_tokens={self._most_stops}; make it with more"
+                f"room for stop_tokens={self._max_stop_tokens}; make it with more"
             )
         request = Request(self, ids.astype(np.int32), params, stops, on_tokens)
         self._scheduler.add(request)
         return request
 
     def share_prefix(self, tokens: Sequence[int]) -> tuple[Request, ...]:
-        """Prefill ``tokens`` now, once for all later prompts that go on behind them.
+        """Prefill ``tokens`` now, once for all later prompts that begin with them.
 
-        It takes the memory of a slot until `drop_prefix`. A `step` follows each piece of
-        ``prefill_chunk`` tokens but the last, so that requests go on; those that it ended are
-        returned. Raises `ValueError` for a prefix that never fits.
+        The prefix takes the memory of a slot until `drop_prefix`. A `step` follows each piece of
+        ``prefill_chunk`` tokens but the last, so that other requests go on.
+
+        Returns:
+            The requests that ended in these steps.
+
+        Raises:
+            ValueError: For a prefix that can never fit.
         """
         self._check_open()
         (ids,) = as_ids([tokens])
@@ -177,23 +200,23 @@ class Engine:
         ids, ended = ids.astype(np.int32), ()
         if self._scheduler.prefill.has(ids):
             return ended
-        with self._turn():
+        with self._device_work():
             row = self._scheduler.prefill.prefix(ids)
         while True:
-            with self._turn():
+            with self._device_work():
                 self._batch.settle()
                 with self._chunks.clock("prefill_s"):
                     self._scheduler.prefill.advance_prefix(row)
             if not row.left:
                 break
             ended += self.step()
-        with self._turn():
+        with self._device_work():
             self._scheduler.prefill.keep(row)
         self._prefix_tokens += len(ids)
         return ended
 
     def drop_prefix(self, tokens: Sequence[int]) -> None:
-        """Free a shared prefix. Raises `ValueError` where these tokens are none."""
+        """Free a shared prefix. Raises `ValueError` unless exactly these tokens are one."""
         self._check_open()
         (ids,) = as_ids([tokens])
         if not self._scheduler.prefill.drop(ids):
@@ -206,7 +229,7 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        """All that was done so far; ``rows`` are requests whose prompts were taken up."""
+        """Statistics so far; ``rows`` counts the requests whose prompts were prefilled."""
         return self._batch.tally.stats(
             rows=self._scheduler.admitted,
             prompt_tokens=self._scheduler.prompt_tokens + self._prefix_tokens,
@@ -221,21 +244,22 @@ class Engine:
             self.step()
 
     def step(self) -> tuple[Request, ...]:
-        """A turn: prompts are taken up, then a chunk of steps; the requests that it ended.
+        """Prefill prompts, then run a chunk of steps; returns the requests that ended.
 
-        It may leave the next chunk at work, which the next turn reads (docs/serving.md).
+        The next chunk may still run when it returns, and is read by the next `step`
+        (docs/serving.md).
         """
-        with self._turn():
+        with self._device_work():
             if self._scheduler.can_take_up:
                 with self._chunks.clock_of_prompts():
                     self._chunks.follow(self._scheduler.take_up())
             return self._batch.decode(waiting=self._scheduler.busy)
 
     def warm_up(self) -> None:
-        """Compile every program that any mix of requests can need, before the first one comes."""
+        """Compile every program that any mix of requests can need, before the first request."""
         if self.busy:
             raise RuntimeError("requests are at work; call warm_up before the first one")
-        with self._turn():
+        with self._device_work():
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
                 self._scheduler.warm()
@@ -243,7 +267,7 @@ class Engine:
             jax.block_until_ready(self._batch.state)
 
     def _remove(self, request: Request) -> None:
-        """Take a request out of the queue, the prompt at work or its slot."""
+        """Remove a request from the queue, from prefill or from its slot."""
         self._scheduler.remove(request)
         self._batch.remove(request)
 
@@ -252,8 +276,8 @@ class Engine:
             raise RuntimeError("the engine ended by an exception in a step; make another one")
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Work on the device. What it raises ends the engine, as the state may be half taken."""
+    def _device_work(self) -> Iterator[None]:
+        """Work on the device. An exception in it ends the engine: the state may be incomplete."""
         self._check_open()
         if self._is_at_work:
             raise RuntimeError("a callback may not drive the engine that calls it; return first")
@@ -277,7 +301,7 @@ class Engine:
                 request._end("interrupted")
         self._scheduler.close()
         self._batch.close()
-        self._chunks.programs.held = None
+        self._chunks.programs.pinned = None
 
     @contextlib.contextmanager
     def _memory(self) -> Iterator[None]:
@@ -293,7 +317,7 @@ class Engine:
 
 
 def _size(name: str, value: Any) -> int:
-    """``value`` as a number of 1 or more. Raises `ValueError`, by ``name``, for any other."""
+    """``value`` as a number of at least 1. Raises `ValueError`, by ``name``, for any other."""
     size = whole_number(value)
     if size is None or size < 1:
         raise ValueError(f"{name}={shown(value)} must be at least 1")

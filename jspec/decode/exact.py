@@ -38,12 +38,12 @@ def check_exact(model: Model, cache_policy: Policy) -> None:
         raise BackendError(f"exact=True cannot serve this request: {reason}; leave exact out")
 
 
-def check_started(exact: bool, wanted: bool) -> None:
-    """Raise `ValueError` for steps with ``exact=wanted`` on a state that was started otherwise."""
-    if exact != wanted:
+def check_started(exact: bool, step_exact: bool) -> None:
+    """Raise `ValueError` unless a state started with ``exact`` has steps with ``step_exact``."""
+    if exact != step_exact:
         raise ValueError(
-            f"a state that was started with exact={exact} has no steps with exact={wanted}; give "
-            f"start_decoding a config with exact={wanted}"
+            f"a state that was started with exact={exact} has no steps with exact={step_exact}; "
+            f"give start_decoding a config with exact={step_exact}"
             + (", or pass the state through jspec.convert_state" if exact else "")
         )
 

@@ -20,7 +20,7 @@ from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, stat
 from jspec.decode.programs import OnCompile
 from jspec.decode.resolved_options import Gamma, ResolvedOptions
 from jspec.decode.state import DecodeState, StepRecord
-from jspec.decode.stats import Stats, Tally, kept_of
+from jspec.decode.stats import Stats, Tally, clip_records
 from jspec.decode.together import agreed, is_shared, rows_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
@@ -35,10 +35,13 @@ OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
 class Generation:
     """What was generated.
 
-    ``tokens`` of each row; ``finished``: why each ended (``stop``, ``length`` or ``interrupted``);
-    ``seeds``: of each row, also where none was given; ``stats`` of these tokens; ``steps``: how
-    many verification steps each row took, so that ``len(tokens[row]) / steps[row]`` is its mean
-    accepted length.
+    Attributes:
+        tokens: New tokens of each row.
+        finished: Why each row ended: ``stop``, ``length`` or ``interrupted``.
+        seeds: The seed of each row, also where the request had none.
+        stats: Statistics of these tokens.
+        steps: Verification steps of each row; ``len(tokens[row]) / steps[row]`` is the row's mean
+            accepted length.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -49,7 +52,7 @@ class Generation:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in `generate`; ``generation`` is what there was by then."""
+    """Ctrl-C in `generate`; ``generation`` has the tokens decoded by then."""
 
     def __init__(self, generation: Generation):
         super().__init__("generate was interrupted; .generation has the tokens that there were")
@@ -57,7 +60,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class OutOfMemory(MemoryError):
-    """A batch that does not fit; ``what`` says how large it is."""
+    """A batch that does not fit into memory; ``what`` describes its size."""
 
     def __init__(
         self,
@@ -91,34 +94,51 @@ def generate(
 ) -> Generation:
     """Decode a ragged batch of requests, each with its own settings.
 
-    ``prompts`` are token ids, ``params`` one for all or one each. ``draft=None`` is ``NoDraft()``:
-    plain decoding through the same code. ``gamma``, the most draft tokens of a step, defaults to
-    what suits the drafter; ``"auto"`` chooses it again and again by measured times and acceptance
-    (docs/drafting.md). ``target=Quest()`` or another policy has the model itself read a
-    selection of the context, with ``draft=None``: not lossless. ``rule`` as in `StepConfig`.
-    ``policy_params`` are what `jspec.prepare` makes for a policy that needs something.
-    ``cache_dtype`` as in `jspec.start_decoding`. ``backends`` names backends of operations, as in
-    ``{"verify_greedy": "cuda"}``. ``exact``: greedy tokens are those of plain decoding bit for bit,
-    in bfloat16 too, at any batch, neighbours and draft, on an NVIDIA GPU (docs/exact.md). A model
-    of numpy arrays is put on the device first.
-    ``prefilled``: what `jspec.start_decoding` gave for these prompts, with any params and policy,
-    in place of a prefill, and for ``exact`` with it; it stays as it is, and serves several calls
-    (`jspec.convert_state`).
+    A request with a seed gives the same tokens in any row, with any other requests in the batch and
+    with any chunk size, where the model's logits are the same. A sampled one may not with
+    ``gamma="auto"``, which follows measured times. Where several processes share the model's
+    devices, all of them must make the same call, and what ``on_tokens`` returns in process 0
+    counts.
 
-    Behind each chunk of ``steps_per_chunk`` steps (4 on a CPU, or where drafts take passes of a
-    model and gamma is a number, else 16) new tokens go to ``on_tokens(row, tokens)``. It may return
-    True to end the row behind them, or a number to end it behind so many of them: what follows is
-    dropped and counts nowhere. Where chunks are short the next one runs meanwhile (docs/loops.md).
-    ``on_prefill(done, total)`` hears of prompt tokens, ``on_compile(begins)`` of a program's
-    compiling, before and after it.
+    Args:
+        model: The target, whose tokens are decoded. A model of numpy arrays is put on the device
+            first.
+        prompts: Token ids of each request.
+        params: Settings for all requests, or one per request.
+        draft: Where draft tokens come from. None is ``NoDraft()``: plain decoding by the same code.
+        gamma: Most draft tokens per step; None takes the drafter's usual number. ``"auto"`` chooses
+            it for each chunk by measured times and acceptance (docs/drafting.md).
+        draft_model: The second model, for ``ModelDraft()``.
+        target: The policy by which the model itself reads the context when it decodes. Any but
+            ``Dense()`` is not lossless, and needs ``draft=None``.
+        rule: ``"token"`` or ``"block"``, as in `StepConfig`.
+        policy_params: What `jspec.prepare` made for a policy that needs parameters.
+        steps_per_chunk: Steps between two calls of ``on_tokens``. None is 4 on a CPU, or where
+            drafts take passes of a model and gamma is a number, else 16.
+        prefill_chunk: Prompt tokens per row and prefill pass; None chooses by the batch.
+        cache_dtype: Dtype of the target's keys and values; None is the model's.
+        backends: Backends of operations by name, as in ``{"verify_greedy": "cuda"}``.
+        exact: Whether greedy tokens are those of plain decoding bit for bit, also in bfloat16 and
+            with any batch and draft, on an NVIDIA GPU (docs/exact.md).
+        prefilled: A state that `jspec.start_decoding` made for these prompts, with any params and
+            policy, in place of a prefill; with ``exact`` it must have been made with it. It is not
+            donated, so that it serves several calls (`jspec.convert_state`).
+        on_tokens: Called as ``on_tokens(row, tokens)`` with a row's new tokens after each chunk. It
+            may return True to end the row after them, or a number to end it after so many of them;
+            the rest is dropped and counts nowhere. Where chunks are short the next one runs
+            meanwhile (docs/loops.md).
+        on_prefill: Called as ``on_prefill(done, total)`` with prompt tokens per row.
+        on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
+            it.
 
-    A request with a seed gives the same tokens in any row, with any neighbours and any chunk size,
-    where the model's logits do; where it is sampled, with ``gamma="auto"`` it may not, as times
-    have a part in it. Where several processes share the model's devices, all of them call this
-    alike, and what ``on_tokens`` answers in process 0 counts. Ctrl-C raises `Interrupted`, a
-    `KeyboardInterrupt` with the generation so far. Raises `TypeError` for arguments of another
-    kind, `ValueError` as `jspec.start_decoding` does, and `MemoryError` where the device has no
-    room for the batch.
+    Returns:
+        The tokens of each row, why each ended, and statistics.
+
+    Raises:
+        TypeError: For an argument of another kind.
+        ValueError: As `jspec.start_decoding` does.
+        MemoryError: Where the device has no room for the batch.
+        Interrupted: On Ctrl-C: a `KeyboardInterrupt` with the generation so far.
     """
     ids = as_ids(prompts)
     options = ResolvedOptions.of(
@@ -151,16 +171,21 @@ def generate(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no room for what was asked of it."""
+    """Whether an error says that a device ran out of memory."""
     return isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith(
         "RESOURCE_EXHAUSTED"
     )
 
 
-def wanted_of(answer: Any, count: int) -> int | None:
+def tokens_to_keep(answer: Any, count: int) -> int | None:
     """How many of ``count`` new tokens a row keeps as its last ones; None where it goes on.
 
-    ``answer``: what ``on_tokens`` returned. Raises `ValueError` for one that says nothing.
+    Args:
+        answer: What ``on_tokens`` returned.
+        count: How many tokens it was called with.
+
+    Raises:
+        ValueError: For an answer that is no bool, None, or number up to ``count``.
     """
     if answer is None or isinstance(answer, (bool, np.bool_)):
         return count if answer else None
@@ -174,7 +199,7 @@ def wanted_of(answer: Any, count: int) -> int | None:
 
 
 class _Run:
-    """The host's side of decoding one batch. What it counts is right whenever Ctrl-C comes."""
+    """The host's side of decoding one batch. Its counts are consistent whenever Ctrl-C comes."""
 
     def __init__(self, options: ResolvedOptions, prompts, params, on_tokens, on_compile):
         self.models, self.config = options.models, options.config
@@ -188,12 +213,12 @@ class _Run:
 
     @property
     def needed(self) -> int:
-        """Positions of the longest row in the end."""
+        """Positions of the longest row once all rows have ended."""
         pairs = zip(self.prompts, self.params, strict=True)
         return max(len(prompt) + params.max_new_tokens for prompt, params in pairs)
 
     def size(self) -> str:
-        """What does not fit, where the device has no room."""
+        """The size of the batch, for an error message."""
         return (
             f"the device is out of memory with {len(self.prompts)} prompts at a time, the longest "
             f"of {self.needed} tokens with max_new_tokens"
@@ -210,7 +235,7 @@ class _Run:
         return state
 
     def take_up(self, prefilled: DecodeState) -> DecodeState:
-        """In place of `prefill`, a state that has the prompts already."""
+        """Convert a state that has the prompts already, in place of `prefill`."""
         tokens, lengths = jax.device_get((prefilled.tokens, prefilled.lengths))
         rows = [line[:length].tolist() for line, length in zip(tokens, lengths, strict=True)]
         if rows != [np.asarray(prompt).tolist() for prompt in self.prompts]:
@@ -228,10 +253,10 @@ class _Run:
             return jax.block_until_ready(place(fresh, explicit_mesh_sharding(self.models)))
 
     def decode(self, state: DecodeState) -> None:
-        """Chunks of steps until all rows have ended.
+        """Run chunks of steps until all rows have ended.
 
-        While one is read the next one may be at work. What that one decodes of rows that the caller
-        ends meanwhile is dropped.
+        The next chunk may run while one is read. What it decodes for rows that the caller ends
+        meanwhile is dropped.
         """
         stops, ended = np.array(state.stop_tokens), np.array(state.done)
         done = ended  # rows that the device has ended
@@ -254,15 +279,15 @@ class _Run:
             running = ahead
 
     def _looks_ahead(self, state: DecodeState, ended: np.ndarray) -> bool:
-        """Whether to start the next chunk before the one at work is read.
+        """Whether to start the next chunk before the running one is read.
 
-        Not where a row needs more room for both.
+        Not where a row needs more capacity for both.
         """
         has_room = self._reach(ended, chunks=2) <= state.tokens.shape[1]
         return has_room and self.chunks.looks_ahead(self._left(ended))
 
     def _left(self, ended: np.ndarray) -> np.ndarray:
-        """Most tokens that each row commits yet, int ``[B]``: 0 where it has ended."""
+        """Most tokens that each row can still commit, int ``[B]``: 0 where it has ended."""
         left = [
             params.max_new_tokens - len(tokens)
             for params, tokens in zip(self.params, self.tokens, strict=True)
@@ -270,15 +295,15 @@ class _Run:
         return np.where(ended, 0, left)
 
     def _with_room(self, state: DecodeState, ended: np.ndarray) -> DecodeState:
-        """``state`` with room for a chunk in every row that goes on."""
-        present, most = state.tokens.shape[1], self._reach(ended, chunks=1)
-        if most <= present:
+        """``state`` with capacity for one more chunk in every live row."""
+        present, reach = state.tokens.shape[1], self._reach(ended, chunks=1)
+        if reach <= present:
             return state
-        capacity = min(max(most, 2 * present), self.needed)
+        capacity = min(max(reach, 2 * present), self.needed)
         return grow_capacity(state, rounded_capacity(capacity), self.config)
 
     def _reach(self, ended: np.ndarray, chunks: int) -> int:
-        """Positions of the longest row that goes on, behind so many ``chunks`` more."""
+        """Positions of the longest live row after ``chunks`` more chunks."""
         known = (len(self.prompts[row]) + len(self.tokens[row]) for row in np.flatnonzero(~ended))
         new = chunks * self.chunks.options.steps * (self.config.gamma + 1)
         return min(max(known) + new, self.needed)
@@ -286,33 +311,35 @@ class _Run:
     def _take(
         self, record: StepRecord, ended: np.ndarray, done: np.ndarray, stops: np.ndarray
     ) -> np.ndarray:
-        """Hand on a chunk's tokens; returns which rows the caller ended, bool ``[B]``."""
+        """Pass on a chunk's tokens; returns which rows the caller ended, bool ``[B]``."""
         unwanted = np.zeros_like(ended)
         blocks = {row: record.tokens[:, row] for row in np.flatnonzero(~ended).tolist()}
-        found = {row: tuple(block[block >= 0].tolist()) for row, block in blocks.items()}
-        answers: Iterable[int | None] = (self._wanted(row, new) for row, new in found.items())
+        new_tokens = {row: tuple(block[block >= 0].tolist()) for row, block in blocks.items()}
+        answers: Iterable[int | None] = (
+            self._ask_callback(row, new) for row, new in new_tokens.items()
+        )
         if self.is_shared and self.on_tokens is not None:
             answers = agreed(list(answers))
-        for (row, new), wanted in zip(found.items(), answers, strict=True):
-            self.tokens[row].extend(new[:wanted])
-            unwanted[row] = wanted is not None
+        for (row, new), keep_count in zip(new_tokens.items(), answers, strict=True):
+            self.tokens[row].extend(new[:keep_count])
+            unwanted[row] = keep_count is not None
             if unwanted[row] or done[row]:
                 stopped = unwanted[row] or new[-1] in stops[row]
                 self.finished[row] = "stop" if stopped else "length"
         return unwanted
 
-    def _wanted(self, row: int, new: tuple[int, ...]) -> int | None:
+    def _ask_callback(self, row: int, new: tuple[int, ...]) -> int | None:
         """How many of ``new`` the row keeps as its last ones; None where it goes on."""
         answer = None if self.on_tokens is None else self.on_tokens(row, new)
-        return wanted_of(answer, len(new))
+        return tokens_to_keep(answer, len(new))
 
     def generation(self) -> Generation:
         tally = Tally(self.config.gamma)
         steps = np.zeros(len(self.tokens), np.int64)
         if self.records:
             *counts, gammas = map(np.concatenate, zip(*self.records, strict=True))
-            drafted, accepted, committed = kept_of(
-                *counts, kept=np.array([len(row) for row in self.tokens])
+            drafted, accepted, committed = clip_records(
+                *counts, token_counts=np.array([len(row) for row in self.tokens])
             )
             tally.add(drafted, accepted, committed, gammas=gammas)
             steps = (committed > 0).sum(axis=0)

@@ -13,13 +13,23 @@ START = 16384  # positions a row that `generate` gives at once where requests ne
 
 
 def grow_capacity(state: DecodeState, capacity: int, config: StepConfig) -> DecodeState:
-    """The same batch with room for ``capacity`` positions a row.
+    """The same batch with room for ``capacity`` positions per row.
 
-    ``state`` is donated: use the returned one. Each column of the cache is copied once, one after
-    the other, and its old memory is freed, so that at most one is held twice. Programs are compiled
-    for each capacity: double it rather than add to it. ``config``: of the steps, whose drafter
-    makes room as well. On a mesh each device makes room for its own share, in whole blocks, and
-    nothing is sent. Raises `ValueError` for a capacity below the present one.
+    The cache's columns are copied one after the other, and the old memory of each is freed, so that
+    at most one of them is in memory twice. Programs are compiled for each capacity: double it
+    rather than add to it. On a mesh each device makes room for its own share, in whole blocks, and
+    nothing is sent.
+
+    Args:
+        state: The batch. It is donated: use the returned one.
+        capacity: Positions per row, at least the present ones.
+        config: The config of the steps, whose drafter makes room too.
+
+    Returns:
+        The batch with more room.
+
+    Raises:
+        ValueError: For a capacity below the present one.
     """
     present = state.tokens.shape[1]
     if (whole_number(capacity) or 0) < present:
@@ -32,5 +42,7 @@ def grow_capacity(state: DecodeState, capacity: int, config: StepConfig) -> Deco
 
 
 def first_capacity(longest_prompt: int, needed: int) -> int:
-    """What `generate` starts with where rows may need more: twice the prompt, or `START`."""
+    """Positions per row that `generate` starts with: twice the prompt or `START`, if so many are
+    needed.
+    """
     return min(needed, max(START, 2 * longest_prompt))

@@ -24,9 +24,11 @@ from jspec.typing import Array
 class PackedRows:
     """Rows of a `DecodeState` to be inserted into slots of another one.
 
-    ``cache``: without lengths; ``draft``: as in the state. ``packed`` int32 ``[n, W]``: the bits of
-    the slots and of all other arrays, concatenated, as copying each array to the device by itself
-    would take as long as copying all of them.
+    Attributes:
+        cache: Their cache, without lengths.
+        draft: The drafter's state.
+        packed: int32 ``[n, W]``: the bits of the slots and of all other arrays, concatenated, as
+            copying each array to the device by itself takes as long as copying all of them.
     """
 
     cache: Cache
@@ -35,13 +37,15 @@ class PackedRows:
 
     @classmethod
     def of(cls, rows: DecodeState, slots: Sequence[int]) -> PackedRows:
-        """``rows``, whose arrays are of numpy, but for the cache's columns and the draft."""
+        """``rows``, whose arrays other than the cache's columns and the draft are of numpy."""
         cache: Any = dataclasses.replace(rows.cache, lengths=None)
         arrays = np.array(slots, np.int32), *jax.tree.leaves(_small(rows))
         return cls(cache, rows.draft, np.concatenate([*map(_ints, arrays)], axis=1))
 
     def unpacked(self, like: DecodeState) -> tuple[DecodeState, Array]:
-        """The rows, as those of ``like``, and their slots int32 ``[n]``, inside a program."""
+        """The rows, with the structure of ``like``, and their slots int32 ``[n]``. Call it in a
+        program.
+        """
         leaves, structure = jax.tree.flatten(_small(like))
         widths = [1, *(math.prod(x.shape[1:]) for x in leaves)]
         slots, *parts = jnp.split(self.packed, np.cumsum(widths)[:-1].tolist(), axis=1)
@@ -65,13 +69,13 @@ def insert_row(
     after = call(_insert, _without_host(state), _without_host(one), index)
     # One at a time: no more than one of them is on the device.
     columns = tuple(
-        own
+        columns_after
         | {
             name: call(_insert_in_host, x, row[name], index)
-            for name, x in held.items()
+            for name, x in old_columns.items()
             if in_host(x)
         }
-        for own, held, row in zip(
+        for columns_after, old_columns, row in zip(
             after.cache.columns, state.cache.columns, one.cache.columns, strict=True
         )
     )
@@ -93,9 +97,10 @@ def _insert(state: DecodeState, one: DecodeState | PackedRows, slot: Array) -> D
 
 
 def _without_host(state: Any) -> Any:
-    """A state, or rows that are new to it, without columns that lie in the host's memory."""
+    """A state, or rows for it, without the columns in the host's memory."""
     columns = tuple(
-        {name: x for name, x in held.items() if not in_host(x)} for held in state.cache.columns
+        {name: x for name, x in layer_columns.items() if not in_host(x)}
+        for layer_columns in state.cache.columns
     )
     return dataclasses.replace(state, cache=dataclasses.replace(state.cache, columns=columns))
 
@@ -109,18 +114,18 @@ def _insert_in_host(column: Array, row: Array, slot: Array) -> Array:
 def insert_rows(
     state: DecodeState, rows: DecodeState, slots: Array, write: Callable[[Array, Array], Array]
 ) -> DecodeState:
-    """``state`` with ``rows`` in ``slots [n]``; a slot past the end is nowhere.
+    """``state`` with ``rows`` in ``slots [n]``; a row whose slot is past the end is dropped.
 
-    ``write(whole, rows)`` does so for an array of the cache's columns and pages and of the draft.
-    The others are chosen element by element, which XLA does for most of them in one kernel; each
+    ``write(whole, rows)`` writes an array of the cache's columns and pages and of the draft. The
+    other arrays are chosen element by element, which XLA does for most of them in one kernel; each
     would be written by a kernel of its own.
     """
     batch = jnp.arange(len(state.tokens), dtype=slots.dtype)
 
     def choose(whole: Array, rows: Array) -> Array:
         for index in range(len(rows)):
-            here = (batch == slots[index]).reshape(-1, *[1] * (whole.ndim - 1))
-            whole = jnp.where(here, rows[index][None], whole)
+            is_slot = (batch == slots[index]).reshape(-1, *[1] * (whole.ndim - 1))
+            whole = jnp.where(is_slot, rows[index][None], whole)
         return whole
 
     small = jax.tree.map(choose, _small(state), _small(rows))
@@ -136,7 +141,7 @@ def _large(state: DecodeState) -> tuple[Any, Any, Any]:
 
 
 def _small(state: DecodeState) -> Any:
-    """What the host knows of a state's rows: lengths in place of the cache, and no draft."""
+    """The small arrays of a state: lengths in place of the cache, and no draft."""
     lengths: Any = state.cache.lengths
     return dataclasses.replace(state, cache=lengths, draft=None)
 
@@ -148,6 +153,6 @@ def _ints(x: np.ndarray) -> np.ndarray:
 
 
 def _as(ints: Array, like: Array) -> Array:
-    """What `_ints` made these of: an array like the rows of ``like``."""
+    """The inverse of `_ints`: an array like the rows of ``like``."""
     rows = ints.reshape(len(ints), *like.shape[1:])
     return rows != 0 if like.dtype == bool else lax.bitcast_convert_type(rows, like.dtype)

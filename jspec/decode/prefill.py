@@ -1,4 +1,4 @@
-"""How decoding starts: prompts into the cache in pieces, for a batch or for one of its slots."""
+"""Starting to decode: prefill of a batch of prompts, or of one slot of a running batch."""
 
 from __future__ import annotations
 
@@ -53,24 +53,37 @@ def start_decoding(
     sharding: Placing = None,
     grows: bool = False,
 ) -> DecodeState:
-    """Check a batch of requests and prefill their prompts in chunks of ``chunk`` tokens a row.
+    """Check a batch of requests and prefill their prompts.
 
-    ``config``: of the steps to come, whose drafter takes up the prompts as well; they may use a
-    smaller gamma. ``capacity`` (positions a row) defaults to what the longest request needs; with
-    ``grows`` it may be less, and the caller keeps it ahead of the rows by `jspec.grow_capacity`.
-    ``cache_dtype``, of the target's keys and values, defaults to the model's ``dtype``.
-    ``on_prefill(done, total)`` hears of prompt tokens a row; ``run(function, *args, **static)`` may
-    stand between and the jitted prefill. ``sharding`` places the state's arrays, each of which
-    begins with the batch axis: one over batch rows, such as ``NamedSharding(mesh, P("rows"))``, or
-    a function of an array's name and shape, such as ``"cache.columns.0.keys"`` and
-    ``(B, S, K, H)``; None is the default device, or all of the Explicit mesh that the model is on.
-    A model on a mesh of its own, such as `jspec.helix.Sharded`, places the state itself.
+    Where several processes share the model's devices, all of them must make the same call.
 
-    Where several processes share the model's devices, all of them call this alike.
+    Args:
+        models: The target, or `Models` with a draft model or a policy's parameters.
+        prompts: Token ids of each request.
+        params: Settings for all requests, or one per request.
+        config: The config of the steps to come, whose drafter is prefilled too. Steps may use a
+            smaller gamma.
+        capacity: Positions per row; None takes what the longest request needs.
+        chunk: Prompt tokens per row and prefill pass; None chooses by the batch.
+        cache_dtype: Dtype of the target's keys and values; None is the model's ``dtype``.
+        on_prefill: Called as ``on_prefill(done, total)`` with prompt tokens per row.
+        run: Called as ``run(function, *args, **static)`` in place of each jitted prefill function.
+        sharding: Where the state's arrays lie, each of which begins with the batch axis. A sharding
+            over batch rows, such as ``NamedSharding(mesh, P("rows"))``, or a function of an array's
+            name and shape, such as ``"cache.columns.0.keys"`` and ``(B, S, K, H)``. None is the
+            default device, or the Explicit mesh that the model is on. A model with a mesh of its
+            own, such as `jspec.helix.Sharded`, places the state itself.
+        grows: Whether ``capacity`` may be less than the longest request needs, as the caller raises
+            it in time by `jspec.grow_capacity`.
 
-    Raises `ValueError` where they do not, where a prompt is empty, holds ids outside the
-    vocabulary, or would outgrow the capacity or a model's context, and for a sharding that an array
-    does not divide into; `TypeError` for arguments of another kind.
+    Returns:
+        The state for the first step.
+
+    Raises:
+        ValueError: Where a prompt is empty, has ids outside the vocabulary, or exceeds the capacity
+            or a model's context; where an array does not divide over ``sharding``; and where
+            processes made different calls.
+        TypeError: For arguments of another kind.
     """
     settings: dict[str, Any] = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
     settings |= {"on_prefill": on_prefill, "run": run, "sharding": sharding, "grows": grows}
@@ -127,10 +140,17 @@ def _started(
         longest, rings = max(capacity, needed), not config.exact
         layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
     fill["layouts"] = layouts
-    cache, own = _prefill(models, tokens, lengths, config, sharding, **fill)
+    cache, drafter_state = _prefill(models, tokens, lengths, config, sharding, **fill)
     ends = models.target.config.stop_tokens
     state = state_of(
-        tokens, lengths, params, ends, room_of(params, ends), cache, own, exact=config.exact
+        tokens,
+        lengths,
+        params,
+        ends,
+        room_of(params, ends),
+        cache,
+        drafter_state,
+        exact=config.exact,
     )
     return place(state, sharding)
 
@@ -142,17 +162,26 @@ def state_of(
     ends: Sequence[int],
     room: int,
     cache: Cache,
-    own: Any,
+    drafter_state: Any,
     mode: SamplingMode | None = None,
     *,
     exact: bool,
 ) -> DecodeState:
-    """The state of prompts ``tokens [B, S]`` of ``lengths [B]`` that ``cache`` has taken up.
+    """The state of prompts whose keys and values are in ``cache``.
 
-    Its arrays, but for those that are given, are of numpy: a program takes all of them at once,
-    where each by itself would go to the device for as long.
-    ``own``: the drafter's part of it; ``ends``: the model's stop tokens; ``room``: for the stop
-    tokens of a row; ``mode``: None for what ``params`` need; ``exact``: how it took them up.
+    Its arrays are of numpy, but for those that are passed: a program takes all of them at once,
+    while copying each to the device by itself would take as long as copying all.
+
+    Args:
+        tokens: int32 ``[B, S]``, -1 after each prompt.
+        lengths: int32 ``[B]``: tokens of each prompt.
+        params: Settings of each request, with seeds.
+        ends: The model's stop tokens.
+        room: Stop tokens that a row has room for.
+        cache: The target's cache with all prompt tokens but the last.
+        drafter_state: The drafter's state, None where it has none.
+        mode: The state's sampling mode; None for what ``params`` need.
+        exact: Whether the prompts were prefilled with ``exact=True``.
     """
     no_limit = np.iinfo(np.int32).max
     limits = [no_limit if p.draft_limit is None else p.draft_limit for p in params]
@@ -167,7 +196,7 @@ def state_of(
         cache=cache,
         sampling=sampling_of(params),
         ending=Ending.unknown(len(params)),
-        draft=own,
+        draft=drafter_state,
         mode=mode_of(params) if mode is None else mode,
         exact=exact,
         **arrays,
@@ -177,15 +206,15 @@ def state_of(
 def room_of(params: Sequence[SamplingParams], ends: Sequence[int]) -> int:
     """Room for the stop tokens of each of ``params`` and for ``ends``, the model's own.
 
-    For all of them in any case, so that `ignore_eos` changes no shape.
+    Always for both, so that `ignore_eos` changes no shape.
     """
     return power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
 
 
 def stops_of(params: SamplingParams, ends: Sequence[int]) -> tuple[int, ...]:
     """The tokens that end a request of a model whose stop tokens are ``ends``."""
-    own = params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *ends)
-    return tuple(dict.fromkeys(own))
+    stop_tokens = params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *ends)
+    return tuple(dict.fromkeys(stop_tokens))
 
 
 def fill_slot(
@@ -198,11 +227,24 @@ def fill_slot(
     *,
     chunk: int | None = None,
 ) -> DecodeState:
-    """Put another request into row ``slot`` of a running batch; the other rows stay as they are.
+    """Put another request into row ``slot`` of a running batch; the other rows do not change.
 
-    The request may need at most the capacity and the number of stop tokens that ``state`` was
-    started with. ``state`` is donated: use the returned one. Raises `ValueError` as
-    `start_decoding` does, and for a gamma for which the drafter keeps other arrays.
+    Args:
+        models: As `start_decoding` takes them.
+        state: The state of the batch. It is donated: use the returned one.
+        slot: The row, in ``[0, B)``.
+        prompt: Token ids of the request.
+        params: Its settings. Prompt, new tokens and stop tokens must fit the room that ``state``
+            was started with.
+        config: The config of the steps to come.
+        chunk: Prompt tokens per prefill pass; None chooses.
+
+    Returns:
+        The state with the request in its row.
+
+    Raises:
+        ValueError: As `start_decoding` does, and for a draft or gamma for which the drafter's
+            arrays have other shapes than in ``state``.
     """
     batch, capacity = state.tokens.shape
     index = whole_number(slot)
@@ -230,18 +272,18 @@ def fill_slot(
     return insert_row(dataclasses.replace(state, mode=mode), one, index)
 
 
-@jax.jit(static_argnames="config", donate_argnames=("cache", "own"))
+@jax.jit(static_argnames="config", donate_argnames=("cache", "drafter_state"))
 def prefill_chunk(
     models: Models | FlatModels,
     cache: Cache,
-    own: Any,
+    drafter_state: Any,
     tokens: Array,
     positions: Array,
     config: StepConfig,
 ) -> tuple[Cache, Any]:
     """Append ``tokens [B, T]`` at ``positions [B, T]``, -1 for padding; lengths stay."""
 
-    def piece(models: Models, cache: Cache, own: Any, tokens: Array, positions: Array):
+    def piece(models: Models, cache: Cache, drafter_state: Any, tokens: Array, positions: Array):
         attend = dense_attend(
             positions,
             policy=config.cache_policy,
@@ -252,28 +294,30 @@ def prefill_chunk(
             _, cache = models.target(tokens, positions, attend, cache)
         after = positions.max(axis=1) + 1
         before = jnp.where(positions >= 0, positions, after[:, None]).min(axis=1)
-        most = positions.shape[1]
-        cache = with_pages(config.cache_policy, models.policy, cache, before, after, most)
-        return cache, config.draft.prefill(models, own, tokens, positions, config)
+        max_new = positions.shape[1]
+        cache = with_pages(config.cache_policy, models.policy, cache, before, after, max_new)
+        return cache, config.draft.prefill(models, drafter_state, tokens, positions, config)
 
     models = Models.of(models)
     with config.of_models():
-        args = (models, cache, own, tokens, positions)
-        return on_mesh_of(models.target, config, piece, *args, like=(cache, own))
+        args = (models, cache, drafter_state, tokens, positions)
+        return on_mesh_of(models.target, config, piece, *args, like=(cache, drafter_state))
 
 
 def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_prefill, run, layouts):
-    """Take up every prompt token but the last of each row, which the first step feeds."""
+    """Prefill every prompt token but the last of each row, which the first step takes."""
     batch, capacity = tokens.shape
     specs = models.target.config.layers
     on_mesh = mesh_model(models.target)
     cache = create_cache(config.cache_policy, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
     # Lengths of its own: the drafter's state is donated beside the cache.
-    own_of = own_state if on_mesh is None else jitted_own_state
-    own = own_of(models, jnp.asarray(lengths - 1), None, config=config, capacity=capacity)
-    empty = place({"cache": cache, "draft": own}, sharding)
-    cache, own = empty["cache"], empty["draft"]
+    init_state = init_drafter_state if on_mesh is None else jitted_init_drafter_state
+    drafter_state = init_state(
+        models, jnp.asarray(lengths - 1), None, config=config, capacity=capacity
+    )
+    empty = place({"cache": cache, "draft": drafter_state}, sharding)
+    cache, drafter_state = empty["cache"], empty["draft"]
     total = int(lengths.max()) - 1
     # A power of two up to the chunk, so that short prompts pay little and share programs.
     chunk = min(chunk, power_of_two(total))
@@ -283,69 +327,75 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
         positions = np.where(index < (lengths - 1)[:, None], index, -1).astype(np.int32)
         piece = np.full((batch, chunk), -1, np.int32)
         piece[:, : min(chunk, capacity - begin)] = tokens[:, begin : begin + chunk]
-        args = (models, cache, own, jnp.asarray(piece), jnp.asarray(positions))
-        cache, own = call(*args, config=config)
+        args = (models, cache, drafter_state, jnp.asarray(piece), jnp.asarray(positions))
+        cache, drafter_state = call(*args, config=config)
         if on_prefill is not None:
             jax.block_until_ready(cache)
             on_prefill(min(begin + chunk, total), total)
-    return cache, own
+    return cache, drafter_state
 
 
-def own_state(
-    models: Models | FlatModels, lengths: Array, own: Any, config: StepConfig, capacity: int
+def init_drafter_state(
+    models: Models | FlatModels,
+    lengths: Array,
+    drafter_state: Any,
+    config: StepConfig,
+    capacity: int,
 ) -> Any:
-    """What the drafter keeps before prompts of which it will hear ``lengths [B]`` tokens.
+    """The drafter's state before it takes prompts of ``lengths [B]`` tokens.
 
-    ``own``: what it kept behind a prompt that these begin with, None for nothing.
+    ``drafter_state``: its state after a prefix that these prompts begin with, None without one.
     """
 
     models = Models.of(models)
 
-    def init(models: Models, lengths: Array, own: Any) -> Any:
+    def init(models: Models, lengths: Array, drafter_state: Any) -> Any:
         sizes = (lengths, capacity, config.gamma)
-        if own is None:
+        if drafter_state is None:
             return config.draft.init(models, *sizes)
-        return config.draft.resumed(models, own, *sizes)
+        return config.draft.resumed(models, drafter_state, *sizes)
 
     if mesh_model(models.target) is None:
-        return init(models, lengths, own)
-    like = jax.eval_shape(init, models, lengths, own)
-    return on_mesh_of(models.target, config, init, models, lengths, own, like=like)
+        return init(models, lengths, drafter_state)
+    like = jax.eval_shape(init, models, lengths, drafter_state)
+    return on_mesh_of(models.target, config, init, models, lengths, drafter_state, like=like)
 
 
-jitted_own_state = jax.jit(own_state, static_argnames=("config", "capacity"))
+jitted_init_drafter_state = jax.jit(init_drafter_state, static_argnames=("config", "capacity"))
 
 
 def _float_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype of a cache. Raises `ValueError` for what keys are not rounded to."""
+    """``dtype`` of a cache. Raises `ValueError` unless it is float32, bfloat16 or float16."""
     try:
-        found = jnp.dtype(dtype)
+        resolved = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    is_float = found is not None and jnp.issubdtype(found, jnp.floating) and found.itemsize > 1
-    if found is None or not is_float or jax.dtypes.canonicalize_dtype(found) != found:
+        resolved = None
+    is_float = (
+        resolved is not None and jnp.issubdtype(resolved, jnp.floating) and resolved.itemsize > 1
+    )
+    if resolved is None or not is_float or jax.dtypes.canonicalize_dtype(resolved) != resolved:
         raise ValueError(f"a cache of {shown(dtype)} must be of float32, bfloat16 or float16")
-    return found
+    return resolved
 
 
 def power_of_two(number: int) -> int:
-    """The least one that is ``number`` or more, so that close numbers share a program."""
+    """The smallest power of two of at least ``number``, so that close numbers share a program."""
     return 1 << max(number - 1, 0).bit_length()
 
 
-def pass_sizes(most: int) -> list[int]:
-    """Tokens a row of passes that take up to ``most`` tokens of a prompt, ascending to ``most``.
+def pass_sizes(max_tokens: int) -> list[int]:
+    """Tokens per row of prefill passes, ascending to ``max_tokens``.
 
     Each is a fourth of the next one, so that few programs serve prompts of all lengths.
     """
-    sizes = [most]
+    sizes = [max_tokens]
     while sizes[0] >= 4 * LEAST:
         sizes.insert(0, sizes[0] // 4)
     return sizes
 
 
 def default_chunk(batch: int) -> int:
-    """Prefill tokens a row: enough work to fill the device, and few enough to keep memory low."""
+    """Prompt tokens per row and prefill pass: they fill the device, and fit its memory."""
     if jax.default_backend() == "cpu":
         return 256
     return max(256, min(2048, 16384 // batch))

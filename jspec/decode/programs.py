@@ -1,4 +1,4 @@
-"""Compiled programs, kept by function, settings and shapes, and what compiling them took."""
+"""Compiled programs, cached by function, settings and shapes, and what compiling them took."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import numpy as np
 from jspec.decode.state import FlatModels
 from jspec.processes import in_time, steps_are_limited
 
-KEPT = 64  # programs; each holds megabytes
+MAX_PROGRAMS = 64  # programs; each holds megabytes
 TRACED = ("jax_enable_x64", "jax_default_matmul_precision")  # settings that change a program
 OnCompile = Callable[[bool], None]
 
 
 class Programs:
-    """Runs jitted functions through executables that it compiles once and keeps.
+    """Runs jitted functions through executables that it compiles once and caches.
 
-    At most ``limit`` are kept, those that ran last, beside those that living callers hold. Threads
+    At most ``limit`` are cached, those that ran last, next to those that live callers hold. Threads
     share them: a program that one thread compiles is waited for by the others that need it.
     """
 
-    def __init__(self, limit: int = KEPT) -> None:
+    def __init__(self, limit: int = MAX_PROGRAMS) -> None:
         self._limit = limit
-        self._kept: OrderedDict[_Key, _Program] = OrderedDict()
+        self._compiled: OrderedDict[_Key, _Program] = OrderedDict()
         self._holders: weakref.WeakSet[Timed] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -40,83 +40,86 @@ class Programs:
         return self.timed()(function, *args, **static)
 
     def timed(self, on_compile: OnCompile | None = None, *, holds: bool = False) -> Timed:
-        """The same programs for a caller that wants to know what its own calls cost.
+        """The same programs for a caller that counts what its own calls cost.
 
-        ``holds``: what it runs is kept as long as it lives.
+        ``holds``: whether the programs that it runs are cached as long as it lives.
         """
         timed = Timed(self, on_compile)
         if holds:
-            timed.held = set()
+            timed.pinned = set()
             with self._lock:
                 self._holders.add(timed)
         return timed
 
     def clear(self) -> None:
-        """Let go of all programs."""
+        """Drop all cached programs."""
         with self._lock:
-            self._kept.clear()
+            self._compiled.clear()
 
     def executable(
         self, cost: Timed, function: Any, args: tuple[Any, ...], static: dict[str, Any]
     ) -> Any:
-        """The executable for these arguments. What it took to get it is added to ``cost``.
+        """The executable for these arguments. The cost of getting it is added to ``cost``.
 
         ``args`` may hold `jax.ShapeDtypeStruct` with a sharding in place of arrays, so that a
         program can be compiled before there is memory for them.
         """
         key = _Key(function, args, static)
         while True:
-            found, is_new = self._claim(key)
+            program, is_new = self._claim(key)
             if is_new:
-                self._compile(found, cost, function, args, static)
-            elif not found.done():
+                self._compile(program, cost, function, args, static)
+            elif not program.done():
                 with cost.clock():
-                    found.exception()  # waits for the thread that compiles it
-            if found.exception() is None:
-                if cost.held is not None:
+                    program.exception()  # waits for the thread that compiles it
+            if program.exception() is None:
+                if cost.pinned is not None:
                     with self._lock:
-                        cost.held.add(found)
-                return found.result()
+                        cost.pinned.add(program)
+                return program.result()
 
     def _claim(self, key: _Key) -> tuple[_Program, bool]:
         """The program of ``key``, and whether the caller has to compile it."""
         with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(found.key)
-                return found, False
-            found = self._kept[key] = _Program(key)
-            held = set[_Program]().union(*(holder.held or () for holder in self._holders))
-            loose = [own for own, program in self._kept.items() if program not in held]
+            program = self._compiled.get(key)
+            if program is not None:
+                self._compiled.move_to_end(program.key)
+                return program, False
+            program = self._compiled[key] = _Program(key)
+            pinned = set[_Program]().union(*(holder.pinned or () for holder in self._holders))
+            loose = [other for other, entry in self._compiled.items() if entry not in pinned]
             dropped = loose[: max(len(loose) - self._limit, 0)]
-            for own in dropped:
-                del self._kept[own]
-        for own in dropped:
+            for other in dropped:
+                del self._compiled[other]
+        for other in dropped:
             # JAX holds what it compiled as long as it holds the trace of the function.
-            own.function.clear_cache()
-        return found, True
+            other.function.clear_cache()
+        return program, True
 
-    def _compile(self, found: _Program, cost: Timed, function, args, static) -> None:
+    def _compile(self, program: _Program, cost: Timed, function, args, static) -> None:
         try:
             with cost.clock():
                 executable = function.lower(*args, **static).compile()
         except BaseException as error:
             # Others that wait for it try for themselves.
             with self._lock:
-                if self._kept.get(found.key) is found:
-                    del self._kept[found.key]
-            found.set_exception(error)
+                if self._compiled.get(program.key) is program:
+                    del self._compiled[program.key]
+            program.set_exception(error)
             raise
         cost.compilations += 1
-        found.set_result(executable)
+        program.set_result(executable)
 
 
 class Timed:
     """Runs programs of `Programs` and counts what its own calls cost.
 
-    ``compile_s``: seconds in which it compiled, or waited for another thread that did;
-    ``compilations``: programs that it compiled itself; ``held``: those that are kept for it.
-    ``on_compile(True)`` is called before such a time, ``on_compile(False)`` after it.
+    ``on_compile(True)`` is called before it compiles, ``on_compile(False)`` after it.
+
+    Attributes:
+        compile_s: Seconds in which it compiled, or waited for another thread that did.
+        compilations: Programs that it compiled itself.
+        pinned: Programs that are cached as long as it lives, None where it holds none.
     """
 
     def __init__(self, programs: Programs, on_compile: OnCompile | None = None) -> None:
@@ -124,7 +127,7 @@ class Timed:
         self._on_compile = on_compile or (lambda begins: None)
         self.compile_s = 0.0
         self.compilations = 0
-        self.held: set[_Program] | None = None
+        self.pinned: set[_Program] | None = None
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Any:
         executable = self._programs.executable(self, function, args, static)
@@ -148,7 +151,7 @@ class Timed:
 
 
 class _Hashed:
-    """Parts of a key. Their hash is found once, as that takes longer than all else."""
+    """Parts of a key. Their hash is computed once, as that takes longer than all else."""
 
     __slots__ = ("__weakref__", "_hash", "parts")
 
@@ -165,7 +168,7 @@ class _Hashed:
 
 
 class _Key(_Hashed):
-    """What a program is kept by."""
+    """What a program is cached by."""
 
     __slots__ = ("function",)
 
@@ -178,8 +181,8 @@ class _Key(_Hashed):
 class _Program(Future[Any]):
     """An executable, once it is compiled.
 
-    ``key``: the one that it is kept by, which compares to itself at once, and to another one array
-    by array.
+    ``key``: the one that it is cached by, which compares to itself at once, and to another one
+    array by array.
     """
 
     def __init__(self, key: _Key) -> None:
@@ -188,15 +191,15 @@ class _Program(Future[Any]):
 
 
 def _signature(arg: Any) -> _Hashed:
-    """What a program has to know of an argument: its structure, and the types of its arrays.
+    """What a program depends on in an argument: its structure, and the types of its arrays.
 
-    That of models is found once, and equal ones are the same object, which compares at once.
+    That of models is computed once, and equal ones are the same object, which compares at once.
     """
     if not isinstance(arg, FlatModels):
         return _signature_of(arg)
     if arg.signature is None:
-        found = _signature_of(arg)
-        arg.signature = _SIGNATURES.setdefault(found, found)
+        signature = _signature_of(arg)
+        arg.signature = _SIGNATURES.setdefault(signature, signature)
     return arg.signature
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jspec.config import SamplingParams
-from jspec.decode.generation import wanted_of
+from jspec.decode.generation import tokens_to_keep
 
 if TYPE_CHECKING:
     from jspec.decode.engine import Engine
@@ -19,11 +19,15 @@ OnTokens = Callable[[tuple[int, ...]], bool | int | None]
 class Request:
     """A prompt that `Engine.submit` queued, and the tokens generated for it.
 
-    ``params`` have a seed, also where none was given. ``finished``: why it ended, ``stop``,
-    ``length``, ``cancelled``, ``error`` (its callback raised ``error``) or ``interrupted`` (the
-    engine ended); None until then. Iterating gives its tokens one by one and drives the engine
-    while it waits for the next. A request keeps all of its tokens, so that they can be read
-    late and by several readers.
+    Iterating gives its tokens one by one, and drives the engine while it waits for the next. A
+    request keeps all of its tokens, so that they can be read late and by several readers.
+
+    Attributes:
+        params: The request's settings; they have a seed also where none was given.
+        finished: Why it ended, None until then: ``stop``, ``length``, ``cancelled``, ``error`` (its
+            callback raised ``error``) or ``interrupted`` (the engine ended).
+        error: What its callback raised, or what ended the engine.
+        prompt_tokens: Tokens of its prompt.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class Request:
 
     @property
     def _left(self) -> int:
-        """Tokens that may come yet."""
+        """Tokens that it may still get."""
         return self.params.max_new_tokens - len(self._tokens)
 
     def __iter__(self) -> Iterator[int]:
@@ -89,24 +93,24 @@ class Request:
             raise self.error
 
     def _take(self, new: tuple[int, ...], *, is_last: bool) -> int:
-        """Take up ``new`` tokens of a chunk; how many of them count."""
+        """Append the ``new`` tokens of a chunk; returns how many of them count."""
         if self._engine is None:  # cancelled by a callback of this chunk
             return 0
-        wanted = None
+        keep_count = None
         if self._on_tokens is not None:
             try:
-                wanted = wanted_of(self._on_tokens(new), len(new))
+                keep_count = tokens_to_keep(self._on_tokens(new), len(new))
             except Exception as error:
                 if self._engine is None:
                     return 0
                 self.error = error
         if self._engine is None:
             return 0
-        new = new[:wanted]
+        new = new[:keep_count]
         self._tokens.extend(new)
         if self.error is not None:
             self._end("error")
-        elif wanted is not None:
+        elif keep_count is not None:
             self._end("stop")
         elif is_last:
             self._end("stop" if new[-1] in self._stops else "length")

@@ -28,8 +28,15 @@ Gamma = int | Literal["auto"] | None
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedOptions:
-    """What decodes: ``config`` of the longest step, ``gammas`` where they are chosen on the way,
-    ``steps`` of a chunk. ``flat``: the models as programs take them."""
+    """Options of decoding, checked and complete.
+
+    Attributes:
+        models: The models, on the device.
+        flat: The same, as programs take them.
+        config: The config of the longest step.
+        gammas: The configs that ``gamma="auto"`` chooses from, None for a fixed gamma.
+        steps: Steps of a chunk.
+    """
 
     models: Models
     flat: FlatModels
@@ -52,16 +59,16 @@ class ResolvedOptions:
         backends: Mapping[str, str],
         exact: bool,
     ) -> ResolvedOptions:
-        """Settings as `jspec.generate` takes them, checked, and what they need made of the model.
+        """Check settings as `jspec.generate` takes them, and make what they need of the model.
 
-        Raises `TypeError` and `ValueError` for settings that are none.
+        Raises `TypeError` and `ValueError` for invalid ones.
         """
         models = Models(model, draft_model, policy_params)
         check_models(models)
         draft = NoDraft() if draft is None else draft
         check_draft(draft)
-        most = draft.usual_gamma if gamma is None or gamma == "auto" else gamma
-        config = StepConfig(most, draft, backends, target, rule, exact)
+        max_gamma = draft.usual_gamma if gamma is None or gamma == "auto" else gamma
+        config = StepConfig(max_gamma, draft, backends, target, rule, exact)
         gammas = Gammas(config, early=may_ask(models)) if gamma == "auto" else None
         config = config if gammas is None else gammas.longest
         if exact:
@@ -97,7 +104,7 @@ def usual_steps(draft: Drafter, gamma: Gamma) -> int:
 
 
 def _on_device(models: Models) -> Models:
-    """``models`` with arrays of JAX for those of numpy, which each call would copy anew."""
+    """``models`` with arrays of JAX for those of numpy, which each call would copy again."""
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(models)):
         return models
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, models)

@@ -12,11 +12,11 @@ from jspec.config import SamplingParams
 from jspec.decode.batch import Batch
 from jspec.decode.chunked_prefill import ChunkedPrefill
 from jspec.decode.request import Request
-from jspec.decode.short_prompts import MOST_ROWS, ShortPrompts
+from jspec.decode.short_prompts import MAX_ROWS, ShortPrompts
 from jspec.decode.state import DecodeState
 from jspec.typing import Array
 
-SEEN = 64  # requests of the queue among which short prompts are looked for
+LOOKAHEAD_REQUESTS = 64  # requests of the queue among which short prompts are looked for
 PROMPTS = 4  # pieces of a turn at most: slots that are taken wait for as many
 PASSES = 2  # wide passes of a turn at most
 
@@ -24,17 +24,18 @@ PASSES = 2  # wide passes of a turn at most
 class Scheduler:
     """Queues requests, and prefills their prompts for the slots of ``batch``.
 
-    A turn has ``chunk`` tokens for each slot that is free, up to `PROMPTS`, and for one in any
-    case; where passes over short prompts are wide, it has those of `PASSES`. One long prompt may
-    take all of them.
+    A step of the engine prefills up to ``chunk`` tokens for each free slot, for `PROMPTS` at most
+    and for one in any case; where passes over short prompts are large, up to the tokens of `PASSES`
+    of them. One long prompt may take all of them.
 
-    In the order in which they came, but a long prompt shares turns: while more than ``chunk`` is
-    left of it, every other turn belongs to prompts of at most ``chunk`` tokens, if a slot is free.
-    So it takes twice as many turns at most, whatever comes, and keeps no short one waiting for its
-    end.
+    Prompts are prefilled in the order in which they came, except that a long one shares its steps:
+    while more than ``chunk`` tokens of it are left, every other step belongs to prompts of at most
+    ``chunk`` tokens, if a slot is free. So a long prompt takes at most twice as many steps,
+    whatever comes, and short ones do not wait for its end.
 
-    ``admitted``: requests whose prompts were taken up; ``prompt_tokens``: their tokens, without
-    those of shared prefixes.
+    Attributes:
+        admitted: Requests whose prompts were prefilled.
+        prompt_tokens: Their tokens, without those of shared prefixes.
     """
 
     def __init__(
@@ -49,40 +50,40 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is in no slot yet."""
+        """Whether a request is not in a slot yet."""
         return bool(self._queue) or self._incoming is not None
 
     @property
     def can_take_up(self) -> bool:
-        """Whether one of them would get on in a turn."""
+        """Whether a step can prefill tokens of a request."""
         if self._incoming is None:
             return bool(self._queue) and (not self._first_needs_no_row or bool(self._batch.free))
         return not self.prefill.ready or bool(self._batch.free)
 
     @property
     def requests(self) -> list[Request]:
-        """All of them."""
-        own = [] if self._incoming is None else [self._incoming]
-        return [*own, *self._queue]
+        """All requests that are not in a slot."""
+        incoming = [] if self._incoming is None else [self._incoming]
+        return [*incoming, *self._queue]
 
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._queue[request] = None
 
     def remove(self, request: Request) -> None:
-        """Let go of a request, if it is here."""
+        """Remove a request, if it is queued or being prefilled."""
         self._queue.pop(request, None)
         if self._incoming is request:
             self._incoming = None
 
     def close(self) -> None:
-        """Let go of all, and free the memory of the device."""
+        """Remove all requests, and free the memory of the device."""
         self._queue.clear()
         self._incoming = None
         del self.prefill
 
     def warm(self) -> None:
-        """Compile what any prompts may need. Nobody may be here or in a slot."""
+        """Compile what any prompts may need. No request may be queued or in a slot."""
         self.prefill.warm()
         nobody = SamplingParams(seed=0)
         state = self.prefill.insert(self._batch.state, 0, nobody)
@@ -90,20 +91,20 @@ class Scheduler:
         self.prefill.mark(self._batch.state)
 
     def take_up(self) -> Array:
-        """Pieces of prompts up to the limit of a turn; those that are whole go into slots.
+        """Prefill pieces of prompts up to the limit of a step; complete prompts go into slots.
 
-        All of it comes behind the chunk at work. Returns an array that is there when it is done.
+        All of it runs after the running chunk. Returns an array that is ready when it is done.
         """
-        most = self._chunk * min(PROMPTS, max(1, len(self._batch.free)))
-        if self.short.is_wide:
-            most = PASSES * self.short.tokens
-        spent = 0 if self._was_overtaken else self._overtake(most)
+        token_limit = self._chunk * min(PROMPTS, max(1, len(self._batch.free)))
+        if self.short.has_large_passes:
+            token_limit = PASSES * self.short.tokens
+        spent = 0 if self._was_overtaken else self._overtake(token_limit)
         self._was_overtaken = spent > 0
         while True:
             group, size = self._together(self._queue) if self._incoming is None else ([], 0)
             if group:
                 tokens = self.short.rows(size) * size
-                if spent and spent + tokens > most:
+                if spent and spent + tokens > token_limit:
                     break
                 spent += tokens
                 self._take_up_together(group, size)
@@ -112,7 +113,7 @@ class Scheduler:
                 break
             while not self.prefill.ready:
                 piece = self.prefill.piece
-                if spent and spent + piece > most:
+                if spent and spent + piece > token_limit:
                     break
                 spent += piece
                 self.prefill.advance()
@@ -125,9 +126,11 @@ class Scheduler:
             self.admitted += 1
         return self.prefill.mark(self._batch.state)
 
-    def _overtake(self, most: int) -> int:
-        """Take up short prompts of ``most`` tokens ahead of a long one at work; their tokens,
-        padding included."""
+    def _overtake(self, token_limit: int) -> int:
+        """Prefill short prompts of up to ``token_limit`` tokens before a long one goes on.
+
+        Returns their tokens, padding included.
+        """
         spent = 0
         if self._incoming is None or self.prefill.left <= self._chunk:
             return spent
@@ -136,7 +139,7 @@ class Scheduler:
             if not group and (size := self._size_of(some[0])):
                 group = some[:1]
             tokens = self.short.rows(size) * size if group else self._tokens_of(some[0])
-            if spent and spent + tokens > most:
+            if spent and spent + tokens > token_limit:
                 break
             spent += tokens
             if group:
@@ -146,24 +149,26 @@ class Scheduler:
         return spent
 
     def _short_ones(self) -> list[Request]:
-        """The first requests of the queue that may overtake, as many as may go in."""
-        seen = itertools.islice(self._queue, SEEN)
-        short = filter(lambda x: self._size_of(x) or self._tokens_of(x), seen)
+        """The first requests of the queue that may overtake, at most one per free slot."""
+        candidates = itertools.islice(self._queue, LOOKAHEAD_REQUESTS)
+        short = filter(lambda x: self._size_of(x) or self._tokens_of(x), candidates)
         return list(itertools.islice(short, len(self._batch.free)))
 
     def _size_of(self, request: Request) -> int:
-        """The size of a pass that puts the prompt into a slot; 0 where none does."""
+        """The size of a pass that puts the prompt into a slot; 0 where none is large enough."""
         prompt = _prompt(request)
         return self.short.size_of(len(prompt)) if self.prefill.is_fresh(prompt) else 0
 
     def _tokens_of(self, request: Request) -> int:
-        """Tokens of the pieces that take up the prompt in a row, padding included; 0 where it is
-        longer than a piece may be, or there is no row."""
+        """Tokens of the pieces that prefill the prompt in a row, padding included.
+
+        0 where the prompt is longer than a piece may be, or there is no row.
+        """
         return self.prefill.tokens_of(_prompt(request)) if self.prefill.overtakes else 0
 
     def _together(self, waiting: Iterable[Request]) -> tuple[list[Request], int]:
-        """The first requests whose prompts go into one pass, and its size."""
-        some = list(itertools.islice(waiting, min(len(self._batch.free), MOST_ROWS)))
+        """The first requests whose prompts fit into one pass, and its size."""
+        some = list(itertools.islice(waiting, min(len(self._batch.free), MAX_ROWS)))
         prompts = itertools.takewhile(self.prefill.is_fresh, map(_prompt, some))
         count, size = self.short.together([len(prompt) for prompt in prompts])
         return some[:count], size
@@ -177,9 +182,9 @@ class Scheduler:
         self.prompt_tokens += sum(map(len, prompts))
 
     def _take_up_whole(self, request: Request) -> None:
-        """Put a request into a slot while another prompt is at work."""
+        """Put a request into a slot while another prompt is being prefilled."""
         slot, prompt = self._batch.free[0], _prompt(request)
-        self.prompt_tokens += self.prefill.behind_prefix(prompt)
+        self.prompt_tokens += self.prefill.tokens_after_prefix(prompt)
         state = self.prefill.overtake(self._batch.state, slot, prompt, request.params)
         self._fill(state, [slot], [request])
 
@@ -193,18 +198,18 @@ class Scheduler:
 
     @property
     def _first_needs_no_row(self) -> bool:
-        """Whether no prompt is at work, and the next one goes in by a pass once a slot is free."""
-        is_next = self._incoming is None and self.short.is_wide and bool(self._queue)
+        """Whether nothing is being prefilled, and one pass can put the next prompt into a slot."""
+        is_next = self._incoming is None and self.short.has_large_passes and bool(self._queue)
         return is_next and self._size_of(next(iter(self._queue))) > 0
 
     def _next(self) -> Request | None:
-        """The request whose prompt is at work, or is from now on."""
+        """The request that is being prefilled; the next one of the queue begins if none is."""
         if self._incoming is None and self._queue:
             # In this order, Ctrl-C between the two loses nobody.
             self._incoming = next(iter(self._queue))
             del self._queue[self._incoming]
             prompt = _prompt(self._incoming)
-            self.prompt_tokens += self.prefill.behind_prefix(prompt)
+            self.prompt_tokens += self.prefill.tokens_after_prefix(prompt)
             self.prefill.begin(prompt)
         return self._incoming
 

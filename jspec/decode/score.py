@@ -1,4 +1,4 @@
-"""How likely a model finds given texts: log-probabilities of their tokens."""
+"""Log-probabilities that a model gives to the tokens of texts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,22 @@ def score(
     backends: Mapping[str, str] = Backends(),
     exact: bool = False,
 ) -> list[np.ndarray]:
-    """Log-probability of every token of ``texts`` behind the first, given those before it.
+    """Log-probability of every token of ``texts`` but the first, given the tokens before it.
 
-    ``texts`` are token ids, a ragged batch; for each a float32 array shorter by one. The law is the
-    model's own, at temperature 1 and without filters, in natural logarithms. Costs a prefill.
-    ``exact``: by the logits of ``generate(exact=True)``. Where several processes share the model's
-    devices, all of them call this alike. Raises `ValueError` as `jspec.start_decoding` does.
+    The law is the model's own, at temperature 1 and without filters. Costs a prefill. Where several
+    processes share the model's devices, all of them must make the same call.
+
+    Args:
+        model: The model.
+        texts: Token ids of each text, of any lengths.
+        backends: Backends of operations by name.
+        exact: Whether to use the logits of ``generate(exact=True)``.
+
+    Returns:
+        For each text a float32 array of natural logarithms, shorter than the text by one.
+
+    Raises:
+        ValueError: As `jspec.start_decoding` does.
     """
     models, ids = Models(model), as_ids(texts)
     if not ids:
@@ -57,15 +67,15 @@ def score(
     sharding = None if on_mesh is None else on_mesh.placing
     cache = Cache.create(model.config.layers, layouts, len(ids), model.dtype, sharding=sharding)
     cache = place({"cache": cache}, sharding)["cache"]
-    found = []
+    chunks = []
     for begin in range(0, int(lengths.max()) - 1, CHUNK):
         index = begin + np.arange(CHUNK)
         positions = np.where(index < (lengths - 1)[:, None], index, -1).astype(np.int32)
         piece = tokens[:, begin : begin + CHUNK]
         following = np.pad(tokens[:, begin + 1 : begin + 1 + CHUNK], ((0, 0), (0, 1)))[:, :CHUNK]
         cache, part = _score_chunk(model, cache, piece, positions, following, config)
-        found.append(np.asarray(part))
-    rows = np.concatenate(found, axis=1) if found else np.zeros((len(ids), 0), np.float32)
+        chunks.append(np.asarray(part))
+    rows = np.concatenate(chunks, axis=1) if chunks else np.zeros((len(ids), 0), np.float32)
     return [row[: length - 1] for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -49,19 +49,29 @@ OPERATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """The static part of a step: one compiled program for each value in use.
+    """The static part of a step: each value that is used compiles one program.
 
-    ``gamma``: most draft tokens of a step; ``NoDraft()`` takes 0 or, for passes that are shaped
-    like those of speculation, more. ``target``: the policy whose selection the model itself reads
-    when it decodes, which is not lossless; it takes ``draft=NoDraft(), gamma=0``. Prompts are taken
-    up densely. ``rule`` verifies drafts that were sampled from logits: ``token`` decides token by
-    token, ``block`` for the draft as a whole, which accepts at least as much on average; greedy
-    rows and drafts without logits do not depend on it. ``exact``: the model's logits are the same
-    bits whatever is drafted and batched, where it can serve (docs/exact.md). ``ends_early``: drafts
-    end where another pass would not pay, by `DecodeState.ending` (docs/drafting.md); for drafters
-    with ``may_end_early``. ``backends`` names a backend for an operation of a step, the best one
-    where it names none; it raises `BackendError` for a name that is not there, and `TypeError` for
-    a setting of another type. What machinery the sampling settings need is part of the state.
+    Attributes:
+        gamma: Most draft tokens of a step. ``NoDraft()`` takes 0, or more for passes of the same
+            shape as those of speculation.
+        draft: Where draft tokens come from.
+        backends: A backend by the name of an operation of a step; where none is named, the best
+            one.
+        target: The policy by which the model itself reads the context when it decodes. Any but
+            ``Dense()`` is not lossless, and takes ``draft=NoDraft(), gamma=0``. Prompts are
+            prefilled densely in any case.
+        rule: How drafts that were sampled from logits are verified: ``token`` decides token by
+            token, ``block`` for the draft as a whole, which accepts at least as much on average.
+            Greedy rows and drafts without logits do not depend on it.
+        exact: Whether the model's logits have the same bits whatever is drafted and batched, where
+            that is possible (docs/exact.md).
+        ends_early: Whether drafts end where another pass would not pay, by `DecodeState.ending`
+            (docs/drafting.md); for drafters with ``may_end_early``.
+
+    Raises:
+        BackendError: For the name of a backend that does not exist.
+        TypeError: For a setting of another type.
+        ValueError: For settings that do not go together.
     """
 
     gamma: int = 4
@@ -125,15 +135,16 @@ class StepConfig:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the model reads a selection of the context alone."""
+        """Whether the model itself reads a selection of the context."""
         return not isinstance(self.target, Dense)
 
     @property
     def numbers_of_step(self) -> bool:
-        """Whether sampling takes numbers of each step's own under the token rule too.
+        """Whether each step samples with random numbers of its own under the token rule too.
 
-        It must where drafts of a step follow from tokens that an earlier one rejected
-        (docs/sampling.md). With ``ends_early``, these of one row may have ended those of another.
+        It must where drafts of a step depend on tokens that an earlier step rejected
+        (docs/sampling.md). With ``ends_early``, the tokens of one row may have ended the drafts of
+        another.
         """
         return self.ends_early or self.draft.learns_from_rejected
 
@@ -143,7 +154,7 @@ class StepConfig:
         return self.target if self.is_lossy else self.draft.cache_policy
 
     def of_models(self) -> AbstractContextManager[None]:
-        """Inside it, operations of models and policies take the backends that are named here."""
+        """A context in which operations of models and policies take the backends that are named."""
         return preferring_of_models(self.backends)
 
     @property
@@ -152,18 +163,18 @@ class StepConfig:
         return Backends({**self.backends, **(exact.BACKENDS if self.exact else {})})
 
     def of_target(self) -> AbstractContextManager[None]:
-        """As `of_models`, inside the target's own passes."""
+        """As `of_models`, for the target's own passes."""
         return preferring_of_models(self.of_verification)
 
 
 def preferring_of_models(backends: Mapping[str, str]) -> AbstractContextManager[None]:
-    """`preferring` what ``backends`` names for operations of models and policies."""
+    """A context that prefers the named ``backends`` for operations of models and policies."""
     names = {operation.name for operation in OF_MODELS} & set(backends)
     return preferring({name: backends[name] for name in names})
 
 
 def check_draft(draft: Any) -> None:
-    """Raise `TypeError` for what is no drafter, with what was probably meant."""
+    """Raise `TypeError` for a value that is no drafter, with what was probably meant."""
     if isinstance(draft, Drafter):
         return
     if isinstance(draft, str):
@@ -178,7 +189,7 @@ def check_draft(draft: Any) -> None:
 
 
 def check_target(target: Any, draft: Drafter, gamma: int) -> None:
-    """Raise `TypeError` for what is no policy, `ValueError` for a draft beside a lossy one."""
+    """Raise `TypeError` for a value that is no policy, `ValueError` where it cannot decode."""
     if not isinstance(target, Policy):
         way_out = "pass jspec.named_policy(...)" if isinstance(target, str) else "as Quest() is one"
         raise TypeError(f"target={shown(target)} must be a policy; {way_out}")

@@ -1,7 +1,7 @@
-"""Several short prompts taken up in one pass, straight into the slots of a batch that decodes on.
+"""Prefill of several short prompts in one pass, straight into the slots of a running batch.
 
-A pass of few tokens takes about as long as reading the weights does, which these prompts share. A
-pass of a light model takes about as long as its host needs to launch it, which they share as well.
+A pass of few tokens takes about as long as reading the weights, which these prompts share. A pass
+of a light model takes about as long as its host needs to launch it, which they share as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jspec.cache import Cache
 from jspec.config import SamplingParams
 from jspec.decode.insert_rows import PackedRows, insert_rows
 from jspec.decode.on_mesh import mesh_model
-from jspec.decode.prefill import own_state, padded, pass_sizes, prefill_chunk, state_of
+from jspec.decode.prefill import init_drafter_state, padded, pass_sizes, prefill_chunk, state_of
 from jspec.decode.programs import Timed
 from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.settings import StepConfig
@@ -26,24 +26,26 @@ from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.sharding import bytes_on_device, explicit_mesh_sharding
 from jspec.typing import Array
 
-MOST_ROWS = 8
-FEWEST_ROWS = 4  # so that no prompt is long enough to keep a device busy by itself
-# Bytes of weights up to which a GPU is done with a pass of as many tokens as `WIDE`, padding
+MAX_ROWS = 8
+MIN_ROWS = 4  # so that no prompt is long enough to keep a device busy by itself
+# Bytes of weights up to which a GPU is done with a pass of as many tokens as `LARGE_PASS`, padding
 # included, in about the time in which its host launches one.
 LIGHT = 2**28
-WIDE = 2048
+LARGE_PASS = 2048
 
 
 class ShortPrompts:
-    """Takes up whole prompts in passes of at most ``chunk`` tokens, padding included.
+    """Prefills whole prompts in passes of at most ``chunk`` tokens, padding included.
 
-    ``capacity``: positions of a slot, which a row of a pass does not exceed. ``sizes``: tokens a
-    row of the passes that there are, ascending; empty where there are none. ``is_wide``: whether
-    the model is light. Then passes have up to `WIDE` tokens, and take all prompts of up to
-    ``chunk`` tokens, also one by itself: fewer passes are worth more than less padding.
+    One program per size of a row serves all mixes: the size alone decides how many rows a pass has.
+    There is none for a model on a mesh, nor for a cache in the host's memory.
 
-    A program for each size of a row serves all mixes: the size alone decides how many rows a pass
-    has. There is none for a model on a mesh, nor for a cache in the host's memory.
+    Attributes:
+        sizes: Tokens per row of the passes, ascending; empty where there are none.
+        tokens: Most tokens of a pass.
+        has_large_passes: Whether the model is light. Passes then have up to `LARGE_PASS` tokens,
+            and take all prompts of up to ``chunk`` tokens, also a single one: fewer passes save
+            more time than less padding does.
     """
 
     def __init__(
@@ -56,33 +58,33 @@ class ShortPrompts:
             mesh_model(models.target) is not None or explicit_mesh_sharding(models) is not None
         )
         there_are = not (is_on_mesh or any(map(policy.in_host, layers)) or slots < 2)
-        self.is_wide = there_are and is_light(models)
-        wide = max(chunk, min(WIDE, MOST_ROWS * chunk))
-        self.tokens = wide if self.is_wide else chunk  # of a pass at most
+        self.has_large_passes = there_are and is_light(models)
+        max_tokens = max(chunk, min(LARGE_PASS, MAX_ROWS * chunk))
+        self.tokens = max_tokens if self.has_large_passes else chunk  # of a pass at most
         self.sizes = pass_sizes(min(chunk, capacity)) if there_are else []
-        longest = chunk if self.is_wide else chunk // min(FEWEST_ROWS, slots)
+        longest = chunk if self.has_large_passes else chunk // min(MIN_ROWS, slots)
         self._longest = min(longest, capacity)
 
     def size_of(self, length: int) -> int:
-        """The size of a pass that takes up a prompt of ``length``, alone; 0 where none does."""
+        """The size of a pass for one prompt of ``length``; 0 where none is large enough."""
         return next((size for size in self.sizes if length - 1 <= size), 0)
 
     def rows(self, size: int) -> int:
         """Rows of a pass of ``size`` tokens each."""
-        return min(MOST_ROWS, self._slots, self.tokens // size)
+        return min(MAX_ROWS, self._slots, self.tokens // size)
 
     def together(self, lengths: Sequence[int]) -> tuple[int, int]:
         """How many of the first prompts, of these ``lengths``, go into one pass, and its size.
 
-        At least two that fill half of it, or 0: they are better taken up one by one. Wide passes
-        take any.
+        At least two that fill half of it, or 0: they are better prefilled one by one. Large passes
+        take any number.
         """
         best, size = (0, 0), 0
         for count, length in enumerate(lengths, 1):
             size = max(size, self.size_of(length))
             if not self.size_of(length) or size > self._longest or count > self.rows(size):
                 break
-            if self.is_wide or count >= max(2, self.rows(size) / 2):
+            if self.has_large_passes or count >= max(2, self.rows(size) / 2):
                 best = count, size
         return best
 
@@ -96,7 +98,7 @@ class ShortPrompts:
     ) -> DecodeState:
         """``state``, which is donated, with the prompts in ``slots``, to be decoded by ``params``.
 
-        ``size``: as `together` gave it for them.
+        ``size``: what `together` returned for them.
         """
         missing = self.rows(size) - len(prompts)
         rows = [*prompts, *[np.zeros(1, np.int32)] * missing]
@@ -105,9 +107,9 @@ class ShortPrompts:
         tokens, lengths = padded(rows, state.tokens.shape[1])
         ends, room = self._options.models.target.config.stop_tokens, state.stop_tokens.shape[1]
         cache = dataclasses.replace(state.cache, columns=(), pages=(), lengths=lengths - 1)
-        kept = {"mode": state.mode, "exact": state.exact}
-        own = state_of(tokens, lengths, settings, ends, room, cache, None, **kept)
-        packed = PackedRows.of(own, slots)
+        static_fields = {"mode": state.mode, "exact": state.exact}
+        new_rows = state_of(tokens, lengths, settings, ends, room, cache, None, **static_fields)
+        packed = PackedRows.of(new_rows, slots)
         static = {"size": size, "config": self._options.config}
         return self._programs(_take_up, self._options.flat, state, packed, **static)
 
@@ -119,7 +121,7 @@ class ShortPrompts:
 
 
 def is_light(models: Models) -> bool:
-    """Whether a wide pass of this device takes about as long as launching it."""
+    """Whether a large pass takes about as long on this device as launching it."""
     return jax.default_backend() == "gpu" and bytes_on_device(models) <= LIGHT
 
 
@@ -131,29 +133,31 @@ def _take_up(
     size: int,
     config: StepConfig,
 ) -> DecodeState:
-    """``state`` with the prompts of ``packed``, of ``size + 1`` tokens at most, in their slots.
+    """``state`` with the prompts of ``packed``, of at most ``size + 1`` tokens, in their slots.
 
-    ``packed`` has no keys and values yet. Of a slot no more is written than a prompt can fill.
+    ``packed`` has no keys and values yet. A slot is written only as far as a prompt may reach.
     """
     rows, slots = packed.unpacked(state)
     count, capacity = rows.tokens.shape
     lengths = rows.cache.lengths
-    own = own_state(models, lengths, None, config=config, capacity=capacity)
+    drafter_state = init_drafter_state(models, lengths, None, config=config, capacity=capacity)
     columns, pages = jax.tree.map(
         lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype),
         (state.cache.columns, state.cache.pages),
     )
     cache = dataclasses.replace(rows.cache, columns=columns, pages=pages)
-    cache, own = jax.tree.map(
+    cache, drafter_state = jax.tree.map(
         lambda x: _shorter(x, size) if isinstance(x, Cache) else x,
-        (cache, own),
+        (cache, drafter_state),
         is_leaf=lambda x: isinstance(x, Cache),
     )
     at = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (count, size))
     positions = jnp.where(at < lengths[:, None], at, -1)
     tokens = jnp.where(positions >= 0, rows.tokens[:, :size], -1)
-    cache, own = prefill_chunk(models, cache, own, tokens, positions, config=config)
-    rows = dataclasses.replace(rows, cache=cache, draft=own)
+    cache, drafter_state = prefill_chunk(
+        models, cache, drafter_state, tokens, positions, config=config
+    )
+    rows = dataclasses.replace(rows, cache=cache, draft=drafter_state)
 
     return insert_rows(state, rows, slots, lambda whole, rows: _written(whole, rows, slots))
 
@@ -168,11 +172,11 @@ def _shorter(cache: Cache, size: int) -> Cache:
     """The first ``size`` positions of each row."""
     layouts = tuple(layout.grown(min(size, layout.size)) for layout in cache.layouts)
     columns = tuple(
-        {name: x[:, : layout.size] for name, x in held.items()}
-        for layout, held in zip(layouts, cache.columns, strict=True)
+        {name: x[:, : layout.size] for name, x in layer_columns.items()}
+        for layout, layer_columns in zip(layouts, cache.columns, strict=True)
     )
     pages = tuple(
-        {name: x[:, : -(-layout.size // cache.page)] for name, x in held.items()}
-        for layout, held in zip(layouts, cache.pages, strict=True)
+        {name: x[:, : -(-layout.size // cache.page)] for name, x in layer_pages.items()}
+        for layout, layer_pages in zip(layouts, cache.pages, strict=True)
     )
     return dataclasses.replace(cache, columns=columns, layouts=layouts, pages=pages)

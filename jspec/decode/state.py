@@ -19,11 +19,12 @@ from jspec.typing import Array, Model
 
 
 class Models(NamedTuple):
-    """What a step reads and never changes.
+    """The models that a step reads.
 
-    ``target``: the model whose tokens are decoded. ``draft``: a second model, for
-    `ModelDraft`, or what `Drafter.prepare` makes of the target.
-    ``policy``: what `jspec.prepare` made for the policy of the step, None where it needs nothing.
+    Attributes:
+        target: The model whose tokens are decoded.
+        draft: A second model, for `ModelDraft`, or what `Drafter.prepare` made of the target.
+        policy: What `jspec.prepare` made for the policy of the step, None where it needs nothing.
     """
 
     target: Model
@@ -40,11 +41,11 @@ class Models(NamedTuple):
 
 @jax.tree_util.register_pytree_node_class
 class FlatModels:
-    """`Models` that are flat already, for a program that is called again and again.
+    """`Models` as the leaves of a pytree, for a program that is called again and again.
 
-    Flattening a model of 36 layers takes milliseconds of Python at each call, in which a GPU has
-    nothing to do. ``signature``: what `jspec.decode.programs` keeps programs for them by, once it
-    is found, which takes as long.
+    Flattening a model of 36 layers takes milliseconds of Python per call, in which a GPU has
+    nothing to do. ``signature``: the key of these models in `jspec.decode.programs`, which takes as
+    long to compute, and is set once it is known.
     """
 
     def __init__(self, leaves: Sequence[Any], structure: Any) -> None:
@@ -79,14 +80,17 @@ def vocabulary_axes(model: Model) -> Axes | None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """What the last step did.
+    """What one step did, in one array ``packed`` int32 ``[B, gamma + 5]``.
 
-    ``drafted``, ``accepted``, ``committed`` int32 ``[B]`` (draft tokens behind a stop token count
-    in none of them); ``tokens`` int32 ``[B, gamma + 1]``: the committed block, -1 behind its end;
-    ``done`` bool ``[B]``: rows that have ended by then.
+    A loop writes that array, and the host reads it, at once. `jax.device_get` of a record gives a
+    record of numpy arrays. Draft tokens after a stop token count nowhere.
 
-    All of it is one array, ``packed`` int32 ``[B, gamma + 5]``, which a loop writes, and the host
-    reads, in one go. `jax.device_get` of a record gives one of numpy arrays.
+    Attributes:
+        drafted: int32 ``[B]``: draft tokens per row.
+        accepted: int32 ``[B]``: draft tokens accepted per row.
+        committed: int32 ``[B]``: tokens committed per row.
+        tokens: int32 ``[B, gamma + 1]``: the committed tokens, -1 after them.
+        done: bool ``[B]``: rows that have ended by then.
     """
 
     packed: Array
@@ -125,22 +129,23 @@ class StepRecord:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """A batch of requests in the middle of decoding. Every leaf begins with the batch axis.
+    """A batch of requests that is being decoded. Every leaf begins with the batch axis.
 
-    ``cache``: the target's; it holds every known token of a row but the last, which the next step
-    feeds.
-    ``tokens`` int32 ``[B, S]``: prompt and committed tokens, -1 behind them.
-    ``limits`` int32 ``[B]``: most tokens a row may know, prompt included.
-    ``done`` bool ``[B]``: rows that have ended; a step leaves them as they are.
-    ``sampling``: settings of each row.
-    ``stop_tokens`` int32 ``[B, M]``, -1 for none.
-    ``draft_limits`` int32 ``[B]``: most draft tokens of a step.
-    ``ending``: what says where a draft ends early, for steps that have it do so.
-    ``draft``: the drafter's own pytree, None where it keeps none.
-    ``mode``: the machinery that the settings need, static: ``greedy`` (argmax only), ``sampled`` or
-    ``filtered`` (some row has top-k, top-p or min-p). A row's tokens do not depend on which of the
-    sufficient ones runs.
-    ``exact``: whether its keys are those of passes with ``exact=True``, static.
+    Attributes:
+        cache: The target's cache. It has every known token of a row but the last, which the next
+            step takes.
+        tokens: int32 ``[B, S]``: prompt and committed tokens, -1 after them.
+        limits: int32 ``[B]``: most tokens of a row, prompt included.
+        done: bool ``[B]``: rows that have ended; a step does not change them.
+        sampling: Sampling settings of each row.
+        stop_tokens: int32 ``[B, M]``: stop tokens of each row, -1 for none.
+        draft_limits: int32 ``[B]``: most draft tokens per step.
+        ending: What decides where drafts end, for steps with ``ends_early``.
+        draft: The drafter's own pytree, None where it has none.
+        mode: How much sampling the rows need, static: ``greedy`` (argmax only), ``sampled`` or
+            ``filtered`` (some row has top-k, top-p or min-p). A row's tokens do not depend on which
+            of the sufficient modes runs.
+        exact: Whether its keys come from passes with ``exact=True``, static.
     """
 
     cache: Cache

@@ -26,13 +26,23 @@ class PositionRate:
 class Stats:
     """What a generation did and how long it took; seconds are wall-clock.
 
-    A *step* is one verification of one row. ``committed`` tokens are what the caller got.
-    ``mean_accepted_length`` is committed tokens a step, the corrected or bonus token included, so 1
-    is plain decoding. ``steps_at_gamma``: how many steps had each gamma, in pairs; several with
-    ``gamma="auto"``. Draft tokens behind a stop token or a stop text count nowhere. ``compile_s``,
-    for ``compilations`` programs, is not part of ``prefill_s`` or ``decode_s``. The time of the
-    caller's callbacks, or between two turns of an engine, is part of ``decode_s`` while a chunk of
-    steps runs.
+    A *step* is one verification of one row. Draft tokens after a stop token or a stop text count
+    nowhere. The time of the caller's callbacks, or between two steps of an engine, is part of
+    ``decode_s`` while a chunk of steps runs.
+
+    Attributes:
+        rows: Requests.
+        prompt_tokens: Prompt tokens that were prefilled.
+        steps: Verification steps over all rows.
+        drafted: Draft tokens.
+        accepted: Accepted draft tokens.
+        committed: Tokens that the caller got.
+        acceptance_by_position: Acceptance of each draft position.
+        steps_at_gamma: Pairs of a gamma and its steps; several with ``gamma="auto"``.
+        compilations: Programs that were compiled.
+        compile_s: Seconds of compiling, part of neither ``prefill_s`` nor ``decode_s``.
+        prefill_s: Seconds of prefill.
+        decode_s: Seconds of decode steps.
     """
 
     rows: int
@@ -50,7 +60,7 @@ class Stats:
 
     @classmethod
     def merged(cls, parts: Sequence[Stats]) -> Stats:
-        """The sum over generations that ran one after another."""
+        """The sum over several generations."""
         longest = max((len(p.acceptance_by_position) for p in parts), default=0)
         positions = []
         for index in range(longest):
@@ -101,15 +111,16 @@ class Stats:
         return {n: getattr(self, n) for n in names.split()} | sequences
 
 
-def kept_of(
-    drafted: np.ndarray, accepted: np.ndarray, committed: np.ndarray, kept: np.ndarray
+def clip_records(
+    drafted: np.ndarray, accepted: np.ndarray, committed: np.ndarray, token_counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Step records, int32 ``[steps, B]``, of rows that keep their first ``kept [B]`` tokens alone.
+    """Step records of rows that keep only their first ``token_counts [B]`` tokens.
 
-    A step of which a part is kept counts as one that a stop token ended there.
+    ``drafted``, ``accepted`` and ``committed`` are int32 ``[steps, B]``, and are returned so. A
+    step of which a part is kept counts as one that a stop token ended there.
     """
     before = np.cumsum(committed, axis=0) - committed
-    left = np.clip(kept - before, 0, committed)
+    left = np.clip(token_counts - before, 0, committed)
     is_cut = left < committed
     return np.where(is_cut, left, drafted), np.where(is_cut, left, accepted), left
 
@@ -131,9 +142,9 @@ class Tally:
         committed: np.ndarray,
         gammas: np.ndarray | None = None,
     ) -> None:
-        """A row that committed nothing was done: it took no step.
+        """Add steps. A row that committed nothing was done, and took no step.
 
-        ``gammas [steps]``: of each step, where they are not that of the tally.
+        ``gammas [steps]``: the gamma of each step; None where all have that of the tally.
         """
         live = committed > 0
         self.steps += int(live.sum())

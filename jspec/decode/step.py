@@ -30,11 +30,18 @@ from jspec.typing import Array, Model
 
 @jit_steps(static_argnames="config", donate_argnames="state")
 def speculative_step(models: Model | Models, state: DecodeState, config: StepConfig) -> DecodeState:
-    """Draft up to gamma tokens, verify them in one pass, commit what is accepted. One XLA program.
+    """Draft up to gamma tokens, verify them in one pass, and commit the accepted ones.
 
-    ``state`` is donated: use the returned one. Each ``config`` compiles once; draft lengths, row
-    limits, sampling settings and ``done`` are traced and compile nothing. Make the first state with
-    `jspec.start_decoding`.
+    One XLA program. Each ``config`` compiles once; draft lengths, row limits, sampling settings and
+    ``done`` are traced and compile nothing. `jspec.start_decoding` makes the first state.
+
+    Args:
+        models: The target, or `Models` with a draft model or a policy's parameters.
+        state: The batch. It is donated: use the returned one.
+        config: The static settings of the step.
+
+    Returns:
+        The state after the step.
     """
     return step(models, state, config)[0]
 
@@ -43,7 +50,17 @@ def speculative_step(models: Model | Models, state: DecodeState, config: StepCon
 def decode_chunk(
     models: Model | Models | FlatModels, state: DecodeState, config: StepConfig, steps: int
 ) -> tuple[DecodeState, StepRecord]:
-    """``steps`` speculative steps in one program; the records are stacked, ``[steps, B, ...]``."""
+    """``steps`` speculative steps in one program.
+
+    Args:
+        models: As `speculative_step` takes them.
+        state: The batch. It is donated: use the returned one.
+        config: The static settings of the steps.
+        steps: How many steps to run.
+
+    Returns:
+        The state after the steps, and their records, stacked: ``[steps, B, ...]``.
+    """
     cache = with_room_for_device_rows(state.cache, config.cache_policy)
     state = dataclasses.replace(state, cache=cache)
     state, records = lax.scan(lambda state, _: step(models, state, config), state, length=steps)
@@ -56,9 +73,9 @@ def decode_chunk(
 def catch_up(
     models: Model | Models | FlatModels, state: DecodeState, config: StepConfig
 ) -> DecodeState:
-    """The state behind plain steps where its drafter took up `CATCH_UP` more of their tokens.
+    """The state after plain steps, with `CATCH_UP` more of their tokens in the drafter's own state.
 
-    ``state`` is donated. Call it until there can be none left, before the drafter drafts again.
+    ``state`` is donated. Call it until no token can be missing, before the drafter drafts again.
     """
     models = Models.of(models)
     with config.of_models():
@@ -69,7 +86,11 @@ def catch_up(
 def step(
     models: Model | Models | FlatModels, state: DecodeState, config: StepConfig
 ) -> tuple[DecodeState, StepRecord]:
-    """The body of `speculative_step` and what it did, for a jitted loop of the caller's own."""
+    """The body of `speculative_step`, for a jitted loop of the caller's own.
+
+    Takes what `speculative_step` takes, and donates nothing. Returns the state after the step, and
+    its `StepRecord`.
+    """
     like = state, StepRecord(state.done[:, None])
     models = Models.of(models)
     with config.of_models():
@@ -86,8 +107,8 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     before = state.cache.lengths
     axes = vocabulary_axes(models.target)
     verified, state, record = verify(state, drafted, logits, config, axes)
-    after, most = state.cache.lengths, config.gamma + 1
-    cache = with_pages(config.cache_policy, models.policy, state.cache, before, after, most)
+    after, max_new = state.cache.lengths, config.gamma + 1
+    cache = with_pages(config.cache_policy, models.policy, state.cache, before, after, max_new)
     state = dataclasses.replace(state, cache=cache)
     if drafted.levels is not None:
         ending = state.ending.learned(drafted.levels, drafted.lengths, verified.accepted)
@@ -97,7 +118,7 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
 
 @jax.named_scope("draft")
 def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Drafted, DecodeState]:
-    """A draft, drawn by numbers of the step's own where the law needs them."""
+    """Draft tokens, drawn with random numbers of this step's own where the law needs them."""
     fresh = config.rule == "block" or config.numbers_of_step
     if not fresh or state.mode == "greedy":
         return config.draft.draft(models, state, config)
@@ -125,24 +146,24 @@ def _run_target(
     context_len = state.cache.lengths
     positions = jnp.where(counts, context_len[:, None] + index, -1)
     backends = config.of_verification
-    kept = {"policy": config.cache_policy, "policy_params": models.policy, "backends": backends}
-    found = None
+    settings = {"policy": config.cache_policy, "policy_params": models.policy, "backends": backends}
+    collected = None
     if config.is_lossy:
         hidden, cache, _ = run_selected(
-            *(models.target, tokens, positions, state.cache, context_len, 1), **kept
+            *(models.target, tokens, positions, state.cache, context_len, 1), **settings
         )
     elif config.draft.guided is not None:
-        hidden, cache, found = run_collecting(
+        hidden, cache, collected = run_collecting(
             *(models.target, tokens, positions, state.cache),
             policy=config.draft.guided,
             policy_params=models.policy,
             backends=backends,
         )
     else:
-        attend = dense_attend(positions, **kept)
+        attend = dense_attend(positions, **settings)
         hidden, cache = models.target(tokens, positions, attend, state.cache)
     state = dataclasses.replace(state, cache=cache)
-    return models.target.logits(hidden), state, TargetPass(positions, hidden, found)
+    return models.target.logits(hidden), state, TargetPass(positions, hidden, collected)
 
 
 def verify(
@@ -152,9 +173,9 @@ def verify(
     config: StepConfig,
     axis_name: Axes | None = None,
 ) -> tuple[Verified, DecodeState, StepRecord]:
-    """Judge the draft by the target, and append to each row that is not done what is committed.
+    """Verify the draft by the target's ``logits``, and commit tokens to each row that is not done.
 
-    A length rolls back the rest. ``axis_name`` as in `jspec.ops.sample.sample`.
+    A shorter length rolls back the rejected tokens. ``axis_name`` as in `jspec.ops.sample.sample`.
     """
     rows = Rows(state.tokens, state.cache.lengths, state.done)
     in_one = axis_name is None and "verify_greedy" not in config.backends

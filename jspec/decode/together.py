@@ -1,4 +1,4 @@
-"""What processes that decode together must have in common."""
+"""Agreement between processes that decode together with one model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jspec.typing import Model
 
 
 def is_shared(model: Model) -> bool:
-    """Whether ``model`` lies on devices of several processes."""
+    """Whether ``model`` is on devices of several processes."""
     on_mesh = mesh_model(model)
     return on_mesh is not None and on_mesh.processes > 1
 
 
 def agreed(value: Any) -> Any:
-    """``value`` of process 0, between steps of processes that share a model."""
+    """The ``value`` of process 0, on all processes that share a model."""
     with in_time():
         return from_first(value)
 
@@ -36,8 +36,8 @@ def rows_of(
 ) -> tuple[SamplingParams, ...]:
     """`one_each`, with the same seeds on all processes that share the model.
 
-    Raises `ValueError` on all of them where they were not called alike; ``settings`` are what else
-    they decode with.
+    ``settings``: what else they decode with. Raises `ValueError` on all of them where they made
+    different calls.
     """
     rows = one_each(params, len(prompts))
     if not is_shared(models.target):

@@ -87,7 +87,7 @@ class Exchange:
         return {"before": True, "after": False}.get(self.helix.up_projection, size < value_size)
 
     def _local_up(self, x: Array | None) -> Array | None:
-        return None if x is None else self.own_heads(x)
+        return None if x is None else self.local_heads(x)
 
     def _exchanged(self, out: Array, lse: Array) -> tuple[Array, Array]:
         axes = self.helix.kvp_axes
@@ -101,7 +101,7 @@ class Exchange:
         scattered = lax.psum_scatter(weighted, axes, scatter_dimension=2, tiled=True)
         return scattered.astype(out.dtype), local_heads(lse, axes, 2)
 
-    def own_heads(self, x: Array) -> Array:
+    def local_heads(self, x: Array) -> Array:
         return x if self.helix.strategy == "medha" else local_heads(x, self.helix.kvp_axes, 0)
 
     def over_heads(self, x: Array) -> Array:

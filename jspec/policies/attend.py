@@ -1,4 +1,4 @@
-"""The `Attend` values that a model is given: the whole cache, a selection, or a compact copy."""
+"""The `Attend` functions that models get: over the whole cache, a selection, or a copy of it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from jspec.policies.policy import Policy, columns_of, encoded
 from jspec.policies.read import (
     attended,
     finished,
+    gather_columns,
     joined_columns,
     picked_columns,
     read_at,
     read_columns,
     read_whole,
+    replace_context,
     settings_of,
-    taken,
-    with_tail,
 )
 from jspec.typing import Array, Attend, Model
 
@@ -55,9 +55,13 @@ def dense_attend(
     policy_params: Any = None,
     backends: Mapping[str, str] = Backends(),
 ) -> Attend:
-    """The ``attend`` that appends at ``positions [B, T]``, -1 for padding, and reads all there is.
+    """The ``attend`` that appends new tokens and reads all positions.
 
-    What ``policy`` keeps of a token is appended with its key and value.
+    Args:
+        positions: int32 ``[B, T]``: positions of the new tokens, -1 for padding.
+        policy: The policy whose columns are appended with keys and values.
+        policy_params: What `jspec.prepare` made for it.
+        backends: Named backends of operations.
     """
 
     @accepting_qk_rope
@@ -77,8 +81,8 @@ def dense_attend(
         columns = joined_columns(before, _named(k, v))
         first = jnp.where(positions >= 0, positions, np.iinfo(np.int32).max).min(axis=1)
         # Of the new tokens, too, a device reads its own.
-        own = jnp.where(layout.slots(positions) < layout.size, positions, -1)
-        where = jnp.concatenate([layout.held(first - 1), own], axis=1)
+        local_positions = jnp.where(layout.slots(positions) < layout.size, positions, -1)
+        where = jnp.concatenate([layout.slot_positions(first - 1), local_positions], axis=1)
         return read_at(cache, layer, q, columns, positions, where, sinks, up, backends), cache
 
     return through_device(attend, positions, backends)
@@ -93,20 +97,27 @@ def selected_attend(
     policy_params: Any = None,
     backends: Mapping[str, str] = Backends(),
 ) -> Attend:
-    """The ``attend`` that appends at ``positions [B, T]`` and reads what ``policy`` selects.
+    """The ``attend`` that appends new tokens and reads what ``policy`` selects.
 
-    It selects below ``context_len [B]``, by the first query of the pass, and reads all of the
-    ``num_new`` positions from there on, which the pass and those before it have written. A layer
-    with a sliding window is read whole: it is small already. A model passes it a `Cache`, or a
-    `PassState` where a selection is to serve several layers or rows are prefetched, and gets one of
-    the same kind.
+    The first query of the pass selects. A layer with a sliding window is read whole: it is small
+    already. A model passes the function a `Cache`, or a `PassState` where a selection serves
+    several layers or rows are prefetched, and gets one of the same kind.
+
+    Args:
+        positions: int32 ``[B, T]``: positions of the new tokens, -1 for padding.
+        context_len: int32 ``[B]``: committed positions per row, among which the policy selects.
+        num_new: How many positions from ``context_len`` on are read whole: those of this pass, and
+            those that earlier passes of the draft wrote.
+        policy: The policy that selects.
+        policy_params: What `jspec.prepare` made for it.
+        backends: Named backends of operations.
     """
 
     @accepting_qk_rope
-    def attend(layer, q, k, v, given, *, sinks=None, up=None, qk_rope=None, next_queries=None):
-        cache: Cache = given.cache if isinstance(given, PassState) else given
+    def attend(layer, q, k, v, carry, *, sinks=None, up=None, qk_rope=None, next_queries=None):
+        cache: Cache = carry.cache if isinstance(carry, PassState) else carry
         spec = cache.specs[layer]
-        earlier = given.serving(layer) if isinstance(given, PassState) else None
+        earlier = carry.serving(layer) if isinstance(carry, PassState) else None
         # Keys in the host's memory, or on several devices, are read in parts.
         local = cache.shards is None and not is_offloaded(cache, layer)
         plain = local and spec.window is None and q.shape[1] == 1
@@ -117,8 +128,8 @@ def selected_attend(
             )
             if whole is not None:
                 out, lse, chosen, after = whole
-                if isinstance(given, PassState):
-                    after = given.behind(after, chosen, policy.layers_served, is_new=True)
+                if isinstance(carry, PassState):
+                    after = carry.after_layer(after, chosen, policy.layers_served, is_new=True)
                 return finished(out, lse, sinks, up), after
         # Written before it is read: a cache that is read and then written would be copied whole.
         q, cache = appended(
@@ -130,8 +141,8 @@ def selected_attend(
             # before them, must not depend on these.
             chosen = policy.select(policy_params, layer, cache, q[:, :1], context_len)
         after = cache
-        if isinstance(given, PassState):
-            after = given.behind(cache, chosen, policy.layers_served, is_new=earlier is None)
+        if isinstance(carry, PassState):
+            after = carry.after_layer(cache, chosen, policy.layers_served, is_new=earlier is None)
 
         def start_next(through):
             # Its result is what the rest of the layer computes with, so that a GPU is told to fetch
@@ -158,22 +169,24 @@ def selected_attend(
             after, q = start_next(q)
             other = None if spec.window is not None else policy.read_as(policy_params, layer, cache)
             if other is not None:
-                cache = with_tail(cache, layer, other, context_len, positions)
+                cache = replace_context(cache, layer, other, context_len, positions)
             return read_whole(cache, layer, q, positions, sinks, up, backends), after
         weights = None
         if earlier is None:
             weights = policy.weigh(policy_params, layer, cache, q, context_len, chosen)
-        behind = context_len[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None]
+        new_positions = context_len[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None]
         if policy.moves_keys:
             columns = picked_columns(policy, policy_params, cache, layer, chosen, context_len)
-            columns = joined_columns(columns, taken(cache, layer, behind, ("keys", "values")))
-            where = jnp.concatenate([chosen, behind], axis=1)
+            columns = joined_columns(
+                columns, gather_columns(cache, layer, new_positions, ("keys", "values"))
+            )
+            where = jnp.concatenate([chosen, new_positions], axis=1)
             return read_columns(spec, q, columns, positions, where, sinks, up, backends), after
         counts = None
         if is_offloaded(cache, layer):
-            prefetched = given.prefetched if isinstance(given, PassState) else None
+            prefetched = carry.prefetched if isinstance(carry, PassState) else None
             columns, selected, rest, cache = rows_of(
-                *(cache, layer, chosen, behind, prefetched, backends)
+                *(cache, layer, chosen, new_positions, prefetched, backends)
             )
             after = (
                 dataclasses.replace(after, cache=cache) if isinstance(after, PassState) else cache
@@ -184,7 +197,7 @@ def selected_attend(
             # Of a linear layout they are the positions: no kernel needs to say so.
             linear = isinstance(layout, LinearLayout)
             selected = chosen if linear else jnp.where(chosen >= 0, layout.slots(chosen), -1)
-            rest = layout.slots(behind)
+            rest = layout.slots(new_positions)
             if isinstance(layout, Stripe):  # other positions have no slot here
                 selected, rest = (jnp.where(x < layout.size, x, -1) for x in (selected, rest))
                 counts = filled(selected)
@@ -214,29 +227,35 @@ def selected_attend(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PassState:
-    """The state of a pass between two layers: the cache, the selection that the next ``left``
-    layers read too, and ``prefetched`` rows of the next layer. ``found``: what the layers so far
-    read, None for all there is."""
+    """The state of a pass between two layers.
+
+    ``chosen``: the selection that the next ``left`` layers read too; ``prefetched``: rows of the
+    next layer; ``selections``: what each layer so far has read, None for all positions.
+    """
 
     cache: Cache
     chosen: Array | None = None
     left: int = dataclasses.field(default=0, metadata={"static": True})
     prefetched: PrefetchedRows | None = None
-    found: tuple[Array | None, ...] = ()
+    selections: tuple[Array | None, ...] = ()
 
     def serving(self, layer: int) -> Array | None:
-        """The selection for a layer, where an earlier one made it."""
+        """The selection that a layer reads, where an earlier one made it."""
         spec, chosen = self.cache.specs[layer], self.chosen
         if not self.left or chosen is None or spec.window is not None:
             return None
         return chosen if chosen.ndim == 2 or chosen.shape[1] == spec.kv_heads else None
 
-    def behind(self, cache: Cache, chosen: Array | None, served: int, *, is_new: bool) -> PassState:
-        """What the next layer is given, behind one that read ``chosen``; None read all there is."""
-        found = (*self.found, chosen)
+    def after_layer(
+        self, cache: Cache, chosen: Array | None, served: int, *, is_new: bool
+    ) -> PassState:
+        """The state for the next layer, after one that read ``chosen``; None for all positions."""
+        selections = (*self.selections, chosen)
         if chosen is None:
-            return dataclasses.replace(self, cache=cache, found=found)
-        return PassState(cache, chosen, served - 1 if is_new else self.left - 1, found=found)
+            return dataclasses.replace(self, cache=cache, selections=selections)
+        return PassState(
+            cache, chosen, served - 1 if is_new else self.left - 1, selections=selections
+        )
 
 
 def run_selected(
@@ -253,8 +272,8 @@ def run_selected(
 ) -> tuple[Array, Cache, tuple[Array | None, ...]]:
     """A pass of ``model`` over ``tokens [B, T]`` that reads what ``policy`` selects.
 
-    The hidden states ``[B, T, D]``, the cache with the tokens' columns, and what each layer
-    selected, None for all there is. The other arguments as `selected_attend` takes them.
+    Returns the hidden states ``[B, T, D]``, the cache with the tokens' columns, and what each layer
+    selected, None for all positions. Other arguments as in `selected_attend`.
     """
     attend = selected_attend(
         positions,
@@ -265,17 +284,20 @@ def run_selected(
         backends=backends,
     )
     hidden, pass_state = model(tokens, positions, attend, PassState(cache))
-    return hidden, pass_state.cache, pass_state.found
+    return hidden, pass_state.cache, pass_state.selections
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Compact:
-    """A small copy of what a policy selected, with room for the draft behind it.
+    """A small copy of what a policy selected, with room for a draft after it.
 
-    ``columns``: keys and values of each layer, ``[B, n + spare, K, H]``; ``positions``: where they
-    stand, int32 ``[B, n + spare]`` a layer, -1 for none. A loop that reads one selection many times
-    reads the copy at the full speed of memory.
+    A loop that reads one selection many times reads the copy at the full speed of memory.
+
+    Attributes:
+        columns: Keys and values of each layer, ``[B, n + spare, K, H]``.
+        positions: Their positions in each layer, int32 ``[B, n + spare]``, -1 for none.
+        specs: The `LayerSpec` of each layer, static.
     """
 
     columns: tuple[dict[str, Array], ...]
@@ -285,19 +307,19 @@ class Compact:
     @classmethod
     @jax.named_scope("compaction")
     def of(cls, cache: Cache, policy: Policy, policy_params: Any, spare: int) -> Compact:
-        """Copy what ``policy`` selects of the committed positions, with ``spare`` slots behind."""
-        behind = cache.lengths[:, None] + jnp.arange(spare, dtype=jnp.int32)[None]
+        """Copy what ``policy`` selects of the committed positions; ``spare`` slots follow."""
+        new_positions = cache.lengths[:, None] + jnp.arange(spare, dtype=jnp.int32)[None]
         columns, positions = [], []
         for layer, spec in enumerate(cache.specs):
             chosen = None
             if spec.window is None:
                 chosen = policy.select(policy_params, layer, cache, None, cache.lengths)
             if chosen is None:
-                chosen = cache.layouts[layer].held(cache.lengths - 1)
+                chosen = cache.layouts[layer].slot_positions(cache.lengths - 1)
             picked = picked_columns(policy, policy_params, cache, layer, chosen, cache.lengths)
             pad = ((0, 0), (0, spare), (0, 0), (0, 0))
             columns.append({name: jnp.pad(x, pad) for name, x in picked.items()})
-            positions.append(jnp.concatenate([chosen, behind], axis=1))
+            positions.append(jnp.concatenate([chosen, new_positions], axis=1))
         return cls(tuple(columns), tuple(positions), cache.specs)
 
     def append(self, layer: int, slot: Array, **columns: Array) -> Compact:
@@ -313,7 +335,7 @@ class Compact:
         )
 
     def replaced(self, layer: int, **columns: Array) -> Compact:
-        """The copy with these columns of a layer in place of its own."""
+        """The copy with these columns of a layer replaced."""
         after = (*self.columns[:layer], columns, *self.columns[layer + 1 :])
         return dataclasses.replace(self, columns=after)
 
@@ -323,7 +345,7 @@ def compact_attend(
 ) -> Attend:
     """The ``attend`` that writes one token at ``positions [B, 1]`` into a `Compact` and reads it.
 
-    ``back``: how far from the end the token's slot is, 1 for the last.
+    ``back``: the distance of the token's slot from the end, 1 for the last slot.
     """
 
     @accepting_qk_rope
@@ -360,7 +382,7 @@ def appended(
     policy_params: Any,
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
-    """The queries, rotated if that is still to be done, and the cache with the new tokens."""
+    """The queries, rotated if ``qk_rope`` is not None, and the cache with the new tokens."""
     if is_offloaded(cache, layer):
         return append_to_host(
             *(cache, layer, positions, q, k, v, qk_rope, policy, policy_params, backends)
@@ -375,9 +397,9 @@ def appended(
         )
         if w is not None:
             cache.check_keeps(layer, keeps_more)
-            held = cache.columns[layer]
+            columns = cache.columns[layer]
             q, keys, values, codes = rotate_append_encode(
-                *(q, k, v, qk_rope, held["keys"], held["values"], held["codes"], w, slots),
+                *(q, k, v, qk_rope, columns["keys"], columns["values"], columns["codes"], w, slots),
                 implementation=backends.get("rotate_append_encode"),
             )
             return q, cache.replaced(layer, keys=keys, values=values, codes=codes)
@@ -405,9 +427,9 @@ def _rotated(
     backends: Mapping[str, str],
 ) -> tuple[Array, Any]:
     """The rotated queries, and a `Cache` or `Compact` with rotated keys and values in ``slots``."""
-    held = cache.columns[layer]
+    columns = cache.columns[layer]
     q, keys, values = rotate_and_append(
-        *(q, k, v, qk_rope, held["keys"], held["values"], slots),
+        *(q, k, v, qk_rope, columns["keys"], columns["values"], slots),
         implementation=backends.get("rotate_and_append"),
     )
     return q, cache.replaced(layer, keys=keys, values=values)

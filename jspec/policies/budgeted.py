@@ -40,10 +40,10 @@ class Budgeted(Policy):
         for name, least in (("sinks", 0), ("recent", 0), ("dense_layers", 0), ("every", 1)):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
-        if not is_ratio and self.budget < (kept := self._always * self.page_size):
+        if not is_ratio and self.budget < (forced := self._always * self.page_size):
             raise ValueError(
-                f"budget={self.budget} must be at least {kept} positions, which sinks={self.sinks} "
-                f"and recent={self.recent} take; raise it or lower them"
+                f"budget={self.budget} must be at least {forced} positions, which sinks="
+                f"{self.sinks} and recent={self.recent} take; raise it or lower them"
             )
 
     @property
@@ -63,15 +63,15 @@ class Budgeted(Policy):
 
         ``context_len`` int32 ``[B]``: committed positions per row.
 
-        ``size``: the capacity of the layer. ``best(most, counts=, lengths=, sinks=, recent=)``
-        gives the positions, or pages, of the ``most`` highest scores, as `jspec.select` does.
+        ``size``: the capacity of the layer. ``best(k, counts=, lengths=, sinks=, recent=)``
+        gives the positions, or pages, of the ``k`` highest scores, as `jspec.select` does.
         """
         pages = context_len if self.page_size == 1 else -(-context_len // self.page_size)
-        most, own = self.share(size, context_len)
-        chosen = best(most, lengths=pages, **own)
+        k, budget = self.share(size, context_len)
+        chosen = best(k, lengths=pages, **budget)
         return chosen if self.page_size == 1 else _inside(chosen, self.page_size, context_len)
 
-    def most(self, size: int) -> int:
+    def selection_size(self, size: int) -> int:
         """How many positions, or pages, of a layer with a capacity of ``size`` are selected."""
         size = whole_pages(size, self.page_size)
         if isinstance(self.budget, float):
@@ -79,8 +79,8 @@ class Budgeted(Policy):
         return min(max(self.budget // self.page_size, 1), size)
 
     def share(self, size: int, context_len: Array) -> tuple[int, dict[str, Any]]:
-        """The ``most`` and, by name, ``counts``, ``sinks`` and ``recent`` of `within`."""
-        most, size = self.most(size), whole_pages(size, self.page_size)
+        """The ``k`` and, by name, ``counts``, ``sinks`` and ``recent`` of `within`."""
+        k, size = self.selection_size(size), whole_pages(size, self.page_size)
         if isinstance(self.budget, float):
             share = jnp.ceil(self.budget * context_len.astype(jnp.float32) / self.page_size)
             counts = jnp.maximum(share.astype(jnp.int32), self.floor)
@@ -90,10 +90,10 @@ class Budgeted(Policy):
         recent = touched(self._recent, self.page_size)
         sinks = whole_pages(self.sinks, self.page_size)
         # A capacity that the budget exceeds holds them all, whatever is a sink or recent.
-        sinks = min(sinks, most)
-        recent = min(recent, most - sinks)
-        counts = None if counts is None else jnp.minimum(counts, most)
-        return most, {"counts": counts, "sinks": sinks, "recent": recent}
+        sinks = min(sinks, k)
+        recent = min(recent, k - sinks)
+        counts = None if counts is None else jnp.minimum(counts, k)
+        return k, {"counts": counts, "sinks": sinks, "recent": recent}
 
     @property
     def _recent(self) -> int:
@@ -130,17 +130,17 @@ class ScoredPolicy(Budgeted):
         return self.within(best, cache.layouts[layer].capacity, context_len)
 
     def best(
-        self, policy_params: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+        self, policy_params: Any, layer: int, cache: Cache, q: Array, k: int, **budget: Any
     ) -> Array:
-        """The positions, or pages, of the ``most`` highest scores, int32 ``[B, ..., most]``.
+        """The positions, or pages, of the ``k`` highest scores, int32 ``[B, ..., k]``.
 
         ``budget`` is what else `jspec.select` takes. Minus infinity, or a whole number below 0, is
         not read, unless forced.
         """
         scores = self.score(policy_params, layer, cache, q)
         if self.page_size == 1:
-            return best_positions(scores, cache.layouts[layer], most, **budget)
-        return highest(scores, most, **budget)
+            return best_positions(scores, cache.layouts[layer], k, **budget)
+        return highest(scores, k, **budget)
 
 
 def _inside(pages: Array, size: int, context_len: Array) -> Array:

@@ -15,7 +15,7 @@ from jspec.ops.attention.dense import attention
 from jspec.ops.attention.scored import scored_attention
 from jspec.ops.attention.weights import mean_weights
 from jspec.policies.attend import accepting_qk_rope, appended, dense_attend
-from jspec.policies.guided import Guided, mean_query, taken
+from jspec.policies.guided import Guided, gather_tokens, mean_query
 from jspec.policies.read import in_slots, merged, settings_of
 from jspec.policies.scores import dots
 from jspec.typing import Array, Attend, Model
@@ -29,7 +29,8 @@ class Queries(NamedTuple):
     lse: Array
 
 
-Found = tuple[Array | Queries | None, ...]  # of each layer: positions, what finds them, or nothing
+# Of each layer: the selected positions, the queries that are yet to select them, or nothing.
+Collected = tuple[Array | Queries | None, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -38,11 +39,11 @@ class Collecting:
     """A cache in the middle of a pass, and what the layers so far have found."""
 
     cache: Cache
-    found: Found = ()
+    collected: Collected = ()
 
-    def behind(self, cache: Cache, found: Array | Queries | None) -> Collecting:
+    def after_layer(self, cache: Cache, entry: Array | Queries | None) -> Collecting:
         """What the next layer is given."""
-        return Collecting(cache, (*self.found, found))
+        return Collecting(cache, (*self.collected, entry))
 
 
 def collecting_attend(
@@ -66,19 +67,19 @@ def collecting_attend(
     )
 
     @accepting_qk_rope
-    def attend(layer, q, k, v, given: Collecting, *, sinks=None, up=None, qk_rope=None):
-        cache = given.cache
+    def attend(layer, q, k, v, carry: Collecting, *, sinks=None, up=None, qk_rope=None):
+        cache = carry.cache
         spec = cache.specs[layer]
         if policy.leaders(cache.specs)[layer] != layer:
             out, cache = dense(layer, q, k, v, cache, sinks=sinks, up=up, qk_rope=qk_rope)
-            return out, given.behind(cache, None)
+            return out, carry.after_layer(cache, None)
         q, cache = appended(
             cache, layer, positions, q, k, v, qk_rope, cache_policy, policy_params, backends
         )
         columns = cache.columns[layer]
-        own, where = in_slots(cache, layer, positions)
-        arguments = (q, columns["keys"], columns.get("values"), own)
-        settings: Any = settings_of(spec) | {"key_positions": where}
+        query_positions, key_positions = in_slots(cache, layer, positions)
+        arguments = (q, columns["keys"], columns.get("values"), query_positions)
+        settings: Any = settings_of(spec) | {"key_positions": key_positions}
         if policy.score != "weight" and not policy.needs_verdict:
             with jax.named_scope("collection"):
                 probe = mean_query(q, policy.scoring(positions), spec.kv_heads)
@@ -87,14 +88,14 @@ def collecting_attend(
                 implementation=backends.get("scored_attention"),
                 **settings,
             )
-            found = policy.pick(scores, cache, layer, context_len)
+            entry = policy.pick(scores, cache, layer, context_len)
         else:
             out, lse = attention(*arguments, implementation=backends.get("attention"), **settings)
-            found = Queries(q, lse if sinks is None else jnp.logaddexp(lse, sinks[None, None]))
+            entry = Queries(q, lse if sinks is None else jnp.logaddexp(lse, sinks[None, None]))
             if not policy.needs_verdict:
                 scoring = policy.scoring(positions)
-                found = _picked(policy, cache, layer, found, scoring, context_len)
-        return merged(cache, out, lse, sinks, up), given.behind(cache, found)
+                entry = _picked(policy, cache, layer, entry, scoring, context_len)
+        return merged(cache, out, lse, sinks, up), carry.after_layer(cache, entry)
 
     return attend
 
@@ -108,7 +109,7 @@ def run_collecting(
     policy: Guided,
     policy_params: Any = None,
     backends: Mapping[str, str] = Backends(),
-) -> tuple[Array, Cache, Found]:
+) -> tuple[Array, Cache, Collected]:
     """A full pass of ``model`` over ``tokens [B, T]`` at ``positions [B, T]`` that collects.
 
     The hidden states ``[B, T, D]``, the cache with the tokens' columns, and what was found of each
@@ -117,14 +118,14 @@ def run_collecting(
     attend = collecting_attend(
         positions, cache.lengths, policy=policy, policy_params=policy_params, backends=backends
     )
-    hidden, given = model(tokens, positions, attend, Collecting(cache))
-    return hidden, given.cache, given.found
+    hidden, carry = model(tokens, positions, attend, Collecting(cache))
+    return hidden, carry.cache, carry.collected
 
 
 def picks(
     policy: Guided,
     cache: Cache,
-    found: Found,
+    collected: Collected,
     positions: Array,
     accepted: Array,
 ) -> tuple[Array | None, ...]:
@@ -132,10 +133,10 @@ def picks(
     scoring = policy.scoring(positions, accepted)
     context_len = jnp.maximum(positions[:, 0], 0)
     return tuple(
-        _picked(policy, cache, layer, own, scoring, context_len)
-        if isinstance(own, Queries)
-        else own
-        for layer, own in enumerate(found)
+        _picked(policy, cache, layer, entry, scoring, context_len)
+        if isinstance(entry, Queries)
+        else entry
+        for layer, entry in enumerate(collected)
     )
 
 
@@ -143,21 +144,21 @@ def _picked(
     policy: Guided,
     cache: Cache,
     layer: int,
-    own: Queries,
+    queries: Queries,
     scoring: Array,
     context_len: Array,
 ) -> Array:
     """The positions of a layer by the queries of the tokens ``scoring [B, P]``."""
-    scores = _scores(policy, cache, layer, own, scoring)
+    scores = _scores(policy, cache, layer, queries, scoring)
     return policy.pick(scores, cache, layer, context_len)
 
 
 @jax.named_scope("collection")
-def _scores(policy: Guided, cache: Cache, layer: int, own: Queries, scoring: Array) -> Array:
+def _scores(policy: Guided, cache: Cache, layer: int, queries: Queries, scoring: Array) -> Array:
     """What the queries of the tokens ``scoring`` score every slot of a layer, ``[B, K, S]``."""
     spec, keys = cache.specs[layer], cache.keys(layer)
     if policy.score != "weight":
-        return dots((spec.score_scale * mean_query(own.q, scoring, spec.kv_heads), keys))
-    lse = jnp.where((scoring >= 0)[..., None], taken(own.lse, scoring), -jnp.inf)
-    q = taken(own.q, scoring)
+        return dots((spec.score_scale * mean_query(queries.q, scoring, spec.kv_heads), keys))
+    lse = jnp.where((scoring >= 0)[..., None], gather_tokens(queries.lse, scoring), -jnp.inf)
+    q = gather_tokens(queries.q, scoring)
     return mean_weights(q, keys, lse, scale=spec.scale, softcap=spec.softcap)

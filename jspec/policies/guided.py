@@ -24,7 +24,7 @@ from jspec.typing import Array
 
 COLLECTS = ("ends", "all", "accepted", "last")
 SCORES = ("logit", "softmax", "weight")
-OPENING_SINKS = 4
+INITIAL_SINKS = 4
 
 
 class Guidance(NamedTuple):
@@ -41,20 +41,20 @@ class Guidance(NamedTuple):
     since: Array
     hashes: Any = None
 
-    def anew(self) -> Guidance:
-        """For a pass that picks anew."""
+    def for_refresh(self) -> Guidance:
+        """For a pass in which each layer selects again, by hashes."""
         return self._replace(read=(None,) * len(self.read))
 
-    def holding(self, found: Sequence[Array | None]) -> Guidance:
-        """For the passes behind one that picked anew, which ``found`` what each layer reads."""
+    def with_selections(self, selections: Sequence[Array | None]) -> Guidance:
+        """For the passes after a refresh, in which each layer reads its one of ``selections``."""
 
-        def like(read: Array | None, own: Array | None) -> Array | None:
+        def like(read: Array | None, selection: Array | None) -> Array | None:
             # On a mesh, of the same type too, or no loop would carry it.
-            if read is None or own is None:
+            if read is None or selection is None:
                 return None
-            return varying_over(varying_axes(read), padded(own, read.shape[-1]))
+            return varying_over(varying_axes(read), padded(selection, read.shape[-1]))
 
-        return self._replace(read=tuple(map(like, self.read, found)))
+        return self._replace(read=tuple(map(like, self.read, selections)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +126,11 @@ class Guided(Budgeted):
 
     def leaders(self, specs: Sequence[LayerSpec]) -> tuple[int | None, ...]:
         """Which layer picks for each layer: itself, an earlier one, or None for no selection."""
-        found: list[int | None] = []
+        leaders: list[int | None] = []
         current, served = None, 0
         for layer, spec in enumerate(specs):
             if spec.window is not None or layer < self.dense_layers:
-                found.append(None)
+                leaders.append(None)
                 continue
             alike = current is not None and (
                 not self.per_head or specs[current].kv_heads == spec.kv_heads
@@ -138,8 +138,8 @@ class Guided(Budgeted):
             if not alike or served == self.every:
                 current, served = layer, 0
             served += 1
-            found.append(current)
-        return tuple(found)
+            leaders.append(current)
+        return tuple(leaders)
 
     def select(
         self, policy_params: Guidance, layer: int, cache: Cache, q: Array | None, context_len: Array
@@ -148,10 +148,14 @@ class Guided(Budgeted):
         if leader is None:
             return None
         read = policy_params.read[leader]
-        return self._anew(policy_params, layer, cache, q, context_len) if read is None else read
+        return (
+            self._select_by_hashes(policy_params, layer, cache, q, context_len)
+            if read is None
+            else read
+        )
 
     @jax.named_scope("selection")
-    def _anew(
+    def _select_by_hashes(
         self, policy_params: Guidance, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array:
         """What the queries ``q`` read by hashes, where verification would have picked."""
@@ -200,27 +204,27 @@ class Guided(Budgeted):
         if self.ahead:
             scores, layout = carried(scores, layout, self.ahead, context_len)
 
-        def best(most: int, **own: Any) -> Array:
+        def best(k: int, **budget: Any) -> Array:
             if self.page_size == 1:
-                return best_positions(scores, layout, most, **own)
+                return best_positions(scores, layout, k, **budget)
             means = _page_means(in_order(scores, layout), self.page_size, context_len)
-            return highest(means, most, **own)
+            return highest(means, k, **budget)
 
         return self.within(best, layout.capacity, context_len)
 
-    def opening(self, kv_heads: int, size: int, context_len: Array) -> Array:
+    def initial_selection(self, kv_heads: int, size: int, context_len: Array) -> Array:
         """What a draft reads before any verification: the first positions, and the last ones."""
 
-        def best(most: int, *, sinks: int, recent: int, **own: Any) -> Array:
+        def best(k: int, *, sinks: int, recent: int, **budget: Any) -> Array:
             later = jnp.arange(whole_pages(size, self.page_size), dtype=jnp.int32)[None]
             later = jnp.broadcast_to(later, (len(context_len), later.shape[1]))
-            sinks = min(max(sinks, whole_pages(OPENING_SINKS, self.page_size)), most - recent)
-            return select(later, most, sinks=sinks, recent=recent, **own)
+            sinks = min(max(sinks, whole_pages(INITIAL_SINKS, self.page_size)), k - recent)
+            return select(later, k, sinks=sinks, recent=recent, **budget)
 
-        found = self.within(best, size, context_len)
+        positions = self.within(best, size, context_len)
         if not self.per_head:
-            return found
-        return jnp.broadcast_to(found[:, None], (len(found), kv_heads, found.shape[1]))
+            return positions
+        return jnp.broadcast_to(positions[:, None], (len(positions), kv_heads, positions.shape[1]))
 
 
 def mean_query(q: Array, scoring: Array, kv_heads: int) -> Array:
@@ -237,7 +241,7 @@ def mean_query(q: Array, scoring: Array, kv_heads: int) -> Array:
     return jnp.einsum("bt,btkgh->bkh", weights, q, precision="highest")
 
 
-def taken(x: Array, scoring: Array) -> Array:
+def gather_tokens(x: Array, scoring: Array) -> Array:
     """``x [B, T, ...]`` of the tokens ``scoring [B, P]``; any for -1."""
     index = jnp.maximum(scoring, 0).reshape(*scoring.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1)

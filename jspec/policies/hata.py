@@ -62,11 +62,11 @@ class Hata(ScoredPolicy):
         return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
 
     def _trained(self, specs: Sequence[LayerSpec]) -> Hashes:
-        found = bits_of(self.hashes)
-        if found != self.bits:
+        trained_bits = bits_of(self.hashes)
+        if trained_bits != self.bits:
             raise ValueError(
-                f"hashes in {self.hashes} have {found} bits, but bits={self.bits}; pass "
-                f"bits={found}, or train others by `jspec train-hash --bits {self.bits}`"
+                f"hashes in {self.hashes} have {trained_bits} bits, but bits={self.bits}; pass "
+                f"bits={trained_bits}, or train others by `jspec train-hash --bits {self.bits}`"
             )
         hashes = load_hashes(self.hashes)
         check_hashes(hashes, specs)
@@ -82,22 +82,22 @@ class Hata(ScoredPolicy):
         return None if self.norms else policy_params[layer]
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
-        held = cache.columns[layer]
+        columns = cache.columns[layer]
         return hamming_scores(
-            hash_encode(q, policy_params[layer]), held["codes"], norms=held.get("norms")
+            hash_encode(q, policy_params[layer]), columns["codes"], norms=columns.get("norms")
         )
 
     def best(
-        self, policy_params: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+        self, policy_params: Any, layer: int, cache: Cache, q: Array, k: int, **budget: Any
     ) -> Array:
         layout, codes = cache.layouts[layer], cache.columns[layer]["codes"]
         if self.norms:
-            return super().best(policy_params, layer, cache, q, most, **budget)
+            return super().best(policy_params, layer, cache, q, k, **budget)
         if not isinstance(layout, LinearLayout):
             shared = q.shape[1] * (q.shape[2] // codes.shape[2]) * self.bits
             scores = self.score(policy_params, layer, cache, q)
-            return best_positions(scores, layout, most, highest=shared, **budget)
-        return hash_select(hash_encode(q, policy_params[layer]), codes, most, **budget)
+            return best_positions(scores, layout, k, highest=shared, **budget)
+        return hash_select(hash_encode(q, policy_params[layer]), codes, k, **budget)
 
     def attend_token(
         self,
@@ -122,7 +122,7 @@ class Hata(ScoredPolicy):
         names = ("keys", "values", "codes")
         cache.check_keeps(layer, names)
         keys, values, codes = (cache.columns[layer][name] for name in names)
-        most, own = self.share(layout.capacity, context_len)
+        num_selected, budget = self.share(layout.capacity, context_len)
         out, lse, chosen, *columns = hash_attention(
             *(
                 q,
@@ -135,13 +135,13 @@ class Hata(ScoredPolicy):
                 policy_params[layer],
                 positions,
                 context_len,
-                most,
+                num_selected,
             ),
             num_new=num_new,
             scale=spec.scale,
             softcap=spec.softcap,
             implementation=backends.get("hash_attention"),
-            **own,
+            **budget,
         )
         return out, lse, chosen, cache.replaced(layer, **dict(zip(names, columns, strict=True)))
 

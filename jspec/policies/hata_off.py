@@ -31,7 +31,7 @@ class HataOff(Hata):
         return self.keeps_in(layer)
 
     def num_device_rows(self, layer: int, capacity: int) -> int:
-        return self.most(capacity) if self.reuse and self.in_host(layer) else 0
+        return self.selection_size(capacity) if self.reuse and self.in_host(layer) else 0
 
     def prefetch_policy(self, layer: int) -> HataOff | None:
         if not self.predicted:

@@ -22,11 +22,11 @@ from jspec.ops.collisions import (
     max_collisions,
 )
 from jspec.policies.budgeted import ScoredPolicy
-from jspec.policies.read import taken
+from jspec.policies.read import gather_columns
 from jspec.policies.scores import best_positions
 from jspec.typing import Array
 
-MOST_BITS = 16  # of a table's bucket
+MAX_BITS = 16  # of a table's bucket
 TINY = 1e-6  # the least probability of a bit, and how far that of a table stays from 1
 RARE = 0.05  # expected collisions below which five or more are left out, 2e-6 of the rest
 
@@ -54,8 +54,8 @@ class MagicPIG(ScoredPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.bits <= MOST_BITS:
-            raise ValueError(f"bits={self.bits} must be in [1, {MOST_BITS}]")
+        if not 1 <= self.bits <= MAX_BITS:
+            raise ValueError(f"bits={self.bits} must be in [1, {MAX_BITS}]")
         if self.tables < LEAST:
             raise ValueError(f"tables={self.tables} must be at least {LEAST}")
         if self.weights and self.every > 1:
@@ -81,20 +81,20 @@ class MagicPIG(ScoredPolicy):
         return tuple(layers)
 
     def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
-        own = policy_params[layer]
-        k = k.astype(jnp.float32) - own["center"][None, None]
-        return {"buckets": bucket_codes(k, own["projections"], self.tables)}
+        layer_params = policy_params[layer]
+        k = k.astype(jnp.float32) - layer_params["center"][None, None]
+        return {"buckets": bucket_codes(k, layer_params["projections"], self.tables)}
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
-        own = bucket_codes(q, policy_params[layer]["projections"], self.tables)
-        return collision_scores(own, cache.columns[layer]["buckets"], self.tables)
+        query_codes = bucket_codes(q, policy_params[layer]["projections"], self.tables)
+        return collision_scores(query_codes, cache.columns[layer]["buckets"], self.tables)
 
     def best(
-        self, policy_params: Any, layer: int, cache: Cache, q: Array, most: int, **budget: Any
+        self, policy_params: Any, layer: int, cache: Cache, q: Array, k: int, **budget: Any
     ) -> Array:
         scores = self.score(policy_params, layer, cache, q)
         highest = max_collisions(q, cache.columns[layer]["buckets"], self.tables)
-        return best_positions(scores, cache.layouts[layer], most, highest=highest, **budget)
+        return best_positions(scores, cache.layouts[layer], k, highest=highest, **budget)
 
     def weigh(
         self,
@@ -107,11 +107,11 @@ class MagicPIG(ScoredPolicy):
     ) -> Array | None:
         if not self.weights:
             return None
-        own = bucket_codes(q, policy_params[layer]["projections"], self.tables)
-        held = taken(cache, layer, chosen, ("keys", "buckets"))
-        met = jnp.moveaxis(collisions(own, held["buckets"], self.tables), 2, -1)
+        query_codes = bucket_codes(q, policy_params[layer]["projections"], self.tables)
+        columns = gather_columns(cache, layer, chosen, ("keys", "buckets"))
+        met = jnp.moveaxis(collisions(query_codes, columns["buckets"], self.tables), 2, -1)
         heads, q = q.shape[2], by_group(q, cache.specs[layer].kv_heads)
-        k = held["keys"].astype(jnp.float32) - policy_params[layer]["center"][None, None]
+        k = columns["keys"].astype(jnp.float32) - policy_params[layer]["center"][None, None]
         probability = log_probability(cosines(q, k), self.bits, self.tables)
         weights = jnp.where(met >= LEAST, -probability, -jnp.inf)
         end = context_len[:, None, None]

@@ -61,13 +61,13 @@ def named_policy(text: str) -> Policy:
     return made(POLICIES[name], "policy", name, settings)
 
 
-def made(kind: type, what: str, name: str, settings: str, **given: Any) -> Any:
-    """A ``kind`` with the ``settings`` of a text, and with what is ``given`` beside them.
+def made(kind: type, what: str, name: str, settings: str, **fixed: Any) -> Any:
+    """A ``kind`` with the ``settings`` of a text, and with what is ``fixed`` beside them.
 
     Errors begin with ``what`` and its ``name``.
     """
     hints = get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in given]
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in fixed]
     fields = {name: hints[name] for name in names}
     values = {}
     for setting in filter(None, settings.split(",")):
@@ -78,10 +78,10 @@ def made(kind: type, what: str, name: str, settings: str, **given: Any) -> Any:
         try:
             values[key] = _value(fields[key], value)
         except ValueError:
-            wanted = _KINDS.get(fields[key]) or _KINDS.get(type(fields[key]), "a word")
-            raise ValueError(f"{what} {name}: {key}={value!r} must be {wanted}") from None
+            expected = _KINDS.get(fields[key]) or _KINDS.get(type(fields[key]), "a word")
+            raise ValueError(f"{what} {name}: {key}={value!r} must be {expected}") from None
     try:
-        return kind(**given, **values)
+        return kind(**fixed, **values)
     except ValueError as error:
         raise ValueError(f"{what} {name}: {error}") from None
 

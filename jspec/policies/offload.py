@@ -38,12 +38,12 @@ def through_device(
     def on_device(layer, q, k, v, cache: Cache, **more):
         if not is_offloaded(cache, layer):
             return attend(layer, q, k, v, cache, **more)
-        held, slots = _held(cache, layer), cache.slots(layer, positions)
-        copies = dict(zip(held, _whole(cache, layer, positions, backends), strict=True))
+        host_columns, slots = _host_columns(cache, layer), cache.slots(layer, positions)
+        copies = dict(zip(host_columns, _whole(cache, layer, positions, backends), strict=True))
         out, after = attend(layer, q, k, v, cache.replaced(layer, **copies), **more)
         rows = jnp.arange(len(slots))[:, None]
-        new = [after.columns[layer][name].at[rows, slots].get(mode="clip") for name in held]
-        return out, _stored(after.replaced(layer, **held), layer, new, slots, backends)
+        new = [after.columns[layer][name].at[rows, slots].get(mode="clip") for name in host_columns]
+        return out, _stored(after.replaced(layer, **host_columns), layer, new, slots, backends)
 
     return on_device
 
@@ -61,61 +61,72 @@ def append_to_host(
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
     """The queries, rotated if that is still to be done, and the cache with the new tokens."""
-    slots, held = cache.slots(layer, positions), _held(cache, layer)
+    slots, host_columns = cache.slots(layer, positions), _host_columns(cache, layer)
     encode = functools.partial(policy.encode, policy_params, layer)
-    dtype = held["keys"].dtype
+    dtype = host_columns["keys"].dtype
     if qk_rope is not None and v is not None:
         # By the operation that appends on a device, into room for the new tokens alone: the same
         # bits.
         keys, values = jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
-        own = jnp.broadcast_to(jnp.arange(slots.shape[1], dtype=jnp.int32)[None], slots.shape)
+        buffer_slots = jnp.broadcast_to(
+            jnp.arange(slots.shape[1], dtype=jnp.int32)[None], slots.shape
+        )
         implementation = backends.get("rotate_and_append")
         q, k, v = rotate_and_append(
-            *(q, k, v, qk_rope, keys, values, own), implementation=implementation
+            *(q, k, v, qk_rope, keys, values, buffer_slots), implementation=implementation
         )
     elif qk_rope is not None:
         q, k = qk_rope(q, k)
-    kept = encode(k) if columns_of(policy, layer, cache.specs[layer]) else {}
+    policy_columns = encode(k) if columns_of(policy, layer, cache.specs[layer]) else {}
     new = [x.astype(dtype) for x in (k, v) if x is not None]
-    return q, _stored(cache, layer, new, slots, backends).written(layer, slots, **kept)
+    return q, _stored(cache, layer, new, slots, backends).written(layer, slots, **policy_columns)
 
 
 def rows_of(
     cache: Cache,
     layer: int,
     chosen: Array,
-    behind: Array,
+    new_positions: Array,
     prefetched: PrefetchedRows | None,
     backends: Mapping[str, str],
 ) -> tuple[dict[str, Array], Array, Array, Cache]:
-    """Keys and values of a layer at ``chosen`` positions and ``behind [B, m]`` them, by name.
+    """Fetch the keys and values of a layer at ``chosen`` and at ``new_positions``.
 
-    Beside them, as `gathered_attention` takes them: the slots of what was chosen, and of the rest;
-    then the cache, with what was chosen as its `device_rows`. ``chosen`` int32 ``[B, n]`` or ``[B,
-    K, n]``, -1 for none.
+    Args:
+        cache: The cache, whose columns ``keys`` and ``values`` of the layer lie in host memory.
+        layer: The layer's index.
+        chosen: int32 ``[B, n]`` or, per KV head, ``[B, K, n]``: selected positions, -1 for none.
+        new_positions: int32 ``[B, m]``: positions of new tokens, which all heads read.
+        prefetched: Rows of the layer that are on their way already.
+        backends: Named backends of operations.
+
+    Returns:
+        The fetched columns by name, ``[B, n + m, K, H]``; the slots in them of the chosen
+        positions and of the new ones, as `jspec.gathered_attention` takes them; and the cache, with
+        the chosen rows as its `device_rows`.
     """
-    held, slots = _held(cache, layer), cache.layouts[layer].slots
+    host_columns, slots = _host_columns(cache, layer), cache.layouts[layer].slots
     heads = cache.specs[layer].kv_heads
-    shared = (chosen if chosen.ndim == 3 else chosen[:, None], behind[:, None])
-    wanted = [jnp.broadcast_to(slots(x), (len(x), heads, x.shape[-1])) for x in shared]
+    shared = (chosen if chosen.ndim == 3 else chosen[:, None], new_positions[:, None])
+    row_slots = [jnp.broadcast_to(slots(x), (len(x), heads, x.shape[-1])) for x in shared]
     rows = fetch_rows(
-        tuple(held.values()),
-        jnp.concatenate(wanted, axis=-1),
+        tuple(host_columns.values()),
+        jnp.concatenate(row_slots, axis=-1),
         device_rows=cache.device_rows_of(layer),
         prefetched=prefetched,
         implementation=backends.get("fetch_rows"),
     )
     count = chosen.shape[-1]
     places = jnp.where(chosen >= 0, jnp.arange(count, dtype=jnp.int32), -1)
-    rest = count + jnp.arange(behind.shape[1], dtype=jnp.int32)
+    rest = count + jnp.arange(new_positions.shape[1], dtype=jnp.int32)
     if cache.device_rows_of(layer) is not None:
         # What is chosen is committed, so that its rows stay as they are; and positions are slots.
-        places_of = jnp.broadcast_to(shared[0], wanted[0].shape)
+        places_of = jnp.broadcast_to(shared[0], row_slots[0].shape)
         cache = cache.with_device_rows(
             layer, DeviceRows(tuple(x[:, :count] for x in rows), places_of)
         )
-    columns = dict(zip(held, rows, strict=True))
-    return columns, places, jnp.broadcast_to(rest, behind.shape), cache
+    columns = dict(zip(host_columns, rows, strict=True))
+    return columns, places, jnp.broadcast_to(rest, new_positions.shape), cache
 
 
 def with_room_for_device_rows(cache: Cache, policy: Policy) -> Cache:
@@ -129,8 +140,8 @@ def with_room_for_device_rows(cache: Cache, policy: Policy) -> Cache:
         if not count:
             device_rows.append(None)
             continue
-        held = _held(cache, layer).values()
-        rows = tuple(jnp.zeros((len(x), count, *x.shape[2:]), x.dtype) for x in held)
+        host_columns = _host_columns(cache, layer).values()
+        rows = tuple(jnp.zeros((len(x), count, *x.shape[2:]), x.dtype) for x in host_columns)
         none = jnp.full((len(rows[0]), spec.kv_heads, count), -1, jnp.int32)
         device_rows.append(DeviceRows(rows, none))
     return dataclasses.replace(cache, device_rows=tuple(device_rows) if any(device_rows) else ())
@@ -163,7 +174,10 @@ def fetch_next(
         )
     if known is None:
         return None, through
-    columns, heads = tuple(_held(cache, following).values()), cache.specs[following].kv_heads
+    columns, heads = (
+        tuple(_host_columns(cache, following).values()),
+        cache.specs[following].kv_heads,
+    )
     known = known if known.ndim == 3 else known[:, None]
     slots = jnp.broadcast_to(known, (len(known), heads, known.shape[-1]))
     return fetch_ahead(
@@ -180,7 +194,7 @@ def _whole(
 
     By the operation that fetches rows: copies by XLA begin with the program, those of all layers.
     """
-    columns = tuple(_held(cache, layer).values())
+    columns = tuple(_host_columns(cache, layer).values())
     batch, size, heads, _ = columns[0].shape
     first = jnp.where(positions >= 0, positions, size).min(axis=1, keepdims=True)
     slots = jnp.arange(size, dtype=jnp.int32)[None]
@@ -189,7 +203,7 @@ def _whole(
     return fetch_rows(columns, slots, implementation=backends.get("fetch_rows"))
 
 
-def _held(cache: Cache, layer: int) -> dict[str, Array]:
+def _host_columns(cache: Cache, layer: int) -> dict[str, Array]:
     columns = cache.columns[layer]
     return {name: columns[name] for name in ("keys", "values") if name in columns}
 
@@ -197,6 +211,8 @@ def _held(cache: Cache, layer: int) -> dict[str, Array]:
 def _stored(
     cache: Cache, layer: int, new: Sequence[Array], slots: Array, backends: Mapping[str, str]
 ) -> Cache:
-    held = _held(cache, layer)
-    stored = store_rows(tuple(held.values()), new, slots, implementation=backends.get("store_rows"))
-    return cache.replaced(layer, **dict(zip(held, stored, strict=True)))
+    host_columns = _host_columns(cache, layer)
+    stored = store_rows(
+        tuple(host_columns.values()), new, slots, implementation=backends.get("store_rows")
+    )
+    return cache.replaced(layer, **dict(zip(host_columns, stored, strict=True)))

@@ -1,4 +1,4 @@
-"""What every policy is: frozen settings with a few methods, of which most policies write one."""
+"""The base class of policies: frozen settings with a few methods, most of which have a default."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from jspec.typing import Array, Model
 class Policy:
     """A sparse view of the cache. Subclasses are frozen dataclasses of settings.
 
-    ``policy_params`` are what `prepare` made, from `jspec.Models`; a policy with ``needs_arrays``
-    cannot do without. With ``needs_keys=False`` they do not depend on the keys of a sample text.
-    ``reads_queries=False`` promises that `select` ignores its query and gives None or ``[B, n]``:
-    one selection then serves a whole draft. A layer with a sliding window is read whole, and keeps
-    nothing for a policy: its methods are not asked about it.
+    Methods take ``policy_params``, which `prepare` made, from `jspec.Models`. A layer with a
+    sliding window is read whole and keeps nothing for a policy: its methods are not called for it.
+
+    Attributes:
+        reads_queries: False promises that `select` ignores its query and returns None or ``[B,
+            n]``: one selection then serves a whole draft.
+        needs_arrays: Whether the policy cannot run without parameters.
+        needs_keys: Whether the parameters depend on the keys of a sample text.
     """
 
     reads_queries: ClassVar[bool] = True
@@ -35,63 +38,71 @@ class Policy:
 
     @property
     def layers_served(self) -> int:
-        """How many layers read one selection: the one that made it, and those behind it."""
+        """How many layers read one selection: the layer that made it, and those after it."""
         return 1
 
     @property
     def moves_keys(self) -> bool:
-        """Whether queries read what was selected as `moved` says, in a copy."""
+        """Whether queries read a copy of the selected keys, moved by `moved`."""
         return False
 
     @property
     def page_size(self) -> int:
-        """Positions of a page of `pages`."""
+        """Positions of a page."""
         return 1
 
     def keeps_in(self, layer: int) -> bool:
-        """Whether a layer keeps `columns` and `pages`: not where it never selects."""
+        """Whether a layer has the policy's `columns` and `pages`; False where it never selects."""
         return True
 
     def columns(self, spec: LayerSpec) -> Shapes:
-        """What a layer keeps of each token beside its key and value: shape and dtype by name.
+        """Shape and dtype, by name, of what a layer keeps per token in addition to key and value.
 
         A dtype of None is that of the keys.
         """
         return {}
 
     def in_host(self, layer: int) -> bool:
-        """Whether the keys and values of a layer lie in the host's memory, its columns apart.
+        """Whether the keys and values of a layer lie in the host's memory, and its columns on the
+        device.
 
-        Its `select` then scores by the columns alone, and gives ascending positions, never None.
+        Its `select` then scores by the columns alone, and returns ascending positions, never None.
         """
         return False
 
     def num_device_rows(self, layer: int, capacity: int) -> int:
-        """How many rows of such a layer stay on the device for the next step: all that `select`
-        gives of ``capacity`` positions, or 0."""
+        """How many rows of a layer in the host's memory stay on the device for the next step.
+
+        All that `select` returns of ``capacity`` positions, or 0.
+        """
         return 0
 
     def prefetch_policy(self, layer: int) -> Policy | None:
-        """The policy that predicts what such a layer reads, by queries that are nearly its own.
+        """The policy that predicts what a layer in the host's memory reads; None for no prediction.
 
-        What it selects is fetched while the layer before computes. None predicts nothing.
+        It selects by queries that are nearly the layer's own. The rows are fetched while the layer
+        before computes.
         """
         return None
 
     def pages(self, spec: LayerSpec) -> Shapes:
-        """What a layer keeps of each page of ``page_size`` positions: shape and dtype by name."""
+        """Shape and dtype, by name, of what a layer keeps per page of ``page_size`` positions."""
         return {}
 
     def prepare(self, specs: Sequence[LayerSpec], keys: Sequence[np.ndarray] | None) -> Any:
         """The ``policy_params`` that the other methods take, a pytree.
 
-        ``keys``: those of a sample text, float32 ``[M, K, H]`` a layer, or None. Raises
-        `ValueError` where the policy cannot do without.
+        Args:
+            specs: The `LayerSpec` of each layer.
+            keys: Keys of a sample text, float32 ``[M, K, H]`` per layer, or None.
+
+        Raises:
+            ValueError: Where ``keys`` is None and the policy needs them.
         """
         return None
 
     def prepare_for(self, model: Model, keys: Sequence[np.ndarray] | None) -> Any:
-        """What `jspec.prepare` gives: `prepare`, unless the policy needs more of the model."""
+        """What `jspec.prepare` returns: by `prepare`, unless the policy needs more of the model."""
         return self.prepare(model.config.layers, keys)
 
     def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
@@ -99,40 +110,63 @@ class Policy:
         return {}
 
     def encode_values(self, policy_params: Any, layer: int, v: Array) -> dict[str, Array]:
-        """More of the `columns` of new tokens, from their values ``v [B, T, K, value size]``."""
+        """Further `columns` of new tokens, from their values ``v [B, T, K, value size]``."""
         return {}
 
     def codes_by(self, policy_params: Any, layer: int) -> Array | None:
-        """The matrices ``[K, H, R]`` of which `jspec.hash_encode` makes the only column, ``codes``.
+        """The matrices ``[K, H, R]`` by which `jspec.hash_encode` makes the only column, ``codes``.
 
-        None where `encode` does something else. The codes are then made as the keys are written.
+        None where `encode` does anything else. Otherwise the codes are made as the keys are
+        written.
         """
         return None
 
     def fold(
-        self, policy_params: Any, layer: int, cache: Cache, before: Array, after: Array, most: int
+        self,
+        policy_params: Any,
+        layer: int,
+        cache: Cache,
+        before: Array,
+        after: Array,
+        max_new: int,
     ) -> dict[str, Array]:
-        """The `pages` of a layer once positions ``before [B]`` to ``after - 1 [B]`` are committed.
+        """The `pages` of a layer once positions ``before`` to ``after - 1`` are committed.
 
-        These are at most ``most`` a row, and none where ``after <= before``.
+        Args:
+            policy_params: What `prepare` made.
+            layer: The layer's index.
+            cache: The cache, with the pages of before.
+            before: int32 ``[B]``: committed positions per row before.
+            after: int32 ``[B]``: committed positions per row now; a row with ``after <= before``
+                has none that are new.
+            max_new: Most new positions of a row.
         """
         return cache.pages[layer]
 
     def select(
         self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array | None:
-        """The positions that the queries ``q [B, T, N, H]`` read in a layer.
+        """The committed positions that queries read in a layer.
 
-        They are below ``context_len [B]``: int32 ``[B, n]``, shared by all heads, or ``[B, K, n]``;
-        each once, -1 for none. None reads all of them. Positions from ``context_len`` on, the
-        query's own among them, are always read.
+        Args:
+            policy_params: What `prepare` made.
+            layer: The layer's index.
+            cache: The cache.
+            q: ``[B, T, N, H]``: the queries; None where ``reads_queries`` is False.
+            context_len: int32 ``[B]``: committed positions per row. Positions from there on, the
+                query's own among them, are always read.
+
+        Returns:
+            int32 ``[B, n]``, shared by all heads, or ``[B, K, n]``: positions below
+            ``context_len``, each once, -1 for none. None reads all of them.
         """
         raise NotImplementedError
 
     def read_as(self, policy_params: Any, layer: int, cache: Cache) -> dict[str, Array] | None:
-        """``keys`` and ``values`` of a layer's slots as queries read them, None for as they are.
+        """``keys`` and ``values`` of a layer's slots as queries read them, None for cached ones.
 
-        Asked where `select` gives None; what follows the committed context is read as it is.
+        Called where `select` returns None. Positions after the committed context are read from the
+        cache.
         """
         return None
 
@@ -151,10 +185,10 @@ class Policy:
         context_len: Array,
         chosen: Array,
     ) -> Array | None:
-        """The log-weights of the positions ``chosen`` that `select` gave for the queries ``q``.
+        """The log-weights of the positions ``chosen`` that `select` returned for the queries ``q``.
 
-        float32 ``[B, T, N, n]``, as `jspec.gathered_attention` takes them; None weighs all alike.
-        Layers that read the selection of another one are not asked.
+        float32 ``[B, T, N, n]``, as `jspec.gathered_attention` takes them; None weighs all equally.
+        It is not called for layers that read the selection of another one.
         """
         return None
 
@@ -174,12 +208,26 @@ class Policy:
     ) -> tuple[Array, Array, Array, Cache] | None:
         """A layer's whole attention for one new token, where the policy has one operation for it.
 
-        ``q [B, 1, N, H]``, ``k [B, 1, K, H]`` and ``v [B, 1, K, H']`` at ``positions [B, 1]``,
-        before ``qk_rope`` norms and rotates them. Returns the output and its log-sum-exp, what
-        `select` gives for these queries, and the cache with the new token: all as `encode`,
-        `select` and attention over it and the ``num_new`` positions from ``context_len [B]`` on
-        give them, which run one by one for None. ``backends``: named ones, of operations. Layers
-        whose keys lie elsewhere, and those that read the selection of another one, are not asked.
+        It must equal `encode`, `select` and attention over the selection and the new positions;
+        these run one by one where it returns None. It is not called for layers whose keys lie in
+        the host's memory or on several devices, nor for those that read the selection of another
+        one.
+
+        Args:
+            policy_params: What `prepare` made.
+            layer: The layer's index.
+            cache: The cache without the token.
+            q: ``[B, 1, N, H]``: queries, before ``qk_rope`` norms and rotates them.
+            k: ``[B, 1, K, H]``: keys, likewise.
+            v: ``[B, 1, K, H']``: values.
+            qk_rope: Norms and rotates queries and keys.
+            positions: int32 ``[B, 1]``: positions of the token.
+            context_len: int32 ``[B]``: committed positions per row.
+            num_new: How many positions from ``context_len`` on are read, up to the token's own.
+            backends: Named backends of operations.
+
+        Returns:
+            The output, its log-sum-exp, the selection, and the cache with the token; or None.
         """
         return None
 
@@ -187,18 +235,18 @@ class Policy:
 def encoded(
     policy: Policy, policy_params: Any, layer: int, k: Array, v: Array | None
 ) -> dict[str, Array]:
-    """What ``policy`` keeps of new tokens with keys ``k`` and values ``v``, None if in the keys."""
+    """The columns of new tokens with keys ``k`` and values ``v``, None if these are in the keys."""
     more = {} if v is None else policy.encode_values(policy_params, layer, v)
     return policy.encode(policy_params, layer, k) | more
 
 
 def columns_of(policy: Policy, layer: int, spec: LayerSpec) -> Shapes:
-    """What ``policy`` keeps of each token in a layer."""
+    """Shape and dtype of the columns that ``policy`` keeps in a layer."""
     return policy.columns(spec) if _keeps_in(policy, layer, spec) else {}
 
 
 def pages_of(policy: Policy, layer: int, spec: LayerSpec) -> Shapes:
-    """What ``policy`` keeps of each page in a layer."""
+    """Shape and dtype of the pages that ``policy`` keeps in a layer."""
     return policy.pages(spec) if _keeps_in(policy, layer, spec) else {}
 
 
@@ -214,12 +262,12 @@ def create_cache(
     dtype: Any,
     sharding: Placing = None,
 ) -> Cache:
-    """An empty `Cache` with what ``policy`` keeps beside keys and values.
+    """An empty `Cache` with the columns and pages of ``policy``.
 
     Raises `ValueError` for a policy that keeps keys and values in the host's memory where there is
-    none, and where the positions of a layout do not lie in order.
+    none, and where the positions of a layout are not in order.
     """
-    columns, pages = (functools.partial(kept, policy) for kept in (columns_of, pages_of))
+    columns, pages = (functools.partial(shapes_of, policy) for shapes_of in (columns_of, pages_of))
     host = [i for i, x in enumerate(specs) if x.window is None and policy.in_host(i)]
     for layer in host:
         if not isinstance(layouts[layer], LinearLayout):
@@ -236,18 +284,23 @@ def create_cache(
 
 
 def with_pages(
-    policy: Policy, policy_params: Any, cache: Cache, before: Array, after: Array, most: int
+    policy: Policy, policy_params: Any, cache: Cache, before: Array, after: Array, max_new: int
 ) -> Cache:
-    """The cache once positions ``before [B]`` to ``after - 1``, at most ``most``, are committed."""
-    held = cache.pages or ({},) * len(cache.specs)
-    for layer, (spec, own) in enumerate(zip(cache.specs, held, strict=True)):
-        if own.keys() != (wanted := pages_of(policy, layer, spec)).keys():
+    """The cache once positions ``before [B]`` to ``after - 1`` are committed: ``max_new`` at most.
+
+    Raises `ValueError` where the cache was made for another policy.
+    """
+    pages_by_layer = cache.pages or ({},) * len(cache.specs)
+    for layer, (spec, layer_pages) in enumerate(zip(cache.specs, pages_by_layer, strict=True)):
+        if layer_pages.keys() != (expected := pages_of(policy, layer, spec)).keys():
             raise ValueError(
-                f"layer {layer} keeps pages {sorted(own)}, but {type(policy).__name__} keeps "
-                f"{sorted(wanted)}; start decoding with the config of its steps"
+                f"layer {layer} keeps pages {sorted(layer_pages)}, but {type(policy).__name__} "
+                f"keeps {sorted(expected)}; start decoding with the config of its steps"
             )
     pages = tuple(
-        policy.fold(policy_params, layer, cache, before, after, most) if own else own
-        for layer, own in enumerate(held)
+        policy.fold(policy_params, layer, cache, before, after, max_new)
+        if layer_pages
+        else layer_pages
+        for layer, layer_pages in enumerate(pages_by_layer)
     )
     return dataclasses.replace(cache, pages=pages) if any(pages) else cache

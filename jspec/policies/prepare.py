@@ -42,11 +42,11 @@ def prepare(
 def _sample(model: Model, tokens: Any) -> np.ndarray:
     """``tokens`` as int32, all of the model's vocabulary."""
     ids = token_ids("tokens", tokens)
-    most = model.config.vocab_size
-    if ids and max(ids) >= most:
+    vocab_size = model.config.vocab_size
+    if ids and max(ids) >= vocab_size:
         raise ValueError(
-            f"the sample holds token {max(ids)}, outside the vocabulary 0..{most - 1}; encode it "
-            "with the model's own tokenizer"
+            f"the sample holds token {max(ids)}, outside the vocabulary 0..{vocab_size - 1}; "
+            "encode it with the model's own tokenizer"
         )
     return np.array(ids, np.int32)
 

@@ -37,15 +37,15 @@ class QuantSpec(Policy):
     def columns(self, spec: LayerSpec) -> Shapes:
         if spec.values_in_keys:
             raise ValueError("quantspec keeps values, and this layer has them in its keys")
-        found: Shapes = {}
+        shapes: Shapes = {}
         for name, size in (("key", spec.key_size), ("value", spec.value_size)):
             if size % self.group:
                 raise ValueError(
                     f"group={self.group} must divide the {name} size {size} of each layer"
                 )
-            found[f"{name}_codes"] = ((spec.kv_heads, size // 2), jnp.uint8)
-            found[f"{name}_scales"] = ((spec.kv_heads, size // self.group, 2), None)
-        return found
+            shapes[f"{name}_codes"] = ((spec.kv_heads, size // 2), jnp.uint8)
+            shapes[f"{name}_scales"] = ((spec.kv_heads, size // self.group, 2), None)
+        return shapes
 
     def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
         codes, scales = in_4_bits(k, self.group)
@@ -61,9 +61,9 @@ class QuantSpec(Policy):
         return None
 
     def read_as(self, policy_params: Any, layer: int, cache: Cache) -> dict[str, Array]:
-        held = cache.columns[layer]
+        columns = cache.columns[layer]
         return {
-            f"{name}s": from_4_bits(held[f"{name}_codes"], held[f"{name}_scales"])
+            f"{name}s": from_4_bits(columns[f"{name}_codes"], columns[f"{name}_scales"])
             for name in ("key", "value")
         }
 

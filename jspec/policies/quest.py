@@ -40,11 +40,17 @@ class Quest(ScoredPolicy):
         return {"low": (channels, None), "high": (channels, None)}
 
     def fold(
-        self, policy_params: Any, layer: int, cache: Cache, before: Array, after: Array, most: int
+        self,
+        policy_params: Any,
+        layer: int,
+        cache: Cache,
+        before: Array,
+        after: Array,
+        max_new: int,
     ) -> dict[str, Array]:
         """Pages that got positions are made anew from all committed keys in them."""
-        held = cache.pages[layer]
-        count = touched(most, self.page)
+        pages = cache.pages[layer]
+        count = touched(max_new, self.page)
         page = before[:, None] // self.page + jnp.arange(count, dtype=jnp.int32)[None]
         inside = jnp.arange(self.page, dtype=jnp.int32)[None, None]
         positions = page[..., None] * self.page + inside
@@ -53,14 +59,14 @@ class Quest(ScoredPolicy):
         slots = cache.layouts[layer].slots(positions)
         keys = cache.keys(layer).at[rows, slots].get(mode="clip")
         known = committed[..., None, None]
-        found = {
+        bounds = {
             "low": jnp.where(known, keys, jnp.inf).min(axis=2),
             "high": jnp.where(known, keys, -jnp.inf).max(axis=2),
         }
-        target = jnp.where(committed.any(axis=2), page, held["low"].shape[1])
+        target = jnp.where(committed.any(axis=2), page, pages["low"].shape[1])
         return {
-            name: held[name].at[rows[..., 0], target].set(x, mode="drop")
-            for name, x in found.items()
+            name: pages[name].at[rows[..., 0], target].set(x, mode="drop")
+            for name, x in bounds.items()
         }
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
@@ -69,5 +75,5 @@ class Quest(ScoredPolicy):
         kv_heads = cache.specs[layer].kv_heads
         q = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, size)
         high, low = (part.sum(axis=(1, 3)) for part in (jnp.maximum(q, 0), jnp.minimum(q, 0)))
-        held = cache.pages[layer]
-        return dots((high, held["high"]), (low, held["low"]))
+        pages = cache.pages[layer]
+        return dots((high, pages["high"]), (low, pages["low"]))

@@ -59,8 +59,8 @@ def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array |
     if isinstance(layout, LinearLayout):
         return positions, None
     if isinstance(layout, Stripe) and not layout.wraps and cache.specs[layer].window is None:
-        return layout.seen(positions), None
-    return positions, layout.held(positions.max(axis=1))
+        return layout.last_slots(positions), None
+    return positions, layout.slot_positions(positions.max(axis=1))
 
 
 def attended(
@@ -70,7 +70,7 @@ def attended(
     shards = cache.shards
     if shards is None:
         return finished(*read(q, positions), sinks, up)
-    return _of_own_heads(shards, *shards.attended(read, q, positions, up), sinks)
+    return _finish_local_heads(shards, *shards.attended(read, q, positions, up), sinks)
 
 
 def merged(cache: Cache, out: Array, lse: Array, sinks: Array | None, up: Array | None) -> Array:
@@ -78,23 +78,23 @@ def merged(cache: Cache, out: Array, lse: Array, sinks: Array | None, up: Array 
     shards = cache.shards
     if shards is None:
         return finished(out, lse, sinks, up)
-    return _of_own_heads(shards, *shards.merged(out, lse, up), sinks)
+    return _finish_local_heads(shards, *shards.merged(out, lse, up), sinks)
 
 
-def _of_own_heads(shards: Shards, out: Array, lse: Array, sinks: Array | None) -> Array:
+def _finish_local_heads(shards: Shards, out: Array, lse: Array, sinks: Array | None) -> Array:
     """The output behind those of a model's ``sinks`` that are of the heads that came back."""
-    return finished(out, lse, None if sinks is None else shards.own_heads(sinks), None)
+    return finished(out, lse, None if sinks is None else shards.local_heads(sinks), None)
 
 
-def with_tail(
+def replace_context(
     cache: Cache, layer: int, columns: Mapping[str, Array], context_len: Array, positions: Array
 ) -> Cache:
     """The cache with other ``columns`` of a layer below ``context_len [B]``, for reading alone."""
-    held = cache.layouts[layer].held(positions.max(axis=1))
-    is_tail = (held >= context_len[:, None])[..., None, None]
-    own = cache.columns[layer]
+    key_positions = cache.layouts[layer].slot_positions(positions.max(axis=1))
+    is_new = (key_positions >= context_len[:, None])[..., None, None]
+    cached = cache.columns[layer]
     return cache.replaced(
-        layer, **{name: jnp.where(is_tail, own[name], x) for name, x in columns.items()}
+        layer, **{name: jnp.where(is_new, cached[name], x) for name, x in columns.items()}
     )
 
 
@@ -102,16 +102,16 @@ def picked_columns(
     policy: Policy, policy_params: Any, cache: Cache, layer: int, chosen: Array, context_len: Array
 ) -> dict[str, Array]:
     """A copy of the keys and values that ``policy`` chose, the keys where it moves them to."""
-    picked = taken(cache, layer, chosen, ("keys", "values"))
+    picked = gather_columns(cache, layer, chosen, ("keys", "values"))
     if policy.moves_keys and cache.specs[layer].window is None:
         picked["keys"] = policy.moved(policy_params, layer, picked["keys"], chosen, context_len)
     return picked
 
 
-def joined_columns(held: Mapping[str, Array], new: Mapping[str, Array]) -> dict[str, Array]:
+def joined_columns(columns: Mapping[str, Array], new: Mapping[str, Array]) -> dict[str, Array]:
     """What a layer held, and new tokens behind it."""
     return {
-        name: jnp.concatenate([held[name], x.astype(held[name].dtype)], axis=1)
+        name: jnp.concatenate([columns[name], x.astype(columns[name].dtype)], axis=1)
         for name, x in new.items()
     }
 
@@ -169,7 +169,9 @@ def projected(out: Array, up: Array | None) -> Array:
     return out if up is None else jnp.einsum("btnv,nvh->btnh", out, up)
 
 
-def taken(cache: Cache, layer: int, positions: Array, names: Sequence[str]) -> dict[str, Array]:
+def gather_columns(
+    cache: Cache, layer: int, positions: Array, names: Sequence[str]
+) -> dict[str, Array]:
     """Some columns ``[B, n, K, ...]`` at ``positions [B, n]`` or, per head, ``[B, K, n]``.
 
     What stands for -1 means nothing.

@@ -41,17 +41,17 @@ def dots(*pairs: tuple[Array, Array]) -> Array:
     return jnp.swapaxes(functools.reduce(jnp.add, products).sum(axis=-1), 1, 2)
 
 
-def best_positions(scores: Array, layout: Layout, most: int, **budget: Any) -> Array:
-    """The positions with the ``most`` highest of the scores ``[..., S]`` of all slots.
+def best_positions(scores: Array, layout: Layout, k: int, **budget: Any) -> Array:
+    """The positions with the ``k`` highest of the scores ``[..., S]`` of all slots.
 
-    int32 ``[..., most]``, as `jspec.select` gives; of a `Stripe` those that this device holds.
+    int32 ``[..., k]``, as `jspec.select` gives; of a `Stripe` those that this device holds.
     ``budget`` is what else that takes. Minus infinity is not read, unless ``budget`` forces it, nor
     is a whole number below 0.
     """
     if not isinstance(layout, Stripe):
-        return highest(in_order(scores, layout), most, **budget)
+        return highest(in_order(scores, layout), k, **budget)
     slots = select_sharded(
-        *(scores, layout.held(budget["lengths"] - 1), most),
+        *(scores, layout.slot_positions(budget["lengths"] - 1), k),
         axis_name=layout.axis,
         capacity=layout.capacity,
         **budget,
@@ -98,8 +98,8 @@ def carried(
     ranks = [(rank, (rank + 1) % layout.ranks) for rank in range(layout.ranks)]
     before = lax.ppermute(blocks[..., layout.block - ahead :], layout.axis, ranks)
     none = jnp.full_like(before[..., :1, :], -jnp.inf)
-    behind = jnp.concatenate([none, before[..., :-1, :]], axis=-2)
-    before = jnp.where(lax.axis_index(layout.axis) == 0, behind, before)
+    shifted = jnp.concatenate([none, before[..., :-1, :]], axis=-2)
+    before = jnp.where(lax.axis_index(layout.axis) == 0, shifted, before)
     return _best_up_to(before, blocks).reshape(scores.shape), layout
 
 
@@ -113,8 +113,10 @@ def _best_up_to(before: Array, scores: Array) -> Array:
 
 def _inside(scores: Array, layout: Layout, context_len: Array) -> Array:
     """Which slots of ``scores [B, ..., S]`` hold a position below ``context_len [B]``."""
-    held = layout.held(context_len - 1)
-    return (held >= 0).reshape(held.shape[0], *[1] * (scores.ndim - 2), held.shape[-1])
+    positions = layout.slot_positions(context_len - 1)
+    return (positions >= 0).reshape(
+        positions.shape[0], *[1] * (scores.ndim - 2), positions.shape[-1]
+    )
 
 
 def in_order(scores: Array, layout: Layout) -> Array:
@@ -125,12 +127,12 @@ def in_order(scores: Array, layout: Layout) -> Array:
     return jnp.take(scores, order, axis=-1)
 
 
-def highest(scores: Array, most: int, **budget: Any) -> Array:
-    """The places of the ``most`` highest scores, int32 ``[..., most]``, as `jspec.select` gives.
+def highest(scores: Array, k: int, **budget: Any) -> Array:
+    """The places of the ``k`` highest scores, int32 ``[..., k]``, as `jspec.select` gives.
 
     Minus infinity is not read, unless ``budget`` forces it, nor is a whole number below 0.
     """
-    chosen = select(scores, most, **budget)
+    chosen = select(scores, k, **budget)
     return _read_of(scores, chosen, chosen, **budget)
 
 
@@ -148,5 +150,5 @@ def _read_of(
     none = -jnp.inf if jnp.issubdtype(scores.dtype, jnp.floating) else -1
     end = lengths.reshape(-1, *[1] * (positions.ndim - 1))
     forced = (positions < sinks) | (positions >= end - recent)
-    found = jnp.take_along_axis(scores, jnp.maximum(slots, 0), axis=-1) > none
-    return jnp.where(forced | found, positions, -1)
+    is_readable = jnp.take_along_axis(scores, jnp.maximum(slots, 0), axis=-1) > none
+    return jnp.where(forced | is_readable, positions, -1)

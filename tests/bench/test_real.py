@@ -154,9 +154,9 @@ def test_sampled_answers_pass_at_their_own_temperature_alone(cell):
 def test_a_row_of_a_drafter_and_no_further_program(cell, name):
     drafting = Drafting.of(name, 3, exact=False)
     cell.compile([(drafting, "greedy"), (drafting, "t0.8")])
-    programs = len(PROGRAMS._kept)
+    programs = len(PROGRAMS._compiled)
     greedy, sampled = (cell.row(drafting, sampling, 12) for sampling in ("greedy", "t0.8"))
-    assert len(PROGRAMS._kept) == programs
+    assert len(PROGRAMS._compiled) == programs
     assert greedy["checked"]
     assert greedy["identical_rows"] == greedy["rows"] == 4
     assert sampled["checked"]

@@ -114,7 +114,7 @@ def test_other_layouts_hold_what_they_say(layout, tokens):
         piece = np.take_along_axis(texts, np.maximum(positions, 0)[:, :, None, None], axis=1)
         piece = jnp.asarray(piece)
         cache = cache.append(0, jnp.asarray(positions), keys=piece, values=-piece)
-    held = np.asarray(layout.held(jnp.asarray(ends - 1, jnp.int32)))
+    held = np.asarray(layout.slot_positions(jnp.asarray(ends - 1, jnp.int32)))
     for row, slot in np.argwhere(held >= 0):
         np.testing.assert_array_equal(cache.keys(0)[row, slot], texts[row, held[row, slot]])
         np.testing.assert_array_equal(cache.values(0)[row, slot], -texts[row, held[row, slot]])

@@ -21,7 +21,7 @@ LAYOUTS = [LinearLayout(48), RingLayout(7), RingLayout(1), *STRIPED]
 
 
 slots_of = jax.jit(lambda layout, positions: layout.slots(positions), static_argnums=0)
-held_by = jax.jit(lambda layout, newest: layout.held(newest), static_argnums=0)
+held_by = jax.jit(lambda layout, newest: layout.slot_positions(newest), static_argnums=0)
 
 
 def spec(window: int | None = None) -> LayerSpec:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jspec.decode.acceptance import HORIZON, MEMORY, OWN, RowAcceptance
+from jspec.decode.acceptance import HORIZON, MEMORY, PRIOR_STEPS, RowAcceptance
 from jspec.decode.auto import LADDER, GammaChoice
 
 STEPS = 16
@@ -81,7 +81,7 @@ def test_a_row_goes_by_others_until_it_is_known():
     for row, kind in itertools.product((0, 1), others):
         tokens, reached = 1.0, 1.0
         for i in range(4):
-            reached *= (gone_on[row, i] + OWN * kind[i]) / (begun[row, i] + OWN)
+            reached *= (gone_on[row, i] + PRIOR_STEPS * kind[i]) / (begun[row, i] + PRIOR_STEPS)
             tokens += reached
         needed += -(-left[row] // (tokens * 3)) * 3 / 2
     assert rows.tokens(4, left, others) == pytest.approx(900 / needed)

@@ -104,7 +104,7 @@ def test_a_token_counts_where_all_before_it_were_accepted():
                 tried[row, levels[row, at]] += 1
                 taken[row, levels[row, at]] += at < accepted[row]
     np.testing.assert_allclose(ending.tried, tried, rtol=1e-5)
-    np.testing.assert_allclose(ending.taken, taken, rtol=1e-5)
+    np.testing.assert_allclose(ending.accepted, taken, rtol=1e-5)
 
 
 def test_rates_go_from_what_drafts_say_to_what_is_accepted():

@@ -76,7 +76,7 @@ def test_prompts_of_up_to_a_chunk_need_no_row(engine, passes, monkeypatch):
 def test_a_turn_takes_up_two_passes(sharp, monkeypatch):
     """Where slots are free for more of them."""
     watched(monkeypatch, 0)
-    monkeypatch.setattr(short_prompts, "WIDE", 4 * CHUNK)
+    monkeypatch.setattr(short_prompts, "LARGE_PASS", 4 * CHUNK)
     engine = engine_of(sharp, "ngram", slots=12, prefill_chunk=CHUNK)
     requests = [engine.submit(prompts((20,))[0], MANY) for _ in range(13)]
     engine.step()
@@ -163,5 +163,5 @@ def test_a_request_gets_what_it_gets_alone_with_any_settings(name, sharp, other)
     """With all drafters and policies; the host's memory has no passes."""
     requests = work(40)
     engine = engine_of(sharp, name, other, slots=4, prefill_chunk=64)
-    assert engine._scheduler.short.is_wide == (name != "lossy-host")
+    assert engine._scheduler.short.has_large_passes == (name != "lossy-host")
     check_arrivals(engine, requests, apart(sharp, name, requests, other), seed=1)

@@ -9,7 +9,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Chain, GuidedDraft, NgramDraft, NoDraft, SelfDraft, named_draft
-from jspec.decode.draft.base import in_turn
+from jspec.decode.draft.base import alternating_scan
 from jspec.decode.generation import generate
 from jspec.decode.growth import grow_capacity
 from jspec.decode.prefill import start_decoding
@@ -245,7 +245,9 @@ def test_steps_in_turn(every, count):
 
         return body
 
-    (mixed, others), outs = in_turn(named(0), named(1), every, (jnp.int32(1), jnp.int32(0)), count)
+    (mixed, others), outs = alternating_scan(
+        named(0), named(1), every, (jnp.int32(1), jnp.int32(0)), count
+    )
     wanted, right = 1, [int(every > 0 and i > 0 and i % every == 0) for i in range(count)]
     for index in range(count):
         wanted = wanted * 3 + index

@@ -41,7 +41,7 @@ def test_programs_tell_functions_settings_and_shapes_apart():
         assert programs(double, jnp.arange(3), times=3).tolist() == [0, 3, 6]
         assert programs(double, jnp.arange(2), times=2).tolist() == [0, 2]
         assert programs(double, np.arange(2, dtype=np.int32), times=2).tolist() == [0, 2]
-    assert len(programs._kept) == 4
+    assert len(programs._compiled) == 4
     assert PROGRAMS is not programs
 
 
@@ -67,14 +67,14 @@ def test_models_of_the_same_shapes_share_programs(tiny, compiled, monkeypatch):
     programs(norm, first, x)
     before = compiled()
     programs(norm, second, x)
-    assert (compiled(), len(programs._kept)) == (before, 1)
+    assert (compiled(), len(programs._compiled)) == (before, 1)
     assert first.signature is second.signature
     monkeypatch.setattr(first, "tree_flatten", None)  # nobody looks at its arrays again
-    assert _Key(norm, (first, x), {}) in programs._kept
+    assert _Key(norm, (first, x), {}) in programs._compiled
     wider = make_decoder(dataclasses.replace(TINY, hidden_size=48))
     other = FlatModels.of(Models(wider))
     programs(norm, other, x)
-    assert len(programs._kept) == 2
+    assert len(programs._compiled) == 2
     assert other.signature != first.signature
 
 
@@ -105,7 +105,7 @@ def test_what_a_living_caller_holds_is_kept():
     assert other.compilations == 8  # four in a round, of which three are kept
     del first, run
     other(grow, x, times=9)
-    assert len(programs._kept) == 2 + 3
+    assert len(programs._compiled) == 2 + 3
     again = programs.timed()
     again(grow, x, times=2)
     assert again.compilations == 0  # the second one's

@@ -5,7 +5,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.generation import generate
-from jspec.decode.stats import PositionRate, Stats, Tally, kept_of
+from jspec.decode.stats import PositionRate, Stats, Tally, clip_records
 from tests.decode.common import DRAFT_LIMITS, NEW, NGRAM, STREAMING, prompts
 from tests.decode.test_draft import lookup
 
@@ -107,7 +107,7 @@ def test_a_row_that_ends_within_a_chunk_counts_what_it_keeps():
     drafted = np.array([[3, 3, 3], [3, 3, 3], [3, 3, 3]])
     accepted = np.array([[3, 2, 3], [1, 3, 0], [2, 3, 3]])
     committed = accepted + 1
-    got = kept_of(drafted, accepted, committed, np.array([9, 4, 0]))
+    got = clip_records(drafted, accepted, committed, np.array([9, 4, 0]))
     np.testing.assert_array_equal(got[0], [[3, 3, 0], [3, 1, 0], [3, 0, 0]])
     np.testing.assert_array_equal(got[1], [[3, 2, 0], [1, 1, 0], [2, 0, 0]])
     np.testing.assert_array_equal(got[2], [[4, 3, 0], [2, 1, 0], [3, 0, 0]])

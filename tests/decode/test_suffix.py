@@ -18,7 +18,7 @@ from jspec.decode.step import speculative_step
 from tests.decode.common import prompts, requests
 
 CAPACITY = 70
-hear = jax.jit(SuffixIndex.hear)
+append = jax.jit(SuffixIndex.append)
 
 
 def matches(text: list[int]) -> list[int]:
@@ -59,7 +59,7 @@ def check_index(index: SuffixIndex, texts: list[list[int]]) -> None:
         expected = np.zeros(index.text.shape[1], int)
         expected[: max(len(text) - 1, 0)] = matches(text)
         np.testing.assert_array_equal(index.agreed[row], expected)
-        assert index.heard[row] == len(text)
+        assert index.length[row] == len(text)
         np.testing.assert_array_equal(index.text[row, : len(text)], text)
         assert (index.text[row, len(text) :] == -1).all()
 
@@ -76,7 +76,7 @@ def test_the_index_equals_its_definition(piece):
         tokens = rng.integers(0, 4, (40, piece))  # what lies behind a count means nothing
         for row, text in enumerate(texts):
             tokens[row, : counts[row]] = text[known[row] : known[row] + counts[row]]
-        index = hear(index, jnp.asarray(tokens, jnp.int32), jnp.asarray(counts, jnp.int32))
+        index = append(index, jnp.asarray(tokens, jnp.int32), jnp.asarray(counts, jnp.int32))
         known += counts
         if known.sum() % 9 == 0:
             check_index(index, [text[:n] for text, n in zip(texts, known, strict=True)])

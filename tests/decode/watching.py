@@ -47,7 +47,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, short: float, turn: float | None = 
         return seen.records[-1]
 
     monkeypatch.setattr(chunks, "SHORT", short)
-    monkeypatch.setattr(chunks, "TURN", short if turn is None else turn)
+    monkeypatch.setattr(chunks, "HOST_SECONDS", short if turn is None else turn)
     monkeypatch.setattr(Chunks, "start", started)
     monkeypatch.setattr(Chunks, "finish", finished)
     return seen

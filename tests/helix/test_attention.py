@@ -248,9 +248,9 @@ def test_a_rank_attends_as_one_device_does_to_its_part():
     q, k, v = (random(1, n, 1, SIZE) for n in (8, 16, 16))
 
     def body(q, k, v):
-        by_slots = attention(q, k, v, layout.seen(positions))
+        by_slots = attention(q, k, v, layout.last_slots(positions))
         newest = jnp.asarray([63], jnp.int32)
-        by_positions = attention(q, k, v, positions, key_positions=layout.held(newest))
+        by_positions = attention(q, k, v, positions, key_positions=layout.slot_positions(newest))
         return jax.tree.map(lambda x: x[None], (by_slots, by_positions))
 
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=P(), out_specs=P("kvp"))
@@ -273,12 +273,12 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
     def body():
         layout = whole.part("kvp")
         slots = jnp.arange(layout.size, dtype=jnp.int32)
-        found = layout.slots(positions), layout.held(newest), layout.at(slots)
-        return jax.tree.map(lambda x: x[None], (*found, layout.seen(positions)))
+        found = layout.slots(positions), layout.slot_positions(newest), layout.at(slots)
+        return jax.tree.map(lambda x: x[None], (*found, layout.last_slots(positions)))
 
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=(), out_specs=P("kvp"))
     slots, held, at, seen = map(np.asarray, jax.jit(run)())
-    np.testing.assert_array_equal(np.concatenate(list(held), axis=1), whole.held(newest))
+    np.testing.assert_array_equal(np.concatenate(list(held), axis=1), whole.slot_positions(newest))
     share = size // 4
     ranks, own = np.divmod(np.asarray(whole.slots(positions)), share)
     for rank in range(4):

@@ -22,7 +22,7 @@ def sharded(layout: StripedLayout, k: int, **settings):
     part = layout.part("ranks")
 
     def body(scores, counts, lengths):
-        positions = part.held(lengths.reshape(-1)[:1] * 0 + layout.size - 1)
+        positions = part.slot_positions(lengths.reshape(-1)[:1] * 0 + layout.size - 1)
         slots = select_sharded(
             *(scores, positions, k),
             axis_name="ranks",

@@ -113,7 +113,7 @@ def test_it_picks_the_highest_means(name, layout):
     def run(q, k, v, cache):
         attend = collecting_attend(positions, cache.lengths, policy=policy)
         out, given = attend(0, q, k, v, Collecting(cache))
-        return out, given.cache, picks(policy, given.cache, given.found, positions, accepted)
+        return out, given.cache, picks(policy, given.cache, given.collected, positions, accepted)
 
     out, after, (found,) = run(q, k, v, cache)
     expected, _ = dense_attend(positions)(0, q, k, v, cache)
@@ -182,24 +182,24 @@ def test_layers_that_follow_read_what_their_leader_picks_anew():
     def read(models, policy_params, state):
         tokens, context_len = state.last_token[:, None], state.cache.lengths
         args = (models.target, tokens, context_len[:, None], state.cache, context_len, 3)
-        return run_selected(*args, policy=policy, policy_params=policy_params.anew())[2]
+        return run_selected(*args, policy=policy, policy_params=policy_params.for_refresh())[2]
 
     found = read(models, policy_params, state)
     assert [x is None for x in found] == [True, False, True, False, False, False]
     np.testing.assert_array_equal(found[1], found[3])
     np.testing.assert_array_equal(found[4], found[5])
     assert not np.array_equal(found[1], found[4])
-    after = policy_params.holding(found).read
+    after = policy_params.with_selections(found).read
     assert [x is None for x in after] == [True, False, True, True, False, True]
     np.testing.assert_array_equal(after[4], found[4])
 
 
 def test_the_first_draft_reads_first_and_last_positions():
     context_len = jnp.array([100, 12, 0], jnp.int32)
-    found = np.asarray(Vegas(budget=0.1, least=8).opening(2, 200, context_len))
+    found = np.asarray(Vegas(budget=0.1, least=8).initial_selection(2, 200, context_len))
     rows = [set(row[row >= 0].tolist()) for row in found]
     assert rows == [{0, 1, 2, 3, *range(94, 100)}, {0, 1, 2, 3, *range(8, 12)}, set()]
-    assert Vegas(per_head=True).opening(2, 200, context_len).shape == (3, 2, 200)
+    assert Vegas(per_head=True).initial_selection(2, 200, context_len).shape == (3, 2, 200)
 
 
 @pytest.mark.parametrize(

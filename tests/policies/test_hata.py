@@ -221,7 +221,7 @@ def test_a_device_that_has_a_part_of_the_rows_reads_it_apart(calls):
         def attended(self, read, q, positions, up=None):
             return read(q, positions)
 
-        def own_heads(self, x):
+        def local_heads(self, x):
             return x
 
     wanted, _ = attended(POLICY, AT["first"])

@@ -85,7 +85,7 @@ def test_a_needle_is_found_at_either_end(name, depth):
     cache = cache.replaced(0, keys=keys, **policy.encode(policy_params, 0, keys))
     cache = with_pages(
         *(policy, policy_params, cache, jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32)),
-        most=CAPACITY,
+        max_new=CAPACITY,
     )
     chosen = np.asarray(select(policy, policy_params, cache, q))
     assert all(place in chosen[0, head] for head in range(2))

@@ -1,4 +1,4 @@
-"""What every drafter is: frozen settings, its own state, and drafting as part of a step."""
+"""Drafters: frozen settings, state of their own, and drafting as part of a step."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ LACKING = 2
 class Drafted:
     """A draft of each row.
 
-    ``tokens`` int32 ``[B, gamma]``; ``lengths`` int32 ``[B]``: how many of them count, which the
-    step cuts at the row's limits; ``logits`` float32 ``[B, gamma, V]`` that they were drawn from,
-    None where the draft was certain of its tokens. ``levels`` int32 ``[B, gamma]``: how certain of
-    them it was, of a draft that may end early.
+    Attributes:
+        tokens: int32 ``[B, gamma]``: draft tokens.
+        lengths: int32 ``[B]``: how many of them count; the step cuts this at the row's limits.
+        logits: float32 ``[B, gamma, V]`` that the tokens were drawn from; None for a draft without
+            probabilities.
+        levels: int32 ``[B, gamma]``: how certain each token was, for a draft that may end early.
     """
 
     tokens: Array
@@ -53,22 +55,26 @@ class Drafted:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TargetPass:
-    """The target's pass over a draft: ``positions`` int32 ``[B, T]``, -1 for padding, and the
-    hidden states ``[B, T, D]`` that the model returned. ``found``: what a guided policy collected
-    of each layer, None where none asked for it."""
+    """The target's pass over a draft.
+
+    Attributes:
+        positions: int32 ``[B, T]``: positions of the tokens, -1 for padding.
+        hidden: ``[B, T, D]``: the hidden states that the model returned.
+        collected: What a guided policy collected of each layer; None without one.
+    """
 
     positions: Array
     hidden: Array
-    found: Any = None
+    collected: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
     """Where draft tokens come from. Subclasses are frozen dataclasses of settings.
 
-    A drafter's arrays live in ``DecodeState.draft``, any pytree whose leaves begin with the batch
-    axis. It may write its keys into the target's cache: verification overwrites them, and lengths
-    undo them.
+    A drafter's arrays are in ``DecodeState.draft``, any pytree whose leaves begin with the batch
+    axis. It may write keys and values of its draft into the target's cache: verification overwrites
+    them, and shorter lengths undo them.
     """
 
     usual_gamma: ClassVar[int] = 4  # where the caller names none
@@ -77,7 +83,7 @@ class Drafter:
 
     @property
     def cache_policy(self) -> Policy:
-        """The policy whose columns the target's cache keeps for this drafter."""
+        """The policy whose columns the target's cache has for this drafter."""
         return Dense()
 
     @property
@@ -91,95 +97,138 @@ class Drafter:
         return self.needs_model
 
     def prepare(self, models: Models) -> Models:
-        """``models`` with what it makes of the target once, before the first step."""
+        """``models`` with what the drafter makes of the target once, before the first step."""
         return models
 
     @property
     def learns_from_rejected(self) -> bool:
         """Whether what it learns depends on draft tokens that were not accepted.
 
-        Each step then has random numbers of its own (docs/sampling.md, *Numbers of a block*).
+        Each step then samples with random numbers of its own (docs/sampling.md, *Numbers of a
+        block*).
         """
         return False
 
     @property
     def may_end_early(self) -> bool:
-        """Whether its tokens are drawn one by one, by `autoregressive`, which may then end before
-        gamma of them: `StepConfig.ends_early`."""
+        """Whether its tokens are drawn one by one, by `autoregressive`.
+
+        Such a draft may end before gamma tokens: `StepConfig.ends_early`.
+        """
         return False
 
     @property
     def guided(self) -> Guided | None:
-        """The policy for which verification collects what it attended to; None for none."""
+        """The policy for which verification collects what it attended to; None without one."""
         return None
 
     def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Any:
-        """The drafter's own state before prompts of which it will hear ``lengths [B]`` tokens.
+        """The drafter's state before the prompts are prefilled.
 
-        None if it keeps none. Raises `ValueError` where ``models`` lack what it needs.
+        Args:
+            models: The models of the step.
+            lengths: int32 ``[B]``: prompt tokens of each row that `prefill` will take.
+            capacity: Positions per row.
+            gamma: Most draft tokens of a step.
+
+        Returns:
+            A pytree whose leaves begin with the batch axis, None where it needs none.
+
+        Raises:
+            ValueError: Where ``models`` lack what it needs.
         """
         return None
 
-    def resumed(self, models: Models, own: Any, lengths: Array, capacity: int, gamma: int) -> Any:
-        """Its own state behind a prompt that longer ones begin with, before the rest of these.
+    def resumed(
+        self, models: Models, drafter_state: Any, lengths: Array, capacity: int, gamma: int
+    ) -> Any:
+        """Its state after a shared prefix, before the rest of prompts that begin with it.
 
-        ``lengths [B]``: the tokens of which it will have heard in the end; the others as in `init`.
+        Args:
+            models: The models of the step.
+            drafter_state: Its state after the prefix.
+            lengths: int32 ``[B]``: prompt tokens of each row, those of the prefix included.
+            capacity: Positions per row.
+            gamma: Most draft tokens of a step.
         """
-        return own
+        return drafter_state
 
     def prefill(
-        self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
+        self,
+        models: Models,
+        drafter_state: Any,
+        tokens: Array,
+        positions: Array,
+        config: StepConfig,
     ) -> Any:
-        """Take up a piece of the prompts: ``tokens [B, T]`` at ``positions [B, T]``, -1 padding.
+        """Its state after a piece of the prompts.
 
-        Like the target's cache, it hears every prompt token of a row but the last.
+        Like the target's cache, it takes every prompt token of a row but the last.
+
+        Args:
+            models: The models of the step.
+            drafter_state: Its state before the piece.
+            tokens: int32 ``[B, T]``: the piece.
+            positions: int32 ``[B, T]``: positions of its tokens, -1 for padding.
+            config: The config of the steps to come.
         """
-        return own
+        return drafter_state
 
-    def grow(self, own: Any, capacity: int) -> Any:
-        """Its own state with room for ``capacity`` positions a row; that of before is donated."""
-        return own
+    def grow(self, drafter_state: Any, capacity: int) -> Any:
+        """Its state with room for ``capacity`` positions per row; the old one is donated."""
+        return drafter_state
 
-    def undone(self, own: Any, before: Any) -> Any:
-        """Its own state where what it learned since ``before`` is taken back.
+    def undone(self, drafter_state: Any, before: Any) -> Any:
+        """Its state without what it learned since ``before``.
 
-        A `Chain` asks for it: within a step, its first drafter learns from drafts.
+        A `Chain` calls it, as its first drafter learns from drafts within a step.
         """
         return before
 
     def before_rounds(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
-        """The state where it took up what the last rounds of a `Chain` left to it."""
+        """The state once the drafter has what the last rounds of a `Chain` left to it."""
         return state
 
     def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
-        """The state where it took up `CATCH_UP` more of the tokens that `rest` left to it."""
+        """The state once the drafter has `CATCH_UP` more of the tokens that `rest` left to it."""
         return state
 
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
-        """Draft ``config.gamma`` tokens a row behind its last known token."""
+        """Draft ``config.gamma`` tokens per row, which follow its last known token.
+
+        Args:
+            models: The models of the step.
+            state: The batch.
+            config: The static settings of the step.
+
+        Returns:
+            The draft, and the state with the drafter's own state and the cache as the draft leaves
+            them.
+        """
         raise NotImplementedError
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
-        """Take up what was verified; ``state`` has the committed tokens and lengths."""
+        """Learn from a verification; ``state`` has the committed tokens and lengths."""
         return state
 
     def rest(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
-        """Take up a plain step, as `learn` does, or leave its token to `caught_up`.
+        """Learn from a plain step, as `learn` does, or leave its token to `caught_up`.
 
-        That is for a drafter with a model of its own, of which a plain step should cost no pass.
+        The latter is for a drafter with a model of its own, which should run no pass in a plain
+        step.
         """
         return self.learn(state, target_pass, verified)
 
 
 class SparseDrafter(Drafter):
-    """A drafter that is the model itself over a sparse view of its own cache.
+    """A drafter that runs the target over a sparse view of its own cache.
 
-    A `Chain` runs passes over that view by itself. ``quantized``: ``int8``, ``fp8`` or ``mxfp4``
-    has the draft read a copy of the linear weights of so many bits, as `quantized_copy` says, which
-    `prepare` makes and ``models.draft`` holds; verification reads the target's own. Subclasses have
-    it as a setting, "" for no copy, and check it by `check_quantized`.
+    ``quantized``: ``int8``, ``fp8`` or ``mxfp4`` makes drafts with a copy of the target whose
+    linear weights have so few bits (`quantized_copy`). `prepare` makes it, and ``models.draft``
+    holds it; verification reads the target's own weights. Subclasses have it as a setting, "" for
+    no copy, and check it by `check_quantized`.
     """
 
     runs_model: ClassVar[bool] = True
@@ -187,7 +236,7 @@ class SparseDrafter(Drafter):
     quantized: str
 
     def check_quantized(self) -> None:
-        """Raise `ValueError` for a kind of copy that there is not."""
+        """Raise `ValueError` for a kind of copy that does not exist."""
         if self.quantized not in ("", *KINDS):
             raise ValueError(f"quantized={self.quantized!r} must be one of {', '.join(KINDS)}")
 
@@ -207,16 +256,16 @@ class SparseDrafter(Drafter):
                 "target; pass draft.prepare(jspec.Models(target))"
             )
 
-    def view(self, models: Models, own: Any, context_len: Array) -> tuple[Policy, Any]:
-        """The policy that says what a pass reads, and the arrays that the policy takes.
+    def view(self, models: Models, drafter_state: Any, context_len: Array) -> tuple[Policy, Any]:
+        """The policy by which a pass selects what it reads, and the policy's parameters.
 
-        ``own``: the drafter's own state; ``context_len [B]``: positions in the cache.
+        ``context_len`` int32 ``[B]``: committed positions per row.
         """
         raise NotImplementedError
 
     @property
     def refresh(self) -> int:
-        """After how many passes of a draft the next one picks anew what it reads; 0 for none."""
+        """After how many passes of a draft the next one selects again what it reads; 0 is never."""
         return 0 if self.guided is None else self.guided.refresh
 
     def run(
@@ -229,24 +278,39 @@ class SparseDrafter(Drafter):
         context_len: Array,
         config: StepConfig,
         *,
-        anew: bool = False,
+        is_refresh: bool = False,
     ) -> tuple[Array, Cache, Any]:
-        """A pass over ``tokens [B, T]`` of a draft behind ``context_len [B]``, by what `view` gave.
+        """A pass over ``tokens`` of a draft.
 
-        The hidden states, the cache with the tokens' columns, and the arrays for the next pass.
-        ``anew``: whether it is one of `refresh`.
+        Args:
+            models: The models of the step.
+            view: What `view` returned.
+            tokens: int32 ``[B, T]``: draft tokens.
+            positions: int32 ``[B, T]``: their positions, -1 for padding.
+            cache: The target's cache.
+            context_len: int32 ``[B]``: committed positions per row, after which the draft begins.
+            config: The static settings of the step.
+            is_refresh: Whether the pass selects again, as `refresh` says.
+
+        Returns:
+            The hidden states ``[B, T, D]``, the cache with the tokens' columns, and the policy's
+            parameters for the next pass.
         """
         policy, policy_params = view
-        hidden, cache, found = run_selected(
+        hidden, cache, selections = run_selected(
             *(self.model_of(models), tokens, positions, cache, context_len, config.gamma),
             policy=policy,
-            policy_params=policy_params.anew() if anew else policy_params,
+            policy_params=policy_params.for_refresh() if is_refresh else policy_params,
             backends=config.backends,
         )
-        return hidden, cache, policy_params.holding(found) if anew else policy_params
+        return (
+            hidden,
+            cache,
+            policy_params.with_selections(selections) if is_refresh else policy_params,
+        )
 
     def model_of(self, models: Models) -> Model:
-        """The model that drafts: the target, or its copy."""
+        """The model that drafts: the target, or its quantized copy."""
         if not self.quantized:
             return models.target
         assert models.draft is not None  # `init`
@@ -260,8 +324,8 @@ def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:
     """
     if gamma == 0:
         return drafted
-    most = jnp.minimum(_room(state), gamma)
-    return dataclasses.replace(drafted, lengths=jnp.minimum(drafted.lengths, most))
+    max_lengths = jnp.minimum(_room(state), gamma)
+    return dataclasses.replace(drafted, lengths=jnp.minimum(drafted.lengths, max_lengths))
 
 
 def _room(state: DecodeState) -> Array:
@@ -277,14 +341,23 @@ def autoregressive(
     carry: Any,
     *,
     axis_name: Axes | None = None,
-    anew: Callable[[Array, Array, Array, Any], tuple[Array, Any]] | None = None,
+    advance_refresh: Callable[[Array, Array, Array, Any], tuple[Array, Any]] | None = None,
     every: int = 0,
 ) -> tuple[Drafted, Any]:
     """Draw gamma tokens one by one; fewer where ``config.ends_early`` and they do not pay.
 
-    ``advance(step, token [B], positions [B], carry)`` gives the logits ``[B, V]`` behind the token
-    at ``positions`` and the next carry; ``anew`` in its place where `in_turn` has the other one.
-    ``axis_name`` as in `jspec.ops.sample.sample`.
+    Args:
+        state: The batch.
+        config: The static settings of the step.
+        advance: ``advance(step, token [B], positions [B], carry)`` returns the logits ``[B, V]`` of
+            the token after ``token``, which is at ``positions``, and the next carry.
+        carry: The first carry.
+        axis_name: As in `jspec.ops.sample.sample`.
+        advance_refresh: Replaces ``advance`` in each ``every``-th step, as in `alternating_scan`.
+        every: How often it does; 0 is never.
+
+    Returns:
+        The draft, and the last carry.
     """
 
     index = jnp.arange(config.gamma, dtype=jnp.int32)
@@ -310,7 +383,7 @@ def autoregressive(
         drafted = jnp.where(index[None] == step, token[:, None], drafted)
         return (token, drafted, carry), logits
 
-    def kept(advance, carried, step):
+    def scan_body(advance, carried, step):
         carried, logits = body(advance, carried, step)
         return carried, None if state.mode == "greedy" else logits
 
@@ -319,33 +392,37 @@ def autoregressive(
     carried = token, drafted, carry
     if config.ends_early:
         usual, room = functools.partial(body, advance), _room(state)
-        found = while_it_pays(state, config.gamma, room, usual, carried, axis_name)
-        count, levels, (_, tokens, carry), logits = found
+        outcome = while_it_pays(state, config.gamma, room, usual, carried, axis_name)
+        count, levels, (_, tokens, carry), logits = outcome
         return Drafted(tokens, jnp.full(room.shape, count, jnp.int32), logits, levels), carry
-    usual, other = functools.partial(kept, advance), functools.partial(kept, anew)
-    (_, tokens, carry), logits = in_turn(usual, other, every, carried, config.gamma)
+    usual, other = (
+        functools.partial(scan_body, advance),
+        functools.partial(scan_body, advance_refresh),
+    )
+    (_, tokens, carry), logits = alternating_scan(usual, other, every, carried, config.gamma)
     lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
     logits = None if logits is None else jnp.swapaxes(logits, 0, 1)
     return Drafted(tokens, lengths, logits), carry
 
 
-def in_turn(
+def alternating_scan(
     usual: Callable[[Any, Array], tuple[Any, Any]],
     other: Callable[[Any, Array], tuple[Any, Any]],
     every: int,
     carry: Any,
     count: int,
 ) -> tuple[Any, Any]:
-    """`lax.scan` of ``usual(carry, step)`` over ``count`` steps, of which each ``every``-th is
-    ``other(carry, step)``: the first such one is step ``every``, and 0 is for none.
+    """A `lax.scan` over ``count`` steps of which every ``every``-th one runs another body.
 
-    Which steps these are is compiled in: for a condition in a loop, a GPU waits for the host.
+    Step ``i`` runs ``other(carry, i)`` where ``i`` is a positive multiple of ``every``, else
+    ``usual(carry, i)``; with ``every=0`` always the latter. Which steps these are is compiled in:
+    for a condition in a loop, a GPU waits for the host.
     """
     index = jnp.arange(count, dtype=jnp.int32)
     if not 0 < every < count:
         return lax.scan(usual, carry, index)
 
-    def turn(carry, steps):
+    def one_group(carry, steps):
         carry, outs = lax.scan(usual, carry, steps[:-1])
         carry, last = other(carry, steps[-1])
         return carry, jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), outs, last)
@@ -353,9 +430,9 @@ def in_turn(
     def joined(first, middle, rest):
         return jnp.concatenate([first, middle.reshape(-1, *first.shape[1:]), rest])
 
-    turns = (count - 1) // every
-    end = turns * every + 1
+    num_groups = (count - 1) // every
+    end = num_groups * every + 1
     carry, first = lax.scan(usual, carry, index[:1])
-    carry, middle = lax.scan(turn, carry, index[1:end].reshape(turns, every))
+    carry, middle = lax.scan(one_group, carry, index[1:end].reshape(num_groups, every))
     carry, rest = lax.scan(usual, carry, index[end:])
     return carry, jax.tree.map(joined, first, middle, rest)

@@ -15,7 +15,7 @@ from jspec.decode.draft.base import (
     Drafter,
     SparseDrafter,
     TargetPass,
-    in_turn,
+    alternating_scan,
     within_limits,
 )
 from jspec.decode.state import DecodeState, Models
@@ -38,13 +38,15 @@ class Levels(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Drafter):
-    """A draft in ``rounds``: ``first`` drafts ``inner`` tokens, one pass of ``second`` checks them.
+    """A draft in ``rounds``: ``first`` drafts ``inner`` tokens, and one pass of ``second`` checks
+    them.
 
-    A round adds what ``second`` would have drafted by itself, one token more than it takes of
-    ``first``. So the tokens and their law are those of ``second``, at fewer passes: each token is
-    drawn from its logits with its own number, and a token of ``first`` is taken where it is the
-    same (docs/sampling.md, *Chains*). The selection of a round is made by its first query. gamma
-    bounds the tokens of all rounds; more than ``rounds * (inner + 1)`` are never drafted.
+    A round adds what ``second`` would have drafted by itself: the tokens of ``first`` that it
+    accepts, and one more. So the tokens and their law are those of ``second``, with fewer passes:
+    each token is drawn from its logits with its own random number, and a token of ``first`` is
+    accepted where it is the same (docs/sampling.md, *Chains*). The first query of a round makes its
+    selection. gamma bounds the tokens of all rounds; more than ``rounds * (inner + 1)`` are never
+    drafted.
     """
 
     usual_gamma: ClassVar[int] = 12
@@ -115,21 +117,29 @@ class Chain(Drafter):
         )
 
     def resumed(
-        self, models: Models, own: Any, lengths: Array, capacity: int, gamma: int
+        self, models: Models, drafter_state: Any, lengths: Array, capacity: int, gamma: int
     ) -> Levels:
         return Levels(
-            self.first.resumed(models, own.first, lengths, capacity, gamma + self.inner),
-            self.second.resumed(models, own.second, lengths, capacity, gamma),
+            self.first.resumed(models, drafter_state.first, lengths, capacity, gamma + self.inner),
+            self.second.resumed(models, drafter_state.second, lengths, capacity, gamma),
         )
 
     def prefill(
-        self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
+        self,
+        models: Models,
+        drafter_state: Any,
+        tokens: Array,
+        positions: Array,
+        config: StepConfig,
     ) -> Levels:
-        pairs = zip((self.first, self.second), own, strict=True)
+        pairs = zip((self.first, self.second), drafter_state, strict=True)
         return Levels(*(d.prefill(models, x, tokens, positions, config) for d, x in pairs))
 
-    def grow(self, own: Any, capacity: int) -> Levels:
-        return Levels(self.first.grow(own.first, capacity), self.second.grow(own.second, capacity))
+    def grow(self, drafter_state: Any, capacity: int) -> Levels:
+        return Levels(
+            self.first.grow(drafter_state.first, capacity),
+            self.second.grow(drafter_state.second, capacity),
+        )
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         return self._each(state, lambda drafter, state: drafter.learn(state, target_pass, verified))
@@ -143,10 +153,13 @@ class Chain(Drafter):
     def _each(
         self, state: DecodeState, take_up: Callable[[Drafter, DecodeState], DecodeState]
     ) -> DecodeState:
-        """The state where each drafter's own is as ``take_up`` leaves it."""
+        """The state once ``take_up`` has changed the state of each of the two drafters."""
         pairs = zip((self.first, self.second), state.draft, strict=True)
-        own = (take_up(x, dataclasses.replace(state, draft=held)).draft for x, held in pairs)
-        return dataclasses.replace(state, draft=Levels(*own))
+        states = (
+            take_up(x, dataclasses.replace(state, draft=drafter_state)).draft
+            for x, drafter_state in pairs
+        )
+        return dataclasses.replace(state, draft=Levels(*states))
 
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
@@ -155,30 +168,31 @@ class Chain(Drafter):
         # A round may go up to the draft's end, and the outer step needs one token more.
         room = jnp.minimum(jnp.minimum(state.limits - begin - 1, state.draft_limits), gamma)
         room = jnp.maximum(room, 0)
-        own: Levels = state.draft
+        levels: Levels = state.draft
         inside = dataclasses.replace(
-            state, limits=begin + room, done=state.done | (room == 0), draft=own.first
+            state, limits=begin + room, done=state.done | (room == 0), draft=levels.first
         )
         inside = self.first.before_rounds(models, inside, config)
-        policy, policy_params = self.second.view(models, own.second, context_len)
+        policy, policy_params = self.second.view(models, levels.second, context_len)
         # Each round adds a token at least.
         rounds = min(self.rounds, gamma)
         logits = None
         if state.mode != "greedy":
             logits = jnp.zeros((len(begin), gamma, models.target.config.vocab_size), jnp.float32)
 
-        def body(carried: tuple[DecodeState, Any, Any], _, anew=False):
+        def body(carried: tuple[DecodeState, Any, Any], _, is_refresh=False):
             inside, policy_params, logits = carried
             before = inside.lengths
             inside, policy_params, of_round = self._round(
-                *(models, inside, context_len, (policy, policy_params), config), anew=anew
+                *(models, inside, context_len, (policy, policy_params), config),
+                is_refresh=is_refresh,
             )
             if logits is not None:
                 logits = _put(logits, of_round, before - begin, inside.lengths - before)
             return (inside, policy_params, logits), None
 
-        again, every = functools.partial(body, anew=True), self.second.refresh
-        (inside, _, logits), _ = in_turn(
+        again, every = functools.partial(body, is_refresh=True), self.second.refresh
+        (inside, _, logits), _ = alternating_scan(
             body, again, every, (inside, policy_params, logits), rounds
         )
         index = begin[:, None] + jnp.arange(gamma, dtype=jnp.int32)[None]
@@ -186,8 +200,8 @@ class Chain(Drafter):
         tokens = jnp.take_along_axis(inside.tokens, index, axis=1)
         drafted = Drafted(tokens, inside.lengths - begin, logits)
         cache = inside.cache.with_lengths(context_len)
-        own = own._replace(first=self.first.undone(inside.draft, own.first))
-        return drafted, dataclasses.replace(state, cache=cache, draft=own)
+        levels = levels._replace(first=self.first.undone(inside.draft, levels.first))
+        return drafted, dataclasses.replace(state, cache=cache, draft=levels)
 
     def _round(
         self,
@@ -197,14 +211,12 @@ class Chain(Drafter):
         view: tuple[Policy, Any],
         config: StepConfig,
         *,
-        anew: bool,
+        is_refresh: bool,
     ) -> tuple[DecodeState, Any, Array]:
-        """Draft, check by a sparse pass and commit within the draft; the logits ``[B, g + 1, V]``.
+        """Draft, check by a sparse pass, and commit within the draft.
 
-        ``context_len [B]``: where the selected context ends and the outer draft begins. ``view``:
-        of the second drafter, whose parameters for the next round are returned too; ``anew`` as in
-        its `run`.
-        ``state.draft`` is the first one's.
+        ``view``: that of the second drafter. ``state.draft`` is the first drafter's. Returns the
+        state, the second policy's parameters for the next round, and the logits ``[B, g + 1, V]``.
         """
         inner = dataclasses.replace(config, gamma=min(self.inner, config.gamma), draft=self.first)
         drafted, state = self.first.draft(models, state, inner)
@@ -215,13 +227,14 @@ class Chain(Drafter):
         positions = jnp.where(counts, state.cache.lengths[:, None] + index, -1)
         model = self.second.model_of(models)
         hidden, cache, policy_params = self.second.run(
-            *(models, view, tokens, positions, state.cache, context_len, config), anew=anew
+            *(models, view, tokens, positions, state.cache, context_len, config),
+            is_refresh=is_refresh,
         )
         logits = model.logits(hidden)
         if state.mode == "greedy":
-            own = greedy(logits)
+            model_tokens = greedy(logits)
         else:
-            own = sample(
+            model_tokens = sample(
                 logits,
                 state.sampling,
                 state.lengths[:, None] + index,
@@ -231,7 +244,7 @@ class Chain(Drafter):
             )
         verified = verify_greedy(
             drafted.tokens,
-            own,
+            model_tokens,
             drafted.lengths,
             state.stop_tokens,
             implementation=config.backends.get("verify_greedy"),

@@ -1,4 +1,4 @@
-"""The model drafts for itself over what its last verification attended to."""
+"""Self-speculation over what the last verification attended to."""
 
 from __future__ import annotations
 
@@ -26,32 +26,35 @@ VEGAS = Vegas()
 
 
 class Guide(NamedTuple):
-    """What a draft reads of the committed positions.
+    """What a draft reads of the committed positions; -1 is none.
 
-    ``picked``: of each layer that picks, int32 ``[B, n]`` or, per head, ``[B, K, n]``, below the
-    length that the last verification began with; ``since`` int32 ``[B, gamma + 1]``: what was
-    committed from there on. -1 is none.
+    Attributes:
+        picked: Of each layer that selects, int32 ``[B, n]`` or, per head, ``[B, K, n]``: positions
+            below the length that the last verification began with.
+        since: int32 ``[B, gamma + 1]``: positions committed since then.
     """
 
     picked: tuple[Array | None, ...]
     since: Array
 
     def guidance(self, context_len: Array, hashes: Any) -> Guidance:
-        """What is read below ``context_len [B]``: the picked positions, and those since."""
+        """What passes of a draft read below ``context_len [B]``: ``picked``, and ``since``."""
         # A slot that was filled by steps of a smaller gamma still has its last row's end here.
         since = jnp.where(self.since < context_len[:, None], self.since, -1)
-        read = (None if own is None else with_since(own, since) for own in self.picked)
+        read = (
+            None if positions is None else with_since(positions, since) for positions in self.picked
+        )
         return Guidance(tuple(read), since, hashes)
 
 
 @dataclasses.dataclass(frozen=True)
 class GuidedDraft(SparseDrafter):
-    """Self-speculation over positions that verification itself picked (Yue et al. 2026).
+    """Self-speculation over positions that verification itself selected (Yue et al. 2026).
 
-    Each verification picks for the next draft, at no pass of its own; what was committed since is
-    read besides. The first draft has no verification to go by and reads first and last positions.
-    The draft's keys and values go into the target's cache. With a policy that refreshes, long
-    drafts pick anew by hashes of the keys, which the cache then keeps.
+    Each verification selects for the next draft, without a pass of its own; a draft also reads what
+    was committed since. The first draft has no verification before it, and reads the first and the
+    last positions. The draft's keys and values are written to the target's cache. With a policy
+    that refreshes, long drafts select again by hashes of the keys, which the cache then has.
     """
 
     policy: Guided = VEGAS
@@ -84,7 +87,7 @@ class GuidedDraft(SparseDrafter):
         super().init(models, lengths, capacity, gamma)
         specs = models.target.config.layers
         picked = tuple(
-            self.policy.opening(specs[layer].kv_heads, capacity, lengths)
+            self.policy.initial_selection(specs[layer].kv_heads, capacity, lengths)
             if leader == layer
             else None
             for layer, leader in enumerate(self.policy.leaders(specs))
@@ -92,24 +95,26 @@ class GuidedDraft(SparseDrafter):
         return Guide(picked, jnp.full((len(lengths), gamma + 1), -1, jnp.int32))
 
     def resumed(
-        self, models: Models, own: Guide, lengths: Array, capacity: int, gamma: int
+        self, models: Models, drafter_state: Guide, lengths: Array, capacity: int, gamma: int
     ) -> Guide:
         return self.init(models, lengths, capacity, gamma)
 
-    def grow(self, own: Guide, capacity: int) -> Guide:
+    def grow(self, drafter_state: Guide, capacity: int) -> Guide:
         def wider(picked: Array) -> Array:
             none = jnp.zeros(len(picked), jnp.int32)
-            most = self.policy.opening(1, capacity, none).shape[-1]
+            new_size = self.policy.initial_selection(1, capacity, none).shape[-1]
             # On a mesh each device has picks of its own.
-            held, size = picked.sharding.shard_shape(picked.shape)[-1], picked.shape[-1]
-            parts, axis = size // held, picked.ndim - 1
-            return longer(picked, max(most, held) * parts, -1, axis=axis, parts=parts)
+            local_size, size = picked.sharding.shard_shape(picked.shape)[-1], picked.shape[-1]
+            parts, axis = size // local_size, picked.ndim - 1
+            return longer(picked, max(new_size, local_size) * parts, -1, axis=axis, parts=parts)
 
-        picked = tuple(None if x is None else wider(x) for x in own.picked)
-        return own._replace(picked=picked)
+        picked = tuple(None if x is None else wider(x) for x in drafter_state.picked)
+        return drafter_state._replace(picked=picked)
 
-    def view(self, models: Models, own: Guide, context_len: Array) -> tuple[Guided, Guidance]:
-        return self.policy, own.guidance(context_len, models.policy)
+    def view(
+        self, models: Models, drafter_state: Guide, context_len: Array
+    ) -> tuple[Guided, Guidance]:
+        return self.policy, drafter_state.guidance(context_len, models.policy)
 
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
@@ -118,7 +123,7 @@ class GuidedDraft(SparseDrafter):
         _, policy_params = self.view(models, state.draft, context_len)
         model = self.model_of(models)
 
-        def advance(step, token, positions, carry, anew=False):
+        def advance(step, token, positions, carry, is_refresh=False):
             cache, policy_params = carry
             where = positions[:, None]
             where = jnp.where(state.beyond(where), -1, where)
@@ -132,28 +137,32 @@ class GuidedDraft(SparseDrafter):
                     context_len,
                     config,
                 ),
-                anew=anew,
+                is_refresh=is_refresh,
             )
             return model.logits(hidden)[:, 0], (cache, policy_params)
 
         drafted, (cache, _) = autoregressive(
             *(state, config, advance, (state.cache, policy_params)),
             axis_name=vocabulary_axes(models.target),
-            anew=functools.partial(advance, anew=True),
+            advance_refresh=functools.partial(advance, is_refresh=True),
             every=self.refresh,
         )
         return drafted, dataclasses.replace(state, cache=cache)
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
-        held: Guide = state.draft
-        found = picks(
-            self.policy, state.cache, target_pass.found, target_pass.positions, verified.accepted
+        guide: Guide = state.draft
+        selections = picks(
+            self.policy,
+            state.cache,
+            target_pass.collected,
+            target_pass.positions,
+            verified.accepted,
         )
         picked = tuple(
             None if before is None or after is None else padded(after, before.shape[-1])
-            for before, after in zip(held.picked, found, strict=True)
+            for before, after in zip(guide.picked, selections, strict=True)
         )
-        index = jnp.arange(held.since.shape[1], dtype=jnp.int32)
+        index = jnp.arange(guide.since.shape[1], dtype=jnp.int32)
         since = target_pass.positions[:, :1] + index[None]
         known = (target_pass.positions[:, :1] >= 0) & (since < state.cache.lengths[:, None])
         since = jnp.where(known, since, -1)

@@ -7,22 +7,23 @@ import jax.numpy as jnp
 from jspec.typing import Array
 
 
-def agreement(text: Array, begins: Array, ends: Array, most: int) -> Array:
-    """How many tokens up to each position are the last ones of ``text [B, S]`` before ``ends [B]``.
+def agreement(text: Array, begins: Array, ends: Array, max_length: int) -> Array:
+    """How many tokens up to each position equal the last ones of ``text [B, S]``.
 
-    Compared back to front, one by one, down to ``begins [B]`` and ``most`` tokens at most; int32
-    ``[B, S]``. 0 from the last token on, which would agree with itself.
+    The text of a row goes up to ``ends [B]``. Its tokens are compared from the last one back, down
+    to ``begins [B]`` and at most ``max_length`` of them. Returns int32 ``[B, S]``, which is 0 from
+    the last token on, as that would agree with itself.
     """
     batch, capacity = text.shape
     position = jnp.arange(capacity, dtype=jnp.int32)[None]
     agreed = jnp.zeros((batch, capacity), jnp.int32)
     running = position < ends[:, None] - 1
-    for back in range(most):
+    for back in range(max_length):
         at = ends - 1 - back
         last = jnp.take_along_axis(text, jnp.maximum(at, 0)[:, None], 1)[:, 0]
-        wanted = jnp.where(at >= begins, last, -2)
+        expected = jnp.where(at >= begins, last, -2)
         shifted = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, :capacity]
-        running = running & (shifted == wanted[:, None])
+        running = running & (shifted == expected[:, None])
         agreed = agreed + running.astype(jnp.int32)
     return agreed
 
@@ -30,8 +31,15 @@ def agreement(text: Array, begins: Array, ends: Array, most: int) -> Array:
 def continuation(text: Array, ends: Array, agreed: Array, gamma: int) -> tuple[Array, Array]:
     """What followed the longest earlier match of the end of ``text``, the latest of equals.
 
-    ``agreed [B, S]`` as `agreement` gives it for ``ends [B]``. Tokens int32 ``[B, gamma]``, and the
-    length of the match ``[B]``; where that is 0, the tokens mean nothing.
+    Args:
+        text: int32 ``[B, S]``: the tokens of each row.
+        ends: int32 ``[B]``: how many of them there are.
+        agreed: int32 ``[B, S]``: as `agreement` returns it.
+        gamma: How many tokens to return.
+
+    Returns:
+        Tokens int32 ``[B, gamma]``, and the length of the match int32 ``[B]``; where that is 0, the
+        tokens mean nothing.
     """
     latest = jnp.argmax(jnp.flip(agreed, axis=1), axis=1).astype(jnp.int32)
     end = text.shape[1] - 1 - latest

@@ -43,10 +43,10 @@ def named_draft(text: str) -> Drafter:
         return made(DRAFTERS[name], "draft", name, settings)
     if name in POLICIES or name in GUIDED:
         kind, policies = (GuidedDraft, GUIDED) if name in GUIDED else (SelfDraft, POLICIES)
-        own = [x for x in settings.split(",") if x.startswith("quantized=")]
-        rest = [x for x in settings.split(",") if x not in own]
-        policy = made(policies[name], "draft", name, ",".join(rest))
-        draft = made(kind, "draft", name, ",".join(own))
+        draft_settings = [x for x in settings.split(",") if x.startswith("quantized=")]
+        policy_settings = [x for x in settings.split(",") if x not in draft_settings]
+        policy = made(policies[name], "draft", name, ",".join(policy_settings))
+        draft = made(kind, "draft", name, ",".join(draft_settings))
         return dataclasses.replace(draft, policy=policy)
     raise ValueError(f"draft {name!r} is unknown; choose one of {', '.join(names())}")
 

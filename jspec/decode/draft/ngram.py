@@ -29,8 +29,8 @@ class NgramDraft(Drafter):
     max_match: int = 16
 
     def __post_init__(self) -> None:
-        least, most = map(whole_number, (self.min_match, self.max_match))
-        if least is None or most is None or not 1 <= least <= most:
+        shortest, longest_match = map(whole_number, (self.min_match, self.max_match))
+        if shortest is None or longest_match is None or not 1 <= shortest <= longest_match:
             raise ValueError(
                 f"min_match={shown(self.min_match)} must be a whole number in "
                 f"[1, max_match={shown(self.max_match)}]"
@@ -41,6 +41,6 @@ class NgramDraft(Drafter):
     ) -> tuple[Drafted, DecodeState]:
         tokens, lengths = state.tokens, state.lengths
         agreed = agreement(tokens, jnp.zeros_like(lengths), lengths, self.max_match)
-        found, longest = continuation(tokens, lengths, agreed, config.gamma)
+        draft_tokens, longest = continuation(tokens, lengths, agreed, config.gamma)
         count = jnp.where(longest >= self.min_match, config.gamma, 0).astype(jnp.int32)
-        return Drafted(found, count), state
+        return Drafted(draft_tokens, count), state

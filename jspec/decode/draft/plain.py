@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class NoDraft(Drafter):
-    """Plain decoding. With gamma above 0 a pass has gamma positions of padding beside its token,
-    so that it is shaped like a pass that verifies."""
+    """Plain decoding.
+
+    With gamma above 0 a pass has gamma positions of padding after its token, so that it has the
+    shape of a pass that verifies.
+    """
 
     usual_gamma: ClassVar[int] = 0
 
@@ -34,10 +37,10 @@ class NoDraft(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class Paused(NoDraft):
-    """Plain decoding while the drafter ``of`` rests, which then goes on from the same state.
+    """Plain decoding while the drafter ``of`` pauses, which later goes on from the same state.
 
-    The cache keeps what it needs, and it takes up what is committed. A second model must be caught
-    up before it drafts again, `jspec.decode.step.catch_up`.
+    The cache gets the columns that it needs, and it learns what is committed. A second model must
+    catch up before it drafts again: `jspec.decode.step.catch_up`.
     """
 
     of: Drafter
@@ -53,16 +56,23 @@ class Paused(NoDraft):
     def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Any:
         return self.of.init(models, lengths, capacity, gamma)
 
-    def resumed(self, models: Models, own: Any, lengths: Array, capacity: int, gamma: int) -> Any:
-        return self.of.resumed(models, own, lengths, capacity, gamma)
+    def resumed(
+        self, models: Models, drafter_state: Any, lengths: Array, capacity: int, gamma: int
+    ) -> Any:
+        return self.of.resumed(models, drafter_state, lengths, capacity, gamma)
 
     def prefill(
-        self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
+        self,
+        models: Models,
+        drafter_state: Any,
+        tokens: Array,
+        positions: Array,
+        config: StepConfig,
     ) -> Any:
-        return self.of.prefill(models, own, tokens, positions, config)
+        return self.of.prefill(models, drafter_state, tokens, positions, config)
 
-    def grow(self, own: Any, capacity: int) -> Any:
-        return self.of.grow(own, capacity)
+    def grow(self, drafter_state: Any, capacity: int) -> Any:
+        return self.of.grow(drafter_state, capacity)
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         return self.of.rest(state, target_pass, verified)

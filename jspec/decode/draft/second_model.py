@@ -1,4 +1,4 @@
-"""A second, smaller model drafts over a cache of its own."""
+"""A second, smaller model that drafts over a cache of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jspec.typing import Array, Model
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
 
-MOST_PADDING = 1024  # tokens; vocabularies that differ by more are not those of one tokenizer
+MAX_PADDING = 1024  # tokens; vocabularies that differ by more are not those of one tokenizer
 _MISSING = (
     "ModelDraft() needs a draft model: pass draft_model=, or jspec.Models(target, draft), to "
     "whatever starts decoding with draft=ModelDraft() and to each step"
@@ -33,37 +33,44 @@ def _required(models: Models) -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft(Drafter):
-    """The draft model of `jspec.Models`, which has the target's vocabulary but for padding.
+    """Drafts with ``Models.draft``, which has the target's vocabulary but for padding.
 
-    Of unequal vocabularies the longer one may only be padded: what lies beyond the target's is
-    never drafted, and what lies beyond the draft model's has no mass in its drafts. The draft model
-    is fed the last two tokens each time: after a fully accepted draft its cache lacks the last
-    draft token, and feeding pairs catches up without a second program.
+    Of unequal vocabularies the longer one may only be padded: ids past the target's are never
+    drafted, and ids past the draft model's have no mass in its drafts. A draft begins with the last
+    two tokens: after a fully accepted draft the draft model's cache lacks the last draft token, and
+    pairs add it without a second program.
     """
 
     runs_model: ClassVar[bool] = True
 
     def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Cache:
         model = _required(models)
-        own, target = model.config, models.target.config
-        if abs(own.vocab_size - target.vocab_size) > MOST_PADDING:
+        draft_config, target = model.config, models.target.config
+        if abs(draft_config.vocab_size - target.vocab_size) > MAX_PADDING:
             raise ValueError(
-                f"the draft model's vocabulary of {own.vocab_size} differs from the target's "
-                f"{target.vocab_size}; they must be the same but for padding, of {MOST_PADDING} "
-                "tokens at most"
+                f"the draft model's vocabulary of {draft_config.vocab_size} differs from the "
+                f"target's {target.vocab_size}; they must be the same but for padding, of "
+                f"{MAX_PADDING} tokens at most"
             )
-        layouts = layouts_of(own.layers, capacity, gamma)
-        cache = Cache.create(own.layers, layouts, len(lengths), model.dtype)
+        layouts = layouts_of(draft_config.layers, capacity, gamma)
+        cache = Cache.create(draft_config.layers, layouts, len(lengths), model.dtype)
         return cache.with_lengths(lengths)
 
-    def resumed(self, models: Models, own: Any, lengths: Array, capacity: int, gamma: int) -> Cache:
-        return own.with_lengths(lengths)
+    def resumed(
+        self, models: Models, drafter_state: Any, lengths: Array, capacity: int, gamma: int
+    ) -> Cache:
+        return drafter_state.with_lengths(lengths)
 
     def prefill(
-        self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
+        self,
+        models: Models,
+        drafter_state: Any,
+        tokens: Array,
+        positions: Array,
+        config: StepConfig,
     ) -> Any:
         model, attend = _required(models), dense_attend(positions, backends=config.backends)
-        return model(_known(tokens, model), positions, attend, own)[1]
+        return model(_known(tokens, model), positions, attend, drafter_state)[1]
 
     @property
     def needs_model(self) -> bool:
@@ -73,24 +80,26 @@ class ModelDraft(Drafter):
     def may_end_early(self) -> bool:
         return True
 
-    def undone(self, own: Any, before: Any) -> Cache:
-        return own.with_lengths(before.lengths)
+    def undone(self, drafter_state: Any, before: Any) -> Cache:
+        return drafter_state.with_lengths(before.lengths)
 
-    def grow(self, own: Any, capacity: int) -> Cache:
-        return own.grown(capacity)
+    def grow(self, drafter_state: Any, capacity: int) -> Cache:
+        return drafter_state.grown(capacity)
 
     def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
         begin = jnp.maximum(state.draft.lengths - LACKING, 0)
-        own = self._taken_up(models, state, begin, CATCH_UP, config)
+        drafter_state = self._with_cached_tokens(models, state, begin, CATCH_UP, config)
         lengths = jnp.minimum(begin + CATCH_UP, state.cache.lengths)
-        return dataclasses.replace(state, draft=own.with_lengths(lengths))
+        return dataclasses.replace(state, draft=drafter_state.with_lengths(lengths))
 
     def before_rounds(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
         # The pairs of the draft take up all that it may lack but the first.
         begin = jnp.maximum(state.cache.lengths - LACKING, 0)
-        return dataclasses.replace(state, draft=self._taken_up(models, state, begin, 1, config))
+        return dataclasses.replace(
+            state, draft=self._with_cached_tokens(models, state, begin, 1, config)
+        )
 
-    def _taken_up(
+    def _with_cached_tokens(
         self, models: Models, state: DecodeState, begin: Array, count: int, config: StepConfig
     ) -> Cache:
         """Its cache with ``count`` of the target's cached tokens from ``begin [B]`` on."""

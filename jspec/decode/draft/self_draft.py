@@ -1,4 +1,4 @@
-"""The model drafts for itself over a sparse view of its own cache."""
+"""Self-speculation over a sparse view of the model's own cache."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SelfDraft(SparseDrafter):
-    """Self-speculation: the target with ``policy`` choosing what its attention reads.
+    """Self-speculation: the target drafts with attention over what ``policy`` selects.
 
     Where the selection depends on the query, it is made for each draft token, and the draft's keys
-    and values go into the target's cache. Where it does not, it is copied once a step, and the
-    draft reads and writes the copy.
+    and values are written to the target's cache. Where it does not, the selected keys and values
+    are copied once a step, and the draft reads and writes the copy.
     """
 
     policy: Policy = Streaming()
@@ -33,8 +33,10 @@ class SelfDraft(SparseDrafter):
     def __post_init__(self) -> None:
         self.check_quantized()
         if isinstance(self.policy, Guided):
-            given = shown(self.policy)
-            raise TypeError(f"policy={given} is guided by verification; pass GuidedDraft({given})")
+            shown_policy = shown(self.policy)
+            raise TypeError(
+                f"policy={shown_policy} is guided by verification; pass GuidedDraft({shown_policy})"
+            )
 
     @property
     def cache_policy(self) -> Policy:
@@ -44,7 +46,7 @@ class SelfDraft(SparseDrafter):
     def may_end_early(self) -> bool:
         return True
 
-    def view(self, models: Models, own: Any, context_len: Array) -> tuple[Policy, Any]:
+    def view(self, models: Models, drafter_state: Any, context_len: Array) -> tuple[Policy, Any]:
         return self.policy, models.policy
 
     def draft(

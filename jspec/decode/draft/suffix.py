@@ -1,4 +1,4 @@
-"""Suffix drafts: lookup by the longest match of any length, from lengths that are kept."""
+"""Suffix drafts: lookup by the longest match of any length, whose lengths are kept in the state."""
 
 from __future__ import annotations
 
@@ -27,42 +27,44 @@ GROUP = 16  # tokens that the index takes up at a time, so that a long prompt co
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SuffixIndex:
-    """How long the text up to each position agrees with the end of what was heard.
+    """How long the text up to each position agrees with the end of the text.
 
-    ``text`` int32 ``[B, S]``: the tokens heard, -1 behind them; ``heard`` int32 ``[B]``: how many;
-    ``agreed`` int32 ``[B, S]``: the longest common suffix of ``text[:j + 1]`` and the whole, 0 from
-    the last token on.
+    Attributes:
+        text: int32 ``[B, S]``: the tokens so far, -1 after them.
+        length: int32 ``[B]``: how many there are.
+        agreed: int32 ``[B, S]``: the longest common suffix of ``text[:j + 1]`` and the whole, 0
+            from the last token on.
     """
 
     text: Array
-    heard: Array
+    length: Array
     agreed: Array
 
     @classmethod
     def empty(cls, batch: int, capacity: int) -> SuffixIndex:
         return cls(
             text=jnp.full((batch, capacity), -1, jnp.int32),
-            heard=jnp.zeros((batch,), jnp.int32),
+            length=jnp.zeros((batch,), jnp.int32),
             agreed=jnp.zeros((batch, capacity), jnp.int32),
         )
 
-    def hear(self, tokens: Array, counts: Array) -> SuffixIndex:
-        """Take up the first ``counts [B]`` of ``tokens [B, n]``.
+    def append(self, tokens: Array, counts: Array) -> SuffixIndex:
+        """Append the first ``counts [B]`` of ``tokens [B, n]``.
 
-        A match that all of the new tokens go on with is as much longer. Every other one ends within
-        them. So the cost depends on n alone, however long matches are.
+        A match that goes on with all new tokens grows by them; any other match ends within them. So
+        the cost depends on n alone, however long matches are.
         """
         batch, capacity = self.text.shape
         new = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        at = jnp.where(new < counts[:, None], self.heard[:, None] + new, capacity)
+        at = jnp.where(new < counts[:, None], self.length[:, None] + new, capacity)
         text = self.text.at[jnp.arange(batch)[:, None], at].set(tokens, mode="drop")
-        heard = self.heard + counts
-        within = agreement(text, self.heard, heard, tokens.shape[1])
+        length = self.length + counts
+        within = agreement(text, self.length, length, tokens.shape[1])
         before = jnp.arange(capacity, dtype=jnp.int32)[None] - counts[:, None]
         old = jnp.take_along_axis(self.agreed, jnp.maximum(before, 0), axis=1)
         old = jnp.where(before >= 0, old, 0)
         agreed = within + jnp.where(within == counts[:, None], old, 0)
-        return SuffixIndex(text, heard, agreed)
+        return SuffixIndex(text, length, agreed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,35 +94,45 @@ class SuffixDraft(Drafter):
         return SuffixIndex.empty(len(lengths), capacity)
 
     def prefill(
-        self, models: Models, own: Any, tokens: Array, positions: Array, config: StepConfig
+        self,
+        models: Models,
+        drafter_state: Any,
+        tokens: Array,
+        positions: Array,
+        config: StepConfig,
     ) -> SuffixIndex:
         def grouped(x: Array) -> Array:
             x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)), constant_values=-1)
             return x.reshape(len(x), -1, GROUP).swapaxes(0, 1)
 
-        def take(own: SuffixIndex, group: tuple[Array, Array]) -> tuple[SuffixIndex, None]:
+        def take(
+            drafter_state: SuffixIndex, group: tuple[Array, Array]
+        ) -> tuple[SuffixIndex, None]:
             tokens, positions = group
-            return own.hear(tokens, (positions >= 0).sum(axis=1, dtype=jnp.int32)), None
+            return drafter_state.append(tokens, (positions >= 0).sum(axis=1, dtype=jnp.int32)), None
 
-        return lax.scan(take, own, (grouped(tokens), grouped(positions)))[0]
+        return lax.scan(take, drafter_state, (grouped(tokens), grouped(positions)))[0]
 
-    def grow(self, own: Any, capacity: int) -> SuffixIndex:
-        text, agreed = longer(own.text, capacity, fill=-1), longer(own.agreed, capacity)
-        return SuffixIndex(text, own.heard, agreed)
+    def grow(self, drafter_state: Any, capacity: int) -> SuffixIndex:
+        text, agreed = (
+            longer(drafter_state.text, capacity, fill=-1),
+            longer(drafter_state.agreed, capacity),
+        )
+        return SuffixIndex(text, drafter_state.length, agreed)
 
     def draft(
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
-        whole = state.draft.hear(state.last_token[:, None], jnp.ones_like(state.lengths))
-        found, longest = continuation(whole.text, whole.heard, whole.agreed, config.gamma)
+        whole = state.draft.append(state.last_token[:, None], jnp.ones_like(state.lengths))
+        draft_tokens, longest = continuation(whole.text, whole.length, whole.agreed, config.gamma)
         allowed = jnp.minimum(self.factor * longest.astype(jnp.float32), config.gamma)
         count = jnp.where(longest >= self.min_match, allowed.astype(jnp.int32), 0)
-        return Drafted(found, count), state
+        return Drafted(draft_tokens, count), state
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         index: SuffixIndex = state.draft
         new = jnp.arange(verified.tokens.shape[1], dtype=jnp.int32)[None]
-        at = jnp.minimum(index.heard[:, None] + new, state.tokens.shape[1] - 1)
+        at = jnp.minimum(index.length[:, None] + new, state.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(state.tokens, at, axis=1)
-        index = index.hear(tokens, state.cache.lengths - index.heard)
+        index = index.append(tokens, state.cache.lengths - index.length)
         return dataclasses.replace(state, draft=index)
