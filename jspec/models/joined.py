@@ -85,7 +85,7 @@ def separate(
 
     ``layers.0.mlp.gate_up.kernel`` has ``layers.0.mlp.gate.kernel`` and ``layers.0.mlp.up.kernel``,
     each ``[in, rows, columns]``. The experts of ``layers.3.mlp.experts.gate_up.kernel`` are apart
-    besides, as in ``layers.3.mlp.experts.7.gate.kernel``, unless they are ``packed``. A parameter
+    too, as in ``layers.3.mlp.experts.7.gate.kernel``, unless they are ``packed``. A parameter
     that is not joined is its own part.
     """
     wholes = {parameter: array}

@@ -248,7 +248,7 @@ class Weights:
             packed.fill_packed(np.asarray(out.scales[expert]), scales)
 
     def read(self, parameter: str, out: np.ndarray, axes: Sequence[np.ndarray] = ()) -> None:
-        """Fill ``out``, in jspec's layout, with a block's worth of memory besides.
+        """Fill ``out``, in jspec's layout, with the extra memory of one block.
 
         ``out`` of a kernel is ``[in, out]``, or ``[in, rows, columns]`` with its outputs row by row
         where it is a part of a joined one. ``axes``: bools that broadcast to the shape of
