@@ -86,7 +86,7 @@ class Attention(nnx.Module):
         cache,
         next_queries: NextQueries | None = None,
     ):
-        """What heads read ``[B, T, N * H']`` for their projections ``joined``, and the cache."""
+        """The outputs of heads ``[B, T, N * H']`` for projections ``joined``, and the cache."""
         q, k, v = self.qkv.split(joined)
         q = q.reshape(*joined.shape[:2], -1, k.shape[-1])
         qk_rope = self.qk_rope(angles, joined)
@@ -103,13 +103,13 @@ class Attention(nnx.Module):
         return out.reshape(*out.shape[:2], -1), cache
 
     def queries(self, x: Array, norm: RMS, angles: tuple[Array, Array]) -> Array:
-        """The queries ``[B, T, N, H]`` of ``x`` after ``norm``, rotated."""
+        """The rotated queries ``[B, T, N, H]`` of ``norm(x)``."""
         joined = self.qkv.joined(x, norm)
         q, k, _ = self.qkv.split(joined)
         return self.qk_rope(angles, joined)(q.reshape(*x.shape[:2], -1, k.shape[-1]), k)[0]
 
     def qk_rope(self, angles: tuple[Array, Array], joined: Array) -> QKRope:
-        """What is to be done to queries and keys that are slices of ``joined``."""
+        """The norms and the rotation of queries and keys, which are slices of ``joined``."""
         q_norm, k_norm = (None if norm is None else norm.rms for norm in (self.q_norm, self.k_norm))
         return QKRope(*angles, q_norm, k_norm, joined)
 

@@ -36,7 +36,7 @@ def fingerprint(path: str | Path) -> str:
 
 
 def _files(path: Path, folder: Path) -> list[Path]:
-    """What a model at ``path`` may be read from."""
+    """The files that `load_model` may read for ``path``."""
     if folder != path:
         files = [path, *(file for file in folder.iterdir() if file.suffix in _EXTRA_SUFFIXES)]
     elif (folder / "config.json").is_file():

@@ -42,7 +42,7 @@ class RowText:
         return text, len(self.tokens) - before if self.stopped else None
 
     def close(self) -> str:
-        """What was held back, now that no more tokens come."""
+        """The pending text, after the last token."""
         if self.stopped:
             return ""
         rest = self._add(self._decode([], True))
