@@ -238,7 +238,7 @@ class HelixConfig:
         return reason and f"exchange={self.exchange!r} cannot run here: {reason}"
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
-        """Of an array whose axes are sharded over these of the mesh."""
+        """The sharding of an array whose axes are sharded over ``axes`` of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def check_layer(self, layer: int, num_heads: int, spec: LayerSpec) -> None:

@@ -98,7 +98,7 @@ class Sharded:
 
     @property
     def compiler_options(self) -> dict[str, bool]:
-        """What XLA needs as options for steps on the mesh."""
+        """The ``compiler_options`` of `jax.jit` for steps on the mesh."""
         return self.helix.compiler_options
 
     @property
@@ -192,7 +192,7 @@ class Sharded:
         return _over(of, tree)
 
     def _outside(self, tree: Any) -> Any:
-        """What `_inside` made, as it was."""
+        """Undo `_inside`."""
 
         def of(node: Any) -> Any:
             return whole_of(self.helix, node) if isinstance(node, Cache) else node

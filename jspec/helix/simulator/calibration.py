@@ -145,8 +145,8 @@ def _latent(row: dict[str, Any]) -> Measurement | None:
     return name, 2.0 * case["B"] * case["S"] * heads * channels, row["step_ns"]
 
 
-# Of each suite that can be fitted: what takes a row of it, and the constants that it decides with
-# the rate of a `Hardware` that one of them is a share of.
+# For each suite that can be fitted: the function that reads a row (`SUITES`); and the share and the
+# fixed time that it determines, with the rate of `Hardware` that the share is of (`FITTED`).
 SUITES: dict[str, Callable[[dict[str, Any]], Measurement | None]] = {
     "collectives": _collective,
     "helix-attention": _read,

@@ -90,7 +90,7 @@ def _is_known(case: dict[str, Any]) -> bool:
 
 
 def _layout(case: dict[str, Any]) -> Configurations:
-    """Of a case's devices; one axis where they hold no parts of rows."""
+    """The layout of a case's devices; on one axis where they do not split rows."""
     kvp, tpa, strategy = case["kvp"], case["tpa"], case["strategy"]
     if strategy == "tp" or (strategy == "helix" and kvp == 1):
         kvp, tpa, strategy = 1, kvp * tpa, "tp"
