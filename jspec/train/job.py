@@ -261,7 +261,7 @@ Sample = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _samples(job: Job, layer: int) -> list[Sample]:
-    """Of each text queries ``[M, N, H]``, their positions ``[M]`` and keys ``[n, K, H]``."""
+    """For each text, queries ``[M, N, H]``, their positions ``[M]`` and keys ``[n, K, H]``."""
     samples = []
     for index, places in enumerate(job.positions()):
         with np.load(job.work / f"text-{index}" / f"{layer}.npz") as stored:
