@@ -37,7 +37,7 @@ def verify(
     accepts = torch.rand_like(p_tokens) * q_tokens < p_tokens
     accepted = accepts.long().cumprod(dim=1).sum(dim=1)
     rows = torch.arange(count, device=p.device)
-    # Behind the last draft token q is 0: the residual is the target's own law.
+    # After the last draft token q is 0: the residual is the target distribution.
     q = torch.nn.functional.pad(q, (0, 0, 0, 1))
     residual = (p[rows, accepted] - q[rows, accepted]).clamp(min=0)
     following = residual.multinomial(1)

@@ -47,7 +47,7 @@ class Model:
 
 
 def spec(config: helix.HelixConfig, name: str, shape: tuple[int, ...]) -> P:
-    """Heads of q, k and v over TPA; what lies behind attention over all devices."""
+    """Heads of q, k and v over TPA; what follows attention over all devices."""
     match name.rpartition(".")[2]:
         case "query" | "key" | "value":
             return P(None, "tpa")

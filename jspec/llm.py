@@ -37,9 +37,12 @@ from jspec.typing import Model
 class Completion:
     """One answer to a prompt.
 
-    ``text`` without the stop text that ended it, ``tokens`` all of them; ``finished``: ``stop`` or
-    ``length``; ``seed`` repeats a sampled answer; ``logprobs``: float32, of each token, where asked
-    for.
+    Attributes:
+        text: the text, without the stop text that ended it.
+        tokens: all generated token ids.
+        finished: ``stop`` or ``length``.
+        seed: seed that reproduces a sampled answer.
+        logprobs: float32 ``[len(tokens)]``, log-probability of each token; None unless requested.
     """
 
     text: str
@@ -50,14 +53,25 @@ class Completion:
 
 
 class LLM:
-    """A model to ask in text: ``LLM("path/to/model").generate("Once upon a time")[0].text``.
+    """A model with its tokenizer: ``LLM("path/to/model").generate("Once upon a time")[0].text``.
 
-    ``model``: a directory or GGUF file for `load_model`, the bundled model where it is None, or a
-    model, which needs a ``tokenizer``. ``chat_template`` and ``tokenizer`` default to those of the
-    directory or file.
-    ``draft``, ``gamma``, ``draft_model``, ``target``, ``rule``, ``policy_params`` and ``backends``
-    as in `jspec.generate`, ``batch`` prompts at a time; the arrays default to those that a text of
-    jspec's own gives. Raises `CheckpointError` as `load_model` does.
+    Args:
+        model: a directory or GGUF file, as in `load_model`, a model, or None for the bundled model.
+        tokenizer: the tokenizer; None loads that of the directory or file.
+        chat_template: the template of `chat`; None loads that of the directory or file.
+        draft: as in `jspec.generate`, and the same holds for the following arguments.
+        gamma: draft tokens of a step.
+        draft_model: the model of a `ModelDraft`.
+        target: the policy by which the model reads.
+        rule: the verification rule.
+        policy_params: arrays of the policy; None computes them from a text that ships with jspec.
+        batch: prompts decoded at a time.
+        backends: implementation of each operation.
+        exact: as in `jspec.generate`.
+
+    Raises:
+        CheckpointError: as `load_model`.
+        ValueError: an argument is invalid, or a model is passed without a tokenizer.
     """
 
     def __init__(
@@ -109,9 +123,9 @@ class LLM:
         }
 
     def _arrays(self, draft: Drafter, target: Policy, path: Path | None) -> Any:
-        """What the policy of a drafter or of the model itself takes, from jspec's own text.
+        """The arrays of the policy in use, computed from a text that ships with jspec.
 
-        ``path``: the model's directory, which may have hashes.
+        ``path``: the model's directory, which may have trained hashes.
         """
         policy = draft.cache_policy if isinstance(target, Dense) else target
         policy = policy if path is None else with_hashes(policy, path)
@@ -126,12 +140,22 @@ class LLM:
         n: int = 1,
         logprobs: bool = False,
     ) -> list[Completion]:
-        """``n`` completions of each prompt, those of one prompt side by side.
+        """Complete prompts.
 
-        ``params`` are one for all prompts or one each; with a seed, the n answers take it and those
-        after it. Text ends before the first of ``stop``. ``logprobs`` asks for the log-probability
-        of each token under the model (temperature 1, no filters), at the cost of another prefill.
-        Raises `ValueError` as `jspec.generate` does.
+        Args:
+            prompts: one text or several.
+            params: sampling parameters of all prompts, or of each. The n answers of a prompt with a
+                seed take that seed and those after it.
+            stop: texts that end an answer, which is cut before the first of them.
+            n: completions of each prompt.
+            logprobs: whether to compute the log-probability of each token under the model, at
+                temperature 1 without filters. It costs another prefill.
+
+        Returns:
+            ``n`` completions of the first prompt, then of the second, and so on.
+
+        Raises:
+            ValueError: as `jspec.generate`.
         """
         prompts = [prompts] if isinstance(prompts, str | bytes) else prompts
         ids = [self.tokenizer.encode(prompt) for prompt in prompts]
@@ -147,11 +171,22 @@ class LLM:
         logprobs: bool = False,
         **settings: Any,
     ) -> list[Completion]:
-        """`generate` for a conversation, or several, by the model's own chat template.
+        """Answer conversations, rendered by the model's chat template.
 
-        A message is a mapping with a ``role`` and a ``content``. ``settings`` go to the template,
-        as ``tools=[...]`` or ``enable_thinking=False``. Raises `ValueError` where the model has no
-        chat template or the template refuses the messages.
+        Args:
+            conversations: one conversation or several; a conversation is a sequence of messages,
+                mappings with a ``role`` and a ``content``.
+            params: as in `generate`.
+            stop: as in `generate`.
+            n: as in `generate`.
+            logprobs: as in `generate`.
+            **settings: variables of the template, as ``tools=[...]`` or ``enable_thinking=False``.
+
+        Returns:
+            As `generate`.
+
+        Raises:
+            ValueError: the model has no chat template, or it refuses the messages.
         """
         single = not len(conversations) or isinstance(conversations[0], Mapping)
         several: Any = [conversations] if single else conversations
@@ -166,9 +201,18 @@ class LLM:
         stop: str | Sequence[str] = (),
         **settings: Any,
     ) -> Iterator[str]:
-        """The text of one answer as it comes, piece by piece, to a text or a conversation.
+        """Stream the text of one answer while it is decoded.
 
-        Closing the iterator ends decoding after the chunk at work. ``settings`` as in `chat`.
+        Closing the iterator ends decoding after the current chunk.
+
+        Args:
+            prompt: a text, or the messages of a conversation.
+            params: sampling parameters.
+            stop: as in `generate`.
+            **settings: as in `chat`.
+
+        Yields:
+            Pieces of the text.
         """
         if isinstance(prompt, str | bytes):
             ids = self.tokenizer.encode(prompt)
@@ -191,7 +235,7 @@ class LLM:
             except BaseException as error:  # raised again where the text is read
                 pieces.put(error)
 
-        # Decoding goes on while the caller reads; a chunk is the most that it is ahead to end.
+        # Decoding runs ahead of the caller; once closed it ends after the current chunk.
         thread = threading.Thread(target=decode, daemon=True)
         thread.start()
         try:
@@ -205,7 +249,11 @@ class LLM:
             thread.join()
 
     def encode_chat(self, messages: Sequence[Message], **settings: Any) -> list[int]:
-        """Token ids of a conversation, with what opens the model's answer."""
+        """Convert a conversation to token ids, with the start of the model's answer.
+
+        Raises:
+            ValueError: the model has no chat template, or it refuses the messages.
+        """
         if self.chat_template is None:
             raise ValueError(
                 "the model has no chat template; pass chat_template=ChatTemplate(...), or a text "

@@ -22,7 +22,7 @@ WEIGHT_FILES = ("resume-1.safetensors", "resume-2.safetensors")
 
 @dataclasses.dataclass
 class Journal:
-    """How far the training is, over all invocations; stored beside the weights as JSON.
+    """How far the training is, over all invocations; stored next to the weights as JSON.
 
     ``share`` is the part of the planned schedule that is done, in [0, 1]. A point of ``curve`` has
     the fields of `CURVE_FIELDS`. ``invocations`` says what each run was and ran on.
@@ -64,7 +64,7 @@ def save_weights(folder: Path, parameters: Any, journal: Journal) -> None:
 def restore(folder: Path, fresh: TrainState) -> tuple[TrainState, Journal, bool]:
     """``(state, journal, complete)`` from either form; ``fresh`` has the structure and fills gaps.
 
-    ``complete`` is False where only weights were found: the optimiser then starts anew.
+    ``complete`` is False where there are only weights: the optimiser is then reset.
     """
     complete = (folder / STATE_FILE).exists()
     tensors: dict[str, np.ndarray] = {}

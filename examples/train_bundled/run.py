@@ -96,7 +96,7 @@ def _initial_state(run: Run) -> tuple[TrainState, Journal, bool]:
         return jax.device_get(fresh()), Journal(), True
     state, journal, complete = restore(run.options.resume, jax.device_get(fresh()))
     journal.share = min(journal.share, run.options.rewind)
-    kind = "full state" if complete else "weights alone: the optimiser starts anew"
+    kind = "full state" if complete else "weights alone: the optimiser is reset"
     run.say(f"resumed at step {journal.step}, share {journal.share:.3f} of the plan ({kind})")
     return state, journal, complete
 

@@ -211,7 +211,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add(
         "--ignore-eos",
         action="store_true",
-        help="go on behind the model's own end tokens; --stop still ends the text",
+        help="continue after the model's end tokens; --stop still ends the text",
     )
     add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
     add(

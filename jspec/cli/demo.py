@@ -12,12 +12,12 @@ _ANSWER = re.compile(r"^Answer: The names that hold (\d+) are (.+)\.", re.MULTIL
 
 
 def prompt() -> bytes:
-    """The document, and behind it a question that the model is to answer."""
+    """The document, followed by a question about it."""
     return (resources.files("jspec.cli") / "demo.txt").read_bytes()
 
 
 def introduction() -> str:
-    """What to say before the answer: what is read, and the question."""
+    """The text that is printed before the answer."""
     text = prompt().decode()
     question = text[text.rindex("Question: ") :]
     return (

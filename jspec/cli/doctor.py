@@ -38,9 +38,14 @@ PATIENCE = "Each backend is tried; where much must be compiled, this takes minut
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: whether it works, what was seen, and the way out if not.
+    """The result of one check.
 
-    ``seconds``: how long looking took.
+    Attributes:
+        what: what was checked.
+        works: whether it works.
+        seen: details, such as a version or an error.
+        advice: what to do if it does not work.
+        seconds: duration of the check.
     """
 
     what: str
@@ -50,7 +55,7 @@ class Finding:
     seconds: float = 0.0
 
 
-Check = tuple[str, Callable[[], Finding]]  # what is looked at, and how
+Check = tuple[str, Callable[[], Finding]]  # what is checked, and the check
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -92,7 +97,7 @@ def _checks() -> Iterator[Check]:
 
 
 def _look(checks: Iterator[Check]) -> Iterator[Finding]:
-    """What each check finds, as it ends; on a terminal a line says what is looked at."""
+    """Run the checks one by one; a terminal shows the name of the current one."""
     columns = (TextColumn("probing {task.description}..."), TimeElapsedColumn())
     quiet = not sys.stderr.isatty()
     with Progress(*columns, console=console(), transient=True, disable=quiet) as progress:

@@ -70,7 +70,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         shows = Console(highlight=False)
         shows.print(_title(arguments))
         shows.print(_table(results, arguments))
-    if arguments.heatmap:  # behind the answers, which it must not lose
+    if arguments.heatmap:  # after the answers are printed, which an error here must not lose
         _heatmap(arguments, model, tokenizer, runs[0])
     return 0
 

@@ -83,7 +83,7 @@ def generate(arguments: argparse.Namespace) -> int:
 def _common(
     arguments: argparse.Namespace, requests: Sequence[CliRequest], settings: Any
 ) -> dict[str, str]:
-    """What all processes of a run must have, for `check_same`."""
+    """The values that all processes of a run must share, for `check_same`."""
     from jspec.models.bundled import bundled_path
     from jspec.models.fingerprint import fingerprint
 

@@ -17,14 +17,14 @@ from jspec.cli.requests import CliRequest, Refused
 def result_of(
     request: CliRequest, text: str, tokens: Sequence[int], finished: str
 ) -> dict[str, Any]:
-    """What came of a request; with its ``line`` and ``id`` where it is one of JSON lines."""
+    """The result of a request, with ``line`` and ``id`` where it is from JSON lines."""
     result = {"text": text, "tokens": list(tokens), "finished": finished}
     result["seed"] = request.params.seed
     return result if request.line is None else _named(request) | result
 
 
 def error_of(refused: Refused) -> dict[str, Any]:
-    """What came of a line that was not served."""
+    """The error of a line that was not served."""
     return _named(refused) | {"error": refused.error}
 
 

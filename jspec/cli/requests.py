@@ -66,7 +66,7 @@ class Chat:
             ) from None
 
     def conversation(self, messages: list[Message]) -> list[Message]:
-        """``messages``, behind the system message unless they have one of their own."""
+        """``messages`` after the system message, unless they start with one."""
         if self.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system}, *messages]

@@ -54,7 +54,7 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What was served, and whether Ctrl-C ended it before all was."""
+    """The served requests, and whether Ctrl-C interrupted the others."""
 
     served: list[Served]
     stats: Stats
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All that decoding needs besides the requests; ``batch`` of them at a time.
+    """All that decoding needs in addition to the requests, ``batch`` of them at a time.
 
     ``target`` is the policy whose selection the model reads, dense where decoding is lossless.
     ``template`` renders conversations, None where the model has none or nobody asked for one.
@@ -106,7 +106,7 @@ class Job:
 
 
 class Show:
-    """What a run shows: one request's text as it comes, or whole texts; and progress."""
+    """The output of a run: streamed text of one request, or complete texts; and progress."""
 
     def __init__(self, *, streams: bool, prints: bool):
         self.streams = streams

@@ -131,7 +131,7 @@ def _read_table(panel: Any, shape: ModelShape, hardware: Hardware, context: floa
 
 
 def _pareto(arguments: argparse.Namespace) -> Output:
-    """Throughput against interactivity, Helix beside the baselines: figures 5 to 7."""
+    """Throughput against interactivity, Helix against the baselines: figures 5 to 7."""
     shape, hardware = load_shape(arguments.model or "llama-405b"), _hardware(arguments)
     (fits, constants), context = _constants(arguments, hardware), _context(arguments)
     settings: dict[str, Any] = {
@@ -329,7 +329,7 @@ def _named(
     context: float,
     fits: Sequence[Fit],
 ) -> dict[str, Any]:
-    """What a result depends on."""
+    """The inputs of a simulation, for the JSON result."""
     return {
         "model": dataclasses.asdict(shape),
         "hardware": dataclasses.asdict(hardware),
@@ -368,7 +368,7 @@ def _constants(
 
 
 def _fit_tables(fits: Sequence[Fit], constants: Constants, hardware: Hardware) -> list[Titled]:
-    """What was fitted, point by point, and the constants that it gave."""
+    """Tables of the points of each fit, titled by the constants that it determines."""
     tables = []
     for fit in fits:
         table = Table()

@@ -142,7 +142,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _draw(out: Path) -> str:
-    """Draw the loss beside the hashes; returns what to tell the user."""
+    """Draw the loss into the folder of the hashes; returns a message for the user."""
     if find_spec("matplotlib") is None:
         return f"no picture of the loss: {install('bench')}"
     from jspec.train.picture import draw_loss

@@ -19,7 +19,7 @@ Doubles = NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """How a verifier did under one law: the p-value of ``rows`` requests, and ``seconds``."""
+    """The result of one law: the p-value over ``rows`` requests, and the seconds it took."""
 
     law: str
     p_value: float
@@ -33,10 +33,17 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Logits of target and draft by position alone, float32 ``[T, V]``.
+    """A sampling problem whose logits depend on the position alone.
 
-    ``length``: tokens of which the joint law is taken. With ``steps`` blocks follow each other
-    until so many are known, else one block is completed by draws from the target's law.
+    Attributes:
+        target: target logits float32 ``[T, V]``.
+        draft: draft logits float32 ``[T, V]``.
+        gamma: draft tokens of a block.
+        length: tokens whose joint distribution is tested.
+        temperature: of target and draft.
+        top_p: of target and draft.
+        steps: whether further blocks follow until ``length`` tokens are known. Otherwise one block
+            is completed by draws from the target distribution.
     """
 
     target: Floats
@@ -119,7 +126,7 @@ def decoded(
 
 
 def _checked(block: Integers, problem: Problem, rows: int) -> Integers:
-    """What a verifier returned, or `ValueError` where it is no block."""
+    """Check the output of a verifier; raises `ValueError` where it is no valid block."""
     shape, size = (rows, problem.gamma + 1), problem.target.shape[-1]
     if block.shape != shape or not np.issubdtype(block.dtype, np.integer):
         raise ValueError(f"the verifier gave {block.dtype}{block.shape}, not integers {shape}")
@@ -248,17 +255,17 @@ LAWS: dict[str, Law | Tail] = {
 FAULTS = {
     "greedy": "greedy rows do not commit the target's largest logits",
     "accepted tokens": "what is accepted depends on how the draft was drawn: shared random numbers",
-    "one draft token": "a wrong residual behind a rejected token",
+    "one draft token": "a wrong residual after a rejected token",
     "top-p": "top-p is applied to one of draft and target alone",
     "rounding": "the draft was drawn from another law than the one that it is judged by: rounding",
-    "block": "a wrong residual behind several draft tokens, or positions mixed up",
+    "block": "a wrong residual after several draft tokens, or positions mixed up",
     "steps": "random numbers of rejected positions are used again",
     "tail": "random numbers of too few bits",
 }
 
 
 def with_needed(laws: tuple[str, ...]) -> tuple[str, ...]:
-    """``laws``, and in front of what is accepted the law without which that says nothing."""
+    """``laws``, with "one draft token" before "accepted tokens", which depends on it."""
     if "accepted tokens" not in laws or "one draft token" in laws:
         return laws
     return "one draft token", *laws
@@ -267,7 +274,17 @@ def with_needed(laws: tuple[str, ...]) -> tuple[str, ...]:
 def check(
     verifier: Verifier, laws: tuple[str, ...] = tuple(LAWS), *, rows: int = ROWS, seed: int = 0
 ) -> Iterator[Finding]:
-    """The findings of ``laws`` for ``verifier``, one by one as they are made; of `with_needed`."""
+    """Test a verifier.
+
+    Args:
+        verifier: the verifier.
+        laws: names of `LAWS`; "accepted tokens" also runs "one draft token".
+        rows: requests of each law.
+        seed: seeds the requests.
+
+    Yields:
+        The finding of each law.
+    """
     for name in with_needed(laws):
         begin = time.perf_counter()
         p_value = LAWS[name].p_value(verifier, rows, seed)
@@ -276,13 +293,13 @@ def check(
 
 
 def accepts_less(findings: Sequence[Finding]) -> bool:
-    """Whether less is accepted than could be, by a verifier whose tokens have the right law."""
+    """Whether a verifier with the right distribution accepts fewer tokens than it could."""
     holds = {finding.law: finding.holds for finding in findings}
     return holds.get("one draft token", False) and not holds.get("accepted tokens", True)
 
 
 def diagnosis(findings: Sequence[Finding]) -> str | None:
-    """The class of fault that findings show, None where every law holds."""
+    """Describe the most likely fault of a verifier from its findings; None if all laws hold."""
     failed = {finding.law for finding in findings if not finding.holds}
     if accepts_less(findings):
         failed.discard("accepted tokens")  # no fault of the law

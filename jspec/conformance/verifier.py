@@ -1,4 +1,4 @@
-"""What is tested: a callable that drafts and verifies one block a row; and jspec's own."""
+"""The interface of a verifier, which drafts and verifies one block a row, and jspec's own."""
 
 from __future__ import annotations
 
@@ -32,13 +32,19 @@ class Verifier(Protocol):
         seeds: NDArray[np.uint32],
         positions: NDArray[np.int32],
     ) -> ArrayLike:
-        """Draw gamma draft tokens a row from ``draft_logits [N, gamma, V]``, verify them by
-        ``target_logits [N, gamma + 1, V]``, and return what is committed.
+        """Draw draft tokens, verify them, and return the committed tokens of one block a row.
 
-        That is integers ``[N, gamma + 1]``, -1 behind the end of a row's block. gamma may be 0.
-        ``temperature`` (0 is greedy) and ``top_p`` hold for draft and target. ``seeds [N]``: of the
-        requests; ``positions [N]``: where their blocks begin. A verifier with a generator of its
-        own may ignore both.
+        Args:
+            draft_logits: float32 ``[N, gamma, V]``; gamma may be 0.
+            target_logits: float32 ``[N, gamma + 1, V]``.
+            temperature: of draft and target; 0 is greedy.
+            top_p: of draft and target; 1 is off.
+            seeds: uint32 ``[N]``, seeds of the requests. A verifier with its own random numbers
+                may ignore them and ``positions``.
+            positions: int32 ``[N]``, positions of the first tokens of the blocks.
+
+        Returns:
+            Integers ``[N, gamma + 1]``, -1 after the end of a row's block.
         """
         ...
 
@@ -105,7 +111,7 @@ block_rule = _of_rule("block")
 
 
 def load(name: str) -> Verifier:
-    """The verifier that ``module:function`` names; raises `ValueError` where there is none."""
+    """Import the verifier ``module:function``; raises `ValueError` if there is none."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise ValueError(f"--verifier {name!r} must be module:function, as in my.package:verify")

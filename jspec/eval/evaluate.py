@@ -30,7 +30,15 @@ Budget = int | float | None
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What came of a policy: means in percent, over all tasks and of each, and its statistics."""
+    """The result of a policy.
+
+    Attributes:
+        score: mean over tasks, in percent.
+        scores: mean of each task, in percent.
+        each: score of each question, in [0, 1].
+        answers: text of each answer.
+        stats: statistics of decoding.
+    """
 
     score: float
     scores: dict[str, float]
@@ -40,17 +48,22 @@ class Score:
 
 
 def budget_of(policy: Policy) -> Budget:
-    """How many positions a policy reads, or which share of them; None where it has no budget."""
+    """The number of positions that a policy reads, or their share; None without a budget."""
     if isinstance(policy, Streaming):
         return policy.window + (0 if isinstance(policy.window, float) else policy.sinks)
     return getattr(policy, "budget", None)
 
 
 def with_budget(policy: Policy, budget: Budget) -> Policy:
-    """The policy with a budget of positions, or a ratio; None is its own.
+    """Replace the budget of a policy.
 
-    A window takes what sinks leave of the budget. Raises `ValueError` for a policy without one, and
-    for a budget that leaves no window.
+    Args:
+        policy: the policy.
+        budget: number of positions, or their share of the context; None changes nothing. For
+            `Streaming`, a number counts sinks and window.
+
+    Raises:
+        ValueError: the policy has no budget, or sinks leave no window.
     """
     if budget is None or isinstance(policy, Dense):
         return policy
@@ -79,11 +92,21 @@ def evaluate(
     batch: int = 8,
     on_batch: Callable[[int], None] | None = None,
 ) -> Score:
-    """Greedy answers to ``questions``, of at most ``length`` tokens with theirs, and their score.
+    """Answer questions greedily and score the answers.
 
-    The model reads what ``policy`` selects or, with ``drafts``, drafts over it and stays lossless.
-    An answer of one line ends at its first line break behind text. ``on_batch(count)`` hears of
-    questions that were answered, which go ``batch`` at a time.
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        policy: selects the positions that the model reads.
+        questions: the questions; an answer of one line ends at its first line break after text.
+        length: the most tokens of a prompt with its answer.
+        metric: a name of `jspec.eval.metrics.METRICS`.
+        drafts: whether the policy only drafts, so that decoding is lossless.
+        batch: questions decoded at a time.
+        on_batch: called after each batch with its number of questions.
+
+    Returns:
+        The scores, answers and statistics.
     """
     runs = [Run(policy, drafts)]
     settings = {"length": length, "metric": metric, "batch": batch, "on_batch": on_batch}
@@ -92,13 +115,13 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A policy that the model reads by or, with ``drafts``, drafts by."""
+    """A policy to evaluate; with ``drafts`` it only drafts, so that decoding is lossless."""
 
     policy: Policy
     drafts: bool = False
 
     def settings(self, model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
-        """What `generate` takes for it."""
+        """The keyword arguments of `generate` for this run."""
         settings = {"policy_params": prepared(self.policy, model, tokenizer)}
         if self.drafts:
             return settings | {"draft": SelfDraft(self.policy), "gamma": GAMMA}
@@ -116,9 +139,23 @@ def evaluate_all(
     batch: int = 8,
     on_batch: Callable[[int], None] | None = None,
 ) -> list[Score]:
-    """As `evaluate`, the score of each of ``runs``, which share one prefill of each question.
+    """Evaluate several runs, which share one prefill of each question.
 
-    ``on_batch(count)`` hears of the questions that one of them has answered.
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        runs: the policies.
+        questions: the questions.
+        length: as in `evaluate`.
+        metric: as in `evaluate`.
+        batch: as in `evaluate`.
+        on_batch: called after each batch of each run with its number of questions.
+
+    Returns:
+        The score of each run.
+
+    Raises:
+        ValueError: there are no questions.
     """
     if not questions:
         raise ValueError("there are no questions; give at least one")
@@ -158,7 +195,7 @@ def _score(
 
 
 def _params(asked: Sequence[Asked], length: int) -> list[SamplingParams]:
-    """Every row could go on to the same length, which makes programs of one shape."""
+    """Parameters that let every row grow to ``length``, so that all batches share programs."""
     return [SamplingParams(max_new_tokens=length - len(one.prompt), seed=0) for one in asked]
 
 

@@ -22,8 +22,8 @@ def read_questions(path: str | Path) -> tuple[list[Question], str]:
     ``prompt``; then ``options`` by letters (InfiniteBench), and ``answer_prefix`` (RULER), with
     which the answer begins. Its answers are ``outputs`` (RULER), ``answers`` (LongBench) or
     ``answer`` (InfiniteBench), a text or a list of texts; its task is ``task`` or ``dataset``, else
-    the file's name. Other fields are ignored. Raises `ValueError` with the number of a line that is
-    none.
+    the file's name. Other fields are ignored. Raises `ValueError` with the number of an
+    invalid line.
     """
     questions: list[Question] = []
     metrics: set[str] = set()

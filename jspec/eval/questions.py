@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from jspec.eval import ruler
 from jspec.models.tokenizer import Tokenizer
 
-SLACK = 16  # tokens that an answer may have besides those of the expected one
+SLACK = 16  # tokens that an answer may have in addition to those of the expected one
 _TRIES = 12
 
 
@@ -23,7 +23,14 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A question as tokens; ``room``: most tokens of an answer, which is ``one_line`` or more."""
+    """A question as tokens.
+
+    Attributes:
+        question: the question.
+        prompt: its token ids.
+        room: the most tokens of an answer.
+        one_line: whether the answer ends at its first line break.
+    """
 
     question: Question
     prompt: Sequence[int]
@@ -34,7 +41,18 @@ class Asked:
 def ruler_questions(
     tokenizer: Tokenizer, tasks: Sequence[str], length: int, examples: int, seed: int = 0
 ) -> list[Asked]:
-    """``examples`` of each RULER task, seeds ``seed`` and up, of at most ``length`` tokens."""
+    """Create examples of RULER's tasks.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        tasks: names of `jspec.eval.ruler.TASKS`.
+        length: the most tokens of a prompt with its answer.
+        examples: examples of each task.
+        seed: seed of the first example; the next ones take the seeds after it.
+
+    Raises:
+        ValueError: ``length`` is too short for a task.
+    """
 
     def asked(task: str, each: int) -> Asked:
         return fitted(
@@ -51,9 +69,15 @@ def needle_question(tokenizer: Tokenizer, length: int, depth: float, seed: int) 
 
 
 def fitted(tokenizer: Tokenizer, length: int, make: Callable[[int], Question]) -> Asked:
-    """A question that ``make(bytes)`` gives, which with its answer takes about ``length`` tokens.
+    """Find the longest question that with its answer takes at most ``length`` tokens.
 
-    It takes no more. Raises `ValueError` where none is short enough.
+    Args:
+        tokenizer: the model's tokenizer.
+        length: limit in tokens, approached from below.
+        make: ``make(size)`` creates a question of at most ``size`` bytes.
+
+    Raises:
+        ValueError: the shortest question is too long.
     """
     trial = make(max(length, ruler.MIN_LENGTH)).prompt
     size = length * len(trial) // len(tokenizer.encode(trial))
@@ -83,7 +107,17 @@ def _asked(tokenizer: Tokenizer, question: Question) -> Asked:
 def tokenized_questions(
     tokenizer: Tokenizer, questions: Sequence[Question], length: int, room: int
 ) -> list[Asked]:
-    """Questions of a file; of a prompt that is too long the middle is left out (as LongBench)."""
+    """Tokenize questions; prompts that are too long lose their middle, as in LongBench.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        questions: the questions.
+        length: the most tokens of a prompt with its answer.
+        room: the most tokens of an answer.
+
+    Raises:
+        ValueError: ``room`` leaves no tokens for a prompt.
+    """
     if length <= room:
         raise ValueError(f"length={length} must be more than the {room} tokens of an answer")
     tokenized = []

@@ -23,7 +23,7 @@ RUNS = 3  # of which the first is not timed, and the faster of the others counts
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What came of a ratio and a gamma: accepted draft tokens a step, tokens a second."""
+    """A measurement: accepted draft tokens a step, and tokens a second, at a ratio and a gamma."""
 
     ratio: float
     gamma: int
@@ -50,7 +50,16 @@ class Tuning:
 def tune(
     measure: Callable[[float, int], Trial], ratios: Sequence[float], gammas: Sequence[int]
 ) -> Tuning:
-    """The three steps over ``ratios`` and ``gammas``; ``measure`` is asked once for each pair."""
+    """Choose the ratio and gamma of a sparse drafter in three steps (Yue et al. 2026, 3.4).
+
+    Args:
+        measure: measures a ratio and a gamma; called at most once for each pair.
+        ratios: shares of the context that the drafter may read.
+        gammas: numbers of draft tokens.
+
+    Returns:
+        The trials and the fastest settings.
+    """
     trials: dict[tuple[float, int], Trial] = {}
 
     def trial(ratio: float, gamma: int) -> Trial:
@@ -73,9 +82,17 @@ def _speed(trial: Trial) -> float:
 
 
 def draft_at(text: str, ratio: float) -> tuple[str, Drafter]:
-    """The draft ``text`` reading ``ratio`` of the context, as a text and as a drafter.
+    """Add a ratio to the name of a sparse drafter.
 
-    Raises `ValueError` where it is no sparse view of the model by itself, or names a ratio.
+    Args:
+        text: name of the drafter, such as ``vegas`` or ``streaming:sinks=4``.
+        ratio: share of the context that it reads.
+
+    Returns:
+        The name with the ratio, and the drafter.
+
+    Raises:
+        ValueError: ``text`` names no sparse drafter, or has a ratio already.
     """
     name, _, settings = text.partition(":")
     size = "window" if name == "streaming" else "budget"
@@ -91,8 +108,16 @@ def draft_at(text: str, ratio: float) -> tuple[str, Drafter]:
 class Bench:
     """Measures settings on one batch of requests, which are prefilled once.
 
-    ``arrays(draft)``: what `jspec.prepare` gives for the draft's policy. ``report()`` hears of each
-    measurement. Needs room for the cache twice.
+    The device needs room for two copies of the cache.
+
+    Args:
+        model: the model.
+        prompts: token ids of each request.
+        params: sampling parameters of each request.
+        longest: the most draft tokens that will be measured.
+        arrays: ``arrays(draft)`` returns the arrays of the draft's policy, as `jspec.prepare`.
+        backends: as in `jspec.generate`.
+        report: called after each measurement.
     """
 
     def __init__(
@@ -113,7 +138,7 @@ class Bench:
         self._state = start_decoding(model, prompts, params, config)
 
     def sparse(self, text: str) -> Callable[[float, int], Trial]:
-        """Measures the draft ``text`` at a ratio and a gamma."""
+        """Return a function that measures the draft ``text`` at a ratio and a gamma."""
 
         def measure(ratio: float, gamma: int) -> Trial:
             stats = self._stats(draft_at(text, ratio)[1], gamma)

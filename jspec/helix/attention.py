@@ -19,8 +19,8 @@ from jspec.ops.vocabulary import Axes
 from jspec.policies.read import projected
 from jspec.typing import Array
 
-# Tokens of a pass that is cut into chunks, at most: the message of a longer one, of a prompt, is
-# short beside its attention, which the XLA backends compute for all rows once a chunk.
+# Longest pass, in tokens, that is cut into chunks. In a longer one, of a prompt, the message is
+# short compared with attention, which the XLA backends compute for all rows in each chunk.
 OVERLAPPED = 64
 
 
@@ -50,7 +50,7 @@ class Exchange:
         return self._merged([(slice(None), out, lse)], up)
 
     def _read(self, read: Read, q: Array, positions: Array) -> Iterator[tuple[slice, Array, Array]]:
-        """Chunks of rows, each with what was read for it; other rows of that are empty."""
+        """Yield chunks of rows with their outputs and log-sum-exps; other rows are empty."""
         batch, tokens = positions.shape
         chunks = self.helix.chunks(batch) if tokens <= OVERLAPPED else 1
         if chunks == 1:
@@ -67,10 +67,10 @@ class Exchange:
     def _merged(
         self, chunks: Iterable[tuple[slice, Array, Array]], up: Array | None
     ) -> tuple[Array, Array]:
-        """What was read, exchanged chunk by chunk, and what ``up`` makes of it.
+        """Exchange the outputs of attention chunk by chunk, and apply ``up``.
 
-        ``up`` is applied to all rows at once, and to what is not yet cut into chunks: the shape of
-        a product decides the order of its sums.
+        ``up`` is applied to all rows at once, before the rows are cut into chunks: the shape of a
+        matmul decides the order of its sums.
         """
         first = self._projects_first(up)
         parts = [
@@ -131,7 +131,7 @@ def all_to_all_merge(out: Array, lse: Array, axes: Axes, by: By = "xla") -> tupl
 
 
 def summed_weights(out: Array, lse: Array, axes: Axes) -> tuple[Array, Array]:
-    """What ``out`` adds to the attention over all ranks of ``axes``, float32, and their ``lse``."""
+    """This rank's term of the attention over all ranks of ``axes``, float32, and their ``lse``."""
     highest = lax.pmax(lse, axes)
     finite = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp(lse - finite)
@@ -142,6 +142,6 @@ def summed_weights(out: Array, lse: Array, axes: Axes) -> tuple[Array, Array]:
 
 
 def local_heads(x: Array, axes: Axes, axis: int) -> Array:
-    """This rank's share, of the ranks of ``axes``, of the heads that are the ``axis`` of ``x``."""
+    """The heads, along ``axis`` of ``x``, that belong to this rank of ``axes``."""
     size = x.shape[axis] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=axis)

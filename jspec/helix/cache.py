@@ -1,4 +1,4 @@
-"""A cache on a mesh: what each device holds, and what it sees of it inside `jax.shard_map`."""
+"""A cache on a mesh: the shards of the devices, and their view inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,20 @@ def layouts_on(
     gamma: int,
     longest: int | None = None,
 ) -> tuple[Layout, ...]:
-    """A layout for each layer, with room for ``capacity`` positions or a few more.
+    """Create the layout of each layer's cache on a mesh.
 
-    Rows are in stripes; whole where nobody shares them. A layer with a sliding window keeps a ring,
-    for steps of ``gamma`` draft tokens at most: each device has its part of the window, rounded up
-    to whole blocks. ``longest``: the positions of a row in the end, where the capacity is to grow;
-    None is ``capacity``.
+    Rows are striped over the devices that share positions. A layer with a sliding window keeps a
+    ring: each device holds its part of the window, rounded up to whole blocks.
+
+    Args:
+        helix: the layout of the model.
+        specs: the layers.
+        capacity: positions of a row, rounded up to whole blocks on each device.
+        gamma: the most draft tokens of a step.
+        longest: the final number of positions where the capacity grows; None is ``capacity``.
+
+    Returns:
+        A layout for each layer.
     """
     return layouts_of(specs, capacity, gamma, longest, ranks=helix.stripes, block=helix.block)
 
@@ -39,17 +47,24 @@ def column_spec(helix: HelixConfig) -> PartitionSpec:
 
 
 def cache_specs(helix: HelixConfig, cache: Cache) -> Cache:
-    """``cache`` with how each array is sharded in its place, for ``in_specs`` and ``out_specs``."""
+    """Replace each array of ``cache`` by its `PartitionSpec`, for ``in_specs``, ``out_specs``."""
     columns: Any = jax.tree.map(lambda x: column_spec(helix), cache.columns)
     lengths: Any = PartitionSpec()
     return dataclasses.replace(cache, columns=columns, lengths=lengths)
 
 
 def part_of(helix: HelixConfig, cache: Cache) -> Cache:
-    """``cache`` inside the mesh: this device's slots and heads, and how it attends to the others'.
+    """The view of ``cache`` inside the mesh: this device's slots and heads, and the exchange.
 
-    What `jspec.dense_attend` makes of it is exact attention over all keys, of the heads of this
-    device's part of the output projection.
+    With it, `jspec.dense_attend` computes exact attention over the keys of all devices, for the
+    heads of this device's part of the output projection.
+
+    Args:
+        helix: the layout of the model.
+        cache: this device's shards, as `jax.shard_map` passes them.
+
+    Returns:
+        The cache for ``attend``; `whole_of` undoes this.
     """
     layouts = tuple(
         x.part(helix.kvp_axes) if isinstance(x, StripedLayout) else x for x in cache.layouts
@@ -59,12 +74,12 @@ def part_of(helix: HelixConfig, cache: Cache) -> Cache:
 
 
 def whole_of(helix: HelixConfig, cache: Cache) -> Cache:
-    """What `part_of` made, as it was outside the mesh."""
+    """Undo `part_of`: the cache with the layouts and specs it has outside the mesh."""
     layouts = tuple(x.whole if isinstance(x, Stripe) else x for x in cache.layouts)
     specs = tuple(dataclasses.replace(x, kv_heads=x.kv_heads * helix.tpa) for x in cache.specs)
     return dataclasses.replace(cache, layouts=layouts, specs=specs, shards=None)
 
 
 def local_spec(spec: LayerSpec, tpa: int) -> LayerSpec:
-    """What one of ``tpa`` devices keeps of a layer."""
+    """The layer with the key-value heads of one of ``tpa`` devices."""
     return dataclasses.replace(spec, kv_heads=spec.kv_heads // tpa)

@@ -15,16 +15,20 @@ from jspec.processes import check_devices, limit_steps
 class Hosts:
     """The processes that decode together, one or more on each host.
 
-    ``coordinator``: an address of process 0 that all reach, with a free port, as in
-    ``10.0.0.1:1234``; ``processes``: how many; ``index``: of this one, from 0 on. What is None is
-    taken from the environment of Slurm or Open MPI. ``start_timeout``: seconds within which all
-    have to start. ``lost_timeout``: seconds after which a process without a sign of life counts as
-    lost, which ends the others. ``step_timeout``: seconds after which a program of `jspec.generate`
-    or `jspec.Engine` that has not finished ends this process, with a line on stderr; it must be
-    longer than any takes to run, and to compile, as processes compile each for itself. None waits
-    without an end for a process that is alive and stuck.
+    Args:
+        coordinator: an address of process 0 that all processes reach, with a free port, as in
+            ``10.0.0.1:1234``. None reads it from the environment of Slurm or Open MPI.
+        processes: the number of processes; None as for ``coordinator``.
+        index: index of this process, from 0; None as for ``coordinator``.
+        start_timeout: seconds within which all processes must start.
+        lost_timeout: seconds without a heartbeat after which a process counts as lost, which ends
+            the other processes.
+        step_timeout: seconds after which a program of `jspec.generate` or `jspec.Engine` that has
+            not finished ends this process, with a line on stderr. It must exceed the time to
+            compile and run any program, as each process compiles for itself. None waits forever.
 
-    Raises `ValueError` for values that do not fit together.
+    Raises:
+        ValueError: the values do not fit together.
     """
 
     coordinator: str | None = None
@@ -56,14 +60,16 @@ class Hosts:
             )
 
     def join(self) -> None:
-        """Start `jax.distributed`: from here on `jax.devices` has the devices of all processes.
+        """Start `jax.distributed`, after which `jax.devices` lists the devices of all processes.
 
-        It comes before anything else of JAX. Raises `ValueError` where not all processes come in
-        time, where the environment does not say what is None here, and where hosts have different
-        numbers of devices.
+        Call it before any other function of JAX.
+
+        Raises:
+            ValueError: not all processes start in time, the environment lacks a value that is
+                None, or hosts have different numbers of devices.
         """
         failures: list[Exception] = []
-        # Where not all come, JAX itself aborts the process: it gets more time than is waited for.
+        # JAX aborts the process at its timeout, so it gets a longer one than ours, which raises.
         joining = threading.Thread(target=self._initialize, args=(failures,), daemon=True)
         joining.start()
         joining.join(self.start_timeout)

@@ -37,29 +37,34 @@ class _MeshAxis(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HelixConfig:
-    """N = ``kvp`` x ``tpa`` = ``tpf`` x ``ep`` devices (Bhatia et al. 2025, section 2).
+    """The layout of a model over N = ``kvp`` x ``tpa`` = ``tpf`` x ``ep`` devices.
 
-    ``kvp`` devices share the positions of a row, ``block`` of them to each in turn; ``tpa`` share
-    the key-value heads. All N share the output projection, the vocabulary and the feed-forward. Of
-    a mixture of experts, ``ep`` groups of devices share the experts, and the ``tpf`` of a group the
-    channels of each; ``tpf`` None is N / ``ep``.
+    All N devices share the output projection, the vocabulary and the feed-forward (Bhatia et al.
+    2025, section 2).
 
-    ``overlap``: in how many chunks of rows a decoding step sends what attention gives, each while
-    the next one attends (HOP-B, section 2.1.3); the rows differ by one where they do not divide,
-    and fewer rows than chunks go one by one. None takes what the GPU's table says.
-    ``up_projection``: whether what latent attention reads goes through the map of the values
-    ``before`` or ``after`` it is exchanged; ``auto`` takes what makes the message smaller.
-    ``exchange``: by what a message goes. ``xla`` is NCCL on GPUs. ``pallas`` and ``cuda`` are
-    one-sided: each device stores its part in its peers' memory, within one process. Theirs are
-    waited for in the launch that sends them, so that there is nothing to cut for ``overlap``; of
-    ``cuda`` those over 1 MiB to a device, as of a prompt, go by XLA.
+    Args:
+        kvp: devices that share the positions of a row.
+        tpa: devices that share the key-value heads.
+        tpf: devices of a group, which share the channels of each expert; None is N / ``ep``.
+        ep: groups of devices, which share the experts of a mixture.
+        block: consecutive positions on a device, before the next device of ``kvp`` takes over.
+        strategy: ``helix``, or a layout to compare it with. ``gather`` gathers queries before
+            attention, and sums and scatters outputs after it. ``medha`` shares the weights over
+            ``tpa`` alone, and sums attention over ``kvp`` (Agrawal et al. 2024). ``tp`` is tensor
+            parallelism: more devices than key-value heads hold copies of the cache.
+        overlap: number of chunks of rows in which a decoding step exchanges the outputs of
+            attention, each chunk while the next one attends (HOP-B, section 2.1.3). Chunks differ
+            by at most one row, and are no more than the rows. None takes the number from the
+            tuning table of the GPU.
+        up_projection: whether latent attention applies the map to values ``before`` or ``after``
+            the exchange; ``auto`` chooses the smaller message.
+        exchange: the transport. ``xla`` is NCCL on GPUs. ``pallas`` and ``cuda`` are one-sided:
+            each device stores its part in its peers' memory, within one process. The launch that
+            sends a message also waits for it, so they exclude ``overlap``. With ``cuda``, messages
+            of more than 1 MiB to a device, as of a prompt, use XLA.
 
-    ``strategy``: ``helix``, or one to compare it with. ``gather``: queries are gathered before
-    attention, and outputs summed and scattered behind it. ``medha``: TPA alone shares the weights,
-    and attention is summed over KVP (Agrawal et al. 2024). ``tp``: tensor parallelism, whose
-    devices beyond the key-value heads hold copies of the cache.
-
-    Raises `ValueError` for sizes that do not fit together.
+    Raises:
+        ValueError: the sizes or options do not fit together.
     """
 
     kvp: int = 1
@@ -99,8 +104,8 @@ class HelixConfig:
                 )
             if (self.overlap or 1) > 1:
                 raise ValueError(
-                    f"overlap={self.overlap} lets messages run beside attention, and one of "
-                    f"exchange={self.exchange!r} is waited for at once; leave one of them out"
+                    f"overlap={self.overlap} overlaps messages with attention, but "
+                    f"exchange={self.exchange!r} waits for each message; leave one of them out"
                 )
         if self.tpf is None:
             object.__setattr__(self, "tpf", max(self.shares // self.ep, 1))
@@ -112,12 +117,12 @@ class HelixConfig:
 
     @property
     def devices(self) -> int:
-        """N."""
+        """N, the number of devices."""
         return self.kvp * self.tpa
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that share the weights behind attention."""
+        """The mesh axes that share the weights after attention."""
         return self.tpa_axes if self.strategy == "medha" else (*self.tpa_axes, *self.kvp_axes)
 
     @property
@@ -159,7 +164,7 @@ class HelixConfig:
 
     @property
     def shares(self) -> int:
-        """How many devices share the weights behind attention."""
+        """How many devices share the weights after attention."""
         return self.tpa if self.strategy == "medha" else self.devices
 
     @property
@@ -177,16 +182,16 @@ class HelixConfig:
         return self._exchanges and self.exchange == "xla"
 
     def chunks(self, rows: int) -> int:
-        """In how many chunks a decoding step of ``rows`` sends what attention gives."""
+        """The number of chunks in which a decoding step of ``rows`` exchanges its outputs."""
         if self.overlap is not None or not self._in_chunks:
             return min(self.overlap or 1, rows)
         return min(tuned.block("exchange", "helix", {"rows": rows})["chunks"], rows)
 
     @property
     def compiler_options(self) -> dict[str, bool]:
-        """What `jax.jit` needs as ``compiler_options`` for programs on the mesh.
+        """The ``compiler_options`` of `jax.jit` for programs on the mesh.
 
-        jspec gives them to its own; a jitted loop around them has to be given them by its author.
+        jspec passes them to the programs that it compiles; pass them to `jax.jit` for others.
         """
         chunks = self.overlap or 1
         if self.overlap is None and self._in_chunks:
@@ -233,7 +238,7 @@ class HelixConfig:
         return reason and f"exchange={self.exchange!r} cannot run here: {reason}"
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
-        """Of an array whose axes are sharded over these of the mesh."""
+        """The sharding of an array whose axes are sharded over ``axes`` of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def check_layer(self, layer: int, num_heads: int, spec: LayerSpec) -> None:

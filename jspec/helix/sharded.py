@@ -48,19 +48,25 @@ Specs = Callable[[HelixConfig, str, tuple[int, ...]], PartitionSpec]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """A model whose parameters lie in shares on the mesh of ``helix``.
+    """A model whose parameters are sharded over the mesh of ``helix``.
 
-    It goes wherever jspec takes a model, and nothing else changes: `jspec.generate`,
-    `jspec.start_decoding`, `jspec.decode_chunk`. `shard` and `load_model` make one of a `Decoder`.
+    It takes the place of a model in `jspec.generate`, `jspec.start_decoding`,
+    `jspec.decode_chunk` and the rest of jspec. `shard` and `load_model` create one from a
+    `Decoder`.
 
-    ``model``: any `jspec.Model` that computes, inside a `jax.shard_map` over the mesh, with its
-    device's share of each parameter: queries of N / TPA heads and keys of K / TPA for ``attend``,
-    which gives back those of its part of the output projection; sums over ``helix.axes`` behind
-    that and the feed-forward are the model's own. ``specs(helix, name, shape)``: how the parameter
-    ``name`` is sharded, a function at the top of a module. ``vocabulary_axes``: mesh axes that the
-    model's logits are sharded over, none if they are whole.
+    Args:
+        model: a `jspec.Model` that computes with its device's share of each parameter, inside a
+            `jax.shard_map` over the mesh. It passes N / TPA query heads and K / TPA key-value heads
+            to ``attend``, which returns the heads of the device's part of the output projection.
+            The model itself sums over ``helix.axes`` after that projection and the feed-forward.
+        helix: the layout.
+        specs: ``specs(helix, name, shape)`` returns the `PartitionSpec` of the parameter ``name``.
+            A function at the top level of a module, so that it can be hashed and compared.
+        vocabulary_axes: mesh axes over which the logits are sharded; empty if they are not.
+        inside: whether this is the view inside the mesh. Set by jspec.
 
-    Raises `ValueError` for heads that do not divide into the devices.
+    Raises:
+        ValueError: the heads do not divide into the devices.
     """
 
     model: Any
@@ -92,7 +98,7 @@ class Sharded:
 
     @property
     def compiler_options(self) -> dict[str, bool]:
-        """What XLA needs as options for steps on the mesh."""
+        """The ``compiler_options`` of `jax.jit` for steps on the mesh."""
         return self.helix.compiler_options
 
     @property
@@ -118,7 +124,7 @@ class Sharded:
         return layouts_on(self.helix, self.config.layers, capacity, gamma, longest)
 
     def placing(self, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
-        """Where an array of the state lies; what a drafter keeps is where it was made."""
+        """The sharding of an array of the state; None for a drafter's, which stay in place."""
         if name.startswith("draft"):
             return None
         if name.startswith("cache.columns"):
@@ -186,7 +192,7 @@ class Sharded:
         return _over(of, tree)
 
     def _outside(self, tree: Any) -> Any:
-        """What `_inside` made, as it was."""
+        """Undo `_inside`."""
 
         def of(node: Any) -> Any:
             return whole_of(self.helix, node) if isinstance(node, Cache) else node
@@ -205,10 +211,18 @@ class _Shape:
 
 
 def shard(model: Decoder, helix: HelixConfig) -> Sharded:
-    """``model`` on the mesh of ``helix``, each device with its share of the parameters.
+    """Place ``model`` on the mesh of ``helix``, each device with its share of the parameters.
 
-    Raises `ValueError` where the machine has too few devices, for sizes that do not divide, for
-    quantised weights, and on all processes where one has other weights or another mesh.
+    Args:
+        model: the decoder; its weights are not modified.
+        helix: the layout.
+
+    Returns:
+        The sharded model.
+
+    Raises:
+        ValueError: there are too few devices, a size does not divide, weights are quantised, or
+            processes differ in weights or mesh (raised on all of them).
     """
     if is_quantized(model):
         raise ValueError(
@@ -239,10 +253,21 @@ def shard(model: Decoder, helix: HelixConfig) -> Sharded:
 
 
 def load_model(path: str | os.PathLike, helix: HelixConfig, *, dtype: Any = None) -> Sharded:
-    """A decoder from disk, as `jspec.load_model` reads it, each parameter straight to its devices.
+    """Load a model as `jspec.load_model` does, each parameter directly onto its devices.
 
-    Weights in MXFP4 are dequantised. Raises as `jspec.load_model` and `shard` do, on all processes
-    what one of them raises.
+    Experts in MXFP4 are dequantised.
+
+    Args:
+        path: a model directory or a GGUF file.
+        helix: the layout.
+        dtype: as in `jspec.load_model`.
+
+    Returns:
+        The sharded model.
+
+    Raises:
+        CheckpointError: as `jspec.load_model`; an error of one process is raised on all.
+        ValueError: as `jspec.load_model` and `shard`.
     """
     with all_or_none():
         _ = helix.mesh
@@ -261,7 +286,7 @@ def decoder_sharding(helix: HelixConfig) -> Callable[[str, tuple[int, ...]], Nam
 
 
 def _check_same(model: Decoder, helix: HelixConfig) -> None:
-    """Raise `ValueError` on all processes where one shards another ``model``, or otherwise."""
+    """Raise `ValueError` on all processes if they differ in ``model`` or ``helix``."""
     if not several():
         return
     leaves = jax.tree.leaves(nnx.state(model))
@@ -346,13 +371,13 @@ def _check_divides(name: str, size: int, settings: str, devices: int) -> None:
 
 
 def _spec_of_picked(helix: HelixConfig, picked: Any) -> PartitionSpec:
-    """Of positions that a drafter picked: each device has its own, and each head may."""
+    """The `PartitionSpec` of positions that a drafter picked: per device and, if 3D, per head."""
     heads = () if picked.ndim == 2 else (helix.tpa_axes,)
     return Spec(None, *heads, helix.kvp_axes)
 
 
 def _shares(policy: Policy) -> bool:
-    """Whether what a policy reads can be found by devices that have a part of the positions."""
+    """Whether devices that hold only some positions can compute what ``policy`` selects."""
     if isinstance(policy, Guided):
         return policy.score != "weight" and not policy.needs_verdict and policy.page_size == 1
     if isinstance(policy, MagicPIG):

@@ -1,6 +1,6 @@
 """FP8 weights with a scale for each rectangle of them (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 
-A checkpoint has them as E4M3, and beside each ``weight`` a ``weight_scale_inv``: what a rectangle
+A checkpoint has them as E4M3, and next to each ``weight`` a ``weight_scale_inv``: what a rectangle
 is multiplied by to get its weights.
 """
 

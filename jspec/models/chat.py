@@ -28,12 +28,17 @@ Message = Mapping[str, Any]  # a role, a content, and what else the template rea
 
 
 class ChatTemplate:
-    """A Jinja template as Hugging Face tokenizers keep it, run in a sandbox.
+    """A Jinja chat template of a Hugging Face tokenizer, run in a sandbox.
 
-    ``source`` is the template, ``special`` the special tokens that it may name (``bos_token``,
-    ``eos_token``, ...), ``where`` says in errors where it is from. The sandbox keeps a template
-    from Python's internals; it does not bound its time. Raises `CheckpointError` for what is no
-    template.
+    The sandbox keeps a template from Python's internals; it does not limit its time.
+
+    Args:
+        source: the template.
+        special: special tokens that it may name, by name (``bos_token``, ``eos_token``, ...).
+        where: origin of the template, for error messages.
+
+    Raises:
+        CheckpointError: ``source`` is no valid template.
     """
 
     def __init__(self, source: str, special: Mapping[str, str], where: str):
@@ -47,11 +52,18 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, generation_prompt: bool = True, **settings: Any
     ) -> str:
-        """The text of a conversation, special tokens included.
+        """Render a conversation to text, special tokens included.
 
-        ``messages`` are mappings with a ``role`` and a ``content``. ``generation_prompt`` adds what
-        opens the model's answer. ``settings`` are the template's own, as ``tools`` or
-        ``enable_thinking``. Raises `ValueError` where the template refuses the messages.
+        Args:
+            messages: mappings with a ``role`` and a ``content``.
+            generation_prompt: whether to append the start of the model's answer.
+            **settings: variables of the template, such as ``tools`` or ``enable_thinking``.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: the template refuses the messages.
         """
         _check(messages)
         variables = {"tools": None, "documents": None} | self._special | settings
@@ -68,20 +80,34 @@ class ChatTemplate:
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Message], **settings: Any
     ) -> list[int]:
-        """Token ids of a conversation, as `render` takes it.
+        """Render a conversation and convert it to token ids.
 
-        The template writes the special tokens itself.
+        Args:
+            tokenizer: the model's tokenizer.
+            messages: as in `render`.
+            **settings: as in `render`.
+
+        Returns:
+            The token ids. Special tokens are those that the template writes.
         """
         return tokenizer.encode(self.render(messages, **settings), special=False)
 
 
 def load_chat_template(path: str | Path) -> ChatTemplate | None:
-    """The chat template of a model, None where it has none.
+    """Load the chat template of a model.
 
-    Of a GGUF file it is the one in the file, with the special tokens that the file names. Where
-    that has none, and in a directory, it is in chat_template.jinja, or a field of
-    tokenizer_config.json, which names the special tokens too. Raises `CheckpointError` for files
-    that are malformed.
+    A GGUF file may hold a template and the special tokens that it names. If it has none, and in a
+    model directory, the template is chat_template.jinja or a field of tokenizer_config.json, which
+    also names the special tokens.
+
+    Args:
+        path: a model directory or a GGUF file.
+
+    Returns:
+        The template, or None if the model has none.
+
+    Raises:
+        CheckpointError: a file is malformed.
     """
     if (stored := gguf_path(path)) is not None:
         template = _gguf_template(GGUFFile(stored))

@@ -41,24 +41,32 @@ def load_model(
     sharding: Placing = None,
     keep_mxfp4: bool | None = None,
 ) -> Decoder:
-    """A decoder from a local Hugging Face directory, a GGUF file, or what `save_model` wrote.
+    """Load a model from a Hugging Face directory, a GGUF file, or a directory of `save_model`.
 
-    The directory holds config.json (of a family in `jspec.models.families.FAMILIES`) and
-    model.safetensors, whole or in shards with an index; int8 weights of compressed-tensors and FP8
-    weights of DeepSeek-V3 are dequantised. A GGUF file, which ends in .gguf, is dequantised too; a
-    directory with one and no config.json stands for it. ``keep_mxfp4``: whether the experts of a
-    gpt-oss stay in MXFP4 where the directory has them so, of which each weight is the same and
-    takes 4.25 bits; False dequantises them, as a model that is trained needs them, and so does None
-    those that ``sharding`` splits. ``dtype`` is float32, bfloat16 or
-    float16; None is float32 on a CPU and bfloat16 elsewhere. ``sharding`` is one for every
-    parameter, or a function of a parameter's name and shape, such as
-    ``"layers.0.attention.qkv.kernel"`` and ``(in, K, columns)``; None is the default device.
-    Parameters are read one by one: the host holds one in ``dtype`` besides what is placed. Of
-    several processes each skips what its devices have no part of.
+    A Hugging Face directory holds config.json, of a family in `jspec.models.families.FAMILIES`, and
+    model.safetensors, whole or in shards with an index. The int8 weights of compressed-tensors, the
+    FP8 weights of DeepSeek-V3 and the weights of a GGUF file are dequantised. Parameters are read
+    one by one: the host holds at most one of them, in ``dtype``, that is not yet on its device.
+    Where several processes load a model, each reads only what its devices hold.
 
-    Raises `CheckpointError` for files that are missing, malformed or do not fit together, and
-    `ValueError` for another dtype, a sharding that a shape does not divide into, or one that splits
-    what is kept in MXFP4.
+    Args:
+        path: a directory, or a file that ends in .gguf. A directory with one GGUF file and no
+            config.json stands for that file.
+        dtype: float32, bfloat16 or float16. None is float32 on a CPU and bfloat16 elsewhere.
+        sharding: one sharding for all parameters, or a function of a parameter's name and shape,
+            such as ``"layers.0.attention.qkv.kernel"`` and ``(in, K, columns)``. None is the
+            default device.
+        keep_mxfp4: whether experts stored in MXFP4, as in gpt-oss, stay so, at 4.25 bits a weight
+            and with the same values. False dequantises them, for training; None dequantises those
+            that ``sharding`` splits.
+
+    Returns:
+        The decoder.
+
+    Raises:
+        CheckpointError: files are missing, malformed or do not fit together.
+        ValueError: the dtype is another one, the sharding does not divide a shape, or it splits
+            experts with ``keep_mxfp4=True``.
     """
     path, dtype = Path(path), _dtype(dtype)
     if (file := gguf_path(path)) is not None:
@@ -89,10 +97,17 @@ def check_model(path: Path) -> None:
 
 
 def save_model(model: Decoder, path: str | os.PathLike) -> None:
-    """Write ``model`` to a new directory at ``path``, bit for bit, for `load_model` to read.
+    """Write ``model``, bit for bit, to a new directory, which `load_model` reads.
 
-    It appears whole or not at all. Raises `CheckpointError` where ``path`` exists or cannot be
-    written, and `ValueError` for a quantised copy.
+    The directory appears complete or not at all.
+
+    Args:
+        model: the decoder.
+        path: the directory, which must not exist; its parent must.
+
+    Raises:
+        CheckpointError: ``path`` exists or cannot be written.
+        ValueError: ``model`` is a quantised copy.
     """
     from jspec.models import saved
 
@@ -192,8 +207,7 @@ def _name(key: tuple) -> str:
 
 
 class _Skeleton:
-    """A decoder without arrays: ``shapes`` and ``dtypes`` of its parameters by name, to be
-    filled."""
+    """A decoder without arrays, with the shapes and dtypes of its parameters by name."""
 
     def __init__(self, config: ModelConfig, dtype: np.dtype):
         self.config = config
@@ -221,11 +235,16 @@ def _filled(
     packed: bool = False,
     mxfp4: Mapping[str, Callable[[MXFP4], None]] = MappingProxyType({}),
 ) -> Decoder:
-    """``skeleton`` with parameters made on the host, one by one, of what ``read`` puts in.
+    """Fill ``skeleton`` with parameters, read to the host and placed one by one.
 
-    ``read(name, out, axes)`` fills ``out`` with a parameter, or with a part of one that is joined,
-    as `Weights.read` does. ``mxfp4``: what fills those that stay so. ``source`` is the model's
-    path, for a bar on a terminal.
+    Args:
+        skeleton: the decoder to fill.
+        source: path of the model, shown by the progress bar.
+        sharding: as in `load_model`.
+        read: ``read(name, out, axes)`` fills ``out`` with a parameter, or with one part of a joined
+            parameter, as `Weights.read`.
+        packed: whether the file stores all experts of a layer as one tensor.
+        mxfp4: for each parameter that stays in MXFP4, the function that fills it.
     """
 
     def made(name: str, to: jax.sharding.Sharding | None) -> np.ndarray | MXFP4:
@@ -256,9 +275,9 @@ def _filled(
 def _local_axes(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding | None
 ) -> Iterator[np.ndarray]:
-    """Which places this process has along each axis: bools of ``shape``, views of one axis.
+    """For each axis, bools of ``shape`` that say which indices this process holds.
 
-    None where it has all of the array.
+    Each is a broadcast view along its axis. Yields nothing where the process holds the whole array.
     """
     if sharding is None or sharding.is_fully_addressable:
         return

@@ -56,9 +56,20 @@ class Attention(nnx.Module):
         next_queries: NextQueries | None = None,
         joined: Array | None = None,
     ):
-        """``x`` plus what attention gives for it after ``norm``, and the cache.
+        """Add attention of ``norm(x)`` to ``x``.
 
-        ``joined``: the projections, where the layer before gave them.
+        Args:
+            x: ``[B, T, D]``.
+            norm: applied to ``x`` in front of the projections.
+            layer: index of the layer, for ``attend``.
+            angles: rotary cosine and sine.
+            attend: reads and writes ``cache``, as `jspec.typing.Attend`.
+            cache: passed to ``attend``.
+            next_queries: computes the queries of the next layer, for policies that prefetch.
+            joined: the projections of ``norm(x)``, if the previous layer computed them.
+
+        Returns:
+            ``[B, T, D]`` and the cache.
         """
         joined = self.qkv.joined(x, norm) if joined is None else joined
         out, cache = self.attended(joined, layer, angles, attend, cache, next_queries)
@@ -75,7 +86,7 @@ class Attention(nnx.Module):
         cache,
         next_queries: NextQueries | None = None,
     ):
-        """What heads read ``[B, T, N * H']`` for their projections ``joined``, and the cache."""
+        """The outputs of heads ``[B, T, N * H']`` for projections ``joined``, and the cache."""
         q, k, v = self.qkv.split(joined)
         q = q.reshape(*joined.shape[:2], -1, k.shape[-1])
         qk_rope = self.qk_rope(angles, joined)
@@ -92,13 +103,13 @@ class Attention(nnx.Module):
         return out.reshape(*out.shape[:2], -1), cache
 
     def queries(self, x: Array, norm: RMS, angles: tuple[Array, Array]) -> Array:
-        """The queries ``[B, T, N, H]`` of ``x`` after ``norm``, rotated."""
+        """The rotated queries ``[B, T, N, H]`` of ``norm(x)``."""
         joined = self.qkv.joined(x, norm)
         q, k, _ = self.qkv.split(joined)
         return self.qk_rope(angles, joined)(q.reshape(*x.shape[:2], -1, k.shape[-1]), k)[0]
 
     def qk_rope(self, angles: tuple[Array, Array], joined: Array) -> QKRope:
-        """What is to be done to queries and keys that are slices of ``joined``."""
+        """The norms and the rotation of queries and keys, which are slices of ``joined``."""
         q_norm, k_norm = (None if norm is None else norm.rms for norm in (self.q_norm, self.k_norm))
         return QKRope(*angles, q_norm, k_norm, joined)
 
@@ -133,10 +144,21 @@ class Block(nnx.Module):
         joined: Array | None = None,
         following: Block | None = None,
     ):
-        """What it gives for ``x``, the projections of the next layer, and the cache.
+        """Compute the layer and, where one chain of matmuls can, the next layer's projections.
 
-        ``joined``: its own projections, where the layer before gave them. ``following``: the next
-        layer. Projections are None where the products behind attention are no chain.
+        Args:
+            x: ``[B, T, D]``.
+            layer: index of the layer, for ``attend``.
+            angles: rotary cosine and sine.
+            attend: reads and writes ``cache``, as `jspec.typing.Attend`.
+            cache: passed to ``attend``.
+            next_queries: computes the queries of the next layer, for policies that prefetch.
+            joined: the attention projections of this layer, if the previous layer computed them.
+            following: the next layer.
+
+        Returns:
+            The output ``[B, T, D]``, the attention projections of ``following`` or None, and the
+            cache.
         """
         norm, ops = self.attention_norm.rms, self._chain_ops(x, following)
         attention: Any = self.attention
@@ -150,17 +172,15 @@ class Block(nnx.Module):
         return x, projections[0] if projections else None, cache
 
     def _chain_ops(self, x: Array, following: Block | None) -> list[ChainOp] | None:
-        """What comes behind attention up to the projections of the next layer, or None."""
+        """The matmuls from attention to the next layer's projections, None if not one chain."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
             return None
         out = attention.out.chain_op(add=x)
-        behind = mlp.chain_ops(
-            self.mlp_norm.rms, x=0
-        )  # none with norms behind, as behind attention
-        if out is None or behind is None:
+        mlp_ops = mlp.chain_ops(self.mlp_norm.rms, x=0)  # None where a norm follows the MLP
+        if out is None or mlp_ops is None:
             return None
-        ops = [out, *behind]
+        ops = [out, *mlp_ops]
         if following is not None and isinstance(following.attention, Attention):
             ops.append(following.attention.qkv.chain_op(following.attention_norm.rms))
         return ops
@@ -171,13 +191,20 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A causal language model as Llama, Gemma or DeepSeek; `jspec.typing.Model` is its contract.
+    """A causal language model such as Llama, Gemma or DeepSeek; implements `jspec.typing.Model`.
 
-    Parameters are of ``dtype``, which is also the dtype of activations and of the cache. ``rngs``
-    draws them; None leaves `jax.ShapeDtypeStruct` in their places, for a loader to fill.
-    ``vocabulary_axes``: those of an enclosing `jax.shard_map` over which the vocabulary is sharded,
-    in the embedding and in the logits.
-    Raises `ValueError` for a layer whose values are in its keys without `ModelConfig.latent`.
+    Args:
+        config: sizes and options of the architecture.
+        dtype: of parameters, activations and the cache.
+        rngs: draws the parameters. None leaves `jax.ShapeDtypeStruct` in their places, for a
+            loader to fill.
+
+    Attributes:
+        vocabulary_axes: axes of an enclosing `jax.shard_map` over which the vocabulary is sharded,
+            in the embedding and in the logits.
+
+    Raises:
+        ValueError: a layer has ``values_in_keys`` without `ModelConfig.latent`.
     """
 
     def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs | None):
@@ -207,14 +234,29 @@ class Decoder(nnx.Module):
         return self.embedding.get_value().dtype
 
     def angles(self, positions: Array, spec: LayerSpec) -> tuple[Array, Array]:
-        """Rotary cosine and sine of ``positions [B, T]`` in a layer of ``spec``."""
+        """Compute the rotary angles of a layer.
+
+        Args:
+            positions: int32 ``[B, T]``.
+            spec: the layer.
+
+        Returns:
+            Cosine and sine, float32 ``[B, T, 1, R / 2]``, of the R channels that are rotated.
+        """
         rope, latent = self.config.ropes[spec.rope], self.config.latent
         size = spec.key_size if latent is None else latent.rope_size
         frequencies, factor = rope_frequencies(size, rope.theta, rope.scaling)
         return rope_angles(positions, jnp.asarray(frequencies), factor)
 
     def embed(self, tokens: Array) -> Array:
-        """Embeddings ``[B, T, D]`` of ``tokens [B, T]``, scaled; padding takes any."""
+        """Look up token embeddings, scaled by ``config.embedding_scale``.
+
+        Args:
+            tokens: int32 ``[B, T]``; padding (-1) gets the embedding of another token.
+
+        Returns:
+            ``[B, T, D]``, of the model's dtype.
+        """
         embedded, scale = self._lookup(tokens), self.config.embedding_scale
         return embedded if scale is None else embedded * jnp.asarray(scale, embedded.dtype)
 
@@ -229,7 +271,17 @@ class Decoder(nnx.Module):
         return lax.psum(jnp.where(is_local[..., None], embedded, 0), self.vocabulary_axes)
 
     def __call__(self, tokens: Array, positions: Array, attend: Attend, cache):
-        """What the last layer gives ``[B, T, D]`` for ``tokens [B, T]``, and the cache after it."""
+        """Run all layers.
+
+        Args:
+            tokens: int32 ``[B, T]``, -1 for padding.
+            positions: int32 ``[B, T]``, -1 for padding.
+            attend: reads and writes ``cache``, as `jspec.typing.Attend`.
+            cache: passed to ``attend``.
+
+        Returns:
+            The output of the last layer ``[B, T, D]``, before the final norm, and the cache.
+        """
         x = self.embed(tokens)
         kinds = [(spec.rope, spec.key_size) for spec in self.config.layers]
         specs = dict(zip(kinds, self.config.layers, strict=True))
@@ -250,7 +302,14 @@ class Decoder(nnx.Module):
         return x, cache
 
     def logits(self, hidden: Array) -> Array:
-        """Next-token logits, float32 ``[..., V]``, of what `__call__` gives."""
+        """Compute next-token logits.
+
+        Args:
+            hidden: ``[..., D]``, the output of `__call__`.
+
+        Returns:
+            float32 ``[..., V]``.
+        """
         embedding, norm = self.embedding[...], self.norm.rms
         if self.head is None:
             logits = linear(hidden, embedding, norm=norm, transposed=True, dtype=jnp.float32)

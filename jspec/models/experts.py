@@ -30,7 +30,15 @@ class Router(nnx.Module):
         )
 
     def __call__(self, x: Array, norm: RMS) -> Routed:
-        """What tokens ``x [M, D]`` choose after ``norm``."""
+        """Choose the experts of tokens.
+
+        Args:
+            x: ``[M, D]``.
+            norm: applied to ``x``.
+
+        Returns:
+            The chosen experts and their weights.
+        """
         bias, correction = (None if p is None else p[...] for p in (self.bias, self.correction))
         return route(x, self.kernel[...], bias, correction, norm=norm, experts=self.experts)
 
@@ -39,8 +47,8 @@ class ExpertMLPs(nnx.Module):
     """The SwiGLU of every expert: ``gate_up [E, D, 2, size]`` and ``down [E, size, D]``.
 
     Kernels may be `MXFP4`. Biases have these shapes without the second axis.
-    ``axes``: those of an enclosing `jax.shard_map` over which the experts are sharded. The channels
-    of each may be sharded too: what a device gives is its part of a sum.
+    ``axes``: axes of an enclosing `jax.shard_map` over which the experts are sharded. The channels
+    of each expert may be sharded too. The output of a device is then a partial sum.
     """
 
     def __init__(self, width: int, experts: Experts, *, dtype, rngs: nnx.Rngs | None):
@@ -55,9 +63,17 @@ class ExpertMLPs(nnx.Module):
         self.axes: tuple[str, ...] = ()
 
     def __call__(self, x: Array, norm: RMS, routed: Routed, *, is_part: bool = False) -> Array:
-        """The weighted sum over what each token of ``x [M, D]``, after ``norm``, has chosen.
+        """The weighted sum over the experts that each token has chosen.
 
-        Float32. ``is_part``: without the biases of ``down``, which are whole on each device.
+        Args:
+            x: ``[M, D]``.
+            norm: applied to ``x``.
+            routed: the choice of `Router`.
+            is_part: whether to leave out the biases of ``down``, which every device holds whole;
+                `last_bias` adds them after the sum over devices.
+
+        Returns:
+            float32 ``[M, D]``.
         """
         order, starts, is_local = routed.order, routed.starts, None
         if self.axes:
@@ -89,13 +105,13 @@ class ExpertMLPs(nnx.Module):
         )
         outputs = outputs.reshape(*routed.chosen.shape, -1)
         if is_local is not None:
-            # What no expert of this device multiplied is not specified.
+            # Rows that no expert of this device computed are undefined.
             outputs = jnp.where(is_local[..., None], outputs, 0)
         # Not a reduction: XLA fuses sums of slices with whatever follows.
         return functools.reduce(jnp.add, (outputs[:, i] for i in range(outputs.shape[1])))
 
     def last_bias(self, routed: Routed) -> Array | None:
-        """What biases of ``down``, whole on each device, add to that sum: float32 ``[M, D]``."""
+        """The term of the biases of ``down`` in that sum, float32 ``[M, D]``; None without."""
         bias = self.down.bias
         if bias is None:
             return None
@@ -103,11 +119,11 @@ class ExpertMLPs(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """The experts that a token chooses, and one that every token takes.
+    """A router, its experts, and a shared expert that every token takes.
 
-    ``axes``: those of an enclosing `jax.shard_map` over which both are sharded. One all-reduce adds
-    up what devices give: it is the sum inside a group of devices that share an expert and the sum
-    over groups at once (Bhatia et al. 2025, section 2.2, takes an all-reduce and a gather).
+    ``axes``: axes of an enclosing `jax.shard_map` over which both are sharded. One all-reduce sums
+    over the devices of a group, which share an expert, and over groups (Bhatia et al. 2025, section
+    2.2, uses an all-reduce and an all-gather).
     """
 
     def __init__(self, width: int, experts: Experts, *, dtype, rngs: nnx.Rngs | None):
@@ -119,7 +135,7 @@ class MixtureOfExperts(nnx.Module):
         self.axes: tuple[str, ...] = ()
 
     def __call__(self, x: Array, norm: RMS) -> Array:
-        """``x [B, T, D]`` plus what it gives after ``norm``."""
+        """``x [B, T, D]`` plus the experts' output for ``norm(x)``."""
         tokens = x.reshape(-1, x.shape[-1])
         routed = self.router(tokens, norm)
         outputs = self.experts(tokens, norm, routed, is_part=bool(self.axes)).reshape(x.shape)

@@ -49,7 +49,7 @@ _DTYPES = {
 
 
 def directory_of(path: str | os.PathLike) -> Path:
-    """Where the files of the model at ``path`` lie: beside it, where it is a GGUF file."""
+    """The folder with the files of the model at ``path``; that of a GGUF file itself."""
     path = Path(path)
     return path.parent if path.suffix == GGUF_SUFFIX and path.is_file() else path
 

@@ -17,7 +17,7 @@ def fingerprint(path: str | Path) -> str:
     """A short text that differs where the files of a model do.
 
     Of the names and sizes of its JSON, safetensors and Jinja files, and all files below for a model
-    that `jspec.save_model` wrote; and of samples of each. Of a GGUF file those beside it that a
+    that `jspec.save_model` wrote; and of samples of each. Of a GGUF file those next to it that a
     model is read with count too. Raises `CheckpointError` where ``path`` is neither.
     """
     folder, digest = directory_of(path), hashlib.sha256()
@@ -36,7 +36,7 @@ def fingerprint(path: str | Path) -> str:
 
 
 def _files(path: Path, folder: Path) -> list[Path]:
-    """What a model at ``path`` may be read from."""
+    """The files that `load_model` may read for ``path``."""
     if folder != path:
         files = [path, *(file for file in folder.iterdir() if file.suffix in _EXTRA_SUFFIXES)]
     elif (folder / "config.json").is_file():

@@ -16,7 +16,7 @@ import numpy as np
 from jspec.models.errors import CheckpointError, quoted
 from jspec.models.files import GGUF_SUFFIX, TENSOR_LIMIT
 
-# Beside any of these a directory is a model of another format.
+# A directory that holds any of these is a model of another format.
 _OTHER_SETTINGS = ("config.json", "jspec.json")
 # Far beyond any real file: they bound the time and memory that a damaged one can cost.
 HEADER_LIMIT = 256 << 20  # bytes of the metadata and of the table of tensors

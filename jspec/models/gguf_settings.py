@@ -48,8 +48,8 @@ def config_of(
         known = ", ".join(ARCHITECTURES)
         raise general.error(f"architecture {quoted(architecture)} is unknown; jspec has {known}")
     prefix = f"{architecture}."
-    values = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-    fields = Fields(values, f"{source}: {architecture}")
+    settings = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    fields = Fields(settings, f"{source}: {architecture}")
     heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
     size = fields.integer("attention.key_length", max(hidden // heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -82,7 +82,7 @@ def config_of(
         values["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
         if "rope_freqs.weight" in shapes:
             values["rope_scaling"] = _llama3(general, size, values["rope_theta"], factors())
-    if unknown := sorted(set(values) - fields.read - _WITHOUT_EFFECT):
+    if unknown := sorted(set(settings) - fields.read - _WITHOUT_EFFECT):
         raise fields.error(f"fields {quoted(unknown)} are unknown to jspec")
     return model_config(values, source=source)
 

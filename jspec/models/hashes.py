@@ -1,4 +1,4 @@
-"""Trained hashes on disk: a matrix for each KV head of a layer, by orbax, and JSON beside them."""
+"""Trained hashes on disk: a matrix for each KV head of a layer, by orbax, and settings as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Hashes = tuple[Array | None, ...]
 
 
 def check_hashes(hashes: Hashes, specs: Sequence[LayerSpec]) -> None:
-    """Raise `ValueError` unless ``hashes`` are of the sizes of a model's layers."""
+    """Raise `ValueError` unless the shapes of ``hashes`` fit the layers ``specs``."""
     way_out = "train hashes of this model by `jspec train-hash`"
     if len(hashes) != len(specs):
         raise ValueError(
@@ -45,10 +45,16 @@ def check_hashes(hashes: Hashes, specs: Sequence[LayerSpec]) -> None:
 
 
 def save_hashes(hashes: Hashes, path: str | os.PathLike, made: Mapping[str, Any]) -> None:
-    """Write ``hashes`` as float16 to a new directory; ``made`` says how they were learned.
+    """Write ``hashes`` as float16 to a new directory, which appears complete or not at all.
 
-    It appears whole or not at all. Raises `CheckpointError` where ``path`` exists or cannot be
-    written.
+    Args:
+        hashes: ``[K, H, R]`` of each layer, None for a layer without hashes.
+        path: the directory, which must not exist.
+        made: how they were learned, stored as JSON.
+
+    Raises:
+        CheckpointError: ``path`` exists or cannot be written.
+        ValueError: the layers have different numbers of bits, or none has hashes.
     """
     from jspec.models import saved
 
@@ -69,11 +75,17 @@ def save_hashes(hashes: Hashes, path: str | os.PathLike, made: Mapping[str, Any]
 
 
 def load_hashes(path: str | os.PathLike | None = None) -> Hashes:
-    """Hashes that `jspec train-hash` wrote to the directory ``path``; None is the bundled model's.
+    """Load hashes that `jspec train-hash` wrote.
 
-    Of each layer float32 ``[K, H, R]``, as `jspec.encode` takes them; None for a layer with a
-    sliding window, which is read whole. Raises `CheckpointError` for files that are missing,
-    malformed or do not fit together.
+    Args:
+        path: the directory; None for the hashes of the bundled model.
+
+    Returns:
+        One entry per layer: float32 ``[K, H, R]``, as `jspec.hash_encode` takes them, or None for
+        a layer with a sliding window, which is read whole.
+
+    Raises:
+        CheckpointError: files are missing, malformed or do not fit together.
     """
     # orbax takes a second to import, which only its own files should cost.
     from jspec.models import saved

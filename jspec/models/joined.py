@@ -1,4 +1,4 @@
-"""How projections that share an input lie in one parameter, so that they are one product.
+"""How projections that share an input are stored in one parameter, so that one matmul does all.
 
 Checkpoints have them apart: queries, keys and values, and a SwiGLU's gate and up. A joined kernel
 is ``[in, rows, columns]``, its bias ``[rows, columns]``, and each part is a rectangle of the two.
@@ -64,8 +64,7 @@ def gate_up_parts(width: int, mlp: str = "mlp") -> tuple[Part, Part]:
 
 
 def down_parts(num_heads: int, latent: Latent) -> tuple[Part, Part]:
-    """What latent attention projects its input to: the latent of the queries, or the queries where
-    there is none, and what a token keeps."""
+    """The projections of latent attention: to the latent of queries, or queries, and to KV."""
     name, queries = "attention.q_down", latent.query_rank
     if queries is None:
         name, queries = "attention.q", num_heads * latent.query_size
@@ -85,7 +84,7 @@ def separate(
 
     ``layers.0.mlp.gate_up.kernel`` has ``layers.0.mlp.gate.kernel`` and ``layers.0.mlp.up.kernel``,
     each ``[in, rows, columns]``. The experts of ``layers.3.mlp.experts.gate_up.kernel`` are apart
-    besides, as in ``layers.3.mlp.experts.7.gate.kernel``, unless they are ``packed``. A parameter
+    too, as in ``layers.3.mlp.experts.7.gate.kernel``, unless they are ``packed``. A parameter
     that is not joined is its own part.
     """
     wholes = {parameter: array}

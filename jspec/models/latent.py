@@ -18,11 +18,11 @@ EPS = 1e-6  # of the norms of both latents, whatever config.json says of the oth
 
 
 class LatentAttention(nnx.Module):
-    """DeepSeek-V2's attention (arXiv 2405.04434, section 2.1) around ``attend``, absorbed.
+    """Multi-head latent attention of DeepSeek-V2 (arXiv 2405.04434, section 2.1), absorbed.
 
-    A head's key is a linear map of the latent, and so is its value. Its query is taken through the
-    transposed map of the key instead, so that heads read the latents as they are in the cache, and
-    what they read goes through the map of the value: no key or value of a head is ever made.
+    The key and the value of a head are linear maps of the cached latent. The query is multiplied by
+    the transposed map of the key, so that heads attend to the latents themselves, and the output is
+    multiplied by the map of the value: keys and values of heads are never computed.
     """
 
     def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
@@ -54,7 +54,7 @@ class LatentAttention(nnx.Module):
         cache,
         next_queries: NextQueries | None = None,
     ):
-        """``x`` plus what attention gives for it after ``norm``, and the cache."""
+        """Add attention of ``norm(x)`` to ``x``; arguments and results as in `Attention`."""
         q, projected = self.down(x, norm)
         latents, shared = jnp.split(projected, [self.latent.rank], axis=-1)
         k = jnp.concatenate([self.kv_norm(latents), rotate_pairs(shared, *angles)], axis=-1)
@@ -65,28 +65,30 @@ class LatentAttention(nnx.Module):
         return self.out(out.reshape(*out.shape[:2], -1), add=x), cache
 
     def queries(self, x: Array, norm: RMS, angles: tuple[Array, Array]) -> Array:
-        """The queries ``[B, T, N, rank + rope_size]`` of ``x`` after ``norm``."""
+        """The queries ``[B, T, N, rank + rope_size]`` of ``norm(x)``."""
         return self._absorbed(self.down(x, norm)[0], angles)
 
     @property
     def _maps(self) -> tuple[Array, Array]:
-        """Of the latent to each head's key ``[rank, N, plain_size]`` and value
-        ``[rank, N, value_size]``."""
+        """The maps of the latent to keys and values.
+
+        They are ``[rank, N, plain_size]`` and ``[rank, N, value_size]``.
+        """
         maps = self.kv_up.kernel[...].reshape(self.latent.rank, self.num_heads, -1)
         return maps[..., : self.latent.plain_size], maps[..., self.latent.plain_size :]
 
     def _absorbed(self, q: Array, angles: tuple[Array, Array]) -> Array:
         """Queries over latents and rotated keys, ``[B, T, N, rank + rope_size]``.
 
-        Of the latent of the queries, ``q [B, T, 1, query_rank]``, or where there is none of the
-        queries themselves, ``[B, T, 1, N * query_size]``.
+        ``q``: the latent of the queries ``[B, T, 1, query_rank]``, or the queries themselves
+        ``[B, T, 1, N * query_size]`` where they have no latent.
         """
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(q[:, :, 0], norm=self.q_norm.rms)
         q = q.reshape(*q.shape[:2], self.num_heads, self.latent.query_size)
-        plain, turned = jnp.split(q, [self.latent.plain_size], axis=-1)
+        plain, rotated = jnp.split(q, [self.latent.plain_size], axis=-1)
         absorbed = jnp.einsum(
             "btnp,rnp->btnr", plain, self._maps[0], preferred_element_type=jnp.float32
         )
-        turned = rotate_pairs(turned, *angles)
-        return jnp.concatenate([absorbed.astype(q.dtype), turned], axis=-1)
+        rotated = rotate_pairs(rotated, *angles)
+        return jnp.concatenate([absorbed.astype(q.dtype), rotated], axis=-1)

@@ -1,4 +1,4 @@
-"""The tokenizers library behind a few calls: imported, or as a script in a process of its own.
+"""A small interface to the tokenizers library: imported, or as a script in a separate process.
 
 As a script it reads requests from stdin and answers on stdout, an object of JSON a line. It imports
 nothing of jspec, so that it starts fast. `jspec.models.guarded` is the other side.

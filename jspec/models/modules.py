@@ -40,7 +40,7 @@ def _joined(inputs: int, parts: tuple[Part, ...], dtype, rngs: nnx.Rngs | None) 
         return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
     kernel = jnp.zeros(shape, dtype)
     for part in parts:
-        # Drawn apart: a seed gives the weights that it gave before projections were joined.
+        # Drawn one by one, so that a seed gives the weights of separate projections.
         part_kernel = normal((inputs, part.outputs), inputs**-0.5, dtype, rngs).get_value()
         kernel = kernel.at[part.index].set(part_kernel.reshape(part.of(kernel).shape))
     return nnx.Param(kernel)
@@ -51,7 +51,7 @@ def _value(parameter: nnx.Param | None) -> Array | None:
 
 
 class Kernel(nnx.Module):
-    """A parameter that is called kernel, as those of linear maps are; ``bias``: its shape."""
+    """A parameter named ``kernel``, as in linear maps, and a bias of shape ``bias`` or none."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Kernel(nnx.Module):
 class Linear(nnx.Module):
     """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``.
 
-    ``axes``: those of an enclosing `jax.shard_map` over which the inputs are sharded, with the rows
-    of the kernel; what devices give is then added up.
+    ``axes``: axes of an enclosing `jax.shard_map` over which the inputs and the rows of the kernel
+    are sharded; an all-reduce adds the partial outputs of the devices.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
@@ -79,7 +79,16 @@ class Linear(nnx.Module):
         self.axes: tuple[str, ...] = ()
 
     def __call__(self, x: Array, *, norm: RMS | None = None, add: Array | None = None) -> Array:
-        """Of ``x`` after ``norm``, with ``add`` added in the end."""
+        """Compute ``norm(x) @ kernel + bias + add``.
+
+        Args:
+            x: ``[..., in]``.
+            norm: applied to ``x``, if any.
+            add: ``[..., out]``, such as a residual.
+
+        Returns:
+            ``[..., out]``.
+        """
         kernel, bias = self.kernel.get_value(), _value(self.bias)
         if not self.axes:
             return linear(x, kernel, bias, norm=norm, add=add)
@@ -88,7 +97,7 @@ class Linear(nnx.Module):
         return y if add is None else add.astype(y.dtype) + y
 
     def chain_op(self, *, add: Array | int) -> ChainOp | None:
-        """This product with ``add`` in a chain, or None where devices share it."""
+        """This matmul with ``add`` as a `ChainOp`, or None where it is sharded."""
         if self.axes:
             return None
         return ChainOp(self.kernel.get_value(), _value(self.bias), add=add)
@@ -99,7 +108,10 @@ class Linear(nnx.Module):
 
 
 class JoinedLinear(nnx.Module):
-    """Projections of one input as one product, ``kernel [in, rows, columns]``; see `joined`."""
+    """Projections of one input as one matmul, ``kernel [in, rows, columns]``.
+
+    `jspec.models.joined` describes the parts.
+    """
 
     def __init__(
         self, inputs: int, parts: tuple[Part, ...], *, bias: bool, dtype, rngs: nnx.Rngs | None
@@ -113,7 +125,7 @@ class JoinedLinear(nnx.Module):
         return self.split(self.joined(x, norm))
 
     def joined(self, x: Array, norm: RMS | None = None) -> Array:
-        """All parts of ``x`` after ``norm``, side by side."""
+        """All parts of ``norm(x)`` as one array ``[..., rows, columns]``."""
         return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm)
 
     def gated(self, x: Array, norm: RMS | None = None) -> Array:
@@ -121,11 +133,11 @@ class JoinedLinear(nnx.Module):
         return linear(x, self.kernel.get_value(), _value(self.bias), norm=norm, gated=True)
 
     def chain_op(self, norm: RMS, *, gated: bool = False) -> ChainOp:
-        """What `joined` gives, or `gated`, in a chain."""
+        """`joined`, or with ``gated`` `gated`, as a `ChainOp`."""
         return ChainOp(self.kernel.get_value(), _value(self.bias), norm, gated=gated)
 
     def split(self, y: Array) -> tuple[Array, ...]:
-        """Each part of what `joined` gives."""
+        """Split the output of `joined` into its parts."""
         return tuple(part.of(y) for part in self.parts)
 
 
@@ -171,22 +183,24 @@ class MLP(nnx.Module):
         self.post_norm = post_norm
 
     def __call__(self, x: Array, norm: RMS) -> Array:
-        """``x`` plus what it gives after ``norm``."""
+        """``x [B, T, D]`` plus the MLP of ``norm(x)``."""
         activated = self._activated(x, norm)
         if self.post_norm is None:
             return self.down(activated, add=x)
         return x + self.post_norm(self.down(activated))
 
     def chain_ops(self, norm: RMS, x: int) -> tuple[ChainOp, ChainOp] | None:
-        """What a call does, in a chain whose op ``x`` gives its input; None where it is more."""
+        """The MLP as two ops of a chain, of which op ``x`` is the input.
+
+        None where it has a post-norm, another activation than SiLU, or is sharded.
+        """
         down = self.down.chain_op(add=x)
         if self.post_norm is not None or self.activation != "silu" or down is None:
             return None
         return self.gate_up.chain_op(norm, gated=True), down
 
     def partial(self, x: Array, norm: RMS) -> Array:
-        """What it gives after ``norm``, of this device's channels alone, float32, without the last
-        bias."""
+        """The MLP of ``norm(x)`` over this device's channels, float32, without the last bias."""
         return self.down.partial(self._activated(x, norm))
 
     def _activated(self, x: Array, norm: RMS) -> Array:

@@ -1,6 +1,6 @@
-"""Experts that stay in MXFP4 from file to device, and how jspec's own checkpoints have them.
+"""Experts that stay in MXFP4 from file to device, and their arrays in jspec's checkpoints.
 
-A kernel ``[E, in, *out]`` is two arrays there, its codes and its scales.
+A kernel ``[E, in, *out]`` is stored as two arrays, its codes and its scales.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shapes_of(kernel: Shape) -> tuple[Shape, Shape]:
 
 
 def room_for(kernel: Shape) -> MXFP4:
-    """Room on the host for a ``kernel [E, in, *out]``, to be filled."""
+    """Uninitialised host memory for a ``kernel [E, in, *out]``."""
     codes, scales = (np.empty(shape, np.uint8) for shape in shapes_of(kernel))
     return MXFP4(codes, scales, leading=1)  # pyright: ignore[reportArgumentType]
 
@@ -39,10 +39,18 @@ def room_for(kernel: Shape) -> MXFP4:
 def chosen(
     shapes: Mapping[str, Shape], placings: Placings, keep_mxfp4: bool | None
 ) -> frozenset[str]:
-    """Which of the parameters with ``shapes``, stored in MXFP4, stay so.
+    """The names of the parameters that stay in MXFP4 on the device.
 
-    Those of which each device has all: inputs of a split kernel need not be whole blocks. Raises
-    `ValueError` for others with ``keep_mxfp4=True``.
+    These are the ones that no sharding splits: the inputs of a split kernel need not be whole
+    blocks of MXFP4.
+
+    Args:
+        shapes: shapes of the parameters that are stored in MXFP4, by name.
+        placings: the sharding of each parameter, None for the default device.
+        keep_mxfp4: False keeps none, None those that are not split, True requires all of them.
+
+    Raises:
+        ValueError: ``keep_mxfp4`` is True and a sharding splits one of them.
     """
     if keep_mxfp4 is False:
         return frozenset()
@@ -65,20 +73,19 @@ def arrays_of(name: str, value: Array | MXFP4 | Quantized) -> dict[str, Array]:
         return {codes: value.codes, scales: value.scales}
     if isinstance(value, (MXFP4, Quantized)):
         raise ValueError(
-            f"{name} {value.shape} is quantised; save the model that it was quantised from, of "
-            "which a drafter makes a copy anew"
+            f"{name} {value.shape} is quantised; save the model that it was quantised "
+            "from; a drafter quantises that again"
         )
     return {name: value}
 
 
 def names_of(parameter: str) -> tuple[str, str]:
-    """What the codes and the scales of a kernel are called in a checkpoint."""
+    """The names of the codes and the scales of a kernel in a checkpoint."""
     return f"{parameter}.codes", f"{parameter}.scales"
 
 
 def stored_in(names: Collection[str], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Those of the parameters with ``shapes`` that a checkpoint of arrays ``names`` has in
-    MXFP4."""
+    """The parameters of ``shapes`` that a checkpoint with the arrays ``names`` stores in MXFP4."""
     return {
         name: shape
         for name, shape in shapes.items()
@@ -87,7 +94,7 @@ def stored_in(names: Collection[str], shapes: Mapping[str, Shape]) -> dict[str, 
 
 
 def templates_of(name: str, shape: Shape, to: Sharding) -> dict[str, jax.ShapeDtypeStruct]:
-    """The two arrays of a kernel to be read."""
+    """Shape, dtype and sharding of the two arrays of a kernel, by name, for orbax to restore."""
     pairs = zip(names_of(name), shapes_of(shape), strict=True)
     return {
         array_name: jax.ShapeDtypeStruct(size, jnp.uint8, sharding=to) for array_name, size in pairs
@@ -105,6 +112,6 @@ def read_kernel(path: Path, name: str, arrays: Mapping[str, Array]) -> MXFP4:
 
 
 def widened(kernel: MXFP4, dtype: np.dtype, to: Sharding | None) -> Array:
-    """``kernel`` dequantised, where ``to`` says."""
+    """``kernel`` dequantised to ``dtype`` and placed on ``to``."""
     weights = _dequantized(kernel, dtype)
     return weights if to is None else put(weights, to)

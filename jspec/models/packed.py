@@ -1,6 +1,6 @@
 """Experts of a layer in one tensor, as checkpoints of gpt-oss have them, plain or in MXFP4.
 
-A plain tensor is ``[E, in, out]``, its bias ``[E, out]``. Gate and up are one product, whose
+A plain tensor is ``[E, in, out]``, its bias ``[E, out]``. Gate and up are one matmul, whose
 outputs alternate.
 """
 

@@ -1,4 +1,4 @@
-"""jspec's own checkpoints: arrays by orbax, settings as JSON beside them."""
+"""jspec's own checkpoints: arrays by orbax, settings as JSON next to them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _write_json(path: Path, values: Any) -> None:
 
 
 def read_settings(path: Path) -> tuple[ModelConfig, int]:
-    """The settings beside the arrays, and the format; `CheckpointError` where malformed."""
+    """The settings stored next to the arrays, and the format; `CheckpointError` where malformed."""
     source = str(path / SETTINGS)
     fields = Fields(read_json(path / SETTINGS), source)
     version = fields.values.get("format")

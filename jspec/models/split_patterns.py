@@ -49,7 +49,7 @@ DEEPSEEK_LLM = (
     r"[\r\n]",
     rf"\s?[{_CASED_LETTERS}]+",
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    r"(?<!\s)\s+$",  # without the look behind it would be tried from each space of a run
+    r"(?<!\s)\s+$",  # without the lookbehind it would be tried from each space of a run
     _ASIAN,
     r"\p{N}+",
 )

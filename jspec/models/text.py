@@ -36,13 +36,13 @@ class RowText:
         return shown
 
     def take(self, tokens: Sequence[int]) -> tuple[str, int | None]:
-        """`feed`, and behind how many of ``tokens`` the row ends; None where it goes on."""
+        """`feed`, and after how many of ``tokens`` the row ends; None where it goes on."""
         before = len(self.tokens)
         text = self.feed(tokens)
         return text, len(self.tokens) - before if self.stopped else None
 
     def close(self) -> str:
-        """What was held back, now that no more tokens come."""
+        """The pending text, after the last token."""
         if self.stopped:
             return ""
         rest = self._add(self._decode([], True))

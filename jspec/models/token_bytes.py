@@ -23,7 +23,7 @@ class ByteDecoder:
 
 
 def byte_decoder(decoder: Any) -> ByteDecoder | None:
-    """What the "decoder" of a tokenizer.json does, if it joins bytes; None if it does more.
+    """A decoder for the "decoder" of a tokenizer.json that joins bytes; None for other kinds.
 
     Two kinds do: ByteLevel, as GPT-2, Llama 3 and Qwen have it, and ByteFallback after
     replacements, as Llama 2, Mistral and Gemma have it.
@@ -57,7 +57,7 @@ def _steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
-    """What a Replace replaces by what; None where it is a regular expression or another step."""
+    """The text that a Replace step replaces and its replacement; None for other steps."""
     pattern, content = step.get("pattern"), step.get("content")
     old = pattern.get("String") if isinstance(pattern, dict) else None
     if step.get("type") != "Replace" or not isinstance(content, str):

@@ -39,12 +39,16 @@ class Backend(Protocol):
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer that speaks bytes.
+    """A Hugging Face tokenizer that also encodes and decodes bytes; `load_tokenizer` returns one.
 
-    A byte-level vocabulary without merges (id b is byte b) is used as such: then any bytes can be
-    encoded, UTF-8 or not. Other tokenizers need UTF-8. Where a token's bytes do not depend on its
-    neighbours, `decode` joins them: it is the library's own text, save that a broken byte leaves
-    the whole characters beside it as they are. `load_tokenizer` makes one.
+    A byte-level vocabulary without merges (id b is byte b) encodes any bytes. Other tokenizers
+    need UTF-8. Where the bytes of a token do not depend on its neighbours, `decode` joins them,
+    which gives the text of the tokenizers library, except that an invalid byte does not change the
+    complete characters next to it.
+
+    Attributes:
+        vocab_size: number of token ids.
+        byte_level: whether id b is byte b, so that bytes that are not UTF-8 can be encoded.
     """
 
     def __init__(self, backend: Backend, values: dict[str, Any], content: bytes):
@@ -60,7 +64,7 @@ class Tokenizer:
         self.byte_level = self._template is not None
 
     def _read_template(self) -> tuple[list[int], list[int]] | None:
-        """The tokens before and after a text; None where they can't be told or the text changes."""
+        """The special tokens before and after a text; None where a text is not kept as it is."""
         byte = ord("a")
         around = self._backend.encode("a", True)
         if self._backend.encode("a", False) != [byte] or around.count(byte) != 1:
@@ -69,10 +73,19 @@ class Tokenizer:
         return around[:at], around[at + 1 :]
 
     def encode(self, text: str | bytes, *, special: bool = True) -> list[int]:
-        """Token ids of ``text``, with the special tokens around a document unless told not to.
+        """Convert ``text`` to token ids.
 
-        Special tokens that are written out in a text are found, except in bytes that are not UTF-8.
-        Raises `ValueError` for what this tokenizer cannot read.
+        Args:
+            text: a string, or bytes; UTF-8 unless the tokenizer is byte-level.
+            special: whether to add the special tokens around a document, as BOS. Special tokens
+                spelled out in ``text`` become one token each either way, except in bytes that are
+                not UTF-8.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            ValueError: ``text`` is not UTF-8, or the tokenizer cannot encode it.
         """
         try:
             data = text.encode() if isinstance(text, str) else text
@@ -101,20 +114,39 @@ class Tokenizer:
         return [*before, *data, *after]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of ``tokens``; special tokens and unknown ids vanish, broken bytes become U+FFFD."""
+        """Convert token ids to text, without special tokens and unknown ids.
+
+        Args:
+            tokens: token ids.
+
+        Returns:
+            The text; bytes that are not UTF-8 become U+FFFD.
+        """
         if self._joined is None:
             return self._decode(self._known(tokens))
         return self.raw(tokens).decode(errors="replace")
 
     def raw(self, tokens: Iterable[int]) -> bytes:
-        """Bytes of ``tokens``, exact where a token's bytes do not depend on its neighbours."""
+        """Convert token ids to bytes, without special tokens and unknown ids.
+
+        Args:
+            tokens: token ids.
+
+        Returns:
+            The bytes, exact where those of a token do not depend on its neighbours, else the
+            UTF-8 of `decode`.
+        """
         if self._joined is None:
             return self._decode(self._known(tokens)).encode()
         data = self._bytes(tokens)
         return data[_leading(data, self._joined.leading) :]
 
     def save(self, path: str | Path) -> None:
-        """Write tokenizer.json into the model directory ``path``, as it was read."""
+        """Write tokenizer.json, unchanged, into the model directory ``path``.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
         file = Path(path) / "tokenizer.json"
         partial = file.with_name(f".tokenizer.{uuid.uuid4().hex}.partial")
         try:
@@ -126,9 +158,11 @@ class Tokenizer:
             partial.unlink(missing_ok=True)
 
     def stream(self) -> Callable[[Sequence[int], bool], str]:
-        """A function ``(new tokens, final) -> new text`` that never splits a character.
+        """Create an incremental decoder that never splits a character.
 
-        The pieces join to what `decode` gives for all tokens at once.
+        Returns:
+            A function ``(new_tokens, final) -> new_text``. The texts of its calls, joined, equal
+            `decode` of all tokens. ``final``: no more tokens follow.
         """
         return self._stream_text() if self._joined is None else self._stream_bytes()
 
@@ -173,14 +207,14 @@ class Tokenizer:
             return self._backend.decode(tokens)
 
     def _known(self, tokens: Iterable[int]) -> list[int]:
-        """Those of ``tokens`` that have text: no special and no unknown ones."""
+        """``tokens`` without special tokens and unknown ids."""
         return [int(token) for token in tokens if self._piece(token) is not None]
 
     def _bytes(self, tokens: Iterable[int]) -> bytes:
         return b"".join(self._piece(token) or b"" for token in tokens)
 
     def _piece(self, token: int) -> bytes | None:
-        """The bytes of a token, as far as they are known; None for special and unknown ones."""
+        """The bytes of a token, empty where unknown; None for special tokens and unknown ids."""
         number = operator.index(token)
         if number not in self._pieces and 0 <= number < 2**32:
             with _failing(f"has no token for the id {number}"):
@@ -205,8 +239,8 @@ def _failing(what: str) -> Iterator[None]:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model: that in a GGUF file, else the tokenizer.json of its directory.
 
-    A file that could make the library hang runs in a process of its own, with bounds on its time
-    and memory (docs/models.md).
+    A tokenizer that could make the library hang runs in a separate process, with bounds on its
+    time and memory (docs/models.md).
 
     Args:
         path: a model directory or a GGUF file. Where the file has no tokenizer, or one of a kind

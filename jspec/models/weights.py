@@ -40,7 +40,7 @@ Quantization = Literal["int8", "mxfp4"] | BlockScales
 
 
 def quantization_of(config: Mapping[str, Any], source: str) -> Quantization | None:
-    """How a config.json says that weights are stored; all but MXFP4 are dequantised.
+    """The quantisation of weights by a config.json; all but MXFP4 are dequantised on loading.
 
     ``int8``: symmetric with one scale a channel, compressed-tensors' int-quantized format, whatever
     it does to activations. ``mxfp4``: that of gpt-oss's experts. `BlockScales`: FP8 as in
@@ -78,7 +78,16 @@ def quantization_of(config: Mapping[str, Any], source: str) -> Quantization | No
 
 
 class Weights:
-    """The tensors of ``directory``, found over all its shards by the names of ``family``."""
+    """The tensors of a model directory, over all its shards, by the names of ``family``.
+
+    Args:
+        directory: the model directory.
+        family: names of tensors and their parameters.
+        quantization: how weights are stored, as `quantization_of` says.
+
+    Raises:
+        CheckpointError: files are missing or malformed, or a tensor is stored twice.
+    """
 
     def __init__(self, directory: Path, family: Family, *, quantization: Quantization | None):
         self.directory = directory
@@ -130,7 +139,7 @@ class Weights:
     def check_layers(self, num_layers: int) -> None:
         """Compare the number of layers with the names of the tensors, before work on each.
 
-        What a file of the family may hold of further layers is left out from here on.
+        Further layers that files of the family may hold are ignored after this call.
         """
         if self.family.more_layers:
             self.files = {n: f for n, f in self.files.items() if _layer(n) < num_layers}
@@ -248,7 +257,7 @@ class Weights:
             packed.fill_packed(np.asarray(out.scales[expert]), scales)
 
     def read(self, parameter: str, out: np.ndarray, axes: Sequence[np.ndarray] = ()) -> None:
-        """Fill ``out``, in jspec's layout, with a block's worth of memory besides.
+        """Fill ``out``, in jspec's layout, with the extra memory of one block.
 
         ``out`` of a kernel is ``[in, out]``, or ``[in, rows, columns]`` with its outputs row by row
         where it is a part of a joined one. ``axes``: bools that broadcast to the shape of
@@ -278,7 +287,7 @@ class Weights:
             write_rows(target, rows.start, block)
 
     def _experts(self, name: str) -> Iterator[np.ndarray]:
-        """What a tensor of packed experts holds of each, dequantised."""
+        """Yield the dequantised weights of each expert of a packed tensor."""
         if name in self.files:
             for _, block in self.files[name].blocks(name, nbytes=1):
                 yield block[0]

@@ -1,7 +1,7 @@
-"""Hashes learned from attention itself: jspec's own variant beside the losses of HATA.
+"""Hashes learned from attention weights: jspec's own alternative to the losses of HATA.
 
-Eq. 9 asks that codes of a query and its best keys agree bit by bit. What a selection needs is less:
-that the keys with the most attention weight share the most bits. So the loss here is the cross
+Eq. 9 of HATA asks that the codes of a query and its best keys agree in every bit. A selection only
+needs the keys with the most attention weight to share the most bits. So this loss is the cross
 entropy between the attention weights of a query and the softmax of its scores by codes.
 """
 
@@ -29,11 +29,13 @@ RATE = 3e-3  # of Adam; it falls to 0 as a cosine
 
 
 class Views(NamedTuple):
-    """What queries of some texts see of their keys, on the device.
+    """Queries of some texts with the keys that they are trained on, on the device.
 
-    ``queries [texts, M, K, G, H]``, those of each group; ``keys [texts, K, P, H]``;
-    ``weights [texts, M, K, P]``: attention weights in the mean over a group, their sum over P
-    being 1; NaN where the query does not score the key.
+    Attributes:
+        queries: float32 ``[texts, M, K, G, H]``.
+        keys: float32 ``[texts, K, P, H]``.
+        weights: float32 ``[texts, M, K, P]``, attention weights, mean over a group, which sum to 1
+            over P; NaN where the query does not score the key.
     """
 
     queries: Array
@@ -53,9 +55,17 @@ def views_of(
     rng: np.random.Generator,
     max_keys: int = KEYS,
 ) -> Views:
-    """Views of a layer's ``samples``: queries ``[M, N, H]``, positions ``[M]``, keys ``[n, K, H]``.
+    """Choose the keys of each text to train on: those with the most weight, and random ones.
 
-    All texts have as many queries. Each KV head has keys of its own.
+    Args:
+        samples: queries ``[M, N, H]``, positions ``[M]`` and keys ``[n, K, H]`` for each text; all
+            texts have the same M.
+        spec: the layer.
+        rng: draws the random keys.
+        max_keys: keys of a text that each KV head chooses, at most.
+
+    Returns:
+        The views.
     """
     samples = list(samples)
     size = min(max_keys, max(len(keys) for *_, keys in samples))
@@ -91,17 +101,24 @@ def _view(
 
 
 def signs(x: Array) -> Array:
-    """The signs of ``x``, 1 or -1, whose derivative is that of ``tanh(x)`` (straight through)."""
+    """The signs of ``x``, 1 or -1, with the gradient of ``tanh(x)`` (straight-through)."""
     soft = jnp.tanh(x)
     return soft + lax.stop_gradient(jnp.where(x > 0, 1.0, -1.0) - soft)
 
 
 def attention_loss(w: Array, log_scale: Array, views: Views) -> Array:
-    """Cross entropy ``[K]`` of one text's ``views``, mean over its queries.
+    """Cross entropy between attention weights and the softmax of scores by codes.
 
-    A key scores as in decoding, but for a factor: the products of its bits, 1 or -1, with those of
-    each query of a group, in the mean. ``log_scale [K]``: of the scores, learned as well. Products
-    with ``w`` count in units of their root mean square.
+    Up to a factor a key scores as in decoding: the dot product of its bits, 1 or -1, with those of
+    the queries of a group, in the mean. Projections by ``w`` are divided by their root mean square.
+
+    Args:
+        w: hashes float32 ``[K, H, R]``.
+        log_scale: float32 ``[K]``, logarithm of the factor of the scores, which is also learned.
+        views: those of one text, without the leading axis.
+
+    Returns:
+        float32 ``[K]``, mean over the queries.
     """
     queries, keys, weights = views
     products = jnp.einsum("kph,khr->kpr", keys, w)
@@ -129,9 +146,15 @@ class Learned(NamedTuple):
 
 
 def learn_attention(first: Array, views: Views, settings: HashTraining) -> Learned:
-    """Learn from ``first [K, H, R]`` by Adam, a text a step; all KV heads of the layer together.
+    """Learn the hashes of a layer by Adam, one text a step, all KV heads together.
 
-    Of ``settings`` it takes the number of steps, ``epochs`` times ``iterations``, and the seed.
+    Args:
+        first: float32 ``[K, H, R]``, the initial weights.
+        views: queries and keys of the texts.
+        settings: ``epochs`` times ``iterations`` is the number of steps; ``seed`` orders the texts.
+
+    Returns:
+        The weights and the loss of each step.
     """
     texts = len(views.keys)
     rng = np.random.default_rng(settings.seed)

@@ -1,8 +1,8 @@
-"""A run of hash training, from texts to a folder of hashes, which goes on where it was stopped.
+"""A resumable run of hash training, from texts to a folder of hashes.
 
-What is done is kept in a folder beside the one to be written: the queries and keys of each text,
-layer by layer, then each layer's hashes. So the host holds the pairs of one layer at a time, and
-the device those and the cache of one text.
+Intermediate results are stored in a folder next to the output: the queries and keys of each text,
+layer by layer, then the hashes of each layer. So the host holds the pairs of one layer at a time,
+and the device those and the cache of one text.
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ from jspec.typing import Array, Model
 STORED_DTYPE = np.float16  # of queries and keys on disk
 Loss = dict[str, np.ndarray]  # terms of each step, by name
 Tokens = Sequence[int]
-OnProgress = Callable[[str, int, int], None]  # what is being done, how much of how much
+OnProgress = Callable[[str, int, int], None]  # name of the stage, units done, units in all
 
 
 class Texts(NamedTuple):
-    """Token ids of the texts to learn from, and of those that the report is about."""
+    """Token ids of the texts to learn from, and of the held-out texts of the report."""
 
     learned: Sequence[Tokens]
     held_out: Sequence[Tokens]
 
 
 class Layer(NamedTuple):
-    """What was learned of a layer: ``weights [K, H, R]`` and the loss by variant.
+    """The trained hashes of a layer.
 
-    ``axes [K, H, H]``: the principal axes of its keys, for the report.
+    Attributes:
+        weights: float32 ``[K, H, R]`` by loss variant.
+        loss: terms of each step by loss variant.
+        axes: float32 ``[K, H, H]``, principal axes of the keys, for the report.
     """
 
     weights: dict[str, np.ndarray]
@@ -58,10 +61,15 @@ class Layer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be done; ``compares`` also learns by the other variants, for the report alone.
+    """The settings of a training run.
 
-    ``out``: the folder to write, which must not exist. Each of ``texts.learned`` gives one query to
-    the paper's variants, and `QUERIES` to jspec's own.
+    Attributes:
+        model: the model whose keys are hashed.
+        texts: each of ``texts.learned`` gives one query to the variants of the paper, and `QUERIES`
+            queries to the variant ``attention``.
+        out: the folder to write, which must not exist.
+        settings: how hashes are learned.
+        compares: whether to also learn by the other loss variants, for the report alone.
     """
 
     model: Model
@@ -72,12 +80,12 @@ class Job:
 
     @property
     def work(self) -> Path:
-        """Where what is done is kept until all is done."""
+        """The folder of intermediate results, deleted at the end."""
         return self.out.with_name(f".{self.out.name}.partial")
 
     @property
     def variants(self) -> list[str]:
-        """The loss variants to learn, the one to be written first."""
+        """The loss variants to learn; the first one is written to ``out``."""
         return sorted(VARIANTS if self.compares else (self.settings.variant,), key=self._is_other)
 
     def _is_other(self, variant: str) -> bool:
@@ -85,7 +93,7 @@ class Job:
 
     @property
     def layers(self) -> list[int]:
-        """Those without a sliding window, which is read whole and needs no hashes."""
+        """Indices of the layers to hash: a layer with a sliding window is read whole."""
         specs = self.model.config.layers
         return [layer for layer, spec in enumerate(specs) if spec.window is None]
 
@@ -95,9 +103,9 @@ class Job:
         return max(len(text) for part in self.texts for text in part)
 
     def positions(self) -> list[np.ndarray]:
-        """Where each learned text is asked, positions in its second half; pairs are of the first.
+        """Positions int32 ``[QUERIES]`` of the queries of each learned text, in its second half.
 
-        A short text is asked at the same place several times.
+        Positions repeat in short texts. The variants of the paper use the first one.
         """
         rng = np.random.default_rng((self.settings.seed, 1))
         return [
@@ -107,17 +115,27 @@ class Job:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that a layer is learned from."""
+        """The number of pairs of a query and a key that a layer is learned from."""
         asked = QUERIES if self.settings.variant == "attention" else 1
         return sum(int((places[:asked] + 1).sum()) for places in self.positions())
 
 
 def run(job: Job, on_progress: OnProgress = lambda what, done, total: None) -> dict[str, Any]:
-    """Learn the hashes, write them to ``job.out`` and return the report.
+    """Learn the hashes and write them to ``job.out``.
 
-    A run that was stopped is gone on with where settings, model and texts are the same. Raises
-    `CheckpointError` where ``job.out`` exists or cannot be written, or what is kept is of another
-    run; `ValueError` where the model's keys are not finite.
+    A run that was stopped continues if settings, model and texts are the same.
+
+    Args:
+        job: the settings of the run.
+        on_progress: called as ``on_progress(stage, done, total)``.
+
+    Returns:
+        The report, as in ``report.json``.
+
+    Raises:
+        CheckpointError: ``job.out`` exists or cannot be written, or the intermediate results are
+            of a different run.
+        ValueError: queries or keys of the model are not finite, or no layer needs hashes.
     """
     begin = time.perf_counter()
     if os.path.lexists(job.out):
@@ -140,7 +158,7 @@ def run(job: Job, on_progress: OnProgress = lambda what, done, total: None) -> d
 
 
 def _claim(job: Job) -> None:
-    """Make the folder of what is done, or make sure that it is of this very run."""
+    """Create the folder of intermediate results, or check that it belongs to this run."""
     plan = _plan(job)
     path = job.work / "plan.json"
     try:
@@ -153,13 +171,13 @@ def _claim(job: Job) -> None:
     for name, value in plan.items():
         if stored_plan.get(name) != value:
             raise CheckpointError(
-                f"{job.work} keeps what a run with other {name} has done; go on with those, or "
-                "delete that folder to begin anew"
+                f"{job.work} keeps what a run with other {name} has done; run with those again, or "
+                "delete that folder to start over"
             )
 
 
 def _plan(job: Job) -> dict[str, Any]:
-    """What a stopped run and the one that goes on with it must share."""
+    """What must be equal for a run to continue a stopped one."""
     digest = hashlib.sha256(repr(job.model.config).encode())
     for leaf in jax.tree.leaves(job.model):
         digest.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)]).tobytes())  # its first row
@@ -175,7 +193,7 @@ def _plan(job: Job) -> dict[str, Any]:
 
 
 def _collect(job: Job, on_progress: OnProgress) -> None:
-    """Keep the queries and the keys of each text, a file for each layer."""
+    """Store the queries and the keys of each text, one file per layer."""
     positions = job.positions()
     total = sum(int(places.max()) + 1 for places in positions)
     before = 0
@@ -200,7 +218,7 @@ def _collect(job: Job, on_progress: OnProgress) -> None:
 
 
 def _to_stored(x: np.ndarray, layer: int) -> np.ndarray:
-    with np.errstate(over="ignore"):  # looked at below
+    with np.errstate(over="ignore"):  # checked below
         stored = x.astype(STORED_DTYPE)
     if not np.isfinite(stored).all():
         raise ValueError(
@@ -211,7 +229,7 @@ def _to_stored(x: np.ndarray, layer: int) -> np.ndarray:
 
 
 def _layer(job: Job, layer: int) -> Layer:
-    """Learn a layer, unless that is done."""
+    """Learn a layer, or read its stored result."""
     path = job.work / f"layer-{layer}.npz"
     if not path.exists():
         samples = _samples(job, layer)
@@ -243,7 +261,7 @@ Sample = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _samples(job: Job, layer: int) -> list[Sample]:
-    """Of each text queries ``[M, N, H]``, their positions ``[M]`` and keys ``[n, K, H]``."""
+    """For each text, queries ``[M, N, H]``, their positions ``[M]`` and keys ``[n, K, H]``."""
     samples = []
     for index, places in enumerate(job.positions()):
         with np.load(job.work / f"text-{index}" / f"{layer}.npz") as stored:
@@ -264,7 +282,7 @@ def _learned(
 
 
 def _report(job: Job, learned_layers: list[Layer], on_progress: OnProgress) -> dict[str, Any]:
-    """What the hashes keep of attention over the held-out texts, beside other methods."""
+    """Recall and mass of the hashes over the held-out texts, with those of other methods."""
     rng = np.random.default_rng((job.settings.seed, 3))
     quality: dict[str, list[np.ndarray]] = {}  # of each method [texts, layers, budgets, 2]
     for done, text in enumerate(job.texts.held_out):
@@ -323,7 +341,7 @@ def _quality_of_text(
 
 
 def _write(job: Job, learned_layers: list[Layer], report: dict[str, Any]) -> None:
-    """The folder to be written, and what was kept until then goes."""
+    """Write ``job.out``, and delete the intermediate results."""
     done = job.work / "done"
     shutil.rmtree(done, ignore_errors=True)
     hashes: list[Any] = [None] * len(job.model.config.layers)

@@ -23,9 +23,17 @@ class Learned(NamedTuple):
 
 
 def learn(first: Array, pairs: Pairs, settings: HashTraining) -> Learned:
-    """Learn from ``first [K, H, R]``; all KV heads of the layer together.
+    """Learn the hashes of a layer by SGD on `hash_loss`, all KV heads together.
 
-    Each epoch draws blocks of about ``settings.pairs`` pairs, all of them where there are fewer.
+    Each epoch draws blocks with about ``settings.pairs`` pairs, or all if there are fewer.
+
+    Args:
+        first: float32 ``[K, H, R]``, the initial weights.
+        pairs: labelled pairs of the layer.
+        settings: how hashes are learned.
+
+    Returns:
+        The weights and the loss of each step.
     """
     blocks, size = pairs.keys.shape[:2]
     drawn = min(blocks, max(1, settings.pairs // size))

@@ -20,12 +20,25 @@ VARIANTS: tuple[Variant, ...] = ("attention", "paper", "authors")
 class HashTraining:
     """How hashes are learned; the defaults are those of HATA's table 13.
 
-    ``bits`` of a code; ``variant`` of the loss: ``paper`` or ``authors``, see `hash_loss`, or
-    ``attention``, jspec's own, see `learn_attention`, of which what follows but ``epochs``,
-    ``iterations`` and ``seed`` is no part. ``sigma`` relaxes the sign,
-    ``epsilon`` weighs similarity, ``eta`` and ``lambda_`` balance and independence of bits. SGD
-    with ``rate``, ``momentum`` and weight ``decay`` takes ``iterations`` steps on each of
-    ``epochs`` draws of ``pairs`` pairs. ``seed`` is of the first weights and of the draws.
+    Args:
+        bits: bits of a code.
+        variant: the loss: ``paper`` or ``authors``, see `hash_loss`, or ``attention``, see
+            `learn_attention`, which uses ``epochs``, ``iterations`` and ``seed`` alone of the
+            following.
+        sigma: scale of the sigmoid that relaxes the sign.
+        epsilon: weight of the similarity term.
+        eta: weight of the balance of bits.
+        lambda_: weight of the independence of bits.
+        rate: learning rate of SGD.
+        momentum: momentum of SGD.
+        decay: weight decay of SGD.
+        epochs: draws of pairs.
+        iterations: steps on each draw.
+        pairs: pairs of a draw.
+        seed: seeds the initial weights and the draws.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     bits: int = 128
@@ -56,7 +69,7 @@ class HashTraining:
 
     @property
     def used(self) -> dict[str, Any]:
-        """The settings that the variant takes, by name."""
+        """The settings that the variant uses, by name."""
         settings = dataclasses.asdict(self)
         names = _OF_ATTENTION if self.variant == "attention" else settings
         return {name: settings[name] for name in names}
@@ -100,7 +113,7 @@ def hash_loss(w: Array, pairs: Pairs, settings: HashTraining) -> Terms:
     total_pairs = counts.sum()
     hq = relaxed(queries.swapaxes(1, 2), w, settings.sigma)  # [blocks, G, K, R]
     hk = relaxed(keys, w, settings.sigma)  # [blocks, P, K, R]; zero where there is no pair
-    # Opened up, so that no code of a query is ever repeated for each of its pairs.
+    # |q - k|^2 expanded, so that the code of a query is not repeated for each of its pairs.
     cross = jnp.einsum("bgkr,bpkr,bpkg->k", hq, hk, labels, optimize=[(1, 2), (0, 1)])
     query_norms = jnp.einsum("bgkr,bgkr,bkg->k", hq, hq, labels.sum(axis=1))
     key_norms = jnp.einsum("bpkr,bpkr,bpk->k", hk, hk, labels.sum(axis=3))

@@ -1,9 +1,9 @@
-"""How much of attention a selection keeps: hashes beside other scores that read as many bytes.
+"""Recall of key selections: hashes compared with other scores that read as many bytes.
 
-A score says of each key how much a group of query heads wants it; the budget's best are kept. The
-truth is the sum of ``q . k`` over the group. Loki (Singhania et al. 2024) takes the first channels
-of the keys' principal axes, Quest (Tang et al. 2024) a bound from each page's smallest and largest
-keys.
+Each method scores the keys for a group of query heads, and the best keys within a budget are
+selected. The exact score is the sum of ``q . k`` over the group. Loki (Singhania et al. 2024)
+scores by the first principal axes of the keys, Quest (Tang et al. 2024) by a bound from the
+smallest and largest key of each page.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ KEY_BYTES = 2  # of a key's channel in a cache of bfloat16
 
 
 class SelectionQuality(NamedTuple):
-    """``recall``: share of the true best that are selected. ``mass``: their attention weight.
+    """How well a selection of keys matches attention, each a float32 scalar.
 
-    Means over queries and KV heads; of the mass, over the query heads of a group.
+    Attributes:
+        recall: share of the keys with the best exact scores that are selected, mean over queries
+            and KV heads.
+        mass: attention weight of the selected keys, mean over queries and query heads.
     """
 
     recall: Array
@@ -37,10 +40,14 @@ class SelectionQuality(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rivals:
-    """Sizes at which the others read as many bytes of a key as ``bits`` of a code.
+    """Sizes at which Loki and Quest read as many bytes of a key as a code of ``bits``.
 
-    ``channels`` of bfloat16 for Loki; pages of ``page`` tokens for Quest, two bounds of
-    bfloat16 for each of ``key_size`` channels a page.
+    Attributes:
+        bits: bits of a code.
+        key_size: channels of a key.
+        nbytes: bytes read for each key.
+        channels: bfloat16 channels of Loki.
+        page: tokens of a page of Quest, which reads two bfloat16 bounds a channel and page.
     """
 
     bits: int
@@ -60,7 +67,16 @@ class Rivals:
 
 
 def hash_scores(q: Array, k: Array, w: Array) -> Array:
-    """Bits that codes share, added over a group: ``[M, K, S]`` of ``q [M, K, G, H]``."""
+    """Numbers of equal bits of query and key codes, summed over a group.
+
+    Args:
+        q: float32 ``[M, K, G, H]``.
+        k: float32 ``[S, K, H]``.
+        w: hashes float32 ``[K, H, R]``.
+
+    Returns:
+        float32 ``[M, K, S]``.
+    """
     q_codes = hash_encode(q.reshape(q.shape[0], 1, -1, q.shape[3]), w)
     k_codes = jnp.broadcast_to(
         hash_encode(k[None], w), (q.shape[0], *k.shape[:2], w.shape[2] // 32)
@@ -69,7 +85,7 @@ def hash_scores(q: Array, k: Array, w: Array) -> Array:
 
 
 def exact_scores(q: Array, k: Array) -> Array:
-    """``q . k``, added over a group."""
+    """``q . k`` summed over a group: float32 ``[M, K, S]``."""
     return jnp.einsum("mkh,skh->mks", q.sum(axis=2), k)
 
 
@@ -82,9 +98,16 @@ def channel_scores(q: Array, k: Array, axes: Array, channels: int) -> Array:
 
 
 def page_scores(q: Array, k: Array, readable: Array, page: int) -> Array:
-    """Quest: for each page the most that ``q . k`` could be, added over a group, for its tokens.
+    """Quest: an upper bound on ``q . k`` over each page, summed over a group.
 
-    ``readable [M, S]``: the keys that a query may read, of which alone its pages are made.
+    Args:
+        q: float32 ``[M, K, G, H]``.
+        k: float32 ``[S, K, H]``.
+        readable: bool ``[M, S]``; a page's bounds are over the keys that the query may read.
+        page: tokens of a page.
+
+    Returns:
+        float32 ``[M, K, S']``, S rounded up to whole pages; the tokens of a page are equal.
     """
     size = -(-k.shape[0] // page) * page
     k = jnp.pad(k, ((0, size - len(k)), (0, 0), (0, 0)))
@@ -127,15 +150,23 @@ def compare(
     axes: Array,
     spec: LayerSpec,
 ) -> dict[str, list[SelectionQuality]]:
-    """What each method keeps of a layer of ``spec`` at each of `BUDGETS`, by its name.
+    """Compare the selections of all methods in one layer.
 
-    ``queries [M, N, H]`` at ``positions [M]``, ``keys [S, K, H]`` of which those up to a query's
-    position count, ``hashes``: weights ``[K, H, R]`` by name, ``axes [K, H, H]`` of Loki.
+    Args:
+        queries: ``[M, N, H]``.
+        positions: int32 ``[M]``; a query reads the keys up to its position.
+        keys: ``[S, K, H]``.
+        hashes: float32 ``[K, H, R]`` by name of the method.
+        axes: float32 ``[K, H, H]``, the principal axes for Loki.
+        spec: the layer.
+
+    Returns:
+        For each method by name, the quality at each of `BUDGETS`.
     """
     k = keys.astype(jnp.float32)
     q = queries.astype(jnp.float32).reshape(len(queries), k.shape[1], -1, k.shape[2])
     readable = jnp.arange(len(k))[None] <= positions[:, None]
-    # What is behind the last position may be anything, NaN included.
+    # Slots after the last position may hold anything, NaN included.
     k = jnp.where(readable.any(axis=0)[:, None, None], k, 0)
     sizes = Rivals(next(iter(hashes.values())).shape[2], k.shape[2])
     scores = {name: hash_scores(q, k, w) for name, w in hashes.items()} | {
@@ -164,7 +195,7 @@ def _quality(order: Array, exact_order: Array, counts: Array, weights: Array) ->
 
 
 def attention_weights(q: Array, k: Array, readable: Array, spec: LayerSpec) -> Array:
-    """Weights ``[M, K, G, S]`` of attention over ``readable [M, S]``."""
+    """Attention weights ``[M, K, G, S]`` over the keys that are True in ``readable [M, S]``."""
     logits = spec.score_scale * jnp.einsum("mkgh,skh->mkgs", q, k)
     if spec.softcap is not None:
         logits = spec.softcap * jnp.tanh(logits / spec.softcap)

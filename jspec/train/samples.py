@@ -46,7 +46,7 @@ class PrefilledText:
     cache: Cache
 
     def keys(self, layer: int) -> Array:
-        """Keys of a layer, ``[S, K, H]``; slots behind the last position hold anything."""
+        """Keys of a layer, ``[S, K, H]``; slots after the last position hold anything."""
         return self.cache.keys(layer)[0]
 
 
@@ -59,11 +59,21 @@ def prefill(
     chunk: int | None = None,
     on_piece: OnPiece | None = None,
 ) -> PrefilledText:
-    """Run ``model`` over ``tokens`` up to the last of ``positions``, and keep what it compared.
+    """Run ``model`` over a text and collect its queries and keys, after norm and rotation.
 
-    Queries and keys are as attention takes them: after norm and rotation. The device holds the
-    cache of one row, with slots for ``room`` tokens or for all of these: texts with the same room
-    share a program. ``on_piece(done, total)`` hears of tokens.
+    Args:
+        model: the model.
+        tokens: token ids of the text.
+        positions: positions of the queries to collect; the text is read up to the last of them.
+        room: slots of the cache, at least; texts with the same room share compiled programs.
+        chunk: tokens of a pass; None chooses by device.
+        on_piece: called as ``on_piece(done, total)`` with numbers of tokens after each pass.
+
+    Returns:
+        The queries, and the cache with the keys.
+
+    Raises:
+        ValueError: a position is outside the text.
     """
     query_positions = np.asarray(positions, np.int32)
     total = int(query_positions.max()) + 1
@@ -101,9 +111,9 @@ def prefill(
 def _piece(
     model: Model, cache: Cache, tokens: Array, positions: Array, asked: Array
 ) -> tuple[tuple[Array, ...], Cache]:
-    """Append ``tokens [1, T]``, and give the queries of each layer at ``asked`` of these tokens.
+    """Append ``tokens [1, T]`` to the cache and return each layer's queries at indices ``asked``.
 
-    What is asked outside of them gives any query.
+    An index outside the pass gives the query of another token.
     """
     inner = dense_attend(positions)
     layer_queries: list[Array] = []
@@ -120,11 +130,19 @@ def _piece(
 
 @functools.partial(jax.jit, static_argnames="kv_heads")
 def labels(query: Array, keys: Array, count: Array, kv_heads: int) -> Array:
-    """Labels of the pairs of one ``query [N, H]`` with the first ``count`` of ``keys [n, K, H]``.
+    """Label the pairs of one query with the keys of a text (HATA, appendix B.1).
 
-    float32 ``[n, K, G]``. Each query head ranks the keys by its own scores: the first tenth (at
-    least one) gets 20 down to 1, evenly spaced, the rest -1 (HATA, appendix B.1), and what is
-    behind ``count`` gets 0. Ties go to the earlier key.
+    Each query head ranks the keys by its own scores. The first tenth, at least one key, is labelled
+    20 down to 1, evenly spaced, the others -1. Ties go to the earlier key.
+
+    Args:
+        query: ``[N, H]``.
+        keys: ``[n, K, H]``.
+        count: int32 scalar, number of keys that are used; the others are labelled 0.
+        kv_heads: K.
+
+    Returns:
+        float32 ``[n, K, G]``.
     """
     grouped = query.reshape(kv_heads, -1, query.shape[-1]).astype(jnp.float32)
     scores = jnp.einsum("kgh,nkh->nkg", grouped, keys.astype(jnp.float32))
@@ -140,8 +158,11 @@ def labels(query: Array, keys: Array, count: Array, kv_heads: int) -> Array:
 class Pairs(NamedTuple):
     """Labelled pairs of a layer in blocks, each of one query, on the device.
 
-    ``queries [blocks, K, G, H]``, ``keys [blocks, P, K, H]`` and ``labels [blocks, P, K, G]``;
-    ``counts [blocks]``: the pairs of a block, behind which its rows are zero.
+    Attributes:
+        queries: ``[blocks, K, G, H]``.
+        keys: ``[blocks, P, K, H]``.
+        labels: float32 ``[blocks, P, K, G]``.
+        counts: int32 ``[blocks]``, pairs of a block; rows after them are zero.
     """
 
     queries: Array
@@ -156,10 +177,19 @@ def pairs_of(
     rng: np.random.Generator,
     block: int = BLOCK,
 ) -> Pairs:
-    """Pairs of a layer from its ``samples``: a query ``[N, H]`` and keys ``[n, K, H]`` each.
+    """Create the labelled pairs of a layer.
 
-    The pairs of a query are shuffled before they are cut into blocks of ``block``, so that any
-    choice of blocks is a fair sample.
+    The pairs of a query are shuffled before they are cut into blocks, so that any choice of blocks
+    is a uniform sample.
+
+    Args:
+        samples: a query ``[N, H]`` and keys ``[n, K, H]`` for each text.
+        spec: the layer.
+        rng: shuffles the pairs.
+        block: pairs of a block.
+
+    Returns:
+        The pairs.
     """
     parts, used = [], []
     for query, keys in samples:
@@ -178,7 +208,7 @@ def pairs_of(
 
 @functools.partial(jax.jit, static_argnames=("kv_heads", "block"))
 def _cut(query: Array, keys: Array, count: Array, order: Array, kv_heads: int, block: int) -> Pairs:
-    """The first ``count`` of ``keys [n, K, H]`` in blocks, ``order [n]`` first applied."""
+    """Permute the first ``count`` of ``keys [n, K, H]`` by ``order [n]`` and cut into blocks."""
     blocks = len(keys) // block
     pair_labels = labels(query, keys, count, kv_heads)
     grouped = query.reshape(1, kv_heads, -1, query.shape[-1])

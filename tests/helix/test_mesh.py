@@ -33,7 +33,7 @@ def spec(kv_heads: int) -> LayerSpec:
         ({"tpa": 2, "exchange": "cuda"}, "exchange='cuda' is of .* but kvp=1 and strategy='helix'"),
         (
             {"kvp": 2, "exchange": "pallas", "overlap": 2},
-            "overlap=2 lets messages run beside attention, and one of exchange='pallas' is waited",
+            "overlap=2 overlaps messages with attention, but exchange='pallas' waits for each",
         ),
     ],
     ids=str,

@@ -57,8 +57,8 @@ def test_a_process_reads_its_parts(name, settings, mine, share, monkeypatch):
     found, read = [], []
     blocks = TensorFile.blocks
 
-    def small(file: TensorFile, name: str, wanted: Any = None):
-        for rows, block in blocks(file, name, BLOCK, wanted):
+    def small(file: TensorFile, name: str, row_mask: Any = None):
+        for rows, block in blocks(file, name, BLOCK, row_mask):
             read.append(block.nbytes)
             yield rows, block
 
@@ -81,14 +81,14 @@ def test_a_process_reads_its_parts(name, settings, mine, share, monkeypatch):
     assert 0.2 * stored < sum(read) < share * stored
 
 
-def test_blocks_without_a_wanted_row_are_not_read():
+def test_blocks_without_a_selected_row_are_not_read():
     file = TensorFile(GOLDEN / "qwen3" / "model.safetensors")
     name = "model.embed_tokens.weight"
     whole = np.concatenate([block.copy() for _, block in file.blocks(name)])
-    wanted = np.zeros(len(whole), bool)
-    wanted[[7, 8, 40]] = True
+    row_mask = np.zeros(len(whole), bool)
+    row_mask[[7, 8, 40]] = True
     row = whole[0].nbytes
-    found = [(rows, block.copy()) for rows, block in file.blocks(name, 4 * row, wanted)]
+    found = [(rows, block.copy()) for rows, block in file.blocks(name, 4 * row, row_mask)]
     assert [rows for rows, _ in found] == [slice(4, 8), slice(8, 12), slice(40, 44)]
     for rows, block in found:
         np.testing.assert_array_equal(block, whole[rows])

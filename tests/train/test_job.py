@@ -88,7 +88,7 @@ def test_what_is_kept_of_another_run_is_refused(job, monkeypatch):
         "texts": dataclasses.replace(job, texts=Texts(job.texts.learned[:1], job.texts.held_out)),
     }
     for name, other in changed.items():
-        with pytest.raises(CheckpointError, match=f"a run with other {name} has done; go on"):
+        with pytest.raises(CheckpointError, match=f"a run with other {name} has done; run with"):
             run(other)
 
 

@@ -30,9 +30,9 @@ ALONE = {"strategy": "helix", "kvp": 1, "tpa": 1, "T": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A measured time, microseconds, of so many ``bytes``, and what the fit makes of it.
+    """A measured time and its fit, in microseconds.
 
-    No ``bytes`` where it was fitted to arithmetic.
+    ``bytes``: bytes moved; None where the fit is to arithmetic.
     """
 
     name: str
@@ -48,10 +48,15 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Times of a ``suite`` of the bench as ``fixed_us`` and bytes at ``gbps``.
+    """The fit of a fixed time and a rate to the times of a suite of the bench.
 
-    Where all points have the same bytes, ``fixed_us`` is None and the rate has all of the time.
-    ``tflops``: what attention to latents reaches, None where none was measured.
+    Attributes:
+        suite: name of the suite.
+        fixed_us: microseconds that do not depend on bytes; None where all points have the same
+            bytes, so that only the rate is fitted.
+        gbps: gigabytes a second.
+        points: the measurements.
+        tflops: rate of attention to latents; None where none was measured.
     """
 
     suite: str
@@ -62,9 +67,10 @@ class Fit:
 
 
 def load_fit(path: str | Path) -> Fit:
-    """The fit to a result of the suite ``collectives`` or ``helix-attention``.
+    """Fit the times of a result of the suite ``collectives`` or ``helix-attention``.
 
-    Raises `ValueError` for a file that holds no such result, or too few measurements.
+    Raises:
+        ValueError: the file holds no such result, or too few measurements.
     """
     result = read_object(Path(path))
     suite = result.get("suite")
@@ -91,7 +97,7 @@ def load_fit(path: str | Path) -> Fit:
 
 
 def calibrated(constants: Constants, hardware: Hardware, fits: Iterable[Fit]) -> Constants:
-    """``constants`` with what the fits say of them; rates are shares of those of ``hardware``."""
+    """Replace the constants that ``fits`` determine; rates become shares of ``hardware``'s."""
     changed: dict[str, float] = {}
     for fit in fits:
         share, fixed, rate = FITTED[fit.suite]
@@ -139,8 +145,8 @@ def _latent(row: dict[str, Any]) -> Measurement | None:
     return name, 2.0 * case["B"] * case["S"] * heads * channels, row["step_ns"]
 
 
-# Of each suite that can be fitted: what takes a row of it, and the constants that it decides with
-# the rate of a `Hardware` that one of them is a share of.
+# For each suite that can be fitted: the function that reads a row (`SUITES`); and the share and the
+# fixed time that it determines, with the rate of `Hardware` that the share is of (`FITTED`).
 SUITES: dict[str, Callable[[dict[str, Any]], Measurement | None]] = {
     "collectives": _collective,
     "helix-attention": _read,

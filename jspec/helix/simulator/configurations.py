@@ -57,11 +57,11 @@ class Configurations:
         return len(self.batch)
 
     def of(self, *strategies: str) -> NDArray[np.bool_]:
-        """Which of them are of these strategies."""
+        """Whether each layout is of one of ``strategies``, bool ``[n]``."""
         return np.isin(self.strategy, [STRATEGIES.index(name) for name in strategies])
 
     def one(self, index: int) -> dict[str, int | str | bool]:
-        """The fields of one of them."""
+        """The fields of the layout at ``index``, with ``gpus`` and ``users``."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: int(x[index]) for name, x in fields.items()}
         return values | {
@@ -75,13 +75,20 @@ class Configurations:
 def configurations(
     shape: ModelShape, gpus: int, batches: Sequence[int] = BATCHES
 ) -> Configurations:
-    """Every layout over 1, 2, 4, ... up to ``gpus`` GPUs, with each of ``batches``.
+    """Enumerate the layouts over 1, 2, 4, ... up to ``gpus`` GPUs, with each of ``batches``.
 
-    ``tp``: one tensor-parallel width for all, which copies the cache beyond the KV heads. ``ep``:
-    groups with rows of their own in attention, experts over all GPUs of a stage. ``medha``: the
-    cache over all GPUs, the feed-forward over one group. ``helix``: the cache over all GPUs, no
-    copies, and the feed-forward over all of them. ``ep`` is for mixtures of experts, ``medha`` for
-    dense models.
+    ``tp`` is tensor parallelism of one width, which copies the cache beyond the number of KV heads.
+    ``ep`` splits rows over groups in attention, and experts over all GPUs of a stage; for mixtures
+    of experts. ``medha`` splits the cache over all GPUs and the feed-forward over one group; for
+    dense models. ``helix`` splits both over all GPUs, without copies of the cache.
+
+    Args:
+        shape: sizes of the model.
+        gpus: the most GPUs of a layout.
+        batches: rows of a stage.
+
+    Raises:
+        ValueError: ``gpus`` is below 1.
     """
     if gpus < 1:
         raise ValueError(f"gpus={gpus} must be at least 1")

@@ -1,8 +1,8 @@
 """The time of one decoding step under each layout, from bytes, operations and messages.
 
-A layer is a chain of stages that wait for each other. A stage on a GPU takes as long as its reads
-or its arithmetic, whichever is longer; a collective takes a fixed time and that of its bytes on a
-link. What the paper does not give is a field of `Constants`.
+The stages of a layer run one after another. A stage on a GPU takes the longer of the times of its
+reads and its arithmetic (the roofline model); a collective takes a fixed time plus that of its
+bytes on a link. Values that the paper does not state are fields of `Constants`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jspec.helix.simulator.configurations import Configurations
 from jspec.helix.simulator.shapes import Hardware, ModelShape
 
 Floats = NDArray[np.float64]
-# Of a layer beside attention, one after another: two norms, q k v, rotation and write, output, and
-# the two products of the feed-forward.
+# Of a layer in addition to attention, one after another: two norms, q k v, rotation and write,
+# output, and the two matmuls of the feed-forward.
 KERNELS = 7
 
 
@@ -27,7 +27,14 @@ def _constant(value: float, source: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """What decides a time and is not in the paper; `Constants.sources` says where each is from."""
+    """The constants of the cost model that the paper does not state.
+
+    `Constants.sources` gives the source of each. Fields that end in ``_us`` are microseconds;
+    fields that end in ``_share`` are fractions of a peak rate, above 0.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
 
     bytes_per_value: float = _constant(0.5, "the paper: weights and cache in FP4")
     bytes_per_activation: float = _constant(0.5, "the paper: arithmetic in FP4; 2 is bfloat16")
@@ -62,7 +69,7 @@ class Constants:
 
     @classmethod
     def sources(cls) -> dict[str, str]:
-        """Where each constant is from."""
+        """The source of each constant, by name."""
         return {field.name: field.metadata["source"] for field in dataclasses.fields(cls)}
 
 
@@ -71,10 +78,16 @@ CONSTANTS = Constants()
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step by part, and gigabytes of memory on the fullest GPU, each ``[n]``.
+    """The times of a decoding step by part, and its memory, for each of n layouts.
 
-    ``attention`` has in it what is exposed of the exchange of its partial outputs; ``hidden`` is
-    what HOP-B hides of that exchange, and is not in ``total``.
+    Attributes:
+        projections: seconds of the attention projections, float64 ``[n]`` as all others.
+        attention: seconds of attention and of the exposed part of its exchange.
+        feed_forward: seconds of the feed-forward.
+        collectives: seconds of all collectives but the exchange.
+        rest: seconds of fixed costs and of the output head.
+        hidden: seconds of the exchange that HOP-B hides; not part of ``total``.
+        memory_gb: gigabytes of weights and cache on the fullest GPU.
     """
 
     projections: Floats
@@ -87,17 +100,26 @@ class StepTimes:
 
     @property
     def total(self) -> Floats:
-        """From a token to the next one of a row."""
+        """Seconds between two tokens of a row."""
         return self.projections + self.attention + self.feed_forward + self.collectives + self.rest
 
 
 def pipelined(
     compute: ArrayLike, message: ArrayLike, chunks: ArrayLike, fixed: ArrayLike = 0.0
 ) -> Floats:
-    """The span of ``compute`` in equal ``chunks``, each sent while the next one is computed.
+    """The time of a computation in equal chunks, each sent while the next one is computed.
 
-    ``message``: time of all bytes; ``fixed``: what each chunk's message takes besides. One chunk
-    overlaps nothing (figure 3).
+    HOP-B, figure 3 of Bhatia et al. 2025. One chunk overlaps nothing.
+
+    Args:
+        compute: time of the whole computation.
+        message: time of the bytes of all messages.
+        chunks: number of chunks.
+        fixed: extra time of each message.
+
+    Returns:
+        The time from the start of the computation to the end of the last message, in the unit of
+        the arguments, which broadcast.
     """
     count = np.asarray(chunks, float)
     one = np.asarray(compute, float) / count
@@ -112,7 +134,18 @@ def step_times(
     context: float,
     constants: Constants = CONSTANTS,
 ) -> StepTimes:
-    """The `StepTimes` of each of ``layouts`` at ``context`` positions a row."""
+    """Estimate a decoding step for each layout.
+
+    Args:
+        shape: sizes of the model.
+        hardware: rates of the machine.
+        layouts: the n layouts.
+        context: positions of a row.
+        constants: constants of the cost model.
+
+    Returns:
+        Times and memory, each ``[n]``.
+    """
     return _Step(shape, hardware, layouts, context, constants).times()
 
 
@@ -123,7 +156,18 @@ def attention_seconds(
     context: float,
     constants: Constants = CONSTANTS,
 ) -> Floats:
-    """Of a layer alone: its kernel and what is exposed of its exchange, in seconds."""
+    """Estimate the attention of one layer: its kernel and the exposed part of its exchange.
+
+    Args:
+        shape: sizes of the model.
+        hardware: rates of the machine.
+        layouts: the n layouts.
+        context: positions of a row.
+        constants: constants of the cost model.
+
+    Returns:
+        Seconds, float64 ``[n]``.
+    """
     attention, _ = _Step(shape, hardware, layouts, context, constants).attention()
     return attention + constants.attention_us * 1e-6
 
@@ -178,11 +222,11 @@ class _Step:
         return np.ceil(self.shape.layers / self.layouts.pp) / self.shape.layers
 
     def cache_bytes(self) -> Floats:
-        """Of the rows of all stages, in the layers of one."""
+        """Bytes of the cache on a GPU: rows of all stages, in the layers of one stage."""
         return self.cached() * self.layouts.pp * self.shape.layers * self.stages_share()
 
     def projection_sizes(self) -> tuple[Floats, Floats]:
-        """Weights in front of attention, and those behind it."""
+        """Numbers of weights of the projections before and after attention."""
         shape, layouts = self.shape, self.layouts
         if shape.latent:
             rank = shape.query_rank or shape.hidden
@@ -208,7 +252,7 @@ class _Step:
         return self.rows * values * positions * self.constants.bytes_per_value
 
     def attention(self) -> tuple[Floats, Floats]:
-        """Seconds with what is exposed of the exchange, and those of it that are hidden."""
+        """Seconds of attention with the exposed exchange, and of the hidden exchange."""
         shape, layouts = self.shape, self.layouts
         channels = 2 * shape.latent + shape.rope if shape.latent else 2 * shape.head_size
         operations = 2 * self.rows * self.heads * self.context / layouts.kvp * channels
@@ -253,7 +297,7 @@ class _Step:
         )
 
     def experts(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
-        """As `feed_forward`, of one layer of experts; tokens choose evenly among them."""
+        """As `feed_forward`, for one layer of experts, chosen uniformly by tokens."""
         shape, layouts = self.shape, self.layouts
         size = 3 * shape.hidden * shape.expert_ffn
         expert_count = shape.experts / layouts.ep
@@ -266,12 +310,12 @@ class _Step:
         shared = shape.shared_experts * size / np.where(self.is_ep, layouts.tpa, layouts.stage)
         time = time + self.matmul(shared, rows)
         hidden = layouts.batch * shape.hidden
-        # Helix: a sum inside each group of experts, then the groups' sums, or where that is less
-        # the outputs of the experts that a token chose, to all.
+        # Helix: an all-reduce inside each group, then an all-gather of the groups' sums or, where
+        # that is less, of the outputs of the experts that a token chose.
         parts = np.minimum(layouts.ep, shape.experts_per_token)
         helix = self.all_reduce(layouts.tpf, hidden * parts / layouts.ep)
         helix = helix + self.gather(layouts.ep, hidden * parts)
-        # With rows of their own, GPUs send each token to its experts, and take it back.
+        # Expert parallelism: GPUs with different rows send each token to its experts and back.
         by_token = 2 * self.gather(layouts.stage, rows * shape.experts_per_token * shape.hidden)
         by_token = by_token + self.all_reduce(layouts.tpf, hidden * parts / layouts.ep)
         return (
@@ -281,7 +325,7 @@ class _Step:
         )
 
     def matmul(self, weights: ArrayLike, rows: ArrayLike) -> Floats:
-        """Seconds of a product of ``rows`` with ``weights``."""
+        """Seconds of a matmul of ``rows`` with ``weights``."""
         weights = np.asarray(weights, float)
         return np.maximum(
             self.read(weights * self.constants.bytes_per_value),

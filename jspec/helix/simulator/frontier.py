@@ -21,10 +21,12 @@ from jspec.helix.simulator.shapes import Hardware, ModelShape
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """The layouts that no other beats in both tokens a second; the fastest for a user first.
+    """The Pareto frontier of layouts: none is better in both rates. Sorted by ``users``, falling.
 
-    ``users``: tokens a second of one row; ``gpus``: tokens a second of a GPU; ``indices``: of the
-    layouts; each ``[n]``.
+    Attributes:
+        users: tokens a second of one row, float64 ``[n]``.
+        gpus: tokens a second of a GPU, float64 ``[n]``.
+        indices: index of each layout in the `Configurations`, int64 ``[n]``.
     """
 
     users: Floats
@@ -44,7 +46,13 @@ class Frontier:
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """The layouts of a model on a machine that fit its memory, and what each takes."""
+    """The layouts of a model on a machine.
+
+    Attributes:
+        layouts: the n layouts.
+        times: times and memory of a step of each.
+        fits: whether each fits the memory of a GPU, bool ``[n]``.
+    """
 
     layouts: Configurations
     times: StepTimes
@@ -61,14 +69,16 @@ class Simulation:
         return self.layouts.users / self.times.total / self.layouts.gpus
 
     def served(self, latency: float, gpus: int, *strategies: str) -> int:
-        """The most rows that ``gpus`` GPUs serve by one layout of ``strategies``, as often as it
-        fits, with at most ``latency`` seconds a token; 0 where none is as fast."""
+        """The most rows that ``gpus`` GPUs serve by copies of one layout of ``strategies``.
+
+        ``latency``: limit on the seconds of a token; 0 rows where no layout meets it.
+        """
         fast = self.fits & self.layouts.of(*strategies) & (self.times.total <= latency)
         rows = self.layouts.users * (gpus // self.layouts.gpus)
         return int(rows[fast].max(initial=0))
 
     def frontier(self, *strategies: str, overlap: bool | None = None) -> Frontier:
-        """Of the layouts of ``strategies``, with overlap or without where that is said."""
+        """The frontier of the layouts of ``strategies``; ``overlap`` restricts them to HOP-B's."""
         chosen = self.fits & self.layouts.of(*strategies)
         if overlap is not None:
             chosen &= (self.layouts.overlap > 0) == overlap
@@ -109,7 +119,22 @@ def simulate(
     batches: Sequence[int] = BATCHES,
     constants: Constants = CONSTANTS,
 ) -> Simulation:
-    """Every layout of ``shape`` over up to ``gpus`` GPUs at ``context`` positions a row."""
+    """Estimate every layout of a model.
+
+    Args:
+        shape: sizes of the model.
+        hardware: rates of the machine.
+        context: positions of a row.
+        gpus: the most GPUs of a layout.
+        batches: numbers of rows to try.
+        constants: constants of the cost model.
+
+    Returns:
+        The layouts and their times.
+
+    Raises:
+        ValueError: ``gpus`` exceeds those of ``hardware``, or ``context`` is below 1.
+    """
     if gpus > hardware.gpus:
         raise ValueError(f"gpus={gpus} exceeds the {hardware.gpus} of {hardware.name}")
     if not context >= 1:
@@ -129,7 +154,10 @@ def swept(
     constants: Constants = CONSTANTS,
     **settings: Any,
 ) -> Iterator[dict[str, float]]:
-    """The headline ratios with the constant ``name`` at each of ``values``."""
+    """Yield `Simulation.headlines` with the constant ``name`` at each of ``values``.
+
+    ``settings``: other keyword arguments of `simulate`.
+    """
     for value in np.asarray(values, float):
         changed = dataclasses.replace(constants, **{name: float(value)})
         simulation = simulate(shape, hardware, constants=changed, **settings)

@@ -1,5 +1,7 @@
-"""What the simulator predicts of times that ``python -m bench`` measured and no constant is fitted
-to: attention with its exchange on several devices, and whole steps."""
+"""Predictions of times that ``python -m bench`` measured and that no constant is fitted to.
+
+These are attention with its exchange on several devices, and whole steps.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from jspec.helix.simulator.shapes import Hardware, ModelShape, load_shape, read_
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A measured time and what the simulator says of it, microseconds."""
+    """A measured time and the simulator's prediction of it, in microseconds."""
 
     name: str
     measured_us: float
@@ -33,10 +35,18 @@ class Prediction:
 def predictions(
     path: str | Path, hardware: Hardware, constants: Constants
 ) -> tuple[Prediction, ...]:
-    """Of each row of a result of ``helix-step`` or ``helix-attention`` that the simulator knows.
+    """Predict the rows of a result of ``helix-step`` or ``helix-attention``.
 
-    It knows no speculation and no gathered queries, and of latents those whose values are projected
-    before the exchange. Raises `ValueError` for a file that holds no such result.
+    Rows that the simulator does not model are left out: speculation, gathered queries, and latents
+    whose values are projected after the exchange.
+
+    Args:
+        path: the JSON file.
+        hardware: rates of the machine.
+        constants: constants of the cost model.
+
+    Raises:
+        ValueError: the file holds no such result.
     """
     result = read_object(Path(path))
     suite = result.get("suite")
@@ -80,7 +90,7 @@ def _is_known(case: dict[str, Any]) -> bool:
 
 
 def _layout(case: dict[str, Any]) -> Configurations:
-    """Of a case's devices; one axis where they hold no parts of rows."""
+    """The layout of a case's devices; on one axis where they do not split rows."""
     kvp, tpa, strategy = case["kvp"], case["tpa"], case["strategy"]
     if strategy == "tp" or (strategy == "helix" and kvp == 1):
         kvp, tpa, strategy = 1, kvp * tpa, "tp"

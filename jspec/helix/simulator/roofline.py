@@ -18,11 +18,22 @@ def kv_read_us(
     bytes_per_value: float = 0.5,
     memory_gbps: float = 8000,
 ) -> NDArray[np.float64]:
-    """Microseconds in which a GPU reads its share of a layer's keys and values, any shape.
+    """Time for a GPU to read its share of a layer's keys and values (Helix, appendix A).
 
-    A KV head is read by every rank that serves one of its query heads, so that ``tpa`` above the
-    number of KV heads gains nothing. ``batch`` rows of ``context`` positions; ``kvp`` ranks share
-    the positions.
+    Every rank that serves a query head of a KV head reads that KV head, so ``tpa`` above the number
+    of KV heads gains nothing.
+
+    Args:
+        shape: sizes of the model.
+        batch: rows.
+        context: positions of a row.
+        tpa: ranks that share the KV heads.
+        kvp: ranks that share the positions.
+        bytes_per_value: bytes of a cached value.
+        memory_gbps: memory bandwidth, gigabytes a second.
+
+    Returns:
+        Microseconds, float64, of the broadcast shape of the arguments.
     """
     batch, context, tpa, kvp = (np.asarray(x, float) for x in (batch, context, tpa, kvp))
     values = 2 * np.ceil(shape.kv_heads / tpa) * shape.head_size
@@ -37,9 +48,17 @@ def weight_read_us(
     bytes_per_value: float = 0.5,
     memory_gbps: float = 8000,
 ) -> NDArray[np.float64]:
-    """Microseconds in which a GPU reads its share of a layer's weights, any shape.
+    """Time for a GPU to read its share of a layer's weights (Helix, appendix A).
 
-    Projections over ``tpa`` ranks, a gated feed-forward over ``tpf``.
+    Args:
+        shape: sizes of the model, with a gated feed-forward.
+        tpa: ranks that share the projections of attention.
+        tpf: ranks that share the feed-forward.
+        bytes_per_value: bytes of a weight.
+        memory_gbps: memory bandwidth, gigabytes a second.
+
+    Returns:
+        Microseconds, float64, of the broadcast shape of the arguments.
     """
     tpa, tpf = np.asarray(tpa, float), np.asarray(tpf, float)
     queries = 2 * shape.hidden * shape.query_heads / tpa * shape.head_size

@@ -28,5 +28,5 @@ def read(fields: Fields) -> ModelConfig:
 
 
 CORRECTION = {"mlp.router.correction": "mlp.gate.e_score_correction_bias"}
-# The layers that predict a further token are behind the others.
+# The layers that predict a further token come after the others.
 FAMILY = Family(read, {**MODULES, **CORRECTION}, more_layers=True)

@@ -45,7 +45,7 @@ def read(fields: Fields) -> ModelConfig:
 
 
 def tensor_name(name: str) -> str | None:
-    """The name in a file without images: ``language_model`` is first, or behind ``model``."""
+    """The name in a file without images: ``language_model`` is first, or after ``model``."""
     name = name.replace("model.language_model.", "language_model.model.", 1)
     first, _, rest = name.removeprefix("model.").partition(".")
     if first == "language_model":

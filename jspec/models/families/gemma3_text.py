@@ -35,7 +35,7 @@ def _ropes(fields: Fields) -> tuple[Rope, Rope]:
     if not (full.values or sliding.values):
         return read_rope(fields, _THETA), Rope(float(local_theta))
     if other := sorted(set(both.values) - both.read):
-        raise both.error(f"fields {quoted(other)} are unknown to jspec beside those of layer types")
+        raise both.error(f"fields {quoted(other)} are unknown; jspec reads those of layer types")
     theta = fields.number("rope_theta", _THETA)
     return rope_of(fields, full, theta), rope_of(fields, sliding, local_theta)
 

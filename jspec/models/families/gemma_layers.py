@@ -1,4 +1,4 @@
-"""Settings that Gemma 2 and 3 share: norms before and behind, GeGLU, and soft caps."""
+"""Settings that Gemma 2 and 3 share: norms before and after, GeGLU, and soft caps."""
 
 from __future__ import annotations
 
