@@ -1,7 +1,7 @@
-"""Verification fused with what follows it: packing accepted KV rows, or appending them to a cache.
+"""Verification fused with packing accepted KV rows, or with appending them to a cache.
 
-A decode loop calls these whose draft writes its keys and values outside of the cache, and which
-verifies greedily: one launch takes the place of two. jspec's own loop writes the cache in place.
+For a greedy decode loop whose draft writes its keys and values outside of the cache: one launch
+takes the place of two. jspec's own loop writes the cache in place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,22 @@ def verify_and_pack(
     *,
     implementation: str | None = None,
 ) -> tuple[Verified, Packed]:
-    """`jspec.verify_greedy`, and `jspec.pack` of the ``kv [B, gamma, D]`` that it accepted."""
+    """`jspec.verify_greedy`, then `jspec.pack` of the accepted rows of ``kv``.
+
+    Args:
+        draft_tokens: int32 or int64 ``[B, gamma]``.
+        target_tokens: ``[B, gamma + 1]``, the target's argmax after each prefix.
+        draft_lengths: int32 ``[B]`` in 0..gamma.
+        stop_tokens: ``[B, M]``, -1 for none.
+        kv: ``[B, gamma, D]``, the KV rows of the draft tokens.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        A `Verified` and a `Packed`.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
+    """
     check_greedy(draft_tokens, target_tokens, draft_lengths, stop_tokens)
     _check_kv(kv, draft_tokens)
     arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens, kv)
@@ -48,12 +63,26 @@ def verify_and_append(
     *,
     implementation: str | None = None,
 ) -> tuple[Verified, Array]:
-    """`jspec.verify_greedy`, and the accepted rows of ``kv`` written behind what a cache holds.
+    """`jspec.verify_greedy`, then the accepted rows of ``kv`` appended to a cache.
 
-    ``kv [B, gamma, D]``; ``cache [B, S, D]`` of the same dtype, whose slots before ``lengths``
-    int32 ``[B]`` are kept; row i of batch row b goes to slot ``lengths[b] + i``. Returns the cache
-    as it then is: donate it, and nothing is copied. The caller makes sure that ``lengths + gamma``
-    does not exceed S; a slot past it is never written.
+    Row i of batch row b goes to slot ``lengths[b] + i``. ``lengths + gamma`` should not exceed S: a
+    row past the last slot is dropped. Donate the cache to update it without a copy.
+
+    Args:
+        draft_tokens: int32 or int64 ``[B, gamma]``.
+        target_tokens: ``[B, gamma + 1]``, the target's argmax after each prefix.
+        draft_lengths: int32 ``[B]`` in 0..gamma.
+        stop_tokens: ``[B, M]``, -1 for none.
+        kv: ``[B, gamma, D]``, the KV rows of the draft tokens.
+        cache: ``[B, S, D]`` of the dtype of ``kv``.
+        lengths: int32 ``[B]``, slots of each row that are in use.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        A `Verified` and the updated cache.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     check_greedy(draft_tokens, target_tokens, draft_lengths, stop_tokens)
     _check_kv(kv, draft_tokens)
@@ -92,17 +121,17 @@ def _append_xla(*arguments: Array) -> tuple[Array, ...]:
 
 
 def _two_steps(*arguments: Array) -> tuple[Array, ...]:
-    """The best backend of each step, one launch behind the other."""
+    """The best backend of each step, one launch after the other."""
     *tokens, kv = arguments
     verified = VERIFY_GREEDY(*tokens)
     return *verified, *PACK(kv, verified[0])
 
 
 def fused_sizes(draft_tokens: Array, *rest: Array) -> dict[str, int]:
-    """What backends are ordered and cut by.
+    """The sizes that backends are ordered by.
 
-    Those of verification and of packing, and ``padded``: all draft tokens, gamma taken as the power
-    of 2 that holds it.
+    Those of verification and of packing, and ``padded``: the batch times gamma, rounded up to a power
+    of 2.
     """
     batch, gamma = draft_tokens.shape
     padded = batch * 2 ** max(gamma - 1, 0).bit_length()
@@ -125,7 +154,7 @@ _SHAPES = {
 
 
 def pack_cases() -> list[Case]:
-    """A case of which all is accepted, and ragged ones."""
+    """A case in which every draft token is accepted, and ragged ones."""
 
     def ragged(batch: int, gamma: int, stops: int, width: int, dtype: str) -> tuple[Any, ...]:
         return *ragged_tokens(batch, gamma, stops), kv_rows(batch, gamma, width, dtype)
