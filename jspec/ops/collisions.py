@@ -72,8 +72,8 @@ def collision_scores(
 ) -> Array:
     """In how many tables each key shares a bucket with the queries that retrieve it.
 
-    A query retrieves a key with which it shares a bucket in at least two tables. The score of a key is
-    the number of these tables, summed over those of its G = N / K query heads and T tokens that
+    A query retrieves a key with which it shares a bucket in at least two tables. The score of a key
+    is the number of these tables, summed over those of its G = N / K query heads and T tokens that
     retrieve it: a whole number in 2..G T L, or -1 where none does.
 
     Args:

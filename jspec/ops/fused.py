@@ -130,8 +130,8 @@ def _two_steps(*arguments: Array) -> tuple[Array, ...]:
 def fused_sizes(draft_tokens: Array, *rest: Array) -> dict[str, int]:
     """The sizes that backends are ordered by.
 
-    Those of verification and of packing, and ``padded``: the batch times gamma, rounded up to a power
-    of 2.
+    Those of verification and of packing, and ``padded``: the batch times the least power of 2 that
+    is at least gamma.
     """
     batch, gamma = draft_tokens.shape
     padded = batch * 2 ** max(gamma - 1, 0).bit_length()

@@ -70,8 +70,8 @@ def hamming_scores(
 ) -> Array:
     """How many bits each key's code shares with those of the queries that read it.
 
-    With h the Hamming distance to the G = N / K query heads and T tokens, summed, the score of a key
-    is ``G T R - h``: a whole number in 0..G T R, higher is better. With ``norms`` it is
+    With h the Hamming distance to the G = N / K query heads and T tokens, summed, the score of a
+    key is ``G T R - h``: a whole number in 0..G T R, higher is better. With ``norms`` it is
     ``norm * (G T - 2 h / R)``, the estimate of the sum of dot products in the code of HATA.
 
     Args:
@@ -82,7 +82,8 @@ def hamming_scores(
         implementation: the backend by name; None is the best one.
 
     Returns:
-        int32 ``[B, K, S]``, -1 from ``lengths`` on; with ``norms`` float32, -inf from ``lengths`` on.
+        int32 ``[B, K, S]``, -1 from ``lengths`` on; with ``norms`` float32, -inf from ``lengths``
+        on.
 
     Raises:
         ValueError: for shapes or dtypes that do not fit together, and for scores over 2**24.

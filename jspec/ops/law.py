@@ -26,8 +26,8 @@ def law(logits: ArrayLike, params: SamplingParams) -> NDArray[np.float64]:
         params: temperature, top-k, top-p and min-p.
 
     Returns:
-        float64 ``[..., V]``. A greedy row (temperature 0), and a row without a finite logit, have all
-        mass on one token.
+        float64 ``[..., V]``. A greedy row (temperature 0), and a row without a finite logit, have
+        all mass on one token.
 
     Raises:
         ValueError: for logits without a row or without a token.

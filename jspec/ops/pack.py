@@ -27,8 +27,8 @@ class Packed:
     Attributes:
         kv: ``[B * gamma, D]``; rows from ``total`` on are not specified.
         offsets: int32 ``[B]``, where the rows of each batch row start.
-        total: int32 ``[]``, the number of packed rows. It stays on the device: reading it would make
-            the host wait.
+        total: int32 ``[]``, the number of packed rows. It stays on the device: reading it would
+            make the host wait.
     """
 
     kv: Array

@@ -54,8 +54,9 @@ class Sampling:
     def in_block(self, starts: Array) -> Sampling:
         """The same settings with seeds for the blocks that begin at ``starts [B]``.
 
-        The random numbers of a block are independent of those without one, also at the same positions:
-        see `docs/sampling.md`. Raises `ValueError` where the seeds are already those of a block.
+        The random numbers of a block are independent of those without one, also at the same
+        positions: see `docs/sampling.md`. Raises `ValueError` where the seeds are already those of
+            a block.
         """
         if self.seeds.ndim != 1:
             raise ValueError(

@@ -34,8 +34,8 @@ def select(
 ) -> Array:
     """The slots of the ``k`` highest scores of each row, in ascending order.
 
-    Exact and deterministic: of equal scores the one with the lower slot is selected first; -0 equals
-    0, and NaN is below minus infinity.
+    Exact and deterministic: of equal scores the one with the lower slot is selected first; -0
+    equals 0, and NaN is below minus infinity.
 
     Args:
         scores: ``[..., n]`` of a dtype in `DTYPES`.
@@ -45,10 +45,10 @@ def select(
         lengths: int32 as ``counts``: only the first ``lengths`` slots of a row are selected from;
             None is n.
         sinks: the first slots of a row, part of the budget and always selected.
-        recent: the last slots of a row, as ``sinks``. A budget that is too small for both selects the
-            first of them.
-        highest: promises that integer scores are in -1..highest; if it is small, they are counted in
-            one pass. For higher scores the result is not specified.
+        recent: the last slots of a row, as ``sinks``. A budget that is too small for both selects
+            the first of them.
+        highest: promises that integer scores are in -1..highest; if it is small, they are counted
+            in one pass. For higher scores the result is not specified.
         implementation: the backend by name; None is the best one.
 
     Returns:

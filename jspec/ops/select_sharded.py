@@ -32,8 +32,8 @@ def select_sharded(
 ) -> Array:
     """This device's slots among the ``k`` best positions of each row, in ascending order.
 
-    Called inside a `jax.shard_map`. Over all devices, the selection is that of `jspec.select` with the
-    scores in the order of their positions.
+    Called inside a `jax.shard_map`. Over all devices, the selection is that of `jspec.select` with
+    the scores in the order of their positions.
 
     Args:
         scores: ``[B, n]`` or ``[B, K, n]``, of this device's slots.

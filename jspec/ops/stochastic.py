@@ -55,8 +55,8 @@ def verify_stochastic(
         target_logits: ``[B, gamma + 1, V]``.
         draft_lengths: int32 ``[B]`` in 0..gamma; draft tokens beyond are ignored.
         stop_tokens: ``[B, M]``, -1 for none.
-        sampling: the settings of each row, for target and draft; a row with temperature 0 is verified
-            greedily.
+        sampling: the settings of each row, for target and draft; a row with temperature 0 is
+            verified greedily.
         positions: int32 ``[B]``, the absolute position of the first draft token, which keys the
             random numbers.
         draft_logits: ``[B, gamma, V]``, what the draft was drawn from under the same settings; None

@@ -148,7 +148,7 @@ VERIFY_GREEDY = Operation(
 def check_draft(
     draft_tokens: Array, draft_lengths: Array, stop_tokens: Array, target: tuple[int, ...]
 ) -> None:
-    """Raise `ValueError` where a draft does not fit ``target``, the leading axes of the target's array."""
+    """Raise `ValueError` where a draft does not fit ``target``, the leading axes of the logits."""
     batch, gamma = draft_tokens.shape
     if target != (batch, gamma + 1):
         raise ValueError(

@@ -43,8 +43,8 @@ def gathered_attention(
         positions: int32 ``[B, T]``, absolute, -1 for padding.
         selected: int32 ``[B, n]``, or ``[B, K, n]`` for a list of each KV head: slots that every
             query reads, each once, -1 for none.
-        tail: int32 ``[B, m]``, the slots of the positions ``until``, ``until + 1`` and so on; a query
-            reads those up to its own position.
+        tail: int32 ``[B, m]``, the slots of the positions ``until``, ``until + 1`` and so on; a
+            query reads those up to its own position.
         until: int32 ``[B]``, the position of the first slot of ``tail``.
         counts: int32 ``[B]``, or ``[B, K]`` as ``selected``: only the first ``counts`` slots of a
             list are read; None is all.

@@ -184,7 +184,7 @@ def hash_attention_sizes(
 
 
 def _build(shape, normed, dtype, rows) -> tuple:
-    """Without norms: whole numbers and rotations by right angles, so sums are exact in any order."""
+    """Without norms: whole numbers, rotated by right angles, so sums are exact in any order."""
     (group, heads, slots, size, value, bits), batch = shape, len(rows)
     # By this seed no sum whose sign is a bit of a code is near 0.
     rng = np.random.default_rng([slots, size, bits, 3])

@@ -46,9 +46,9 @@ def scored_attention(
         implementation: the backend by name; None is the best one.
 
     Returns:
-        Output and log-sum-exp of `jspec.attention`, and the scores, float32 ``[B, K, S]``: ``scale``
-        times the dot product of probe and key. Scores of slots that no query of the row reads are
-        not specified.
+        Output and log-sum-exp of `jspec.attention`, and the scores, float32 ``[B, K, S]``:
+        ``scale`` times the dot product of probe and key. Scores of slots that no query of the row
+        reads are not specified.
 
     Raises:
         ValueError: for shapes or dtypes that do not fit together.

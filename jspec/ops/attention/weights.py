@@ -25,8 +25,8 @@ def mean_weights(
 ) -> Array:
     """The softmax weight of each key of a cache, averaged over tokens and query heads.
 
-    The weight of a key for a query is ``exp(score - lse)``. Nothing is masked: the result for a slot
-    that some query does not read is not specified.
+    The weight of a key for a query is ``exp(score - lse)``. Nothing is masked: the result for a
+    slot that some query does not read is not specified.
 
     Args:
         q: ``[B, T, N, H]``.
