@@ -157,7 +157,7 @@ def _build(
     q, k = drawn(batch, tokens, heads), drawn(batch, slots, kv_heads)
     q[0, 0, 0], k[0, :1], k[0, 1:2] = 0, 0, _codes(np.ones((tables, bits), bool))
     lengths = np.resize(np.array([slots, 0, 2 * slots // 3, slots + 1, -1], np.int32), batch)
-    # What lies behind a row's length would be found in all tables.
+    # Slots after a row's length would collide in all tables.
     is_past_end = np.arange(slots) >= lengths[:, None]
     query_codes = q[:, :1, :: heads // kv_heads]
     return q, np.where(is_past_end[..., None, None], query_codes, k), lengths

@@ -110,10 +110,9 @@ def dequantized(kernel: MXFP4, dtype: DTypeLike) -> Array:
 
 
 def dequantize_with_input(x: Array, kernel: MXFP4) -> tuple[Array, Array]:
-    """``x``, and the weights of ``kernel``, of its dtype.
+    """``x``, and the weights of ``kernel`` in the dtype of x, which are computed after x.
 
-    They are made when x is there: in a loop, XLA would make those of all layers ahead of it, and
-    hold them.
+    Otherwise XLA would hoist the weights of all layers out of a loop and keep them in memory.
     """
     x, kernel = jax.lax.optimization_barrier((x, kernel))
     return x, dequantized(kernel, x.dtype)

@@ -56,7 +56,7 @@ class Sampling:
 
         The random numbers of a block are independent of those without one, also at the same
         positions: see `docs/sampling.md`. Raises `ValueError` where the seeds are already those of
-            a block.
+        a block.
         """
         if self.seeds.ndim != 1:
             raise ValueError(

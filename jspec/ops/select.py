@@ -115,7 +115,7 @@ def select_xla(
     *_, order = lax.sort((rank, falling, slots), num_keys=2, is_stable=True)
     order = order[..., :k]
     in_budget = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1) < counts
-    # What is left out sorts behind, and fills the places up to k.
+    # Slots that are left out sort last, and fill the places up to k.
     order = jnp.sort(jnp.where(in_budget, order, n), axis=-1)
     order = jnp.where(order < n, order, -1)
     return jnp.pad(

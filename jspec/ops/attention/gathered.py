@@ -128,10 +128,10 @@ def _xla(
         read &= index < counts.reshape(batch, -1)[..., None]
     query_positions = positions[:, None, :, None]
     read = read[:, :, None] & (query_positions >= 0)
-    behind = until[:, None] + jnp.arange(tail.shape[-1])[None]
-    behind = (behind[:, None, None] <= query_positions) & (tail >= 0)[:, :, None]
-    behind = jnp.broadcast_to(behind, (*read.shape[:3], tail.shape[-1]))
-    valid = jnp.repeat(jnp.concatenate([read, behind], axis=-1), heads // kv_heads, axis=2)
+    tail_positions = until[:, None] + jnp.arange(tail.shape[-1])[None]
+    tail_read = (tail_positions[:, None, None] <= query_positions) & (tail >= 0)[:, :, None]
+    tail_read = jnp.broadcast_to(tail_read, (*read.shape[:3], tail.shape[-1]))
+    valid = jnp.repeat(jnp.concatenate([read, tail_read], axis=-1), heads // kv_heads, axis=2)
     tail = jnp.broadcast_to(tail, (*selected.shape[:2], tail.shape[-1]))
     slots = jnp.concatenate([selected, tail], axis=-1)
     index = jnp.swapaxes(slots, 1, 2)[..., None]
