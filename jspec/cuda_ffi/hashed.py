@@ -47,8 +47,8 @@ class HashCut:
 def cut_for(k_codes: Array, highest: int, blocks: int = 2) -> HashCut:
     """The cut that serves codes ``[..., S, K, W]`` well, whose scores are at most ``highest``.
 
-    ``blocks`` of a multiprocessor that it holds at once behind the scores. As many parts as fit so:
-    those of a row wait for each other.
+    ``blocks``: blocks of the launch after the scores that a multiprocessor runs at once. All parts
+    of a row must run at once, since they wait for each other.
     """
     *batch, n, heads, words = k_codes.shape
     together = min(heads, 32 // words)  # a block scores heads whose codes are 128 bytes

@@ -1,6 +1,6 @@
-"""Products of tiles by a warpgroup on Mosaic GPU, one at a time or two beside each other.
+"""Matmuls of tiles by a warpgroup on Mosaic GPU, one at a time or two that overlap.
 
-A tile has 64 rows. The sum of a product is in registers; its second factor is in shared memory.
+A tile has 64 rows. The accumulator is in registers, the second operand in shared memory.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TILE = 64  # rows that a warpgroup multiplies at a time
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype):
-    """Shared memory in the form that products read."""
+    """Shared memory in the swizzled layout that matmuls read."""
     channels = swizzled_channels(shape[-1])
     swizzle = plgpu.SwizzleTransform(channels * jnp.dtype(dtype).itemsize)
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, channels)), swizzle))
 
 
 def swizzled_channels(channels: int) -> int:
-    """How many channels lie beside each other in shared memory."""
+    """How many channels are contiguous in the swizzled layout."""
     return next(c for c in (64, 32, 16) if channels % c == 0)
 
 
@@ -34,7 +34,7 @@ def _accumulator(columns: int):
 
 
 def times(a, b) -> Array:
-    """The product of two tiles in shared memory."""
+    """The matmul of two tiles in shared memory."""
 
     def multiply(product):
         plgpu.wgmma(product, a, b)
@@ -44,7 +44,7 @@ def times(a, b) -> Array:
 
 
 def plus(acc: Array, a: Array, b) -> Array:
-    """``acc`` plus the product of a tile in registers and one in shared memory."""
+    """``acc`` plus the matmul of a tile in registers and one in shared memory."""
 
     def add(result):
         result[...] = acc
@@ -55,7 +55,7 @@ def plus(acc: Array, a: Array, b) -> Array:
 
 
 def both(q, k, ready: Callable[[], None], sums, between: Callable[[Array], tuple[Array, ...]]):
-    """``between(q @ k)``, and beside it ``acc + a @ b`` of ``sums``, once ``b`` is ``ready``."""
+    """``between(q @ k)``, overlapped with ``acc + a @ b`` of ``sums`` once ``b`` is ``ready``."""
     acc, a, b = sums
 
     def run(product, result):

@@ -308,13 +308,12 @@ def refuses(q: Array, k: Array, v: Array | None, value_size: int | None = None) 
         return reason
     value_sizes = " or ".join(map(str, LARGE_VALUE_SIZES))
     return (
-        f"{reason}; wider keys must hold values of {value_sizes} and up to {MAX_REST} channels "
-        "besides"
+        f"{reason}; wider keys must hold values of {value_sizes} and up to {MAX_REST} channels more"
     )
 
 
 def refuses_key_size(k: Array) -> str | None:
-    """Why keys of this size cannot be read on the default device, or None."""
+    """Why the default device cannot run the kernels with keys of this size, or None."""
     if (reason := refuses_triton()) or k.shape[3] <= MAX_CHANNELS:
         return reason
     gpu = gpu_in_use()

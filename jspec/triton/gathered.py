@@ -1,4 +1,4 @@
-"""Gathered attention in Triton: it reads what was selected where it lies, and copies nothing."""
+"""Gathered attention in Triton, which reads the selected slots in place, without a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A product as one Triton launch: of a few rows, or of any number by tiles that are all alike."""
+"""A matmul as one Triton launch: of a few rows, or of any number in tiles of the same size."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from jspec.ops.quantized import BLOCK, MXFP4, Quantized, weight_bits
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MAX_ROWS = 64  # rows that one tile holds, and that each of an exact product's does
-MAX_BYTES = 2**15  # of x in a tile, whose inputs are many with weights of 4 bits
+MAX_ROWS = 64  # rows of a tile; of an exact matmul all tiles have as many
+MAX_BYTES = 2**15  # of x in a tile, which has many inputs with weights of 4 bits
 FP8 = jnp.float8_e4m3fn
 
 

@@ -1,4 +1,4 @@
-"""The Triton bodies of a product: of a few rows in one tile, and of any number in tiles alike."""
+"""The Triton bodies of a matmul: of a few rows in one tile, and of any number in equal tiles."""
 
 import triton
 import triton.language as tl
