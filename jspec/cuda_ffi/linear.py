@@ -154,7 +154,7 @@ def _launch_chain(x, ops, *, added, gated) -> tuple[Array, ...]:
 
 
 def _refuses_chain(x, ops, *, added, gated) -> str | None:
-    """Why one call cannot take these products, or None."""
+    """Why one call cannot run this chain, or None."""
     if preferred("linear") not in (None, "cuda"):
         return f"linear={preferred('linear')!r} is asked for"
     static = {"transposed": False, "dtype": x.dtype}

@@ -113,7 +113,7 @@ def grouped_linear_xla(
     clamped: ClampedSwiGLU | None,
     dtype: np.dtype,
 ) -> Array:
-    """As `grouped_linear`; all that follows the product is float32."""
+    """As `grouped_linear`; all that follows the matmul is float32."""
     x = x if norm is None else norm(x)
     x = x if gather_indices is None else x[gather_indices // (len(gather_indices) // len(x))]
     x, kernel = dequantize_with_input(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)

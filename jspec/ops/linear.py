@@ -116,11 +116,11 @@ def linear_xla(
     x = x if norm is None else norm(x)
     if isinstance(kernel, Quantized):
         # Numbers of 8 bits are exact in every wider type.
-        y = _product(x, jnp.moveaxis(kernel.values, -1, 0).astype(x.dtype), np.dtype(np.float32))
+        y = _matmul(x, jnp.moveaxis(kernel.values, -1, 0).astype(x.dtype), np.dtype(np.float32))
         y = (y * jnp.expand_dims(kernel.scale, range(x.ndim - 1))).astype(dtype)
     else:
         x, kernel = dequantize_with_input(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
-        y = _product(x, jnp.moveaxis(kernel, -1, 0) if transposed else kernel, dtype)
+        y = _matmul(x, jnp.moveaxis(kernel, -1, 0) if transposed else kernel, dtype)
     if bias is not None:
         y = y + jnp.expand_dims(bias, range(x.ndim - 1)).astype(dtype)
     if gated:
@@ -128,7 +128,7 @@ def linear_xla(
     return y if add is None else add.astype(dtype) + y
 
 
-def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
+def _matmul(x: Array, kernel: Array, dtype: np.dtype) -> Array:
     """``x [..., in]`` times ``kernel [in, ...]``, summed in float32."""
     is_row = x.size == x.shape[-1] and jax.default_backend() == "gpu"
     if not is_row or REWRITTEN < kernel.size < DOUBLED:

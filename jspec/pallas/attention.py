@@ -37,8 +37,8 @@ from jspec.pallas.attention_cut import (
     reach,
 )
 from jspec.pallas.attention_merge import LOG2E, Merge
+from jspec.pallas.matmul import TILE, matmul, swizzled
 from jspec.pallas.mosaic import refuses_pallas
-from jspec.pallas.products import TILE, swizzled, times
 from jspec.sharding import opaque
 from jspec.typing import Array
 
@@ -296,7 +296,7 @@ class _Partials:
         return copy
 
     def _scorer(self, items, smem, scores, full, free):
-        """Returns the step that scores the keys of an item; tiles that share keys write the same."""
+        """Returns a step that scores an item's keys; tiles that share keys write the same."""
         probe_smem, k_smem, score_smem = smem
         keys, (key_stages, _) = self.blocks.keys, self.blocks.stages
 
@@ -316,7 +316,7 @@ class _Partials:
                 for first in range(0, keys, TILE):
                     rows = pl.ds(first, TILE)
                     query = probe_smem.at[side].transpose((1, 0))
-                    products = times(k_smem.at[slot, rows], query)
+                    products = matmul(k_smem.at[slot, rows], query)
                     score_smem[staged, rows] = products.max(axis=1) * self.scale
                 plgpu.barrier_arrive(free[1].at[slot])
                 plgpu.commit_smem()

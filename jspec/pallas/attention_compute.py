@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.pallas.attention_cut import Blocks, Items, Schedule, Shape
 from jspec.pallas.attention_merge import LOG2E, LOWEST
-from jspec.pallas.products import TILE, both, plus, swizzled_channels, times
+from jspec.pallas.matmul import TILE, add_matmul, matmul, overlapped_matmuls, swizzled_channels
 
 NARROW = 64  # channels up to which overlapping two matmuls takes longer than one after the other
 
@@ -98,7 +98,7 @@ class Compute:
             def scores_of(i):
                 slot = lax.rem(done + i, key_stages)
                 plgpu.barrier_wait(full[1].at[slot])
-                scores = times(*query_and_keys(slot))
+                scores = matmul(*query_and_keys(slot))
                 plgpu.barrier_arrive(free[1].at[slot])
                 return scores
 
@@ -108,7 +108,9 @@ class Compute:
                 slot = lax.rem(done + i, value_stages)
                 plgpu.barrier_wait(full[2].at[slot])
                 weights = weights.astype(v_smem.dtype)
-                acc = plus(acc * over_columns(decay, channels), weights, v_smem.at[slot, half])
+                acc = add_matmul(
+                    acc * over_columns(decay, channels), weights, v_smem.at[slot, half]
+                )
                 plgpu.barrier_arrive(free[2].at[slot])
                 return acc, top, total
 
@@ -126,7 +128,7 @@ class Compute:
                     row_smem[1, staged] = sums
                     return higher, sums, *rest
 
-                (higher, sums, decay, weights), acc = both(
+                (higher, sums, decay, weights), acc = overlapped_matmuls(
                     *query_and_keys(slot),
                     lambda: plgpu.barrier_wait(full[2].at[before]),
                     (acc, weights, v_smem.at[before, half]),
@@ -161,7 +163,7 @@ class Compute:
             plgpu.barrier_wait(full[2].at[final])
             _, at = self.schedule.at(item, count - 1)
             pl.when(at + keys > end)(lambda: clear_past_end(final, at, end))
-            acc = plus(acc, weights, v_smem.at[final, half])
+            acc = add_matmul(acc, weights, v_smem.at[final, half])
             plgpu.barrier_arrive(free[2].at[final])
 
             # Blocks without a mask are read by all queries, but not by padding.

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jspec.gpu import multiprocessors
+from jspec.pallas.matmul import TILE
 from jspec.pallas.mosaic import floor_power
-from jspec.pallas.products import TILE
 from jspec.typing import Array
 
 PART = 128  # channels that a warpgroup sums at most
@@ -177,10 +177,16 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``keys`` of a block, ``stages`` that hold a block of keys or of values
-    each, ``sides`` that hold the queries of an item each, the ``chunks`` (of multiples of
-    ``keys``), the ``programs`` that stay, and how many of them are a ``gang``, which divides their
-    number and the heads'."""
+    """Block sizes of the kernel.
+
+    Attributes:
+        keys: of a block.
+        stages: buffers for a block of keys, and for one of values.
+        sides: buffers for the queries of an item.
+        chunks: how positions are cut into chunks, whose sizes are multiples of ``keys``.
+        programs: persistent programs.
+        gang: programs that take neighbouring heads together; it divides ``programs`` and the heads.
+    """
 
     keys: int
     stages: tuple[int, int]
@@ -191,7 +197,7 @@ class Blocks:
 
 
 def blocks_for(shape: Shape) -> Blocks:
-    """The cut that serves a shape well."""
+    """Block sizes for a shape."""
     streams = shape.tiles * shape.kv_heads
     if shape.tiles > 1 and streams > EVEN // 2:  # each reads all keys, and nothing is merged
         chunks = Chunks(((shape.slots, -(-shape.slots // 128) * 128),))

@@ -28,13 +28,13 @@ _CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``span`` bytes a program, a power of 2 and at least a word."""
+    """Block sizes: ``span`` bytes per program, a power of 2 and at least a word."""
 
     span: int
 
 
 def blocks_for(sizes: Mapping[str, int]) -> Blocks:
-    """The cut that serves KV rows of these sizes well."""
+    """Block sizes for KV rows of these sizes."""
     span = tuned.block("pack", "pallas", sizes)["span"]
     return Blocks(span=min(span, floor_power(sizes["run_bytes"])))
 

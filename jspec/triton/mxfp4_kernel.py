@@ -126,7 +126,7 @@ def mxfp4_sums(
 
     ``rows [TILE]``: where those of x begin, ``live`` which of them there are. ``column [WIDTH]``,
     ``there`` alike. x is times ``norm [IN]`` if NORMED. GATED: gates lie OUT columns before.
-    Weights are the first operand of a product, which matrix units take from registers.
+    Weights are the first operand of a matmul, which matrix units take from registers.
     """
     kind: tl.constexpr = rows.dtype.element_ty
     column = column.to(tl.int64)[:, None]

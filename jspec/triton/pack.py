@@ -20,7 +20,7 @@ _CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``span`` bytes a program (a power of 2), ``warps`` to copy them."""
+    """Block sizes: ``span`` bytes per program, a power of 2, and ``warps`` of a program."""
 
     span: int
     warps: int

@@ -33,7 +33,7 @@ def _accumulator(columns: int):
     return plgpu.ACC((TILE, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def times(a, b) -> Array:
+def matmul(a, b) -> Array:
     """The matmul of two tiles in shared memory."""
 
     def multiply(product):
@@ -43,7 +43,7 @@ def times(a, b) -> Array:
     return pl.run_scoped(multiply, _accumulator(b.shape[1]))
 
 
-def plus(acc: Array, a: Array, b) -> Array:
+def add_matmul(acc: Array, a: Array, b) -> Array:
     """``acc`` plus the matmul of a tile in registers and one in shared memory."""
 
     def add(result):
@@ -54,7 +54,9 @@ def plus(acc: Array, a: Array, b) -> Array:
     return pl.run_scoped(add, _accumulator(b.shape[1]))
 
 
-def both(q, k, ready: Callable[[], None], sums, between: Callable[[Array], tuple[Array, ...]]):
+def overlapped_matmuls(
+    q, k, ready: Callable[[], None], sums, between: Callable[[Array], tuple[Array, ...]]
+):
     """``between(q @ k)``, overlapped with ``acc + a @ b`` of ``sums`` once ``b`` is ``ready``."""
     acc, a, b = sums
 
@@ -64,7 +66,7 @@ def both(q, k, ready: Callable[[], None], sums, between: Callable[[Array], tuple
         ready()
         plgpu.wgmma(result, a, b)
         intermediates = between(plgpu.wgmma_accumulator_load(product, wait_n=1))
-        # All of it comes before the wait for the second product, and nothing else does: what is
+        # All of it comes before the wait for the second matmul, and nothing else does: what is
         # `a` of the next one must not be written while this one reads it.
         intermediates = lax.optimization_barrier(intermediates)
         return lax.optimization_barrier((intermediates, result[...]))
