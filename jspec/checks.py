@@ -1,4 +1,4 @@
-"""Checks of the settings' dataclasses, all of which raise `ValueError` with the value."""
+"""Checks of settings; all raise `ValueError` with the name and the value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_sizes(setting: Any, *names: str) -> None:
-    """Refuse the fields ``names`` of ``setting`` that are no positive int32."""
+    """Raise unless each of the fields ``names`` of ``setting`` is a positive int32."""
     for name in names:
         value = getattr(setting, name)
         valid = type(value) is int and 1 <= value < 2**31
@@ -27,7 +27,7 @@ def check_sizes(setting: Any, *names: str) -> None:
 
 
 def check_numbers(setting: Any, *names: str) -> None:
-    """Refuse the fields ``names`` of ``setting`` that are no positive, finite numbers."""
+    """Raise unless each of the fields ``names`` of ``setting`` is positive and finite."""
     for name in names:
         value = getattr(setting, name)
         valid = is_number(value) and value > 0
@@ -35,12 +35,12 @@ def check_numbers(setting: Any, *names: str) -> None:
 
 
 def check_flags(setting: Any, *names: str) -> None:
-    """Refuse the fields ``names`` of ``setting`` that are no bools."""
+    """Raise unless each of the fields ``names`` of ``setting`` is a bool."""
     for name in names:
         value = getattr(setting, name)
         require(type(value) is bool, f"{name}={value!r:.80} must be True or False")
 
 
 def present_fields(setting: Any, *names: str) -> tuple[str, ...]:
-    """Those of ``names`` that are not None."""
+    """Those of the fields ``names`` of ``setting`` that are not None."""
     return tuple(name for name in names if getattr(setting, name) is not None)

@@ -1,4 +1,4 @@
-"""Which backend runs an operation, and why another cannot."""
+"""Which backend runs an operation, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from jspec.gpu import gpu_in_use
 
 
 class BackendError(ValueError):
-    """A backend that was asked for by name, or every backend of an operation, refused."""
+    """A backend that was named, or every backend of an operation, refuses these arguments."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Backends(Mapping[str, str]):
-    """Which backend serves which operation, as in ``Backends(verify_greedy="cuda")``.
+    """Which backend runs which operation, as in ``Backends(verify_greedy="cuda")``.
 
-    A frozen, hashable map from an operation's name to a backend's; an operation that is not named
-    takes its best one. Names are checked where the map is used: `check` says what there is.
+    A frozen, hashable map from the name of an operation to that of a backend; other operations take
+    their best one. Names are checked where the map is used: see `check`.
     """
 
     _named: tuple[tuple[str, str], ...]
@@ -61,10 +61,10 @@ _PREFERRED: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def preferring(backends: Mapping[str, str]) -> Iterator[None]:
-    """Have operations called inside take these backends where no implementation is named.
+    """A context in which operations take these backends where no ``implementation`` is named.
 
-    For what a caller cannot hand ``implementation``, as the products of a model. It counts while
-    JAX traces, so that whatever is jitted must be traced anew for other ``backends``.
+    For operations that a caller cannot hand ``implementation``, such as the matmuls of a model. It
+    is read while JAX traces: whatever is jitted must be traced again for other ``backends``.
     """
     token = _PREFERRED.set(backends)
     try:
@@ -82,8 +82,11 @@ def preferred(operation: str) -> str | None:
 class Backend:
     """One implementation of an operation.
 
-    ``supports(*args, **kwargs)`` gets the operation's arguments and returns the reason why this
-    backend refuses them, or None.
+    Attributes:
+        name: the name of the backend.
+        run: the implementation.
+        supports: called with the operation's arguments; returns the reason why this backend cannot
+            run with them, or None.
     """
 
     name: str
@@ -97,12 +100,15 @@ def always(*args: Any, **kwargs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Arguments that an operation is tried with.
+    """Arguments that an operation is tested, checked and measured with.
 
-    ``build()`` gives the arguments with numpy arrays, the same ones each time; ``static``: its
-    keyword arguments. ``small``: quick, and no output is unspecified, so that `jspec doctor` can
-    run it and compare all of them. ``wanted()``: what it must give, from something else than
-    jspec; where that is None, what the reference gives.
+    Attributes:
+        name: the name of the case.
+        build: returns the arguments as NumPy arrays, the same ones each time.
+        static: the keyword arguments.
+        small: whether it is quick and leaves no output unspecified, so that `jspec doctor` can run
+            it and compare all outputs.
+        expected: returns the result, computed without jspec; None: compare with the reference.
     """
 
     name: str
@@ -119,12 +125,15 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation's backends, how to choose among them, and the cases that it is tried with.
+    """The backends of an operation, how to choose among them, and its cases.
 
-    ``backends``: each a `Backend`, or ``"module:NAME"`` of one, imported when first asked.
-    ``sizes(*args, **kwargs)``: the sizes, by name, that `jspec.tuned` orders the backends by on
-    NVIDIA GPUs and CPUs; elsewhere they are tried in the order ``elsewhere``. ``cases()``: each
-    with another name.
+    Attributes:
+        name: the name of the operation.
+        backends: each a `Backend`, or ``"module:NAME"`` of one, which is imported when first used.
+        sizes: called with the operation's arguments; returns the sizes, by name, by which
+            `jspec.tuned` orders the backends on NVIDIA GPUs and CPUs.
+        cases: returns the cases, whose names differ.
+        elsewhere: the order of backends on other devices.
     """
 
     name: str
@@ -134,7 +143,7 @@ class Operation:
     elsewhere: Sequence[str] = ("xla",)
 
     def backend(self, name: str) -> Backend:
-        """The backend of that name."""
+        """The backend ``name``."""
         backend = self.backends[name]
         if isinstance(backend, str):
             module, attribute = backend.split(":")
@@ -143,7 +152,7 @@ class Operation:
 
     @property
     def never_refusing(self) -> tuple[str, ...]:
-        """The names of the backends that take all arguments, on every machine."""
+        """The names of the backends that accept all arguments, on every machine."""
         pairs = self.backends.items()
         return tuple(n for n, b in pairs if isinstance(b, Backend) and b.supports is always)
 
@@ -157,17 +166,17 @@ class Operation:
             )
 
     def order(self, *args: Any, **kwargs: Any) -> Sequence[str]:
-        """The backends to try here for these arguments, from best to worst."""
+        """The backends to try on this device for these arguments, from best to worst."""
         if jax.default_backend() != "cpu" and gpu_in_use() is None:
             return self.elsewhere
-        # Of a table's names those that there are: an operation may be cut to some backends.
+        # An operation may have fewer backends than the table, as in tests.
         backend_order = tuned.order(self.name, self.sizes(*args, **kwargs))
         return [name for name in backend_order if name in self.backends]
 
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
-        """The backend that ``implementation`` names, or the best one that does not refuse.
+        """The backend ``implementation``, or the best one that can run with these arguments.
 
-        Raises `BackendError` with the reason of each backend that was asked.
+        Raises `BackendError` with the reason of each backend that was tried.
         """
         self.check(implementation)
         asked = self.order(*args, **kwargs) if implementation is None else [implementation]
@@ -183,6 +192,6 @@ class Operation:
     def __call__(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
         implementation = implementation or preferred(self.name)
         backend = self.choose(implementation, *args, **kwargs)
-        # Profiles and compiled programs then say which operation an instruction is from.
+        # So that profiles and compiled programs name the operation of an instruction.
         with jax.named_scope(self.name):
             return backend.run(*args, **kwargs)

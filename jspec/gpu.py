@@ -1,4 +1,4 @@
-"""Which GPU there is, for the backends that need one."""
+"""The GPU in use, for the backends that need one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def gpu_in_use() -> tuple[str, tuple[int, int]] | None:
 
 
 def refuses_gpu(least: tuple[int, int], who: str) -> str | None:
-    """Why the default device cannot run what ``who`` compiles, or None.
+    """Why the default device cannot run the kernels of ``who``, or None.
 
-    ``least``: the lowest compute capability that will do, such as ``(8, 0)``.
+    ``least``: the lowest compute capability that they need, such as ``(8, 0)``.
     """
     gpu = gpu_in_use()
     if gpu is None:
@@ -41,7 +41,7 @@ def refuses_gpu(least: tuple[int, int], who: str) -> str | None:
 
 
 def multiprocessors() -> int:
-    """Of the default device; those of an H100 or H200 where it is no GPU."""
+    """Multiprocessors of the default device; those of an H100 where it is no GPU."""
     return jax.local_devices()[0].core_count if jax.default_backend() == "gpu" else 132
 
 

@@ -1,7 +1,7 @@
-"""Arrays in the pinned memory of the host: which machines have it, and the way there and back.
+"""Arrays in the pinned memory of the host: which devices have it, and copies in both directions.
 
-JAX calls it the memory kind ``pinned_host``. An array's type says which memory it is in, so that
-traced code knows; operations of JAX take no array from there.
+JAX calls it the memory kind ``pinned_host``. An array's type says which memory it is in, also in
+traced code; JAX's operations accept no array in host memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KIND = "pinned_host"
 
 
 def refusal() -> str | None:
-    """Why arrays of the default device cannot lie in the host's memory, or None."""
+    """Why arrays of the default device cannot be in the host's memory, or None."""
     device = jax.local_devices()[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     if KIND in kinds:
@@ -44,7 +44,7 @@ def to_device(x: Array) -> Array:
 
 
 def place_in_host(x: np.ndarray | Array, sharding: Sharding | None) -> Array:
-    """``x`` in the host's memory beside the default device, or that of ``sharding``.
+    """``x`` in the pinned host memory of the default device, or of the device of ``sharding``.
 
     Raises `ValueError` where there is no such memory, and for a sharding over several devices,
     whose rows no kernel fetches.

@@ -1,4 +1,4 @@
-"""Settings of what some families have in place of plain attention and feed-forward layers."""
+"""Settings of layers other than plain attention and plain feed-forward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ Activation = Literal["silu", "gelu_tanh"]
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    A token keeps a latent of ``rank`` channels, of which each head's key of ``plain_size`` and
-    value of ``value_size`` channels are linear maps, and a rotated key of ``rope_size`` channels
-    that all heads share. Queries come from a latent of ``query_rank`` channels; None is none.
+    Keys and values of all heads are linear maps of one latent vector of a token; a rotated key is
+    shared by all heads.
+
+    Attributes:
+        rank: channels of the latent vector.
+        rope_size: channels of the rotated key, even.
+        plain_size: channels of a head's key that are not rotated.
+        value_size: channels of a head's value.
+        query_rank: channels of the latent vector that queries are computed from; None for none.
     """
 
     rank: int
@@ -41,7 +47,7 @@ class Latent:
 class ClampedSwiGLU:
     """The activation of gpt-oss's experts: ``(up + 1) * gate * sigmoid(alpha * gate)``.
 
-    Before that gate is at most ``limit``, and up within ``-limit .. limit``.
+    Before it, gate is clamped to at most ``limit``, and up to ``-limit .. limit``.
     """
 
     limit: float = 7.0
@@ -55,14 +61,23 @@ class ClampedSwiGLU:
 class Experts:
     """A mixture of experts as feed-forward (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
-    Each token takes ``chosen`` of the ``routed`` experts of ``size`` channels, and one of
-    ``shared_size`` channels besides, if any; the layers numbered in ``dense_layers`` have a plain
-    feed-forward instead. ``score`` makes the router's logits positive. Experts are in ``groups``,
-    of which the ``chosen_groups`` with the highest ``group_score`` are taken: the highest of their
-    scores, or the sum of the two highest. With ``corrected`` a learned bias is added to scores
-    where experts are chosen, not where they are weighted. Weights are scores, ``normalized`` to sum
-    to 1 if so, times ``factor``. With ``bias`` the router and both products of an expert have one.
-    ``clamped`` is the activation of the routed experts; None is SwiGLU.
+    Attributes:
+        routed: the number of experts that the router chooses from.
+        chosen: experts of each token.
+        size: channels of an expert.
+        shared_size: channels of an expert that every token takes as well; None for none.
+        dense_layers: indices of the layers with a plain feed-forward instead.
+        score: how the router's logits become scores.
+        groups: experts are in so many groups of the same size.
+        chosen_groups: experts are chosen only from so many groups, those with the highest score.
+        group_score: the score of a group: the highest of its experts' scores, or the sum of its two
+            highest.
+        corrected: whether a learned bias is added to the scores by which experts are chosen; their
+            weights do not have it.
+        normalized: whether the weights of a token's experts are scaled to sum to 1.
+        factor: of the weights.
+        bias: whether the router and both matmuls of an expert have a bias.
+        clamped: the activation of the routed experts; None is SwiGLU.
     """
 
     routed: int

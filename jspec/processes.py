@@ -1,6 +1,6 @@
-"""What the processes of one program tell each other, where `jax.distributed` has joined several.
+"""Communication between the processes of one program that `jax.distributed` has joined.
 
-Each function has to be called by all of them, in the same order. A process alone hears itself.
+All processes have to call each function, in the same order. A single process gets its own values.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _step_timeout: float | None = None
 
 
 class ElsewhereError(ValueError):
-    """What went wrong in another process."""
+    """An error of another process."""
 
 
 class ExchangeError(RuntimeError):
-    """A message of another process did not come, as when it has ended."""
+    """A message of another process did not arrive, for example because that process has ended."""
 
 
 def several() -> bool:
-    """Whether this program has more processes than one."""
+    """Whether this program has more than one process."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which speaks for all."""
+    """Whether this is process 0."""
     return not several() or jax.process_index() == 0
 
 
@@ -52,9 +52,14 @@ def check_devices() -> None:
 
 
 def from_all(value: Any) -> list[Any]:
-    """``value`` of each process, in their order: anything that JSON has.
+    """``value`` of each process, in the order of processes.
 
-    Raises `ExchangeError` where one of them has ended, and as `check_devices` does.
+    Args:
+        value: anything that JSON can represent.
+
+    Raises:
+        ExchangeError: where another process has ended.
+        ValueError: as `check_devices`.
     """
     if not several():
         return [value]
@@ -71,7 +76,10 @@ def from_all(value: Any) -> list[Any]:
 def _gathered(x: Any) -> np.ndarray:
     try:
         return process_allgather(x)
-    except (ValueError, jax.errors.JaxRuntimeError) as error:  # it depends on who notices
+    except (
+        ValueError,
+        jax.errors.JaxRuntimeError,
+    ) as error:  # which one depends on who notices first
         raise ExchangeError(str(error)) from error
 
 
@@ -83,7 +91,7 @@ def from_first(value: Any) -> Any:
 def check_same(values: Mapping[str, str]) -> None:
     """Raise `ValueError` on all processes where one has other ``values`` than process 0.
 
-    Keys, the same everywhere, say in the error what the values are of: `digest` shortens long ones.
+    Keys, the same on all processes, name the values in the error; `digest` shortens long values.
     """
     first, *others = from_all(dict(values))
     for index, other in enumerate(others, start=1):
@@ -96,40 +104,40 @@ def check_same(values: Mapping[str, str]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """For `check_same`: of jspec and JAX."""
+    """The versions of jspec and JAX, for `check_same`."""
     return {"versions of jspec and JAX": f"{__version__} {jax.__version__}"}
 
 
 def digest(value: Any) -> str:
-    """A short text that differs where the representation of ``value`` does."""
-    # An object's address, which Python shows by default, says nothing.
+    """A short text that differs if the representation of ``value`` differs."""
+    # The address of an object, part of Python's default representation, differs by process.
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def whole(x: jax.Array) -> np.ndarray:
-    """``x``, of which processes may have parts."""
+    """``x`` as one NumPy array, gathered where processes hold parts of it."""
     return np.asarray(x if x.is_fully_addressable else process_allgather(x, tiled=True))
 
 
 def limit_steps(seconds: float | None) -> None:
-    """From now on a block of `in_time` that takes longer ends this process; None: no longer."""
+    """End this process if a block of `in_time` takes more than ``seconds``; None: no limit."""
     global _step_timeout
     _step_timeout = seconds
 
 
 def steps_are_limited() -> bool:
-    """Whether `limit_steps` has set a time."""
+    """Whether `limit_steps` has set a limit."""
     return _step_timeout is not None
 
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """A block that waits for other processes, which may be stuck where no error tells of it."""
+    """A block that waits for other processes, which may hang without an error."""
     if _step_timeout is None:
         yield
         return
-    # What waits has let go of Python's lock, so that the timer's thread runs.
+    # The waiting thread has released the GIL, so the timer's thread runs.
     timer = threading.Timer(_step_timeout, _end, [_step_timeout])
     timer.daemon = True
     timer.start()
@@ -140,7 +148,7 @@ def in_time() -> Iterator[None]:
 
 
 def _end(seconds: float) -> None:
-    """End the process: a thread that waits in a collective hears no exception."""
+    """End the process: an exception cannot reach a thread that waits in a collective."""
     line = (
         f"jspec: error: a step has not finished within step_timeout={seconds} seconds: another "
         "process is stuck or slower than that; this one ends\n"
@@ -151,9 +159,10 @@ def _end(seconds: float) -> None:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """A block that fails on all processes if it fails on one; inside, none waits for another.
+    """A block that fails on all processes if it fails on one; inside it, no process waits for
+    another.
 
-    Raises `ElsewhereError` on those where it did not fail itself.
+    Raises `ElsewhereError` on the processes on which it did not fail itself.
     """
     failure: Exception | None = None
     try:

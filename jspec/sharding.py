@@ -1,7 +1,7 @@
-"""What jspec needs of meshes: inside `jax.shard_map`, and where axes are Explicit.
+"""Meshes: inside `jax.shard_map`, and with Explicit axes.
 
 Inside `jax.shard_map` with ``check_vma=True``, its default, the type of a value says over which
-mesh axes it varies. Values that meet in a loop's carry or in a kernel must vary over the same ones.
+mesh axes it varies. Values that meet in a loop's carry or in a kernel must vary over the same axes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Placing = Sharding | Callable[[str, tuple[int, ...]], Sharding | None] | None
 def placed(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.sharding.Sharding | None:
     """The sharding of the array ``name``, None for the default device.
 
-    Raises `ValueError` where ``shape`` does not divide into it.
+    Raises `ValueError` where ``shape`` cannot be divided by it.
     """
     chosen = sharding(name, shape) if callable(sharding) else sharding
     if chosen is not None:
@@ -37,7 +37,7 @@ def placed(name: str, shape: tuple[int, ...], sharding: Placing) -> jax.sharding
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Bytes that a device holds of the arrays of ``tree``: all of those of numpy."""
+    """Bytes of the arrays of ``tree`` that one device holds; NumPy arrays count as a whole."""
 
     def shard_bytes(x: Array | np.ndarray) -> int:
         shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
@@ -47,9 +47,10 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def place(tree: Any, sharding: Placing) -> Any:
-    """``tree`` with every array placed; names are such as ``cache.columns.0.keys``.
+    """``tree`` with every array placed; names of arrays are such as ``cache.columns.0.keys``.
 
-    One in the host's memory stays there. What is nowhere in particular is on the default device.
+    Arrays in the host's memory stay there. NumPy arrays without a sharding go to the default
+    device.
     """
 
     def of(path: Any, x: Array | np.ndarray) -> Array:
@@ -65,7 +66,7 @@ def place(tree: Any, sharding: Placing) -> Any:
 def put(x: Array | np.ndarray, sharding: Sharding) -> Array:
     """`jax.device_put`, also where ``sharding`` has devices of other processes.
 
-    Then each process has to have the same ``x``, which is not compared.
+    In that case each process must pass the same ``x``, which is not checked.
     """
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
     if sharding.is_fully_addressable or is_global:
@@ -75,10 +76,11 @@ def put(x: Array | np.ndarray, sharding: Sharding) -> Array:
 
 
 def explicit_mesh_sharding(tree: Any) -> NamedSharding | None:
-    """Every device of the Explicit mesh that arrays of ``tree`` lie on; None where none does.
+    """A sharding that replicates over the Explicit mesh of the arrays of ``tree``; None without
+    one.
 
-    An array that is nowhere in particular counts as replicated there, but XLA may lay it out in
-    another way, under which it cannot be donated.
+    An array without a sharding counts as replicated there, but XLA may lay it out in another way,
+    and it cannot be donated then.
     """
     for x in jax.tree.leaves(tree):
         sharding = getattr(x, "sharding", None)
@@ -93,7 +95,7 @@ def varying_axes(tree: Any) -> frozenset[str]:
 
 
 def varying_over(axes: frozenset[str], tree: Any) -> Any:
-    """``tree`` with every array varying over ``axes`` at least; nothing is moved."""
+    """``tree`` with the types of its arrays varying over ``axes`` at least; no data is moved."""
 
     def cast(x: Array) -> Array:
         missing = tuple(sorted(axes - _varying(x)))
@@ -103,10 +105,9 @@ def varying_over(axes: frozenset[str], tree: Any) -> Any:
 
 
 def opaque(function: Callable[..., Any], *arrays: Any) -> Any:
-    """``function(*arrays)`` for a kernel of which JAX does not know what its results depend on.
+    """``function(*arrays)`` for a kernel, whose results JAX cannot relate to its arguments.
 
-    Its arrays, or trees of them, all vary over the axes that one of them does, and so do its
-    results.
+    All arguments and results vary over the union of the axes that the arguments vary over.
     """
     axes = varying_axes(arrays)
     return varying_over(axes, function(*varying_over(axes, arrays)))
@@ -115,9 +116,9 @@ def opaque(function: Callable[..., Any], *arrays: Any) -> Any:
 def with_auto_axes(function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
     """``function(*arguments)``, traced as if every Explicit mesh axis were Auto.
 
-    Explicit axes ask that each operation says how its result is sharded, which a model that knows
-    nothing of meshes cannot. ``like``: arrays in the structure of the results, each of which gets
-    the sharding of its own, cut or filled up with None to its rank.
+    With Explicit axes each operation has to say how its result is sharded, which a model that knows
+    nothing of meshes does not. ``like``: arrays in the structure of the results, whose shardings
+    the results get, cut or padded with None to their ranks.
     """
     meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves((arguments, like))}
     explicit = [mesh for mesh in meshes if mesh.explicit_axes]

@@ -1,4 +1,5 @@
-"""CUDA kernels behind XLA's FFI, each with a CPU handler of the same name; called by `jspec.ops`.
+"""CUDA kernels called through XLA's FFI, each with a C++ handler of the same name for CPUs.
 
-``python -m jspec.cuda_ffi build`` compiles them ahead of time; otherwise the first use does.
+Only `jspec.ops` calls them. ``python -m jspec.cuda_ffi build`` compiles them ahead of time;
+otherwise the first use does.
 """

@@ -1,4 +1,4 @@
-"""Products of few rows in groups by one CUDA kernel, with weights in MXFP4."""
+"""Grouped matmul of few rows by one CUDA kernel, with weights in MXFP4."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def grouped_linear_cuda(
     """As `jspec.ops.grouped.grouped_linear`."""
     rows = len(x) if gather_indices is None else len(gather_indices)
     scale = None if norm is None else norm.scale
-    # Any array stands for what there is not.
+    # x stands for an input that is None.
     optional = (
         x if one is None else one for one in (bias, gather_indices, scatter_indices, scale, weights)
     )
@@ -110,4 +110,3 @@ def _supports(*args, **settings) -> str | None:
 
 
 GROUPED = Backend("cuda", grouped_linear_cuda, _supports)
-"""The CUDA body of products by groups of few rows; C++ on a CPU."""

@@ -29,10 +29,12 @@ SIZES, MAX_GROUP = (64, 128, 256), 8
 
 @dataclasses.dataclass(frozen=True)
 class HashCut:
-    """How rows are cut for a GPU.
+    """How rows are divided on a GPU.
 
-    ``chunk``: slots of a row that a block scores, a power of 2 in 256..32768. ``parts``: blocks
-    that share what follows of a row, 1 to 1024; sums of attention are taken part by part.
+    Attributes:
+        chunk: slots of a row that a block scores, a power of 2 in 256..32768.
+        parts: blocks that share the rest of the work of a row, 1 to 1024; attention is summed part
+            by part.
     """
 
     chunk: int
@@ -45,10 +47,10 @@ class HashCut:
 
 
 def cut_for(k_codes: Array, highest: int, blocks: int = 2) -> HashCut:
-    """The cut that serves codes ``[..., S, K, W]`` well, whose scores are at most ``highest``.
+    """How to divide codes ``[..., S, K, W]``, whose scores are at most ``highest``.
 
-    ``blocks`` of a multiprocessor that it holds at once behind the scores. As many parts as fit so:
-    those of a row wait for each other.
+    ``blocks``: blocks of the launch after the scores that a multiprocessor runs at once. All parts
+    of a row must run at once, since they wait for each other.
     """
     *batch, n, heads, words = k_codes.shape
     together = min(heads, 32 // words)  # a block scores heads whose codes are 128 bytes
@@ -205,7 +207,7 @@ def _supports(
     n, kv_heads, words = codes.shape[1:]
     size, group = q.shape[3], q.shape[2] // kv_heads
     if qk_rope.joined is None:
-        return "queries, keys and values are not slices of one product"
+        return "queries, keys and values are not slices of one array"
     if (qk_rope.q_norm is None) != (qk_rope.k_norm is None):
         return "of queries and keys only one has a norm"
     if qk_rope.q_norm is not None and qk_rope.q_norm.centered:

@@ -1,4 +1,4 @@
-"""A product of a few rows by one CUDA kernel, and several in a row by one call."""
+"""A matmul of a few rows by one CUDA kernel, and a chain of them by one call."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
 
 
 def _arguments(x, kernel, bias, norm, add) -> list[Array]:
-    """What a handler reads of a product beside x, which stands for what there is not."""
+    """The inputs of a handler after x; x itself stands for an input that is None."""
     weights = jax.tree.leaves(kernel) if isinstance(kernel, Quantized | MXFP4) else [kernel, x]
     optional = (bias, None if norm is None else norm.scale, add)
     return [*weights, *(x if one is None else one for one in optional)]
@@ -154,7 +154,7 @@ def _launch_chain(x, ops, *, added, gated) -> tuple[Array, ...]:
 
 
 def _refuses_chain(x, ops, *, added, gated) -> str | None:
-    """Why one call cannot take these products, or None."""
+    """Why one call cannot run this chain, or None."""
     if preferred("linear") not in (None, "cuda"):
         return f"linear={preferred('linear')!r} is asked for"
     static = {"transposed": False, "dtype": x.dtype}

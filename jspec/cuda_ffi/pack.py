@@ -18,11 +18,13 @@ from jspec.typing import Array
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How the moving of KV rows is cut for a GPU.
+    """How the copying of KV rows is divided on a GPU.
 
-    ``threads`` of a block, a multiple of 32 up to 256. ``eager``: a block loads its rows before it
-    knows whether they were accepted. ``recounts``: in the fused form, each block counts for itself
-    what was accepted before its rows; otherwise a launch of the ballot kernel comes first.
+    Attributes:
+        threads: of a block, a multiple of 32 up to 256.
+        eager: whether a block loads its rows before it knows whether they were accepted.
+        recounts: in the fused form, whether each block counts the accepted rows before its own
+            itself; otherwise the ballot kernel runs first.
     """
 
     threads: int
@@ -40,10 +42,10 @@ class Cut:
 
 
 def cut_for(operation: str, sizes: Mapping[str, int]) -> Cut:
-    """The cut that serves packing rows of these sizes well.
+    """How to divide packing rows of these sizes.
 
-    Loading early gains a little while there is little to load. Beyond, where few rows are accepted,
-    it costs what reading the others does.
+    Eager loads gain a little while there is little to load. With more, where few rows are accepted,
+    they cost the time to read the others.
     """
     block = tuned.block(operation, "cuda", sizes)
     eager = sizes["bytes"] <= block.pop("eager_bytes")

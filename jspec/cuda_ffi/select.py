@@ -23,10 +23,11 @@ MAX_BINS = 4096  # of a histogram
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How rows are cut for a GPU: slots that a block counts, and that it later takes out of.
+    """How rows are divided on a GPU, in powers of 2 in 256..32768.
 
-    Powers of 2 in 256..32768, ``collected`` at least ``counted``. Where ``counted`` holds a row of
-    scores, one block does all of it.
+    Attributes:
+        counted: slots that a block counts; if they are a whole row, one block does all of it.
+        collected: slots from which a block collects the selected ones, at least ``counted``.
     """
 
     counted: int
@@ -39,7 +40,7 @@ class Cut:
 
 
 def cut_for(rows: int, n: int) -> Cut:
-    """The cut that serves rows of scores well."""
+    """How to divide rows of scores."""
     if n <= MAX_CHUNK:
         size = max(256, 1 << max(n - 1, 0).bit_length())
         return Cut(size, size)
@@ -69,7 +70,7 @@ def workspace_words(keys: int, n: int, cut: Cut) -> int:
 
 
 def keys_of(dtype: Any, highest: int | None) -> int:
-    """How many values scores have, as far as it is known and of use."""
+    """How many values scores can have, as far as it is known and useful."""
     if highest is not None and highest + 2 <= MAX_BINS:
         return highest + 2
     return 1 << jnp.dtype(dtype).itemsize * 8

@@ -1,6 +1,6 @@
-"""New keys and values into the cache, after the norm and the rotation of queries and keys.
+"""New keys and values in the cache, after the norm and the rotary embedding of queries and keys.
 
-`rotate_and_append` and, for caches that keep hash codes too, `rotate_append_encode` are the public
+`rotate_and_append` and, for caches with hash codes, `rotate_append_encode` are the public
 operations; ``xla`` is the reference.
 """
 
@@ -22,12 +22,15 @@ from jspec.typing import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QKRope:
-    """Norms and rotation of queries and keys that are still to be applied.
+    """Norms and rotary embeddings that are still to be applied to queries and keys.
 
-    A norm of each head, ``q_norm`` and ``k_norm``, None for none; then rotary embeddings of
-    ``cosine`` and ``sine``, float32 ``[B, T, 1, H / 2]``. ``joined [B, T, K, G * H + H + H']``: the
-    product that queries, keys and values are slices of, for kernels to read it in place; None where
-    there is none.
+    Attributes:
+        cosine: float32 ``[B, T, 1, H / 2]``.
+        sine: float32 ``[B, T, 1, H / 2]``.
+        q_norm: norm of each head of queries, None for none.
+        k_norm: norm of each head of keys, None for none.
+        joined: ``[B, T, K, G * H + H + H']``, the projection that queries, keys and values are
+            slices of, which kernels read in place; None where they are not.
     """
 
     cosine: Array
@@ -44,7 +47,7 @@ class QKRope:
 
 
 def rotate(x: Array, cosine: Array, sine: Array) -> Array:
-    """Rotate ``x [B, T, N, H]`` in the half-split layout of Llama checkpoints; keeps its dtype."""
+    """Apply rotary embeddings to ``x [B, T, N, H]``, half-split as in Llama; keeps its dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = [first * cosine - second * sine, second * cosine + first * sine]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
@@ -63,10 +66,23 @@ def rotate_and_append(
 ) -> tuple[Array, Array, Array]:
     """Norm and rotate queries and keys, and write keys and values into their slots of a cache.
 
-    ``q [B, T, N, H]``, ``k [B, T, K, H]``, ``v [B, T, K, H']``; ``keys [B, S, K, H]`` and ``values
-    [B, S, K, H']``, of one dtype, are updated; ``slots`` int32 ``[B, T]``, S for none, no slot
-    twice. Returns the queries, and keys and values with the new ones (RoFormer, Su et al. 2021;
-    Qwen3's norm of queries and keys).
+    RoFormer (Su et al. 2021); the norms are those of Qwen3.
+
+    Args:
+        q: ``[B, T, N, H]``.
+        k: ``[B, T, K, H]``.
+        v: ``[B, T, K, H']``.
+        qk_rope: norms and rotary embeddings.
+        keys: ``[B, S, K, H]``, updated.
+        values: ``[B, S, K, H']`` of the dtype of ``keys``, updated.
+        slots: int32 ``[B, T]``, distinct in a row; S for a token that is not written.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        The rotated queries, and the updated keys and values.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
     """
     _check(q, k, v, keys, values, slots)
     return APPEND(q, k, v, qk_rope, keys, values, slots, implementation=implementation)
@@ -85,11 +101,28 @@ def rotate_append_encode(
     *,
     implementation: str | None = None,
 ) -> tuple[Array, Array, Array, Array]:
-    """`rotate_and_append` and `jspec.hash_encode` of the new keys, into the column ``codes``.
+    """`rotate_and_append`, and `jspec.hash_encode` of the new keys into the column ``codes``.
 
-    ``codes`` uint32 ``[B, S, K, R / 32]`` is updated as the keys are, by ``w [K, H, R]``. The code
-    is that of the key as the cache holds it. Returns the queries, keys, values and codes. Where
-    Triton serves few tokens, it is one launch.
+    The code of a key is that of the key as the cache holds it, rounded to its dtype. Triton does
+    all of it in one launch for few tokens.
+
+    Args:
+        q: ``[B, T, N, H]``.
+        k: ``[B, T, K, H]``.
+        v: ``[B, T, K, H']``.
+        qk_rope: norms and rotary embeddings.
+        keys: ``[B, S, K, H]``, updated.
+        values: ``[B, S, K, H']`` of the dtype of ``keys``, updated.
+        codes: uint32 ``[B, S, K, R / 32]``, updated.
+        w: ``[K, H, R]``, the hash matrices.
+        slots: int32 ``[B, T]``, distinct in a row; S for a token that is not written.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        The rotated queries, and the updated keys, values and codes.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     check_encode(q, k, v, keys, values, codes, w, slots)
     arguments = (q, k, v, qk_rope, keys, values, codes, w, slots)
@@ -147,7 +180,7 @@ def _encode_xla(q, k, v, qk_rope, keys, values, codes, w, slots):
 
 
 def append_sizes(q: Array, *args, **kwargs) -> dict[str, int]:
-    """What backends are ordered by."""
+    """The sizes that backends are ordered by."""
     return {"batch": q.shape[0], "tokens": q.shape[1]}
 
 

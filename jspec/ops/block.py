@@ -1,8 +1,8 @@
 """Block verification: how much of a draft is accepted is decided for the block as a whole.
 
-Sun et al. 2025 (arXiv 2403.10444), algorithm 2. It accepts at least as many tokens as the token
-rule on average, and what is committed follows the target all the same. The whole numbers and their
-error bounds are in `docs/sampling.md`.
+Sun et al. 2025 (arXiv 2403.10444), algorithm 2. It accepts at least as many tokens on average as
+the token rule, and committed tokens are distributed as the target's. `docs/sampling.md` has the
+integer arithmetic and its error bounds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ DIGITS = (11, 11, 11, 11, 9)  # bits of a quotient that a division gives at a ti
 
 @in_64_bits
 def chances(p_tokens: Array, q_tokens: Array) -> Array:
-    """Given a draft, how likely at least i of its tokens are accepted, for i in 0..gamma.
+    """The probability that at least i tokens of a given draft are accepted, for i in 0..gamma.
 
-    ``p_tokens``, ``q_tokens``: probabilities of the draft tokens, uint64 ``[B, gamma]`` in units of
-    2**-53, and so is the result, ``[B, gamma + 1]``.
+    Args:
+        p_tokens: uint64 ``[B, gamma]``, target probabilities of the draft tokens in units of
+            2**-53.
+        q_tokens: the same of the draft's distribution.
+
+    Returns:
+        uint64 ``[B, gamma + 1]``, in units of 2**-53.
     """
 
     def extend(chance: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -46,10 +51,15 @@ def accepted(
     draft_lengths: Array,
     vocabulary: Vocabulary,
 ) -> Array:
-    """How many draft tokens are accepted, int32 ``[B]``.
+    """The number of accepted draft tokens, int32 ``[B]``.
 
-    ``numbers`` uint64 ``[B, gamma]``: of each draft token; ``chance``: `chances`; ``p`` and ``q``:
-    the distributions at ``gamma + 1`` and ``gamma`` positions.
+    Args:
+        numbers: uint64 ``[B, gamma]``, the random number of each draft token.
+        chance: uint64 ``[B, gamma + 1]``, the result of `chances`.
+        p: the target's distributions at ``gamma + 1`` positions.
+        q: the draft's distributions at ``gamma`` positions.
+        draft_lengths: int32 ``[B]``.
+        vocabulary: the tiles of the vocabulary.
     """
     gamma = numbers.shape[1]
     index = jnp.arange(1, gamma + 1, dtype=jnp.int32)[None]
@@ -58,7 +68,7 @@ def accepted(
     inner_chance = token_chance[:, :-1]
     over = _masses(inner_chance, _positions(p, 1, gamma), _positions(q, 1, gamma), vocabulary)
     is_last = index == lengths
-    # Behind the last token there is no draft: all of the chance is left for it.
+    # No draft token follows the last one: it gets all of the chance.
     mass = jnp.where(is_last, token_chance, jnp.pad(over, ((0, 0), (0, 1))))
     whole = jnp.where(is_last, jnp.uint64(ONE), mass + (ONE - token_chance))
     ends = (uint64.high64(numbers, whole) < mass) | (token_chance == ONE)
@@ -69,9 +79,9 @@ def accepted(
 def residual(
     p_next: TokenDistribution, q_next: TokenDistribution, chance: Array
 ) -> TokenDistribution:
-    """``max(chance * p - q, 0)`` at a position, not normalised: to draw from alone.
+    """``max(chance * p - q, 0)`` at a position, not normalised: only to draw from.
 
-    ``chance`` uint64 ``[B]``: of what is accepted.
+    ``chance`` uint64 ``[B]``: the result of `chances` at the number of accepted tokens.
     """
     over = _over(chance[:, None, None], p_next, q_next)
     return p_next._replace(weights=over, shift=jnp.zeros_like(p_next.shift))

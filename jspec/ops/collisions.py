@@ -1,10 +1,10 @@
 """Buckets of queries and keys in random hash tables, and how often they collide (MagicPIG).
 
 `bucket_codes` and `collision_scores` are public (arXiv 2410.16179, section 4); ``xla`` is the
-reference. A table's bucket is the signs of some projections. A code has the buckets of L tables
-bit by bit: the tables go in groups of 32, and a group is one word for each bit of a bucket, side by
-side. Table t lies at place t % 32 of the words of group t // 32; places behind the last table are
-0. Two buckets are one where no bit differs, so that a few operations on words compare 32 tables.
+reference. A table's bucket is the signs of some projections. The code of a vector holds its buckets
+in L tables, bit by bit: tables are in groups of 32, and a group has one word for each bit of a
+bucket. Table t is bit t % 32 of the words of group t // 32; bits after the last table are 0. Two
+buckets are equal if no bit differs, so a few operations on words compare 32 tables.
 """
 
 from __future__ import annotations
@@ -24,12 +24,21 @@ GROUP = 32  # tables of a word
 
 
 def bucket_codes(x: Array, projections: Array, tables: int) -> Array:
-    """The buckets of vectors ``x [..., H]`` in ``tables`` hash tables.
+    """The buckets of vectors in random hash tables, bit by bit.
 
-    ``projections`` floats ``[H, tables * bits]``: those of a table side by side. A bit is 1 where
-    the product is above 0, so that NaN gives 0; sums are float32. Returns uint32 ``[..., W]`` with
-    ``W = ceil(tables / 32) * bits``. It has no derivative. Raises `ValueError` for shapes that do
-    not fit.
+    A bit is 1 where the projection is above 0, so NaN gives 0; sums are float32. It has no
+    derivative.
+
+    Args:
+        x: ``[..., H]``.
+        projections: floats ``[H, tables * bits]``, the projections of a table next to each other.
+        tables: the number of tables.
+
+    Returns:
+        uint32 ``[..., W]`` with ``W = ceil(tables / 32) * bits``.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
     """
     fits = x.ndim >= 1 and projections.ndim == 2 and x.shape[-1] == projections.shape[0]
     if not fits or tables < 1 or not projections.shape[1] or projections.shape[1] % tables:
@@ -61,14 +70,24 @@ def collision_scores(
     lengths: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """In how many tables each key shares a bucket with the queries that find it.
+    """In how many tables each key shares a bucket with the queries that retrieve it.
 
-    ``q_codes`` uint32 ``[B, T, N, W]`` and ``k_codes`` uint32 ``[B, S, K, W]`` are as from
-    `bucket_codes` of as many ``tables``. A query finds a key with which it shares a bucket in two
-    tables or more. The score of a key is the number of these tables, summed over those of its
-    G = N / K query heads and T tokens that find it: a whole number in 2..G T L, or -1 where none
-    does. Returns int32 ``[B, K, S]``, and -1 from ``lengths`` int32 ``[B]`` on, None for all of S.
-    Raises `ValueError` for shapes and dtypes that do not fit.
+    A query retrieves a key with which it shares a bucket in at least two tables. The score of a key
+    is the number of these tables, summed over those of its G = N / K query heads and T tokens that
+    retrieve it: a whole number in 2..G T L, or -1 where none does.
+
+    Args:
+        q_codes: uint32 ``[B, T, N, W]`` of `bucket_codes`.
+        k_codes: uint32 ``[B, S, K, W]`` of `bucket_codes` with as many tables.
+        tables: the number of tables, L.
+        lengths: int32 ``[B]``, slots of each row; None is S.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        int32 ``[B, K, S]``, -1 from ``lengths`` on.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     _check(q_codes, k_codes, tables)
     lengths = lengths_or(lengths, k_codes.shape[:1], k_codes.shape[1])
@@ -117,7 +136,7 @@ def collisions_xla(q_codes: Array, k_codes: Array, lengths: Array, *, tables: in
 
 
 def collision_sizes(q_codes: Array, k_codes: Array, *rest: Array, tables: int) -> dict[str, int]:
-    """What backends are ordered by: code words of queries that a key meets, and keys in all."""
+    """The sizes that backends are ordered by: code words of the queries of a key, and all keys."""
     batch, slots, heads, words = k_codes.shape
     met = q_codes.shape[1] * (q_codes.shape[2] // heads)
     return {"words": met * words, "keys": batch * slots * heads}
@@ -138,7 +157,7 @@ def _build(
     q, k = drawn(batch, tokens, heads), drawn(batch, slots, kv_heads)
     q[0, 0, 0], k[0, :1], k[0, 1:2] = 0, 0, _codes(np.ones((tables, bits), bool))
     lengths = np.resize(np.array([slots, 0, 2 * slots // 3, slots + 1, -1], np.int32), batch)
-    # What lies behind a row's length would be found in all tables.
+    # Slots after a row's length would collide in all tables.
     is_past_end = np.arange(slots) >= lengths[:, None]
     query_codes = q[:, :1, :: heads // kv_heads]
     return q, np.where(is_past_end[..., None, None], query_codes, k), lengths

@@ -1,6 +1,6 @@
-"""Greedy verification with the bookkeeping of a step: what rows know then, and which have ended.
+"""Greedy verification with the bookkeeping of a step: tokens, cache lengths and rows that end.
 
-jspec's own loop calls it: what XLA makes a dozen small kernels of is one launch.
+jspec's own loop calls it: one launch takes the place of a dozen small kernels of XLA.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from jspec.typing import Array
 
 
 class Rows(NamedTuple):
-    """What a step changes of its rows.
+    """The state of the rows of a batch that a step changes.
 
-    ``tokens`` int32 ``[B, S]``: known tokens, -1 behind them; ``cached`` int32 ``[B]``: how many of
-    them are in the cache, which is all but the last; ``done`` bool ``[B]``: rows that have ended.
+    Attributes:
+        tokens: int32 ``[B, S]``, known tokens, -1 after the last.
+        cached: int32 ``[B]``, how many of them are in the cache: all but the last.
+        done: bool ``[B]``, rows that have ended.
     """
 
     tokens: Array
@@ -49,12 +51,26 @@ def verify_and_commit(
     *,
     implementation: str | None = None,
 ) -> tuple[Verified, Array, Rows]:
-    """`jspec.verify_greedy` by the largest of the target's logits, and `commit` of its outcome.
+    """`jspec.verify_greedy` by the target's argmax, and `commit` of its outcome.
 
-    ``logits [B, gamma + 1, V]``; a token is taken of them as by `jspec.ops.sample.greedy`. Token
-    ids are int32; ``limits`` int32 ``[B]``: most tokens that a row may know. The caller makes sure
-    that a block fits into S; what does not is never written. Returns the outcome and what `commit`
-    does: donate the rows, and nothing is copied.
+    A block should fit into S: tokens past the last slot are dropped. Donate the rows to update them
+    without a copy.
+
+    Args:
+        draft_tokens: int32 ``[B, gamma]``.
+        logits: ``[B, gamma + 1, V]`` of the target; their argmax is that of
+            `jspec.ops.sample.greedy`.
+        draft_lengths: int32 ``[B]`` in 0..gamma.
+        stop_tokens: int32 ``[B, M]``, -1 for none.
+        limits: int32 ``[B]``, tokens that a row may have at most, prompt included.
+        rows: the rows before the step.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        A `Verified`, and the two results of `commit`.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     check_draft(draft_tokens, draft_lengths, stop_tokens, logits.shape[:2])
     batch = draft_tokens.shape[0]
@@ -79,10 +95,10 @@ def verify_and_commit(
 
 
 def commit(verified: Verified, limits: Array, rows: Rows) -> tuple[Array, Rows]:
-    """Append the committed block to each row that is not done; one that is commits nothing.
+    """Append the committed block to each row that is not done; a row that is done commits nothing.
 
-    Returns what was committed, int32 ``[B, gamma + 3]``: how many draft tokens were accepted and
-    how many tokens committed, then the block, -1 behind its end; and the rows as they then are.
+    Returns int32 ``[B, gamma + 3]``: the number of accepted draft tokens, the number of committed
+    tokens, then the block, -1 after its end; and the rows after the step.
     """
     active = ~rows.done
     counts = jnp.stack([verified.accepted, verified.committed], axis=1)
@@ -121,12 +137,12 @@ def _xla(draft, logits, lengths, stops, limits, *rows: Array) -> tuple[Array, ..
 
 
 def _two_steps(draft, logits, lengths, stops, limits, *rows: Array) -> tuple[Array, ...]:
-    """The best backend of verification, and XLA's bookkeeping behind it."""
+    """The best backend of verification, then XLA's bookkeeping."""
     return _after(VERIFY_GREEDY(draft, greedy(logits), lengths, stops), limits, *rows)
 
 
 def commit_sizes(draft_tokens: Array, logits: Array, *rest: Array) -> dict[str, int]:
-    """What backends are ordered by."""
+    """The sizes that backends are ordered by."""
     return greedy_sizes(draft_tokens) | {"vocabulary": logits.shape[2]}
 
 

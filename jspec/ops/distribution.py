@@ -113,7 +113,7 @@ def distribution(
         jnp.where(certain, jnp.uint32(2**31), sampled.reciprocal),
         jnp.where(certain, 0, sampled.rescale),
     )
-    # XLA would work out the weights anew for each of their uses, and take minutes to compile that.
+    # Without it XLA computes the weights again for each use, which takes minutes to compile.
     return lax.optimization_barrier(rows)
 
 
@@ -174,7 +174,7 @@ def power(logits: Array, rate: Array) -> Power:
     biased = x >> 23 & 0xFF
     mantissa = x & 0x7FFFFF | jnp.where(biased > 0, jnp.uint32(2**23), 0)
     product = uint64.widen(mantissa) * uint64.widen((r & 0x7FFFFF | 2**23) >> 8)
-    # The exponents count from -150 and, behind the shift above, from -142; 23 bits are fraction.
+    # The exponents count from -150 and, after the shift above, from -142; 23 bits are fraction.
     up = jnp.maximum(biased, 1) + (r >> 23) - jnp.uint32(150 + 142 - 23)
     rises = up >> 31 == 0
     # -n is ~(n - 1), and rounding n - 1 down rounds -n down.

@@ -25,7 +25,22 @@ def verify_and_pack(
     *,
     implementation: str | None = None,
 ) -> tuple[Verified, Packed]:
-    """`jspec.verify_greedy`, and `jspec.pack` of the ``kv [B, gamma, D]`` that it accepted."""
+    """`jspec.verify_greedy`, then `jspec.pack` of the accepted rows of ``kv``.
+
+    Args:
+        draft_tokens: int32 or int64 ``[B, gamma]``.
+        target_tokens: ``[B, gamma + 1]``, the target's argmax after each prefix.
+        draft_lengths: int32 ``[B]`` in 0..gamma.
+        stop_tokens: ``[B, M]``, -1 for none.
+        kv: ``[B, gamma, D]``, the KV rows of the draft tokens.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        A `Verified` and a `Packed`.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
+    """
     check_greedy(draft_tokens, target_tokens, draft_lengths, stop_tokens)
     _check_kv(kv, draft_tokens)
     arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens, kv)
@@ -45,17 +60,17 @@ def _pack_xla(*arguments: Array) -> tuple[Array, ...]:
 
 
 def _two_steps(*arguments: Array) -> tuple[Array, ...]:
-    """The best backend of each step, one launch behind the other."""
+    """The best backend of each step, one launch after the other."""
     *tokens, kv = arguments
     verified = VERIFY_GREEDY(*tokens)
     return *verified, *PACK(kv, verified[0])
 
 
 def fused_sizes(draft_tokens: Array, *rest: Array) -> dict[str, int]:
-    """What backends are ordered and cut by.
+    """The sizes that backends are ordered by.
 
-    Those of verification and of packing, and ``padded``: all draft tokens, gamma taken as the power
-    of 2 that holds it.
+    Those of verification and of packing, and ``padded``: the batch times the least power of 2 that
+    is at least gamma.
     """
     batch, gamma = draft_tokens.shape
     padded = batch * 2 ** max(gamma - 1, 0).bit_length()
@@ -78,7 +93,7 @@ _SHAPES = {
 
 
 def pack_cases() -> list[Case]:
-    """A case of which all is accepted, and ragged ones."""
+    """A case in which every draft token is accepted, and ragged ones."""
 
     def ragged(batch: int, gamma: int, stops: int, width: int, dtype: str) -> tuple[Any, ...]:
         return *ragged_tokens(batch, gamma, stops), kv_rows(batch, gamma, width, dtype)

@@ -1,4 +1,4 @@
-"""Rows in groups, each group times a matrix of its own, as the experts of a mixture are.
+"""Grouped matmul: groups of rows, each times its own matrix, as the experts of a mixture are.
 
 `grouped_linear` is the public operation; ``xla`` is the reference.
 """
@@ -42,27 +42,27 @@ def grouped_linear(
     that have rows, in one launch.
 
     Args:
-      x: ``[P, in]``, or ``[P / k, in]`` with ``gather_indices``.
-      kernel: ``[E, in, *out]``, a matrix for each group; an `MXFP4` has one leading axis.
-      starts: int32 ``[E + 1]``, the first row of each group, ascending from 0, and one past the
-        last row.
-      bias: ``[E, *out]``, added to the rows of each group.
-      gather_indices: int32 ``[P]``, a permutation; row i of the matmul is
-        ``x[gather_indices[i] // k]``.
-      scatter_indices: int32 ``[P]``, a permutation; row i of the matmul is row
-        ``scatter_indices[i]`` of the result.
-      norm: applied to x before the matmul.
-      weights: float32 ``[P]``, factors of the rows of the result, in the order of the result.
-      gated: ``out`` is ``(2, width)``, gate and up, and the result is ``silu(gate) * up``.
-      clamped: the activation that takes the place of SwiGLU if ``gated``.
-      dtype: of the result; by default that of x.
-      implementation: the backend by name; None is the best one.
+        x: ``[P, in]``, or ``[P / k, in]`` with ``gather_indices``.
+        kernel: ``[E, in, *out]``, a matrix for each group; an `MXFP4` has one leading axis.
+        starts: int32 ``[E + 1]``, the first row of each group, ascending from 0, and one past the
+            last row.
+        bias: ``[E, *out]``, added to the rows of each group.
+        gather_indices: int32 ``[P]``, a permutation; row i of the matmul is
+            ``x[gather_indices[i] // k]``.
+        scatter_indices: int32 ``[P]``, a permutation; row i of the matmul is row
+            ``scatter_indices[i]`` of the result.
+        norm: applied to x before the matmul.
+        weights: float32 ``[P]``, factors of the rows of the result, in the order of the result.
+        gated: ``out`` is ``(2, width)``, gate and up, and the result is ``silu(gate) * up``.
+        clamped: the activation that takes the place of SwiGLU if ``gated``.
+        dtype: of the result; by default that of x.
+        implementation: the backend by name; None is the best one.
 
     Returns:
-      ``[P, *out]``, or ``[P, width]`` if ``gated``. Rows after the last group are not specified.
+        ``[P, *out]``, or ``[P, width]`` if ``gated``. Rows after the last group are not specified.
 
     Raises:
-      ValueError: for shapes or dtypes that do not fit together.
+        ValueError: for shapes or dtypes that do not fit together.
     """
     rows = len(x) if gather_indices is None else len(gather_indices)
     outputs = kernel.shape[2:]
@@ -113,7 +113,7 @@ def grouped_linear_xla(
     clamped: ClampedSwiGLU | None,
     dtype: np.dtype,
 ) -> Array:
-    """As `grouped_linear`; all that follows the product is float32."""
+    """As `grouped_linear`; all that follows the matmul is float32."""
     x = x if norm is None else norm(x)
     x = x if gather_indices is None else x[gather_indices // (len(gather_indices) // len(x))]
     x, kernel = dequantize_with_input(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
@@ -149,8 +149,11 @@ def grouped_sizes(
     *args,
     **kwargs,
 ) -> dict[str, int]:
-    """What backends are ordered by; ``rows`` of all groups, ``products`` a row; ``each``: rows of a
-    group in the mean, rounded up; ``bits`` of a weight."""
+    """The sizes that backends are ordered by.
+
+    ``rows`` of all groups, ``products`` a row, ``each``: the mean rows of a group, rounded up,
+    ``bits`` of a weight.
+    """
     rows = len(x) if gather_indices is None else len(gather_indices)
     groups, inputs = kernel.shape[:2]
     outputs = math.prod(kernel.shape[2:])
@@ -160,9 +163,9 @@ def grouped_sizes(
 
 
 def _cases() -> list[Case]:
-    """Groups without rows among others, all rows in one, one row alone, and an expert's products.
+    """Empty groups, all rows in one group, one row alone, and the matmuls of an expert.
 
-    `expected` is from the definition, in float64.
+    The expected values are computed from the definition, in float64.
     """
 
     def build(

@@ -1,8 +1,7 @@
 """Hash codes of queries and keys, and their Hamming scores (HATA, arXiv 2506.02572).
 
 `hash_encode`, `hash_encode_both` and `hamming_scores` are the public operations; ``xla`` is the
-reference.
-A code has R bits, R in `BITS`. Bit j lies in word j // 32 at place j % 32, the lowest first.
+reference. A code has R bits, R in `BITS`. Bit j is bit j % 32, from the lowest, of word j // 32.
 """
 
 from __future__ import annotations
@@ -21,12 +20,20 @@ _MAX_EXACT_SCORE = 2**24  # of a score: float32 then holds each one exactly
 
 
 def hash_encode(x: Array, w: Array, *, implementation: str | None = None) -> Array:
-    """The signs of ``x`` times ``w``, as bits of uint32 words (section 3.1 of the paper).
+    """Hash codes: the signs of ``x`` times ``w`` as bits of uint32 words (section 3.1 of HATA).
 
-    ``x [B, T, N, H]`` are queries or, with N = K, keys; ``w [K, H, R]`` floats, one matrix for each
-    KV head, which the N / K query heads that read it share. Sums are float32; a bit is 1 where its
-    sum is above 0, so that NaN gives 0. Returns uint32 ``[B, T, N, R // 32]``. It has no
-    derivative. Raises `ValueError` for shapes that do not fit.
+    Sums are float32; a bit is 1 where its sum is above 0, so NaN gives 0. It has no derivative.
+
+    Args:
+        x: ``[B, T, N, H]``, queries or, with N = K, keys.
+        w: floats ``[K, H, R]``, a matrix for each KV head, which its N / K query heads share.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        uint32 ``[B, T, N, R // 32]``.
+
+    Raises:
+        ValueError: for shapes that do not fit together, or another R than those of `BITS`.
     """
     _check_encode(x, None, w)
     return HASH_ENCODE(*map(lax.stop_gradient, (x, None, w)), implementation=implementation)[0]
@@ -35,9 +42,19 @@ def hash_encode(x: Array, w: Array, *, implementation: str | None = None) -> Arr
 def hash_encode_both(
     q: Array, k: Array, w: Array, *, implementation: str | None = None
 ) -> tuple[Array, Array]:
-    """`hash_encode` of queries ``q [B, T, N, H]`` and keys ``k [B, T, K, H]`` of the same tokens.
+    """`hash_encode` of queries and keys of the same tokens, with Triton in one launch.
 
-    Where Triton serves, it is one launch.
+    Args:
+        q: ``[B, T, N, H]``.
+        k: ``[B, T, K, H]`` of the dtype of ``q``.
+        w: floats ``[K, H, R]``.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        The codes of queries, uint32 ``[B, T, N, R // 32]``, and of keys, ``[B, T, K, R // 32]``.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     _check_encode(q, k, w)
     return HASH_ENCODE(*map(lax.stop_gradient, (q, k, w)), implementation=implementation)
@@ -53,14 +70,23 @@ def hamming_scores(
 ) -> Array:
     """How many bits each key's code shares with those of the queries that read it.
 
-    ``q_codes`` uint32 ``[B, T, N, W]`` and ``k_codes`` uint32 ``[B, S, K, W]`` are as from
-    `hash_encode`, R = 32 W. The score of a key is ``G T R - h`` where h is its Hamming distance to
-    the G = N / K query heads and T tokens, summed: a whole number in 0..G T R, higher is better.
-    Returns int32 ``[B, K, S]``, and -1 from ``lengths`` int32 ``[B]`` on, None for all of S.
+    With h the Hamming distance to the G = N / K query heads and T tokens, summed, the score of a
+    key is ``G T R - h``: a whole number in 0..G T R, higher is better. With ``norms`` it is
+    ``norm * (G T - 2 h / R)``, the estimate of the sum of dot products in the code of HATA.
 
-    With ``norms`` float32 ``[B, S, K]`` of the keys it returns float32, ``norms (G T - 2 h / R)``,
-    the estimate of the sum of products that the paper's code takes, and minus infinity from
-    ``lengths`` on. Raises `ValueError` for shapes and dtypes that do not fit.
+    Args:
+        q_codes: uint32 ``[B, T, N, W]`` of `hash_encode`, R = 32 W.
+        k_codes: uint32 ``[B, S, K, W]``.
+        lengths: int32 ``[B]``, slots of each row; None is S.
+        norms: float32 ``[B, S, K]``, the norms of the keys.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        int32 ``[B, K, S]``, -1 from ``lengths`` on; with ``norms`` float32, -inf from ``lengths``
+        on.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together, and for scores over 2**24.
     """
     check_codes(q_codes, k_codes)
     batch, slots, heads, _ = k_codes.shape
@@ -169,12 +195,12 @@ def hamming_xla(q_codes: Array, k_codes: Array, lengths: Array, norms: Array | N
 
 
 def encode_sizes(q: Array, k: Array | None, w: Array) -> dict[str, int]:
-    """What backends are ordered by."""
+    """The sizes that backends are ordered by."""
     return {"tokens": q.shape[0] * q.shape[1], "kv_heads": w.shape[0], "bits": w.shape[2]}
 
 
 def hamming_sizes(q_codes: Array, k_codes: Array, *rest: Array | None) -> dict[str, int]:
-    """What backends are ordered by: code words of queries that a key meets, and keys in all."""
+    """The sizes that backends are ordered by: code words of the queries of a key, and all keys."""
     batch, slots, heads, _ = k_codes.shape
     return {"words": max_score(q_codes, k_codes) // 32, "keys": batch * slots * heads}
 

@@ -1,6 +1,6 @@
 """Hamming scores and the selection of the highest of them as one operation.
 
-`hash_select` is the public operation; ``xla``, the reference, is one after the other.
+`hash_select` is the public operation; ``xla``, the reference, scores and then selects.
 """
 
 from __future__ import annotations
@@ -34,11 +34,25 @@ def hash_select(
     recent: int = 0,
     implementation: str | None = None,
 ) -> Array:
-    """`select` of the `hamming_scores` of codes: int32 ``[B, K, k]``, each KV head's own slots.
+    """`jspec.select` of the `jspec.hamming_scores` of codes, a list of slots for each KV head.
 
-    ``q_codes`` uint32 ``[B, T, N, W]``, ``k_codes`` uint32 ``[B, S, K, W]``. ``counts`` and
-    ``lengths`` are int32 ``[B]`` or ``[B, K]``. Where CUDA serves, scores are counted while they
-    are computed, and read once. Raises `ValueError` for arguments that do not fit.
+    The CUDA backend counts scores while it computes them, and reads the codes once.
+
+    Args:
+        q_codes: uint32 ``[B, T, N, W]``.
+        k_codes: uint32 ``[B, S, K, W]``.
+        k: slots that are selected of a row, at most.
+        counts: int32 ``[B]`` or ``[B, K]``, the budget of each row; None is k.
+        lengths: int32 ``[B]`` or ``[B, K]``, slots of each row; None is S.
+        sinks: the first slots of a row, always selected.
+        recent: the last slots of a row, always selected.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        int32 ``[B, K, k]``: slots in ascending order, then -1.
+
+    Raises:
+        ValueError: for shapes, dtypes or a budget that do not fit together.
     """
     check_codes(q_codes, k_codes)
     check_budget(k, sinks, recent)
@@ -67,7 +81,7 @@ def _xla(q_codes, k_codes, counts, lengths, *, k, sinks, recent) -> Array:
 
 
 def _two_steps(q_codes, k_codes, counts, lengths, *, k, sinks, recent) -> Array:
-    """The best backend of scoring, and that of selection behind it."""
+    """The best backend of scoring, then the best one of selection."""
     scores = HAMMING_SCORES(q_codes, k_codes, _full(k_codes), None)
     static = {"k": k, "sinks": sinks, "recent": recent, "highest": max_score(q_codes, k_codes)}
     return SELECT(scores, counts, lengths, **static)
@@ -76,7 +90,7 @@ def _two_steps(q_codes, k_codes, counts, lengths, *, k, sinks, recent) -> Array:
 def hash_select_sizes(
     q_codes: Array, k_codes: Array, *args: Array, k: int, **kwargs: int
 ) -> dict[str, int]:
-    """What backends are ordered by."""
+    """The sizes that backends are ordered by."""
     return hamming_sizes(q_codes, k_codes) | {"slots": k_codes.shape[1], "k": k}
 
 

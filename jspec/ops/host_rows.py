@@ -1,8 +1,8 @@
-"""Rows of columns that lie in the host's memory: fetched for attention, and stored when made.
+"""Rows of columns in the host's memory: fetched for attention, stored after they are computed.
 
 `fetch_rows`, `fetch_ahead` and `store_rows` are the public operations. ``xla``, the reference,
-brings whole columns to the device. A CUDA kernel reads and writes the host's memory over the bus,
-the rows alone. Columns in the device's memory serve as well.
+copies whole columns to the device. A CUDA kernel reads and writes only the rows, over the bus.
+Columns in the device's memory are accepted too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from jspec.typing import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeviceRows:
-    """Rows of columns that are on the device already.
+    """Rows of columns that are already on the device.
 
-    ``rows``: of each column, ``[B, m, K, H]``. ``slots`` int32 ``[B, K, m]``: where they are from,
-    ascending in a row, with -1 behind the last.
+    Attributes:
+        rows: ``[B, m, K, H]`` of each column.
+        slots: int32 ``[B, K, m]``, the slots of the rows, ascending, then -1.
     """
 
     rows: tuple[Array, ...]
@@ -36,9 +37,10 @@ class DeviceRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefetchedRows(DeviceRows):
-    """Rows that are being fetched: nothing but `fetch_rows` may read them.
+    """Rows that are being fetched: only `fetch_rows` may read them.
 
-    ``backend``: the name of the one that fetches them.
+    Attributes:
+        backend: the name of the backend that fetches them.
     """
 
     backend: str = dataclasses.field(metadata={"static": True})
@@ -52,11 +54,23 @@ def fetch_rows(
     prefetched: PrefetchedRows | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
-    """The rows of one or two ``columns [B, S, K, H]`` that each KV head reads, on the device.
+    """The rows of columns that each KV head reads, on the device.
 
-    ``slots`` int32 ``[B, K, n]``; one that is not in 0..S - 1 gives zeros. ``device_rows`` are
-    taken from there, and the rest from ``prefetched``, once those have arrived. Both must be of the
-    same columns, of rows that were not stored since. Returns a ``[B, n, K, H]`` for each column.
+    ``device_rows`` and ``prefetched`` must be rows of the same columns that were not stored since.
+
+    Args:
+        columns: one or two ``[B, S, K, H]``, in the host's memory or the device's.
+        slots: int32 ``[B, K, n]``; a slot outside of 0..S - 1 gives zeros.
+        device_rows: rows that are copied from there.
+        prefetched: the result of `fetch_ahead`, which is waited for; used for the other rows.
+        implementation: the backend by name; None is the best one. With ``prefetched`` it is that of
+            `fetch_ahead`.
+
+    Returns:
+        ``[B, n, K, H]`` of each column.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     columns = tuple(columns)
     _check(columns, slots)
@@ -76,11 +90,22 @@ def fetch_ahead(
     device_rows: DeviceRows | None = None,
     implementation: str | None = None,
 ) -> tuple[PrefetchedRows, Array]:
-    """Begin to fetch the rows at ``slots [B, K, m]``, while the device computes.
+    """Start to fetch rows while the device computes (InfiniGen, Lee et al. 2024).
 
-    Slots ascend in a row, with -1 behind the last. ``through`` comes back as it is: what is
-    computed from it is computed while the rows are on their way (InfiniGen, Lee et al. 2024). Rows
-    in ``device_rows`` are 0 in the result: `fetch_rows` must be given the same ones.
+    Args:
+        columns: one or two ``[B, S, K, H]``, in the host's memory or the device's.
+        slots: int32 ``[B, K, m]``, ascending, then -1.
+        through: any array; it is returned unchanged, and what is computed from the returned one
+            runs while the rows are fetched.
+        device_rows: rows that are not fetched, and 0 in the result; give the same ones to
+            `fetch_rows`.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        The rows for `fetch_rows`, and ``through``.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     columns = tuple(columns)
     _check(columns, slots)
@@ -97,10 +122,20 @@ def store_rows(
     *,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
-    """One or two ``columns [B, S, K, H]`` with ``rows [B, T, K, H]`` at ``slots`` int32 ``[B, T]``.
+    """Write rows into columns, which stay in the memory that they are in.
 
-    A slot that is not in 0..S - 1 is not written; no other is there twice in a row. Columns stay
-    in the memory that they are in.
+    Args:
+        columns: one or two ``[B, S, K, H]``.
+        rows: ``[B, T, K, H]`` for each column, of its dtype.
+        slots: int32 ``[B, T]``, each at most once in a row; a row whose slot is outside of 0..S - 1
+            is not written.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        The columns with the rows.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     columns, rows = tuple(columns), tuple(rows)
     for column, row in zip(columns, rows, strict=True):
@@ -129,14 +164,14 @@ def _brought(column: Array) -> Array:
 
 
 def _rows(column: Array, slots: Array) -> Array:
-    """Of a column on the device: its rows at ``slots [B, K, n]``, zeros where there is none."""
+    """The rows of a column on the device at ``slots [B, K, n]``, zeros for slots outside of it."""
     index = jnp.swapaxes(slots, 1, 2)[..., None]
     rows = jnp.take_along_axis(column, index, axis=1, mode="clip")
     return jnp.where((index >= 0) & (index < column.shape[1]), rows, 0)
 
 
 def _places(slots: Array, there: Array) -> Array:
-    """The place of each of ``slots [B, K, n]`` among those that are ``there [B, K, m]``, or -1."""
+    """The index of each of ``slots [B, K, n]`` in ``there [B, K, m]``, or -1."""
     if not there.shape[-1]:
         return jnp.full_like(slots, -1)
     same = (slots[..., None] == there[:, :, None]) & (slots >= 0)[..., None]
@@ -151,7 +186,7 @@ def fetch_rows_xla(
     prefetched_rows: tuple[Array, ...] | None,
     prefetched_slots: Array | None,
 ) -> tuple[Array, ...]:
-    """As `fetch_rows`. Rows that are there are used, although the columns are here as well."""
+    """As `fetch_rows`. Rows on the device are used if given, so that tests see wrong ones."""
     rows = tuple(_rows(_brought(column), slots) for column in columns)
     for source_rows, source_slots in (
         (prefetched_rows, prefetched_slots),
@@ -181,7 +216,9 @@ def _store_rows_xla(
     batch = jnp.arange(len(slots))[:, None]
     stored = []
     for column, row in zip(columns, rows, strict=True):
-        inside = jnp.where(slots >= 0, slots, column.shape[1])  # a negative one counts from behind
+        inside = jnp.where(
+            slots >= 0, slots, column.shape[1]
+        )  # negative ones would count from the end
         after = _brought(column).at[batch, inside].set(row, mode="drop")
         stored.append(to_host(after) if in_host(column) else after)
     return tuple(stored)
@@ -190,18 +227,18 @@ def _store_rows_xla(
 def host_rows_sizes(
     columns: tuple[Array, ...], slots: Array, *args: Array | None
 ) -> dict[str, int]:
-    """What backends of fetching are ordered by."""
+    """The sizes that backends of fetching are ordered by."""
     return {"batch": columns[0].shape[0], "rows": slots.shape[-1]}
 
 
 def store_rows_sizes(
     columns: tuple[Array, ...], rows: tuple[Array, ...], slots: Array
 ) -> dict[str, int]:
-    """What backends of storing are ordered by."""
+    """The sizes that backends of storing are ordered by."""
     return {"batch": len(slots), "tokens": slots.shape[1]}
 
 
-# ``(B, S, K, sizes, n, m, dtype)`` by name: slots wanted, and slots on the device or prefetched.
+# ``(B, S, K, sizes, n, m, dtype)`` by name: slots to fetch, and slots on the device or prefetched.
 _SHAPES = {
     "small": (2, 9, 2, (8, 4), 5, 4, "float32"),
     "half": (3, 70, 2, (128, 128), 40, 33, "bfloat16"),
@@ -211,7 +248,7 @@ _SHAPES = {
 
 
 def _ascending(rng: np.random.Generator, batch: int, heads: int, slots: int, n: int) -> np.ndarray:
-    """Different slots in ascending order, -1 behind the last; every second row has fewer."""
+    """Distinct slots in ascending order, then -1; every second row has fewer."""
     selected = np.full((batch, heads, n), -1, np.int32)
     for at, row in enumerate(selected.reshape(-1, n)):
         count = min(n, slots) if at % 2 == 0 else int(rng.integers(0, min(n, slots) + 1))
@@ -230,7 +267,7 @@ def _fetched(
     rng = np.random.default_rng(n)
     columns = _columns(rng, batch, slots, heads, sizes, jnp.dtype(dtype))
     requested = _ascending(rng, batch, heads, slots, n)
-    # Behind the selection come slots in no order, some past both ends.
+    # The selection ends with slots in no order, some past both ends.
     requested[..., -2:] = rng.choice([-1, 0, slots - 1, slots], (batch, heads, 2))
     sources = []
     for is_used in (on_device, prefetched):

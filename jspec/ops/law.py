@@ -16,11 +16,21 @@ Integers = NDArray[np.uint64]
 
 
 def law(logits: ArrayLike, params: SamplingParams) -> NDArray[np.float64]:
-    """The probability with which each token is drawn, float64 ``[..., V]`` of ``logits [..., V]``.
+    """The exact probability with which each token is drawn.
 
-    ``logits`` count as float32. Every backend draws a token by exactly this law, up to the 2**-64
-    of a random number: the numbers are whole masses over their sum. A greedy row (temperature 0)
-    and a row without a finite logit have all mass on one token.
+    Every backend draws by this law, up to the 2**-64 of a random number: probabilities are integer
+    masses over their sum (`docs/sampling.md`).
+
+    Args:
+        logits: ``[..., V]``, taken as float32.
+        params: temperature, top-k, top-p and min-p.
+
+    Returns:
+        float64 ``[..., V]``. A greedy row (temperature 0), and a row without a finite logit, have
+        all mass on one token.
+
+    Raises:
+        ValueError: for logits without a row or without a token.
     """
     logits = np.asarray(logits).astype(np.float32)
     if logits.ndim == 0 or 0 in logits.shape:

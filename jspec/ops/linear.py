@@ -1,4 +1,4 @@
-"""A product with a matrix of weights, with the norm before it and what follows it.
+"""A matmul with a matrix of weights, with the norm before it and the operations after it.
 
 `linear` is the public operation; ``xla`` is the reference.
 """
@@ -18,8 +18,8 @@ from jspec.ops.norm import RMS
 from jspec.ops.quantized import MXFP4, Quantized, dequantize_with_input, quantized, weight_bits
 from jspec.typing import Array
 
-# Multiplications of a single row up to which XLA on a GPU makes a reduction of a product: the bound
-# of `IsMatrixMultiplicationTooSmallForRewriting` in its algebraic simplifier.
+# Multiplications of a single row up to which XLA on a GPU turns a matmul into a reduction: the
+# bound of `IsMatrixMultiplicationTooSmallForRewriting` in its algebraic simplifier.
 REWRITTEN = 10**7
 # Multiplications of a single row from which on XLA multiplies two rows in less time, on an H200. It
 # does with weights of 4096 x 4096, and does not with 2880 x 5120.
@@ -38,13 +38,28 @@ def linear(
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """``x [..., in]`` times ``kernel [in, *out]``, ``[*out, in]`` if ``transposed``, plus ``bias``.
+    """Matmul of ``x`` with a matrix of weights, with norm, bias, SwiGLU and residual.
 
-    A `Quantized` or `MXFP4` kernel is not transposed, and has no leading axes. ``norm``: of x
-    before. ``gated``: ``out`` is ``(2, width)``, and what comes is ``silu(gate) * up`` of the two,
-    ``[..., width]`` (SwiGLU, Shazeer 2020). ``add``, of the result's shape, is added in the end.
-    Sums are float32; the result is of ``dtype``, by default that of x. Where CUDA or Triton serves,
-    which is for few rows, all of it is one launch. Raises `ValueError` for shapes that do not fit.
+    Sums are float32. For few rows, CUDA and Triton do all of it in one launch.
+
+    Args:
+        x: ``[..., in]``.
+        kernel: ``[in, *out]``, or ``[*out, in]`` if ``transposed``. A `Quantized` or `MXFP4` kernel
+            is not transposed and has no leading axes.
+        bias: ``out``, added to the result of the matmul.
+        norm: applied to x before the matmul.
+        add: of the shape of the result, added at the end.
+        gated: ``out`` is ``(2, width)``, gate and up, and the result is ``silu(gate) * up``
+            (SwiGLU, Shazeer 2020).
+        transposed: the layout of ``kernel``.
+        dtype: of the result; by default that of x.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        ``[..., *out]``, or ``[..., width]`` if ``gated``.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
     """
     result_shape(x.shape, kernel, bias, add, gated=gated, transposed=transposed)
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
@@ -66,7 +81,7 @@ def result_shape(
     gated: bool,
     transposed: bool = False,
 ) -> tuple[int, ...]:
-    """The shape of `linear` of an x of the shape ``x``; raises `ValueError` where one is wrong."""
+    """The shape of `linear` for an x of shape ``x``; `ValueError` for shapes that do not fit."""
     inputs = kernel.shape[-1 if transposed else 0]
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
     fits = x[-1:] == (inputs,) and (bias is None or bias.shape == outputs)
@@ -101,11 +116,11 @@ def linear_xla(
     x = x if norm is None else norm(x)
     if isinstance(kernel, Quantized):
         # Numbers of 8 bits are exact in every wider type.
-        y = _product(x, jnp.moveaxis(kernel.values, -1, 0).astype(x.dtype), np.dtype(np.float32))
+        y = _matmul(x, jnp.moveaxis(kernel.values, -1, 0).astype(x.dtype), np.dtype(np.float32))
         y = (y * jnp.expand_dims(kernel.scale, range(x.ndim - 1))).astype(dtype)
     else:
         x, kernel = dequantize_with_input(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
-        y = _product(x, jnp.moveaxis(kernel, -1, 0) if transposed else kernel, dtype)
+        y = _matmul(x, jnp.moveaxis(kernel, -1, 0) if transposed else kernel, dtype)
     if bias is not None:
         y = y + jnp.expand_dims(bias, range(x.ndim - 1)).astype(dtype)
     if gated:
@@ -113,7 +128,7 @@ def linear_xla(
     return y if add is None else add.astype(dtype) + y
 
 
-def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
+def _matmul(x: Array, kernel: Array, dtype: np.dtype) -> Array:
     """``x [..., in]`` times ``kernel [in, ...]``, summed in float32."""
     is_row = x.size == x.shape[-1] and jax.default_backend() == "gpu"
     if not is_row or REWRITTEN < kernel.size < DOUBLED:
@@ -126,7 +141,7 @@ def _product(x: Array, kernel: Array, dtype: np.dtype) -> Array:
 
 
 def on_a_mesh(kernel: Array | Quantized | MXFP4) -> str | None:
-    """Why a kernel of our own should not take these weights, or None."""
+    """Why a kernel of jspec should not take these weights, or None."""
     (array, *_) = jax.tree.leaves(kernel)
     mesh = jax.typeof(array).sharding.mesh
     if not mesh.are_all_axes_manual and mesh.size > 1:
@@ -137,7 +152,7 @@ def on_a_mesh(kernel: Array | Quantized | MXFP4) -> str | None:
 def linear_sizes(
     x: Array | jax.ShapeDtypeStruct, kernel: Array | Quantized | MXFP4, *args, **kwargs
 ) -> dict[str, int]:
-    """What backends are ordered by; ``bits`` of a weight."""
+    """The sizes that backends are ordered by; ``bits`` of a weight."""
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     outputs = math.prod(kernel.shape) // max(inputs, 1)
     sizes = {"rows": rows, "inputs": inputs, "outputs": outputs}
@@ -145,7 +160,7 @@ def linear_sizes(
 
 
 def _cases() -> list[Case]:
-    """A layer's products in bfloat16, with results in float32; and one that no tile divides."""
+    """The matmuls of a layer in bfloat16 with float32 results, and one that no tile divides."""
 
     def build(
         rows: int,

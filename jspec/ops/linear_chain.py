@@ -1,6 +1,7 @@
-"""Products in a row, each of what the one before it gives.
+"""A chain of matmuls, each of the result of the one before it.
 
-`linear_chain` is the public operation; ``xla`` is the reference, ``one_by_one`` a `linear` each.
+`linear_chain` is the public operation; ``xla`` is the reference, ``one_by_one`` calls `linear` for
+each.
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ from jspec.typing import Array
 
 
 class ChainOp(NamedTuple):
-    """A product of a chain, with the arguments of `linear`.
+    """A matmul of a chain, with the arguments of `linear`.
 
-    ``add``: an array, or the number of an op before this one, whose result is added.
+    Attributes:
+        kernel: the weights.
+        bias: as in `linear`.
+        norm: as in `linear`.
+        add: an array as in `linear`, or the index of an earlier op, whose result is added.
+        gated: as in `linear`.
     """
 
     kernel: Array | Quantized | MXFP4
@@ -40,14 +46,24 @@ Arrays = tuple[Array | Quantized | MXFP4, Array | None, RMS | None, Array | None
 def linear_chain(
     x: Array, ops: Sequence[ChainOp], *, implementation: str | None = None
 ) -> tuple[Array, ...]:
-    """The result of each of ``ops``, the first of ``x [..., in]``, each other of the one before.
+    """A chain of matmuls: the first of ``x``, each other of the result of the one before.
 
-    What each op gives is `linear` of its input. Where CUDA serves, which is for few rows and
-    weights of one kind, all of them are one call, in which a product begins to read its weights
-    while the one before it ends. Raises `ValueError` for shapes that do not fit, and for no ops.
+    For few rows and weights of one kind, CUDA runs the chain in one call, in which a matmul starts
+    to read its weights while the one before it ends.
+
+    Args:
+        x: ``[..., in]``.
+        ops: the matmuls, in order.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        The result of each op.
+
+    Raises:
+        ValueError: for shapes that do not fit together, and for no ops.
     """
     if not ops:
-        raise ValueError("ops must have at least one product; it is empty")
+        raise ValueError("ops must have at least one matmul; it is empty")
     for i, op in enumerate(ops):
         if isinstance(op.add, int) and not 0 <= op.add < i:
             raise ValueError(f"ops[{i}].add={op.add} must be the number of an op before it")
@@ -80,9 +96,9 @@ def _run_chain(
     added: Sequence[int | None],
     gated: Sequence[bool],
 ) -> tuple[Array, ...]:
-    """As `linear_chain` by one ``product`` after the other.
+    """As `linear_chain`, each matmul by ``product``.
 
-    ``added``: the number of the op whose result each adds, or None.
+    ``added``: the index of the op whose result each adds, or None.
     """
     results: list[Array] = []
     for (kernel, bias, norm, add), other, gates in zip(ops, added, gated, strict=True):
@@ -105,15 +121,14 @@ chain_xla = functools.partial(_run_chain, _linear_xla)
 
 
 def chain_sizes(x: Array, ops: Sequence[Arrays], **static: Any) -> dict[str, int]:
-    """What backends are ordered by: the sizes of `linear`, each the largest of all products."""
+    """The sizes that backends are ordered by: each size of `linear`, the largest of all matmuls."""
     reads = chain_shapes(x, ops, **static)[:-1]
     each = [linear_sizes(read, kernel) for read, (kernel, *_) in zip(reads, ops, strict=True)]
     return {name: max(sizes[name] for sizes in each) for name in each[0]}
 
 
 def _cases() -> list[Case]:
-    """What a layer does behind its attention, with weights of each kind; and a chain that begins
-    with a gated product."""
+    """A layer after attention, with weights of each kind; and a chain whose first op is gated."""
 
     def build(
         rows: int,
@@ -132,7 +147,7 @@ def _cases() -> list[Case]:
             x = normal(rows, shapes[0][0])
             ops = []
             for i, shape in enumerate(shapes):
-                # Small, so that roundings of bfloat16 stay small behind several products.
+                # Small, so that roundings of bfloat16 stay small after several matmuls.
                 kernel = normal(*shape, scale=0.3 * shape[0] ** -0.5)
                 kernel = jax.tree.map(np.asarray, quantized(kernel, kind)) if kind else kernel
                 norm = RMS(normal(shape[0])) if i in normed else None

@@ -1,8 +1,8 @@
-"""Packing: the accepted KV rows of a ragged batch, one behind the other.
+"""Packing: the accepted KV rows of a ragged batch as one dense buffer.
 
-A decode loop calls it whose draft writes its keys and values outside of the cache: what was
-accepted goes on as one dense buffer, for a paged cache or another device. jspec's own loop needs no
-such step, since its verification writes the cache in place.
+For a decode loop whose draft writes its keys and values outside of the cache: the buffer goes to a
+paged cache or to another device. jspec's own loop needs no such step, since its verification writes
+the cache in place.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from jspec.typing import Array
 class Packed:
     """KV rows packed without gaps, in a buffer of static capacity.
 
-    ``kv [B * gamma, D]``: those of batch row b begin at ``offsets[b]``; what lies at and past
-    ``total`` is unspecified. ``offsets`` int32 ``[B]``; ``total`` int32 ``[]``, on the device like
-    the rest: asking for it is what would make the host wait.
+    Attributes:
+        kv: ``[B * gamma, D]``; rows from ``total`` on are not specified.
+        offsets: int32 ``[B]``, where the rows of each batch row start.
+        total: int32 ``[]``, the number of packed rows. It stays on the device: reading it would
+            make the host wait.
     """
 
     kv: Array
@@ -45,9 +47,18 @@ def packed_like(kv: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def pack(kv: Array, accepted: Array, *, implementation: str | None = None) -> Packed:
-    """Pack the first ``accepted[b]`` of each ``kv[b]`` into one buffer.
+    """Pack the first ``accepted[b]`` rows of each ``kv[b]`` into one buffer.
 
-    ``kv [B, gamma, D]`` of any dtype; ``accepted`` int32 ``[B]`` in 0..gamma.
+    Args:
+        kv: ``[B, gamma, D]`` of any dtype.
+        accepted: int32 ``[B]`` in 0..gamma.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        A `Packed`.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     check_pack(kv, accepted)
     return Packed(*PACK(kv, accepted, implementation=implementation))
@@ -62,7 +73,7 @@ def check_pack(kv: Array, accepted: Array) -> None:
 
 
 def pack_xla(kv: Array, accepted: Array) -> tuple[Array, Array, Array]:
-    """The reference of `pack`: the fields of `Packed`, zeros behind the last KV row."""
+    """The reference of `pack`: the fields of `Packed`, zeros after the last KV row."""
     batch, gamma, width = kv.shape
     accepted = jnp.clip(accepted, 0, gamma)
     ends = jnp.cumsum(accepted, dtype=jnp.int32)
@@ -75,7 +86,7 @@ def pack_xla(kv: Array, accepted: Array) -> tuple[Array, Array, Array]:
 
 
 def kv_sizes(kv: Array, *rest: Array) -> dict[str, int]:
-    """What backends are ordered and cut by: bytes of a batch row's KV rows, and of all."""
+    """The sizes that backends are ordered by: bytes of a batch row's KV rows, and of all."""
     batch, gamma, width = kv.shape
     run = gamma * width * kv.dtype.itemsize
     return {"batch": batch, "gamma": gamma, "run_bytes": run, "bytes": batch * run}
@@ -96,7 +107,7 @@ _SHAPES = {
 
 
 def pack_cases() -> list[Case]:
-    """A case of which all is accepted, and ragged ones of every kind of width."""
+    """A case in which every row is accepted, and ragged ones of every kind of width."""
 
     def whole() -> tuple[np.ndarray, np.ndarray]:
         return kv_rows(2, 14, 8, "float32"), np.full(2, 14, np.int32)

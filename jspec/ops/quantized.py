@@ -35,7 +35,7 @@ _NAN = 255
 class Quantized:
     """A matrix ``[in, *out]`` of weights: ``values [*out, in]`` of 8 bits times ``scale [*out]``.
 
-    ``scale`` is float32. Products take the values as they are, and scale their sums. A
+    ``scale`` is float32. Matmuls take the values as they are, and scale the sums. A
     column's inputs are contiguous, as matrix units read operands of 8 bits.
     """
 
@@ -63,7 +63,7 @@ class MXFP4:
 
     A weight is its E2M1 times ``2 ** (scale - 127)`` of its block of `BLOCK` inputs. ``codes``
     uint8 ``[*lead, *out, in / 2]``: two inputs a byte, the first in the low bits. ``scales`` uint8
-    ``[*lead, *out, in / 32]``: E8M0. ``leading``: how many axes ``lead`` has. Products take each
+    ``[*lead, *out, in / 32]``: E8M0. ``leading``: how many axes ``lead`` has. Matmuls take each
     weight as it is, which bfloat16 has exactly. Kernels may take a scale of 0 as no weight at all,
     and one above 160, whose weights are 2 ** 32 and more, as infinite.
     """
@@ -110,10 +110,9 @@ def dequantized(kernel: MXFP4, dtype: DTypeLike) -> Array:
 
 
 def dequantize_with_input(x: Array, kernel: MXFP4) -> tuple[Array, Array]:
-    """``x``, and the weights of ``kernel``, of its dtype.
+    """``x``, and the weights of ``kernel`` in the dtype of x, which are computed after x.
 
-    They are made when x is there: in a loop, XLA would make those of all layers ahead of it, and
-    hold them.
+    Otherwise XLA would hoist the weights of all layers out of a loop and keep them in memory.
     """
     x, kernel = jax.lax.optimization_barrier((x, kernel))
     return x, dequantized(kernel, x.dtype)
@@ -128,7 +127,7 @@ def quantized(kernel: Array, kind: str, leading: int = 0) -> Quantized | MXFP4:
     a scale where that is more. ``mxfp4``: each block by the power of two that leaves the smaller
     error of the two that come into question: the least by which no weight is over 6, and half of
     it. ``leading``: how many axes ``lead`` has, none for weights of 8 bits. A weight that is not
-    finite makes products with its column, or its block, NaN. Raises `ValueError` for MXFP4 where
+    finite makes results of its column, or its block, NaN. Raises `ValueError` for MXFP4 where
     the inputs are no multiple of `BLOCK`.
     """
     weights = kernel.astype(jnp.float32)

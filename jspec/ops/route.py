@@ -1,4 +1,4 @@
-"""Which experts of a mixture each token takes, and the tokens of each expert side by side.
+"""The router of a mixture of experts: the experts of each token, and the tokens grouped by expert.
 
 `route` is the public operation; ``xla`` is the reference.
 """
@@ -19,11 +19,15 @@ from jspec.typing import Array
 
 
 class Routed(NamedTuple):
-    """What `route` gives; ``token * c + choice`` is a pair, of a token and an expert it chose.
+    """The result of `route`; a pair of a token and an expert that it chose is ``token * c +
+    choice``.
 
-    ``chosen`` int32 ``[M, c]``: experts of tokens, the best first. ``weights`` float32 ``[M, c]``.
-    ``order`` int32 ``[M * c]``: the pairs by expert, those of one expert in their order. ``starts``
-    int32 ``[E + 1]``: where in ``order`` each expert's pairs start, and one past the last.
+    Attributes:
+        chosen: int32 ``[M, c]``, the experts of each token, best first.
+        weights: float32 ``[M, c]``, the weights of these experts.
+        order: int32 ``[M * c]``, the pairs sorted by expert, those of one expert in their order.
+        starts: int32 ``[E + 1]``, where the pairs of each expert start in ``order``, and one past
+            the last.
     """
 
     chosen: Array
@@ -42,11 +46,25 @@ def route(
     experts: Experts,
     implementation: str | None = None,
 ) -> Routed:
-    """What tokens ``x [M, D]`` choose of ``experts`` by logits ``x @ kernel [D, E] + bias [E]``.
+    """Choose experts for each token by the logits ``x @ kernel + bias``.
 
-    ``norm``: of x before. ``correction`` ``[E]`` is added to scores where experts are chosen. Of
-    equal scores the first expert's is the higher. All of it is float32. Where Triton serves, which
-    is for few tokens, it is two launches. Raises `ValueError` for shapes that do not fit.
+    All of it is float32; of equal scores the first expert's is the higher. For few tokens Triton
+    does it in two launches.
+
+    Args:
+        x: ``[M, D]``, the tokens.
+        kernel: ``[D, E]``.
+        bias: ``[E]``, added to the logits.
+        correction: ``[E]``, added to the scores by which experts are chosen, not to their weights.
+        norm: applied to x before.
+        experts: how many experts are chosen, and how they are scored.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        A `Routed`.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
     """
     fits = x.ndim == 2 and kernel.shape == (x.shape[1], experts.routed)
     for vector in (bias, correction):
@@ -91,7 +109,7 @@ def route_xla(
 
 
 def _within_groups(scores: Array, experts: Experts) -> Array:
-    """``scores [M, routed]``, -inf in the groups that are not taken."""
+    """``scores [M, routed]``, -inf in the groups that are not chosen."""
     grouped = scores.reshape(len(scores), experts.groups, -1)
     count = 1 if experts.group_score == "highest" else 2
     best = lax.top_k(grouped, count)[0].sum(axis=2)
@@ -101,13 +119,13 @@ def _within_groups(scores: Array, experts: Experts) -> Array:
 
 
 def route_sizes(x: Array, kernel: Array, *args, experts: Experts) -> dict[str, int]:
-    """What backends are ordered by; ``rows`` of x."""
+    """The sizes that backends are ordered by; ``rows`` of x."""
     sizes = {"rows": len(x), "inputs": len(kernel)}
     return sizes | {"experts": experts.routed, "chosen": experts.chosen}
 
 
 def _cases() -> list[Case]:
-    """Scores of both kinds, with all that a router may have, with ties, and within groups."""
+    """Both kinds of scores, every option of a router, ties, and groups of experts."""
 
     def case(name: str, rows: int, dtype: str, experts: Experts, *, tied: bool = False) -> Case:
         def made() -> tuple[Any, ...]:

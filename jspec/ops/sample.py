@@ -37,8 +37,12 @@ class Role(enum.IntEnum):
 class Sampling:
     """Sampling settings of each row; meanings as in `jspec.SamplingParams`.
 
-    ``temperature``, ``top_p``, ``min_p`` float32 ``[B]``, ``top_k`` int32 ``[B]``, ``seeds`` uint32
-    ``[B]``, or ``[B, 2]`` for upper and lower words.
+    Attributes:
+        temperature: float32 ``[B]``.
+        top_k: int32 ``[B]``.
+        top_p: float32 ``[B]``.
+        min_p: float32 ``[B]``.
+        seeds: uint32 ``[B]``, or ``[B, 2]`` for upper and lower words.
     """
 
     temperature: Array
@@ -48,10 +52,11 @@ class Sampling:
     seeds: Array
 
     def in_block(self, starts: Array) -> Sampling:
-        """The same with seeds for the blocks that begin at ``starts [B]``.
+        """The same settings with seeds for the blocks that begin at ``starts [B]``.
 
-        Numbers of another block are independent of theirs, at the same positions too: see
-        `docs/sampling.md`. Raises `ValueError` where the seeds are already those of a block.
+        The random numbers of a block are independent of those without one, also at the same
+        positions: see `docs/sampling.md`. Raises `ValueError` where the seeds are already those of
+        a block.
         """
         if self.seeds.ndim != 1:
             raise ValueError(
@@ -130,10 +135,23 @@ def sample(
     axis_name: Axes | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """Draw the tokens at ``positions [B, T]`` from ``logits [B, T, V]``; int32 ``[B, T]``.
+    """Draw the tokens at ``positions`` from ``logits``.
 
-    ``filtered=False`` promises that no row uses top-k, top-p or min-p. ``axis_name``: the axis,
-    or axes, of an enclosing `jax.shard_map` over which V is sharded, all else being replicated.
+    Args:
+        logits: ``[B, T, V]``.
+        sampling: the settings of each row.
+        positions: int32 ``[B, T]``, absolute, which key the random numbers.
+        role: what the random numbers are for.
+        filtered: False promises that no row uses top-k, top-p or min-p.
+        axis_name: the axis, or axes, of an enclosing `jax.shard_map` over which V is sharded; all
+            else is replicated.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        Token ids, int32 ``[B, T]``.
+
+    Raises:
+        ValueError: for shapes that do not fit together.
     """
     batch = sampling.seeds.shape[0]
     if logits.ndim != 3 or positions.shape != logits.shape[:2] or logits.shape[0] != batch:
@@ -171,7 +189,7 @@ def greedy(logits: Array, axis_name: Axes | None = None) -> Array:
     """The token that temperature 0 takes from ``logits [..., V]``; int32 ``[...]``.
 
     The first of the largest. NaN counts as minus infinity, plus infinity as the largest float32; 0
-    where no logit is finite. Every backend and every sampling mode takes the same. ``axis_name`` as
+    where no logit is finite. Every backend and sampling mode takes the same token. ``axis_name`` as
     in `sample`.
     """
     logits = cleaned(logits)
@@ -185,7 +203,7 @@ def greedy(logits: Array, axis_name: Axes | None = None) -> Array:
 
 
 def _sizes(logits: Array, *rest: Array, **static: object) -> dict[str, int]:
-    """What backends are ordered by."""
+    """The sizes that backends are ordered by."""
     batch, tokens, vocabulary = logits.shape
     return {"batch": batch, "tokens": tokens, "vocabulary": vocabulary}
 
@@ -197,7 +215,7 @@ def unfiltered(batch: int) -> Settings:
 
 
 def _cases() -> list[Case]:
-    """Logits that leave no choice, so that every number draws the same token."""
+    """Logits that leave no choice, so that every random number draws the same token."""
 
     def certain() -> tuple[np.ndarray, Settings, np.ndarray]:
         tokens = np.arange(30, dtype=np.int32).reshape(2, 15)

@@ -34,16 +34,28 @@ def select(
 ) -> Array:
     """The slots of the ``k`` highest scores of each row, in ascending order.
 
-    ``scores [..., n]`` of a dtype in `DTYPES`. Of slots with equal scores the first goes first;
-    -0 equals 0, and NaN comes behind minus infinity. ``counts`` int32: the budget of each row, at
-    most k; ``lengths`` int32: how many slots of it there are, the first ones. Both have the leading
-    sizes of ``scores``, or the first of those; None is k and n. The first ``sinks`` and the last
-    ``recent`` slots of a row are part of the budget and always taken; of a budget that does not
-    hold them all they are the first. ``highest``: integer scores lie in -1..highest. Where it is
-    small, they are counted in one pass; for scores beyond it the result is unspecified.
+    Exact and deterministic: of equal scores the one with the lower slot is selected first; -0
+    equals 0, and NaN is below minus infinity.
 
-    Returns int32 ``[..., k]``: the slots, and -1 behind the last one. Raises `ValueError` for
-    arguments that do not fit.
+    Args:
+        scores: ``[..., n]`` of a dtype in `DTYPES`.
+        k: slots that are selected of a row, at most.
+        counts: int32, the budget of each row, at most k; of the leading sizes of ``scores`` or the
+            first of them; None is k.
+        lengths: int32 as ``counts``: only the first ``lengths`` slots of a row are selected from;
+            None is n.
+        sinks: the first slots of a row, part of the budget and always selected.
+        recent: the last slots of a row, as ``sinks``. A budget that is too small for both selects
+            the first of them.
+        highest: promises that integer scores are in -1..highest; if it is small, they are counted
+            in one pass. For higher scores the result is not specified.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        int32 ``[..., k]``: the slots, then -1.
+
+    Raises:
+        ValueError: for shapes, dtypes or a budget that do not fit together.
     """
     check_budget(k, sinks, recent)
     if scores.ndim < 1 or scores.dtype not in DTYPES:
@@ -103,7 +115,7 @@ def select_xla(
     *_, order = lax.sort((rank, falling, slots), num_keys=2, is_stable=True)
     order = order[..., :k]
     in_budget = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1) < counts
-    # What is left out sorts behind, and fills the places up to k.
+    # Slots that are left out sort last, and fill the places up to k.
     order = jnp.sort(jnp.where(in_budget, order, n), axis=-1)
     order = jnp.where(order < n, order, -1)
     return jnp.pad(
@@ -124,7 +136,7 @@ def rising(scores: Array) -> Array:
 
 
 def select_sizes(scores: Array, *args: Array, k: int, **kwargs: int | None) -> dict[str, int]:
-    """What backends are ordered by."""
+    """The sizes that backends are ordered by."""
     n = scores.shape[-1]
     return {"rows": math.prod(scores.shape[:-1]), "n": n, "k": k}
 

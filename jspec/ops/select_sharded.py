@@ -32,15 +32,27 @@ def select_sharded(
 ) -> Array:
     """This device's slots among the ``k`` best positions of each row, in ascending order.
 
-    Inside a `jax.shard_map`. ``scores [B, n]`` or ``[B, K, n]`` of this device's slots, which hold
-    the ascending ``positions`` int32 ``[B or 1, n]`` below ``capacity``, -1 for none; no two
-    devices of the axis have the same one. Rows have ``lengths [B]`` positions in all. What is
-    selected over all devices is what `jspec.select` selects of the scores in the order of their
-    positions, with the same ``counts``, ``sinks``, ``recent`` and ``highest``. With ``highest`` one
-    histogram of the scores is enough; without it, it takes three.
+    Called inside a `jax.shard_map`. Over all devices, the selection is that of `jspec.select` with
+    the scores in the order of their positions.
 
-    Returns int32 ``[..., min(k, n)]``: slots, and -1 behind the last one. Raises `ValueError` for
-    arguments that do not fit.
+    Args:
+        scores: ``[B, n]`` or ``[B, K, n]``, of this device's slots.
+        positions: int32 ``[B or 1, n]``, ascending and below ``capacity``, -1 for an empty slot; no
+            two devices of the axis have the same one.
+        k: positions that are selected of a row, at most.
+        axis_name: the mesh axes that share the positions.
+        capacity: the bound of the positions.
+        counts: as in `jspec.select`.
+        lengths: int32 ``[B]``, positions of each row over all devices.
+        sinks: as in `jspec.select`.
+        recent: as in `jspec.select`.
+        highest: as in `jspec.select`; with it one histogram is exchanged, without it three.
+
+    Returns:
+        int32 ``[..., min(k, n)]``: slots, then -1.
+
+    Raises:
+        ValueError: for a budget that does not fit.
     """
     check_budget(k, sinks, recent)
     lead = scores.shape[:-1]
@@ -89,9 +101,9 @@ def _of_positions(positions: Array, capacity: int) -> list[tuple[Array, int]]:
 def _split(
     digit: Array, base: int, among: Array, need: Array, axis_name: Axes
 ) -> tuple[Array, Array, Array]:
-    """What of ``among`` is above the digit where ``need [..., 1]`` are reached, and what is at it.
+    """Split ``among`` at the digit with which ``need [..., 1]`` positions are reached.
 
-    And how many of the latter are needed.
+    Returns the positions above that digit, those at it, and how many of the latter are needed.
     """
     rows = digit.reshape(-1, digit.shape[-1])
     where = jnp.where(among.reshape(rows.shape), base - 1 - rows, base)

@@ -43,22 +43,36 @@ def verify_stochastic(
     axis_name: Axes | None = None,
     implementation: str | None = None,
 ) -> Verified:
-    """Accept draft tokens by rejection sampling, so that what is committed follows the target.
+    """Accept draft tokens by rejection sampling: committed tokens are distributed as the target's.
 
-    As `verify_greedy`, with ``target_logits [B, gamma + 1, V]``; ``sampling``: the settings,
-    under which both distributions are taken (a row with temperature 0 is verified greedily);
-    ``positions`` int32 ``[B]``: absolute position of the first draft token, which keys the random
-    numbers; ``draft_logits [B, gamma, V]``: what the draft was drawn from under the same settings,
-    None for a draft that was certain of its tokens (one-hot). ``filtered`` and ``axis_name`` as in
-    `sample`.
+    The token rule is algorithm 1 of Leviathan et al. 2023, the block rule algorithm 2 of Sun et al.
+    2025 (arXiv 2403.10444); `docs/sampling.md` has the law. A logit that is NaN counts as minus
+    infinity, plus infinity as the largest float32; a row without a finite logit is certain of token
+    0, in target and draft.
 
-    ``rule``: ``block`` decides for the draft as a whole, and accepts at least as much on average as
-    ``token``; the draft must then be drawn by ``sampling.in_block(positions)``. For a one-hot draft
-    both have one law, and are one computation.
+    Args:
+        draft_tokens: int32 ``[B, gamma]``.
+        target_logits: ``[B, gamma + 1, V]``.
+        draft_lengths: int32 ``[B]`` in 0..gamma; draft tokens beyond are ignored.
+        stop_tokens: ``[B, M]``, -1 for none.
+        sampling: the settings of each row, for target and draft; a row with temperature 0 is
+            verified greedily.
+        positions: int32 ``[B]``, the absolute position of the first draft token, which keys the
+            random numbers.
+        draft_logits: ``[B, gamma, V]``, what the draft was drawn from under the same settings; None
+            for a draft that is certain of its tokens (one-hot).
+        rule: ``token`` decides for each token; ``block`` for the draft as a whole, and accepts at
+            least as many on average. For ``block`` the draft must be drawn by
+            ``sampling.in_block(positions)``. For a one-hot draft both are the same computation.
+        filtered: False promises that no row uses top-k, top-p or min-p.
+        axis_name: the axis, or axes, of an enclosing `jax.shard_map` over which V is sharded.
+        implementation: the backend by name; None is the best one.
 
-    A logit that is NaN counts as minus infinity, plus infinity as the largest float32; a row
-    without a finite logit is certain of token 0, of target and draft alike. Raises `ValueError` for
-    shapes that do not fit and an unknown rule.
+    Returns:
+        A `Verified`.
+
+    Raises:
+        ValueError: for shapes that do not fit together, and for an unknown rule.
     """
     batch, gamma = draft_tokens.shape
     check_draft(draft_tokens, draft_lengths, stop_tokens, target_logits.shape[:2])
@@ -89,7 +103,7 @@ def verify_stochastic(
 
 
 def check_rule(rule: object) -> None:
-    """Raise `ValueError` for what is no rule of verification."""
+    """Raise `ValueError` unless ``rule`` is one of `RULES`."""
     if rule not in RULES:
         raise ValueError(f"rule={shown(rule)} must be one of {', '.join(RULES)}")
 
@@ -173,13 +187,13 @@ def _judged(
 
 
 def _sizes(draft_tokens: Array, target_logits: Array, *rest: object, **static: object):
-    """What backends are ordered by."""
+    """The sizes that backends are ordered by."""
     batch, gamma = draft_tokens.shape
     return {"batch": batch, "gamma": gamma, "vocabulary": target_logits.shape[2]}
 
 
 def _cases() -> list[Case]:
-    """Logits under which every draft token is accepted, whatever the numbers are."""
+    """Logits under which every draft token is accepted, whatever the random numbers are."""
 
     def certain() -> tuple[object, ...]:
         draft, target, lengths, stops = accepted_tokens(2, 14)

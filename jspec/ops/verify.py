@@ -20,16 +20,17 @@ from jspec.typing import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """The outcome for each row; tokens have the dtype of the draft's.
+    """The outcome of a verification for each row; token arrays have the dtype of the draft tokens.
 
-    ``accepted`` int32 ``[B]``: accepted draft tokens, a stop token among them ending the count.
-    ``committed`` int32 ``[B]``: tokens the caller gets: accepted + 1, or accepted where a stop
-    token is inside the accepted run.
-    ``mismatch`` bool ``[B]``: the last of them corrects a rejected draft token.
-    ``next_token`` ``[B]``: the corrected token, or the bonus token behind a draft that is accepted
-    whole; -1 where a stop token came before it.
-    ``stopped`` bool ``[B]``: a committed token is a stop token.
-    ``tokens`` ``[B, gamma + 1]``: the committed block, -1 behind its end.
+    Attributes:
+        accepted: int32 ``[B]``, accepted draft tokens; a stop token among them ends the count.
+        committed: int32 ``[B]``, tokens of the committed block: accepted + 1, or accepted where the
+            block ends with an accepted stop token.
+        mismatch: bool ``[B]``, whether the last committed token corrects a rejected draft token.
+        next_token: ``[B]``, the corrected token, or the bonus token after a draft that is accepted
+            as a whole; -1 where a stop token came before it.
+        stopped: bool ``[B]``, whether a committed token is a stop token.
+        tokens: ``[B, gamma + 1]``, the committed block, -1 after its end.
     """
 
     accepted: Array
@@ -58,11 +59,20 @@ def verify_greedy(
     *,
     implementation: str | None = None,
 ) -> Verified:
-    """Accept draft tokens while they equal the target's own choice.
+    """Accept draft tokens as long as they equal the target's argmax.
 
-    ``draft_tokens`` int32 or int64 ``[B, gamma]``; ``target_tokens`` ``[B, gamma + 1]``, the
-    target's argmax after each prefix; ``draft_lengths`` int32 ``[B]`` in 0..gamma, what lies beyond
-    is ignored; ``stop_tokens`` ``[B, M]``, -1 for none. Token ids have one dtype.
+    Args:
+        draft_tokens: int32 or int64 ``[B, gamma]``.
+        target_tokens: ``[B, gamma + 1]``, the target's argmax after each prefix.
+        draft_lengths: int32 ``[B]`` in 0..gamma; draft tokens beyond are ignored.
+        stop_tokens: ``[B, M]``, -1 for none. All token ids have one dtype.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        A `Verified`.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     check_greedy(draft_tokens, target_tokens, draft_lengths, stop_tokens)
     arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens)
@@ -93,7 +103,7 @@ def greedy_xla(
 
 
 def greedy_sizes(draft_tokens: Array, *rest: Array) -> dict[str, int]:
-    """What backends are ordered and cut by: the batch, gamma, and all draft tokens."""
+    """The sizes that backends are ordered by: the batch, gamma, and all draft tokens."""
     batch, gamma = draft_tokens.shape
     return {"batch": batch, "gamma": gamma, "drafted": batch * gamma}
 
@@ -113,7 +123,7 @@ _SHAPES = {
 
 
 def greedy_cases() -> list[Case]:
-    """A case of which all is accepted, and ragged ones of every kind of length."""
+    """A case in which every draft token is accepted, and ragged ones of every kind of length."""
     ragged = [
         Case(name, functools.partial(ragged_tokens, *shape)) for name, shape in _SHAPES.items()
     ]
@@ -138,7 +148,7 @@ VERIFY_GREEDY = Operation(
 def check_draft(
     draft_tokens: Array, draft_lengths: Array, stop_tokens: Array, target: tuple[int, ...]
 ) -> None:
-    """Raise `ValueError` where a draft does not fit ``target``, the leading axes of its judge."""
+    """Raise `ValueError` where a draft does not fit ``target``, the leading axes of the logits."""
     batch, gamma = draft_tokens.shape
     if target != (batch, gamma + 1):
         raise ValueError(
@@ -167,7 +177,7 @@ def commit(
     following: Array,
     stop_tokens: Array,
 ) -> tuple[Array, ...]:
-    """Put the block together and cut it behind the first stop token: the fields of `Verified`."""
+    """Build the block and cut it after the first stop token: the fields of `Verified`."""
     index = jnp.arange(draft_tokens.shape[1] + 1, dtype=jnp.int32)[None]
     padded = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
     block = jnp.where(index == accepted[:, None], following[:, None], padded)

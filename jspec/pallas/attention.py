@@ -1,13 +1,13 @@
-"""Attention of a few query tokens over a long cache on Mosaic GPU, at the speed of memory.
+"""Attention of a few query tokens over a long cache on Mosaic GPU, bound by memory bandwidth.
 
-The queries that share a key-value head are the rows of a tile, T * G of them. A head's keys are
-cut into chunks at positions that are the same for every row and capacity, so that a row's
-arithmetic depends on neither, nor on its neighbours; they grow with the position, so that a short
-row is read by many programs and a long one is merged from few parts. The programs stay and take
-one chunk after the other: one warpgroup copies keys and values into shared memory, across chunks,
-ahead of those that compute, and these compute the weights of a block beside the sum over the
-values of the one before. What lies beyond a row's length is not read. Each chunk leaves an output
-with its log-sum-exp, and a small second kernel merges them.
+The T * G queries that share a key-value head are the rows of a tile. A head's keys are cut into
+chunks at positions that are the same for every row and capacity, so that a row's arithmetic depends
+neither on them nor on its neighbours. Chunks grow with the position: a short row is read by many
+programs, and a long one is merged from few parts. Programs are persistent and take one chunk after
+the other. One warpgroup copies keys and values into shared memory, across chunks, ahead of the
+warpgroups that compute; these compute the weights of a block while they sum the values of the block
+before. Keys past a row's length are not read. Each chunk gives an output with its log-sum-exp, and
+a small second kernel merges them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from jspec.pallas.attention_cut import (
     reach,
 )
 from jspec.pallas.attention_merge import LOG2E, Merge
+from jspec.pallas.matmul import TILE, matmul, swizzled
 from jspec.pallas.mosaic import refuses_pallas
-from jspec.pallas.products import TILE, swizzled, times
 from jspec.sharding import opaque
 from jspec.typing import Array
 
@@ -108,7 +108,7 @@ def _attended(
 def _lowered_once(kernel: _Partials | Merge, *arrays: Any) -> Any:
     """``kernel(*arrays)``, lowered once for all layers of a program.
 
-    JAX writes a new number into a Mosaic kernel each time it lowers one. Lowered for each layer,
+    JAX writes a new number into a Mosaic kernel each time it is lowered. If each layer lowered it,
     the kernels would differ, and XLA would compile every one of them.
     """
     return kernel(*arrays)
@@ -116,7 +116,7 @@ def _lowered_once(kernel: _Partials | Merge, *arrays: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Partials:
-    """Attention over each chunk of keys by itself."""
+    """Attention over each chunk of keys separately."""
 
     shape: Shape
     scale: float
@@ -175,8 +175,8 @@ class _Partials:
             query_buffers.append(swizzled((blocks.sides, PROBES, size), k.dtype))
             staged.append(plgpu.SMEM((2, blocks.keys), jnp.float32))
             results.append(jax.ShapeDtypeStruct((batch, kv_heads, shape.slots), jnp.float32))
-        # Of barriers that tell what has arrived: copies to wait for, and how many barriers; and the
-        # warpgroups that wait for it.
+        # Barriers of arrived data: (copies to wait for, number of barriers); and how many
+        # warpgroups wait for each.
         full = (len(queries), blocks.sides), (1, key_stages), (shape.halves, value_stages)
         readers = shape.groups + shape.scored, shape.groups + shape.scored, shape.groups
 
@@ -233,7 +233,7 @@ class _Partials:
                 plgpu.set_max_registers(shape.registers[1], action="decrease")
             copy = self._copier(sources, items, (query_buffers, k, v), full, free)
             (done, read), _ = lax.fori_loop(0, steps, copy, start)
-            # Every barrier is seen to its end.
+            # Wait for the last arrivals, so that no barrier is left pending.
             for count, barrier in zip((read, done, done), free, strict=True):
                 size = barrier.shape[0]
 
@@ -296,7 +296,7 @@ class _Partials:
         return copy
 
     def _scorer(self, items, smem, scores, full, free):
-        """What scores the keys of an item; tiles and blocks that share keys write the same."""
+        """Returns a step that scores an item's keys; tiles that share keys write the same."""
         probe_smem, k_smem, score_smem = smem
         keys, (key_stages, _) = self.blocks.keys, self.blocks.stages
 
@@ -316,7 +316,7 @@ class _Partials:
                 for first in range(0, keys, TILE):
                     rows = pl.ds(first, TILE)
                     query = probe_smem.at[side].transpose((1, 0))
-                    products = times(k_smem.at[slot, rows], query)
+                    products = matmul(k_smem.at[slot, rows], query)
                     score_smem[staged, rows] = products.max(axis=1) * self.scale
                 plgpu.barrier_arrive(free[1].at[slot])
                 plgpu.commit_smem()

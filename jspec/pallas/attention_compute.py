@@ -1,4 +1,4 @@
-"""What a warpgroup of attention on Mosaic GPU computes of an item: softmax and sum of values."""
+"""The computing warpgroups of attention on Mosaic GPU: softmax and weighted sum of values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.pallas.attention_cut import Blocks, Items, Schedule, Shape
 from jspec.pallas.attention_merge import LOG2E, LOWEST
-from jspec.pallas.products import TILE, both, plus, swizzled_channels, times
+from jspec.pallas.matmul import TILE, add_matmul, matmul, overlapped_matmuls, swizzled_channels
 
-NARROW = 64  # channels up to which two products beside each other take longer than in turn
+NARROW = 64  # channels up to which overlapping two matmuls takes longer than one after the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Compute:
             return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
         def clear_past_end(slot, at, end):
-            # Slots beyond the length may hold anything, and 0 * NaN is NaN.
+            # Slots past the length may hold anything, and 0 * NaN is NaN.
             @pl.when(stack == 0)
             def _():
-                for channel in range(0, channels, piece):  # of few registers
+                for channel in range(0, channels, piece):  # in pieces, to use few registers
                     piece_ref = v_smem.at[slot, half, :, pl.ds(channel, piece)]
                     values = fetch(piece_ref, plgpu.Layout.WGMMA)
                     piece_ref[...] = jnp.where(index((keys, piece), 0) + at < end, values, 0)
@@ -81,7 +81,7 @@ class Compute:
                 return jnp.where(visible, scores, -jnp.inf)
 
             def weigh(scores, i, top, total, mask):
-                """The weights of block ``i``, and how much less those before it count from now."""
+                """The weights of block ``i``, and the factor by which earlier sums decay."""
                 if self.softcap is not None:
                     scores = jnp.tanh(scores * (self.scale / self.softcap)) * self.softcap * LOG2E
                 if mask:
@@ -98,7 +98,7 @@ class Compute:
             def scores_of(i):
                 slot = lax.rem(done + i, key_stages)
                 plgpu.barrier_wait(full[1].at[slot])
-                scores = times(*query_and_keys(slot))
+                scores = matmul(*query_and_keys(slot))
                 plgpu.barrier_arrive(free[1].at[slot])
                 return scores
 
@@ -108,12 +108,14 @@ class Compute:
                 slot = lax.rem(done + i, value_stages)
                 plgpu.barrier_wait(full[2].at[slot])
                 weights = weights.astype(v_smem.dtype)
-                acc = plus(acc * over_columns(decay, channels), weights, v_smem.at[slot, half])
+                acc = add_matmul(
+                    acc * over_columns(decay, channels), weights, v_smem.at[slot, half]
+                )
                 plgpu.barrier_arrive(free[2].at[slot])
                 return acc, top, total
 
             def overlapped_block(i, carry, mask):
-                """The scores of block ``i``, beside the sum over the values of the one before."""
+                """The scores of block ``i``, overlapped with the value sum of the block before."""
                 acc, top, total, weights = carry
                 slot, before = lax.rem(done + i, key_stages), lax.rem(done + i - 1, value_stages)
                 plgpu.barrier_wait(full[1].at[slot])
@@ -121,12 +123,12 @@ class Compute:
                 def between(scores):
                     plgpu.barrier_arrive(free[1].at[slot])
                     higher, sums, *rest = weigh(scores, i, top, total, mask)
-                    # The compiler moves a wait ahead of arithmetic, not ahead of a store: with
-                    # this one the arithmetic is done while the second product runs.
+                    # The compiler may move the wait before arithmetic, but not before a store:
+                    # this store keeps the arithmetic overlapped with the second matmul.
                     row_smem[1, staged] = sums
                     return higher, sums, *rest
 
-                (higher, sums, decay, weights), acc = both(
+                (higher, sums, decay, weights), acc = overlapped_matmuls(
                     *query_and_keys(slot),
                     lambda: plgpu.barrier_wait(full[2].at[before]),
                     (acc, weights, v_smem.at[before, half]),
@@ -161,17 +163,17 @@ class Compute:
             plgpu.barrier_wait(full[2].at[final])
             _, at = self.schedule.at(item, count - 1)
             pl.when(at + keys > end)(lambda: clear_past_end(final, at, end))
-            acc = plus(acc, weights, v_smem.at[final, half])
+            acc = add_matmul(acc, weights, v_smem.at[final, half])
             plgpu.barrier_arrive(free[2].at[final])
 
-            # Blocks that are not masked are seen by all queries, but not by padding.
+            # Blocks without a mask are read by all queries, but not by padding.
             saw = (total > 0) & (limit >= 0)
             safe = jnp.where(saw, total, 1)
             place = item.row, item.tile, item.head, item.chunk
             out, lse = (x.at[*place] for x in results)
             acc = jnp.where(over_columns(saw, channels), acc * over_columns(1 / safe, channels), 0)
             for i, at in enumerate(range(0, channels, part)):
-                # The buffer before is still being read.
+                # The other buffer is still being read.
                 plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
                 out_smem[i % 2, staged] = acc[:, at : at + part].astype(out_smem.dtype)
                 if i == 0:

@@ -1,10 +1,10 @@
 """How attention on Mosaic GPU is cut into items of work, and which program takes which.
 
 A cache's keys are cut into chunks at positions that are the same for every row and capacity. An
-item is a chunk of a key-value head of a batch row, for a tile of its queries. Only chunks that
-some query sees are items. They are in order of size, large ones first, and the programs take them
-by turns, forward and backward, so that all have about as much to do. Programs are in gangs, which
-take neighbouring heads at the same time: neighbours in memory.
+item is a chunk of a key-value head of a batch row, for a tile of its queries. Only chunks that some
+query reads are items. Items are sorted by size, largest first, and programs take them in forward
+and backward order alternately, so that all have about the same work. Programs are in gangs, which
+take neighbouring heads, adjacent in memory, at the same time.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jspec.gpu import multiprocessors
+from jspec.pallas.matmul import TILE
 from jspec.pallas.mosaic import floor_power
-from jspec.pallas.products import TILE
 from jspec.typing import Array
 
-PART = 128  # most channels that a warpgroup sums
+PART = 128  # channels that a warpgroup sums at most
 REGISTERS = 65536  # of a multiprocessor
-PROBES = 8  # rows in which the query that scores is repeated: a product has no fewer columns
-SHARED = 223 * 1024  # bytes of shared memory for what is large; the rest is for what is not
+PROBES = 8  # copies of the probe query: a matmul has at least 8 columns
+SHARED = 223 * 1024  # bytes of shared memory for the large buffers
 FIRST, LARGEST = 512, 4096  # keys of the first chunk and of the largest, for few query rows
 FEW = 16  # query rows
-EVEN = 132  # multiprocessors that a row is to be read by; a number that follows from no GPU
+EVEN = 132  # multiprocessors that should read a row; the same on every GPU
 EVERYTHING = jnp.iinfo(jnp.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Positions in chunks, larger ones farther behind.
+    """Positions in chunks, which grow with the position.
 
     ``levels``: up to which position, and how many keys a chunk; all but the last position are
     multiples of the sizes on both sides.
@@ -79,8 +79,8 @@ def chunks_for(slots: int, streams: int, rows: int) -> Chunks:
     """Chunks of which a row of any length has about as many as an H200 has multiprocessors.
 
     ``streams``: how many tiles of query rows read a row's keys. The size of a chunk doubles with
-    the position. The more ``rows`` share a head, the more time partial results take beside the
-    keys: chunks are larger then.
+    the position. The more ``rows`` share a head, the more time partial results take in comparison
+    with the keys: chunks are larger then.
     """
     factor = 1 if rows <= FEW else 2
     smallest, largest = FIRST * (1 if rows <= TILE else 2), LARGEST * factor
@@ -165,7 +165,7 @@ class Shape:
         return 16 if self.channels % 16 == 0 else 8
 
     def stages(self, keys: int, sides: int) -> tuple[int, int]:
-        """How many blocks of keys and of values fit into shared memory beside all else."""
+        """How many blocks of keys and of values fit into shared memory with all else."""
         queries = self.program_rows + PROBES * self.scored
         other_bytes = (
             sides * queries * self.size * self.item + 2 * self.groups * TILE * self.part * 4
@@ -177,10 +177,16 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``keys`` of a block, ``stages`` that hold a block of keys or of values
-    each, ``sides`` that hold the queries of an item each, the ``chunks`` (of multiples of
-    ``keys``), the ``programs`` that stay, and how many of them are a ``gang``, which divides their
-    number and the heads'."""
+    """Block sizes of the kernel.
+
+    Attributes:
+        keys: of a block.
+        stages: buffers for a block of keys, and for one of values.
+        sides: buffers for the queries of an item.
+        chunks: how positions are cut into chunks, whose sizes are multiples of ``keys``.
+        programs: persistent programs.
+        gang: programs that take neighbouring heads together; it divides ``programs`` and the heads.
+    """
 
     keys: int
     stages: tuple[int, int]
@@ -191,7 +197,7 @@ class Blocks:
 
 
 def blocks_for(shape: Shape) -> Blocks:
-    """The cut that serves a shape well."""
+    """Block sizes for a shape."""
     streams = shape.tiles * shape.kv_heads
     if shape.tiles > 1 and streams > EVEN // 2:  # each reads all keys, and nothing is merged
         chunks = Chunks(((shape.slots, -(-shape.slots // 128) * 128),))
@@ -206,19 +212,19 @@ def blocks_for(shape: Shape) -> Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Which item a program of the kernel takes in each turn, and where it reads its blocks."""
+    """Which item a program of the kernel takes in each step, and where it reads its blocks."""
 
     blocks: Blocks
     slots: int
 
     def count(self, items: Array):
-        """How many turns this program has, of so many items in all."""
+        """The number of steps of this program, for so many items of all programs."""
         whole = lax.div(items, self.blocks.programs // self.blocks.gang)
-        # The last turn is not whole.
+        # In the last step only some programs have an item.
         return whole + (self._index(whole) < items).astype(jnp.int32)
 
     def item(self, items: Items, step) -> Items:
-        """The item of a turn; read a turn ahead, since global memory is slow."""
+        """The item of a step, which is read one step ahead, since global memory is slow."""
         index = jnp.minimum(self._index(step), items.row.shape[0] - 1)
         item = jax.tree.map(lambda x: x[index], items)
         head_offset = lax.rem(lax.axis_index("program"), self.blocks.gang)
@@ -230,7 +236,7 @@ class Schedule:
         return begins, pl.multiple_of(jnp.minimum(begins, self.slots - self.blocks.keys), 8)
 
     def _index(self, step):
-        """Gangs take the items in order, and in every other turn backward."""
+        """Gangs take the items in order, and in reverse order in every second step."""
         gang = lax.div(lax.axis_index("program"), self.blocks.gang)
         gangs = self.blocks.programs // self.blocks.gang
         return step * gangs + jnp.where(lax.rem(step, 2) == 0, gang, gangs - 1 - gang)
@@ -258,7 +264,7 @@ def reach(positions: Array, shape: Shape, window: int | None) -> tuple[Array, Ar
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """What there is to do; int32, an element an item.
+    """The items of work; int32 arrays with an element for each item.
 
     Batch row, tile, the first of the gang's heads, and the chunk; where the item's keys ``begin``,
     how many of its ``blocks`` of keys there are, and how many of the first are ``plain``, seen by

@@ -1,4 +1,4 @@
-"""The merge of what attention over chunks of keys left, on Mosaic GPU."""
+"""The merge of attention over chunks of keys, on Mosaic GPU."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jspec.pallas.attention_cut import PART, Chunks
 from jspec.pallas.mosaic import LANES, WARPS, floor_power, starts, store
 from jspec.typing import Array
 
-HEADS = 8  # most heads that a program merges
-LOADS = 64  # most numbers that a thread waits for together
+HEADS = 8  # heads that a program merges at most
+LOADS = 64  # numbers that a thread loads at once at most
 LOWEST = -1e30  # the maximum of no score; finite, so that a difference of two is no NaN
 LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """The merge of what the chunks left, some heads of a query token at a time."""
+    """The merge of the results of chunks, for some heads of a query token at a time."""
 
     queries: tuple[int, ...]  # [B, T, N, H]
     dtype: jnp.dtype

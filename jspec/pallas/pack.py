@@ -1,4 +1,4 @@
-"""Packing on Mosaic GPU: one launch, every program finding its place for itself."""
+"""Packing on Mosaic GPU in one launch: every program computes its own offset."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from jspec.sharding import opaque
 from jspec.typing import Array
 
 WORD = 16  # bytes a lane moves at once
-MAX_ROWS = 4096  # of the batch: every program adds up their counts
+MAX_ROWS = 4096  # of the batch: every program sums their counts
 MAX_CHUNKS = 2**16 - 1  # of a batch row: the second axis of a grid
 
-# Elements are moved, not understood: any type of these sizes is moved as an integer.
+# Elements of these sizes in bytes are copied as integers, whatever their dtype.
 _CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``span`` bytes a program, a power of 2 and at least a word."""
+    """Block sizes: ``span`` bytes per program, a power of 2 and at least a word."""
 
     span: int
 
 
 def blocks_for(sizes: Mapping[str, int]) -> Blocks:
-    """The cut that serves KV rows of these sizes well."""
+    """Block sizes for KV rows of these sizes."""
     span = tuned.block("pack", "pallas", sizes)["span"]
     return Blocks(span=min(span, floor_power(sizes["run_bytes"])))
 

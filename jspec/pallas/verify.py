@@ -33,15 +33,19 @@ MAX_GAMMA = 1024  # a row stays in registers
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``rows`` of the batch a program, ``piece`` positions (a power of 2, at
-    most gamma) a vector."""
+    """Block sizes of the kernel.
+
+    Attributes:
+        rows: of the batch, per program.
+        piece: positions of a vector, a power of 2 and at most gamma.
+    """
 
     rows: int
     piece: int
 
 
 def blocks_for(sizes: Mapping[str, int]) -> Blocks:
-    """The cut that serves draft tokens of these sizes well."""
+    """Block sizes for draft tokens of these sizes."""
     # A program has four warps that all do the same: many small ones cost more than a few longer.
     block = tuned.block("verify_greedy", "pallas", sizes)
     return Blocks(block["rows"], piece=min(block["piece"], floor_power(sizes["gamma"])))

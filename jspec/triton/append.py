@@ -133,7 +133,7 @@ def refuses(q: Array, v: Array, qk_rope: QKRope) -> str | None:
     batch, tokens, heads, size = q.shape
     kv_heads, value = v.shape[2:]
     if qk_rope.joined is None:
-        return "queries, keys and values are not slices of one product"
+        return "queries, keys and values are not slices of one array"
     if (qk_rope.q_norm is None) != (qk_rope.k_norm is None):
         return "of queries and keys only one has a norm"
     if qk_rope.q_norm is not None and qk_rope.q_norm.centered:

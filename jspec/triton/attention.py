@@ -34,14 +34,21 @@ PIECE = 32
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``splits`` of a head's keys at least, more where a batch row would have
-    fewer ``programs`` (both powers of 2); ``bytes`` of keys and values a tile, ``rows`` of queries
-    a tile at most and ``least`` at least (powers of 2), ``stages`` of tiles on their way, ``warps``
-    to run a program.
+    """Block sizes of the kernel.
 
-    They may follow from the heads, from whether key positions are given and, unless attention is
-    exact, from T, never from B, lengths or the capacity: a row's arithmetic depends on its own
-    positions alone.
+    They may follow from the heads, from whether there are key positions and, unless attention is
+    exact, from T; never from B, lengths or the capacity: a row's arithmetic depends only on its own
+    positions.
+
+    Attributes:
+        splits: programs that share a head's keys, at least, a power of 2.
+        programs: of a batch row, at least, a power of 2: there are more splits where there would be
+            fewer.
+        bytes: of keys and values of a tile.
+        rows: of queries of a tile, at most, a power of 2.
+        stages: of the compiler's pipelining.
+        warps: of a program.
+        least: rows of queries of a tile, at least, a power of 2.
     """
 
     splits: int
@@ -166,8 +173,8 @@ def _in_pieces(
 ) -> tuple[Array, Array]:
     """``attended``, a few tokens at a time, which changes no bit of an exact attention.
 
-    Each token leaves a part of ``value`` channels a head for every one of the ``splits`` of its
-    keys: those of a long prompt would be larger than the cache.
+    For each token every split leaves a part of ``value`` channels a head: for a long prompt, all
+    parts at once would take more memory than the cache.
     """
     batch, tokens, heads, _ = q.shape
     piece = max(PIECE_BYTES // (4 * heads * (value + 1) * splits), PIECE)
@@ -191,8 +198,7 @@ def _in_pieces(
 
 
 def splits_of(kv_heads: int, tiles: int, blocks: Blocks) -> int:
-    """Among how many programs a head's keys are split, a power of 2; ``tiles`` of queries share
-    them."""
+    """How many programs share a head's keys, a power of 2; ``tiles`` of queries read them each."""
     splits = min(max(blocks.programs // next_power(kv_heads), blocks.splits), MAX_SPLITS)
     return max(splits // next_power(tiles), 1)
 
@@ -226,7 +232,7 @@ def keys_of_tile(shape: dict[str, int | bool], k: Array, v: Array | None, max_by
 
 def rows_of_tile(rows: int, q: Array, k: Array, max_rows: int) -> int:
     """How many of a program's query rows a tile holds."""
-    # Products in float32 take no matrix units, and more rows than these no longer fit in registers.
+    # Matmuls in float32 use no matrix units, and more rows than these no longer fit in registers.
     is_float32 = jnp.float32 in (q.dtype, k.dtype)
     return min(LEAST if is_float32 else max_rows, max(LEAST, next_power(rows)))
 
@@ -234,7 +240,7 @@ def rows_of_tile(rows: int, q: Array, k: Array, max_rows: int) -> int:
 def part_types(
     q: Array, kv_heads: int, parts: int, value: int, *, whole: bool
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """What is left for the merge; of a ``whole`` part, the result itself."""
+    """Shapes and dtypes of the parts to merge; of a ``whole`` part, those of the result."""
     batch, tokens, heads, _ = q.shape
     lead, dtype = (batch, tokens, heads), q.dtype
     if not whole:
@@ -308,13 +314,12 @@ def refuses(q: Array, k: Array, v: Array | None, value_size: int | None = None) 
         return reason
     value_sizes = " or ".join(map(str, LARGE_VALUE_SIZES))
     return (
-        f"{reason}; wider keys must hold values of {value_sizes} and up to {MAX_REST} channels "
-        "besides"
+        f"{reason}; wider keys must hold values of {value_sizes} and up to {MAX_REST} channels more"
     )
 
 
 def refuses_key_size(k: Array) -> str | None:
-    """Why keys of this size cannot be read on the default device, or None."""
+    """Why the default device cannot run the kernels with keys of this size, or None."""
     if (reason := refuses_triton()) or k.shape[3] <= MAX_CHANNELS:
         return reason
     gpu = gpu_in_use()

@@ -1,4 +1,4 @@
-"""The Triton bodies that merge the parts which programs of an attention left."""
+"""The Triton bodies that merge the parts of a split attention."""
 
 import triton
 import triton.language as tl

@@ -47,7 +47,7 @@ def too_old() -> str | None:
 
 
 def refuses_triton() -> str | None:
-    """Why no Triton kernel can run here, or None."""
+    """Why no Triton kernel can run on the default device, or None."""
     return refuses_gpu((8, 0), "Triton") or not_installed() or too_old()
 
 
@@ -57,9 +57,9 @@ def next_power(n: int) -> int:
 
 
 def passes_aliases_twice() -> bool:
-    """Whether a kernel gets the memory of an alias as its input and as its output.
+    """Whether a kernel gets an aliased array twice, as its input and as its output.
 
-    So does jax-triton 0.3; 0.4 gives it once.
+    jax-triton 0.3 does; 0.4 passes it once.
     """
     import jax_triton  # pyright: ignore[reportMissingImports]
 
@@ -76,14 +76,24 @@ def triton_call(
     aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> tuple[Array, ...]:
-    """Launch ``programs`` programs of ``kernel`` on a line.
+    """Launch a Triton kernel on a one-dimensional grid.
 
-    ``stages``: how many rounds of a loop the compiler lets overlap, None for its own choice.
-    ``aliases``: which of ``arrays`` are the memory of which outputs, by number; such outputs come
-    last (jax-triton 0.4 hands the kernel the outputs by their place). The
-    kernel gets pointers to ``arrays``, then to the arrays it returns, which are as ``out``
-    says, and ``constants`` as its ``tl.constexpr`` parameters. Before jax-triton 0.4, XLA takes no
-    such call into a command buffer: in a jitted loop it costs the host a launch each time.
+    The kernel gets pointers to ``arrays``, then to its outputs. Before jax-triton 0.4, XLA cannot
+    capture the call in a command buffer: in a jitted loop it costs the host a launch each time.
+
+    Args:
+        kernel: the jitted Triton function.
+        arrays: its inputs.
+        out: shapes and dtypes of its outputs.
+        programs: the size of the grid.
+        warps: of a program.
+        stages: of the compiler's loop pipelining, None for its default.
+        aliases: from the index of an input to that of the output that shares its memory; such
+            outputs come last, since jax-triton 0.4 passes outputs by position.
+        constants: the ``tl.constexpr`` parameters of the kernel.
+
+    Returns:
+        The outputs.
     """
     import jax_triton  # pyright: ignore[reportMissingImports]
 

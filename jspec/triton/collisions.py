@@ -18,8 +18,13 @@ MAX_UNROLLED = 8  # queries in a round of the kernel's loop: more is much to com
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``each`` groups of 32 tables of a key a thread, at most, and as many
-    keys as fill the ``tile`` of a program, a power of 2; ``warps`` to run it."""
+    """Block sizes of the kernel.
+
+    Attributes:
+        tile: a program takes as many keys as give ``tile`` threads' work, a power of 2.
+        each: groups of 32 tables of a key per thread, at most.
+        warps: of a program.
+    """
 
     tile: int
     each: int

@@ -21,11 +21,13 @@ MAX_TOKENS = 8192  # drafted in a batch: a program verifies all of the rows befo
 class Blocks:
     """Block sizes of the kernel; ``span``, ``scan`` and ``tile`` are powers of 2.
 
-    ``span`` bytes that a program copies at a time, ``row_programs`` programs of a batch row at
-    most, ``scan`` earlier rows verified at a time, ``tile`` positions of each at a time, ``warps``
-    of a program.
-
-    ``eager``: a program's first bytes are read before it is known whether they are kept.
+    Attributes:
+        span: bytes that a program copies at a time.
+        row_programs: programs of a batch row, at most.
+        scan: earlier rows that are verified at a time.
+        tile: positions of each of them at a time.
+        warps: of a program.
+        eager: whether a program reads its first bytes before it knows whether they are accepted.
     """
 
     span: int
@@ -37,7 +39,7 @@ class Blocks:
 
 
 def blocks_for(sizes: Mapping[str, int]) -> Blocks:
-    """The cut that serves draft tokens and KV rows of these sizes well."""
+    """Block sizes for draft tokens and KV rows of these sizes."""
     block = tuned.block("verify_and_pack", "triton", sizes)
     batch, span, tile = (
         sizes["batch"],

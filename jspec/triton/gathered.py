@@ -1,4 +1,4 @@
-"""Gathered attention in Triton: it reads what was selected where it lies, and copies nothing."""
+"""Gathered attention in Triton, which reads the selected slots in place, without a copy."""
 
 from __future__ import annotations
 
@@ -28,16 +28,21 @@ MERGED_PARTS = 16  # of a query row that a program merges at a time
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut.
-
-    ``chunk`` of the selected slots a program at most, less where a batch row would have fewer than
-    ``programs``; ``listed`` slots at most that a program reads at once and keeps, else it reads
-    them tile by tile; ``bytes`` of keys and values a tile, ``rows`` of queries a tile and KV
-    ``heads`` a program at most (all three powers of 2); ``stages`` of the compiler's pipeline, and
-    ``warps`` to run a program.
+    """Block sizes of the kernel.
 
     They may follow from n, T and the heads, never from B or counts: a row's arithmetic must not
     depend on its neighbours.
+
+    Attributes:
+        chunk: selected slots per program, at most.
+        programs: of a batch row, at least: chunks are smaller where there would be fewer.
+        listed: up to so many slots of a chunk are read at once and kept; more are read tile by
+            tile.
+        bytes: of keys and values of a tile, a power of 2.
+        rows: of queries of a tile, at most, a power of 2.
+        heads: KV heads per program, at most, a power of 2.
+        stages: of the compiler's pipelining.
+        warps: of a program.
     """
 
     chunk: int
@@ -146,9 +151,9 @@ def _merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tup
 
 
 def cut_of(count: int, tail: int, step: int, least: int, blocks: Blocks) -> dict[str, int]:
-    """How the kernel shares out ``count`` selected slots and the ``tail``, in steps of ``step``.
+    """How ``count`` selected slots and the ``tail`` are shared out, in steps of ``step`` slots.
 
-    In at least so many chunks, as long as each has `LEAST_STEPS`.
+    There are at least ``least`` chunks, as long as each has `LEAST_STEPS`.
     """
     selected, before = -(-count // step), -(-tail // step)
     max_steps = max(blocks.chunk // step, 1)
@@ -163,9 +168,9 @@ def cut_of(count: int, tail: int, step: int, least: int, blocks: Blocks) -> dict
 
 
 def heads_together(kv_heads: int, rows: int, max_heads: int) -> int:
-    """How many KV heads of ``rows`` query rows share a program, as many as fill the least tile.
+    """How many KV heads of ``rows`` query rows share a program: as many as fill the smallest tile.
 
-    A tile of fewer rows costs the same, so that the heads that share one cost nothing.
+    A tile with fewer rows costs the same, so sharing it is free.
     """
     together = 1
     while (

@@ -1,4 +1,4 @@
-"""Products by groups of rows as one Triton launch."""
+"""Grouped matmul as one Triton launch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _launch(
     rows = len(x) if gather_indices is None else len(gather_indices)
     sizes = grouped_sizes(x, kernel, starts, bias, gather_indices)
     blocks = blocks or Blocks(**tuned.block("grouped_linear", "triton", sizes))
-    # As many as a group has in the mean: with more, rows that are not there are multiplied.
+    # The mean rows of a group: larger tiles would multiply more padding.
     tile = min(MAX_TILE_ROWS, max(16, next_power(sizes["each"])))
     width, step, split = cut(blocks, x, kernel, outputs, tile)
     parts = -(-outputs // width)
@@ -79,7 +79,7 @@ def _launch(
         *(x if array is None else array for array in (bias, gather_indices, scatter_indices)),
         *(x if norm is None else norm.scale, x if weights is None else weights),
         out=(jax.ShapeDtypeStruct((rows, *kernel.shape[3 if gated else 2 :]), dtype),),
-        # No more groups than rows can have rows.
+        # At most as many groups as there are rows have a row.
         programs=min(groups, rows) * parts,
         warps=blocks.warps,
         GROUPS=groups,

@@ -1,4 +1,4 @@
-"""The Triton body of products by groups of rows, which reads what groups with rows need."""
+"""The Triton body of the grouped matmul, which reads only the weights of groups with rows."""
 
 import triton
 import triton.language as tl

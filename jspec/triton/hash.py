@@ -18,7 +18,7 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class EncodeBlocks:
-    """How the work is cut: at most ``tile`` vectors a program, ``warps`` to run it."""
+    """Block sizes of encoding: at most ``tile`` vectors per program, ``warps`` of a program."""
 
     tile: int
     warps: int
@@ -26,7 +26,7 @@ class EncodeBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreBlocks:
-    """How the work is cut: ``keys`` a program, a power of 2, ``warps`` to run it."""
+    """Block sizes of scoring: ``keys`` per program, a power of 2, and ``warps`` of a program."""
 
     keys: int
     warps: int

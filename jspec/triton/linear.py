@@ -1,4 +1,4 @@
-"""A product as one Triton launch: of a few rows, or of any number by tiles that are all alike."""
+"""A matmul as one Triton launch: of a few rows, or of any number in tiles of the same size."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from jspec.ops.quantized import BLOCK, MXFP4, Quantized, weight_bits
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MAX_ROWS = 64  # rows that one tile holds, and that each of an exact product's does
-MAX_BYTES = 2**15  # of x in a tile, whose inputs are many with weights of 4 bits
+MAX_ROWS = 64  # rows of a tile; of an exact matmul all tiles have as many
+MAX_BYTES = 2**15  # of x in a tile, which has many inputs with weights of 4 bits
 FP8 = jnp.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``width`` columns of the result a program, ``bytes`` of weights a tile,
-    ``stages`` of tiles on their way, ``warps`` to run a program.
+    """Block sizes of the kernel.
+
+    Attributes:
+        width: columns of the result per program.
+        bytes: of the weights of a tile.
+        stages: of the compiler's pipelining.
+        warps: of a program.
     """
 
     width: int
@@ -109,11 +114,12 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks, exa
 def cut(
     blocks: Blocks, x: Array, kernel: Array | Quantized | MXFP4, columns: int, tile: int
 ) -> tuple[int, int, int]:
-    """Columns of a program, inputs of a tile, and in how many parts the inputs of MXFP4 are summed.
+    """Columns per program, inputs per tile, and the number of parts in which MXFP4 inputs are
+    summed.
 
-    ``tile``: rows of one. Four warps share a tile of 64 columns of MXFP4, as Hopper's matrix units
-    take them. In smaller ones each warp has a part of the inputs, and all columns. 0 parts: it is
-    not MXFP4.
+    ``tile``: rows of a tile. With 64 columns or more, four warps share a tile of MXFP4, as Hopper's
+    matrix units need it; with fewer, each warp takes a part of the inputs and all columns. The
+    number of parts is 0 for other weights.
     """
     inputs = x.shape[-1]
     width = min(blocks.width, max(16, next_power(columns)))
@@ -126,14 +132,14 @@ def cut(
 
 
 def refuses(x: Array, kernel: Array | Quantized | MXFP4) -> str | None:
-    """Why the kernel cannot take these arguments in one tile, or None."""
+    """Why the kernel cannot run with these arguments in one tile, or None."""
     rows = math.prod(x.shape[:-1])
     if rows > MAX_ROWS:
         return f"it takes 1 to {MAX_ROWS} rows, and there are {rows}"
-    return refuses_product(x, kernel)
+    return refuses_matmul(x, kernel)
 
 
-def refuses_product(x: Array, kernel: Array | Quantized | MXFP4) -> str | None:
+def refuses_matmul(x: Array, kernel: Array | Quantized | MXFP4) -> str | None:
     """Why the kernel cannot take these arguments in any number of tiles, or None."""
     if 0 in x.shape or 0 in kernel.shape:
         return f"x {x.shape} and kernel {kernel.shape} leave nothing to launch"
@@ -150,9 +156,9 @@ def _supports(x, kernel, bias, norm, *args, **kwargs) -> str | None:
 def _supports_exact(x, kernel, bias, norm, *args, **kwargs) -> str | None:
     if norm is not None and norm.centered:
         return CENTERED
-    if reason := refuses_product(x, kernel) or refuses_triton():
+    if reason := refuses_matmul(x, kernel) or refuses_triton():
         return reason
-    return refuses_gpu((8, 9), "a product with fp8") if kernel.dtype == FP8 else None
+    return refuses_gpu((8, 9), "a matmul with fp8") if kernel.dtype == FP8 else None
 
 
 LINEAR = Backend("triton", linear_triton, _supports)

@@ -1,4 +1,4 @@
-"""The Triton bodies of a product: of a few rows in one tile, and of any number in tiles alike."""
+"""The Triton bodies of a matmul: of a few rows in one tile, and of any number in equal tiles."""
 
 import triton
 import triton.language as tl
@@ -97,7 +97,7 @@ def product(
         total *= tl.load(column_scale + offset + column, mask=there, other=0.0)
         if GATED:
             gates *= tl.load(column_scale + column, mask=there, other=0.0)
-    # Rounded where a model rounds: after the product, its bias, its activation and the sum.
+    # Rounded where a model rounds: after the matmul, its bias, its activation and the sum.
     total = total.to(kind)
     if BIASED:
         total += tl.load(bias + offset + column, mask=there, other=0.0).to(kind)

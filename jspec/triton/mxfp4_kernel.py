@@ -1,4 +1,4 @@
-"""Sums of products with MXFP4 weights, for the Triton bodies of `linear` and `grouped_linear`.
+"""Matmuls with MXFP4 weights, for the Triton bodies of `linear` and `grouped_linear`.
 
 docs/models.md has a picture of the bits.
 """
@@ -12,7 +12,7 @@ def bits_of(words):
     """Words of 8 codes ``[WIDTH, N]`` as the bits of bfloat16 ``[WIDTH, N, 2, 2, 2]``.
 
     Those are the numbers times ``2**-126``: 0.5 is a subnormal one. Input ``4 h + 2 a + b`` of a
-    word is at ``[a, b, h]``. A code and the one 4 inputs behind it are converted at once: a
+    word is at ``[a, b, h]``. A code and the one 4 inputs after it are converted at once: a
     product, which is a sum of two shifts, puts sign and other bits at their places in both halves.
     """
     upper = words >> 8
@@ -126,7 +126,7 @@ def mxfp4_sums(
 
     ``rows [TILE]``: where those of x begin, ``live`` which of them there are. ``column [WIDTH]``,
     ``there`` alike. x is times ``norm [IN]`` if NORMED. GATED: gates lie OUT columns before.
-    Weights are the first operand of a product, which matrix units take from registers.
+    Weights are the first operand of a matmul, which matrix units take from registers.
     """
     kind: tl.constexpr = rows.dtype.element_ty
     column = column.to(tl.int64)[:, None]

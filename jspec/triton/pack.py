@@ -1,4 +1,4 @@
-"""Packing in Triton: one launch, every program finding its place for itself."""
+"""Packing in Triton in one launch: every program computes its own offset."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from jspec.ops.pack import kv_sizes, packed_like
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-# Elements are moved, not understood: any type of these sizes is moved as an integer.
+# Elements of these sizes in bytes are copied as integers, whatever their dtype.
 _CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``span`` bytes a program (a power of 2), ``warps`` to copy them."""
+    """Block sizes: ``span`` bytes per program, a power of 2, and ``warps`` of a program."""
 
     span: int
     warps: int
 
 
 def carry(kv: Array) -> Array:
-    """``kv`` as the integers it is moved as; nothing is copied."""
+    """``kv`` as integers of its size; nothing is copied."""
     if kv.dtype == jnp.bool_:
         return kv
     return lax.bitcast_convert_type(kv, _CARRIERS[kv.dtype.itemsize])
 
 
 def uncarry(packed: Array, dtype: jnp.dtype) -> Array:
-    """What `carry` made of elements of ``dtype``, as such elements again."""
+    """The inverse of `carry` for elements of ``dtype``."""
     return packed if packed.dtype == dtype else lax.bitcast_convert_type(packed, dtype)
 
 

@@ -26,8 +26,14 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: the inputs in ``splits`` parts of steps of ``step``, ``width`` experts a
-    program of the logits, with ``warps``; then one program with ``last_warps``.
+    """Block sizes of the two kernels.
+
+    Attributes:
+        splits: parts of the inputs, each summed by other programs.
+        step: inputs of a tile.
+        width: experts per program of the logits.
+        warps: of a program of the logits.
+        last_warps: of the one program that chooses.
     """
 
     splits: int

@@ -18,8 +18,13 @@ MAX_TOKENS = 2**31 - 1  # the kernel counts them in int32
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``rows`` of the batch a program and ``tile`` positions at a time, both
-    powers of 2, and ``warps`` to run a program."""
+    """Block sizes of the kernel.
+
+    Attributes:
+        rows: of the batch, per program, a power of 2.
+        tile: positions at a time, a power of 2.
+        warps: of a program.
+    """
 
     rows: int
     tile: int
@@ -27,7 +32,7 @@ class Blocks:
 
 
 def blocks_for(sizes: Mapping[str, int]) -> Blocks:
-    """The cut that serves draft tokens of these sizes well."""
+    """Block sizes for draft tokens of these sizes."""
     # A row to a warp while there are about as many as the GPU has places for; then several rows, as
     # long as a lane keeps to some eight positions.
     block, gamma = tuned.block("verify_greedy", "triton", sizes), sizes["gamma"]

@@ -17,8 +17,13 @@ from jspec.typing import Array
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How the work is cut: ``bytes`` of keys a tile, ``rows`` of queries a tile at most (a power
-    of 2), ``warps`` to run a program."""
+    """Block sizes of the kernel.
+
+    Attributes:
+        bytes: of the keys of a tile.
+        rows: of queries of a tile, at most, a power of 2.
+        warps: of a program.
+    """
 
     bytes: int
     rows: int

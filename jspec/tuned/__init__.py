@@ -1,13 +1,17 @@
-"""Orders of backends and block sizes as data: a JSON file a GPU, one for CPUs, and which serves.
+"""Orders of backends and block sizes as data: a JSON file for each GPU, and one for CPUs.
 
-A file has these fields. ``gpu``: the device kind as JAX names it. ``compute_capability``: such as
-"9.0", null for CPUs. ``measured``: whether the orders were measured on that device. ``orders``: for
-each operation, rules that take a list of backends, best first. ``blocks``: for each operation and
-backend, rules that take block sizes by name, none for CPUs. A rule is ``{"up_to": {SIZE: BOUND,
-...}, "take": ...}``: the first one holds whose every size is at most its bound; the last one has no
-``up_to``. Sizes are those that `jspec.dispatch.Operation.sizes` gives; among the blocks is also the
-``exchange`` of Helix, with the chunks that its ``rows`` go in. ``python -m bench tune`` writes the
-orders.
+The fields of a file:
+
+- ``gpu``: the device kind as JAX names it.
+- ``compute_capability``: such as "9.0", null for CPUs.
+- ``measured``: whether the orders were measured on that device.
+- ``orders``: for each operation, rules that take a list of backends, best first.
+- ``blocks``: for each operation and backend, rules that take block sizes by name, none for CPUs;
+  also for the ``exchange`` of Helix, the chunks by its ``rows``.
+
+A rule is ``{"up_to": {SIZE: BOUND, ...}, "take": ...}``. The first rule whose sizes are all at most
+their bounds applies; the last one has no ``up_to``. Sizes are those of
+`jspec.dispatch.Operation.sizes`. ``python -m bench tune`` writes the orders.
 """
 
 from __future__ import annotations
@@ -28,12 +32,12 @@ FIELDS = ("gpu", "compute_capability", "measured", "orders", "blocks")
 
 
 class TableError(ValueError):
-    """A table that cannot be read, or that lacks what is asked of it."""
+    """A table that cannot be read, or that has no entry for an operation or a backend."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What to ``take`` where each size is at most its bound in ``up_to``."""
+    """The entry ``take``, for sizes that are at most their bounds in ``up_to``."""
 
     up_to: Mapping[str, int]
     take: Any
@@ -41,7 +45,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A file of this folder; the fields as in the docstring of the module, ``name`` its stem."""
+    """A file of this folder: its fields as in the docstring of the module; ``name`` is its stem."""
 
     name: str
     gpu: str
@@ -78,7 +82,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """The table that serves a device; ``guess`` says why its orders are one there, or is None."""
+    """The table used on a device; ``guess`` says why its orders may not suit it, or is None."""
 
     table: Table
     guess: str | None
@@ -95,7 +99,7 @@ def block(operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, A
 
 
 def blocks(operation: str, backend: str) -> tuple[Mapping[str, Any], ...]:
-    """All that `block` may give, whatever the sizes."""
+    """All results that `block` can have."""
     return tuple(rule.take for rule in _table_of_blocks().blocks[operation][backend])
 
 
@@ -112,7 +116,7 @@ def tables() -> dict[str, Table]:
 
 @functools.cache
 def serving(gpu: tuple[str, tuple[int, int]] | None) -> Serving:
-    """The table for a GPU of this device kind and compute capability; `CPU` for none."""
+    """The table for a GPU of this device kind and compute capability; `CPU` for None."""
     table = tables()[CPU] if gpu is None else nearest(*gpu, list(tables().values()))
     if gpu is not None and table.gpu != gpu[0]:
         return Serving(table, f"this is {gpu[0]}")
@@ -124,8 +128,8 @@ def serving(gpu: tuple[str, tuple[int, int]] | None) -> Serving:
 def nearest(kind: str, capability: tuple[int, int], among: Sequence[Table]) -> Table:
     """The table whose GPU is most like this one.
 
-    The same device kind comes first, then a name that is a word of it (an H100 of another size),
-    then the nearest compute capability; of equals, a measured one, then the first.
+    First the same device kind, then a name that is a word of it (an H100 of another memory size),
+    then the nearest compute capability; of equals a measured one, then the first.
     """
     words = kind.lower().split()
 
@@ -139,7 +143,7 @@ def nearest(kind: str, capability: tuple[int, int], among: Sequence[Table]) -> T
 
 
 def load(path: Path) -> Table:
-    """Read a table; `TableError` says what is wrong with a file that is none."""
+    """Read a table; raises `TableError` with the reason where it cannot be used."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -92,7 +92,7 @@ def test_a_link_adds_one_before_it(add):
 
 
 def test_there_are_links():
-    with pytest.raises(ValueError, match="ops must have at least one product"):
+    with pytest.raises(ValueError, match="ops must have at least one matmul"):
         linear_chain(normal(1, 4), [])
 
 

@@ -10,13 +10,13 @@ from jspec.pallas import attention_compute as module
 def products_of_arrays(monkeypatch):
     """The interpreter has no product of a tile in registers with one in shared memory."""
 
-    def plus(acc, a, b):
+    def add_matmul(acc, a, b):
         return acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
-    def both(q, k, ready, sums, between):
-        found = between(module.times(q, k))
+    def overlapped_matmuls(q, k, ready, sums, between):
+        intermediates = between(module.matmul(q, k))
         ready()
-        return found, plus(*sums)
+        return intermediates, add_matmul(*sums)
 
-    monkeypatch.setattr(module, "plus", plus)
-    monkeypatch.setattr(module, "both", both)
+    monkeypatch.setattr(module, "add_matmul", add_matmul)
+    monkeypatch.setattr(module, "overlapped_matmuls", overlapped_matmuls)

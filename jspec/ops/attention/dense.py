@@ -39,14 +39,29 @@ def attention(
 ) -> tuple[Array, Array]:
     """Causal grouped-query attention of new tokens over a cache that already holds their keys.
 
-    ``q [B, T, N, H]``; ``k [B, S, K, H]``; ``v [B, S, K, H']`` of the dtype of ``k``, or None: the
-    values are then the first ``value_size`` channels of the keys. ``positions`` int32 ``[B, T]``,
-    absolute, -1 for padding. ``key_positions`` int32 ``[B, S]`` are the keys' absolute positions,
-    -1 for an empty slot; None means that a key's slot is its position. A query sees the keys at or
-    before its position, with ``window`` the last ``window`` of them alone. ``scale`` defaults to
-    ``H ** -0.5``; with ``softcap`` a score is ``softcap * tanh(score / softcap)``. What empty slots
-    hold, NaN included, has no effect. Returns the output ``[B, T, N, H']`` in the dtype of ``q``
-    and the log-sum-exp of the scores, natural log, float32 ``[B, T, N]``; padding gives 0 and -inf.
+    A query reads the keys at or before its position. What empty slots hold, NaN included, has no
+    effect.
+
+    Args:
+        q: ``[B, T, N, H]``.
+        k: ``[B, S, K, H]``, with N a multiple of K.
+        v: ``[B, S, K, H']`` of the dtype of ``k``; None: the values are the first ``value_size``
+            channels of the keys.
+        positions: int32 ``[B, T]``, absolute positions of the queries, -1 for padding.
+        key_positions: int32 ``[B, S]``, absolute positions of the keys, -1 for an empty slot; None:
+            a key's slot is its position.
+        scale: of the scores; None is ``H ** -0.5``.
+        window: a query reads only the last ``window`` keys up to its position; None is all.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
+        value_size: channels of a value, only for ``v=None``.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        The output ``[B, T, N, H']`` in the dtype of ``q``, and the log-sum-exp of the scores,
+        natural log, float32 ``[B, T, N]``. Padding gives 0 and -inf.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     check_attention(q, k, v, positions, key_positions, value_size)
     return ATTENTION(
@@ -107,7 +122,7 @@ def values_in(k: Array, v: Array | None, value_size: int | None) -> Array:
 
 
 def _sees(positions: Array, key_positions: Array, group: int, window: int | None) -> Array:
-    """Which of ``[B, S]`` keys each grouped query row may read, bool ``[B, T * G, S]``."""
+    """Which of ``[B, S]`` keys each grouped query row reads, bool ``[B, T * G, S]``."""
     visible = (key_positions >= 0)[:, None] & (key_positions[:, None] <= positions[:, :, None])
     if window is not None:
         visible = visible & (key_positions[:, None] > positions[:, :, None] - window)
@@ -158,9 +173,9 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, v
 def attention_sizes(
     q: Array, k: Array, *args, key_positions: Array | None = None, **kwargs
 ) -> dict[str, int]:
-    """What backends are ordered by.
+    """The sizes that backends are ordered by.
 
-    ``rows`` is T * G, ``channels`` those of a key; ``held``: 1 where ``key_positions`` are given.
+    ``rows`` is T * G, ``channels`` those of a key; ``held`` is 1 with ``key_positions``, else 0.
     """
     batch, tokens, heads, _ = q.shape
     slots, kv_heads = k.shape[1:3]
@@ -170,9 +185,9 @@ def attention_sizes(
 
 
 def _cases() -> list[Case]:
-    """Three tokens at the end of a cache, and what numpy makes of them.
+    """Three tokens at the end of a cache, and the result of NumPy.
 
-    Also in bfloat16 with 64 channels, which kernels for matrix units take.
+    Also in bfloat16 with 64 channels, for kernels that use matrix units.
     """
     settings = {"key_positions": None, "scale": 0.25, "window": None, "softcap": None}
     settings["value_size"] = None

@@ -32,22 +32,36 @@ def gathered_attention(
     value_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
-    """Grouped-query attention of new tokens over selected slots of a cache and a tail behind them.
+    """Grouped-query attention of new tokens over selected slots of a cache, and a tail after them.
 
-    ``q``, ``k``, ``v``, ``positions``, ``scale``, ``softcap`` and ``value_size`` as in
-    `jspec.attention`. ``selected`` int32 ``[B, n]``, or ``[B, K, n]`` where each KV head has its
-    own: slots that every query reads, each once, -1 for none. ``counts`` int32 ``[B]`` or
-    ``[B, K]``: how many of them count, the first ones; None is all. ``tail`` int32 ``[B, m]`` are
-    the slots of the positions ``context_len [B]``, ``context_len + 1``, and so on, of which a query
-    reads those up to its own. What other slots hold, NaN included, has no effect. Nothing is
-    clamped: slots must be below S.
+    What other slots hold, NaN included, has no effect. Slots must be below S: they are not clamped.
 
-    ``log_weights`` float32 ``[B, T, N, n]``: added to the scores of the selected slots, after the
-    soft cap, so that a slot counts as often as its weight says; minus infinity leaves it out for
-    that query. Importance sampling takes the negative logarithm of a slot's probability.
+    Args:
+        q: ``[B, T, N, H]``.
+        k: ``[B, S, K, H]``.
+        v: ``[B, S, K, H']``, or None as in `jspec.attention`.
+        positions: int32 ``[B, T]``, absolute, -1 for padding.
+        selected: int32 ``[B, n]``, or ``[B, K, n]`` for a list of each KV head: slots that every
+            query reads, each once, -1 for none.
+        tail: int32 ``[B, m]``, the slots of the positions ``context_len``, ``context_len + 1`` and
+            so on; a query reads those up to its own position.
+        context_len: int32 ``[B]``, the position of the first slot of ``tail``.
+        counts: int32 ``[B]``, or ``[B, K]`` as ``selected``: only the first ``counts`` slots of a
+            list are read; None is all.
+        log_weights: float32 ``[B, T, N, n]``, added to the scores of the selected slots after the
+            soft cap; -inf leaves a slot out for that query. For importance sampling: the negative
+            logarithm of a slot's probability.
+        scale: of the scores; None is ``H ** -0.5``.
+        softcap: as in `jspec.attention`.
+        value_size: as in `jspec.attention`.
+        implementation: the backend by name; None is the best one.
 
-    Returns the output ``[B, T, N, H']`` in the dtype of ``q`` and the log-sum-exp, natural log,
-    float32 ``[B, T, N]``; padding, and a query that reads nothing, give 0 and -inf.
+    Returns:
+        The output ``[B, T, N, H']`` in the dtype of ``q``, and the log-sum-exp, natural log,
+        float32 ``[B, T, N]``. Padding, and a query that reads no slot, give 0 and -inf.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     check_heads(q, k, v, value_size)
     _check(q, k, positions, selected, tail, context_len, counts, log_weights)
@@ -69,7 +83,7 @@ def gathered_attention(
 
 
 def filled(selected: Array) -> Array:
-    """The length of the beginning of each list ``[..., n]`` behind which all slots are -1."""
+    """The length of each list ``[..., n]`` without the -1 at its end, int32 ``[...]``."""
     index = jnp.arange(1, selected.shape[-1] + 1, dtype=jnp.int32)
     return jnp.where(selected >= 0, index, 0).max(axis=-1)
 
@@ -126,10 +140,10 @@ def _xla(
         read &= index < counts.reshape(batch, -1)[..., None]
     query_positions = positions[:, None, :, None]
     read = read[:, :, None] & (query_positions >= 0)
-    behind = context_len[:, None] + jnp.arange(tail.shape[-1])[None]
-    behind = (behind[:, None, None] <= query_positions) & (tail >= 0)[:, :, None]
-    behind = jnp.broadcast_to(behind, (*read.shape[:3], tail.shape[-1]))
-    valid = jnp.repeat(jnp.concatenate([read, behind], axis=-1), heads // kv_heads, axis=2)
+    tail_positions = context_len[:, None] + jnp.arange(tail.shape[-1])[None]
+    tail_read = (tail_positions[:, None, None] <= query_positions) & (tail >= 0)[:, :, None]
+    tail_read = jnp.broadcast_to(tail_read, (*read.shape[:3], tail.shape[-1]))
+    valid = jnp.repeat(jnp.concatenate([read, tail_read], axis=-1), heads // kv_heads, axis=2)
     tail = jnp.broadcast_to(tail, (*selected.shape[:2], tail.shape[-1]))
     slots = jnp.concatenate([selected, tail], axis=-1)
     index = jnp.swapaxes(slots, 1, 2)[..., None]
@@ -148,7 +162,7 @@ def _xla(
 def gathered_sizes(
     q: Array, k: Array, v, positions, selected: Array, *args, **kwargs
 ) -> dict[str, int]:
-    """What backends are ordered by.
+    """The sizes that backends are ordered by.
 
     ``rows`` is T * G; ``lists``: selections of a batch row, 1 where heads share one.
     """
@@ -160,7 +174,7 @@ def gathered_sizes(
 
 
 def _cases() -> list[Case]:
-    """Two tokens behind five selected ones of ten, without and with weights, by numpy."""
+    """Two tokens after five selected ones of ten, without and with weights, by NumPy."""
     chosen = np.array([[7, 0, -1, 3, 4, 9]], np.int32)
     weights = np.random.default_rng(1).standard_normal((1, 2, 2, 6)).astype(np.float32)
     weights[0, 0, 1, 3] = -np.inf

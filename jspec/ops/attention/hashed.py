@@ -1,7 +1,7 @@
-"""Attention of one new token over what its hash code selects: a decoding layer as one operation.
+"""Attention of one new token over the slots that its hash code selects, as one operation.
 
-`hash_attention` is the public operation; ``xla`` is the reference, ``one_by_one`` the best backend
-of each part.
+`hash_attention` is the public operation; ``xla`` is the reference, ``one_by_one`` calls the best
+backend of each part.
 """
 
 from __future__ import annotations
@@ -56,26 +56,38 @@ def hash_attention(
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
     """Append one token to a cache with hash codes, select by its code, and attend to the selection.
 
-    All that a layer does between its projections when it decodes (HATA, Gong et al. 2025, arXiv
-    2506.02572, algorithm 3). ``q [B, 1, N, H]``, ``k [B, 1, K, H]`` and ``v [B, 1, K, H']`` as the
-    projections give them; ``qk_rope``, a `jspec.ops.append.QKRope`, norms and rotates queries and
-    keys. The cache is linear, a slot for each position: ``keys [B, S, K, H]``, ``values [B, S, K,
-    H']`` and ``codes`` uint32 ``[B, S, K, R / 32]``, those of `jspec.hash_encode` by ``w [K, H,
-    R]``; all three are updated at ``positions`` int32 ``[B, 1]``, -1 for padding, which appends
-    nothing.
+    All that a layer computes between its projections when it decodes (HATA, Gong et al. 2025, arXiv
+    2506.02572, algorithm 3). The cache is linear: a token's slot is its position. Donate the cache
+    to update it without a copy. ``positions`` must be below S and ``context_len`` at most S: they
+    are not clamped. What slots that are not read hold, NaN included, has no effect.
 
-    Of the slots below ``context_len`` int32 ``[B]`` it selects ``budget`` for each KV head, as
-    `jspec.hash_select` does by the code of the rotated query, with ``counts`` int32 ``[B]``, the
-    budget of each row, ``sinks`` and ``recent``. It attends to these, and to those of the
-    ``num_new`` slots from ``context_len`` on that do not come after the query's own, as
-    `jspec.gathered_attention` does, with ``scale`` and ``softcap``. What other slots hold, NaN
-    included, has no effect. Nothing is clamped: ``positions`` must be below S, and ``context_len``
-    at most S.
+    Args:
+        q: ``[B, 1, N, H]``, as the projection gives it.
+        k: ``[B, 1, K, H]``, as the projection gives it.
+        v: ``[B, 1, K, H']``.
+        qk_rope: norms and rotary embeddings of queries and keys.
+        keys: ``[B, S, K, H]``, updated at ``positions``.
+        values: ``[B, S, K, H']``, updated at ``positions``.
+        codes: uint32 ``[B, S, K, R / 32]`` of `jspec.hash_encode`, updated at ``positions``.
+        w: ``[K, H, R]``, the hash matrices.
+        positions: int32 ``[B, 1]``, -1 for padding, which appends nothing.
+        context_len: int32 ``[B]``: slots below it are selected from.
+        budget: slots that are selected for each KV head, at most.
+        counts: int32 ``[B]``, the budget of each row; None is ``budget``.
+        sinks: the first slots of a row, always selected.
+        recent: the last slots of a row below ``context_len``, always selected.
+        num_new: slots from ``context_len`` on that are read as well, up to the query's own.
+        scale: of the scores; None is ``H ** -0.5``.
+        softcap: as in `jspec.attention`.
+        implementation: the backend by name; None is the best one.
 
-    Returns the output ``[B, 1, N, H']`` in the dtype of ``q`` and the log-sum-exp, natural log,
-    float32 ``[B, 1, N]``, for padding 0 and -inf; the slots that were selected, int32 ``[B, K,
-    budget]``, ascending, and -1 after the last one; and the keys, values and codes. Donate the
-    cache, and nothing of it is copied. Raises `ValueError` for arguments that do not fit.
+    Returns:
+        The output ``[B, 1, N, H']`` in the dtype of ``q``; the log-sum-exp, natural log, float32
+        ``[B, 1, N]`` (0 and -inf for padding); the selected slots, int32 ``[B, K, budget]``,
+        ascending, then -1; and the updated keys, values and codes.
+
+    Raises:
+        ValueError: for shapes, dtypes or a budget that do not fit together.
     """
     _check(q, positions, context_len, counts, num_new)
     check_encode(q, k, v, keys, values, codes, w, positions)
@@ -139,7 +151,7 @@ def _run_parts(
     scale: float,
     softcap: float | None,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """As `hash_attention`, each part by this ``implementation`` of it, None for the best."""
+    """As `hash_attention`, each part by the backend ``implementation``, None for the best one."""
     named: Any = {"implementation": implementation}
     slots = jnp.where(positions >= 0, positions, keys.shape[1])
     # Written before it is read: a cache that is read and then written would be copied whole.
@@ -166,7 +178,7 @@ _one_by_one = functools.partial(_run_parts, None)
 def hash_attention_sizes(
     q: Array, k: Array, v: Array, qk_rope: QKRope, keys: Array, *args: Array, budget: int, **kwargs
 ) -> dict[str, int]:
-    """What backends are ordered by; ``queries`` of a KV head."""
+    """The sizes that backends are ordered by; ``queries`` of a KV head."""
     batch, slots, heads, _ = keys.shape
     words = args[1].shape[3]
     sizes = {"batch": batch, "slots": slots, "k": budget, "queries": q.shape[2] // heads}
@@ -174,7 +186,7 @@ def hash_attention_sizes(
 
 
 def _build(shape, normed, dtype, rows) -> tuple:
-    """Without norms whole numbers, turned by right angles: the same bits in any order of sums."""
+    """Without norms: whole numbers, rotated by right angles, so sums are exact in any order."""
     (group, heads, slots, size, value, bits), batch = shape, len(rows)
     # By this seed no sum whose sign is a bit of a code is near 0.
     rng = np.random.default_rng([slots, size, bits, 3])

@@ -8,12 +8,21 @@ from jspec.typing import Array
 
 
 def merge_attention(outs: Array, lses: Array) -> tuple[Array, Array]:
-    """Attention over all keys from attention over each of P parts of them.
+    """Attention over all keys, merged from attention over P disjoint parts of them.
 
-    ``outs [P, ..., H]`` and their log-sum-exp ``lses [P, ...]``, natural log, float32. A part that
-    a query sees no key of has a log-sum-exp of -inf; its output, NaN included, has no effect. Sums
-    are in float32. Returns the output ``[..., H]`` in the dtype of ``outs`` and the log-sum-exp
-    ``[...]``; without any key they are 0 and -inf (FlashDecoding; Helix, section 2.1.2).
+    Sums are float32 (FlashDecoding; Helix, section 2.1.2).
+
+    Args:
+        outs: ``[P, ..., H]``, the output over each part.
+        lses: float32 ``[P, ...]``, the log-sum-exp of each part, natural log; -inf for a part of
+            which a query reads no key: its output, NaN included, has no effect.
+
+    Returns:
+        The output ``[..., H]`` in the dtype of ``outs`` and the log-sum-exp ``[...]``; 0 and -inf
+        where no part has a key.
+
+    Raises:
+        ValueError: for shapes that do not fit, or without parts.
     """
     if outs.shape[:-1] != lses.shape or not outs.shape[0]:
         raise ValueError(f"outs {outs.shape} and lses {lses.shape} must be [P, ..., H], [P, ...]")

@@ -27,14 +27,31 @@ def scored_attention(
     value_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array, Array]:
-    """`jspec.attention`, and the scores of one more query for each KV head, which reads no value.
+    """`jspec.attention`, and the scores of one more query of each KV head, which reads no value.
 
-    ``probe [B, K, H]``, of the dtype of ``q``; the other arguments are those of `jspec.attention`.
-    Scores are linear: the mean over query heads and tokens of what they score is what the mean of
-    these queries scores, so that a pass that verifies can rank its keys at the cost of one row.
-    Returns output, log-sum-exp and scores, float32 ``[B, K, S]``: ``scale`` times the product of
-    probe and key, without soft cap. Scores of slots that no query of the row reads are not
-    specified.
+    Scores are linear in the query: with the mean query of a KV head as ``probe``, a verification
+    pass ranks its keys at the cost of one query row.
+
+    Args:
+        q: ``[B, T, N, H]``.
+        k: ``[B, S, K, H]``.
+        v: ``[B, S, K, H']``, or None as in `jspec.attention`.
+        positions: int32 ``[B, T]``, absolute, -1 for padding.
+        probe: ``[B, K, H]`` of the dtype of ``q``.
+        key_positions: as in `jspec.attention`.
+        scale: of the scores; None is ``H ** -0.5``.
+        window: as in `jspec.attention`.
+        softcap: as in `jspec.attention`; not applied to the scores of ``probe``.
+        value_size: as in `jspec.attention`.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        Output and log-sum-exp of `jspec.attention`, and the scores, float32 ``[B, K, S]``:
+        ``scale`` times the dot product of probe and key. Scores of slots that no query of the row
+        reads are not specified.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     check_attention(q, k, v, positions, key_positions, value_size)
     probe_shape = (q.shape[0], *k.shape[2:])
@@ -67,7 +84,7 @@ def _xla(q, k, v, positions, probe, *, scale, **settings):
 
 
 def _cases() -> list[Case]:
-    """The cases of attention, with a probe, and what numpy makes of them."""
+    """The cases of attention with a probe, and the results of NumPy."""
 
     def scored(dense: Case) -> Case:
         def build() -> tuple[np.ndarray, ...]:

@@ -23,13 +23,26 @@ def mean_weights(
     softcap: float | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """What weight each key of a cache has in an attention, in the mean over tokens and heads.
+    """The softmax weight of each key of a cache, averaged over tokens and query heads.
 
-    ``q [B, T, N, H]``, ``k [B, S, K, H]``, ``scale`` and ``softcap`` as in `jspec.attention`, and
-    ``lse`` float32 ``[B, T, N]`` as it gave it; -inf, as padding has, counts the query out. The
-    weight of a key for a query is ``exp(score - lse)``. Returns float32 ``[B, K, S]``, the mean
-    over the query heads of a KV head and the tokens that count, 0 where none does. It masks
-    nothing: what it gives for a slot that some query does not read is not specified.
+    The weight of a key for a query is ``exp(score - lse)``. Nothing is masked: the result for a
+    slot that some query does not read is not specified.
+
+    Args:
+        q: ``[B, T, N, H]``.
+        k: ``[B, S, K, H]``.
+        lse: float32 ``[B, T, N]``, the log-sum-exp of `jspec.attention`; queries with -inf, such as
+            padding, are left out of the mean.
+        scale: of the scores; None is ``H ** -0.5``.
+        softcap: as in `jspec.attention`.
+        implementation: the backend by name; None is the best one.
+
+    Returns:
+        float32 ``[B, K, S]``, the mean over tokens and the query heads of a KV head, 0 where all
+        queries are left out.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit together.
     """
     check_heads(q, k, k, None)
     if lse.shape != q.shape[:3] or lse.dtype != jnp.float32:
@@ -57,7 +70,7 @@ def _xla(q: Array, k: Array, lse: Array, *, scale: float, softcap: float | None)
 
 
 def _cases() -> list[Case]:
-    """Three tokens, one of them padding, and what numpy makes of them."""
+    """Three tokens, one of them padding, and the result of NumPy."""
 
     def build() -> tuple[np.ndarray, ...]:
         rng = np.random.default_rng(0)
