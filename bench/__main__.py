@@ -109,14 +109,14 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     whole = asked.suite == "all"
     names = [name for name in SUITES if name != real.SUITE.name] if whole else [asked.suite]
     model = _model(parser, asked)
-    own = options.read(parser, asked, names)
+    decode_settings = options.read(parser, asked, names)
     only = tuple(name for name in asked.backend if "=" not in name)
     if only:
         _check_backends(parser, only, names)
     _check_cases(parser, asked.case, names)
     cases = tuple(asked.case)
     resume = asked.json if asked.resume else None
-    settings = Settings(asked.quick, asked.check, only, cases, own, model, resume)
+    settings = Settings(asked.quick, asked.check, only, cases, decode_settings, model, resume)
     earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
@@ -154,9 +154,9 @@ def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path |
     return model
 
 
-def _file(given: Path, suite: str, asked: argparse.Namespace) -> Path:
+def _file(path: Path, suite: str, asked: argparse.Namespace) -> Path:
     """The file of a suite: the one that was named, or one in the folder that was."""
-    return given / f"{suite}.json" if asked.suite == "all" else given
+    return path / f"{suite}.json" if asked.suite == "all" else path
 
 
 def _earlier(
@@ -165,21 +165,21 @@ def _earlier(
     """The result of --compare; ends with an error where it is none of ``suite``."""
     path = _file(asked.compare, suite, asked)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        earlier = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         parser.error(f"--compare cannot read {path}: {error}")
     try:
-        if found["suite"] != suite:
-            parser.error(f"--compare {path} is a result of {found['suite']!r}, not of {suite!r}")
-        str.strip(found["machine"]["date"])
+        if earlier["suite"] != suite:
+            parser.error(f"--compare {path} is a result of {earlier['suite']!r}, not of {suite!r}")
+        str.strip(earlier["machine"]["date"])
         # A result that can be compared with itself can be compared with another.
-        SUITES[suite].compare(copy.deepcopy(found), found)
+        SUITES[suite].compare(copy.deepcopy(earlier), earlier)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         parser.error(
             f"--compare {path} is no result of {suite}: {type(error).__name__}: {error}; write "
             f"one with --json"
         )
-    return found
+    return earlier
 
 
 def _check_writable(parser: argparse.ArgumentParser, option: str, paths: Sequence[Path]) -> None:
@@ -325,7 +325,7 @@ def _run(name: str, settings: Settings, path: Path | None) -> dict[str, Any]:
     except KeyboardInterrupt:
         result["interrupted"] = True
     result["rows"] = rows
-    if not SUITES[name].own_clocks and point.DEVICE.reason is not None:
+    if not SUITES[name].custom_clocks and point.DEVICE.reason is not None:
         result["clocks"] = {"device": point.DEVICE.reason}
     return result | {"seconds": round(time.perf_counter() - begin, 1)}
 

@@ -89,9 +89,9 @@ def drafts(ratio: float) -> dict[str, str]:
 
 def plan_of(text: str) -> Plan:
     """The plan of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, CASE)
-    sizes = {name: found[name] for name in ("texts", "new", "gamma", "skip")}
-    return Plan(context=found["S"], ratio=found["percent"] / 100, **sizes)
+    case = cases.parse(text, CASE)
+    sizes = {name: case[name] for name in ("texts", "new", "gamma", "skip")}
+    return Plan(context=case["S"], ratio=case["percent"] / 100, **sizes)
 
 
 def plans(settings: Settings) -> list[Plan]:
@@ -123,7 +123,7 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
         before = start_decoding(
             model, prompts, params[: plan.texts], StepConfig(plan.gamma), chunk=512
         )
-        wanted = None
+        plain_tokens = None
         named = {
             name: text
             for name, text in drafts(plan.ratio).items()
@@ -141,10 +141,10 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
                 state = started(before, models, config, params)
                 tokens, tallies = decoded(state, models, config)
                 greedy = [row[plan.context :] for row in tokens[: plan.texts].tolist()]
-                wanted = greedy if wanted is None else wanted
+                plain_tokens = greedy if plain_tokens is None else plain_tokens
                 if name != "none":
-                    right = decoding.check_tokens(model, prompts, greedy, wanted)
-                    yield from _found(plan, name, text, right, tallies)
+                    right = decoding.check_tokens(model, prompts, greedy, plain_tokens)
+                    yield from _result_rows(plan, name, text, right, tallies)
                 advance()
 
 
@@ -164,7 +164,7 @@ def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda p: p.name)
     long = [path.read_bytes() for path in files if path.stat().st_size > 2 * plan.context]
     order = np.random.default_rng(0).permutation(len(long))
-    found, end = [], plan.skip + plan.texts
+    texts, end = [], plan.skip + plan.texts
     if len(long) < end:
         raise ValueError(
             f"texts={plan.texts} behind skip={plan.skip} are more than the {len(long)} source "
@@ -175,8 +175,8 @@ def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:
             text: str | bytes = long[order[row]][plan.context // 2 :]
         else:
             text, _ = training_document(4 * plan.context, np.random.default_rng([1, row]))
-        found.append(tokenizer.encode(text)[: plan.context])
-    return found
+        texts.append(tokenizer.encode(text)[: plan.context])
+    return texts
 
 
 def started(
@@ -202,25 +202,25 @@ def decoded(
     return np.asarray(state.tokens), tallies
 
 
-def _found(
+def _result_rows(
     plan: Plan, name: str, text: str, right: dict[str, Any], tallies: list[Tally]
 ) -> Iterator[dict[str, Any]]:
     """A row of the result for each temperature."""
     for index, temperature in enumerate(TEMPERATURES):
-        own = tallies[index * plan.texts : (index + 1) * plan.texts]
-        attempts = sum(tally.attempts_at for tally in own)
-        accepted = sum(tally.accepted_at for tally in own)
+        row_tallies = tallies[index * plan.texts : (index + 1) * plan.texts]
+        attempts = sum(tally.attempts_at for tally in row_tallies)
+        accepted = sum(tally.accepted_at for tally in row_tallies)
         yield {
             "operation": "vegas-accept",
             "case": dataclasses.asdict(plan) | {"temperature": temperature},
             "name": name,
             "draft": text,
             **right,
-            "steps": sum(tally.steps for tally in own),
-            "committed": sum(tally.committed for tally in own),
+            "steps": sum(tally.steps for tally in row_tallies),
+            "committed": sum(tally.committed for tally in row_tallies),
             "attempts_at": np.asarray(attempts).tolist(),
             "accepted_at": np.asarray(accepted).tolist(),
-            "per_text": [tally.committed / tally.steps for tally in own],
+            "per_text": [tally.committed / tally.steps for tally in row_tallies],
         }
 
 
@@ -241,10 +241,10 @@ def cells(
     return [*line, " ".join(rates)]
 
 
-def over(own: list[float], other: list[float]) -> str:
+def over(lengths: list[float], other_lengths: list[float]) -> str:
     """The mean difference of the same texts, and its standard error."""
-    differences = np.subtract(own, other)
-    error = differences.std(ddof=1) / np.sqrt(len(own)) if len(own) > 1 else np.nan
+    differences = np.subtract(lengths, other_lengths)
+    error = differences.std(ddof=1) / np.sqrt(len(lengths)) if len(lengths) > 1 else np.nan
     return f"{differences.mean():+.2f} ± {error:.2f}"
 
 
@@ -268,10 +268,10 @@ def by_plan(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         for title, named in grouped.items()
     }
     lines = {}
-    for title, found in whole.items():
-        published = next((rows for rows in found if rows[0]["name"] == PUBLISHED), None)
-        found = sorted(found, key=mean, reverse=True)
-        lines[title] = [cells(rows, published) for rows in found]
+    for title, drafters in whole.items():
+        published = next((rows for rows in drafters if rows[0]["name"] == PUBLISHED), None)
+        drafters = sorted(drafters, key=mean, reverse=True)
+        lines[title] = [cells(rows, published) for rows in drafters]
     return lines
 
 
@@ -307,6 +307,6 @@ SUITE = Suite(
     show,
     rivals=tuple(drafts(0.07)),
     compare=compare_rows,
-    own_clocks=True,
+    custom_clocks=True,
     case=plan_of,
 )

@@ -17,7 +17,7 @@ from typing import Any
 import jspec
 
 EVERY = 60.0  # seconds without an end, behind which a line says what runs
-OWN = (Path(__file__).parent, Path(jspec.__file__).parent)
+PROJECT_FOLDERS = (Path(__file__).parent, Path(jspec.__file__).parent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Running:
         frames = traceback.walk_stack(sys._current_frames().get(self.thread))
         for frame, line in frames:
             path = Path(frame.f_code.co_filename)
-            if any(path.is_relative_to(own) for own in OWN):
+            if any(path.is_relative_to(folder) for folder in PROJECT_FOLDERS):
                 return f"{self.name} ({seconds:.0f} s, at {path.parent.name}/{path.name}:{line})"
         return f"{self.name} ({seconds:.0f} s)"
 

@@ -65,9 +65,9 @@ def parse(text: str) -> Case:
     """A case such as ``streaming,B=8,S=8192,t=0.8``; `ValueError` for what is none."""
     draft, *rest = text.split(",")
     try:
-        given = dict(setting.split("=") for setting in rest)
-        batch, context, temperature = int(given["B"]), int(given["S"]), float(given["t"])
-        wrong = draft not in KNOWN or batch < 1 or len(given) != 3
+        values = dict(setting.split("=") for setting in rest)
+        batch, context, temperature = int(values["B"]), int(values["S"]), float(values["t"])
+        wrong = draft not in KNOWN or batch < 1 or len(values) != 3
         if wrong or context < 2 * NEW_TOKENS or temperature < 0:
             raise ValueError
     except (KeyError, ValueError):
@@ -122,8 +122,8 @@ def _of_case(
     choices: list[tuple[int | str, GammaChoice | Fixed, Configs]]
     choices = [(gamma, Fixed(gamma), whole) for gamma in ladder]
     for early, configs in (False, whole), *([(True, gammas.configs)] if gammas.early else []):
-        own = early == (gammas.early and may_ask(Models(model)))
-        name = "auto" if own else EARLY if early else WHOLE
+        is_usual = early == (gammas.early and may_ask(Models(model)))
+        name = "auto" if is_usual else EARLY if early else WHOLE
         auto = GammaChoice(ladder, gammas.draft.usual_gamma, warm=2, early=early)
         choices.append((name, auto, configs))
     rows, plain = [], None
@@ -131,9 +131,9 @@ def _of_case(
         for state in states[:WARM]:
             _decode(model, state, configs, choice)
         runs = [_decode(model, state, configs, choice) for state in states]
-        tokens = [own for _, found, _ in runs for own in found]
+        tokens = [text for _, texts, _ in runs for text in texts]
         plain = tokens if plain is None else plain
-        samples = [sum(map(len, found)) / seconds for seconds, found, _ in runs]
+        samples = [sum(map(len, texts)) / seconds for seconds, texts, _ in runs]
         row = {"case": case, "gamma": gamma, "tokens_per_s_samples": samples}
         if isinstance(choice, GammaChoice):
             row["chunks"] = [chunk for _, _, chunks in runs for chunk in chunks]
@@ -141,7 +141,7 @@ def _of_case(
         if not settings.check:
             row["checked"] = None
         elif case["t"]:
-            row["checked"] = all(len(own) == NEW_TOKENS for own in tokens)
+            row["checked"] = all(len(text) == NEW_TOKENS for text in tokens)
         else:
             row |= decoding.check_tokens(model, prompts, tokens, plain)
         rows.append(row)
@@ -257,6 +257,6 @@ SUITE = Suite(
     run,
     show,
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=parse,
 )

@@ -30,7 +30,7 @@ DRAFTS = {
     "specextend": f"specextend:budget={RATIO}",
 }
 NAMES = ("plain", ALONE, *DRAFTS)
-OWN = (
+DEFAULT_CASES = (
     "B=4,S=120K",
     "model=gpt-oss-20b-attention,B=20,S=120K,gamma=7",
     "B=64,S=8K,gamma=6",
@@ -46,11 +46,11 @@ FOOT = (
 )
 
 
-def wanted(gamma: int, settings: Settings) -> list[Drafting]:
+def draftings(gamma: int, settings: Settings) -> list[Drafting]:
     """The rows of a case."""
     every = [Drafting("plain", "none", 0), Drafting(ALONE, "none", gamma)]
     every += [Drafting(name, text, gamma) for name, text in DRAFTS.items()]
-    return [own for own in every if settings.wants(own.name)]
+    return [drafter for drafter in every if settings.wants(drafter.name)]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -65,8 +65,10 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
-    for here in drafting.grid(settings, OWN):
-        yield from drafting.rows(here, wanted(here["gamma"], settings), settings, limits)
+    for chosen_case in drafting.grid(settings, DEFAULT_CASES):
+        yield from drafting.rows(
+            chosen_case, draftings(chosen_case["gamma"], settings), settings, limits
+        )
 
 
 def parts_of(row: Row, rows: list[Row]) -> dict[str, float]:
@@ -79,13 +81,13 @@ def parts_of(row: Row, rows: list[Row]) -> dict[str, float]:
     if "parts_ns" not in row or not (alone or row["name"] in ("plain", ALONE)):
         return {}
     kinds = row["parts_ns"]
-    found = {part: float(sum(kinds[part].values())) for part in phases.PARTS}
-    if found["collection"] and alone:
+    parts = {part: float(sum(kinds[part].values())) for part in phases.PARTS}
+    if parts["collection"] and alone:
         inside = kinds["verification"]["attention"]
         more = inside - alone[0]["parts_ns"]["verification"]["attention"]
-        found["collection"] += more
-        found["verification"] -= more
-    return found
+        parts["collection"] += more
+        parts["verification"] -= more
+    return parts
 
 
 def overhead(row: Row, parts: dict[str, float]) -> float | None:
@@ -121,23 +123,25 @@ PART_HEADINGS = ("draft", *phases.PARTS)
 
 def by_case(rows: list[Row]) -> dict[str, list[tuple[str, ...]]]:
     """The parts of the rows whose kernels are known, under `PART_HEADINGS`, case by case."""
-    found: dict[str, list[tuple[str, ...]]] = {}
+    tables: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         parts = parts_of(row, rows)
         if parts:
             model, layers, batch, context = case_cells(row)
             where = f"{model}, {layers} layers, B={batch}, S={context}"
-            found.setdefault(where, []).append((row["name"], *_part_cells(parts, row["floors_ns"])))
-    return found
+            tables.setdefault(where, []).append(
+                (row["name"], *_part_cells(parts, row["floors_ns"]))
+            )
+    return tables
 
 
 def _part_cells(parts: dict[str, float], floors: dict[str, float]) -> list[str]:
     """Each part's time, and that over its floor."""
-    found = []
+    cells = []
     for part, ns in parts.items():
         over = f" ({ns / floors[part]:.1f}x)" if part in floors and ns else ""
-        found.append(f"{ms(ns / 1e3)}{over}" if ns else "")
-    return found
+        cells.append(f"{ms(ns / 1e3)}{over}" if ns else "")
+    return cells
 
 
 def show(result: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ def sizes() -> list[int]:
 
 
 def rows(settings: Settings) -> list[point.Row]:
-    found = []
+    measured = []
     cases = [(work, size) for work in ("read", "copy") for size in sizes()]
     for work, size in [*cases, ("launch", 8)]:
         x, function, expected = _work(work, size)
@@ -46,8 +46,8 @@ def rows(settings: Settings) -> list[point.Row]:
             program = Program("xla", lambda c=compiled, x=x: c(x), check)
         case = {"work": work, "bytes": size}
         states = STATES if size == SMALL else STATES[:1]
-        found += point.measure("ceilings", case, [program], settings, states=states, moved=size)
-    return found
+        measured += point.measure("ceilings", case, [program], settings, states=states, moved=size)
+    return measured
 
 
 def _work(work: str, size: int) -> tuple[jax.Array, Any, Any]:
@@ -61,22 +61,22 @@ def _work(work: str, size: int) -> tuple[jax.Array, Any, Any]:
     return x, lambda x: x.sum(axis=1, dtype=jnp.float32), np.float32(1024)
 
 
-def bandwidth(found: list[point.Row], work: str, l2: str = "warm") -> float | None:
+def bandwidth(rows: list[point.Row], work: str, l2: str = "warm") -> float | None:
     """Bytes a second of the largest ``work`` measured in this state, None where it failed.
 
     What a GPU's L2 holds says nothing of its memory.
     """
-    own = [
+    matching = [
         r
-        for r in found
+        for r in rows
         if r["case"]["work"] == work
         and r["case"].get("l2") == l2
         and r["checked"]
         and (r["case"]["bytes"] > SMALL or not point.spread(r, "device"))
     ]
-    if not own:
+    if not matching:
         return None
-    largest = max(own, key=lambda r: r["case"]["bytes"])
+    largest = max(matching, key=lambda r: r["case"]["bytes"])
     time = point.best_clock(largest)
     return None if time is None else largest["bytes"] / time.median * 1e6
 

@@ -28,7 +28,7 @@ from jspec.dispatch import Operation
 
 WARMUPS = 3
 FLUSH_BYTES = 2**27  # read between calls for a cold L2: more than any GPU's L2 holds
-Kernel = tuple[str, int]  # its name and its own nanoseconds, as `own_times` counts them
+Kernel = tuple[str, int]  # its name and its exclusive nanoseconds, as `exclusive_times` counts them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,8 @@ class DeviceClock:
             raise RuntimeError(f"CUPTI recorded {len(groups)} of {expected} marks between calls")
         times = []
         for program, count in zip(programs, counts, strict=True):
-            own, groups = groups[:count], groups[count + 1 :]
-            times.append(_times(own[per_call - 1 :: per_call], repeats, program.name))
+            groups_of_program, groups = groups[:count], groups[count + 1 :]
+            times.append(_times(groups_of_program[per_call - 1 :: per_call], repeats, program.name))
         return times
 
     def kernels(self, call: Callable[[], Any]) -> list[Kernel]:
@@ -157,7 +157,7 @@ def _session(calls: Callable[[int], None], repeats: int) -> list[Kernel]:
             calls(repeats)
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-    return own_times(
+    return exclusive_times(
         (event.name, event.start_ns, event.end_ns)
         for plane in planes
         if plane.name.startswith("/device:GPU:")
@@ -167,7 +167,7 @@ def _session(calls: Callable[[int], None], repeats: int) -> list[Kernel]:
     )
 
 
-def own_times(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
+def exclusive_times(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
     """Kernels in the order of their starts, from their names, starts and ends in nanoseconds.
 
     Each has the time in which it runs and none that started before it does: the sum is the time in
@@ -272,23 +272,25 @@ class StepClock:
         **static: Any,
     ) -> None:
         """Give the rows of backends that were right with these arguments their step samples."""
-        here: dict[str, dict[str, Any]] = {}  # of each its first row, that of a warm L2
+        first_rows: dict[str, dict[str, Any]] = {}  # of each its first row, that of a warm L2
         for row in rows:
             if row["checked"]:
-                here.setdefault(row["name"], row)
-        found = sources(operation, shapes(arguments), self._settings, **static)
+                first_rows.setdefault(row["name"], row)
+        by_backend = sources(operation, shapes(arguments), self._settings, **static)
         pairs = {
             name: loops(source, feed)
-            for name, source in found.items()
-            if name in here and isinstance(source, Source)
+            for name, source in by_backend.items()
+            if name in first_rows and isinstance(source, Source)
         }
-        wanted = {(i, name): loop for name, pair in pairs.items() for i, loop in enumerate(pair)}
-        compiled = compile_all("loops", wanted)
+        loops_by_key = {
+            (i, name): loop for name, pair in pairs.items() for i, loop in enumerate(pair)
+        }
+        compiled = compile_all("loops", loops_by_key)
         for name in pairs:
             short, long = compiled[0, name], compiled[1, name]
             if not isinstance(short, Absent) and not isinstance(long, Absent):
                 calls = partial(short, *arguments), partial(long, *arguments)
-                here[name]["step_ns"] = step(*calls, self._empty, self._settings.repeats)
+                first_rows[name]["step_ns"] = step(*calls, self._empty, self._settings.repeats)
 
     @cached_property
     def _empty(self) -> float:

@@ -32,7 +32,7 @@ COLUMNS = ("B", "S", "heads", "H", "T")
 ALONE = "attention"
 POLICIES = {"first + bonus": Vegas(), "all tokens": Vegas(collect="all")}
 SHAPES = ("B=4,S=128K,heads=32/8,H=128", "B=4,S=128K,heads=64/8,H=64")
-SEEN = 512  # slots of each row whose scores are checked
+CHECKED_SLOTS = 512  # slots of each row whose scores are checked
 
 
 def grid(settings: Settings) -> list[Case]:
@@ -51,8 +51,8 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("collect", len(grid(settings))) as advance:
-        for here in grid(settings):
-            yield from _measured(here, settings)
+        for case in grid(settings):
+            yield from _measured(case, settings)
             advance()
 
 
@@ -66,42 +66,44 @@ def passes(kv_heads: int) -> dict[str, Callable[..., tuple[Array, ...]]]:
     def weights(policy: Vegas, q: Array, k: Array, v: Array, positions: Array):
         out, lse = attend(q, k, v, positions)
         scoring = policy.scoring(positions)
-        own = jnp.where((scoring >= 0)[..., None], taken(lse, scoring), -jnp.inf)
-        return out, lse, mean_weights(taken(q, scoring), k, own)
+        lse_of_scoring = jnp.where((scoring >= 0)[..., None], taken(lse, scoring), -jnp.inf)
+        return out, lse, mean_weights(taken(q, scoring), k, lse_of_scoring)
 
-    found: dict[str, Callable[..., tuple[Array, ...]]] = {ALONE: attend}
+    by_name: dict[str, Callable[..., tuple[Array, ...]]] = {ALONE: attend}
     for kind, collect in (("logits", logits), ("weights", weights)):
         for name, policy in POLICIES.items():
-            found[f"{kind}, {name}"] = functools.partial(collect, policy)
-    return found
+            by_name[f"{kind}, {name}"] = functools.partial(collect, policy)
+    return by_name
 
 
-def _measured(here: Case, settings: Settings) -> list[point.Row]:
-    shapes = attention.shapes(here)
+def _measured(case: Case, settings: Settings) -> list[point.Row]:
+    shapes = attention.shapes(case)
     named = passes(shapes[1].shape[2])
     programs = compile_all("collect", {name: Source(run, shapes) for name, run in named.items()})
-    inputs = dense(here)
+    inputs = dense(case)
     arguments = (inputs.q, inputs.k, inputs.v, inputs.positions)
     check = Check.of(inputs.q, inputs.k, inputs.v, inputs.positions + 1)
     bounds = []
     for name, program in programs.items():
         right = check.both if name == ALONE else _scored(name, check, arguments)
         bounds.append(bound(name, program, arguments, right))
-    moved = bytes_of(int(inputs.lengths.sum()), here)
-    return point.measure("collect", here, bounds, settings, moved=moved, **attention.clock())
+    moved = bytes_of(int(inputs.lengths.sum()), case)
+    return point.measure("collect", case, bounds, settings, moved=moved, **attention.clock())
 
 
 def _scored(name: str, check: Check, arguments: tuple[Array, ...]) -> Callable[[Any], bool]:
     """Whether output, log-sum-exp, and scores of the first slots are right."""
     kind, _, who = name.partition(", ")
     q, k, _, positions = arguments
-    wanted = np.asarray(
-        expected(q, k[:, :SEEN], check.lse, POLICIES[who].scoring(positions), kind == "weights")
+    expected_scores = np.asarray(
+        expected(
+            q, k[:, :CHECKED_SLOTS], check.lse, POLICIES[who].scoring(positions), kind == "weights"
+        )
     )
 
     def right(outputs: Any) -> bool:
-        got = np.asarray(outputs[2][:, :, :SEEN], np.float32)
-        near = np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+        got = np.asarray(outputs[2][:, :, :CHECKED_SLOTS], np.float32)
+        near = np.linalg.norm(got - expected_scores) <= TOLERANCE * np.linalg.norm(expected_scores)
         return check.both(outputs) and bool(near)
 
     return right
@@ -126,13 +128,13 @@ def expected(q: Array, k: Array, lse: Array, scoring: Array, weighs: bool) -> Ar
 
 def over_alone(result: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, float]]]:
     """Of each case, how much longer than attention by itself each pass takes, 0.05 for 5 %."""
-    found: dict[str, tuple[dict[str, Any], dict[str, float]]] = {}
+    by_case: dict[str, tuple[dict[str, Any], dict[str, float]]] = {}
     for row in result["rows"]:
         if (clock := point.best_clock(row)) is not None:
-            found.setdefault(str(row["case"]), (row["case"], {}))[1][row["name"]] = clock.median
+            by_case.setdefault(str(row["case"]), (row["case"], {}))[1][row["name"]] = clock.median
     return [
         (case, {name: time / times[ALONE] - 1 for name, time in times.items() if name != ALONE})
-        for case, times in found.values()
+        for case, times in by_case.values()
         if ALONE in times
     ]
 

@@ -64,7 +64,7 @@ SMALL = ModelConfig.uniform(
 DEFAULT: cases.Case = {"model": "llama-2-7b", "S": 36 * 1024}
 DRAWN = {"small": SMALL} | {name: MODELS[name] for name in ("llama-2-7b", "llama-3.1-8b")}
 CHOICES = {"model": (*DRAWN, "bundled")}
-OWN = ("model=llama-2-7b,S=36K", "model=llama-3.1-8b,S=72K", "model=bundled,S=16K")
+DEFAULT_CASES = ("model=llama-2-7b,S=36K", "model=llama-3.1-8b,S=72K", "model=bundled,S=16K")
 # The paper's seconds for 500 tokens (table 9).
 PAPER_S = {("llama-2-7b", 36 * 1024): 15.04, ("llama-3.1-8b", 72 * 1024): 15.86}
 PAPER_TOKENS = 500
@@ -77,10 +77,10 @@ def case(text: str) -> cases.Case:
 
 def grid(settings: Settings) -> list[cases.Case]:
     """The cases that were asked for, or the suite's own."""
-    own = OWN[1:] if settings.quick else OWN
+    defaults = DEFAULT_CASES[1:] if settings.quick else DEFAULT_CASES
     if jax.default_backend() == "cpu":
-        own = ("model=small,S=256",)
-    return [case(text) for text in settings.cases or own]
+        defaults = ("model=small,S=256",)
+    return [case(text) for text in settings.cases or defaults]
 
 
 def policies(budget: float) -> dict[str, Policy]:
@@ -104,30 +104,30 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    for here in grid(settings):
-        if here["model"] == "bundled":
-            yield from _bundled(here["S"], settings)
+    for case in grid(settings):
+        if case["model"] == "bundled":
+            yield from _bundled(case["S"], settings)
         else:
             # No variable here holds a model, so that it is gone before the next one is drawn.
-            yield from _Case(here, random_model(DRAWN[here["model"]]), settings).rows(settings)
+            yield from _Case(case, random_model(DRAWN[case["model"]]), settings).rows(settings)
         gc.collect()
 
 
 class _Case:
     """The rows of a model at a context."""
 
-    def __init__(self, here: cases.Case, model: Decoder, settings: Settings) -> None:
+    def __init__(self, case: cases.Case, model: Decoder, settings: Settings) -> None:
         self.model = model
         self.steps = 1 if model.config is SMALL else STEPS
-        self.paper = PAPER_S.get((here["model"], here["S"]))
+        self.paper = PAPER_S.get((case["model"], case["S"]))
         self.at = {
-            "model": here["model"],
+            "model": case["model"],
             "layers": model.config.num_layers,
-            "context": here["S"],
+            "context": case["S"],
         }
-        self.blueprint = Blueprint.of(model, 1, here["S"], 0, 2 * CHUNKS[1] * self.steps)
+        self.blueprint = Blueprint.of(model, 1, case["S"], 0, 2 * CHUNKS[1] * self.steps)
         every = policies(0.1 if model.config is SMALL else BUDGET)
-        self.policies = {name: own for name, own in every.items() if settings.wants(name)}
+        self.policies = {name: policy for name, policy in every.items() if settings.wants(name)}
 
     def rows(self, settings: Settings) -> Iterator[point.Row]:
         """A row for each policy, with its times where its output was right."""
@@ -137,11 +137,11 @@ class _Case:
                 yield point.row("decode", self.at, name, checked=None, reason=reason)
             return
         tokens: dict[str, np.ndarray] = {}
-        found: dict[str, dict[str, Any]] = {}
+        timed: dict[str, dict[str, Any]] = {}
         with bar(self.at["model"], len(self.policies)) as advance:
             for name, policy in self.policies.items():
                 try:
-                    found[name], tokens[name] = self._timed(policy)
+                    timed[name], tokens[name] = self._timed(policy)
                 except Exception as error:
                     yield point.row(
                         "decode", self.at, name, checked=False, reason=failure(name, error).reason
@@ -149,61 +149,61 @@ class _Case:
                 gc.collect()  # one cache at a time
                 # What was measured is not lost where the run is ended: a row is given as soon as
                 # that is known which it is compared with.
-                for ready in [own for own in found if own == "dense" or _beside(own) in tokens]:
-                    yield self._judged(ready, tokens, found.pop(ready))
+                for ready in [done for done in timed if done == "dense" or _beside(done) in tokens]:
+                    yield self._judged(ready, tokens, timed.pop(ready))
                 advance()
-        for name in found:
+        for name in timed:
             reason = f"{_beside(name)} did not run, which its tokens are compared with"
             yield point.row("decode", self.at, name, checked=False, reason=reason)
 
-    def _judged(self, name: str, tokens: dict[str, np.ndarray], own: dict[str, Any]) -> point.Row:
+    def _judged(self, name: str, tokens: dict[str, np.ndarray], timed: dict[str, Any]) -> point.Row:
         """The row of a policy, or why its output is wrong."""
         reason, checked = None, f"{LAYERS} layers"
         if name != "dense":
             checked = f"as {_beside(name)}"
             if not np.array_equal(tokens[name], tokens[_beside(name)]):
                 reason = f"its tokens differ from those of {_beside(name)}"
-        elif own["error"] > TOLERANCE:
-            reason = f"its logits are wrong by {own['error']:.1%}"
+        elif timed["error"] > TOLERANCE:
+            reason = f"its logits are wrong by {timed['error']:.1%}"
         if reason is not None:
             return point.row("decode", self.at, name, checked=False, reason=reason)
-        return point.row("decode", self.at, name, checked=checked, paper_s=self.paper, **own)
+        return point.row("decode", self.at, name, checked=checked, paper_s=self.paper, **timed)
 
     def _timed(self, policy: Policy) -> tuple[dict[str, Any], np.ndarray]:
         """The step's samples with what else is known of it, and the tokens of a first chunk."""
         models = Models(self.model, policy=policy.prepare(self.model.config.layers, None))
         state = self._state(policy, models.policy)
-        found: dict[str, Any] = {"device_bytes": _bytes(state, in_host=False)}
-        found["host_bytes"] = _bytes(state, in_host=True)
+        figures: dict[str, Any] = {"device_bytes": _bytes(state, in_host=False)}
+        figures["host_bytes"] = _bytes(state, in_host=True)
         if isinstance(policy, HataOff):
-            found["bus_ns"], found["bus_bytes"] = _bus(state, policy)
+            figures["bus_ns"], figures["bus_bytes"] = _bus(state, policy)
             there, state = rows_there(models, state, policy)
-            found |= there
+            figures |= there
             state = self.blueprint.rewound(state)
         if isinstance(policy, Dense):
-            found["error"] = self._error(state)
+            figures["error"] = self._error(state)
         config = StepConfig(0, NoDraft(), target=policy)
         compared = dataclasses.replace(config, backends=IN_PARTS)
         state, record = decode_chunk(models, state, config=compared, steps=self.steps)
         tokens = np.asarray(record.tokens)
         if not (np.asarray(record.committed) == 1).all():
             raise RuntimeError("a step did not commit one token a row")
-        held = [state]
+        states = [state]
 
         def chunks(count: int) -> Callable[[], Any]:
             def call() -> jax.Array:
-                state = self.blueprint.rewound(held.pop())
+                state = self.blueprint.rewound(states.pop())
                 for _ in range(count):
                     state, _ = decode_chunk(models, state, config=config, steps=self.steps)
-                held.append(state)
+                states.append(state)
                 return state.cache.lengths
 
             return call
 
         short, long = map(chunks, CHUNKS)
         samples = clocks.step(short, long, 0.0, REPEATS, lengths=CHUNKS)
-        found["step_ns"] = [round(ns / self.steps) for ns in samples]
-        return found, tokens
+        figures["step_ns"] = [round(ns / self.steps) for ns in samples]
+        return figures, tokens
 
     def _error(self, state: DecodeState) -> float:
         """How far logits are from those of the reference, over their norm."""
@@ -220,13 +220,13 @@ class _Case:
         )
         columns = []
         for layer, column in enumerate(state.cache.columns):
-            kept = dict(column)
+            columns_of_layer = dict(column)
             if columns_of(policy, layer, state.cache.specs[layer]):
-                kept |= policy.encode(arrays, layer, column["keys"])
+                columns_of_layer |= policy.encode(arrays, layer, column["keys"])
             if policy.in_host(layer):
                 for name in ("keys", "values"):
-                    kept[name] = host.place_in_host(column[name], None)
-            columns.append(kept)
+                    columns_of_layer[name] = host.place_in_host(column[name], None)
+            columns.append(columns_of_layer)
         cache = dataclasses.replace(state.cache, columns=tuple(columns))
         return dataclasses.replace(state, cache=cache)
 
@@ -286,9 +286,9 @@ def _bundled(context: int, settings: Settings) -> Iterator[point.Row]:
         yield point.row("rows", at, name, checked="as hata", **there)
 
 
-def hidden(row: point.Row, beside: dict[str, point.Row]) -> float | None:
+def hidden(row: point.Row, rows: dict[str, point.Row]) -> float | None:
     """The share of the bus's time that a step does not wait for: of what it costs over `hata`."""
-    hata = beside.get("hata", {})
+    hata = rows.get("hata", {})
     if "bus_ns" not in row or "step_ns" not in row or "step_ns" not in hata:
         return None
     more = statistics.median(row["step_ns"]) - statistics.median(hata["step_ns"])
@@ -301,12 +301,12 @@ HEADINGS = (
 )
 
 
-def cells(row: point.Row, beside: dict[str, point.Row]) -> list[str]:
+def cells(row: point.Row, rows: dict[str, point.Row]) -> list[str]:
     """A row under `HEADINGS`; ``beside``: the rows of its case by name."""
     step = statistics.median(row["step_ns"]) if "step_ns" in row else None
-    dense = beside.get("dense", {}).get("step_ns")
+    dense = rows.get("dense", {}).get("step_ns")
     bus = statistics.median(row["bus_ns"]) if "bus_ns" in row else None
-    share = hidden(row, beside)
+    share = hidden(row, rows)
     return [
         "" if step is None else f"{step / 1e6:.2f}",
         "" if step is None or not dense else f"{statistics.median(dense) / step:.2f}x",
@@ -362,6 +362,6 @@ SUITE = Suite(
     show,
     rivals=tuple(policies(BUDGET)),
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=case,
 )

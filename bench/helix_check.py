@@ -67,29 +67,31 @@ def lowered(model: Any, shapes: DecodeState, config: StepConfig) -> jax.stages.L
 
 
 def computed(
-    program: Any, model: Any, state: DecodeState, here: Case, given: Computed | None = None
+    program: Any, model: Any, state: DecodeState, case: Case, reference: Computed | None = None
 ) -> Computed:
     """What ``program`` computes of the tokens around S, half of them behind it; takes the state.
 
     At S the block of another device begins. Drafts read what was picked for ``given``: of random
     keys a head may read a single one, which two nearly equal selections need not share.
     """
-    size = step_config(here).gamma + 1
+    size = step_config(case).gamma + 1
     steps = max(STEPS, -(-TOKENS // size))
-    state = _giving_drafts(rewound(here, state, less=min(here["S"], steps * size // 2)))
+    state = _giving_drafts(rewound(case, state, less=min(case["S"], steps * size // 2)))
     logits: list[dict[str, np.ndarray]] = []
     picked: list[np.ndarray] = []
     for _ in range(steps):
-        found, state = program(model, state)
-        logits.append(jax.device_get(found))
+        step_logits, state = program(model, state)
+        logits.append(jax.device_get(step_logits))
         if state.draft is None:
             continue
-        own = state.draft.picked
-        if given is not None:
-            theirs = given.picked[len(picked) : len(picked) + len(own)]
-            own_draft = state.draft._replace(picked=tuple(map(_placed, theirs, own)))
-            state = dataclasses.replace(state, draft=own_draft)
-        picked += map(np.array, own)  # copies: the next step takes the state
+        picked_now = state.draft.picked
+        if reference is not None:
+            reference_picked = reference.picked[len(picked) : len(picked) + len(picked_now)]
+            draft_state = state.draft._replace(
+                picked=tuple(map(_placed, reference_picked, picked_now))
+            )
+            state = dataclasses.replace(state, draft=draft_state)
+        picked += map(np.array, picked_now)  # copies: the next step takes the state
     names = logits[0]
     return Computed({x: np.concatenate([y[x] for y in logits], axis=1) for x in names}, picked)
 
@@ -100,35 +102,38 @@ def _placed(positions: np.ndarray, like: Array) -> Array:
     return jax.device_put(np.tile(positions, (1, devices)), like.sharding)
 
 
-def judged(found: Computed, one: Computed, right: Computed) -> tuple[str | None, dict[str, float]]:
+def judged(mesh: Computed, one: Computed, right: Computed) -> tuple[str | None, dict[str, float]]:
     """What is wrong with ``found``, or None, and the error of its logits at the worst position.
 
     ``one`` and ``right`` are of one device, in bfloat16 and in float32. The error is against
     ``one``, that of one device itself against float32.
     """
-    rounding, apart = distances(one, right), distances(found, one)
-    error = {name: float(x.max()) for name, x in (rounding if found is one else apart).items()}
+    rounding, apart = distances(one, right), distances(mesh, one)
+    error = {name: float(x.max()) for name, x in (rounding if mesh is one else apart).items()}
     for name, (where, total, limit) in itertools.product(rounding, SUMS):
-        own, off = total(rounding[name]), total(apart[name])
-        if not own <= limit:
-            return f"one device's logits of its {name} are wrong by {own:.1%} {where}", error
-        if not off <= APART * own:
+        error_of_one, off = total(rounding[name]), total(apart[name])
+        if not error_of_one <= limit:
+            return (
+                f"one device's logits of its {name} are wrong by {error_of_one:.1%} {where}",
+                error,
+            )
+        if not off <= APART * error_of_one:
             reason = f"the logits of its {name} are wrong by {off:.1%} {where}; by rounding, one "
-            return reason + f"device's are by {own:.1%}", error
-    for who, own, wanted in (("one device", one, right), ("it", found, one)):
-        shared = min(map(share, own.picked, wanted.picked), default=1.0)
+            return reason + f"device's are by {error_of_one:.1%}", error
+    for who, actual, expected in (("one device", one, right), ("it", mesh, one)):
+        shared = min(map(share, actual.picked, expected.picked), default=1.0)
         if shared < SHARED:
             return f"{who} picks {shared:.0%} of what it should in a layer", error
     return None, error
 
 
-def distances(found: Computed, wanted: Computed) -> dict[str, np.ndarray]:
+def distances(actual: Computed, expected: Computed) -> dict[str, np.ndarray]:
     """How far logits are off at each position ``[B, T]``, over the norm of those wanted there."""
 
-    def of(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        return np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+    def of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        return np.linalg.norm(actual - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
 
-    return {name: of(found.logits[name], x) for name, x in wanted.logits.items()}
+    return {name: of(actual.logits[name], x) for name, x in expected.logits.items()}
 
 
 def _giving_drafts(state: DecodeState) -> DecodeState:
@@ -149,17 +154,17 @@ def _step(model: Any, state: DecodeState, config: StepConfig) -> tuple[dict[str,
         drafted, state = draft(models, state, config)
         before, many = state.cache.lengths, jnp.full_like(drafted.lengths, config.gamma)
         whole = Drafted(drafted.tokens, many)
-        logits, state, seen = run_target(models, state, whole, config)
+        logits, state, pass_state = run_target(models, state, whole, config)
         cache = state.cache.with_lengths(before + config.gamma + 1)
         state = dataclasses.replace(state, cache=cache)
         # A drafter learns how many were accepted; the tokens are in the state already.
         none, block = jnp.zeros_like(state.done), jnp.pad(drafted.tokens, ((0, 0), (0, 1)))
         accepted = Verified(many, many + 1, none, block[:, -1], none, block)
-        state = config.draft.learn(state, seen, accepted)
-        axes, given = vocabulary_axes(models.target), {"verification": logits}
+        state = config.draft.learn(state, pass_state, accepted)
+        axes, logits_by_name = vocabulary_axes(models.target), {"verification": logits}
         if drafted.logits is not None:
-            given["draft"] = drafted.logits
-        return {name: _whole(x, axes) for name, x in given.items()}, state
+            logits_by_name["draft"] = drafted.logits
+        return {name: _whole(x, axes) for name, x in logits_by_name.items()}, state
 
     with config.of_models():
         like = dict.fromkeys(names, state.done), state

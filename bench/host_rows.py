@@ -52,9 +52,13 @@ def rows_there(
     before: list[list[np.ndarray]] = []
     for _ in range(WATCHED):
         # A layer is asked for the prediction, if there is one, then for itself.
-        found = [[_by_head(x) for x in chosen] for chosen in watch(models, state)]
-        left = before if policy.reuse else [[row[:0] for row in chosen[-1]] for chosen in found]
-        for chosen, last in zip(found if left else [], left, strict=True):
+        chosen_by_layer = [[_by_head(x) for x in chosen] for chosen in watch(models, state)]
+        left = (
+            before
+            if policy.reuse
+            else [[row[:0] for row in chosen[-1]] for chosen in chosen_by_layer]
+        )
+        for chosen, last in zip(chosen_by_layer if left else [], left, strict=True):
             predicted = chosen[0] if len(chosen) > 1 else [row[:0] for row in chosen[0]]
             for row, early, old in zip(chosen[-1], predicted, last, strict=True):
                 again, right = np.isin(row, old), np.isin(row, early)
@@ -64,7 +68,7 @@ def rows_there(
                 counts["late"] += late.sum()
                 counts["moved"] += late.sum() + (~np.isin(early, old)).sum()
                 counts["all"] += len(row)
-        before = [chosen[-1] for chosen in found]
+        before = [chosen[-1] for chosen in chosen_by_layer]
         state, _ = decode_chunk(models, state, config=config, steps=1)
     return {name: float(counts[name] / counts["all"]) for name in THERE}, state
 

@@ -27,7 +27,7 @@ class Watch:
     times: list[float] = dataclasses.field(default_factory=list)
     first: int = 0
 
-    def heard(self, tokens: tuple[int, ...], now: float) -> None:
+    def record(self, tokens: tuple[int, ...], now: float) -> None:
         self.first = self.first or len(tokens)
         self.times.append(now)
 
@@ -63,7 +63,7 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
     def submit(request: PromptAndParams, watch: Watch) -> None:
         prompt, params = request
         submitted.append(
-            engine.submit(prompt, params, on_tokens=lambda tokens: watch.heard(tokens, now()))
+            engine.submit(prompt, params, on_tokens=lambda tokens: watch.record(tokens, now()))
         )
 
     while len(submitted) < len(requests) or engine.busy:
@@ -85,7 +85,9 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
             "tokens_per_s": sum(map(len, tokens)) / seconds,
             "requests_per_s": len(requests) / seconds,
             "full_tokens_per_s": _while_full(samples, engine.slots, len(requests)),
-            "token_s": [x for watch, own in pairs if (x := watch.per_token(len(own))) is not None],
+            "token_s": [
+                x for watch, answer in pairs if (x := watch.per_token(len(answer))) is not None
+            ],
             "first_token_s": [watch.times[0] - watch.arrived for watch in watches],
             "mean_accepted_length": (after.committed - before.committed)
             / (after.steps - before.steps),

@@ -26,12 +26,12 @@ OPTIONAL = (  # kernels' and rivals' packages
 def describe() -> dict[str, Any]:
     """Device, driver, versions and the date (UTC)."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = environment()
-    found["versions"] |= {name: v for name in OPTIONAL if (v := _version(name)) is not None}
+    machine = environment()
+    machine["versions"] |= {name: v for name in OPTIONAL if (v := _version(name)) is not None}
     gpu = gpu_in_use()
     if gpu is not None:
-        found["compute_capability"] = f"{gpu[1][0]}.{gpu[1][1]}"
-    return found | {"driver": _driver(), "date": now}
+        machine["compute_capability"] = f"{gpu[1][0]}.{gpu[1][1]}"
+    return machine | {"driver": _driver(), "date": now}
 
 
 def _version(package: str) -> str | None:
@@ -85,10 +85,10 @@ def matrix_ceiling(size: int = 8192, repeats: int = 7) -> float:
     first = jax.random.normal(keys[1], (size, size)).astype(jnp.bfloat16)
 
     @partial(jax.jit, static_argnums=2)
-    def products(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    def matmuls(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
         return jax.lax.scan(lambda y, _: (jnp.dot(x, y), None), first, length=count)[0]
 
-    seconds = _medians(lambda count: products(x, first, count), (2, 10), repeats)
+    seconds = _medians(lambda count: matmuls(x, first, count), (2, 10), repeats)
     return 8 * 2 * size**3 / (seconds[10] - seconds[2])
 
 

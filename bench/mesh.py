@@ -117,15 +117,17 @@ def _measured(
     if not settings.check:
         return row(checked=None, reason="not checked, so not timed")
     try:
-        given = shared.arguments()
+        arguments = shared.arguments()
         short, long = (
-            partial(program.result(), jax.device_put(np.int32(i), shared.helix.sharding()), *given)
+            partial(
+                program.result(), jax.device_put(np.int32(i), shared.helix.sharding()), *arguments
+            )
             for i in range(2)
         )
-        if not shared.is_right(short()[0], given):
+        if not shared.is_right(short()[0], arguments):
             return row(checked=False, reason="its output is wrong")
         times = marginal(short, long, min(settings.repeats, REPEATS))
-        return row(checked=True, bytes=shared.moved(given), step_ns=times)
+        return row(checked=True, bytes=shared.moved(arguments), step_ns=times)
     except Exception as error:
         return row(checked=False, reason=failure(shared.name, error).reason)
 

@@ -44,8 +44,10 @@ def _row(plan: Plan) -> dict[str, Any]:
             params = jspec.SamplingParams(max_new_tokens=1)
             known = [text[: 1 - TOKENS]]
             state = start_decoding(model, known, params, PLAIN, capacity=plan.context)
-            found = each_alone(model, jnp.asarray([text[-TOKENS:]], jnp.int32), state.cache, policy)
-            overlap += shared(np.asarray(found))
+            picked = each_alone(
+                model, jnp.asarray([text[-TOKENS:]], jnp.int32), state.cache, policy
+            )
+            overlap += shared(np.asarray(picked))
             advance()
     case = {"texts": plan.texts, "context": plan.context, "ratio": plan.ratio}
     row = {"operation": "vegas-overlap", "case": case, "name": "bundled", "checked": True}
@@ -56,17 +58,17 @@ def each_alone(model: Any, tokens: Array, cache: jspec.Cache, policy: Vegas) -> 
     """What each of ``tokens [1, T]`` behind the cache picks by itself, int32 ``[T, layers, n]``."""
 
     @jax.jit
-    def found(model, tokens, cache):
+    def pick(model, tokens, cache):
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = cache.lengths[:, None] + index
         _, after, queries = run_collecting(model, tokens, positions, cache, policy=policy)
         alone = []
         for t in range(tokens.shape[1]):
             layers = picks(policy, after, queries, positions, index[:, t])
-            alone.append(jnp.concatenate([own for own in layers if own is not None]))
+            alone.append(jnp.concatenate([layer for layer in layers if layer is not None]))
         return jnp.stack(alone)
 
-    return found(model, tokens, cache)
+    return pick(model, tokens, cache)
 
 
 def shared(picked: np.ndarray) -> np.ndarray:
@@ -111,5 +113,5 @@ SUITE = Suite(
     run,
     show,
     compare=compare_rows,
-    own_clocks=True,
+    custom_clocks=True,
 )

@@ -65,22 +65,22 @@ def measure(
         timed: list[Row] = [{} for _ in right]
         if "device" in clocks and DEVICE.reason is None:
             try:
-                found = DEVICE.time(right, settings.repeats, cold=state == "cold")
+                times_by_program = DEVICE.time(right, settings.repeats, cold=state == "cold")
             except RuntimeError as error:
                 rows.append(row(operation, at, "device clock", checked=False, reason=str(error)))
                 continue
-            for own, times in zip(timed, found, strict=True):
-                own |= {"device_ns": times.samples, "kernels": times.kernels}
+            for clocks_of_row, times in zip(timed, times_by_program, strict=True):
+                clocks_of_row |= {"device_ns": times.samples, "kernels": times.kernels}
         if "wall" in clocks and state == "warm":
-            for own, program in zip(timed, right, strict=True):
-                own["wall_ns"] = wall(program, settings.repeats)
-        for own, program in zip(timed, right, strict=True):
-            if own:
+            for clocks_of_row, program in zip(timed, right, strict=True):
+                clocks_of_row["wall_ns"] = wall(program, settings.repeats)
+        for clocks_of_row, program in zip(timed, right, strict=True):
+            if clocks_of_row:
                 rest = {
                     "backend": not program.alone,
                     "chosen": program.chosen,
                     "bytes": moved,
-                } | own
+                } | clocks_of_row
                 rows.append(row(operation, at, program.name, checked=True, **rest))
     return rows
 
@@ -94,9 +94,9 @@ class Spread:
     high: float
 
 
-def spread(own: Row, clock: str) -> Spread | None:
+def spread(row: Row, clock: str) -> Spread | None:
     """Of ``"device"``, ``"wall"`` or ``"step"``; None where a row has no such samples."""
-    samples = own.get(f"{clock}_ns")
+    samples = row.get(f"{clock}_ns")
     if not samples:
         return None
     if len(samples) < 2:
@@ -105,6 +105,6 @@ def spread(own: Row, clock: str) -> Spread | None:
     return Spread(statistics.median(samples) / 1e3, tenths[0] / 1e3, tenths[-1] / 1e3)
 
 
-def best_clock(own: Row) -> Spread | None:
+def best_clock(row: Row) -> Spread | None:
     """The device clock's spread, the wall clock's where there is none, or that of a step."""
-    return spread(own, "device") or spread(own, "wall") or spread(own, "step")
+    return spread(row, "device") or spread(row, "wall") or spread(row, "step")

@@ -47,8 +47,11 @@ def scored_bytes(policy: Policy, spec: LayerSpec, dtype: Any) -> float:
     What it keeps beside key and value; of exact top-k the key. ``dtype``: of the keys.
     """
 
-    def size(kept: Mapping[str, Any]) -> int:
-        return sum(math.prod(x) * jnp.dtype(own or dtype).itemsize for x, own in kept.values())
+    def size(columns: Mapping[str, Any]) -> int:
+        return sum(
+            math.prod(x) * jnp.dtype(column_dtype or dtype).itemsize
+            for x, column_dtype in columns.values()
+        )
 
     if isinstance(policy, ExactTopK):
         return spec.kv_heads * spec.key_size * jnp.dtype(dtype).itemsize

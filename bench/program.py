@@ -116,20 +116,20 @@ def sources(
     **static: Any,
 ) -> dict[str, Source | Absent]:
     """Every backend of an operation that the settings want, for arguments of these shapes."""
-    found: dict[str, Source | Absent] = {}
+    by_backend: dict[str, Source | Absent] = {}
     for name in filter(settings.wants, operation.backends):
         try:
             backend = operation.backend(name)
         except ImportError as error:
-            found[name] = failure(name, error)
+            by_backend[name] = failure(name, error)
             continue
         reason = backend.supports(*arguments, **static)
         if reason:
-            found[name] = Absent(name, reason)
+            by_backend[name] = Absent(name, reason)
         else:
             run = _with(backend.run, tuple(static.items()))
-            found[name] = Source(run, arguments, donated)
-    return found
+            by_backend[name] = Source(run, arguments, donated)
+    return by_backend
 
 
 @cache

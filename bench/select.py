@@ -27,10 +27,10 @@ Case = dict[str, Any]
 
 def case(text: str) -> Case:
     """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT, CHOICES)
-    if found["k"] > found["n"]:
-        raise ValueError(f"k={found['k']} must be at most n={found['n']}")
-    return found
+    case = cases.parse(text, DEFAULT, CHOICES)
+    if case["k"] > case["n"]:
+        raise ValueError(f"k={case['k']} must be at most n={case['n']}")
+    return case
 
 
 def grid(settings: Settings) -> list[Case]:
@@ -48,8 +48,8 @@ def grid(settings: Settings) -> list[Case]:
     some = [large[0], large[3]]
     if jax.default_backend() != "gpu":
         some = large = [(4, 8192, 256, "0..128"), (4, 8192, 256, "float32")]
-    wanted = some if settings.quick else large
-    return [dict(zip(COLUMNS, case, strict=True)) for case in wanted]
+    chosen = some if settings.quick else large
+    return [dict(zip(COLUMNS, case, strict=True)) for case in chosen]
 
 
 def scores_of(case: Case) -> np.ndarray:
@@ -90,10 +90,10 @@ def _measured(case: Case, settings: Settings) -> list[point.Row]:
     want = expected(scores, k)
     arguments = (jnp.asarray(scores), *(jnp.full((rows,), x, jnp.int32) for x in (k, n)))
     best = chosen(SELECT, arguments, **static(case))
-    found = sources(SELECT, shapes(arguments), settings, **static(case))
+    by_backend = sources(SELECT, shapes(arguments), settings, **static(case))
     programs = [
         bound(name, program, arguments, lambda out: np.array_equal(out, want), chosen=name == best)
-        for name, program in compile_all("select", found).items()
+        for name, program in compile_all("select", by_backend).items()
     ]
     if settings.wants("lax.top_k"):
         programs.append(_top_k(arguments[0], k, want))

@@ -65,12 +65,12 @@ WIDTH = 100  # columns of a table at most, and of one that goes to a file
 
 def console(**kwargs: Any) -> Console:
     """A console of the terminal's width, up to `WIDTH` columns."""
-    found = Console(highlight=False, **kwargs)
-    if found.is_terminal or "COLUMNS" in os.environ:
-        found.width = min(WIDTH, found.width)
+    screen = Console(highlight=False, **kwargs)
+    if screen.is_terminal or "COLUMNS" in os.environ:
+        screen.width = min(WIDTH, screen.width)
     else:
-        found.width = WIDTH
-    return found
+        screen.width = WIDTH
+    return screen
 
 
 @contextlib.contextmanager

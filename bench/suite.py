@@ -20,7 +20,7 @@ class Suite:
     ``run(settings)`` gives its result: ``rows``, which may come one by one, and what the report
     needs beside them. ``show(result)`` prints it. ``compare(result, earlier)`` writes into
     each row how many times as fast it is as in an earlier result, and returns how many had one.
-    ``operations`` and ``rivals``: what ``--backend`` chooses among. ``own_clocks``: its rows are
+    ``operations`` and ``rivals``: what ``--backend`` chooses among. ``custom_clocks``: its rows are
     timed by other clocks than those of `bench.clocks`. ``case(text)``: a case that ``--case`` asks
     for, `ValueError` where it is none; None for a suite whose cases are fixed.
     """
@@ -32,7 +32,7 @@ class Suite:
     operations: tuple[Operation, ...] = ()
     rivals: tuple[str, ...] = ()
     compare: Callable[[Result, Result], int] = table.compare
-    own_clocks: bool = False
+    custom_clocks: bool = False
     case: Callable[[str], Any] | None = None
 
     @property

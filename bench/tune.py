@@ -68,10 +68,10 @@ def tune(results: Path, path: Path) -> None:
 
     An order that is there and costs less stays.
     """
-    found = {name: file for name in SUITES if (file := results / f"{name}.json").exists()}
-    if not found:
+    files = {name: file for name in SUITES if (file := results / f"{name}.json").exists()}
+    if not files:
         raise ValueError(f"{results} has none of {', '.join(f'{name}.json' for name in SUITES)}")
-    read = {name: json.loads(file.read_text()) for name, file in found.items()}
+    read = {name: json.loads(file.read_text()) for name, file in files.items()}
     machines = [result["machine"] for result in read.values()]
     devices = {machine["device"] for machine in machines}
     if len(devices) != 1:
@@ -102,8 +102,8 @@ def tune(results: Path, path: Path) -> None:
 def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Point]:
     """The points at which backends of an operation ran, but the one that is asked for by name."""
     names, points = set(operation.backends) - {"exact"}, []
-    for case, own in regret.points(rows, operation.name):
-        medians = _medians([row for row in own if row["name"] in names])
+    for case, rows_of_point in regret.points(rows, operation.name):
+        medians = _medians([row for row in rows_of_point if row["name"] in names])
         if medians:
             least = min(medians.values())
             ratios = {name: median / least for name, median in medians.items()}
@@ -170,8 +170,8 @@ def _best_order(points: Sequence[Point], operation: Operation) -> list[str]:
 
 def _costs(points: Sequence[Point], rules: Sequence[Rule]) -> list[float]:
     """What the orders of these rules cost at each point."""
-    found = Table("", "", (0, 0), True, {"": rules}, {})
-    return [point.cost(found.order("", point.sizes)) for point in points]
+    table = Table("", "", (0, 0), True, {"": rules}, {})
+    return [point.cost(table.order("", point.sizes)) for point in points]
 
 
 def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:

@@ -92,26 +92,26 @@ class Check:
             self._context + np.arange(self._longest, dtype=np.int32), tokens.shape
         )
         # Copied, because each pass takes the cache that it is given.
-        cache, wanted = jax.tree.map(jnp.copy, layers_of(state.cache, self.layers)), []
+        cache, reference_logits = jax.tree.map(jnp.copy, layers_of(state.cache, self.layers)), []
         for index in range(self._longest):
             at = slice(index, index + 1)
             one, cache = programs[1, self._reference](
                 self._model, self._arrays, cache, tokens[:, at], positions[:, at]
             )
-            wanted.append(one)
+            reference_logits.append(one)
         del cache
-        logits, found = jnp.concatenate(wanted, axis=1), {}
+        logits, errors = jnp.concatenate(reference_logits, axis=1), {}
         for count, backends in self._keys[1:]:
             program, cache = programs[count, backends], layers_of(state.cache, self.layers)
-            own, _ = program(
+            actual, _ = program(
                 self._model,
                 self._arrays,
                 jax.tree.map(jnp.copy, cache),
                 tokens[:, :count],
                 positions[:, :count],
             )
-            found[count] = float(_distance(own, logits[:, :count]))
-        return found
+            errors[count] = float(_distance(actual, logits[:, :count]))
+        return errors
 
 
 def layers_of(cache: Cache, layers: slice) -> Cache:
@@ -155,8 +155,8 @@ def _logits(
     if isinstance(policy, Dense):
         inner = dense_attend(positions, backends=backends)
     else:
-        kept = {"policy": policy, "arrays": arrays, "backends": backends}
-        inner = selected_attend(positions, positions[:, 0], positions.shape[1], **kept)
+        selection = {"policy": policy, "arrays": arrays, "backends": backends}
+        inner = selected_attend(positions, positions[:, 0], positions.shape[1], **selection)
 
     def attend(layer: int, q: Any, k: Any, v: Any, cache: Cache, **rest: Any) -> Any:
         return inner(layer, q, jnp.asarray(NEW_KEYS, k.dtype) * k, v, cache, **rest)
@@ -167,6 +167,6 @@ def _logits(
 
 
 @jax.jit
-def _distance(found: jax.Array, wanted: jax.Array) -> jax.Array:
-    distances = jnp.linalg.norm(found - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)
+def _distance(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    distances = jnp.linalg.norm(actual - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)
     return distances.mean(axis=1).max()

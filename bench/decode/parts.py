@@ -30,14 +30,14 @@ def origins(program: str) -> dict[str, str]:
 
     XLA names a kernel of its own after its instruction. That of Mosaic has a suffix besides.
     """
-    found: dict[str, str] = {}
+    by_kernel: dict[str, str] = {}
     for line in program.splitlines():
         instruction = _INSTRUCTION.match(line)
         if instruction is not None:
             name, origin = instruction.groups()
             names = [re.sub(r"[.-]", "_", name), *_MOSAIC.findall(line)]
-            found |= dict.fromkeys(names, origin)
-    return found
+            by_kernel |= dict.fromkeys(names, origin)
+    return by_kernel
 
 
 def instruction_of(kernel: str) -> str:
@@ -60,12 +60,12 @@ def by_part(kernels: Iterable[Kernel], made_from: dict[str, str]) -> dict[str, i
     return sums
 
 
-def longest(kernels: Iterable[Kernel], most: int) -> dict[str, list[int]]:
+def longest(kernels: Iterable[Kernel], count: int) -> dict[str, list[int]]:
     """How often the kernels ran that took the most time in all, and their nanoseconds, by name."""
     sums: dict[str, list[int]] = {}
     for name, nanoseconds in kernels:
-        own = sums.setdefault(name, [0, 0])
-        own[0] += 1
-        own[1] += nanoseconds
+        sum_of_name = sums.setdefault(name, [0, 0])
+        sum_of_name[0] += 1
+        sum_of_name[1] += nanoseconds
     ranked = sorted(sums.items(), key=lambda pair: -pair[1][1])
-    return dict(ranked[:most])
+    return dict(ranked[:count])

@@ -14,7 +14,7 @@ from jspec.decode.state import DecodeState, Models, StepRecord
 
 CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
 REPEATS = 7
-KERNELS_KEPT = 12  # names of a row
+LONGEST_KERNELS = 12  # names of a row
 
 
 class Loop:
@@ -52,26 +52,26 @@ def first_run(
 
 def memory_of(program: Any) -> dict[str, Any]:
     """Bytes of a program beside its arguments, and of these."""
-    found = program.memory_analysis()
-    if found is None:
+    plan = program.memory_analysis()
+    if plan is None:
         return {}
-    kept = max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
+    outputs = max(plan.output_size_in_bytes - plan.alias_size_in_bytes, 0)
     return {
-        "temp_bytes": found.temp_size_in_bytes,
-        "peak_bytes": found.argument_size_in_bytes + found.temp_size_in_bytes + kept,
+        "temp_bytes": plan.temp_size_in_bytes,
+        "peak_bytes": plan.argument_size_in_bytes + plan.temp_size_in_bytes + outputs,
     }
 
 
-def too_large(held: int, memory: dict[str, Any]) -> str | None:
+def too_large(resident: int, memory: dict[str, Any]) -> str | None:
     """Why a program cannot run in the memory that there is beside ``held`` bytes, or None.
 
     ``memory``: as `memory_of` gives it.
     """
     limit, temporary = device_bytes("bytes_limit"), memory.get("temp_bytes", 0)
-    if limit is None or held + temporary <= limit:
+    if limit is None or resident + temporary <= limit:
         return None
     return (
-        f"it needs {(held + temporary) / 1e9:.1f} GB, of which {temporary / 1e9:.1f} are "
+        f"it needs {(resident + temporary) / 1e9:.1f} GB, of which {temporary / 1e9:.1f} are "
         f"temporary, and JAX may use {limit / 1e9:.1f} (XLA_PYTHON_CLIENT_MEM_FRACTION)"
     )
 
@@ -92,7 +92,7 @@ def of_kernels(kernels: Sequence[Kernel], steps: int, step_ns: float) -> dict[st
         "idle": 1 - busy / step_ns,
         "longest": {
             name: [count / steps, ns / steps]
-            for name, (count, ns) in parts.longest(kernels, KERNELS_KEPT).items()
+            for name, (count, ns) in parts.longest(kernels, LONGEST_KERNELS).items()
         },
     }
 

@@ -105,11 +105,11 @@ def random_model(
     seeds = itertools.count()
 
     def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array | MXFP4:
-        found = drawn(path, leaf)
+        weights = drawn(path, leaf)
         if sharding is None:
-            return found
+            return weights
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        return jax.device_put(found, sharding(name, leaf.shape))
+        return jax.device_put(weights, sharding(name, leaf.shape))
 
     def drawn(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array | MXFP4:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -152,8 +152,8 @@ def read_weight_bytes(model: Decoder, tokens: int = 1) -> int:
 
 def _read(model: Decoder, tokens: int, count: Callable[[Any], int]) -> int:
     """The ``count`` of what a pass over ``tokens`` tokens reads."""
-    found = count(model) - (0 if model.head is None else count(model.embedding))
-    return found - _missed(model, tokens, count)
+    total = count(model) - (0 if model.head is None else count(model.embedding))
+    return total - _missed(model, tokens, count)
 
 
 def _missed(model: Decoder, tokens: int, count: Callable[[Any], int]) -> int:
@@ -196,9 +196,9 @@ def read_cache_bytes(
     """
     total = scored_cache_bytes(config, batch, context, dtype, policy)
     for spec, selects in zip(config.layers, _selecting(config, policy), strict=True):
-        seen = count + 1 if selects else min(context, spec.window or context)
+        positions = count + 1 if selects else min(context, spec.window or context)
         size = spec.kv_heads * (spec.key_size + spec.value_size)
-        total += batch * seen * size * jnp.dtype(dtype).itemsize
+        total += batch * positions * size * jnp.dtype(dtype).itemsize
     return total
 
 

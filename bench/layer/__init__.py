@@ -39,15 +39,15 @@ SLOW = ("xla", "xla_blocked", "fa3_jax")
 
 def case(text: str, default: Mapping[str, Any] = DEFAULT) -> Case:
     """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, default)
-    found["n"] = found["n"] or found["S"] // SHARE
+    case = cases.parse(text, default)
+    case["n"] = case["n"] or case["S"] // SHARE
     try:
-        policies(found)
+        policies(case)
     except ValueError as error:
-        raise ValueError(f"n={found['n']}, R={found['R']}: {error}") from None
-    if found["n"] >= found["S"]:
-        raise ValueError(f"n={found['n']} must be below S={found['S']}")
-    return found
+        raise ValueError(f"n={case['n']}, R={case['R']}: {error}") from None
+    if case["n"] >= case["S"]:
+        raise ValueError(f"n={case['n']} must be below S={case['S']}")
+    return case
 
 
 def grid(settings: Settings) -> list[Case]:
@@ -67,39 +67,39 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("hata-layer", len(grid(settings))) as advance:
-        for here in grid(settings):
-            yield from dense(here, settings)
-            yield from measured("hata_layer", here, policies(here), settings)
+        for case in grid(settings):
+            yield from dense(case, settings)
+            yield from measured("hata_layer", case, policies(case), settings)
             advance()
 
 
-def dense(here: Case, settings: Settings) -> list[point.Row]:
+def dense(case: Case, settings: Settings) -> list[point.Row]:
     """The rows of attention over the whole cache, by all that may be the fastest."""
     if not settings.only and jax.default_backend() == "gpu":
         names = (*ATTENTION.backends, *rivals.NAMES)
         settings = dataclasses.replace(settings, only=tuple(x for x in names if x not in SLOW))
-    rows = attention.measured({**here, "T": 1, "lengths": "full"}, settings)
+    rows = attention.measured({**case, "T": 1, "lengths": "full"}, settings)
     for row in rows:
-        row["case"] = {key: row["case"][key] for key in (*here, "l2") if key in row["case"]}
+        row["case"] = {key: row["case"][key] for key in (*case, "l2") if key in row["case"]}
     return rows
 
 
 def measured(
     operation: str,
-    here: Case,
-    wanted: Mapping[str, Policy],
+    case: Case,
+    policies: Mapping[str, Policy],
     settings: Settings,
     backends: Mapping[str, Backends] | None = None,
 ) -> Iterator[point.Row]:
     """A row of each policy that the settings want; ``backends``: of each of them, by its name."""
-    given = backends or dict.fromkeys(wanted, Backends())
-    chosen = {name: policy for name, policy in wanted.items() if settings.wants(name)}
-    arrays = {name: arrays_of(policy, [spec_of(here)]) for name, policy in chosen.items()}
-    new = token(here)
+    backends_of = backends or dict.fromkeys(policies, Backends())
+    chosen = {name: policy for name, policy in policies.items() if settings.wants(name)}
+    arrays = {name: arrays_of(policy, [spec_of(case)]) for name, policy in chosen.items()}
+    new = token(case)
     sources = {
         name: Source(
-            program(policy, given[name]),
-            (shapes(arrays[name]), empty(policy, here), shapes(new)),
+            program(policy, backends_of[name]),
+            (shapes(arrays[name]), empty(policy, case), shapes(new)),
             donated=(1,),
         )
         for name, policy in chosen.items()
@@ -107,32 +107,32 @@ def measured(
     for name, compiled in compile_all(operation, sources).items():
         gc.collect()  # a failure's traceback, or a rival's tensor, may hold a cache
         policy = chosen[name]
-        own = (
+        layer_program = (
             compiled
             if isinstance(compiled, Absent)
-            else _ready(name, compiled, policy, arrays[name], new, here)
+            else _ready(name, compiled, policy, arrays[name], new, case)
         )
-        moved, clock = needed(policy, here), attention.clock()
-        yield from point.measure(operation, here, [own], settings, moved=moved, **clock)
+        moved, clock = needed(policy, case), attention.clock()
+        yield from point.measure(operation, case, [layer_program], settings, moved=moved, **clock)
 
 
 def _ready(
-    name: str, compiled: Any, policy: Policy, arrays: Any, new: Any, here: Case
+    name: str, compiled: Any, policy: Policy, arrays: Any, new: Any, case: Case
 ) -> Program | Absent:
     """The program with a cache of its own, which each call takes and returns."""
     try:
-        held = [filled(policy, arrays, here)]
+        caches = [filled(policy, arrays, case)]
     except Exception as error:
         return failure(name, error)
 
     def start() -> Any:
-        cache: Cache = held.pop()
+        cache: Cache = caches.pop()
         cache, outputs = compiled(arrays, cache, new)
-        held.append(cache)
+        caches.append(cache)
         return outputs
 
     def check(outputs: Any) -> bool:
-        return right(policy, arrays, held[0], new, outputs)
+        return right(policy, arrays, caches[0], new, outputs)
 
     return Program(name, start, check)
 

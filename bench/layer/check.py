@@ -85,11 +85,13 @@ def selects(
     """
     kind = next((x for x in SCORES if isinstance(policy, x)), None)
     if kind is None:
-        scores = jax.jit(lambda *given: policy.score(given[0], 0, *given[1:]))(arrays, cache, q)
+        scores = jax.jit(lambda *arguments: policy.score(arguments[0], 0, *arguments[1:]))(
+            arrays, cache, q
+        )
         scored = scores, ROUGH * jnp.nanstd(jnp.where(jnp.isfinite(scores), scores, jnp.nan), -1)
     else:
-        own = None if arrays is None else arrays[0]
-        scored = SCORES[kind](policy, own, cache.columns[0], q)
+        layer_arrays = None if arrays is None else arrays[0]
+        scored = SCORES[kind](policy, layer_arrays, cache.columns[0], q)
     page = policy.page_size
     return bool(_agrees(*scored, chosen, token.until, page, _forced(policy), policy.budget // page))
 
@@ -109,7 +111,7 @@ def _agrees(
     until: Array,
     page: int,
     forced: tuple[int, int],
-    most: int,
+    count: int,
 ) -> Array:
     scores = scores.astype(jnp.float32)
     end = -(-until // page)[:, None, None]
@@ -117,10 +119,10 @@ def _agrees(
     always = (index < forced[0]) | (index >= end - forced[1])
     scores = jnp.where(always, jnp.inf, scores)
     scores = jnp.where(index < end, scores, -jnp.inf)
-    lowest = jax.lax.top_k(scores, most)[0][..., -1:]
+    lowest = jax.lax.top_k(scores, count)[0][..., -1:]
     above, equal = scores > lowest, scores == lowest
-    left = most - above.sum(axis=-1, keepdims=True)
-    wanted = (above | (equal & (jnp.cumsum(equal, axis=-1) <= left))) & (scores > -jnp.inf)
+    left = count - above.sum(axis=-1, keepdims=True)
+    expected = (above | (equal & (jnp.cumsum(equal, axis=-1) <= left))) & (scores > -jnp.inf)
     # Slots behind the last take what is no position.
     slots = jnp.where(chosen >= 0, chosen, scores.shape[-1] * page)
     counts = jnp.zeros((*scores.shape[:2], scores.shape[-1] * page + 1), jnp.int32)
@@ -128,27 +130,27 @@ def _agrees(
     counts = counts.at[rows[:, None, None], heads[None, :, None], slots].add(1)[..., :-1]
     committed = jnp.arange(counts.shape[-1])[None, None] < until[:, None, None]
     whole, none = (
-        (counts == wanted).reshape(*scores.shape, page).all(axis=-1)
-        for wanted in (committed.astype(jnp.int32), jnp.zeros_like(counts))
+        (counts == expected).reshape(*scores.shape, page).all(axis=-1)
+        for expected in (committed.astype(jnp.int32), jnp.zeros_like(counts))
     )
     whole &= index < end
     near = (doubt[..., None] > 0) & (jnp.abs(scores - lowest) <= doubt[..., None])
-    as_wanted = jnp.where(wanted, whole, none) | (near & (whole | none))
-    as_many = (whole.sum(axis=-1) == wanted.sum(axis=-1)).all()
-    return as_wanted.all() & as_many
+    as_expected = jnp.where(expected, whole, none) | (near & (whole | none))
+    as_many = (whole.sum(axis=-1) == expected.sum(axis=-1)).all()
+    return as_expected.all() & as_many
 
 
 def _written(policy: Policy, arrays: Any, cache: Cache, until: Array, k: Array, v: Array) -> bool:
     """Whether the new token's key, value and columns are in its slot."""
-    want = {"keys": k, "values": v, **policy.encode(arrays, 0, k)}
+    expected_columns = {"keys": k, "values": v, **policy.encode(arrays, 0, k)}
     rows = jnp.arange(len(until))[:, None]
-    for name, held in cache.columns[0].items():
-        own, wanted = held[rows, until[:, None]], want[name].astype(held.dtype)
-        if jnp.issubdtype(held.dtype, jnp.floating):
-            error = jnp.linalg.norm((own - wanted).astype(jnp.float32))
-            good = error <= ROUGH * jnp.linalg.norm(wanted.astype(jnp.float32))
+    for name, column in cache.columns[0].items():
+        actual, expected = column[rows, until[:, None]], expected_columns[name].astype(column.dtype)
+        if jnp.issubdtype(column.dtype, jnp.floating):
+            error = jnp.linalg.norm((actual - expected).astype(jnp.float32))
+            good = error <= ROUGH * jnp.linalg.norm(expected.astype(jnp.float32))
         else:
-            good = (own != wanted).mean() <= WRITTEN
+            good = (actual != expected).mean() <= WRITTEN
         if not good:
             return False
     return True
@@ -160,12 +162,12 @@ def _grouped(q: Array, kv_heads: int) -> Array:
 
 
 @partial(Exact, static_argnums=0)
-def _hata(policy: Hata, matrices: Array, held: Mapping[str, Array], q: Array) -> Scored:
+def _hata(policy: Hata, matrices: Array, columns: Mapping[str, Array], q: Array) -> Scored:
     """Algorithms 2 and 3 of the paper: shared bits, summed over the queries of a group.
 
     In doubt is a bit for each product so near to 0 that rounding decides its sign.
     """
-    codes = held["codes"]
+    codes = columns["codes"]
     q = _grouped(q, codes.shape[2])
     products = jnp.einsum("bkgh,khr->bkgr", q, matrices, precision="highest")
     sizes = jnp.linalg.norm(q, axis=-1)[..., None]
@@ -183,14 +185,14 @@ def _hata(policy: Hata, matrices: Array, held: Mapping[str, Array], q: Array) ->
 
 @partial(Exact, static_argnums=0)
 def _magicpig(
-    policy: MagicPIG, arrays: Mapping[str, Array], held: Mapping[str, Array], q: Array
+    policy: MagicPIG, arrays: Mapping[str, Array], columns: Mapping[str, Array], q: Array
 ) -> Scored:
     """Section 4 of its paper: how many tables put a key into a query's bucket, from two on, summed
     over the queries of a group.
 
     In doubt are two for each product so near to 0 that rounding decides its sign.
     """
-    codes, planes = held["buckets"], arrays["projections"]
+    codes, planes = columns["buckets"], arrays["projections"]
     q = _grouped(q, codes.shape[2])
     products = jnp.einsum("bkgh,hp->bkgp", q, planes, precision="highest")
     sizes = jnp.linalg.norm(q, axis=-1)[..., None]
@@ -202,9 +204,9 @@ def _magicpig(
         same = jnp.ones(met.shape, bool)
         for bit in range(policy.bits):
             word = jnp.take(codes, number // 32 * policy.bits + bit, axis=3)
-            own = (word >> (number % 32).astype(jnp.uint32)) & 1
+            key_bits = (word >> (number % 32).astype(jnp.uint32)) & 1
             asked = jnp.take(signs[..., bit], number, axis=3)
-            same &= (own[:, :, :, None] == 1) == asked[:, None]
+            same &= (key_bits[:, :, :, None] == 1) == asked[:, None]
         return met + same.astype(jnp.int32)
 
     met = jnp.zeros((*codes.shape[:3], q.shape[2]), jnp.int32)
@@ -215,17 +217,17 @@ def _magicpig(
 
 
 @partial(Exact, static_argnums=0)
-def _exact(policy: ExactTopK, arrays: Any, held: Mapping[str, Array], q: Array) -> Scored:
+def _exact(policy: ExactTopK, arrays: Any, columns: Mapping[str, Array], q: Array) -> Scored:
     """The products of the queries of a group with every key, summed."""
-    return _products(_grouped(q, held["keys"].shape[2]).sum(axis=2), held["keys"], CLOSE)
+    return _products(_grouped(q, columns["keys"].shape[2]).sum(axis=2), columns["keys"], CLOSE)
 
 
 @partial(Exact, static_argnums=0)
-def _loki(policy: Loki, components: Array, held: Mapping[str, Array], q: Array) -> Scored:
+def _loki(policy: Loki, components: Array, columns: Mapping[str, Array], q: Array) -> Scored:
     """Those products in the leading components."""
-    own = _grouped(q, components.shape[0]).sum(axis=2)
-    own = jnp.einsum("bkh,khr->bkr", own, components, precision="highest")
-    return _products(own, held["components"], ROUGH)
+    reduced = _grouped(q, components.shape[0]).sum(axis=2)
+    reduced = jnp.einsum("bkh,khr->bkr", reduced, components, precision="highest")
+    return _products(reduced, columns["components"], ROUGH)
 
 
 def _products(q: Array, k: Array, doubt: float) -> Scored:
@@ -237,7 +239,7 @@ def _products(q: Array, k: Array, doubt: float) -> Scored:
 
 
 @partial(Exact, static_argnums=0)
-def _quest(policy: Quest, arrays: Any, held: Mapping[str, Array], q: Array) -> Scored:
+def _quest(policy: Quest, arrays: Any, columns: Mapping[str, Array], q: Array) -> Scored:
     """Tang et al. 2024, algorithm 1, from the keys of each page: the largest that a product with a
     vector inside a page's bounds can be, summed over the queries of a group."""
 
@@ -253,7 +255,7 @@ def _quest(policy: Quest, arrays: Any, held: Mapping[str, Array], q: Array) -> S
         return sum(bounds[1:], bounds[0]).T
 
     # The last page is read whatever it scores: that it may be padded does not matter.
-    scores = jax.lax.map(row, (_grouped(q, held["keys"].shape[2]), held["keys"]))
+    scores = jax.lax.map(row, (_grouped(q, columns["keys"].shape[2]), columns["keys"]))
     return scores, CLOSE * scores.std(axis=-1)
 
 

@@ -238,6 +238,6 @@ SUITE = Suite(
     tables.show,
     rivals=(*ALL, *rivals.NAMES),
     compare=tables.compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=case,
 )
