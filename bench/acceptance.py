@@ -44,8 +44,7 @@ CASE = {"S": 8192, "texts": 16, "skip": 0, "new": 256, "gamma": 7, "percent": 7}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is run: ``texts`` of ``context`` tokens behind the first ``skip``, ``new`` tokens of
-    each row."""
+    """``texts`` of ``context`` tokens after the first ``skip`` ones; ``new`` tokens each."""
 
     context: int
     texts: int
@@ -156,8 +155,9 @@ def config_of(plan: Plan, name: str, text: str) -> StepConfig:
 
 
 def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:
-    """Texts of ``plan.context`` tokens, of the two kinds by turns, each the same in any plan of
-    that context.
+    """Texts of ``plan.context`` tokens, alternating between the two kinds.
+
+    A text depends only on its index and the context.
 
     Raises `ValueError` where there are too few source files of that length.
     """
@@ -167,7 +167,7 @@ def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:
     texts, end = [], plan.skip + plan.texts
     if len(long) < end:
         raise ValueError(
-            f"texts={plan.texts} behind skip={plan.skip} are more than the {len(long)} source "
+            f"texts={plan.texts} after skip={plan.skip} are more than the {len(long)} source "
             f"files of over {2 * plan.context} bytes; take fewer, or a smaller S"
         )
     for row in range(plan.skip, end):
@@ -233,9 +233,11 @@ def cells(
     """A line under `HEADINGS` of one drafter: mean accepted lengths, and by how much they are above
     those of the ``published`` one."""
     line = [rows[0]["name"]]
-    for row, beside in zip(rows, published or [None] * len(rows), strict=True):
+    for row, reference in zip(rows, published or [None] * len(rows), strict=True):
         line.append(f"{row['committed'] / row['steps']:.2f}")
-        line.append("" if beside in (None, row) else over(row["per_text"], beside["per_text"]))
+        line.append(
+            "" if reference in (None, row) else over(row["per_text"], reference["per_text"])
+        )
     pairs = list(zip(rows[-1]["accepted_at"], rows[-1]["attempts_at"], strict=True))[:shown]
     rates = [f"{accepted / attempts if attempts else 0.0:.2f}" for accepted, attempts in pairs]
     return [*line, " ".join(rates)]

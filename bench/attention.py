@@ -67,8 +67,8 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
 
 
 def measured(case: Case, settings: Settings) -> list[point.Row]:
-    """The rows of a case; its cache is gone when they are there."""
-    # Case by case: to find its fastest products, XLA makes arrays of the cache's size.
+    """The rows of a case; its cache is freed on return."""
+    # Case by case: XLA's autotuning of matmuls allocates arrays of the cache's size.
     programs = compile_all("attention", sources(ATTENTION, shapes(case), settings, **static(case)))
     inputs = dense(case)
     arguments = (inputs.q, inputs.k, inputs.v, inputs.positions)
@@ -84,8 +84,10 @@ def measured(case: Case, settings: Settings) -> list[point.Row]:
 
 
 def clock() -> dict[str, Any]:
-    """Device time behind other data, as a layer's cache is read after a layer's weights; wall time
-    where there is no device clock."""
+    """The states and clocks to measure: device time with a cold L2, else wall time.
+
+    Cold, since a step reads a layer's weights before the layer's cache.
+    """
     if point.DEVICE.reason is None:
         return {"states": ("cold",), "clocks": ("device",)}
     return {"states": ("warm",), "clocks": ("wall",)}
@@ -100,13 +102,13 @@ def shapes(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def static(case: Mapping[str, Any]) -> dict[str, Any]:
-    """What every backend is given beside its arrays."""
+    """The static arguments of the backends of `jspec.attention`."""
     none = ("key_positions", "window", "softcap", "value_size")
     return {**dict.fromkeys(none), "scale": case["H"] ** -0.5}
 
 
 def floor(result: Mapping[str, Any]) -> table.Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

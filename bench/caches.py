@@ -1,8 +1,8 @@
-"""Caches and queries made on the device, and what attention over them must give.
+"""Caches and queries made on the device, and the expected output of attention over them.
 
 Keys, values and queries are normal numbers in bfloat16. The values of what a query must not read
-are loud, and so are those of the last that it must: to read one slot too many or too few changes
-the output by more than the check allows.
+are large, and so are those of the last one that it must: reading one slot too many or too few
+changes the output by more than the check allows.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _made(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], loud: Array, read
     return q, k, v * by[..., None]
 
 
-# To look for the fastest products would take longer than the products do.
+# Autotuning the matmuls would take longer than the matmuls themselves.
 @partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 def expected(q: Array, k: Array, v: Array, counts: Array) -> tuple[Array, Array]:
     """Attention of ``q [B, T, N, H]`` over the first ``counts [B, T]`` keys of ``[B, S, K, H]``.
@@ -108,7 +108,7 @@ class Check:
 
     @classmethod
     def of(cls, q: Array, k: Array, v: Array, counts: Array) -> Check:
-        """What attention over the first ``counts [B, T]`` keys and values must give."""
+        """The check of attention over the first ``counts [B, T]`` keys and values."""
         return cls(*map(np.asarray, expected(q, k, v, counts)))
 
     def output(self, out: Any) -> bool:

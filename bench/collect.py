@@ -1,4 +1,4 @@
-"""What it costs that verification says which keys matter: attention alone, and with scores.
+"""The cost of collecting scores of keys in verification: attention alone, and with scores.
 
 Figure 6 of Yue et al. 2026, whose kernels write a logit for each collected token and head: 5 % for
 Qwen3-8B and 37 % for gpt-oss-20b with two tokens, 53 % and 189 % with all of twelve.
@@ -127,7 +127,7 @@ def expected(q: Array, k: Array, lse: Array, scoring: Array, weighs: bool) -> Ar
 
 
 def over_alone(result: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, float]]]:
-    """Of each case, how much longer than attention by itself each pass takes, 0.05 for 5 %."""
+    """The extra time of each pass over attention alone, by case; 0.05 for 5 %."""
     by_case: dict[str, tuple[dict[str, Any], dict[str, float]]] = {}
     for row in result["rows"]:
         if (clock := point.best_clock(row)) is not None:
@@ -145,7 +145,7 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "collect",
-    "what scores of keys cost beside verification: pooled logits and weights, by tokens",
+    "what scores of keys cost in addition to verification: pooled logits and weights, by tokens",
     run,
     show,
     (ATTENTION, SCORED, WEIGHTS),

@@ -32,7 +32,7 @@ CPU_NEW_TOKENS = 256
 LOOPS = (16, 64)  # steps; in the difference of shorter ones the host's noise is large
 CPU_LOOPS = (4, 16)
 CHUNK = 16  # steps of a program while decoding
-NEAR_TIE = 0.25  # logits apart: what bf16 rounding of a long sum may turn around
+NEAR_TIE = 0.25  # margin of logits that bf16 rounding of a long sum may reverse
 SOURCES = {
     "none": jspec.PLAIN,
     "ngram": jspec.StepConfig(8, jspec.NgramDraft()),

@@ -3,10 +3,10 @@
 gpt-oss-20b, Qwen3-30B-A3B, Gemma 3 4B and 27B: true shapes, random weights, keys and values, in
 bfloat16; gpt-oss-20b-mxfp4 has its experts in MXFP4, as they are published. Clocks and checks are
 those of `bench.decode` and `bench.breakdown`. The floor counts the bytes in memory that a pass
-needs: of the routed experts as many as its tokens hit in the mean, of a layer with a window at most
-that window. How many tokens an iteration commits is imposed: the rate of acceptance is the paper's
-(`bench.profiles`), and less where a quantised copy drafts, as it also does for mixtures in
-bfloat16.
+needs: the expected number of distinct routed experts that its tokens choose, and at most the window
+of a layer that has one. The number of tokens that an iteration commits is imposed: the acceptance
+rate is the paper's (`bench.profiles`), and lower where a quantised copy drafts. Mixtures in
+bfloat16 are also measured with quantised drafts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _steps() -> int:
-    """Steps of a chunk, and iterations."""
+    """Steps, or iterations, of a chunk."""
     return drafting.CPU_STEPS if jax.default_backend() == "cpu" else drafting.STEPS
 
 
@@ -96,7 +96,7 @@ def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
 def _of_model(
     name: str, chosen: list[cases.Case], settings: Settings, limits: Ceilings
 ) -> Iterator[Row]:
-    """The rows of a model, which is gone behind the last of them."""
+    """The rows of a model, which is freed after the last of them."""
     model = decode.drawn(name, settings)
     tokens = CPU_TOKENS if jax.default_backend() == "cpu" else TOKENS
     measured = []
@@ -110,7 +110,7 @@ def _of_model(
 
 
 def draftings(model: str, gamma: int) -> list[Drafting]:
-    """The iterations of a case: what `bench.breakdown` needs to tell the parts of one by Vegas, and
+    """The iterations of a case: those that `bench.breakdown` needs for the parts of Vegas, and
     quantised drafts of a mixture in bfloat16."""
     is_bfloat16_mixture = (
         catalogue.MODELS[model].experts is not None and model not in catalogue.IN_MXFP4
@@ -125,7 +125,7 @@ def draftings(model: str, gamma: int) -> list[Drafting]:
 
 
 def parts(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The result as those of `bench.decode`, `bench.breakdown` and `bench.throughput` are."""
+    """The result split into those of `bench.decode`, `bench.breakdown` and `bench.throughput`."""
     rows = result["rows"]
     iterated = tables.of_kind(rows, "iteration")
     imposed = [row for row in iterated if "acceptance" in row]

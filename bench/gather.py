@@ -87,7 +87,7 @@ class Selected:
 
 
 def inputs(case: Mapping[str, Any]) -> Selected:
-    """A selection in a random order; what is not selected, and the last that is, is loud."""
+    """A selection in random order; values not selected, and the last selected one, are large."""
     batch, slots, tokens, count = case["B"], case["S"], case["T"], case["n"]
     heads_of_indices = heads(case)[1] if case["indices"] == "per-head" else 1
     rng = np.random.default_rng([workload.SEED, batch, slots, count])
@@ -140,7 +140,7 @@ def _measured(case: Case, settings: Settings) -> Iterator[point.Row]:
 
 
 def _with_tail(selected: Array, tail: Array) -> Array:
-    """The selected slots and the newest behind them, for each KV head where those differ."""
+    """The selected slots and then the newest ones, for each KV head where selections differ."""
     if selected.ndim == 3:
         tail = jnp.broadcast_to(tail[:, None], (*selected.shape[:2], tail.shape[1]))
     return jnp.concatenate([selected, tail], axis=-1)
@@ -161,7 +161,7 @@ def _gather(case: Case, data: Selected, check: Check, settings: Settings) -> lis
 def _copy(
     case: Case, data: Selected, expected: tuple[Array, Array], settings: Settings
 ) -> list[point.Row]:
-    """One copy of the selection, with room for the newest tokens behind it, as `Compact.of` in
+    """One copy of the selection, with room for the newest tokens after it, as `Compact.of` in
     `jspec.policies.attend` makes it."""
     spare = case["T"]
 
@@ -185,7 +185,7 @@ def _read(
     case: Case, data: Selected, copied: tuple[Array, Array], check: Check, settings: Settings
 ) -> list[point.Row]:
     """Dense attention over the copy, whose keys are in the order of the selection."""
-    # All that is selected lies below the newest tokens: the positions of any head will do.
+    # All selected slots are before the newest tokens, so the positions of any head serve.
     first = data.selected if data.selected.ndim == 2 else data.selected[:, 0]
     arguments = (data.q, *copied, data.positions, _with_tail(first, data.tail))
     by_backend = {
@@ -240,7 +240,7 @@ def argument_shapes(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def static(case: Mapping[str, Any]) -> dict[str, Any]:
-    """What every backend of `jspec.gathered_attention` is given beside its arrays."""
+    """The static arguments of the backends of `jspec.gathered_attention`."""
     return {
         **dict.fromkeys(("counts", "log_weights", "softcap", "value_size")),
         "scale": case["H"] ** -0.5,
@@ -249,7 +249,7 @@ def static(case: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Even:
-    """Microseconds of the fastest backend for each part of a ``case``."""
+    """Break-even of the copy: microseconds of the fastest backend for each part of a ``case``."""
 
     case: Mapping[str, Any]
     gather: float
@@ -258,7 +258,7 @@ class Even:
 
     @property
     def reads(self) -> int | None:
-        """How many reads make the copy the faster way, None where no number does."""
+        """Reads from which on the copy is faster, None where it never is."""
         gain = self.gather - self.read
         return None if gain <= 0 else math.floor(self.copy / gain) + 1
 
@@ -287,7 +287,7 @@ def evens(rows: Sequence[point.Row]) -> list[Even]:
 
 
 def floor(result: Mapping[str, Any]) -> table.Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

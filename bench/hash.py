@@ -1,6 +1,6 @@
-"""Hash codes of a decoding step: encoding, also as keys are written, scores, and selection.
+"""Hash codes of a decoding step: encoding, encoding with the cache update, scores, and selection.
 
-And the scores of codes of another kind, buckets in hash tables (MagicPIG).
+Also the scores of another kind of code, buckets in hash tables (MagicPIG).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
             yield from _appended(case, settings)
             yield from _scored(case, settings)
             case_of_tables = {**case, "R": policy.tables * policy.bits}
-            if case_of_tables not in collided:  # cases that differ by R alone are the same one here
+            if case_of_tables not in collided:  # cases that differ only in R are the same here
                 yield from _collided(case_of_tables, policy, settings)
                 collided.append(case_of_tables)
             advance()
@@ -103,7 +103,7 @@ def _encoded(case: Case, settings: Settings) -> list[point.Row]:
 
 
 def _appended(case: Case, settings: Settings) -> list[point.Row]:
-    """Codes of new keys, made as the keys are written into a cache with room for no more.
+    """Rows of encoding new keys while they are written into a cache that they fill.
 
     Its columns are not donated: each run copies them first.
     """
@@ -162,7 +162,7 @@ def _scored(case: Case, settings: Settings) -> Iterator[point.Row]:
 
 
 def _collided(case: Case, policy: MagicPIG, settings: Settings) -> list[point.Row]:
-    """Scores of random buckets: a query finds about one key in 100."""
+    """Rows of collision scores of random buckets: a query collides with about one key in 100."""
     (query_heads, kv_heads), batch, tables = heads(case), case["B"], policy.tables
     used = used_bits(policy).reshape(1, 1, 1, -1)
     keys = jax.random.split(jax.random.key(workload.SEED))
@@ -184,14 +184,14 @@ def _collided(case: Case, policy: MagicPIG, settings: Settings) -> list[point.Ro
 
 
 def used_bits(policy: MagicPIG) -> np.ndarray:
-    """Which bits of the words of a code are of a table, uint32 ``[W]``."""
+    """Mask of the bits of a code's words that belong to a table, uint32 ``[W]``."""
     places = np.arange(code_words(policy.tables, 1) * 32).reshape(-1, 32) < policy.tables
     words = np.packbits(places, axis=1, bitorder="little").view("<u4")
     return np.repeat(words, policy.bits)
 
 
 def collisions_of(q: np.ndarray, k: np.ndarray, tables: int) -> np.ndarray:
-    """In how many tables keys share a bucket with the queries that find them, ``[B, K, S]``."""
+    """The number of tables in which keys share a bucket with their queries, ``[B, K, S]``."""
     batch, slots, kv_heads, words = k.shape
     groups = code_words(tables, 1)
     q = q.reshape(batch, q.shape[1], kv_heads, -1, groups, words // groups)
@@ -205,7 +205,7 @@ def collisions_of(q: np.ndarray, k: np.ndarray, tables: int) -> np.ndarray:
 
 
 def static(case: Mapping[str, Any]) -> dict[str, Any]:
-    """What every backend of `jspec.hash_select` is given beside its arrays."""
+    """The static arguments of the backends of `jspec.hash_select`."""
     return {"k": case["n"], "sinks": 0, "recent": 0}
 
 
@@ -243,7 +243,7 @@ def _measured(
 
 
 def floor(result: Mapping[str, Any]) -> table.Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

@@ -1,4 +1,4 @@
-"""How much a hash finds by its number of bits: hashes of the bundled model, learned anew for each.
+"""Recall and scores by the number of hash bits; hashes are trained separately for each.
 
 The ablation of figure 8 of HATA (arXiv 2506.02572). Hashes are learned from synthetic documents of
 RULER's kinds, as the bundled ones are from those and source; recall and mass are of documents of
@@ -43,7 +43,7 @@ LEARNING = HashTraining(variant="attention")  # as the bundled hashes were learn
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """A row for each number of bits, beside exact top-k and dense reading."""
+    """A row for each number of bits, and rows of exact top-k and dense reading."""
     model, tokenizer = jspec.load_bundled()
     default = SMALL if settings.quick or jax.default_backend() == "cpu" else CASE
     asked = [cases.parse(text, default) for text in settings.cases] or [default]
@@ -148,7 +148,7 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "hash-bits",
-    "what hashes of 32 to 256 bits find, learned anew for each on the bundled model",
+    "recall of hashes of 32 to 256 bits, trained separately on the bundled model",
     run,
     show,
     compare=ruler.compare,

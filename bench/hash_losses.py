@@ -1,4 +1,4 @@
-"""What hashes find by the loss that they were learned by, beside what others find of as many bytes.
+"""Recall of learned hashes by training loss, and of other methods that read as many bytes.
 
 Hashes of the bundled model are learned three times from the same texts: by jspec's own loss, by the
 paper's (HATA, arXiv 2506.02572, Eq. 9) and by the authors' (docs/hashes.md). The texts are
@@ -63,7 +63,7 @@ def _rows(
 
 
 def _checked(name: str, result: dict[str, Any], random: dict[str, Any]) -> dict[str, Any]:
-    """Whether the exact method finds all, and a learned one more than random hashes."""
+    """Whether the exact method has recall 1, and a learned one more than random hashes."""
     if name == "exact":
         return {"checked": result["recall"] == [1.0] * len(result["recall"])}
     if name not in LEARNED:

@@ -1,9 +1,9 @@
-"""HATA-off: a decoding step with the cache in the host's memory beside steps with it on the device.
+"""HATA-off: a decoding step with the cache in host memory, and steps with it on the device.
 
 Table 9's shapes: Llama 2 at 36K tokens, Llama 3.1 at 72K, 1.56 % of them read. Weights, keys and
 values are random. Clock: *step* is the marginal wall time of a jitted chunk of steps among chunks
 that follow each other, over its steps. *bus*: wall time of a call that fetches the rows that all
-layers of a step read, and does nothing else. Variants of `hata_off` leave out what spares the bus.
+layers of a step read, and does nothing else. Variants of `hata_off` leave out prediction or reuse.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from jspec.policies.hata import with_hashes
 from jspec.policies.policy import columns_of
 
 BUDGET = 0.0156
-# Of the tokens that are compared. `hata_off` has the parts of a layer, and `hata` as one operation
-# rounds otherwise.
+# Backends of the step whose tokens are compared: `hata_off` runs the parts of a layer one by one,
+# and `hata` as one operation rounds differently.
 IN_PARTS = {"hash_attention": "one_by_one"}
 CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
 STEPS, REPEATS = 16, 7
@@ -84,7 +84,7 @@ def grid(settings: Settings) -> list[cases.Case]:
 
 
 def policies(budget: float) -> dict[str, Policy]:
-    """What is timed, by name, each in front of those whose tokens are compared with its own."""
+    """The policies to time, by name."""
     asked: dict[str, Any] = {"budget": budget}
     return {
         "dense": Dense(),
@@ -147,8 +147,8 @@ class _Case:
                         "decode", self.at, name, checked=False, reason=failure(name, error).reason
                     )
                 gc.collect()  # one cache at a time
-                # What was measured is not lost where the run is ended: a row is given as soon as
-                # that is known which it is compared with.
+                # Yield a row as soon as the one it is compared with is known: an interrupted run
+                # then loses none.
                 for ready in [done for done in timed if done == "dense" or _beside(done) in tokens]:
                     yield self._judged(ready, tokens, timed.pop(ready))
                 advance()
@@ -157,7 +157,7 @@ class _Case:
             yield point.row("decode", self.at, name, checked=False, reason=reason)
 
     def _judged(self, name: str, tokens: dict[str, np.ndarray], timed: dict[str, Any]) -> point.Row:
-        """The row of a policy, or why its output is wrong."""
+        """The row of a policy, with the reason if its output is wrong."""
         reason, checked = None, f"{LAYERS} layers"
         if name != "dense":
             checked = f"as {_beside(name)}"
@@ -170,7 +170,7 @@ class _Case:
         return point.row("decode", self.at, name, checked=checked, paper_s=self.paper, **timed)
 
     def _timed(self, policy: Policy) -> tuple[dict[str, Any], np.ndarray]:
-        """The step's samples with what else is known of it, and the tokens of a first chunk."""
+        """The figures of a step, and the tokens of a first chunk."""
         models = Models(self.model, policy=policy.prepare(self.model.config.layers, None))
         state = self._state(policy, models.policy)
         figures: dict[str, Any] = {"device_bytes": _bytes(state, in_host=False)}
@@ -206,13 +206,13 @@ class _Case:
         return figures, tokens
 
     def _error(self, state: DecodeState) -> float:
-        """How far logits are from those of the reference, over their norm."""
+        """The relative error of the logits against the reference."""
         check = Check(self.model, self.at["context"], (1,), Backends())
         lowerings = check.lowerings(self.blueprint.shapes)
         return check.errors(state, {key: low().compile() for key, low in lowerings.items()})[1]
 
     def _state(self, policy: Policy, arrays: Any) -> DecodeState:
-        """The same keys, values and tokens for every policy, where and with what it keeps."""
+        """A state in the memory and columns of a policy, with the same values for all policies."""
         # Copies: the blueprint's small arrays serve every policy, whose steps overwrite them.
         small = jax.tree.map(jnp.copy, self.blueprint.small)
         state = dataclasses.replace(self.blueprint, small=small).filled(
@@ -234,13 +234,13 @@ class _Case:
 def _beside(name: str) -> str:
     """The policy whose tokens those of ``name`` are compared with.
 
-    That of `hata` comes about in two ways, with the cache on the device and in the host.
+    The tokens of `hata` are computed twice, with the cache on the device and in host memory.
     """
     return "hata_off" if name == "hata" else "hata"
 
 
 def _bytes(state: DecodeState, *, in_host: bool) -> int:
-    """Bytes of the cache in the host's memory, or of that on the device."""
+    """Bytes of the cache in host memory, or of the cache on the device."""
     leaves = jax.tree.leaves(state.cache.columns)
     return sum(x.nbytes for x in leaves if host.in_host(x) == in_host)
 
@@ -270,7 +270,7 @@ def _bus(state: DecodeState, policy: HataOff) -> tuple[list[int], int]:
 
 
 def _bundled(context: int, settings: Settings) -> Iterator[point.Row]:
-    """Where rows come from on a model that was trained, with its hashes, in a text."""
+    """Sources of the rows that the bundled model reads, with its hashes, in a real text."""
     model, tokenizer = load_bundled(jnp.bfloat16)
     text, _ = training_document(context, np.random.default_rng(0))
     prompt = tokenizer.encode(text)[:context]
@@ -287,7 +287,7 @@ def _bundled(context: int, settings: Settings) -> Iterator[point.Row]:
 
 
 def hidden(row: point.Row, rows: dict[str, point.Row]) -> float | None:
-    """The share of the bus's time that a step does not wait for: of what it costs over `hata`."""
+    """The share of the bus time that is hidden: 1 - (step - step of `hata`) / bus."""
     hata = rows.get("hata", {})
     if "bus_ns" not in row or "step_ns" not in row or "step_ns" not in hata:
         return None
@@ -302,7 +302,7 @@ HEADINGS = (
 
 
 def cells(row: point.Row, rows: dict[str, point.Row]) -> list[str]:
-    """A row under `HEADINGS`; ``beside``: the rows of its case by name."""
+    """A row under `HEADINGS`; ``rows``: the rows of its case by name."""
     step = statistics.median(row["step_ns"]) if "step_ns" in row else None
     dense = rows.get("dense", {}).get("step_ns")
     bus = statistics.median(row["bus_ns"]) if "bus_ns" in row else None
@@ -357,7 +357,7 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
 
 SUITE = Suite(
     "hata-off",
-    "a step with keys and values in host memory, beside dense and hata on the device",
+    "a step with keys and values in host memory, against dense and hata on the device",
     run,
     show,
     rivals=tuple(policies(BUDGET)),

@@ -1,4 +1,4 @@
-"""A layer's attention shared by KVP x TPA devices, with its exchange, against what rivals Helix."""
+"""A layer's attention on KVP x TPA devices with its exchange: Helix and its rivals."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ DEFAULT: Case = {"B": 1, "S": 32768, "heads": "128/8", "H": 128, "T": 1, "kvp": 
 DEFAULT |= {"strategy": "helix", "overlap": 1, "latent": 0, "up": "auto", "part": "layer"}
 DEFAULT |= {"exchange": "xla"}
 LATENT = "heads=128/1,H=576,latent=512"  # DeepSeek-R1's
-# Of the length of a head's output: rounding to bfloat16 makes a fifth of it, and one of a hundred
-# positions that is left out five times as much.
+# Relative to the norm of a head's output: rounding to bfloat16 causes a fifth of this error,
+# leaving out one of a hundred positions five times as much.
 NEAR = 0.02
-RANK_HEADS = P(KVP, None, None, TPA)  # of what the ranks of KVP have, side by side
+RANK_HEADS = P(KVP, None, None, TPA)  # outputs stacked over the ranks of KVP
 
 
 def case(text: str) -> Case:
@@ -48,7 +48,7 @@ def case(text: str) -> Case:
 
 
 def spec_of(case: Case) -> LayerSpec:
-    """The layer; with ``latent`` its values are so many channels of its keys."""
+    """The layer; with ``latent``, its values are the first ``latent`` channels of its keys."""
     size, latent = case["H"], case["latent"]
     return LayerSpec(heads(case)[1], size, latent or size, values_in_keys=latent > 0)
 
@@ -75,7 +75,7 @@ def grid(settings: Settings) -> list[Case]:
         small, latent = "S=2K,heads=8/2,H=32", "S=2K,heads=8/1,H=40,latent=32"
         every = [f"{small},{how}" for how in (*kvp, *rivals, "tpa=2")]
         return [case(text) for text in every + [f"{latent},{how}" for how in projected]]
-    # Of heads 128/8 as many as Llama 405B has; of 32/1 no device has a key-value head for itself.
+    # 128/8 are the heads of Llama 405B; with 32/1, devices share the one KV head.
     kinds = {"128/8": (*kvp, "tpa=2", *rivals), "32/1": (*kvp, tp)}
     contexts = ("256K",) if settings.quick else ("1024K", "256K")
     rest = [
@@ -128,13 +128,13 @@ def attended(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Arr
 
 
 def positions_of(case: Case) -> Array:
-    """Those of the last T tokens, int32 ``[B, T]``."""
+    """Positions of the last T tokens, int32 ``[B, T]``."""
     index = jnp.arange(case["S"] - case["T"], case["S"], dtype=jnp.int32)[None]
     return jnp.broadcast_to(index, (case["B"], case["T"]))
 
 
 def following(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
-    """Queries of the next step of a loop, which depend on the output of this one."""
+    """Queries of a loop's next step, which depend on the output of this one."""
     return q + as_queries(attended(case, q, cache, up), q) / 1024
 
 
@@ -147,7 +147,7 @@ def as_queries(out: Array, q: Array) -> Array:
 def operands(case: Case) -> tuple[Any, ...]:
     """Random queries, and a full cache of random keys and values on their devices.
 
-    Of latents also the map of the values ``[N, latent, latent / 4]``, which keeps their size.
+    With latents, also the map of the values ``[N, latent, latent / 4]``, which keeps their scale.
     """
     helix, (query_heads, kv_heads) = helix_of(case), heads(case)
     spec, size, latent = (spec_of(case),), case["H"], case["latent"]
@@ -169,7 +169,7 @@ def operands(case: Case) -> tuple[Any, ...]:
 
 @cache
 def _drawing(shapes: tuple[tuple[int, ...], ...], places: tuple[Any, ...]) -> Any:
-    """What draws random arrays on their devices; compiled once for all rows that have the same."""
+    """A function that draws random arrays on their devices, compiled once for equal shapes."""
 
     def drawn() -> list[Array]:
         keys = jax.random.split(jax.random.key(workload.SEED), len(shapes))
@@ -197,12 +197,12 @@ def rank_attention(case: Case, q: Array, cache: Cache) -> tuple[Array, Array]:
 
 
 def rank_attended(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Any:
-    """What `own_attention` gives on each rank of KVP, ``[1, B, T, n, ...]``."""
+    """The outputs of `rank_attention` on each rank of KVP, ``[1, B, T, n, ...]``."""
     return jax.tree.map(lambda x: x[None], rank_attention(case, q, cache))
 
 
 def rank_following(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
-    """Queries that depend on the output of `own_attention`, behind the map of the values."""
+    """Queries that depend on the output of `rank_attention`, after the map of the values."""
     out = rank_attention(case, q, cache)[0]
     if up is not None:
         mapped = len(up) if projects_first(case) else len(up) // case["kvp"]
@@ -221,7 +221,7 @@ def is_right(case: Case, out: Array, arguments: tuple[Any, ...]) -> bool:
 
 
 def is_merged_right(case: Case, outs: tuple[Array, Array], arguments: tuple[Any, ...]) -> bool:
-    """Whether what `own_attended` gives is, merged, what one device computes."""
+    """Whether the merged outputs of `rank_attended` are what one device computes."""
     whole, _ = jax.jit(merge_attention)(*map(jnp.asarray, jax.device_get(outs)))
     for up in jax.device_get(arguments[2:]):
         whole = jnp.einsum("btnv,nvh->btnh", whole, jnp.asarray(up))
@@ -273,7 +273,7 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "helix-attention",
-    "a layer's attention by KVP x TPA devices with its exchange, beside tensor parallelism, Medha "
+    "a layer's attention by KVP x TPA devices with its exchange, against tensor parallelism, Medha "
     "and gathered queries",
     run,
     show,

@@ -1,4 +1,4 @@
-"""Cases of whole steps on a mesh: models with random weights, states behind a random context."""
+"""Cases of whole steps on a mesh: models with random weights, states after a random context."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ TINY = ModelConfig.uniform(
     num_kv_heads=2,
     head_size=16,
 )
-LONGEST = 2**21  # positions that a shape may be given here; what it was trained for costs no time
+LONGEST = 2**21  # positions of any shape: the trained context length does not change the time
 DRAFTS = {"plain": "none", "verify": "none", "vegas": "vegas:budget=0.07"}
 STEPS = 16  # of a chunk
 MESH = ("kvp", "tpa", "overlap", "strategy", "exchange")
-# Of keys and values: attention reads few keys each, and its output outweighs the embedding, so that
-# a key that is left out changes logits.
+# Standard deviations of keys and values: attention is concentrated on few keys and its output
+# outweighs the embedding, so that leaving out a key changes the logits.
 SCALES = {"keys": 3.0, "values": 2.0}
 
 
@@ -81,15 +81,15 @@ def alone(case: Case) -> Case:
 
 
 def step_config(case: Case) -> StepConfig:
-    """Of steps that draft so; ``verify``: without a draft, but in passes of gamma + 1 tokens."""
+    """The step config of a case; ``verify``: no draft, but passes of gamma + 1 tokens."""
     gamma = 0 if case["draft"] == "plain" else case["gamma"]
     return StepConfig(gamma, named_draft(DRAFTS[case["draft"]]))
 
 
 def model_of(case: Case, layers: int | None = None) -> Any:
-    """The model with random weights, in bfloat16: in shares on the mesh, or whole on one device.
+    """The model with random weights, in bfloat16: sharded on the mesh, or whole on one device.
 
-    ``layers``: its first ones alone, whose weights are then their own.
+    ``layers``: only the first ones, whose weights differ from those of the whole model.
     """
     helix, config = helix_of(case), shape_of(case)
     config = config if layers is None else first_layers(config, layers)
@@ -99,7 +99,7 @@ def model_of(case: Case, layers: int | None = None) -> Any:
 
 
 def _with_loud_keys(model: Decoder) -> Decoder:
-    """The model with keys `NEW_KEYS` times as large, which count among many random ones."""
+    """The model with keys scaled by `NEW_KEYS`, so that they matter among many random ones."""
     for block in model.layers:
         attention: Any = block.attention
         _, keys, _ = attention.qkv.parts
@@ -111,7 +111,7 @@ def _with_loud_keys(model: Decoder) -> Decoder:
 
 
 def capacity_of(case: Case, config: StepConfig) -> int:
-    """Positions of a row: S, and what is decoded behind them."""
+    """Positions of a row: S, and room for the tokens that are decoded after them."""
     room = (CHUNKS[1] + 1) * STEPS * (config.gamma + 1) + config.gamma + 1
     return rounded_capacity(case["S"] + room)
 
@@ -123,9 +123,9 @@ def started(model: Any, case: Case, config: StepConfig, capacity: int) -> Decode
 
 
 def shapes_of(model: Any, case: Case, config: StepConfig) -> DecodeState:
-    """The shapes of a state of a case, and where its arrays lie that are on several devices.
+    """The shapes of a case's state, with the shardings of arrays on several devices.
 
-    No memory is taken for it.
+    Allocates no memory for the full state.
     """
     capacity, small = capacity_of(case, config), started(model, case, config, CAPACITY_STEP)
     layouts = layouts_for(model, capacity, config.gamma)
@@ -148,21 +148,21 @@ def shapes_of(model: Any, case: Case, config: StepConfig) -> DecodeState:
 
 
 def filled(model: Any, case: Case, config: StepConfig) -> DecodeState:
-    """A state behind S random positions a row, and random tokens to its end.
+    """A state with S random positions in each row, and random tokens up to its capacity.
 
-    They are the same whatever devices hold them, and keys and values are numbers of bfloat16.
+    The values do not depend on the devices; keys and values are rounded to bfloat16.
     """
     capacity, batch = capacity_of(case, config), case["B"]
     state = started(model, case, config, capacity)
     seeds, columns = itertools.count(), [dict(column) for column in state.cache.columns]
     state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, columns=()))
     for column, layout in zip(columns, state.cache.layouts, strict=True):
-        # Sorted, since a column of one device is made in another order than that of a mesh.
+        # Sorted, since columns on one device and on a mesh have different orders.
         for name in sorted(column):
             empty = column.pop(name)
             shape, where = (batch, case["S"], *empty.shape[2:]), empty.sharding
             size, dtype = empty.shape[1], empty.dtype
-            del empty  # before there is a second one
+            del empty  # before the second one is allocated
             x = noise(next(seeds), jnp.float32(SCALES[name]), shape, jnp.bfloat16, parts=16)
             column[name] = jax.device_put(_in_slots(x, layout, size).astype(dtype), where)
     rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
@@ -179,7 +179,7 @@ def filled(model: Any, case: Case, config: StepConfig) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnames=("layout", "size"))
 def _in_slots(x: Array, layout: Any, size: int) -> Array:
-    """``x [B, S, ...]`` by position as ``[B, size, ...]`` by slot; 0 behind S."""
+    """``x [B, S, ...]`` by position to ``[B, size, ...]`` by slot; 0 after S."""
     x = jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
     if not isinstance(layout, StripedLayout):
         return x
@@ -187,7 +187,7 @@ def _in_slots(x: Array, layout: Any, size: int) -> Array:
 
 
 def rewound(case: Case, state: DecodeState, less: int = 0) -> DecodeState:
-    """A state with S positions a row, or so many ``less``, whatever was decoded since."""
+    """The state with its lengths reset to S, or to ``less`` positions fewer."""
     lengths = np.full(case["B"], case["S"] - less, np.int32)
     lengths = jax.device_put(lengths, state.cache.lengths.sharding)
     return dataclasses.replace(state, cache=state.cache.with_lengths(lengths))

@@ -1,8 +1,8 @@
 """HOP-B: how much of a layer's exchange is exposed, by the number of chunks that it goes in.
 
-Beside attention with its exchange stand the same attention without one, and the message alone. What
-a number of chunks exposes is its time above that of the attention. One-sided, a message goes at
-once.
+Rows are attention with its exchange, the same attention without it, and the message alone. The
+exposed time of a number of chunks is its time above that of attention alone. One-sided exchanges
+have one chunk.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _shared(
     is_right: Callable[..., bool],
     out: Any,
 ) -> Shared:
-    """A row of the attention of ``whole``, which has what ``here`` leaves out."""
+    """A row of the attention of ``whole``, the complete case of ``case``."""
     helix = helix_of(whole)
     return Shared(
         *("exchange", case, name, helix, partial(body, whole), partial(following, whole)),
@@ -146,7 +146,7 @@ def _moved(helix: HelixConfig) -> Callable[[tuple[Any, ...]], int]:
 
 
 def payload(case: Case) -> tuple[Array]:
-    """What each rank of KVP has for the others, random: ``[KVP, B, T, N, H']``."""
+    """Random messages of each rank of KVP: ``[KVP, B, T, N, H']``."""
     helix, (q, *rest) = helix_of(case), operands(case | {"S": case["kvp"] * 16})
     size = rest[0].specs[0].value_size
     if case["latent"] and projects_first(case):
@@ -158,7 +158,7 @@ def payload(case: Case) -> tuple[Array]:
 
 
 def piece_bytes(case: Case) -> int:
-    """What a rank has for one other: a share of the heads, each with a float32 log-sum-exp."""
+    """Bytes that a rank sends to another: its heads, each with a float32 log-sum-exp."""
     size = case["latent"] // (4 if projects_first(case) else 1) or case["H"]
     share = cases.heads(case)[0] // helix_of(case).devices
     return case["B"] * case["T"] * share * (size * jnp.dtype(DTYPE).itemsize + 4)
@@ -185,7 +185,7 @@ def is_message_right(outputs: tuple[Array, Array], arguments: tuple[Array]) -> b
 def are_chunks_right(
     outputs: list[np.ndarray], case: Case, out: Array, arguments: tuple[Any, ...]
 ) -> bool:
-    """Whether the output is right, or that of one chunk, which is among ``outputs``."""
+    """Whether the output is right, or equal to that of one chunk, stored in ``outputs``."""
     actual = np.asarray(out)
     if case["overlap"] == 1:
         is_right = helix_attention.is_right(case, out, arguments)
@@ -238,7 +238,7 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "hopb",
-    "what of a layer's exchange is exposed, by the number of chunks, beside the message alone",
+    "what of a layer's exchange is exposed, by the number of chunks, against the message alone",
     run,
     show,
     custom_clocks=True,

@@ -1,4 +1,4 @@
-"""Requests put to an engine when they arrive, and what came of them."""
+"""Submits requests to an engine as they arrive, and measures it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IN_A_ROW = 4  # chunks of a sample
 
 @dataclasses.dataclass
 class Watch:
-    """When a request arrived, when its tokens came, in seconds, and how many came first."""
+    """Arrival of a request and times of its tokens in seconds, and the size of its first chunk."""
 
     arrived: float
     times: list[float] = dataclasses.field(default_factory=list)
@@ -32,14 +32,14 @@ class Watch:
         self.times.append(now)
 
     def per_token(self, count: int) -> float | None:
-        """Seconds of a token behind the first chunk of ``count``; None where there are none."""
+        """Seconds per token after the first chunk, of ``count`` in all; None for no tokens."""
         rest = count - self.first
         return (self.times[-1] - self.times[0]) / rest if rest else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What an engine did: ``tokens`` of each request, and figures of all of them."""
+    """The ``tokens`` of each request, and figures of all requests together."""
 
     tokens: list[tuple[int, ...]]
     figures: dict[str, Any]
@@ -99,9 +99,9 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
 
 
 def _while_full(samples: list[tuple[float, int, int]], slots: int, count: int) -> float | None:
-    """Tokens a second from when all slots were taken to when no request was waiting for one.
+    """Tokens a second while all slots are in use and requests are waiting.
 
-    None where no such time is in the samples.
+    None where the samples have no such interval.
     """
     inside = [(at, tokens) for at, tokens, begun in samples if slots <= begun < count]
     if len(inside) < 2:
@@ -141,7 +141,7 @@ def step_seconds(
     while len(samples) < 5:
         begin = time.perf_counter()
         state = chunks(state, IN_A_ROW)
-        if samples and bool(state.done.any()):  # what a row that has ended costs is not asked
+        if samples and bool(state.done.any()):  # a step with finished rows is not representative
             break
         samples.append((time.perf_counter() - begin) / (IN_A_ROW * steps))
     return statistics.median(samples)

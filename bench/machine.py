@@ -63,7 +63,7 @@ def read_ceiling(repeats: int = 7) -> float:
     @partial(jax.jit, static_argnums=1)
     def passes(x: jax.Array, count: int) -> jax.Array:
         def body(total: jax.Array, _: None) -> tuple[jax.Array, None]:
-            # Each pass needs the one before, so that none can be left out.
+            # Each pass depends on the one before, so that XLA removes none.
             shifted = x + (total * 0).astype(x.dtype)
             return jnp.sum(jnp.sum(shifted, axis=1, dtype=jnp.float32)), None
 
@@ -74,13 +74,13 @@ def read_ceiling(repeats: int = 7) -> float:
 
 
 def matrix_ceiling(size: int = 8192, repeats: int = 7) -> float:
-    """Operations a second of bfloat16 products ``[size, size] @ [size, size]`` of random numbers.
+    """Operations a second of bfloat16 matmuls ``[size, size] @ [size, size]`` of random numbers.
 
-    The marginal time of a product inside one program, each of the one before. Random, because a GPU
-    multiplies zeros at a higher clock.
+    The marginal time of a matmul inside one program, each on the result of the one before. Random,
+    because a GPU multiplies zeros at a higher clock.
     """
     keys = jax.random.split(jax.random.key(0))
-    # Scaled so that products of products keep their size.
+    # Scaled so that repeated matmuls keep their magnitude.
     x = (size**-0.5 * jax.random.normal(keys[0], (size, size))).astype(jnp.bfloat16)
     first = jax.random.normal(keys[1], (size, size)).astype(jnp.bfloat16)
 

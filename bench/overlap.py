@@ -1,4 +1,4 @@
-"""How alike the positions are that the tokens of a pass would pick, each by itself.
+"""Overlap of the positions that the tokens of a pass would each pick by themselves.
 
 Figure 7 of Yue et al. 2026: the share that two tokens have in common falls with their distance.
 """
@@ -34,7 +34,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _row(plan: Plan) -> dict[str, Any]:
-    """The mean over texts and layers, ``[TOKENS, TOKENS]``: what tokens pick of a real text."""
+    """The row: the mean overlap ``[TOKENS, TOKENS]`` over texts and layers of the bundled model."""
     model, tokenizer = jspec.load_bundled()
     texts = texts_of(plan, tokenizer)
     overlap = np.zeros((TOKENS, TOKENS))
@@ -55,7 +55,10 @@ def _row(plan: Plan) -> dict[str, Any]:
 
 
 def each_alone(model: Any, tokens: Array, cache: jspec.Cache, policy: Vegas) -> Array:
-    """What each of ``tokens [1, T]`` behind the cache picks by itself, int32 ``[T, layers, n]``."""
+    """Positions that each of ``tokens [1, T]``, appended to the cache, picks by itself.
+
+    int32 ``[T, layers, n]``.
+    """
 
     @jax.jit
     def pick(model, tokens, cache):
@@ -72,7 +75,7 @@ def each_alone(model: Any, tokens: Array, cache: jspec.Cache, policy: Vegas) -> 
 
 
 def shared(picked: np.ndarray) -> np.ndarray:
-    """The share that two tokens have in common, in the mean over layers; ``[T, layers, n]``."""
+    """The share that two tokens of ``picked [T, layers, n]`` have in common, mean over layers."""
     tokens, layers, _ = picked.shape
     sets = [[set(row[row >= 0].tolist()) for row in of_layers] for of_layers in picked]
     common = np.zeros((tokens, tokens))
@@ -99,7 +102,10 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compare_rows(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Writes by how much two tokens at the greatest distance agree more than in an earlier one."""
+    """Write into each row the change in overlap of the two most distant tokens.
+
+    Returns the number of rows that the earlier result has.
+    """
     before = {str(row["case"]): row["overlap"][0][-1] for row in earlier["rows"]}
     met = [row for row in result["rows"] if str(row["case"]) in before]
     for row in met:

@@ -42,7 +42,7 @@ CHAIN = "suffix > hata"
 DRAFTS = (*(name for name in names() if name not in ("hata_off", "dense")), CHAIN)
 BUNDLED = "bundled"
 CHOICES = {"model": (BUNDLED, *MODELS), "draft": (*names(), CHAIN)}
-# layers: of a model of random weights, 0 for all; S: tokens of a prompt; new: behind it.
+# layers: of a model with random weights, 0 for all; S: tokens of a prompt; new: tokens after it.
 DEFAULT: cases.Case = {
     "model": BUNDLED,
     "layers": 0,
@@ -105,7 +105,7 @@ class Flips:
 def first_flips(
     tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], margins: np.ndarray
 ) -> Flips:
-    """The first token of each text that differs; those behind it are not compared.
+    """The first token of each text that differs; later ones are not compared.
 
     ``margins [prompts, new]``: of the reference. Raises `ValueError` for texts of unequal length.
     """
@@ -120,13 +120,13 @@ def first_flips(
 
 
 def forced_flips(choices: np.ndarray, reference: np.ndarray, margins: np.ndarray) -> Flips:
-    """Every token that a pass over the reference's text would have chosen otherwise."""
+    """All tokens of the reference's text for which a pass chooses another one."""
     return Flips(reference.size, margins[choices != reference].tolist())
 
 
 @dataclasses.dataclass(frozen=True)
 class Bed:
-    """A model, its prompts and what exact plain decoding makes of them, by which rows are judged.
+    """A model, its prompts, and the reference by exact plain decoding.
 
     ``tokens`` int32 and ``margins`` ``[prompts, new]``.
     """
@@ -191,7 +191,7 @@ def forced(
     *,
     exact: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What passes of ``piece`` tokens choose in place of ``tokens [prompts, new]``, and margins."""
+    """Greedy choices of passes of ``piece`` tokens over ``tokens [prompts, new]``, and margins."""
     config = jspec.StepConfig(piece - 1, jspec.NoDraft(), exact=exact)
     new, by_batch = tokens.shape[1], []
     for begin in range(0, len(prompts), batch):
@@ -215,8 +215,10 @@ def forced(
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def _looked_at(model, cache, tokens, index, config):
-    """The cache with ``tokens [B, T]``, ``index [T]`` behind its length; the choice behind each,
-    and what the two highest logits are apart."""
+    """Append ``tokens [B, T]`` at ``index [T]`` after the cache's length.
+
+    Returns the cache, the greedy choice after each token, and the margin of its logit.
+    """
     index = index[None]
     positions = jnp.where(index >= 0, cache.lengths[:, None] + index, -1)
     with config.of_target():
@@ -309,7 +311,7 @@ def _of_passes(bed: Bed, case: cases.Case, piece: int) -> dict[str, Any]:
 
 
 def key(row: dict[str, Any]) -> str:
-    """What makes a row another one than the rest."""
+    """The key that identifies a row."""
     return str((sorted(row["case"].items()), row["mode"], row.get("kind")))
 
 

@@ -1,4 +1,4 @@
-"""How fast `implementation=None` is beside the best backend, and fusion beside two steps."""
+"""Speed of `implementation=None` over the best backend, and of fusion over two steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def points(rows: Sequence[Row], operation: str) -> list[tuple[dict[str, Any], li
 
 
 def is_pipeline(row: Row) -> bool:
-    """Whether a row is of two programs, one behind the other."""
+    """Whether a row is of two programs, one after the other."""
     return "+" in row["name"]
 
 

@@ -1,4 +1,4 @@
-"""RULER with every policy and budget: answers by what a policy reads, and drafts that are accepted.
+"""RULER with every policy and budget, as a reader of the cache and as a drafter.
 
 The bundled model answers questions of 8K and 32K tokens. A score does not depend on the machine.
 Policies are compared at their defaults and where each reads as many bytes of a key to score it.
@@ -27,8 +27,8 @@ from jspec.policies import Policy, named_policy
 from jspec.policies.hata import with_hashes
 
 DENSE = "dense"
-# Policies by the names of rows: as they come, and where each reads 16 bytes of a key and KV head to
-# score it, in a cache of bfloat16 with 128 channels.
+# Policies by the names of rows: with their defaults, and with settings that read 16 bytes of a key
+# and KV head to score it, in a cache of bfloat16 with 128 channels.
 DEFAULTS = ("streaming", "exact_topk", "hata", "quest", "loki", "magicpig")
 AT_16_BYTES = {
     "quest-16": "quest:page=32",
@@ -108,7 +108,7 @@ def scores_of(
     questions: Sequence[Asked],
     length: int,
 ) -> list[Score]:
-    """The score of each of ``runs`` on questions of ``length`` tokens, behind a progress bar."""
+    """The score of each of ``runs`` on questions of ``length`` tokens; shows a progress bar."""
     with bar(f"ruler {cases.kilo(length)}", len(runs) * len(questions)) as advance:
 
         def on_batch(count: int) -> None:
@@ -134,7 +134,7 @@ def _row(
     }
     if setting.drafts:
         same = sum(a == b for a, b in zip(score.answers, dense.answers, strict=True))
-        # Of bfloat16 a pass over several tokens rounds otherwise than one over a token.
+        # In bfloat16 a pass over several tokens rounds differently from a pass over one.
         exact = model.dtype == jax.numpy.float32
         row |= {
             "mean_accepted_length": score.stats.mean_accepted_length,

@@ -34,7 +34,7 @@ def case(text: str) -> Case:
 
 
 def grid(settings: Settings) -> list[Case]:
-    """Rows of scores whose k highest are wanted: ``scores`` is a dtype, or whole numbers' range."""
+    """The cases: ``scores`` is a dtype, or the range of integer scores."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     large = [
@@ -68,7 +68,7 @@ def expected(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def static(case: Case) -> dict[str, Any]:
-    """What every backend is given beside its arrays."""
+    """The static arguments of the backends of `jspec.select`."""
     highest = BITS if case["scores"] == "0..128" else None
     return {"k": case["k"], "sinks": 0, "recent": 0, "highest": highest}
 
@@ -103,14 +103,14 @@ def _measured(case: Case, settings: Settings) -> list[point.Row]:
 
 
 def _top_k(scores: jax.Array, k: int, want: np.ndarray) -> Program | Absent:
-    """Whose slots come in the order of their scores."""
+    """`jax.lax.top_k`, whose slots are in the order of their scores."""
     source = Source(lambda x: jax.lax.top_k(x, k)[1], shapes((scores,)))
     program = compile_all("top_k", {"lax.top_k": source})["lax.top_k"]
     return bound("lax.top_k", program, (scores,), lambda out: np.array_equal(np.sort(out), want))
 
 
 def floor(result: dict[str, Any]) -> table.Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

@@ -1,8 +1,8 @@
-"""What a decoding step costs at the true shapes of real models, plain and as verification.
+"""The time of a decoding step at the shapes of real models, plain and as verification.
 
 Weights, keys and values are random. A pass of T tokens is a step without a draft whose gamma is
 T - 1: shaped like one that verifies. Clock: *step* is the marginal wall time of a jitted chunk of
-steps among chunks that follow each other, over its steps.
+steps in a sequence of chunks, divided by its steps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def cases(settings: Settings) -> list[Case]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Every case of every model; a model's own cases in the order of their caches' sizes."""
+    """Every case of every model; cases of a model in the order of their cache sizes."""
     keep_programs()
     chosen = cases(settings)
     asked, cpu = settings.decode, jax.default_backend() == "cpu"
@@ -97,11 +97,11 @@ def run(settings: Settings) -> dict[str, Any]:
 def _rows(
     chosen: list[Case], settings: Settings, ceilings: Ceilings, prefilled: list[str]
 ) -> Iterator[point.Row]:
-    # No variable here holds a model, so that it is gone before the next one is drawn.
+    # No variable here references a model, so that it is freed before the next one is made.
     for name in dict.fromkeys(case.model for case in chosen):
         cases_of_model = [case for case in chosen if case.model == name]
         yield from steps_of(drawn(name, settings), cases_of_model, settings, ceilings)
-    # Last, since their products of many rows take long to compile.
+    # Last, since their matmuls of many rows take long to compile.
     for name in prefilled:
         if ceilings.matrix is not None:
             yield from _prefills(name, drawn(name, settings), settings, ceilings.matrix)
@@ -132,7 +132,7 @@ def steps_of(
 
 
 class Measured(Protocol):
-    """What is measured by itself: `Steps`, or an `Iteration`."""
+    """Something to compile and measure: `Steps` or an `Iteration`."""
 
     @property
     def size(self) -> int: ...
@@ -141,10 +141,10 @@ class Measured(Protocol):
 
 
 def by_size(label: str, measured: Sequence[Measured]) -> Iterator[point.Row]:
-    """The rows of each, compiled side by side."""
-    # The smallest first: the device tells the peak of all that ran until then.
+    """The rows of each of ``measured``, whose programs are compiled concurrently."""
+    # The smallest first: the device reports the peak memory of all that ran so far.
     measured = sorted(measured, key=lambda steps: steps.size)
-    # All of them before any cache takes the memory that compiling needs.
+    # All programs first, before a cache takes the memory that compiling needs.
     programs = _compiled(label, [steps.lowerings() for steps in measured])
     with bar(label, len(measured)) as advance:
         for steps, (ready, seconds) in zip(measured, programs, strict=True):
@@ -157,8 +157,10 @@ def by_size(label: str, measured: Sequence[Measured]) -> Iterator[point.Row]:
 def _compiled(
     label: str, cases: Sequence[Mapping[Any, Callable[[], jax.stages.Lowered]]]
 ) -> list[tuple[dict[Any, jax.stages.Compiled | Absent], dict[str, float]]]:
-    """Each case's programs, or why one could not be compiled, and the seconds that compiling each
-    took beside the others: lowered by turns, compiled side by side."""
+    """Each case's programs, or `Absent` for one that failed, and the seconds of compiling each.
+
+    Lowered one after the other, compiled concurrently.
+    """
     programs: list[tuple[dict[Any, Any], dict[str, float]]] = [({}, {}) for _ in cases]
     every = [
         (of_case, key, lower)

@@ -1,4 +1,4 @@
-"""What an iteration costs: a draft and its verification, by a drafter at a model's true shape."""
+"""The time of an iteration, a draft and its verification, at a real model's shape."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def iterations(
     settings: Settings,
     ceilings: Ceilings,
 ) -> list[Iteration]:
-    """The iterations to measure; those whose drafts read the same kind of copy share one."""
+    """The iterations to measure; drafts that read the same kind of copy share it."""
     measured, copies = [], {}
     for drafting in draftings:
         config = drafting.config
@@ -119,7 +119,7 @@ class Iteration:
         return self._blueprint.shapes.cache.nbytes
 
     def lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        """What lowers each program: a chunk, and those of the check."""
+        """Functions that lower each program: a chunk, and those of the check."""
         drafter_state = jax.eval_shape(self._drafter_state, self._models)
         shapes = dataclasses.replace(self._blueprint.shapes, draft=drafter_state)
 
@@ -151,7 +151,7 @@ class Iteration:
         filled = self._blueprint.filled(self._target.config.vocab_size)
 
         def rewound(state: DecodeState) -> DecodeState:
-            # A chunk takes the state that it is given.
+            # A chunk consumes its state.
             draft = jax.tree.map(jnp.copy, drafter_state)
             return dataclasses.replace(self._blueprint.rewound(state), draft=draft)
 
@@ -197,7 +197,7 @@ class Iteration:
         }
 
     def _drafter_state(self, models: Models) -> Any:
-        """The drafter's own state behind the context, which it has heard."""
+        """The drafter's state after the context, with which it was prefilled."""
         state, draft = self._blueprint.shapes, self._config.draft
         lengths = jnp.full(state.tokens.shape[:1], self.shape.context, jnp.int32)
         drafter_state = draft.init(models, lengths, state.tokens.shape[1], self._config.gamma)

@@ -1,4 +1,4 @@
-"""Which part of a step a kernel belongs to: attention, products with weights, or the rest."""
+"""Assigns a kernel to a part of a step: attention, matmuls with weights, or the rest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOSAIC = re.compile(r"\\+00(?!stable_)([A-Za-z]\w*_mosaic_gpu)\\+00")
 def origins(program: str) -> dict[str, str]:
     """From a compiled program's text: kernels by name, and the operation each was made from.
 
-    XLA names a kernel of its own after its instruction. That of Mosaic has a suffix besides.
+    XLA names its kernels after their instructions; those of Mosaic also have a suffix.
     """
     by_kernel: dict[str, str] = {}
     for line in program.splitlines():
@@ -61,7 +61,7 @@ def by_part(kernels: Iterable[Kernel], made_from: dict[str, str]) -> dict[str, i
 
 
 def longest(kernels: Iterable[Kernel], count: int) -> dict[str, list[int]]:
-    """How often the kernels ran that took the most time in all, and their nanoseconds, by name."""
+    """Count and total nanoseconds of the ``count`` kernels that took the most time, by name."""
     sums: dict[str, list[int]] = {}
     for name, nanoseconds in kernels:
         sum_of_name = sums.setdefault(name, [0, 0])

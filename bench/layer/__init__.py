@@ -32,8 +32,8 @@ from jspec.policies import Policy
 SHARE = 64  # of the slots one in so many is selected: 1.56 %
 # n = 0 stands for S / SHARE; R: bits of a hash code; channels: of Loki.
 DEFAULT: Case = {"B": 8, "S": 32768, "heads": "32/32", "H": 128, "n": 0, "R": 128, "channels": 32}
-# On a GPU XLA tries many products for its own attention and wins with none; FlashAttention-3 is
-# there through PyTorch already.
+# On a GPU, XLA's attention autotunes for long and never wins; FlashAttention-3 is measured through
+# PyTorch.
 SLOW = ("xla", "xla_blocked", "fa3_jax")
 
 
@@ -119,7 +119,7 @@ def measured(
 def _ready(
     name: str, compiled: Any, policy: Policy, arrays: Any, new: Any, case: Case
 ) -> Program | Absent:
-    """The program with a cache of its own, which each call takes and returns."""
+    """The program with its own cache, which each call consumes and returns."""
     try:
         caches = [filled(policy, arrays, case)]
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Whether a layer is right: its selection by the policy's definition, its output by brute force."""
+"""Checks a layer: its selection by the policy's definition, its output by brute force."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jspec.policies import ExactTopK, Hata, Loki, MagicPIG, Policy, Quest, Score
 from jspec.policies.budgeted import touched, whole_pages
 from jspec.typing import Array
 
-DOUBT = 1e-5  # of a product's largest value: signs of products below it may differ by rounding
-# Of the standard deviation of a row's scores: sums of float32 in another order, and products that
-# a GPU takes in 19 bits.
+DOUBT = 1e-5  # of a dot product's bound: below it, rounding may change the sign
+# Relative to the standard deviation of a row's scores: float32 sums in another order, and matmuls
+# that a GPU computes in TF32.
 CLOSE, ROUGH = 1e-3, 2e-2
 WRITTEN = 0.05  # the share of a new token's code that rounding may change
 Scored = tuple[Array, Array]  # scores [B, K, S or pages], and by how much they are in doubt [B, K]
@@ -123,7 +123,7 @@ def _agrees(
     above, equal = scores > lowest, scores == lowest
     left = count - above.sum(axis=-1, keepdims=True)
     expected = (above | (equal & (jnp.cumsum(equal, axis=-1) <= left))) & (scores > -jnp.inf)
-    # Slots behind the last take what is no position.
+    # The extra slot at the end collects entries that are no position.
     slots = jnp.where(chosen >= 0, chosen, scores.shape[-1] * page)
     counts = jnp.zeros((*scores.shape[:2], scores.shape[-1] * page + 1), jnp.int32)
     rows, heads = (jnp.arange(n) for n in scores.shape[:2])
@@ -165,7 +165,7 @@ def _grouped(q: Array, kv_heads: int) -> Array:
 def _hata(policy: Hata, matrices: Array, columns: Mapping[str, Array], q: Array) -> Scored:
     """Algorithms 2 and 3 of the paper: shared bits, summed over the queries of a group.
 
-    In doubt is a bit for each product so near to 0 that rounding decides its sign.
+    One bit is in doubt for each dot product so near to 0 that rounding decides its sign.
     """
     codes = columns["codes"]
     q = _grouped(q, codes.shape[2])
@@ -190,7 +190,7 @@ def _magicpig(
     """Section 4 of its paper: how many tables put a key into a query's bucket, from two on, summed
     over the queries of a group.
 
-    In doubt are two for each product so near to 0 that rounding decides its sign.
+    Two are in doubt for each dot product so near to 0 that rounding decides its sign.
     """
     codes, planes = columns["buckets"], arrays["projections"]
     q = _grouped(q, codes.shape[2])
@@ -218,13 +218,13 @@ def _magicpig(
 
 @partial(Exact, static_argnums=0)
 def _exact(policy: ExactTopK, arrays: Any, columns: Mapping[str, Array], q: Array) -> Scored:
-    """The products of the queries of a group with every key, summed."""
+    """Dot products of the queries of a group with every key, summed over the group."""
     return _products(_grouped(q, columns["keys"].shape[2]).sum(axis=2), columns["keys"], CLOSE)
 
 
 @partial(Exact, static_argnums=0)
 def _loki(policy: Loki, components: Array, columns: Mapping[str, Array], q: Array) -> Scored:
-    """Those products in the leading components."""
+    """The same dot products in the leading components."""
     reduced = _grouped(q, components.shape[0]).sum(axis=2)
     reduced = jnp.einsum("bkh,khr->bkr", reduced, components, precision="highest")
     return _products(reduced, columns["components"], ROUGH)

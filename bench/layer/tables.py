@@ -1,4 +1,4 @@
-"""The table of a layer's policies, and what they are to reach."""
+"""The table of a layer's policies, and their targets."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FOOT = (
     "time of MB at the read ceiling of this run, {ceiling}, over the time; vs target: speed over "
     "what it is to reach, 1 or more for reached. MB: {bytes}"
 )
-# How many times as fast as the fastest dense attention HATA is to be, by heads, rows and slots.
+# Target speedups of HATA over the fastest dense attention, by heads, rows and slots.
 TARGETS = {("32/32", 8, 32768): 15.0, ("32/32", 1, 2**18): 15.0, ("32/8", 8, 32768): 10.0}
-# And as these policies.
+# Target speedups of HATA over these policies.
 OTHERS = {"quest_16": 1.2, "quest_32": 1.2, "loki": 2.0}
 
 
@@ -46,18 +46,18 @@ class Group:
         return min(medians.items(), key=lambda pair: pair[1], default=None)
 
     def speedup(self, name: str) -> float | None:
-        """Of a policy over the fastest dense attention."""
+        """Speedup of a policy over the fastest dense attention."""
         row = self.policies.get(name)
         return self.fastest[1] / time_of(row).median if row and self.fastest else None
 
     def beside(self, name: str) -> float | None:
-        """Of HATA over another policy."""
+        """Speedup of HATA over another policy."""
         hata, other = self.policies.get("hata"), self.policies.get(name)
         return time_of(other).median / time_of(hata).median if hata and other else None
 
     def target(self, name: str) -> tuple[float, float] | None:
-        """What is to be reached at the row of a policy, and what was: HATA's speed over dense
-        attention, or over that policy."""
+        """The target of a policy's row and the measured value: HATA's speed over dense attention,
+        or over that policy."""
         reached = aim = None
         if name == "hata":
             aim = TARGETS.get(tuple(self.case[key] for key in ("heads", "B", "S")))
@@ -68,7 +68,7 @@ class Group:
 
 
 def time_of(row: Row) -> Spread:
-    """Of a row that has one."""
+    """The best clock of a row that has times."""
     clock = best_clock(row)
     assert clock is not None
     return clock
@@ -114,7 +114,7 @@ def cells(row: Row, floor: Floor) -> tuple[str, ...]:
 
 
 def floor_of(result: dict[str, Any]) -> Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

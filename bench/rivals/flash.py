@@ -31,7 +31,7 @@ Arrays = tuple[Array, Array, Array]  # queries [B, T, N, H], keys and values [B,
 class Pages:
     """A cache as pages, where it lies: each key and value array is seen as ``[P, page, K, H]``.
 
-    ``table``, int32 ``[B, n]``: the pages of each row, those behind its last one unused.
+    ``table``, int32 ``[B, n]``: the pages of each row; those after its last one are unused.
     """
 
     shape: tuple[int, int, int, int]
@@ -143,7 +143,7 @@ def _workspace() -> Any:
 
 
 def fastest(programs: Iterable[Program]) -> Program:
-    """The one whose calls take least, of those whose output is right; any where none's is."""
+    """The fastest of the programs whose output is right, or of all if none is."""
     every = list(programs)
     right = [x for x in every if x.check(x.wait(x.start()))]
     return min(right or every, key=lambda x: statistics.median(wall(x, TRIALS)))

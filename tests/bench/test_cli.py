@@ -22,8 +22,6 @@ SMALL = {verify: [(2, 8, 0.6), (3, 40, 0.3)], pack: [(2, 8, 16)], fused: [(2, 8,
 def small(monkeypatch):
     for suite, cases in SMALL.items():
         monkeypatch.setattr(suite, "grid", lambda settings, cases=cases: cases)
-    monkeypatch.setattr(fused, "append_grid", lambda settings: [(2, 8, 16)])
-    monkeypatch.setattr(fused, "SLOTS", 32)
     monkeypatch.setattr(sampling, "grid", lambda settings: [(2, 300, "logits")])
     text = "B=2,S=96,heads=4/2,H=16,T=3"
     of_hata = "B=2,S=256,heads=4/2,H=16,n=96,R=32,channels=4"
