@@ -87,7 +87,7 @@ def drafts(ratio: float) -> dict[str, str]:
 
 
 def plan_of(text: str) -> Plan:
-    """The plan of ``--case``; `ValueError` where it is none."""
+    """Parse a plan of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, CASE)
     sizes = {name: case[name] for name in ("texts", "new", "gamma", "skip")}
     return Plan(context=case["S"], ratio=case["percent"] / 100, **sizes)
@@ -106,7 +106,7 @@ def plans(settings: Settings) -> list[Plan]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Rows come one by one, a drafter and a temperature each."""
+    """Yield rows one by one, for each drafter and temperature."""
     return {"rows": _rows(settings)}
 
 
@@ -148,7 +148,7 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def config_of(plan: Plan, name: str, text: str) -> StepConfig:
-    """The step of the drafter ``text``, by its name in the tables."""
+    """The step config of the drafter ``text``, by its name in the tables."""
     gamma = 0 if name == "none" else plan.gamma
     rule = "block" if name == BLOCK else "token"
     return StepConfig(gamma, jspec.named_draft(text), rule=rule)
@@ -182,7 +182,7 @@ def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:
 def started(
     before: DecodeState, models: Models, config: StepConfig, params: list[jspec.SamplingParams]
 ) -> DecodeState:
-    """A state as `jspec.start_decoding` makes it, from a prefill of the texts alone."""
+    """The state of `jspec.start_decoding` for all rows, from one prefill of the texts."""
     repeats = len(params) // len(before.tokens)
     state = jax.tree.map(lambda x: jnp.concatenate([x] * repeats), before)
     sampled = dataclasses.replace(state, sampling=sampling_of(params), mode=mode_of(params))
@@ -192,7 +192,7 @@ def started(
 def decoded(
     state: DecodeState, models: Models, config: StepConfig
 ) -> tuple[np.ndarray, list[Tally]]:
-    """The tokens of all rows, and what was accepted in each of them."""
+    """Decode to the end: the tokens of all rows, and the acceptance of each."""
     tallies = [Tally(config.gamma) for _ in state.done]
     while not np.asarray(state.done).all():
         state, record = decode_chunk(models, state, config, STEPS)
@@ -230,8 +230,8 @@ HEADINGS = ("drafter", "greedy", "over Vegas", "T = 1", "over Vegas", "by positi
 def cells(
     rows: list[dict[str, Any]], published: list[dict[str, Any]] | None, shown: int = 7
 ) -> list[str]:
-    """A line under `HEADINGS` of one drafter: mean accepted lengths, and by how much they are above
-    those of the ``published`` one."""
+    """A drafter's cells under `HEADINGS`: mean accepted lengths, and their differences from those
+    of the ``published`` drafter."""
     line = [rows[0]["name"]]
     for row, reference in zip(rows, published or [None] * len(rows), strict=True):
         line.append(f"{row['committed'] / row['steps']:.2f}")
@@ -288,7 +288,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compare_rows(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """By how much a mean accepted length is above that of an earlier result, by case and name."""
+    """Write the change in mean accepted length since the earlier result; how many rows had one."""
 
     def key(row: dict[str, Any]) -> str:
         return f"{row['case']} {row['name']}"

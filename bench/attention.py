@@ -28,7 +28,7 @@ TOKENS = (1, 2, 4, 8, 10, 16)  # of the figure, at B=4, S=32K
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, DEFAULT)
     least = case["S"] if case["lengths"] == "full" else case["S"] // 4
     if case["T"] > least:
@@ -37,7 +37,7 @@ def case(text: str) -> Case:
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":

@@ -1,8 +1,8 @@
 """Where an iteration's time goes, drafter by drafter, against the least time of each part.
 
 Figures 3 and 10b of Yue et al. 2026. True shapes of real models; weights, keys and values are
-random. Clock: *iteration* is the marginal wall time of a jitted chunk of iterations among chunks
-that follow each other, over its iterations; *parts* are of kernels, as CUPTI records them.
+random. Clock: *iteration* is the marginal wall time of a jitted chunk of iterations in a sequence
+of chunks, divided by its iterations; *parts* are times of kernels, by CUPTI.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FOOT = (
 
 
 def draftings(gamma: int, settings: Settings) -> list[Drafting]:
-    """The rows of a case."""
+    """The iterations of a case."""
     every = [Drafting("plain", "none", 0), Drafting(ALONE, "none", gamma)]
     every += [Drafting(name, text, gamma) for name, text in DRAFTS.items()]
     return [drafter for drafter in every if settings.wants(drafter.name)]
@@ -72,9 +72,9 @@ def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
 
 
 def parts_of(row: Row, rows: list[Row]) -> dict[str, float]:
-    """Nanoseconds of each part of an iteration, what is collected inside attention set apart.
+    """Nanoseconds of each part of an iteration, with collection inside attention as its own part.
 
-    Empty where its kernels, or those of the verification alone, are not known.
+    Empty if its kernels, or those of the verification alone, were not recorded.
     """
     pass_alone = row["case"] | {"draft": ALONE}
     alone = [x for x in rows if x["case"] == pass_alone and "parts_ns" in x]
@@ -91,7 +91,7 @@ def parts_of(row: Row, rows: list[Row]) -> dict[str, float]:
 
 
 def overhead(row: Row, parts: dict[str, float]) -> float | None:
-    """What selecting takes over the rest of the iteration, as in figure 10b of the paper."""
+    """The time of selecting over the rest of the iteration, as in figure 10b of the paper."""
     time = spread(row, "step")
     if time is None or not parts or row["name"] in ("plain", ALONE):
         return None
@@ -136,7 +136,7 @@ def by_case(rows: list[Row]) -> dict[str, list[tuple[str, ...]]]:
 
 
 def _part_cells(parts: dict[str, float], floors: dict[str, float]) -> list[str]:
-    """Each part's time, and that over its floor."""
+    """Each part's time, and its ratio to the floor."""
     cells = []
     for part, ns in parts.items():
         over = f" ({ns / floors[part]:.1f}x)" if part in floors and ns else ""
@@ -145,7 +145,7 @@ def _part_cells(parts: dict[str, float], floors: dict[str, float]) -> list[str]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Iterations, and their parts; what has no times is a line with its reason."""
+    """Print iterations and their parts; rows without times as their reason."""
     screen, rows = console(), result["rows"]
     title = f"{result['machine']['device']}; random weights; times in milliseconds"
     compared = ("vs before",) if any("ratio" in row for row in rows) else ()

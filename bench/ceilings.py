@@ -1,4 +1,4 @@
-"""What the machine can do at most: reading, copying, and launching nothing."""
+"""Ceilings of the machine: reading, copying, and launching an empty kernel."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ STATES = ("warm", "cold")
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """A sum over bfloat16 (read), its negation (copy: read and written bytes count), x + 1 of one
-    number (launch)."""
+    """Time a sum over bfloat16 (read), its negation (copy), and x + 1 of one number (launch).
+
+    Bytes of the copy are those read and written.
+    """
     return {"rows": rows(settings)}
 
 
 def sizes() -> list[int]:
-    """Bytes that are read and copied: on a GPU also more than its L2 holds."""
+    """Sizes in bytes of reads and copies: on a GPU also more than its L2 holds."""
     return [SMALL] if jax.default_backend() == "cpu" else [2**30, SMALL]
 
 
@@ -64,7 +66,7 @@ def _work(work: str, size: int) -> tuple[jax.Array, Any, Any]:
 def bandwidth(rows: list[point.Row], work: str, l2: str = "warm") -> float | None:
     """Bytes a second of the largest ``work`` measured in this state, None where it failed.
 
-    What a GPU's L2 holds says nothing of its memory.
+    On a GPU, sizes that fit in L2 are left out.
     """
     matching = [
         r

@@ -36,7 +36,7 @@ CHECKED_SLOTS = 512  # slots of each row whose scores are checked
 
 
 def grid(settings: Settings) -> list[Case]:
-    """Two models' shapes by the tokens of a pass, gamma + 1, or the cases that were asked for."""
+    """The requested cases, or two models' shapes by the tokens of a pass, gamma + 1."""
     if settings.cases:
         return [attention.case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":
@@ -57,7 +57,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
 
 
 def passes(kv_heads: int) -> dict[str, Callable[..., tuple[Array, ...]]]:
-    """Attention by itself, and with the scores of each way to collect, by name."""
+    """Attention alone and with each kind of scores, by name."""
 
     def logits(policy: Vegas, q: Array, k: Array, v: Array, positions: Array):
         probe = mean_query(q, policy.scoring(positions), kv_heads).astype(q.dtype)

@@ -77,7 +77,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Array], Array], Callable[[np.ndarray], np
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, DEFAULT)
     if case["P"] < 2 or case["bytes"] % (4 * case["P"]):
         raise ValueError(f"{text}: P must be 2 or more, and bytes a multiple of 4 P")
@@ -85,7 +85,7 @@ def case(text: str) -> Case:
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or one for each size on all devices."""
+    """The requested cases, or one for each size on all devices."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     devices = max(jax.device_count(), 2)

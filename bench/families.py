@@ -48,12 +48,12 @@ FOOT = (
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     return cases.parse(text, DEFAULT, CHOICES)
 
 
 def grid(settings: Settings) -> list[cases.Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     defaults = DEFAULT_CASES
     if jax.default_backend() != "gpu":
         defaults = [f"model={name},{CPU}" for name in MODELS[: 1 if settings.quick else None]]

@@ -48,7 +48,7 @@ OPERATIONS = {"gather": "gathered_attention", "copy": "compact_copy", "read": "c
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, DEFAULT)
     if case["n"] + case["T"] > case["S"]:
         raise ValueError(f"n={case['n']} and T={case['T']} must fit into S={case['S']}")
@@ -56,7 +56,7 @@ def case(text: str) -> Case:
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":

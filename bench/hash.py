@@ -35,7 +35,7 @@ Check = Callable[[Any], bool]
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, DEFAULT)
     if case["R"] not in (32, 64, 128, 256) or case["n"] > case["S"]:
         raise ValueError(f"{text}: R must be 32, 64, 128 or 256, and n at most S")
@@ -43,7 +43,7 @@ def case(text: str) -> Case:
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":

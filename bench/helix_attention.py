@@ -39,7 +39,7 @@ RANK_HEADS = P(KVP, None, None, TPA)  # outputs stacked over the ranks of KVP
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, DEFAULT)
     if case["latent"] > case["H"]:
         raise ValueError(f"latent={case['latent']} must be at most H={case['H']}")
@@ -65,7 +65,7 @@ def helix_of(case: Case) -> HelixConfig:
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or those of two devices."""
+    """The requested cases, or those of two devices."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     kvp, tp = ("kvp=1", "kvp=2", "kvp=2,part=read"), "kvp=2,strategy=tp"

@@ -56,7 +56,7 @@ SCALES = {"keys": 3.0, "values": 2.0}
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, DEFAULT)
     if case["S"] % 16:
         raise ValueError(f"S={case['S']} must be a multiple of 16")

@@ -2,7 +2,7 @@
 
 Weights, keys and values are random. What the first layers of a mesh compute is held against one
 device, by `bench.helix_check`, before anything is timed. Clock: *step* is the marginal wall time of
-a jitted chunk of steps among chunks that follow each other, over its steps.
+a jitted chunk of steps in a sequence of chunks, divided by its steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REPEATS = 5
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or those of two devices."""
+    """The requested cases, or those of two devices."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     meshes, drafts = ("kvp=2", "tpa=2"), ("plain", "vegas", "verify")

@@ -54,7 +54,7 @@ ONE_SIDED: tuple[By, ...] = ("pallas", "cuda")
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, DEFAULT)
     if case["kvp"] < 2:
         raise ValueError(f"kvp={case['kvp']} must be 2 or more, for something to exchange")
@@ -63,7 +63,7 @@ def case(text: str) -> Case:
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or those of two devices."""
+    """The requested cases, or those of two devices."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":

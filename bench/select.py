@@ -26,7 +26,7 @@ Case = dict[str, Any]
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, DEFAULT, CHOICES)
     if case["k"] > case["n"]:
         raise ValueError(f"k={case['k']} must be at most n={case['n']}")

@@ -74,7 +74,7 @@ FOOT = (
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, DEFAULT, CHOICES)
     prompt, new = (CPU_MIXES if jax.default_backend() == "cpu" else MIXES)[case["mix"]]
     case |= {"S": case["S"] or prompt, "new": case["new"] or new}
@@ -82,7 +82,7 @@ def case(text: str) -> cases.Case:
 
 
 def grid(settings: Settings) -> list[cases.Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     defaults = DEFAULT_CASES
     if jax.default_backend() == "cpu":
         defaults = [f"mix={mix},B=4" for mix in MIXES]

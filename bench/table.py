@@ -26,14 +26,16 @@ FOOT = (
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The ``read`` ceiling of a run, bytes a second, None where it was not measured, and which
-    ``bytes`` of a row are held against it, in words."""
+    """The ``read`` ceiling of a run in bytes a second, None if not measured.
+
+    ``bytes``: a description of the bytes of a row that are compared with it.
+    """
 
     read: float | None
     bytes: str
 
     def share(self, row: Row) -> float | None:
-        """The bytes that a row's operation needs a second, over the ceiling."""
+        """A row's bytes a second over the ceiling."""
         best = best_clock(row)
         if best is None or self.read is None:
             return None
@@ -48,10 +50,10 @@ class Floor:
 
 
 def show(result: dict[str, Any], columns: Sequence[str], floor: Floor | None = None) -> None:
-    """A line a row: its case, each clock, bytes a second, and its speed against the fastest's.
+    """Print a line per row: its case, clocks, bytes a second, and speed relative to the fastest.
 
-    With ``floor`` the bytes that a row needs and their share of the read ceiling take the place of
-    bytes a second. Where the terminal is too narrow, the percentiles of the clocks are left out.
+    With ``floor``, the bytes that a row needs and their share of the read ceiling replace bytes a
+    second. On a narrow terminal, the percentiles of the clocks are left out.
     """
     screen = console()
     table, notes = _table(result, columns, floor, percentiles=True)
@@ -72,7 +74,7 @@ def show(result: dict[str, Any], columns: Sequence[str], floor: Floor | None = N
 def _table(
     result: dict[str, Any], columns: Sequence[str], floor: Floor | None, *, percentiles: bool
 ) -> tuple[Table, list[str]]:
-    """The table, and the reasons that its rows refer to by number."""
+    """The table, and the reasons that rows reference by number."""
     table = Table(
         title=f"{result['suite']}: {result['machine']['device']}; times in microseconds",
         title_justify="left",
@@ -99,7 +101,7 @@ def _table(
         if row.get("reason"):
             note = f"{row['operation']}, {row['name']}: {row['reason']}"
             if note in notes:
-                continue  # once is enough
+                continue  # each reason once
             notes[note] = None
             cells += [escape(f"{name} [{len(notes)}]")]
         else:
@@ -115,7 +117,7 @@ def _table(
 
 
 def times(ratio: float) -> str:
-    """How many times as fast, as tables show it."""
+    """Format a speedup, as in 1.50x."""
     return f"{ratio:.2f}x"
 
 
@@ -130,12 +132,12 @@ def _times(row: Row, clocks: Sequence[str], *, percentiles: bool) -> list[str]:
 
 
 def number(x: float) -> str:
-    """Three digits or more."""
+    """Format a number with at least three digits."""
     return f"{x:,.2f}" if abs(x) < 10 else f"{x:,.1f}" if abs(x) < 100 else f"{x:,.0f}"
 
 
 def _rate(row: Row) -> list[str]:
-    """Gigabytes a second, of what is worth the name."""
+    """Gigabytes a second, empty for at most 1 KiB."""
     best, moved = best_clock(row), row.get("bytes") or 0
     return [f"{moved / best.median / 1e3:,.0f}" if best and moved > 2**10 else ""]
 
@@ -147,7 +149,7 @@ def _of_floor(row: Row, floor: Floor) -> list[str]:
 
 
 def cell(heading: str, value: Any) -> str:
-    """A part of a case as tables show it."""
+    """Format a value of a case for tables."""
     if heading == "bytes" and value is not None:
         return number(value / 1e6)
     if heading in SLOTS and value is not None:
@@ -170,10 +172,10 @@ def _fastest(rows: Sequence[Row]) -> dict[tuple[Any, ...], float]:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as fast it is as in the earlier result; how many had one.
+    """Write into each row its speedup over the earlier result; returns how many had one.
 
-    Rows meet by operation, case and name, and are compared on the device clock, on the wall clock
-    where either has no device clock.
+    Rows are matched by operation, case and name, and compared on the device clock, or on the wall
+    clock if either has no device clock.
     """
     before = {(*_where(r), r["name"]): r for r in earlier["rows"]}
     met = 0

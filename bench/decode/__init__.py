@@ -56,7 +56,7 @@ PREFILLED = (16384, 65536)
 
 
 def cases(settings: Settings) -> list[Case]:
-    """The cases that were asked for."""
+    """The requested cases."""
     asked = settings.decode
     if asked.batches or asked.contexts or asked.tokens:
         crossed = itertools.product(

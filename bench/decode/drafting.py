@@ -26,7 +26,7 @@ CPU = "model=qwen3-4b,B=1,S=2K,gamma=2,layers=1"
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     return cases.parse(text, DEFAULT)
 
 

@@ -65,7 +65,7 @@ def case(text: str) -> cases.Case:
 
 
 def grid(settings: Settings) -> list[cases.Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     defaults = ("B=4",)
     if jax.default_backend() != "gpu":
         defaults = ("B=1,S=2K,layers=3",)

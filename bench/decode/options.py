@@ -33,7 +33,7 @@ def read(
     }
     if "decode" not in suites:
         for option in [OPTIONS[field][0] for field in values] + [f"--backend {x}" for x in named]:
-            parser.error(f"{option} says nothing to {suites[0]}, only to decode")
+            parser.error(f"{option} does not apply to {suites[0]}, only to decode")
     for name in values.get("models", ()):
         if name not in MODELS:
             parser.error(f"--model: invalid choice: {name!r} (choose from {', '.join(MODELS)})")

@@ -35,7 +35,7 @@ PREFILL_FOOT = (
 
 
 def of_kind(rows: Iterable[Row], operation: str) -> list[Row]:
-    """The rows of ``"decode_step"`` or ``"prefill"``."""
+    """The rows of an operation: ``"decode_step"``, ``"prefill"`` or ``"iteration"``."""
     return [row for row in rows if row["operation"] == operation]
 
 
@@ -64,7 +64,7 @@ def step_cells(row: Row) -> tuple[str, ...]:
 
 
 def part_cells(row: Row) -> tuple[str, ...]:
-    """Of a row with kernels: milliseconds of a step and share of it, for each part and idle."""
+    """Milliseconds and share of a step for each part and idle, of a row with kernels."""
     step = spread(row, "step")
     assert step is not None
     parts = {part: row["parts_ns"][part] / 1e3 for part in PARTS}
@@ -73,7 +73,7 @@ def part_cells(row: Row) -> tuple[str, ...]:
 
 
 def prefill_cells(row: Row) -> tuple[str, ...]:
-    """Of a row with times: tokens a second, TFLOP/s, their share of the matrix ceiling."""
+    """Tokens a second, TFLOP/s and share of the matrix ceiling, of a row with times."""
     seconds = statistics.median(row["wall_ns"]) / 1e9
     rate = row["flops"] / seconds
     share = rate / row["matrix_ceiling_flops_per_s"]
@@ -85,9 +85,9 @@ STEP = ("step", "p10-p90", "floor", "/floor", "kernels", "idle", "peak", "temp")
 
 
 def show(result: dict[str, Any]) -> None:
-    """Steps, the parts of their time, and prefill; what has no times is a line with its reason.
+    """Print steps, the parts of their time, and prefill; rows without times as their reason.
 
-    Where the terminal is too narrow, the percentiles are left out.
+    On a narrow terminal, the percentiles are left out.
     """
     screen, rows = console(), result["rows"]
     reasons = list(dict.fromkeys(row["reason"] for row in rows if row.get("reason")))
@@ -155,8 +155,10 @@ def _table(title: str, headings: Iterable[str]) -> Table:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as fast it is as in the earlier result; how many rows had
-    one. Rows meet by their case."""
+    """Write into each row its speedup over the earlier result; returns how many had one.
+
+    Rows are matched by operation and case.
+    """
     before = {_where(row): _time(row) for row in earlier["rows"]}
     met = 0
     for row in result["rows"]:

@@ -38,7 +38,7 @@ SLOW = ("xla", "xla_blocked", "fa3_jax")
 
 
 def case(text: str, default: Mapping[str, Any] = DEFAULT) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     case = cases.parse(text, default)
     case["n"] = case["n"] or case["S"] // SHARE
     try:
@@ -51,7 +51,7 @@ def case(text: str, default: Mapping[str, Any] = DEFAULT) -> Case:
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":

@@ -50,12 +50,12 @@ HEADINGS = ("B", "S", "heads", "n", "R", "name", "time", "p10-p90", "kernels", "
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     return layer.case(text, DEFAULT)
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     default = "B=1" if jax.default_backend() == "gpu" else "S=8K,heads=8/8"
     return [case(text) for text in settings.cases or (default,)]
 

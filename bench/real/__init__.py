@@ -50,7 +50,7 @@ OF_A_CELL = ("B", "S", "gamma", "exact")
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     return cases.parse(text, DEFAULT, CHOICES)
 
 

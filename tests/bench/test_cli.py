@@ -220,13 +220,13 @@ def test_an_unknown_backend_lists_the_known_ones(capsys):
     with pytest.raises(SystemExit) as error:
         main(["verify", "--backend", "cuba"])
     assert error.value.code == 2
-    assert "--backend cuba is none of" in capsys.readouterr().err
+    assert "--backend cuba must be one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ceilings", "--backend", "xla"], "--backend says nothing to ceilings"),
+        (["ceilings", "--backend", "xla"], "--backend does not apply to ceilings"),
         (["verify", "--compare", "no/such.json"], "--compare cannot read no/such.json"),
         (["all", "--compare", "no/such"], "--compare cannot read no/such/ceilings.json"),
         (["verify", "--compare", "text"], "--compare cannot read text"),
