@@ -72,8 +72,8 @@ SUITES: dict[str, Suite] = {
 }
 _INTERRUPTED = threading.Event()
 _interrupted_at = 0.0
-# Seconds in which signals count as one: `timeout` sends a process and its group one each, and the
-# second would break off the writing of what there is.
+# Seconds in which signals count as one: `timeout` sends one to the process and one to its group,
+# and the second would interrupt writing the result.
 TOGETHER = 1.0
 
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     asked = parser.parse_args(arguments)
     if asked.results is not None and asked.suite != "tune":
-        parser.error(f"{asked.results} says nothing to {asked.suite}")
+        parser.error(f"{asked.results} does not apply to {asked.suite}")
     if asked.suite == "list":
         for name, suite in SUITES.items():
             print(
@@ -105,18 +105,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
-    """Run the suites that were asked for; 0 if every output that was checked was right."""
+    """Run the requested suites; returns 0 if every checked output was right."""
     whole = asked.suite == "all"
     names = [name for name in SUITES if name != real.SUITE.name] if whole else [asked.suite]
     model = _model(parser, asked)
-    own = options.read(parser, asked, names)
+    decode_settings = options.read(parser, asked, names)
     only = tuple(name for name in asked.backend if "=" not in name)
     if only:
         _check_backends(parser, only, names)
     _check_cases(parser, asked.case, names)
     cases = tuple(asked.case)
     resume = asked.json if asked.resume else None
-    settings = Settings(asked.quick, asked.check, only, cases, own, model, resume)
+    settings = Settings(asked.quick, asked.check, only, cases, decode_settings, model, resume)
     earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
@@ -138,10 +138,10 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 
 
 def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path | None:
-    """The model of the suite `real`, which no other suite takes."""
+    """The path of the model for the suite `real`, None for other suites."""
     if asked.suite != real.SUITE.name:
         if asked.resume:
-            parser.error(f"--resume says nothing to {asked.suite}, only to {real.SUITE.name}")
+            parser.error(f"--resume does not apply to {asked.suite}, only to {real.SUITE.name}")
         return None
     if len(asked.models or ()) != 1:
         parser.error("real needs --model, a GGUF file or a model directory, once")
@@ -154,36 +154,36 @@ def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path |
     return model
 
 
-def _file(given: Path, suite: str, asked: argparse.Namespace) -> Path:
-    """The file of a suite: the one that was named, or one in the folder that was."""
-    return given / f"{suite}.json" if asked.suite == "all" else given
+def _file(path: Path, suite: str, asked: argparse.Namespace) -> Path:
+    """The file of a suite: ``path``, or a file in that folder for `all`."""
+    return path / f"{suite}.json" if asked.suite == "all" else path
 
 
 def _earlier(
     parser: argparse.ArgumentParser, suite: str, asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """The result of --compare; ends with an error where it is none of ``suite``."""
+    """Read the result of --compare; exits with an error if it is not one of ``suite``."""
     path = _file(asked.compare, suite, asked)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        earlier = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         parser.error(f"--compare cannot read {path}: {error}")
     try:
-        if found["suite"] != suite:
-            parser.error(f"--compare {path} is a result of {found['suite']!r}, not of {suite!r}")
-        str.strip(found["machine"]["date"])
-        # A result that can be compared with itself can be compared with another.
-        SUITES[suite].compare(copy.deepcopy(found), found)
+        if earlier["suite"] != suite:
+            parser.error(f"--compare {path} is a result of {earlier['suite']!r}, not of {suite!r}")
+        str.strip(earlier["machine"]["date"])
+        # A result that can be compared with itself is valid.
+        SUITES[suite].compare(copy.deepcopy(earlier), earlier)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         parser.error(
             f"--compare {path} is no result of {suite}: {type(error).__name__}: {error}; write "
             f"one with --json"
         )
-    return found
+    return earlier
 
 
 def _check_writable(parser: argparse.ArgumentParser, option: str, paths: Sequence[Path]) -> None:
-    """End with an error where one of these files could not be written, or is a folder."""
+    """Exit with an error if one of these files is not writable or is a folder."""
     for path in paths:
         try:
             if path.is_dir():
@@ -195,7 +195,7 @@ def _check_writable(parser: argparse.ArgumentParser, option: str, paths: Sequenc
 
 
 def _check_plot(parser: argparse.ArgumentParser) -> None:
-    """End with an error where figures cannot be drawn."""
+    """Exit with an error if figures cannot be drawn."""
     if find_spec("matplotlib") is None:
         parser.error("figures need matplotlib: pip install '.[bench]'")
 
@@ -203,7 +203,7 @@ def _check_plot(parser: argparse.ArgumentParser) -> None:
 def _tell(
     result: dict[str, Any], earlier: dict[str, Any] | None, asked: argparse.Namespace
 ) -> None:
-    """Compare, show, save and draw a result, as far as that was asked for."""
+    """Compare, show, save and plot a result, as requested."""
     name = result["suite"]
     if earlier is not None:
         met = SUITES[name].compare(result, earlier)
@@ -281,23 +281,23 @@ def _tune(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 def _check_backends(
     parser: argparse.ArgumentParser, backends: Sequence[str], suites: Sequence[str]
 ) -> None:
-    """End with an error where a backend is none of those that the suites may run."""
+    """Exit with an error if a backend is unknown to the suites."""
     known = set().union(*(SUITES[name].names for name in suites))
     if not known:
-        parser.error(f"--backend says nothing to {suites[0]}, which has no backends to choose from")
+        parser.error(f"--backend does not apply to {suites[0]}, which has no choice of backends")
     for name in backends:
         if name not in known:
-            parser.error(f"--backend {name} is none of {', '.join(sorted(known))}")
+            parser.error(f"--backend {name} must be one of {', '.join(sorted(known))}")
 
 
 def _check_cases(
     parser: argparse.ArgumentParser, cases: Sequence[str], suites: Sequence[str]
 ) -> None:
-    """End with an error where a case is none of the suites that are to run it."""
+    """Exit with an error if a case is invalid for one of the suites."""
     for name, text in itertools.product(suites, cases):
         parse = SUITES[name].case
         if parse is None:
-            parser.error(f"--case says nothing to {name}, whose cases are fixed")
+            parser.error(f"--case does not apply to {name}, whose cases are fixed")
         try:
             parse(text)
         except ValueError as error:
@@ -305,9 +305,9 @@ def _check_cases(
 
 
 def _run(name: str, settings: Settings, path: Path | None) -> dict[str, Any]:
-    """A suite's result; what was measured until then, if it is interrupted.
+    """Run a suite; if it is interrupted, the result has the rows measured so far.
 
-    ``path``: a file that has the rows so far after each of them, whatever ends the process.
+    ``path``: a file to which the result is written after each row.
     """
     begin = time.perf_counter()
     result = {"suite": name, "machine": describe(), "quick": settings.quick}
@@ -317,7 +317,7 @@ def _run(name: str, settings: Settings, path: Path | None) -> dict[str, Any]:
         for row in result["rows"]:
             rows.append(row)
             if path is not None:
-                lines.append(json.dumps(row))  # once: some suites have thousands of rows
+                lines.append(json.dumps(row))  # only once: some suites have thousands of rows
                 seconds = round(time.perf_counter() - begin, 1)
                 _save(path, result | {"interrupted": True, "seconds": seconds}, lines)
             if _INTERRUPTED.is_set():
@@ -325,7 +325,7 @@ def _run(name: str, settings: Settings, path: Path | None) -> dict[str, Any]:
     except KeyboardInterrupt:
         result["interrupted"] = True
     result["rows"] = rows
-    if not SUITES[name].own_clocks and point.DEVICE.reason is not None:
+    if not SUITES[name].custom_clocks and point.DEVICE.reason is not None:
         result["clocks"] = {"device": point.DEVICE.reason}
     return result | {"seconds": round(time.perf_counter() - begin, 1)}
 
@@ -335,15 +335,15 @@ def _interrupt(number: int, frame: Any) -> None:
     before, _interrupted_at = _interrupted_at, time.monotonic()
     if _INTERRUPTED.is_set() and _interrupted_at - before < TOGETHER:
         return
-    # What is raised inside a callback of the garbage collector is lost: the flag is not.
+    # An exception raised inside a callback of the garbage collector is lost; the flag is not.
     _INTERRUPTED.set()
     raise KeyboardInterrupt
 
 
 def _save(path: Path, result: dict[str, Any], lines: Sequence[str]) -> None:
-    """JSON with a line a row, so that a change of one row is a change of one line.
+    """Write JSON with one line per row, which keeps diffs of results small.
 
-    ``lines``: the rows, in place of those of ``result``.
+    ``lines``: the rows as JSON, used instead of those of ``result``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1)
@@ -354,14 +354,13 @@ def _save(path: Path, result: dict[str, Any], lines: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # SIGTERM is how schedulers end a job, and a job in the background of a shell is deaf to SIGINT
-    # until it asks for it.
+    # Schedulers end a job with SIGTERM, and background jobs of a shell ignore SIGINT by default.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
-    faulthandler.enable()  # a crash says where
+    faulthandler.enable()  # print a traceback on crashes
     code = main()
     if _INTERRUPTED.is_set():
-        # A thread of a suite may be in a program that does not end, and Python would wait for it.
+        # Python would wait for a suite's thread whose program may never end.
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -44,8 +44,7 @@ CASE = {"S": 8192, "texts": 16, "skip": 0, "new": 256, "gamma": 7, "percent": 7}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is run: ``texts`` of ``context`` tokens behind the first ``skip``, ``new`` tokens of
-    each row."""
+    """``texts`` of ``context`` tokens after the first ``skip`` ones; ``new`` tokens each."""
 
     context: int
     texts: int
@@ -88,10 +87,10 @@ def drafts(ratio: float) -> dict[str, str]:
 
 
 def plan_of(text: str) -> Plan:
-    """The plan of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, CASE)
-    sizes = {name: found[name] for name in ("texts", "new", "gamma", "skip")}
-    return Plan(context=found["S"], ratio=found["percent"] / 100, **sizes)
+    """Parse a plan of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, CASE)
+    sizes = {name: case[name] for name in ("texts", "new", "gamma", "skip")}
+    return Plan(context=case["S"], ratio=case["percent"] / 100, **sizes)
 
 
 def plans(settings: Settings) -> list[Plan]:
@@ -107,7 +106,7 @@ def plans(settings: Settings) -> list[Plan]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Rows come one by one, a drafter and a temperature each."""
+    """Yield rows one by one, for each drafter and temperature."""
     return {"rows": _rows(settings)}
 
 
@@ -123,7 +122,7 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
         before = start_decoding(
             model, prompts, params[: plan.texts], StepConfig(plan.gamma), chunk=512
         )
-        wanted = None
+        plain_tokens = None
         named = {
             name: text
             for name, text in drafts(plan.ratio).items()
@@ -141,33 +140,34 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
                 state = started(before, models, config, params)
                 tokens, tallies = decoded(state, models, config)
                 greedy = [row[plan.context :] for row in tokens[: plan.texts].tolist()]
-                wanted = greedy if wanted is None else wanted
+                plain_tokens = greedy if plain_tokens is None else plain_tokens
                 if name != "none":
-                    right = decoding.check_tokens(model, prompts, greedy, wanted)
-                    yield from _found(plan, name, text, right, tallies)
+                    right = decoding.check_tokens(model, prompts, greedy, plain_tokens)
+                    yield from _result_rows(plan, name, text, right, tallies)
                 advance()
 
 
 def config_of(plan: Plan, name: str, text: str) -> StepConfig:
-    """The step of the drafter ``text``, by its name in the tables."""
+    """The step config of the drafter ``text``, by its name in the tables."""
     gamma = 0 if name == "none" else plan.gamma
     rule = "block" if name == BLOCK else "token"
     return StepConfig(gamma, jspec.named_draft(text), rule=rule)
 
 
 def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:
-    """Texts of ``plan.context`` tokens, of the two kinds by turns, each the same in any plan of
-    that context.
+    """Texts of ``plan.context`` tokens, alternating between the two kinds.
+
+    A text depends only on its index and the context.
 
     Raises `ValueError` where there are too few source files of that length.
     """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"), key=lambda p: p.name)
     long = [path.read_bytes() for path in files if path.stat().st_size > 2 * plan.context]
     order = np.random.default_rng(0).permutation(len(long))
-    found, end = [], plan.skip + plan.texts
+    texts, end = [], plan.skip + plan.texts
     if len(long) < end:
         raise ValueError(
-            f"texts={plan.texts} behind skip={plan.skip} are more than the {len(long)} source "
+            f"texts={plan.texts} after skip={plan.skip} are more than the {len(long)} source "
             f"files of over {2 * plan.context} bytes; take fewer, or a smaller S"
         )
     for row in range(plan.skip, end):
@@ -175,14 +175,14 @@ def texts_of(plan: Plan, tokenizer: jspec.Tokenizer) -> list[list[int]]:
             text: str | bytes = long[order[row]][plan.context // 2 :]
         else:
             text, _ = training_document(4 * plan.context, np.random.default_rng([1, row]))
-        found.append(tokenizer.encode(text)[: plan.context])
-    return found
+        texts.append(tokenizer.encode(text)[: plan.context])
+    return texts
 
 
 def started(
     before: DecodeState, models: Models, config: StepConfig, params: list[jspec.SamplingParams]
 ) -> DecodeState:
-    """A state as `jspec.start_decoding` makes it, from a prefill of the texts alone."""
+    """The state of `jspec.start_decoding` for all rows, from one prefill of the texts."""
     repeats = len(params) // len(before.tokens)
     state = jax.tree.map(lambda x: jnp.concatenate([x] * repeats), before)
     sampled = dataclasses.replace(state, sampling=sampling_of(params), mode=mode_of(params))
@@ -192,7 +192,7 @@ def started(
 def decoded(
     state: DecodeState, models: Models, config: StepConfig
 ) -> tuple[np.ndarray, list[Tally]]:
-    """The tokens of all rows, and what was accepted in each of them."""
+    """Decode to the end: the tokens of all rows, and the acceptance of each."""
     tallies = [Tally(config.gamma) for _ in state.done]
     while not np.asarray(state.done).all():
         state, record = decode_chunk(models, state, config, STEPS)
@@ -202,25 +202,25 @@ def decoded(
     return np.asarray(state.tokens), tallies
 
 
-def _found(
+def _result_rows(
     plan: Plan, name: str, text: str, right: dict[str, Any], tallies: list[Tally]
 ) -> Iterator[dict[str, Any]]:
     """A row of the result for each temperature."""
     for index, temperature in enumerate(TEMPERATURES):
-        own = tallies[index * plan.texts : (index + 1) * plan.texts]
-        attempts = sum(tally.attempts_at for tally in own)
-        accepted = sum(tally.accepted_at for tally in own)
+        row_tallies = tallies[index * plan.texts : (index + 1) * plan.texts]
+        attempts = sum(tally.attempts_at for tally in row_tallies)
+        accepted = sum(tally.accepted_at for tally in row_tallies)
         yield {
             "operation": "vegas-accept",
             "case": dataclasses.asdict(plan) | {"temperature": temperature},
             "name": name,
             "draft": text,
             **right,
-            "steps": sum(tally.steps for tally in own),
-            "committed": sum(tally.committed for tally in own),
+            "steps": sum(tally.steps for tally in row_tallies),
+            "committed": sum(tally.committed for tally in row_tallies),
             "attempts_at": np.asarray(attempts).tolist(),
             "accepted_at": np.asarray(accepted).tolist(),
-            "per_text": [tally.committed / tally.steps for tally in own],
+            "per_text": [tally.committed / tally.steps for tally in row_tallies],
         }
 
 
@@ -230,21 +230,23 @@ HEADINGS = ("drafter", "greedy", "over Vegas", "T = 1", "over Vegas", "by positi
 def cells(
     rows: list[dict[str, Any]], published: list[dict[str, Any]] | None, shown: int = 7
 ) -> list[str]:
-    """A line under `HEADINGS` of one drafter: mean accepted lengths, and by how much they are above
-    those of the ``published`` one."""
+    """A drafter's cells under `HEADINGS`: mean accepted lengths, and their differences from those
+    of the ``published`` drafter."""
     line = [rows[0]["name"]]
-    for row, beside in zip(rows, published or [None] * len(rows), strict=True):
+    for row, reference in zip(rows, published or [None] * len(rows), strict=True):
         line.append(f"{row['committed'] / row['steps']:.2f}")
-        line.append("" if beside in (None, row) else over(row["per_text"], beside["per_text"]))
+        line.append(
+            "" if reference in (None, row) else over(row["per_text"], reference["per_text"])
+        )
     pairs = list(zip(rows[-1]["accepted_at"], rows[-1]["attempts_at"], strict=True))[:shown]
     rates = [f"{accepted / attempts if attempts else 0.0:.2f}" for accepted, attempts in pairs]
     return [*line, " ".join(rates)]
 
 
-def over(own: list[float], other: list[float]) -> str:
+def over(lengths: list[float], other_lengths: list[float]) -> str:
     """The mean difference of the same texts, and its standard error."""
-    differences = np.subtract(own, other)
-    error = differences.std(ddof=1) / np.sqrt(len(own)) if len(own) > 1 else np.nan
+    differences = np.subtract(lengths, other_lengths)
+    error = differences.std(ddof=1) / np.sqrt(len(lengths)) if len(lengths) > 1 else np.nan
     return f"{differences.mean():+.2f} ± {error:.2f}"
 
 
@@ -268,10 +270,10 @@ def by_plan(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         for title, named in grouped.items()
     }
     lines = {}
-    for title, found in whole.items():
-        published = next((rows for rows in found if rows[0]["name"] == PUBLISHED), None)
-        found = sorted(found, key=mean, reverse=True)
-        lines[title] = [cells(rows, published) for rows in found]
+    for title, drafters in whole.items():
+        published = next((rows for rows in drafters if rows[0]["name"] == PUBLISHED), None)
+        drafters = sorted(drafters, key=mean, reverse=True)
+        lines[title] = [cells(rows, published) for rows in drafters]
     return lines
 
 
@@ -286,7 +288,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compare_rows(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """By how much a mean accepted length is above that of an earlier result, by case and name."""
+    """Write the change in mean accepted length since the earlier result; how many rows had one."""
 
     def key(row: dict[str, Any]) -> str:
         return f"{row['case']} {row['name']}"
@@ -307,6 +309,6 @@ SUITE = Suite(
     show,
     rivals=tuple(drafts(0.07)),
     compare=compare_rows,
-    own_clocks=True,
+    custom_clocks=True,
     case=plan_of,
 )

@@ -1,4 +1,4 @@
-"""Tasks that run at once in threads: what they give as each ends, and what runs meanwhile."""
+"""Tasks that run concurrently in threads; their results come in the order of completion."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 
 import jspec
 
-EVERY = 60.0  # seconds without an end, behind which a line says what runs
-OWN = (Path(__file__).parent, Path(jspec.__file__).parent)
+EVERY = 60.0  # seconds without a finished task after which a line names those that run
+PROJECT_FOLDERS = (Path(__file__).parent, Path(jspec.__file__).parent)
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """``run()`` gives its result; ``name``: what the lines call it."""
+    """``run()`` returns its result; ``name``: of the task in printed lines."""
 
     name: str
     run: Callable[[], Any]
@@ -40,16 +40,16 @@ class _Running:
         frames = traceback.walk_stack(sys._current_frames().get(self.thread))
         for frame, line in frames:
             path = Path(frame.f_code.co_filename)
-            if any(path.is_relative_to(own) for own in OWN):
+            if any(path.is_relative_to(folder) for folder in PROJECT_FOLDERS):
                 return f"{self.name} ({seconds:.0f} s, at {path.parent.name}/{path.name}:{line})"
         return f"{self.name} ({seconds:.0f} s)"
 
 
 def as_they_end(label: str, tasks: Sequence[Task], workers: int) -> Iterator[Any]:
-    """What ``tasks`` give, in the order in which they end; ``workers`` of them run at once.
+    """Yield the results of ``tasks`` as they complete; ``workers`` of them run concurrently.
 
-    The calling thread only waits, so that Ctrl-C reaches it whatever a task does: tasks that run
-    are then named and left alone, the others do not begin. An error of a task is raised at once.
+    The calling thread only waits, so that Ctrl-C reaches it whatever a task does: running tasks are
+    then named and abandoned, the others do not start. An error of a task is raised immediately.
     """
     running: dict[int, _Running] = {}  # by thread
     ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
@@ -71,7 +71,7 @@ def as_they_end(label: str, tasks: Sequence[Task], workers: int) -> Iterator[Any
         for task in tasks:
             pool.submit(run, task).add_done_callback(ended.put)
         while count < len(tasks):
-            # Native code of a task may hold the interpreter for good: then this one still speaks.
+            # If native code of a task blocks the interpreter, faulthandler still prints.
             faulthandler.dump_traceback_later(3 * EVERY, file=sys.__stderr__ or sys.stderr)
             try:
                 future = ended.get(timeout=EVERY)

@@ -28,16 +28,16 @@ TOKENS = (1, 2, 4, 8, 10, 16)  # of the figure, at B=4, S=32K
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT)
-    least = found["S"] if found["lengths"] == "full" else found["S"] // 4
-    if found["T"] > least:
-        raise ValueError(f"T={found['T']} must be at most {least}, the least length of a row")
-    return found
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, DEFAULT)
+    least = case["S"] if case["lengths"] == "full" else case["S"] // 4
+    if case["T"] > least:
+        raise ValueError(f"T={case['T']} must be at most {least}, the least length of a row")
+    return case
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":
@@ -51,8 +51,8 @@ def grid(settings: Settings) -> list[Case]:
         *(f"B=4,S={slots}" for slots in CONTEXTS),
         *(f"B=4,S=32K,T={tokens}" for tokens in TOKENS),
     )
-    found = [case(text) for text in (some if settings.quick else whole)]
-    return [x for i, x in enumerate(found) if x not in found[:i]]
+    every = [case(text) for text in (some if settings.quick else whole)]
+    return [x for i, x in enumerate(every) if x not in every[:i]]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -61,52 +61,54 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("attention", len(grid(settings))) as advance:
-        for here in grid(settings):
-            yield from measured(here, settings)
+        for case in grid(settings):
+            yield from measured(case, settings)
             advance()
 
 
-def measured(here: Case, settings: Settings) -> list[point.Row]:
-    """The rows of a case; its cache is gone when they are there."""
-    # Case by case: to find its fastest products, XLA makes arrays of the cache's size.
-    programs = compile_all("attention", sources(ATTENTION, shapes(here), settings, **static(here)))
-    inputs = dense(here)
+def measured(case: Case, settings: Settings) -> list[point.Row]:
+    """The rows of a case; its cache is freed on return."""
+    # Case by case: XLA's autotuning of matmuls allocates arrays of the cache's size.
+    programs = compile_all("attention", sources(ATTENTION, shapes(case), settings, **static(case)))
+    inputs = dense(case)
     arguments = (inputs.q, inputs.k, inputs.v, inputs.positions)
     check = Check.of(inputs.q, inputs.k, inputs.v, inputs.positions + 1)
-    best = chosen(ATTENTION, arguments, **static(here))
+    best = chosen(ATTENTION, arguments, **static(case))
     bounds = [
         bound(name, program, arguments, check.both, chosen=name == best)
         for name, program in programs.items()
     ]
     bounds += rivals.attention(inputs, check.output, settings)
-    moved = bytes_of(int(inputs.lengths.sum()), here)
-    return point.measure("attention", here, bounds, settings, moved=moved, **clock())
+    moved = bytes_of(int(inputs.lengths.sum()), case)
+    return point.measure("attention", case, bounds, settings, moved=moved, **clock())
 
 
 def clock() -> dict[str, Any]:
-    """Device time behind other data, as a layer's cache is read after a layer's weights; wall time
-    where there is no device clock."""
+    """The states and clocks to measure: device time with a cold L2, else wall time.
+
+    Cold, since a step reads a layer's weights before the layer's cache.
+    """
     if point.DEVICE.reason is None:
         return {"states": ("cold",), "clocks": ("device",)}
     return {"states": ("warm",), "clocks": ("wall",)}
 
 
-def shapes(here: Mapping[str, Any]) -> tuple[Any, ...]:
+def shapes(case: Mapping[str, Any]) -> tuple[Any, ...]:
     """Of the arguments of the backends of `jspec.attention` at a case."""
-    (query_heads, kv_heads), size = heads(here), here["H"]
-    q = jax.ShapeDtypeStruct((here["B"], here["T"], query_heads, size), DTYPE)
-    kv = jax.ShapeDtypeStruct((here["B"], here["S"], kv_heads, size), DTYPE)
-    return q, kv, kv, jax.ShapeDtypeStruct((here["B"], here["T"]), jnp.int32)
+    (query_heads, kv_heads), size = heads(case), case["H"]
+    q = jax.ShapeDtypeStruct((case["B"], case["T"], query_heads, size), DTYPE)
+    kv = jax.ShapeDtypeStruct((case["B"], case["S"], kv_heads, size), DTYPE)
+    return q, kv, kv, jax.ShapeDtypeStruct((case["B"], case["T"]), jnp.int32)
 
 
-def static(here: Mapping[str, Any]) -> dict[str, Any]:
-    """What every backend is given beside its arrays."""
+def static(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The static arguments of the backends of `jspec.attention`."""
     none = ("key_positions", "window", "softcap", "value_size")
-    return {**dict.fromkeys(none), "scale": here["H"] ** -0.5}
+    return {**dict.fromkeys(none), "scale": case["H"] ** -0.5}
 
 
 def floor(result: Mapping[str, Any]) -> table.Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

@@ -47,7 +47,7 @@ Configs = dict[int, jspec.StepConfig]
 
 
 class Fixed:
-    """A choice that is none."""
+    """A gamma choice that always returns the same gamma."""
 
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
@@ -62,12 +62,12 @@ class Fixed:
 
 
 def parse(text: str) -> Case:
-    """A case such as ``streaming,B=8,S=8192,t=0.8``; `ValueError` for what is none."""
+    """Parse a case such as ``streaming,B=8,S=8192,t=0.8``; raises `ValueError` if it is invalid."""
     draft, *rest = text.split(",")
     try:
-        given = dict(setting.split("=") for setting in rest)
-        batch, context, temperature = int(given["B"]), int(given["S"]), float(given["t"])
-        wrong = draft not in KNOWN or batch < 1 or len(given) != 3
+        values = dict(setting.split("=") for setting in rest)
+        batch, context, temperature = int(values["B"]), int(values["S"]), float(values["t"])
+        wrong = draft not in KNOWN or batch < 1 or len(values) != 3
         if wrong or context < 2 * NEW_TOKENS or temperature < 0:
             raise ValueError
     except (KeyError, ValueError):
@@ -93,7 +93,7 @@ def cases_of(settings: Settings) -> list[Case]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Every case; greedy tokens are checked against plain decoding, sampled ones are counted."""
+    """Run every case; greedy tokens are compared with plain decoding, sampled ones are counted."""
     model, tokenizer = jspec.load_bundled()
     return {"dtype": str(model.dtype), "rows": _rows(model, tokenizer, settings)}
 
@@ -122,8 +122,8 @@ def _of_case(
     choices: list[tuple[int | str, GammaChoice | Fixed, Configs]]
     choices = [(gamma, Fixed(gamma), whole) for gamma in ladder]
     for early, configs in (False, whole), *([(True, gammas.configs)] if gammas.early else []):
-        own = early == (gammas.early and may_ask(Models(model)))
-        name = "auto" if own else EARLY if early else WHOLE
+        is_usual = early == (gammas.early and may_ask(Models(model)))
+        name = "auto" if is_usual else EARLY if early else WHOLE
         auto = GammaChoice(ladder, gammas.draft.usual_gamma, warm=2, early=early)
         choices.append((name, auto, configs))
     rows, plain = [], None
@@ -131,9 +131,9 @@ def _of_case(
         for state in states[:WARM]:
             _decode(model, state, configs, choice)
         runs = [_decode(model, state, configs, choice) for state in states]
-        tokens = [own for _, found, _ in runs for own in found]
+        tokens = [text for _, texts, _ in runs for text in texts]
         plain = tokens if plain is None else plain
-        samples = [sum(map(len, found)) / seconds for seconds, found, _ in runs]
+        samples = [sum(map(len, texts)) / seconds for seconds, texts, _ in runs]
         row = {"case": case, "gamma": gamma, "tokens_per_s_samples": samples}
         if isinstance(choice, GammaChoice):
             row["chunks"] = [chunk for _, _, chunks in runs for chunk in chunks]
@@ -141,7 +141,7 @@ def _of_case(
         if not settings.check:
             row["checked"] = None
         elif case["t"]:
-            row["checked"] = all(len(own) == NEW_TOKENS for own in tokens)
+            row["checked"] = all(len(text) == NEW_TOKENS for text in tokens)
         else:
             row |= decoding.check_tokens(model, prompts, tokens, plain)
         rows.append(row)
@@ -155,7 +155,7 @@ def _of_case(
 def _states(
     model: jspec.Decoder, prompts: list[list[int]], case: Case, gammas: Gammas
 ) -> Iterator[jspec.DecodeState]:
-    """The states of batches, each with texts and seeds of its own."""
+    """The states of the batches, each with different texts and seeds."""
     batch = case["B"]
     for first in range(0, len(prompts), batch):
         params = [
@@ -199,8 +199,7 @@ def _decode(
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as fast it is as in the earlier result; how many rows had
-    one."""
+    """Write into each row its speedup over the earlier result; returns how many had one."""
     before = {str((row["case"], row["gamma"])): row["tokens_per_s"] for row in earlier["rows"]}
     met = 0
     for row in result["rows"]:
@@ -226,7 +225,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def worst(result: dict[str, Any]) -> str:
-    """What auto comes to at worst, in words; nothing where no case was finished."""
+    """The worst speedups of auto, in words; empty if no case finished."""
     rows = [row for row in result["rows"] if row["gamma"] == "auto" and row["checked"]]
     if not rows:
         return ""
@@ -238,7 +237,7 @@ def worst(result: dict[str, Any]) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    """One line a case and gamma, and what auto comes to."""
+    """Print one line per case and gamma, and the worst speedups of auto."""
     table = Table(title=f"{result['machine']['device']}, {result['dtype']}", box=None)
     compared = any("ratio" in row for row in result["rows"])
     for heading in (*HEADINGS, *(["vs before"] if compared else [])):
@@ -257,6 +256,6 @@ SUITE = Suite(
     run,
     show,
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=parse,
 )

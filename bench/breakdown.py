@@ -1,8 +1,8 @@
 """Where an iteration's time goes, drafter by drafter, against the least time of each part.
 
 Figures 3 and 10b of Yue et al. 2026. True shapes of real models; weights, keys and values are
-random. Clock: *iteration* is the marginal wall time of a jitted chunk of iterations among chunks
-that follow each other, over its iterations; *parts* are of kernels, as CUPTI records them.
+random. Clock: *iteration* is the marginal wall time of a jitted chunk of iterations in a sequence
+of chunks, divided by its iterations; *parts* are times of kernels, by CUPTI.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DRAFTS = {
     "specextend": f"specextend:budget={RATIO}",
 }
 NAMES = ("plain", ALONE, *DRAFTS)
-OWN = (
+DEFAULT_CASES = (
     "B=4,S=120K",
     "model=gpt-oss-20b-attention,B=20,S=120K,gamma=7",
     "B=64,S=8K,gamma=6",
@@ -46,11 +46,11 @@ FOOT = (
 )
 
 
-def wanted(gamma: int, settings: Settings) -> list[Drafting]:
-    """The rows of a case."""
+def draftings(gamma: int, settings: Settings) -> list[Drafting]:
+    """The iterations of a case."""
     every = [Drafting("plain", "none", 0), Drafting(ALONE, "none", gamma)]
     every += [Drafting(name, text, gamma) for name, text in DRAFTS.items()]
-    return [own for own in every if settings.wants(own.name)]
+    return [drafter for drafter in every if settings.wants(drafter.name)]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -65,31 +65,33 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
-    for here in drafting.grid(settings, OWN):
-        yield from drafting.rows(here, wanted(here["gamma"], settings), settings, limits)
+    for chosen_case in drafting.grid(settings, DEFAULT_CASES):
+        yield from drafting.rows(
+            chosen_case, draftings(chosen_case["gamma"], settings), settings, limits
+        )
 
 
 def parts_of(row: Row, rows: list[Row]) -> dict[str, float]:
-    """Nanoseconds of each part of an iteration, what is collected inside attention set apart.
+    """Nanoseconds of each part of an iteration, with collection inside attention as its own part.
 
-    Empty where its kernels, or those of the verification alone, are not known.
+    Empty if its kernels, or those of the verification alone, were not recorded.
     """
     pass_alone = row["case"] | {"draft": ALONE}
     alone = [x for x in rows if x["case"] == pass_alone and "parts_ns" in x]
     if "parts_ns" not in row or not (alone or row["name"] in ("plain", ALONE)):
         return {}
     kinds = row["parts_ns"]
-    found = {part: float(sum(kinds[part].values())) for part in phases.PARTS}
-    if found["collection"] and alone:
+    parts = {part: float(sum(kinds[part].values())) for part in phases.PARTS}
+    if parts["collection"] and alone:
         inside = kinds["verification"]["attention"]
         more = inside - alone[0]["parts_ns"]["verification"]["attention"]
-        found["collection"] += more
-        found["verification"] -= more
-    return found
+        parts["collection"] += more
+        parts["verification"] -= more
+    return parts
 
 
 def overhead(row: Row, parts: dict[str, float]) -> float | None:
-    """What selecting takes over the rest of the iteration, as in figure 10b of the paper."""
+    """The time of selecting over the rest of the iteration, as in figure 10b of the paper."""
     time = spread(row, "step")
     if time is None or not parts or row["name"] in ("plain", ALONE):
         return None
@@ -121,27 +123,29 @@ PART_HEADINGS = ("draft", *phases.PARTS)
 
 def by_case(rows: list[Row]) -> dict[str, list[tuple[str, ...]]]:
     """The parts of the rows whose kernels are known, under `PART_HEADINGS`, case by case."""
-    found: dict[str, list[tuple[str, ...]]] = {}
+    tables: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         parts = parts_of(row, rows)
         if parts:
             model, layers, batch, context = case_cells(row)
             where = f"{model}, {layers} layers, B={batch}, S={context}"
-            found.setdefault(where, []).append((row["name"], *_part_cells(parts, row["floors_ns"])))
-    return found
+            tables.setdefault(where, []).append(
+                (row["name"], *_part_cells(parts, row["floors_ns"]))
+            )
+    return tables
 
 
 def _part_cells(parts: dict[str, float], floors: dict[str, float]) -> list[str]:
-    """Each part's time, and that over its floor."""
-    found = []
+    """Each part's time, and its ratio to the floor."""
+    cells = []
     for part, ns in parts.items():
         over = f" ({ns / floors[part]:.1f}x)" if part in floors and ns else ""
-        found.append(f"{ms(ns / 1e3)}{over}" if ns else "")
-    return found
+        cells.append(f"{ms(ns / 1e3)}{over}" if ns else "")
+    return cells
 
 
 def show(result: dict[str, Any]) -> None:
-    """Iterations, and their parts; what has no times is a line with its reason."""
+    """Print iterations and their parts; rows without times as their reason."""
     screen, rows = console(), result["rows"]
     title = f"{result['machine']['device']}; random weights; times in milliseconds"
     compared = ("vs before",) if any("ratio" in row for row in rows) else ()

@@ -1,8 +1,8 @@
-"""Caches and queries made on the device, and what attention over them must give.
+"""Caches and queries made on the device, and the expected output of attention over them.
 
 Keys, values and queries are normal numbers in bfloat16. The values of what a query must not read
-are loud, and so are those of the last that it must: to read one slot too many or too few changes
-the output by more than the check allows.
+are large, and so are those of the last one that it must: reading one slot too many or too few
+changes the output by more than the check allows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Inputs:
 
 
 def lengths(case: Mapping[str, Any]) -> np.ndarray:
-    """How many slots of each row count, int32 ``[B]``: all, or between S/4 and S by a seed."""
+    """Lengths of the rows, int32 ``[B]``: S, or random between S/4 and S with a fixed seed."""
     batch, slots = case["B"], case["S"]
     if case["lengths"] == "full":
         return np.full(batch, slots, np.int32)
@@ -47,7 +47,7 @@ def lengths(case: Mapping[str, Any]) -> np.ndarray:
 
 
 def dense(case: Mapping[str, Any]) -> Inputs:
-    """Queries at the end of a cache of which each row's first ``lengths`` slots count."""
+    """Queries of the last tokens of rows with ``lengths`` slots."""
     until, tokens = lengths(case), case["T"]
     positions = (until - tokens)[:, None] + np.arange(tokens, dtype=np.int32)
     loud = np.arange(case["S"]) >= (until - tokens)[:, None]
@@ -57,8 +57,11 @@ def dense(case: Mapping[str, Any]) -> Inputs:
 def made(
     case: Mapping[str, Any], loud: Array | np.ndarray, reads: np.ndarray
 ) -> tuple[Array, Array, Array]:
-    """Queries, keys and values; ``loud [B, S, K or 1]``: whose values are louder than the output
-    of a query that ``reads [B]`` slots."""
+    """Queries, keys and values.
+
+    ``loud [B, S, K or 1]``: slots whose values are larger than the output of a query that reads
+    ``reads [B]`` slots.
+    """
     (query_heads, kv_heads), size = heads(case), case["H"]
     q_shape = (case["B"], case["T"], query_heads, size)
     kv_shape = (case["B"], case["S"], kv_heads, size)
@@ -70,18 +73,18 @@ def _made(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], loud: Array, read
     keys = jax.random.split(jax.random.key(workload.SEED), 3)
     shapes = (q_shape, kv_shape, kv_shape)
     q, k, v = (jax.random.normal(key, s, DTYPE) for key, s in zip(keys, shapes, strict=True))
-    # An output is about as large as a value over the root of how many are read.
+    # An output is about a value divided by the root of the number of values read.
     by = jnp.where(loud, (jnp.sqrt(reads) / 4)[:, None, None], jnp.float32(1)).astype(DTYPE)
     return q, k, v * by[..., None]
 
 
-# To look for the fastest products would take longer than the products do.
+# Autotuning the matmuls would take longer than the matmuls themselves.
 @partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 def expected(q: Array, k: Array, v: Array, counts: Array) -> tuple[Array, Array]:
     """Attention of ``q [B, T, N, H]`` over the first ``counts [B, T]`` keys of ``[B, S, K, H]``.
 
-    A softmax in float32, row by row so that the scores of one row alone are in memory. Returns
-    the output and the log-sum-exp ``[B, T, N]``.
+    A softmax in float32, row by row so that only the scores of one row are in memory. Returns the
+    output and the log-sum-exp ``[B, T, N]``.
     """
 
     def row(inputs: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -101,23 +104,23 @@ def expected(q: Array, k: Array, v: Array, counts: Array) -> tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Whether an output ``[B, T, N, H]`` is as expected, and a log-sum-exp ``[B, T, N]``."""
+    """Checks an output ``[B, T, N, H]`` and a log-sum-exp ``[B, T, N]``."""
 
     out: np.ndarray
     lse: np.ndarray
 
     @classmethod
     def of(cls, q: Array, k: Array, v: Array, counts: Array) -> Check:
-        """What attention over the first ``counts [B, T]`` keys and values must give."""
+        """The check of attention over the first ``counts [B, T]`` keys and values."""
         return cls(*map(np.asarray, expected(q, k, v, counts)))
 
     def output(self, out: Any) -> bool:
-        """Whether every head's output of every token is near, by its norm."""
+        """Whether each head's output of each token is within `TOLERANCE` of its norm."""
         error = np.linalg.norm(np.asarray(out, np.float32) - self.out, axis=-1)
         return bool((error <= TOLERANCE * np.linalg.norm(self.out, axis=-1)).all())
 
     def both(self, outputs: Any) -> bool:
-        """Whether an output and its log-sum-exp are near."""
+        """Whether an output and its log-sum-exp are within their tolerances."""
         lse = np.abs(np.asarray(outputs[1]) - self.lse)
         return self.output(outputs[0]) and bool((lse <= LSE_TOLERANCE).all())
 

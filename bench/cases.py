@@ -1,4 +1,4 @@
-"""Cases of a suite that `--case` asks for, as in ``--case B=4,S=128K,heads=32/8,T=10``."""
+"""Cases of a suite by `--case`, as in ``--case B=4,S=128K,heads=32/8,T=10``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ CHOICES = {
 def parse(
     text: str, default: Mapping[str, Any], choices: Mapping[str, tuple[str, ...]] = CHOICES
 ) -> Case:
-    """The default case with what ``text`` says in its place; 1K is 1024.
+    """The default case updated by the settings of ``text``, as in ``B=4,S=128K``; 1K is 1024.
 
-    ``choices``: the words that a key takes. Raises `ValueError` with the way out where it says what
-    is no part of a case.
+    ``choices``: allowed words by key. Raises `ValueError` if ``text`` is invalid.
     """
     case = dict(default)
     for part in text.split(","):
@@ -59,11 +58,11 @@ def _value(key: str, value: str, choices: Mapping[str, tuple[str, ...]]) -> int 
 
 
 def heads(case: Mapping[str, Any]) -> tuple[int, int]:
-    """Query heads N and KV heads K."""
+    """The numbers of query heads N and KV heads K."""
     query_heads, kv_heads = map(int, case["heads"].split("/"))
     return query_heads, kv_heads
 
 
 def kilo(size: int) -> str:
-    """A number of slots as tables show it: 32K for 32768."""
+    """Format a number of slots, as in 32K for 32768."""
     return f"{size // 1024}K" if size % 1024 == 0 and size else str(size)

@@ -1,4 +1,4 @@
-"""What the machine can do at most: reading, copying, and launching nothing."""
+"""Ceilings of the machine: reading, copying, and launching an empty kernel."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ STATES = ("warm", "cold")
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """A sum over bfloat16 (read), its negation (copy: read and written bytes count), x + 1 of one
-    number (launch)."""
+    """Time a sum over bfloat16 (read), its negation (copy), and x + 1 of one number (launch).
+
+    Bytes of the copy are those read and written.
+    """
     return {"rows": rows(settings)}
 
 
 def sizes() -> list[int]:
-    """Bytes that are read and copied: on a GPU also more than its L2 holds."""
+    """Sizes in bytes of reads and copies: on a GPU also more than its L2 holds."""
     return [SMALL] if jax.default_backend() == "cpu" else [2**30, SMALL]
 
 
 def rows(settings: Settings) -> list[point.Row]:
-    found = []
+    measured = []
     cases = [(work, size) for work in ("read", "copy") for size in sizes()]
     for work, size in [*cases, ("launch", 8)]:
         x, function, expected = _work(work, size)
@@ -46,8 +48,8 @@ def rows(settings: Settings) -> list[point.Row]:
             program = Program("xla", lambda c=compiled, x=x: c(x), check)
         case = {"work": work, "bytes": size}
         states = STATES if size == SMALL else STATES[:1]
-        found += point.measure("ceilings", case, [program], settings, states=states, moved=size)
-    return found
+        measured += point.measure("ceilings", case, [program], settings, states=states, moved=size)
+    return measured
 
 
 def _work(work: str, size: int) -> tuple[jax.Array, Any, Any]:
@@ -61,22 +63,22 @@ def _work(work: str, size: int) -> tuple[jax.Array, Any, Any]:
     return x, lambda x: x.sum(axis=1, dtype=jnp.float32), np.float32(1024)
 
 
-def bandwidth(found: list[point.Row], work: str, l2: str = "warm") -> float | None:
+def bandwidth(rows: list[point.Row], work: str, l2: str = "warm") -> float | None:
     """Bytes a second of the largest ``work`` measured in this state, None where it failed.
 
-    What a GPU's L2 holds says nothing of its memory.
+    On a GPU, sizes that fit in L2 are left out.
     """
-    own = [
+    matching = [
         r
-        for r in found
+        for r in rows
         if r["case"]["work"] == work
         and r["case"].get("l2") == l2
         and r["checked"]
         and (r["case"]["bytes"] > SMALL or not point.spread(r, "device"))
     ]
-    if not own:
+    if not matching:
         return None
-    largest = max(own, key=lambda r: r["case"]["bytes"])
+    largest = max(matching, key=lambda r: r["case"]["bytes"])
     time = point.best_clock(largest)
     return None if time is None else largest["bytes"] / time.median * 1e6
 

@@ -1,10 +1,9 @@
 """Three clocks: device time of kernels, wall time of a call, marginal time of a step in a loop.
 
-*device*: the time in which a kernel runs, as CUPTI records their starts and ends: without the gaps
-between kernels, and where two overlap counted once; copies and fills by the driver are no kernels
-and do not count. *wall*: from Python's call to
-outputs that are there, launch included. *step*: what one more step costs inside a jitted
-`lax.scan`, from two lengths, above a step that only counts. All in nanoseconds.
+*device*: the time in which at least one kernel runs, by CUPTI's records of their starts and ends;
+gaps between kernels, and copies and fills by the driver, do not count. *wall*: from Python's call
+until the outputs are ready, launch included. *step*: the marginal time of a step inside a jitted
+`lax.scan`, from loops of two lengths, above a step that only counts. All in nanoseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jspec.dispatch import Operation
 
 WARMUPS = 3
 FLUSH_BYTES = 2**27  # read between calls for a cold L2: more than any GPU's L2 holds
-Kernel = tuple[str, int]  # its name and its own nanoseconds, as `own_times` counts them
+Kernel = tuple[str, int]  # its name and its exclusive nanoseconds, as `exclusive_times` counts them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Times:
 
 
 class DeviceClock:
-    """Device time by CUPTI; ``reason`` says why it cannot be had here, or is None."""
+    """Device time by CUPTI; ``reason`` says why it is not available, or is None."""
 
     @cached_property
     def reason(self) -> str | None:
@@ -53,10 +52,10 @@ class DeviceClock:
         return None
 
     def time(self, programs: Sequence[Program], repeats: int, *, cold: bool) -> list[Times]:
-        """Device time of each program, ``repeats`` times in a row; call only where it can be had.
+        """Device time of ``repeats`` consecutive calls of each program; ``reason`` must be None.
 
-        Warm calls follow each other at once, so that code and data are where the call before left
-        them. ``cold``: `FLUSH_BYTES` of other data pass through L2 before each call.
+        Warm calls follow each other immediately, so that L2 holds what the call before left there.
+        ``cold``: `FLUSH_BYTES` of other data pass through L2 before each call.
         """
 
         def calls(count: int) -> None:
@@ -71,7 +70,7 @@ class DeviceClock:
                     outputs = program.start()
                     if program.alone:
                         program.wait(outputs)
-                    del outputs  # its memory serves the next call, which keeps L2 as warm as it is
+                    del outputs  # the next call reuses its memory, which keeps L2 warm
                 self._mark(wait=True)
 
         groups = self._groups(calls, repeats)
@@ -82,8 +81,8 @@ class DeviceClock:
             raise RuntimeError(f"CUPTI recorded {len(groups)} of {expected} marks between calls")
         times = []
         for program, count in zip(programs, counts, strict=True):
-            own, groups = groups[:count], groups[count + 1 :]
-            times.append(_times(own[per_call - 1 :: per_call], repeats, program.name))
+            groups_of_program, groups = groups[:count], groups[count + 1 :]
+            times.append(_times(groups_of_program[per_call - 1 :: per_call], repeats, program.name))
         return times
 
     def kernels(self, call: Callable[[], Any]) -> list[Kernel]:
@@ -96,7 +95,7 @@ class DeviceClock:
         return _session(calls, 1)
 
     def _groups(self, calls: Callable[[int], None], repeats: int) -> list[list[Kernel]]:
-        """The kernels behind each mark: a kernel that is nothing else separates the others."""
+        """The kernels after each mark; marks are kernels with a name that no program has."""
         groups: list[list[Kernel]] = []
         for kernel in _session(calls, repeats):
             if kernel[0] == self._marker_name:
@@ -137,7 +136,7 @@ class DeviceClock:
 
 
 def _times(groups: list[list[Kernel]], repeats: int, name: str) -> Times:
-    """Of a group a call, or of one group of equal calls."""
+    """Times from one group of kernels per call, or from one group of equal calls."""
     if len(groups) == 1:
         size, rest = divmod(len(groups[0]), repeats)
         groups = [groups[0][i * size : (i + 1) * size] for i in range(repeats)]
@@ -157,7 +156,7 @@ def _session(calls: Callable[[int], None], repeats: int) -> list[Kernel]:
             calls(repeats)
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-    return own_times(
+    return exclusive_times(
         (event.name, event.start_ns, event.end_ns)
         for plane in planes
         if plane.name.startswith("/device:GPU:")
@@ -167,11 +166,11 @@ def _session(calls: Callable[[int], None], repeats: int) -> list[Kernel]:
     )
 
 
-def own_times(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
+def exclusive_times(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
     """Kernels in the order of their starts, from their names, starts and ends in nanoseconds.
 
-    Each has the time in which it runs and none that started before it does: the sum is the time in
-    which any runs.
+    Each has the time in which it runs and no kernel that started before it does, so that the sum is
+    the time in which at least one kernel runs.
     """
     kernels, until = [], 0.0
     for name, start, end in sorted(events, key=lambda event: event[1:]):
@@ -181,7 +180,7 @@ def own_times(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
 
 
 def wall(program: Program, repeats: int) -> list[int]:
-    """From the call to outputs that are there."""
+    """Nanoseconds from the call until the outputs are ready."""
     for _ in range(WARMUPS):
         program.wait(program.start())
     samples = []
@@ -193,15 +192,15 @@ def wall(program: Program, repeats: int) -> list[int]:
 
 
 LENGTHS = (64, 320)  # steps of the two loops
-UNROLL = 16  # steps of a turn, so that XLA sees many kernels at once, as a decoding step has
+UNROLL = 16  # steps of a loop iteration, so that XLA sees many kernels, as in a decoding step
 Feed = tuple[int, int]  # which output of a step is which argument of the next
 
 
 def loops(source: Source, feed: Feed) -> list[Source]:
     """The two loops around an operation, each step of which gets an output of the one before.
 
-    So no step can be left out, and none needs a kernel more than alone. What does not depend on
-    that argument XLA may still move out of the loop: of its own code, not of a kernel.
+    So XLA can remove no step, and a step needs no extra kernel. XLA may still move code that does
+    not depend on that argument out of the loop, unless it is a custom kernel.
     """
     output, argument = feed
 
@@ -220,7 +219,7 @@ def loops(source: Source, feed: Feed) -> list[Source]:
 
 
 def counting_loops(unroll: int = UNROLL) -> list[Source]:
-    """The two loops around a step that only counts, ``unroll`` of which are a turn."""
+    """The two loops around a step that only counts, unrolled ``unroll`` times."""
 
     def loop(length: int) -> Callable[[jax.Array], jax.Array]:
         def run(x: jax.Array) -> jax.Array:
@@ -240,7 +239,7 @@ def step(
     lengths: tuple[int, int] | None = None,
     warmups: int = WARMUPS,
 ) -> list[int]:
-    """A step's marginal time above ``empty``, from two loops timed by turns.
+    """A step's marginal time above ``empty`` in nanoseconds, from two loops timed alternately.
 
     ``lengths``: of the loops in steps, `LENGTHS` by default; ``warmups``: runs before.
     """
@@ -258,7 +257,7 @@ def step(
 
 
 class StepClock:
-    """Gives the rows of an operation's backends the marginal time of its step in a jitted loop."""
+    """Adds to the rows of an operation's backends their marginal time in a jitted loop."""
 
     def __init__(self, settings: Settings):
         self._settings = settings
@@ -271,24 +270,26 @@ class StepClock:
         feed: Feed,
         **static: Any,
     ) -> None:
-        """Give the rows of backends that were right with these arguments their step samples."""
-        here: dict[str, dict[str, Any]] = {}  # of each its first row, that of a warm L2
+        """Add step samples to the rows of backends whose outputs were right."""
+        first_rows: dict[str, dict[str, Any]] = {}  # of each backend, that of a warm L2
         for row in rows:
             if row["checked"]:
-                here.setdefault(row["name"], row)
-        found = sources(operation, shapes(arguments), self._settings, **static)
+                first_rows.setdefault(row["name"], row)
+        by_backend = sources(operation, shapes(arguments), self._settings, **static)
         pairs = {
             name: loops(source, feed)
-            for name, source in found.items()
-            if name in here and isinstance(source, Source)
+            for name, source in by_backend.items()
+            if name in first_rows and isinstance(source, Source)
         }
-        wanted = {(i, name): loop for name, pair in pairs.items() for i, loop in enumerate(pair)}
-        compiled = compile_all("loops", wanted)
+        loops_by_key = {
+            (i, name): loop for name, pair in pairs.items() for i, loop in enumerate(pair)
+        }
+        compiled = compile_all("loops", loops_by_key)
         for name in pairs:
             short, long = compiled[0, name], compiled[1, name]
             if not isinstance(short, Absent) and not isinstance(long, Absent):
                 calls = partial(short, *arguments), partial(long, *arguments)
-                here[name]["step_ns"] = step(*calls, self._empty, self._settings.repeats)
+                first_rows[name]["step_ns"] = step(*calls, self._empty, self._settings.repeats)
 
     @cached_property
     def _empty(self) -> float:

@@ -1,4 +1,4 @@
-"""What it costs that verification says which keys matter: attention alone, and with scores.
+"""The cost of collecting scores of keys in verification: attention alone, and with scores.
 
 Figure 6 of Yue et al. 2026, whose kernels write a logit for each collected token and head: 5 % for
 Qwen3-8B and 37 % for gpt-oss-20b with two tokens, 53 % and 189 % with all of twelve.
@@ -32,11 +32,11 @@ COLUMNS = ("B", "S", "heads", "H", "T")
 ALONE = "attention"
 POLICIES = {"first + bonus": Vegas(), "all tokens": Vegas(collect="all")}
 SHAPES = ("B=4,S=128K,heads=32/8,H=128", "B=4,S=128K,heads=64/8,H=64")
-SEEN = 512  # slots of each row whose scores are checked
+CHECKED_SLOTS = 512  # slots of each row whose scores are checked
 
 
 def grid(settings: Settings) -> list[Case]:
-    """Two models' shapes by the tokens of a pass, gamma + 1, or the cases that were asked for."""
+    """The requested cases, or two models' shapes by the tokens of a pass, gamma + 1."""
     if settings.cases:
         return [attention.case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":
@@ -51,13 +51,13 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("collect", len(grid(settings))) as advance:
-        for here in grid(settings):
-            yield from _measured(here, settings)
+        for case in grid(settings):
+            yield from _measured(case, settings)
             advance()
 
 
 def passes(kv_heads: int) -> dict[str, Callable[..., tuple[Array, ...]]]:
-    """Attention by itself, and with the scores of each way to collect, by name."""
+    """Attention alone and with each kind of scores, by name."""
 
     def logits(policy: Vegas, q: Array, k: Array, v: Array, positions: Array):
         probe = mean_query(q, policy.scoring(positions), kv_heads).astype(q.dtype)
@@ -66,42 +66,44 @@ def passes(kv_heads: int) -> dict[str, Callable[..., tuple[Array, ...]]]:
     def weights(policy: Vegas, q: Array, k: Array, v: Array, positions: Array):
         out, lse = attend(q, k, v, positions)
         scoring = policy.scoring(positions)
-        own = jnp.where((scoring >= 0)[..., None], gather_tokens(lse, scoring), -jnp.inf)
-        return out, lse, mean_weights(gather_tokens(q, scoring), k, own)
+        lse_of_scoring = jnp.where((scoring >= 0)[..., None], gather_tokens(lse, scoring), -jnp.inf)
+        return out, lse, mean_weights(gather_tokens(q, scoring), k, lse_of_scoring)
 
-    found: dict[str, Callable[..., tuple[Array, ...]]] = {ALONE: attend}
+    by_name: dict[str, Callable[..., tuple[Array, ...]]] = {ALONE: attend}
     for kind, collect in (("logits", logits), ("weights", weights)):
         for name, policy in POLICIES.items():
-            found[f"{kind}, {name}"] = functools.partial(collect, policy)
-    return found
+            by_name[f"{kind}, {name}"] = functools.partial(collect, policy)
+    return by_name
 
 
-def _measured(here: Case, settings: Settings) -> list[point.Row]:
-    shapes = attention.shapes(here)
+def _measured(case: Case, settings: Settings) -> list[point.Row]:
+    shapes = attention.shapes(case)
     named = passes(shapes[1].shape[2])
     programs = compile_all("collect", {name: Source(run, shapes) for name, run in named.items()})
-    inputs = dense(here)
+    inputs = dense(case)
     arguments = (inputs.q, inputs.k, inputs.v, inputs.positions)
     check = Check.of(inputs.q, inputs.k, inputs.v, inputs.positions + 1)
     bounds = []
     for name, program in programs.items():
         right = check.both if name == ALONE else _scored(name, check, arguments)
         bounds.append(bound(name, program, arguments, right))
-    moved = bytes_of(int(inputs.lengths.sum()), here)
-    return point.measure("collect", here, bounds, settings, moved=moved, **attention.clock())
+    moved = bytes_of(int(inputs.lengths.sum()), case)
+    return point.measure("collect", case, bounds, settings, moved=moved, **attention.clock())
 
 
 def _scored(name: str, check: Check, arguments: tuple[Array, ...]) -> Callable[[Any], bool]:
     """Whether output, log-sum-exp, and scores of the first slots are right."""
     kind, _, who = name.partition(", ")
     q, k, _, positions = arguments
-    wanted = np.asarray(
-        expected(q, k[:, :SEEN], check.lse, POLICIES[who].scoring(positions), kind == "weights")
+    expected_scores = np.asarray(
+        expected(
+            q, k[:, :CHECKED_SLOTS], check.lse, POLICIES[who].scoring(positions), kind == "weights"
+        )
     )
 
     def right(outputs: Any) -> bool:
-        got = np.asarray(outputs[2][:, :, :SEEN], np.float32)
-        near = np.linalg.norm(got - wanted) <= TOLERANCE * np.linalg.norm(wanted)
+        got = np.asarray(outputs[2][:, :, :CHECKED_SLOTS], np.float32)
+        near = np.linalg.norm(got - expected_scores) <= TOLERANCE * np.linalg.norm(expected_scores)
         return check.both(outputs) and bool(near)
 
     return right
@@ -125,14 +127,14 @@ def expected(q: Array, k: Array, lse: Array, scoring: Array, weighs: bool) -> Ar
 
 
 def over_alone(result: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, float]]]:
-    """Of each case, how much longer than attention by itself each pass takes, 0.05 for 5 %."""
-    found: dict[str, tuple[dict[str, Any], dict[str, float]]] = {}
+    """The extra time of each pass over attention alone, by case; 0.05 for 5 %."""
+    by_case: dict[str, tuple[dict[str, Any], dict[str, float]]] = {}
     for row in result["rows"]:
         if (clock := point.best_clock(row)) is not None:
-            found.setdefault(str(row["case"]), (row["case"], {}))[1][row["name"]] = clock.median
+            by_case.setdefault(str(row["case"]), (row["case"], {}))[1][row["name"]] = clock.median
     return [
         (case, {name: time / times[ALONE] - 1 for name, time in times.items() if name != ALONE})
-        for case, times in found.values()
+        for case, times in by_case.values()
         if ALONE in times
     ]
 
@@ -143,7 +145,7 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "collect",
-    "what scores of keys cost beside verification: pooled logits and weights, by tokens",
+    "what scores of keys cost in addition to verification: pooled logits and weights, by tokens",
     run,
     show,
     (ATTENTION, SCORED, WEIGHTS),

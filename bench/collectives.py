@@ -77,15 +77,15 @@ COLLECTIVES: dict[str, tuple[Callable[[Array], Array], Callable[[np.ndarray], np
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT)
-    if found["P"] < 2 or found["bytes"] % (4 * found["P"]):
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, DEFAULT)
+    if case["P"] < 2 or case["bytes"] % (4 * case["P"]):
         raise ValueError(f"{text}: P must be 2 or more, and bytes a multiple of 4 P")
-    return found
+    return case
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or one for each size on all devices."""
+    """The requested cases, or one for each size on all devices."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     devices = max(jax.device_count(), 2)
@@ -98,34 +98,34 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    groups = [[_shared(here, name)] for here in grid(settings) for name in _names(here)]
+    groups = [[_shared(case, name)] for case in grid(settings) for name in _names(case)]
     for rows in measure("collectives", groups, settings):
         yield from rows
 
 
-def _names(here: Case) -> list[str]:
-    piece = here["bytes"] // here["P"]
+def _names(case: Case) -> list[str]:
+    piece = case["bytes"] // case["P"]
     return [name for name in COLLECTIVES if takes(ONE_SIDED.get(name, "xla"), piece)]
 
 
-def _shared(here: Case, name: str) -> Shared:
-    devices, (body, right) = here["P"], COLLECTIVES[name]
+def _shared(case: Case, name: str) -> Shared:
+    devices, (body, right) = case["P"], COLLECTIVES[name]
     helix = HelixConfig(kvp=devices, exchange=ONE_SIDED.get(name, "xla"))
     rng = np.random.default_rng(devices)
     # Whole numbers, whose sums are exact in any order; a device has a row for each of them.
-    x = rng.integers(-9, 10, (devices, here["bytes"] // 4)).astype(np.float32)
+    x = rng.integers(-9, 10, (devices, case["bytes"] // 4)).astype(np.float32)
 
     def placed() -> tuple[Array]:
         shape = (devices * devices, x.shape[1] // devices)
         return (jax.device_put(x.reshape(shape), helix.sharding(KVP)),)
 
-    def is_right(out: Any, given: tuple[Array]) -> bool:
+    def is_right(out: Any, arguments: tuple[Array]) -> bool:
         return np.array_equal(np.asarray(out).reshape(x.shape), right(x))
 
     return Shared(
-        *(name, here, name, helix, body, body, lambda _: (P(KVP),), placed, is_right),
+        *(name, case, name, helix, body, body, lambda _: (P(KVP),), placed, is_right),
         out=P(KVP),
-        moved=lambda _: here["bytes"],
+        moved=lambda _: case["bytes"],
     )
 
 
@@ -138,6 +138,6 @@ SUITE = Suite(
     "collectives between the devices of one host, by the bytes that each of them gives",
     run,
     show,
-    own_clocks=True,
+    custom_clocks=True,
     case=case,
 )

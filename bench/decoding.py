@@ -32,7 +32,7 @@ CPU_NEW_TOKENS = 256
 LOOPS = (16, 64)  # steps; in the difference of shorter ones the host's noise is large
 CPU_LOOPS = (4, 16)
 CHUNK = 16  # steps of a program while decoding
-NEAR_TIE = 0.25  # logits apart: what bf16 rounding of a long sum may turn around
+NEAR_TIE = 0.25  # margin of logits that bf16 rounding of a long sum may reverse
 SOURCES = {
     "none": jspec.PLAIN,
     "ngram": jspec.StepConfig(8, jspec.NgramDraft()),
@@ -180,8 +180,8 @@ def check_tokens(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]
         texts += texts[-1:] * (2 ** (len(texts) - 1).bit_length() - len(texts))  # few shapes
         state = jspec.start_decoding(model, texts, jspec.SamplingParams(max_new_tokens=1))
         logits = np.asarray(_logits_of_next(model, state))
-        for own, (_, a, b) in zip(logits, parted, strict=False):
-            margins.append(abs(float(own[a] - own[b])))
+        for logits_of_row, (_, a, b) in zip(logits, parted, strict=False):
+            margins.append(abs(float(logits_of_row[a] - logits_of_row[b])))
     lengths = [len(row) == len(other) for row, other in zip(tokens, plain, strict=True)]
     return {
         "identical_rows": len(tokens) - len(parted),
@@ -259,5 +259,5 @@ SUITE = Suite(
     run,
     show,
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
 )

@@ -3,10 +3,10 @@
 gpt-oss-20b, Qwen3-30B-A3B, Gemma 3 4B and 27B: true shapes, random weights, keys and values, in
 bfloat16; gpt-oss-20b-mxfp4 has its experts in MXFP4, as they are published. Clocks and checks are
 those of `bench.decode` and `bench.breakdown`. The floor counts the bytes in memory that a pass
-needs: of the routed experts as many as its tokens hit in the mean, of a layer with a window at most
-that window. How many tokens an iteration commits is imposed: the rate of acceptance is the paper's
-(`bench.profiles`), and less where a quantised copy drafts, as it also does for mixtures in
-bfloat16.
+needs: the expected number of distinct routed experts that its tokens choose, and at most the window
+of a layer that has one. The number of tokens that an iteration commits is imposed: the acceptance
+rate is the paper's (`bench.profiles`), and lower where a quantised copy drafts. Mixtures in
+bfloat16 are also measured with quantised drafts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CPU_TOKENS = (1, 4)
 DEFAULT: cases.Case = {"model": MODELS[0], "B": 1, "S": 8192, "gamma": 0, "layers": 0}
 CHOICES = {"model": MODELS}
 SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K,gamma=9")
-OWN = tuple(f"model={name},{size}" for name in MODELS for size in SIZES)
-OWN += ("model=gemma-3-4b,B=32,S=120K",)  # of the others it would not fit one card
+DEFAULT_CASES = tuple(f"model={name},{size}" for name in MODELS for size in SIZES)
+DEFAULT_CASES += ("model=gemma-3-4b,B=32,S=120K",)  # of the others it would not fit one card
 CPU = "B=1,S=300,gamma=2,layers=1"
 FOOT = (
     "Of E routed experts, of which a token chooses k, a pass over n tokens of all rows needs "
@@ -48,18 +48,18 @@ FOOT = (
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     return cases.parse(text, DEFAULT, CHOICES)
 
 
 def grid(settings: Settings) -> list[cases.Case]:
-    """The cases that were asked for, or the suite's own."""
-    own = OWN
+    """The requested cases, or the suite's defaults."""
+    defaults = DEFAULT_CASES
     if jax.default_backend() != "gpu":
-        own = [f"model={name},{CPU}" for name in MODELS[: 1 if settings.quick else None]]
+        defaults = [f"model={name},{CPU}" for name in MODELS[: 1 if settings.quick else None]]
     elif settings.quick:
-        own = [f"model={name},{SIZES[0]}" for name in MODELS]
-    return [case(text) for text in settings.cases or own]
+        defaults = [f"model={name},{SIZES[0]}" for name in MODELS]
+    return [case(text) for text in settings.cases or defaults]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -77,39 +77,45 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _steps() -> int:
-    """Steps of a chunk, and iterations."""
+    """Steps, or iterations, of a chunk."""
     return drafting.CPU_STEPS if jax.default_backend() == "cpu" else drafting.STEPS
 
 
 def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
     chosen = grid(settings)
-    for name, layers in dict.fromkeys((here["model"], here["layers"]) for here in chosen):
-        own = [here for here in chosen if (here["model"], here["layers"]) == (name, layers)]
+    for name, layers in dict.fromkeys((case["model"], case["layers"]) for case in chosen):
+        cases_of_model = [
+            case for case in chosen if (case["model"], case["layers"]) == (name, layers)
+        ]
         asked = dataclasses.replace(settings.decode, steps=_steps(), layers=layers or None)
-        yield from _of_model(name, own, dataclasses.replace(settings, decode=asked), limits)
+        yield from _of_model(
+            name, cases_of_model, dataclasses.replace(settings, decode=asked), limits
+        )
 
 
 def _of_model(
     name: str, chosen: list[cases.Case], settings: Settings, limits: Ceilings
 ) -> Iterator[Row]:
-    """The rows of a model, which is gone behind the last of them."""
+    """The rows of a model, which is freed after the last of them."""
     model = decode.drawn(name, settings)
     tokens = CPU_TOKENS if jax.default_backend() == "cpu" else TOKENS
-    found = []
-    for here in chosen:
-        sizes = name, here["B"], here["S"]
-        found.append(Steps(model, Case(*sizes, tokens), settings, limits))
-        if gamma := here["gamma"]:
-            found += iterations(model, Shape(*sizes), wanted(name, gamma), settings, limits)
-    for row in decode.by_size(name, found):
+    measured = []
+    for case in chosen:
+        sizes = name, case["B"], case["S"]
+        measured.append(Steps(model, Case(*sizes, tokens), settings, limits))
+        if gamma := case["gamma"]:
+            measured += iterations(model, Shape(*sizes), draftings(name, gamma), settings, limits)
+    for row in decode.by_size(name, measured):
         yield throughput.imposed(row, {}) if row["name"] in throughput.NAMES else row
 
 
-def wanted(model: str, gamma: int) -> list[Drafting]:
-    """The iterations of a case: what `bench.breakdown` needs to tell the parts of one by Vegas, and
+def draftings(model: str, gamma: int) -> list[Drafting]:
+    """The iterations of a case: those that `bench.breakdown` needs for the parts of Vegas, and
     quantised drafts of a mixture in bfloat16."""
-    is_wide = catalogue.MODELS[model].experts is not None and model not in catalogue.IN_MXFP4
-    quantized = throughput.QUANTIZED if is_wide else {}
+    is_bfloat16_mixture = (
+        catalogue.MODELS[model].experts is not None and model not in catalogue.IN_MXFP4
+    )
+    quantized = throughput.QUANTIZED if is_bfloat16_mixture else {}
     return [
         Drafting("plain", "none", 0),
         Drafting(breakdown.ALONE, "none", gamma),
@@ -119,12 +125,12 @@ def wanted(model: str, gamma: int) -> list[Drafting]:
 
 
 def parts(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The result as those of `bench.decode`, `bench.breakdown` and `bench.throughput` are."""
+    """The result split into those of `bench.decode`, `bench.breakdown` and `bench.throughput`."""
     rows = result["rows"]
     iterated = tables.of_kind(rows, "iteration")
     imposed = [row for row in iterated if "acceptance" in row]
     every = tables.of_kind(rows, "decode_step"), iterated, imposed
-    steps, whole, speeds = (result | {"rows": own} for own in every)
+    steps, whole, speeds = (result | {"rows": of_kind} for of_kind in every)
     return steps, whole, speeds
 
 

@@ -63,16 +63,16 @@ def _shapes(shape: Shape) -> tuple[Any, ...]:
 
 
 def _packing(settings: Settings) -> Iterator[point.Row]:
-    shapes_here = grid(settings)
-    wanted: dict[tuple[Shape, str], Source | Absent] = {}
-    for shape in shapes_here:
+    grid_shapes = grid(settings)
+    sources_by_key: dict[tuple[Shape, str], Source | Absent] = {}
+    for shape in grid_shapes:
         for name, source in sources(VERIFY_AND_PACK, _shapes(shape), settings).items():
-            wanted[shape, name] = source
-    programs = compile_all("fused", wanted)
-    verifies = compiled_verifies(sorted({shape[:2] for shape in shapes_here}), settings)
-    programs |= compile_all("pairs", _pairs(shapes_here, verifies, settings))
+            sources_by_key[shape, name] = source
+    programs = compile_all("fused", sources_by_key)
+    verifies = compiled_verifies(sorted({shape[:2] for shape in grid_shapes}), settings)
+    programs |= compile_all("pairs", _pairs(grid_shapes, verifies, settings))
 
-    cases = list(itertools.product(shapes_here, pack.alphas(settings)))
+    cases = list(itertools.product(grid_shapes, pack.alphas(settings)))
     with bar("fused", len(cases)) as advance:
         for shape, alpha in cases:
             tokens, kv = _inputs(shape, alpha)
@@ -80,7 +80,7 @@ def _packing(settings: Settings) -> Iterator[point.Row]:
             arguments = tuple(map(jax.device_put, (*tokens.inputs, kv)))
             best = chosen(VERIFY_AND_PACK, arguments)
             check = _both(checks(tokens), pack.checks(expected))
-            here = [
+            bounds = [
                 bound(name, program, arguments, check, chosen=name == best)
                 for (where, name), program in programs.items()
                 if where == shape
@@ -88,11 +88,11 @@ def _packing(settings: Settings) -> Iterator[point.Row]:
             if alpha == pack.RIVALS_ALPHA or (shape[0] in PAPERS_BATCHES and alpha == 0.3):
                 ready = verifies.get((*shape[:2], "cuda"))
                 start = partial(ready, *arguments[:4]) if callable(ready) else None
-                here += rivals.two_step(tokens, kv, expected[0], start, settings)
+                bounds += rivals.two_step(tokens, kv, expected[0], start, settings)
             yield from point.measure(
                 "verify_and_pack",
                 _case(shape, alpha),
-                here,
+                bounds,
                 settings,
                 states=pack.STATES,
                 clocks=pack.clocks(alpha),
@@ -110,41 +110,41 @@ def _both(*parts: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _pairs(
-    shapes_here: list[Shape],
+    grid_shapes: list[Shape],
     verifies: dict[tuple[int, int, str], Any],
     settings: Settings,
 ) -> dict[tuple[Shape, str], Source | Absent]:
     """The pipelines whose parts, each timed alone at alpha 0.6, take the least time."""
-    packs = pack.compiled_packs(shapes_here, settings)
+    packs = pack.compiled_packs(grid_shapes, settings)
     quickly = Settings(quick=True, check=settings.check)
-    wanted: dict[tuple[Shape, str], Source | Absent] = {}
+    sources_by_key: dict[tuple[Shape, str], Source | Absent] = {}
     verify_times: dict[tuple[int, int], dict[str, float]] = {}
-    with bar("time parts", len(shapes_here)) as advance:
-        for shape in shapes_here:
+    with bar("time parts", len(grid_shapes)) as advance:
+        for shape in grid_shapes:
             tokens, kv = _inputs(shape, 0.6)
             arguments = tuple(map(jax.device_put, tokens.inputs))
             if shape[:2] not in verify_times:
-                here = [
+                bounds = [
                     bound(name, program, arguments, checks(tokens))
                     for (*where, name), program in verifies.items()
                     if tuple(where) == shape[:2]
                 ]
-                verify_times[shape[:2]] = _medians(here, quickly)
+                verify_times[shape[:2]] = _medians(bounds, quickly)
             expected = workload.expected_packed(kv, tokens.accepted)
             kv_and_counts = (jax.device_put(kv), jax.device_put(tokens.accepted))
-            here = [
+            bounds = [
                 bound(name, program, kv_and_counts, pack.checks(expected))
                 for (where, name), program in packs.items()
                 if where == shape
             ]
-            pack_times = _medians(here, quickly)
+            pack_times = _medians(bounds, quickly)
             product = itertools.product(verify_times[shape[:2]].items(), pack_times.items())
             ranked = sorted((a[1] + b[1], a[0], b[0]) for a, b in product)
             for _, first, second in ranked[:PAIRS]:
                 name = f"{first}+{second}"
-                wanted[shape, name] = Source(_pipeline(first, second), _shapes(shape))
+                sources_by_key[shape, name] = Source(_pipeline(first, second), _shapes(shape))
             advance()
-    return wanted
+    return sources_by_key
 
 
 def _medians(programs: list[Program | Absent], settings: Settings) -> dict[str, float]:

@@ -48,15 +48,15 @@ OPERATIONS = {"gather": "gathered_attention", "copy": "compact_copy", "read": "c
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT)
-    if found["n"] + found["T"] > found["S"]:
-        raise ValueError(f"n={found['n']} and T={found['T']} must fit into S={found['S']}")
-    return found
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, DEFAULT)
+    if case["n"] + case["T"] > case["S"]:
+        raise ValueError(f"n={case['n']} and T={case['T']} must fit into S={case['S']}")
+    return case
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":
@@ -86,18 +86,20 @@ class Selected:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-def inputs(here: Mapping[str, Any]) -> Selected:
-    """A selection in a random order; what is not selected, and the last that is, is loud."""
-    batch, slots, tokens, count = here["B"], here["S"], here["T"], here["n"]
-    own = heads(here)[1] if here["indices"] == "per-head" else 1
+def inputs(case: Mapping[str, Any]) -> Selected:
+    """A selection in random order; values not selected, and the last selected one, are large."""
+    batch, slots, tokens, count = case["B"], case["S"], case["T"], case["n"]
+    heads_of_indices = heads(case)[1] if case["indices"] == "per-head" else 1
     rng = np.random.default_rng([workload.SEED, batch, slots, count])
-    drawn = [rng.choice(slots - tokens, count, replace=False) for _ in range(batch * own)]
-    selected = np.array(drawn, np.int32).reshape(batch, own, count)
-    loud = np.ones((batch, own, slots), bool)
+    drawn = [
+        rng.choice(slots - tokens, count, replace=False) for _ in range(batch * heads_of_indices)
+    ]
+    selected = np.array(drawn, np.int32).reshape(batch, heads_of_indices, count)
+    loud = np.ones((batch, heads_of_indices, slots), bool)
     np.put_along_axis(loud, selected[..., :-1], False, axis=2)
-    q, k, v = made(here, np.swapaxes(loud, 1, 2), np.full(batch, count + tokens))
+    q, k, v = made(case, np.swapaxes(loud, 1, 2), np.full(batch, count + tokens))
     newest = np.broadcast_to(np.arange(slots - tokens, slots, dtype=np.int32), (batch, tokens))
-    if here["indices"] == "shared":
+    if case["indices"] == "shared":
         selected = selected[:, 0]
     context_len = np.full(batch, slots - tokens, np.int32)
     return Selected(q, k, v, *map(jnp.asarray, (newest, selected, newest, context_len)))
@@ -119,84 +121,84 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("gather", len(grid(settings))) as advance:
-        for here in grid(settings):
-            yield from _measured(here, settings)
+        for case in grid(settings):
+            yield from _measured(case, settings)
             advance()
 
 
-def _measured(here: Case, settings: Settings) -> Iterator[point.Row]:
+def _measured(case: Case, settings: Settings) -> Iterator[point.Row]:
     """The rows of a case: read in place, the copy, and the reading of the copy."""
-    data = inputs(here)
+    data = inputs(case)
     slots = _with_tail(data.selected, data.tail)
     k, v = picked(data.k, slots), picked(data.v, slots)
-    counts = here["n"] + 1 + jnp.arange(here["T"], dtype=jnp.int32)
+    counts = case["n"] + 1 + jnp.arange(case["T"], dtype=jnp.int32)
     check = Check.of(data.q, k, v, jnp.broadcast_to(counts, data.positions.shape))
-    yield from _gather(here, data, check, settings)
+    yield from _gather(case, data, check, settings)
     if settings.wants("xla"):
-        yield from _copy(here, data, (k, v), settings)
-    yield from _read(here, data, (k, v), check, settings)
+        yield from _copy(case, data, (k, v), settings)
+    yield from _read(case, data, (k, v), check, settings)
 
 
 def _with_tail(selected: Array, tail: Array) -> Array:
-    """The selected slots and the newest behind them, for each KV head where those differ."""
+    """The selected slots and then the newest ones, for each KV head where selections differ."""
     if selected.ndim == 3:
         tail = jnp.broadcast_to(tail[:, None], (*selected.shape[:2], tail.shape[1]))
     return jnp.concatenate([selected, tail], axis=-1)
 
 
-def _gather(here: Case, data: Selected, check: Check, settings: Settings) -> list[point.Row]:
-    found = sources(GATHERED, shapes(data.arguments), settings, **static(here))
-    best = chosen(GATHERED, data.arguments, **static(here))
+def _gather(case: Case, data: Selected, check: Check, settings: Settings) -> list[point.Row]:
+    by_backend = sources(GATHERED, shapes(data.arguments), settings, **static(case))
+    best = chosen(GATHERED, data.arguments, **static(case))
     programs = [
         bound(name, program, data.arguments, check.both, chosen=name == best)
-        for name, program in compile_all("gather", found).items()
+        for name, program in compile_all("gather", by_backend).items()
     ]
     programs += rivals.gather(data, check.output, settings)
-    moved = _needed(here) + data.selected.nbytes
-    return _rows_of("gather", here, programs, settings, moved)
+    moved = _needed(case) + data.selected.nbytes
+    return _rows_of("gather", case, programs, settings, moved)
 
 
 def _copy(
-    here: Case, data: Selected, wanted: tuple[Array, Array], settings: Settings
+    case: Case, data: Selected, expected: tuple[Array, Array], settings: Settings
 ) -> list[point.Row]:
-    """One copy of the selection, with room for the newest tokens behind it, as `Compact.of` in
+    """One copy of the selection, with room for the newest tokens after it, as `Compact.of` in
     `jspec.policies.attend` makes it."""
-    spare = here["T"]
+    spare = case["T"]
 
     def copy(k: Array, v: Array, slots: Array) -> list[Array]:
         index = slots[..., None, None] if slots.ndim == 2 else jnp.swapaxes(slots, 1, 2)[..., None]
-        found = (jnp.take_along_axis(x, index, axis=1, mode="clip") for x in (k, v))
-        return [jnp.pad(x, ((0, 0), (0, spare), (0, 0), (0, 0))) for x in found]
+        copied = (jnp.take_along_axis(x, index, axis=1, mode="clip") for x in (k, v))
+        return [jnp.pad(x, ((0, 0), (0, spare), (0, 0), (0, 0))) for x in copied]
 
     def right(outputs: Any) -> bool:
-        pairs = zip(outputs, wanted, strict=True)
+        pairs = zip(outputs, expected, strict=True)
         return all(bool((out[:, :-spare] == want[:, :-spare]).all()) for out, want in pairs)
 
     arguments = (data.k, data.v, data.selected)
     program = compile_all("copy", {"xla": Source(copy, shapes(arguments))})["xla"]
-    vectors = 2 * 2 * here["B"] * here["n"] * heads(here)[1]
-    moved = vectors * here["H"] * jnp.dtype(DTYPE).itemsize + data.selected.nbytes
-    return _rows_of("copy", here, [bound("xla", program, arguments, right)], settings, moved)
+    vectors = 2 * 2 * case["B"] * case["n"] * heads(case)[1]
+    moved = vectors * case["H"] * jnp.dtype(DTYPE).itemsize + data.selected.nbytes
+    return _rows_of("copy", case, [bound("xla", program, arguments, right)], settings, moved)
 
 
 def _read(
-    here: Case, data: Selected, copied: tuple[Array, Array], check: Check, settings: Settings
+    case: Case, data: Selected, copied: tuple[Array, Array], check: Check, settings: Settings
 ) -> list[point.Row]:
     """Dense attention over the copy, whose keys are in the order of the selection."""
-    # All that is selected lies below the newest tokens: the positions of any head will do.
+    # All selected slots are before the newest tokens, so the positions of any head serve.
     first = data.selected if data.selected.ndim == 2 else data.selected[:, 0]
     arguments = (data.q, *copied, data.positions, _with_tail(first, data.tail))
-    found = {
+    by_backend = {
         name: Source(_reading(name), shapes(arguments))
         for name in filter(settings.wants, ATTENTION.backends)
     }
-    given = attention.static(here) | {"key_positions": arguments[-1]}
-    best = chosen(ATTENTION, arguments[:-1], **given)
+    settings_of_backends = attention.static(case) | {"key_positions": arguments[-1]}
+    best = chosen(ATTENTION, arguments[:-1], **settings_of_backends)
     programs = [
         bound(name, program, arguments, check.both, chosen=name == best)
-        for name, program in compile_all("read", found).items()
+        for name, program in compile_all("read", by_backend).items()
     ]
-    return _rows_of("read", here, programs, settings, _needed(here))
+    return _rows_of("read", case, programs, settings, _needed(case))
 
 
 @functools.cache
@@ -211,28 +213,28 @@ def _reading(name: str) -> Callable[..., Any]:
 
 def _rows_of(
     part: str,
-    here: Case,
+    case: Case,
     programs: Sequence[Program | Absent],
     settings: Settings,
     moved: int,
 ) -> list[point.Row]:
-    where = {**here, "part": part}
+    where = {**case, "part": part}
     clock = attention.clock()
     return point.measure(OPERATIONS[part], where, programs, settings, moved=moved, **clock)
 
 
-def _needed(here: Mapping[str, Any]) -> int:
-    return bytes_of(here["B"] * (here["n"] + here["T"]), here)
+def _needed(case: Mapping[str, Any]) -> int:
+    return bytes_of(case["B"] * (case["n"] + case["T"]), case)
 
 
-def argument_shapes(here: Mapping[str, Any]) -> tuple[Any, ...]:
+def argument_shapes(case: Mapping[str, Any]) -> tuple[Any, ...]:
     """Of the arguments of the backends of `jspec.gathered_attention` at a case."""
-    batch, tokens = here["B"], here["T"]
-    q, k, v, positions = attention.shapes(here)
-    per_head = (heads(here)[1],) if here["indices"] == "per-head" else ()
+    batch, tokens = case["B"], case["T"]
+    q, k, v, positions = attention.shapes(case)
+    per_head = (heads(case)[1],) if case["indices"] == "per-head" else ()
     selected, context_len = (
         jax.ShapeDtypeStruct(shape, jnp.int32)
-        for shape in ((batch, *per_head, here["n"]), (batch,))
+        for shape in ((batch, *per_head, case["n"]), (batch,))
     )
     return (
         q,
@@ -245,17 +247,17 @@ def argument_shapes(here: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def static(here: Mapping[str, Any]) -> dict[str, Any]:
-    """What every backend of `jspec.gathered_attention` is given beside its arrays."""
+def static(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The static arguments of the backends of `jspec.gathered_attention`."""
     return {
         **dict.fromkeys(("counts", "log_weights", "softcap", "value_size")),
-        "scale": here["H"] ** -0.5,
+        "scale": case["H"] ** -0.5,
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Even:
-    """Microseconds of the fastest backend for each part of a ``case``."""
+    """Break-even of the copy: microseconds of the fastest backend for each part of a ``case``."""
 
     case: Mapping[str, Any]
     gather: float
@@ -264,7 +266,7 @@ class Even:
 
     @property
     def reads(self) -> int | None:
-        """How many reads make the copy the faster way, None where no number does."""
+        """Reads from which on the copy is faster, None where it never is."""
         gain = self.gather - self.read
         return None if gain <= 0 else math.floor(self.copy / gain) + 1
 
@@ -281,19 +283,19 @@ class Even:
 
 def evens(rows: Sequence[point.Row]) -> list[Even]:
     """Every case of which backends ran all three parts."""
-    found: dict[tuple[Any, ...], dict[str, float]] = {}
+    by_case: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
         time = point.best_clock(row)
         if time is not None and row["backend"]:
             case = tuple((k, x) for k, x in row["case"].items() if k not in ("part", "l2"))
-            parts = found.setdefault(case, {})
+            parts = by_case.setdefault(case, {})
             part = row["case"]["part"]
             parts[part] = min(parts.get(part, math.inf), time.median)
-    return [Even(dict(case), **x) for case, x in found.items() if len(x) == len(OPERATIONS)]
+    return [Even(dict(case), **x) for case, x in by_case.items() if len(x) == len(OPERATIONS)]
 
 
 def floor(result: Mapping[str, Any]) -> table.Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

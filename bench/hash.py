@@ -1,6 +1,6 @@
-"""Hash codes of a decoding step: encoding, also as keys are written, scores, and selection.
+"""Hash codes of a decoding step: encoding, encoding with the cache update, scores, and selection.
 
-And the scores of codes of another kind, buckets in hash tables (MagicPIG).
+Also the scores of another kind of code, buckets in hash tables (MagicPIG).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Check = Callable[[Any], bool]
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT)
-    if found["R"] not in (32, 64, 128, 256) or found["n"] > found["S"]:
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, DEFAULT)
+    if case["R"] not in (32, 64, 128, 256) or case["n"] > case["S"]:
         raise ValueError(f"{text}: R must be 32, 64, 128 or 256, and n at most S")
-    return found
+    return case
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":
@@ -60,23 +60,23 @@ def run(settings: Settings) -> dict[str, Any]:
 def _rows(settings: Settings) -> Iterator[point.Row]:
     policy, collided = MagicPIG(), []
     with bar("hash", len(grid(settings))) as advance:
-        for here in grid(settings):
-            yield from _encoded(here, settings)
-            yield from _appended(here, settings)
-            yield from _scored(here, settings)
-            own = {**here, "R": policy.tables * policy.bits}
-            if own not in collided:  # cases that differ by R alone are the same one here
-                yield from _collided(own, policy, settings)
-                collided.append(own)
+        for case in grid(settings):
+            yield from _encoded(case, settings)
+            yield from _appended(case, settings)
+            yield from _scored(case, settings)
+            case_of_tables = {**case, "R": policy.tables * policy.bits}
+            if case_of_tables not in collided:  # cases that differ only in R are the same here
+                yield from _collided(case_of_tables, policy, settings)
+                collided.append(case_of_tables)
             advance()
 
 
-def _vectors(here: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _vectors(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and matrices of small whole numbers: sums are exact in any order."""
-    query_heads, kv_heads = heads(here)
-    rng = np.random.default_rng([workload.SEED, here["B"], query_heads])
-    lead, size = (here["B"], here["T"]), here["H"]
-    sizes = (*lead, query_heads, size), (*lead, kv_heads, size), (kv_heads, size, here["R"])
+    query_heads, kv_heads = heads(case)
+    rng = np.random.default_rng([workload.SEED, case["B"], query_heads])
+    lead, size = (case["B"], case["T"]), case["H"]
+    sizes = (*lead, query_heads, size), (*lead, kv_heads, size), (kv_heads, size, case["R"])
     q, k, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in sizes)
     return q, k, w
 
@@ -87,14 +87,14 @@ def _codes(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return np.packbits(sums > 0, axis=-1, bitorder="little").view("<u4")
 
 
-def _encoded(here: Case, settings: Settings) -> list[point.Row]:
-    q, k, w = _vectors(here)
+def _encoded(case: Case, settings: Settings) -> list[point.Row]:
+    q, k, w = _vectors(case)
     want = _codes(q, w), _codes(k, w)
     arguments = tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, k, w))
     return _measured(
         "encode",
         HASH_ENCODE,
-        here,
+        case,
         arguments,
         lambda out: all(map(np.array_equal, out, want)),
         arguments[2].nbytes,
@@ -102,27 +102,27 @@ def _encoded(here: Case, settings: Settings) -> list[point.Row]:
     )
 
 
-def _appended(here: Case, settings: Settings) -> list[point.Row]:
-    """Codes of new keys, made as the keys are written into a cache with room for no more.
+def _appended(case: Case, settings: Settings) -> list[point.Row]:
+    """Rows of encoding new keys while they are written into a cache that they fill.
 
     Its columns are not donated: each run copies them first.
     """
-    q, k, w = _vectors(here)
+    q, k, w = _vectors(case)
     batch, tokens, kv_heads, size = k.shape
-    own = _codes(k, w)
+    key_codes = _codes(k, w)
     # Matrices are float32 in a policy.
-    half, codes = jnp.bfloat16, jnp.zeros((batch, tokens, kv_heads, here["R"] // 32), jnp.uint32)
+    half, codes = jnp.bfloat16, jnp.zeros((batch, tokens, kv_heads, case["R"] // 32), jnp.uint32)
     parts = [x.reshape(batch, tokens, kv_heads, -1) for x in (q, k, k)]
     joined = jnp.asarray(np.concatenate(parts, axis=-1), half)
     straight = jnp.ones((batch, tokens, 1, size // 2), jnp.float32)
     qk_rope = QKRope(straight, jnp.zeros_like(straight), joined=joined)
     q, k = jnp.asarray(q, half), jnp.asarray(k, half)
     empty, slots = jnp.zeros_like(k), jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
-    want = (*map(np.asarray, (q, k, k)), own)
+    want = (*map(np.asarray, (q, k, k)), key_codes)
     return _measured(
         "append",
         APPEND_ENCODE,
-        here,
+        case,
         (q, k, k, qk_rope, empty, empty, codes, jnp.asarray(w), slots),
         lambda out: all(map(np.array_equal, out, want)),
         w.nbytes,
@@ -130,52 +130,52 @@ def _appended(here: Case, settings: Settings) -> list[point.Row]:
     )
 
 
-def _scored(here: Case, settings: Settings) -> Iterator[point.Row]:
-    (query_heads, kv_heads), batch, slots = heads(here), here["B"], here["S"]
-    words, keys = here["R"] // 32, jax.random.split(jax.random.key(workload.SEED))
-    q = jax.random.bits(keys[0], (batch, here["T"], query_heads, words), jnp.uint32)
+def _scored(case: Case, settings: Settings) -> Iterator[point.Row]:
+    (query_heads, kv_heads), batch, slots = heads(case), case["B"], case["S"]
+    words, keys = case["R"] // 32, jax.random.split(jax.random.key(workload.SEED))
+    q = jax.random.bits(keys[0], (batch, case["T"], query_heads, words), jnp.uint32)
     k = jax.random.bits(keys[1], (batch, slots, kv_heads, words), jnp.uint32)
     want = scores_of(np.asarray(q), np.asarray(k))
     lengths = jnp.full((batch,), slots, jnp.int32)
     yield from _measured(
         "score",
         HAMMING_SCORES,
-        here,
+        case,
         (q, k, lengths, None),
         lambda out: np.array_equal(out, want),
         k.nbytes + want.nbytes,
         settings,
     )
-    count = here["n"]
-    taken = expected(want.reshape(-1, slots), count).reshape(batch, kv_heads, count)
+    count = case["n"]
+    selected = expected(want.reshape(-1, slots), count).reshape(batch, kv_heads, count)
     rows = (jnp.full((batch, kv_heads), x, jnp.int32) for x in (count, slots))
     yield from _measured(
         "select",
         HASH_SELECT,
-        here,
+        case,
         (q, k, *rows),
-        lambda out: np.array_equal(out, taken),
-        k.nbytes + taken.nbytes,
+        lambda out: np.array_equal(out, selected),
+        k.nbytes + selected.nbytes,
         settings,
-        **static(here),
+        **static(case),
     )
 
 
-def _collided(here: Case, policy: MagicPIG, settings: Settings) -> list[point.Row]:
-    """Scores of random buckets: a query finds about one key in 100."""
-    (query_heads, kv_heads), batch, tables = heads(here), here["B"], policy.tables
+def _collided(case: Case, policy: MagicPIG, settings: Settings) -> list[point.Row]:
+    """Rows of collision scores of random buckets: a query collides with about one key in 100."""
+    (query_heads, kv_heads), batch, tables = heads(case), case["B"], policy.tables
     used = used_bits(policy).reshape(1, 1, 1, -1)
     keys = jax.random.split(jax.random.key(workload.SEED))
     q, k = (
-        jax.random.bits(key, (batch, *own, used.size), jnp.uint32) & used
-        for key, own in zip(keys, ((here["T"], query_heads), (here["S"], kv_heads)), strict=True)
+        jax.random.bits(key, (batch, *sizes, used.size), jnp.uint32) & used
+        for key, sizes in zip(keys, ((case["T"], query_heads), (case["S"], kv_heads)), strict=True)
     )
     want = collisions_of(np.asarray(q), np.asarray(k), tables)
     return _measured(
         "collide",
         COLLISION_SCORES,
-        here,
-        (q, k, jnp.full((batch,), here["S"], jnp.int32)),
+        case,
+        (q, k, jnp.full((batch,), case["S"], jnp.int32)),
         lambda out: np.array_equal(out, want),
         k.nbytes + want.nbytes,
         settings,
@@ -184,47 +184,47 @@ def _collided(here: Case, policy: MagicPIG, settings: Settings) -> list[point.Ro
 
 
 def used_bits(policy: MagicPIG) -> np.ndarray:
-    """Which bits of the words of a code are of a table, uint32 ``[W]``."""
+    """Mask of the bits of a code's words that belong to a table, uint32 ``[W]``."""
     places = np.arange(code_words(policy.tables, 1) * 32).reshape(-1, 32) < policy.tables
     words = np.packbits(places, axis=1, bitorder="little").view("<u4")
     return np.repeat(words, policy.bits)
 
 
 def collisions_of(q: np.ndarray, k: np.ndarray, tables: int) -> np.ndarray:
-    """In how many tables keys share a bucket with the queries that find them, ``[B, K, S]``."""
+    """The number of tables in which keys share a bucket with their queries, ``[B, K, S]``."""
     batch, slots, kv_heads, words = k.shape
     groups = code_words(tables, 1)
     q = q.reshape(batch, q.shape[1], kv_heads, -1, groups, words // groups)
     k = k.reshape(batch, slots, kv_heads, groups, words // groups)
-    found = np.zeros((batch, kv_heads, slots), np.int32)
+    scores = np.zeros((batch, kv_heads, slots), np.int32)
     for row, token, one in np.ndindex(batch, q.shape[1], q.shape[3]):
         differ = np.bitwise_or.reduce(k[row] ^ q[row, token, :, one], axis=-1)
         met = tables - np.bitwise_count(differ).sum(axis=-1, dtype=np.int32)
-        found[row] += np.where(met >= LEAST, met, 0).T
-    return np.where(found > 0, found, -1)
+        scores[row] += np.where(met >= LEAST, met, 0).T
+    return np.where(scores > 0, scores, -1)
 
 
-def static(here: Mapping[str, Any]) -> dict[str, Any]:
-    """What every backend of `jspec.hash_select` is given beside its arrays."""
-    return {"k": here["n"], "sinks": 0, "recent": 0}
+def static(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The static arguments of the backends of `jspec.hash_select`."""
+    return {"k": case["n"], "sinks": 0, "recent": 0}
 
 
 def scores_of(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """The bits that keys share with the queries that read them, int32 ``[B, K, S]``."""
     batch, slots, kv_heads, words = k.shape
     q = q.reshape(batch, q.shape[1], kv_heads, -1, words)
-    found = np.zeros((batch, kv_heads, slots), np.int32)
+    scores = np.zeros((batch, kv_heads, slots), np.int32)
     for token in range(q.shape[1]):
         for one in range(q.shape[3]):
             shared = np.bitwise_count(~(k ^ q[:, token, None, :, one]))
-            found += np.swapaxes(shared.sum(axis=-1, dtype=np.int32), 1, 2)
-    return found
+            scores += np.swapaxes(shared.sum(axis=-1, dtype=np.int32), 1, 2)
+    return scores
 
 
 def _measured(
     part: str,
     operation: Operation,
-    here: Case,
+    case: Case,
     arguments: tuple[Any, ...],
     right: Check,
     moved: int,
@@ -232,18 +232,18 @@ def _measured(
     **static: Any,
 ) -> list[point.Row]:
     best = chosen(operation, arguments, **static)
-    found = sources(operation, shapes(arguments), settings, **static)
+    by_backend = sources(operation, shapes(arguments), settings, **static)
     programs = [
         bound(name, program, arguments, right, chosen=name == best)
-        for name, program in compile_all(part, found).items()
+        for name, program in compile_all(part, by_backend).items()
     ]
-    where = {**here, "part": part}
+    where = {**case, "part": part}
     clock = attention.clock()
     return point.measure(operation.name, where, programs, settings, moved=moved, **clock)
 
 
 def floor(result: Mapping[str, Any]) -> table.Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

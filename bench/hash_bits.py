@@ -1,4 +1,4 @@
-"""How much a hash finds by its number of bits: hashes of the bundled model, learned anew for each.
+"""Recall and scores by the number of hash bits; hashes are trained separately for each.
 
 The ablation of figure 8 of HATA (arXiv 2506.02572). Hashes are learned from synthetic documents of
 RULER's kinds, as the bundled ones are from those and source; recall and mass are of documents of
@@ -37,16 +37,16 @@ EXACT = "exact"
 CASE = {"S": 8192, "texts": 16, "questions": 3}
 SMALL = {"S": 2048, "texts": 6, "questions": 1}
 TEXT = 4096
-HELD_OUT = 4  # texts of the recall
+RECALL_TEXTS = 4  # texts of the recall
 BUDGET = 1 / BUDGETS[0]  # 1.56 %
 LEARNING = HashTraining(variant="attention")  # as the bundled hashes were learned
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """A row for each number of bits, beside exact top-k and dense reading."""
+    """A row for each number of bits, and rows of exact top-k and dense reading."""
     model, tokenizer = jspec.load_bundled()
-    own = SMALL if settings.quick or jax.default_backend() == "cpu" else CASE
-    asked = [cases.parse(text, own) for text in settings.cases] or [own]
+    default = SMALL if settings.quick or jax.default_backend() == "cpu" else CASE
+    asked = [cases.parse(text, default) for text in settings.cases] or [default]
     rows = (row for case in asked for row in _rows(model, tokenizer, case, settings))
     return {"dtype": str(model.dtype), "budget": BUDGET, "tasks": list(TASKS), "rows": rows}
 
@@ -61,7 +61,7 @@ def _rows(
     model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: cases.Case, settings: Settings
 ) -> Iterator[dict[str, Any]]:
     widths = BITS[:2] if settings.quick else BITS
-    texts = Texts(documents(case["texts"], 1, tokenizer), documents(HELD_OUT, 2, tokenizer))
+    texts = Texts(documents(case["texts"], 1, tokenizer), documents(RECALL_TEXTS, 2, tokenizer))
     with tempfile.TemporaryDirectory() as folder:
         reports = {}
         with bar("learn hashes", len(widths) * model.config.num_layers) as advance:
@@ -82,10 +82,10 @@ def _rows(
         runs = [Run(policy) for policy in (Dense(), ExactTopK(budget=BUDGET), *hashed)]
         dense, exact, *scores = ruler.scores_of(model, tokenizer, runs, questions, case["S"])
     yield _row("dense", None, dense, None, case)
-    yield _row(EXACT, None, exact, found_by(reports[widths[0]], EXACT), case)
+    yield _row(EXACT, None, exact, recall_of(reports[widths[0]], EXACT), case)
     for bits, score in zip(widths, scores, strict=True):
         learned, random = (
-            found_by(reports[bits], name) for name in (f"hata-{LEARNING.variant}", "random")
+            recall_of(reports[bits], name) for name in (f"hata-{LEARNING.variant}", "random")
         )
         row = _row("hata", bits, score, learned, case)
         better = learned["recall"] > random["recall"]
@@ -93,14 +93,14 @@ def _rows(
         yield row | {"checked": better, "random_recall": random["recall"]} | reason
 
 
-def found_by(report: dict[str, Any], method: str) -> dict[str, float]:
+def recall_of(report: dict[str, Any], method: str) -> dict[str, float]:
     """Recall and mass of a method at the first budget, by the report of hash training."""
-    own = next(own for own in report["methods"] if own["name"] == method)
-    return {"recall": own["recall"][0], "mass": own["mass"][0]}
+    result = next(result for result in report["methods"] if result["name"] == method)
+    return {"recall": result["recall"][0], "mass": result["mass"][0]}
 
 
 def _row(
-    name: str, bits: int | None, score: Score, found: dict[str, float] | None, case: cases.Case
+    name: str, bits: int | None, score: Score, recall: dict[str, float] | None, case: cases.Case
 ) -> dict[str, Any]:
     return {
         "operation": "hash-bits",
@@ -109,7 +109,7 @@ def _row(
         "score": score.score,
         "scores": score.scores,
         "checked": None,
-        **(found or {}),
+        **(recall or {}),
     }
 
 
@@ -148,10 +148,10 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "hash-bits",
-    "what hashes of 32 to 256 bits find, learned anew for each on the bundled model",
+    "recall of hashes of 32 to 256 bits, trained separately on the bundled model",
     run,
     show,
     compare=ruler.compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=functools.partial(cases.parse, default=CASE),
 )

@@ -1,4 +1,4 @@
-"""What hashes find by the loss that they were learned by, beside what others find of as many bytes.
+"""Recall of learned hashes by training loss, and of other methods that read as many bytes.
 
 Hashes of the bundled model are learned three times from the same texts: by jspec's own loss, by the
 paper's (HATA, arXiv 2506.02572, Eq. 9) and by the authors' (docs/hashes.md). The texts are
@@ -19,7 +19,7 @@ from rich.table import Table
 
 import jspec
 from bench import cases
-from bench.hash_bits import HELD_OUT, documents
+from bench.hash_bits import RECALL_TEXTS, documents
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from jspec.train.job import Job, Texts
@@ -34,8 +34,8 @@ LEARNED = tuple(f"hata-{variant}" for variant in VARIANTS)
 def run(settings: Settings) -> dict[str, Any]:
     """A row for each method."""
     model, tokenizer = jspec.load_bundled()
-    own = SMALL if settings.quick or jax.default_backend() == "cpu" else CASE
-    asked = [cases.parse(text, own) for text in settings.cases] or [own]
+    default = SMALL if settings.quick or jax.default_backend() == "cpu" else CASE
+    asked = [cases.parse(text, default) for text in settings.cases] or [default]
     rows = (row for case in asked for row in _rows(model, tokenizer, case))
     return {"dtype": str(model.dtype), "layers": model.config.num_layers, "rows": rows}
 
@@ -43,7 +43,7 @@ def run(settings: Settings) -> dict[str, Any]:
 def _rows(
     model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: cases.Case
 ) -> Iterator[dict[str, Any]]:
-    texts = Texts(documents(case["texts"], 1, tokenizer), documents(HELD_OUT, 2, tokenizer))
+    texts = Texts(documents(case["texts"], 1, tokenizer), documents(RECALL_TEXTS, 2, tokenizer))
     with (
         tempfile.TemporaryDirectory() as folder,
         bar("learn hashes", model.config.num_layers) as advance,
@@ -55,20 +55,20 @@ def _rows(
 
         job = Job(model, texts, Path(folder, "hashes"), HashTraining(variant="paper"), True)
         report = learn(job, on_progress)
-    found = {own["name"]: own for own in report["methods"]}
+    by_method = {result["name"]: result for result in report["methods"]}
     case = case | {"R": report["bits"], "pairs": report["pairs"]}
-    for name, own in found.items():
-        row = {"operation": "hash-losses", "case": case} | own | {"budgets": report["budgets"]}
-        yield row | _checked(name, own, found["random"])
+    for name, result in by_method.items():
+        row = {"operation": "hash-losses", "case": case} | result | {"budgets": report["budgets"]}
+        yield row | _checked(name, result, by_method["random"])
 
 
-def _checked(name: str, own: dict[str, Any], random: dict[str, Any]) -> dict[str, Any]:
-    """Whether the exact method finds all, and a learned one more than random hashes."""
+def _checked(name: str, result: dict[str, Any], random: dict[str, Any]) -> dict[str, Any]:
+    """Whether the exact method has recall 1, and a learned one more than random hashes."""
     if name == "exact":
-        return {"checked": own["recall"] == [1.0] * len(own["recall"])}
+        return {"checked": result["recall"] == [1.0] * len(result["recall"])}
     if name not in LEARNED:
         return {"checked": None}
-    better = own["recall"][0] > random["recall"][0]
+    better = result["recall"][0] > random["recall"][0]
     reason = {} if better else {"reason": "learned hashes find no more than random ones"}
     return {"checked": better} | reason
 
@@ -92,8 +92,14 @@ def cells(row: dict[str, Any]) -> list[str]:
     """A row's cells under `headings`."""
     case = row["case"]
     shares = zip(row["recall"], row["mass"], strict=True)
-    found = [f"{share:.3f}" for pair in shares for share in pair]
-    return [row["name"], str(case["texts"]), f"{case['pairs']:,}", f"{row['bytes']:g}", *found]
+    shares_shown = [f"{share:.3f}" for pair in shares for share in pair]
+    return [
+        row["name"],
+        str(case["texts"]),
+        f"{case['pairs']:,}",
+        f"{row['bytes']:g}",
+        *shares_shown,
+    ]
 
 
 FOOT = (
@@ -126,6 +132,6 @@ SUITE = Suite(
     run,
     show,
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=functools.partial(cases.parse, default=CASE),
 )

@@ -41,14 +41,14 @@ def run(settings: Settings) -> dict[str, Any]:
 def _samples(spec: LayerSpec, pairs: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """A query ``[N, H]`` and keys ``[n, K, H]`` of each text."""
     rng = np.random.default_rng(0)
-    found = []
+    samples = []
     for _ in range(TEXTS):
         shape = (pairs // TEXTS, spec.kv_heads, spec.key_size)
         common = rng.standard_normal((spec.key_size,), np.float32)
         keys = rng.standard_normal(shape, np.float32) + common
         query = rng.standard_normal((GROUP * spec.kv_heads, spec.key_size), np.float32) + common
-        found.append((query.astype(np.float16), keys.astype(np.float16)))
-    return found
+        samples.append((query.astype(np.float16), keys.astype(np.float16)))
+    return samples
 
 
 def _row(
@@ -104,9 +104,9 @@ def _check(
         shape, common = (QUERIES, *query.shape), keys.mean(axis=(0, 1), dtype=np.float32)
         queries = rng.standard_normal(shape, np.float32) + common
         last = np.full(QUERIES, len(keys) - 1)
-        found = compare(queries, last, keys, hashes, principal_axes(keys), spec)
+        recalls = compare(queries, last, keys, hashes, principal_axes(keys), spec)
         for name in hashes:
-            recall[name] += float(found[name][-1].recall)
+            recall[name] += float(recalls[name][-1].recall)
     return recall["learned"] > recall["first"]
 
 
@@ -154,5 +154,5 @@ SUITE = Suite(
     run,
     show,
     compare=compare_rows,
-    own_clocks=True,
+    custom_clocks=True,
 )

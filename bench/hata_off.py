@@ -1,9 +1,9 @@
-"""HATA-off: a decoding step with the cache in the host's memory beside steps with it on the device.
+"""HATA-off: a decoding step with the cache in host memory, and steps with it on the device.
 
 Table 9's shapes: Llama 2 at 36K tokens, Llama 3.1 at 72K, 1.56 % of them read. Weights, keys and
 values are random. Clock: *step* is the marginal wall time of a jitted chunk of steps among chunks
 that follow each other, over its steps. *bus*: wall time of a call that fetches the rows that all
-layers of a step read, and does nothing else. Variants of `hata_off` leave out what spares the bus.
+layers of a step read, and does nothing else. Variants of `hata_off` leave out prediction or reuse.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from jspec.policies.hata import with_hashes
 from jspec.policies.policy import columns_of
 
 BUDGET = 0.0156
-# Of the tokens that are compared. `hata_off` has the parts of a layer, and `hata` as one operation
-# rounds otherwise.
+# Backends of the step whose tokens are compared: `hata_off` runs the parts of a layer one by one,
+# and `hata` as one operation rounds differently.
 IN_PARTS = {"hash_attention": "one_by_one"}
 CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
 STEPS, REPEATS = 16, 7
@@ -64,27 +64,27 @@ SMALL = ModelConfig.uniform(
 DEFAULT: cases.Case = {"model": "llama-2-7b", "S": 36 * 1024}
 DRAWN = {"small": SMALL} | {name: MODELS[name] for name in ("llama-2-7b", "llama-3.1-8b")}
 CHOICES = {"model": (*DRAWN, "bundled")}
-OWN = ("model=llama-2-7b,S=36K", "model=llama-3.1-8b,S=72K", "model=bundled,S=16K")
+DEFAULT_CASES = ("model=llama-2-7b,S=36K", "model=llama-3.1-8b,S=72K", "model=bundled,S=16K")
 # The paper's seconds for 500 tokens (table 9).
 PAPER_S = {("llama-2-7b", 36 * 1024): 15.04, ("llama-3.1-8b", 72 * 1024): 15.86}
 PAPER_TOKENS = 500
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     return cases.parse(text, DEFAULT, CHOICES)
 
 
 def grid(settings: Settings) -> list[cases.Case]:
-    """The cases that were asked for, or the suite's own."""
-    own = OWN[1:] if settings.quick else OWN
+    """The requested cases, or the suite's defaults."""
+    defaults = DEFAULT_CASES[1:] if settings.quick else DEFAULT_CASES
     if jax.default_backend() == "cpu":
-        own = ("model=small,S=256",)
-    return [case(text) for text in settings.cases or own]
+        defaults = ("model=small,S=256",)
+    return [case(text) for text in settings.cases or defaults]
 
 
 def policies(budget: float) -> dict[str, Policy]:
-    """What is timed, by name, each in front of those whose tokens are compared with its own."""
+    """The policies to time, by name."""
     asked: dict[str, Any] = {"budget": budget}
     return {
         "dense": Dense(),
@@ -104,30 +104,30 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    for here in grid(settings):
-        if here["model"] == "bundled":
-            yield from _bundled(here["S"], settings)
+    for case in grid(settings):
+        if case["model"] == "bundled":
+            yield from _bundled(case["S"], settings)
         else:
             # No variable here holds a model, so that it is gone before the next one is drawn.
-            yield from _Case(here, random_model(DRAWN[here["model"]]), settings).rows(settings)
+            yield from _Case(case, random_model(DRAWN[case["model"]]), settings).rows(settings)
         gc.collect()
 
 
 class _Case:
     """The rows of a model at a context."""
 
-    def __init__(self, here: cases.Case, model: Decoder, settings: Settings) -> None:
+    def __init__(self, case: cases.Case, model: Decoder, settings: Settings) -> None:
         self.model = model
         self.steps = 1 if model.config is SMALL else STEPS
-        self.paper = PAPER_S.get((here["model"], here["S"]))
+        self.paper = PAPER_S.get((case["model"], case["S"]))
         self.at = {
-            "model": here["model"],
+            "model": case["model"],
             "layers": model.config.num_layers,
-            "context": here["S"],
+            "context": case["S"],
         }
-        self.blueprint = Blueprint.of(model, 1, here["S"], 0, 2 * CHUNKS[1] * self.steps)
+        self.blueprint = Blueprint.of(model, 1, case["S"], 0, 2 * CHUNKS[1] * self.steps)
         every = policies(0.1 if model.config is SMALL else BUDGET)
-        self.policies = {name: own for name, own in every.items() if settings.wants(name)}
+        self.policies = {name: policy for name, policy in every.items() if settings.wants(name)}
 
     def rows(self, settings: Settings) -> Iterator[point.Row]:
         """A row for each policy, with its times where its output was right."""
@@ -137,82 +137,82 @@ class _Case:
                 yield point.row("decode", self.at, name, checked=None, reason=reason)
             return
         tokens: dict[str, np.ndarray] = {}
-        found: dict[str, dict[str, Any]] = {}
+        timed: dict[str, dict[str, Any]] = {}
         with bar(self.at["model"], len(self.policies)) as advance:
             for name, policy in self.policies.items():
                 try:
-                    found[name], tokens[name] = self._timed(policy)
+                    timed[name], tokens[name] = self._timed(policy)
                 except Exception as error:
                     yield point.row(
                         "decode", self.at, name, checked=False, reason=failure(name, error).reason
                     )
                 gc.collect()  # one cache at a time
-                # What was measured is not lost where the run is ended: a row is given as soon as
-                # that is known which it is compared with.
-                for ready in [own for own in found if own == "dense" or _beside(own) in tokens]:
-                    yield self._judged(ready, tokens, found.pop(ready))
+                # Yield a row as soon as the one it is compared with is known: an interrupted run
+                # then loses none.
+                for ready in [done for done in timed if done == "dense" or _beside(done) in tokens]:
+                    yield self._judged(ready, tokens, timed.pop(ready))
                 advance()
-        for name in found:
+        for name in timed:
             reason = f"{_beside(name)} did not run, which its tokens are compared with"
             yield point.row("decode", self.at, name, checked=False, reason=reason)
 
-    def _judged(self, name: str, tokens: dict[str, np.ndarray], own: dict[str, Any]) -> point.Row:
-        """The row of a policy, or why its output is wrong."""
+    def _judged(self, name: str, tokens: dict[str, np.ndarray], timed: dict[str, Any]) -> point.Row:
+        """The row of a policy, with the reason if its output is wrong."""
         reason, checked = None, f"{LAYERS} layers"
         if name != "dense":
             checked = f"as {_beside(name)}"
             if not np.array_equal(tokens[name], tokens[_beside(name)]):
                 reason = f"its tokens differ from those of {_beside(name)}"
-        elif own["error"] > TOLERANCE:
-            reason = f"its logits are wrong by {own['error']:.1%}"
+        elif timed["error"] > TOLERANCE:
+            reason = f"its logits are wrong by {timed['error']:.1%}"
         if reason is not None:
             return point.row("decode", self.at, name, checked=False, reason=reason)
-        return point.row("decode", self.at, name, checked=checked, paper_s=self.paper, **own)
+        return point.row("decode", self.at, name, checked=checked, paper_s=self.paper, **timed)
 
     def _timed(self, policy: Policy) -> tuple[dict[str, Any], np.ndarray]:
-        """The step's samples with what else is known of it, and the tokens of a first chunk."""
+        """The figures of a step, and the tokens of a first chunk."""
         models = Models(self.model, policy=policy.prepare(self.model.config.layers, None))
         state = self._state(policy, models.policy)
-        found: dict[str, Any] = {"device_bytes": _bytes(state, in_host=False)}
-        found["host_bytes"] = _bytes(state, in_host=True)
+        figures: dict[str, Any] = {"device_bytes": _bytes(state, in_host=False)}
+        figures["host_bytes"] = _bytes(state, in_host=True)
         if isinstance(policy, HataOff):
-            found["bus_ns"], found["bus_bytes"] = _bus(state, policy)
+            figures["bus_ns"], figures["bus_bytes"] = _bus(state, policy)
             there, state = rows_there(models, state, policy)
-            found |= there
+            figures |= there
             state = self.blueprint.rewound(state)
         if isinstance(policy, Dense):
-            found["error"] = self._error(state)
+            figures["error"] = self._error(state)
         config = StepConfig(0, NoDraft(), target=policy)
         compared = dataclasses.replace(config, backends=IN_PARTS)
         state, record = decode_chunk(models, state, config=compared, steps=self.steps)
         tokens = np.asarray(record.tokens)
         if not (np.asarray(record.committed) == 1).all():
             raise RuntimeError("a step did not commit one token a row")
-        held = [state]
+        states = [state]
 
         def chunks(count: int) -> Callable[[], Any]:
             def call() -> jax.Array:
-                state = self.blueprint.rewound(held.pop())
+                state = self.blueprint.rewound(states.pop())
                 for _ in range(count):
                     state, _ = decode_chunk(models, state, config=config, steps=self.steps)
-                held.append(state)
+                states.append(state)
                 return state.cache.lengths
 
             return call
 
         short, long = map(chunks, CHUNKS)
         samples = clocks.step(short, long, 0.0, REPEATS, lengths=CHUNKS)
-        found["step_ns"] = [round(ns / self.steps) for ns in samples]
-        return found, tokens
+        figures["step_ns"] = [round(ns / self.steps) for ns in samples]
+        return figures, tokens
 
     def _error(self, state: DecodeState) -> float:
-        """How far logits are from those of the reference, over their norm."""
+        """The relative error of the logits against the reference."""
         check = Check(self.model, self.at["context"], (1,), Backends())
         lowerings = check.lowerings(self.blueprint.shapes)
         return check.errors(state, {key: low().compile() for key, low in lowerings.items()})[1]
 
     def _state(self, policy: Policy, policy_params: Any) -> DecodeState:
-        """The same keys, values and tokens for every policy, where and with what it keeps."""
+        """A state in the memory and columns of a policy, with the same values for all policies."""
         # Copies: the blueprint's small arrays serve every policy, whose steps overwrite them.
         small = jax.tree.map(jnp.copy, self.blueprint.small)
         state = dataclasses.replace(self.blueprint, small=small).filled(
@@ -220,13 +220,13 @@ class _Case:
         )
         columns = []
         for layer, column in enumerate(state.cache.columns):
-            kept = dict(column)
+            columns_of_layer = dict(column)
             if columns_of(policy, layer, state.cache.specs[layer]):
-                kept |= policy.encode(policy_params, layer, column["keys"])
+                columns_of_layer |= policy.encode(policy_params, layer, column["keys"])
             if policy.in_host(layer):
                 for name in ("keys", "values"):
-                    kept[name] = host.place_in_host(column[name], None)
-            columns.append(kept)
+                    columns_of_layer[name] = host.place_in_host(column[name], None)
+            columns.append(columns_of_layer)
         cache = dataclasses.replace(state.cache, columns=tuple(columns))
         return dataclasses.replace(state, cache=cache)
 
@@ -234,13 +234,13 @@ class _Case:
 def _beside(name: str) -> str:
     """The policy whose tokens those of ``name`` are compared with.
 
-    That of `hata` comes about in two ways, with the cache on the device and in the host.
+    The tokens of `hata` are computed twice, with the cache on the device and in host memory.
     """
     return "hata_off" if name == "hata" else "hata"
 
 
 def _bytes(state: DecodeState, *, in_host: bool) -> int:
-    """Bytes of the cache in the host's memory, or of that on the device."""
+    """Bytes of the cache in host memory, or of the cache on the device."""
     leaves = jax.tree.leaves(state.cache.columns)
     return sum(x.nbytes for x in leaves if host.in_host(x) == in_host)
 
@@ -270,7 +270,7 @@ def _bus(state: DecodeState, policy: HataOff) -> tuple[list[int], int]:
 
 
 def _bundled(context: int, settings: Settings) -> Iterator[point.Row]:
-    """Where rows come from on a model that was trained, with its hashes, in a text."""
+    """Sources of the rows that the bundled model reads, with its hashes, in a real text."""
     model, tokenizer = load_bundled(jnp.bfloat16)
     text, _ = training_document(context, np.random.default_rng(0))
     prompt = tokenizer.encode(text)[:context]
@@ -286,9 +286,9 @@ def _bundled(context: int, settings: Settings) -> Iterator[point.Row]:
         yield point.row("rows", at, name, checked="as hata", **there)
 
 
-def hidden(row: point.Row, beside: dict[str, point.Row]) -> float | None:
-    """The share of the bus's time that a step does not wait for: of what it costs over `hata`."""
-    hata = beside.get("hata", {})
+def hidden(row: point.Row, rows: dict[str, point.Row]) -> float | None:
+    """The share of the bus time that is hidden: 1 - (step - step of `hata`) / bus."""
+    hata = rows.get("hata", {})
     if "bus_ns" not in row or "step_ns" not in row or "step_ns" not in hata:
         return None
     more = statistics.median(row["step_ns"]) - statistics.median(hata["step_ns"])
@@ -301,12 +301,12 @@ HEADINGS = (
 )
 
 
-def cells(row: point.Row, beside: dict[str, point.Row]) -> list[str]:
-    """A row under `HEADINGS`; ``beside``: the rows of its case by name."""
+def cells(row: point.Row, rows: dict[str, point.Row]) -> list[str]:
+    """A row under `HEADINGS`; ``rows``: the rows of its case by name."""
     step = statistics.median(row["step_ns"]) if "step_ns" in row else None
-    dense = beside.get("dense", {}).get("step_ns")
+    dense = rows.get("dense", {}).get("step_ns")
     bus = statistics.median(row["bus_ns"]) if "bus_ns" in row else None
-    share = hidden(row, beside)
+    share = hidden(row, rows)
     return [
         "" if step is None else f"{step / 1e6:.2f}",
         "" if step is None or not dense else f"{statistics.median(dense) / step:.2f}x",
@@ -357,11 +357,11 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
 
 SUITE = Suite(
     "hata-off",
-    "a step with keys and values in host memory, beside dense and hata on the device",
+    "a step with keys and values in host memory, against dense and hata on the device",
     run,
     show,
     rivals=tuple(policies(BUDGET)),
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=case,
 )

@@ -1,4 +1,4 @@
-"""A layer's attention shared by KVP x TPA devices, with its exchange, against what rivals Helix."""
+"""A layer's attention on KVP x TPA devices with its exchange: Helix and its rivals."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ DEFAULT: Case = {"B": 1, "S": 32768, "heads": "128/8", "H": 128, "T": 1, "kvp": 
 DEFAULT |= {"strategy": "helix", "overlap": 1, "latent": 0, "up": "auto", "part": "layer"}
 DEFAULT |= {"exchange": "xla"}
 LATENT = "heads=128/1,H=576,latent=512"  # DeepSeek-R1's
-# Of the length of a head's output: rounding to bfloat16 makes a fifth of it, and one of a hundred
-# positions that is left out five times as much.
+# Relative to the norm of a head's output: rounding to bfloat16 causes a fifth of this error,
+# leaving out one of a hundred positions five times as much.
 NEAR = 0.02
-own_heads = P(KVP, None, None, TPA)  # of what the ranks of KVP have, side by side
+RANK_HEADS = P(KVP, None, None, TPA)  # outputs stacked over the ranks of KVP
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT)
-    if found["latent"] > found["H"]:
-        raise ValueError(f"latent={found['latent']} must be at most H={found['H']}")
-    helix_of(found).check_layer(0, heads(found)[0], spec_of(found))
-    return found
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, DEFAULT)
+    if case["latent"] > case["H"]:
+        raise ValueError(f"latent={case['latent']} must be at most H={case['H']}")
+    helix_of(case).check_layer(0, heads(case)[0], spec_of(case))
+    return case
 
 
-def spec_of(here: Case) -> LayerSpec:
-    """The layer; with ``latent`` its values are so many channels of its keys."""
-    size, latent = here["H"], here["latent"]
-    return LayerSpec(heads(here)[1], size, latent or size, values_in_keys=latent > 0)
+def spec_of(case: Case) -> LayerSpec:
+    """The layer; with ``latent``, its values are the first ``latent`` channels of its keys."""
+    size, latent = case["H"], case["latent"]
+    return LayerSpec(heads(case)[1], size, latent or size, values_in_keys=latent > 0)
 
 
-def helix_of(here: Case) -> HelixConfig:
+def helix_of(case: Case) -> HelixConfig:
     return HelixConfig(
-        kvp=here["kvp"],
-        tpa=here["tpa"],
-        strategy=here["strategy"],
-        overlap=here["overlap"],
-        up_projection=here["up"],
-        exchange=here["exchange"],
+        kvp=case["kvp"],
+        tpa=case["tpa"],
+        strategy=case["strategy"],
+        overlap=case["overlap"],
+        up_projection=case["up"],
+        exchange=case["exchange"],
     )
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or those of two devices."""
+    """The requested cases, or those of two devices."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     kvp, tp = ("kvp=1", "kvp=2", "kvp=2,part=read"), "kvp=2,strategy=tp"
@@ -75,7 +75,7 @@ def grid(settings: Settings) -> list[Case]:
         small, latent = "S=2K,heads=8/2,H=32", "S=2K,heads=8/1,H=40,latent=32"
         every = [f"{small},{how}" for how in (*kvp, *rivals, "tpa=2")]
         return [case(text) for text in every + [f"{latent},{how}" for how in projected]]
-    # Of heads 128/8 as many as Llama 405B has; of 32/1 no device has a key-value head for itself.
+    # 128/8 are the heads of Llama 405B; with 32/1, devices share the one KV head.
     kinds = {"128/8": (*kvp, "tpa=2", *rivals), "32/1": (*kvp, tp)}
     contexts = ("256K",) if settings.quick else ("1024K", "256K")
     rest = [
@@ -96,64 +96,64 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    groups = [[_shared(here)] for here in grid(settings)]
+    groups = [[_shared(case)] for case in grid(settings)]
     for rows in measure("helix-attention", groups, settings):
         yield from rows
 
 
-def _shared(here: Case) -> Shared:
-    helix, name = helix_of(here), here["strategy"]
-    if here["part"] == "read":
+def _shared(case: Case) -> Shared:
+    helix, name = helix_of(case), case["strategy"]
+    if case["part"] == "read":
         name += ", read alone"
-    elif here["up"] != "auto":
-        name += f", up {here['up']}"
-    name += "" if here["exchange"] == "xla" else f", by {here['exchange']}"
+    elif case["up"] != "auto":
+        name += f", up {case['up']}"
+    name += "" if case["exchange"] == "xla" else f", by {case['exchange']}"
     shared = helix.stripes * helix.tpa
-    alone = here["part"] == "read"
+    alone = case["part"] == "read"
     return Shared(
-        *("attend", here, name, helix),
-        partial(own_attended if alone else attended, here),
-        partial(own_following if alone else following, here),
-        partial(specs_of, here),
-        partial(operands, here),
-        partial(is_merged_right if alone else is_right, here),
-        out=(own_heads, own_heads) if alone else P(None, None, helix.axes),
-        moved=lambda given: given[1].nbytes // shared,
+        *("attend", case, name, helix),
+        partial(rank_attended if alone else attended, case),
+        partial(rank_following if alone else following, case),
+        partial(specs_of, case),
+        partial(operands, case),
+        partial(is_merged_right if alone else is_right, case),
+        out=(RANK_HEADS, RANK_HEADS) if alone else P(None, None, helix.axes),
+        moved=lambda arguments: arguments[1].nbytes // shared,
     )
 
 
-def attended(here: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
+def attended(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
     """On a device: attention of the last T tokens to all keys, for its part of the heads."""
-    return read_whole(part_of(helix_of(here), cache), 0, q, positions_of(here), up=up)
+    return read_whole(part_of(helix_of(case), cache), 0, q, positions_of(case), up=up)
 
 
-def positions_of(here: Case) -> Array:
-    """Those of the last T tokens, int32 ``[B, T]``."""
-    index = jnp.arange(here["S"] - here["T"], here["S"], dtype=jnp.int32)[None]
-    return jnp.broadcast_to(index, (here["B"], here["T"]))
+def positions_of(case: Case) -> Array:
+    """Positions of the last T tokens, int32 ``[B, T]``."""
+    index = jnp.arange(case["S"] - case["T"], case["S"], dtype=jnp.int32)[None]
+    return jnp.broadcast_to(index, (case["B"], case["T"]))
 
 
-def following(here: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
-    """Queries of the next step of a loop, which depend on the output of this one."""
-    return q + as_queries(attended(here, q, cache, up), q) / 1024
+def following(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
+    """Queries of a loop's next step, which depend on the output of this one."""
+    return q + as_queries(attended(case, q, cache, up), q) / 1024
 
 
 def as_queries(out: Array, q: Array) -> Array:
     """Outputs ``[B, T, n, H']`` in the shape of queries, of more heads and channels."""
-    wide = jnp.pad(out, ((0, 0),) * 3 + ((0, q.shape[3] - out.shape[3]),))
-    return jnp.tile(wide, (1, 1, q.shape[2] // out.shape[2], 1))
+    padded = jnp.pad(out, ((0, 0),) * 3 + ((0, q.shape[3] - out.shape[3]),))
+    return jnp.tile(padded, (1, 1, q.shape[2] // out.shape[2], 1))
 
 
-def operands(here: Case) -> tuple[Any, ...]:
+def operands(case: Case) -> tuple[Any, ...]:
     """Random queries, and a full cache of random keys and values on their devices.
 
-    Of latents also the map of the values ``[N, latent, latent / 4]``, which keeps their size.
+    With latents, also the map of the values ``[N, latent, latent / 4]``, which keeps their scale.
     """
-    helix, (query_heads, kv_heads) = helix_of(here), heads(here)
-    spec, size, latent = (spec_of(here),), here["H"], here["latent"]
-    layouts = layouts_on(helix, spec, here["S"], here["T"] - 1)
-    shapes: list[tuple[int, ...]] = [(here["B"], here["T"], query_heads, size)]
-    shapes += [(here["B"], layouts[0].size, kv_heads, size)] * (1 if latent else 2)
+    helix, (query_heads, kv_heads) = helix_of(case), heads(case)
+    spec, size, latent = (spec_of(case),), case["H"], case["latent"]
+    layouts = layouts_on(helix, spec, case["S"], case["T"] - 1)
+    shapes: list[tuple[int, ...]] = [(case["B"], case["T"], query_heads, size)]
+    shapes += [(case["B"], layouts[0].size, kv_heads, size)] * (1 if latent else 2)
     places = [helix.sharding(None, None, TPA)]
     places += [helix.sharding(*column_spec(helix))] * (1 if latent else 2)
     if latent:
@@ -161,15 +161,15 @@ def operands(here: Case) -> tuple[Any, ...]:
         places.append(helix.sharding(TPA))
 
     q, k, last = _drawing(tuple(shapes), tuple(places))()
-    lengths = jax.device_put(jnp.full(here["B"], here["S"], jnp.int32), helix.sharding())
+    lengths = jax.device_put(jnp.full(case["B"], case["S"], jnp.int32), helix.sharding())
     columns = {"keys": k} if latent else {"keys": k, "values": last}
-    held = Cache((columns,), lengths, spec, layouts)
-    return (q, held, last * latent**-0.5) if latent else (q, held)
+    filled = Cache((columns,), lengths, spec, layouts)
+    return (q, filled, last * latent**-0.5) if latent else (q, filled)
 
 
 @cache
 def _drawing(shapes: tuple[tuple[int, ...], ...], places: tuple[Any, ...]) -> Any:
-    """What draws random arrays on their devices; compiled once for all rows that have the same."""
+    """A function that draws random arrays on their devices, compiled once for equal shapes."""
 
     def drawn() -> list[Array]:
         keys = jax.random.split(jax.random.key(workload.SEED), len(shapes))
@@ -178,16 +178,16 @@ def _drawing(shapes: tuple[tuple[int, ...], ...], places: tuple[Any, ...]) -> An
     return jax.jit(drawn, out_shardings=list(places))
 
 
-def specs_of(here: Case, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def specs_of(case: Case, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """How `operands` are sharded."""
-    helix = helix_of(here)
+    helix = helix_of(case)
     return P(None, None, TPA), cache_specs(helix, arguments[1]), *[P(TPA)] * len(arguments[2:])
 
 
-def own_attention(here: Case, q: Array, cache: Cache) -> tuple[Array, Array]:
+def rank_attention(case: Case, q: Array, cache: Cache) -> tuple[Array, Array]:
     """On a device: output and log-sum-exp of all its queries over its own keys."""
-    part = part_of(helix_of(here), cache)
-    positions, where = in_slots(part, 0, positions_of(here))
+    part = part_of(helix_of(case), cache)
+    positions, where = in_slots(part, 0, positions_of(case))
     columns = part.columns[0]
     return attention(
         *(q, columns["keys"], columns.get("values"), positions),
@@ -196,53 +196,55 @@ def own_attention(here: Case, q: Array, cache: Cache) -> tuple[Array, Array]:
     )
 
 
-def own_attended(here: Case, q: Array, cache: Cache, up: Array | None = None) -> Any:
-    """What `own_attention` gives on each rank of KVP, ``[1, B, T, n, ...]``."""
-    return jax.tree.map(lambda x: x[None], own_attention(here, q, cache))
+def rank_attended(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Any:
+    """The outputs of `rank_attention` on each rank of KVP, ``[1, B, T, n, ...]``."""
+    return jax.tree.map(lambda x: x[None], rank_attention(case, q, cache))
 
 
-def own_following(here: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
-    """Queries that depend on the output of `own_attention`, behind the map of the values."""
-    out = own_attention(here, q, cache)[0]
+def rank_following(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
+    """Queries that depend on the output of `rank_attention`, after the map of the values."""
+    out = rank_attention(case, q, cache)[0]
     if up is not None:
-        mapped = len(up) if projects_first(here) else len(up) // here["kvp"]
+        mapped = len(up) if projects_first(case) else len(up) // case["kvp"]
         out = projected(out[:, :, :mapped], up[:mapped])
     return q + as_queries(out, q) / 1024
 
 
-def projects_first(here: Case) -> bool:
+def projects_first(case: Case) -> bool:
     """Whether the map of the values is applied before the exchange; it makes them smaller."""
-    return here["up"] != "after"
+    return case["up"] != "after"
 
 
-def is_right(here: Case, out: Array, arguments: tuple[Any, ...]) -> bool:
+def is_right(case: Case, out: Array, arguments: tuple[Any, ...]) -> bool:
     """Whether ``out [B, T, N, H']`` is what one device computes of the ``arguments``."""
-    return is_near(np.asarray(out), on_one_device(here, arguments))
+    return is_near(np.asarray(out), on_one_device(case, arguments))
 
 
-def is_merged_right(here: Case, outs: tuple[Array, Array], arguments: tuple[Any, ...]) -> bool:
-    """Whether what `own_attended` gives is, merged, what one device computes."""
+def is_merged_right(case: Case, outs: tuple[Array, Array], arguments: tuple[Any, ...]) -> bool:
+    """Whether the merged outputs of `rank_attended` are what one device computes."""
     whole, _ = jax.jit(merge_attention)(*map(jnp.asarray, jax.device_get(outs)))
     for up in jax.device_get(arguments[2:]):
         whole = jnp.einsum("btnv,nvh->btnh", whole, jnp.asarray(up))
-    return is_near(np.asarray(whole), on_one_device(here, arguments))
+    return is_near(np.asarray(whole), on_one_device(case, arguments))
 
 
-def is_near(found: np.ndarray, right: np.ndarray) -> bool:
+def is_near(actual: np.ndarray, expected: np.ndarray) -> bool:
     """Whether every head's output ``[..., H']`` is within `NEAR` of the right one's length."""
-    found, right = (x.astype(np.float32) for x in (found, right))
-    length = np.linalg.norm(right, axis=-1)
-    return bool(np.all(np.linalg.norm(found - right, axis=-1) <= NEAR * length))
+    actual, expected = (x.astype(np.float32) for x in (actual, expected))
+    length = np.linalg.norm(expected, axis=-1)
+    return bool(np.all(np.linalg.norm(actual - expected, axis=-1) <= NEAR * length))
 
 
-def on_one_device(here: Case, arguments: tuple[Any, ...]) -> np.ndarray:
+def on_one_device(case: Case, arguments: tuple[Any, ...]) -> np.ndarray:
     """The output ``[B, T, N, H']`` by XLA on the first device."""
-    whole = jax.device_put(arguments, helix_of(here).sharding())
+    whole = jax.device_put(arguments, helix_of(case).sharding())
     q, cache, *up = jax.tree.map(lambda x: x.addressable_data(0), whole)
-    held = cache.layouts[0].slot_positions(jnp.full(here["B"], here["S"] - 1, jnp.int32))
-    values = None if here["latent"] else cache.values(0)
-    positions, size = positions_of(here), here["latent"] or None
-    return np.asarray(_by_xla(q, cache.keys(0), values, positions, held, *up, value_size=size))
+    key_positions = cache.layouts[0].slot_positions(jnp.full(case["B"], case["S"] - 1, jnp.int32))
+    values = None if case["latent"] else cache.values(0)
+    positions, size = positions_of(case), case["latent"] or None
+    return np.asarray(
+        _by_xla(q, cache.keys(0), values, positions, key_positions, *up, value_size=size)
+    )
 
 
 @partial(jax.jit, static_argnames="value_size")
@@ -271,10 +273,10 @@ def show(result: dict[str, Any]) -> None:
 
 SUITE = Suite(
     "helix-attention",
-    "a layer's attention by KVP x TPA devices with its exchange, beside tensor parallelism, Medha "
+    "a layer's attention by KVP x TPA devices with its exchange, against tensor parallelism, Medha "
     "and gathered queries",
     run,
     show,
-    own_clocks=True,
+    custom_clocks=True,
     case=case,
 )

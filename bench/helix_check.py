@@ -1,8 +1,8 @@
-"""Whether steps on a mesh are right: what they compute of given tokens, against one device.
+"""Compares steps on a mesh with steps on one device, on the same tokens.
 
 The first layers run on the mesh, on one device, and on one device in float32, with the same
-weights, keys and values. What bfloat16 does to one device's logits says how far the mesh's may be
-from them: it rounds as often and sums in another order.
+weights, keys and values. The error that bfloat16 causes on one device bounds the difference between
+the mesh and that device: the mesh rounds as often and sums in another order.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from jspec.ops.verify import Verified
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
 
-TOKENS = 16  # that are given at least: as many as a block of positions that a device holds
+TOKENS = 16  # compared at least: a block of positions that a device holds
 # If the mesh's logits are no further from those of float32 than one device's are, the two are at
 # most twice as far from each other (the triangle inequality).
 APART = 2
-STEPS = 2  # in which they are given at least: the second one drafts by what the first one picked
-# How errors ``[B, T]`` are summed up, and what one device's may be. A fault at all positions shows
-# in the mean, one at a single position in the worst, which rounding moves by 0.06.
+STEPS = 2  # at least: the second one drafts from what the first one picked
+# How errors ``[B, T]`` are reduced, and the limit for one device. A fault at all positions shows in
+# the mean, one at a single position in the maximum, which rounding moves by 0.06.
 SUMS = (
     ("in the mean of a row", lambda x: float(x.mean(axis=1).max()), TOLERANCE),
     ("at the worst position", lambda x: float(x.max()), 2 * TOLERANCE),
@@ -44,7 +44,7 @@ SUMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """What steps of given tokens computed.
+    """The results of steps over given tokens.
 
     ``logits``: float32 ``[B, T, V]`` of the ``verification`` and, where there is one, the
     ``draft``. ``picked``: int32 ``[B, n]`` of each step and layer, the positions that verification
@@ -56,7 +56,7 @@ class Computed:
 
 
 def in_float32(model: Any, config: StepConfig) -> tuple[Any, StepConfig]:
-    """A model of one device and a config of steps that take ``xla`` in float32."""
+    """A model of one device in float32, and a config whose steps use the backend ``xla``."""
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), model)
     return exact, dataclasses.replace(config, backends=REFERENCE)
 
@@ -67,29 +67,32 @@ def lowered(model: Any, shapes: DecodeState, config: StepConfig) -> jax.stages.L
 
 
 def computed(
-    program: Any, model: Any, state: DecodeState, here: Case, given: Computed | None = None
+    program: Any, model: Any, state: DecodeState, case: Case, reference: Computed | None = None
 ) -> Computed:
-    """What ``program`` computes of the tokens around S, half of them behind it; takes the state.
+    """Run ``program`` on the tokens around position S, half of them after it; consumes ``state``.
 
-    At S the block of another device begins. Drafts read what was picked for ``given``: of random
-    keys a head may read a single one, which two nearly equal selections need not share.
+    At S the block of another device begins. Drafts read the positions that were picked for
+    ``reference``: with random keys a head may attend to a single one, which two nearly equal
+    selections need not share.
     """
-    size = step_config(here).gamma + 1
+    size = step_config(case).gamma + 1
     steps = max(STEPS, -(-TOKENS // size))
-    state = _giving_drafts(rewound(here, state, less=min(here["S"], steps * size // 2)))
+    state = _giving_drafts(rewound(case, state, less=min(case["S"], steps * size // 2)))
     logits: list[dict[str, np.ndarray]] = []
     picked: list[np.ndarray] = []
     for _ in range(steps):
-        found, state = program(model, state)
-        logits.append(jax.device_get(found))
+        step_logits, state = program(model, state)
+        logits.append(jax.device_get(step_logits))
         if state.draft is None:
             continue
-        own = state.draft.picked
-        if given is not None:
-            theirs = given.picked[len(picked) : len(picked) + len(own)]
-            own_draft = state.draft._replace(picked=tuple(map(_placed, theirs, own)))
-            state = dataclasses.replace(state, draft=own_draft)
-        picked += map(np.array, own)  # copies: the next step takes the state
+        picked_now = state.draft.picked
+        if reference is not None:
+            reference_picked = reference.picked[len(picked) : len(picked) + len(picked_now)]
+            draft_state = state.draft._replace(
+                picked=tuple(map(_placed, reference_picked, picked_now))
+            )
+            state = dataclasses.replace(state, draft=draft_state)
+        picked += map(np.array, picked_now)  # copies: the next step takes the state
     names = logits[0]
     return Computed({x: np.concatenate([y[x] for y in logits], axis=1) for x in names}, picked)
 
@@ -100,47 +103,50 @@ def _placed(positions: np.ndarray, like: Array) -> Array:
     return jax.device_put(np.tile(positions, (1, devices)), like.sharding)
 
 
-def judged(found: Computed, one: Computed, right: Computed) -> tuple[str | None, dict[str, float]]:
-    """What is wrong with ``found``, or None, and the error of its logits at the worst position.
+def judged(mesh: Computed, one: Computed, right: Computed) -> tuple[str | None, dict[str, float]]:
+    """Why ``mesh`` is wrong, or None, and the error of its logits at the worst position.
 
-    ``one`` and ``right`` are of one device, in bfloat16 and in float32. The error is against
-    ``one``, that of one device itself against float32.
+    ``one`` and ``right`` are of one device, in bfloat16 and in float32. The error is relative to
+    ``one``; if ``mesh`` is ``one``, relative to ``right``.
     """
-    rounding, apart = distances(one, right), distances(found, one)
-    error = {name: float(x.max()) for name, x in (rounding if found is one else apart).items()}
+    rounding, apart = distances(one, right), distances(mesh, one)
+    error = {name: float(x.max()) for name, x in (rounding if mesh is one else apart).items()}
     for name, (where, total, limit) in itertools.product(rounding, SUMS):
-        own, off = total(rounding[name]), total(apart[name])
-        if not own <= limit:
-            return f"one device's logits of its {name} are wrong by {own:.1%} {where}", error
-        if not off <= APART * own:
+        error_of_one, off = total(rounding[name]), total(apart[name])
+        if not error_of_one <= limit:
+            return (
+                f"one device's logits of its {name} are wrong by {error_of_one:.1%} {where}",
+                error,
+            )
+        if not off <= APART * error_of_one:
             reason = f"the logits of its {name} are wrong by {off:.1%} {where}; by rounding, one "
-            return reason + f"device's are by {own:.1%}", error
-    for who, own, wanted in (("one device", one, right), ("it", found, one)):
-        shared = min(map(share, own.picked, wanted.picked), default=1.0)
+            return reason + f"device's are by {error_of_one:.1%}", error
+    for who, actual, expected in (("one device", one, right), ("it", mesh, one)):
+        shared = min(map(share, actual.picked, expected.picked), default=1.0)
         if shared < SHARED:
             return f"{who} picks {shared:.0%} of what it should in a layer", error
     return None, error
 
 
-def distances(found: Computed, wanted: Computed) -> dict[str, np.ndarray]:
-    """How far logits are off at each position ``[B, T]``, over the norm of those wanted there."""
+def distances(actual: Computed, expected: Computed) -> dict[str, np.ndarray]:
+    """The relative error of the logits at each position ``[B, T]``."""
 
-    def of(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        return np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+    def of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        return np.linalg.norm(actual - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
 
-    return {name: of(found.logits[name], x) for name, x in wanted.logits.items()}
+    return {name: of(actual.logits[name], x) for name, x in expected.logits.items()}
 
 
 def _giving_drafts(state: DecodeState) -> DecodeState:
-    """The state in a mode in which drafts give their logits."""
+    """The state in sampled mode, in which drafts return their logits."""
     return dataclasses.replace(state, mode="sampled")
 
 
 @jit_steps(static_argnames="config", donate_argnames="state")
 def _step(model: Any, state: DecodeState, config: StepConfig) -> tuple[dict[str, Any], DecodeState]:
-    """A step whose draft is what ``state.tokens`` has behind the lengths, and is accepted.
+    """A step that drafts the tokens of ``state.tokens`` after the lengths and accepts all of them.
 
-    The logits ``[B, gamma + 1, V]`` of its verification and ``[B, gamma, V]`` of its draft.
+    Returns the logits ``[B, gamma + 1, V]`` of the verification and ``[B, gamma, V]`` of the draft.
     """
     names = ["verification"] if isinstance(config.draft, NoDraft) else ["verification", "draft"]
 
@@ -149,17 +155,17 @@ def _step(model: Any, state: DecodeState, config: StepConfig) -> tuple[dict[str,
         drafted, state = draft(models, state, config)
         before, many = state.cache.lengths, jnp.full_like(drafted.lengths, config.gamma)
         whole = Drafted(drafted.tokens, many)
-        logits, state, seen = run_target(models, state, whole, config)
+        logits, state, pass_state = run_target(models, state, whole, config)
         cache = state.cache.with_lengths(before + config.gamma + 1)
         state = dataclasses.replace(state, cache=cache)
         # A drafter learns how many were accepted; the tokens are in the state already.
         none, block = jnp.zeros_like(state.done), jnp.pad(drafted.tokens, ((0, 0), (0, 1)))
         accepted = Verified(many, many + 1, none, block[:, -1], none, block)
-        state = config.draft.learn(state, seen, accepted)
-        axes, given = vocabulary_axes(models.target), {"verification": logits}
+        state = config.draft.learn(state, pass_state, accepted)
+        axes, logits_by_name = vocabulary_axes(models.target), {"verification": logits}
         if drafted.logits is not None:
-            given["draft"] = drafted.logits
-        return {name: _whole(x, axes) for name, x in given.items()}, state
+            logits_by_name["draft"] = drafted.logits
+        return {name: _whole(x, axes) for name, x in logits_by_name.items()}, state
 
     with config.of_models():
         like = dict.fromkeys(names, state.done), state
@@ -168,7 +174,7 @@ def _step(model: Any, state: DecodeState, config: StepConfig) -> tuple[dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class _Fed:
-    """A model that takes the ``tokens [B, S]`` at its positions, whatever a step feeds it."""
+    """A model that reads ``tokens [B, S]`` at its positions, whatever a step feeds it."""
 
     model: Any
     tokens: Array
@@ -194,7 +200,7 @@ class _Fed:
 
 
 def _whole(logits: Array, axes: Axes | None) -> Array:
-    """Logits ``[..., V]`` of which each device of ``axes`` has its part."""
+    """The whole logits ``[..., V]`` from the parts of the devices of ``axes``."""
     if axes is None:
         return logits
     size, axis = logits.shape[-1], logits.ndim - 1

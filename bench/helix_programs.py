@@ -46,58 +46,58 @@ class Programs:
         """Begin to compile what the checks of the ``cases`` need."""
         _on_each_mesh([*cases, *map(alone, cases)], LAYERS, self._start_check, advance)
 
-    def chunk(self, here: Case) -> jax.stages.Compiled:
+    def chunk(self, case: Case) -> jax.stages.Compiled:
         """`decode_chunk` of `STEPS` steps."""
-        return self._chunks[_key(here)].result()
+        return self._chunks[_key(case)].result()
 
-    def computed(self, here: Case, given: Computed | None = None) -> Computed:
+    def computed(self, case: Case, reference: Computed | None = None) -> Computed:
         """What the first layers compute of given tokens on the devices of a case.
 
         ``given`` as in `bench.helix_check.computed`.
         """
-        model = model_of(here, LAYERS)
-        state = filled(model, here, step_config(here))
-        program = self._checks[_key(here)].result()
-        return helix_check.computed(program, model, state, here, given)
+        model = model_of(case, LAYERS)
+        state = filled(model, case, step_config(case))
+        program = self._checks[_key(case)].result()
+        return helix_check.computed(program, model, state, case, reference)
 
-    def reference(self, here: Case) -> tuple[Computed, Computed]:
+    def reference(self, case: Case) -> tuple[Computed, Computed]:
         """What one device computes there in bfloat16, and in float32."""
-        here = alone(here)
-        if self._reference[0] != here:
-            one = self.computed(here)
-            self._reference = here, (one, self._computed_in_float32(here, one))
+        case = alone(case)
+        if self._reference[0] != case:
+            one = self.computed(case)
+            self._reference = case, (one, self._computed_in_float32(case, one))
         return self._reference[1]
 
-    def _computed_in_float32(self, here: Case, given: Computed) -> Computed:
-        model, config = helix_check.in_float32(model_of(here, LAYERS), step_config(here))
-        program, state = self._in_float32[_key(here)].result(), filled(model, here, config)
-        return helix_check.computed(program, model, state, here, given)
+    def _computed_in_float32(self, case: Case, reference: Computed) -> Computed:
+        model, config = helix_check.in_float32(model_of(case, LAYERS), step_config(case))
+        program, state = self._in_float32[_key(case)].result(), filled(model, case, config)
+        return helix_check.computed(program, model, state, case, reference)
 
-    def _start_chunk(self, model: Any, here: Case) -> None:
-        config = step_config(here)
+    def _start_chunk(self, model: Any, case: Case) -> None:
+        config = step_config(case)
 
         def lower() -> Any:
-            shapes = shapes_of(model, here, config)
+            shapes = shapes_of(model, case, config)
             return decode_chunk.lower(model, shapes, config, helix_state.STEPS)
 
-        self._start(self._chunks, here, lower)
+        self._start(self._chunks, case, lower)
 
-    def _start_check(self, model: Any, here: Case) -> None:
-        config = step_config(here)
+    def _start_check(self, model: Any, case: Case) -> None:
+        config = step_config(case)
 
         def lower(model: Any = model, config: Any = config) -> Any:
-            return helix_check.lowered(model, shapes_of(model, here, config), config)
+            return helix_check.lowered(model, shapes_of(model, case, config), config)
 
         def lower_in_float32() -> Any:
             with jax.default_matmul_precision("highest"):  # GPUs take less by default
                 return lower(*helix_check.in_float32(model, config))
 
-        self._start(self._checks, here, lower)
-        if here == alone(here):
-            self._start(self._in_float32, here, lower_in_float32)
+        self._start(self._checks, case, lower)
+        if case == alone(case):
+            self._start(self._in_float32, case, lower_in_float32)
 
-    def _start(self, programs: dict[Any, Any], here: Case, lower: Callable[[], Any]) -> None:
-        key = _key(here)
+    def _start(self, programs: dict[Any, Any], case: Case, lower: Callable[[], Any]) -> None:
+        key = _key(case)
         if key in programs:
             return
         try:
@@ -109,8 +109,8 @@ class Programs:
             programs[key].set_exception(error.with_traceback(None))
 
 
-def _key(here: Case) -> tuple[Any, ...]:
-    return tuple(sorted(here.items()))
+def _key(case: Case) -> tuple[Any, ...]:
+    return tuple(sorted(case.items()))
 
 
 def _on_each_mesh(
@@ -118,13 +118,13 @@ def _on_each_mesh(
 ) -> None:
     """``start`` each case with its model of so many ``layers``, which is made once a mesh."""
 
-    def mesh_of(here: Case) -> Case:
-        return DEFAULT | {name: here[name] for name in ("shape", *MESH)}
+    def mesh_of(case: Case) -> Case:
+        return DEFAULT | {name: case[name] for name in ("shape", *MESH)}
 
-    by_mesh = sorted(cases, key=lambda here: str(mesh_of(here)))
+    by_mesh = sorted(cases, key=lambda case: str(mesh_of(case)))
     for mesh, group in itertools.groupby(by_mesh, key=mesh_of):
         model = model_of(mesh, layers)
-        for here in group:
-            start(model, here)
+        for case in group:
+            start(model, case)
             advance()
         del model

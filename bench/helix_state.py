@@ -1,4 +1,4 @@
-"""Cases of whole steps on a mesh: models with random weights, states behind a random context."""
+"""Cases of whole steps on a mesh: models with random weights, states after a random context."""
 
 from __future__ import annotations
 
@@ -46,52 +46,52 @@ TINY = ModelConfig.uniform(
     num_kv_heads=2,
     head_size=16,
 )
-LONGEST = 2**21  # positions that a shape may be given here; what it was trained for costs no time
+LONGEST = 2**21  # positions of any shape: the trained context length does not change the time
 DRAFTS = {"plain": "none", "verify": "none", "vegas": "vegas:budget=0.07"}
 STEPS = 16  # of a chunk
 MESH = ("kvp", "tpa", "overlap", "strategy", "exchange")
-# Of keys and values: attention reads few keys each, and its output outweighs the embedding, so that
-# a key that is left out changes logits.
+# Standard deviations of keys and values: attention is concentrated on few keys and its output
+# outweighs the embedding, so that leaving out a key changes the logits.
 SCALES = {"keys": 3.0, "values": 2.0}
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT)
-    if found["S"] % 16:
-        raise ValueError(f"S={found['S']} must be a multiple of 16")
-    config = shape_of(found)
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, DEFAULT)
+    if case["S"] % 16:
+        raise ValueError(f"S={case['S']} must be a multiple of 16")
+    config = shape_of(case)
     for layer, spec in enumerate(config.layers):
-        helix_of(found).check_layer(layer, config.num_heads, spec)
-    return found
+        helix_of(case).check_layer(layer, config.num_heads, spec)
+    return case
 
 
-def helix_of(here: Case) -> HelixConfig:
-    return HelixConfig(**{name: here[name] for name in MESH})
+def helix_of(case: Case) -> HelixConfig:
+    return HelixConfig(**{name: case[name] for name in MESH})
 
 
-def shape_of(here: Case) -> ModelConfig:
-    found = TINY if here["shape"] == "tiny" else catalogue.MODELS[here["shape"]]
-    return dataclasses.replace(found, max_context=LONGEST)
+def shape_of(case: Case) -> ModelConfig:
+    config = TINY if case["shape"] == "tiny" else catalogue.MODELS[case["shape"]]
+    return dataclasses.replace(config, max_context=LONGEST)
 
 
-def alone(here: Case) -> Case:
+def alone(case: Case) -> Case:
     """The case on one device."""
-    return here | {name: DEFAULT[name] for name in MESH}
+    return case | {name: DEFAULT[name] for name in MESH}
 
 
-def step_config(here: Case) -> StepConfig:
-    """Of steps that draft so; ``verify``: without a draft, but in passes of gamma + 1 tokens."""
-    gamma = 0 if here["draft"] == "plain" else here["gamma"]
-    return StepConfig(gamma, named_draft(DRAFTS[here["draft"]]))
+def step_config(case: Case) -> StepConfig:
+    """The step config of a case; ``verify``: no draft, but passes of gamma + 1 tokens."""
+    gamma = 0 if case["draft"] == "plain" else case["gamma"]
+    return StepConfig(gamma, named_draft(DRAFTS[case["draft"]]))
 
 
-def model_of(here: Case, layers: int | None = None) -> Any:
-    """The model with random weights, in bfloat16: in shares on the mesh, or whole on one device.
+def model_of(case: Case, layers: int | None = None) -> Any:
+    """The model with random weights, in bfloat16: sharded on the mesh, or whole on one device.
 
-    ``layers``: its first ones alone, whose weights are then their own.
+    ``layers``: only the first ones, whose weights differ from those of the whole model.
     """
-    helix, config = helix_of(here), shape_of(here)
+    helix, config = helix_of(case), shape_of(case)
     config = config if layers is None else first_layers(config, layers)
     if helix.devices == 1:
         return _with_loud_keys(random_model(config))
@@ -99,7 +99,7 @@ def model_of(here: Case, layers: int | None = None) -> Any:
 
 
 def _with_loud_keys(model: Decoder) -> Decoder:
-    """The model with keys `NEW_KEYS` times as large, which count among many random ones."""
+    """The model with keys scaled by `NEW_KEYS`, so that they matter among many random ones."""
     for block in model.layers:
         attention: Any = block.attention
         _, keys, _ = attention.qkv.parts
@@ -110,24 +110,24 @@ def _with_loud_keys(model: Decoder) -> Decoder:
     return model
 
 
-def capacity_of(here: Case, config: StepConfig) -> int:
-    """Positions of a row: S, and what is decoded behind them."""
+def capacity_of(case: Case, config: StepConfig) -> int:
+    """Positions of a row: S, and room for the tokens that are decoded after them."""
     room = (CHUNKS[1] + 1) * STEPS * (config.gamma + 1) + config.gamma + 1
-    return rounded_capacity(here["S"] + room)
+    return rounded_capacity(case["S"] + room)
 
 
-def started(model: Any, here: Case, config: StepConfig, capacity: int) -> DecodeState:
+def started(model: Any, case: Case, config: StepConfig, capacity: int) -> DecodeState:
     """A state of ``capacity`` positions a row, all of them empty."""
     params = SamplingParams(max_new_tokens=1, ignore_eos=True)
-    return start_decoding(model, [[1]] * here["B"], params, config, capacity=capacity)
+    return start_decoding(model, [[1]] * case["B"], params, config, capacity=capacity)
 
 
-def shapes_of(model: Any, here: Case, config: StepConfig) -> DecodeState:
-    """The shapes of a state of a case, and where its arrays lie that are on several devices.
+def shapes_of(model: Any, case: Case, config: StepConfig) -> DecodeState:
+    """The shapes of a case's state, with the shardings of arrays on several devices.
 
-    No memory is taken for it.
+    Allocates no memory for the full state.
     """
-    capacity, small = capacity_of(here, config), started(model, here, config, CAPACITY_STEP)
+    capacity, small = capacity_of(case, config), started(model, case, config, CAPACITY_STEP)
     layouts = layouts_for(model, capacity, config.gamma)
 
     def of(x: Array, shape: tuple[int, ...]) -> Any:
@@ -135,36 +135,38 @@ def shapes_of(model: Any, here: Case, config: StepConfig) -> DecodeState:
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     columns = tuple(
-        {name: of(x, (x.shape[0], layout.size, *x.shape[2:])) for name, x in held.items()}
-        for held, layout in zip(small.cache.columns, layouts, strict=True)
+        {name: of(x, (x.shape[0], layout.size, *x.shape[2:])) for name, x in column.items()}
+        for column, layout in zip(small.cache.columns, layouts, strict=True)
     )
-    own_of = init_drafter_state if mesh_model(model) is None else jitted_init_drafter_state
-    empty = jnp.zeros(here["B"], jnp.int32)
-    own = own_of(Models.of(model), empty, None, config=config, capacity=capacity)
-    tokens = of(small.tokens, (here["B"], capacity))
-    shapes = jax.tree.map(lambda x: of(x, x.shape), dataclasses.replace(small, draft=own))
+    make_draft_state = (
+        init_drafter_state if mesh_model(model) is None else jitted_init_drafter_state
+    )
+    empty = jnp.zeros(case["B"], jnp.int32)
+    draft_state = make_draft_state(Models.of(model), empty, None, config=config, capacity=capacity)
+    tokens = of(small.tokens, (case["B"], capacity))
+    shapes = jax.tree.map(lambda x: of(x, x.shape), dataclasses.replace(small, draft=draft_state))
     cache = dataclasses.replace(shapes.cache, columns=columns, layouts=layouts)
     return dataclasses.replace(shapes, cache=cache, tokens=tokens)
 
 
-def filled(model: Any, here: Case, config: StepConfig) -> DecodeState:
-    """A state behind S random positions a row, and random tokens to its end.
+def filled(model: Any, case: Case, config: StepConfig) -> DecodeState:
+    """A state with S random positions in each row, and random tokens up to its capacity.
 
-    They are the same whatever devices hold them, and keys and values are numbers of bfloat16.
+    The values do not depend on the devices; keys and values are rounded to bfloat16.
     """
-    capacity, batch = capacity_of(here, config), here["B"]
-    state = started(model, here, config, capacity)
-    seeds, columns = itertools.count(), [dict(held) for held in state.cache.columns]
+    capacity, batch = capacity_of(case, config), case["B"]
+    state = started(model, case, config, capacity)
+    seeds, columns = itertools.count(), [dict(column) for column in state.cache.columns]
     state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, columns=()))
-    for held, layout in zip(columns, state.cache.layouts, strict=True):
-        # Sorted, since a column of one device is made in another order than that of a mesh.
-        for name in sorted(held):
-            empty = held.pop(name)
-            shape, where = (batch, here["S"], *empty.shape[2:]), empty.sharding
+    for column, layout in zip(columns, state.cache.layouts, strict=True):
+        # Sorted, since columns on one device and on a mesh have different orders.
+        for name in sorted(column):
+            empty = column.pop(name)
+            shape, where = (batch, case["S"], *empty.shape[2:]), empty.sharding
             size, dtype = empty.shape[1], empty.dtype
-            del empty  # before there is a second one
+            del empty  # before the second one is allocated
             x = noise(next(seeds), jnp.float32(SCALES[name]), shape, jnp.bfloat16, parts=16)
-            held[name] = jax.device_put(_in_slots(x, layout, size).astype(dtype), where)
+            column[name] = jax.device_put(_in_slots(x, layout, size).astype(dtype), where)
     rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
     tokens = rng.integers(0, vocabulary, (batch, capacity), np.int32)
     cache = dataclasses.replace(state.cache, columns=tuple(columns))
@@ -174,20 +176,20 @@ def filled(model: Any, here: Case, config: StepConfig) -> DecodeState:
         tokens=jax.device_put(tokens, state.tokens.sharding),
         limits=jax.device_put(np.full(batch, capacity, np.int32), state.limits.sharding),
     )
-    return rewound(here, state)
+    return rewound(case, state)
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "size"))
 def _in_slots(x: Array, layout: Any, size: int) -> Array:
-    """``x [B, S, ...]`` by position as ``[B, size, ...]`` by slot; 0 behind S."""
+    """``x [B, S, ...]`` by position to ``[B, size, ...]`` by slot; 0 after S."""
     x = jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
     if not isinstance(layout, StripedLayout):
         return x
     return jnp.take(x, layout.slot_positions(jnp.full(1, size - 1, jnp.int32))[0], axis=1)
 
 
-def rewound(here: Case, state: DecodeState, less: int = 0) -> DecodeState:
-    """A state with S positions a row, or so many ``less``, whatever was decoded since."""
-    lengths = np.full(here["B"], here["S"] - less, np.int32)
+def rewound(case: Case, state: DecodeState, less: int = 0) -> DecodeState:
+    """The state with its lengths reset to S, or to ``less`` positions fewer."""
+    lengths = np.full(case["B"], case["S"] - less, np.int32)
     lengths = jax.device_put(lengths, state.cache.lengths.sharding)
     return dataclasses.replace(state, cache=state.cache.with_lengths(lengths))

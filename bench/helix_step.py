@@ -2,7 +2,7 @@
 
 Weights, keys and values are random. What the first layers of a mesh compute is held against one
 device, by `bench.helix_check`, before anything is timed. Clock: *step* is the marginal wall time of
-a jitted chunk of steps among chunks that follow each other, over its steps.
+a jitted chunk of steps in a sequence of chunks, divided by its steps.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ REPEATS = 5
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or those of two devices."""
+    """The requested cases, or those of two devices."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     meshes, drafts = ("kvp=2", "tpa=2"), ("plain", "vegas", "verify")
     if jax.default_backend() != "gpu":
         pairs = itertools.product(meshes, drafts[:2])
         return [case(f"shape=tiny,B=2,S=256,gamma=3,{mesh},draft={x}") for mesh, x in pairs]
-    found = []
+    texts = []
     for draft in drafts:
-        found += [f"{mesh},draft={draft}" for mesh in ("kvp=1", *meshes)]
+        texts += [f"{mesh},draft={draft}" for mesh in ("kvp=1", *meshes)]
         if not settings.quick:
-            found += [f"S=1024K,{mesh},draft={draft}" for mesh in meshes]
+            texts += [f"S=1024K,{mesh},draft={draft}" for mesh in meshes]
     if not settings.quick:
-        found += ["kvp=2,strategy=medha", *(f"B=4,{how}" for how in (*meshes, "kvp=2,overlap=2"))]
-    return [case(text) for text in found]
+        texts += ["kvp=2,strategy=medha", *(f"B=4,{how}" for how in (*meshes, "kvp=2,overlap=2"))]
+    return [case(text) for text in texts]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -77,59 +77,59 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
         if settings.check:
             programs.prepare([x for x in cases if helix_of(x).devices <= jax.device_count()])
         with bar("helix-step", len(cases)) as advance:
-            for here in cases:
-                yield _row(here, settings, programs)
+            for case in cases:
+                yield _row(case, settings, programs)
                 gc.collect()  # a failure's traceback may hold a cache
                 advance()
 
 
-def check(here: Case, programs: Programs) -> tuple[str | None, dict[str, Any]]:
+def check(case: Case, programs: Programs) -> tuple[str | None, dict[str, Any]]:
     """What is wrong with what the first layers compute, or None, and the error of their logits."""
-    one, right = programs.reference(here)
-    found = one if here == alone(here) else programs.computed(here, one)
-    reason, error = helix_check.judged(found, one, right)
+    one, right = programs.reference(case)
+    mesh = one if case == alone(case) else programs.computed(case, one)
+    reason, error = helix_check.judged(mesh, one, right)
     return reason, {"error": error}
 
 
-def _row(here: Case, settings: Settings, programs: Programs) -> point.Row:
-    helix = helix_of(here)
-    name = here["strategy"] if helix.devices > 1 else "alone"
-    name += f", {here['overlap']} chunks" if here["overlap"] > 1 else ""
-    name += "" if here["exchange"] == "xla" else f", by {here['exchange']}"
-    row = functools.partial(point.row, "step", here, name)
+def _row(case: Case, settings: Settings, programs: Programs) -> point.Row:
+    helix = helix_of(case)
+    name = case["strategy"] if helix.devices > 1 else "alone"
+    name += f", {case['overlap']} chunks" if case["overlap"] > 1 else ""
+    name += "" if case["exchange"] == "xla" else f", by {case['exchange']}"
+    row = functools.partial(point.row, "step", case, name)
     if jax.device_count() < helix.devices:
         reason = f"it needs {helix.devices} devices, and {jax.device_count()} are here"
         return row(checked=None, reason=reason)
     if not settings.check:
         return row(checked=None, reason="not checked, so not timed")
     try:
-        reason, about = check(here, programs)
+        reason, about = check(case, programs)
         if reason:
             return row(checked=False, reason=reason, **about)
-        model = model_of(here)
-        state = filled(model, here, step_config(here))
-        checked = counted(slice(min(LAYERS, shape_of(here).num_layers)))
-        return row(checked=checked, **about, **measured(here, model, state, programs.chunk(here)))
+        model = model_of(case)
+        state = filled(model, case, step_config(case))
+        checked = counted(slice(min(LAYERS, shape_of(case).num_layers)))
+        return row(checked=checked, **about, **measured(case, model, state, programs.chunk(case)))
     except Exception as error:
         return row(checked=False, reason=failure(name, error).reason)
 
 
-def measured(here: Case, model: Any, state: DecodeState, program: Any) -> dict[str, Any]:
+def measured(case: Case, model: Any, state: DecodeState, program: Any) -> dict[str, Any]:
     """Times of a step, the tokens that it commits, and the rows that fit; or why it cannot run."""
     weights, cached = bytes_on_device(model), bytes_on_device(state.cache.columns)
     memory = memory_of(program) | {"weight_bytes": weights, "cache_bytes": cached}
-    about = memory | {"largest_batch": largest_batch(here["B"], memory)}
+    about = memory | {"largest_batch": largest_batch(case["B"], memory)}
     if reason := too_large(weights + cached, memory):
         return about | {"reason": reason}
     # What a drafter picked is then of this context.
-    state, _ = program(model, rewound(here, state))
-    own = jax.tree.map(jnp.copy, state.draft)
-    state, record = program(model, rewound(here, state))
+    state, _ = program(model, rewound(case, state))
+    draft_state = jax.tree.map(jnp.copy, state.draft)
+    state, record = program(model, rewound(case, state))
     about["committed"] = float(np.asarray(record.committed).mean())
 
     def again(state: DecodeState) -> DecodeState:
         # A chunk takes the state that it is given.
-        return dataclasses.replace(rewound(here, state), draft=jax.tree.map(jnp.copy, own))
+        return dataclasses.replace(rewound(case, state), draft=jax.tree.map(jnp.copy, draft_state))
 
     loop = Loop(model, again, state)
     del state
@@ -148,21 +148,21 @@ def largest_batch(batch: int, memory: dict[str, int]) -> int | None:
     return None if limit is None else max(int((limit - memory["weight_bytes"]) // row), 0)
 
 
-def cells(own: point.Row) -> tuple[str, ...]:
+def cells(row: point.Row) -> tuple[str, ...]:
     """Of a row under `HEADINGS`."""
-    case = own["case"] | {"S": kilo(own["case"]["S"])}
+    case = row["case"] | {"S": kilo(row["case"]["S"])}
     case["draft"] += "" if case["draft"] == "plain" else f" {case['gamma']}"
-    place = *(str(case[name]) for name in COLUMNS), own["name"]
-    found = point.spread(own, "step")
+    place = *(str(case[name]) for name in COLUMNS), row["name"]
+    step = point.spread(row, "step")
     # Earlier results have none: they compared tokens.
-    error = f"{max(own['error'].values()):.1%}" if "error" in own else ""
-    if found is None:
-        return *place, own.get("reason") or "not timed", "", "", error, ""
-    most = own["largest_batch"]
-    committed = own["committed"]
-    token = found.median / committed / 1e3
-    shown = f"{found.median / 1e3:,.3f}", f"{committed:.2f}", f"{token:,.3f}"
-    return *place, *shown, error, "" if most is None else f"{most}"
+    error = f"{max(row['error'].values()):.1%}" if "error" in row else ""
+    if step is None:
+        return *place, row.get("reason") or "not timed", "", "", error, ""
+    largest = row["largest_batch"]
+    committed = row["committed"]
+    token = step.median / committed / 1e3
+    shown = f"{step.median / 1e3:,.3f}", f"{committed:.2f}", f"{token:,.3f}"
+    return *place, *shown, error, "" if largest is None else f"{largest}"
 
 
 HEADINGS = (*COLUMNS, "name", "step ms", "tokens", "ms/token", "error", "fit")
@@ -176,16 +176,16 @@ FOOT = (
 
 def show(result: dict[str, Any]) -> None:
     table = Table(title=result["machine"]["device"], padding=(0, 1, 0, 0), box=None)
-    has_ratios = any("ratio" in own for own in result["rows"])
+    has_ratios = any("ratio" in row for row in result["rows"])
     for heading in (*HEADINGS, *(["vs before"] if has_ratios else [])):
         table.add_column(heading, justify="left" if heading == "name" else "right")
     reasons: list[str] = []
-    for own in result["rows"]:
-        if (reason := own.get("reason")) and reason not in reasons:
+    for row in result["rows"]:
+        if (reason := row.get("reason")) and reason not in reasons:
             reasons.append(reason)
         mark = f"[{reasons.index(reason) + 1}]" if reason else None
-        ratio = [times(own["ratio"])] if "ratio" in own else []
-        table.add_row(*map(escape, (*cells(own | {"reason": mark}), *ratio)))
+        ratio = [times(row["ratio"])] if "ratio" in row else []
+        table.add_row(*map(escape, (*cells(row | {"reason": mark}), *ratio)))
     console().print(table)
     for index, reason in enumerate(reasons, 1):
         console().print(f"[{index}] {reason}", markup=False)
@@ -198,6 +198,6 @@ SUITE = Suite(
     run,
     show,
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=case,
 )

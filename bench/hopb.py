@@ -1,8 +1,8 @@
 """HOP-B: how much of a layer's exchange is exposed, by the number of chunks that it goes in.
 
-Beside attention with its exchange stand the same attention without one, and the message alone. What
-a number of chunks exposes is its time above that of the attention. One-sided, a message goes at
-once.
+Rows are attention with its exchange, the same attention without it, and the message alone. The
+exposed time of a number of chunks is its time above that of attention alone. One-sided exchanges
+have one chunk.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bench.caches import DTYPE
 from bench.cases import Case, kilo
 from bench.helix_attention import (
     LATENT,
+    RANK_HEADS,
     as_queries,
     attended,
     following,
@@ -29,10 +30,9 @@ from bench.helix_attention import (
     is_merged_right,
     is_near,
     operands,
-    own_attended,
-    own_following,
-    own_heads,
     projects_first,
+    rank_attended,
+    rank_following,
     specs_of,
 )
 from bench.mesh import Shared, measure
@@ -54,16 +54,16 @@ ONE_SIDED: tuple[By, ...] = ("pallas", "cuda")
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT)
-    if found["kvp"] < 2:
-        raise ValueError(f"kvp={found['kvp']} must be 2 or more, for something to exchange")
-    helix_attention.case(",".join(f"{key}={value}" for key, value in found.items() if value))
-    return found
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, DEFAULT)
+    if case["kvp"] < 2:
+        raise ValueError(f"kvp={case['kvp']} must be 2 or more, for something to exchange")
+    helix_attention.case(",".join(f"{key}={value}" for key, value in case.items() if value))
+    return case
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or those of two devices."""
+    """The requested cases, or those of two devices."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":
@@ -72,9 +72,9 @@ def grid(settings: Settings) -> list[Case]:
     return [case(f"{size},{kind}") for size in sizes for kind in ("heads=128/8", LATENT)]
 
 
-def chunks_of(here: Case) -> list[int]:
+def chunks_of(case: Case) -> list[int]:
     """1, 2, 4, ... up to a chunk a row."""
-    return [2**i for i in range(here["B"].bit_length()) if 2**i <= here["B"]]
+    return [2**i for i in range(case["B"].bit_length()) if 2**i <= case["B"]]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -82,35 +82,35 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
-    for rows in measure("hopb", [_group(here) for here in grid(settings)], settings):
+    for rows in measure("hopb", [_group(case) for case in grid(settings)], settings):
         _add_exposed(rows)
         yield from rows
 
 
-def _group(here: Case) -> list[Shared]:
+def _group(case: Case) -> list[Shared]:
     """The rows of a case."""
-    whole = here | {"strategy": "helix", "part": "layer", "overlap": 1, "exchange": "xla"}
+    whole = case | {"strategy": "helix", "part": "layer", "overlap": 1, "exchange": "xla"}
     alone = _shared(
-        *(here, ALONE, whole, own_attended, own_following, is_merged_right),
-        out=(own_heads, own_heads),
+        *(case, ALONE, whole, rank_attended, rank_following, is_merged_right),
+        out=(RANK_HEADS, RANK_HEADS),
     )
     outputs: list[np.ndarray] = []  # of one chunk, which comes before those of more
     one_sided = {by: whole | {"exchange": by} for by in ONE_SIDED if takes(by, piece_bytes(whole))}
-    ways = {"1 chunk" if n == 1 else f"{n} chunks": whole | {"overlap": n} for n in chunks_of(here)}
+    ways = {"1 chunk" if n == 1 else f"{n} chunks": whole | {"overlap": n} for n in chunks_of(case)}
     ways |= {f"1 chunk, {by}": how for by, how in one_sided.items()}
     chunks = [
         _shared(
-            *(here, name, how, attended, following, partial(are_chunks_right, outputs)),
+            *(case, name, how, attended, following, partial(are_chunks_right, outputs)),
             out=P(None, None, helix_of(whole).axes),
         )
         for name, how in ways.items()
     ]
-    messages = [_message(here, f"{MESSAGE}, {by}", how) for by, how in one_sided.items()]
-    return [alone, _message(here, MESSAGE, whole), *messages, *chunks]
+    messages = [_message(case, f"{MESSAGE}, {by}", how) for by, how in one_sided.items()]
+    return [alone, _message(case, MESSAGE, whole), *messages, *chunks]
 
 
 def _shared(
-    here: Case,
+    case: Case,
     name: str,
     whole: Case,
     body: Callable[..., Any],
@@ -118,22 +118,22 @@ def _shared(
     is_right: Callable[..., bool],
     out: Any,
 ) -> Shared:
-    """A row of the attention of ``whole``, which has what ``here`` leaves out."""
+    """A row of the attention of ``whole``, the complete case of ``case``."""
     helix = helix_of(whole)
     return Shared(
-        *("exchange", here, name, helix, partial(body, whole), partial(following, whole)),
+        *("exchange", case, name, helix, partial(body, whole), partial(following, whole)),
         *(partial(specs_of, whole), partial(operands, whole), partial(is_right, whole)),
         out=out,
         moved=_moved(helix),
     )
 
 
-def _message(here: Case, name: str, whole: Case) -> Shared:
+def _message(case: Case, name: str, whole: Case) -> Shared:
     helix = helix_of(whole)
     return Shared(
-        *("exchange", here, name, helix, partial(exchanged, helix)),
+        *("exchange", case, name, helix, partial(exchanged, helix)),
         partial(message_following, whole),
-        lambda _: (own_heads,),
+        lambda _: (RANK_HEADS,),
         partial(payload, whole),
         is_message_right,
         out=(P(None, None, helix.axes), P(None, None, helix.axes)),
@@ -142,14 +142,14 @@ def _message(here: Case, name: str, whole: Case) -> Shared:
 
 
 def _moved(helix: HelixConfig) -> Callable[[tuple[Any, ...]], int]:
-    return lambda given: sum(x.nbytes for x in jax.tree.leaves(given[:2])) // helix.devices
+    return lambda arguments: sum(x.nbytes for x in jax.tree.leaves(arguments[:2])) // helix.devices
 
 
-def payload(here: Case) -> tuple[Array]:
-    """What each rank of KVP has for the others, random: ``[KVP, B, T, N, H']``."""
-    helix, (q, *rest) = helix_of(here), operands(here | {"S": here["kvp"] * 16})
+def payload(case: Case) -> tuple[Array]:
+    """Random messages of each rank of KVP: ``[KVP, B, T, N, H']``."""
+    helix, (q, *rest) = helix_of(case), operands(case | {"S": case["kvp"] * 16})
     size = rest[0].specs[0].value_size
-    if here["latent"] and projects_first(here):
+    if case["latent"] and projects_first(case):
         size = rest[1].shape[2]
     shape = (helix.kvp, *q.shape[:3], size)
     place = helix.sharding(KVP, None, None, TPA)
@@ -157,11 +157,11 @@ def payload(here: Case) -> tuple[Array]:
     return (jax.jit(draw, out_shardings=place)(jax.random.key(1)),)
 
 
-def piece_bytes(here: Case) -> int:
-    """What a rank has for one other: a share of the heads, each with a float32 log-sum-exp."""
-    size = here["latent"] // (4 if projects_first(here) else 1) or here["H"]
-    share = cases.heads(here)[0] // helix_of(here).devices
-    return here["B"] * here["T"] * share * (size * jnp.dtype(DTYPE).itemsize + 4)
+def piece_bytes(case: Case) -> int:
+    """Bytes that a rank sends to another: its heads, each with a float32 log-sum-exp."""
+    size = case["latent"] // (4 if projects_first(case) else 1) or case["H"]
+    share = cases.heads(case)[0] // helix_of(case).devices
+    return case["B"] * case["T"] * share * (size * jnp.dtype(DTYPE).itemsize + 4)
 
 
 def exchanged(helix: HelixConfig, x: Array) -> tuple[Array, Array]:
@@ -170,58 +170,58 @@ def exchanged(helix: HelixConfig, x: Array) -> tuple[Array, Array]:
     return all_to_all_merge(x[0], lse, helix.kvp_axes, helix.exchange)
 
 
-def message_following(here: Case, x: Array) -> Array:
+def message_following(case: Case, x: Array) -> Array:
     """A payload that depends on the one before."""
-    return x + as_queries(exchanged(helix_of(here), x)[0], x[0])[None] / 1024
+    return x + as_queries(exchanged(helix_of(case), x)[0], x[0])[None] / 1024
 
 
-def is_message_right(outputs: tuple[Array, Array], given: tuple[Array]) -> bool:
+def is_message_right(outputs: tuple[Array, Array], arguments: tuple[Array]) -> bool:
     """Whether the exchange is the merge of the same parts on one device."""
-    parts = jnp.asarray(jax.device_get(given[0]))
+    parts = jnp.asarray(jax.device_get(arguments[0]))
     right = jax.jit(merge_attention)(parts, parts[..., 0].astype(jnp.float32))
     return is_near(*(np.asarray(x[0]) for x in (outputs, right)))
 
 
 def are_chunks_right(
-    outputs: list[np.ndarray], here: Case, out: Array, arguments: tuple[Any, ...]
+    outputs: list[np.ndarray], case: Case, out: Array, arguments: tuple[Any, ...]
 ) -> bool:
-    """Whether the output is right, or that of one chunk, which is among ``outputs``."""
-    found = np.asarray(out)
-    if here["overlap"] == 1:
-        right = helix_attention.is_right(here, out, arguments)
-        outputs[:] = [found] if right else []
-        return right
-    return len(outputs) == 1 and is_near(found, outputs[0])
+    """Whether the output is right, or equal to that of one chunk, stored in ``outputs``."""
+    actual = np.asarray(out)
+    if case["overlap"] == 1:
+        is_right = helix_attention.is_right(case, out, arguments)
+        outputs[:] = [actual] if is_right else []
+        return is_right
+    return len(outputs) == 1 and is_near(actual, outputs[0])
 
 
 def _add_exposed(rows: list[point.Row]) -> None:
     """Give the rows of chunks the nanoseconds of the message that they expose, and its share."""
-    times = {own["name"]: point.spread(own, "step") for own in rows}
+    times = {row["name"]: point.spread(row, "step") for row in rows}
     alone = times.get(ALONE)
-    for own in rows:
-        found, name = times[own["name"]], own["name"]
+    for row in rows:
+        step, name = times[row["name"]], row["name"]
         message = times.get(MESSAGE + name.removeprefix("1 chunk")) or times.get(MESSAGE)
-        if alone and message and found and not name.startswith((ALONE, MESSAGE)):
-            own["exposed_ns"] = round(1e3 * (found.median - alone.median))
-            own["message_ns"] = round(1e3 * message.median)
+        if alone and message and step and not name.startswith((ALONE, MESSAGE)):
+            row["exposed_ns"] = round(1e3 * (step.median - alone.median))
+            row["message_ns"] = round(1e3 * message.median)
 
 
-def cells(own: point.Row) -> tuple[str, ...]:
+def cells(row: point.Row) -> tuple[str, ...]:
     """Median and spread of the step, what is exposed, and that over the message alone."""
-    found = point.spread(own, "step")
-    if found is None:
-        return own.get("reason") or "not timed", "", "", ""
-    times = number(found.median), f"{number(found.low)}-{number(found.high)}"
-    if "exposed_ns" not in own:
+    step = point.spread(row, "step")
+    if step is None:
+        return row.get("reason") or "not timed", "", "", ""
+    times = number(step.median), f"{number(step.low)}-{number(step.high)}"
+    if "exposed_ns" not in row:
         return *times, "", ""
-    exposed, message = own["exposed_ns"], own["message_ns"]
+    exposed, message = row["exposed_ns"], row["message_ns"]
     return *times, number(exposed / 1e3), f"{exposed / message:.0%}" if message > 0 else ""
 
 
-def place(own: point.Row) -> tuple[str, ...]:
+def place(row: point.Row) -> tuple[str, ...]:
     """The case of a row, and its name."""
-    case = own["case"] | {"S": kilo(own["case"]["S"])}
-    return *(str(case[key]) for key in COLUMNS), own["name"]
+    case = row["case"] | {"S": kilo(row["case"]["S"])}
+    return *(str(case[key]) for key in COLUMNS), row["name"]
 
 
 HEADINGS = (*COLUMNS, "name", "step us", "p10-p90", "exposed us", "of message")
@@ -231,16 +231,16 @@ def show(result: dict[str, Any]) -> None:
     table = Table(title=f"{result['machine']['device']}; marginal time in a jitted loop", box=None)
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "name" else "right")
-    for own in result["rows"]:
-        table.add_row(*place(own), *cells(own))
+    for row in result["rows"]:
+        table.add_row(*place(row), *cells(row))
     console().print(table)
 
 
 SUITE = Suite(
     "hopb",
-    "what of a layer's exchange is exposed, by the number of chunks, beside the message alone",
+    "what of a layer's exchange is exposed, by the number of chunks, against the message alone",
     run,
     show,
-    own_clocks=True,
+    custom_clocks=True,
     case=case,
 )

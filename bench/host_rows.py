@@ -1,4 +1,4 @@
-"""Where the rows come from that a step reads of a cache in the host's memory."""
+"""Sources of the rows that a step reads from a cache in host memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ THERE = ("again", "right", "late", "moved")  # shares of the rows that are read
 def rows_there(
     models: Models, state: DecodeState, policy: HataOff
 ) -> tuple[dict[str, float], DecodeState]:
-    """Where the rows come from that layers read behind another that selects, as shares of them.
+    """Shares of the rows by source, in layers after the first one that selects.
 
-    ``again``: left of the step before; ``right``: else, and predicted; ``late``: neither. And
-    ``moved``: the rows that go over the bus, over those that are read. ``state`` is consumed, and
-    comes back behind some steps.
+    ``again``: reused from the step before; ``right``: not reused but predicted; ``late``: neither.
+    ``moved``: rows transferred over the bus, over rows that are read. Consumes ``state`` and
+    returns it after `WATCHED` steps.
     """
     asked: dict[int, list[jax.Array]] = {}
 
@@ -58,10 +58,14 @@ def rows_there(
     config, counts = StepConfig(0, NoDraft(), target=policy), Counter()
     before: list[list[np.ndarray]] = []
     for _ in range(WATCHED):
-        # A layer is asked for the prediction, if there is one, then for itself.
-        found = [[_by_head(x) for x in chosen] for chosen in watch(models, state)]
-        left = before if policy.reuse else [[row[:0] for row in chosen[-1]] for chosen in found]
-        for chosen, last in zip(found if left else [], left, strict=True):
+        # A layer selects for the prediction, if there is one, then for itself.
+        chosen_by_layer = [[_by_head(x) for x in chosen] for chosen in watch(models, state)]
+        left = (
+            before
+            if policy.reuse
+            else [[row[:0] for row in chosen[-1]] for chosen in chosen_by_layer]
+        )
+        for chosen, last in zip(chosen_by_layer if left else [], left, strict=True):
             predicted = chosen[0] if len(chosen) > 1 else [row[:0] for row in chosen[0]]
             for row, early, old in zip(chosen[-1], predicted, last, strict=True):
                 again, right = np.isin(row, old), np.isin(row, early)
@@ -71,12 +75,12 @@ def rows_there(
                 counts["late"] += late.sum()
                 counts["moved"] += late.sum() + (~np.isin(early, old)).sum()
                 counts["all"] += len(row)
-        before = [chosen[-1] for chosen in found]
+        before = [chosen[-1] for chosen in chosen_by_layer]
         state, _ = decode_chunk(models, state, config=config, steps=1)
     return {name: float(counts[name] / counts["all"]) for name in THERE}, state
 
 
 def _by_head(chosen: jax.Array) -> list[np.ndarray]:
-    """What was chosen of each row and KV head."""
+    """The positions chosen by each row and KV head."""
     rows = np.asarray(chosen).reshape(-1, chosen.shape[-1])
     return [row[row >= 0] for row in rows]

@@ -1,4 +1,4 @@
-"""Requests put to an engine when they arrive, and what came of them."""
+"""Submits requests to an engine as they arrive, and measures it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ IN_A_ROW = 4  # chunks of a sample
 
 @dataclasses.dataclass
 class Watch:
-    """When a request arrived, when its tokens came, in seconds, and how many came first."""
+    """Arrival of a request and times of its tokens in seconds, and the size of its first chunk."""
 
     arrived: float
     times: list[float] = dataclasses.field(default_factory=list)
     first: int = 0
 
-    def heard(self, tokens: tuple[int, ...], now: float) -> None:
+    def record(self, tokens: tuple[int, ...], now: float) -> None:
         self.first = self.first or len(tokens)
         self.times.append(now)
 
     def per_token(self, count: int) -> float | None:
-        """Seconds of a token behind the first chunk of ``count``; None where there are none."""
+        """Seconds per token after the first chunk, of ``count`` in all; None for no tokens."""
         rest = count - self.first
         return (self.times[-1] - self.times[0]) / rest if rest else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What an engine did: ``tokens`` of each request, and figures of all of them."""
+    """The ``tokens`` of each request, and figures of all requests together."""
 
     tokens: list[tuple[int, ...]]
     figures: dict[str, Any]
@@ -63,7 +63,7 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
     def submit(request: PromptAndParams, watch: Watch) -> None:
         prompt, params = request
         submitted.append(
-            engine.submit(prompt, params, on_tokens=lambda tokens: watch.heard(tokens, now()))
+            engine.submit(prompt, params, on_tokens=lambda tokens: watch.record(tokens, now()))
         )
 
     while len(submitted) < len(requests) or engine.busy:
@@ -85,7 +85,9 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
             "tokens_per_s": sum(map(len, tokens)) / seconds,
             "requests_per_s": len(requests) / seconds,
             "full_tokens_per_s": _while_full(samples, engine.slots, len(requests)),
-            "token_s": [x for watch, own in pairs if (x := watch.per_token(len(own))) is not None],
+            "token_s": [
+                x for watch, answer in pairs if (x := watch.per_token(len(answer))) is not None
+            ],
             "first_token_s": [watch.times[0] - watch.arrived for watch in watches],
             "mean_accepted_length": (after.committed - before.committed)
             / (after.steps - before.steps),
@@ -97,9 +99,9 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
 
 
 def _while_full(samples: list[tuple[float, int, int]], slots: int, count: int) -> float | None:
-    """Tokens a second from when all slots were taken to when no request was waiting for one.
+    """Tokens a second while all slots are in use and requests are waiting.
 
-    None where no such time is in the samples.
+    None where the samples have no such interval.
     """
     inside = [(at, tokens) for at, tokens, begun in samples if slots <= begun < count]
     if len(inside) < 2:
@@ -139,7 +141,7 @@ def step_seconds(
     while len(samples) < 5:
         begin = time.perf_counter()
         state = chunks(state, IN_A_ROW)
-        if samples and bool(state.done.any()):  # what a row that has ended costs is not asked
+        if samples and bool(state.done.any()):  # a step with finished rows is not representative
             break
         samples.append((time.perf_counter() - begin) / (IN_A_ROW * steps))
     return statistics.median(samples)

@@ -26,12 +26,12 @@ OPTIONAL = (  # kernels' and rivals' packages
 def describe() -> dict[str, Any]:
     """Device, driver, versions and the date (UTC)."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = environment()
-    found["versions"] |= {name: v for name in OPTIONAL if (v := _version(name)) is not None}
+    machine = environment()
+    machine["versions"] |= {name: v for name in OPTIONAL if (v := _version(name)) is not None}
     gpu = gpu_in_use()
     if gpu is not None:
-        found["compute_capability"] = f"{gpu[1][0]}.{gpu[1][1]}"
-    return found | {"driver": _driver(), "date": now}
+        machine["compute_capability"] = f"{gpu[1][0]}.{gpu[1][1]}"
+    return machine | {"driver": _driver(), "date": now}
 
 
 def _version(package: str) -> str | None:
@@ -63,7 +63,7 @@ def read_ceiling(repeats: int = 7) -> float:
     @partial(jax.jit, static_argnums=1)
     def passes(x: jax.Array, count: int) -> jax.Array:
         def body(total: jax.Array, _: None) -> tuple[jax.Array, None]:
-            # Each pass needs the one before, so that none can be left out.
+            # Each pass depends on the one before, so that XLA removes none.
             shifted = x + (total * 0).astype(x.dtype)
             return jnp.sum(jnp.sum(shifted, axis=1, dtype=jnp.float32)), None
 
@@ -74,21 +74,21 @@ def read_ceiling(repeats: int = 7) -> float:
 
 
 def matrix_ceiling(size: int = 8192, repeats: int = 7) -> float:
-    """Operations a second of bfloat16 products ``[size, size] @ [size, size]`` of random numbers.
+    """Operations a second of bfloat16 matmuls ``[size, size] @ [size, size]`` of random numbers.
 
-    The marginal time of a product inside one program, each of the one before. Random, because a GPU
-    multiplies zeros at a higher clock.
+    The marginal time of a matmul inside one program, each on the result of the one before. Random,
+    because a GPU multiplies zeros at a higher clock.
     """
     keys = jax.random.split(jax.random.key(0))
-    # Scaled so that products of products keep their size.
+    # Scaled so that repeated matmuls keep their magnitude.
     x = (size**-0.5 * jax.random.normal(keys[0], (size, size))).astype(jnp.bfloat16)
     first = jax.random.normal(keys[1], (size, size)).astype(jnp.bfloat16)
 
     @partial(jax.jit, static_argnums=2)
-    def products(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    def matmuls(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
         return jax.lax.scan(lambda y, _: (jnp.dot(x, y), None), first, length=count)[0]
 
-    seconds = _medians(lambda count: products(x, first, count), (2, 10), repeats)
+    seconds = _medians(lambda count: matmuls(x, first, count), (2, 10), repeats)
     return 8 * 2 * size**3 / (seconds[10] - seconds[2])
 
 

@@ -1,4 +1,4 @@
-"""Programs on the mesh of a `HelixConfig`: checked, and what one more costs in a jitted loop."""
+"""Programs on the mesh of a `HelixConfig`: their check and their marginal time in a loop."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ REPEATS = 12  # of both at most: a step over a million positions takes a millise
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """A program that the devices of ``helix`` share, to be a row of the ``case``.
+    """A program on the devices of ``helix``, measured as a row of the ``case``.
 
-    On every device ``body(*arguments)`` gives what ``is_right(outputs, arguments)`` judges, and
-    ``following`` what stands for the first argument in the next step of a loop. ``arguments()`` is
-    also traced, for its shapes; ``specs(arguments)``: how they are sharded; ``out``: the outputs.
-    ``moved(arguments)``: the bytes that a device has to read and write for them.
+    On every device, ``body(*arguments)`` returns the outputs that ``is_right(outputs, arguments)``
+    checks, and ``following(*arguments)`` the first argument of a loop's next step. ``arguments()``
+    makes the arguments and is also traced for their shapes. ``specs(arguments)`` and ``out`` are
+    the sharding of arguments and outputs. ``moved(arguments)``: bytes that a device reads and
+    writes.
     """
 
     operation: str
@@ -56,8 +57,7 @@ def on_mesh(helix: HelixConfig, body: Callable[..., Any], specs: tuple[Any, ...]
 
 
 def measure(label: str, groups: Sequence[Sequence[Shared]], settings: Settings) -> Iterator[Any]:
-    """Rows of each group: with marginal times where a program is right, with the reason where it
-    cannot run.
+    """Rows of each group: marginal times of correct programs, reasons of the others.
 
     All are compiled before the first is timed, lowered one after the other and compiled on all
     cores.
@@ -73,9 +73,10 @@ def measure(label: str, groups: Sequence[Sequence[Shared]], settings: Settings) 
 def _compiled(
     shared: Shared, pool: ThreadPoolExecutor, advance: Callable[[], None]
 ) -> Future[jax.stages.Compiled] | Absent:
-    """A program of ``shared``, which is being compiled: what it gives, and one of the two loops.
+    """A program being compiled that returns the outputs of ``shared`` and of one of its loops.
 
-    Both are in one program, whose first argument says which: lowering takes longer than compiling.
+    Both loops are in one program, chosen by its first argument: lowering takes longer than
+    compiling.
     """
     helix = shared.helix
     if jax.device_count() < helix.devices:
@@ -117,15 +118,17 @@ def _measured(
     if not settings.check:
         return row(checked=None, reason="not checked, so not timed")
     try:
-        given = shared.arguments()
+        arguments = shared.arguments()
         short, long = (
-            partial(program.result(), jax.device_put(np.int32(i), shared.helix.sharding()), *given)
+            partial(
+                program.result(), jax.device_put(np.int32(i), shared.helix.sharding()), *arguments
+            )
             for i in range(2)
         )
-        if not shared.is_right(short()[0], given):
+        if not shared.is_right(short()[0], arguments):
             return row(checked=False, reason="its output is wrong")
         times = marginal(short, long, min(settings.repeats, REPEATS))
-        return row(checked=True, bytes=shared.moved(given), step_ns=times)
+        return row(checked=True, bytes=shared.moved(arguments), step_ns=times)
     except Exception as error:
         return row(checked=False, reason=failure(shared.name, error).reason)
 
@@ -137,7 +140,7 @@ def marginal(short: Callable[[], Any], long: Callable[[], Any], repeats: int) ->
 
 @cache
 def _empty(repeats: int) -> float:
-    """The marginal time of a step that only counts, in loops whose turns are steps as well."""
+    """The marginal time of a step that only counts, in loops that are not unrolled."""
     one = jax.numpy.int32(0)
     short, long = (partial(jax.jit(x.function), one) for x in clocks.counting_loops(unroll=1))
     return statistics.median(clocks.step(short, long, 0.0, repeats))

@@ -1,4 +1,4 @@
-"""How alike the positions are that the tokens of a pass would pick, each by itself.
+"""Overlap of the positions that the tokens of a pass would each pick by themselves.
 
 Figure 7 of Yue et al. 2026: the share that two tokens have in common falls with their distance.
 """
@@ -34,7 +34,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _row(plan: Plan) -> dict[str, Any]:
-    """The mean over texts and layers, ``[TOKENS, TOKENS]``: what tokens pick of a real text."""
+    """The row: the mean overlap ``[TOKENS, TOKENS]`` over texts and layers of the bundled model."""
     model, tokenizer = jspec.load_bundled()
     texts = texts_of(plan, tokenizer)
     overlap = np.zeros((TOKENS, TOKENS))
@@ -44,8 +44,10 @@ def _row(plan: Plan) -> dict[str, Any]:
             params = jspec.SamplingParams(max_new_tokens=1)
             known = [text[: 1 - TOKENS]]
             state = start_decoding(model, known, params, PLAIN, capacity=plan.context)
-            found = each_alone(model, jnp.asarray([text[-TOKENS:]], jnp.int32), state.cache, policy)
-            overlap += shared(np.asarray(found))
+            picked = each_alone(
+                model, jnp.asarray([text[-TOKENS:]], jnp.int32), state.cache, policy
+            )
+            overlap += shared(np.asarray(picked))
             advance()
     case = {"texts": plan.texts, "context": plan.context, "ratio": plan.ratio}
     row = {"operation": "vegas-overlap", "case": case, "name": "bundled", "checked": True}
@@ -53,24 +55,27 @@ def _row(plan: Plan) -> dict[str, Any]:
 
 
 def each_alone(model: Any, tokens: Array, cache: jspec.Cache, policy: Vegas) -> Array:
-    """What each of ``tokens [1, T]`` behind the cache picks by itself, int32 ``[T, layers, n]``."""
+    """Positions that each of ``tokens [1, T]``, appended to the cache, picks by itself.
+
+    int32 ``[T, layers, n]``.
+    """
 
     @jax.jit
-    def found(model, tokens, cache):
+    def pick(model, tokens, cache):
         index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = cache.lengths[:, None] + index
         _, after, queries = run_collecting(model, tokens, positions, cache, policy=policy)
         alone = []
         for t in range(tokens.shape[1]):
             layers = picks(policy, after, queries, positions, index[:, t])
-            alone.append(jnp.concatenate([own for own in layers if own is not None]))
+            alone.append(jnp.concatenate([layer for layer in layers if layer is not None]))
         return jnp.stack(alone)
 
-    return found(model, tokens, cache)
+    return pick(model, tokens, cache)
 
 
 def shared(picked: np.ndarray) -> np.ndarray:
-    """The share that two tokens have in common, in the mean over layers; ``[T, layers, n]``."""
+    """The share that two tokens of ``picked [T, layers, n]`` have in common, mean over layers."""
     tokens, layers, _ = picked.shape
     sets = [[set(row[row >= 0].tolist()) for row in of_layers] for of_layers in picked]
     common = np.zeros((tokens, tokens))
@@ -97,7 +102,10 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compare_rows(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Writes by how much two tokens at the greatest distance agree more than in an earlier one."""
+    """Write into each row the change in overlap of the two most distant tokens.
+
+    Returns the number of rows that the earlier result has.
+    """
     before = {str(row["case"]): row["overlap"][0][-1] for row in earlier["rows"]}
     met = [row for row in result["rows"] if str(row["case"]) in before]
     for row in met:
@@ -111,5 +119,5 @@ SUITE = Suite(
     run,
     show,
     compare=compare_rows,
-    own_clocks=True,
+    custom_clocks=True,
 )

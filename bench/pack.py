@@ -58,17 +58,17 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
             expected = workload.expected_packed(kv, accepted)
             arguments = (jax.device_put(kv), jax.device_put(accepted))
             best = chosen(PACK, arguments)
-            here = [
+            bounds = [
                 bound(name, program, arguments, checks(expected), chosen=name == best)
                 for (shape, name), program in programs.items()
                 if shape == (batch, gamma, width)
             ]
             if alpha == RIVALS_ALPHA:
-                here += rivals.pack(kv, accepted, expected[0], settings)
+                bounds += rivals.pack(kv, accepted, expected[0], settings)
             case = {"B": batch, "gamma": gamma, "alpha": alpha, "D": width}
             moved = 2 * expected[0].nbytes
             yield from point.measure(
-                "pack", case, here, settings, states=STATES, clocks=clocks(alpha), moved=moved
+                "pack", case, bounds, settings, states=STATES, clocks=clocks(alpha), moved=moved
             )
             advance()
 
@@ -77,15 +77,15 @@ def compiled_packs(
     grid: list[Shape], settings: Settings
 ) -> dict[tuple[Shape, str], jax.stages.Compiled | Absent]:
     """Each backend of packing for each shape."""
-    wanted = {}
+    sources_by_key = {}
     for shape in grid:
         arguments = (
             jax.ShapeDtypeStruct(shape, np.float16),
             jax.ShapeDtypeStruct(shape[:1], np.int32),
         )
         for name, source in sources(PACK, shapes(arguments), settings).items():
-            wanted[shape, name] = source
-    return compile_all("pack", wanted)
+            sources_by_key[shape, name] = source
+    return compile_all("pack", sources_by_key)
 
 
 def checks(expected: tuple[np.ndarray, np.ndarray, int]) -> Callable[[Any], bool]:
@@ -93,11 +93,11 @@ def checks(expected: tuple[np.ndarray, np.ndarray, int]) -> Callable[[Any], bool
     packed, offsets, total = expected
 
     def check(outputs: Any) -> bool:
-        own, own_offsets, own_total = map(np.asarray, outputs[-3:])
+        actual, actual_offsets, actual_total = map(np.asarray, outputs[-3:])
         return (
-            int(own_total) == total
-            and np.array_equal(own_offsets, offsets)
-            and np.array_equal(own[:total], packed)
+            int(actual_total) == total
+            and np.array_equal(actual_offsets, offsets)
+            and np.array_equal(actual[:total], packed)
         )
 
     return check

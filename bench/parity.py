@@ -42,7 +42,7 @@ CHAIN = "suffix > hata"
 DRAFTS = (*(name for name in names() if name not in ("hata_off", "dense")), CHAIN)
 BUNDLED = "bundled"
 CHOICES = {"model": (BUNDLED, *MODELS), "draft": (*names(), CHAIN)}
-# layers: of a model of random weights, 0 for all; S: tokens of a prompt; new: behind it.
+# layers: of a model with random weights, 0 for all; S: tokens of a prompt; new: tokens after it.
 DEFAULT: cases.Case = {
     "model": BUNDLED,
     "layers": 0,
@@ -57,7 +57,7 @@ QUICK = {"S": 128, "prompts": 8, "new": 64}
 FORCED = (1, 9)  # tokens of a pass over the reference's text
 PIECE = 64  # tokens of a pass that looks at logits alone
 OF_A_BED = ("model", "layers", "S", "prompts", "new")
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 
 
 def parse(text: str) -> cases.Case:
@@ -73,14 +73,14 @@ def cases_of(settings: Settings) -> list[cases.Case]:
         few = [("none", 8), ("ngram", 8), ("streaming", 4)]
         return [DEFAULT | QUICK | {"draft": draft, "gamma": gamma} for draft, gamma in few]
     drafts = [draft for draft in DRAFTS if draft != "none"]
-    found = [
+    drafted = [
         {"draft": draft, "gamma": gamma, "B": batch}
         for batch, gammas in ((8, (4,)), (32, (1, 4, 16)))
         for draft, gamma in itertools.product(drafts, gammas)
     ]
-    found += [{"draft": "ngram", "gamma": 16, "B": 1}, {"draft": "vegas", "gamma": 4, "B": 1}]
+    drafted += [{"draft": "ngram", "gamma": 16, "B": 1}, {"draft": "vegas", "gamma": 4, "B": 1}]
     plain = [{"draft": "none", "B": batch} for batch in (1, 8, 32)]
-    return [DEFAULT | case for case in (*plain, *found)]
+    return [DEFAULT | case for case in (*plain, *drafted)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,36 +97,36 @@ class Flips:
     @property
     def figures(self) -> dict[str, Any]:
         """As a row has them."""
-        found: dict[str, Any] = {"compared": self.compared, "flips": self.count}
-        found["flips_per_1000"] = 1000 * self.count / max(self.compared, 1)
-        return found | {"margins": self.margins}
+        figures: dict[str, Any] = {"compared": self.compared, "flips": self.count}
+        figures["flips_per_1000"] = 1000 * self.count / max(self.compared, 1)
+        return figures | {"margins": self.margins}
 
 
 def first_flips(
     tokens: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], margins: np.ndarray
 ) -> Flips:
-    """The first token of each text that differs; those behind it are not compared.
+    """The first token of each text that differs; later ones are not compared.
 
     ``margins [prompts, new]``: of the reference. Raises `ValueError` for texts of unequal length.
     """
-    compared, found = 0, []
-    for own, other, margin in zip(tokens, reference, margins, strict=True):
-        differs = np.flatnonzero(np.asarray(own) != np.asarray(other))
-        if len(own) != len(other):
-            raise ValueError(f"a text has {len(own)} tokens and its reference {len(other)}")
-        compared += int(differs[0]) + 1 if len(differs) else len(own)
-        found += [float(margin[differs[0]])] if len(differs) else []
-    return Flips(compared, found)
+    compared, flips_margins = 0, []
+    for text, expected, margin in zip(tokens, reference, margins, strict=True):
+        differs = np.flatnonzero(np.asarray(text) != np.asarray(expected))
+        if len(text) != len(expected):
+            raise ValueError(f"a text has {len(text)} tokens and its reference {len(expected)}")
+        compared += int(differs[0]) + 1 if len(differs) else len(text)
+        flips_margins += [float(margin[differs[0]])] if len(differs) else []
+    return Flips(compared, flips_margins)
 
 
 def forced_flips(choices: np.ndarray, reference: np.ndarray, margins: np.ndarray) -> Flips:
-    """Every token that a pass over the reference's text would have chosen otherwise."""
+    """All tokens of the reference's text for which a pass chooses another one."""
     return Flips(reference.size, margins[choices != reference].tolist())
 
 
 @dataclasses.dataclass(frozen=True)
 class Bed:
-    """A model, its prompts and what exact plain decoding makes of them, by which rows are judged.
+    """A model, its prompts, and the reference by exact plain decoding.
 
     ``tokens`` int32 and ``margins`` ``[prompts, new]``.
     """
@@ -142,7 +142,7 @@ class Bed:
         """How many rows may be made at once: compiling takes most of the time, on a CPU, and no row
         has a speed. Of a large model one, whose caches fill the memory."""
         is_bundled = self.tokenizer is not None
-        return min(MOST_WORKERS, max((os.cpu_count() or 1) // 2, 1)) if is_bundled else 1
+        return min(MAX_WORKERS, max((os.cpu_count() or 1) // 2, 1)) if is_bundled else 1
 
     @classmethod
     def of(cls, case: cases.Case) -> Bed:
@@ -191,16 +191,16 @@ def forced(
     *,
     exact: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What passes of ``piece`` tokens choose in place of ``tokens [prompts, new]``, and margins."""
+    """Greedy choices of passes of ``piece`` tokens over ``tokens [prompts, new]``, and margins."""
     config = jspec.StepConfig(piece - 1, jspec.NoDraft(), exact=exact)
-    new, found = tokens.shape[1], []
+    new, by_batch = tokens.shape[1], []
     for begin in range(0, len(prompts), batch):
-        here = slice(begin, begin + batch)
+        batch_rows = slice(begin, begin + batch)
         params = jspec.SamplingParams(max_new_tokens=new, ignore_eos=True)
-        state = jspec.start_decoding(model, prompts[here], params, config)
-        lasts = [prompt[-1:] for prompt in prompts[here]]
+        state = jspec.start_decoding(model, prompts[batch_rows], params, config)
+        lasts = [prompt[-1:] for prompt in prompts[batch_rows]]
         # A token is chosen by what is before it.
-        fed = np.concatenate([lasts, tokens[here, :-1]], axis=1).astype(np.int32)
+        fed = np.concatenate([lasts, tokens[batch_rows, :-1]], axis=1).astype(np.int32)
         cache, parts = state.cache, []
         for at in range(0, new, piece):
             read = np.zeros((len(fed), piece), np.int32)
@@ -208,15 +208,17 @@ def forced(
             index = at + np.arange(piece)
             cache, *part = _looked_at(model, cache, read, np.where(index < new, index, -1), config)
             parts.append([np.asarray(x)[:, : new - at] for x in part])
-        found.append([np.concatenate(x, axis=1) for x in zip(*parts, strict=True)])
-    choices, margins = (np.concatenate(x) for x in zip(*found, strict=True))
+        by_batch.append([np.concatenate(x, axis=1) for x in zip(*parts, strict=True)])
+    choices, margins = (np.concatenate(x) for x in zip(*by_batch, strict=True))
     return choices, margins
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def _looked_at(model, cache, tokens, index, config):
-    """The cache with ``tokens [B, T]``, ``index [T]`` behind its length; the choice behind each,
-    and what the two highest logits are apart."""
+    """Append ``tokens [B, T]`` at ``index [T]`` after the cache's length.
+
+    Returns the cache, the greedy choice after each token, and the margin of its logit.
+    """
     index = index[None]
     positions = jnp.where(index >= 0, cache.lengths[:, None] + index, -1)
     with config.of_target():
@@ -236,16 +238,18 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
     """Each row as it is done."""
-    wanted = itertools.groupby(cases_of(settings), key=lambda case: [case[key] for key in OF_A_BED])
-    groups = [list(group) for _, group in wanted]
-    makers = [_makers(own, settings) for own in groups]
+    grouped = itertools.groupby(
+        cases_of(settings), key=lambda case: [case[key] for key in OF_A_BED]
+    )
+    groups = [list(group) for _, group in grouped]
+    makers = [_makers(group, settings) for group in groups]
     with bar("parity", sum(map(len, makers))) as advance:
-        for own, named in zip(groups, makers, strict=True):
-            reference = Task("exact plain decoding", functools.partial(Bed.of, own[0]))
+        for group, named in zip(groups, makers, strict=True):
+            reference = Task("exact plain decoding", functools.partial(Bed.of, group[0]))
             try:
                 (bed,) = as_they_end("parity", [reference], 1)
             except BackendError as error:
-                for case in own:
+                for case in group:
                     yield {"case": case, "mode": EXACT, "reason": str(error), "checked": None}
                     advance()
                 continue
@@ -256,21 +260,21 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def _makers(
-    wanted: Sequence[cases.Case], settings: Settings
+    group: Sequence[cases.Case], settings: Settings
 ) -> list[tuple[str, Callable[[Bed], dict[str, Any]]]]:
     """What makes each row of these cases, with a name."""
-    found, batches = [], set()
-    for case in wanted:
+    makers, batches = [], set()
+    for case in group:
         batch = case["B"]
         for mode in filter(settings.wants, MODES):
             maker = functools.partial(_of_drafter, case=case, mode=mode, settings=settings)
-            found.append((f"{mode} {case['draft']} gamma={case['gamma']} B={batch}", maker))
+            makers.append((f"{mode} {case['draft']} gamma={case['gamma']} B={batch}", maker))
         if settings.wants(ORDINARY) and batch not in batches:
             batches.add(batch)
             for piece in FORCED:
                 maker = functools.partial(_of_passes, case=case, piece=piece)
-                found.append((f"passes of {piece} B={batch}", maker))
-    return found
+                makers.append((f"passes of {piece} B={batch}", maker))
+    return makers
 
 
 def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> dict[str, Any]:
@@ -307,7 +311,7 @@ def _of_passes(bed: Bed, case: cases.Case, piece: int) -> dict[str, Any]:
 
 
 def key(row: dict[str, Any]) -> str:
-    """What makes a row another one than the rest."""
+    """The key that identifies a row."""
     return str((sorted(row["case"].items()), row["mode"], row.get("kind")))
 
 
@@ -375,6 +379,6 @@ SUITE = Suite(
     show,
     rivals=MODES,
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=parse,
 )

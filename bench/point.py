@@ -1,4 +1,4 @@
-"""One point of a suite's grid: check every program there, then time those that were right."""
+"""One point of a suite's grid: check every program, then time the correct ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DEVICE = DeviceClock()
 def row(
     operation: str, case: Mapping[str, Any], name: str, *, checked: bool | str | None, **rest: Any
 ) -> Row:
-    """A row of a result: what ran where, whether its output was right, and its clocks' samples.
+    """A row of a result: operation, case and name, whether its output was right, and samples.
 
-    ``checked`` may say how far it was found to be right.
+    ``checked``: True or False, None if not checked, or a description of what was checked.
     """
     return {"operation": operation, "case": dict(case), "name": name, "checked": checked} | rest
 
@@ -35,11 +35,10 @@ def measure(
     clocks: Sequence[str] = ("device", "wall"),
     moved: int | None = None,
 ) -> list[Row]:
-    """Rows of every program: one a state of L2 where it ran, one with the reason where it did not.
+    """Rows of every program: one per state of L2 if it ran, else one with the reason.
 
-    ``moved``: the bytes that the operation has to read and write there. No program is timed whose
-    outputs were not checked, and none of those that were wrong. Where the device clock fails, the
-    whole state is left out, with a row that says so.
+    ``moved``: bytes that the operation has to read and write. Only programs with correct outputs
+    are timed. If the device clock fails, a row with the reason replaces the rows of that state.
     """
     rows, right = [], []
     for program in programs:
@@ -65,22 +64,22 @@ def measure(
         timed: list[Row] = [{} for _ in right]
         if "device" in clocks and DEVICE.reason is None:
             try:
-                found = DEVICE.time(right, settings.repeats, cold=state == "cold")
+                times_by_program = DEVICE.time(right, settings.repeats, cold=state == "cold")
             except RuntimeError as error:
                 rows.append(row(operation, at, "device clock", checked=False, reason=str(error)))
                 continue
-            for own, times in zip(timed, found, strict=True):
-                own |= {"device_ns": times.samples, "kernels": times.kernels}
+            for clocks_of_row, times in zip(timed, times_by_program, strict=True):
+                clocks_of_row |= {"device_ns": times.samples, "kernels": times.kernels}
         if "wall" in clocks and state == "warm":
-            for own, program in zip(timed, right, strict=True):
-                own["wall_ns"] = wall(program, settings.repeats)
-        for own, program in zip(timed, right, strict=True):
-            if own:
+            for clocks_of_row, program in zip(timed, right, strict=True):
+                clocks_of_row["wall_ns"] = wall(program, settings.repeats)
+        for clocks_of_row, program in zip(timed, right, strict=True):
+            if clocks_of_row:
                 rest = {
                     "backend": not program.alone,
                     "chosen": program.chosen,
                     "bytes": moved,
-                } | own
+                } | clocks_of_row
                 rows.append(row(operation, at, program.name, checked=True, **rest))
     return rows
 
@@ -94,9 +93,9 @@ class Spread:
     high: float
 
 
-def spread(own: Row, clock: str) -> Spread | None:
-    """Of ``"device"``, ``"wall"`` or ``"step"``; None where a row has no such samples."""
-    samples = own.get(f"{clock}_ns")
+def spread(row: Row, clock: str) -> Spread | None:
+    """The spread of clock ``"device"``, ``"wall"`` or ``"step"``; None without samples."""
+    samples = row.get(f"{clock}_ns")
     if not samples:
         return None
     if len(samples) < 2:
@@ -105,6 +104,6 @@ def spread(own: Row, clock: str) -> Spread | None:
     return Spread(statistics.median(samples) / 1e3, tenths[0] / 1e3, tenths[-1] / 1e3)
 
 
-def best_clock(own: Row) -> Spread | None:
-    """The device clock's spread, the wall clock's where there is none, or that of a step."""
-    return spread(own, "device") or spread(own, "wall") or spread(own, "step")
+def best_clock(row: Row) -> Spread | None:
+    """The spread of the device clock, else of the wall clock, else of the step clock."""
+    return spread(row, "device") or spread(row, "wall") or spread(row, "step")

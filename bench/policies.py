@@ -44,11 +44,14 @@ NAMES = tuple(policies(512))
 def scored_bytes(policy: Policy, spec: LayerSpec, dtype: Any) -> float:
     """Bytes of a token that the policy reads to score it, in all KV heads of a layer that selects.
 
-    What it keeps beside key and value; of exact top-k the key. ``dtype``: of the keys.
+    These are its extra columns and pages; for exact top-k the key. ``dtype``: of the keys.
     """
 
-    def size(kept: Mapping[str, Any]) -> int:
-        return sum(math.prod(x) * jnp.dtype(own or dtype).itemsize for x, own in kept.values())
+    def size(columns: Mapping[str, Any]) -> int:
+        return sum(
+            math.prod(x) * jnp.dtype(column_dtype or dtype).itemsize
+            for x, column_dtype in columns.values()
+        )
 
     if isinstance(policy, ExactTopK):
         return spec.kv_heads * spec.key_size * jnp.dtype(dtype).itemsize
@@ -56,7 +59,7 @@ def scored_bytes(policy: Policy, spec: LayerSpec, dtype: Any) -> float:
 
 
 def arrays_of(policy: Policy, specs: Sequence[LayerSpec]) -> Any:
-    """What the policy is given of a model, from random sample keys."""
+    """The arrays of a policy, prepared from random sample keys."""
     rng = np.random.default_rng(workload.SEED)
     sample = [
         rng.standard_normal((SAMPLE, spec.kv_heads, spec.key_size), np.float32) for spec in specs

@@ -1,4 +1,4 @@
-"""What can be timed: programs compiled from an operation's backends, and rivals' functions."""
+"""Programs to time: compiled from an operation's backends, or functions of rivals."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Something to time, with its inputs in place.
+    """A function to time, with its inputs.
 
-    ``start()`` begins it and returns its outputs, ``wait(outputs)`` returns when they are there,
-    ``check(outputs)`` tells whether they are right. ``alone``: it runs on streams that JAX does not
-    know, so that nothing may be queued around it. ``chosen``: `implementation=None` takes it.
+    ``start()`` launches it and returns its outputs, ``wait(outputs)`` blocks until they are ready,
+    ``check(outputs)`` returns whether they are right. ``alone``: it runs on streams unknown to JAX,
+    so nothing may be queued around it. ``chosen``: `implementation=None` selects it.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Absent:
-    """Something that cannot be timed: it refused, or ``failed`` where it should have run."""
+    """A program that cannot be timed: it is unsupported, or ``failed`` unexpectedly."""
 
     name: str
     reason: str
@@ -52,7 +52,7 @@ class Source:
 
     @property
     def identity(self) -> Hashable:
-        """Equal for two that compile to the same program."""
+        """A key that is equal for sources that compile to the same program."""
         leaves, tree = jax.tree.flatten(self.arguments)
         return self.function, tuple((x.shape, x.dtype) for x in leaves), tree, self.donated
 
@@ -63,10 +63,10 @@ _COMPILED: dict[Hashable, jax.stages.Compiled] = {}
 def compile_all(
     label: str, sources: Mapping[Key, Source | Absent]
 ) -> dict[Key, jax.stages.Compiled | Absent]:
-    """Compile each source, lowering one after the other and compiling on all cores.
+    """Compile each source: lower sequentially, compile on all cores.
 
-    What fails becomes an `Absent`: one broken backend must not end the run. What an earlier suite
-    of the run compiled is taken from there.
+    A failure becomes an `Absent`, so that one broken backend does not end the run. Programs that an
+    earlier suite compiled are reused.
     """
     done: dict[Key, jax.stages.Compiled | Absent] = {}
     pending = {}
@@ -96,7 +96,7 @@ def compile_all(
 
 
 def failure(key: Any, error: Exception) -> Absent:
-    """What is left of a program that raised; the last part of its key is its name."""
+    """The `Absent` of a program that raised; the last part of its key is its name."""
     name = key[-1] if isinstance(key, tuple) else str(key)
     first = next(iter(str(error).splitlines()), "")
     return Absent(str(name), f"failed: {type(error).__name__}: {first[:200]}", failed=True)
@@ -115,26 +115,26 @@ def sources(
     donated: tuple[int, ...] = (),
     **static: Any,
 ) -> dict[str, Source | Absent]:
-    """Every backend of an operation that the settings want, for arguments of these shapes."""
-    found: dict[str, Source | Absent] = {}
+    """The backends of an operation that the settings select, for arguments of these shapes."""
+    by_backend: dict[str, Source | Absent] = {}
     for name in filter(settings.wants, operation.backends):
         try:
             backend = operation.backend(name)
         except ImportError as error:
-            found[name] = failure(name, error)
+            by_backend[name] = failure(name, error)
             continue
         reason = backend.supports(*arguments, **static)
         if reason:
-            found[name] = Absent(name, reason)
+            by_backend[name] = Absent(name, reason)
         else:
             run = _with(backend.run, tuple(static.items()))
-            found[name] = Source(run, arguments, donated)
-    return found
+            by_backend[name] = Source(run, arguments, donated)
+    return by_backend
 
 
 @cache
 def _with(run: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """A backend's function with these arguments, the same object for the same ones."""
+    """A backend's function with static arguments; equal arguments give the same object."""
     return partial(run, **dict(static))
 
 
@@ -153,7 +153,7 @@ def bound(
 
 
 def chosen(operation: Operation, arguments: Sequence[Any], **static: Any) -> str | None:
-    """The backend that `implementation=None` takes."""
+    """The backend that `implementation=None` selects."""
     try:
         return operation.choose(None, *arguments, **static).name
     except BackendError:

@@ -1,4 +1,4 @@
-"""How fast `implementation=None` is beside the best backend, and fusion beside two steps."""
+"""Speed of `implementation=None` over the best backend, and of fusion over two steps."""
 
 from __future__ import annotations
 
@@ -27,30 +27,38 @@ class Regret:
 def of_choice(rows: Sequence[Row], operation: str) -> Regret | None:
     """The speed of the chosen backend over the fastest one's, pipelines left out."""
     return _worst(
-        (case, _fastest(own, lambda r: bool(r.get("chosen"))), _fastest(own, _is_backend))
-        for case, own in points(rows, operation)
+        (
+            case,
+            _fastest(rows_of_case, lambda r: bool(r.get("chosen"))),
+            _fastest(rows_of_case, _is_backend),
+        )
+        for case, rows_of_case in points(rows, operation)
     )
 
 
 def of_fusion(rows: Sequence[Row]) -> Regret | None:
     """The speed of the chosen fused backend over that of the fastest pipeline of two steps."""
     return _worst(
-        (case, _fastest(own, lambda r: bool(r.get("chosen"))), _fastest(own, is_pipeline))
-        for case, own in points(rows, "verify_and_pack")
+        (
+            case,
+            _fastest(rows_of_case, lambda r: bool(r.get("chosen"))),
+            _fastest(rows_of_case, is_pipeline),
+        )
+        for case, rows_of_case in points(rows, "verify_and_pack")
     )
 
 
 def points(rows: Sequence[Row], operation: str) -> list[tuple[dict[str, Any], list[Row]]]:
     """The rows of an operation that have times, by case."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    by_case: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row["operation"] == operation and best_clock(row) is not None:
-            found.setdefault(tuple(row["case"].items()), []).append(row)
-    return [(dict(case), own) for case, own in found.items()]
+            by_case.setdefault(tuple(row["case"].items()), []).append(row)
+    return [(dict(case), rows_of_case) for case, rows_of_case in by_case.items()]
 
 
 def is_pipeline(row: Row) -> bool:
-    """Whether a row is of two programs, one behind the other."""
+    """Whether a row is of two programs, one after the other."""
     return "+" in row["name"]
 
 
@@ -58,26 +66,26 @@ def _is_backend(row: Row) -> bool:
     return not is_pipeline(row) and row["backend"]
 
 
-def _fastest(rows: Sequence[Row], wanted: Any) -> float | None:
-    times = [time.median for r in rows if wanted(r) and (time := best_clock(r)) is not None]
+def _fastest(rows: Sequence[Row], matches: Any) -> float | None:
+    times = [time.median for r in rows if matches(r) and (time := best_clock(r)) is not None]
     return min(times, default=None)
 
 
 def _worst(times: Any) -> Regret | None:
-    found = [(b / a, case) for case, a, b in times if a is not None and b is not None]
-    if not found:
+    speeds = [(b / a, case) for case, a, b in times if a is not None and b is not None]
+    if not speeds:
         return None
-    worst = min(found, key=lambda x: x[0])
-    return Regret(len(found), sum(x for x, _ in found) / len(found), *worst)
+    worst = min(speeds, key=lambda x: x[0])
+    return Regret(len(speeds), sum(x for x, _ in speeds) / len(speeds), *worst)
 
 
 def show(rows: Sequence[Row]) -> None:
     """A line an operation, under its table."""
     screen = console()
     for operation in dict.fromkeys(r["operation"] for r in rows):
-        found = of_choice(rows, operation)
-        if found is not None:
-            screen.print(f"{operation}: implementation=None against the fastest backend: {found}")
-    found = of_fusion(rows)
-    if found is not None:
-        screen.print(f"verify_and_pack against the fastest pipeline of two steps: {found}")
+        regret = of_choice(rows, operation)
+        if regret is not None:
+            screen.print(f"{operation}: implementation=None against the fastest backend: {regret}")
+    regret = of_fusion(rows)
+    if regret is not None:
+        screen.print(f"verify_and_pack against the fastest pipeline of two steps: {regret}")

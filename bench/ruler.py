@@ -1,4 +1,4 @@
-"""RULER with every policy and budget: answers by what a policy reads, and drafts that are accepted.
+"""RULER with every policy and budget, as a reader of the cache and as a drafter.
 
 The bundled model answers questions of 8K and 32K tokens. A score does not depend on the machine.
 Policies are compared at their defaults and where each reads as many bytes of a key to score it.
@@ -27,8 +27,8 @@ from jspec.policies import Policy, named_policy
 from jspec.policies.hata import with_hashes
 
 DENSE = "dense"
-# Policies by the names of rows: as they come, and where each reads 16 bytes of a key and KV head to
-# score it, in a cache of bfloat16 with 128 channels.
+# Policies by the names of rows: with their defaults, and with settings that read 16 bytes of a key
+# and KV head to score it, in a cache of bfloat16 with 128 channels.
 DEFAULTS = ("streaming", "exact_topk", "hata", "quest", "loki", "magicpig")
 AT_16_BYTES = {
     "quest-16": "quest:page=32",
@@ -46,8 +46,8 @@ BATCH = 12  # questions at a time
 def run(settings: Settings) -> dict[str, Any]:
     """The bundled model at each length; answers of drafts are checked against dense ones."""
     model, tokenizer = jspec.load_bundled()
-    wanted = [cases.parse(text, CASE) for text in settings.cases] or _cases(settings)
-    rows = (row for case in wanted for row in _rows(model, tokenizer, case, settings))
+    asked = [cases.parse(text, CASE) for text in settings.cases] or _cases(settings)
+    rows = (row for case in asked for row in _rows(model, tokenizer, case, settings))
     told = {"dtype": str(model.dtype), "gamma": GAMMA, "tasks": list(TASKS)}
     return {**told, "at_16_bytes": AT_16_BYTES, "rows": rows}
 
@@ -68,20 +68,20 @@ class Setting:
     drafts: bool = False
 
     def policy(self, length: int) -> Policy:
-        found = named_policy(AT_16_BYTES.get(self.name, self.name))
-        found = with_budget(found, self.budget)
-        return with_hashes(found, bundled_path())
+        policy = named_policy(AT_16_BYTES.get(self.name, self.name))
+        policy = with_budget(policy, self.budget)
+        return with_hashes(policy, bundled_path())
 
 
 def settings_of(*, quick: bool) -> list[Setting]:
     """What is run at a length: readers and drafters of each policy, dense reading first."""
-    found = [Setting(DENSE)]
+    settings = [Setting(DENSE)]
     for budget in BUDGETS[: 1 if quick else None]:
-        found += [Setting(name, budget, drafts) for drafts in (False, True) for name in NAMES]
+        settings += [Setting(name, budget, drafts) for drafts in (False, True) for name in NAMES]
     if not quick:
         ablated = ("exact_topk", *EQUAL_BYTES)
-        found += [Setting(name, budget) for budget in MORE_BUDGETS for name in ablated]
-    return found
+        settings += [Setting(name, budget) for budget in MORE_BUDGETS for name in ablated]
+    return settings
 
 
 def _rows(
@@ -91,14 +91,14 @@ def _rows(
     length = case["S"]
     questions = ruler_questions(tokenizer, TASKS, length, case["questions"])
     asked = [
-        own
-        for own in settings_of(quick=settings.quick)
-        if own.name == DENSE or settings.wants(own.name)
+        setting
+        for setting in settings_of(quick=settings.quick)
+        if setting.name == DENSE or settings.wants(setting.name)
     ]
-    runs = [Run(own.policy(length), own.drafts) for own in asked]
+    runs = [Run(setting.policy(length), setting.drafts) for setting in asked]
     scores = scores_of(model, tokenizer, runs, questions, length)
-    for own, score in zip(asked, scores, strict=True):
-        yield _row(own, score, scores[0], case, model)
+    for setting, score in zip(asked, scores, strict=True):
+        yield _row(setting, score, scores[0], case, model)
 
 
 def scores_of(
@@ -108,7 +108,7 @@ def scores_of(
     questions: Sequence[Asked],
     length: int,
 ) -> list[Score]:
-    """The score of each of ``runs`` on questions of ``length`` tokens, behind a progress bar."""
+    """The score of each of ``runs`` on questions of ``length`` tokens; shows a progress bar."""
     with bar(f"ruler {cases.kilo(length)}", len(runs) * len(questions)) as advance:
 
         def on_batch(count: int) -> None:
@@ -120,21 +120,21 @@ def scores_of(
 
 
 def _row(
-    own: Setting, score: Score, dense: Score, case: cases.Case, model: jspec.Decoder
+    setting: Setting, score: Score, dense: Score, case: cases.Case, model: jspec.Decoder
 ) -> dict[str, Any]:
-    kind = "draft" if own.drafts else "read"
+    kind = "draft" if setting.drafts else "read"
     row = {
         "operation": "ruler",
-        "case": case | {"budget": own.budget, "kind": kind},
-        "name": own.name,
-        "bytes": bytes_to_score(own.policy(case["S"]), model),
+        "case": case | {"budget": setting.budget, "kind": kind},
+        "name": setting.name,
+        "bytes": bytes_to_score(setting.policy(case["S"]), model),
         "score": score.score,
         "scores": score.scores,
         "checked": None,
     }
-    if own.drafts:
+    if setting.drafts:
         same = sum(a == b for a, b in zip(score.answers, dense.answers, strict=True))
-        # Of bfloat16 a pass over several tokens rounds otherwise than one over a token.
+        # In bfloat16 a pass over several tokens rounds differently from a pass over one.
         exact = model.dtype == jax.numpy.float32
         row |= {
             "mean_accepted_length": score.stats.mean_accepted_length,
@@ -156,14 +156,14 @@ HEADINGS = ("S", "budget", "policy", "bytes", "score", "accepted length")
 
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """Cells under `HEADINGS`: a policy and budget a line, what it reads and what it drafts."""
-    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    by_setting: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         case = row["case"]
-        own = found.setdefault((case["S"], case["budget"], row["name"]), {})
-        own[case["kind"]] = row
+        by_kind = by_setting.setdefault((case["S"], case["budget"], row["name"]), {})
+        by_kind[case["kind"]] = row
     cells = []
-    for (length, budget, name), own in found.items():
-        read, draft = own["read"], own.get("draft")
+    for (length, budget, name), by_kind in by_setting.items():
+        read, draft = by_kind["read"], by_kind.get("draft")
         shown = "" if draft is None else f"{draft['mean_accepted_length']:.2f}"
         share = "all" if budget is None else f"{budget:.2%}"
         bytes_read = f"{read['bytes']:g}" if read["bytes"] else ""
@@ -203,6 +203,6 @@ SUITE = Suite(
     show,
     rivals=NAMES,
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=functools.partial(cases.parse, default=CASE),
 )

@@ -54,17 +54,17 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
             best = chosen(VERIFY_STOCHASTIC, arguments, **STATIC)
             uniforms = _uniforms(arguments)
             check = _checks(logits, uniforms, programs[case, "xla"], arguments)
-            here = [
+            bounds = [
                 bound(name, program, arguments, check, chosen=name == best)
                 for (where, name), program in programs.items()
                 if where == case and settings.wants(name)
             ]
-            here += rivals.sampling(logits, uniforms, settings)
+            bounds += rivals.sampling(logits, uniforms, settings)
             draft_bytes = 0 if logits.draft_logits is None else logits.draft_logits.nbytes
             rows = point.measure(
                 "verify_stochastic",
                 {"B": batch, "V": vocabulary, "draft": draft},
-                here,
+                bounds,
                 settings,
                 states=STATES,
                 moved=logits.target.nbytes + draft_bytes,
@@ -74,7 +74,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
                 kernels = [row for row in rows if row["name"] != "xla"]
                 clock.add(kernels, VERIFY_STOCHASTIC, arguments, FEED, **STATIC)
             yield from rows
-            del arguments, check, here, rows  # before the next case takes its memory
+            del arguments, check, bounds, rows  # before the next case takes its memory
             advance()
 
 
@@ -82,11 +82,11 @@ def _compiled(settings: Settings) -> dict[tuple[Case, str], Any]:
     """Each backend at each case, the reference whether it is wanted or not."""
     if not settings.wants("xla"):
         settings = dataclasses.replace(settings, only=(*settings.only, "xla"))
-    wanted = {}
+    sources_by_key = {}
     for case in grid(settings):
         for name, source in sources(VERIFY_STOCHASTIC, _shapes(case), settings, **STATIC).items():
-            wanted[case, name] = source
-    return compile_all("sampling", wanted)
+            sources_by_key[case, name] = source
+    return compile_all("sampling", sources_by_key)
 
 
 def _shapes(case: Case) -> tuple[Any, ...]:

@@ -26,15 +26,15 @@ Case = dict[str, Any]
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT, CHOICES)
-    if found["k"] > found["n"]:
-        raise ValueError(f"k={found['k']} must be at most n={found['n']}")
-    return found
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, DEFAULT, CHOICES)
+    if case["k"] > case["n"]:
+        raise ValueError(f"k={case['k']} must be at most n={case['n']}")
+    return case
 
 
 def grid(settings: Settings) -> list[Case]:
-    """Rows of scores whose k highest are wanted: ``scores`` is a dtype, or whole numbers' range."""
+    """The cases: ``scores`` is a dtype, or the range of integer scores."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     large = [
@@ -48,8 +48,8 @@ def grid(settings: Settings) -> list[Case]:
     some = [large[0], large[3]]
     if jax.default_backend() != "gpu":
         some = large = [(4, 8192, 256, "0..128"), (4, 8192, 256, "float32")]
-    wanted = some if settings.quick else large
-    return [dict(zip(COLUMNS, case, strict=True)) for case in wanted]
+    chosen = some if settings.quick else large
+    return [dict(zip(COLUMNS, case, strict=True)) for case in chosen]
 
 
 def scores_of(case: Case) -> np.ndarray:
@@ -68,7 +68,7 @@ def expected(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def static(case: Case) -> dict[str, Any]:
-    """What every backend is given beside its arrays."""
+    """The static arguments of the backends of `jspec.select`."""
     highest = BITS if case["scores"] == "0..128" else None
     return {"k": case["k"], "sinks": 0, "recent": 0, "highest": highest}
 
@@ -90,10 +90,10 @@ def _measured(case: Case, settings: Settings) -> list[point.Row]:
     want = expected(scores, k)
     arguments = (jnp.asarray(scores), *(jnp.full((rows,), x, jnp.int32) for x in (k, n)))
     best = chosen(SELECT, arguments, **static(case))
-    found = sources(SELECT, shapes(arguments), settings, **static(case))
+    by_backend = sources(SELECT, shapes(arguments), settings, **static(case))
     programs = [
         bound(name, program, arguments, lambda out: np.array_equal(out, want), chosen=name == best)
-        for name, program in compile_all("select", found).items()
+        for name, program in compile_all("select", by_backend).items()
     ]
     if settings.wants("lax.top_k"):
         programs.append(_top_k(arguments[0], k, want))
@@ -103,14 +103,14 @@ def _measured(case: Case, settings: Settings) -> list[point.Row]:
 
 
 def _top_k(scores: jax.Array, k: int, want: np.ndarray) -> Program | Absent:
-    """Whose slots come in the order of their scores."""
+    """`jax.lax.top_k`, whose slots are in the order of their scores."""
     source = Source(lambda x: jax.lax.top_k(x, k)[1], shapes((scores,)))
     program = compile_all("top_k", {"lax.top_k": source})["lax.top_k"]
     return bound("lax.top_k", program, (scores,), lambda out: np.array_equal(np.sort(out), want))
 
 
 def floor(result: dict[str, Any]) -> table.Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

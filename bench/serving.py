@@ -59,7 +59,7 @@ DEFAULT: cases.Case = {
     "layers": 0,
 }
 CHOICES = {"model": ("bundled", *cases.CHOICES["model"]), "mix": tuple(MIXES)}
-OWN = (
+DEFAULT_CASES = (
     "mix=reasoning",
     "mix=long-context,B=16",
     "model=qwen3-8b,mix=reasoning,S=512,new=2K",
@@ -74,21 +74,23 @@ FOOT = (
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, DEFAULT, CHOICES)
-    prompt, new = (CPU_MIXES if jax.default_backend() == "cpu" else MIXES)[found["mix"]]
-    found |= {"S": found["S"] or prompt, "new": found["new"] or new}
-    return found | {"requests": found["requests"] or 3 * found["B"]}
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, DEFAULT, CHOICES)
+    prompt, new = (CPU_MIXES if jax.default_backend() == "cpu" else MIXES)[case["mix"]]
+    case |= {"S": case["S"] or prompt, "new": case["new"] or new}
+    return case | {"requests": case["requests"] or 3 * case["B"]}
 
 
 def grid(settings: Settings) -> list[cases.Case]:
-    """The cases that were asked for, or the suite's own."""
-    own = OWN
+    """The requested cases, or the suite's defaults."""
+    defaults = DEFAULT_CASES
     if jax.default_backend() == "cpu":
-        own = [f"mix={mix},B=4" for mix in MIXES]
+        defaults = [f"mix={mix},B=4" for mix in MIXES]
     if settings.quick:
-        own = ["mix=reasoning,B=2,S=16,new=16"] if own is not OWN else own[:1]
-    return [case(text) for text in settings.cases or own]
+        defaults = (
+            ["mix=reasoning,B=2,S=16,new=16"] if defaults is not DEFAULT_CASES else defaults[:1]
+        )
+    return [case(text) for text in settings.cases or defaults]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -100,9 +102,9 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[Row]:
     names = [name for name in DRAFTS if name == "none" or settings.wants(name)]
-    for here in grid(settings):
-        with bar(f"{here['model']}, {here['mix']}", len(names)) as advance:
-            trial = Trial.of(here, settings)
+    for case in grid(settings):
+        with bar(f"{case['model']}, {case['mix']}", len(names)) as advance:
+            trial = Trial.of(case, settings)
             for name in names:
                 yield from trial.rows(name, settings)
                 gc.collect()  # the engine's memory, before the next one takes it
@@ -125,19 +127,19 @@ class Trial:
     rate: float | None = None
 
     @classmethod
-    def of(cls, here: cases.Case, settings: Settings) -> Trial:
-        if here["model"] == "bundled":
+    def of(cls, case: cases.Case, settings: Settings) -> Trial:
+        if case["model"] == "bundled":
             (model, _), steered = jspec.load_bundled(), None
         else:
-            asked = dataclasses.replace(settings.decode, layers=here["layers"] or None)
-            model = decode.drawn(here["model"], dataclasses.replace(settings, decode=asked))
-            steered = Steered(model, profiles.rate_of(here["model"]))
-        requests = requests_of(here)
+            asked = dataclasses.replace(settings.decode, layers=case["layers"] or None)
+            model = decode.drawn(case["model"], dataclasses.replace(settings, decode=asked))
+            steered = Steered(model, profiles.rate_of(case["model"]))
+        requests = requests_of(case)
         alone = [
             jspec.generate(model, [prompt], params, draft=None).tokens[0]
             for prompt, params in requests[:CHECKED]
         ]
-        return cls(here, model, steered, requests, alone)
+        return cls(case, model, steered, requests, alone)
 
     @property
     def capacity(self) -> int:
@@ -176,8 +178,8 @@ class Trial:
             loads[f"{share:.0%}"] = serve(engine, self.requests, at).figures
         del engine  # its memory is needed
         figures = full.figures | {"step_s": self._step_s(name, full.tokens)}
-        for load, own in ({"full": figures} | loads).items():
-            yield self._row(name, load, own | checked)
+        for load, figures_of_load in ({"full": figures} | loads).items():
+            yield self._row(name, load, figures_of_load | checked)
 
     def _checked(self, tokens: list[tuple[int, ...]], settings: Settings) -> dict[str, Any]:
         """Whether the first requests have the tokens that they have alone."""
@@ -206,25 +208,25 @@ class Trial:
         """Seconds of a step of as many rows as there are slots, half through their answers."""
         text, gamma = DRAFTS[name]
         pairs = list(zip(self.requests, tokens, strict=True))[: self.case["B"]]
-        texts = [[*prompt, *own[: len(own) // 2]] for (prompt, _), own in pairs]
+        texts = [[*prompt, *answer[: len(answer) // 2]] for (prompt, _), answer in pairs]
         config = jspec.StepConfig(gamma, jspec.named_draft(text))
         model, steps = self.steered or self.model, usual_steps(config.draft, gamma)
         return step_seconds(model, texts, self.capacity, config, steps)
 
-    def _row(self, name: str, load: str, found: dict[str, Any]) -> Row:
+    def _row(self, name: str, load: str, measured: dict[str, Any]) -> Row:
         at = self.case | {"load": load}
-        own = {"operation": "serving", "case": at, "name": name, "setting": DRAFTS[name][0]}
+        row = {"operation": "serving", "case": at, "name": name, "setting": DRAFTS[name][0]}
         if self.steered is not None:
-            own |= {"acceptance": "imposed", "rate": self.steered.rate}
-        return own | {"dtype": str(self.model.dtype)} | found
+            row |= {"acceptance": "imposed", "rate": self.steered.rate}
+        return row | {"dtype": str(self.model.dtype)} | measured
 
 
-def requests_of(here: cases.Case) -> list[PromptAndParams]:
+def requests_of(case: cases.Case) -> list[PromptAndParams]:
     """Greedy requests of ragged lengths: real texts for the bundled model, else random tokens."""
-    rng, count = np.random.default_rng(0), here["requests"]
+    rng, count = np.random.default_rng(0), case["requests"]
     share = rng.uniform(0.5, 1.5, (2, count))
-    lengths, news = np.maximum((share.T * (here["S"], here["new"])).astype(int), 2).T.tolist()
-    if here["model"] == "bundled":
+    lengths, news = np.maximum((share.T * (case["S"], case["new"])).astype(int), 2).T.tolist()
+    if case["model"] == "bundled":
         _, tokenizer = jspec.load_bundled()
         whole = decoding.texts(tokenizer, count, max(lengths))
         texts = [text[:length] for text, length in zip(whole, lengths, strict=True)]
@@ -287,16 +289,16 @@ def show(result: dict[str, Any]) -> None:
     """A table a case; what has no speed is a line with its reason."""
     screen, rows = console(), timed(result["rows"])
     for where in dict.fromkeys(map(case_cells, rows)):
-        own = [row for row in rows if case_cells(row) == where]
+        rows_of_case = [row for row in rows if case_cells(row) == where]
         model, mix, slots, prompt, new = where
         title = f"{result['machine']['device']}: {model}, {mix}, {slots} slots, {prompt} + {new}"
         table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None)
-        compared = any("ratio" in row for row in own)
+        compared = any("ratio" in row for row in rows_of_case)
         for heading in (*HEADINGS, *(["vs before"] if compared else [])):
             table.add_column(heading, justify="left" if heading == "draft" else "right")
-        for row in own:
+        for row in rows_of_case:
             before = [times(row["ratio"]) if "ratio" in row else ""] if compared else []
-            table.add_row(*cells(row, own), *before)
+            table.add_row(*cells(row, rows_of_case), *before)
         screen.print(table)
     screen.print(FOOT, markup=False)
     for reason in dict.fromkeys(
@@ -326,6 +328,6 @@ SUITE = Suite(
     show,
     rivals=tuple(DRAFTS),
     compare=compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=case,
 )

@@ -1,4 +1,4 @@
-"""What a run was asked for, and the bars that show how far it is."""
+"""The settings of a run, its console and progress bars."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jspec.dispatch import Backends
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSettings:
-    """What the suite `decode` was asked for.
+    """Settings of the suite `decode`.
 
-    ``models``, ``batches``, ``contexts`` and ``tokens`` (of a pass) are crossed; empty for the
-    suite's own. ``steps``: of a jitted chunk, 0 for the suite's own. ``layers``: the first ones of
-    each model, None for all, or for the suite's own on a CPU. ``backends``: of the operations of a
-    step.
+    The product of ``models``, ``batches``, ``contexts`` and ``tokens`` (of a pass) is measured;
+    empty for the suite's defaults. ``steps``: of a jitted chunk, 0 for the default. ``layers``: the
+    number of first layers of each model, None for all, or for the default on a CPU. ``backends``:
+    of the operations of a step.
     """
 
     models: tuple[str, ...] = ()
@@ -39,10 +39,13 @@ class DecodeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """``quick``: fewer and smaller cases. ``check``: compare outputs, without which nothing is
-    timed. ``only``: the names of the backends and rivals to run, empty for all. ``cases``: those to
-    run in place of the suite's own, as `bench.cases.parse` reads them. ``decode``: of the suite of
-    that name alone."""
+    """Settings of a run.
+
+    ``quick``: fewer and smaller cases. ``check``: compare outputs; without it nothing is timed.
+    ``only``: the names of the backends and rivals to run, empty for all. ``cases``: cases to run
+    instead of the suite's defaults, as text. ``decode``: settings of the suite `decode`. ``model``
+    and ``resume``: the model and the earlier result of the suite `real`.
+    """
 
     quick: bool = False
     check: bool = True
@@ -65,19 +68,19 @@ WIDTH = 100  # columns of a table at most, and of one that goes to a file
 
 def console(**kwargs: Any) -> Console:
     """A console of the terminal's width, up to `WIDTH` columns."""
-    found = Console(highlight=False, **kwargs)
-    if found.is_terminal or "COLUMNS" in os.environ:
-        found.width = min(WIDTH, found.width)
+    screen = Console(highlight=False, **kwargs)
+    if screen.is_terminal or "COLUMNS" in os.environ:
+        screen.width = min(WIDTH, screen.width)
     else:
-        found.width = WIDTH
-    return found
+        screen.width = WIDTH
+    return screen
 
 
 @contextlib.contextmanager
 def bar(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; call what it yields after each part.
+    """Show a progress bar on stderr; the yielded function advances it.
 
-    Where stderr is no terminal, a line that says how long it took, at the end.
+    If stderr is no terminal, prints one line with the duration at the end instead.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = sys.stderr.isatty()

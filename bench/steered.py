@@ -1,4 +1,4 @@
-"""A model of which draft tokens are accepted at a given rate, for weights that are random."""
+"""A model with random weights whose verification accepts draft tokens at a given rate."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ CERTAIN = 1e30
 class Steered(nnx.Module):
     """``model`` with its own passes and logits, but for one logit that is the largest by far.
 
-    In a pass over several tokens that is the next token of the pass, at ``rate``, else another one:
-    where these are a draft, each is accepted so often if those before it are. Behind the last token
-    it is any one. All of it follows from positions and tokens, so that greedy requests have the
-    same text at any batch. It serves drafters that draft by passes over one token.
+    In a pass over several tokens, the largest logit is that of the pass's next token with
+    probability ``rate``, else of another token. So each draft token is accepted at that rate if
+    those before it are. After the last token any token may follow. The choice depends only on
+    positions and tokens: greedy requests have the same text at any batch. It supports drafters that
+    draft by passes over one token.
     """
 
     def __init__(self, model: jspec.Decoder, rate: float) -> None:
@@ -33,10 +34,10 @@ class Steered(nnx.Module):
         return self.model.dtype
 
     def __call__(self, tokens: Array, positions: Array, attend: Any, cache: Any) -> Any:
-        """As that of the model, with the digits of the chosen token as channels more."""
+        """The model's pass, with the digits of the chosen token as extra channels."""
         hidden, cache = self.model(tokens, positions, attend, cache)
         size = self.config.vocab_size
-        # Another one for each token, so that texts do not run into one another.
+        # Depends on the token, so that texts do not converge.
         free = (
             tokens + (_mixed(positions, jnp.zeros_like(tokens)) % size).astype(jnp.int32)
         ) % size
@@ -49,7 +50,7 @@ class Steered(nnx.Module):
         return jnp.concatenate([hidden, jnp.stack(digits, -1).astype(hidden.dtype)], -1), cache
 
     def logits(self, hidden: Array) -> Array:
-        """Those of the model, but for that of the chosen token."""
+        """The model's logits, except that of the chosen token, which is the largest."""
         digits = hidden[..., -DIGITS:].astype(jnp.int32)
         chosen = digits[..., -1]
         for digit in range(DIGITS - 2, -1, -1):
@@ -60,7 +61,7 @@ class Steered(nnx.Module):
 
 
 def _mixed(positions: Array, tokens: Array) -> Array:
-    """A number of 32 bits for each position and token, as if drawn at random."""
+    """A pseudo-random uint32 for each position and token."""
     first, second, third = map(jnp.uint32, (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35))
     x = positions.astype(jnp.uint32) * first ^ (tokens.astype(jnp.uint32) + 1) * second
     x = (x ^ x >> 16) * second

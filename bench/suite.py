@@ -1,4 +1,4 @@
-"""What every suite of the bench is: a name, what it runs, and how its result is shown."""
+"""The interface of a suite: its name, how it runs, and how its result is shown."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Result = dict[str, Any]
 class Suite:
     """A benchmark of `python -m bench`.
 
-    ``run(settings)`` gives its result: ``rows``, which may come one by one, and what the report
-    needs beside them. ``show(result)`` prints it. ``compare(result, earlier)`` writes into
-    each row how many times as fast it is as in an earlier result, and returns how many had one.
-    ``operations`` and ``rivals``: what ``--backend`` chooses among. ``own_clocks``: its rows are
+    ``run(settings)`` returns its result: ``rows``, which may be an iterator, and what else the
+    report needs. ``show(result)`` prints it. ``compare(result, earlier)`` writes into each row its
+    speedup over an earlier result, and returns how many rows had one.
+    ``operations`` and ``rivals``: what ``--backend`` chooses among. ``custom_clocks``: its rows are
     timed by other clocks than those of `bench.clocks`. ``case(text)``: a case that ``--case`` asks
     for, `ValueError` where it is none; None for a suite whose cases are fixed.
     """
@@ -32,11 +32,11 @@ class Suite:
     operations: tuple[Operation, ...] = ()
     rivals: tuple[str, ...] = ()
     compare: Callable[[Result, Result], int] = table.compare
-    own_clocks: bool = False
+    custom_clocks: bool = False
     case: Callable[[str], Any] | None = None
 
     @property
     def names(self) -> set[str]:
-        """Every backend and rival that it may run."""
+        """The names of all backends and rivals that it can run."""
         backends = {name for operation in self.operations for name in operation.backends}
         return backends | set(self.rivals)

@@ -26,18 +26,20 @@ FOOT = (
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The ``read`` ceiling of a run, bytes a second, None where it was not measured, and which
-    ``bytes`` of a row are held against it, in words."""
+    """The ``read`` ceiling of a run in bytes a second, None if not measured.
+
+    ``bytes``: a description of the bytes of a row that are compared with it.
+    """
 
     read: float | None
     bytes: str
 
-    def share(self, own: Row) -> float | None:
-        """The bytes that a row's operation needs a second, over the ceiling."""
-        best = best_clock(own)
+    def share(self, row: Row) -> float | None:
+        """A row's bytes a second over the ceiling."""
+        best = best_clock(row)
         if best is None or self.read is None:
             return None
-        return own["bytes"] / best.median * 1e6 / self.read
+        return row["bytes"] / best.median * 1e6 / self.read
 
     def __str__(self) -> str:
         ceiling = "not measured" if self.read is None else f"{self.read / 1e9:,.0f} GB/s"
@@ -48,10 +50,10 @@ class Floor:
 
 
 def show(result: dict[str, Any], columns: Sequence[str], floor: Floor | None = None) -> None:
-    """A line a row: its case, each clock, bytes a second, and its speed against the fastest's.
+    """Print a line per row: its case, clocks, bytes a second, and speed relative to the fastest.
 
-    With ``floor`` the bytes that a row needs and their share of the read ceiling take the place of
-    bytes a second. Where the terminal is too narrow, the percentiles of the clocks are left out.
+    With ``floor``, the bytes that a row needs and their share of the read ceiling replace bytes a
+    second. On a narrow terminal, the percentiles of the clocks are left out.
     """
     screen = console()
     table, notes = _table(result, columns, floor, percentiles=True)
@@ -72,7 +74,7 @@ def show(result: dict[str, Any], columns: Sequence[str], floor: Floor | None = N
 def _table(
     result: dict[str, Any], columns: Sequence[str], floor: Floor | None, *, percentiles: bool
 ) -> tuple[Table, list[str]]:
-    """The table, and the reasons that its rows refer to by number."""
+    """The table, and the reasons that rows reference by number."""
     table = Table(
         title=f"{result['suite']}: {result['machine']['device']}; times in microseconds",
         title_justify="left",
@@ -93,61 +95,61 @@ def _table(
         table.add_column(heading, justify="right")
     fastest = _fastest(result["rows"])
     notes: dict[str, None] = {}
-    for own in result["rows"]:
-        cells = [cell(h, own["case"].get(h)) for h in columns]
-        name = own["name"] + ("*" if own.get("chosen") else "")
-        if own.get("reason"):
-            note = f"{own['operation']}, {own['name']}: {own['reason']}"
+    for row in result["rows"]:
+        cells = [cell(h, row["case"].get(h)) for h in columns]
+        name = row["name"] + ("*" if row.get("chosen") else "")
+        if row.get("reason"):
+            note = f"{row['operation']}, {row['name']}: {row['reason']}"
             if note in notes:
-                continue  # once is enough
+                continue  # each reason once
             notes[note] = None
             cells += [escape(f"{name} [{len(notes)}]")]
         else:
-            cells += [name, *_times(own, clocks, percentiles=percentiles)]
-            best = best_clock(own)
-            cells += _rate(own) if floor is None else _of_floor(own, floor)
-            own_best = fastest.get(_where(own))
-            cells.append(times(own_best / best.median) if best and own_best else "")
+            cells += [name, *_times(row, clocks, percentiles=percentiles)]
+            best = best_clock(row)
+            cells += _rate(row) if floor is None else _of_floor(row, floor)
+            fastest_of_case = fastest.get(_where(row))
+            cells.append(times(fastest_of_case / best.median) if best and fastest_of_case else "")
             if compared:
-                cells.append(times(own["ratio"]) if "ratio" in own else "")
+                cells.append(times(row["ratio"]) if "ratio" in row else "")
         table.add_row(*cells)
     return table, list(notes)
 
 
 def times(ratio: float) -> str:
-    """How many times as fast, as tables show it."""
+    """Format a speedup, as in 1.50x."""
     return f"{ratio:.2f}x"
 
 
-def _times(own: Row, clocks: Sequence[str], *, percentiles: bool) -> list[str]:
+def _times(row: Row, clocks: Sequence[str], *, percentiles: bool) -> list[str]:
     cells = []
     for clock in clocks:
-        found = spread(own, clock)
-        cells.append("" if found is None else number(found.median))
+        times = spread(row, clock)
+        cells.append("" if times is None else number(times.median))
         if percentiles:
-            cells.append("" if found is None else f"{number(found.low)}-{number(found.high)}")
+            cells.append("" if times is None else f"{number(times.low)}-{number(times.high)}")
     return cells
 
 
 def number(x: float) -> str:
-    """Three digits or more."""
+    """Format a number with at least three digits."""
     return f"{x:,.2f}" if abs(x) < 10 else f"{x:,.1f}" if abs(x) < 100 else f"{x:,.0f}"
 
 
-def _rate(own: Row) -> list[str]:
-    """Gigabytes a second, of what is worth the name."""
-    best, moved = best_clock(own), own.get("bytes") or 0
+def _rate(row: Row) -> list[str]:
+    """Gigabytes a second, empty for at most 1 KiB."""
+    best, moved = best_clock(row), row.get("bytes") or 0
     return [f"{moved / best.median / 1e3:,.0f}" if best and moved > 2**10 else ""]
 
 
-def _of_floor(own: Row, floor: Floor) -> list[str]:
+def _of_floor(row: Row, floor: Floor) -> list[str]:
     """The bytes that a row needs, and their share of the read ceiling."""
-    share = floor.share(own)
-    return [number(own["bytes"] / 1e6), "" if share is None else f"{share:.1%}"]
+    share = floor.share(row)
+    return [number(row["bytes"] / 1e6), "" if share is None else f"{share:.1%}"]
 
 
 def cell(heading: str, value: Any) -> str:
-    """A part of a case as tables show it."""
+    """Format a value of a case for tables."""
     if heading == "bytes" and value is not None:
         return number(value / 1e6)
     if heading in SLOTS and value is not None:
@@ -155,34 +157,34 @@ def cell(heading: str, value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _where(own: Row) -> tuple[Any, ...]:
-    return own["operation"], tuple(sorted(own["case"].items()))
+def _where(row: Row) -> tuple[Any, ...]:
+    return row["operation"], tuple(sorted(row["case"].items()))
 
 
 def _fastest(rows: Sequence[Row]) -> dict[tuple[Any, ...], float]:
     best: dict[tuple[Any, ...], float] = {}
-    for own in rows:
-        time = best_clock(own)
+    for row in rows:
+        time = best_clock(row)
         if time is not None:
-            where = _where(own)
+            where = _where(row)
             best[where] = min(best.get(where, time.median), time.median)
     return best
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as fast it is as in the earlier result; how many had one.
+    """Write into each row its speedup over the earlier result; returns how many had one.
 
-    Rows meet by operation, case and name, and are compared on the device clock, on the wall clock
-    where either has no device clock.
+    Rows are matched by operation, case and name, and compared on the device clock, or on the wall
+    clock if either has no device clock.
     """
     before = {(*_where(r), r["name"]): r for r in earlier["rows"]}
     met = 0
-    for own in result["rows"]:
-        other = before.get((*_where(own), own["name"]), {})
+    for row in result["rows"]:
+        other = before.get((*_where(row), row["name"]), {})
         for clock in ("device", "wall"):
-            now, then = spread(own, clock), spread(other, clock)
+            now, then = spread(row, clock), spread(other, clock)
             if now and then:
-                own["ratio"] = then.median / now.median
+                row["ratio"] = then.median / now.median
                 met += 1
                 break
     return met

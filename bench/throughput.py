@@ -54,7 +54,7 @@ OTHERS = {
     **{name: name for name in ("quantspec", "ngram", "suffix")},
 }
 CHOICES = cases.CHOICES | {"model": ("bundled", *cases.CHOICES["model"])}
-OWN = (
+DEFAULT_CASES = (
     "B=4,S=120K",
     "B=64,S=8K,gamma=6",
     "B=32,S=20K,gamma=6",
@@ -79,7 +79,7 @@ def case(text: str) -> cases.Case:
     return cases.parse(text, BUNDLED if is_bundled else drafting.DEFAULT, CHOICES)
 
 
-def wanted(gamma: int, settings: Settings) -> list[Drafting]:
+def draftings(gamma: int, settings: Settings) -> list[Drafting]:
     """The rows of a case."""
     every = [
         Drafting("plain", "none", 0),
@@ -87,9 +87,11 @@ def wanted(gamma: int, settings: Settings) -> list[Drafting]:
         *(Drafting(name, text, gamma) for name, text in QUANTIZED.items()),
         *(Drafting(name, text, CHAIN_GAMMA) for name, text in CHAINS.items()),
     ]
-    exactly = [dataclasses.replace(own, name=f"{own.name}-exact", exact=True) for own in every]
-    found = [own for own in every if settings.wants(own.name)]
-    return found + [own for own in exactly if own.name in settings.only]
+    exactly = [
+        dataclasses.replace(drafter, name=f"{drafter.name}-exact", exact=True) for drafter in every
+    ]
+    chosen = [drafter for drafter in every if settings.wants(drafter.name)]
+    return chosen + [drafter for drafter in exactly if drafter.name in settings.only]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -110,16 +112,16 @@ def _rows(settings: Settings, limits: Ceilings) -> Iterator[Row]:
             if "attempts_at" in row:
                 drafted[row["name"]] = [n / row["steps"] for n in row["attempts_at"]]
             yield row
-    for here in grid(settings):
-        for row in drafting.rows(here, wanted(here["gamma"], settings), settings, limits):
+    for case in grid(settings):
+        for row in drafting.rows(case, draftings(case["gamma"], settings), settings, limits):
             yield imposed(row, drafted)
 
 
 def grid(settings: Settings) -> list[cases.Case]:
     """The cases whose acceptance is imposed."""
     if settings.cases:
-        return [here for here in map(case, settings.cases) if here["model"] != "bundled"]
-    return drafting.grid(settings, OWN)
+        return [x for x in map(case, settings.cases) if x["model"] != "bundled"]
+    return drafting.grid(settings, DEFAULT_CASES)
 
 
 def others(settings: Settings) -> list[str]:
@@ -142,12 +144,12 @@ def imposed(row: Row, drafted: dict[str, list[float]]) -> Row:
         reason = "how long its drafts are is not known: the bundled model's row did not run"
         return row | {"acceptance": "imposed", "checked": None, "reason": reason}
     tokens = profiles.committed(rate, gamma, lengths)
-    found = row | {"acceptance": "imposed", "rate": rate, "drafted_at_least": lengths}
+    result = row | {"acceptance": "imposed", "rate": rate, "drafted_at_least": lengths}
     time = spread(row, "step")
     if time is not None:
-        found["tokens_per_iteration"] = tokens
-        found["tokens_per_s"] = tokens * row["case"]["B"] / time.median * 1e6
-    return found
+        result["tokens_per_iteration"] = tokens
+        result["tokens_per_s"] = tokens * row["case"]["B"] / time.median * 1e6
+    return result
 
 
 def plans(settings: Settings) -> list[Plan]:
@@ -167,47 +169,47 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
     model, tokenizer = jspec.load_bundled()
     prompts = acceptance.texts_of(plan, tokenizer)
     params = [jspec.SamplingParams(max_new_tokens=plan.new, ignore_eos=True)] * plan.texts
-    params = [dataclasses.replace(own, seed=row) for row, own in enumerate(params)]
+    params = [dataclasses.replace(drafter, seed=row) for row, drafter in enumerate(params)]
 
     @functools.cache
     def before(exact: bool) -> jspec.DecodeState:
         config = jspec.StepConfig(CHAIN_GAMMA, exact=exact)
         return start_decoding(model, prompts, params, config, chunk=512)
 
-    every = wanted(plan.gamma, settings)
+    every = draftings(plan.gamma, settings)
     every += [Drafting(name, OTHERS[name], plan.gamma) for name in others(settings)]
     if not every or every[0].name != "plain":
         every = [Drafting("plain", "none", 0), *every]  # the others are held against it
     plain = None
     with bar("bundled", len(every)) as advance:
-        for own in every:
+        for drafter in every:
             try:
-                if own.exact:
-                    check_exact(model, own.config.cache_policy)
+                if drafter.exact:
+                    check_exact(model, drafter.config.cache_policy)
             except BackendError as error:
-                yield _case_of(plan, own) | {"reason": str(error), "checked": None}
+                yield _case_of(plan, drafter) | {"reason": str(error), "checked": None}
                 advance()
                 continue
             arrays = prepared(
-                with_hashes(own.config.cache_policy, bundled_path()), model, tokenizer
+                with_hashes(drafter.config.cache_policy, bundled_path()), model, tokenizer
             )
-            models = own.config.draft.prepare(jspec.Models(model, policy=arrays))
-            state = acceptance.started(before(own.exact), models, own.config, params)
-            figures, tokens = decoding.decoded(models, prompts, params, state, own.config)
+            models = drafter.config.draft.prepare(jspec.Models(model, policy=arrays))
+            state = acceptance.started(before(drafter.exact), models, drafter.config, params)
+            figures, tokens = decoding.decoded(models, prompts, params, state, drafter.config)
             plain = tokens if plain is None else plain
             checked = decoding.check_tokens(model, prompts, tokens, plain)
             if not settings.check:
                 checked["checked"] = None
-            yield _measured(plan, own, str(model.dtype), figures, checked)
+            yield _measured(plan, drafter, str(model.dtype), figures, checked)
             advance()
 
 
 def _measured(
-    plan: Plan, own: Drafting, dtype: str, figures: dict[str, Any], checked: dict[str, Any]
+    plan: Plan, drafter: Drafting, dtype: str, figures: dict[str, Any], checked: dict[str, Any]
 ) -> Row:
     return {
-        **_case_of(plan, own),
-        "setting": own.draft,
+        **_case_of(plan, drafter),
+        "setting": drafter.draft,
         "dtype": dtype,
         "tokens_per_iteration": figures["mean_accepted_length"],
         "tokens_per_s": figures["decode_tokens_per_s"],
@@ -216,11 +218,11 @@ def _measured(
     }
 
 
-def _case_of(plan: Plan, own: Drafting) -> Row:
+def _case_of(plan: Plan, drafter: Drafting) -> Row:
     """What a row of the bundled model has, whether it ran or not."""
     at = {"model": "bundled", "layers": "all", "B": plan.texts, "S": plan.context}
-    at |= {"gamma": own.gamma, "draft": own.name}
-    return {"operation": "bundled", "case": at, "name": own.name, "acceptance": "measured"}
+    at |= {"gamma": drafter.gamma, "draft": drafter.name}
+    return {"operation": "bundled", "case": at, "name": drafter.name, "acceptance": "measured"}
 
 
 HEADINGS = ("draft", "gamma", "tokens", "iteration", "floor", "tok/s", "vs plain")
@@ -229,10 +231,10 @@ HEADINGS = ("draft", "gamma", "tokens", "iteration", "floor", "tok/s", "vs plain
 def speedup(row: Row, rows: list[Row]) -> float | None:
     """Tokens a second over those of plain decoding in the same case."""
 
-    def where(own: Row) -> tuple[Any, ...]:
-        return tuple(own["case"][key] for key in CASE)
+    def where(other: Row) -> tuple[Any, ...]:
+        return tuple(other["case"][key] for key in CASE)
 
-    plain = [own for own in rows if own["name"] == "plain" and where(own) == where(row)]
+    plain = [other for other in rows if other["name"] == "plain" and where(other) == where(row)]
     if not plain or "tokens_per_s" not in plain[0]:
         return None
     return row["tokens_per_s"] / plain[0]["tokens_per_s"]
@@ -255,14 +257,14 @@ def cells(row: Row, rows: list[Row]) -> tuple[str, ...]:
 
 def lines(rows: list[Row], kind: str) -> list[tuple[str, ...]]:
     """The lines of what is ``measured`` or ``imposed``, with their cases."""
-    own = [x for x in rows if x["acceptance"] == kind and "tokens_per_s" in x and x["checked"]]
-    return [(*case_cells(row), *cells(row, rows), *before_cells(row, rows)) for row in own]
+    shown = [x for x in rows if x["acceptance"] == kind and "tokens_per_s" in x and x["checked"]]
+    return [(*case_cells(row), *cells(row, rows), *before_cells(row, rows)) for row in shown]
 
 
 def foot(result: dict[str, Any]) -> str:
     """What the tables mean."""
-    own = result["acceptance"]
-    return FOOT.format(source=own["source"], quantized=quantized_by(own))
+    acceptance = result["acceptance"]
+    return FOOT.format(source=acceptance["source"], quantized=quantized_by(acceptance))
 
 
 def quantized_by(acceptance: dict[str, Any]) -> str:
@@ -281,16 +283,16 @@ def show(result: dict[str, Any]) -> None:
     """Measured rows, and imposed ones; what has no times is a line with its reason."""
     screen, rows = console(), result["rows"]
     for kind in ("measured", "imposed"):
-        own = lines(rows, kind)
+        cells_of_kind = lines(rows, kind)
         title = f"{result['machine']['device']}; acceptance {kind}"
         table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None)
         compared = any("ratio" in row for row in rows)
         for heading in (*CASE, *HEADINGS, *(["vs before"] if compared else [])):
             words = heading in ("model", "draft")
             table.add_column(heading, justify="left" if words else "right", no_wrap=not words)
-        for line in own:
+        for line in cells_of_kind:
             table.add_row(*line)
-        if own:
+        if cells_of_kind:
             screen.print(table)
     screen.print(foot(result), markup=False)
     for reason in dict.fromkeys(f"{x['name']}: {x['reason']}" for x in rows if x.get("reason")):

@@ -4,9 +4,9 @@ A point is a case of a suite; its ratios are the backends' times over the fastes
 of a step in a jitted loop where they were measured, since a call that XLA cannot capture in a
 graph costs several launches there, and device times elsewhere. An order costs, at a point, the
 ratio of the first of its backends that ran. Points may be cut in two by a size and a bound, and
-the parts again, where that lowers the cost enough. So the rules of a table come about (see
-`jspec.tuned`): what lies below a bound first, then the rest. Block sizes are not fitted: they are
-those of the table that serves today. On CPUs, orders alone are fitted.
+the parts again, where that lowers the cost enough. Each part becomes a rule of the table (see
+`jspec.tuned`), those below a bound first. Block sizes are not fitted: they are copied from the
+table in use. On CPUs, only orders are fitted.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ DEPTH = 2  # cuts of cuts: four rules at most
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The case, the sizes that a table knows it by, and the ratio of each backend that ran."""
+    """A case, its sizes in a table, and the time of each backend over the fastest one's."""
 
     case: Mapping[str, Any]
     sizes: Mapping[str, int]
     ratios: Mapping[str, float]
 
     def cost(self, order: Sequence[str]) -> float:
-        """The ratio of the first backend of ``order`` that ran; that of the slowest for none."""
+        """The ratio of the first backend of ``order`` that ran, or the worst ratio if none ran."""
         ran = (self.ratios[name] for name in order if name in self.ratios)
         return next(ran, max(self.ratios.values()))
 
@@ -66,12 +66,12 @@ class Point:
 def tune(results: Path, path: Path) -> None:
     """Fit orders to the JSON files of ``results``, and write them as the table ``path``.
 
-    An order that is there and costs less stays.
+    An order of an existing table that costs less is kept.
     """
-    found = {name: file for name in SUITES if (file := results / f"{name}.json").exists()}
-    if not found:
+    files = {name: file for name in SUITES if (file := results / f"{name}.json").exists()}
+    if not files:
         raise ValueError(f"{results} has none of {', '.join(f'{name}.json' for name in SUITES)}")
-    read = {name: json.loads(file.read_text()) for name, file in found.items()}
+    read = {name: json.loads(file.read_text()) for name, file in files.items()}
     machines = [result["machine"] for result in read.values()]
     devices = {machine["device"] for machine in machines}
     if len(devices) != 1:
@@ -100,10 +100,10 @@ def tune(results: Path, path: Path) -> None:
 
 
 def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Point]:
-    """The points at which backends of an operation ran, but the one that is asked for by name."""
+    """The points at which backends of an operation ran, without the backend `exact`."""
     names, points = set(operation.backends) - {"exact"}, []
-    for case, own in regret.points(rows, operation.name):
-        medians = _medians([row for row in own if row["name"] in names])
+    for case, rows_of_point in regret.points(rows, operation.name):
+        medians = _medians([row for row in rows_of_point if row["name"] in names])
         if medians:
             least = min(medians.values())
             ratios = {name: median / least for name, median in medians.items()}
@@ -169,13 +169,13 @@ def _best_order(points: Sequence[Point], operation: Operation) -> list[str]:
 
 
 def _costs(points: Sequence[Point], rules: Sequence[Rule]) -> list[float]:
-    """What the orders of these rules cost at each point."""
-    found = Table("", "", (0, 0), True, {"": rules}, {})
-    return [point.cost(found.order("", point.sizes)) for point in points]
+    """The cost of these rules' orders at each point."""
+    table = Table("", "", (0, 0), True, {"": rules}, {})
+    return [point.cost(table.order("", point.sizes)) for point in points]
 
 
 def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:
-    """How fast the orders of these rules are beside the fastest backend."""
+    """The speed of these rules' orders relative to the fastest backend."""
     speeds = [1 / cost for cost in _costs(points, rules)]
     return f"mean {statistics.mean(speeds):.4f}x, worst {min(speeds):.2f}x, {len(speeds)} points"
 
@@ -196,7 +196,7 @@ def _sizes(operation: Operation, case: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _base(path: Path, device: str, capability: str | None) -> Table:
-    """The table to start from: the file that is there, or the one that serves this device today."""
+    """The table to start from: the existing file, or the table in use for this device."""
     if path.exists():
         base = tuned.load(path)
         if base.gpu != device:
@@ -216,7 +216,7 @@ def _base(path: Path, device: str, capability: str | None) -> Table:
 
 
 def text(table: Table) -> str:
-    """The file of a table, a rule a line."""
+    """A table as JSON, one rule per line."""
     capability = table.compute_capability and ".".join(map(str, table.compute_capability))
     head = {"gpu": table.gpu, "compute_capability": capability, "measured": table.measured}
     fields = [f'"{name}": {json.dumps(value)}' for name, value in head.items()]

@@ -44,13 +44,13 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
             arguments = tuple(map(jax.device_put, tokens.inputs))
             case = {"B": batch, "gamma": gamma, "alpha": alpha}
             best = chosen(VERIFY_GREEDY, arguments)
-            here = [
+            bounds = [
                 bound(name, program, arguments, checks(tokens), chosen=name == best)
                 for (*shape, name), program in programs.items()
                 if tuple(shape) == (batch, gamma)
             ]
-            here += rivals.verify(tokens, settings)
-            rows = point.measure("verify_greedy", case, here, settings)
+            bounds += rivals.verify(tokens, settings)
+            rows = point.measure("verify_greedy", case, bounds, settings)
             if (batch, gamma, alpha) in LOOPED and settings.check:
                 clock.add(rows, VERIFY_GREEDY, arguments, FEED)
             yield from rows
@@ -61,12 +61,12 @@ def compiled_verifies(
     batches_gammas: list[tuple[int, int]], settings: Settings
 ) -> dict[tuple[int, int, str], jax.stages.Compiled | Absent]:
     """Each backend of greedy verification for each ``(batch, gamma)``."""
-    wanted = {}
+    sources_by_key = {}
     for batch, gamma in batches_gammas:
         arguments = shapes(workload.make_tokens(batch, gamma, 0.5).inputs)
         for name, source in sources(VERIFY_GREEDY, arguments, settings).items():
-            wanted[batch, gamma, name] = source
-    return compile_all("verify", wanted)
+            sources_by_key[batch, gamma, name] = source
+    return compile_all("verify", sources_by_key)
 
 
 def checks(tokens: workload.Tokens) -> Callable[[Any], bool]:

@@ -1,9 +1,9 @@
-"""The synthetic workload of the verification paper, and what each operation must make of it.
+"""The synthetic workload of the verification paper, and the expected outputs of each operation.
 
 The number of accepted draft tokens is Binomial(gamma, alpha); the target agrees with the draft
 before that position and disagrees at it. The vocabulary has 4096 tokens, the rows of keys and
-values are float16. Everything is NumPy, and what is expected follows from how the inputs were made,
-not from looking at them.
+values are float16. Everything is NumPy, and expected outputs follow from how the inputs were made,
+not from the inputs themselves.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jspec.ops.cases import paper_tokens
 VOCABULARY = 4096
 SEED = 7
 POOL = 2**22 + 1  # numbers; odd, so that no row of an array tiled from it comes twice
-LOOKED_AT = 16  # rows of stochastic verification that are followed in float64
-SLACK = 1e-4  # of the mass: what float32 sums over 150,000 tokens may be off by
+LOOKED_AT = 16  # rows of stochastic verification that are checked in float64
+SLACK = 1e-4  # of the mass: error of float32 sums over 150,000 tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _halves() -> np.ndarray:
 
 
 def expected_packed(kv: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """The accepted KV rows one behind the other, where each batch row's begin, and how many."""
+    """The accepted KV rows concatenated, the offset of each batch row, and their number."""
     packed = np.concatenate([row[:count] for row, count in zip(kv, accepted, strict=True)])
     ends = np.cumsum(accepted)
     return packed, (ends - accepted).astype(np.int32), int(ends[-1])
@@ -148,7 +148,7 @@ def _row_plausible(
 
 
 def _laws(logits: Logits, row: int, at: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The target's and the draft's law at a position, and the drafted token; none at the bonus."""
+    """Probabilities of target and draft at a position, and the drafted token (-1 at the bonus)."""
     p = _softmax(logits.target[row, at])
     if at == logits.draft.shape[1]:
         return p, np.zeros_like(p), -1

@@ -1,8 +1,8 @@
-"""What a decoding step costs at the true shapes of real models, plain and as verification.
+"""The time of a decoding step at the shapes of real models, plain and as verification.
 
 Weights, keys and values are random. A pass of T tokens is a step without a draft whose gamma is
 T - 1: shaped like one that verifies. Clock: *step* is the marginal wall time of a jitted chunk of
-steps among chunks that follow each other, over its steps.
+steps in a sequence of chunks, divided by its steps.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ PREFILLED = (16384, 65536)
 
 
 def cases(settings: Settings) -> list[Case]:
-    """The cases that were asked for."""
+    """The requested cases."""
     asked = settings.decode
     if asked.batches or asked.contexts or asked.tokens:
         crossed = itertools.product(
             asked.models or ("qwen3-8b",), asked.batches or (1,), asked.contexts or (8192,)
         )
         return [Case(*sizes, asked.tokens or PAIR) for sizes in crossed]
-    own = CPU if jax.default_backend() == "cpu" else QUICK if settings.quick else WHOLE
+    defaults = CPU if jax.default_backend() == "cpu" else QUICK if settings.quick else WHOLE
     if not asked.models:
-        return list(own)
-    known = [case for case in own if case.model in asked.models]
-    others = [name for name in asked.models if all(name != case.model for case in own)]
+        return list(defaults)
+    known = [case for case in defaults if case.model in asked.models]
+    others = [name for name in asked.models if all(name != case.model for case in defaults)]
     return known + [Case(name, 1, 8192, PAIR) for name in others]
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Every case of every model; a model's own cases in the order of their caches' sizes."""
+    """Every case of every model; cases of a model in the order of their cache sizes."""
     keep_programs()
     chosen = cases(settings)
     asked, cpu = settings.decode, jax.default_backend() == "cpu"
@@ -83,8 +83,8 @@ def run(settings: Settings) -> dict[str, Any]:
     )
     settings = dataclasses.replace(settings, decode=asked)
     names = list(dict.fromkeys(case.model for case in chosen))
-    own = not (asked.batches or asked.contexts or asked.tokens or settings.quick)
-    prefilled = names[: None if asked.models else 1] if own and not cpu else []
+    all_defaults = not (asked.batches or asked.contexts or asked.tokens or settings.quick)
+    prefilled = names[: None if asked.models else 1] if all_defaults and not cpu else []
     ceilings = Ceilings(read_ceiling(), None if cpu else matrix_ceiling())
     return {
         "read_ceiling_bytes_per_s": ceilings.read,
@@ -97,11 +97,11 @@ def run(settings: Settings) -> dict[str, Any]:
 def _rows(
     chosen: list[Case], settings: Settings, ceilings: Ceilings, prefilled: list[str]
 ) -> Iterator[point.Row]:
-    # No variable here holds a model, so that it is gone before the next one is drawn.
+    # No variable here references a model, so that it is freed before the next one is made.
     for name in dict.fromkeys(case.model for case in chosen):
-        own = [case for case in chosen if case.model == name]
-        yield from steps_of(drawn(name, settings), own, settings, ceilings)
-    # Last, since their products of many rows take long to compile.
+        cases_of_model = [case for case in chosen if case.model == name]
+        yield from steps_of(drawn(name, settings), cases_of_model, settings, ceilings)
+    # Last, since their matmuls of many rows take long to compile.
     for name in prefilled:
         if ceilings.matrix is not None:
             yield from _prefills(name, drawn(name, settings), settings, ceilings.matrix)
@@ -127,12 +127,12 @@ def steps_of(
     model: Decoder, chosen: list[Case], settings: Settings, ceilings: Ceilings
 ) -> Iterator[point.Row]:
     """The rows of a model's steps."""
-    own = [Steps(model, case, settings, ceilings) for case in chosen]
-    yield from by_size(chosen[0].model, own)
+    measured = [Steps(model, case, settings, ceilings) for case in chosen]
+    yield from by_size(chosen[0].model, measured)
 
 
 class Measured(Protocol):
-    """What is measured by itself: `Steps`, or an `Iteration`."""
+    """Something to compile and measure: `Steps` or an `Iteration`."""
 
     @property
     def size(self) -> int: ...
@@ -140,14 +140,14 @@ class Measured(Protocol):
     def rows(self, programs: Mapping[Any, Any]) -> Iterator[point.Row]: ...
 
 
-def by_size(label: str, own: Sequence[Measured]) -> Iterator[point.Row]:
-    """The rows of each, compiled side by side."""
-    # The smallest first: the device tells the peak of all that ran until then.
-    own = sorted(own, key=lambda steps: steps.size)
-    # All of them before any cache takes the memory that compiling needs.
-    programs = _compiled(label, [steps.lowerings() for steps in own])
-    with bar(label, len(own)) as advance:
-        for steps, (ready, seconds) in zip(own, programs, strict=True):
+def by_size(label: str, measured: Sequence[Measured]) -> Iterator[point.Row]:
+    """The rows of each of ``measured``, whose programs are compiled concurrently."""
+    # The smallest first: the device reports the peak memory of all that ran so far.
+    measured = sorted(measured, key=lambda steps: steps.size)
+    # All programs first, before a cache takes the memory that compiling needs.
+    programs = _compiled(label, [steps.lowerings() for steps in measured])
+    with bar(label, len(measured)) as advance:
+        for steps, (ready, seconds) in zip(measured, programs, strict=True):
             for row in steps.rows(ready):
                 yield row | {"compile_s": seconds}
             gc.collect()  # a failure's traceback may hold a cache
@@ -157,12 +157,14 @@ def by_size(label: str, own: Sequence[Measured]) -> Iterator[point.Row]:
 def _compiled(
     label: str, cases: Sequence[Mapping[Any, Callable[[], jax.stages.Lowered]]]
 ) -> list[tuple[dict[Any, jax.stages.Compiled | Absent], dict[str, float]]]:
-    """Each case's programs, or why one could not be compiled, and the seconds that compiling each
-    took beside the others: lowered by turns, compiled side by side."""
-    found: list[tuple[dict[Any, Any], dict[str, float]]] = [({}, {}) for _ in cases]
+    """Each case's programs, or `Absent` for one that failed, and the seconds of compiling each.
+
+    Lowered one after the other, compiled concurrently.
+    """
+    programs: list[tuple[dict[Any, Any], dict[str, float]]] = [({}, {}) for _ in cases]
     every = [
-        (own, key, lower)
-        for own, case in zip(found, cases, strict=True)
+        (of_case, key, lower)
+        for of_case, case in zip(programs, cases, strict=True)
         for key, lower in case.items()
     ]
 
@@ -173,19 +175,19 @@ def _compiled(
         return program
 
     with ThreadPoolExecutor() as pool, bar(f"compile {label}", len(every)) as advance:
-        for (own, seconds), key, lower in every:
+        for (of_case, seconds), key, lower in every:
             try:
-                own[key] = pool.submit(compiled, lower(), key, seconds)
+                of_case[key] = pool.submit(compiled, lower(), key, seconds)
             except Exception as error:
-                own[key] = failure(str(key), error)
-        for (own, _), key, _ in every:
-            if not isinstance(own[key], Absent):
+                of_case[key] = failure(str(key), error)
+        for (of_case, _), key, _ in every:
+            if not isinstance(of_case[key], Absent):
                 try:
-                    own[key] = own[key].result()
+                    of_case[key] = of_case[key].result()
                 except Exception as error:
-                    own[key] = failure(str(key), error)
+                    of_case[key] = failure(str(key), error)
             advance()
-    return found
+    return programs
 
 
 SUITE = Suite(

@@ -1,4 +1,4 @@
-"""Whether passes are right: against passes of one token each by the reference, ``xla``."""
+"""Compares passes with passes of one token each by the reference, the backend ``xla``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from jspec.policies import Dense, Policy, ScoredPolicy
 from jspec.policies.attend import DENSE, dense_attend, selected_attend
 
 LAYERS = 2
-# Of the logits' norm, the mean over the positions of the worst row: a fault is seen at all of them,
-# and where new keys are nearly as good as each other, rounding moves a single one by 0.06. Right
-# passes of bfloat16 are within 0.04, since products round otherwise at each number of rows. A block
-# of 128 keys of 8192 that is left out gives 0.06 and more, a new key that is left out or seen too
-# early 1.3.
+# Relative to the logits' norm, the mean over the positions of the worst row: a fault shows at all
+# positions, while rounding moves a single one by 0.06 where new keys have nearly equal scores.
+# Correct passes in bfloat16 are within 0.04, since matmuls round differently for each number of
+# rows. Leaving out a block of 128 of 8192 keys gives 0.06 or more, a new key that is left out or
+# visible too early 1.3.
 TOLERANCE = 0.05
-NEW_KEYS = 6.0  # times what the model gives: among thousands of keys the new ones must count
+NEW_KEYS = 6.0  # scale of new keys, so that they matter among thousands of keys
 REFERENCE = Backends(attention="xla")
-# The reference of passes that read a selection: of the very queries of the passes to compare.
+# The reference of passes that read a selection, which they make from the same queries.
 SELECTED = Backends(
     REFERENCE,
     gathered_attention="xla",
@@ -44,9 +44,9 @@ Key = tuple[int, Backends]  # tokens of a pass, and its backends
 class Check:
     """Compares passes of a few layers with the reference, on random tokens.
 
-    ``tokens``: of the passes to compare. ``policy``: what they read, given ``arrays``. Layers are
-    the first `LAYERS`; of a policy that scores the first one alone that selects. Queries of a layer
-    behind it differ by rounding, and among random keys what they select differs by much more.
+    ``tokens``: of the passes to compare. ``policy``: what they read, with its ``arrays``. The first
+    `LAYERS` layers are compared, or only the first layer that selects if the policy scores keys:
+    queries of later layers differ by rounding, and their selections among random keys by much more.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Check:
         self._keys: list[Key] = [(1, self._reference), *((count, backends) for count in tokens)]
 
     def lowerings(self, shapes: DecodeState) -> dict[Key, Callable[[], jax.stages.Lowered]]:
-        """What lowers the programs that it needs for a state of these shapes."""
+        """Functions that lower the programs of the check for a state of these shapes."""
         cache, batch = layers_of(shapes.cache, self.layers), shapes.tokens.shape[0]
 
         def lower(count: int, backends: Backends) -> jax.stages.Lowered:
@@ -81,9 +81,9 @@ class Check:
         return {key: partial(lower, *key) for key in self._keys}
 
     def errors(self, state: DecodeState, programs: dict[Key, Any]) -> dict[int, float]:
-        """For each number of tokens the error of logits over their norm: of the worst row the mean.
+        """The relative error of the logits by number of tokens: the mean of the worst row.
 
-        On the keys and values of ``state``, which stay as they are. NaN where a logit is NaN.
+        Runs on copies of the keys and values of ``state``. NaN where a logit is NaN.
         """
         batch = state.tokens.shape[0]
         vocabulary = self._model.config.vocab_size
@@ -91,27 +91,27 @@ class Check:
         positions = np.broadcast_to(
             self._context + np.arange(self._longest, dtype=np.int32), tokens.shape
         )
-        # Copied, because each pass takes the cache that it is given.
-        cache, wanted = jax.tree.map(jnp.copy, layers_of(state.cache, self.layers)), []
+        # Copied, because each pass consumes its cache.
+        cache, reference_logits = jax.tree.map(jnp.copy, layers_of(state.cache, self.layers)), []
         for index in range(self._longest):
             at = slice(index, index + 1)
             one, cache = programs[1, self._reference](
                 self._model, self._arrays, cache, tokens[:, at], positions[:, at]
             )
-            wanted.append(one)
+            reference_logits.append(one)
         del cache
-        logits, found = jnp.concatenate(wanted, axis=1), {}
+        logits, errors = jnp.concatenate(reference_logits, axis=1), {}
         for count, backends in self._keys[1:]:
             program, cache = programs[count, backends], layers_of(state.cache, self.layers)
-            own, _ = program(
+            actual, _ = program(
                 self._model,
                 self._arrays,
                 jax.tree.map(jnp.copy, cache),
                 tokens[:, :count],
                 positions[:, :count],
             )
-            found[count] = float(_distance(own, logits[:, :count]))
-        return found
+            errors[count] = float(_distance(actual, logits[:, :count]))
+        return errors
 
 
 def layers_of(cache: Cache, layers: slice) -> Cache:
@@ -126,7 +126,7 @@ def layers_of(cache: Cache, layers: slice) -> Cache:
 
 
 def counted(layers: slice) -> str:
-    """How many layers a check compared, as rows say it."""
+    """The number of compared layers in words, for a row's ``checked``."""
     count = layers.stop - (layers.start or 0)
     return "1 layer" if count == 1 else f"{count} layers"
 
@@ -151,12 +151,12 @@ def _logits(
     backends: Backends,
     policy: Policy,
 ) -> tuple[jax.Array, Cache]:
-    """Logits ``[B, T, V]`` of a pass that appends ``tokens [B, T]``, and the cache behind it."""
+    """Logits ``[B, T, V]`` of a pass that appends ``tokens [B, T]``, and the updated cache."""
     if isinstance(policy, Dense):
         inner = dense_attend(positions, backends=backends)
     else:
-        kept = {"policy": policy, "arrays": arrays, "backends": backends}
-        inner = selected_attend(positions, positions[:, 0], positions.shape[1], **kept)
+        selection = {"policy": policy, "arrays": arrays, "backends": backends}
+        inner = selected_attend(positions, positions[:, 0], positions.shape[1], **selection)
 
     def attend(layer: int, q: Any, k: Any, v: Any, cache: Cache, **rest: Any) -> Any:
         return inner(layer, q, jnp.asarray(NEW_KEYS, k.dtype) * k, v, cache, **rest)
@@ -167,6 +167,6 @@ def _logits(
 
 
 @jax.jit
-def _distance(found: jax.Array, wanted: jax.Array) -> jax.Array:
-    distances = jnp.linalg.norm(found - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)
+def _distance(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    distances = jnp.linalg.norm(actual - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)
     return distances.mean(axis=1).max()

@@ -1,6 +1,6 @@
-"""Whether a draft and its verification are right: against ``xla``'s version of every operation.
+"""Compares a draft and its verification with the backend ``xla`` of every operation.
 
-On the first `LAYERS` layers, greedily, with new keys so loud that they count among thousands.
+On the first `LAYERS` layers, greedily, with new keys scaled so that they matter among thousands.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from jspec.dispatch import Backends
 from jspec.typing import Array
 
 REFERENCE = Backends({x.name: "xla" for x in OPERATIONS if "xla" in x.backends})
-# Of what the two pick in a layer. Scores that differ by 1 % of their spread turn around one pick in
-# 25 at 7 %; picks that have nothing to do with each other share 7 %.
+# The least share of picks in common in a layer. At a budget of 7 %, scores that differ by 1 % of
+# their spread change one pick in 25; independent picks share 7 %.
 SHARED = 0.9
-# Where logits are off by more than `TOLERANCE`, those of float32 say whether they are wrong: they
-# may be so many times as far from these as the reference's are, which is what rounding does to
-# them. Rounding sends a token of a mixture to other experts where two are nearly tied: the mean of
-# all tokens is compared, as a position has few of them.
+# Where the error of logits exceeds `TOLERANCE`, it is measured against float32 as well, and may be
+# this many times the reference's own error, which is due to rounding. Rounding sends a token of a
+# mixture to other experts where two are nearly tied: the mean over all tokens is compared, since a
+# position has few of them.
 ROUNDINGS = 1.5
-ROUNDED = 0.15  # the most of the reference's own distance by which others are judged
+ROUNDED = 0.15  # the largest error of the reference against float32 that counts as rounding
 
 
 class DraftCheck:
     """Compares an iteration of ``config`` with the reference, on random draft tokens.
 
-    ``own_state(models, lengths, layers)``: the drafter's own state for a model of so many layers.
+    ``drafter_state(models)``: the state of the drafter for these models.
     """
 
-    def __init__(self, models: Models, config: StepConfig, own_state: Callable[[Models], Any]):
+    def __init__(self, models: Models, config: StepConfig, drafter_state: Callable[[Models], Any]):
         target: Any = models.target
         self.layers = slice(min(LAYERS, target.config.num_layers))
         arrays = None if models.policy is None else models.policy[self.layers]
         small = Models(part_of(target, self.layers), policy=arrays)
         self._models = config.draft.prepare(small)
-        self._config, self._own_state = config, own_state
+        self._config, self._drafter_state = config, drafter_state
 
     def lowerings(self, shapes: DecodeState) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """What lowers the two programs for a state of these shapes."""
-        own = jax.eval_shape(self._own_state, self._models)
-        state = self._cut(shapes, own)
+        """Functions that lower the two programs for a state of these shapes."""
+        drafter_state = jax.eval_shape(self._drafter_state, self._models)
+        state = self._cut(shapes, drafter_state)
         tokens = jax.ShapeDtypeStruct((shapes.tokens.shape[0], self._config.gamma), jnp.int32)
 
         def lower(config: StepConfig) -> jax.stages.Lowered:
@@ -62,39 +62,39 @@ class DraftCheck:
         return {"own": partial(lower, self._config), "reference": partial(lower, reference)}
 
     def wrong(self, state: DecodeState, programs: Mapping[Any, Any]) -> tuple[str | None, float]:
-        """What is wrong with the iteration, or None, and the error of its logits.
+        """Why the iteration is wrong, or None, and the error of its logits.
 
-        On the keys and values of ``state``, which stay as they are.
+        Does not change the keys and values of ``state``.
         """
         vocabulary = self._models.target.config.vocab_size
         size = state.tokens.shape[0], self._config.gamma
         tokens = np.random.default_rng(1).integers(0, vocabulary, size, np.int32)
-        state = self._cut(state, self._own_state(self._models))
+        state = self._cut(state, self._drafter_state(self._models))
         arguments = _loud(self._models), state, tokens
-        got, wanted = (programs[name](*arguments) for name in ("own", "reference"))
-        errors = _errors(got, wanted)
+        actual, expected = (programs[name](*arguments) for name in ("own", "reference"))
+        errors = _errors(actual, expected)
         error = max(errors.values())
         beyond = {what: off for what, off in errors.items() if not off <= TOLERANCE}
         if beyond:
             exact = self._in_float32(state, tokens)
-            if reason := _more_than_rounding(got, wanted, exact, beyond):
+            if reason := _more_than_rounding(actual, expected, exact, beyond):
                 return reason, error
-        shared = min(map(share, got.picks, wanted.picks), default=1.0)
+        shared = min(map(share, actual.picks, expected.picks), default=1.0)
         if shared < SHARED:
             return f"it picks {shared:.0%} of what the reference picks in a layer", error
         return None, error
 
-    def _in_float32(self, state: DecodeState, tokens: Any) -> _Found:
-        """What the reference finds in float32."""
+    def _in_float32(self, state: DecodeState, tokens: Any) -> _Result:
+        """The result of the reference in float32."""
         config = dataclasses.replace(self._config, backends=REFERENCE, exact=False)
         models, state = jax.tree.map(_widened, (self._models, state))
         with jax.default_matmul_precision("highest"):
             return _iteration(_loud(models), state, tokens, config)
 
-    def _cut(self, state: DecodeState, own: Any) -> DecodeState:
-        """The state for the first layers; ``sampled``, so that drafts give their logits."""
+    def _cut(self, state: DecodeState, drafter_state: Any) -> DecodeState:
+        """The state of the first layers, in sampled mode, in which drafts return their logits."""
         cache = layers_of(state.cache, self.layers)
-        return dataclasses.replace(state, cache=cache, draft=own, mode="sampled")
+        return dataclasses.replace(state, cache=cache, draft=drafter_state, mode="sampled")
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +129,7 @@ def _loud(models: Models) -> Models:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Result:
     """``tokens [B, gamma]``, ``lengths [B]`` and logits ``draft [B, gamma, V]`` of a draft, the
     logits ``target [B, gamma + 1, V]`` of a verification, and its ``picks``."""
 
@@ -141,14 +141,14 @@ class _Found:
 
 
 @partial(jax.jit, static_argnames="config")
-def _iteration(models: Models, state: DecodeState, tokens: Array, config: StepConfig) -> _Found:
+def _iteration(models: Models, state: DecodeState, tokens: Array, config: StepConfig) -> _Result:
     with config.of_models():
         drafted, after = draft(models, state, config)
         after = dataclasses.replace(after, cache=after.cache.with_lengths(state.cache.lengths))
         whole = Drafted(tokens, jnp.full(state.lengths.shape, config.gamma, jnp.int32))
-        target, _, seen = run_target(models, after, whole, config)
-    picks = [found for found in seen.collected or () if isinstance(found, jax.Array)]
-    return _Found(drafted.tokens, drafted.lengths, drafted.logits, target, picks)
+        target, _, pass_state = run_target(models, after, whole, config)
+    picks = [result for result in pass_state.collected or () if isinstance(result, jax.Array)]
+    return _Result(drafted.tokens, drafted.lengths, drafted.logits, target, picks)
 
 
 def _widened(x: Array) -> Array:
@@ -156,42 +156,42 @@ def _widened(x: Array) -> Array:
 
 
 def _more_than_rounding(
-    found: _Found, wanted: _Found, exact: _Found, beyond: Mapping[str, float]
+    actual: _Result, expected: _Result, exact: _Result, beyond: Mapping[str, float]
 ) -> str | None:
-    """What rounding does not explain of logits that are so far ``beyond`` those of ``wanted``."""
-    own, reference = (_errors(x, exact, overall=True) for x in (found, wanted))
+    """Why the errors ``beyond`` the tolerance are not due to rounding, or None if they are."""
+    errors, reference = (_errors(x, exact, overall=True) for x in (actual, expected))
     for what, off in beyond.items():
-        if not (reference[what] <= ROUNDED and own[what] <= ROUNDINGS * reference[what]):
+        if not (reference[what] <= ROUNDED and errors[what] <= ROUNDINGS * reference[what]):
             return (
                 f"the logits of its {what} are {off:.1%} from the reference's; from those of "
-                f"float32, its are {own[what]:.1%} and the reference's {reference[what]:.1%}"
+                f"float32, its are {errors[what]:.1%} and the reference's {reference[what]:.1%}"
             )
     return None
 
 
-def _errors(found: _Found, wanted: _Found, *, overall: bool = False) -> dict[str, float]:
-    """By how much the logits of a verification, and of a draft, are off; settings of `_error`."""
-    errors = {"verification": _error(found.target, wanted.target, overall=overall)}
-    if found.draft is None or wanted.draft is None:
+def _errors(actual: _Result, expected: _Result, *, overall: bool = False) -> dict[str, float]:
+    """The errors of the logits of a verification, and of a draft, by `_error`."""
+    errors = {"verification": _error(actual.target, expected.target, overall=overall)}
+    if actual.draft is None or expected.draft is None:
         return errors
-    # A draft goes on from its own tokens: once these part, logits say nothing.
-    alike = (found.tokens[:, :-1] == wanted.tokens[:, :-1]).cumprod(axis=1).astype(bool)
+    # A draft continues from its own tokens: logits are comparable until these differ.
+    alike = (actual.tokens[:, :-1] == expected.tokens[:, :-1]).cumprod(axis=1).astype(bool)
     known = jnp.pad(alike, ((0, 0), (1, 0)), constant_values=True)
-    ends = jnp.minimum(found.lengths, wanted.lengths)[:, None]
+    ends = jnp.minimum(actual.lengths, expected.lengths)[:, None]
     known &= jnp.arange(known.shape[1])[None] < ends
-    return errors | {"draft": _error(found.draft, wanted.draft, known, overall=overall)}
+    return errors | {"draft": _error(actual.draft, expected.draft, known, overall=overall)}
 
 
 def _error(
-    found: Array, wanted: Array, known: Array | None = None, *, overall: bool = False
+    actual: Array, expected: Array, known: Array | None = None, *, overall: bool = False
 ) -> float:
-    """By how much logits ``[B, T, V]`` are off, over the norm of those that are wanted.
+    """The error of logits ``[B, T, V]`` relative to the norm of those expected.
 
-    The largest of a row's mean and of a position's, of what is ``known [B, T]``: drafts are long,
-    and one of many positions is off by twice as much as the others where nothing is wrong.
-    ``overall``: the mean of all.
+    The largest mean of a row or of a position, over the tokens that are ``known [B, T]``: in long
+    drafts, a single position may have twice the error of the others without a fault. ``overall``:
+    the mean of all tokens.
     """
-    distance = jnp.linalg.norm(found - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)
+    distance = jnp.linalg.norm(actual - expected, axis=-1) / jnp.linalg.norm(expected, axis=-1)
     known = jnp.ones_like(distance, bool) if known is None else known
     distance, many = jnp.where(known, distance, 0), known.astype(distance.dtype)
     if overall:
@@ -200,8 +200,8 @@ def _error(
     return max(float(mean.max()) for mean in means)
 
 
-def share(found: Array | np.ndarray, wanted: Array | np.ndarray) -> float:
-    """The least share of a row's picks ``[B, ...]`` that the two have in common."""
-    pairs = zip(np.asarray(found), np.asarray(wanted), strict=True)
+def share(actual: Array | np.ndarray, expected: Array | np.ndarray) -> float:
+    """The smallest share of a row's picks ``[B, ...]`` that the two have in common."""
+    pairs = zip(np.asarray(actual), np.asarray(expected), strict=True)
     sets = [(set(a[a >= 0].ravel().tolist()), set(b[b >= 0].ravel().tolist())) for a, b in pairs]
     return min(len(a & b) / max(len(b), 1) for a, b in sets)

@@ -26,17 +26,17 @@ CPU = "model=qwen3-4b,B=1,S=2K,gamma=2,layers=1"
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     return cases.parse(text, DEFAULT)
 
 
-def grid(settings: Settings, own: Sequence[str]) -> list[cases.Case]:
+def grid(settings: Settings, defaults: Sequence[str]) -> list[cases.Case]:
     """The cases that were asked for, or a suite's ``own``, of which a quick run has the first."""
     if jax.default_backend() != "gpu":
-        own = [CPU]
+        defaults = [CPU]
     elif settings.quick:
-        own = own[:1]
-    return [case(text) for text in settings.cases or own]
+        defaults = defaults[:1]
+    return [case(text) for text in settings.cases or defaults]
 
 
 def ceilings() -> Ceilings:
@@ -46,18 +46,18 @@ def ceilings() -> Ceilings:
 
 
 def rows(
-    here: cases.Case, wanted: Sequence[Drafting], settings: Settings, limits: Ceilings
+    case: cases.Case, draftings: Sequence[Drafting], settings: Settings, limits: Ceilings
 ) -> Iterator[Row]:
     """The iterations of a case, each a row."""
     cpu = jax.default_backend() == "cpu"
     asked = dataclasses.replace(
-        settings.decode, steps=CPU_STEPS if cpu else STEPS, layers=here["layers"] or None
+        settings.decode, steps=CPU_STEPS if cpu else STEPS, layers=case["layers"] or None
     )
     settings = dataclasses.replace(settings, decode=asked, only=())
-    name = here["model"]
-    shape = Shape(name, here["B"], here["S"])
+    name = case["model"]
+    shape = Shape(name, case["B"], case["S"])
     model = decode.drawn(name, settings)
-    yield from decode.by_size(name, iterations(model, shape, wanted, settings, limits))
+    yield from decode.by_size(name, iterations(model, shape, draftings, settings, limits))
 
 
 def case_cells(row: Row) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ def case_cells(row: Row) -> tuple[str, ...]:
 
 def before_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     """How many times as fast it is as in an earlier result, where ``rows`` were compared."""
-    if not any("ratio" in own for own in rows):
+    if not any("ratio" in other for other in rows):
         return ()
     return (times(row["ratio"]) if "ratio" in row else "",)
 

@@ -31,38 +31,38 @@ def of_iteration(
     """
     model: Any = models.target
     layers, dtype = model.config, model.dtype
-    own, gamma = view_of(config), config.gamma
+    policy, gamma = view_of(config), config.gamma
     fed = batch * (gamma + 1)
 
     def read(count: float) -> float:
         return count / ceilings.read * 1e9
 
     cached = read_cache_bytes(layers, batch, context, dtype)
-    found = {
+    floors_ns = {
         "verification": ceilings.floor_ns(
             read_weight_bytes(model, fed), cached, product_flops(model, fed)
         ),
         "bookkeeping": read(4.0 * fed * layers.vocab_size),
     }
-    if own is None:
-        return found
+    if policy is None:
+        return floors_ns
     passes, tokens = passes_of(config)
-    count = positions_read(own, context)
-    scored = scored_cache_bytes(layers, batch, context, dtype, own)
-    selected = read_cache_bytes(layers, batch, context, dtype, own, count) - scored
+    count = positions_read(policy, context)
+    scored = scored_cache_bytes(layers, batch, context, dtype, policy)
+    selected = read_cache_bytes(layers, batch, context, dtype, policy, count) - scored
     weights, flops = draft_weight_bytes(models, batch, config), product_flops(model, batch * tokens)
-    found["draft passes"] = passes * ceilings.floor_ns(weights, selected, flops)
-    if isinstance(own, Guided):
-        leaders = own.leaders(layers.layers)
+    floors_ns["draft passes"] = passes * ceilings.floor_ns(weights, selected, flops)
+    if isinstance(policy, Guided):
+        leaders = policy.leaders(layers.layers)
         heads = sum(layers.layers[i].kv_heads for i in {x for x in leaders if x is not None})
-        found["collection"] = found["selection"] = read(4.0 * batch * heads * context)
-        if own.refresh:
-            found["selection"] += (passes - 1) // own.refresh * read(scored)
-    elif own.reads_queries:
-        found["selection"] = passes * read(scored)
+        floors_ns["collection"] = floors_ns["selection"] = read(4.0 * batch * heads * context)
+        if policy.refresh:
+            floors_ns["selection"] += (passes - 1) // policy.refresh * read(scored)
+    elif policy.reads_queries:
+        floors_ns["selection"] = passes * read(scored)
     else:
-        found["compaction"] = 2 * read(selected)
-    return found
+        floors_ns["compaction"] = 2 * read(selected)
+    return floors_ns
 
 
 def view_of(config: StepConfig) -> Policy | None:

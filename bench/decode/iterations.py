@@ -1,4 +1,4 @@
-"""What an iteration costs: a draft and its verification, by a drafter at a model's true shape."""
+"""The time of an iteration, a draft and its verification, at a real model's shape."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ class Drafting:
 def iterations(
     model: Decoder,
     shape: Shape,
-    wanted: Sequence[Drafting],
+    draftings: Sequence[Drafting],
     settings: Settings,
     ceilings: Ceilings,
 ) -> list[Iteration]:
-    """The iterations to measure; those whose drafts read the same kind of copy share one."""
-    found, copies = [], {}
-    for drafting in wanted:
+    """The iterations to measure; drafts that read the same kind of copy share it."""
+    measured, copies = [], {}
+    for drafting in draftings:
         config = drafting.config
         cache_policy = config.cache_policy
         arrays = arrays_of(cache_policy, model.config.layers) if cache_policy.needs_arrays else None
         kind = floors.quantized_in(config)
         models = config.draft.prepare(Models(model, copies.get(kind), arrays))
         copies[kind] = models.draft
-        found.append(Iteration(models, shape, drafting, settings, ceilings))
-    return found
+        measured.append(Iteration(models, shape, drafting, settings, ceilings))
+    return measured
 
 
 class Iteration:
@@ -106,12 +106,12 @@ class Iteration:
         self._target: Decoder = target
         room = CHUNKS[1] * self._steps * (drafting.gamma + 1)
         sizes = shape.batch, shape.context, drafting.gamma, room
-        kept = {"policy": self._config.cache_policy, "exact": drafting.exact}
-        self._blueprint = Blueprint.of(self._target, *sizes, **kept)
+        settings_of_cache = {"policy": self._config.cache_policy, "exact": drafting.exact}
+        self._blueprint = Blueprint.of(self._target, *sizes, **settings_of_cache)
         self._floors = floors.of_iteration(
             models, shape.batch, shape.context, self._config, ceilings
         )
-        self._check = DraftCheck(models, self._config, self._own_state)
+        self._check = DraftCheck(models, self._config, self._drafter_state)
 
     @property
     def size(self) -> int:
@@ -119,9 +119,9 @@ class Iteration:
         return self._blueprint.shapes.cache.nbytes
 
     def lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        """What lowers each program: a chunk, and those of the check."""
-        own = jax.eval_shape(self._own_state, self._models)
-        shapes = dataclasses.replace(self._blueprint.shapes, draft=own)
+        """Functions that lower each program: a chunk, and those of the check."""
+        drafter_state = jax.eval_shape(self._drafter_state, self._models)
+        shapes = dataclasses.replace(self._blueprint.shapes, draft=drafter_state)
 
         def lower() -> jax.stages.Lowered:
             return decode_chunk.lower(self._models, shapes, config=self._config, steps=self._steps)
@@ -136,7 +136,7 @@ class Iteration:
                 return
         program = programs["chunk"]
         memory = memory_of(program)
-        reason = too_large(self._held, memory)
+        reason = too_large(self._resident_bytes, memory)
         if reason:
             yield self._row(None, reason=reason, **memory)
             return
@@ -147,12 +147,12 @@ class Iteration:
             yield self._row(False, reason=reason, **memory)
 
     def _measured(self, programs: Programs, memory: dict[str, Any]) -> Iterator[point.Row]:
-        program, own = programs["chunk"], self._own()
+        program, drafter_state = programs["chunk"], self._jitted_drafter_state()
         filled = self._blueprint.filled(self._target.config.vocab_size)
 
         def rewound(state: DecodeState) -> DecodeState:
-            # A chunk takes the state that it is given.
-            draft = jax.tree.map(jnp.copy, own)
+            # A chunk consumes its state.
+            draft = jax.tree.map(jnp.copy, drafter_state)
             return dataclasses.replace(self._blueprint.rewound(state), draft=draft)
 
         state = rewound(filled)
@@ -196,44 +196,46 @@ class Iteration:
             }
         }
 
-    def _own_state(self, models: Models) -> Any:
-        """The drafter's own state behind the context, which it has heard."""
+    def _drafter_state(self, models: Models) -> Any:
+        """The drafter's state after the context, with which it was prefilled."""
         state, draft = self._blueprint.shapes, self._config.draft
         lengths = jnp.full(state.tokens.shape[:1], self.shape.context, jnp.int32)
-        own = draft.init(models, lengths, state.tokens.shape[1], self._config.gamma)
+        drafter_state = draft.init(models, lengths, state.tokens.shape[1], self._config.gamma)
         positions = jnp.arange(self.shape.context, dtype=jnp.int32)
         positions = jnp.broadcast_to(positions, (len(lengths), self.shape.context))
         tokens = positions % self._target.config.vocab_size
-        return draft.prefill(models, own, tokens, positions, self._config)
+        return draft.prefill(models, drafter_state, tokens, positions, self._config)
 
-    def _own(self) -> Any:
-        return jax.jit(self._own_state)(self._models)
+    def _jitted_drafter_state(self) -> Any:
+        return jax.jit(self._drafter_state)(self._models)
 
     @property
-    def _held(self) -> int:
+    def _resident_bytes(self) -> int:
         """Bytes of weights and cache."""
         copies = {id(x): x.nbytes for x in jax.tree.leaves(self._models)}
         return sum(copies.values()) + self.size
 
     def _row(self, checked: str | bool | None, **rest: Any) -> point.Row:
-        shape, own = self.shape, self.drafting
+        shape, drafting = self.shape, self.drafting
         at = {
             "model": shape.model,
             "layers": self._target.config.num_layers,
             "B": shape.batch,
             "S": shape.context,
-            "gamma": own.gamma,
-            "draft": own.name,
+            "gamma": drafting.gamma,
+            "draft": drafting.name,
         }
         return point.row(
             "iteration",
             at,
-            own.name,
+            drafting.name,
             checked=checked,
-            setting=own.draft,
+            setting=drafting.draft,
             floors_ns=self._floors,
             weight_bytes=weight_bytes(self._target),
-            draft_weight_bytes=floors.draft_weight_bytes(self._models, shape.batch, own.config),
+            draft_weight_bytes=floors.draft_weight_bytes(
+                self._models, shape.batch, drafting.config
+            ),
             cache_bytes=self.size,
             **rest,
         )

@@ -54,55 +54,56 @@ FOOT = (
 
 def case(text: str) -> cases.Case:
     """A case of ``--case``; `ValueError` where it is none, or none of its layers selects."""
-    found = cases.parse(text, DEFAULT)
-    every = [layer.window is None for layer in MODELS[found["model"]].layers]
+    case = cases.parse(text, DEFAULT)
+    every = [layer.window is None for layer in MODELS[case["model"]].layers]
     least = every.index(True, DENSE_LAYERS) + 1
-    if 0 < found["layers"] < least:
+    if 0 < case["layers"] < least:
         raise ValueError(
-            f"layers={found['layers']}: policies select in none of them; take {least} or more"
+            f"layers={case['layers']}: policies select in none of them; take {least} or more"
         )
-    return found
+    return case
 
 
 def grid(settings: Settings) -> list[cases.Case]:
-    """The cases that were asked for, or the suite's own."""
-    own = ("B=4",)
+    """The requested cases, or the suite's defaults."""
+    defaults = ("B=4",)
     if jax.default_backend() != "gpu":
-        own = ("B=1,S=2K,layers=3",)
+        defaults = ("B=1,S=2K,layers=3",)
     elif settings.quick:
-        own = ("B=1,S=32K",)
-    return [case(text) for text in settings.cases or own]
+        defaults = ("B=1,S=32K",)
+    return [case(text) for text in settings.cases or defaults]
 
 
 def run(settings: Settings) -> dict[str, Any]:
     """Every case with every policy."""
     keep_programs()
     cpu = jax.default_backend() == "cpu"
-    own = dataclasses.replace(settings.decode, steps=CPU_STEPS if cpu else STEPS)
+    decode_settings = dataclasses.replace(settings.decode, steps=CPU_STEPS if cpu else STEPS)
     # `only` has names of policies here; attention takes its best backend.
-    wanted = [name for name in NAMES if name in (settings.only or POLICIES)]
-    settings = dataclasses.replace(settings, decode=own, only=())
+    policies = [name for name in NAMES if name in (settings.only or POLICIES)]
+    settings = dataclasses.replace(settings, decode=decode_settings, only=())
     ceilings = Ceilings(read_ceiling(), None)
     return {
         "read_ceiling_bytes_per_s": ceilings.read,
-        "steps": own.steps,
-        "rows": _rows(grid(settings), wanted, settings, ceilings),
+        "steps": decode_settings.steps,
+        "rows": _rows(grid(settings), policies, settings, ceilings),
     }
 
 
 def _rows(
-    chosen: list[cases.Case], wanted: list[str], settings: Settings, ceilings: Ceilings
+    chosen: list[cases.Case], policies: list[str], settings: Settings, ceilings: Ceilings
 ) -> Iterator[Row]:
-    for model, layers in dict.fromkeys((here["model"], here["layers"]) for here in chosen):
-        own = [
-            Case(model, here["B"], here["S"], (1,), name)
-            for here in chosen
-            if (here["model"], here["layers"]) == (model, layers)
-            for name in wanted
+    for model, layers in dict.fromkeys((case["model"], case["layers"]) for case in chosen):
+        steps_cases = [
+            Case(model, case["B"], case["S"], (1,), name)
+            for case in chosen
+            if (case["model"], case["layers"]) == (model, layers)
+            for name in policies
         ]
         asked = dataclasses.replace(settings.decode, layers=layers or None)
-        here = dataclasses.replace(settings, decode=asked)
-        yield from decode.steps_of(decode.drawn(model, here), own, here, ceilings)
+        of_layers = dataclasses.replace(settings, decode=asked)
+        drawn = decode.drawn(model, of_layers)
+        yield from decode.steps_of(drawn, steps_cases, of_layers, ceilings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,14 +149,14 @@ class Step:
 
 def steps(rows: list[Row]) -> list[Step]:
     """The rows that have times, by case."""
-    found = []
+    timed = []
     for row in rows:
         time = spread(row, "step")
         if time is not None:
             at = {k: v for k, v in row["case"].items() if k not in ("policy", "T")}
-            found.append((row, row["case"].get("policy", "dense"), tuple(at.items()), time))
-    dense = {case: time for _, policy, case, time in found if policy == "dense"}
-    return [Step(row, name, at, time, dense.get(at)) for row, name, at, time in found]
+            timed.append((row, row["case"].get("policy", "dense"), tuple(at.items()), time))
+    dense = {case: time for _, policy, case, time in timed if policy == "dense"}
+    return [Step(row, name, at, time, dense.get(at)) for row, name, at, time in timed]
 
 
 def case_cells(step: Step) -> tuple[str, ...]:
@@ -168,13 +169,13 @@ def show(result: dict[str, Any]) -> None:
     """A line a policy; reasons of what has no times."""
     screen, title = console(), f"{result['machine']['device']}; times in milliseconds"
     table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None)
-    kept = [i for i, heading in enumerate(COLUMNS) if heading != "p10-p90"]
-    for heading in ("model", "layers", "B", "S", "policy", *(COLUMNS[i] for i in kept)):
+    columns = [i for i, heading in enumerate(COLUMNS) if heading != "p10-p90"]
+    for heading in ("model", "layers", "B", "S", "policy", *(COLUMNS[i] for i in columns)):
         words = heading in ("model", "policy")
         table.add_column(heading, justify="left" if words else "right", no_wrap=not words)
     for step in steps(result["rows"]):
         cells = step.cells()
-        table.add_row(*case_cells(step), step.policy, *(cells[i] for i in kept))
+        table.add_row(*case_cells(step), step.policy, *(cells[i] for i in columns))
     screen.print(table)
     ceiling = result["read_ceiling_bytes_per_s"] / 1e9
     screen.print(FOOT.format(ceiling=ceiling), markup=False)

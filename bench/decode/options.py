@@ -26,15 +26,15 @@ def read(
     """What was asked for; ends with an error where that cannot be, or is for no other suite."""
     named = [name for name in asked.backend if "=" in name]
     plain = [name for name in asked.backend if "=" not in name]
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         field: tuple(value) if isinstance(value, list) else value
         for field in OPTIONS
         if (value := getattr(asked, field)) is not None
     }
     if "decode" not in suites:
-        for option in [OPTIONS[field][0] for field in given] + [f"--backend {x}" for x in named]:
-            parser.error(f"{option} says nothing to {suites[0]}, only to decode")
-    for name in given.get("models", ()):
+        for option in [OPTIONS[field][0] for field in values] + [f"--backend {x}" for x in named]:
+            parser.error(f"{option} does not apply to {suites[0]}, only to decode")
+    for name in values.get("models", ()):
         if name not in MODELS:
             parser.error(f"--model: invalid choice: {name!r} (choose from {', '.join(MODELS)})")
     if plain and list(suites) == ["decode"]:
@@ -44,7 +44,7 @@ def read(
         backends.check(OPERATIONS)
     except ValueError as error:
         parser.error(f"--backend: {error}")
-    return DecodeSettings(backends=backends, **given)
+    return DecodeSettings(backends=backends, **values)
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Which part of a step a kernel belongs to: attention, products with weights, or the rest."""
+"""Assigns a kernel to a part of a step: attention, matmuls with weights, or the rest."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _MOSAIC = re.compile(r"\\+00(?!stable_)([A-Za-z]\w*_mosaic_gpu)\\+00")
 def origins(program: str) -> dict[str, str]:
     """From a compiled program's text: kernels by name, and the operation each was made from.
 
-    XLA names a kernel of its own after its instruction. That of Mosaic has a suffix besides.
+    XLA names its kernels after their instructions; those of Mosaic also have a suffix.
     """
-    found: dict[str, str] = {}
+    by_kernel: dict[str, str] = {}
     for line in program.splitlines():
         instruction = _INSTRUCTION.match(line)
         if instruction is not None:
             name, origin = instruction.groups()
             names = [re.sub(r"[.-]", "_", name), *_MOSAIC.findall(line)]
-            found |= dict.fromkeys(names, origin)
-    return found
+            by_kernel |= dict.fromkeys(names, origin)
+    return by_kernel
 
 
 def instruction_of(kernel: str) -> str:
@@ -60,12 +60,12 @@ def by_part(kernels: Iterable[Kernel], made_from: dict[str, str]) -> dict[str, i
     return sums
 
 
-def longest(kernels: Iterable[Kernel], most: int) -> dict[str, list[int]]:
-    """How often the kernels ran that took the most time in all, and their nanoseconds, by name."""
+def longest(kernels: Iterable[Kernel], count: int) -> dict[str, list[int]]:
+    """Count and total nanoseconds of the ``count`` kernels that took the most time, by name."""
     sums: dict[str, list[int]] = {}
     for name, nanoseconds in kernels:
-        own = sums.setdefault(name, [0, 0])
-        own[0] += 1
-        own[1] += nanoseconds
+        sum_of_name = sums.setdefault(name, [0, 0])
+        sum_of_name[0] += 1
+        sum_of_name[1] += nanoseconds
     ranked = sorted(sums.items(), key=lambda pair: -pair[1][1])
-    return dict(ranked[:most])
+    return dict(ranked[:count])

@@ -34,16 +34,16 @@ def row(
     case = {"model": name, "layers": model.config.num_layers, "B": 1, "tokens": tokens}
     backends = settings.decode.backends
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, tokens, np.int32)
-    found = point.row("prefill", case, "jspec", checked=None)
+    row = point.row("prefill", case, "jspec", checked=None)
     if not settings.check:
-        return found | {"reason": "not checked, so not timed"}
+        return row | {"reason": "not checked, so not timed"}
     try:
         layers = min(LAYERS, model.config.num_layers)
         part = part_of(model, slice(layers))
         error = _distance(part, _prefilled(part, prompt, backends), prompt)
         if not error <= TOLERANCE:
             reason = f"its keys are wrong by {error:.1%}"
-            return found | {"checked": False, "reason": reason, "error": error}
+            return row | {"checked": False, "reason": reason, "error": error}
         _prefilled(model, prompt, backends)
         samples = []
         for _ in range(REPEATS):
@@ -51,8 +51,8 @@ def row(
             _prefilled(model, prompt, backends)
             samples.append(time.perf_counter_ns() - begin)
     except Exception as error:
-        return found | {"checked": False, "reason": failure("prefill", error).reason}
-    return found | {
+        return row | {"checked": False, "reason": failure("prefill", error).reason}
+    return row | {
         "checked": f"{layers} layers",
         "error": error,
         "wall_ns": samples,
@@ -73,16 +73,16 @@ def _distance(part: Decoder, state: DecodeState, prompt: np.ndarray) -> float:
 
     They follow from the attention of the layers before.
     """
-    wanted = _prefilled(part, prompt, REFERENCE, REFERENCE_CHUNK)
+    reference = _prefilled(part, prompt, REFERENCE, REFERENCE_CHUNK)
     last = part.config.num_layers - 1
-    return float(_apart(state.cache.keys(last), wanted.cache.keys(last)))
+    return float(_apart(state.cache.keys(last), reference.cache.keys(last)))
 
 
 @jax.jit
-def _apart(found: Any, wanted: Any) -> jax.Array:
+def _apart(actual: Any, expected: Any) -> jax.Array:
     """The largest error of a position."""
-    found, wanted = (x.astype(jnp.float32).reshape(x.shape[1], -1) for x in (found, wanted))
-    norm = jnp.linalg.norm(wanted, axis=-1)
-    apart = jnp.linalg.norm(found - wanted, axis=-1)
+    actual, expected = (x.astype(jnp.float32).reshape(x.shape[1], -1) for x in (actual, expected))
+    norm = jnp.linalg.norm(expected, axis=-1)
+    apart = jnp.linalg.norm(actual - expected, axis=-1)
     # Slots that no token took are zero in both.
     return (apart / jnp.where(norm > 0, norm, 1)).max()

@@ -1,4 +1,4 @@
-"""Running chunks of steps: that follow each other, their memory and their kernels."""
+"""Runs sequences of chunks of steps, and measures their memory and kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from bench.clocks import Kernel
 from bench.decode import parts
 from jspec.decode.state import DecodeState, Models, StepRecord
 
-CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
+CHUNKS = (1, 2)  # chunks of the two runs whose difference is timed
 REPEATS = 7
-KERNELS_KEPT = 12  # names of a row
+LONGEST_KERNELS = 12  # names in a row
 
 
 class Loop:
-    """Runs chunks that follow each other; each takes the state of the one before.
+    """Runs sequences of chunks; each takes the state of the one before.
 
-    ``rewound``: gives the state that a run begins with, whatever was decoded since.
+    ``rewound``: resets a state to the one that a run begins with.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class Loop:
 def first_run(
     run: Callable[[DecodeState], Any], state: DecodeState
 ) -> tuple[DecodeState, StepRecord, dict[str, Any]]:
-    """The state after a chunk, its record, and the peak of memory where this run set it.
+    """The state after a chunk, its record, and the peak memory if this run raised it.
 
-    A device's peak is that of the whole process: one that did not rise says nothing of this run.
+    A device reports the peak of the whole process.
     """
     before = device_bytes("peak_bytes_in_use")
     state, record = jax.block_until_ready(run(state))
@@ -51,27 +51,27 @@ def first_run(
 
 
 def memory_of(program: Any) -> dict[str, Any]:
-    """Bytes of a program beside its arguments, and of these."""
-    found = program.memory_analysis()
-    if found is None:
+    """Temporary and peak bytes of a program, from its memory analysis."""
+    plan = program.memory_analysis()
+    if plan is None:
         return {}
-    kept = max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
+    outputs = max(plan.output_size_in_bytes - plan.alias_size_in_bytes, 0)
     return {
-        "temp_bytes": found.temp_size_in_bytes,
-        "peak_bytes": found.argument_size_in_bytes + found.temp_size_in_bytes + kept,
+        "temp_bytes": plan.temp_size_in_bytes,
+        "peak_bytes": plan.argument_size_in_bytes + plan.temp_size_in_bytes + outputs,
     }
 
 
-def too_large(held: int, memory: dict[str, Any]) -> str | None:
-    """Why a program cannot run in the memory that there is beside ``held`` bytes, or None.
+def too_large(resident: int, memory: dict[str, Any]) -> str | None:
+    """Why a program does not fit in memory next to ``resident`` bytes, or None.
 
-    ``memory``: as `memory_of` gives it.
+    ``memory``: of the program, by `memory_of`.
     """
     limit, temporary = device_bytes("bytes_limit"), memory.get("temp_bytes", 0)
-    if limit is None or held + temporary <= limit:
+    if limit is None or resident + temporary <= limit:
         return None
     return (
-        f"it needs {(held + temporary) / 1e9:.1f} GB, of which {temporary / 1e9:.1f} are "
+        f"it needs {(resident + temporary) / 1e9:.1f} GB, of which {temporary / 1e9:.1f} are "
         f"temporary, and JAX may use {limit / 1e9:.1f} (XLA_PYTHON_CLIENT_MEM_FRACTION)"
     )
 
@@ -85,18 +85,18 @@ def kernels_of(run: Callable[[], Any]) -> list[Kernel]:
 
 
 def of_kernels(kernels: Sequence[Kernel], steps: int, step_ns: float) -> dict[str, Any]:
-    """How many kernels a step of ``step_ns`` has, how long it waits, and the longest of them."""
+    """Kernels per step of ``step_ns``, the idle share of a step, and the longest kernels."""
     busy = sum(ns for _, ns in kernels) / steps
     return {
         "kernels": len(kernels) / steps,
         "idle": 1 - busy / step_ns,
         "longest": {
             name: [count / steps, ns / steps]
-            for name, (count, ns) in parts.longest(kernels, KERNELS_KEPT).items()
+            for name, (count, ns) in parts.longest(kernels, LONGEST_KERNELS).items()
         },
     }
 
 
 def device_bytes(name: str) -> int | None:
-    """What the device says of its memory, None where it does not."""
+    """A memory statistic of the device, None where it has none."""
     return (jax.local_devices()[0].memory_stats() or {}).get(name)

@@ -1,4 +1,4 @@
-"""Models of a known shape with random weights, and what their passes read and compute."""
+"""Models with random weights, and the bytes and operations of their passes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from jspec.policies import Dense, Policy
 from jspec.policies.attend import DENSE
 from jspec.policies.budgeted import Budgeted
 
-# Times what experts and routers would give. Rounding decides between the last expert of a token and
-# the next one: that must matter little beside a residual that is as small as behind attention over
-# many random keys. At 30K keys logits in bfloat16 are then at most 5 % from those in float32, and
-# of wrong experts they are 40 % off; at 2K keys 2 % and 18 %.
+# Scales of the experts' outputs and of the routers' logits. Rounding decides between the last
+# chosen expert of a token and the next one. That must change the output little, although attention
+# over many random keys leaves a small residual. With these scales, logits in bfloat16 differ from
+# those in float32 by at most 5 % at 30K keys, and by 40 % with wrong experts; at 2K keys by 2 % and
+# 18 %.
 EXPERTS_GIVE = 0.06
 ROUTERS_TELL = 2.0
-E2M1_DEVIATION = math.sqrt(
-    68.5 / 8
-)  # of its numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their opposites
+# Standard deviation of the E2M1 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+E2M1_DEVIATION = math.sqrt(68.5 / 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +43,16 @@ class Ceilings:
     def floor_ns(self, weights: int, cached: int, flops: int) -> float:
         """The least time of a step that reads so many bytes of weights and of the cache.
 
-        ``flops``: of its products with the weights, which run beside the reading of these.
+        ``flops``: of its matmuls with the weights, which overlap with reading them.
         """
-        products = weights / self.read
+        matmuls = weights / self.read
         if self.matrix is not None:
-            products = max(products, flops / self.matrix)
-        return (products + cached / self.read) * 1e9
+            matmuls = max(matmuls, flops / self.matrix)
+        return (matmuls + cached / self.read) * 1e9
 
 
 def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
-    """The same model with its first ``layers`` layers alone."""
+    """The configuration with only its first ``layers`` layers."""
     return dataclasses.replace(config, layers=config.layers[:layers])
 
 
@@ -60,7 +60,7 @@ def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
 def noise(seed: Any, scale: Any, shape: tuple[int, ...], dtype: Any, parts: int) -> jax.Array:
     """Normal numbers of standard deviation ``scale``, drawn in ``parts`` of equal size.
 
-    So no more than a part of them is in memory in float32.
+    Only one part is in memory in float32 at a time.
     """
     size = math.prod(shape) // parts
 
@@ -74,7 +74,7 @@ def noise(seed: Any, scale: Any, shape: tuple[int, ...], dtype: Any, parts: int)
 def random_mxfp4(seeds: Iterator[int], scale: float, shape: tuple[int, ...]) -> MXFP4:
     """A kernel ``shape [E, in, *out]`` of random E2M1 numbers, of standard deviation ``scale``.
 
-    Scales are the two powers of two around what that takes, mixed by chance so that it comes out.
+    The scales are the two nearest powers of two, mixed at random to give that deviation.
     """
     count, inputs, *outputs = shape
     codes = random_bits(next(seeds), (count, *outputs, inputs // 2), jnp.uint8)
@@ -98,18 +98,18 @@ def random_model(
 ) -> Decoder:
     """A decoder with random weights; norms scale by 1, biases and sinks are 0.
 
-    Drawn leaf by leaf: one program that draws all of them compiles for minutes. ``sharding``: where
-    each goes, as `jspec.load_model` takes it, so that one device has one whole leaf at a time.
+    Drawn leaf by leaf, since one program that draws all of them compiles for minutes. ``sharding``:
+    of each leaf, as `jspec.load_model` takes it; one device has one whole leaf at a time.
     ``mxfp4``: kernels of experts are in MXFP4, on the default device.
     """
     seeds = itertools.count()
 
     def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array | MXFP4:
-        found = drawn(path, leaf)
+        weights = drawn(path, leaf)
         if sharding is None:
-            return found
+            return weights
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        return jax.device_put(found, sharding(name, leaf.shape))
+        return jax.device_put(weights, sharding(name, leaf.shape))
 
     def drawn(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array | MXFP4:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -144,20 +144,20 @@ def weight_bytes(model: Any) -> int:
 def read_weight_bytes(model: Decoder, tokens: int = 1) -> int:
     """Bytes of the weights that a pass over ``tokens`` tokens, of all rows, reads.
 
-    An embedding that only looks tokens up is left out. Of E routed experts as many are read as
-    tokens hit in the mean that choose k of them each, by chance: E (1 - (1 - k / E) ** tokens).
+    An embedding table that is only used for lookups is left out. Of E routed experts, the expected
+    number is counted if each token chooses k at random: E (1 - (1 - k / E) ** tokens).
     """
     return _read(model, tokens, weight_bytes)
 
 
 def _read(model: Decoder, tokens: int, count: Callable[[Any], int]) -> int:
-    """The ``count`` of what a pass over ``tokens`` tokens reads."""
-    found = count(model) - (0 if model.head is None else count(model.embedding))
-    return found - _missed(model, tokens, count)
+    """``count`` of the weights that a pass over ``tokens`` tokens reads."""
+    total = count(model) - (0 if model.head is None else count(model.embedding))
+    return total - _missed(model, tokens, count)
 
 
 def _missed(model: Decoder, tokens: int, count: Callable[[Any], int]) -> int:
-    """The ``count`` of the routed experts that none of ``tokens`` tokens chooses."""
+    """The expected ``count`` of the routed experts that none of ``tokens`` tokens chooses."""
     experts = model.config.experts
     if experts is None:
         return 0
@@ -166,7 +166,7 @@ def _missed(model: Decoder, tokens: int, count: Callable[[Any], int]) -> int:
 
 
 def numbers(tree: Any) -> int:
-    """How many weights there are, of however many bits."""
+    """The number of weights, of any number of bits."""
     return sum(leaf.size for _, leaf in _weights(tree))
 
 
@@ -176,8 +176,7 @@ def _weights(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def product_flops(model: Decoder, tokens: int) -> int:
-    """Multiplications and additions of ``tokens`` tokens with the weights, of those experts alone
-    that a token chooses."""
+    """Multiplications and additions of ``tokens`` tokens with the weights that each one uses."""
     return 2 * _read(model, 1, numbers) * tokens
 
 
@@ -191,14 +190,14 @@ def read_cache_bytes(
 ) -> int:
     """Bytes of the cache that a step reads at ``context`` tokens a row.
 
-    Of the layers in which ``policy`` selects: what it scores, keys and values of ``count`` tokens
-    and the new one; of the others all keys and values that they see.
+    In layers in which ``policy`` selects: what it scores, and keys and values of ``count`` tokens
+    and the new one; in the others all keys and values inside their window.
     """
     total = scored_cache_bytes(config, batch, context, dtype, policy)
     for spec, selects in zip(config.layers, _selecting(config, policy), strict=True):
-        seen = count + 1 if selects else min(context, spec.window or context)
+        positions = count + 1 if selects else min(context, spec.window or context)
         size = spec.kv_heads * (spec.key_size + spec.value_size)
-        total += batch * seen * size * jnp.dtype(dtype).itemsize
+        total += batch * positions * size * jnp.dtype(dtype).itemsize
     return total
 
 
@@ -212,7 +211,7 @@ def scored_cache_bytes(
 
 
 def _selecting(config: ModelConfig, policy: Policy) -> list[bool]:
-    """In which layers ``policy`` selects."""
+    """Whether ``policy`` selects, for each layer."""
     first = policy.dense_layers if isinstance(policy, Budgeted) else 0
     selects = not isinstance(policy, Dense)
     pairs = enumerate(config.layers)
@@ -220,10 +219,10 @@ def _selecting(config: ModelConfig, policy: Policy) -> list[bool]:
 
 
 def prefill_flops(model: Decoder, tokens: int) -> int:
-    """Multiplications and additions of a prefill of one row, without the head, which it leaves out.
+    """Multiplications and additions of a prefill of one row, which does not run the head.
 
-    Products with weights: 2 x weights x tokens. Attention, causal: 2 x N x (key size + value size)
-    for each pair of a query and a key that it sees; without a window these are tokens ** 2 / 2.
+    Matmuls with weights: 2 x weights x tokens. Causal attention: 2 x N x (key size + value size)
+    for each visible pair of query and key; without a window these are tokens ** 2 / 2.
     """
     config, arrays = model.config, _weights(model)
     kernels = sum(x.size for path, x in arrays if "kernel" in jax.tree_util.keystr(path))

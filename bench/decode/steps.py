@@ -111,8 +111,8 @@ class Steps:
             program = programs[tokens]
             if not isinstance(program, Absent):
                 memory = memory_of(program)
-                held = weight_bytes(self._model) + self.size
-                reason = too_large(held, memory)
+                resident = weight_bytes(self._model) + self.size
+                reason = too_large(resident, memory)
                 if reason:
                     yield self._row(tokens, None, reason=reason, **memory)
                     continue
@@ -186,11 +186,11 @@ class Steps:
 
     def _checks(self, programs: Programs) -> dict[Any, Any]:
         """The programs of the check; raises `RuntimeError` where one did not compile."""
-        found = {key: programs[key] for key in programs if isinstance(key, tuple)}
-        for program in found.values():
+        check_programs = {key: programs[key] for key in programs if isinstance(key, tuple)}
+        for program in check_programs.values():
             if isinstance(program, Absent):
                 raise RuntimeError(program.reason)
-        return found
+        return check_programs
 
     def _row(self, tokens: int, checked: str | bool | None, **rest: Any) -> point.Row:
         config, case = self._model.config, self.case

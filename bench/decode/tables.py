@@ -35,7 +35,7 @@ PREFILL_FOOT = (
 
 
 def of_kind(rows: Iterable[Row], operation: str) -> list[Row]:
-    """The rows of ``"decode_step"`` or ``"prefill"``."""
+    """The rows of an operation: ``"decode_step"``, ``"prefill"`` or ``"iteration"``."""
     return [row for row in rows if row["operation"] == operation]
 
 
@@ -46,16 +46,16 @@ def ms(microseconds: float) -> str:
 
 def step_cells(row: Row) -> tuple[str, ...]:
     """The cells under `STEP` of a row with times."""
-    found = spread(row, "step")
-    assert found is not None
+    step = spread(row, "step")
+    assert step is not None
     floor = row["floor_ns"] / 1e3
     needed = row["weight_bytes"] + row["cache_bytes"]
     measured = "" if row.get("peak_measured") else "~"
     return (
-        ms(found.median),
-        f"{ms(found.low)}-{ms(found.high)}",
+        ms(step.median),
+        f"{ms(step.low)}-{ms(step.high)}",
         ms(floor),
-        f"{found.median / floor:.2f}",
+        f"{step.median / floor:.2f}",
         number(row["kernels"]) if "kernels" in row else "",
         f"{row['idle']:.1%}" if "idle" in row else "",
         f"{measured}{row['peak_bytes'] / needed:.3f}" if "peak_bytes" in row else "",
@@ -64,16 +64,16 @@ def step_cells(row: Row) -> tuple[str, ...]:
 
 
 def part_cells(row: Row) -> tuple[str, ...]:
-    """Of a row with kernels: milliseconds of a step and share of it, for each part and idle."""
-    found = spread(row, "step")
-    assert found is not None
+    """Milliseconds and share of a step for each part and idle, of a row with kernels."""
+    step = spread(row, "step")
+    assert step is not None
     parts = {part: row["parts_ns"][part] / 1e3 for part in PARTS}
-    parts["idle"] = found.median - sum(parts.values())
-    return tuple(f"{ms(own)} ({own / found.median:.0%})" for own in parts.values())
+    parts["idle"] = step.median - sum(parts.values())
+    return tuple(f"{ms(time)} ({time / step.median:.0%})" for time in parts.values())
 
 
 def prefill_cells(row: Row) -> tuple[str, ...]:
-    """Of a row with times: tokens a second, TFLOP/s, their share of the matrix ceiling."""
+    """Tokens a second, TFLOP/s and share of the matrix ceiling, of a row with times."""
     seconds = statistics.median(row["wall_ns"]) / 1e9
     rate = row["flops"] / seconds
     share = rate / row["matrix_ceiling_flops_per_s"]
@@ -85,9 +85,9 @@ STEP = ("step", "p10-p90", "floor", "/floor", "kernels", "idle", "peak", "temp")
 
 
 def show(result: dict[str, Any]) -> None:
-    """Steps, the parts of their time, and prefill; what has no times is a line with its reason.
+    """Print steps, the parts of their time, and prefill; rows without times as their reason.
 
-    Where the terminal is too narrow, the percentiles are left out.
+    On a narrow terminal, the percentiles are left out.
     """
     screen, rows = console(), result["rows"]
     reasons = list(dict.fromkeys(row["reason"] for row in rows if row.get("reason")))
@@ -115,16 +115,16 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _steps(title: str, rows: list[Row], reasons: list[str], *, percentiles: bool) -> Table:
-    kept = [i for i, heading in enumerate(STEP) if percentiles or heading != "p10-p90"]
+    columns = [i for i, heading in enumerate(STEP) if percentiles or heading != "p10-p90"]
     compared = any("ratio" in row for row in rows)
-    headings = (*CASE, "name", *(STEP[i] for i in kept), *(["vs before"] if compared else []))
+    headings = (*CASE, "name", *(STEP[i] for i in columns), *(["vs before"] if compared else []))
     table = _table(title, headings)
     for row in of_kind(rows, "decode_step"):
         cells = [*_case(row), row["name"]]
         if row.get("reason"):
             cells[-1] = escape(f"{row['name']} [{reasons.index(row['reason']) + 1}]")
         else:
-            cells += [step_cells(row)[i] for i in kept]
+            cells += [step_cells(row)[i] for i in columns]
             cells += [times(row["ratio"])] if "ratio" in row else []
         table.add_row(*cells)
     return table
@@ -155,8 +155,10 @@ def _table(title: str, headings: Iterable[str]) -> Table:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as fast it is as in the earlier result; how many rows had
-    one. Rows meet by their case."""
+    """Write into each row its speedup over the earlier result; returns how many had one.
+
+    Rows are matched by operation and case.
+    """
     before = {_where(row): _time(row) for row in earlier["rows"]}
     met = 0
     for row in result["rows"]:
@@ -172,5 +174,5 @@ def _where(row: Row) -> tuple[Any, ...]:
 
 
 def _time(row: Row) -> float | None:
-    found = spread(row, "step") or spread(row, "wall")
-    return None if found is None else found.median
+    time = spread(row, "step") or spread(row, "wall")
+    return None if time is None else time.median

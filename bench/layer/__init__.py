@@ -32,26 +32,26 @@ from jspec.policies import Policy
 SHARE = 64  # of the slots one in so many is selected: 1.56 %
 # n = 0 stands for S / SHARE; R: bits of a hash code; channels: of Loki.
 DEFAULT: Case = {"B": 8, "S": 32768, "heads": "32/32", "H": 128, "n": 0, "R": 128, "channels": 32}
-# On a GPU XLA tries many products for its own attention and wins with none; FlashAttention-3 is
-# there through PyTorch already.
+# On a GPU, XLA's attention autotunes for long and never wins; FlashAttention-3 is measured through
+# PyTorch.
 SLOW = ("xla", "xla_blocked", "fa3_jax")
 
 
 def case(text: str, default: Mapping[str, Any] = DEFAULT) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
-    found = cases.parse(text, default)
-    found["n"] = found["n"] or found["S"] // SHARE
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
+    case = cases.parse(text, default)
+    case["n"] = case["n"] or case["S"] // SHARE
     try:
-        policies(found)
+        policies(case)
     except ValueError as error:
-        raise ValueError(f"n={found['n']}, R={found['R']}: {error}") from None
-    if found["n"] >= found["S"]:
-        raise ValueError(f"n={found['n']} must be below S={found['S']}")
-    return found
+        raise ValueError(f"n={case['n']}, R={case['R']}: {error}") from None
+    if case["n"] >= case["S"]:
+        raise ValueError(f"n={case['n']} must be below S={case['S']}")
+    return case
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
+    """The requested cases, or the suite's defaults."""
     if settings.cases:
         return [case(text) for text in settings.cases]
     if jax.default_backend() != "gpu":
@@ -67,39 +67,39 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("hata-layer", len(grid(settings))) as advance:
-        for here in grid(settings):
-            yield from dense(here, settings)
-            yield from measured("hata_layer", here, policies(here), settings)
+        for case in grid(settings):
+            yield from dense(case, settings)
+            yield from measured("hata_layer", case, policies(case), settings)
             advance()
 
 
-def dense(here: Case, settings: Settings) -> list[point.Row]:
+def dense(case: Case, settings: Settings) -> list[point.Row]:
     """The rows of attention over the whole cache, by all that may be the fastest."""
     if not settings.only and jax.default_backend() == "gpu":
         names = (*ATTENTION.backends, *rivals.NAMES)
         settings = dataclasses.replace(settings, only=tuple(x for x in names if x not in SLOW))
-    rows = attention.measured({**here, "T": 1, "lengths": "full"}, settings)
+    rows = attention.measured({**case, "T": 1, "lengths": "full"}, settings)
     for row in rows:
-        row["case"] = {key: row["case"][key] for key in (*here, "l2") if key in row["case"]}
+        row["case"] = {key: row["case"][key] for key in (*case, "l2") if key in row["case"]}
     return rows
 
 
 def measured(
     operation: str,
-    here: Case,
-    wanted: Mapping[str, Policy],
+    case: Case,
+    policies: Mapping[str, Policy],
     settings: Settings,
     backends: Mapping[str, Backends] | None = None,
 ) -> Iterator[point.Row]:
     """A row of each policy that the settings want; ``backends``: of each of them, by its name."""
-    given = backends or dict.fromkeys(wanted, Backends())
-    chosen = {name: policy for name, policy in wanted.items() if settings.wants(name)}
-    policy_params = {name: arrays_of(policy, [spec_of(here)]) for name, policy in chosen.items()}
-    new = token(here)
+    backends_of = backends or dict.fromkeys(policies, Backends())
+    chosen = {name: policy for name, policy in policies.items() if settings.wants(name)}
+    policy_params = {name: arrays_of(policy, [spec_of(case)]) for name, policy in chosen.items()}
+    new = token(case)
     sources = {
         name: Source(
-            program(policy, given[name]),
-            (shapes(policy_params[name]), empty(policy, here), shapes(new)),
+            program(policy, backends_of[name]),
+            (shapes(policy_params[name]), empty(policy, case), shapes(new)),
             donated=(1,),
         )
         for name, policy in chosen.items()
@@ -107,32 +107,32 @@ def measured(
     for name, compiled in compile_all(operation, sources).items():
         gc.collect()  # a failure's traceback, or a rival's tensor, may hold a cache
         policy = chosen[name]
-        own = (
+        layer_program = (
             compiled
             if isinstance(compiled, Absent)
-            else _ready(name, compiled, policy, policy_params[name], new, here)
+            else _ready(name, compiled, policy, policy_params[name], new, case)
         )
-        moved, clock = needed(policy, here), attention.clock()
-        yield from point.measure(operation, here, [own], settings, moved=moved, **clock)
+        moved, clock = needed(policy, case), attention.clock()
+        yield from point.measure(operation, case, [layer_program], settings, moved=moved, **clock)
 
 
 def _ready(
-    name: str, compiled: Any, policy: Policy, policy_params: Any, new: Any, here: Case
+    name: str, compiled: Any, policy: Policy, policy_params: Any, new: Any, case: Case
 ) -> Program | Absent:
-    """The program with a cache of its own, which each call takes and returns."""
+    """The program with its own cache, which each call consumes and returns."""
     try:
-        held = [filled(policy, policy_params, here)]
+        caches = [filled(policy, policy_params, case)]
     except Exception as error:
         return failure(name, error)
 
     def start() -> Any:
-        cache: Cache = held.pop()
+        cache: Cache = caches.pop()
         cache, outputs = compiled(policy_params, cache, new)
-        held.append(cache)
+        caches.append(cache)
         return outputs
 
     def check(outputs: Any) -> bool:
-        return right(policy, policy_params, held[0], new, outputs)
+        return right(policy, policy_params, caches[0], new, outputs)
 
     return Program(name, start, check)
 

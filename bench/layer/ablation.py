@@ -29,7 +29,7 @@ SCORES = {"hamming_scores": "xla", "hash_select": "xla"}
 SORT = {"select": "xla", "hash_select": "two_steps"}
 ENCODE = {"hash_encode": "xla", "rotate_and_append": "xla", "rotate_append_encode": "xla"}
 GATHER = {"gathered_attention": "xla"}
-IN_TURN = {"hash_attention": "one_by_one"}
+ONE_BY_ONE = {"hash_attention": "one_by_one"}
 # Each with one more part than the stage before at its best backend: scores, their selection with
 # the scores, attention that reads the selection in place, and encoding with the cache's update; at
 # last all of them as one operation.
@@ -38,7 +38,7 @@ STAGES = {
     "score": Backends(SORT | GATHER | ENCODE),
     "select": Backends(GATHER | ENCODE),
     "fused_attention": Backends(ENCODE),
-    "encode": Backends(IN_TURN),
+    "encode": Backends(ONE_BY_ONE),
     "one_operation": Backends(),
 }
 TITLES = {
@@ -50,14 +50,14 @@ HEADINGS = ("B", "S", "heads", "n", "R", "name", "time", "p10-p90", "kernels", "
 
 
 def case(text: str) -> Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     return layer.case(text, DEFAULT)
 
 
 def grid(settings: Settings) -> list[Case]:
-    """The cases that were asked for, or the suite's own."""
-    own = "B=1" if jax.default_backend() == "gpu" else "S=8K,heads=8/8"
-    return [case(text) for text in settings.cases or (own,)]
+    """The requested cases, or the suite's defaults."""
+    default = "B=1" if jax.default_backend() == "gpu" else "S=8K,heads=8/8"
+    return [case(text) for text in settings.cases or (default,)]
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -66,40 +66,40 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> Iterator[point.Row]:
     with bar("hata-ablation", len(grid(settings))) as advance:
-        for here in grid(settings):
-            stages = dict.fromkeys(STAGES, policies(here)["hata"])
-            yield from layer.measured("hata_parts", here, stages, settings, STAGES)
+        for case in grid(settings):
+            stages = dict.fromkeys(STAGES, policies(case)["hata"])
+            yield from layer.measured("hata_parts", case, stages, settings, STAGES)
             for share in () if settings.quick else SHARES:
-                yield from _some("hata_budget", {**here, "n": here["S"] // share}, settings)
+                yield from _some("hata_budget", {**case, "n": case["S"] // share}, settings)
             for bits in () if settings.quick else BITS:
-                yield from _some("hata_bits", {**here, "R": bits}, settings, ("hata",))
+                yield from _some("hata_bits", {**case, "R": bits}, settings, ("hata",))
             advance()
 
 
 def _some(
-    operation: str, here: Case, settings: Settings, names: tuple[str, ...] = COMPARED
+    operation: str, case: Case, settings: Settings, names: tuple[str, ...] = COMPARED
 ) -> Iterator[point.Row]:
     """The rows of some policies; none where their budget has no room for what they always read."""
     try:
-        own = policies(here)
+        by_name = policies(case)
     except ValueError as error:
-        yield point.row(operation, here, names[0], checked=None, reason=str(error))
+        yield point.row(operation, case, names[0], checked=None, reason=str(error))
         return
-    yield from layer.measured(operation, here, {name: own[name] for name in names}, settings)
+    yield from layer.measured(operation, case, {name: by_name[name] for name in names}, settings)
 
 
 def parts(result: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
     """Of each part that has times: its title, headings and lines."""
     floor = tables.floor_of(result)
     for operation, title in TITLES.items():
-        own = [row for row in result["rows"] if row["operation"] == operation]
-        own = [row for row in own if point.best_clock(row) is not None]
-        cells = [[*_case(row), *tables.cells(row, floor)] for row in own]
+        rows = [row for row in result["rows"] if row["operation"] == operation]
+        rows = [row for row in rows if point.best_clock(row) is not None]
+        cells = [[*_case(row), *tables.cells(row, floor)] for row in rows]
         if operation != "hata_parts":
             yield title, HEADINGS, cells
             continue
-        plain = {_where(row): tables.time_of(row).median for row in own if row["name"] == "plain"}
-        for line, row in zip(cells, own, strict=True):
+        plain = {_where(row): tables.time_of(row).median for row in rows if row["name"] == "plain"}
+        for line, row in zip(cells, rows, strict=True):
             whole = plain.get(_where(row))
             line.append("" if whole is None else times(whole / tables.time_of(row).median))
         yield title, (*HEADINGS, "vs plain"), cells
@@ -107,20 +107,22 @@ def parts(result: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list[l
 
 def stages(rows: Sequence[point.Row]) -> dict[str, float]:
     """Microseconds of each stage of the first case that has them."""
-    own = [row for row in rows if row["operation"] == "hata_parts" and point.best_clock(row)]
-    return {row["name"]: tables.time_of(row).median for row in own if _where(row) == _where(own[0])}
+    timed = [row for row in rows if row["operation"] == "hata_parts" and point.best_clock(row)]
+    return {
+        row["name"]: tables.time_of(row).median for row in timed if _where(row) == _where(timed[0])
+    }
 
 
 def series(
     rows: Sequence[point.Row], operation: str, key: str
 ) -> dict[str, list[tuple[int, float]]]:
     """Microseconds of each policy against a part of the case, where there are several."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    by_name: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row["operation"] == operation and point.best_clock(row):
             at = row["case"][key], tables.time_of(row).median
-            found.setdefault(row["name"], []).append(at)
-    return {name: sorted(line) for name, line in found.items() if len(line) > 1}
+            by_name.setdefault(row["name"], []).append(at)
+    return {name: sorted(line) for name, line in by_name.items() if len(line) > 1}
 
 
 def _case(row: point.Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether a layer is right: its selection by the policy's definition, its output by brute force."""
+"""Checks a layer: its selection by the policy's definition, its output by brute force."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jspec.policies import ExactTopK, Hata, Loki, MagicPIG, Policy, Quest, Score
 from jspec.policies.budgeted import touched, whole_pages
 from jspec.typing import Array
 
-DOUBT = 1e-5  # of a product's largest value: signs of products below it may differ by rounding
-# Of the standard deviation of a row's scores: sums of float32 in another order, and products that
-# a GPU takes in 19 bits.
+DOUBT = 1e-5  # of a dot product's bound: below it, rounding may change the sign
+# Relative to the standard deviation of a row's scores: float32 sums in another order, and matmuls
+# that a GPU computes in TF32.
 CLOSE, ROUGH = 1e-3, 2e-2
 WRITTEN = 0.05  # the share of a new token's code that rounding may change
 Scored = tuple[Array, Array]  # scores [B, K, S or pages], and by how much they are in doubt [B, K]
@@ -87,13 +87,13 @@ def selects(
     """
     kind = next((x for x in SCORES if isinstance(policy, x)), None)
     if kind is None:
-        scores = jax.jit(lambda *given: policy.score(given[0], 0, *given[1:]))(
+        scores = jax.jit(lambda *arguments: policy.score(arguments[0], 0, *arguments[1:]))(
             policy_params, cache, q
         )
         scored = scores, ROUGH * jnp.nanstd(jnp.where(jnp.isfinite(scores), scores, jnp.nan), -1)
     else:
-        own = None if policy_params is None else policy_params[0]
-        scored = SCORES[kind](policy, own, cache.columns[0], q)
+        layer_params = None if policy_params is None else policy_params[0]
+        scored = SCORES[kind](policy, layer_params, cache.columns[0], q)
     page = policy.page_size
     return bool(
         _agrees(*scored, chosen, token.context_len, page, _forced(policy), policy.budget // page)
@@ -115,7 +115,7 @@ def _agrees(
     context_len: Array,
     page: int,
     forced: tuple[int, int],
-    most: int,
+    count: int,
 ) -> Array:
     scores = scores.astype(jnp.float32)
     end = -(-context_len // page)[:, None, None]
@@ -123,40 +123,43 @@ def _agrees(
     always = (index < forced[0]) | (index >= end - forced[1])
     scores = jnp.where(always, jnp.inf, scores)
     scores = jnp.where(index < end, scores, -jnp.inf)
-    lowest = jax.lax.top_k(scores, most)[0][..., -1:]
+    lowest = jax.lax.top_k(scores, count)[0][..., -1:]
     above, equal = scores > lowest, scores == lowest
-    left = most - above.sum(axis=-1, keepdims=True)
-    wanted = (above | (equal & (jnp.cumsum(equal, axis=-1) <= left))) & (scores > -jnp.inf)
-    # Slots behind the last take what is no position.
+    left = count - above.sum(axis=-1, keepdims=True)
+    expected = (above | (equal & (jnp.cumsum(equal, axis=-1) <= left))) & (scores > -jnp.inf)
+    # The extra slot at the end collects entries that are no position.
     slots = jnp.where(chosen >= 0, chosen, scores.shape[-1] * page)
     counts = jnp.zeros((*scores.shape[:2], scores.shape[-1] * page + 1), jnp.int32)
     rows, heads = (jnp.arange(n) for n in scores.shape[:2])
     counts = counts.at[rows[:, None, None], heads[None, :, None], slots].add(1)[..., :-1]
     committed = jnp.arange(counts.shape[-1])[None, None] < context_len[:, None, None]
     whole, none = (
-        (counts == wanted).reshape(*scores.shape, page).all(axis=-1)
-        for wanted in (committed.astype(jnp.int32), jnp.zeros_like(counts))
+        (counts == expected).reshape(*scores.shape, page).all(axis=-1)
+        for expected in (committed.astype(jnp.int32), jnp.zeros_like(counts))
     )
     whole &= index < end
     near = (doubt[..., None] > 0) & (jnp.abs(scores - lowest) <= doubt[..., None])
-    as_wanted = jnp.where(wanted, whole, none) | (near & (whole | none))
-    as_many = (whole.sum(axis=-1) == wanted.sum(axis=-1)).all()
-    return as_wanted.all() & as_many
+    as_expected = jnp.where(expected, whole, none) | (near & (whole | none))
+    as_many = (whole.sum(axis=-1) == expected.sum(axis=-1)).all()
+    return as_expected.all() & as_many
 
 
 def _written(
     policy: Policy, policy_params: Any, cache: Cache, context_len: Array, k: Array, v: Array
 ) -> bool:
     """Whether the new token's key, value and columns are in its slot."""
-    want = {"keys": k, "values": v, **policy.encode(policy_params, 0, k)}
+    expected_columns = {"keys": k, "values": v, **policy.encode(policy_params, 0, k)}
     rows = jnp.arange(len(context_len))[:, None]
-    for name, held in cache.columns[0].items():
-        own, wanted = held[rows, context_len[:, None]], want[name].astype(held.dtype)
-        if jnp.issubdtype(held.dtype, jnp.floating):
-            error = jnp.linalg.norm((own - wanted).astype(jnp.float32))
-            good = error <= ROUGH * jnp.linalg.norm(wanted.astype(jnp.float32))
+    for name, column in cache.columns[0].items():
+        actual, expected = (
+            column[rows, context_len[:, None]],
+            expected_columns[name].astype(column.dtype),
+        )
+        if jnp.issubdtype(column.dtype, jnp.floating):
+            error = jnp.linalg.norm((actual - expected).astype(jnp.float32))
+            good = error <= ROUGH * jnp.linalg.norm(expected.astype(jnp.float32))
         else:
-            good = (own != wanted).mean() <= WRITTEN
+            good = (actual != expected).mean() <= WRITTEN
         if not good:
             return False
     return True
@@ -168,12 +171,12 @@ def _grouped(q: Array, kv_heads: int) -> Array:
 
 
 @partial(Exact, static_argnums=0)
-def _hata(policy: Hata, matrices: Array, held: Mapping[str, Array], q: Array) -> Scored:
+def _hata(policy: Hata, matrices: Array, columns: Mapping[str, Array], q: Array) -> Scored:
     """Algorithms 2 and 3 of the paper: shared bits, summed over the queries of a group.
 
-    In doubt is a bit for each product so near to 0 that rounding decides its sign.
+    One bit is in doubt for each dot product so near to 0 that rounding decides its sign.
     """
-    codes = held["codes"]
+    codes = columns["codes"]
     q = _grouped(q, codes.shape[2])
     products = jnp.einsum("bkgh,khr->bkgr", q, matrices, precision="highest")
     sizes = jnp.linalg.norm(q, axis=-1)[..., None]
@@ -191,14 +194,14 @@ def _hata(policy: Hata, matrices: Array, held: Mapping[str, Array], q: Array) ->
 
 @partial(Exact, static_argnums=0)
 def _magicpig(
-    policy: MagicPIG, policy_params: Mapping[str, Array], held: Mapping[str, Array], q: Array
+    policy: MagicPIG, policy_params: Mapping[str, Array], columns: Mapping[str, Array], q: Array
 ) -> Scored:
     """Section 4 of its paper: how many tables put a key into a query's bucket, from two on, summed
     over the queries of a group.
 
-    In doubt are two for each product so near to 0 that rounding decides its sign.
+    Two are in doubt for each dot product so near to 0 that rounding decides its sign.
     """
-    codes, planes = held["buckets"], policy_params["projections"]
+    codes, planes = columns["buckets"], policy_params["projections"]
     q = _grouped(q, codes.shape[2])
     products = jnp.einsum("bkgh,hp->bkgp", q, planes, precision="highest")
     sizes = jnp.linalg.norm(q, axis=-1)[..., None]
@@ -210,9 +213,9 @@ def _magicpig(
         same = jnp.ones(met.shape, bool)
         for bit in range(policy.bits):
             word = jnp.take(codes, number // 32 * policy.bits + bit, axis=3)
-            own = (word >> (number % 32).astype(jnp.uint32)) & 1
+            key_bits = (word >> (number % 32).astype(jnp.uint32)) & 1
             asked = jnp.take(signs[..., bit], number, axis=3)
-            same &= (own[:, :, :, None] == 1) == asked[:, None]
+            same &= (key_bits[:, :, :, None] == 1) == asked[:, None]
         return met + same.astype(jnp.int32)
 
     met = jnp.zeros((*codes.shape[:3], q.shape[2]), jnp.int32)
@@ -223,17 +226,17 @@ def _magicpig(
 
 
 @partial(Exact, static_argnums=0)
-def _exact(policy: ExactTopK, policy_params: Any, held: Mapping[str, Array], q: Array) -> Scored:
-    """The products of the queries of a group with every key, summed."""
-    return _products(_grouped(q, held["keys"].shape[2]).sum(axis=2), held["keys"], CLOSE)
+def _exact(policy: ExactTopK, policy_params: Any, columns: Mapping[str, Array], q: Array) -> Scored:
+    """Dot products of the queries of a group with every key, summed over the group."""
+    return _products(_grouped(q, columns["keys"].shape[2]).sum(axis=2), columns["keys"], CLOSE)
 
 
 @partial(Exact, static_argnums=0)
-def _loki(policy: Loki, components: Array, held: Mapping[str, Array], q: Array) -> Scored:
-    """Those products in the leading components."""
-    own = _grouped(q, components.shape[0]).sum(axis=2)
-    own = jnp.einsum("bkh,khr->bkr", own, components, precision="highest")
-    return _products(own, held["components"], ROUGH)
+def _loki(policy: Loki, components: Array, columns: Mapping[str, Array], q: Array) -> Scored:
+    """The same dot products in the leading components."""
+    reduced = _grouped(q, components.shape[0]).sum(axis=2)
+    reduced = jnp.einsum("bkh,khr->bkr", reduced, components, precision="highest")
+    return _products(reduced, columns["components"], ROUGH)
 
 
 def _products(q: Array, k: Array, doubt: float) -> Scored:
@@ -245,7 +248,7 @@ def _products(q: Array, k: Array, doubt: float) -> Scored:
 
 
 @partial(Exact, static_argnums=0)
-def _quest(policy: Quest, policy_params: Any, held: Mapping[str, Array], q: Array) -> Scored:
+def _quest(policy: Quest, policy_params: Any, columns: Mapping[str, Array], q: Array) -> Scored:
     """Tang et al. 2024, algorithm 1, from the keys of each page: the largest that a product with a
     vector inside a page's bounds can be, summed over the queries of a group."""
 
@@ -261,7 +264,7 @@ def _quest(policy: Quest, policy_params: Any, held: Mapping[str, Array], q: Arra
         return sum(bounds[1:], bounds[0]).T
 
     # The last page is read whatever it scores: that it may be padded does not matter.
-    scores = jax.lax.map(row, (_grouped(q, held["keys"].shape[2]), held["keys"]))
+    scores = jax.lax.map(row, (_grouped(q, columns["keys"].shape[2]), columns["keys"]))
     return scores, CLOSE * scores.std(axis=-1)
 
 

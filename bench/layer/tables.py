@@ -1,4 +1,4 @@
-"""The table of a layer's policies, and what they are to reach."""
+"""The table of a layer's policies, and their targets."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FOOT = (
     "time of MB at the read ceiling of this run, {ceiling}, over the time; vs target: speed over "
     "what it is to reach, 1 or more for reached. MB: {bytes}"
 )
-# How many times as fast as the fastest dense attention HATA is to be, by heads, rows and slots.
+# Target speedups of HATA over the fastest dense attention, by heads, rows and slots.
 TARGETS = {("32/32", 8, 32768): 15.0, ("32/32", 1, 2**18): 15.0, ("32/8", 8, 32768): 10.0}
-# And as these policies.
+# Target speedups of HATA over these policies.
 OTHERS = {"quest_16": 1.2, "quest_32": 1.2, "loki": 2.0}
 
 
@@ -42,47 +42,47 @@ class Group:
     @property
     def fastest(self) -> tuple[str, float] | None:
         """The fastest dense attention and its microseconds."""
-        found = {name: time_of(row).median for name, row in self.dense.items()}
-        return min(found.items(), key=lambda pair: pair[1], default=None)
+        medians = {name: time_of(row).median for name, row in self.dense.items()}
+        return min(medians.items(), key=lambda pair: pair[1], default=None)
 
     def speedup(self, name: str) -> float | None:
-        """Of a policy over the fastest dense attention."""
-        own = self.policies.get(name)
-        return self.fastest[1] / time_of(own).median if own and self.fastest else None
+        """Speedup of a policy over the fastest dense attention."""
+        row = self.policies.get(name)
+        return self.fastest[1] / time_of(row).median if row and self.fastest else None
 
     def beside(self, name: str) -> float | None:
-        """Of HATA over another policy."""
-        own, other = self.policies.get("hata"), self.policies.get(name)
-        return time_of(other).median / time_of(own).median if own and other else None
+        """Speedup of HATA over another policy."""
+        hata, other = self.policies.get("hata"), self.policies.get(name)
+        return time_of(other).median / time_of(hata).median if hata and other else None
 
     def target(self, name: str) -> tuple[float, float] | None:
-        """What is to be reached at the row of a policy, and what was: HATA's speed over dense
-        attention, or over that policy."""
-        found = wanted = None
+        """The target of a policy's row and the measured value: HATA's speed over dense attention,
+        or over that policy."""
+        reached = aim = None
         if name == "hata":
-            wanted = TARGETS.get(tuple(self.case[key] for key in ("heads", "B", "S")))
-            found = self.speedup(name)
+            aim = TARGETS.get(tuple(self.case[key] for key in ("heads", "B", "S")))
+            reached = self.speedup(name)
         elif name in OTHERS:
-            wanted, found = OTHERS[name], self.beside(name)
-        return None if wanted is None or found is None else (wanted, found)
+            aim, reached = OTHERS[name], self.beside(name)
+        return None if aim is None or reached is None else (aim, reached)
 
 
 def time_of(row: Row) -> Spread:
-    """Of a row that has one."""
-    found = best_clock(row)
-    assert found is not None
-    return found
+    """The best clock of a row that has times."""
+    clock = best_clock(row)
+    assert clock is not None
+    return clock
 
 
 def groups(rows: Sequence[Row], operation: str = "hata_layer") -> list[Group]:
     """The rows that have times, by case."""
-    found: dict[tuple[Any, ...], Group] = {}
+    by_case: dict[tuple[Any, ...], Group] = {}
     for row in rows:
         if best_clock(row) is None or row["operation"] not in ("attention", operation):
             continue
-        own = found.setdefault(tuple(row["case"].items()), Group(row["case"], {}, {}))
-        (own.dense if row["operation"] == "attention" else own.policies)[row["name"]] = row
-    return list(found.values())
+        group = by_case.setdefault(tuple(row["case"].items()), Group(row["case"], {}, {}))
+        (group.dense if row["operation"] == "attention" else group.policies)[row["name"]] = row
+    return list(by_case.values())
 
 
 def lines(group: Group, floor: Floor) -> Iterator[tuple[str, ...]]:
@@ -114,7 +114,7 @@ def cells(row: Row, floor: Floor) -> tuple[str, ...]:
 
 
 def floor_of(result: dict[str, Any]) -> Floor:
-    """What the rows of a result are held against."""
+    """The read ceiling that rows are compared with."""
     return Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
 
 

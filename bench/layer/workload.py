@@ -59,7 +59,7 @@ def needed(policy: Policy, case: Mapping[str, Any]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """What a layer's projections give of the new token: their product ``[B, 1, K, G * H + 2 * H]``.
+    """The projections of the new token: ``joined [B, 1, K, G * H + 2 * H]``.
 
     The rotation by ``cosine`` and ``sine [B, 1, 1, H / 2]`` is one by 0 degrees: queries and keys
     are known to the last bit. ``context_len`` int32 ``[B]``: the position.

@@ -50,7 +50,7 @@ OF_A_CELL = ("B", "S", "gamma", "exact")
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
     return cases.parse(text, DEFAULT, CHOICES)
 
 
@@ -238,6 +238,6 @@ SUITE = Suite(
     tables.show,
     rivals=(*ALL, *rivals.NAMES),
     compare=tables.compare,
-    own_clocks=True,
+    custom_clocks=True,
     case=case,
 )

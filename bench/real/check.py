@@ -20,7 +20,7 @@ import jspec
 from jspec.cache import Cache
 from jspec.decode.state import DecodeState
 
-NEAR_TIE = 0.5  # logits apart: what bfloat16 can turn around over 30K tokens of context
+NEAR_TIE = 0.5  # margin of logits that bfloat16 can reverse over 30K tokens of context
 ROWS = 4  # answers that are scored together
 DEVIATIONS = 5.0  # from the mean of the model's law
 OUTSIDE = 0.01  # share of tokens that rounding may bring in over a filter's threshold

@@ -55,8 +55,8 @@ def _cudnn(name: str, inputs: Inputs, check: Check) -> Program | Absent:
         return Absent(name, "cuDNN needs a GPU")
     bias = None
     if inputs.q.shape[1] > 1:
-        seen = jnp.arange(inputs.k.shape[1])[None, None] <= inputs.positions[..., None]
-        bias = jnp.where(seen, 0, NEVER).astype(inputs.q.dtype)[:, None]
+        is_visible = jnp.arange(inputs.k.shape[1])[None, None] <= inputs.positions[..., None]
+        bias = jnp.where(is_visible, 0, NEVER).astype(inputs.q.dtype)[:, None]
     arguments = (inputs.q, inputs.k, inputs.v, jnp.asarray(inputs.lengths), bias)
 
     def call(q: Array, k: Array, v: Array, lengths: Array, bias: Array | None) -> Array:

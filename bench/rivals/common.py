@@ -21,17 +21,17 @@ Maker = Callable[[str], Program | Absent]
 
 def each(makers: Mapping[str, Maker], settings: Settings) -> list[Program | Absent]:
     """The rivals that the settings want, by the last part of their names."""
-    found: list[Program | Absent] = []
+    programs: list[Program | Absent] = []
     for name, maker in makers.items():
         if not settings.wants(name.rpartition("+")[2]):
             continue
         try:
-            found.append(maker(name))
+            programs.append(maker(name))
         except ModuleNotFoundError as error:
-            found.append(Absent(name, f"{error.name} is not installed"))
+            programs.append(Absent(name, f"{error.name} is not installed"))
         except Exception as error:
-            found.append(failure(name, error))
-    return found
+            programs.append(failure(name, error))
+    return programs
 
 
 def module(name: str) -> Any:

@@ -41,12 +41,12 @@ def cub(
     scores: np.ndarray, k: int, checks: Mapping[str, Callable[[Any], bool]], settings: Settings
 ) -> list[Program | Absent]:
     """The calls that the settings want; ``checks`` of their slots, by the names of the calls."""
-    given = jnp.asarray(scores)
-    wanted = [name for name in NAMES if settings.wants(name)]
+    array = jnp.asarray(scores)
+    names = [name for name in NAMES if settings.wants(name)]
     with ThreadPoolExecutor() as pool:  # each runs a compiler
-        found = pool.map(functools.partial(_source, scores=given, k=k), wanted)
-    programs = compile_all("cub", dict(zip(wanted, found, strict=True)))
-    return [bound(name, program, (given,), checks[name]) for name, program in programs.items()]
+        by_name = pool.map(functools.partial(_source, scores=array, k=k), names)
+    programs = compile_all("cub", dict(zip(names, by_name, strict=True)))
+    return [bound(name, program, (array,), checks[name]) for name, program in programs.items()]
 
 
 def _source(name: str, scores: Array, k: int) -> Source | Absent:
@@ -69,9 +69,9 @@ def refusal() -> str | None:
     include = headers()
     if include is None:
         return "cuda-cccl is not installed"
-    found = version(include)
-    if found < OLDEST:
-        return "its top-k needs CCCL {}.{} or newer, not {}.{}".format(*OLDEST, *found)
+    installed = version(include)
+    if installed < OLDEST:
+        return "its top-k needs CCCL {}.{} or newer, not {}.{}".format(*OLDEST, *installed)
     return None
 
 
@@ -91,8 +91,8 @@ def headers() -> Path | None:
 def version(include: Path) -> tuple[int, int]:
     """Major and minor number of the headers."""
     text = (include / "cub" / "version.cuh").read_text()
-    found = re.search(r"^#define CUB_VERSION (\d+)", text, re.MULTILINE)
-    number = int(found[1]) if found else 0
+    match = re.search(r"^#define CUB_VERSION (\d+)", text, re.MULTILINE)
+    number = int(match[1]) if match else 0
     return number // 100_000, number // 100 % 1000
 
 

@@ -31,7 +31,7 @@ Arrays = tuple[Array, Array, Array]  # queries [B, T, N, H], keys and values [B,
 class Pages:
     """A cache as pages, where it lies: each key and value array is seen as ``[P, page, K, H]``.
 
-    ``table``, int32 ``[B, n]``: the pages of each row, those behind its last one unused.
+    ``table``, int32 ``[B, n]``: the pages of each row; those after its last one are unused.
     """
 
     shape: tuple[int, int, int, int]
@@ -64,13 +64,13 @@ def fa3(
     if pages is not None and built.CONFIG["build_flags"][PAGED_OFF]:
         return Absent(name, "fa3-fwd is built without caches in pages")
     q, k, v = map(torch.from_dlpack, arrays)
-    given = {"cache_seqlens": torch.from_numpy(lengths).to(q.device), "causal": q.shape[1] > 1}
+    settings = {"cache_seqlens": torch.from_numpy(lengths).to(q.device), "causal": q.shape[1] > 1}
     if pages is not None:
         k, v = k.view(pages.shape), v.view(pages.shape)
-        given["page_table"] = torch.from_numpy(pages.table).to(q.device)
+        settings["page_table"] = torch.from_numpy(pages.table).to(q.device)
     # Query heads that share keys go into one tile.
-    given["pack_gqa"] = True if q.shape[2] > k.shape[2] else None
-    attend = partial(interface.flash_attn_with_kvcache, q, k, v, **given)
+    settings["pack_gqa"] = True if q.shape[2] > k.shape[2] else None
+    attend = partial(interface.flash_attn_with_kvcache, q, k, v, **settings)
     # 0 leaves the number of splits to the library.
     calls = (partial(attend, num_splits=splits) for splits in (0, 8, 16, 32))
     return fastest(program(name, call, lambda out: check(numbers(out))) for call in calls)
@@ -143,7 +143,7 @@ def _workspace() -> Any:
 
 
 def fastest(programs: Iterable[Program]) -> Program:
-    """The one whose calls take least, of those whose output is right; any where none's is."""
+    """The fastest of the programs whose output is right, or of all if none is."""
     every = list(programs)
     right = [x for x in every if x.check(x.wait(x.start()))]
     return min(right or every, key=lambda x: statistics.median(wall(x, TRIALS)))

@@ -29,19 +29,21 @@ def two_step(
     ``verifies``, which JAX launches, then PyTorch's masked gather of what it accepted."""
 
     def eager(name: str) -> Program:
-        draft, target, own = map(tensor, (tokens.draft, tokens.target, kv))
-        return program(name, lambda: gathered(own, verified(draft, target)[0]), equals(expected))
+        draft, target, kv_tensor = map(tensor, (tokens.draft, tokens.target, kv))
+        return program(
+            name, lambda: gathered(kv_tensor, verified(draft, target)[0]), equals(expected)
+        )
 
     def mixed(name: str) -> Program | Absent:
         torch = module("torch")
-        own = tensor(kv)
+        kv_tensor = tensor(kv)
         if verifies is None:
             return Absent(name, "it needs the backend cuda of verify_greedy")
         first = verifies
 
         def call() -> Any:
             accepted = jax.block_until_ready(first()[0])
-            return gathered(own, torch.from_dlpack(accepted))
+            return gathered(kv_tensor, torch.from_dlpack(accepted))
 
         return program(name, call, equals(expected))
 

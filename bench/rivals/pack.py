@@ -19,8 +19,8 @@ def pack(
     """`kv[mask]`."""
 
     def eager(name: str) -> Program:
-        given = tuple(map(tensor, (kv, accepted)))
-        return program(name, lambda: gathered(*given), equals(expected))
+        tensors = tuple(map(tensor, (kv, accepted)))
+        return program(name, lambda: gathered(*tensors), equals(expected))
 
     return each({"torch": eager}, settings)
 

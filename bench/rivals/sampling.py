@@ -21,8 +21,8 @@ def sampling(
     gamma = logits.draft.shape[1]
 
     def tensors() -> tuple[Any, Any, Any]:
-        own_draft = None if logits.draft_logits is None else tensor(logits.draft_logits)
-        return tensor(logits.draft.astype(np.int64)), tensor(logits.target), own_draft
+        draft_tensor = None if logits.draft_logits is None else tensor(logits.draft_logits)
+        return tensor(logits.draft.astype(np.int64)), tensor(logits.target), draft_tensor
 
     def eager(name: str) -> Program:
         arguments = (*tensors(), tensor(uniforms))
@@ -73,13 +73,13 @@ def rejected(draft: Any, target: Any, draft_logits: Any, u: Any) -> tuple[Any, A
     stands = u[0, :, :gamma] * q_token < p_token
     accepted = stands.to(torch.int64).cumprod(dim=1).sum(dim=1)
     at = accepted.clamp(max=gamma - 1)
-    here = p[rows, accepted]
+    p_next = p[rows, accepted]
     if q is None:
-        residual = here.scatter(1, draft[rows, at][:, None], 0)
+        residual = p_next.scatter(1, draft[rows, at][:, None], 0)
     else:
-        residual = (here - q[rows, at]).clamp(min=0)
+        residual = (p_next - q[rows, at]).clamp(min=0)
     fell = accepted < gamma
-    ends = torch.where(fell[:, None], residual, here).cumsum(dim=1)
-    own = torch.where(fell, u[1][rows, accepted], u[2][rows, accepted])
-    following = torch.searchsorted(ends, (own * ends[:, -1])[:, None], right=True)[:, 0]
+    ends = torch.where(fell[:, None], residual, p_next).cumsum(dim=1)
+    uniform = torch.where(fell, u[1][rows, accepted], u[2][rows, accepted])
+    following = torch.searchsorted(ends, (uniform * ends[:, -1])[:, None], right=True)[:, 0]
     return accepted, following.clamp(max=p.shape[-1] - 1)

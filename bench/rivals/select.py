@@ -19,31 +19,31 @@ NAMES = ("torch", "flashinfer", *cub.NAMES)
 
 def select(scores: np.ndarray, want: np.ndarray, settings: Settings) -> list[Program | Absent]:
     """All of them. ``want``: the slots of a stable sort, ascending."""
-    wide, k = scores.astype(np.float32), want.shape[1]
-    highest = np.sort(np.take_along_axis(wide, want, axis=1), axis=1)
+    as_float32, k = scores.astype(np.float32), want.shape[1]
+    highest = np.sort(np.take_along_axis(as_float32, want, axis=1), axis=1)
 
     def stable(slots: Any) -> bool:
         return np.array_equal(np.sort(slots, axis=1), want)
 
     def right(slots: Any) -> bool:
         """Their ties may be others: they are k slots with the highest scores."""
-        found = np.sort(np.asarray(slots).astype(np.int64), axis=1)
-        own = np.sort(np.take_along_axis(wide, found, axis=1), axis=1)
-        return bool((np.diff(found, axis=1) > 0).all()) and np.array_equal(own, highest)
+        slots_sorted = np.sort(np.asarray(slots).astype(np.int64), axis=1)
+        selected = np.sort(np.take_along_axis(as_float32, slots_sorted, axis=1), axis=1)
+        return bool((np.diff(slots_sorted, axis=1) > 0).all()) and np.array_equal(selected, highest)
 
     def of_tensor(slots: Any) -> bool:
         return right(slots.cpu().numpy())
 
     def torch(name: str) -> Program:
-        given = tensor(scores)
-        return program(name, lambda: module("torch").topk(given, k, sorted=False)[1], of_tensor)
+        array = tensor(scores)
+        return program(name, lambda: module("torch").topk(array, k, sorted=False)[1], of_tensor)
 
     def flashinfer(name: str) -> Program | Absent:
         if scores.dtype == np.int32:
             return Absent(name, "it selects among floats")
-        given, library = tensor(scores), module("flashinfer")
-        return program(name, lambda: library.top_k(given, k, deterministic=True)[1], of_tensor)
+        array, library = tensor(scores), module("flashinfer")
+        return program(name, lambda: library.top_k(array, k, deterministic=True)[1], of_tensor)
 
     checks = dict.fromkeys(cub.NAMES, right) | {"cub_stable": stable}
-    found = each({"torch": torch, "flashinfer": flashinfer}, settings)
-    return found + cub.cub(scores, k, checks, settings)
+    programs = each({"torch": torch, "flashinfer": flashinfer}, settings)
+    return programs + cub.cub(scores, k, checks, settings)

@@ -39,7 +39,7 @@ class Step:
         lengths: int32 ``[B]``, tokens in the cache.
         tokens: int64 ``[new_tokens, B]``, what the steps gave.
         index: int64 ``[1]``, the step to come.
-        keys: of each layer ``[B, S, K, H]``; ``values`` likewise.
+        keys: of each layer ``[B, S, K, H]``; ``values`` has the same shape.
     """
 
     def __init__(self, model: Decoder, state: DecodeState, new_tokens: int, *, fused: bool) -> None:
@@ -144,7 +144,7 @@ class Step:
         Args:
             layer: whose cache.
             q: ``[B, 1, N, H]``.
-            k: ``[B, 1, K, H]``; ``v`` likewise.
+            k: ``[B, 1, K, H]``; ``v`` has the same shape.
             v: the values.
             after: int32 ``[B]``, tokens in the cache with the new one.
 
@@ -194,7 +194,7 @@ def _rotated(
     Args:
         cat: ``torch.cat``; torch.compile cannot trace an import.
         joined: ``[B, (N + 2 K) H]``: queries, keys, values.
-        cosine: float32 ``[B, 1, H / 2]``; ``sine`` likewise.
+        cosine: float32 ``[B, 1, H / 2]``; ``sine`` has the same shape.
         sine: of the same angles.
         sizes: N, K and H.
     """

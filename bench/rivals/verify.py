@@ -19,8 +19,8 @@ def verify(tokens: workload.Tokens, settings: Settings) -> list[Program | Absent
 
     def check(outputs: Any) -> bool:
         accepted, _, mismatch, following, *_ = workload.expected_verified(tokens)
-        own = [x.cpu().numpy() for x in outputs]
-        pairs = zip(own, (accepted, mismatch, following), strict=True)
+        actual = [x.cpu().numpy() for x in outputs]
+        pairs = zip(actual, (accepted, mismatch, following), strict=True)
         return all(np.array_equal(a, b) for a, b in pairs)
 
     def eager(name: str) -> Program:

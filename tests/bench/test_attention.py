@@ -153,7 +153,7 @@ def test_a_case_says_what_it_changes():
         ("attention", "lengths=odd", "lengths=odd must be one of full, ragged"),
         ("attention", "S=8,T=3,lengths=ragged", "T=3 must be at most 2, the least length of a row"),
         ("gather", "S=1K,n=1K", "n=1024 and T=1 must fit into S=1024"),
-        ("verify", "B=3", "--case says nothing to verify, whose cases are fixed"),
+        ("verify", "B=3", "--case does not apply to verify, whose cases are fixed"),
     ],
     ids=lambda x: x if x in SUITES else None,
 )

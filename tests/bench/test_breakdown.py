@@ -236,7 +236,7 @@ def test_rounding_says_what_is_wrong_beyond_the_tolerance(most, times, right, mo
     iteration = made("none", 2)
     check, blueprint = iteration._check, iteration._blueprint
     filled = blueprint.filled(ONE.vocab_size)
-    state = dataclasses.replace(blueprint.rewound(filled), draft=iteration._own())
+    state = dataclasses.replace(blueprint.rewound(filled), draft=iteration._jitted_drafter_state())
     wanted, exact = [], []
     in_float32 = check._in_float32
 

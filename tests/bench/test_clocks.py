@@ -60,12 +60,12 @@ def test_kernels_that_overlap_are_counted_once():
             runs[start:end] = True
         spans = zip(starts, ends, strict=True)
         events = [(str(i), float(s), float(e)) for i, (s, e) in enumerate(spans)]
-        kernels = clocks.own_times(iter(events))
+        kernels = clocks.exclusive_times(iter(events))
         assert sum(ns for _, ns in kernels) == runs.sum()
         assert [starts[int(name)] for name, _ in kernels] == sorted(starts)
     # The second starts before the first has ended, the third runs inside it, the fourth behind.
     events = [("late", 30.0, 35.0), ("a", 0.0, 10.0), ("b", 8.0, 20.0), ("inside", 9.0, 12.0)]
-    assert clocks.own_times(events) == [("a", 10), ("b", 10), ("inside", 0), ("late", 5)]
+    assert clocks.exclusive_times(events) == [("a", 10), ("b", 10), ("inside", 0), ("late", 5)]
 
 
 @pytest.mark.parametrize("lost", [0, 5])

@@ -274,8 +274,8 @@ def test_the_cases_are_those_that_were_asked_for(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("verify --model qwen3-8b", "--model says nothing to verify, only to decode"),
-        ("verify --backend attention=xla", "--backend attention=xla says nothing to verify"),
+        ("verify --model qwen3-8b", "--model does not apply to verify, only to decode"),
+        ("verify --backend attention=xla", "--backend attention=xla does not apply to verify"),
         ("decode --backend xla", "--backend xla must be OPERATION=NAME, as in attention=xla"),
         ("decode --backend attention=cuba", "attention has no implementation 'cuba'"),
         ("decode --backend attend=xla", "there is no operation 'attend'"),

@@ -90,7 +90,7 @@ def test_experts_in_mxfp4_are_those_in_bfloat16_in_fewer_bytes():
 def test_mixtures_in_bfloat16_draft_by_quantised_copies_too():
     copies = {"vegas-int8", "vegas-mxfp4"}
     for model in families.MODELS:
-        names = {own.name for own in families.wanted(model, 9)}
+        names = {own.name for own in families.draftings(model, 9)}
         assert names >= {"plain", "verification", "vegas"}
         assert (names & copies) == (copies if model in ("gpt-oss-20b", "qwen3-30b-a3b") else set())
 

@@ -39,7 +39,7 @@ def as_if_exact(monkeypatch, small_bundled):
     monkeypatch.setattr(exact, "refuses_triton", lambda: None)
     monkeypatch.setattr(exact, "BACKENDS", Backends())
     monkeypatch.setattr(parity, "FORCED", (1, 2))
-    monkeypatch.setattr(parity, "MOST_WORKERS", 1)  # so that rows end in the order of the cases
+    monkeypatch.setattr(parity, "MAX_WORKERS", 1)  # so that rows end in the order of the cases
 
 
 def measured(tmp_path, *arguments: str) -> tuple[int, list[dict]]:

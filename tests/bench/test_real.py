@@ -288,7 +288,7 @@ def test_a_run_and_one_that_goes_on(folder, tmp_path, capsys):
         ("real", "real needs --model"),
         ("real --model nowhere", "--model nowhere does not exist"),
         ("real --model . --resume", "--resume needs --json"),
-        ("verify --resume", "--resume says nothing to verify"),
+        ("verify --resume", "--resume does not apply to verify"),
         ("real --model . --case drafts=some", "drafts=some must be one of few, all"),
         ("real --model . --backend gpt", "--backend gpt is none of"),
     ],

@@ -31,10 +31,10 @@ def test_tokens_are_timed_from_the_first_chunk_to_the_last():
     watch = load.Watch(1.0)
     assert not watch.times
     for count, now in ((3, 2.0), (4, 3.0), (2, 5.0)):
-        watch.heard((0,) * count, now)
+        watch.record((0,) * count, now)
     assert watch.per_token(9) == pytest.approx(3.0 / 6)
     one = load.Watch(0.0)
-    one.heard((1, 2), 1.0)
+    one.record((1, 2), 1.0)
     assert one.per_token(2) is None
 
 

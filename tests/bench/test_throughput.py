@@ -122,11 +122,13 @@ def test_the_report_keeps_measured_and_imposed_apart(tmp_path):
 
 def test_a_chain_is_the_same_wherever_it_is_measured():
     for gamma in (6, 9):
-        chains = [own for own in throughput.wanted(gamma, Settings()) if own.name.startswith("ch")]
+        chains = [
+            own for own in throughput.draftings(gamma, Settings()) if own.name.startswith("ch")
+        ]
         assert [own.gamma for own in chains] == [throughput.CHAIN_GAMMA] * 2
-    asked = throughput.wanted(9, Settings(only=("plain", "chain")))
+    asked = throughput.draftings(9, Settings(only=("plain", "chain")))
     assert [own.name for own in asked] == ["plain", "chain"]
-    asked = throughput.wanted(9, Settings(only=("vegas-exact", "vegas")))
+    asked = throughput.draftings(9, Settings(only=("vegas-exact", "vegas")))
     assert [(own.name, own.config.exact) for own in asked] == [
         ("vegas", False),
         ("vegas-exact", True),

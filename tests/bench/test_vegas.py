@@ -97,7 +97,7 @@ def test_texts_behind_others_are_those_of_a_longer_plan():
     rest = acceptance.texts_of(acceptance.plan_of("S=1K,texts=3,skip=2"), tokenizer)
     assert rest == whole[2:]
     assert len({tuple(text) for text in whole}) == 5
-    with pytest.raises(ValueError, match=r"texts=9 behind skip=99999 are more than the \d+ source"):
+    with pytest.raises(ValueError, match=r"texts=9 after skip=99999 are more than the \d+ source"):
         acceptance.texts_of(acceptance.plan_of("texts=9,skip=99999"), tokenizer)
 
 
