@@ -1,4 +1,7 @@
-"""`python -m bench <suite>`: check outputs, time what was right, print a table, write JSON."""
+"""`python -m bench <suite>`: check outputs, time what was right, print a table, write JSON.
+
+`show FILE...` prints the tables of results that --json wrote, such as those in bench/results.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,7 @@ from bench import (
     sampling,
     select,
     serving,
+    show,
     throughput,
     verify,
 )
@@ -70,6 +74,14 @@ SUITES: dict[str, Suite] = {
         *(collectives, helix_attention, hopb, helix_step),
     )
 }
+# What is no suite.
+COMMANDS = {
+    "all": "every suite but real",
+    "show": "the tables of stored results: python -m bench show FILE...",
+    "report": "docs/RESULTS.md and its pictures from bench/results",
+    "tune": "the order of backends from results: python -m bench tune DIR --json FILE",
+    "env": "the machine and its versions",
+}
 _INTERRUPTED = threading.Event()
 _interrupted_at = 0.0
 # Seconds in which signals count as one: `timeout` sends one to the process and one to its group,
@@ -80,16 +92,17 @@ TOGETHER = 1.0
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     asked = parser.parse_args(arguments)
-    if asked.results is not None and asked.suite != "tune":
-        parser.error(f"{asked.results} does not apply to {asked.suite}")
+    if asked.files and asked.suite not in ("show", "tune"):
+        parser.error(f"{asked.files[0]} does not apply to {asked.suite}")
     if asked.suite == "list":
-        for name, suite in SUITES.items():
+        titles = {name: suite.title for name, suite in SUITES.items()}
+        for name, title in (titles | COMMANDS).items():
             print(
-                textwrap.fill(
-                    suite.title, 100, initial_indent=f"{name:16}", subsequent_indent=16 * " "
-                )
+                textwrap.fill(title, 100, initial_indent=f"{name:16}", subsequent_indent=16 * " ")
             )
         return 0
+    if asked.suite == "show":
+        return _show(parser, asked.files)
     if asked.suite == "env":
         print(json.dumps(describe(), indent=2))
         return 0
@@ -220,14 +233,15 @@ def _tell(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    suites = ["list", "env", *SUITES, "all", "report", "tune"]
+    suites = ["list", *SUITES, *COMMANDS]
     parser.add_argument("suite", choices=suites, help="`list` says what each of them measures")
     parser.add_argument(
-        "results",
-        nargs="?",
-        metavar="DIR",
+        "files",
+        nargs="*",
+        metavar="FILE",
         type=Path,
-        help="`tune`: the results to fit the order of backends to, and --json the table to write",
+        help="`show`: results to print; `tune`: the folder of results to fit the order "
+        "of backends to, and --json the table to write",
     )
     parser.add_argument(
         "--backend",
@@ -263,18 +277,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _show(parser: argparse.ArgumentParser, files: Sequence[Path]) -> int:
+    if not files:
+        parser.error("show needs a result, such as bench/results/h200/verify.json")
+    for path in files:
+        try:
+            show.show(path, SUITES)
+        except show.NoResult as error:
+            parser.error(str(error))
+    return 0
+
+
 def _tune(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     from bench.tune import tune
 
-    if asked.results is None or asked.json is None:
+    if len(asked.files) != 1 or asked.json is None:
         parser.error("tune needs the folder of results and --json, the table to write")
+    (folder,) = asked.files
     _check_writable(parser, "--json", [asked.json])
     try:
-        tune(asked.results, asked.json)
+        tune(folder, asked.json)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except (KeyError, TypeError) as error:
-        parser.error(f"{asked.results} holds no results: {type(error).__name__}: {error}")
+        parser.error(f"{folder} holds no results: {type(error).__name__}: {error}")
     return 0
 
 

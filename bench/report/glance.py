@@ -1,22 +1,22 @@
-"""The first table of a machine: a line for each case that says most, beside a rival or a floor."""
+"""The first table of a machine: a few cases, each against a rival, a ceiling or a floor."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench import ceilings, hata_off, parity, serving
 from bench.decode import lossy
 from bench.layer import tables
-from bench.point import Row, best_clock, spread
+from bench.point import Row, spread
 from bench.report import real
-from bench.report.real_text import ratio
-from bench.report.text import pick, table
-from bench.table import cell, kilo, number, times
+from bench.report.runs import Run
+from bench.report.text import case_words, microseconds, pick, ratio, table
+from bench.table import cell, kilo, number
 
-# A case in words, what was measured, and what it is held against.
+# A case in words, what was measured, and what it is compared with.
 Line = tuple[str, str, str]
 Result = dict[str, Any]
 
@@ -38,45 +38,43 @@ RIVALS = {
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A case of an operation. ``work``: the ceiling that its bytes are held against, if any."""
+    """A case of an operation. ``work``: the ceiling of its bytes, if any."""
 
     operation: str
     case: dict[str, Any]
     work: str | None = None
 
     def lines(self, result: Result) -> Iterator[Line]:
-        """What `implementation=None` takes, beside the ceiling and the fastest rival."""
+        """What `implementation=None` takes, against the ceiling and the fastest rival."""
         rows = pick(result, self.operation, **self.case)
         chosen = next((row for row in rows.values() if row.get("chosen")), None)
         if chosen is None:
             return
-        own = _median(chosen)
-        beside = [*self._share(result, chosen, own), *_fastest_rival(rows, own)]
-        words = ", ".join(f"{k}={cell(k, v)}" for k, v in self.case.items() if k not in UNSAID)
-        yield words, f"{number(own)} us", "; ".join(beside)
+        measured = microseconds(chosen)
+        compared = [*self._share(result, chosen, measured), *_fastest_rival(rows, measured)]
+        yield (
+            f"{self.operation}, {case_words(self.case, UNSAID)}",
+            f"{number(measured)} us",
+            "; ".join(compared),
+        )
 
-    def _share(self, result: Result, chosen: Row, own: float) -> Iterator[str]:
+    def _share(self, result: Result, chosen: Row, measured: float) -> Iterator[str]:
         rate = self.work and ceilings.bandwidth(result["ceilings"], self.work)
         if rate:
-            yield f"{chosen['bytes'] / own * 1e6 / rate:.0%} of the {self.work} ceiling"
+            yield f"{chosen['bytes'] / measured * 1e6 / rate:.0%} of the {self.work} ceiling"
 
 
 BUDGET = 1 / 64  # of the context
-UNSAID = ("l2", "part", "H", "lengths", "alpha")  # of a case, which its section says
+LONG = 2**20  # slots: the contexts of several devices
+UNSAID = ("l2", "part", "H", "lengths", "alpha")  # of a case, which its table says
 
 
-def _median(row: Row) -> float:
-    """Microseconds of a row that has a clock."""
-    found = best_clock(row)
-    assert found is not None
-    return found.median
-
-
-def _fastest_rival(rows: dict[str, Row], own: float) -> Iterator[str]:
-    found = {name: _median(row) for name, row in rows.items() if name in RIVALS}
-    if found:
-        name = min(found, key=found.__getitem__)
-        yield f"{times(found[name] / own)} as fast as {RIVALS[name]}, {number(found[name])} us"
+def _fastest_rival(rows: dict[str, Row], measured: float) -> Iterator[str]:
+    rivals = {name: microseconds(row) for name, row in rows.items() if name in RIVALS}
+    if rivals:
+        name = min(rivals, key=rivals.__getitem__)
+        speed = ratio(rivals[name] / measured, f" as fast as {RIVALS[name]}")
+        yield f"{speed}, {number(rivals[name])} us"
 
 
 def _points(*points: Point) -> Callable[[Result], Iterator[Line]]:
@@ -89,43 +87,33 @@ def _points(*points: Point) -> Callable[[Result], Iterator[Line]]:
 
 def _layer(result: Result) -> Iterator[Line]:
     """HATA's layer over the fastest dense attention."""
-    for group in tables.groups(result["rows"]):
+    for group in tables.groups(result["rows"])[:1]:
         speedup, fastest = group.speedup("hata"), group.fastest
         if speedup is None or fastest is None:
             continue
         words = ", ".join(f"{k}={cell(k, group.case[k])}" for k in tables.CASE)
-        own = tables.time_of(group.policies["hata"]).median
+        measured = tables.time_of(group.policies["hata"]).median
         yield (
             words,
-            f"{number(own)} us",
-            f"{times(speedup)} as fast as dense attention, {number(fastest[1])} us",
+            f"{number(measured)} us",
+            f"{ratio(speedup, ' as fast as dense attention')}, {number(fastest[1])} us",
         )
-
-
-def _learning(result: Result) -> Iterator[Line]:
-    for row in result["rows"]:
-        case = row["case"]
-        if "total_s" in row:
-            yield f"{case['layers']} layers, {case['pairs']:,} pairs each", _seconds(row), ""
-
-
-def _seconds(row: Row) -> str:
-    return f"{row['total_s']:.1f} s"
 
 
 def _host(result: Result) -> Iterator[Line]:
     """A step with keys and values in the host's memory, over the dense one on the device."""
     for row in result["rows"]:
-        beside = hata_off.beside(result, row)
-        if row["name"] == "hata_off" and "step_ns" in row and "dense" in beside:
-            own, dense = (statistics.median(x["step_ns"]) / 1e6 for x in (row, beside["dense"]))
+        rows = hata_off.beside(result, row)
+        if row["name"] == "hata_off" and "step_ns" in row and "dense" in rows:
+            measured, dense = (statistics.median(x["step_ns"]) / 1e6 for x in (row, rows["dense"]))
             words = f"{row['case']['model']}, {row['case']['context']:,} tokens"
-            held = "dense decoding with the cache on the device"
-            yield words, f"{own:.2f} ms a step", f"{times(dense / own)} as fast as {held}"
+            baseline = "dense decoding with the cache on the device"
+            speed = ratio(dense / measured, f" as fast as {baseline}")
+            yield words, f"{measured:.2f} ms a step", speed
 
 
 def _quality(result: Result) -> Iterator[Line]:
-    """HATA's score at the paper's budget, beside reading all and the exact choice."""
+    """HATA's score at the paper's budget, against reading all and the exact choice."""
     read = [row for row in result["rows"] if row["case"]["kind"] == "read"]
     for row in read:
         if row["name"] != "hata" or row["case"]["budget"] != BUDGET:
@@ -136,19 +124,19 @@ def _quality(result: Result) -> Iterator[Line]:
             if x["case"]["S"] == row["case"]["S"] and x["case"]["budget"] in (None, BUDGET)
         }
         named = {"dense": "reading all", "exact_topk": "the exact top k", "quest": "Quest"}
-        beside = [f"{words} {at[name]:.1f}" for name, words in named.items() if name in at]
+        compared = [f"{words} {at[name]:.1f}" for name, words in named.items() if name in at]
         words = f"{kilo(row['case']['S'])} tokens, {100 * BUDGET:.3g} % of them read"
-        yield words, f"{row['score']:.1f} % right", ", ".join(beside)
+        yield words, f"{row['score']:.1f} % right", ", ".join(compared)
 
 
 def _decoding(result: Result) -> Iterator[Line]:
-    """The best source of drafts for one row, the bundled model."""
+    """The best source of drafts for the largest batch, the bundled model."""
     rows = [row for row in result["rows"] if row["checked"] and row["source"] != "none"]
-    for batch in sorted({row["batch"] for row in rows}):
+    for batch in sorted({row["batch"] for row in rows})[-1:]:
         best = max((r for r in rows if r["batch"] == batch), key=lambda row: row["speedup"])
         words = f"bundled model, B={batch}, {kilo(best['context'])} tokens, {best['source']}"
         speed = f"{best['decode_tokens_per_s']:,.0f} tokens/s"
-        yield words, speed, f"{times(best['speedup'])} as fast as plain decoding"
+        yield words, speed, ratio(best["speedup"], " as fast as plain decoding")
 
 
 def _exact(result: Result) -> Iterator[Line]:
@@ -161,10 +149,11 @@ def _exact(result: Result) -> Iterator[Line]:
 
 
 def _steps(result: Result) -> Iterator[Line]:
-    """Steps of long contexts against their floors."""
+    """Verification steps of long contexts against their floors."""
     for row in result["rows"]:
         time, case = spread(row, "step"), row["case"]
-        if row["operation"] == "decode_step" and time and case["B"] * case["context"] >= 2**18:
+        is_long = case.get("T") == 10 and case["B"] * case["context"] > 2**18
+        if row["operation"] == "decode_step" and time and is_long:
             words = f"{case['model']}, B={case['B']}, {kilo(case['context'])} tokens, T={case['T']}"
             over = time.median * 1e3 / row["floor_ns"]
             floor = "the time to read its bytes at the ceiling"
@@ -178,7 +167,7 @@ def _lossy(result: Result) -> Iterator[Line]:
             model, _, batch, context = lossy.case_cells(step)
             words = f"{model}, B={batch}, {context} tokens, hata"
             speed = f"{number(step.tokens)} tokens/s"
-            yield words, speed, f"{times(step.speedup)} as fast as the dense step"
+            yield words, speed, ratio(step.speedup, " as fast as the dense step")
 
 
 def _imposed(result: Result) -> Iterator[Line]:
@@ -186,11 +175,11 @@ def _imposed(result: Result) -> Iterator[Line]:
     rows = [r for r in result["rows"] if r["acceptance"] == "imposed" and "tokens_per_s" in r]
     plain = {_shape(row): row["tokens_per_s"] for row in rows if row["name"] == "plain"}
     for row in rows:
-        if row["name"] != "plain" and row["checked"] and _shape(row) in plain:
-            case, own = row["case"], row["tokens_per_s"]
+        if row["name"] == "vegas" and row["checked"] and _shape(row) in plain:
+            case, measured = row["case"], row["tokens_per_s"]
             words = f"{case['model']}, B={case['B']}, {kilo(case['S'])} tokens, {row['name']}"
-            speed = f"{number(own)} tokens/s"
-            compared = ratio(own / plain[_shape(row)], " plain decoding")
+            speed = f"{number(measured)} tokens/s"
+            compared = ratio(measured / plain[_shape(row)], " plain decoding")
             yield words, speed, f"{compared}; imposed acceptance (the paper's)"
 
 
@@ -204,7 +193,8 @@ def _meshes(result: Result) -> Iterator[Line]:
     alone = {}
     for row in result["rows"]:
         case, time = row["case"], spread(row, "step")
-        if time is None or case.get("part") != "layer" or case["strategy"] != "helix":
+        others = case.get("part") != "layer" or case["strategy"] != "helix"
+        if time is None or others or case["S"] < LONG:
             continue
         at = tuple(case.get(key) for key in keys)
         if case["kvp"] == case["tpa"] == 1:
@@ -216,22 +206,23 @@ def _meshes(result: Result) -> Iterator[Line]:
 
 
 def _mesh_steps(result: Result) -> Iterator[Line]:
-    """A whole step by Helix, beside tensor parallelism on as many devices."""
+    """A whole step by Helix, against tensor parallelism on as many devices."""
     meshes = ("kvp", "tpa")
-    found = {}
+    steps = {}
     for row in result["rows"]:
         case, time = row["case"], spread(row, "step")
         others = case["strategy"] != "helix" or case["overlap"] > 1 or case["draft"] == "verify"
-        if time is None or others:
+        if time is None or others or case["S"] < LONG:
             continue
         at = tuple((key, case[key]) for key in case if key not in meshes)
-        found[at, case["kvp"], case["tpa"]] = case, time.median / 1e3
-    for (at, kvp, tpa), (case, own) in found.items():
-        _, beside = found.get((at, 1, kvp * tpa), (None, None))
-        if kvp > 1 and beside is not None:
+        steps[at, case["kvp"], case["tpa"]] = case, time.median / 1e3
+    for (at, kvp, tpa), (case, measured) in steps.items():
+        _, compared = steps.get((at, 1, kvp * tpa), (None, None))
+        if kvp > 1 and compared is not None:
             draft = "" if case["draft"] == "plain" else f", {case['draft']}, gamma={case['gamma']}"
             words = f"{case['shape']}, B={case['B']}, {kilo(case['S'])} tokens{draft}, KVP={kvp}"
-            yield words, f"{own:.2f} ms a step", f"tensor parallelism {beside:.2f} ms"
+            speed = ratio(compared / measured, " as fast as tensor parallelism")
+            yield words, f"{measured:.2f} ms a step", f"{speed}, {compared:.2f} ms"
 
 
 def _served(result: Result) -> Iterator[Line]:
@@ -240,8 +231,10 @@ def _served(result: Result) -> Iterator[Line]:
     plain = {str(row["case"]): row for row in rows if row["name"] == "none"}
     for row in rows:
         case, none = row["case"], plain.get(str(row["case"]))
-        ratio = [] if none is None or none is row else [row["tokens_per_s"] / none["tokens_per_s"]]
-        said = [f"{times(x)} as fast as without drafts" for x in ratio]
+        if none is None or none is row:
+            continue
+        speed = row["tokens_per_s"] / none["tokens_per_s"]
+        said = [ratio(speed, " as fast as without drafts")]
         if (share := serving.of_step(row)) is not None:
             said.append(f"{share:.2f} of the rate of the steps alone")
         words = f"{case['model']}, {case['mix']}, {case['B']} slots, {row['name']}"
@@ -253,29 +246,24 @@ SAMPLE = {"B": 32, "V": 128256, "l2": "cold"}
 HEADS = {"heads": "32/8", "H": 128}
 LINES: dict[str, Callable[[Result], Iterator[Line]]] = {
     "real": real.lines,
-    "verify": _points(*(Point("verify_greedy", {"gamma": g} | VERIFY) for g in (8, 128))),
+    "verify": _points(Point("verify_greedy", {"gamma": 128} | VERIFY)),
     "fused": _points(
-        Point("verify_and_pack", {"gamma": 8, "D": 1024} | VERIFY),
         Point("verify_and_pack", {"gamma": 128, "D": 2048} | VERIFY | {"l2": "cold"}, "copy"),
     ),
-    "sampling": _points(
-        *(Point("verify_stochastic", {"draft": d} | SAMPLE, "read") for d in ("one-hot", "logits"))
-    ),
+    "sampling": _points(Point("verify_stochastic", {"draft": "logits"} | SAMPLE, "read")),
     "attention": _points(
         *(
             Point("attention", {"B": b, "S": s, "T": t} | HEADS, "read")
-            for b, s, t in ((8, 32768, 1), (4, 131072, 1), (4, 131072, 10))
+            for b, s, t in ((4, 131072, 1), (4, 131072, 10))
         )
     ),
     "gather": _points(
         Point("gathered_attention", {"B": 8, "S": 131072, "n": 8192, "T": 1} | HEADS, "read")
     ),
     "select": _points(
-        Point("select", {"rows": 256, "n": 32768, "k": 512, "scores": "float32"}),
         Point("select", {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"}),
     ),
     "hata-layer": _layer,
-    "hash-training": _learning,
     "hata-off": _host,
     "ruler": _quality,
     "step": _decoding,
@@ -283,33 +271,43 @@ LINES: dict[str, Callable[[Result], Iterator[Line]]] = {
     "decode": _steps,
     "hata-e2e": _lossy,
     "throughput": _imposed,
-    "families": _steps,
     "serving": _served,
     "helix-attention": _meshes,
     "helix-step": _mesh_steps,
 }
 
 
-def tables_of(found: list[tuple[str, Line]]) -> Iterator[str]:
-    """A table a machine; ``found``: headings of sections, and lines from them.
+PREFERRED = {"select": "cub"}  # the run with the fastest rivals, where it is not the first
 
-    A heading is a title, the machine behind a colon, and the name of a further run behind a comma.
+
+def tables_of(runs: Sequence[Run], titles: Mapping[str, str]) -> Iterator[str]:
+    """A table for each GPU and a line for the CPU, of the first run of each suite in ``titles``.
+
+    Args:
+        runs: all results.
+        titles: of the part of RESULTS.md on a suite, by its name, in the order of the page.
     """
-    by_machine: dict[str, list[tuple[str, Line]]] = {}
-    for heading, line in found:
-        machine = heading.partition(": ")[2].partition(", ")[0]
-        by_machine.setdefault(machine, []).append((heading, line))
-    for machine, own in by_machine.items():
-        rows, before = [], None
-        for heading, line in own:
-            title = heading.replace(f": {machine}", "")
-            rows.append(("" if heading == before else f"[{title}](#{anchor(heading)})", *line))
-            before = heading
-        headings = ("", "case", "result", "compared with")
-        yield f"## At a glance: {machine}\n\n{table(headings, rows, left=len(headings))}"
+    for device in dict.fromkeys(run.device for run in runs):
+        rows, before = [], set()
+        for suite, title in titles.items():
+            of_suite = [run for run in runs if (run.device, run.suite) == (device, suite)]
+            of_suite.sort(key=lambda run: run.name != PREFERRED.get(suite, run.name))
+            lines = LINES[suite](of_suite[0].result) if of_suite and suite in LINES else ()
+            for line in lines:
+                link = "" if title in before else f"[{title}](#{anchor(title)})"
+                rows.append((link, *line))
+                before.add(title)
+        if device == "cpu" and rows:
+            said = [
+                f"{case}: {result} ({compared or 'no rival'})" for _, case, result, compared in rows
+            ]
+            yield f"## At a glance: CPU\n\n{'; '.join(said)}.\n"
+        elif rows:
+            headings = ("", "case", "result", "compared with")
+            yield f"## At a glance: {device}\n\n{table(headings, rows, left=len(headings))}"
 
 
 def anchor(heading: str) -> str:
     """What a link to a heading ends with, as GitHub and MkDocs make it."""
-    kept = "".join(c for c in heading.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
+    letters = "".join(c for c in heading.lower() if c.isalnum() or c in " -_")
+    return letters.replace(" ", "-")

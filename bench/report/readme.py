@@ -8,8 +8,8 @@ from typing import Any
 from bench.cases import kilo
 from bench.real.figures import batch_rate, steady_rate
 from bench.report.real_cells import VEGAS, Cell, cells, highlights, usual
-from bench.report.real_text import is_slower, rate_of, ratio, rows_of, sampling_of
-from bench.report.text import table
+from bench.report.real_text import rate_of, rows_of, sampling_of
+from bench.report.text import is_slower, ratio, table
 
 BEGIN = "<!-- real models: written by `python -m bench report` -->"
 END = "<!-- end of real models -->"

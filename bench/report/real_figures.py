@@ -7,7 +7,8 @@ from typing import Any
 
 from bench.cases import kilo
 from bench.report.real_cells import VEGAS, Cell, cells, usual
-from bench.report.real_text import is_slower, rows_of
+from bench.report.real_text import rows_of
+from bench.report.text import is_slower
 
 COLOURS = ("#2b6cb0", "#38a169", "#d69e2e", "#805ad5", "#dd6b20")
 SLOWER = "#c53030"

@@ -1,45 +1,12 @@
-"""Pieces of the report that every section uses: tables, headers, and numbers as text."""
+"""Tables, and numbers and cases as their text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench import regret
-from bench.point import Row, Spread, best_clock, spread
-from bench.table import number
-
-CLOCKS = (
-    "*Device* time is the sum of a call's kernels as CUPTI records them, without what lies between "
-    "them and without the driver's fills and copies; *wall* is from Python's call to outputs that "
-    "are there; *step* is what one more step costs inside a jitted loop, above a step that only "
-    "counts, everything included. All are medians in microseconds, with the 10th and 90th "
-    "percentile in brackets where there is room. No output was timed that had not been checked."
-)
-
-
-def is_imposed(result: dict[str, Any]) -> bool:
-    """Whether some rows have an acceptance that was imposed."""
-    return "imposed" in _acceptance(result)
-
-
-def _acceptance(result: dict[str, Any]) -> list[str]:
-    """How the acceptance of rows came about, each once."""
-    kinds = {row["acceptance"] for row in result.get("rows", ()) if "acceptance" in row}
-    return sorted(kinds, reverse=True)
-
-
-def header(title: str, result: dict[str, Any]) -> str:
-    """A section's heading, which says where acceptance is imposed, and its machine."""
-    title += f", {' and '.join(_acceptance(result))} acceptance" if is_imposed(result) else ""
-    machine = result["machine"]
-    versions = ", ".join(f"{k} {v}" for k, v in machine["versions"].items())
-    driver = f"driver {machine['driver']}; " if machine["driver"] else ""
-    cut = " The run was interrupted: cases are missing." if result.get("interrupted") else ""
-    return (
-        f"## {title}: {machine['device']}\n\n{versions}; {driver}{machine['cores']} cores; "
-        f"{machine['date']}.{cut}\n"
-    )
+from bench.point import Row, best_clock
+from bench.table import cell, times
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
@@ -49,31 +16,49 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int =
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
-def loops(result: dict[str, Any], columns: Sequence[str], words: str) -> str:
-    """What a step costs in a jitted loop, of every row that says, beside the row's other clocks."""
-    rows = [
-        (
-            row["name"],
-            *(str(row["case"][column]) for column in columns),
-            *(time(spread(row, "device")), time(spread(row, "step"), spread=True)),
-            time(spread(row, "wall")),
-        )
-        for row in result["rows"]
-        if spread(row, "step") is not None
-    ]
-    headings = ("", *columns, "device", "step", "wall")
-    own = f"### Inside a jitted loop\n\n{words}\n\n" + table(headings, rows)
-    return own if rows else ""
+def merged(rows: Iterable[Sequence[str]], columns: int) -> list[tuple[str, ...]]:
+    """Rows of the same first ``columns`` one after another, in the order of the first of them; what
+    repeats of these columns is empty."""
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in map(tuple, rows):
+        groups.setdefault(row[:columns], []).append(row)
+    result, before = [], ("",) * columns
+    for row in (row for group in groups.values() for row in group):
+        same = 0
+        while same < columns and row[same] == before[same]:
+            same += 1
+        result.append(("",) * same + row[same:])
+        before = row
+    return result
 
 
-def picture(pictures: dict[str, str], name: str, words: str) -> str:
-    """A picture where it was drawn, nothing where not."""
-    return f"![{words}]({pictures[name]})\n" if name in pictures else ""
+def is_slower(speed: float) -> bool:
+    """Whether a speed over another is below 1 as tables show it."""
+    return round(speed, 2) < 1
 
 
-def paragraphs(*parts: str) -> str:
-    """The parts that say something, an empty line between them."""
-    return "\n".join(part if part.endswith("\n") else f"{part}\n" for part in parts if part)
+def ratio(speed: float | None, of: str = "") -> str:
+    """A speed over another, ``of`` which in words; a lower one is called slower."""
+    if speed is None:
+        return ""
+    return f"{times(speed)}{of}" + (", slower" if is_slower(speed) else "")
+
+
+def case_words(case: Mapping[str, Any], without: Sequence[str]) -> str:
+    """``B=8, S=32K`` of a case, its parts in ``without`` left out."""
+    return ", ".join(f"{k}={cell(k, v)}" for k, v in case.items() if k not in without)
+
+
+def microseconds(row: Row) -> float:
+    """The median of a row that has a clock."""
+    time = best_clock(row)
+    assert time is not None
+    return time.median
+
+
+def median(rows: dict[str, Row], name: str) -> float | None:
+    """Of the best clock of that row, None where there is no such row."""
+    return microseconds(rows[name]) if name in rows else None
 
 
 def pick(result: dict[str, Any], operation: str, **case: Any) -> dict[str, Row]:
@@ -97,39 +82,3 @@ def values(result: dict[str, Any], operation: str, key: str) -> list[Any]:
     """What a part of the case takes among the rows that have times."""
     rows = (r for r in result["rows"] if r["operation"] == operation)
     return sorted({r["case"][key] for r in rows if best_clock(r) is not None and key in r["case"]})
-
-
-def median(rows: dict[str, Row], name: str) -> float | None:
-    """Of the best clock of that row, None where there is no such row."""
-    time = best_clock(rows[name]) if name in rows else None
-    return None if time is None else time.median
-
-
-def time(found: Spread | None, *, spread: bool = False) -> str:
-    if found is None:
-        return ""
-    inside = f" ({number(found.low)}-{number(found.high)})" if spread else ""
-    return number(found.median) + inside
-
-
-def ratio(a: float | None, b: float | None) -> str:
-    """How many times b goes into a."""
-    return "" if a is None or b is None else f"{a / b:.2f}x"
-
-
-def choice(result: dict[str, Any], operation: str) -> str:
-    """How fast what `implementation=None` takes is beside the fastest backend."""
-    found = regret.of_choice(result["rows"], operation)
-    return "" if found is None else f"`implementation=None` against the fastest backend: {found}."
-
-
-def absent(result: dict[str, Any]) -> str:
-    """What did not run, and why, each reason once."""
-    reasons = dict.fromkeys(
-        f"{row['name']}, {row['operation']}: {row['reason']}"
-        for row in result["rows"]
-        if row.get("reason")
-    )
-    clocks = [f"the {clock} clock: {reason}" for clock, reason in result.get("clocks", {}).items()]
-    lines = [*clocks, *reasons]
-    return "" if not lines else "Not run here:\n\n" + "\n".join(f"- {x}" for x in lines) + "\n"

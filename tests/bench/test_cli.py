@@ -11,7 +11,7 @@ import pytest
 
 import bench.__main__ as command
 from bench import attention, decoding, fused, gather, layer, pack, sampling, table, verify
-from bench.__main__ import SUITES, main
+from bench.__main__ import COMMANDS, SUITES, main
 from jspec.dispatch import Backend, always
 from jspec.ops.verify import VERIFY_GREEDY, greedy_xla
 
@@ -46,7 +46,10 @@ def test_list_names_every_suite(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(SUITES)
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == [
+        *SUITES,
+        *COMMANDS,
+    ]
 
 
 def test_env_is_json(capsys):

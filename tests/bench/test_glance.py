@@ -1,10 +1,11 @@
-"""The tables at the head of RESULTS.md: what they show, beside what, and where their links lead."""
+"""The tables at the head of RESULTS.md: what they show, against what, and where links lead."""
 
 import re
 
 import pytest
 
 from bench.report import DOCS, glance
+from bench.report.runs import Run
 
 
 def timed(operation, case, name, microseconds, **rest):
@@ -18,19 +19,19 @@ def reading(seconds):
 
 
 def test_a_point_is_what_none_takes_beside_the_ceiling_and_the_fastest_rival():
-    case = {"B": 8, "S": 32768, "T": 1, "heads": "32/8", "H": 128, "lengths": "full", "l2": "cold"}
+    case = {"B": 4, "S": 131072, "T": 1, "heads": "32/8", "H": 128, "lengths": "full", "l2": "cold"}
     rows = [
         timed("attention", case, "pallas", 80, bytes=2**29),
         timed("attention", case, "triton", 100, bytes=2**29, chosen=True),
         timed("attention", case, "fa3", 150, bytes=2**29),
         timed("attention", case, "cudnn", 90, bytes=2**29),
-        timed("attention", case | {"B": 4}, "triton", 1, bytes=2**29, chosen=True),
+        timed("attention", case | {"B": 8}, "triton", 1, bytes=2**29, chosen=True),
     ]
     # 2**29 bytes in 100 us, where 2**30 take 160: 0.8 of the ceiling.
     result = {"suite": "attention", "rows": rows, "ceilings": [reading(160e-6)]}
     (line,) = glance.LINES["attention"](result)
-    beside = "80% of the read ceiling; 0.90x as fast as cuDNN, 90.0 us"
-    assert line == ("B=8, S=32K, T=1, heads=32/8", "100 us", beside)
+    compared = "80% of the read ceiling; 0.90x as fast as cuDNN, slower, 90.0 us"
+    assert line == ("attention, B=4, S=128K, T=1, heads=32/8", "100 us", compared)
     assert not list(glance.LINES["attention"](result | {"rows": rows[:1]}))
 
 
@@ -55,7 +56,7 @@ def test_tokens_by_an_imposed_acceptance_stand_beside_plain_decoding_of_the_same
 
 def test_two_devices_stand_beside_one_of_the_same_shape():
     def row(kvp, microseconds, **case):
-        own = {"B": 1, "S": 1024, "heads": "8/1", "H": 64, "T": 1, "latent": 0, "tpa": 1}
+        own = {"B": 1, "S": 2**20, "heads": "8/1", "H": 64, "T": 1, "latent": 0, "tpa": 1}
         own |= {"kvp": kvp, "strategy": "helix", "part": "layer"} | case
         return {"case": own, "step_ns": [1000 * microseconds] * 3}
 
@@ -73,7 +74,8 @@ def test_a_step_by_helix_stands_beside_tensor_parallelism():
     rows = [row(2, 1, 59), row(1, 2, 47), row(2, 1, 70, strategy="medha"), row(2, 1, 9, S=1024)]
     (line,) = glance.LINES["helix-step"]({"rows": rows})
     assert line[0] == "m, B=1, 1024K tokens, vegas, gamma=5, KVP=2"
-    assert line[1:] == ("59.00 ms a step", "tensor parallelism 47.00 ms")
+    assert line[1] == "59.00 ms a step"
+    assert line[2] == "0.80x as fast as tensor parallelism, slower, 47.00 ms"
 
 
 def test_an_engine_stands_beside_itself_without_drafts():
@@ -83,24 +85,30 @@ def test_an_engine_stands_beside_itself_without_drafts():
 
     busy = {"full_tokens_per_s": 90.0, "mean_accepted_length": 5.0, "step_s": 0.1}
     rows = [row("none", 10.0), row("ngram", 40.0, **busy), row("ngram", 9.0, load="50%")]
-    plain, drafted = glance.LINES["serving"]({"rows": rows})
-    assert plain == ("m, short, 2 slots, none", "10 tokens/s", "")
+    (drafted,) = glance.LINES["serving"]({"rows": rows})
     assert drafted[1] == "40 tokens/s"
     assert drafted[2] == "4.00x as fast as without drafts; 0.90 of the rate of the steps alone"
 
 
-def test_a_table_has_the_lines_of_its_machine_and_names_a_section_once():
-    line = ("case", "here", "beside")
-    found = [("T: a", line), ("T: a", line), ("T: a, wide", line), ("T: b", line)]
-    first, second = glance.tables_of(found)
-    cells = [row.split(" | ")[0] for row in first.splitlines()[4:]]
-    assert cells == ["| [T](#t-a)", "| ", "| [T, wide](#t-a-wide)"]
-    assert second.startswith("## At a glance: b\n")
+def run(device, name="", flips=0):
+    row = {"mode": "exact", "flips": flips, "compared": 9}
+    return Run(device, "parity", name, {"machine": {"device": device}, "rows": [row]})
+
+
+def test_a_gpu_has_a_table_of_the_first_runs_and_a_cpu_a_line():
+    runs = [run("NVIDIA A"), run("NVIDIA A", "other", flips=3), run("NVIDIA B"), run("cpu")]
+    first, second, cpu = glance.tables_of(runs, {"verify": "V", "parity": "Exactness"})
+    assert first.startswith("## At a glance: NVIDIA A\n")
+    (line,) = first.splitlines()[4:]
+    assert line.startswith("| [Exactness](#exactness) | exact=True, 1 settings")
+    assert "| 0 flips |" in line
+    assert second.startswith("## At a glance: NVIDIA B\n")
+    assert cpu.startswith("## At a glance: CPU\n\nexact=True, 1 settings")
 
 
 @pytest.mark.parametrize("collapse", [True, False], ids=["python-markdown", "github"])
 def test_every_link_of_the_committed_tables_leads_to_a_heading(collapse):
-    """By the rules of both, written anew: word characters, spaces and hyphens are kept."""
+    """By the rules of both: word characters, spaces and hyphens are kept."""
     text = (DOCS / "RESULTS.md").read_text()
     headings = set()
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):

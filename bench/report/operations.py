@@ -1,0 +1,156 @@
+"""The tables on operations: what `implementation=None` takes, against ceilings and rivals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bench import ceilings, regret
+from bench.point import Row
+from bench.report.glance import RIVALS
+from bench.report.runs import Run
+from bench.report.text import case_words, is_slower, merged, microseconds, ratio, table
+from bench.table import number
+
+UNSAID = ("part", "lengths", "indices")
+Point = tuple[dict[str, Any], list[Row]]
+
+
+def is_rival(row: Row) -> bool:
+    """Whether a row is of another library, or of two operations in place of a fused one."""
+    return row["name"] in RIVALS or regret.is_pipeline(row)
+
+
+def is_backend(row: Row) -> bool:
+    """Whether a row is of another of jspec's kernels."""
+    return row["backend"] and not row.get("chosen") and not is_rival(row)
+
+
+# What the speed of a row is over, by the heading of its column.
+OTHERS = {"over the best rival": is_rival, "over jspec's best other": is_backend}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cases:
+    """Cases of an operation, and the one where it does worst.
+
+    Attributes:
+        operation: its name.
+        cases: parts of cases; of runs with the same one that with the fastest rival is shown.
+        work: the ceiling of its bytes, if any.
+        worst: whether the worst of all cases is a row where it is slower.
+    """
+
+    operation: str
+    cases: Sequence[Mapping[str, Any]]
+    work: str | None = None
+    worst: bool = True
+
+    def rows(self, run: Run, points: Sequence[Point]) -> Iterator[tuple[str, ...]]:
+        for case in self.cases:
+            matching = [x for x in points if case.items() <= x[0].items()]
+            if matching:
+                point = min(matching, key=lambda x: _over(x[1], is_rival) or math.inf)
+                words = case_words({k: point[0][k] for k in case}, UNSAID)
+                yield self.operation, run.card, words, *self._cells(run, point[1])
+        compared = [(speed, x) for x in points if (speed := _slowest(x[1])) is not None]
+        if self.worst and compared:
+            speed, (case, rows) = min(compared, key=lambda pair: pair[0])
+            if is_slower(speed):
+                words = f"worst of {len(compared)}: {case_words(case, UNSAID)}"
+                yield self.operation, run.card, words, *self._cells(run, rows)
+
+    def points(self, run: Run) -> list[Point]:
+        """The cases of a run in which `implementation=None` has a time."""
+        every = regret.points(run.result["rows"], self.operation)
+        return [x for x in every if any(row.get("chosen") for row in x[1])]
+
+    def _cells(self, run: Run, rows: Sequence[Row]) -> tuple[str, ...]:
+        chosen = _chosen(rows)
+        time = microseconds(chosen)
+        rate = self.work and ceilings.bandwidth(run.result["ceilings"], self.work)
+        share = f"{chosen['bytes'] / time * 1e6 / rate:.0%} of {self.work}" if rate else ""
+        return number(time), share, *(self._beside(rows, time, other) for other in OTHERS)
+
+    def _beside(self, rows: Sequence[Row], time: float, heading: str) -> str:
+        others = [row for row in rows if OTHERS[heading](row)]
+        if not others:
+            return ""
+        best = min(others, key=microseconds)
+        return f"{ratio(microseconds(best) / time)} ({best['name']} {number(microseconds(best))})"
+
+
+def _over(rows: Sequence[Row], is_other: Callable[[Row], bool]) -> float | None:
+    """The speed over the fastest of some others."""
+    time = microseconds(_chosen(rows))
+    return min((microseconds(row) / time for row in rows if is_other(row)), default=None)
+
+
+def _slowest(rows: Sequence[Row]) -> float | None:
+    """The lowest of the speeds over the fastest of each kind of others."""
+    speeds = [_over(rows, is_other) for is_other in OTHERS.values()]
+    return min((speed for speed in speeds if speed is not None), default=None)
+
+
+def _chosen(rows: Sequence[Row]) -> Row:
+    return next(row for row in rows if row.get("chosen"))
+
+
+def operations(*every: Cases) -> Callable[[Sequence[Run]], str]:
+    """The table of these cases, of every machine."""
+
+    def write(runs: Sequence[Run]) -> str:
+        rows = []
+        for cases in every:
+            for machine in dict.fromkeys(run.machine for run in runs):
+                points = [(x, cases.points(x)) for x in runs if x.machine == machine]
+                measured = [(run, of_run) for run, of_run in points if of_run]
+                if measured:
+                    together = [x for _, of_run in measured for x in of_run]
+                    rows += cases.rows(measured[0][0], together)
+        headings = ("operation", "card", "case", "us", "of ceiling", *OTHERS)
+        return table(headings, merged(rows, columns=2), left=3)
+
+    return write
+
+
+VERIFY = {"B": 32, "alpha": 0.9}
+verification = operations(
+    Cases("verify_greedy", [VERIFY | {"gamma": 8}, VERIFY | {"gamma": 128}]),
+    Cases("pack", [VERIFY | {"gamma": 128, "D": 2048, "l2": "cold"}], "copy", worst=False),
+    Cases(
+        "verify_and_pack",
+        [
+            VERIFY | {"gamma": 8, "D": 1024, "l2": "warm"},
+            VERIFY | {"gamma": 128, "D": 2048, "l2": "cold"},
+        ],
+        "copy",
+    ),
+    Cases(
+        "verify_stochastic",
+        [{"B": 32, "draft": d, "V": 128256, "l2": "cold"} for d in ("one-hot", "logits")],
+        "read",
+    ),
+)
+HEADS = {"heads": "32/8", "H": 128}
+attention = operations(
+    Cases(
+        "attention",
+        [
+            {"B": b, "S": s, "T": t} | HEADS
+            for b, s, t in ((8, 32768, 1), (4, 131072, 1), (4, 131072, 10))
+        ],
+        "read",
+    ),
+    Cases("gathered_attention", [{"B": 8, "S": 131072, "n": 8192, "T": 1} | HEADS], "read"),
+    Cases(
+        "select",
+        [
+            {"rows": 256, "n": 32768, "k": 512, "scores": "float32"},
+            {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"},
+        ],
+        "read",
+    ),
+)
