@@ -221,7 +221,7 @@ def _supports(
     if not 1 <= group <= MAX_GROUP:
         return f"it takes 1 to {MAX_GROUP} query heads a KV head, and there are {group}"
     if softcap is not None:
-        return f"it has no soft cap, and softcap={softcap}"
+        return f"softcap={softcap}: the kernel supports none"
     return _refusal(group * 32 * words, n, budget)
 
 

@@ -31,7 +31,7 @@ def paper_tokens(
 
 
 def accepted_tokens(batch: int, gamma: int) -> Tokens:
-    """Arguments of greedy verification with every draft token accepted; no output is unspecified."""
+    """Arguments of greedy verification with every draft token accepted: no unspecified outputs."""
     target = np.arange(batch * (gamma + 1), dtype=np.int32).reshape(batch, gamma + 1)
     return target[:, :-1], target, np.full(batch, gamma, np.int32), target[:, :0]
 
