@@ -84,7 +84,7 @@ def refuses(
     if size != CHANNELS or v.shape[3] != CHANNELS:
         return f"H={size} and H'={v.shape[3]} are not {CHANNELS}"
     if window is not None or softcap is not None:
-        return f"window={window}, softcap={softcap}: it has neither"
+        return f"window={window}, softcap={softcap}: the kernel supports neither"
     if tokens > MAX_TOKENS or rows > max_rows:
         return f"T={tokens} with {rows} rows a head is over {MAX_TOKENS} tokens or {max_rows} rows"
     if not scale > 0:

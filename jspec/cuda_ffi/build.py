@@ -1,10 +1,8 @@
-"""Building the kernels: a shared library a subject and platform.
+"""Building the kernels: a shared library for each subject and platform.
 
-It is named after hashes of its sources, of the compiler and of what the compiler made of them.
-
-A subject is a folder of ``src/``. Its library holds every file that the folder has for a platform,
-and ``src/common``. What else it includes is found by reading it, so that a change compiles those
-libraries again that can see it, and no other.
+A subject is a folder of ``src/``. Its library consists of the files of that folder for a platform
+and of ``src/common``. Its name has hashes of the sources with all headers that they include, of the
+compiler, and of the compiled file, so a change rebuilds only the libraries that it affects.
 """
 
 from __future__ import annotations
@@ -48,14 +46,14 @@ _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A library: its file, and the seconds that compiling took, None if it was there already."""
+    """A library: its path, and the seconds that compiling took, None if it was already built."""
 
     path: Path
     seconds: float | None
 
 
 def cache_folder() -> Path:
-    """``$JSPEC_CACHE``, or jspec in the user's cache folder; `BuildError` where there is none."""
+    """``$JSPEC_CACHE``, or jspec in the user's cache folder; `BuildError` without a home folder."""
     if named := os.environ.get("JSPEC_CACHE"):
         return Path(named)
     try:
@@ -67,7 +65,7 @@ def cache_folder() -> Path:
 
 
 def build_all(platforms: Sequence[str]) -> Iterator[tuple[str, str, Built | BuildError]]:
-    """Build every library of the platforms, several at once; yields each with how it went."""
+    """Build every library of the platforms in parallel; yields each with its outcome."""
     pairs = [(platform, subject) for platform in platforms for subject in SUBJECTS]
 
     def one(pair: tuple[str, str]) -> Built | BuildError:
@@ -82,12 +80,17 @@ def build_all(platforms: Sequence[str]) -> Iterator[tuple[str, str, Built | Buil
 
 
 def build(subject: str, platform: str) -> Built:
-    """The library of ``subject`` for ``platform``, "CUDA" or "cpu".
+    """The library of ``subject`` for a platform, compiled unless the cache folder has it.
 
-    It is compiled unless the cache folder holds it, whole. Raises `BuildError` without a compiler,
-    after a failed compile, where the folder cannot be written, and where another user could have
-    written what it holds. Without a compiler, a library that another one built from the same
-    sources serves.
+    Without a compiler, a library that another compiler built from the same sources is used.
+
+    Args:
+        subject: a key of `SUBJECTS`.
+        platform: "CUDA" or "cpu".
+
+    Raises:
+        BuildError: without a compiler, after a failed compilation, where the folder cannot be
+            written, and where another user could have written its files.
     """
     folder = cache_folder() / "cuda_ffi"
     try:
@@ -122,10 +125,10 @@ def _build(subject: str, platform: str, folder: Path) -> Built:
 
 
 def _intact(folder: Path, pattern: str) -> Path | None:
-    """A library NAME-DIGEST.so whose NAME is like ``pattern`` and whose content has that digest.
+    """A library NAME-DIGEST.so with NAME like ``pattern`` and the content of that digest, or None.
 
-    A file that was cut short would end the process with SIGBUS once it is mapped. Raises
-    `BuildError` where a user other than this one or root could have written it.
+    A truncated file would end the process with SIGBUS when it is mapped. Raises `BuildError` where
+    a user other than this one or root could have written it.
     """
     for path in sorted(folder.glob(f"{pattern}-{'[0-9a-f]' * 16}.so")):
         _check_trust(path)
@@ -158,7 +161,7 @@ def sources(subject: str, platform: str) -> list[Path]:
 
 
 def _content(subject: str, platform: str) -> Iterator[bytes]:
-    """All that decides what a library holds, but the compiler."""
+    """Everything that determines a library, except for the compiler."""
     yield version("jaxlib").encode()
     yield " ".join(toolchain.flags(platform, subject)).encode()
     contents: dict[Path, bytes] = {}

@@ -62,9 +62,9 @@ def cut_for(k_codes: Array, highest: int, blocks: int = 2) -> HashCut:
 
 
 def workspace_words(highest: int, n: int, cut: HashCut, floats: int = 0) -> int:
-    """What a row keeps between launches, in words of 4 bytes, as `HashPlan` lays it out.
+    """Words of 4 bytes that a row keeps between launches, in the layout of `HashPlan`.
 
-    ``floats``: those that a part of a row leaves for the others. The handlers refuse another size.
+    ``floats``: float32 numbers of each part of a row. The handlers refuse another size.
     """
     bins, chunks = (highest + 64) // 64 * 64, max(1, -(-n // cut.chunk))
     scores = -(-n * _bytes(highest) // 16) * 4
@@ -221,7 +221,7 @@ def _supports(
     if not 1 <= group <= MAX_GROUP:
         return f"it takes 1 to {MAX_GROUP} query heads a KV head, and there are {group}"
     if softcap is not None:
-        return f"it has no soft cap, and softcap={softcap}"
+        return f"softcap={softcap}: the kernel supports none"
     return _refusal(group * 32 * words, n, budget)
 
 

@@ -42,7 +42,7 @@ PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}
 def refusal(subject: str) -> str | None:
     """Why the kernels of ``subject`` cannot run on the default backend, or None.
 
-    A subject is a key of `TARGETS`. Its kernels are built if need be.
+    A subject is a key of `TARGETS`. Its library is built if it is not yet.
     """
     return _refusal(subject, jax.default_backend())
 
@@ -57,9 +57,19 @@ def call(
 ) -> tuple[Array, ...]:
     """Call one of `TARGETS`.
 
-    ``outputs`` have the shapes and dtypes of its results; ``aliases`` maps an argument to the
-    output that takes its place; ``vmap_method`` as in `jax.ffi.ffi_call`. Attributes reach the
-    handler with their numpy dtypes.
+    Args:
+        target: the name of the handler.
+        outputs: shapes and dtypes of its results.
+        arguments: its inputs.
+        vmap_method: as in `jax.ffi.ffi_call`.
+        aliases: from the index of an input to that of the output that shares its memory.
+        attributes: of the handler, with their NumPy dtypes.
+
+    Returns:
+        The results.
+
+    Raises:
+        BuildError: where the library cannot be built or loaded.
     """
     subject = next(subject for subject, targets in TARGETS.items() if target in targets)
     if reason := refusal(subject):
@@ -85,7 +95,7 @@ def _refusal(subject: str, backend: str) -> str | None:
 
 @functools.cache
 def _loaded(subject: str, backend: str) -> ctypes.CDLL | str:
-    """Build, load and register a library for ``backend`` once, or say once why that fails."""
+    """The library for ``backend``, built, loaded and registered once; or why that fails."""
     if backend not in PLATFORMS:
         return f"there are kernels for NVIDIA GPUs and CPUs, not for {backend!r}"
     try:
@@ -114,7 +124,7 @@ def _register(subject: str, platform: str) -> ctypes.CDLL:
 
 
 def _check_abi(path: Path, built: int) -> None:
-    """Refuse a library that was compiled against a newer FFI than the running jaxlib has."""
+    """Raise `BuildError` for a library compiled against a newer FFI than that of jaxlib."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     versions = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
     running = (int(versions["MAJOR"]), int(versions["MINOR"]))

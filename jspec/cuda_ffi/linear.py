@@ -37,7 +37,7 @@ def linear_cuda(
 ) -> Array:
     """As `jspec.ops.linear.linear`."""
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
-    if isinstance(kernel, Quantized | MXFP4):  # of which there is no derivative
+    if isinstance(kernel, Quantized | MXFP4):  # not differentiable
         return _launch(x, kernel, bias, norm, add, **settings)
     run = differentiated_as(
         functools.partial(linear_xla, **settings), functools.partial(_launch, **settings)
@@ -107,7 +107,7 @@ def refuses(
     scale = None if norm is None else norm.scale
     arrays = (x, None if is_quantized else kernel, bias, scale, add)
     if any(a is not None and a.dtype != jnp.bfloat16 for a in arrays):
-        return "something is not bfloat16"
+        return "x, kernel, bias, norm or add is not bfloat16"
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"the result is of {dtype}, neither bfloat16 nor float32"
     return on_a_mesh(kernel)
@@ -122,7 +122,7 @@ def linear_chain_cuda(
 ) -> tuple[Array, ...]:
     """As `jspec.ops.linear_chain.linear_chain`."""
     settings = {"added": tuple(added), "gated": tuple(gated)}
-    if isinstance(ops[0][0], Quantized | MXFP4):  # of which there is no derivative
+    if isinstance(ops[0][0], Quantized | MXFP4):  # not differentiable
         return _launch_chain(x, ops, **settings)
     run = differentiated_as(
         functools.partial(one_by_one, **settings), functools.partial(_launch_chain, **settings)

@@ -58,7 +58,7 @@ def bins_of(keys: int) -> list[int]:
 
 
 def workspace_words(keys: int, n: int, cut: Cut) -> int:
-    """What a row keeps between launches, in words of 4 bytes, as `Plan` lays it out.
+    """Words of 4 bytes that a row keeps between launches, in the layout of `Plan`.
 
     The handlers refuse another size.
     """

@@ -78,7 +78,7 @@ def supports_verify(
 
 
 def _workspace(batch: int, targets: int, drafted: int, vocabulary: int) -> jax.ShapeDtypeStruct:
-    """What the kernels keep between launches: 16 bytes a tile, and little more.
+    """What the kernels keep between launches: about 16 bytes for each tile.
 
     In words as `Workspace::words` counts them; the handler refuses another size.
     """

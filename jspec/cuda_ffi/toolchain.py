@@ -1,4 +1,4 @@
-"""Compilers: where nvcc and the C++ compiler are found, and how each is called."""
+"""Compilers: where nvcc and the C++ compiler are, and their command lines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,14 @@ CXX_WAY_OUT = "install g++ or clang++, or name one in CXX"
 
 @dataclasses.dataclass(frozen=True)
 class Toolchain:
-    """A compiler for one platform, arguments that it always gets, and what it says of itself."""
+    """A compiler for one platform.
+
+    Attributes:
+        platform: "CUDA" or "cpu".
+        compiler: its path.
+        version: the output of ``--version``.
+        arguments: that it always gets.
+    """
 
     platform: str
     compiler: Path
@@ -79,7 +86,7 @@ class Toolchain:
 
 
 def flags(platform: str, subject: str) -> tuple[str, ...]:
-    """What the compiler for ``platform`` is given for every file of a subject."""
+    """The flags of the compiler for ``platform`` for every file of a subject."""
     gpus = SOME_GPUS.get(subject, GPUS) if platform == "CUDA" else ()
     return *FLAGS[platform], *gpus
 
@@ -125,7 +132,7 @@ def _version(command: list[str]) -> str:
 
 
 def run(command: list[str], cwd: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a compiler; `BuildError` where it cannot be executed or never ends."""
+    """Run a compiler; `BuildError` where it cannot be executed or takes too long."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", cwd=cwd, timeout=LONGEST

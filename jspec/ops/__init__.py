@@ -1,4 +1,4 @@
-"""Operations: a file or folder each with its signature, checks, reference, cases and backends."""
+"""Operations: each module has the signature, the checks, the reference, cases and backends."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ _HOMES = (
 
 @functools.cache
 def operations() -> tuple[Operation, ...]:
-    """Every operation of jspec, imported when first asked."""
+    """Every operation of jspec; their modules are imported when this is first called."""
     pairs = (home.split(":") for home in _HOMES)
     return tuple(getattr(import_module(module), name) for module, name in pairs)

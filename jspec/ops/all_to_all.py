@@ -1,7 +1,7 @@
-"""An all-to-all between the devices of a mesh, by XLA or one-sided.
+"""An all-to-all between the devices of a mesh, by XLA or by one-sided kernels.
 
-One-sided, a device stores what it has for a peer in that peer's memory, and waits for what its
-peers store in its own (docs/helix.md).
+In a one-sided exchange, a device stores its pieces directly in the memory of its peers, and waits
+until they have stored theirs (docs/helix.md).
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ By = Literal["xla", "pallas", "cuda"]
 
 @dataclasses.dataclass(frozen=True)
 class OneSided:
-    """A kernel that exchanges one-sided.
+    """A kernel for a one-sided exchange.
 
-    ``run(pieces, axes)``: ``pieces [ranks, ...]``, one for each rank of ``axes``; what comes is of
-    each rank. It is called inside `jax.shard_map` over the first devices of the process, in their
-    order; ``axes`` are the last of the mesh. ``refuses(devices)``: why so many devices cannot, or
-    None. ``max_bytes``: of a piece that it takes, None for any.
+    Attributes:
+        run: ``run(pieces, axes)`` exchanges ``pieces [ranks, ...]``, one for each rank of ``axes``,
+            and returns those of each rank. It is called inside `jax.shard_map` over the first
+            devices of the process, in their order; ``axes`` are the last of the mesh.
+        refuses: ``refuses(devices)`` returns why so many devices cannot run it, or None.
+        max_bytes: of a piece; None is no limit.
     """
 
     run: Callable[[Array, Axes], Array]
@@ -40,12 +42,20 @@ _ONE_SIDED = {"pallas": "jspec.pallas.all_to_all", "cuda": "jspec.cuda_ffi.all_t
 
 
 def all_to_all(x: Array, axes: Axes, *, axis: int, by: By = "xla") -> Array:
-    """``x [..., ranks, ...]`` has a piece for each rank of ``axes``; what comes is of each rank.
+    """Exchange pieces between the ranks of mesh axes, inside `jax.shard_map`.
 
-    Returns ``[ranks, ...]``, the pieces in the order of ranks, bit for bit. All but ``xla`` need
-    devices that `refuses_all_to_all` has nothing against; pieces that are too large for them go by
-    XLA. Their calls in a program have to follow from each other, so that all devices make them in
-    one order.
+    The calls of a program must depend on each other, so that all devices run them in the same
+    order.
+
+    Args:
+        x: ``[..., ranks, ...]``, with a piece for each rank of ``axes``.
+        axes: mesh axes.
+        axis: the axis of ``x`` with the ranks.
+        by: how to exchange. All but ``xla`` need devices that `refuses_all_to_all` accepts; pieces
+            that are too large for them are exchanged by XLA.
+
+    Returns:
+        ``[ranks, ...]``, the pieces from each rank in their order, bit for bit.
     """
     if by != "xla" and takes(by, x.nbytes // x.shape[axis]):
         return _one_sided(by).run(jnp.moveaxis(x, axis, 0), axes)
@@ -53,13 +63,13 @@ def all_to_all(x: Array, axes: Axes, *, axis: int, by: By = "xla") -> Array:
 
 
 def takes(by: By, piece_bytes: int) -> bool:
-    """Whether pieces of so many bytes go by ``by``, and not by XLA in its place."""
+    """Whether pieces of so many bytes are exchanged by ``by``, not by XLA instead."""
     limit = None if by == "xla" else _one_sided(by).max_bytes
     return limit is None or piece_bytes <= limit
 
 
 def refuses_all_to_all(by: By, devices: Sequence[Any]) -> str | None:
-    """Why the ``devices`` of a mesh, in its order, cannot exchange so, or None."""
+    """Why the ``devices`` of a mesh, in its order, cannot exchange by ``by``, or None."""
     if by == "xla":
         return None
     if (processes := jax.process_count()) > 1:

@@ -1,6 +1,6 @@
-"""Arguments that operations are tried with, in numpy: the same ones for the same settings.
+"""Arguments for the cases of operations, in NumPy: the same ones for the same settings.
 
-Each operation's file makes its cases of them; tests, `jspec doctor` and the bench read them there.
+Tests, `jspec doctor` and the benchmarks use these cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def paper_tokens(
     draft = rng.integers(0, vocabulary, (batch, gamma))
     target = rng.integers(0, vocabulary, (batch, gamma + 1))
     index = np.arange(gamma)[None]
-    # Never a multiple of the vocabulary, so that the shifted token is another one.
+    # The shift is never a multiple of the vocabulary, so the token changes.
     other = (draft + rng.integers(1, vocabulary, (batch, gamma))) % vocabulary
     target[:, :gamma] = np.where(index == accepted[:, None], other, target[:, :gamma])
     target[:, :gamma] = np.where(index < accepted[:, None], draft, target[:, :gamma])
@@ -31,16 +31,17 @@ def paper_tokens(
 
 
 def accepted_tokens(batch: int, gamma: int) -> Tokens:
-    """Arguments of greedy verification of which all is accepted: no output is unspecified."""
+    """Arguments of greedy verification with every draft token accepted: no unspecified outputs."""
     target = np.arange(batch * (gamma + 1), dtype=np.int32).reshape(batch, gamma + 1)
     return target[:, :-1], target, np.full(batch, gamma, np.int32), target[:, :0]
 
 
 def ragged_tokens(batch: int, gamma: int, stops: int, *, seed: int = 0, dtype=np.int32) -> Tokens:
-    """Arguments of greedy verification in which what can occur does.
+    """Arguments of greedy verification with everything that can occur.
 
-    Few ids, so that there are accepted runs of every length, ragged drafts, padding, and stop
-    tokens at every place. Lengths go past both ends of 0..gamma; the ends of the type are ids.
+    There are few ids, so accepted runs have every length; drafts are ragged and padded, and stop
+    tokens are at every position. Lengths exceed 0..gamma on both sides; ids include the limits of
+    the dtype.
     """
     rng = np.random.default_rng([seed, batch, gamma, stops])
     ids = np.array([0, 1, np.iinfo(dtype).max], dtype)
@@ -50,7 +51,7 @@ def ragged_tokens(batch: int, gamma: int, stops: int, *, seed: int = 0, dtype=np
     draft = np.where(rejected, rng.choice(ids, (batch, gamma)), target[:, :-1])
     lengths = np.where(rng.random(batch) < 0.5, gamma, rng.integers(-1, gamma + 2, batch))
     draft = np.where(np.arange(gamma) < lengths[:, None], draft, dtype(-1))
-    # A stop token among so few ids would end every row at once: one id of its own, set at random.
+    # One of the few ids would end every row at once: the stop token is another id, set at random.
     stop = dtype(7)
     stop_tokens = np.where(rng.random((batch, stops)) < 0.6, stop, rng.choice(ids, (batch, stops)))
     stop_tokens = np.where(rng.random((batch, stops)) < 0.6, stop_tokens, dtype(-1))
@@ -58,7 +59,7 @@ def ragged_tokens(batch: int, gamma: int, stops: int, *, seed: int = 0, dtype=np
     target[np.arange(batch), at] = stop
     placed = (at < gamma) & (rng.random(batch) < 0.9)
     draft[placed, at[placed]] = stop
-    # An id of -1 in both, which agrees and ends nothing even where a stop token is -1.
+    # An id of -1 in both: it matches, and stops nothing even where a stop token is -1.
     padding = rng.random((batch, gamma + 1)) < rng.choice([0, 0.5 / max(gamma, 1), 0.3], (batch, 1))
     target[padding] = -1
     draft[padding[:, :-1]] = -1
@@ -66,13 +67,13 @@ def ragged_tokens(batch: int, gamma: int, stops: int, *, seed: int = 0, dtype=np
 
 
 def kv_rows(batch: int, gamma: int, width: int, dtype: str) -> np.ndarray:
-    """KV rows ``[B, gamma, D]`` of small whole numbers, each other than its neighbours."""
+    """KV rows ``[B, gamma, D]`` of small whole numbers; neighbouring rows differ."""
     rows = np.arange(batch * gamma * width).reshape(batch, gamma, width) * 7 % 113
     return rows.astype(np.dtype(dtype))
 
 
 def counts(batch: int, gamma: int, *, seed: int = 0) -> np.ndarray:
-    """Accepted counts int32 ``[B]``: none and all are frequent, and some are past both ends."""
+    """Accepted counts int32 ``[B]``: 0 and gamma are frequent, and some exceed 0..gamma."""
     rng = np.random.default_rng([seed, batch, gamma])
     anywhere = rng.integers(-1, gamma + 2, batch)
     extreme = rng.random(batch) < 0.3

@@ -37,10 +37,14 @@ POLYNOMIAL = (7839600, 10051532, 7356243, 5913159, 2091539)
 
 
 class Settings(NamedTuple):
-    """How rows sample, as backends get it, so that each starts from the same bits.
+    """Sampling settings as backends get them, so that all start from the same bits.
 
-    ``rate`` float32 ``[B]``: log2(e) / temperature to 16 bits, 0 for a greedy row; ``seeds`` uint32
-    ``[B, 2]``: upper and lower words; the rest as in `jspec.ops.sample.Sampling`.
+    Attributes:
+        rate: float32 ``[B]``, log2(e) / temperature to 16 bits, 0 for a greedy row.
+        top_k: int32 ``[B]``.
+        top_p: float32 ``[B]``.
+        min_p: float32 ``[B]``.
+        seeds: uint32 ``[B, 2]``, upper and lower words.
     """
 
     rate: Array
@@ -53,9 +57,12 @@ class Settings(NamedTuple):
 class TokenDistribution(NamedTuple):
     """Distributions over tokens, one for each of ``[...]``.
 
-    ``weights`` uint64 ``[..., L, TILE]`` of the tokens; ``shift`` uint32 ``[..., L]``: the mass of
-    a tile is the sum of its weights, shifted right by it; ``reciprocal`` and ``rescale`` uint32
-    ``[..., 1]``: what makes weights probabilities.
+    Attributes:
+        weights: uint64 ``[..., L, TILE]`` of the tokens.
+        shift: uint32 ``[..., L]``; the mass of a tile is the sum of its weights, shifted right by
+            it.
+        reciprocal: uint32 ``[..., 1]``; with ``rescale`` it turns weights into probabilities.
+        rescale: uint32 ``[..., 1]``.
     """
 
     weights: Array
@@ -65,7 +72,7 @@ class TokenDistribution(NamedTuple):
 
     @in_64_bits
     def probabilities(self) -> Array:
-        """Of the tokens, uint64 ``[..., L, TILE]`` in units of 2**-53: right to 2**-29 and 1."""
+        """Probabilities, uint64 ``[..., L, TILE]`` in units of 2**-53: right to 2**-29 and 1."""
         scaled = uint64.scale(self.weights << 1, self.reciprocal[..., None])
         return uint64.shift_right(scaled, (self.shift + self.rescale)[..., None])
 
@@ -80,11 +87,11 @@ def cleaned(logits: Array) -> Array:
 def distribution(
     logits: Array, settings: Settings, vocabulary: Vocabulary, *, filtered: bool
 ) -> TokenDistribution:
-    """What each row samples from, of ``logits [B, T, size]``.
+    """The distributions that the rows of ``logits [B, T, size]`` sample from.
 
-    Temperature, then top-k, top-p over what top-k left, then min-p; ties at a threshold stay
-    together. A greedy row gets all mass on its first largest logit. ``filtered=False`` promises
-    that no row uses a filter and saves the search for thresholds.
+    Temperature, then top-k, top-p over the tokens that top-k keeps, then min-p; tokens that tie
+    with a threshold are kept. A greedy row has all mass on its first largest logit.
+    ``filtered=False`` promises that no row uses a filter, and saves the search for thresholds.
     """
     tiles = vocabulary.tiles(cleaned(logits), -jnp.inf)
     top = jnp.maximum(vocabulary.tile_max(tiles.max(axis=-1)), -LARGEST)
@@ -119,10 +126,11 @@ def distribution(
 
 @in_64_bits
 def draw(weights: Array, shift: Array, number: Array, vocabulary: Vocabulary) -> Array:
-    """The first token whose cumulative mass exceeds ``number / 2**64`` of all, int32 ``[...]``.
+    """The first token whose cumulative mass exceeds ``number / 2**64`` of the total, int32
+    ``[...]``.
 
     ``weights`` and ``shift`` as in `TokenDistribution`, ``number`` uint64 ``[...]``. A token
-    without mass is never drawn; 0 where no token has any.
+    without mass is never drawn; 0 where no token has mass.
     """
     mass = uint64.shift_right(_sums(weights, vocabulary), shift)
     shard_mass = vocabulary.mask_to_shard(mass)
@@ -226,7 +234,7 @@ def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Array:
 def _normalised(
     weights: Array, shift: Array, vocabulary: Vocabulary
 ) -> tuple[TokenDistribution, Array]:
-    """A position of these weights, and the mass of all of it."""
+    """The distribution of these weights, and their total mass."""
     mass = total(weights, shift, vocabulary)
     width = uint64.bit_width(mass)
     upper = uint64.shift_right(mass, width - 32)
@@ -284,7 +292,7 @@ def _threshold(
 
 
 def _largest_key(holds, zero: Array) -> Array:
-    """The largest key for which ``holds``, which does for 0, ``[B, T, 1, 1]``, by bisection."""
+    """The largest key for which ``holds``, uint32 ``[B, T, 1, 1]``, by bisection from 0."""
 
     def decide(step: Array, prefix: Array) -> Array:
         key = prefix | (jnp.uint32(2**31) >> step.astype(jnp.uint32))

@@ -1,4 +1,4 @@
-"""Derivatives of kernels, which JAX cannot look into."""
+"""Derivatives of kernels, which JAX cannot differentiate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 
 def differentiated_as(reference: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, whose derivatives are those of ``reference``, which gives the same."""
+    """``run`` with the derivatives of ``reference``, which computes the same."""
     function = jax.custom_vjp(run)
 
     def forward(*arrays: Any) -> tuple[Any, Any]:

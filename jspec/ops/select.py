@@ -124,7 +124,7 @@ def select_xla(
 
 
 def rising(scores: Array) -> Array:
-    """uint32 numbers that are ordered, and equal, as the scores are."""
+    """uint32 numbers in the order of the scores, equal where the scores are."""
     if scores.dtype == jnp.int32:
         return lax.bitcast_convert_type(scores, jnp.uint32) ^ np.uint32(2**31)
     # By bits alone: some devices take subnormal numbers for zero when they compare.
@@ -142,9 +142,9 @@ def select_sizes(scores: Array, *args: Array, k: int, **kwargs: int | None) -> d
 
 
 def rows_of_scores(rows: int, n: int, dtype: DTypeLike, kinds: int) -> np.ndarray:
-    """Rows of which each has scores of another kind, ``kinds`` values or, for 0, all there are.
+    """Rows of scores of several kinds, with ``kinds`` distinct values or, for 0, any.
 
-    Floats have infinities, NaN and both zeros; of every four rows one has all its scores equal.
+    Floats include infinities, NaN and both zeros; in every fourth row all scores are equal.
     """
     rng = np.random.default_rng([rows, n, kinds])
     if dtype == "int32":
@@ -162,7 +162,7 @@ def rows_of_scores(rows: int, n: int, dtype: DTypeLike, kinds: int) -> np.ndarra
 
 
 def ragged(rows: int, upper: int) -> np.ndarray:
-    """Counts int32 ``[rows]``: none and all are frequent, and some are past both ends."""
+    """Counts int32 ``[rows]``: 0 and ``upper`` are frequent, and some exceed 0..upper."""
     rng = np.random.default_rng([rows, upper])
     ends = rng.choice([0, upper], rows)
     return np.where(rng.random(rows) < 0.3, ends, rng.integers(-1, upper + 2, rows)).astype(

@@ -1,7 +1,7 @@
-"""Exact selection of the best positions of rows whose scores several devices share.
+"""Exact selection of the best positions of rows whose scores are shared by several devices.
 
-A position's place is found digit by digit, from its score and then, among equal scores, from its
-position. For each digit the devices add up their histograms: nothing but counts is exchanged.
+A radix select: the digits of a score, then, among equal scores, those of its position. For each
+digit the devices sum their histograms; nothing but counts is exchanged.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def select_sharded(
 
 
 def _of_scores(scores: Array, forced: Array, highest: int | None) -> list[tuple[Array, int]]:
-    """Digits of scores, each below its base; forced positions are all alike, above all others."""
+    """Digits of scores, each with its base; forced positions are equal and above all others."""
     if highest is not None:
         return [(jnp.where(forced, highest + 2, scores + 1), highest + 3)]
     keys = jnp.where(forced, 0, rising(scores))
@@ -91,7 +91,7 @@ def _of_scores(scores: Array, forced: Array, highest: int | None) -> list[tuple[
 
 
 def _of_positions(positions: Array, capacity: int) -> list[tuple[Array, int]]:
-    """Digits that are the larger, the earlier a position is; the last one tells all apart."""
+    """Digits that are larger for earlier positions; together they are unique."""
     bits = max(capacity - 1, 1).bit_length()
     low = bits // 2
     later = capacity - 1 - positions

@@ -1,4 +1,4 @@
-"""Unsigned 64-bit integers in programs whose caller has not switched on JAX's 64-bit types."""
+"""Unsigned 64-bit integers in programs of callers that have not enabled JAX's 64-bit types."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ R = TypeVar("R")
 
 
 def in_64_bits(function: Callable[P, R]) -> Callable[P, R]:
-    """Lets ``function`` use uint64, whatever the switch ``jax_enable_x64`` says.
+    """Let ``function`` use uint64, whatever ``jax_enable_x64`` is.
 
-    What it makes of Python's numbers may be of 64 bits as well: dtypes are named in it.
+    Python numbers may become 64-bit arrays in it, so it has to name dtypes.
     """
 
     @functools.wraps(function)

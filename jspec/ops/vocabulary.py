@@ -1,8 +1,8 @@
 """The vocabulary in tiles, whole or sharded over a mesh axis.
 
-Tiles lie at multiples of `TILE` in the whole vocabulary wherever a shard begins, so that sharded
-and unsharded rows are cut alike. A tile that lies on two shards or more belongs to the one that
-holds its first token.
+Tiles start at multiples of `TILE` in the whole vocabulary, wherever a shard starts, so sharded and
+unsharded rows have the same tiles. A tile that spans several shards belongs to the shard with its
+first token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Axes = str | tuple[str, ...]  # mesh axes, the first of which varies slowest
 class Vocabulary:
     """``size`` tokens of this shard, or the whole vocabulary where ``axis`` is None.
 
-    L is the number of tiles that a shard can touch; what of them is not its own is padding.
+    L is the number of tiles that a shard can overlap; tokens of them on other shards are padding.
     """
 
     size: int
@@ -51,8 +51,10 @@ class Vocabulary:
 
     @property
     def guard_bits(self) -> int:
-        """Bits by which the mass of a tile must shrink for the sum over all tiles to fit: their
-        number's logarithm, rounded up."""
+        """Bits by which the mass of a tile is shifted right, so that the sum over all tiles fits.
+
+        It is the logarithm of their number, rounded up.
+        """
         shards = 1 if self.axis is None else lax.axis_size(self.axis)
         tiles = -(-self.size * shards // TILE)
         return (tiles - 1).bit_length()
@@ -81,20 +83,20 @@ class Vocabulary:
         return x.reshape(*x.shape[:-1], count, TILE)
 
     def at(self, tiles: Array, tokens: Array) -> tuple[Array, Array]:
-        """``tiles [..., L, TILE]`` at ``tokens [...]``, and whether this shard holds them."""
+        """``tiles [..., L, TILE]`` at ``tokens [...]``, and whether they are on this shard."""
         _, inside = self._local(tokens)
         index = jnp.where(inside, tokens - self._tile_ids[0] * TILE, 0)
         flat = tiles.reshape(*tiles.shape[:-2], tiles.shape[-2] * TILE)
         return jnp.take_along_axis(flat, index[..., None], axis=-1)[..., 0], inside
 
     def of_tokens(self, x: Array, tokens: Array) -> Array:
-        """``x [..., size]`` at ``tokens [...]``, on every shard that of the one which holds it."""
+        """``x [..., size]`` at ``tokens [...]``, on all shards the value of the one with it."""
         local, inside = self._local(tokens)
         index = jnp.where(inside, local, 0)[..., None]
         return self.sum(jnp.where(inside, jnp.take_along_axis(x, index, axis=-1)[..., 0], 0))
 
     def _local(self, tokens: Array) -> tuple[Array, Array]:
-        """Where ``tokens`` are in this shard, and whether they are."""
+        """The indices of ``tokens`` in this shard, and whether they are on it."""
         local = tokens - self._start
         return local, (local >= 0) & (local < self.size)
 
@@ -119,17 +121,17 @@ class Vocabulary:
         return jnp.where(_aligned(earlier, every), every, 0).sum(axis=0, dtype=x.dtype)
 
     def tile_max(self, x: Array) -> Array:
-        """Maxima of this shard's parts of tiles, ``[..., L]``, made those of the whole tiles."""
+        """The maxima of whole tiles, from those of parts of tiles on this shard, ``[..., L]``."""
         return self._whole(x, lambda parts, mine: jnp.where(mine, parts, -jnp.inf).max(axis=0))
 
     def tile_sum(self, x: Array) -> Array:
-        """Sums over this shard's parts of tiles, ``[..., L]``, made those of the whole tiles."""
+        """The sums of whole tiles, from those of parts of tiles on this shard, ``[..., L]``."""
         return self._whole(
             x, lambda parts, mine: jnp.where(mine, parts, 0).sum(axis=0, dtype=x.dtype)
         )
 
     def tile_before(self, x: Array) -> Array:
-        """Of sums over parts of tiles, ``[..., L]``: what the shards before this one hold."""
+        """From sums over parts of tiles, ``[..., L]``: the sums over the shards before this one."""
         if not self._ragged:
             return jnp.zeros_like(x)
         shard = jnp.repeat(jnp.arange(lax.axis_size(self.axis), dtype=jnp.int32), 2)
@@ -144,7 +146,7 @@ class Vocabulary:
         return jnp.where(jnp.broadcast_to(first, x.shape), self._whole(x, sum_earlier), 0)
 
     def _whole(self, x: Array, reduce) -> Array:
-        """Put ``reduce(parts, mine)`` into the first and last tile, which alone can be shared."""
+        """Put ``reduce(parts, mine)`` into the first and last tile: only they can be shared."""
         if not self._ragged:
             return x
         ends = jnp.stack([x[..., 0], jnp.take(x, self._last, axis=-1)])

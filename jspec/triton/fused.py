@@ -73,8 +73,7 @@ def verify_and_pack_triton(
     *,
     blocks: Blocks | None = None,
 ) -> tuple[Array, ...]:
-    """As the reference of `jspec.ops.fused.verify_and_pack`; what lies past the total is whatever
-    was there."""
+    """As `jspec.ops.fused.verify_and_pack`; rows past the total are not specified."""
     from jspec.triton.fused_kernel import verify_and_pack_kernel
 
     batch, gamma, width = kv.shape

@@ -41,7 +41,7 @@ def grouped_linear_triton(
     """As `jspec.ops.grouped.grouped_linear`."""
     settings = {"gated": gated, "clamped": clamped, "dtype": dtype}
     launch = functools.partial(_launch, **settings, blocks=blocks)
-    if isinstance(kernel, MXFP4):  # of which there is no derivative
+    if isinstance(kernel, MXFP4):  # not differentiable
         return launch(x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights)
     run = differentiated_as(functools.partial(grouped_linear_xla, **settings), launch)
     return run(x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights)

@@ -63,7 +63,7 @@ def linear_triton(
     """
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
     launch = functools.partial(_launch, **settings, blocks=blocks, exact=exact)
-    if isinstance(kernel, Quantized | MXFP4):  # of which there is no derivative
+    if isinstance(kernel, Quantized | MXFP4):  # not differentiable
         return launch(x, kernel, bias, norm, add)
     run = differentiated_as(functools.partial(linear_xla, **settings), launch)
     return run(x, kernel, bias, norm, add)

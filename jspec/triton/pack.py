@@ -41,7 +41,7 @@ def uncarry(packed: Array, dtype: jnp.dtype) -> Array:
 def pack_triton(
     kv: Array, accepted: Array, *, blocks: Blocks | None = None
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.ops.pack.pack_xla`; what lies past the total is whatever was there."""
+    """As `jspec.ops.pack.pack_xla`; rows past the total are not specified."""
     from jspec.triton.pack_kernel import pack_kernel
 
     batch, gamma, width = kv.shape

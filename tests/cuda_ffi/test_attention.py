@@ -121,7 +121,7 @@ def test_positions_beyond_the_cache_see_all_of_it():
         ({"tokens": 17}, "T=17 with 136 rows a head is over 32 tokens or 128 rows"),
         ({"tokens": 33, "heads": 1}, "T=33 with 33 rows a head is over 32 tokens"),
         ({"slots": 150}, "S=150 is not a multiple of 8; round the capacity up"),
-        ({"window": 9}, "window=9, softcap=None: it has neither"),
+        ({"window": 9}, "window=9, softcap=None: the kernel supports neither"),
         ({"scale": -1.0}, "scale=-1.0 is not positive"),
         ({"slots": 0}, "holds nothing"),
     ],

@@ -101,7 +101,7 @@ def test_a_row_alone_is_the_row_among_others(case):
         ((1, 64, 12), {}, "does not have its columns in eights"),
         ((1, 64, 8), {"gated": True, "transposed": True}, "gated=True, transposed=True"),
         ((1, 64, 8), {"dtype": jnp.dtype("float16")}, "the result is of float16"),
-        ((1, 64, 8), {"add": jnp.zeros((1, 8))}, "something is not bfloat16"),
+        ((1, 64, 8), {"add": jnp.zeros((1, 8))}, "x, kernel, bias, norm or add is not bfloat16"),
     ],
     ids=["rows", "inputs", "transposed", "columns", "kind", "dtype", "add"],
 )
@@ -118,7 +118,7 @@ def test_refuses_with_a_reason(shape, change, reason):
     ("dtype", "inputs", "reason"),
     [
         ("bfloat16", 48, "48 inputs are no multiple of 32"),
-        ("float32", 64, "something is not bfloat16"),
+        ("float32", 64, "x, kernel, bias, norm or add is not bfloat16"),
     ],
     ids=["inputs", "rows"],
 )
