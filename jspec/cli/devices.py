@@ -27,11 +27,16 @@ def named_mesh(text: str) -> HelixConfig:
 
 
 def take_devices(virtual: int | None, hosts: str | None) -> None:
-    """Have JAX run on ``virtual`` CPU devices, if so, and with the other processes of ``hosts``.
+    """Start JAX on virtual CPU devices, or with the processes of other hosts.
 
-    ``hosts``: such as ``coordinator=10.0.0.1:1234,processes=2,index=0``, or ``auto``, which
-    settings may follow. Raises `ValueError` where JAX runs already, on others, and as
-    `jspec.helix.Hosts` does.
+    Args:
+        virtual: number of virtual CPU devices; None uses the real devices.
+        hosts: settings of `jspec.helix.Hosts`, such as
+            ``coordinator=10.0.0.1:1234,processes=2,index=0``, or ``auto`` with or without settings
+            after it; None is one process.
+
+    Raises:
+        ValueError: JAX already runs on other devices, or as `jspec.helix.Hosts`.
     """
     import jax
 
@@ -105,7 +110,7 @@ def leave_interrupted(code: int, hosts: str | None) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process: at an exit JAX would wait for the others, and abort if they do not come."""
+    """End the process at once: JAX's exit handlers wait for other processes, and may abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

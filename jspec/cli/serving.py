@@ -84,7 +84,7 @@ class Job:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How it decodes, as `jspec.generate` and `jspec.Engine` take it."""
+        """The keyword arguments of `jspec.generate` and `jspec.Engine`."""
         names = "draft gamma draft_model target rule exact policy_params backends"
         return {name: getattr(self, name) for name in names.split()}
 
@@ -128,7 +128,7 @@ class Show:
 
 
 def serve(job: Job, ready: Sequence[Ready], show: Show, name: str = "decode") -> Outcome:
-    """Decode the requests; Ctrl-C ends it with what there is."""
+    """Decode the requests; after Ctrl-C the result holds what is decoded so far."""
     nothing = Outcome([], Stats.merged([]), interrupted=False)
     if not ready:
         return nothing

@@ -86,11 +86,19 @@ def sentences(rng: np.random.Generator, size: int) -> bytes:
 
 
 def make_task(name: str, length_bytes: int, seed: int, filler: Filler = sentences) -> Example:
-    """An example of task ``name``: prompt and answer together take at most ``length_bytes``.
+    """Create an example of a task; the same arguments give the same example.
 
-    The same arguments give the same example. Haystacks: one fact in filler (single needle), facts
-    over half of the bytes (multi-key), at least three chains in filler (tracking), list lines alone
-    (frequent and common words).
+    Haystacks: one fact in filler (single needle), facts over half of the bytes (multi-key), at
+    least three chains in filler (tracking), list lines alone (frequent and common words).
+
+    Args:
+        name: a name of `TASKS`.
+        length_bytes: the most bytes of prompt and answer together.
+        seed: seed of the example.
+        filler: creates the text between the evidence.
+
+    Raises:
+        ValueError: the task is unknown, or ``length_bytes`` is below `MIN_LENGTH`.
     """
     if name not in TASKS:
         raise ValueError(f"task {name!r} is unknown; jspec has {', '.join(TASKS)}")
@@ -110,9 +118,17 @@ def make_task(name: str, length_bytes: int, seed: int, filler: Filler = sentence
 
 
 def needle(length_bytes: int, depth: float, seed: int, filler: Filler = sentences) -> Example:
-    """A ``single_needle`` of at most ``length_bytes``, ``depth`` in [0, 1] of its filler deep.
+    """Create an example of ``single_needle`` with the needle at a depth.
 
-    Depth 0 is the first line of the text, 1 the last one before the question.
+    Args:
+        length_bytes: the most bytes of prompt and answer together.
+        depth: place of the needle: 0 is the first line of the text, 1 the last one before the
+            question.
+        seed: seed of the example.
+        filler: creates the text around the needle.
+
+    Raises:
+        ValueError: ``length_bytes`` is below `MIN_LENGTH`, or ``depth`` is outside [0, 1].
     """
     if length_bytes < MIN_LENGTH:
         raise ValueError(f"length_bytes={length_bytes} must be at least {MIN_LENGTH}")
@@ -129,9 +145,9 @@ def needle(length_bytes: int, depth: float, seed: int, filler: Filler = sentence
 
 
 def score(name: str, output: bytes, example: Example) -> float:
-    """Share of the expected strings that ``output`` contains, case ignored (RULER's recall).
+    """The share of the expected strings that ``output`` contains, case ignored (RULER's recall).
 
-    0 or 1 for the three needle tasks, which expect one string.
+    It is 0 or 1 for the three needle tasks, which expect one string.
     """
     if name not in TASKS:
         raise ValueError(f"task {name!r} is unknown; jspec has {', '.join(TASKS)}")
@@ -142,12 +158,22 @@ def score(name: str, output: bytes, example: Example) -> float:
 def training_document(
     length_bytes: int, rng: np.random.Generator, filler: Filler = sentences
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """A document that asks about its own earlier lines many times, and once at its very end.
+    """Create a document that asks about its earlier lines many times, and once at its end.
 
-    Returns at most ``length_bytes`` of text and the answers' spans (start, end). Kinds of evidence,
-    the share of filler and the rate of questions vary from document to document, so that the forms
-    of `make_task` are among them. No question is asked twice: an answer can't be copied from an
-    earlier answer.
+    Kinds of evidence, the share of filler and the rate of questions vary between documents, so that
+    they cover the forms of `make_task`. No question is repeated, so that no answer can be copied
+    from an earlier one.
+
+    Args:
+        length_bytes: the most bytes of the document.
+        rng: draws the document.
+        filler: creates the text between the evidence.
+
+    Returns:
+        The text, and the span (start, end) of each answer in bytes.
+
+    Raises:
+        ValueError: ``length_bytes`` is below half of `MIN_LENGTH`.
     """
     if length_bytes < MIN_LENGTH // 2:
         raise ValueError(f"length_bytes={length_bytes} must be at least {MIN_LENGTH // 2}")

@@ -1,4 +1,4 @@
-"""A model on the devices of a `HelixConfig`, which decodes there as it would on one."""
+"""A model sharded over the devices of a `HelixConfig`, with the same outputs as on one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,14 @@ def bundled_path() -> Path:
 
 
 def load_bundled(dtype=None) -> tuple[Decoder, Tokenizer]:
-    """The bundled model and its tokenizer; ``dtype`` as in `jspec.load_model`."""
+    """Load the small byte-level model that ships with jspec.
+
+    Args:
+        dtype: as in `jspec.load_model`.
+
+    Returns:
+        The model and its tokenizer.
+    """
     from jspec.models.checkpoint import load_model
     from jspec.models.tokenizer import load_tokenizer
 

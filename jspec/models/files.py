@@ -55,7 +55,7 @@ def directory_of(path: str | os.PathLike) -> Path:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The content of ``path``, a regular file of at most ``limit`` bytes, or `CheckpointError`."""
+    """Read a regular file of at most ``limit`` bytes; raises `CheckpointError` for others."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is no regular file")
@@ -111,10 +111,15 @@ def _integer(digits: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """A JSON object whose fields are read by type; ``source`` says where it is from in errors.
+    """A JSON object whose fields are read by type.
 
-    A field that is absent or null gives ``default``; without a default it is an error. ``read`` are
-    the fields that were asked for.
+    The methods return ``default`` for a field that is absent or null; without a default they raise
+    `CheckpointError`.
+
+    Attributes:
+        values: the object.
+        source: origin of the object, for error messages.
+        read: names of the fields that were read.
     """
 
     values: Mapping[str, Any]

@@ -1,7 +1,8 @@
 """How projections that share an input are stored in one parameter, so that one matmul does all.
 
-Checkpoints have them apart: queries, keys and values, and a SwiGLU's gate and up. A joined kernel
-is ``[in, rows, columns]``, its bias ``[rows, columns]``, and each part is a rectangle of the two.
+Checkpoints store them separately: queries, keys and values, and gate and up of a SwiGLU. A joined
+kernel is ``[in, rows, columns]``, its bias ``[rows, columns]``. Each part is a rectangle of rows
+and columns.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _OF_EXPERTS = ".experts."  # in the name of a parameter that holds all of them
 class Part:
     """A projection within a joined parameter; its outputs are ``rows x columns``, row by row.
 
-    ``module`` is its name without layer and leaf, such as ``"attention.q"``; ``rows`` and
-    ``columns`` are the first, and one past the last.
+    Attributes:
+        module: its name without layer and leaf, such as ``"attention.q"``.
+        rows: first row, and one past the last.
+        columns: first column, and one past the last.
     """
 
     module: str
@@ -35,7 +38,7 @@ class Part:
         return ..., slice(*self.rows), slice(*self.columns)
 
     def of(self, joined: Any) -> Any:
-        """Its rectangle of ``joined [..., rows, columns]``; a view where that is of NumPy."""
+        """The part of ``joined [..., rows, columns]``; a view of a NumPy array."""
         return joined[self.index]
 
     @property
@@ -44,9 +47,9 @@ class Part:
 
 
 def qkv_parts(num_heads: int, spec: LayerSpec) -> tuple[Part, Part, Part]:
-    """A row for each KV head: its G queries, its key and its value.
+    """The parts of attention: one row for each KV head, with its G queries, its key and its value.
 
-    Split by rows, each device has whole groups, whose attention needs no other device.
+    Sharded by rows, each device computes the attention of complete groups.
     """
     queries = num_heads // spec.kv_heads * spec.key_size
     ends = itertools.accumulate((0, queries, spec.key_size, spec.value_size))
@@ -59,7 +62,7 @@ def qkv_parts(num_heads: int, spec: LayerSpec) -> tuple[Part, Part, Part]:
 
 
 def gate_up_parts(width: int, mlp: str = "mlp") -> tuple[Part, Part]:
-    """Gate in row 0, up in row 1. Split by columns, each device has the pairs it multiplies."""
+    """Gate in row 0, up in row 1. Sharded by columns, each device has matching pairs."""
     return Part(f"{mlp}.gate", (0, 1), (0, width)), Part(f"{mlp}.up", (1, 2), (0, width))
 
 

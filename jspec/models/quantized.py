@@ -17,13 +17,22 @@ from jspec.typing import Array, Model
 
 
 def quantized_copy(model: Model, kind: str) -> Decoder:
-    """A copy of ``model`` with all linear weights as ``kind``: ``int8``, ``fp8`` or ``mxfp4``.
+    """Copy a decoder with quantised linear weights.
 
-    Embeddings, also where they are the head, norms, biases, routers and the maps of a latent are
-    shared with ``model``, experts with a copy of 8 bits, and weights that have fewer bits already.
-    The copy takes a byte a weight and 4 bytes a column; in MXFP4, experts among them, 17 bytes for
-    32 weights. Raises `TypeError` for another model than `Decoder`, `ValueError` for another kind,
-    and for MXFP4 where the inputs of a layer are no multiple of 32.
+    The copy shares these weights with ``model``: embeddings (also as the head), norms, biases,
+    routers, the maps of a latent, weights that are quantised already and, with 8 bits, experts.
+    Quantised weights take one byte each and 4 bytes a column; in MXFP4, 17 bytes for 32 weights.
+
+    Args:
+        model: the decoder.
+        kind: ``int8``, ``fp8`` or ``mxfp4``. Only ``mxfp4`` quantises experts.
+
+    Returns:
+        The copy.
+
+    Raises:
+        TypeError: ``model`` is no `Decoder`.
+        ValueError: ``kind`` is unknown, or MXFP4 meets a layer whose inputs are no multiple of 32.
     """
     if kind not in KINDS:
         raise ValueError(f"quantized={kind!r} must be one of {', '.join(KINDS)}")

@@ -29,14 +29,21 @@ LIST_LIMIT = 4096  # items of a list in a file: layers, ropes or stop tokens
 
 
 def write(path: Path, config: ModelConfig, arrays: Mapping[str, jax.Array]) -> None:
-    """Write a checkpoint of a model that appears at ``path`` whole or not at all."""
+    """Write a checkpoint of a model to ``path``, complete or not at all."""
     write_folder(path, arrays, SETTINGS, {"format": FORMAT, "config": dataclasses.asdict(config)})
 
 
 def write_folder(path: Path, arrays: Mapping[str, Any], name: str, settings: Any) -> None:
-    """Write a folder with ``arrays``, and ``settings`` in the file ``name``, whole or not at all.
+    """Write a folder of arrays and settings, complete or not at all.
 
-    Raises `CheckpointError` where it cannot be written.
+    Args:
+        path: the folder, which must not exist.
+        arrays: arrays by name, written by orbax.
+        name: name of the file of settings.
+        settings: a JSON value.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -75,13 +82,13 @@ def read_settings(path: Path) -> tuple[ModelConfig, int]:
 
 
 def _hints_of_format_1() -> dict[str, Any]:
-    """Format 1 had one size for all layers and one rope: what `ModelConfig.uniform` takes."""
+    """Types of the fields of format 1, which are the arguments of `ModelConfig.uniform`."""
     hints = get_type_hints(ModelConfig) | get_type_hints(ModelConfig.uniform)
     return {n: h for n, h in hints.items() if n not in ("layers", "ropes", "settings", "return")}
 
 
 def _make(make: Callable, hints: Mapping[str, Any], values: Any, source: str) -> Any:
-    """``make`` called with the fields of ``values``, a JSON object, whose types are ``hints``."""
+    """Call ``make`` with the fields of the JSON object ``values``, of types ``hints``."""
     if not isinstance(values, dict):
         raise CheckpointError(f"{source}={quoted(values)} must be an object")
     _refuse_unknown(values, hints, source)
@@ -93,9 +100,9 @@ def _make(make: Callable, hints: Mapping[str, Any], values: Any, source: str) ->
 
 
 def _setting(hint: Any, value: Any, source: str) -> Any:
-    """A field of type ``hint``: lists become tuples, and objects the dataclasses that they were.
+    """Convert a field to type ``hint``: lists to tuples, and objects to dataclasses.
 
-    Everything else stays as it is: a dataclass checks its fields when it is made.
+    Other values are returned unchanged: the dataclass checks them.
     """
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     if get_origin(hint) is UnionType and len(kinds) == 1:
@@ -118,7 +125,7 @@ def _refuse_unknown(values: Mapping[str, Any], known: Collection[str], source: s
 
 
 def read_shapes(path: Path, num_layers: int) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the stored arrays by name, which are those of ``num_layers`` layers."""
+    """Shapes of the stored arrays by name; `CheckpointError` unless of ``num_layers`` layers."""
     shapes = read_all_shapes(path)
     stored = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
     if len(stored) != num_layers:
@@ -130,7 +137,7 @@ def read_shapes(path: Path, num_layers: int) -> Mapping[str, tuple[int, ...]]:
 
 
 def read_all_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
-    """Shapes of the stored arrays by name, whatever they are."""
+    """Shapes of all stored arrays by name."""
     with _reading(path) as (directory, checkpointer):
         item = checkpointer.metadata(directory).item_metadata
         if item is None:
@@ -166,7 +173,7 @@ def read_arrays(
 def read_into(path: Path, name: str, out: np.ndarray, axes: Sequence[np.ndarray]) -> None:
     """Fill ``out`` with the array ``name``, which has as many elements, in the dtype of ``out``.
 
-    All of it, also where ``axes`` ask for less.
+    ``axes`` is ignored: the whole array is read.
     """
     template = {name: jax.ShapeDtypeStruct(out.shape, out.dtype)}
     arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=out.dtype)}

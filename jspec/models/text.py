@@ -1,4 +1,4 @@
-"""A row's text as its tokens come: whole characters only, cut before a stop text."""
+"""The text of a row while it is decoded: complete characters only, cut before a stop text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from jspec.models.tokenizer import Tokenizer
 
 
 class RowText:
-    """Turns tokens into text piece by piece.
+    """Converts the tokens of a row to text piece by piece.
 
-    Text that could be the beginning of a stop text is held back until that is decided.
+    Text that may be the beginning of a stop text stays pending until later tokens decide.
+
+    Attributes:
+        text: the text so far.
+        tokens: the tokens so far.
+        stopped: whether a stop text ended the row.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], special: frozenset[int]):
