@@ -40,7 +40,7 @@ class Engine:
 
     `submit` queues a request, and each `step` prefills prompts and then runs ``steps_per_chunk``
     decode steps of all slots. A `step` prefills up to ``prefill_chunk`` prompt tokens for each free
-    slot, for four at most, so that a long prompt stalls no request. Short ones are prefilled several
+    slot, for four at most, so that a long prompt stalls no one. Short ones are prefilled several
     at a time, and before a long one that is being prefilled (docs/serving.md). Where chunks are
     short the next one runs while one is read.
 
