@@ -29,9 +29,18 @@ def _check_rope_numbers(setting: Any, *names: str, low: float = 1e-6) -> None:
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    ``kind`` is ``linear`` (positions divided by ``factor``), ``llama3`` (Llama 3.1: long waves are
-    divided by ``factor``, short ones kept, a ramp between) or ``yarn`` (Peng et al. 2023, with its
-    attention temperature). ``original_context`` is in tokens and is needed by the last two.
+    Attributes:
+        kind: ``linear`` (positions divided by ``factor``), ``llama3`` (Llama 3.1: long waves are
+            divided by ``factor``, short ones are not, with a ramp between) or ``yarn`` (Peng et al.
+            2023, with its attention temperature).
+        factor: The ratio of the contexts, at least 1.
+        original_context: The trained context in tokens, which ``llama3`` and ``yarn`` need.
+        low_frequency_factor: Where the ramp of ``llama3`` begins.
+        high_frequency_factor: Where the ramp of ``llama3`` ends.
+        beta_fast: Where the ramp of ``yarn`` begins, in rotations.
+        beta_slow: Where the ramp of ``yarn`` ends, in rotations.
+        attention_factor: The factor on cosine and sine of ``yarn``; None is the paper's.
+        truncate: Whether the ends of the ramp of ``yarn`` are rounded to whole channels.
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -91,12 +100,16 @@ class Rope:
 class LayerSpec:
     """What a layer keeps in the cache, and how its queries read it.
 
-    ``kv_heads`` (K) heads keep a key of ``key_size`` and a value of ``value_size`` channels for
-    each token. With ``values_in_keys`` the values are the first ``value_size`` channels of the keys
-    and are not stored again (multi-head latent attention). A query sees the last ``window`` tokens,
-    itself included; None is all of them. Scores are q.k times ``scale``, None being
-    ``key_size ** -0.5``, and then ``softcap * tanh(scores / softcap)`` unless ``softcap`` is None.
-    ``rope`` is an index into `ModelConfig.ropes`; only jspec's own decoder reads it.
+    Attributes:
+        kv_heads: Key-value heads (K).
+        key_size: Channels of a key.
+        value_size: Channels of a value.
+        values_in_keys: Whether the values are the first ``value_size`` channels of the keys, and
+            are not stored again (multi-head latent attention).
+        window: A query reads the last ``window`` tokens, itself included; None is all of them.
+        scale: Scores are q.k times ``scale``; None is ``key_size ** -0.5``.
+        softcap: Scores are then ``softcap * tanh(scores / softcap)``, unless it is None.
+        rope: An index into `ModelConfig.ropes`; only jspec's own decoder reads it.
     """
 
     kv_heads: int
@@ -133,13 +146,34 @@ class ModelConfig:
     """Shape and conventions of jspec's own decoder, layer by layer.
 
     `ModelConfig.uniform` makes one whose layers are all alike; `jspec.models.families` reads one
-    from a config.json. ``num_heads`` (N) query heads are the same in every layer. ``family`` names
-    where the conventions are from and changes nothing. With ``latent`` a layer keeps one KV head,
-    latent and rotated key side by side, and its values are the latent in it; with ``experts`` the
-    feed-forward of some layers is a mixture. With ``sinks`` each head has a learned attention sink.
-    ``post_norms``: attention and feed-forward have a norm behind them as well. ``centered_norms``:
-    all norms scale by 1 + their parameter. Embeddings are multiplied by ``embedding_scale``, and
-    logits are bent to ``logit_softcap * tanh(logits / logit_softcap)``, each unless it is None.
+    from a config.json.
+
+    Attributes:
+        vocab_size: Tokens of the vocabulary (V).
+        hidden_size: Channels of hidden states (D).
+        intermediate_size: Channels of the feed-forward.
+        num_heads: Query heads (N), the same in every layer.
+        layers: The `LayerSpec` of each layer.
+        ropes: The rotary embeddings that layers refer to.
+        family: The model family that the conventions are from; it changes nothing.
+        norm_eps: The epsilon of all norms.
+        tie_embeddings: Whether logits use the embedding matrix.
+        qkv_bias: Whether the projections to queries, keys and values have a bias.
+        out_bias: Whether the projection of attention's output has a bias.
+        mlp_bias: Whether the feed-forward has biases.
+        qk_norm: Whether queries and keys are normed.
+        sinks: Whether each head has a learned attention sink.
+        post_norms: Whether attention and feed-forward have a norm after them, too.
+        centered_norms: Whether all norms scale by 1 + their parameter.
+        activation: The activation of the feed-forward.
+        embedding_scale: A factor on embeddings, unless it is None.
+        logit_softcap: Logits are ``logit_softcap * tanh(logits / logit_softcap)``, unless it is
+            None.
+        latent: Multi-head latent attention: a layer keeps one KV head, latent and rotated key
+            concatenated, and its values are the latent in it.
+        experts: The mixture of experts in the feed-forward of some layers.
+        max_context: Most tokens of a row.
+        stop_tokens: Tokens that end a row.
     """
 
     vocab_size: int
@@ -177,9 +211,9 @@ class ModelConfig:
         rope_scaling: RopeScaling | None = None,
         **settings: Any,
     ) -> ModelConfig:
-        """``num_layers`` equal layers of ``num_kv_heads`` heads and one rope.
+        """A config with ``num_layers`` equal layers of ``num_kv_heads`` heads and one rope.
 
-        ``settings`` are the other fields: all but ``layers`` and ``ropes``.
+        ``settings``: the other fields, all but ``layers`` and ``ropes``.
         """
         # Checked here, before a tuple of this length is made.
         require(
@@ -267,14 +301,25 @@ class ModelConfig:
 class SamplingParams:
     """How one request is decoded.
 
-    ``temperature=0`` is greedy. ``top_k=0``, ``top_p=1`` and ``min_p=0`` switch a filter off; they
-    apply in that order after the temperature, and a tie at a threshold is kept whole. ``seed`` keys
-    every random number of the request (see `jspec.ops.sample`); None has a fresh one drawn for each
-    request. ``stop_tokens`` end the request besides those of the model, or in place of them with
-    ``ignore_eos``. ``draft_limit`` caps the draft length of this row below the step's gamma.
+    Whole numbers are int32, the seed uint32, the others float32; numpy's numbers are accepted. The
+    filters apply in the order ``top_k``, ``top_p``, ``min_p``, after the temperature; a tie at a
+    threshold is kept whole.
 
-    Whole numbers are int32, the seed uint32, the others float32; numpy's numbers will do. Raises
-    `ValueError` for any other.
+    Attributes:
+        max_new_tokens: Most new tokens.
+        temperature: 0 is greedy.
+        top_k: Keeps the ``top_k`` most likely tokens; 0 switches the filter off.
+        top_p: Keeps the most likely tokens of this total probability; 1 switches the filter off.
+        min_p: Keeps tokens of at least this share of the highest probability; 0 switches the filter
+            off.
+        seed: Determines every random number of the request (see `jspec.ops.sample`); None draws
+            one.
+        stop_tokens: End the request in addition to the model's stop tokens.
+        draft_limit: Most draft tokens of the request per step; None is the step's gamma.
+        ignore_eos: Whether the model's stop tokens do not end the request.
+
+    Raises:
+        ValueError: For any other value.
     """
 
     max_new_tokens: int = 256
@@ -324,7 +369,7 @@ class SamplingParams:
 
     @property
     def mode(self) -> SamplingMode:
-        """The least machinery that serves this request."""
+        """The simplest mode that serves this request."""
         if self.temperature == 0:
             return "greedy"
         filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
@@ -342,7 +387,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """``value`` as token ids. Raises `ValueError`, by ``name``, for what is no list of them."""
+    """``value`` as token ids. Raises `ValueError`, by ``name``, for anything but a list of them."""
     listed = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
     ids = tuple(map(whole_number, value)) if listed else (None,)
     known = tuple(token for token in ids if token is not None and 0 <= token < 2**31)
@@ -354,7 +399,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def shown(value: Any) -> str:
-    """``value`` as a message shows it: one line of at most 80 characters."""
+    """``value`` as an error message shows it: one line of at most 80 characters."""
     try:
         return f"{' '.join(repr(value).split()):.80}"
     except ValueError:  # Python prints no int of thousands of digits

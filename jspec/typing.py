@@ -34,10 +34,10 @@ class Attend(Protocol):
     [N, value_size, H']`` is a linear map applied to each head's output after that.
     An attend with an attribute ``accepts_qk_rope = True`` also takes ``qk_rope=``, a
     `jspec.ops.append.QKRope`: queries and keys that are neither normed nor rotated yet, which
-    ``qk_rope(q, k)`` does. A model need not give it. With ``accepts_next_queries = True`` it takes
-    ``next_queries=`` besides, a function or None for the last layer: it gives the queries of the
-    next layer, as that would make them of this layer's input, normed and rotated. A model need not
-    give that either.
+    ``qk_rope(q, k)`` does. A model need not pass it. With ``accepts_next_queries = True`` it takes
+    ``next_queries=`` too, a function or None for the last layer: it returns the queries that the
+    next layer would compute from this layer's input, normed and rotated. A model need not pass
+    that either.
     Returns the output, ``[B, T, N, value_size]`` or with ``up`` ``[B, T, N, H']``, in the dtype of
     ``q``, and the new cache. At a position of -1 nothing is appended and the output means nothing.
     """
@@ -60,7 +60,7 @@ class ModelShape(Protocol):
     """What jspec reads of a model's config; `jspec.ModelConfig` has it all.
 
     ``layers`` describe the cache of each layer, ``max_context`` is the most tokens of a row, and
-    ``stop_tokens`` end a row besides those of its request.
+    ``stop_tokens`` end a row in addition to those of its request.
     """
 
     @property
@@ -80,7 +80,7 @@ class Model(Protocol):
     a layer, in order, and returns hidden states ``[B, T, D]`` and the cache that the last call
     returned. A position of -1 marks padding, whose token may be -1 too: what is computed there is
     ignored. ``logits(hidden)`` are float32 ``[..., V]``. ``dtype`` is that of the keys and values
-    that the model hands to ``attend``; the cache is made of it.
+    that the model passes to ``attend``; the cache has the same.
     """
 
     @property

@@ -24,7 +24,7 @@ from jspec.ops.host_rows import DeviceRows
 from jspec.sharding import Placing, placed
 from jspec.typing import Array
 
-# Of a token in each column, or of a page, with its dtype; None is that of the keys.
+# Shape and dtype of an entry by the name of a column or page; a dtype of None is that of the keys.
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
 
 
@@ -33,7 +33,7 @@ def nothing(layer: int, spec: LayerSpec) -> Shapes:
     return {}
 
 
-# Of queries and their positions, output and log-sum-exp.
+# Maps queries and their positions to output and log-sum-exp.
 Read = Callable[[Array, Array], tuple[Array, Array]]
 
 

@@ -124,7 +124,7 @@ class RingLayout:
         return _slot_positions(slot, newest, self.size, wraps=True)
 
     def grown(self, capacity: int) -> RingLayout:
-        return self  # it holds the last positions of any number
+        return self  # it has the last ``size`` positions, however many there are
 
 
 @dataclasses.dataclass(frozen=True)

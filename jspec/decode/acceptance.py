@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-MEMORY = 128.0  # steps after which what was seen counts half
-PRIOR_STEPS = 8.0  # steps of its own by which a row outweighs other rows
-HORIZON = 512  # tokens of a row that are planned for: stop tokens may end it earlier
+MEMORY = 128.0  # steps after which a count weighs half
+PRIOR_STEPS = 8.0  # weight of other rows' rates, in steps of a row
+HORIZON = 512  # most tokens of a row to plan for: stop tokens may end it earlier
 
 
 class AcceptanceCounts:

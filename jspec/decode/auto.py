@@ -21,14 +21,14 @@ from jspec.sharding import bytes_on_device
 
 LADDER = (0, 1, 2, 4, 8, 16)
 TIMES = 5  # last chunks whose median is the cost of a gamma
-ACCEPTED = 0.8  # of draft tokens, until something is known
-WORTH = 1.01  # a longer draft must be so much better than a shorter one
-PROBING = 0.003  # share of the time that may be spent to look at a gamma again
-STALE = 16  # chunks after which a gamma may be looked at again
-AHEAD = 1  # chunks that may be at work, and not seen yet, when another one is chosen for
-KINDS = 16  # rows that say how unlike rows are
-MAX_CHOICES = 32  # choices that are remembered, by what their times depend on
-LONG = 2**32  # bytes of weights from which on a pass is long beside asking the host
+ACCEPTED = 0.8  # assumed acceptance rate of draft tokens before any is measured
+WORTH = 1.01  # factor by which a longer draft must be better than a shorter one
+PROBING = 0.003  # share of the time that may be spent to measure a gamma again
+STALE = 16  # chunks after which a gamma may be measured again
+AHEAD = 1  # chunks that may still run when the gamma of the next one is chosen
+KINDS = 16  # latest rows whose acceptance a new row may resemble
+MAX_CHOICES = 32  # cached choices, by what their times depend on
+LONG = 2**32  # bytes of weights from which on a pass takes much longer than asking the host
 
 
 class Took(NamedTuple):
@@ -39,30 +39,29 @@ class Took(NamedTuple):
 
 
 class GammaChoice:
-    """Chooses a gamma of ``ladder`` for each chunk of steps, so that rows end soonest: in the mean,
-    as others take their places, or the last one, where all are waited for.
+    """Chooses a gamma of ``ladder`` for each chunk of steps, so that rows end soonest.
 
-    That is the time of a step times the steps that rows need to their end. A row needs one step for
-    each 1 + s_1 + ... + s_gamma of its tokens, where s_i is how often at least i draft tokens are
-    accepted. That is a product of conditional rates, which longer drafts than the present one are
-    taken to go on with. They are those of the row of late, in `RowAcceptance`. A row of which
-    little is known may be like any that was met lately. So a row that accepts little weighs more
-    than one that accepts much, as it needs more steps.
+    That is in the mean over rows where others take their places, or for the last row where all are
+    waited for. The expected time of a row is the time of a step times the steps that it needs. A
+    row needs one step for each ``1 + s_1 + ... + s_gamma`` of its tokens, where ``s_i`` is how
+    often at least i draft tokens are accepted: a product of conditional rates, whose last one is
+    assumed for drafts longer than any measured. The rates are those of the row's latest steps, in
+    `RowAcceptance`; a row with little history may be like any of the latest rows. So a row that
+    accepts little weighs more than one that accepts much, as it needs more steps.
 
-    A step's time is measured, never assumed: the median of a gamma's last chunks, of which the
-    first ``warm`` do not count. Steps take longer the more rows are live, by an amount for each
-    live row that is taken to be the same for all gammas. So times are compared at the number of
-    live rows of the next chunk. A gamma that never ran is tried while it would win if it cost no
-    more than the longest shorter one, 0 always. One that lost is looked at again when its neighbour
-    runs, in a bounded share of the time.
+    The time of a step is measured: the median of a gamma's last chunks, without its first ``warm``
+    ones. Steps take longer the more rows are live, by an amount per live row that is assumed to be
+    the same for all gammas, and times are compared at the live rows of the next chunk. A gamma that
+    never ran is tried if it would win at the cost of the longest shorter one; 0 is always tried. A
+    gamma that lost is measured again when its neighbour runs, in a bounded share of the time.
 
-    A chunk may be chosen for while up to `AHEAD` before it are at work. What it chooses follows
-    from what it saw alone.
+    A gamma may be chosen while up to `AHEAD` chunks before it run. It depends only on chunks that
+    were read.
 
-    Where steps end drafts early (``early``), `price` says what a pass must bring. What it costs is
-    told by the first timed chunk of a gamma, whose drafts are whole: what it takes longer than
-    plain steps. From then on a step costs its passes, as often as they ran of late, and the median
-    of what is left. So tokens and costs are those of the same steps.
+    Where steps end drafts early (``early``), `price` says how many tokens a pass must add. The cost
+    of a pass comes from the first timed chunk of a gamma, whose drafts are whole: how much longer
+    it takes than plain steps. From then on a step costs its passes, as many as ran lately, and the
+    median of the rest. So tokens and costs are those of the same steps.
     """
 
     def __init__(
@@ -78,18 +77,16 @@ class GammaChoice:
         self.last_run = dict.fromkeys(self.ladder, 0)
         longest = max(self.ladder)
         self.accepted, self.passes = AcceptanceCounts(longest), AcceptanceCounts(longest)
-        self.kinds = AcceptanceCounts(
-            KINDS, longest
-        )  # the first chunks of the last rows that were met
+        self.kinds = AcceptanceCounts(KINDS, longest)  # of the first chunks of the latest rows
         self.rows_met = 0
         self.chunks = 0
         self.allowance = 0.0
-        self.probing: int | None = None  # the gamma that is looked at again
-        self.probe_end = 0  # chunks by which it was seen, if it ran
-        self.a_row = 0.0  # seconds of a step that a live row costs
-        self.live = 0.0  # rows of the chunk that is chosen for
+        self.probing: int | None = None  # the gamma that is measured again
+        self.probe_end = 0  # the number of chunks by which it has been measured, if it ran
+        self.a_row = 0.0  # seconds that a live row adds to a step
+        self.live = 0.0  # live rows of the next chunk
         self.current = self.start
-        self.seconds_per_token = 0.0  # seconds a token with it
+        self.seconds_per_token = 0.0  # with the current gamma
 
     def saw(
         self,
@@ -143,7 +140,7 @@ class GammaChoice:
                 self._keep(gamma, Took(rest, live))
             self._price_passes()
         self.allowance += PROBING * seconds
-        if gamma == self.probing and self._ran(gamma):  # a program's first runs cost but once
+        if gamma == self.probing and self._ran(gamma):  # a program's first runs are slow only once
             self.allowance -= max(seconds - self.seconds_per_token * tokens, 0.0)
 
     def choose(self, rows: RowAcceptance, left: np.ndarray) -> int:
@@ -186,7 +183,7 @@ class GammaChoice:
         return seconds + self.a_pass[gamma] * float(mean(rates[:gamma]))
 
     def _with(self, live: float, times: Iterable[Took]) -> float:
-        """Seconds of a step with so many live rows, by ``times`` of the same gamma."""
+        """Seconds of a step with ``live`` rows, by ``times`` of the same gamma."""
         return statistics.median(t.seconds + self.a_row * (live - t.live) for t in times)
 
     def _keep(self, gamma: int, took: Took) -> None:
@@ -219,7 +216,7 @@ class GammaChoice:
 
     def _probe(self, best: int, costs: dict[int, float]) -> int:
         """A neighbour of ``best`` that has not run for long, where the allowance pays for it."""
-        if self.probing is not None:  # one is at work, and not charged yet
+        if self.probing is not None:  # one is running, and not charged yet
             return best
         at = self.ladder.index(best)
         near = [g for g in self.ladder[max(at - 1, 0) : at + 2] if g != best]
@@ -228,7 +225,7 @@ class GammaChoice:
         if not dearer:
             return best
         # At worst it commits one token a step, and costs what the next longer one does. `saw`
-        # charges what it came to.
+        # charges the measured loss.
         loss = costs[dearer[0]] - self.seconds_per_token
         if self.chunks - self.last_run[probe] < STALE or loss > self.allowance:
             return best

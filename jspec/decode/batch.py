@@ -20,9 +20,10 @@ RESTING: SamplingMode = "greedy"  # the state's mode between chunks, so that one
 
 @dataclasses.dataclass
 class Running:
-    """A chunk that runs, and whose tokens each slot decodes in it: None where nobody wants them.
+    """A chunk that runs.
 
-    ``record``: set once it has been read.
+    ``rows``: the request of each slot in it, None where its tokens are dropped; ``record``: set
+    once it has been read.
     """
 
     chunk: Chunk
@@ -43,7 +44,7 @@ class Batch:
         self.tally = Tally(chunks.options.config.gamma)
         slots = state.tokens.shape[0]
         self.rows: list[Request | None] = [None] * slots
-        self._is_done = np.ones(slots, bool)  # as the device had it behind what was read
+        self._is_done = np.ones(slots, bool)  # on the device, after the chunks that were read
         self.state = dataclasses.replace(_with_done(state, self._is_done), mode=RESTING)
         self._at_work: list[Running] = []  # two at most
 
@@ -157,7 +158,7 @@ class Batch:
         if self._idle() is not None:
             return False
         left = self._left()
-        # Those that were filled behind the chunk at work begin with the next one.
+        # Slots that were filled after the running chunk begin with the next one.
         left[list(self._at_work[0].chunk.filled)] = np.iinfo(left.dtype).max
         return self._chunks.looks_ahead(left, waiting=waiting)
 

@@ -1,4 +1,4 @@
-"""A batch of requests: checked, and their settings as arrays."""
+"""Checks of a batch of requests, and their settings as arrays."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def check_requests(
 
 
 def mode_of(params: Sequence[SamplingParams]) -> SamplingMode:
-    """The least machinery that serves every request of a batch."""
+    """The simplest sampling mode that serves every request of a batch."""
     return strongest([p.mode for p in params])
 
 
@@ -189,7 +189,7 @@ def strongest(modes: Sequence[SamplingMode]) -> SamplingMode:
 
 
 def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
-    """The settings of a batch of requests, which have seeds, as arrays of numpy."""
+    """The settings of a batch of requests, which have seeds, as numpy arrays."""
 
     def column(name: str, dtype) -> Any:
         return np.array([getattr(p, name) for p in params], dtype)

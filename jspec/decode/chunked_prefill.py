@@ -224,7 +224,7 @@ class ChunkedPrefill:
     def warm(self) -> None:
         """Compile what any prompt and any prefix may need. No prompt may be in prefill."""
         drafter_state = None
-        for _ in range(2):  # without a prefix, and behind one
+        for _ in range(2):  # without a prefix, and after one
             self._row = self._begun(np.zeros(1, np.int32), self._row.cache, drafter_state, 0)
             for size in self._sizes:
                 self._pass(self._row, 0, size)

@@ -23,14 +23,14 @@ from jspec.decode.together import agreed, is_shared
 from jspec.processes import steps_are_limited
 from jspec.typing import Array
 
-# Seconds, about, that a GPU waits for the host between two chunks of a small model where the next
-# one starts when the last one is read.
+# About the seconds that a GPU waits for the host between two chunks of a small model, where the
+# next one starts once the last one is read.
 HOST_SECONDS = 0.002
 # Seconds of a chunk below which the next one starts earlier. Where chunks are longer, the host
-# takes a small share of the time, and a chunk that nobody needs costs more than it saves.
+# takes a small share of the time, and a chunk that is not needed costs more than it saves.
 SHORT = 10 * HOST_SECONDS
-SAME = 0.02  # share by which a price may change without the device being told
-LATELY = 16  # chunks that tell how often rows end
+SAME = 0.02  # relative change of a price below which the device keeps the old one
+LATELY = 16  # chunks over which the share of rows that end is averaged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +86,14 @@ class Chunks:
         self._ending = 0.0  # share of rows that ended in each of the last chunks
         self._rested = 0  # steps since the drafter last drafted
         self._is_shared = is_shared(options.models.target)
-        self._is_timed = True  # whether somebody knows when the chunk at work ends
+        self._is_timed = True  # whether the end of the running chunk can be timed
         self._at_work: list[Chunk] = []  # that were started and not finished
         self._acceptance: RowAcceptance | None = None  # what they accepted, where that is asked for
         self._clocked = 0.0  # until when the last clock ran
         self._finished = 0.0  # when the last chunk did
-        self._prompts: Array | None = None  # what the next chunk is to follow
-        self._price = 0.0  # that the device was told last
-        self._told: Array | None = None  # and has, unless rows came in
+        self._prompts: Array | None = None  # ready once the prompts before the next chunk are
+        self._price = 0.0  # the last one that was sent to the device
+        self._told: Array | None = None  # its array in the state, unless rows were inserted
 
     def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
         """Whether the next chunk is to start before the running one is finished.
@@ -198,7 +198,7 @@ class Chunks:
 
     def finish(self, chunk: Chunk) -> StepRecord:
         """The record of the earliest running chunk, copied to the host: all that is read of it."""
-        # Where prompts are there already, nobody knows since when: they count as steps.
+        # Where prompts are ready already, it is unknown since when: their time counts as steps.
         is_alone = chunk.prompts is None or not _is_ready(chunk.prompts)
         if chunk.prompts is not None and is_alone:
             with self.clock("prefill_s"):
@@ -209,7 +209,7 @@ class Chunks:
         del self._at_work[:1]
         seconds = self._clocked - max(chunk.begin, self._finished)
         self._finished = self._clocked
-        # If the next one's program was compiled meanwhile, nothing tells when this one ended.
+        # If a program was compiled meanwhile, it is unknown when the chunk ended.
         is_measured = self._is_timed and self.programs.compile_s == chunk.compiled
         self._is_timed = True
         if is_measured:
@@ -226,7 +226,7 @@ class Chunks:
             return
         drafted, accepted, committed, _ = counts_of(record)
         live = committed > 0
-        if not live.any():  # nobody needed it
+        if not live.any():  # all rows had ended before it
             return
         passes = None
         if self.options.gammas is not None and self.options.gammas.early:
@@ -295,7 +295,7 @@ class Chunks:
         with self.clock("decode_s"):
             while self._rested > 0:
                 state = self._caught_up(state)
-                self._rested -= CATCH_UP - LACKING  # the first of its tokens are taken up anew
+                self._rested -= CATCH_UP - LACKING  # its first tokens are computed again
         self._rested = 0
         return state
 

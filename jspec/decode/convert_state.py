@@ -20,7 +20,7 @@ from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
 from jspec.sharding import Placing, explicit_mesh_sharding, place, with_auto_axes
 from jspec.typing import Array, Model
 
-TOKENS = ("keys", "values")  # columns of the model's own, whatever a policy keeps beside them
+TOKENS = ("keys", "values")  # the model's columns, as opposed to those of policies
 
 
 def convert_state(

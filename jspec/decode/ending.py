@@ -18,9 +18,9 @@ from jspec.ops.vocabulary import Axes
 from jspec.sharding import put
 from jspec.typing import Array
 
-LEVELS = 16  # of certainty: in level n the draft gives other tokens a mass of 2**-n to 2**-(n + 1)
-MEMORY = 512.0  # steps of a row after which what was accepted counts half
-SHARED = 8.0  # tokens of its own by which a row outweighs what was accepted of all rows
+LEVELS = 16  # of certainty: at level n the draft gives other tokens a mass of 2**-n to 2**-(n + 1)
+MEMORY = 512.0  # steps of a row after which a count weighs half
+SHARED = 8.0  # weight of the rates of all rows, in tokens of a row
 
 
 @jax.tree_util.register_dataclass

@@ -40,7 +40,7 @@ class Engine:
 
     `submit` queues a request, and each `step` prefills prompts and then runs ``steps_per_chunk``
     decode steps of all slots. A `step` prefills up to ``prefill_chunk`` prompt tokens for each free
-    slot, for four at most, so that a long prompt stalls nobody. Short prompts are prefilled several
+    slot, for four at most, so that a long prompt stalls no one. Short ones are prefilled several
     at a time, and before a long one that is being prefilled (docs/serving.md). Where chunks are
     short the next one runs while one is read.
 
@@ -195,7 +195,7 @@ class Engine:
         if len(ids) + 2 > self.capacity:
             raise ValueError(
                 f"the prefix has {len(ids)} tokens and leaves no room in capacity={self.capacity} "
-                "for a prompt behind it; shorten it"
+                "for a prompt after it; shorten it"
             )
         ids, ended = ids.astype(np.int32), ()
         if self._scheduler.prefill.has(ids):

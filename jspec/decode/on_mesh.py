@@ -1,4 +1,4 @@
-"""Decoding with a model that lies on a mesh of its own."""
+"""Decoding with a model on a mesh of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class MeshModel(Model, Protocol):
     """A `Model` that runs on a mesh of its own, such as `jspec.helix.Sharded`.
 
-    What it is handed has the arrays of all devices; each device runs the same code on its part.
+    It gets the arrays of all devices; each device runs the same code on its part.
     """
 
     @property
@@ -31,8 +31,10 @@ class MeshModel(Model, Protocol):
         ...
 
     def over_mesh(self, function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
-        """``function(*arguments)`` on every device; ``like``: arrays in the structure of its
-        results."""
+        """``function(*arguments)`` on every device.
+
+        ``like``: arrays in the structure of its results.
+        """
         ...
 
     def layouts(self, capacity: int, gamma: int, longest: int | None = None) -> tuple[Layout, ...]:
@@ -56,23 +58,26 @@ class MeshModel(Model, Protocol):
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
-        """What XLA needs as options for steps on the mesh."""
+        """Options that XLA needs for steps on the mesh."""
         ...
 
 
 def mesh_model(model: Model) -> MeshModel | None:
-    """``model`` where it is on a mesh of its own, else None."""
+    """``model`` if it has a mesh of its own, else None."""
     return cast(MeshModel, model) if hasattr(model, "over_mesh") else None
 
 
 def layouts_for(
     model: Model, capacity: int, gamma: int, longest: int | None = None, *, rings: bool = True
 ) -> tuple[Layout, ...]:
-    """The layout of each layer's cache, with room for ``capacity`` positions, where ``model`` is.
+    """The layout of each layer's cache, with room for ``capacity`` positions, on the model's mesh.
 
-    ``gamma``: most draft tokens of a step. ``longest``: the positions of a row in the end, where
-    the capacity is to grow; None is ``capacity``. ``rings``: what layers with a sliding window keep
-    on a single device.
+    Args:
+        model: The model.
+        capacity: Positions per row.
+        gamma: Most draft tokens of a step.
+        longest: Positions of a row at the end, where the capacity is to grow; None is ``capacity``.
+        rings: Whether layers with a sliding window have ring layouts, on a single device.
     """
     sharded = mesh_model(model)
     if sharded is None:
@@ -81,7 +86,7 @@ def layouts_for(
 
 
 def jit_steps(**settings: Any) -> Callable[[Callable[..., Any]], Any]:
-    """As `jax.jit`, for a function of models and more, which their mesh has compiler options for.
+    """As `jax.jit`, for a function of models and more, with the compiler options of their mesh.
 
     ``settings``: those of `jax.jit`.
     """
@@ -89,7 +94,7 @@ def jit_steps(**settings: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 class _Jitted:
-    """A jitted function, which passes for the `jax.jit` of models that ask for no options."""
+    """A jitted function that acts as `jax.jit` for models without compiler options."""
 
     def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
         functools.update_wrapper(self, function)

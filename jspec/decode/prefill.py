@@ -34,7 +34,7 @@ from jspec.policies.policy import create_cache, with_pages
 from jspec.sharding import Placing, explicit_mesh_sharding, place
 from jspec.typing import Array, Model
 
-LEAST = 16  # tokens a row of a pass over a prompt: fewer take as long
+LEAST = 16  # tokens per row of the smallest prefill pass: fewer take as long
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
 OnPrefill = Callable[[int, int], None]
 
@@ -311,7 +311,7 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
     on_mesh = mesh_model(models.target)
     cache = create_cache(config.cache_policy, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
-    # Lengths of its own: the drafter's state is donated beside the cache.
+    # A second array of lengths: the drafter's state and the cache are both donated.
     init_state = init_drafter_state if on_mesh is None else jitted_init_drafter_state
     drafter_state = init_state(
         models, jnp.asarray(lengths - 1), None, config=config, capacity=capacity

@@ -16,9 +16,9 @@ from jspec.decode.short_prompts import MAX_ROWS, ShortPrompts
 from jspec.decode.state import DecodeState
 from jspec.typing import Array
 
-LOOKAHEAD_REQUESTS = 64  # requests of the queue among which short prompts are looked for
-PROMPTS = 4  # pieces of a turn at most: slots that are taken wait for as many
-PASSES = 2  # wide passes of a turn at most
+LOOKAHEAD_REQUESTS = 64  # first requests of the queue among which short prompts may overtake
+PROMPTS = 4  # most pieces of an engine's step: decoding slots wait for them
+PASSES = 2  # most large passes of an engine's step
 
 
 class Scheduler:
@@ -45,8 +45,8 @@ class Scheduler:
         self.admitted = self.prompt_tokens = 0
         self._batch, self._chunk = batch, chunk
         self._queue: OrderedDict[Request, None] = OrderedDict()
-        self._incoming: Request | None = None  # whose prompt is at work
-        self._was_overtaken = False  # in the last turn
+        self._incoming: Request | None = None  # whose prompt is being prefilled
+        self._was_overtaken = False  # in the last step
 
     @property
     def busy(self) -> bool:
@@ -85,8 +85,8 @@ class Scheduler:
     def warm(self) -> None:
         """Compile what any prompts may need. No request may be queued or in a slot."""
         self.prefill.warm()
-        nobody = SamplingParams(seed=0)
-        state = self.prefill.insert(self._batch.state, 0, nobody)
+        placeholder = SamplingParams(seed=0)
+        state = self.prefill.insert(self._batch.state, 0, placeholder)
         self._batch.state = self.short.warmed(state)
         self.prefill.mark(self._batch.state)
 
@@ -190,7 +190,7 @@ class Scheduler:
 
     def _fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Move requests of the queue into slots, which ``state`` has."""
-        # In this order, Ctrl-C between the two loses nobody.
+        # In this order, Ctrl-C between the two loses no request.
         self._batch.fill(state, slots, requests)
         for request in requests:
             self._queue.pop(request, None)  # gone if it was cancelled while a program compiled
@@ -205,7 +205,7 @@ class Scheduler:
     def _next(self) -> Request | None:
         """The request that is being prefilled; the next one of the queue begins if none is."""
         if self._incoming is None and self._queue:
-            # In this order, Ctrl-C between the two loses nobody.
+            # In this order, Ctrl-C between the two loses no request.
             self._incoming = next(iter(self._queue))
             del self._queue[self._incoming]
             prompt = _prompt(self._incoming)

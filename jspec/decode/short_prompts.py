@@ -28,8 +28,8 @@ from jspec.typing import Array
 
 MAX_ROWS = 8
 MIN_ROWS = 4  # so that no prompt is long enough to keep a device busy by itself
-# Bytes of weights up to which a GPU is done with a pass of as many tokens as `LARGE_PASS`, padding
-# included, in about the time in which its host launches one.
+# Bytes of weights up to which a pass of `LARGE_PASS` tokens, padding included, takes a GPU about as
+# long as its host needs to launch one.
 LIGHT = 2**28
 LARGE_PASS = 2048
 

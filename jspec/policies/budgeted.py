@@ -21,10 +21,13 @@ from jspec.typing import Array
 class Budgeted(Policy):
     """A policy that reads the positions of the highest scores; ties go to the first.
 
-    ``budget``: how many positions, a whole number, or a ratio of the context such as 0.0156; what
-    follows the committed context is read besides. ``sinks`` first and ``recent`` last positions are
-    in the budget whatever they score. The first ``dense_layers`` read all there is. A selection
-    serves ``every`` layers one after another (Kascade).
+    Attributes:
+        budget: How many positions, a whole number, or a ratio of the context such as 0.0156.
+            Positions after the committed context are read in addition.
+        sinks: How many of the first positions are in the budget whatever they score.
+        recent: How many of the last positions are in the budget whatever they score.
+        dense_layers: How many of the first layers read all positions.
+        every: How many consecutive layers read one selection (Kascade).
     """
 
     budget: int | float = 512
@@ -55,16 +58,17 @@ class Budgeted(Policy):
 
     @property
     def floor(self) -> int:
-        """How many positions, or pages, a ratio comes to at least."""
+        """The least positions, or pages, that a ratio gives."""
         return self._always
 
     def within(self, best: Callable[..., Array], size: int, context_len: Array) -> Array:
-        """The positions that ``best`` gives within the budget of each row.
+        """The positions that ``best`` selects within the budget of each row.
 
-        ``context_len`` int32 ``[B]``: committed positions per row.
-
-        ``size``: the capacity of the layer. ``best(k, counts=, lengths=, sinks=, recent=)``
-        gives the positions, or pages, of the ``k`` highest scores, as `jspec.select` does.
+        Args:
+            best: ``best(k, counts=, lengths=, sinks=, recent=)`` returns the positions, or pages,
+                of the ``k`` highest scores, as `jspec.select` does.
+            size: The capacity of the layer.
+            context_len: int32 ``[B]``: committed positions per row.
         """
         pages = context_len if self.page_size == 1 else -(-context_len // self.page_size)
         k, budget = self.share(size, context_len)
@@ -111,11 +115,18 @@ class ScoredPolicy(Budgeted):
     """A `Budgeted` policy that scores the cache for the queries of each pass."""
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
-        """Scores of all slots of a layer, ``[B, S]`` or, per head, ``[B, K, S]``.
+        """Scores of all slots of a layer; with a ``page_size`` above 1, of all its pages.
 
-        With a ``page_size`` above 1, those of all pages, which are then read whole. Minus infinity,
-        or a whole number below 0, is not read, unless it is a sink or recent. What it gives for a
-        slot without a committed position is ignored, NaN included.
+        Args:
+            policy_params: What `prepare` made.
+            layer: The layer's index.
+            cache: The cache.
+            q: ``[B, T, N, H]``: the queries.
+
+        Returns:
+            ``[B, S]`` or, per head, ``[B, K, S]``. A score of minus infinity, or a whole number
+            below 0, is not read, unless it is a sink or recent. Scores of slots without a committed
+            position are ignored, NaN included.
         """
         raise NotImplementedError
 
@@ -134,8 +145,8 @@ class ScoredPolicy(Budgeted):
     ) -> Array:
         """The positions, or pages, of the ``k`` highest scores, int32 ``[B, ..., k]``.
 
-        ``budget`` is what else `jspec.select` takes. Minus infinity, or a whole number below 0, is
-        not read, unless forced.
+        ``budget``: other arguments of `jspec.select`. Minus infinity, or a whole number below 0, is
+        not read, unless it is a sink or recent.
         """
         scores = self.score(policy_params, layer, cache, q)
         if self.page_size == 1:
@@ -164,5 +175,5 @@ def whole_pages(positions: int, size: int) -> int:
 
 
 def touched(positions: int, size: int) -> int:
-    """The most pages of ``size`` that ``positions`` side by side lie in."""
+    """The most pages of ``size`` that so many neighbouring ``positions`` lie in."""
     return min(positions, whole_pages(positions - 1, size) + 1)

@@ -1,4 +1,4 @@
-"""A verification pass that leaves behind what a guided policy picks by."""
+"""A verification pass that collects what a guided policy selects by."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from jspec.typing import Array, Attend, Model
 
 
 class Queries(NamedTuple):
-    """The queries of a layer, ``[B, T, N, H]``, and the log-sum-exp of their attention,
-    ``[B, T, N]``: from these any of them can score the keys again."""
+    """The queries of a layer, from which any of them can score the keys again.
+
+    ``q``: ``[B, T, N, H]``; ``lse``: ``[B, T, N]``, the log-sum-exp of their attention.
+    """
 
     q: Array
     lse: Array
@@ -36,13 +38,13 @@ Collected = tuple[Array | Queries | None, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Collecting:
-    """A cache in the middle of a pass, and what the layers so far have found."""
+    """A cache in the middle of a pass, and what the layers so far have collected."""
 
     cache: Cache
     collected: Collected = ()
 
     def after_layer(self, cache: Cache, entry: Array | Queries | None) -> Collecting:
-        """What the next layer is given."""
+        """The state for the next layer."""
         return Collecting(cache, (*self.collected, entry))
 
 
@@ -54,12 +56,18 @@ def collecting_attend(
     policy_params: Any = None,
     backends: Mapping[str, str] = Backends(),
 ) -> Attend:
-    """The ``attend`` that appends at ``positions [B, T]``, reads all there is, and collects.
+    """The ``attend`` that appends new tokens, reads all positions, and collects.
 
-    A layer that selects picks below ``context_len [B]`` at once, so that the scores of two layers
-    never need memory at the same time, or keeps its queries where the tokens that score are not
-    known yet. A model passes it a `Collecting` and gets one. ``policy_params``: those of the policy
-    that ``policy`` keeps columns by.
+    A layer that selects does so at once, so that the scores of two layers never need memory at the
+    same time, or keeps its queries where the tokens that score are not known yet. A model passes
+    the function a `Collecting` and gets one.
+
+    Args:
+        positions: int32 ``[B, T]``: positions of the new tokens, -1 for padding.
+        context_len: int32 ``[B]``: committed positions per row, among which layers select.
+        policy: The guided policy.
+        policy_params: Parameters of ``policy.cache_policy``.
+        backends: Named backends of operations.
     """
     cache_policy = policy.cache_policy
     dense: Any = dense_attend(
@@ -112,8 +120,8 @@ def run_collecting(
 ) -> tuple[Array, Cache, Collected]:
     """A full pass of ``model`` over ``tokens [B, T]`` at ``positions [B, T]`` that collects.
 
-    The hidden states ``[B, T, D]``, the cache with the tokens' columns, and what was found of each
-    layer below the committed lengths. ``policy_params`` as `collecting_attend` takes them.
+    Returns the hidden states ``[B, T, D]``, the cache with the tokens' columns, and what each layer
+    collected below the committed lengths. Other arguments as in `collecting_attend`.
     """
     attend = collecting_attend(
         positions, cache.lengths, policy=policy, policy_params=policy_params, backends=backends
@@ -129,7 +137,10 @@ def picks(
     positions: Array,
     accepted: Array,
 ) -> tuple[Array | None, ...]:
-    """What the layers pick once ``accepted [B]`` tokens of the pass at ``positions`` are known."""
+    """What the layers select once the ``accepted [B]`` tokens of a pass are known.
+
+    ``positions`` int32 ``[B, T]``: those of the pass, -1 for padding.
+    """
     scoring = policy.scoring(positions, accepted)
     context_len = jnp.maximum(positions[:, 0], 0)
     return tuple(
@@ -148,14 +159,14 @@ def _picked(
     scoring: Array,
     context_len: Array,
 ) -> Array:
-    """The positions of a layer by the queries of the tokens ``scoring [B, P]``."""
+    """The positions that a layer selects by the queries of the tokens ``scoring [B, P]``."""
     scores = _scores(policy, cache, layer, queries, scoring)
     return policy.pick(scores, cache, layer, context_len)
 
 
 @jax.named_scope("collection")
 def _scores(policy: Guided, cache: Cache, layer: int, queries: Queries, scoring: Array) -> Array:
-    """What the queries of the tokens ``scoring`` score every slot of a layer, ``[B, K, S]``."""
+    """The scores of every slot of a layer for the queries of ``scoring``, ``[B, K, S]``."""
     spec, keys = cache.specs[layer], cache.keys(layer)
     if policy.score != "weight":
         return dots((spec.score_scale * mean_query(queries.q, scoring, spec.kv_heads), keys))

@@ -12,7 +12,7 @@ from jspec.typing import Array
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Policy):
-    """No selection at all. As a drafter it is the model itself, whose greedy draft is accepted."""
+    """No selection. As a drafter it is the model itself, whose greedy draft is always accepted."""
 
     def select(
         self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array

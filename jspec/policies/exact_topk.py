@@ -1,4 +1,4 @@
-"""Exact top-k: the keys of the largest products with the query (Gupta et al. 2021)."""
+"""Exact top-k: the keys with the largest q.k (Gupta et al. 2021)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jspec.typing import Array
 
 @dataclasses.dataclass(frozen=True)
 class ExactTopK(ScoredPolicy):
-    """q.k of every key, summed over a KV head's group of queries.
+    """Scores q.k of every key, summed over a KV head's group of queries.
 
-    What approximate scores are measured against: it reads all keys, and saves the values alone.
+    The reference for approximate scores: it reads all keys, and saves only the values.
     """
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:

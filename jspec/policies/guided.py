@@ -1,4 +1,4 @@
-"""Policies guided by verification: what the last full pass attended to is what a draft reads."""
+"""Policies guided by verification: a draft reads what the last full pass attended to."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ INITIAL_SINKS = 4
 
 
 class Guidance(NamedTuple):
-    """What the passes of a draft read by, the ``policy_params`` of a `Guided` policy.
+    """The ``policy_params`` of a `Guided` policy: what the passes of a draft read.
 
-    ``read``: of each layer that picks, the positions that it reads, int32 ``[B, n]`` or, per head,
-    ``[B, K, n]``, -1 for none; None of other layers, and where a layer is to pick anew, by hashes.
-    ``since`` int32 ``[B, m]``: the ascending positions that were committed since the last
-    verification began, -1 behind them; all of them are read. ``hashes``: those of the policy's
-    `Guided.cache_policy`.
+    Attributes:
+        read: Of each layer that selects, the positions that it reads: int32 ``[B, n]`` or, per
+            head, ``[B, K, n]``, -1 for none. None for other layers, and where a layer selects again
+            by hashes.
+        since: int32 ``[B, m]``: the ascending positions that were committed since the last
+            verification began, -1 after them; all of them are read.
+        hashes: The parameters of `Guided.cache_policy`.
     """
 
     read: tuple[Array | None, ...]
@@ -59,22 +61,27 @@ class Guidance(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Guided(Budgeted):
-    """A selection by scores that verification leaves behind, which drafts read until the next one.
-
-    ``collect``: the tokens of a verification pass whose queries score the keys. ``ends``: the first
-    one, and the last, which gives the bonus token; ``all``: every one, those of discarded draft
-    tokens too; ``accepted``: those that were not discarded; ``last``: the last of these alone.
-    ``score``: ``logit``, the product of query and key, or ``weight``, the softmax of it; in the
-    mean over those tokens and all query heads, with ``per_head`` over those of a KV head. Or
-    ``softmax``, that of the mean logit of each KV head, for which no key is read again.
-    ``ahead``: a position counts as much as the best of so many before it, since a draft that copies
-    a text reads on behind what the last verification read (SnapKV pools scores so, both ways; Li et
-    al. 2024, section 4.2). ``least``: what a ratio comes to at least, in positions.
-    ``refresh``: after so many passes of a draft, and after each as many more, layers pick anew by
-    the bits that the codes of keys share with those of their own queries (`Hata`), in the sum over
-    the same heads; 0 is never. A pass drafts a token, or is a round of a chain.
+    """A selection by the scores of a verification, which drafts read until the next one.
 
     Methods take a `Guidance` as ``policy_params``. Layers with a sliding window are read whole.
+
+    Attributes:
+        collect: The tokens of a verification pass whose queries score the keys. ``ends``: the first
+            one, and the last, which gives the bonus token; ``all``: every one, discarded draft
+            tokens included; ``accepted``: those that were not discarded; ``last``: the last of
+            these alone.
+        score: ``logit``, q.k, or ``weight``, its softmax: their mean over those tokens and all
+            query heads, with ``per_head`` over the query heads of a KV head. Or ``softmax``, that
+            of the mean logit of each KV head, for which no key is read again.
+        per_head: Whether each KV head selects for itself.
+        ahead: A position counts as much as the best of so many before it, since a draft that copies
+            a text reads the positions that follow those that the last verification read (SnapKV
+            pools scores so, both ways; Li et al. 2024, section 4.2).
+        least: The least positions that a ratio gives.
+        refresh: After so many passes of a draft, and after each as many more, layers select again
+            by the bits that the hash codes of keys share with those of the current queries
+            (`Hata`), summed over the same heads; 0 is never. A pass drafts a token, or is a round
+            of a chain.
     """
 
     budget: int | float = 0.07
@@ -101,7 +108,7 @@ class Guided(Budgeted):
 
     @property
     def cache_policy(self) -> Policy:
-        """The policy of the columns that it picks anew by."""
+        """The policy whose columns it needs to select again."""
         if not self.refresh:
             return Dense()
         return Hata(dense_layers=self.dense_layers, every=self.every)
@@ -117,7 +124,7 @@ class Guided(Budgeted):
 
     @property
     def needs_verdict(self) -> bool:
-        """Whether the tokens that score are known only once the draft has been judged."""
+        """Whether the tokens that score are known only once the draft has been verified."""
         return self.collect in ("accepted", "last")
 
     @property
@@ -125,7 +132,7 @@ class Guided(Budgeted):
         return max(self._always, whole_pages(self.least, self.page_size))
 
     def leaders(self, specs: Sequence[LayerSpec]) -> tuple[int | None, ...]:
-        """Which layer picks for each layer: itself, an earlier one, or None for no selection."""
+        """The layer that selects for each layer: itself, an earlier one, or None for no layer."""
         leaders: list[int | None] = []
         current, served = None, 0
         for layer, spec in enumerate(specs):
@@ -158,7 +165,7 @@ class Guided(Budgeted):
     def _select_by_hashes(
         self, policy_params: Guidance, layer: int, cache: Cache, q: Array | None, context_len: Array
     ) -> Array:
-        """What the queries ``q`` read by hashes, where verification would have picked."""
+        """What the queries ``q`` select by hashes, where verification would have selected."""
         cache_policy = self.cache_policy
         assert isinstance(cache_policy, Hata)
         assert q is not None
@@ -170,7 +177,8 @@ class Guided(Budgeted):
     def scoring(self, positions: Array, accepted: Array | None = None) -> Array:
         """Which tokens of a pass at ``positions [B, T]`` score, int32 ``[B, P]``, -1 for none.
 
-        Padding never does. ``accepted [B]``: how many draft tokens were; None before the verdict.
+        Padding never does. ``accepted`` int32 ``[B]``: draft tokens accepted per row, None before
+        that is known.
         """
         live = positions >= 0
         index = jnp.where(live, jnp.arange(positions.shape[1], dtype=jnp.int32)[None], -1)
@@ -196,7 +204,7 @@ class Guided(Budgeted):
         return self._best(scores, cache, layer, context_len)
 
     def _best(self, scores: Array, cache: Cache, layer: int, context_len: Array) -> Array:
-        """As `pick`, by the ``scores`` themselves."""
+        """As `pick`, by the ``scores`` as they are."""
         layout = cache.layouts[layer]
         if not self.per_head:
             scores = scores.sum(axis=1)
@@ -228,9 +236,9 @@ class Guided(Budgeted):
 
 
 def mean_query(q: Array, scoring: Array, kv_heads: int) -> Array:
-    """The mean over ``scoring [B, P]`` tokens and a head's group of queries ``q [B, T, N, H]``.
+    """The mean of queries ``q [B, T, N, H]`` over ``scoring [B, P]`` tokens and a KV head's group.
 
-    float32 ``[B, K, H]``. Products are linear: its product with a key is the mean of theirs.
+    float32 ``[B, K, H]``. As q.k is linear, that of the mean is the mean over the queries.
     """
     batch, tokens, heads, size = q.shape
     group = heads // kv_heads
@@ -242,26 +250,26 @@ def mean_query(q: Array, scoring: Array, kv_heads: int) -> Array:
 
 
 def gather_tokens(x: Array, scoring: Array) -> Array:
-    """``x [B, T, ...]`` of the tokens ``scoring [B, P]``; any for -1."""
+    """``x [B, T, ...]`` at the tokens ``scoring [B, P]``; undefined for -1."""
     index = jnp.maximum(scoring, 0).reshape(*scoring.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1)
 
 
 def with_since(picked: Array, since: Array) -> Array:
-    """``picked [B, n]`` or ``[B, K, n]``, and ``since [B, m]`` behind them."""
+    """``picked [B, n]`` or ``[B, K, n]``, with ``since [B, m]`` appended."""
     since = since if picked.ndim == 2 else since[:, None]
     since = jnp.broadcast_to(since, (*picked.shape[:-1], since.shape[-1]))
     return jnp.concatenate([picked, since], axis=-1)
 
 
 def padded(positions: Array, size: int) -> Array:
-    """``positions [..., n]`` with -1 behind, ``[..., size]``."""
+    """``positions [..., n]`` padded with -1 to ``[..., size]``."""
     widths = [(0, 0)] * (positions.ndim - 1) + [(0, size - positions.shape[-1])]
     return jnp.pad(positions, widths, constant_values=-1)
 
 
 def _page_means(scores: Array, size: int, context_len: Array) -> Array:
-    """``scores [B, ..., S]`` in the mean over the positions below ``context_len`` of each page."""
+    """The mean of ``scores [B, ..., S]`` over the positions below ``context_len`` of each page."""
     slots = scores.shape[-1]
     end = context_len.reshape(-1, *[1] * (scores.ndim - 1))
     inside = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1) < end

@@ -29,11 +29,16 @@ from jspec.typing import Array
 class Hata(ScoredPolicy):
     """Hash codes of ``bits`` bits, compared by their Hamming distance (algorithms 1 to 3).
 
-    A code is the signs of a key's products with a matrix of its KV head. Each token keeps its
-    key's; a query's is made when it scores, and shared bits are summed over a KV head's group.
-    With ``norms`` a score counts times the key's norm, which is kept too, as in the authors' code.
-    ``hashes``: a folder that `jspec train-hash` wrote; without one the matrices are random, of
-    ``seed``.
+    A code is the signs of a key's matmul with a matrix of its KV head. Each token keeps the code of
+    its key; that of a query is computed when it scores, and shared bits are summed over a KV head's
+    group.
+
+    Attributes:
+        bits: Bits of a code.
+        norms: Whether a score is multiplied by the key's norm, which is then kept too, as in the
+            authors' code.
+        hashes: A folder that `jspec train-hash` wrote; without one the matrices are random.
+        seed: Of the random matrices.
     """
 
     needs_arrays: ClassVar[bool] = True
@@ -147,9 +152,9 @@ class Hata(ScoredPolicy):
 
 
 def with_hashes(policy: Policy, model: Path) -> Policy:
-    """``policy`` with the trained hashes in a model's directory, where it is `Hata` and names none.
+    """``policy`` with the trained hashes of a model's directory, where it is `Hata` and names none.
 
-    They are in the folder ``hashes`` of it, and have as many bits as the policy asks for.
+    They are in its folder ``hashes``, and must have as many bits as the policy.
     """
     folder = model / FOLDER
     if not isinstance(policy, Hata) or policy.hashes or not folder.is_dir():

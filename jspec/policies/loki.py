@@ -1,4 +1,4 @@
-"""Loki: products in the leading principal components of the keys (Singhania et al. 2024)."""
+"""Loki: scores in the leading principal components of the keys (Singhania et al. 2024)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from jspec.typing import Array
 
 @dataclasses.dataclass(frozen=True)
 class Loki(ScoredPolicy):
-    """q.k in the first ``channels`` principal components of a KV head's keys.
+    """Scores q.k in the first ``channels`` principal components of a KV head's keys.
 
-    The components come from the covariance of sample keys, rotated as the cache holds them. Each
-    token keeps its key's part in them beside the key, and a query is brought there when it scores.
+    The components come from the covariance of sample keys, rotated as they are cached. Each token
+    keeps its key's components in addition to the key, and a query is projected on them when it
+    scores.
     """
 
     needs_arrays: ClassVar[bool] = True

@@ -36,13 +36,13 @@ class MagicPIG(ScoredPolicy):
     """Keys that share a bucket with a query in at least two of ``tables`` random hash tables.
 
     A bucket is the signs of ``bits`` random projections. Keys are centred by the mean of sample
-    keys where there are some; softmax does not change for it. A KV head's group selects what any of
-    its queries found, where the budget is short those with the most collisions.
+    keys where there are some; that does not change the softmax. A KV head's group selects what any
+    of its queries found; where the budget is too small, the keys with the most collisions.
 
-    With ``weights`` a query reads the keys that it found itself, each with the inverse of the
+    With ``weights`` a query reads only the keys that it found itself, each with the inverse of the
     probability that it did (arXiv 2410.16179, section 4): sums over them are unbiased estimates of
     those over all keys, unless the budget cuts some off. Sinks and recent positions are read by
-    every query and count once. Without, the softmax over the selection is plain.
+    every query and have weight 1. Without, the softmax over the selection is plain.
     """
 
     needs_arrays: ClassVar[bool] = True

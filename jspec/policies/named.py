@@ -46,9 +46,10 @@ _FLAGS = {"true": True, "false": False}
 
 
 def named_policy(text: str) -> Policy:
-    """The policy that ``NAME`` or ``NAME:setting=value,...`` names, as in ``quest:budget=256``.
+    """The policy of a text ``NAME`` or ``NAME:setting=value,...``, as in ``quest:budget=256``.
 
-    Raises `ValueError` for an unknown name or setting, and for a value of the wrong type.
+    Raises:
+        ValueError: For an unknown name or setting, and for a value of the wrong type.
     """
     name, _, settings = text.partition(":")
     if name in GUIDED:
@@ -62,7 +63,7 @@ def named_policy(text: str) -> Policy:
 
 
 def made(kind: type, what: str, name: str, settings: str, **fixed: Any) -> Any:
-    """A ``kind`` with the ``settings`` of a text, and with what is ``fixed`` beside them.
+    """A ``kind`` with the ``settings`` of a text, and with the ``fixed`` fields.
 
     Errors begin with ``what`` and its ``name``.
     """
@@ -87,7 +88,7 @@ def made(kind: type, what: str, name: str, settings: str, **fixed: Any) -> Any:
 
 
 def _value(kind: Any, text: str) -> Any:
-    """``text`` as a ``kind``; a budget is a whole number, or a ratio where it is none."""
+    """``text`` as a ``kind``; a budget is a whole number if it can be, else a ratio."""
     if kind is bool:
         if text not in _FLAGS:
             raise ValueError(text)

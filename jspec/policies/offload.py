@@ -1,7 +1,7 @@
-"""Layers whose keys and values lie in the host's memory: brought whole, or the rows that are read.
+"""Layers with keys and values in the host's memory: fetched whole, or the rows that are read.
 
-A pass that reads all of a layer works on a copy of it. One that reads a selection gets its rows in
-a small buffer. Either stores the new keys and values in the host's memory.
+A pass that reads all of a layer works on a copy of it. One that reads a selection fetches its rows
+into a small buffer. Both store the new keys and values in the host's memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def is_offloaded(cache: Cache, layer: int) -> bool:
 def through_device(
     attend: Attend, positions: Array, backends: Mapping[str, str]
 ) -> Callable[..., Any]:
-    """``attend``, which appends at ``positions [B, T]``, for layers in the host's memory as well.
+    """``attend``, which appends at ``positions [B, T]``, also for layers in the host's memory.
 
-    It is given a copy of such a layer on the device, for as long as it reads it.
+    It gets a copy of such a layer on the device while it reads it.
     """
 
     @functools.wraps(attend)
@@ -60,7 +60,7 @@ def append_to_host(
     policy_params: Any,
     backends: Mapping[str, str],
 ) -> tuple[Array, Cache]:
-    """The queries, rotated if that is still to be done, and the cache with the new tokens."""
+    """The queries, rotated if ``qk_rope`` is not None, and the cache with the new tokens."""
     slots, host_columns = cache.slots(layer, positions), _host_columns(cache, layer)
     encode = functools.partial(policy.encode, policy_params, layer)
     dtype = host_columns["keys"].dtype
@@ -130,9 +130,9 @@ def rows_of(
 
 
 def with_room_for_device_rows(cache: Cache, policy: Policy) -> Cache:
-    """The cache with room for its `device_rows`, of which none is there yet.
+    """The cache with room for its `device_rows`, all of them empty.
 
-    Only while no other request takes over a row, and none is rolled back behind what was committed.
+    Valid only while no other request fills a row, and none is rolled back past what was committed.
     """
     device_rows: list[DeviceRows | None] = []
     for layer, (spec, layout) in enumerate(zip(cache.specs, cache.layouts, strict=True)):
@@ -158,11 +158,18 @@ def fetch_next(
     policy_params: Any,
     backends: Mapping[str, str],
 ) -> tuple[PrefetchedRows | None, Array]:
-    """What the layer behind ``layer`` will read on its way, where the policy predicts it.
+    """Start to fetch what the layer after ``layer`` will read, where the policy predicts it.
 
-    ``known``: its selection, where an earlier layer made it; else it is predicted from the queries
-    that ``next_queries()`` gives. ``through`` is what this layer computes with, and comes back as
-    it is.
+    Args:
+        cache: The cache.
+        layer: The layer that computes now.
+        known: The selection of the next layer, where an earlier layer made it.
+        next_queries: Returns queries of the next layer, by which its selection is predicted.
+        through: What this layer computes with; it is returned unchanged, after the fetch has begun.
+        context_len: int32 ``[B]``: committed positions per row.
+        policy: The policy.
+        policy_params: What `jspec.prepare` made for it.
+        backends: Named backends of operations.
     """
     following = layer + 1
     predictor = policy.prefetch_policy(following) if is_offloaded(cache, following) else None
@@ -190,7 +197,7 @@ def fetch_next(
 def _whole(
     cache: Cache, layer: int, positions: Array, backends: Mapping[str, str]
 ) -> tuple[Array, ...]:
-    """A copy of a layer, of all that stands before ``positions [B, T]``; zeros behind.
+    """A copy of a layer on the device up to ``positions [B, T]``, zeros after that.
 
     By the operation that fetches rows: copies by XLA begin with the program, those of all layers.
     """

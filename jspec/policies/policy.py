@@ -218,7 +218,7 @@ class Policy:
             layer: The layer's index.
             cache: The cache without the token.
             q: ``[B, 1, N, H]``: queries, before ``qk_rope`` norms and rotates them.
-            k: ``[B, 1, K, H]``: keys, likewise.
+            k: ``[B, 1, K, H]``: keys, before ``qk_rope`` norms and rotates them.
             v: ``[B, 1, K, H']``: values.
             qk_rope: Norms and rotates queries and keys.
             positions: int32 ``[B, 1]``: positions of the token.

@@ -1,4 +1,4 @@
-"""What a policy needs of a model before it decodes, from the keys of a sample text."""
+"""Parameters of a policy, computed before decoding from a model and the keys of a sample text."""
 
 from __future__ import annotations
 
@@ -28,12 +28,20 @@ def prepare(
     *,
     backends: Mapping[str, str] = Backends(),
 ) -> Any:
-    """The arrays that ``policy`` takes in decoding with ``model``, None where it takes none.
+    """The parameters of ``policy`` for decoding with ``model``; None where it needs none.
 
-    They go to ``policy_params`` of `jspec.generate`, or into `jspec.Models`. ``tokens``: a sample
-    text, of which some thousand tokens do; its kind matters little. Costs a prefill of it. Raises
-    `ValueError` where the policy cannot do without a sample, and for a sample that is no list of
-    the model's token ids.
+    They are the ``policy_params`` of `jspec.generate`, and ``Models.policy``. Costs a prefill of
+    the sample.
+
+    Args:
+        policy: The policy.
+        model: The target.
+        tokens: Token ids of a sample text, of which some thousand suffice; its kind matters little.
+        backends: Named backends of operations.
+
+    Raises:
+        ValueError: Where the policy needs a sample and there is none, and for a sample that is no
+            list of the model's token ids.
     """
     keys = None if tokens is None else _keys_of(model, _sample(model, tokens), backends)
     return policy.prepare_for(model, keys)

@@ -1,4 +1,4 @@
-"""QuantSpec: drafts that read a copy of the cache in 4 bits (Tiwari et al. 2025)."""
+"""QuantSpec: drafts that read a 4-bit copy of the cache (Tiwari et al. 2025)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ LEVELS = 15  # of 4 bits, above the lowest
 
 @dataclasses.dataclass(frozen=True)
 class QuantSpec(Policy):
-    """All positions, their keys and values in 4 bits; what follows the committed context in full.
+    """All positions, with keys and values in 4 bits; the draft itself at full precision.
 
-    Each ``group`` of channels of a token's key or value has its lowest number and its step, of the
-    cache's dtype: ``low + step * code``, codes in 0..15 (arXiv 2502.10424, section 4.2). The paper
-    keeps 4 upper and 4 lower bits in place of the cache, and is lossless to those 8. Here
-    verification reads the cache as it is, and the 4 bits lie beside it: in bfloat16 and with groups
-    of 32, keys and values take 31 % more memory. Raises `ValueError` for layers whose sizes no
-    group divides, or whose values are in their keys.
+    Each ``group`` of channels of a token's key or value has a minimum and a step in the cache's
+    dtype: ``low + step * code``, codes in 0..15 (arXiv 2502.10424, section 4.2). The paper keeps 4
+    upper and 4 lower bits in place of the cache, and is lossless to those 8. Here verification
+    reads the cache itself, and the 4 bits are kept in addition: in bfloat16 and with groups of 32,
+    keys and values take 31 % more memory.
+
+    Raises `ValueError` for layers whose sizes no group divides, or whose values are in their keys.
     """
 
     group: int = 32
@@ -69,8 +70,11 @@ class QuantSpec(Policy):
 
 
 def in_4_bits(x: Array, group: int) -> tuple[Array, Array]:
-    """``x [..., H]`` as codes uint8 ``[..., H / 2]``, two channels a byte, and ``[..., H / group,
-    2]``, of each group the lowest number and the step, of the dtype of ``x``."""
+    """Quantize ``x [..., H]`` in groups of ``group`` channels.
+
+    Returns codes uint8 ``[..., H / 2]``, two channels per byte, and ``[..., H / group, 2]`` in the
+    dtype of ``x``: minimum and step of each group.
+    """
     parts = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group)
     low, high = parts.min(axis=-1), parts.max(axis=-1)
     scales = jnp.stack([low, (high - low) / LEVELS], axis=-1).astype(x.dtype)
@@ -82,7 +86,7 @@ def in_4_bits(x: Array, group: int) -> tuple[Array, Array]:
 
 
 def from_4_bits(codes: Array, scales: Array) -> Array:
-    """The numbers that `in_4_bits` made ``codes [..., H / 2]`` and ``scales`` of, nearly."""
+    """Dequantize what `in_4_bits` returned: ``codes [..., H / 2]`` and ``scales``."""
     pairs = jnp.stack([codes & LEVELS, codes >> 4], axis=-1)
     parts = pairs.reshape(*scales.shape[:-1], -1).astype(jnp.float32)
     low, step = jnp.moveaxis(scales.astype(jnp.float32)[..., None], -2, 0)

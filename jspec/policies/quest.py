@@ -1,4 +1,4 @@
-"""Quest: pages scored by an upper bound of what their keys can score (Tang et al. 2024)."""
+"""Quest: pages scored by an upper bound of the scores of their keys (Tang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from jspec.typing import Array
 class Quest(ScoredPolicy):
     """Whole pages of ``page`` positions; the page of the last position is always read.
 
-    Of each page the smallest and the largest key in every channel are kept. A page scores
-    ``sum_i max(q_i low_i, q_i high_i)`` for each query (algorithm 1), which no key in it exceeds,
-    summed over a KV head's group of queries. ``budget`` is in positions and is rounded down to
-    pages.
+    Each page keeps the smallest and the largest key in every channel. It scores ``sum_i max(q_i
+    low_i, q_i high_i)`` for each query (algorithm 1), which no key in it exceeds, summed over a KV
+    head's group of queries. ``budget`` is in positions and is rounded down to pages.
     """
 
     page: int = 16
@@ -48,7 +47,7 @@ class Quest(ScoredPolicy):
         after: Array,
         max_new: int,
     ) -> dict[str, Array]:
-        """Pages that got positions are made anew from all committed keys in them."""
+        """Pages with new positions are computed again from all committed keys in them."""
         pages = cache.pages[layer]
         count = touched(max_new, self.page)
         page = before[:, None] // self.page + jnp.arange(count, dtype=jnp.int32)[None]

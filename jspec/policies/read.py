@@ -1,4 +1,4 @@
-"""What an `Attend` reads: a layer's columns, those of other devices included, as one output."""
+"""What an `Attend` reads: a layer's columns, and those of other devices, as one output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_whole(
     up: Array | None = None,
     backends: Mapping[str, str] = Backends(),
 ) -> Array:
-    """Attention over all that a layer holds, the new tokens at ``positions`` included."""
+    """Attention over all positions of a layer, the new tokens at ``positions`` included."""
     positions, where = in_slots(cache, layer, positions)
     return read_at(cache, layer, q, cache.columns[layer], positions, where, sinks, up, backends)
 
@@ -42,7 +42,7 @@ def read_at(
     up: Array | None,
     backends: Mapping[str, str],
 ) -> Array:
-    """As `read_columns`, and over the columns of the devices that share the rows of ``cache``."""
+    """As `read_columns`, also over the columns of other devices that share the rows."""
 
     def read(q: Array, positions: Array) -> tuple[Array, Array]:
         return _attention(cache.specs[layer], q, columns, positions, key_positions, backends)
@@ -53,7 +53,7 @@ def read_at(
 def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array | None]:
     """Positions ``[B, T]`` of queries and ``[B, S]`` of a layer's slots for `jspec.attention`.
 
-    None for the latter where a slot's position is its number.
+    None for the latter where a slot's position is its index.
     """
     layout = cache.layouts[layer]
     if isinstance(layout, LinearLayout):
@@ -66,7 +66,7 @@ def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array |
 def attended(
     cache: Cache, read: Read, q: Array, positions: Array, sinks: Array | None, up: Array | None
 ) -> Array:
-    """The output of what ``read(q, positions)`` gives; of all keys where devices share the rows."""
+    """The output of ``read(q, positions)``, over the keys of all devices that share the rows."""
     shards = cache.shards
     if shards is None:
         return finished(*read(q, positions), sinks, up)
@@ -74,7 +74,7 @@ def attended(
 
 
 def merged(cache: Cache, out: Array, lse: Array, sinks: Array | None, up: Array | None) -> Array:
-    """As `attended`, where ``out`` and ``lse`` of all queries have been read already."""
+    """As `attended`, where ``out`` and ``lse`` of all queries are known already."""
     shards = cache.shards
     if shards is None:
         return finished(out, lse, sinks, up)
@@ -82,7 +82,7 @@ def merged(cache: Cache, out: Array, lse: Array, sinks: Array | None, up: Array 
 
 
 def _finish_local_heads(shards: Shards, out: Array, lse: Array, sinks: Array | None) -> Array:
-    """The output behind those of a model's ``sinks`` that are of the heads that came back."""
+    """The output after the model's ``sinks`` of the heads that this device has."""
     return finished(out, lse, None if sinks is None else shards.local_heads(sinks), None)
 
 
@@ -101,7 +101,7 @@ def replace_context(
 def picked_columns(
     policy: Policy, policy_params: Any, cache: Cache, layer: int, chosen: Array, context_len: Array
 ) -> dict[str, Array]:
-    """A copy of the keys and values that ``policy`` chose, the keys where it moves them to."""
+    """A copy of the keys and values that ``policy`` selected, with keys that it moves moved."""
     picked = gather_columns(cache, layer, chosen, ("keys", "values"))
     if policy.moves_keys and cache.specs[layer].window is None:
         picked["keys"] = policy.moved(policy_params, layer, picked["keys"], chosen, context_len)
@@ -109,7 +109,7 @@ def picked_columns(
 
 
 def joined_columns(columns: Mapping[str, Array], new: Mapping[str, Array]) -> dict[str, Array]:
-    """What a layer held, and new tokens behind it."""
+    """A layer's ``columns`` with ``new`` tokens appended."""
     return {
         name: jnp.concatenate([columns[name], x.astype(columns[name].dtype)], axis=1)
         for name, x in new.items()
@@ -126,7 +126,7 @@ def read_columns(
     up: Array | None,
     backends: Mapping[str, str],
 ) -> Array:
-    """Attention of a layer over keys that stand at ``key_positions``, all of them for None."""
+    """Attention of a layer over keys at ``key_positions``; None for their indices."""
     out, lse = _attention(spec, q, columns, positions, key_positions, backends)
     return finished(out, lse, sinks, up)
 
@@ -152,7 +152,7 @@ def _attention(
 
 
 def settings_of(spec: LayerSpec) -> dict[str, Any]:
-    """What a layer asks of attention, whatever it reads."""
+    """The settings of a layer's attention, whatever it reads."""
     value_size = spec.value_size if spec.values_in_keys else None
     return {"scale": spec.scale, "softcap": spec.softcap, "value_size": value_size}
 
@@ -165,7 +165,7 @@ def finished(out: Array, lse: Array, sinks: Array | None, up: Array | None) -> A
 
 
 def projected(out: Array, up: Array | None) -> Array:
-    """``out [B, T, N, value size]`` through ``up [N, value size, H]``, or as it is without one."""
+    """``out [B, T, N, value size]`` times ``up [N, value size, H]``; unchanged for None."""
     return out if up is None else jnp.einsum("btnv,nvh->btnh", out, up)
 
 
@@ -174,7 +174,7 @@ def gather_columns(
 ) -> dict[str, Array]:
     """Some columns ``[B, n, K, ...]`` at ``positions [B, n]`` or, per head, ``[B, K, n]``.
 
-    What stands for -1 means nothing.
+    Entries for -1 are undefined.
     """
     slots = cache.layouts[layer].slots(positions)
     index = slots[:, :, None, None] if slots.ndim == 2 else jnp.swapaxes(slots, 1, 2)[..., None]

@@ -1,4 +1,4 @@
-"""Scores of cached keys by products with queries, and the positions of the highest ones."""
+"""Scores of cached keys by q.k, and the positions of the highest ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jspec.typing import Array
 def pooled(q: Array, kv_heads: int) -> Array:
     """``q [B, T, N, H]`` summed over tokens and the heads of a group, float32 ``[B, K, H]``.
 
-    A product with it is the sum of the products with each query, as products are linear.
+    As q.k is linear, that of the sum is the sum over the queries.
     """
     batch, tokens, heads, size = q.shape
     q = q.reshape(batch, tokens, kv_heads, heads // kv_heads, size)
@@ -30,9 +30,9 @@ def pooled(q: Array, kv_heads: int) -> Array:
 def dots(*pairs: tuple[Array, Array]) -> Array:
     """``q [B, K, H]`` times each of ``k [B, S, K, H]``, summed in float32: ``[B, K, S]``.
 
-    Of several pairs ``q, k`` the sum, as one kernel. No matrix product: XLA would bring all keys
-    into another order for it. Nor may it choose an order for a column that no kernel of jspec's
-    fixes: a chunk of steps would begin and end with a copy of the whole column.
+    Of several pairs ``q, k`` the sum, in one kernel. It is no matmul, for which XLA would transpose
+    all keys. Nor may XLA choose a layout for a column that no kernel of jspec fixes: a chunk of
+    steps would begin and end with a copy of the whole column.
     """
     products = (
         with_layout_constraint(k, Order((0, 1, 2, 3))).astype(jnp.float32) * q[:, None]
@@ -42,11 +42,11 @@ def dots(*pairs: tuple[Array, Array]) -> Array:
 
 
 def best_positions(scores: Array, layout: Layout, k: int, **budget: Any) -> Array:
-    """The positions with the ``k`` highest of the scores ``[..., S]`` of all slots.
+    """The positions of the ``k`` highest of the scores ``[..., S]`` of all slots.
 
-    int32 ``[..., k]``, as `jspec.select` gives; of a `Stripe` those that this device holds.
-    ``budget`` is what else that takes. Minus infinity is not read, unless ``budget`` forces it, nor
-    is a whole number below 0.
+    int32 ``[..., k]``, as `jspec.select` returns; of a `Stripe` those of this device. ``budget``:
+    other arguments of `jspec.select`. Minus infinity, or a whole number below 0, is not read,
+    unless ``budget`` forces it.
     """
     if not isinstance(layout, Stripe):
         return highest(in_order(scores, layout), k, **budget)
@@ -78,11 +78,19 @@ def softmax(scores: Array, layout: Layout, context_len: Array) -> Array:
 def carried(
     scores: Array, layout: Layout, ahead: int, context_len: Array
 ) -> tuple[Array, LinearLayout | Stripe]:
-    """Of each position the highest score of itself and of the ``ahead`` ones before it.
+    """For each position the highest score of itself and of the ``ahead`` ones before it.
 
-    ``scores [..., S]`` of all slots; those of positions from ``context_len [B]`` on do not count.
-    Returns scores, and the layout of their slots. Raises `ValueError` where ``ahead`` is over the
-    block of a `Stripe`.
+    Args:
+        scores: ``[..., S]`` of all slots; those of positions from ``context_len`` on do not count.
+        layout: The layout of the slots.
+        ahead: How many positions before each one count.
+        context_len: int32 ``[B]``: committed positions per row.
+
+    Returns:
+        Scores, and the layout of their slots.
+
+    Raises:
+        ValueError: Where ``ahead`` is larger than the block of a `Stripe`.
     """
     scores = jnp.where(_inside(scores, layout, context_len), scores, -jnp.inf)
     if not isinstance(layout, Stripe):
@@ -94,7 +102,7 @@ def carried(
             f"ahead={ahead} must be at most {layout.block}, the block of positions of a device"
         )
     blocks = scores.reshape(*scores.shape[:-1], -1, layout.block)
-    # The block before is that of the device before, and on the first one a turn behind.
+    # The preceding block is on the preceding rank; that of rank 0 is the last rank's, one earlier.
     ranks = [(rank, (rank + 1) % layout.ranks) for rank in range(layout.ranks)]
     before = lax.ppermute(blocks[..., layout.block - ahead :], layout.axis, ranks)
     none = jnp.full_like(before[..., :1, :], -jnp.inf)
@@ -104,15 +112,17 @@ def carried(
 
 
 def _best_up_to(before: Array, scores: Array) -> Array:
-    """The highest of each of ``scores [..., n]`` and the m in front of it; ``before [..., m]`` are
-    in front of the first."""
+    """The highest of each of ``scores [..., n]`` and the m before it.
+
+    ``before [..., m]``: the scores before the first one.
+    """
     whole = jnp.concatenate([before, scores], axis=-1)
     size, ahead = scores.shape[-1], before.shape[-1]
     return functools.reduce(jnp.maximum, (whole[..., i : i + size] for i in range(ahead + 1)))
 
 
 def _inside(scores: Array, layout: Layout, context_len: Array) -> Array:
-    """Which slots of ``scores [B, ..., S]`` hold a position below ``context_len [B]``."""
+    """Which slots of ``scores [B, ..., S]`` have a position below ``context_len [B]``."""
     positions = layout.slot_positions(context_len - 1)
     return (positions >= 0).reshape(
         positions.shape[0], *[1] * (scores.ndim - 2), positions.shape[-1]
@@ -120,7 +130,7 @@ def _inside(scores: Array, layout: Layout, context_len: Array) -> Array:
 
 
 def in_order(scores: Array, layout: Layout) -> Array:
-    """Scores of all slots ``[..., S]`` in the order of the positions that live in them."""
+    """Scores of all slots ``[..., S]`` in the order of their positions."""
     if isinstance(layout, LinearLayout):
         return scores
     order = layout.slots(jnp.arange(layout.size, dtype=jnp.int32))
@@ -128,9 +138,9 @@ def in_order(scores: Array, layout: Layout) -> Array:
 
 
 def highest(scores: Array, k: int, **budget: Any) -> Array:
-    """The places of the ``k`` highest scores, int32 ``[..., k]``, as `jspec.select` gives.
+    """The indices of the ``k`` highest scores, int32 ``[..., k]``, as `jspec.select` returns.
 
-    Minus infinity is not read, unless ``budget`` forces it, nor is a whole number below 0.
+    Minus infinity, or a whole number below 0, is not read, unless ``budget`` forces it.
     """
     chosen = select(scores, k, **budget)
     return _read_of(scores, chosen, chosen, **budget)

@@ -23,11 +23,15 @@ POSITIONS = ("original", "window")
 class Streaming(Policy):
     """The first ``sinks`` and the last ``window`` positions.
 
-    ``window``: a whole number, or a ratio of the context that holds the sinks as well.
-    ``positions``: where keys stand for the queries. ``original`` is where they stand in the text;
-    with ``window``, as in section 3.2 of the paper, those that are left stand side by side. Keys
-    are cached as they are rotated in the text. So the sinks are rotated further, by the angles of
-    the positions between them and the window; the window and the queries stay as they are.
+    Attributes:
+        sinks: How many of the first positions are read.
+        window: How many of the last positions are read: a whole number, or a ratio of the context
+            that includes the sinks.
+        positions: The positions of keys as queries see them. ``original``: those in the text;
+            ``window``: the selected keys are contiguous, as in section 3.2 of the paper. Keys are
+            cached as they are rotated in the text, so the sinks are rotated further, by the angles
+            of the positions between them and the window; the window and the queries stay as they
+            are.
     """
 
     reads_queries: ClassVar[bool] = False
@@ -56,7 +60,7 @@ class Streaming(Policy):
         return self.positions == "window"
 
     def prepare_for(self, model: Model, keys: Sequence[np.ndarray] | None) -> Any:
-        """The angles that a position turns the keys of each layer by, float32 ``[H / 2]``."""
+        """The angles by which one position rotates the keys of each layer, float32 ``[H / 2]``."""
         if not self.moves_keys:
             return None
         specs, ropes = model.config.layers, getattr(model.config, "ropes", None)

@@ -14,7 +14,7 @@ import pytest
 from jspec.config import SamplingParams
 from jspec.decode import batch, chunks
 from jspec.decode.acceptance import RowAcceptance
-from jspec.decode.chunks import TURN, Chunk, Chunks
+from jspec.decode.chunks import HOST_SECONDS, Chunk, Chunks
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
 from jspec.decode.state import StepRecord
@@ -56,15 +56,15 @@ def watch(monkeypatch):
     ("left", "last_s", "waiting", "wanted"),
     [
         ([9, 0, 0, 0], 0.001, False, True),
-        ([9, 0, 0, 0], 10 * TURN, False, False),  # a long one
+        ([9, 0, 0, 0], 10 * HOST_SECONDS, False, False),  # a long one
         ([8, 0, 0, 0], 0.001, False, False),  # nobody is left for it
         ([8, 3, 0, 1], 0.001, False, False),
         ([8, 4, 0, 0], 0.001, False, True),  # by the second row's own pace
-        ([9, 4, 9, 0], 9 * TURN, True, True),  # nobody ends
-        ([9, 3, 9, 9], 9 * TURN, False, True),
-        ([9, 3, 9, 9], 9 * TURN, True, False),  # one of four ends: 2.25 turns
-        ([9, 3, 9, 9], 3.9 * TURN, True, True),
-        ([9, 3, 2, 9], 3.9 * TURN, True, False),
+        ([9, 4, 9, 0], 9 * HOST_SECONDS, True, True),  # nobody ends
+        ([9, 3, 9, 9], 9 * HOST_SECONDS, False, True),
+        ([9, 3, 9, 9], 9 * HOST_SECONDS, True, False),  # one of four ends: 2.25 turns
+        ([9, 3, 9, 9], 3.9 * HOST_SECONDS, True, True),
+        ([9, 3, 2, 9], 3.9 * HOST_SECONDS, True, False),
     ],
 )
 def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, wanted):
@@ -85,7 +85,7 @@ def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
             own = StepRecord.of(np.zeros(4, int), np.array(done), committed)
             record = jax.tree.map(lambda x: x[None], own)
             work.finish(Chunk(record, 0, None, 0.0, 0.0, filled=set(filled)))
-            work.last_s = 9 * TURN
+            work.last_s = 9 * HOST_SECONDS
         return [work.looks_ahead(left, waiting=waiting) for waiting in (False, True)]
 
     assert finished(1, [False, False, True, True]) == [True, True]

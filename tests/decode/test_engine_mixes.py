@@ -37,7 +37,7 @@ LONG = 8192  # most tokens of a request
 def looks_ahead(monkeypatch):
     """Wherever it may, whatever chunks take and whoever idles."""
     monkeypatch.setattr(chunks, "SHORT", math.inf)
-    monkeypatch.setattr(chunks, "TURN", math.inf)
+    monkeypatch.setattr(chunks, "HOST_SECONDS", math.inf)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

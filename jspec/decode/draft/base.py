@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
 
 
-CATCH_UP = 64  # tokens that a second model takes up in a pass after it rested
+CATCH_UP = 64  # tokens per pass of a second model that catches up after plain steps
 # How many of the last positions a second model may still lack when it has learned a step: the last
 # token of a draft that was accepted whole and, in a chain, the one that the middle level added.
 LACKING = 2

@@ -111,7 +111,7 @@ class Chain(Drafter):
 
     def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Levels:
         return Levels(
-            # Drafts on from where the rounds have come to.
+            # It drafts up to ``inner`` tokens past those of the earlier rounds.
             self.first.init(models, lengths, capacity, gamma + self.inner),
             self.second.init(models, lengths, capacity, gamma),
         )
@@ -174,7 +174,7 @@ class Chain(Drafter):
         )
         inside = self.first.before_rounds(models, inside, config)
         policy, policy_params = self.second.view(models, levels.second, context_len)
-        # Each round adds a token at least.
+        # Each round adds at least one token.
         rounds = min(self.rounds, gamma)
         logits = None
         if state.mode != "greedy":

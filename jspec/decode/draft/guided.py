@@ -39,7 +39,7 @@ class Guide(NamedTuple):
 
     def guidance(self, context_len: Array, hashes: Any) -> Guidance:
         """What passes of a draft read below ``context_len [B]``: ``picked``, and ``since``."""
-        # A slot that was filled by steps of a smaller gamma still has its last row's end here.
+        # Steps of a smaller gamma leave entries of the slot's last request in ``since``.
         since = jnp.where(self.since < context_len[:, None], self.since, -1)
         read = (
             None if positions is None else with_since(positions, since) for positions in self.picked
@@ -77,7 +77,7 @@ class GuidedDraft(SparseDrafter):
 
     @property
     def may_end_early(self) -> bool:
-        return not self.refresh  # which passes pick anew is compiled in
+        return not self.refresh  # the passes that select again are compiled in
 
     @property
     def learns_from_rejected(self) -> bool:

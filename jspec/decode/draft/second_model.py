@@ -93,7 +93,7 @@ class ModelDraft(Drafter):
         return dataclasses.replace(state, draft=drafter_state.with_lengths(lengths))
 
     def before_rounds(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
-        # The pairs of the draft take up all that it may lack but the first.
+        # A draft begins with a pair of tokens, which adds all missing ones but the first.
         begin = jnp.maximum(state.cache.lengths - LACKING, 0)
         return dataclasses.replace(
             state, draft=self._with_cached_tokens(models, state, begin, 1, config)

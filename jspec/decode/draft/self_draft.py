@@ -53,7 +53,7 @@ class SelfDraft(SparseDrafter):
         self, models: Models, state: DecodeState, config: StepConfig
     ) -> tuple[Drafted, DecodeState]:
         models = models._replace(target=self.model_of(models))
-        # Devices that share the rows have no copy of what is selected.
+        # There is no compact copy for rows that devices share.
         if self.policy.reads_queries or state.cache.shards is not None:
             return self._in_cache(models, state, config)
         return self._in_copy(models, state, config)

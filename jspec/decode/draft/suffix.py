@@ -21,7 +21,7 @@ from jspec.typing import Array
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
 
-GROUP = 16  # tokens that the index takes up at a time, so that a long prompt costs few passes
+GROUP = 16  # tokens that are added to the index at a time, so that long prompts cost few passes
 
 
 @jax.tree_util.register_dataclass
