@@ -200,8 +200,7 @@ def _logits_of_next(model: jspec.Decoder, state: jspec.DecodeState) -> jax.Array
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as fast its step is as in the earlier result; how many
-    rows had one."""
+    """Write into each row its speedup over the earlier result; returns how many had one."""
     where = ("source", "gamma", "batch", "context")
     before = {tuple(row[key] for key in where): row["step_ms"] for row in earlier["rows"]}
     met = 0

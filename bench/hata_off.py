@@ -1,8 +1,8 @@
 """HATA-off: a decoding step with the cache in host memory, and steps with it on the device.
 
 Table 9's shapes: Llama 2 at 36K tokens, Llama 3.1 at 72K, 1.56 % of them read. Weights, keys and
-values are random. Clock: *step* is the marginal wall time of a jitted chunk of steps among chunks
-that follow each other, over its steps. *bus*: wall time of a call that fetches the rows that all
+values are random. Clock: *step* is the marginal wall time of a jitted chunk of steps in a
+sequence of chunks, divided by its steps. *bus*: wall time of a call that fetches the rows that all
 layers of a step read, and does nothing else. Variants of `hata_off` leave out prediction or reuse.
 """
 
@@ -108,7 +108,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
         if case["model"] == "bundled":
             yield from _bundled(case["S"], settings)
         else:
-            # No variable here holds a model, so that it is gone before the next one is drawn.
+            # No variable here references a model, so that it is freed before the next one is made.
             yield from _Case(case, random_model(DRAWN[case["model"]]), settings).rows(settings)
         gc.collect()
 
@@ -130,7 +130,7 @@ class _Case:
         self.policies = {name: policy for name, policy in every.items() if settings.wants(name)}
 
     def rows(self, settings: Settings) -> Iterator[point.Row]:
-        """A row for each policy, with its times where its output was right."""
+        """Yield a row for each policy, with times if its output was right."""
         if not settings.check:
             for name in self.policies:
                 reason = "not checked, so not timed"
@@ -343,7 +343,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Times as fast as in an earlier result, by case and name."""
+    """Write into each row its speedup over the earlier result; returns how many had one."""
     before = {(str(x["case"]), x["name"]): x for x in earlier["rows"] if "step_ns" in x}
     met = 0
     for row in result["rows"]:

@@ -73,7 +73,7 @@ def grid(settings: Settings) -> list[Case]:
 
 
 def chunks_of(case: Case) -> list[int]:
-    """1, 2, 4, ... up to a chunk a row."""
+    """Numbers of chunks: 1, 2, 4, ... up to B."""
     return [2**i for i in range(case["B"].bit_length()) if 2**i <= case["B"]]
 
 
@@ -195,7 +195,7 @@ def are_chunks_right(
 
 
 def _add_exposed(rows: list[point.Row]) -> None:
-    """Give the rows of chunks the nanoseconds of the message that they expose, and its share."""
+    """Add the exposed nanoseconds and those of the message alone to the rows of chunks."""
     times = {row["name"]: point.spread(row, "step") for row in rows}
     alone = times.get(ALONE)
     for row in rows:

@@ -119,8 +119,8 @@ def step_seconds(
 ) -> float:
     """Seconds of a step by itself: chunks of ``steps`` while all rows of ``texts`` decode.
 
-    Chunks of a sample follow each other without a wait, as at best in an engine, so that it is the
-    device's own rate. The state is like that of an engine, so that its program serves.
+    Chunks of a sample run without waiting for the host, as an engine does at best. The state has
+    the shapes of an engine's, so that its compiled program is reused.
     """
     params = [
         jspec.SamplingParams(max_new_tokens=capacity - len(text), seed=0, ignore_eos=True)

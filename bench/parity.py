@@ -3,8 +3,8 @@
 The reference is exact plain decoding of each prompt, one at a time. A row is a mode, a drafter and
 a batch. ``decode``: text is generated, and a prompt's first token that differs is its flip, since
 what follows continues another text. ``forced``: passes read the reference's own text, so that every
-token is compared. A flip's margin is what the two highest exact logits are apart there. What exact
-decoding costs is in `bench.throughput`.
+token is compared. A flip's margin is the difference of the two highest exact logits there. The time
+of exact decoding is in `bench.throughput`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ MAX_WORKERS = 8
 
 
 def parse(text: str) -> cases.Case:
-    """A case such as ``draft=ngram,gamma=8,B=32``; `ValueError` for what is none."""
+    """Parse a case such as ``draft=ngram,gamma=8,B=32``; raises `ValueError` if it is invalid."""
     return cases.parse(text, DEFAULT, CHOICES)
 
 
 def cases_of(settings: Settings) -> list[cases.Case]:
-    """What was asked for; else plain decoding and drafters, each gamma at the largest batch."""
+    """The requested cases, else plain decoding and drafters, all gammas at the largest batch."""
     if settings.cases:
         return [parse(text) for text in settings.cases]
     if settings.quick:
@@ -96,7 +96,7 @@ class Flips:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """As a row has them."""
+        """The figures for a row."""
         figures: dict[str, Any] = {"compared": self.compared, "flips": self.count}
         figures["flips_per_1000"] = 1000 * self.count / max(self.compared, 1)
         return figures | {"margins": self.margins}
@@ -139,14 +139,17 @@ class Bed:
 
     @property
     def workers(self) -> int:
-        """How many rows may be made at once: compiling takes most of the time, on a CPU, and no row
-        has a speed. Of a large model one, whose caches fill the memory."""
+        """Number of rows to make concurrently; one for a large model, whose caches fill the memory.
+
+        Concurrency is harmless, since compiling on the CPU takes most of the time and rows have no
+        speed.
+        """
         is_bundled = self.tokenizer is not None
         return min(MAX_WORKERS, max((os.cpu_count() or 1) // 2, 1)) if is_bundled else 1
 
     @classmethod
     def of(cls, case: cases.Case) -> Bed:
-        """Raises `BackendError` where nothing can be exact."""
+        """Make the reference of a case; raises `BackendError` if exact decoding is unavailable."""
         if case["model"] == BUNDLED:
             model, tokenizer = jspec.load_bundled()
             prompts = decoding.texts(tokenizer, case["prompts"], case["S"])
@@ -237,7 +240,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Each row as it is done."""
+    """Yield each row as it completes."""
     grouped = itertools.groupby(
         cases_of(settings), key=lambda case: [case[key] for key in OF_A_BED]
     )
@@ -262,7 +265,7 @@ def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
 def _makers(
     group: Sequence[cases.Case], settings: Settings
 ) -> list[tuple[str, Callable[[Bed], dict[str, Any]]]]:
-    """What makes each row of these cases, with a name."""
+    """Functions that make the rows of these cases, with names."""
     makers, batches = [], set()
     for case in group:
         batch = case["B"]
@@ -278,7 +281,7 @@ def _makers(
 
 
 def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> dict[str, Any]:
-    """The row of text that is generated."""
+    """The row of generated text."""
     draft = jspec.named_draft(case["draft"])
     is_plain, arrays = isinstance(draft, jspec.NoDraft), None
     if bed.tokenizer is not None:
@@ -316,7 +319,7 @@ def key(row: dict[str, Any]) -> str:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many flips it had in the earlier result; how many rows had one."""
+    """Write into each row its flips in the earlier result; returns how many had one."""
     before = {key(row): row["flips"] for row in counted(earlier)}
     rows = [row for row in counted(result) if key(row) in before]
     for row in rows:
@@ -356,7 +359,7 @@ def counted(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """One line a row, and why others did not run."""
+    """Print one line per row, and why others did not run."""
     table = Table(title=result["machine"]["device"], box=None, padding=(0, 1, 0, 0))
     rows, screen = counted(result), console()
     compared = any("flips_before" in row for row in rows)

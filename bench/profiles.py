@@ -1,4 +1,4 @@
-"""Acceptance that papers state, for models whose weights are not here."""
+"""Acceptance stated by papers, for models that run with random weights."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ STATED = {"source": SOURCE, "stated": LONGBENCH, "quantized": QUANTIZED}
 
 
 def rate_of(model: str, quantized: str = "") -> float:
-    """How often a draft token is accepted where those before it are, by the paper's table.
+    """The acceptance rate of a draft token after accepted ones, by the paper's table.
 
-    One rate for all positions: the one that gives as many accepted tokens as the table has in all.
-    ``quantized``: of the copy that drafts, which is accepted as many times as often as `QUANTIZED`
-    says.
+    One rate for all positions, fitted to the total of accepted tokens in the table. ``quantized``:
+    the kind of the copy that drafts, whose rate is multiplied by `QUANTIZED`.
     """
     stated: Mapping[int, float] = LONGBENCH.get(model, LONGBENCH[USUAL])
 
@@ -45,12 +44,12 @@ def rate_of(model: str, quantized: str = "") -> float:
 
 
 def reached(rate: float, gamma: int) -> np.ndarray:
-    """How often at least 1, 2, ... ``gamma`` draft tokens are accepted."""
+    """Probabilities that at least 1, 2, ... ``gamma`` draft tokens are accepted."""
     return rate ** np.arange(1, gamma + 1)
 
 
 def committed(rate: float, gamma: int, drafted: Sequence[float] | None = None) -> float:
-    """Tokens that an iteration commits in the mean.
+    """Mean number of tokens that an iteration commits.
 
     ``drafted``: how often a draft has at least 1, 2, ... gamma tokens; None for always.
     """

@@ -119,7 +119,7 @@ def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def fit(points: Sequence[Point], operation: Operation) -> list[Rule]:
-    """The rules, of all that `DEPTH` cuts can make, that cost least at these points."""
+    """The rules with the least cost at these points, with cuts nested up to `DEPTH`."""
     return _fit(points, operation, GAIN * len(points), DEPTH)[1]
 
 
@@ -153,9 +153,9 @@ def _cost(points: Sequence[Point], order: Sequence[str]) -> float:
 
 
 def _best_order(points: Sequence[Point], operation: Operation) -> list[str]:
-    """The backends by their mean ratio, the first so that the whole costs least.
+    """Backends by mean ratio, with the first one chosen to minimise the cost.
 
-    It ends with the first backend that never refuses.
+    The order ends with the first backend that supports all arguments.
     """
     ran: dict[str, list[float]] = {}
     for point in points:

@@ -41,7 +41,7 @@ class Tokens:
 
 
 def make_tokens(batch: int, gamma: int, alpha: float) -> Tokens:
-    """The same tokens for the same arguments, always."""
+    """Tokens that depend only on the arguments."""
     draft, target, accepted = paper_tokens(batch, gamma, alpha, vocabulary=VOCABULARY, seed=SEED)
     lengths, stops = np.full(batch, gamma, np.int32), np.full((batch, 1), -1, np.int32)
     return Tokens(draft, target, lengths, stops, accepted)
@@ -120,11 +120,11 @@ def _normals() -> np.ndarray:
 def plausible(
     logits: Logits, uniforms: np.ndarray, accepted: np.ndarray, following: np.ndarray
 ) -> bool:
-    """Whether stochastic verification at temperature 1 may end so, given its uniform numbers.
+    """Whether a result of stochastic verification at temperature 1 follows from its random numbers.
 
     ``uniforms [3, B, gamma + 1]``: to accept, for a residual, for a bonus token, by position.
-    Everything is summed in float64; what lies within `SLACK` of a border may fall on either side.
-    Looks at the first `LOOKED_AT` rows.
+    Sums are in float64; numbers within `SLACK` of a boundary may fall on either side. Checks the
+    first `LOOKED_AT` rows.
     """
     ends = list(zip(accepted, following, strict=True))[:LOOKED_AT]
     return all(_row_plausible(logits, uniforms[:, row], row, *end) for row, end in enumerate(ends))

@@ -26,7 +26,7 @@ _MOSAIC = re.compile(r"\\+00(?!stable_)([A-Za-z]\w*_mosaic_gpu)\\+00")
 
 
 def origins(program: str) -> dict[str, str]:
-    """From a compiled program's text: kernels by name, and the operation each was made from.
+    """The operation each kernel was compiled from, by kernel name, from a program's text.
 
     XLA names its kernels after their instructions; those of Mosaic also have a suffix.
     """
@@ -41,12 +41,12 @@ def origins(program: str) -> dict[str, str]:
 
 
 def instruction_of(kernel: str) -> str:
-    """The name that `origins` knows a kernel by."""
+    """The name of a kernel in `origins`."""
     return re.sub("(_mosaic_gpu).*", r"\1", kernel)
 
 
 def part_of(kernel: str, made_from: dict[str, str]) -> str:
-    """The part of a kernel, by the operation that it was made from and by its name."""
+    """The part of a kernel, by the operation it was compiled from and by its name."""
     if _SCOPE.search(made_from.get(instruction_of(kernel), "")) or _ATTENTION.search(kernel):
         return "attention"
     return "products" if _PRODUCTS.search(kernel) else "rest"

@@ -35,7 +35,7 @@ E2M1_DEVIATION = math.sqrt(68.5 / 8)
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What a device can do: bytes ``read`` and ``matrix`` operations a second, None if unknown."""
+    """Ceilings of a device: bytes ``read`` and ``matrix`` operations a second, None if unknown."""
 
     read: float
     matrix: float | None
@@ -89,7 +89,7 @@ def random_mxfp4(seeds: Iterator[int], scale: float, shape: tuple[int, ...]) -> 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def random_bits(seed: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Whole numbers of random bits."""
+    """Integers of random bits."""
     return jax.random.bits(jax.random.key(seed, impl="rbg"), shape, dtype)
 
 
@@ -129,7 +129,7 @@ def random_model(
 
 
 def part_of(model: Decoder, layers: slice) -> Decoder:
-    """Some of a model's layers; the arrays are the same ones."""
+    """A model of some of the layers, which shares the arrays."""
     part = jax.tree.map(lambda x: x, model)
     part.config = dataclasses.replace(model.config, layers=model.config.layers[layers])
     part.layers = nnx.List(list(model.layers)[layers])
@@ -171,7 +171,7 @@ def numbers(tree: Any) -> int:
 
 
 def _weights(tree: Any) -> list[tuple[Any, Any]]:
-    """Every array or matrix in MXFP4, and its path."""
+    """All arrays and MXFP4 matrices, with their paths."""
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, MXFP4))
 
 

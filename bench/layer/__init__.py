@@ -91,7 +91,7 @@ def measured(
     settings: Settings,
     backends: Mapping[str, Backends] | None = None,
 ) -> Iterator[point.Row]:
-    """A row of each policy that the settings want; ``backends``: of each of them, by its name."""
+    """A row for each policy that the settings select; ``backends``: by the policy's name."""
     backends_of = backends or dict.fromkeys(policies, Backends())
     chosen = {name: policy for name, policy in policies.items() if settings.wants(name)}
     arrays = {name: arrays_of(policy, [spec_of(case)]) for name, policy in chosen.items()}

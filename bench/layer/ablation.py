@@ -1,7 +1,7 @@
 """What makes a layer of HATA fast: its kernels one by one, its budget, and the bits of its codes.
 
-After figures 7 to 9 of HATA (arXiv 2506.02572), which shows quality against budget and bits; here
-is their time. Stage by stage the operations of a layer take their best backends in place of XLA's.
+After figures 7 to 9 of HATA (arXiv 2506.02572), which show quality by budget and bits; here
+it is time. Stage by stage, the operations of a layer use their best backends instead of XLA's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
 def _some(
     operation: str, case: Case, settings: Settings, names: tuple[str, ...] = COMPARED
 ) -> Iterator[point.Row]:
-    """The rows of some policies; none where their budget has no room for what they always read."""
+    """The rows of some policies; a reason if the budget is too small for what they always read."""
     try:
         by_name = policies(case)
     except ValueError as error:
@@ -89,7 +89,7 @@ def _some(
 
 
 def parts(result: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """Of each part that has times: its title, headings and lines."""
+    """Title, headings and lines of each part that has times."""
     floor = tables.floor_of(result)
     for operation, title in TITLES.items():
         rows = [row for row in result["rows"] if row["operation"] == operation]

@@ -80,8 +80,7 @@ def selects(
 ) -> bool:
     """Whether ``chosen`` are the positions of the highest scores, of equal ones the first.
 
-    Scores that are nearer to the lowest chosen one than rounding may have moved them may be chosen
-    or not.
+    Scores within rounding of the lowest chosen one may be chosen or not.
     """
     kind = next((x for x in SCORES if isinstance(policy, x)), None)
     if kind is None:
@@ -97,7 +96,7 @@ def selects(
 
 
 def _forced(policy: ScoredPolicy) -> tuple[int, int]:
-    """How many first and last positions, or pages, are read whatever they score."""
+    """Numbers of first and last positions, or pages, that are always read."""
     page = policy.page_size
     recent = max(policy.recent, 1) if page > 1 else policy.recent
     return whole_pages(policy.sinks, page), touched(recent, page)

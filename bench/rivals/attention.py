@@ -22,7 +22,7 @@ NEVER = -1e9  # the bias of a key that a query must not read
 
 
 def attention(inputs: Inputs, check: Check, settings: Settings) -> list[Program | Absent]:
-    """All of them; none copies the cache."""
+    """All rivals of attention; none copies the cache."""
     arrays = (inputs.q, inputs.k, inputs.v)
 
     def paged(name: str) -> Program | Absent:
