@@ -74,7 +74,7 @@ _INTERRUPTED = threading.Event()
 _interrupted_at = 0.0
 # Seconds in which signals count as one: `timeout` sends one to the process and one to its group,
 # and the second would interrupt writing the result.
-TOGETHER = 1.0
+SIGNAL_WINDOW = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,7 +129,7 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
             result = _run(name, settings, _file(asked.json, name, asked) if asked.json else None)
         except real.Refused as error:
             parser.error(str(error))
-        _tell(result, earlier.get(name), asked)
+        _output(result, earlier.get(name), asked)
         if result.get("interrupted"):
             console().print(f"interrupted: {name} has only what was measured until then")
             return 130
@@ -200,7 +200,7 @@ def _check_plot(parser: argparse.ArgumentParser) -> None:
         parser.error("figures need matplotlib: pip install '.[bench]'")
 
 
-def _tell(
+def _output(
     result: dict[str, Any], earlier: dict[str, Any] | None, asked: argparse.Namespace
 ) -> None:
     """Compare, show, save and plot a result, as requested."""
@@ -333,7 +333,7 @@ def _run(name: str, settings: Settings, path: Path | None) -> dict[str, Any]:
 def _interrupt(number: int, frame: Any) -> None:
     global _interrupted_at
     before, _interrupted_at = _interrupted_at, time.monotonic()
-    if _INTERRUPTED.is_set() and _interrupted_at - before < TOGETHER:
+    if _INTERRUPTED.is_set() and _interrupted_at - before < SIGNAL_WINDOW:
         return
     # An exception raised inside a callback of the garbage collector is lost; the flag is not.
     _INTERRUPTED.set()

@@ -18,7 +18,7 @@ from jax import lax
 
 from bench.cases import Case
 from bench.decode.check import TOLERANCE
-from bench.decode.draft_check import REFERENCE, SHARED, share
+from bench.decode.draft_check import MIN_SHARED, REFERENCE, share
 from bench.helix_state import rewound, step_config
 from jspec.decode.draft import Drafted, NoDraft
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
@@ -123,7 +123,7 @@ def judged(mesh: Computed, one: Computed, right: Computed) -> tuple[str | None, 
             return reason + f"device's are by {error_of_one:.1%}", error
     for who, actual, expected in (("one device", one, right), ("it", mesh, one)):
         shared = min(map(share, actual.picked, expected.picked), default=1.0)
-        if shared < SHARED:
+        if shared < MIN_SHARED:
             return f"{who} picks {shared:.0%} of what it should in a layer", error
     return None, error
 

@@ -16,7 +16,7 @@ from jspec.decode.prefill import rounded_capacity
 from jspec.decode.programs import PROGRAMS
 
 PromptAndParams = tuple[list[int], jspec.SamplingParams]
-IN_A_ROW = 4  # chunks of a sample
+CHUNKS_PER_SAMPLE = 4  # chunks of a sample
 
 
 @dataclasses.dataclass
@@ -140,8 +140,8 @@ def step_seconds(
     state, samples = chunks(state, 1), []
     while len(samples) < 5:
         begin = time.perf_counter()
-        state = chunks(state, IN_A_ROW)
+        state = chunks(state, CHUNKS_PER_SAMPLE)
         if samples and bool(state.done.any()):  # a step with finished rows is not representative
             break
-        samples.append((time.perf_counter() - begin) / (IN_A_ROW * steps))
+        samples.append((time.perf_counter() - begin) / (CHUNKS_PER_SAMPLE * steps))
     return statistics.median(samples)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import jspec
 from bench import cases, decoding
-from bench.at_once import Task, as_they_end
+from bench.at_once import Task, as_completed
 from bench.decode.catalogue import MODELS
 from bench.decode.shapes import first_layers, random_model
 from bench.settings import Settings, bar, console
@@ -56,7 +56,7 @@ DEFAULT: cases.Case = {
 QUICK = {"S": 128, "prompts": 8, "new": 64}
 FORCED = (1, 9)  # tokens of a pass over the reference's text
 PIECE = 64  # tokens of a pass that looks at logits alone
-OF_A_BED = ("model", "layers", "S", "prompts", "new")
+BASELINE_KEYS = ("model", "layers", "S", "prompts", "new")
 MAX_WORKERS = 8
 
 
@@ -125,7 +125,7 @@ def forced_flips(choices: np.ndarray, reference: np.ndarray, margins: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class Bed:
+class Baseline:
     """A model, its prompts, and the reference by exact plain decoding.
 
     ``tokens`` int32 and ``margins`` ``[prompts, new]``.
@@ -148,7 +148,7 @@ class Bed:
         return min(MAX_WORKERS, max((os.cpu_count() or 1) // 2, 1)) if is_bundled else 1
 
     @classmethod
-    def of(cls, case: cases.Case) -> Bed:
+    def of(cls, case: cases.Case) -> Baseline:
         """Make the reference of a case; raises `BackendError` if exact decoding is unavailable."""
         if case["model"] == BUNDLED:
             model, tokenizer = jspec.load_bundled()
@@ -209,7 +209,9 @@ def forced(
             read = np.zeros((len(fed), piece), np.int32)
             read[:, : new - at] = fed[:, at : at + piece]
             index = at + np.arange(piece)
-            cache, *part = _looked_at(model, cache, read, np.where(index < new, index, -1), config)
+            cache, *part = _forced_pass(
+                model, cache, read, np.where(index < new, index, -1), config
+            )
             parts.append([np.asarray(x)[:, : new - at] for x in part])
         by_batch.append([np.concatenate(x, axis=1) for x in zip(*parts, strict=True)])
     choices, margins = (np.concatenate(x) for x in zip(*by_batch, strict=True))
@@ -217,7 +219,7 @@ def forced(
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def _looked_at(model, cache, tokens, index, config):
+def _forced_pass(model, cache, tokens, index, config):
     """Append ``tokens [B, T]`` at ``index [T]`` after the cache's length.
 
     Returns the cache, the greedy choice after each token, and the margin of its logit.
@@ -242,29 +244,29 @@ def run(settings: Settings) -> dict[str, Any]:
 def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
     """Yield each row as it completes."""
     grouped = itertools.groupby(
-        cases_of(settings), key=lambda case: [case[key] for key in OF_A_BED]
+        cases_of(settings), key=lambda case: [case[key] for key in BASELINE_KEYS]
     )
     groups = [list(group) for _, group in grouped]
     makers = [_makers(group, settings) for group in groups]
     with bar("parity", sum(map(len, makers))) as advance:
         for group, named in zip(groups, makers, strict=True):
-            reference = Task("exact plain decoding", functools.partial(Bed.of, group[0]))
+            reference = Task("exact plain decoding", functools.partial(Baseline.of, group[0]))
             try:
-                (bed,) = as_they_end("parity", [reference], 1)
+                (baseline,) = as_completed("parity", [reference], 1)
             except BackendError as error:
                 for case in group:
                     yield {"case": case, "mode": EXACT, "reason": str(error), "checked": None}
                     advance()
                 continue
-            tasks = [Task(name, functools.partial(maker, bed)) for name, maker in named]
-            for row in as_they_end("parity", tasks, bed.workers):
+            tasks = [Task(name, functools.partial(maker, baseline)) for name, maker in named]
+            for row in as_completed("parity", tasks, baseline.workers):
                 yield row
                 advance()
 
 
 def _makers(
     group: Sequence[cases.Case], settings: Settings
-) -> list[tuple[str, Callable[[Bed], dict[str, Any]]]]:
+) -> list[tuple[str, Callable[[Baseline], dict[str, Any]]]]:
     """Functions that make the rows of these cases, with names."""
     makers, batches = [], set()
     for case in group:
@@ -280,37 +282,43 @@ def _makers(
     return makers
 
 
-def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> dict[str, Any]:
+def _of_drafter(
+    baseline: Baseline, case: cases.Case, mode: str, settings: Settings
+) -> dict[str, Any]:
     """The row of generated text."""
     draft = jspec.named_draft(case["draft"])
     is_plain, arrays = isinstance(draft, jspec.NoDraft), None
-    if bed.tokenizer is not None:
-        arrays = prepared(draft.cache_policy, bed.model, bed.tokenizer)
+    if baseline.tokenizer is not None:
+        arrays = prepared(draft.cache_policy, baseline.model, baseline.tokenizer)
     tokens, stats = decoded(
-        bed.model,
-        bed.prompts,
+        baseline.model,
+        baseline.prompts,
         case["B"],
         case["new"],
         draft=draft,
         gamma=0 if is_plain else case["gamma"],
-        draft_model=bed.model if draft.needs_model else None,
+        draft_model=baseline.model if draft.needs_model else None,
         policy_params=arrays,
         exact=mode == EXACT,
     )
-    flips = first_flips(tokens, bed.tokens.tolist(), bed.margins)
+    flips = first_flips(tokens, baseline.tokens.tolist(), baseline.margins)
     row = {"case": case | ({"gamma": 0} if is_plain else {}), "mode": mode, "kind": "decode"}
-    row["dtype"] = str(bed.model.dtype)
+    row["dtype"] = str(baseline.model.dtype)
     row |= flips.figures | {"mean_accepted_length": stats.mean_accepted_length}
     right = mode == ORDINARY or flips.count == 0
     return row | {"checked": right if settings.check else None}
 
 
-def _of_passes(bed: Bed, case: cases.Case, piece: int) -> dict[str, Any]:
+def _of_passes(baseline: Baseline, case: cases.Case, piece: int) -> dict[str, Any]:
     """The row of ordinary passes over the reference's text."""
-    choices, _ = forced(bed.model, bed.prompts, bed.tokens, piece, case["B"], exact=False)
+    choices, _ = forced(
+        baseline.model, baseline.prompts, baseline.tokens, piece, case["B"], exact=False
+    )
     row = {"case": case | {"draft": "", "gamma": piece - 1}, "mode": ORDINARY, "kind": "forced"}
-    row["dtype"] = str(bed.model.dtype)
-    return row | forced_flips(choices, bed.tokens, bed.margins).figures | {"checked": True}
+    row["dtype"] = str(baseline.model.dtype)
+    return (
+        row | forced_flips(choices, baseline.tokens, baseline.margins).figures | {"checked": True}
+    )
 
 
 def key(row: dict[str, Any]) -> str:

@@ -48,8 +48,8 @@ def run(settings: Settings) -> dict[str, Any]:
     model, tokenizer = jspec.load_bundled()
     asked = [cases.parse(text, CASE) for text in settings.cases] or _cases(settings)
     rows = (row for case in asked for row in _rows(model, tokenizer, case, settings))
-    told = {"dtype": str(model.dtype), "gamma": GAMMA, "tasks": list(TASKS)}
-    return {**told, "at_16_bytes": AT_16_BYTES, "rows": rows}
+    header = {"dtype": str(model.dtype), "gamma": GAMMA, "tasks": list(TASKS)}
+    return {**header, "at_16_bytes": AT_16_BYTES, "rows": rows}
 
 
 def _cases(settings: Settings) -> list[cases.Case]:

@@ -19,7 +19,7 @@ from jspec.ops.cases import paper_tokens
 VOCABULARY = 4096
 SEED = 7
 POOL = 2**22 + 1  # numbers; odd, so that no row of an array tiled from it comes twice
-LOOKED_AT = 16  # rows of stochastic verification that are checked in float64
+CHECKED_ROWS = 16  # rows of stochastic verification that are checked in float64
 SLACK = 1e-4  # of the mass: error of float32 sums over 150,000 tokens
 
 
@@ -124,9 +124,9 @@ def plausible(
 
     ``uniforms [3, B, gamma + 1]``: to accept, for a residual, for a bonus token, by position.
     Sums are in float64; numbers within `SLACK` of a boundary may fall on either side. Checks the
-    first `LOOKED_AT` rows.
+    first `CHECKED_ROWS` rows.
     """
-    ends = list(zip(accepted, following, strict=True))[:LOOKED_AT]
+    ends = list(zip(accepted, following, strict=True))[:CHECKED_ROWS]
     return all(_row_plausible(logits, uniforms[:, row], row, *end) for row, end in enumerate(ends))
 
 

@@ -27,8 +27,8 @@ from jspec.policies.budgeted import Budgeted
 # over many random keys leaves a small residual. With these scales, logits in bfloat16 differ from
 # those in float32 by at most 5 % at 30K keys, and by 40 % with wrong experts; at 2K keys by 2 % and
 # 18 %.
-EXPERTS_GIVE = 0.06
-ROUTERS_TELL = 2.0
+EXPERT_SCALE = 0.06
+ROUTER_SCALE = 2.0
 # Standard deviation of the E2M1 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 E2M1_DEVIATION = math.sqrt(68.5 / 8)
 
@@ -119,8 +119,8 @@ def random_model(
         # A kernel is [in, ...], that of experts [E, in, ...].
         inputs = leaf.shape[len(leaf.shape) > 1 and "experts" in name]
         scale = 0.02 if "embedding" in name else inputs**-0.5
-        scale *= EXPERTS_GIVE if "experts.down" in name else 1
-        scale *= ROUTERS_TELL if "router" in name else 1
+        scale *= EXPERT_SCALE if "experts.down" in name else 1
+        scale *= ROUTER_SCALE if "router" in name else 1
         if mxfp4 and "experts" in name:
             return random_mxfp4(seeds, scale, leaf.shape)
         return noise(next(seeds), jnp.float32(scale), leaf.shape, dtype, parts=16)
