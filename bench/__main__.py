@@ -146,7 +146,7 @@ def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path |
     if len(asked.models or ()) != 1:
         parser.error("real needs --model, a GGUF file or a model directory, once")
     if asked.resume and not asked.json:
-        parser.error("--resume needs --json, the result to go on with")
+        parser.error("--resume needs --json, the result to continue")
     model = Path(asked.models[0])
     if not model.exists():
         parser.error(f"--model {model} does not exist")
@@ -221,7 +221,7 @@ def _output(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     suites = ["list", "env", *SUITES, "all", "report", "tune"]
-    parser.add_argument("suite", choices=suites, help="`list` says what each of them measures")
+    parser.add_argument("suite", choices=suites, help="`list` describes each of them")
     parser.add_argument(
         "results",
         nargs="?",
@@ -234,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         action="append",
         default=[],
-        help="a backend or a rival, as tables name it; may be given again; all by default; "
+        help="a backend or a rival by its name in tables; may be repeated; all by default; "
         "decode: OPERATION=NAME, as in attention=xla",
     )
     parser.add_argument(
@@ -242,19 +242,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CASE",
         action="append",
         default=[],
-        help="a case in place of the suite's own, such as B=4,S=128K,T=10; may be given again",
+        help="a case instead of the suite's defaults, such as B=4,S=128K,T=10; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compare outputs with what is expected; without it nothing is timed",
+        help="compare outputs with expected ones; without it nothing is timed",
     )
     parser.add_argument("--json", metavar="F", type=Path, help="write the result; `all`: a folder")
-    parser.add_argument(
-        "--resume", action="store_true", help="real: go on with the result that --json names"
-    )
+    parser.add_argument("--resume", action="store_true", help="real: continue the result of --json")
     parser.add_argument("--plot", metavar="DIR", type=Path, help="write the suite's figures")
     parser.add_argument(
         "--compare", metavar="F", type=Path, help="an earlier --json; `all`: its folder"

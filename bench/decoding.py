@@ -177,7 +177,9 @@ def check_tokens(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]
     margins = []
     if parted:
         texts = [text for text, _, _ in parted]
-        texts += texts[-1:] * (2 ** (len(texts) - 1).bit_length() - len(texts))  # few shapes
+        texts += texts[-1:] * (
+            2 ** (len(texts) - 1).bit_length() - len(texts)
+        )  # pad to a power of two: few shapes to compile
         state = jspec.start_decoding(model, texts, jspec.SamplingParams(max_new_tokens=1))
         logits = np.asarray(_logits_of_next(model, state))
         for logits_of_row, (_, a, b) in zip(logits, parted, strict=False):
@@ -251,7 +253,7 @@ FOOT = (
 )
 
 
-# Results that are committed have the name "step".
+# The name of committed results is "step".
 SUITE = Suite(
     "step",
     "plain and speculative decoding of the bundled model, end to end",

@@ -26,7 +26,7 @@ from jspec.train.samples import pairs_of
 LAYERS = 32
 GROUP = 4  # query heads of a KV head
 TEXTS = 12
-QUERIES = 16  # of a text, to look at what was learned
+QUERIES = 16  # of a text, for the recall of learned hashes
 
 
 def run(settings: Settings) -> dict[str, Any]:

@@ -49,7 +49,7 @@ BUDGET = 0.0156
 # Backends of the step whose tokens are compared: `hata_off` runs the parts of a layer one by one,
 # and `hata` as one operation rounds differently.
 IN_PARTS = {"hash_attention": "one_by_one"}
-CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
+CHUNKS = (1, 2)  # chunks of the two runs whose difference is timed
 STEPS, REPEATS = 16, 7
 SMALL = ModelConfig.uniform(
     vocab_size=64,

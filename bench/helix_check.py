@@ -30,8 +30,8 @@ from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
 
 TOKENS = 16  # compared at least: a block of positions that a device holds
-# If the mesh's logits are no further from those of float32 than one device's are, the two are at
-# most twice as far from each other (the triangle inequality).
+# If the mesh and one device have the same error against float32, they differ by at most twice that
+# (triangle inequality).
 APART = 2
 STEPS = 2  # at least: the second one drafts from what the first one picked
 # How errors ``[B, T]`` are reduced, and the limit for one device. A fault at all positions shows in

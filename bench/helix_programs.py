@@ -103,7 +103,7 @@ class Programs:
         try:
             programs[key] = self._pool.submit(lower().compile)
         except Exception as error:
-            # Its frames, and those of what it came from, hold caches.
+            # Its traceback and those of its causes reference caches.
             error.__context__ = error.__cause__ = None
             programs[key] = Future()
             programs[key].set_exception(error.with_traceback(None))

@@ -154,7 +154,7 @@ def cells(row: point.Row) -> tuple[str, ...]:
     case["draft"] += "" if case["draft"] == "plain" else f" {case['gamma']}"
     place = *(str(case[name]) for name in COLUMNS), row["name"]
     step = point.spread(row, "step")
-    # Earlier results have none: they compared tokens.
+    # Earlier results have no error: they compared tokens.
     error = f"{max(row['error'].values()):.1%}" if "error" in row else ""
     if step is None:
         return *place, row.get("reason") or "not timed", "", "", error, ""

@@ -94,7 +94,7 @@ def _group(case: Case) -> list[Shared]:
         *(case, ALONE, whole, rank_attended, rank_following, is_merged_right),
         out=(RANK_HEADS, RANK_HEADS),
     )
-    outputs: list[np.ndarray] = []  # of one chunk, which comes before those of more
+    outputs: list[np.ndarray] = []  # output of one chunk, which runs before more chunks
     one_sided = {by: whole | {"exchange": by} for by in ONE_SIDED if takes(by, piece_bytes(whole))}
     ways = {"1 chunk" if n == 1 else f"{n} chunks": whole | {"overlap": n} for n in chunks_of(case)}
     ways |= {f"1 chunk, {by}": how for by, how in one_sided.items()}

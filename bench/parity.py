@@ -55,7 +55,7 @@ DEFAULT: cases.Case = {
 }
 QUICK = {"S": 128, "prompts": 8, "new": 64}
 FORCED = (1, 9)  # tokens of a pass over the reference's text
-PIECE = 64  # tokens of a pass that looks at logits alone
+PIECE = 64  # tokens of a pass that only computes logits
 BASELINE_KEYS = ("model", "layers", "S", "prompts", "new")
 MAX_WORKERS = 8
 
@@ -202,7 +202,7 @@ def forced(
         params = jspec.SamplingParams(max_new_tokens=new, ignore_eos=True)
         state = jspec.start_decoding(model, prompts[batch_rows], params, config)
         lasts = [prompt[-1:] for prompt in prompts[batch_rows]]
-        # A token is chosen by what is before it.
+        # A token is chosen from the logits of the token before it.
         fed = np.concatenate([lasts, tokens[batch_rows, :-1]], axis=1).astype(np.int32)
         cache, parts = state.cache, []
         for at in range(0, new, piece):

@@ -18,13 +18,13 @@ LONGBENCH: dict[str, dict[int, float]] = {
     "gpt-oss-20b": {7: 6.24, 11: 9.22},
     "gpt-oss-20b-mxfp4": {7: 6.24, 11: 9.22},
 }
-# How often a draft token of a quantised copy is accepted, over one of the model's own weights: the
-# ratio of the rates that give the mean accepted lengths of Vegas in `bench vegas-accept`, on the
+# Acceptance rate of draft tokens by a quantised copy over that by the model's own weights: the
+# ratio of the rates fitted to the mean accepted lengths of Vegas in `bench vegas-accept`, on the
 # bundled model, greedy and sampled rows together. MXFP4: 0.994 by 16 texts (S=4K, new=256), 0.989
-# by 8 (S=2K, new=128), gamma 9. That model's weights are int8, so that such a copy is exact: 1 is
-# an assumption for other models.
+# by 8 (S=2K, new=128), gamma 9. The bundled model's weights are int8, so that an int8 copy is
+# exact: 1 is an assumption for other models.
 QUANTIZED = {"int8": 1.0, "mxfp4": 0.99}
-USUAL = "qwen3-8b"  # of models that the table does not have
+USUAL = "qwen3-8b"  # for models that are not in the table
 STATED = {"source": SOURCE, "stated": LONGBENCH, "quantized": QUANTIZED}
 
 

@@ -38,7 +38,11 @@ AT_16_BYTES = {
 EQUAL_BYTES = ("hata", *AT_16_BYTES)
 NAMES = (*DEFAULTS, *AT_16_BYTES)
 BUDGETS = (1 / 64, 1 / 32)  # 1.56 % and 3.1 %
-MORE_BUDGETS = (1 / 256, 1 / 128, 1 / 16)  # of the paper's figure 7: readers at equal bytes alone
+MORE_BUDGETS = (
+    1 / 256,
+    1 / 128,
+    1 / 16,
+)  # of the paper's figure 7, only for readers at equal bytes
 CASE = {"S": 8192, "questions": 3}  # tokens, and questions of each task
 BATCH = 12  # questions at a time
 

@@ -35,7 +35,7 @@ def grid(settings: Settings) -> list[Case]:
     drafts, vocabularies = ("one-hot", "logits"), (32000, 128256, 152064)
     if jax.default_backend() == "gpu":
         return list(itertools.product((1, 32, 128), vocabularies, drafts))
-    # CPUs serve small models too, such as the bundled one, of bytes.
+    # CPUs also serve small models, such as the bundled one with a vocabulary of bytes.
     return list(itertools.product((1,), (260, *vocabularies), drafts))
 
 

@@ -47,8 +47,8 @@ DRAFTS = {
 }
 # Drafters that depend on real text, and are not measured with random weights.
 FROM_TEXT = ("ngram", "chain")
-# B: slots; S and new: tokens of a prompt and of its answer. 0 is what the mix has, three requests a
-# slot, all layers.
+# B: slots; S and new: tokens of a prompt and of its answer. 0 stands for the sizes of the mix,
+# three requests per slot, and all layers.
 DEFAULT: cases.Case = {
     "model": "bundled",
     "mix": "reasoning",

@@ -45,8 +45,8 @@ CHAINS = {
     "chain-int8": f"suffix > {QUANTIZED['vegas-int8']}; {CHAINED}",
 }
 NAMES = ("plain", "vegas", *QUANTIZED, *CHAINS)
-EXACT = tuple(f"{name}-exact" for name in NAMES)  # rows for those who name them
-# Drafters that the bundled model alone runs; those that select read the same share of all layers.
+EXACT = tuple(f"{name}-exact" for name in NAMES)  # rows only by `--backend`
+# Drafters that only the bundled model runs; those that select use the same share in all layers.
 SCORED = ("exact_topk", "hata", "quest", "loki", "magicpig", "specextend", "sparsespec")
 OTHERS = {
     "streaming": f"streaming:window={RATIO}",
@@ -61,7 +61,7 @@ DEFAULT_CASES = (
     "model=gpt-oss-20b-attention,B=20,S=120K,gamma=7",
 )
 BUNDLED_GAMMA = 9
-# The case of the bundled model: no others are its own, and it always runs with all of its layers.
+# The case of the bundled model, which always runs with all of its layers.
 BUNDLED: cases.Case = {"model": "bundled", "B": 8, "S": 8192, "gamma": BUNDLED_GAMMA, "new": 1024}
 FOOT = (
     "imposed: random weights; iteration and floor in ms, the median; tokens of a row and iteration "

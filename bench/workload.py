@@ -18,7 +18,7 @@ from jspec.ops.cases import paper_tokens
 
 VOCABULARY = 4096
 SEED = 7
-POOL = 2**22 + 1  # numbers; odd, so that no row of an array tiled from it comes twice
+POOL = 2**22 + 1  # odd, so that no row of an array tiled from it repeats
 CHECKED_ROWS = 16  # rows of stochastic verification that are checked in float64
 SLACK = 1e-4  # of the mass: error of float32 sums over 150,000 tokens
 

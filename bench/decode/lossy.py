@@ -28,7 +28,7 @@ from bench.table import number, times
 from jspec.cli.compile_cache import keep_programs
 
 STEPS = 8  # of a chunk
-# layers: the first ones alone, 0 for all.
+# layers: number of first layers, 0 for all.
 DEFAULT: cases.Case = {"model": "llama-3.1-8b", "B": 4, "S": 131072, "layers": 0}
 # Policies for a run of two minutes; others by `--backend`.
 POLICIES = ("dense", "hata", "quest_32", "loki", "streaming")

@@ -11,17 +11,15 @@ PARTS = ("attention", "products", "rest")
 _ATTENTION = re.compile(
     r"attention|attend|fmha|sdpa|flash|merge_kernel|gathered_kernel", re.IGNORECASE
 )
-_SCOPE = re.compile(
-    r"/(?:gathered_|scored_)?attention/"
-)  # of what an operation of that name traced
+_SCOPE = re.compile(r"/(?:gathered_|scored_)?attention/")  # scopes of attention operations
 _PRODUCTS = re.compile(
     r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matmul|linear_kernel|stream_kernel|"
     r"(?:^|_)dot(?:_|$)",
     re.IGNORECASE,
 )
-# An instruction of a compiled program with the name of what it was made from.
+# An instruction of a compiled program, and its `op_name`.
 _INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{op_name="([^"]*)"')
-# The name of a Mosaic kernel in the instruction that calls it; `stable` names their format.
+# The name of a Mosaic kernel in the instruction that calls it; `stable_` is the serialised format.
 _MOSAIC = re.compile(r"\\+00(?!stable_)([A-Za-z]\w*_mosaic_gpu)\\+00")
 
 

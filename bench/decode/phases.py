@@ -21,7 +21,7 @@ PARTS = (
 PHASES = {"draft": "draft passes", "verification": "verification"}
 _PHASE = re.compile(r"(?:^|/)(draft|verification)/")  # scopes of `jspec.decode.step`
 _INSIDE = re.compile(r"(?:^|/)(collection|selection|compaction)/")  # scopes of `jspec.policies`
-# Kernels that XLA does not name after an instruction, by the names that their sources give them.
+# Kernels that XLA does not name after an instruction, by the names in their sources.
 _NAMED = {
     "collection": re.compile(r"weights_kernel"),
     "selection": re.compile(r"(row|count|place|finish|score|pick)_kernel"),

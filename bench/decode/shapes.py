@@ -80,7 +80,7 @@ def random_mxfp4(seeds: Iterator[int], scale: float, shape: tuple[int, ...]) -> 
     codes = random_bits(next(seeds), (count, *outputs, inputs // 2), jnp.uint8)
     power = math.log2(scale / E2M1_DEVIATION)
     least = math.floor(power)
-    # Of a share s at twice the scale the variance is 1 + 3 s times as large.
+    # With a share s at twice the scale, the variance is 1 + 3 s times as large.
     larger = round((4 ** (power - least) - 1) / 3 * 256)
     drawn = random_bits(next(seeds), (count, *outputs, inputs // BLOCK), jnp.uint8)
     scales = jnp.where(drawn < larger, least + 128, least + 127).astype(jnp.uint8)

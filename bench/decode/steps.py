@@ -45,7 +45,7 @@ from jspec.policies import Policy
 
 SHARE = 64  # a policy selects one in 64 tokens of the context: 1.56 %
 LEAST = 128  # selected tokens at least, as policies with pages need
-DENSE_LAYERS = 2  # the first ones, in which it does not select
+DENSE_LAYERS = 2  # first layers, in which the policy does not select
 Programs = Mapping[Any, Any]
 
 

@@ -29,7 +29,7 @@ from jspec.dispatch import Backends
 from jspec.ops.attention.dense import ATTENTION
 from jspec.policies import Policy
 
-SHARE = 64  # of the slots one in so many is selected: 1.56 %
+SHARE = 64  # one slot in 64 is selected: 1.56 %
 # n = 0 stands for S / SHARE; R: bits of a hash code; channels: of Loki.
 DEFAULT: Case = {"B": 8, "S": 32768, "heads": "32/32", "H": 128, "n": 0, "R": 128, "channels": 32}
 # On a GPU, XLA's attention autotunes for long and never wins; FlashAttention-3 is measured through

@@ -22,7 +22,7 @@ from bench.table import cell, times
 from jspec.dispatch import Backends
 
 DEFAULT: Case = {**layer.DEFAULT, "B": 1, "S": 131072}
-SHARES = (256, 128, 64, 32)  # of the slots one in so many is selected
+SHARES = (256, 128, 64, 32)  # one slot in so many is selected
 BITS = (32, 64, 128, 256)
 COMPARED = ("hata", "quest_32", "loki")
 SCORES = {"hamming_scores": "xla", "hash_select": "xla"}
@@ -30,9 +30,9 @@ SORT = {"select": "xla", "hash_select": "two_steps"}
 ENCODE = {"hash_encode": "xla", "rotate_and_append": "xla", "rotate_append_encode": "xla"}
 GATHER = {"gathered_attention": "xla"}
 ONE_BY_ONE = {"hash_attention": "one_by_one"}
-# Each with one more part than the stage before at its best backend: scores, their selection with
-# the scores, attention that reads the selection in place, and encoding with the cache's update; at
-# last all of them as one operation.
+# Each stage uses the best backend for one more part than the stage before: scores, scores with
+# selection, attention that reads the selection in place, and encoding with the cache update. The
+# last stage runs all of them as one operation.
 STAGES = {
     "plain": Backends(SORT | SCORES | GATHER | ENCODE),
     "score": Backends(SORT | GATHER | ENCODE),

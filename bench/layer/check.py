@@ -23,7 +23,7 @@ DOUBT = 1e-5  # of a dot product's bound: below it, rounding may change the sign
 # that a GPU computes in TF32.
 CLOSE, ROUGH = 1e-3, 2e-2
 WRITTEN = 0.05  # the share of a new token's code that rounding may change
-Scored = tuple[Array, Array]  # scores [B, K, S or pages], and by how much they are in doubt [B, K]
+Scored = tuple[Array, Array]  # scores [B, K, S or pages], and their uncertainty [B, K]
 Exact = partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 
 
@@ -253,7 +253,7 @@ def _quest(policy: Quest, arrays: Any, columns: Mapping[str, Array], q: Array) -
         ]
         return sum(bounds[1:], bounds[0]).T
 
-    # The last page is read whatever it scores: that it may be padded does not matter.
+    # The last page is always read, so its padding does not matter.
     scores = jax.lax.map(row, (_grouped(q, columns["keys"].shape[2]), columns["keys"]))
     return scores, CLOSE * scores.std(axis=-1)
 

@@ -17,7 +17,7 @@ from bench.settings import Settings
 from jspec.typing import Array
 
 NAMES = ("cudnn", "torch", *flash.NAMES)
-PAGE = 64  # slots of a page that FlashInfer reads the cache in, where it lies
+PAGE = 64  # slots of a page in FlashInfer's view of the cache
 NEVER = -1e9  # the bias of a key that a query must not read
 
 

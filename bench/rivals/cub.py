@@ -32,7 +32,7 @@ from jspec.typing import Array
 CALLS = {"cub": "CUB_BATCHED", "cub_stable": "CUB_STABLE", "cub_rows": "CUB_ROWS"}
 NAMES = tuple(CALLS)
 SOURCE = Path(__file__).with_name("cub.cu")
-OLDEST = (3, 6)  # of CCCL, whose batched top-k takes rows that no block holds, by clusters of them
+OLDEST = (3, 6)  # of CCCL: its batched top-k takes rows larger than a block, by clusters
 HOPPER = (9, 0)  # the least compute capability with clusters
 TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "int32": "int"}
 
