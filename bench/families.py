@@ -130,7 +130,7 @@ def parts(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[
     iterated = tables.of_kind(rows, "iteration")
     imposed = [row for row in iterated if "acceptance" in row]
     every = tables.of_kind(rows, "decode_step"), iterated, imposed
-    steps, whole, speeds = (result | {"rows": of_kind} for of_kind in every)
+    steps, whole, speeds = (result | {"rows": rows_of_kind} for rows_of_kind in every)
     return steps, whole, speeds
 
 

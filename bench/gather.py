@@ -192,8 +192,8 @@ def _read(
         name: Source(_reading(name), shapes(arguments))
         for name in filter(settings.wants, ATTENTION.backends)
     }
-    settings_of_backends = attention.static(case) | {"key_positions": arguments[-1]}
-    best = chosen(ATTENTION, arguments[:-1], **settings_of_backends)
+    static_arguments = attention.static(case) | {"key_positions": arguments[-1]}
+    best = chosen(ATTENTION, arguments[:-1], **static_arguments)
     programs = [
         bound(name, program, arguments, check.both, chosen=name == best)
         for name, program in compile_all("read", by_backend).items()

@@ -112,15 +112,15 @@ def judged(mesh: Computed, one: Computed, right: Computed) -> tuple[str | None, 
     rounding, apart = distances(one, right), distances(mesh, one)
     error = {name: float(x.max()) for name, x in (rounding if mesh is one else apart).items()}
     for name, (where, total, limit) in itertools.product(rounding, SUMS):
-        error_of_one, off = total(rounding[name]), total(apart[name])
-        if not error_of_one <= limit:
+        one_device_error, off = total(rounding[name]), total(apart[name])
+        if not one_device_error <= limit:
             return (
-                f"one device's logits of its {name} are wrong by {error_of_one:.1%} {where}",
+                f"one device's logits of its {name} are wrong by {one_device_error:.1%} {where}",
                 error,
             )
-        if not off <= APART * error_of_one:
+        if not off <= APART * one_device_error:
             reason = f"the logits of its {name} are wrong by {off:.1%} {where}; by rounding, one "
-            return reason + f"device's are by {error_of_one:.1%}", error
+            return reason + f"device's are by {one_device_error:.1%}", error
     for who, actual, expected in (("one device", one, right), ("it", mesh, one)):
         shared = min(map(share, actual.picked, expected.picked), default=1.0)
         if shared < MIN_SHARED:

@@ -109,14 +109,14 @@ def first_flips(
 
     ``margins [prompts, new]``: of the reference. Raises `ValueError` for texts of unequal length.
     """
-    compared, flips_margins = 0, []
+    compared, flip_margins = 0, []
     for text, expected, margin in zip(tokens, reference, margins, strict=True):
         differs = np.flatnonzero(np.asarray(text) != np.asarray(expected))
         if len(text) != len(expected):
             raise ValueError(f"a text has {len(text)} tokens and its reference {len(expected)}")
         compared += int(differs[0]) + 1 if len(differs) else len(text)
-        flips_margins += [float(margin[differs[0]])] if len(differs) else []
-    return Flips(compared, flips_margins)
+        flip_margins += [float(margin[differs[0]])] if len(differs) else []
+    return Flips(compared, flip_margins)
 
 
 def forced_flips(choices: np.ndarray, reference: np.ndarray, margins: np.ndarray) -> Flips:

@@ -108,8 +108,8 @@ class Iteration:
         self._target: Decoder = target
         room = CHUNKS[1] * self._steps * (drafting.gamma + 1)
         sizes = shape.batch, shape.context, drafting.gamma, room
-        settings_of_cache = {"policy": self._config.cache_policy, "exact": drafting.exact}
-        self._blueprint = Blueprint.of(self._target, *sizes, **settings_of_cache)
+        options = {"policy": self._config.cache_policy, "exact": drafting.exact}
+        self._blueprint = Blueprint.of(self._target, *sizes, **options)
         self._floors = floors.of_iteration(
             models, shape.batch, shape.context, self._config, ceilings
         )

@@ -94,7 +94,7 @@ def _rows(
     chosen: list[cases.Case], policies: list[str], settings: Settings, ceilings: Ceilings
 ) -> Iterator[Row]:
     for model, layers in dict.fromkeys((case["model"], case["layers"]) for case in chosen):
-        steps_cases = [
+        cases_of_model = [
             Case(model, case["B"], case["S"], (1,), name)
             for case in chosen
             if (case["model"], case["layers"]) == (model, layers)
@@ -103,7 +103,7 @@ def _rows(
         asked = dataclasses.replace(settings.decode, layers=layers or None)
         of_layers = dataclasses.replace(settings, decode=asked)
         drawn = decode.drawn(model, of_layers)
-        yield from decode.steps_of(drawn, steps_cases, of_layers, ceilings)
+        yield from decode.steps_of(drawn, cases_of_model, of_layers, ceilings)
 
 
 @dataclasses.dataclass(frozen=True)

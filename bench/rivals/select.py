@@ -27,9 +27,9 @@ def select(scores: np.ndarray, want: np.ndarray, settings: Settings) -> list[Pro
 
     def right(slots: Any) -> bool:
         """Whether ``slots`` are k distinct slots with the highest scores; ties may differ."""
-        slots_sorted = np.sort(np.asarray(slots).astype(np.int64), axis=1)
-        selected = np.sort(np.take_along_axis(as_float32, slots_sorted, axis=1), axis=1)
-        return bool((np.diff(slots_sorted, axis=1) > 0).all()) and np.array_equal(selected, highest)
+        sorted_slots = np.sort(np.asarray(slots).astype(np.int64), axis=1)
+        selected = np.sort(np.take_along_axis(as_float32, sorted_slots, axis=1), axis=1)
+        return bool((np.diff(sorted_slots, axis=1) > 0).all()) and np.array_equal(selected, highest)
 
     def of_tensor(slots: Any) -> bool:
         return right(slots.cpu().numpy())
