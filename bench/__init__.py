@@ -2,8 +2,8 @@
 
 import os
 
-# The rivals live in the same process: JAX must not take the whole device before they start.
+# Rivals run in the same process: JAX must not preallocate the whole device.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# By default JAX takes three quarters of a device at most, and the largest cases need more. What is
-# left is for NCCL: a device that has none for it does not meet the others, which then wait forever.
+# By default JAX uses at most three quarters of a device, and the largest cases need more. The rest
+# is for NCCL: a device without memory for it does not join the others, which then wait forever.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")

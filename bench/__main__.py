@@ -86,7 +86,7 @@ _INTERRUPTED = threading.Event()
 _interrupted_at = 0.0
 # Seconds in which signals count as one: `timeout` sends one to the process and one to its group,
 # and the second would interrupt writing the result.
-TOGETHER = 1.0
+SIGNAL_WINDOW = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,7 +142,7 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
             result = _run(name, settings, _file(asked.json, name, asked) if asked.json else None)
         except real.Refused as error:
             parser.error(str(error))
-        _tell(result, earlier.get(name), asked)
+        _output(result, earlier.get(name), asked)
         if result.get("interrupted"):
             console().print(f"interrupted: {name} has only what was measured until then")
             return 130
@@ -159,7 +159,7 @@ def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path |
     if len(asked.models or ()) != 1:
         parser.error("real needs --model, a GGUF file or a model directory, once")
     if asked.resume and not asked.json:
-        parser.error("--resume needs --json, the result to go on with")
+        parser.error("--resume needs --json, the result to continue")
     model = Path(asked.models[0])
     if not model.exists():
         parser.error(f"--model {model} does not exist")
@@ -213,7 +213,7 @@ def _check_plot(parser: argparse.ArgumentParser) -> None:
         parser.error("figures need matplotlib: pip install '.[bench]'")
 
 
-def _tell(
+def _output(
     result: dict[str, Any], earlier: dict[str, Any] | None, asked: argparse.Namespace
 ) -> None:
     """Compare, show, save and plot a result, as requested."""
@@ -234,7 +234,7 @@ def _tell(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     suites = ["list", *SUITES, *COMMANDS]
-    parser.add_argument("suite", choices=suites, help="`list` says what each of them measures")
+    parser.add_argument("suite", choices=suites, help="`list` describes each of them")
     parser.add_argument(
         "files",
         nargs="*",
@@ -248,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         action="append",
         default=[],
-        help="a backend or a rival, as tables name it; may be given again; all by default; "
+        help="a backend or a rival by its name in tables; may be repeated; all by default; "
         "decode: OPERATION=NAME, as in attention=xla",
     )
     parser.add_argument(
@@ -256,19 +256,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CASE",
         action="append",
         default=[],
-        help="a case in place of the suite's own, such as B=4,S=128K,T=10; may be given again",
+        help="a case instead of the suite's defaults, such as B=4,S=128K,T=10; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compare outputs with what is expected; without it nothing is timed",
+        help="compare outputs with expected ones; without it nothing is timed",
     )
     parser.add_argument("--json", metavar="F", type=Path, help="write the result; `all`: a folder")
-    parser.add_argument(
-        "--resume", action="store_true", help="real: go on with the result that --json names"
-    )
+    parser.add_argument("--resume", action="store_true", help="real: continue the result of --json")
     parser.add_argument("--plot", metavar="DIR", type=Path, help="write the suite's figures")
     parser.add_argument(
         "--compare", metavar="F", type=Path, help="an earlier --json; `all`: its folder"
@@ -359,7 +357,7 @@ def _run(name: str, settings: Settings, path: Path | None) -> dict[str, Any]:
 def _interrupt(number: int, frame: Any) -> None:
     global _interrupted_at
     before, _interrupted_at = _interrupted_at, time.monotonic()
-    if _INTERRUPTED.is_set() and _interrupted_at - before < TOGETHER:
+    if _INTERRUPTED.is_set() and _interrupted_at - before < SIGNAL_WINDOW:
         return
     # An exception raised inside a callback of the garbage collector is lost; the flag is not.
     _INTERRUPTED.set()

@@ -36,9 +36,9 @@ from jspec.policies.hata import with_hashes
 
 TEMPERATURES = (0.0, 1.0)
 STEPS = 4  # of a jitted chunk
-BLOCK = "Vegas, block rule"  # of verification, in place of the rule by tokens
+BLOCK = "Vegas, block rule"  # verification by the block rule, instead of the token rule
 PUBLISHED = "Vegas (first + bonus token, logits)"
-# percent: of the context; skip: texts that are left out, on which something was chosen.
+# percent: of the context; skip: first texts to leave out, if settings were chosen on them.
 CASE = {"S": 8192, "texts": 16, "skip": 0, "new": 256, "gamma": 7, "percent": 7}
 
 

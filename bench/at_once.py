@@ -16,7 +16,7 @@ from typing import Any
 
 import jspec
 
-EVERY = 60.0  # seconds without a finished task after which a line names those that run
+STATUS_INTERVAL = 60.0  # seconds without a finished task after which a line names those that run
 PROJECT_FOLDERS = (Path(__file__).parent, Path(jspec.__file__).parent)
 
 
@@ -45,7 +45,7 @@ class _Running:
         return f"{self.name} ({seconds:.0f} s)"
 
 
-def as_they_end(label: str, tasks: Sequence[Task], workers: int) -> Iterator[Any]:
+def as_completed(label: str, tasks: Sequence[Task], workers: int) -> Iterator[Any]:
     """Yield the results of ``tasks`` as they complete; ``workers`` of them run concurrently.
 
     The calling thread only waits, so that Ctrl-C reaches it whatever a task does: running tasks are
@@ -72,9 +72,11 @@ def as_they_end(label: str, tasks: Sequence[Task], workers: int) -> Iterator[Any
             pool.submit(run, task).add_done_callback(ended.put)
         while count < len(tasks):
             # If native code of a task blocks the interpreter, faulthandler still prints.
-            faulthandler.dump_traceback_later(3 * EVERY, file=sys.__stderr__ or sys.stderr)
+            faulthandler.dump_traceback_later(
+                3 * STATUS_INTERVAL, file=sys.__stderr__ or sys.stderr
+            )
             try:
-                future = ended.get(timeout=EVERY)
+                future = ended.get(timeout=STATUS_INTERVAL)
             except queue.Empty:
                 tell(count)
                 continue

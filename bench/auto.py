@@ -32,11 +32,11 @@ from jspec.decode.state import Models
 
 NEW_TOKENS = 512
 CHUNK = 16  # steps of a program, as `jspec.generate` takes on a GPU
-# Batches of texts, and rows of all of them at least: gammas that write other tokens, by sampling or
-# for a near tie, are more or less lucky with what follows.
+# Batches of texts, and the least total of rows: gammas that generate other tokens, by sampling or
+# near ties, have other acceptance on the rest of a text.
 SETS = 8
 ROWS = 128
-WARM = 3  # batches that are decoded before, in which auto gets to know its ladder
+WARM = 3  # batches that are decoded first, in which auto measures its ladder
 DRAFTS = ("ngram", "streaming")
 KNOWN = (*DRAFTS, "vegas")
 WHOLE, EARLY = "auto, whole", "auto, early"

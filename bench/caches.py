@@ -50,31 +50,31 @@ def dense(case: Mapping[str, Any]) -> Inputs:
     """Queries of the last tokens of rows with ``lengths`` slots."""
     until, tokens = lengths(case), case["T"]
     positions = (until - tokens)[:, None] + np.arange(tokens, dtype=np.int32)
-    loud = np.arange(case["S"]) >= (until - tokens)[:, None]
-    return Inputs(*made(case, loud[..., None], until), jnp.asarray(positions), until)
+    large = np.arange(case["S"]) >= (until - tokens)[:, None]
+    return Inputs(*made(case, large[..., None], until), jnp.asarray(positions), until)
 
 
 def made(
-    case: Mapping[str, Any], loud: Array | np.ndarray, reads: np.ndarray
+    case: Mapping[str, Any], large: Array | np.ndarray, reads: np.ndarray
 ) -> tuple[Array, Array, Array]:
     """Queries, keys and values.
 
-    ``loud [B, S, K or 1]``: slots whose values are larger than the output of a query that reads
+    ``large [B, S, K or 1]``: slots whose values are larger than the output of a query that reads
     ``reads [B]`` slots.
     """
     (query_heads, kv_heads), size = heads(case), case["H"]
     q_shape = (case["B"], case["T"], query_heads, size)
     kv_shape = (case["B"], case["S"], kv_heads, size)
-    return _made(q_shape, kv_shape, jnp.asarray(loud), jnp.asarray(reads, jnp.float32))
+    return _made(q_shape, kv_shape, jnp.asarray(large), jnp.asarray(reads, jnp.float32))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _made(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], loud: Array, reads: Array):
+def _made(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], large: Array, reads: Array):
     keys = jax.random.split(jax.random.key(workload.SEED), 3)
     shapes = (q_shape, kv_shape, kv_shape)
     q, k, v = (jax.random.normal(key, s, DTYPE) for key, s in zip(keys, shapes, strict=True))
     # An output is about a value divided by the root of the number of values read.
-    by = jnp.where(loud, (jnp.sqrt(reads) / 4)[:, None, None], jnp.float32(1)).astype(DTYPE)
+    by = jnp.where(large, (jnp.sqrt(reads) / 4)[:, None, None], jnp.float32(1)).astype(DTYPE)
     return q, k, v * by[..., None]
 
 

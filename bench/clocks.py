@@ -27,7 +27,7 @@ from jspec.dispatch import Operation
 
 WARMUPS = 3
 FLUSH_BYTES = 2**27  # read between calls for a cold L2: more than any GPU's L2 holds
-Kernel = tuple[str, int]  # its name and its exclusive nanoseconds, as `exclusive_times` counts them
+Kernel = tuple[str, int]  # name and exclusive nanoseconds, as in `exclusive_times`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,9 @@ def wall(program: Program, repeats: int) -> list[int]:
 
 LENGTHS = (64, 320)  # steps of the two loops
 UNROLL = 16  # steps of a loop iteration, so that XLA sees many kernels, as in a decoding step
-Feed = tuple[int, int]  # which output of a step is which argument of the next
+Feed = tuple[
+    int, int
+]  # index of the output of a step, and of the argument of the next step that it becomes
 
 
 def loops(source: Source, feed: Feed) -> list[Source]:

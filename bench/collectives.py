@@ -40,7 +40,7 @@ def _one_sided(name: str) -> Callable[[Array], Array]:
 
 
 def _all_gather(x: Array) -> Array:
-    # Summed, as XLA drops a gather of which a device reads its own part alone.
+    # Summed, since XLA removes a gather of which a device reads only its own part.
     return lax.all_gather(x, KVP).sum(axis=0)
 
 
@@ -66,7 +66,7 @@ def _scattered(x: np.ndarray) -> np.ndarray:
     return np.stack([np.tile(part, len(x)) for part in parts]).reshape(x.shape)
 
 
-# Each with what it gives, of what the devices give ``[P, n]`` by numpy.
+# Each with its reference in NumPy, on the inputs ``[P, n]`` of all devices.
 COLLECTIVES: dict[str, tuple[Callable[[Array], Array], Callable[[np.ndarray], np.ndarray]]] = {
     "all_to_all": (_all_to_all, _exchanged),
     **{name: (_one_sided(name), _exchanged) for name in ONE_SIDED},

@@ -177,7 +177,9 @@ def check_tokens(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]
     margins = []
     if parted:
         texts = [text for text, _, _ in parted]
-        texts += texts[-1:] * (2 ** (len(texts) - 1).bit_length() - len(texts))  # few shapes
+        texts += texts[-1:] * (
+            2 ** (len(texts) - 1).bit_length() - len(texts)
+        )  # pad to a power of two: few shapes to compile
         state = jspec.start_decoding(model, texts, jspec.SamplingParams(max_new_tokens=1))
         logits = np.asarray(_logits_of_next(model, state))
         for logits_of_row, (_, a, b) in zip(logits, parted, strict=False):
@@ -200,8 +202,7 @@ def _logits_of_next(model: jspec.Decoder, state: jspec.DecodeState) -> jax.Array
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as fast its step is as in the earlier result; how many
-    rows had one."""
+    """Write into each row its speedup over the earlier result; returns how many had one."""
     where = ("source", "gamma", "batch", "context")
     before = {tuple(row[key] for key in where): row["step_ms"] for row in earlier["rows"]}
     met = 0
@@ -252,7 +253,7 @@ FOOT = (
 )
 
 
-# Results that are committed have the name "step".
+# The name of committed results is "step".
 SUITE = Suite(
     "step",
     "plain and speculative decoding of the bundled model, end to end",

@@ -31,12 +31,12 @@ from jspec.cli.compile_cache import keep_programs
 MODELS = ("gpt-oss-20b", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b", "gemma-3-4b", "gemma-3-27b")
 TOKENS = (1, 4, 8, 10)  # of a pass
 CPU_TOKENS = (1, 4)
-# gamma: of the Vegas iteration, 0 for none; layers: the first ones alone, 0 for all.
+# gamma: of the Vegas iteration, 0 for none; layers: number of first layers, 0 for all.
 DEFAULT: cases.Case = {"model": MODELS[0], "B": 1, "S": 8192, "gamma": 0, "layers": 0}
 CHOICES = {"model": MODELS}
 SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K,gamma=9")
 DEFAULT_CASES = tuple(f"model={name},{size}" for name in MODELS for size in SIZES)
-DEFAULT_CASES += ("model=gemma-3-4b,B=32,S=120K",)  # of the others it would not fit one card
+DEFAULT_CASES += ("model=gemma-3-4b,B=32,S=120K",)  # the other models would not fit on one card
 CPU = "B=1,S=300,gamma=2,layers=1"
 FOOT = (
     "Of E routed experts, of which a token chooses k, a pass over n tokens of all rows needs "
@@ -130,7 +130,7 @@ def parts(result: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[
     iterated = tables.of_kind(rows, "iteration")
     imposed = [row for row in iterated if "acceptance" in row]
     every = tables.of_kind(rows, "decode_step"), iterated, imposed
-    steps, whole, speeds = (result | {"rows": of_kind} for of_kind in every)
+    steps, whole, speeds = (result | {"rows": rows_of_kind} for rows_of_kind in every)
     return steps, whole, speeds
 
 

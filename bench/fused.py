@@ -36,7 +36,7 @@ from jspec.ops.verify import VERIFY_GREEDY
 
 COLUMNS = pack.COLUMNS
 PAIRS = 2
-PAPERS_BATCHES = (4, 32)  # whose times at alpha 0.3 are among the paper's
+PAPERS_BATCHES = (4, 32)  # batches that the paper also times at alpha 0.3
 Shape = pack.Shape
 
 

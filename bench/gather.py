@@ -95,9 +95,9 @@ def inputs(case: Mapping[str, Any]) -> Selected:
         rng.choice(slots - tokens, count, replace=False) for _ in range(batch * heads_of_indices)
     ]
     selected = np.array(drawn, np.int32).reshape(batch, heads_of_indices, count)
-    loud = np.ones((batch, heads_of_indices, slots), bool)
-    np.put_along_axis(loud, selected[..., :-1], False, axis=2)
-    q, k, v = made(case, np.swapaxes(loud, 1, 2), np.full(batch, count + tokens))
+    large = np.ones((batch, heads_of_indices, slots), bool)
+    np.put_along_axis(large, selected[..., :-1], False, axis=2)
+    q, k, v = made(case, np.swapaxes(large, 1, 2), np.full(batch, count + tokens))
     newest = np.broadcast_to(np.arange(slots - tokens, slots, dtype=np.int32), (batch, tokens))
     if case["indices"] == "shared":
         selected = selected[:, 0]
@@ -192,8 +192,8 @@ def _read(
         name: Source(_reading(name), shapes(arguments))
         for name in filter(settings.wants, ATTENTION.backends)
     }
-    settings_of_backends = attention.static(case) | {"key_positions": arguments[-1]}
-    best = chosen(ATTENTION, arguments[:-1], **settings_of_backends)
+    static_arguments = attention.static(case) | {"key_positions": arguments[-1]}
+    best = chosen(ATTENTION, arguments[:-1], **static_arguments)
     programs = [
         bound(name, program, arguments, check.both, chosen=name == best)
         for name, program in compile_all("read", by_backend).items()

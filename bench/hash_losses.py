@@ -2,8 +2,8 @@
 
 Hashes of the bundled model are learned three times from the same texts: by jspec's own loss, by the
 paper's (HATA, arXiv 2506.02572, Eq. 9) and by the authors' (docs/hashes.md). The texts are
-synthetic documents of RULER's kinds; recall and mass are of documents of other seeds. Nothing of a
-row depends on the machine.
+synthetic documents of RULER's kinds; recall and mass are of documents of other seeds. Rows do
+not depend on the machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _checked(name: str, result: dict[str, Any], random: dict[str, Any]) -> dict[
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row what its recall was in the earlier result; how many rows had one."""
+    """Write into each row its recall in the earlier result; returns how many had one."""
     before = {(str(row["case"]), row["name"]): row["recall"] for row in earlier["rows"]}
     met = [row for row in result["rows"] if (str(row["case"]), row["name"]) in before]
     for row in met:
@@ -83,7 +83,7 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
 
 
 def headings(row: dict[str, Any]) -> list[str]:
-    """Of a table of rows like this one."""
+    """Headings of a table of such rows."""
     at = [f"{what} at {budget:.1%}" for budget in row["budgets"] for what in ("recall", "mass")]
     return ["method", "texts", "pairs", "bytes", *at]
 

@@ -26,11 +26,11 @@ from jspec.train.samples import pairs_of
 LAYERS = 32
 GROUP = 4  # query heads of a KV head
 TEXTS = 12
-QUERIES = 16  # of a text, to look at what was learned
+QUERIES = 16  # of a text, for the recall of learned hashes
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Llama-3.1-8B's worth of hashes."""
+    """Learn hashes for the shape of Llama-3.1-8B."""
     small = settings.quick or jax.default_backend() == "cpu"
     spec = LayerSpec(2, 32, 32) if small else LayerSpec(8, 128, 128)
     layers, pairs = (2, 1200) if small else (LAYERS, 200_000)
@@ -58,7 +58,7 @@ def _row(
     layers: int,
     settings: Settings,
 ) -> dict[str, Any]:
-    """Seconds of each layer, to label its pairs and to learn from them; the first only compiles."""
+    """Seconds of labelling and learning for each layer, after one run that only compiles."""
     from jspec.train.learn import learn
 
     case = {"layers": layers, "pairs": sum(len(keys) for _, keys in samples)}
@@ -93,7 +93,7 @@ def _check(
     asked: HashTraining,
     layer: int,
 ) -> bool:
-    """Whether learned hashes find more of the best keys of fresh queries than those they were."""
+    """Whether learned hashes have a higher recall on new queries than the initial ones."""
     hashes = {
         "first": first_weights(spec.kv_heads, spec.key_size, asked, layer),
         "learned": jnp.asarray(weights),
@@ -111,7 +111,7 @@ def _check(
 
 
 def compare_rows(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Times as fast as in an earlier result, by case."""
+    """Write into each row its speedup over the earlier result; returns how many had one."""
     before = {str(row["case"]): row["total_s"] for row in earlier["rows"]}
     met = 0
     for row in result["rows"]:
@@ -122,7 +122,7 @@ def compare_rows(result: dict[str, Any], earlier: dict[str, Any]) -> int:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Seconds of a layer and of all."""
+    """Print seconds of a layer and of all layers."""
     table = Table(title=f"hash-training: {result['machine']['device']}; seconds", box=None)
     for name in HEADINGS:
         table.add_column(name, justify="right")
@@ -140,7 +140,7 @@ HEADINGS = ("layers", "pairs", "K", "H", "R", "label", "learn", "all layers")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """A row under `HEADINGS`; the medians of a layer, and all of them together."""
+    """A row under `HEADINGS`: medians of a layer, and the total."""
     case = [f"{row['case'][name]:,}" for name in HEADINGS[:5]]
     if not row["checked"]:
         return [*case, "", "", ""]

@@ -1,8 +1,8 @@
 """HATA-off: a decoding step with the cache in host memory, and steps with it on the device.
 
 Table 9's shapes: Llama 2 at 36K tokens, Llama 3.1 at 72K, 1.56 % of them read. Weights, keys and
-values are random. Clock: *step* is the marginal wall time of a jitted chunk of steps among chunks
-that follow each other, over its steps. *bus*: wall time of a call that fetches the rows that all
+values are random. Clock: *step* is the marginal wall time of a jitted chunk of steps in a
+sequence of chunks, divided by its steps. *bus*: wall time of a call that fetches the rows that all
 layers of a step read, and does nothing else. Variants of `hata_off` leave out prediction or reuse.
 """
 
@@ -25,7 +25,7 @@ from bench.decode.catalogue import MODELS
 from bench.decode.check import LAYERS, TOLERANCE, Check
 from bench.decode.shapes import random_model
 from bench.decode.states import Blueprint
-from bench.host_rows import THERE, rows_there
+from bench.host_rows import ROW_SOURCES, row_sources
 from bench.program import failure
 from bench.settings import Settings, bar, console
 from bench.suite import Suite
@@ -49,7 +49,7 @@ BUDGET = 0.0156
 # Backends of the step whose tokens are compared: `hata_off` runs the parts of a layer one by one,
 # and `hata` as one operation rounds differently.
 IN_PARTS = {"hash_attention": "one_by_one"}
-CHUNKS = (1, 2)  # that follow each other, in the two runs whose difference is timed
+CHUNKS = (1, 2)  # chunks of the two runs whose difference is timed
 STEPS, REPEATS = 16, 7
 SMALL = ModelConfig.uniform(
     vocab_size=64,
@@ -108,7 +108,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
         if case["model"] == "bundled":
             yield from _bundled(case["S"], settings)
         else:
-            # No variable here holds a model, so that it is gone before the next one is drawn.
+            # No variable here references a model, so that it is freed before the next one is made.
             yield from _Case(case, random_model(DRAWN[case["model"]]), settings).rows(settings)
         gc.collect()
 
@@ -130,7 +130,7 @@ class _Case:
         self.policies = {name: policy for name, policy in every.items() if settings.wants(name)}
 
     def rows(self, settings: Settings) -> Iterator[point.Row]:
-        """A row for each policy, with its times where its output was right."""
+        """Yield a row for each policy, with times if its output was right."""
         if not settings.check:
             for name in self.policies:
                 reason = "not checked, so not timed"
@@ -149,20 +149,22 @@ class _Case:
                 gc.collect()  # one cache at a time
                 # Yield a row as soon as the one it is compared with is known: an interrupted run
                 # then loses none.
-                for ready in [done for done in timed if done == "dense" or _beside(done) in tokens]:
+                for ready in [
+                    done for done in timed if done == "dense" or _reference_of(done) in tokens
+                ]:
                     yield self._judged(ready, tokens, timed.pop(ready))
                 advance()
         for name in timed:
-            reason = f"{_beside(name)} did not run, which its tokens are compared with"
+            reason = f"{_reference_of(name)} did not run, which its tokens are compared with"
             yield point.row("decode", self.at, name, checked=False, reason=reason)
 
     def _judged(self, name: str, tokens: dict[str, np.ndarray], timed: dict[str, Any]) -> point.Row:
         """The row of a policy, with the reason if its output is wrong."""
         reason, checked = None, f"{LAYERS} layers"
         if name != "dense":
-            checked = f"as {_beside(name)}"
-            if not np.array_equal(tokens[name], tokens[_beside(name)]):
-                reason = f"its tokens differ from those of {_beside(name)}"
+            checked = f"as {_reference_of(name)}"
+            if not np.array_equal(tokens[name], tokens[_reference_of(name)]):
+                reason = f"its tokens differ from those of {_reference_of(name)}"
         elif timed["error"] > TOLERANCE:
             reason = f"its logits are wrong by {timed['error']:.1%}"
         if reason is not None:
@@ -177,8 +179,8 @@ class _Case:
         figures["host_bytes"] = _bytes(state, in_host=True)
         if isinstance(policy, HataOff):
             figures["bus_ns"], figures["bus_bytes"] = _bus(state, policy)
-            there, state = rows_there(models, state, policy)
-            figures |= there
+            sources, state = row_sources(models, state, policy)
+            figures |= sources
             state = self.blueprint.rewound(state)
         if isinstance(policy, Dense):
             figures["error"] = self._error(state)
@@ -231,7 +233,7 @@ class _Case:
         return dataclasses.replace(state, cache=cache)
 
 
-def _beside(name: str) -> str:
+def _reference_of(name: str) -> str:
     """The policy whose tokens those of ``name`` are compared with.
 
     The tokens of `hata` are computed twice, with the cache on the device and in host memory.
@@ -282,8 +284,8 @@ def _bundled(context: int, settings: Settings) -> Iterator[point.Row]:
         assert isinstance(policy, HataOff)
         models = Models(model, policy=policy.prepare(model.config.layers, None))
         state = start_decoding(models, [prompt], config=StepConfig(0, NoDraft(), target=policy))
-        there, _ = rows_there(models, state, policy)
-        yield point.row("rows", at, name, checked="as hata", **there)
+        sources, _ = row_sources(models, state, policy)
+        yield point.row("rows", at, name, checked="as hata", **sources)
 
 
 def hidden(row: point.Row, rows: dict[str, point.Row]) -> float | None:
@@ -296,7 +298,7 @@ def hidden(row: point.Row, rows: dict[str, point.Row]) -> float | None:
 
 
 HEADINGS = (
-    *("step ms", "of dense", "hidden", *THERE, "bus ms", "GB/s"),
+    *("step ms", "of dense", "hidden", *ROW_SOURCES, "bus ms", "GB/s"),
     *("device GB", "host GB"),
 )
 
@@ -311,7 +313,7 @@ def cells(row: point.Row, rows: dict[str, point.Row]) -> list[str]:
         "" if step is None else f"{step / 1e6:.2f}",
         "" if step is None or not dense else f"{statistics.median(dense) / step:.2f}x",
         "" if share is None else f"{share:.0%}",
-        *(f"{row[name]:.0%}" if name in row else "" for name in THERE),
+        *(f"{row[name]:.0%}" if name in row else "" for name in ROW_SOURCES),
         "" if bus is None else f"{bus / 1e6:.2f}",
         "" if bus is None else f"{row['bus_bytes'] / bus:.1f}",
         f"{row['device_bytes'] / 1e9:.2f}" if "device_bytes" in row else "",
@@ -343,7 +345,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Times as fast as in an earlier result, by case and name."""
+    """Write into each row its speedup over the earlier result; returns how many had one."""
     before = {(str(x["case"]), x["name"]): x for x in earlier["rows"] if "step_ns" in x}
     met = 0
     for row in result["rows"]:

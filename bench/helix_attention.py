@@ -185,7 +185,7 @@ def specs_of(case: Case, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def rank_attention(case: Case, q: Array, cache: Cache) -> tuple[Array, Array]:
-    """On a device: output and log-sum-exp of all its queries over its own keys."""
+    """On a device: output and log-sum-exp of all its queries over its local keys."""
     part = part_of(helix_of(case), cache)
     positions, where = in_slots(part, 0, positions_of(case))
     columns = part.columns[0]
@@ -216,7 +216,7 @@ def projects_first(case: Case) -> bool:
 
 
 def is_right(case: Case, out: Array, arguments: tuple[Any, ...]) -> bool:
-    """Whether ``out [B, T, N, H']`` is what one device computes of the ``arguments``."""
+    """Whether ``out [B, T, N, H']`` is what one device computes from the ``arguments``."""
     return is_near(np.asarray(out), on_one_device(case, arguments))
 
 

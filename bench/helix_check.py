@@ -18,7 +18,7 @@ from jax import lax
 
 from bench.cases import Case
 from bench.decode.check import TOLERANCE
-from bench.decode.draft_check import REFERENCE, SHARED, share
+from bench.decode.draft_check import MIN_SHARED, REFERENCE, share
 from bench.helix_state import rewound, step_config
 from jspec.decode.draft import Drafted, NoDraft
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
@@ -30,8 +30,8 @@ from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
 
 TOKENS = 16  # compared at least: a block of positions that a device holds
-# If the mesh's logits are no further from those of float32 than one device's are, the two are at
-# most twice as far from each other (the triangle inequality).
+# If the mesh and one device have the same error against float32, they differ by at most twice that
+# (triangle inequality).
 APART = 2
 STEPS = 2  # at least: the second one drafts from what the first one picked
 # How errors ``[B, T]`` are reduced, and the limit for one device. A fault at all positions shows in
@@ -112,18 +112,18 @@ def judged(mesh: Computed, one: Computed, right: Computed) -> tuple[str | None, 
     rounding, apart = distances(one, right), distances(mesh, one)
     error = {name: float(x.max()) for name, x in (rounding if mesh is one else apart).items()}
     for name, (where, total, limit) in itertools.product(rounding, SUMS):
-        error_of_one, off = total(rounding[name]), total(apart[name])
-        if not error_of_one <= limit:
+        one_device_error, off = total(rounding[name]), total(apart[name])
+        if not one_device_error <= limit:
             return (
-                f"one device's logits of its {name} are wrong by {error_of_one:.1%} {where}",
+                f"one device's logits of its {name} are wrong by {one_device_error:.1%} {where}",
                 error,
             )
-        if not off <= APART * error_of_one:
+        if not off <= APART * one_device_error:
             reason = f"the logits of its {name} are wrong by {off:.1%} {where}; by rounding, one "
-            return reason + f"device's are by {error_of_one:.1%}", error
+            return reason + f"device's are by {one_device_error:.1%}", error
     for who, actual, expected in (("one device", one, right), ("it", mesh, one)):
         shared = min(map(share, actual.picked, expected.picked), default=1.0)
-        if shared < SHARED:
+        if shared < MIN_SHARED:
             return f"{who} picks {shared:.0%} of what it should in a layer", error
     return None, error
 

@@ -21,7 +21,7 @@ Start = Callable[[Any, Case], None]
 
 
 class Programs:
-    """Compiled programs by their case, and what one device computes there.
+    """Compiled programs by case, and the results of one device.
 
     Programs of many layers take long to compile: all are lowered before the first one runs, and
     compiled on all cores.
@@ -40,7 +40,7 @@ class Programs:
             _on_each_mesh(cases, None, self._start_chunk, advance)
             self.prepare_checks(cases, advance)
         for program in (*self._chunks.values(), *self._checks.values(), *self._in_float32.values()):
-            program.exception()  # waits for it: compiling tries kernels out on the device
+            program.exception()  # wait, since autotuning runs kernels on the device
 
     def prepare_checks(self, cases: Sequence[Case], advance: Callable[[], None]) -> None:
         """Begin to compile what the checks of the ``cases`` need."""
@@ -51,9 +51,9 @@ class Programs:
         return self._chunks[_key(case)].result()
 
     def computed(self, case: Case, reference: Computed | None = None) -> Computed:
-        """What the first layers compute of given tokens on the devices of a case.
+        """Run the first layers on the same tokens on the devices of a case.
 
-        ``given`` as in `bench.helix_check.computed`.
+        ``reference``: as in `bench.helix_check.computed`.
         """
         model = model_of(case, LAYERS)
         state = filled(model, case, step_config(case))
@@ -61,7 +61,7 @@ class Programs:
         return helix_check.computed(program, model, state, case, reference)
 
     def reference(self, case: Case) -> tuple[Computed, Computed]:
-        """What one device computes there in bfloat16, and in float32."""
+        """The results of one device in bfloat16 and in float32."""
         case = alone(case)
         if self._reference[0] != case:
             one = self.computed(case)
@@ -89,7 +89,7 @@ class Programs:
             return helix_check.lowered(model, shapes_of(model, case, config), config)
 
         def lower_in_float32() -> Any:
-            with jax.default_matmul_precision("highest"):  # GPUs take less by default
+            with jax.default_matmul_precision("highest"):  # GPUs use less by default
                 return lower(*helix_check.in_float32(model, config))
 
         self._start(self._checks, case, lower)
@@ -103,7 +103,7 @@ class Programs:
         try:
             programs[key] = self._pool.submit(lower().compile)
         except Exception as error:
-            # Its frames, and those of what it came from, hold caches.
+            # Its traceback and those of its causes reference caches.
             error.__context__ = error.__cause__ = None
             programs[key] = Future()
             programs[key].set_exception(error.with_traceback(None))
@@ -116,7 +116,7 @@ def _key(case: Case) -> tuple[Any, ...]:
 def _on_each_mesh(
     cases: Sequence[Case], layers: int | None, start: Start, advance: Callable[[], None]
 ) -> None:
-    """``start`` each case with its model of so many ``layers``, which is made once a mesh."""
+    """Call ``start`` for each case with its model of ``layers`` layers, made once per mesh."""
 
     def mesh_of(case: Case) -> Case:
         return DEFAULT | {name: case[name] for name in ("shape", *MESH)}

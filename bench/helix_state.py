@@ -14,7 +14,7 @@ import numpy as np
 from bench import cases
 from bench.cases import Case
 from bench.decode import catalogue
-from bench.decode.check import NEW_KEYS
+from bench.decode.check import NEW_KEY_SCALE
 from bench.decode.running import CHUNKS
 from bench.decode.shapes import first_layers, noise, random_model
 from jspec.cache import StripedLayout
@@ -94,18 +94,18 @@ def model_of(case: Case, layers: int | None = None) -> Any:
     helix, config = helix_of(case), shape_of(case)
     config = config if layers is None else first_layers(config, layers)
     if helix.devices == 1:
-        return _with_loud_keys(random_model(config))
-    return shard(_with_loud_keys(random_model(config, sharding=decoder_sharding(helix))), helix)
+        return _with_scaled_keys(random_model(config))
+    return shard(_with_scaled_keys(random_model(config, sharding=decoder_sharding(helix))), helix)
 
 
-def _with_loud_keys(model: Decoder) -> Decoder:
-    """The model with keys scaled by `NEW_KEYS`, so that they matter among many random ones."""
+def _with_scaled_keys(model: Decoder) -> Decoder:
+    """The model with keys scaled by `NEW_KEY_SCALE`, so that they matter among many random ones."""
     for block in model.layers:
         attention: Any = block.attention
         _, keys, _ = attention.qkv.parts
         kernel = attention.qkv.kernel[...]
         attention.qkv.kernel[...] = kernel.at[keys.index].multiply(
-            jnp.asarray(NEW_KEYS, kernel.dtype)
+            jnp.asarray(NEW_KEY_SCALE, kernel.dtype)
         )
     return model
 

@@ -1,7 +1,7 @@
 """Whole steps on a KVP x TPA mesh: Helix against tensor parallelism, plain and speculative.
 
-Weights, keys and values are random. What the first layers of a mesh compute is held against one
-device, by `bench.helix_check`, before anything is timed. Clock: *step* is the marginal wall time of
+Weights, keys and values are random. The first layers on a mesh are compared with one device by
+`bench.helix_check` before anything is timed. Clock: *step* is the marginal wall time of
 a jitted chunk of steps in a sequence of chunks, divided by its steps.
 """
 
@@ -84,7 +84,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
 
 
 def check(case: Case, programs: Programs) -> tuple[str | None, dict[str, Any]]:
-    """What is wrong with what the first layers compute, or None, and the error of their logits."""
+    """Why the first layers are wrong, or None, and the error of their logits."""
     one, right = programs.reference(case)
     mesh = one if case == alone(case) else programs.computed(case, one)
     reason, error = helix_check.judged(mesh, one, right)
@@ -115,23 +115,23 @@ def _row(case: Case, settings: Settings, programs: Programs) -> point.Row:
 
 
 def measured(case: Case, model: Any, state: DecodeState, program: Any) -> dict[str, Any]:
-    """Times of a step, the tokens that it commits, and the rows that fit; or why it cannot run."""
+    """Times of a step, the tokens it commits, and the largest batch; or why it cannot run."""
     weights, cached = bytes_on_device(model), bytes_on_device(state.cache.columns)
     memory = memory_of(program) | {"weight_bytes": weights, "cache_bytes": cached}
     about = memory | {"largest_batch": largest_batch(case["B"], memory)}
     if reason := too_large(weights + cached, memory):
         return about | {"reason": reason}
-    # What a drafter picked is then of this context.
+    # After this chunk, a drafter has picks from this context.
     state, _ = program(model, rewound(case, state))
     draft_state = jax.tree.map(jnp.copy, state.draft)
     state, record = program(model, rewound(case, state))
     about["committed"] = float(np.asarray(record.committed).mean())
 
-    def again(state: DecodeState) -> DecodeState:
-        # A chunk takes the state that it is given.
+    def restarted(state: DecodeState) -> DecodeState:
+        # A chunk consumes its state.
         return dataclasses.replace(rewound(case, state), draft=jax.tree.map(jnp.copy, draft_state))
 
-    loop = Loop(model, again, state)
+    loop = Loop(model, restarted, state)
     del state
     short, long = (functools.partial(loop.run, program, count) for count in CHUNKS)
     samples = clocks.step(short, long, 0.0, REPEATS, lengths=CHUNKS, warmups=1)
@@ -139,9 +139,9 @@ def measured(case: Case, model: Any, state: DecodeState, program: Any) -> dict[s
 
 
 def largest_batch(batch: int, memory: dict[str, int]) -> int | None:
-    """How many rows fit a device, by what ``batch`` of them take; None where none says its size.
+    """The largest batch that fits in memory, extrapolated from ``batch`` rows; None if unknown.
 
-    Temporary memory is taken to grow with the rows.
+    Assumes that temporary memory grows with the batch.
     """
     limit = device_bytes("bytes_limit")
     row = (memory["cache_bytes"] + memory.get("temp_bytes", 0)) / batch
@@ -149,12 +149,12 @@ def largest_batch(batch: int, memory: dict[str, int]) -> int | None:
 
 
 def cells(row: point.Row) -> tuple[str, ...]:
-    """Of a row under `HEADINGS`."""
+    """A row under `HEADINGS`."""
     case = row["case"] | {"S": kilo(row["case"]["S"])}
     case["draft"] += "" if case["draft"] == "plain" else f" {case['gamma']}"
     place = *(str(case[name]) for name in COLUMNS), row["name"]
     step = point.spread(row, "step")
-    # Earlier results have none: they compared tokens.
+    # Earlier results have no error: they compared tokens.
     error = f"{max(row['error'].values()):.1%}" if "error" in row else ""
     if step is None:
         return *place, row.get("reason") or "not timed", "", "", error, ""

@@ -73,7 +73,7 @@ def grid(settings: Settings) -> list[Case]:
 
 
 def chunks_of(case: Case) -> list[int]:
-    """1, 2, 4, ... up to a chunk a row."""
+    """Numbers of chunks: 1, 2, 4, ... up to B."""
     return [2**i for i in range(case["B"].bit_length()) if 2**i <= case["B"]]
 
 
@@ -94,7 +94,7 @@ def _group(case: Case) -> list[Shared]:
         *(case, ALONE, whole, rank_attended, rank_following, is_merged_right),
         out=(RANK_HEADS, RANK_HEADS),
     )
-    outputs: list[np.ndarray] = []  # of one chunk, which comes before those of more
+    outputs: list[np.ndarray] = []  # output of one chunk, which runs before more chunks
     one_sided = {by: whole | {"exchange": by} for by in ONE_SIDED if takes(by, piece_bytes(whole))}
     ways = {"1 chunk" if n == 1 else f"{n} chunks": whole | {"overlap": n} for n in chunks_of(case)}
     ways |= {f"1 chunk, {by}": how for by, how in one_sided.items()}
@@ -195,7 +195,7 @@ def are_chunks_right(
 
 
 def _add_exposed(rows: list[point.Row]) -> None:
-    """Give the rows of chunks the nanoseconds of the message that they expose, and its share."""
+    """Add the exposed nanoseconds and those of the message alone to the rows of chunks."""
     times = {row["name"]: point.spread(row, "step") for row in rows}
     alone = times.get(ALONE)
     for row in rows:

@@ -15,23 +15,23 @@ from jspec.decode.step import decode_chunk
 from jspec.policies import HataOff
 from jspec.policies.attend import run_selected
 
-WATCHED = 8  # steps whose rows are counted
-THERE = ("again", "right", "late", "moved")  # shares of the rows that are read
+COUNTED_STEPS = 8  # steps whose rows are counted
+ROW_SOURCES = ("again", "right", "late", "moved")  # shares of the rows that are read
 
 
-def rows_there(
+def row_sources(
     models: Models, state: DecodeState, policy: HataOff
 ) -> tuple[dict[str, float], DecodeState]:
     """Shares of the rows by source, in layers after the first one that selects.
 
     ``again``: reused from the step before; ``right``: not reused but predicted; ``late``: neither.
     ``moved``: rows transferred over the bus, over rows that are read. Consumes ``state`` and
-    returns it after `WATCHED` steps.
+    returns it after `COUNTED_STEPS` steps.
     """
     asked: dict[int, list[jax.Array]] = {}
 
     @dataclasses.dataclass(frozen=True)
-    class Watched(HataOff):
+    class RecordingHataOff(HataOff):
         def select(self, policy_params, layer, cache, q, context_len):
             chosen = super().select(policy_params, layer, cache, q, context_len)
             if chosen is not None:
@@ -50,14 +50,14 @@ def rows_there(
                 context_len,
                 1,
             ),
-            policy=Watched(**dataclasses.asdict(policy)),
+            policy=RecordingHataOff(**dataclasses.asdict(policy)),
             policy_params=models.policy,
         )
         return list(asked.values())
 
     config, counts = StepConfig(0, NoDraft(), target=policy), Counter()
     before: list[list[np.ndarray]] = []
-    for _ in range(WATCHED):
+    for _ in range(COUNTED_STEPS):
         # A layer selects for the prediction, if there is one, then for itself.
         chosen_by_layer = [[_by_head(x) for x in chosen] for chosen in watch(models, state)]
         left = (
@@ -77,7 +77,7 @@ def rows_there(
                 counts["all"] += len(row)
         before = [chosen[-1] for chosen in chosen_by_layer]
         state, _ = decode_chunk(models, state, config=config, steps=1)
-    return {name: float(counts[name] / counts["all"]) for name in THERE}, state
+    return {name: float(counts[name] / counts["all"]) for name in ROW_SOURCES}, state
 
 
 def _by_head(chosen: jax.Array) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from jspec.decode.prefill import rounded_capacity
 from jspec.decode.programs import PROGRAMS
 
 PromptAndParams = tuple[list[int], jspec.SamplingParams]
-IN_A_ROW = 4  # chunks of a sample
+CHUNKS_PER_SAMPLE = 4  # chunks of a sample
 
 
 @dataclasses.dataclass
@@ -119,8 +119,8 @@ def step_seconds(
 ) -> float:
     """Seconds of a step by itself: chunks of ``steps`` while all rows of ``texts`` decode.
 
-    Chunks of a sample follow each other without a wait, as at best in an engine, so that it is the
-    device's own rate. The state is like that of an engine, so that its program serves.
+    Chunks of a sample run without waiting for the host, as an engine does at best. The state has
+    the shapes of an engine's, so that its compiled program is reused.
     """
     params = [
         jspec.SamplingParams(max_new_tokens=capacity - len(text), seed=0, ignore_eos=True)
@@ -140,8 +140,8 @@ def step_seconds(
     state, samples = chunks(state, 1), []
     while len(samples) < 5:
         begin = time.perf_counter()
-        state = chunks(state, IN_A_ROW)
+        state = chunks(state, CHUNKS_PER_SAMPLE)
         if samples and bool(state.done.any()):  # a step with finished rows is not representative
             break
-        samples.append((time.perf_counter() - begin) / (IN_A_ROW * steps))
+        samples.append((time.perf_counter() - begin) / (CHUNKS_PER_SAMPLE * steps))
     return statistics.median(samples)

@@ -56,7 +56,7 @@ def read_ceiling(repeats: int = 7) -> float:
     """Bytes a second of summing a large array: the marginal time of a pass inside one program."""
     gpu = jax.default_backend() == "gpu"
     size, dtype = (2**31, jnp.bfloat16) if gpu else (2**28, jnp.float32)
-    # On a GPU a call jitters by more than a pass takes.
+    # On a GPU the jitter of a call exceeds the time of a pass.
     few, many = (2, 34) if gpu else (2, 10)
     x = jnp.ones((size // jnp.dtype(dtype).itemsize // 1024, 1024), dtype)
 

@@ -134,7 +134,7 @@ def _measured(
 
 
 def marginal(short: Callable[[], Any], long: Callable[[], Any], repeats: int) -> list[int]:
-    """Nanoseconds of one more step above an iteration that only counts, sample by sample."""
+    """Samples of the marginal nanoseconds of a step, above a step that only counts."""
     return clocks.step(short, long, _empty(repeats), repeats, LENGTHS)
 
 

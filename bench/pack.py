@@ -34,13 +34,13 @@ def alphas(settings: Settings) -> tuple[float, ...]:
 
 
 def clocks(alpha: float) -> tuple[str, ...]:
-    """Wall time hardly depends on alpha: it is taken once, and everywhere without a GPU."""
+    """Clocks to measure: wall time hardly depends on alpha and is measured for one on a GPU."""
     both = alpha == RIVALS_ALPHA or point.DEVICE.reason is not None
     return ("device", "wall") if both else ("device",)
 
 
 def fits(shape: Shape) -> bool:
-    """Whether a case is of a size for this machine."""
+    """Whether a case is small enough for this machine."""
     return jax.default_backend() == "gpu" or int(np.prod(shape)) <= 2**24
 
 
@@ -89,7 +89,7 @@ def compiled_packs(
 
 
 def checks(expected: tuple[np.ndarray, np.ndarray, int]) -> Callable[[Any], bool]:
-    """Whether the last three outputs are the fields of `Packed`; what is past the total is free."""
+    """A check that the last three outputs are the fields of `Packed`, up to the total."""
     packed, offsets, total = expected
 
     def check(outputs: Any) -> bool:

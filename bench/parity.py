@@ -3,8 +3,8 @@
 The reference is exact plain decoding of each prompt, one at a time. A row is a mode, a drafter and
 a batch. ``decode``: text is generated, and a prompt's first token that differs is its flip, since
 what follows continues another text. ``forced``: passes read the reference's own text, so that every
-token is compared. A flip's margin is what the two highest exact logits are apart there. What exact
-decoding costs is in `bench.throughput`.
+token is compared. A flip's margin is the difference of the two highest exact logits there. The time
+of exact decoding is in `bench.throughput`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.table import Table
 
 import jspec
 from bench import cases, decoding
-from bench.at_once import Task, as_they_end
+from bench.at_once import Task, as_completed
 from bench.decode.catalogue import MODELS
 from bench.decode.shapes import first_layers, random_model
 from bench.settings import Settings, bar, console
@@ -55,18 +55,18 @@ DEFAULT: cases.Case = {
 }
 QUICK = {"S": 128, "prompts": 8, "new": 64}
 FORCED = (1, 9)  # tokens of a pass over the reference's text
-PIECE = 64  # tokens of a pass that looks at logits alone
-OF_A_BED = ("model", "layers", "S", "prompts", "new")
+PIECE = 64  # tokens of a pass that only computes logits
+BASELINE_KEYS = ("model", "layers", "S", "prompts", "new")
 MAX_WORKERS = 8
 
 
 def parse(text: str) -> cases.Case:
-    """A case such as ``draft=ngram,gamma=8,B=32``; `ValueError` for what is none."""
+    """Parse a case such as ``draft=ngram,gamma=8,B=32``; raises `ValueError` if it is invalid."""
     return cases.parse(text, DEFAULT, CHOICES)
 
 
 def cases_of(settings: Settings) -> list[cases.Case]:
-    """What was asked for; else plain decoding and drafters, each gamma at the largest batch."""
+    """The requested cases, else plain decoding and drafters, all gammas at the largest batch."""
     if settings.cases:
         return [parse(text) for text in settings.cases]
     if settings.quick:
@@ -96,7 +96,7 @@ class Flips:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """As a row has them."""
+        """The figures for a row."""
         figures: dict[str, Any] = {"compared": self.compared, "flips": self.count}
         figures["flips_per_1000"] = 1000 * self.count / max(self.compared, 1)
         return figures | {"margins": self.margins}
@@ -109,14 +109,14 @@ def first_flips(
 
     ``margins [prompts, new]``: of the reference. Raises `ValueError` for texts of unequal length.
     """
-    compared, flips_margins = 0, []
+    compared, flip_margins = 0, []
     for text, expected, margin in zip(tokens, reference, margins, strict=True):
         differs = np.flatnonzero(np.asarray(text) != np.asarray(expected))
         if len(text) != len(expected):
             raise ValueError(f"a text has {len(text)} tokens and its reference {len(expected)}")
         compared += int(differs[0]) + 1 if len(differs) else len(text)
-        flips_margins += [float(margin[differs[0]])] if len(differs) else []
-    return Flips(compared, flips_margins)
+        flip_margins += [float(margin[differs[0]])] if len(differs) else []
+    return Flips(compared, flip_margins)
 
 
 def forced_flips(choices: np.ndarray, reference: np.ndarray, margins: np.ndarray) -> Flips:
@@ -125,7 +125,7 @@ def forced_flips(choices: np.ndarray, reference: np.ndarray, margins: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class Bed:
+class Baseline:
     """A model, its prompts, and the reference by exact plain decoding.
 
     ``tokens`` int32 and ``margins`` ``[prompts, new]``.
@@ -139,14 +139,17 @@ class Bed:
 
     @property
     def workers(self) -> int:
-        """How many rows may be made at once: compiling takes most of the time, on a CPU, and no row
-        has a speed. Of a large model one, whose caches fill the memory."""
+        """Number of rows to make concurrently; one for a large model, whose caches fill the memory.
+
+        Concurrency is harmless, since compiling on the CPU takes most of the time and rows have no
+        speed.
+        """
         is_bundled = self.tokenizer is not None
         return min(MAX_WORKERS, max((os.cpu_count() or 1) // 2, 1)) if is_bundled else 1
 
     @classmethod
-    def of(cls, case: cases.Case) -> Bed:
-        """Raises `BackendError` where nothing can be exact."""
+    def of(cls, case: cases.Case) -> Baseline:
+        """Make the reference of a case; raises `BackendError` if exact decoding is unavailable."""
         if case["model"] == BUNDLED:
             model, tokenizer = jspec.load_bundled()
             prompts = decoding.texts(tokenizer, case["prompts"], case["S"])
@@ -199,14 +202,16 @@ def forced(
         params = jspec.SamplingParams(max_new_tokens=new, ignore_eos=True)
         state = jspec.start_decoding(model, prompts[batch_rows], params, config)
         lasts = [prompt[-1:] for prompt in prompts[batch_rows]]
-        # A token is chosen by what is before it.
+        # A token is chosen from the logits of the token before it.
         fed = np.concatenate([lasts, tokens[batch_rows, :-1]], axis=1).astype(np.int32)
         cache, parts = state.cache, []
         for at in range(0, new, piece):
             read = np.zeros((len(fed), piece), np.int32)
             read[:, : new - at] = fed[:, at : at + piece]
             index = at + np.arange(piece)
-            cache, *part = _looked_at(model, cache, read, np.where(index < new, index, -1), config)
+            cache, *part = _forced_pass(
+                model, cache, read, np.where(index < new, index, -1), config
+            )
             parts.append([np.asarray(x)[:, : new - at] for x in part])
         by_batch.append([np.concatenate(x, axis=1) for x in zip(*parts, strict=True)])
     choices, margins = (np.concatenate(x) for x in zip(*by_batch, strict=True))
@@ -214,7 +219,7 @@ def forced(
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def _looked_at(model, cache, tokens, index, config):
+def _forced_pass(model, cache, tokens, index, config):
     """Append ``tokens [B, T]`` at ``index [T]`` after the cache's length.
 
     Returns the cache, the greedy choice after each token, and the margin of its logit.
@@ -237,32 +242,32 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Each row as it is done."""
+    """Yield each row as it completes."""
     grouped = itertools.groupby(
-        cases_of(settings), key=lambda case: [case[key] for key in OF_A_BED]
+        cases_of(settings), key=lambda case: [case[key] for key in BASELINE_KEYS]
     )
     groups = [list(group) for _, group in grouped]
     makers = [_makers(group, settings) for group in groups]
     with bar("parity", sum(map(len, makers))) as advance:
         for group, named in zip(groups, makers, strict=True):
-            reference = Task("exact plain decoding", functools.partial(Bed.of, group[0]))
+            reference = Task("exact plain decoding", functools.partial(Baseline.of, group[0]))
             try:
-                (bed,) = as_they_end("parity", [reference], 1)
+                (baseline,) = as_completed("parity", [reference], 1)
             except BackendError as error:
                 for case in group:
                     yield {"case": case, "mode": EXACT, "reason": str(error), "checked": None}
                     advance()
                 continue
-            tasks = [Task(name, functools.partial(maker, bed)) for name, maker in named]
-            for row in as_they_end("parity", tasks, bed.workers):
+            tasks = [Task(name, functools.partial(maker, baseline)) for name, maker in named]
+            for row in as_completed("parity", tasks, baseline.workers):
                 yield row
                 advance()
 
 
 def _makers(
     group: Sequence[cases.Case], settings: Settings
-) -> list[tuple[str, Callable[[Bed], dict[str, Any]]]]:
-    """What makes each row of these cases, with a name."""
+) -> list[tuple[str, Callable[[Baseline], dict[str, Any]]]]:
+    """Functions that make the rows of these cases, with names."""
     makers, batches = [], set()
     for case in group:
         batch = case["B"]
@@ -277,37 +282,43 @@ def _makers(
     return makers
 
 
-def _of_drafter(bed: Bed, case: cases.Case, mode: str, settings: Settings) -> dict[str, Any]:
-    """The row of text that is generated."""
+def _of_drafter(
+    baseline: Baseline, case: cases.Case, mode: str, settings: Settings
+) -> dict[str, Any]:
+    """The row of generated text."""
     draft = jspec.named_draft(case["draft"])
     is_plain, arrays = isinstance(draft, jspec.NoDraft), None
-    if bed.tokenizer is not None:
-        arrays = prepared(draft.cache_policy, bed.model, bed.tokenizer)
+    if baseline.tokenizer is not None:
+        arrays = prepared(draft.cache_policy, baseline.model, baseline.tokenizer)
     tokens, stats = decoded(
-        bed.model,
-        bed.prompts,
+        baseline.model,
+        baseline.prompts,
         case["B"],
         case["new"],
         draft=draft,
         gamma=0 if is_plain else case["gamma"],
-        draft_model=bed.model if draft.needs_model else None,
+        draft_model=baseline.model if draft.needs_model else None,
         policy_params=arrays,
         exact=mode == EXACT,
     )
-    flips = first_flips(tokens, bed.tokens.tolist(), bed.margins)
+    flips = first_flips(tokens, baseline.tokens.tolist(), baseline.margins)
     row = {"case": case | ({"gamma": 0} if is_plain else {}), "mode": mode, "kind": "decode"}
-    row["dtype"] = str(bed.model.dtype)
+    row["dtype"] = str(baseline.model.dtype)
     row |= flips.figures | {"mean_accepted_length": stats.mean_accepted_length}
     right = mode == ORDINARY or flips.count == 0
     return row | {"checked": right if settings.check else None}
 
 
-def _of_passes(bed: Bed, case: cases.Case, piece: int) -> dict[str, Any]:
+def _of_passes(baseline: Baseline, case: cases.Case, piece: int) -> dict[str, Any]:
     """The row of ordinary passes over the reference's text."""
-    choices, _ = forced(bed.model, bed.prompts, bed.tokens, piece, case["B"], exact=False)
+    choices, _ = forced(
+        baseline.model, baseline.prompts, baseline.tokens, piece, case["B"], exact=False
+    )
     row = {"case": case | {"draft": "", "gamma": piece - 1}, "mode": ORDINARY, "kind": "forced"}
-    row["dtype"] = str(bed.model.dtype)
-    return row | forced_flips(choices, bed.tokens, bed.margins).figures | {"checked": True}
+    row["dtype"] = str(baseline.model.dtype)
+    return (
+        row | forced_flips(choices, baseline.tokens, baseline.margins).figures | {"checked": True}
+    )
 
 
 def key(row: dict[str, Any]) -> str:
@@ -316,7 +327,7 @@ def key(row: dict[str, Any]) -> str:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many flips it had in the earlier result; how many rows had one."""
+    """Write into each row its flips in the earlier result; returns how many had one."""
     before = {key(row): row["flips"] for row in counted(earlier)}
     rows = [row for row in counted(result) if key(row) in before]
     for row in rows:
@@ -356,7 +367,7 @@ def counted(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """One line a row, and why others did not run."""
+    """Print one line per row, and why others did not run."""
     table = Table(title=result["machine"]["device"], box=None, padding=(0, 1, 0, 0))
     rows, screen = counted(result), console()
     compared = any("flips_before" in row for row in rows)

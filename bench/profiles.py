@@ -1,4 +1,4 @@
-"""Acceptance that papers state, for models whose weights are not here."""
+"""Acceptance stated by papers, for models that run with random weights."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ LONGBENCH: dict[str, dict[int, float]] = {
     "gpt-oss-20b": {7: 6.24, 11: 9.22},
     "gpt-oss-20b-mxfp4": {7: 6.24, 11: 9.22},
 }
-# How often a draft token of a quantised copy is accepted, over one of the model's own weights: the
-# ratio of the rates that give the mean accepted lengths of Vegas in `bench vegas-accept`, on the
+# Acceptance rate of draft tokens by a quantised copy over that by the model's own weights: the
+# ratio of the rates fitted to the mean accepted lengths of Vegas in `bench vegas-accept`, on the
 # bundled model, greedy and sampled rows together. MXFP4: 0.994 by 16 texts (S=4K, new=256), 0.989
-# by 8 (S=2K, new=128), gamma 9. That model's weights are int8, so that such a copy is exact: 1 is
-# an assumption for other models.
+# by 8 (S=2K, new=128), gamma 9. The bundled model's weights are int8, so that an int8 copy is
+# exact: 1 is an assumption for other models.
 QUANTIZED = {"int8": 1.0, "mxfp4": 0.99}
-USUAL = "qwen3-8b"  # of models that the table does not have
+USUAL = "qwen3-8b"  # for models that are not in the table
 STATED = {"source": SOURCE, "stated": LONGBENCH, "quantized": QUANTIZED}
 
 
 def rate_of(model: str, quantized: str = "") -> float:
-    """How often a draft token is accepted where those before it are, by the paper's table.
+    """The acceptance rate of a draft token after accepted ones, by the paper's table.
 
-    One rate for all positions: the one that gives as many accepted tokens as the table has in all.
-    ``quantized``: of the copy that drafts, which is accepted as many times as often as `QUANTIZED`
-    says.
+    One rate for all positions, fitted to the total of accepted tokens in the table. ``quantized``:
+    the kind of the copy that drafts, whose rate is multiplied by `QUANTIZED`.
     """
     stated: Mapping[int, float] = LONGBENCH.get(model, LONGBENCH[USUAL])
 
@@ -45,12 +44,12 @@ def rate_of(model: str, quantized: str = "") -> float:
 
 
 def reached(rate: float, gamma: int) -> np.ndarray:
-    """How often at least 1, 2, ... ``gamma`` draft tokens are accepted."""
+    """Probabilities that at least 1, 2, ... ``gamma`` draft tokens are accepted."""
     return rate ** np.arange(1, gamma + 1)
 
 
 def committed(rate: float, gamma: int, drafted: Sequence[float] | None = None) -> float:
-    """Tokens that an iteration commits in the mean.
+    """Mean number of tokens that an iteration commits.
 
     ``drafted``: how often a draft has at least 1, 2, ... gamma tokens; None for always.
     """

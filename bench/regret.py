@@ -12,7 +12,7 @@ from bench.settings import console
 
 @dataclasses.dataclass(frozen=True)
 class Regret:
-    """Speeds over ``points`` of a grid, above 1 for faster: mean, worst, and where that was."""
+    """Speedups over ``points`` of a grid: mean, worst, and the case of the worst."""
 
     points: int
     mean: float
@@ -80,7 +80,7 @@ def _worst(times: Any) -> Regret | None:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """A line an operation, under its table."""
+    """Print a line per operation, under its table."""
     screen = console()
     for operation in dict.fromkeys(r["operation"] for r in rows):
         regret = of_choice(rows, operation)

@@ -38,7 +38,11 @@ AT_16_BYTES = {
 EQUAL_BYTES = ("hata", *AT_16_BYTES)
 NAMES = (*DEFAULTS, *AT_16_BYTES)
 BUDGETS = (1 / 64, 1 / 32)  # 1.56 % and 3.1 %
-MORE_BUDGETS = (1 / 256, 1 / 128, 1 / 16)  # of the paper's figure 7: readers at equal bytes alone
+MORE_BUDGETS = (
+    1 / 256,
+    1 / 128,
+    1 / 16,
+)  # of the paper's figure 7, only for readers at equal bytes
 CASE = {"S": 8192, "questions": 3}  # tokens, and questions of each task
 BATCH = 12  # questions at a time
 
@@ -48,8 +52,8 @@ def run(settings: Settings) -> dict[str, Any]:
     model, tokenizer = jspec.load_bundled()
     asked = [cases.parse(text, CASE) for text in settings.cases] or _cases(settings)
     rows = (row for case in asked for row in _rows(model, tokenizer, case, settings))
-    told = {"dtype": str(model.dtype), "gamma": GAMMA, "tasks": list(TASKS)}
-    return {**told, "at_16_bytes": AT_16_BYTES, "rows": rows}
+    header = {"dtype": str(model.dtype), "gamma": GAMMA, "tasks": list(TASKS)}
+    return {**header, "at_16_bytes": AT_16_BYTES, "rows": rows}
 
 
 def _cases(settings: Settings) -> list[cases.Case]:
@@ -74,7 +78,7 @@ class Setting:
 
 
 def settings_of(*, quick: bool) -> list[Setting]:
-    """What is run at a length: readers and drafters of each policy, dense reading first."""
+    """The settings at a length: readers and drafters of each policy, dense reading first."""
     settings = [Setting(DENSE)]
     for budget in BUDGETS[: 1 if quick else None]:
         settings += [Setting(name, budget, drafts) for drafts in (False, True) for name in NAMES]
@@ -87,7 +91,7 @@ def settings_of(*, quick: bool) -> list[Setting]:
 def _rows(
     model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: cases.Case, settings: Settings
 ) -> Iterator[dict[str, Any]]:
-    """A row a setting; all of them share one prefill of a question."""
+    """Yield a row per setting; all share one prefill of a question."""
     length = case["S"]
     questions = ruler_questions(tokenizer, TASKS, length, case["questions"])
     asked = [
@@ -155,7 +159,7 @@ HEADINGS = ("S", "budget", "policy", "bytes", "score", "accepted length")
 
 
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Cells under `HEADINGS`: a policy and budget a line, what it reads and what it drafts."""
+    """Cells under `HEADINGS`: a line per policy and budget, as reader and as drafter."""
     by_setting: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         case = row["case"]
@@ -172,7 +176,7 @@ def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """A line a policy and budget."""
+    """Print a line per policy and budget."""
     table = Table(title=f"ruler: {result['machine']['device']}, percent right", box=None)
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "policy" else "right")
@@ -183,7 +187,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row what its score was in the earlier result; how many rows had one."""
+    """Write into each row its score in the earlier result; returns how many had one."""
     before = {(str(row["case"]), row["name"]): row["score"] for row in earlier["rows"]}
     met = [row for row in result["rows"] if (str(row["case"]), row["name"]) in before]
     for row in met:

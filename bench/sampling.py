@@ -35,7 +35,7 @@ def grid(settings: Settings) -> list[Case]:
     drafts, vocabularies = ("one-hot", "logits"), (32000, 128256, 152064)
     if jax.default_backend() == "gpu":
         return list(itertools.product((1, 32, 128), vocabularies, drafts))
-    # CPUs serve small models too, such as the bundled one, of bytes.
+    # CPUs also serve small models, such as the bundled one with a vocabulary of bytes.
     return list(itertools.product((1,), (260, *vocabularies), drafts))
 
 
@@ -70,7 +70,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
                 moved=logits.target.nbytes + draft_bytes,
             )
             if case in LOOPED and settings.check and point.DEVICE.reason is None:
-                # XLA moves out of the loop what stays the same of its own code: here, the sums.
+                # XLA moves the loop-invariant part of its own code, the sums, out of the loop.
                 kernels = [row for row in rows if row["name"] != "xla"]
                 clock.add(kernels, VERIFY_STOCHASTIC, arguments, FEED, **STATIC)
             yield from rows
@@ -79,7 +79,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
 
 
 def _compiled(settings: Settings) -> dict[tuple[Case, str], Any]:
-    """Each backend at each case, the reference whether it is wanted or not."""
+    """Each selected backend at each case, and always the reference."""
     if not settings.wants("xla"):
         settings = dataclasses.replace(settings, only=(*settings.only, "xla"))
     sources_by_key = {}
@@ -90,7 +90,7 @@ def _compiled(settings: Settings) -> dict[tuple[Case, str], Any]:
 
 
 def _shapes(case: Case) -> tuple[Any, ...]:
-    """Of the arguments at a case, without making its logits."""
+    """Shapes of the arguments of a case, without making its logits."""
     batch, vocabulary, draft = case
     few = shapes(_inputs((batch, 1, draft))[1])
     return tuple(
@@ -134,9 +134,9 @@ def _uniforms(arguments: tuple[Any, ...]) -> np.ndarray:
 def _checks(
     logits: workload.Logits, uniforms: np.ndarray, reference: Any, arguments: tuple[Any, ...]
 ) -> Callable[[Any], bool]:
-    """Whether the outputs are the reference's, and the reference's what float64 sums allow.
+    """A check that outputs equal the reference's, which must agree with float64 sums.
 
-    Where the reference failed, whether float64 sums allow the outputs.
+    If the reference failed, the outputs themselves must agree with float64 sums.
     """
 
     def allowed(outputs: Any) -> bool:

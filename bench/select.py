@@ -18,7 +18,7 @@ from jspec.ops.select import SELECT
 
 COLUMNS = ("rows", "n", "k", "scores")
 BYTES = "every score once, and 4 bytes a selected slot"
-BITS = 128  # scores "0..128" are how many of so many random bits agree
+BITS = 128  # scores "0..128" count the equal bits of 128 random ones
 DEFAULT = {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"}
 CHOICES = {"scores": ("0..128", "float32", "bfloat16")}
 NAMES = ("lax.top_k", *rivals.NAMES)

@@ -45,10 +45,10 @@ DRAFTS = {
     "vegas": (GUIDED, 9),
     "chain": (CHAINS["chain"], CHAIN_GAMMA),
 }
-# Their drafts follow from the text, and say nothing where that does not.
+# Drafters that depend on real text, and are not measured with random weights.
 FROM_TEXT = ("ngram", "chain")
-# B: slots; S and new: tokens of a prompt and of its answer. 0 is what the mix has, three requests a
-# slot, all layers.
+# B: slots; S and new: tokens of a prompt and of its answer. 0 stands for the sizes of the mix,
+# three requests per slot, and all layers.
 DEFAULT: cases.Case = {
     "model": "bundled",
     "mix": "reasoning",
@@ -113,7 +113,7 @@ def _rows(settings: Settings) -> Iterator[Row]:
 
 @dataclasses.dataclass
 class Trial:
-    """A case: its model and requests, and what the first of them give alone.
+    """A case: its model, its requests, and the answers of the first ones decoded alone.
 
     ``steered``: the model by which loads are timed where acceptance is imposed, else None.
     ``rate``: requests a second of plain decoding at full load, once that is known.
@@ -147,9 +147,9 @@ class Trial:
         return max(len(prompt) + params.max_new_tokens for prompt, params in self.requests)
 
     def rows(self, name: str, settings: Settings) -> Iterator[Row]:
-        """A row of each load; that of full load first, by whose tokens all are checked.
+        """Yield a row for each load, full load first; its tokens are checked.
 
-        Where acceptance is imposed the first requests are, by themselves and as they are.
+        If acceptance is imposed, the first requests are checked with the model itself.
         """
         if self.steered is not None and name in FROM_TEXT:
             reason = "its drafts follow from the text, which random weights do not write"
@@ -182,7 +182,7 @@ class Trial:
             yield self._row(name, load, figures_of_load | checked)
 
     def _checked(self, tokens: list[tuple[int, ...]], settings: Settings) -> dict[str, Any]:
-        """Whether the first requests have the tokens that they have alone."""
+        """Check that the first requests have the same tokens as decoded alone."""
         if not settings.check:
             return {"checked": None}
         prompts = [prompt for prompt, _ in self.requests[:CHECKED]]
@@ -191,8 +191,7 @@ class Trial:
     def _served(
         self, name: str, model: jspec.Model, requests: Sequence[PromptAndParams]
     ) -> tuple[Load, jspec.Engine]:
-        """What came of requests that are all there at once, and the engine, which has compiled all
-        that it needs."""
+        """The load of requests that all arrive at once, and the warmed-up engine."""
         text, gamma = DRAFTS[name]
         engine = jspec.Engine(
             model,
@@ -281,12 +280,12 @@ def _middle_and_tail(seconds: Sequence[float]) -> str:
 
 
 def timed(rows: Sequence[Row]) -> list[Row]:
-    """Those that have a speed."""
+    """The rows that have a speed."""
     return [row for row in rows if row["checked"]]
 
 
 def show(result: dict[str, Any]) -> None:
-    """A table a case; what has no speed is a line with its reason."""
+    """Print a table per case; rows without a speed as their reason."""
     screen, rows = console(), timed(result["rows"])
     for where in dict.fromkeys(map(case_cells, rows)):
         rows_of_case = [row for row in rows if case_cells(row) == where]
@@ -308,8 +307,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as many tokens a second it has as in the earlier result;
-    how many rows had one."""
+    """Write into each row its speedup over the earlier result; returns how many had one."""
 
     def where(row: Row) -> tuple[str, str]:
         return str(row["case"]), row["name"]

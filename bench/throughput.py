@@ -45,8 +45,8 @@ CHAINS = {
     "chain-int8": f"suffix > {QUANTIZED['vegas-int8']}; {CHAINED}",
 }
 NAMES = ("plain", "vegas", *QUANTIZED, *CHAINS)
-EXACT = tuple(f"{name}-exact" for name in NAMES)  # rows for those who name them
-# Drafters that the bundled model alone runs; those that select read the same share of all layers.
+EXACT = tuple(f"{name}-exact" for name in NAMES)  # rows only by `--backend`
+# Drafters that only the bundled model runs; those that select use the same share in all layers.
 SCORED = ("exact_topk", "hata", "quest", "loki", "magicpig", "specextend", "sparsespec")
 OTHERS = {
     "streaming": f"streaming:window={RATIO}",
@@ -61,7 +61,7 @@ DEFAULT_CASES = (
     "model=gpt-oss-20b-attention,B=20,S=120K,gamma=7",
 )
 BUNDLED_GAMMA = 9
-# The case of the bundled model: no others are its own, and it always runs with all of its layers.
+# The case of the bundled model, which always runs with all of its layers.
 BUNDLED: cases.Case = {"model": "bundled", "B": 8, "S": 8192, "gamma": BUNDLED_GAMMA, "new": 1024}
 FOOT = (
     "imposed: random weights; iteration and floor in ms, the median; tokens of a row and iteration "
@@ -80,7 +80,7 @@ def case(text: str) -> cases.Case:
 
 
 def draftings(gamma: int, settings: Settings) -> list[Drafting]:
-    """The rows of a case."""
+    """The iterations of a case."""
     every = [
         Drafting("plain", "none", 0),
         Drafting("vegas", GUIDED, gamma),
@@ -125,7 +125,7 @@ def grid(settings: Settings) -> list[cases.Case]:
 
 
 def others(settings: Settings) -> list[str]:
-    """Those of `OTHERS` that were named; all where the bundled model alone was asked for."""
+    """The drafters of `OTHERS` that were requested; all if only the bundled model is measured."""
     alone = bool(settings.cases) and not grid(settings)
     return [name for name in OTHERS if (settings.wants(name) if alone else name in settings.only)]
 
@@ -153,7 +153,7 @@ def imposed(row: Row, drafted: dict[str, list[float]]) -> Row:
 
 
 def plans(settings: Settings) -> list[Plan]:
-    """What the bundled model decodes: the cases that name it, or the suite's one."""
+    """The plans of the bundled model: the requested cases of it, or the default."""
     named = [x for x in map(case, settings.cases) if x["model"] == "bundled"]
     if named:
         return [Plan(x["S"], x["B"], x["new"], x["gamma"], RATIO) for x in named]
@@ -179,7 +179,7 @@ def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:
     every = draftings(plan.gamma, settings)
     every += [Drafting(name, OTHERS[name], plan.gamma) for name in others(settings)]
     if not every or every[0].name != "plain":
-        every = [Drafting("plain", "none", 0), *every]  # the others are held against it
+        every = [Drafting("plain", "none", 0), *every]  # the reference of the others
     plain = None
     with bar("bundled", len(every)) as advance:
         for drafter in every:
@@ -219,7 +219,7 @@ def _measured(
 
 
 def _case_of(plan: Plan, drafter: Drafting) -> Row:
-    """What a row of the bundled model has, whether it ran or not."""
+    """The fields of any row of the bundled model."""
     at = {"model": "bundled", "layers": "all", "B": plan.texts, "S": plan.context}
     at |= {"gamma": drafter.gamma, "draft": drafter.name}
     return {"operation": "bundled", "case": at, "name": drafter.name, "acceptance": "measured"}
@@ -262,14 +262,13 @@ def lines(rows: list[Row], kind: str) -> list[tuple[str, ...]]:
 
 
 def foot(result: dict[str, Any]) -> str:
-    """What the tables mean."""
+    """The note under the tables."""
     acceptance = result["acceptance"]
     return FOOT.format(source=acceptance["source"], quantized=quantized_by(acceptance))
 
 
 def quantized_by(acceptance: dict[str, Any]) -> str:
-    """How the acceptance that is imposed on quantised drafts was found; earlier results have one
-    for all."""
+    """The source of the acceptance of quantised drafts, in words."""
     factors = [f"{x:.2f} ({kind})" for kind, x in acceptance.get("quantized", {}).items()]
     if not factors:
         return "their tokens are accepted as often as those of the model's own weights"
@@ -280,7 +279,7 @@ def quantized_by(acceptance: dict[str, Any]) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Measured rows, and imposed ones; what has no times is a line with its reason."""
+    """Print measured and imposed rows; rows without times as their reason."""
     screen, rows = console(), result["rows"]
     for kind in ("measured", "imposed"):
         cells_of_kind = lines(rows, kind)
@@ -300,8 +299,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times as many tokens a second it has as in the earlier result;
-    how many rows had one."""
+    """Write into each row its speedup over the earlier result; returns how many had one."""
     before = {str(row["case"]): row.get("tokens_per_s") for row in earlier["rows"]}
     met = 0
     for row in result["rows"]:

@@ -45,8 +45,8 @@ SUITES: dict[str, tuple[Operation, ...]] = {
     "attention": (ATTENTION,),
     "gather": (GATHERED,),
 }
-GAIN = 0.002  # what a rule must take off the mean ratio of an operation, to be worth it
-DEPTH = 2  # cuts of cuts: four rules at most
+GAIN = 0.002  # least reduction of the mean ratio of an operation by a rule
+DEPTH = 2  # of nested cuts: at most four rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +92,8 @@ def tune(results: Path, path: Path) -> None:
                     orders[operation.name] = rules
                 else:
                     console().print("  what was there costs less, and stays")
-    # Drawing sums the same weights as verifying, and has no suite of its own. Verifying's has one
-    # gamma, so that its rules know no other sizes than those of drawing.
+    # Sampling has no suite: it sums the same weights as stochastic verification, whose suite has
+    # one gamma, so that its rules only use sizes of sampling.
     orders[SAMPLE.name] = orders[VERIFY_STOCHASTIC.name]
     path.write_text(text(dataclasses.replace(base, measured=True, orders=orders)))
     tuned.load(path)
@@ -119,7 +119,7 @@ def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def fit(points: Sequence[Point], operation: Operation) -> list[Rule]:
-    """The rules, of all that `DEPTH` cuts can make, that cost least at these points."""
+    """The rules with the least cost at these points, with cuts nested up to `DEPTH`."""
     return _fit(points, operation, GAIN * len(points), DEPTH)[1]
 
 
@@ -153,9 +153,9 @@ def _cost(points: Sequence[Point], order: Sequence[str]) -> float:
 
 
 def _best_order(points: Sequence[Point], operation: Operation) -> list[str]:
-    """The backends by their mean ratio, the first so that the whole costs least.
+    """Backends by mean ratio, with the first one chosen to minimise the cost.
 
-    It ends with the first backend that never refuses.
+    The order ends with the first backend that supports all arguments.
     """
     ran: dict[str, list[float]] = {}
     for point in points:

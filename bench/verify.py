@@ -19,7 +19,7 @@ from jspec.ops.verify import VERIFY_GREEDY
 
 COLUMNS = ("B", "gamma", "alpha", "l2")
 LOOPED = tuple(itertools.product((1, 32), (8, 128), (0.6,)))  # where the step clock runs too
-FEED = (0, 2)  # accepted counts as the next draft lengths, of which as many are accepted again
+FEED = (0, 2)  # accepted counts become the next draft lengths
 
 
 def grid(settings: Settings) -> list[tuple[int, int, float]]:

@@ -18,8 +18,8 @@ from jspec.ops.cases import paper_tokens
 
 VOCABULARY = 4096
 SEED = 7
-POOL = 2**22 + 1  # numbers; odd, so that no row of an array tiled from it comes twice
-LOOKED_AT = 16  # rows of stochastic verification that are checked in float64
+POOL = 2**22 + 1  # odd, so that no row of an array tiled from it repeats
+CHECKED_ROWS = 16  # rows of stochastic verification that are checked in float64
 SLACK = 1e-4  # of the mass: error of float32 sums over 150,000 tokens
 
 
@@ -41,7 +41,7 @@ class Tokens:
 
 
 def make_tokens(batch: int, gamma: int, alpha: float) -> Tokens:
-    """The same tokens for the same arguments, always."""
+    """Tokens that depend only on the arguments."""
     draft, target, accepted = paper_tokens(batch, gamma, alpha, vocabulary=VOCABULARY, seed=SEED)
     lengths, stops = np.full(batch, gamma, np.int32), np.full((batch, 1), -1, np.int32)
     return Tokens(draft, target, lengths, stops, accepted)
@@ -120,13 +120,13 @@ def _normals() -> np.ndarray:
 def plausible(
     logits: Logits, uniforms: np.ndarray, accepted: np.ndarray, following: np.ndarray
 ) -> bool:
-    """Whether stochastic verification at temperature 1 may end so, given its uniform numbers.
+    """Whether a result of stochastic verification at temperature 1 follows from its random numbers.
 
     ``uniforms [3, B, gamma + 1]``: to accept, for a residual, for a bonus token, by position.
-    Everything is summed in float64; what lies within `SLACK` of a border may fall on either side.
-    Looks at the first `LOOKED_AT` rows.
+    Sums are in float64; numbers within `SLACK` of a boundary may fall on either side. Checks the
+    first `CHECKED_ROWS` rows.
     """
-    ends = list(zip(accepted, following, strict=True))[:LOOKED_AT]
+    ends = list(zip(accepted, following, strict=True))[:CHECKED_ROWS]
     return all(_row_plausible(logits, uniforms[:, row], row, *end) for row, end in enumerate(ends))
 
 

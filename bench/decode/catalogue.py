@@ -15,7 +15,7 @@ from typing import Any
 from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling
 from jspec.parts import ClampedSwiGLU, Experts
 
-CONTEXT = 131072  # that every model here may have; Qwen3 reaches it by YaRN, which costs no time
+CONTEXT = 131072  # of every model here; Qwen3 reaches it by YaRN, which costs no time
 
 
 def _qwen3(**settings: Any) -> ModelConfig:
@@ -54,7 +54,7 @@ def _gpt_oss(**settings: Any) -> ModelConfig:
 def _gemma3(
     layers: int, kv_heads: int, head_size: int, query_scale: int, hidden_size: int, **settings: Any
 ) -> ModelConfig:
-    """``query_scale``: scores are over its root."""
+    """A Gemma 3 model; scores are divided by the square root of ``query_scale``."""
 
     def spec(layer: int) -> LayerSpec:
         sees_all = layer % 6 == 5

@@ -26,7 +26,7 @@ LAYERS = 2
 # rows. Leaving out a block of 128 of 8192 keys gives 0.06 or more, a new key that is left out or
 # visible too early 1.3.
 TOLERANCE = 0.05
-NEW_KEYS = 6.0  # scale of new keys, so that they matter among thousands of keys
+NEW_KEY_SCALE = 6.0  # scale of new keys, so that they matter among thousands of keys
 REFERENCE = Backends(attention="xla")
 # The reference of passes that read a selection, which they make from the same queries.
 SELECTED = Backends(
@@ -159,7 +159,7 @@ def _logits(
         inner = selected_attend(positions, positions[:, 0], positions.shape[1], **selection)
 
     def attend(layer: int, q: Any, k: Any, v: Any, cache: Cache, **rest: Any) -> Any:
-        return inner(layer, q, jnp.asarray(NEW_KEYS, k.dtype) * k, v, cache, **rest)
+        return inner(layer, q, jnp.asarray(NEW_KEY_SCALE, k.dtype) * k, v, cache, **rest)
 
     with preferring(backends):
         hidden, cache = model(tokens, positions, attend, cache)

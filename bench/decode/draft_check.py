@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.decode.check import LAYERS, NEW_KEYS, TOLERANCE, layers_of
+from bench.decode.check import LAYERS, NEW_KEY_SCALE, TOLERANCE, layers_of
 from bench.decode.shapes import part_of
 from jspec.decode.draft import Drafted
 from jspec.decode.settings import OPERATIONS, StepConfig
@@ -26,13 +26,13 @@ from jspec.typing import Array
 REFERENCE = Backends({x.name: "xla" for x in OPERATIONS if "xla" in x.backends})
 # The least share of picks in common in a layer. At a budget of 7 %, scores that differ by 1 % of
 # their spread change one pick in 25; independent picks share 7 %.
-SHARED = 0.9
+MIN_SHARED = 0.9
 # Where the error of logits exceeds `TOLERANCE`, it is measured against float32 as well, and may be
 # this many times the reference's own error, which is due to rounding. Rounding sends a token of a
 # mixture to other experts where two are nearly tied: the mean over all tokens is compared, since a
 # position has few of them.
 ROUNDINGS = 1.5
-ROUNDED = 0.15  # the largest error of the reference against float32 that counts as rounding
+MAX_ROUNDING = 0.15  # the largest error of the reference against float32 that counts as rounding
 
 
 class DraftCheck:
@@ -56,7 +56,7 @@ class DraftCheck:
         tokens = jax.ShapeDtypeStruct((shapes.tokens.shape[0], self._config.gamma), jnp.int32)
 
         def lower(config: StepConfig) -> jax.stages.Lowered:
-            return _iteration.lower(_loud(self._models), state, tokens, config)
+            return _iteration.lower(_with_scaled_keys(self._models), state, tokens, config)
 
         reference = dataclasses.replace(self._config, backends=REFERENCE, exact=False)
         return {"own": partial(lower, self._config), "reference": partial(lower, reference)}
@@ -70,7 +70,7 @@ class DraftCheck:
         size = state.tokens.shape[0], self._config.gamma
         tokens = np.random.default_rng(1).integers(0, vocabulary, size, np.int32)
         state = self._cut(state, self._drafter_state(self._models))
-        arguments = _loud(self._models), state, tokens
+        arguments = _with_scaled_keys(self._models), state, tokens
         actual, expected = (programs[name](*arguments) for name in ("own", "reference"))
         errors = _errors(actual, expected)
         error = max(errors.values())
@@ -80,7 +80,7 @@ class DraftCheck:
             if reason := _more_than_rounding(actual, expected, exact, beyond):
                 return reason, error
         shared = min(map(share, actual.picks, expected.picks), default=1.0)
-        if shared < SHARED:
+        if shared < MIN_SHARED:
             return f"it picks {shared:.0%} of what the reference picks in a layer", error
         return None, error
 
@@ -89,7 +89,7 @@ class DraftCheck:
         config = dataclasses.replace(self._config, backends=REFERENCE, exact=False)
         models, state = jax.tree.map(_widened, (self._models, state))
         with jax.default_matmul_precision("highest"):
-            return _iteration(_loud(models), state, tokens, config)
+            return _iteration(_with_scaled_keys(models), state, tokens, config)
 
     def _cut(self, state: DecodeState, drafter_state: Any) -> DecodeState:
         """The state of the first layers, in sampled mode, in which drafts return their logits."""
@@ -99,8 +99,8 @@ class DraftCheck:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Loud:
-    """A model whose new keys are `NEW_KEYS` times as large."""
+class _ScaledKeys:
+    """A model whose new keys are `NEW_KEY_SCALE` times as large."""
 
     model: Any
 
@@ -113,18 +113,18 @@ class _Loud:
         return self.model.dtype
 
     def __call__(self, tokens: Array, positions: Array, attend: Any, cache: Any) -> Any:
-        def louder(layer: int, q: Any, k: Any, v: Any, cache: Any, **rest: Any) -> Any:
-            return attend(layer, q, jnp.asarray(NEW_KEYS, k.dtype) * k, v, cache, **rest)
+        def scaled(layer: int, q: Any, k: Any, v: Any, cache: Any, **rest: Any) -> Any:
+            return attend(layer, q, jnp.asarray(NEW_KEY_SCALE, k.dtype) * k, v, cache, **rest)
 
-        return self.model(tokens, positions, louder, cache)
+        return self.model(tokens, positions, scaled, cache)
 
     def logits(self, hidden: Array) -> Array:
         return self.model.logits(hidden)
 
 
-def _loud(models: Models) -> Models:
-    copy = None if models.draft is None else _Loud(models.draft)
-    return models._replace(target=_Loud(models.target), draft=copy)
+def _with_scaled_keys(models: Models) -> Models:
+    copy = None if models.draft is None else _ScaledKeys(models.draft)
+    return models._replace(target=_ScaledKeys(models.target), draft=copy)
 
 
 @jax.tree_util.register_dataclass
@@ -161,7 +161,7 @@ def _more_than_rounding(
     """Why the errors ``beyond`` the tolerance are not due to rounding, or None if they are."""
     errors, reference = (_errors(x, exact, overall=True) for x in (actual, expected))
     for what, off in beyond.items():
-        if not (reference[what] <= ROUNDED and errors[what] <= ROUNDINGS * reference[what]):
+        if not (reference[what] <= MAX_ROUNDING and errors[what] <= ROUNDINGS * reference[what]):
             return (
                 f"the logits of its {what} are {off:.1%} from the reference's; from those of "
                 f"float32, its are {errors[what]:.1%} and the reference's {reference[what]:.1%}"

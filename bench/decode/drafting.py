@@ -1,4 +1,4 @@
-"""Which iterations a suite measures: shapes of models, and drafters at one ratio of the context."""
+"""Cases of suites that measure iterations: models, and drafters at one share of the context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATIO = 0.07
 STEPS = 4  # of a chunk
 CPU_STEPS = 1
 GUIDED = f"vegas:budget={RATIO}"
-# layers: the first ones alone, 0 for all; gamma: of drafters that are no chain.
+# layers: number of first layers, 0 for all; gamma: of drafters that are not chains.
 DEFAULT: cases.Case = {"model": "qwen3-8b", "B": 4, "S": 122880, "gamma": 9, "layers": 0}
 CPU = "model=qwen3-4b,B=1,S=2K,gamma=2,layers=1"
 
@@ -31,7 +31,7 @@ def case(text: str) -> cases.Case:
 
 
 def grid(settings: Settings, defaults: Sequence[str]) -> list[cases.Case]:
-    """The cases that were asked for, or a suite's ``own``, of which a quick run has the first."""
+    """The requested cases, or ``defaults``, of which a quick run has only the first."""
     if jax.default_backend() != "gpu":
         defaults = [CPU]
     elif settings.quick:
@@ -40,7 +40,7 @@ def grid(settings: Settings, defaults: Sequence[str]) -> list[cases.Case]:
 
 
 def ceilings() -> Ceilings:
-    """Those of this machine."""
+    """The ceilings of this machine."""
     cpu = jax.default_backend() == "cpu"
     return Ceilings(read_ceiling(), None if cpu else matrix_ceiling())
 
@@ -48,7 +48,7 @@ def ceilings() -> Ceilings:
 def rows(
     case: cases.Case, draftings: Sequence[Drafting], settings: Settings, limits: Ceilings
 ) -> Iterator[Row]:
-    """The iterations of a case, each a row."""
+    """Measure the iterations of a case; yields a row for each."""
     cpu = jax.default_backend() == "cpu"
     asked = dataclasses.replace(
         settings.decode, steps=CPU_STEPS if cpu else STEPS, layers=case["layers"] or None
@@ -61,13 +61,13 @@ def rows(
 
 
 def case_cells(row: Row) -> tuple[str, ...]:
-    """Model, layers, rows and context."""
+    """Cells of a row: model, layers, batch and context."""
     at: dict[str, Any] = row["case"]
     return at["model"], str(at["layers"]), str(at["B"]), cases.kilo(at["S"])
 
 
 def before_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    """How many times as fast it is as in an earlier result, where ``rows`` were compared."""
+    """The cell of the speedup over an earlier result, if ``rows`` were compared with one."""
     if not any("ratio" in other for other in rows):
         return ()
     return (times(row["ratio"]) if "ratio" in row else "",)

@@ -22,12 +22,12 @@ from jspec.policies.budgeted import Budgeted
 def of_iteration(
     models: Models, batch: int, context: int, config: StepConfig, ceilings: Ceilings
 ) -> dict[str, float]:
-    """Nanoseconds of each part of `bench.decode.phases.PARTS` that has to read something.
+    """Least nanoseconds of each part of `bench.decode.phases.PARTS` that reads memory.
 
-    *draft passes*: the weights that they read, keys and values of what is selected; *verification*:
-    weights and cache; *collection*: the scores of every key, written; *selection*: these read, and
-    what a policy scores by itself; *compaction*: the copy, read and written; *bookkeeping*: the
-    logits of the verification.
+    Bytes counted: *draft passes*: weights, and the selected keys and values; *verification*:
+    weights and cache; *collection*: writing the scores of all keys; *selection*: reading these,
+    and what a policy scores by itself; *compaction*: reading and writing the copy; *bookkeeping*:
+    the logits of the verification.
     """
     model: Any = models.target
     layers, dtype = model.config, model.dtype
@@ -66,32 +66,32 @@ def of_iteration(
 
 
 def view_of(config: StepConfig) -> Policy | None:
-    """The policy that draft passes of the model itself read by; None where it makes none."""
+    """The policy of draft passes by the model itself, None if it makes none."""
     draft = _passing(config)
     return None if draft is None else draft.guided or draft.cache_policy
 
 
 def quantized_in(config: StepConfig) -> str:
-    """The kind of the copy that draft passes read; "" where they read none."""
+    """The kind of the quantised copy that draft passes read, "" for none."""
     draft = _passing(config)
     return "" if draft is None else draft.quantized
 
 
 def _passing(config: StepConfig) -> SparseDrafter | None:
-    """The drafter that makes passes of the model itself, if one does."""
+    """The drafter that drafts by passes of the model itself, or None."""
     draft = config.draft.second if isinstance(config.draft, Chain) else config.draft
     return draft if isinstance(draft, SparseDrafter) else None
 
 
 def passes_of(config: StepConfig) -> tuple[int, int]:
-    """How many passes a draft makes, and the tokens of each."""
+    """The number of passes of a draft, and the tokens of each."""
     if isinstance(config.draft, Chain):
         return min(config.draft.rounds, config.gamma), min(config.draft.inner, config.gamma) + 1
     return config.gamma, 1
 
 
 def positions_read(policy: Policy, context: int) -> int:
-    """How many positions of a row ``policy`` selects."""
+    """The number of positions of a row that ``policy`` selects."""
     if isinstance(policy, Streaming):
         size = policy.window
         return math.ceil(size * context) if isinstance(size, float) else policy.sinks + size
@@ -104,8 +104,7 @@ def positions_read(policy: Policy, context: int) -> int:
 
 
 def draft_weight_bytes(models: Models, batch: int, config: StepConfig) -> int:
-    """Bytes of the weights that a draft pass of ``batch`` rows reads, 0 where the model does not
-    draft."""
+    """Bytes of the weights that a draft pass of ``batch`` rows reads, 0 without such passes."""
     draft = _passing(config)
     if draft is None:
         return 0

@@ -52,8 +52,10 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """A row's ``name``; its ``draft``, as `named_draft` reads it, of ``gamma`` tokens; whether the
-    target's passes are ``exact``."""
+    """A row's ``name``, its ``draft`` (as in `named_draft`) and ``gamma``.
+
+    ``exact``: whether the target's passes are exact.
+    """
 
     name: str
     draft: str
@@ -106,8 +108,8 @@ class Iteration:
         self._target: Decoder = target
         room = CHUNKS[1] * self._steps * (drafting.gamma + 1)
         sizes = shape.batch, shape.context, drafting.gamma, room
-        settings_of_cache = {"policy": self._config.cache_policy, "exact": drafting.exact}
-        self._blueprint = Blueprint.of(self._target, *sizes, **settings_of_cache)
+        options = {"policy": self._config.cache_policy, "exact": drafting.exact}
+        self._blueprint = Blueprint.of(self._target, *sizes, **options)
         self._floors = floors.of_iteration(
             models, shape.batch, shape.context, self._config, ceilings
         )
@@ -129,7 +131,7 @@ class Iteration:
         return {"chunk": lower} | (self._check.lowerings(shapes) if self._settings.check else {})
 
     def rows(self, programs: Programs) -> Iterator[point.Row]:
-        """The iteration's row, with its times where its output was right."""
+        """Yield the iteration's row, with times if its output was right."""
         for program in programs.values():
             if isinstance(program, Absent):
                 yield self._row(False, reason=program.reason)
@@ -186,7 +188,7 @@ class Iteration:
             yield self._row(False, reason=failed)
 
     def _kernels(self, run: Callable[[int], Any], program: Any, step_ns: float) -> dict[str, Any]:
-        """How many kernels an iteration has, and how long its parts take."""
+        """The number of kernels of an iteration, and the times of its parts."""
         kernels = kernels_of(partial(run, 1))
         sums = phases.by_part(kernels, parts.origins(program.as_text()))
         return of_kernels(kernels, self._steps, step_ns) | {

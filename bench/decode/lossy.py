@@ -28,9 +28,9 @@ from bench.table import number, times
 from jspec.cli.compile_cache import keep_programs
 
 STEPS = 8  # of a chunk
-# layers: the first ones alone, 0 for all.
+# layers: number of first layers, 0 for all.
 DEFAULT: cases.Case = {"model": "llama-3.1-8b", "B": 4, "S": 131072, "layers": 0}
-# What a run of two minutes has time for; `--backend` names others.
+# Policies for a run of two minutes; others by `--backend`.
 POLICIES = ("dense", "hata", "quest_32", "loki", "streaming")
 COLUMNS = (
     "step",
@@ -53,7 +53,7 @@ FOOT = (
 
 
 def case(text: str) -> cases.Case:
-    """A case of ``--case``; `ValueError` where it is none, or none of its layers selects."""
+    """Parse a case of ``--case``; raises `ValueError` if it is invalid or no layer selects."""
     case = cases.parse(text, DEFAULT)
     every = [layer.window is None for layer in MODELS[case["model"]].layers]
     least = every.index(True, DENSE_LAYERS) + 1
@@ -75,7 +75,7 @@ def grid(settings: Settings) -> list[cases.Case]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Every case with every policy."""
+    """Measure every case with every policy."""
     keep_programs()
     cpu = jax.default_backend() == "cpu"
     decode_settings = dataclasses.replace(settings.decode, steps=CPU_STEPS if cpu else STEPS)
@@ -94,7 +94,7 @@ def _rows(
     chosen: list[cases.Case], policies: list[str], settings: Settings, ceilings: Ceilings
 ) -> Iterator[Row]:
     for model, layers in dict.fromkeys((case["model"], case["layers"]) for case in chosen):
-        steps_cases = [
+        cases_of_model = [
             Case(model, case["B"], case["S"], (1,), name)
             for case in chosen
             if (case["model"], case["layers"]) == (model, layers)
@@ -103,12 +103,12 @@ def _rows(
         asked = dataclasses.replace(settings.decode, layers=layers or None)
         of_layers = dataclasses.replace(settings, decode=asked)
         drawn = decode.drawn(model, of_layers)
-        yield from decode.steps_of(drawn, steps_cases, of_layers, ceilings)
+        yield from decode.steps_of(drawn, cases_of_model, of_layers, ceilings)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A row with times: the policy, its case, microseconds, and the dense step's of its case."""
+    """A row with times: policy, case, time, and the time of the dense step of the same case."""
 
     row: Row
     policy: str
@@ -123,16 +123,16 @@ class Step:
 
     @property
     def tokens(self) -> float:
-        """A second, of all rows."""
+        """Tokens a second of all rows."""
         return self.row["case"]["B"] / self.time.median * 1e6
 
     @property
     def share(self) -> float:
-        """Of the byte floor: floor over step."""
+        """The byte floor over the step."""
         return self.row["floor_ns"] / 1e3 / self.time.median
 
     def cells(self) -> tuple[str, ...]:
-        """Those under `COLUMNS`."""
+        """The cells under `COLUMNS`."""
         row, time = self.row, self.time
         return (
             ms(time.median),
@@ -160,13 +160,13 @@ def steps(rows: list[Row]) -> list[Step]:
 
 
 def case_cells(step: Step) -> tuple[str, ...]:
-    """Model, layers, rows and context."""
+    """Cells of a step: model, layers, batch and context."""
     at = step.row["case"]
     return at["model"], str(at["layers"]), str(at["B"]), cases.kilo(at["context"])
 
 
 def show(result: dict[str, Any]) -> None:
-    """A line a policy; reasons of what has no times."""
+    """Print a line per policy; rows without times as their reason."""
     screen, title = console(), f"{result['machine']['device']}; times in milliseconds"
     table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None)
     columns = [i for i, heading in enumerate(COLUMNS) if heading != "p10-p90"]

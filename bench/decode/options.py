@@ -1,4 +1,4 @@
-"""The options of the command line that only this suite has."""
+"""Command-line options of the suite `decode`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jspec.dispatch import Backends
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Give ``parser`` the options."""
-    group = parser.add_argument_group("decode", "what is crossed may be given again")
+    """Add the options to ``parser``."""
+    group = parser.add_argument_group("decode", "options with several values may be repeated")
     for field, (option, words, settings) in OPTIONS.items():
         group.add_argument(option, dest=field, help=words, **settings)
 
@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def read(
     parser: argparse.ArgumentParser, asked: argparse.Namespace, suites: Sequence[str]
 ) -> DecodeSettings:
-    """What was asked for; ends with an error where that cannot be, or is for no other suite."""
+    """Read the options; exits with an error if they are invalid or for another suite."""
     named = [name for name in asked.backend if "=" in name]
     plain = [name for name in asked.backend if "=" not in name]
     values: dict[str, Any] = {
@@ -48,10 +48,12 @@ def read(
 
 
 def _count(text: str) -> int:
-    """A whole number of at least 1; K stands for 1024."""
+    """Parse a whole number of at least 1; K stands for 1024."""
     digits, unit = (text[:-1], 1024) if text[-1:] in ("K", "k") else (text, 1)
     if not re.fullmatch("[1-9][0-9]{0,8}", digits):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} must be a whole number from 1 on, or as 8K")
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.40} must be a whole number of at least 1, such as 8192 or 8K"
+        )
     return int(digits) * unit
 
 
@@ -66,5 +68,5 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "contexts": ("--context", "tokens in the cache of each row, as 8192 or 8K", _CROSSED),
     "tokens": ("--tokens", "of a pass, 1 for plain decoding", _CROSSED),
     "steps": ("--steps", "of a jitted chunk, 16 by default", {"type": _count, "metavar": "N"}),
-    "layers": ("--layers", "the first N alone", {"type": _count, "metavar": "N"}),
+    "layers": ("--layers", "only the first N layers", {"type": _count, "metavar": "N"}),
 }

@@ -15,9 +15,9 @@ SPREAD = 7919  # a prime, so that neighbours in a pass are far apart in the voca
 
 @dataclasses.dataclass(frozen=True)
 class NoisyPadding(NoDraft):
-    """As `NoDraft`, with another token at each position of padding, where rows are equally long.
+    """`NoDraft` with different padding tokens at all positions of rows of equal length.
 
-    Equal ones would all choose the same experts, and a pass of several tokens read too few.
+    Equal tokens would all choose the same experts, and a pass would read too few of them.
     """
 
     def draft(

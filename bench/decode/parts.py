@@ -11,22 +11,20 @@ PARTS = ("attention", "products", "rest")
 _ATTENTION = re.compile(
     r"attention|attend|fmha|sdpa|flash|merge_kernel|gathered_kernel", re.IGNORECASE
 )
-_SCOPE = re.compile(
-    r"/(?:gathered_|scored_)?attention/"
-)  # of what an operation of that name traced
+_SCOPE = re.compile(r"/(?:gathered_|scored_)?attention/")  # scopes of attention operations
 _PRODUCTS = re.compile(
     r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|matmul|linear_kernel|stream_kernel|"
     r"(?:^|_)dot(?:_|$)",
     re.IGNORECASE,
 )
-# An instruction of a compiled program with the name of what it was made from.
+# An instruction of a compiled program, and its `op_name`.
 _INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{op_name="([^"]*)"')
-# The name of a Mosaic kernel in the instruction that calls it; `stable` names their format.
+# The name of a Mosaic kernel in the instruction that calls it; `stable_` is the serialised format.
 _MOSAIC = re.compile(r"\\+00(?!stable_)([A-Za-z]\w*_mosaic_gpu)\\+00")
 
 
 def origins(program: str) -> dict[str, str]:
-    """From a compiled program's text: kernels by name, and the operation each was made from.
+    """The operation each kernel was compiled from, by kernel name, from a program's text.
 
     XLA names its kernels after their instructions; those of Mosaic also have a suffix.
     """
@@ -41,12 +39,12 @@ def origins(program: str) -> dict[str, str]:
 
 
 def instruction_of(kernel: str) -> str:
-    """The name that `origins` knows a kernel by."""
+    """The name of a kernel in `origins`."""
     return re.sub("(_mosaic_gpu).*", r"\1", kernel)
 
 
 def part_of(kernel: str, made_from: dict[str, str]) -> str:
-    """The part of a kernel, by the operation that it was made from and by its name."""
+    """The part of a kernel, by the operation it was compiled from and by its name."""
     if _SCOPE.search(made_from.get(instruction_of(kernel), "")) or _ATTENTION.search(kernel):
         return "attention"
     return "products" if _PRODUCTS.search(kernel) else "rest"

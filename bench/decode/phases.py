@@ -1,4 +1,4 @@
-"""Which part of an iteration a kernel belongs to: draft, verification, or what guides it."""
+"""Assigns a kernel to a part of an iteration, such as draft passes or verification."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = (
 PHASES = {"draft": "draft passes", "verification": "verification"}
 _PHASE = re.compile(r"(?:^|/)(draft|verification)/")  # scopes of `jspec.decode.step`
 _INSIDE = re.compile(r"(?:^|/)(collection|selection|compaction)/")  # scopes of `jspec.policies`
-# Kernels that XLA does not name after an instruction, by the names that their sources give them.
+# Kernels that XLA does not name after an instruction, by the names in their sources.
 _NAMED = {
     "collection": re.compile(r"weights_kernel"),
     "selection": re.compile(r"(row|count|place|finish|score|pick)_kernel"),
@@ -31,11 +31,10 @@ Sums = dict[str, dict[str, int]]  # nanoseconds by part and kind
 
 
 def by_part(kernels: Iterable[Kernel], made_from: dict[str, str]) -> Sums:
-    """Nanoseconds of each part, divided into attention, products with weights, and the rest.
+    """Nanoseconds of each part, divided into attention, matmuls with weights, and the rest.
 
-    ``kernels`` in the order in which they ran, ``made_from`` as `bench.decode.parts.origins` gives
-    it. A kernel that no instruction and no source names, as one of a library is, belongs to the
-    phase that runs: that of the kernel before.
+    ``kernels``: in the order in which they ran; ``made_from``: by `bench.decode.parts.origins`. A
+    kernel of unknown origin, such as one of a library, belongs to the phase of the kernel before.
     """
     kernels = list(kernels)
     sums: Sums = {part: dict.fromkeys(KINDS, 0) for part in PARTS}
@@ -51,7 +50,7 @@ def by_part(kernels: Iterable[Kernel], made_from: dict[str, str]) -> Sums:
 
 
 def _part(name: str, path: str, phase: str) -> str:
-    """The part of a kernel that was made from ``path`` while ``phase`` ran."""
+    """The part of a kernel that was compiled from ``path`` while ``phase`` ran."""
     inside = _INSIDE.search(path)
     if inside:
         return inside[1]

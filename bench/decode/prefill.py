@@ -23,7 +23,9 @@ from jspec.dispatch import Backends
 from jspec.models.decoder import Decoder
 
 PARAMS = SamplingParams(max_new_tokens=1)
-REFERENCE_CHUNK = 256  # tokens: the reference holds a score for each of them and each cached token
+REFERENCE_CHUNK = (
+    256  # tokens: the reference materialises a score for each of them and each cached token
+)
 REPEATS = 3
 
 
@@ -69,9 +71,9 @@ def _prefilled(
 
 
 def _distance(part: Decoder, state: DecodeState, prompt: np.ndarray) -> float:
-    """The error of the last layer's keys against a prefill by ``xla``, over their norm.
+    """The relative error of the last layer's keys against a prefill by ``xla``.
 
-    They follow from the attention of the layers before.
+    These keys depend on the attention of the layers before.
     """
     reference = _prefilled(part, prompt, REFERENCE, REFERENCE_CHUNK)
     last = part.config.num_layers - 1
@@ -80,9 +82,9 @@ def _distance(part: Decoder, state: DecodeState, prompt: np.ndarray) -> float:
 
 @jax.jit
 def _apart(actual: Any, expected: Any) -> jax.Array:
-    """The largest error of a position."""
+    """The largest relative error of a position."""
     actual, expected = (x.astype(jnp.float32).reshape(x.shape[1], -1) for x in (actual, expected))
     norm = jnp.linalg.norm(expected, axis=-1)
     apart = jnp.linalg.norm(actual - expected, axis=-1)
-    # Slots that no token took are zero in both.
+    # Unused slots are zero in both.
     return (apart / jnp.where(norm > 0, norm, 1)).max()

@@ -27,15 +27,15 @@ from jspec.policies.budgeted import Budgeted
 # over many random keys leaves a small residual. With these scales, logits in bfloat16 differ from
 # those in float32 by at most 5 % at 30K keys, and by 40 % with wrong experts; at 2K keys by 2 % and
 # 18 %.
-EXPERTS_GIVE = 0.06
-ROUTERS_TELL = 2.0
+EXPERT_SCALE = 0.06
+ROUTER_SCALE = 2.0
 # Standard deviation of the E2M1 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 E2M1_DEVIATION = math.sqrt(68.5 / 8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What a device can do: bytes ``read`` and ``matrix`` operations a second, None if unknown."""
+    """Ceilings of a device: bytes ``read`` and ``matrix`` operations a second, None if unknown."""
 
     read: float
     matrix: float | None
@@ -80,7 +80,7 @@ def random_mxfp4(seeds: Iterator[int], scale: float, shape: tuple[int, ...]) -> 
     codes = random_bits(next(seeds), (count, *outputs, inputs // 2), jnp.uint8)
     power = math.log2(scale / E2M1_DEVIATION)
     least = math.floor(power)
-    # Of a share s at twice the scale the variance is 1 + 3 s times as large.
+    # With a share s at twice the scale, the variance is 1 + 3 s times as large.
     larger = round((4 ** (power - least) - 1) / 3 * 256)
     drawn = random_bits(next(seeds), (count, *outputs, inputs // BLOCK), jnp.uint8)
     scales = jnp.where(drawn < larger, least + 128, least + 127).astype(jnp.uint8)
@@ -89,7 +89,7 @@ def random_mxfp4(seeds: Iterator[int], scale: float, shape: tuple[int, ...]) -> 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def random_bits(seed: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Whole numbers of random bits."""
+    """Integers of random bits."""
     return jax.random.bits(jax.random.key(seed, impl="rbg"), shape, dtype)
 
 
@@ -119,8 +119,8 @@ def random_model(
         # A kernel is [in, ...], that of experts [E, in, ...].
         inputs = leaf.shape[len(leaf.shape) > 1 and "experts" in name]
         scale = 0.02 if "embedding" in name else inputs**-0.5
-        scale *= EXPERTS_GIVE if "experts.down" in name else 1
-        scale *= ROUTERS_TELL if "router" in name else 1
+        scale *= EXPERT_SCALE if "experts.down" in name else 1
+        scale *= ROUTER_SCALE if "router" in name else 1
         if mxfp4 and "experts" in name:
             return random_mxfp4(seeds, scale, leaf.shape)
         return noise(next(seeds), jnp.float32(scale), leaf.shape, dtype, parts=16)
@@ -129,7 +129,7 @@ def random_model(
 
 
 def part_of(model: Decoder, layers: slice) -> Decoder:
-    """Some of a model's layers; the arrays are the same ones."""
+    """A model of some of the layers, which shares the arrays."""
     part = jax.tree.map(lambda x: x, model)
     part.config = dataclasses.replace(model.config, layers=model.config.layers[layers])
     part.layers = nnx.List(list(model.layers)[layers])
@@ -171,7 +171,7 @@ def numbers(tree: Any) -> int:
 
 
 def _weights(tree: Any) -> list[tuple[Any, Any]]:
-    """Every array or matrix in MXFP4, and its path."""
+    """All arrays and MXFP4 matrices, with their paths."""
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, MXFP4))
 
 

@@ -1,6 +1,6 @@
-"""States in the middle of decoding whose cache was filled with noise.
+"""States in the middle of decoding whose cache is filled with noise.
 
-How fast a step is does not depend on what the cache holds, so that no prompt need be prefilled.
+The time of a step does not depend on the values in the cache, so that no prompt is prefilled.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from jspec.policies import Policy
 from jspec.policies.attend import DENSE
 from jspec.policies.policy import create_cache
 
-# Of keys: a share of them carries the softmax, and a block that is left out shows in the output.
+# Standard deviation of keys: large enough that leaving out a block of keys changes the output.
 KEY_SCALE = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """What a state of ``context`` tokens a row is made from.
+    """Makes states with ``context`` tokens in each row.
 
-    ``small``: a state of as many rows whose cache has two slots; ``shapes``: the whole state as
-    shapes, which programs can be compiled for before there is memory for it.
+    ``small``: a state with as many rows and a cache of two slots; ``shapes``: the shapes of the
+    whole state, for compiling before its memory is allocated.
     """
 
     small: DecodeState
@@ -52,9 +52,9 @@ class Blueprint:
         policy: Policy = DENSE,
         exact: bool = False,
     ) -> Blueprint:
-        """For passes of up to ``gamma + 1`` tokens, with ``room`` slots for what is to come.
+        """A blueprint for passes of up to ``gamma + 1`` tokens, with ``room`` slots for decoding.
 
-        ``policy``: whose columns and pages the cache keeps; ``exact``: as `StepConfig` has it.
+        ``policy``: whose columns and pages the cache has; ``exact``: as in `StepConfig`.
         """
         capacity = rounded_capacity(context + room + gamma + 1)
         params = SamplingParams(max_new_tokens=1, ignore_eos=True)
@@ -72,7 +72,7 @@ class Blueprint:
         return cls(small, jax.eval_shape(whole, small), context)
 
     def filled(self, vocabulary: int) -> DecodeState:
-        """The state, with random tokens, keys and values, and what a policy keeps of them."""
+        """A state with random tokens, keys, values and columns of the policy."""
         batch, capacity = self.shapes.tokens.shape
         seeds = itertools.count()
 
@@ -96,7 +96,7 @@ class Blueprint:
         return self.rewound(state)
 
     def rewound(self, state: DecodeState) -> DecodeState:
-        """A state with as many tokens a row as at first, whatever was decoded since."""
-        # Made on the host: a copy to the device is no kernel.
+        """The state with its lengths reset to ``context``."""
+        # Made on the host: a copy to the device launches no kernel.
         lengths = jnp.asarray(np.full(state.tokens.shape[0], self.context, np.int32))
         return dataclasses.replace(state, cache=state.cache.with_lengths(lengths))

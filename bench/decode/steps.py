@@ -1,4 +1,4 @@
-"""The rows of one case: what a step costs at a batch and a context, for passes of several sizes."""
+"""The rows of one case: the time of a step at a batch and context, by tokens of a pass."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from jspec.models.decoder import Decoder
 from jspec.ops.attention.dense import ATTENTION
 from jspec.policies import Policy
 
-SHARE = 64  # of the context a policy selects one token in so many: 1.56 %
-LEAST = 128  # tokens that it selects; policies of pages need some
-DENSE_LAYERS = 2  # the first ones, in which it does not select
+SHARE = 64  # a policy selects one in 64 tokens of the context: 1.56 %
+LEAST = 128  # selected tokens at least, as policies with pages need
+DENSE_LAYERS = 2  # first layers, in which the policy does not select
 Programs = Mapping[Any, Any]
 
 
@@ -53,8 +53,8 @@ Programs = Mapping[Any, Any]
 class Case:
     """A ``model`` by name, with ``batch`` rows of ``context`` tokens; ``tokens``: of the passes.
 
-    ``policy``: the name of one in `bench.policies` that decides what the model reads, with a budget
-    of one token in `SHARE` and `DENSE_LAYERS`; passes of several tokens are dense.
+    ``policy``: the name of a policy of `bench.policies` by which the model reads the cache, with a
+    budget of one token in `SHARE` and `DENSE_LAYERS`; passes of several tokens are dense.
     """
 
     model: str
@@ -65,11 +65,11 @@ class Case:
 
     @property
     def count(self) -> int:
-        """How many tokens the policy selects."""
+        """The number of tokens that the policy selects."""
         return max(self.context // SHARE, LEAST)
 
     def made(self) -> Policy:
-        """The policy itself."""
+        """The policy with the budget of this case."""
         return policies(self.count, dense_layers=DENSE_LAYERS)[self.policy]
 
 
@@ -93,7 +93,7 @@ class Steps:
         return self._blueprint.shapes.cache.nbytes
 
     def lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]:
-        """What lowers each program of the case: a chunk for each pass, and those of the check."""
+        """Functions that lower each program: a chunk for each pass, and those of the check."""
         shapes = self._blueprint.shapes
 
         def lower(tokens: int) -> jax.stages.Lowered:
@@ -104,7 +104,7 @@ class Steps:
         return chunks | (self._check.lowerings(shapes) if self._settings.check else {})
 
     def rows(self, programs: Programs) -> Iterator[point.Row]:
-        """A row for each pass, with its times where its output was right."""
+        """Yield a row for each pass, with times if its output was right."""
         ran: dict[int, dict[str, Any]] = {}
         state = None
         for tokens in self.case.tokens:
@@ -161,7 +161,7 @@ class Steps:
     def _right(
         self, loop: Loop, program: Any, tokens: int, about: dict[str, Any]
     ) -> Iterator[point.Row]:
-        """The row of a pass that was right, and one that says why its kernels are not known."""
+        """The row of a correct pass, and one with the reason if its kernels are not known."""
         run, failed = partial(loop.run, program), None
         try:
             short, long = (partial(run, count) for count in CHUNKS)
@@ -185,7 +185,7 @@ class Steps:
             yield self._row(tokens, False, reason=f"device clock: {failed}")
 
     def _checks(self, programs: Programs) -> dict[Any, Any]:
-        """The programs of the check; raises `RuntimeError` where one did not compile."""
+        """The programs of the check; raises `RuntimeError` if one did not compile."""
         check_programs = {key: programs[key] for key in programs if isinstance(key, tuple)}
         for program in check_programs.values():
             if isinstance(program, Absent):
@@ -221,7 +221,7 @@ class Steps:
         )
 
     def _attention(self, tokens: int) -> str:
-        """The backend of attention over a whole layer."""
+        """The backend of attention in a layer without a window."""
         config, asked = self._model.config, self._asked.backends.get("attention")
         layer = next((i for i, spec in enumerate(config.layers) if spec.window is None), 0)
         columns, spec = self._blueprint.shapes.cache.columns[layer], config.layers[layer]

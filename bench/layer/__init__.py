@@ -29,7 +29,7 @@ from jspec.dispatch import Backends
 from jspec.ops.attention.dense import ATTENTION
 from jspec.policies import Policy
 
-SHARE = 64  # of the slots one in so many is selected: 1.56 %
+SHARE = 64  # one slot in 64 is selected: 1.56 %
 # n = 0 stands for S / SHARE; R: bits of a hash code; channels: of Loki.
 DEFAULT: Case = {"B": 8, "S": 32768, "heads": "32/32", "H": 128, "n": 0, "R": 128, "channels": 32}
 # On a GPU, XLA's attention autotunes for long and never wins; FlashAttention-3 is measured through
@@ -91,7 +91,7 @@ def measured(
     settings: Settings,
     backends: Mapping[str, Backends] | None = None,
 ) -> Iterator[point.Row]:
-    """A row of each policy that the settings want; ``backends``: of each of them, by its name."""
+    """A row for each policy that the settings select; ``backends``: by the policy's name."""
     backends_of = backends or dict.fromkeys(policies, Backends())
     chosen = {name: policy for name, policy in policies.items() if settings.wants(name)}
     policy_params = {name: arrays_of(policy, [spec_of(case)]) for name, policy in chosen.items()}

@@ -1,7 +1,7 @@
 """What makes a layer of HATA fast: its kernels one by one, its budget, and the bits of its codes.
 
-After figures 7 to 9 of HATA (arXiv 2506.02572), which shows quality against budget and bits; here
-is their time. Stage by stage the operations of a layer take their best backends in place of XLA's.
+After figures 7 to 9 of HATA (arXiv 2506.02572), which show quality by budget and bits; here
+it is time. Stage by stage, the operations of a layer use their best backends instead of XLA's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.table import cell, times
 from jspec.dispatch import Backends
 
 DEFAULT: Case = {**layer.DEFAULT, "B": 1, "S": 131072}
-SHARES = (256, 128, 64, 32)  # of the slots one in so many is selected
+SHARES = (256, 128, 64, 32)  # one slot in so many is selected
 BITS = (32, 64, 128, 256)
 COMPARED = ("hata", "quest_32", "loki")
 SCORES = {"hamming_scores": "xla", "hash_select": "xla"}
@@ -30,9 +30,9 @@ SORT = {"select": "xla", "hash_select": "two_steps"}
 ENCODE = {"hash_encode": "xla", "rotate_and_append": "xla", "rotate_append_encode": "xla"}
 GATHER = {"gathered_attention": "xla"}
 ONE_BY_ONE = {"hash_attention": "one_by_one"}
-# Each with one more part than the stage before at its best backend: scores, their selection with
-# the scores, attention that reads the selection in place, and encoding with the cache's update; at
-# last all of them as one operation.
+# Each stage uses the best backend for one more part than the stage before: scores, scores with
+# selection, attention that reads the selection in place, and encoding with the cache update. The
+# last stage runs all of them as one operation.
 STAGES = {
     "plain": Backends(SORT | SCORES | GATHER | ENCODE),
     "score": Backends(SORT | GATHER | ENCODE),
@@ -79,7 +79,7 @@ def _rows(settings: Settings) -> Iterator[point.Row]:
 def _some(
     operation: str, case: Case, settings: Settings, names: tuple[str, ...] = COMPARED
 ) -> Iterator[point.Row]:
-    """The rows of some policies; none where their budget has no room for what they always read."""
+    """The rows of some policies; a reason if the budget is too small for what they always read."""
     try:
         by_name = policies(case)
     except ValueError as error:
@@ -89,7 +89,7 @@ def _some(
 
 
 def parts(result: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """Of each part that has times: its title, headings and lines."""
+    """Title, headings and lines of each part that has times."""
     floor = tables.floor_of(result)
     for operation, title in TITLES.items():
         rows = [row for row in result["rows"] if row["operation"] == operation]

@@ -23,7 +23,7 @@ DOUBT = 1e-5  # of a dot product's bound: below it, rounding may change the sign
 # that a GPU computes in TF32.
 CLOSE, ROUGH = 1e-3, 2e-2
 WRITTEN = 0.05  # the share of a new token's code that rounding may change
-Scored = tuple[Array, Array]  # scores [B, K, S or pages], and by how much they are in doubt [B, K]
+Scored = tuple[Array, Array]  # scores [B, K, S or pages], and their uncertainty [B, K]
 Exact = partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 
 
@@ -82,8 +82,7 @@ def selects(
 ) -> bool:
     """Whether ``chosen`` are the positions of the highest scores, of equal ones the first.
 
-    Scores that are nearer to the lowest chosen one than rounding may have moved them may be chosen
-    or not.
+    Scores within rounding of the lowest chosen one may be chosen or not.
     """
     kind = next((x for x in SCORES if isinstance(policy, x)), None)
     if kind is None:
@@ -101,7 +100,7 @@ def selects(
 
 
 def _forced(policy: ScoredPolicy) -> tuple[int, int]:
-    """How many first and last positions, or pages, are read whatever they score."""
+    """Numbers of first and last positions, or pages, that are always read."""
     page = policy.page_size
     recent = max(policy.recent, 1) if page > 1 else policy.recent
     return whole_pages(policy.sinks, page), touched(recent, page)
@@ -263,7 +262,7 @@ def _quest(policy: Quest, policy_params: Any, columns: Mapping[str, Array], q: A
         ]
         return sum(bounds[1:], bounds[0]).T
 
-    # The last page is read whatever it scores: that it may be padded does not matter.
+    # The last page is always read, so its padding does not matter.
     scores = jax.lax.map(row, (_grouped(q, columns["keys"].shape[2]), columns["keys"]))
     return scores, CLOSE * scores.std(axis=-1)
 

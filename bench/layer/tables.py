@@ -102,7 +102,7 @@ def lines(group: Group, floor: Floor) -> Iterator[tuple[str, ...]]:
 
 
 def cells(row: Row, floor: Floor) -> tuple[str, ...]:
-    """Those under `COLUMNS` but for the last two."""
+    """The cells under `COLUMNS` except the last two."""
     time, share = time_of(row), floor.share(row)
     return (
         number(time.median),
@@ -125,7 +125,7 @@ def foot(floor: Floor) -> str:
 
 
 def show(result: dict[str, Any], operation: str = "hata_layer") -> None:
-    """Each case with the fastest dense attention and every policy; reasons of what has no times."""
+    """Print each case with the fastest dense attention and all policies; reasons of other rows."""
     screen, floor, rows = console(), floor_of(result), result["rows"]
     device = result["machine"]["device"]
     table = Table(title=f"{result['suite']}: {device}; times in microseconds", title_justify="left")
@@ -141,7 +141,7 @@ def show(result: dict[str, Any], operation: str = "hata_layer") -> None:
 
 
 def show_reasons(screen: Console, result: dict[str, Any]) -> None:
-    """What has no times and why, each reason once."""
+    """Print the reasons of rows without times, each once."""
     rows = result["rows"]
     reasons = (f"{row['name']}: {row['reason']}" for row in rows if row.get("reason"))
     for reason in dict.fromkeys(reasons):

@@ -48,8 +48,8 @@ def spec_of(case: Mapping[str, Any]) -> LayerSpec:
 def needed(policy: Policy, case: Mapping[str, Any]) -> int:
     """Bytes that a step must read and write: what the policy scores, and what attention reads.
 
-    Of every token what the policy keeps of it, for exact top-k its key; keys and values of the
-    selected tokens and the new one; queries and outputs.
+    The policy's columns of every token, for exact top-k its key; keys and values of the selected
+    tokens and the new one; queries and outputs.
     """
     batch, slots = case["B"], case["S"]
     reads = slots if isinstance(policy, Dense) else case["n"] + 1
@@ -61,8 +61,8 @@ def needed(policy: Policy, case: Mapping[str, Any]) -> int:
 class Token:
     """The projections of the new token: ``joined [B, 1, K, G * H + 2 * H]``.
 
-    The rotation by ``cosine`` and ``sine [B, 1, 1, H / 2]`` is one by 0 degrees: queries and keys
-    are known to the last bit. ``context_len`` int32 ``[B]``: the position.
+    The rotation by ``cosine`` and ``sine [B, 1, 1, H / 2]`` is by 0 degrees, so that queries and
+    keys are known exactly. ``context_len`` int32 ``[B]``: the position.
     """
 
     joined: Array
@@ -98,7 +98,7 @@ def token(case: Mapping[str, Any]) -> Token:
 def program(policy: Policy, backends: Backends = Backends()) -> Callable[..., tuple[Cache, Output]]:
     """``(policy_params, cache, token) -> cache, output`` of a layer; the cache is to be donated.
 
-    ``backends``: of its operations, the best ones where it names none.
+    ``backends``: of its operations; the best ones by default.
     """
 
     def step(policy_params: Any, cache: Cache, token: Token) -> tuple[Cache, Output]:
@@ -123,7 +123,7 @@ def empty(policy: Policy, case: Mapping[str, Any]) -> Cache:
 
 
 def filled(policy: Policy, policy_params: Any, case: Mapping[str, Any]) -> Cache:
-    """The cache with random keys and values, and what the policy keeps of all but the last."""
+    """The cache with random keys and values, and the policy's columns and pages for them."""
     cache = empty(policy, case)
     columns = {
         name: noise(seed, jnp.float32(1), x.shape, x.dtype, parts=case["B"])
@@ -145,7 +145,7 @@ _folded = jax.jit(with_pages, static_argnums=(0, 5), donate_argnums=2)
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encoded(policy: Policy, policy_params: Any, k: Array) -> dict[str, Array]:
-    """The policy's columns of all keys ``[B, S, K, H]``, some tokens at a time."""
+    """The policy's columns of all keys ``[B, S, K, H]``, computed in chunks."""
     batch, slots = k.shape[:2]
     chunks = k.reshape(batch, -1, math.gcd(slots, CHUNK), *k.shape[2:])
     columns = jax.lax.map(lambda x: policy.encode(policy_params, 0, x), jnp.moveaxis(chunks, 1, 0))

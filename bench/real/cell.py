@@ -14,7 +14,7 @@ import numpy as np
 
 import jspec
 from bench import point
-from bench.at_once import Task, as_they_end
+from bench.at_once import Task, as_completed
 from bench.decode import floors, parts, phases
 from bench.decode.running import of_kernels
 from bench.decode.shapes import Ceilings
@@ -125,7 +125,7 @@ class Cell:
             with contextlib.suppress(Exception):
                 tasks.append(task(*pair))
         with bar("compile", len(tasks)) as advance:
-            for _ in as_they_end("compile", tasks, WORKERS):
+            for _ in as_completed("compile", tasks, WORKERS):
                 advance()
 
     def row(self, drafting: Drafting, sampling: str, new: int) -> Row:

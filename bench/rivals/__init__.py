@@ -1,1 +1,1 @@
-"""What jspec is measured against, a file an operation: PyTorch and FlashInfer."""
+"""Implementations that jspec is compared with, one file per operation."""

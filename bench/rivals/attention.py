@@ -17,12 +17,12 @@ from bench.settings import Settings
 from jspec.typing import Array
 
 NAMES = ("cudnn", "torch", *flash.NAMES)
-PAGE = 64  # slots of a page that FlashInfer reads the cache in, where it lies
+PAGE = 64  # slots of a page in FlashInfer's view of the cache
 NEVER = -1e9  # the bias of a key that a query must not read
 
 
 def attention(inputs: Inputs, check: Check, settings: Settings) -> list[Program | Absent]:
-    """All of them; none copies the cache."""
+    """All rivals of attention; none copies the cache."""
     arrays = (inputs.q, inputs.k, inputs.v)
 
     def paged(name: str) -> Program | Absent:

@@ -1,4 +1,4 @@
-"""What the rivals share: PyTorch where it is installed, programs of its functions, its graphs.
+"""Shared by rivals: PyTorch if it is installed, programs of its functions, CUDA graphs.
 
 Each rival is a `Program` of the same inputs as jspec's backends, or an `Absent` with the reason.
 They run on the GPU where PyTorch sees one, else on the CPU.
@@ -20,7 +20,7 @@ Maker = Callable[[str], Program | Absent]
 
 
 def each(makers: Mapping[str, Maker], settings: Settings) -> list[Program | Absent]:
-    """The rivals that the settings want, by the last part of their names."""
+    """The rivals that the settings select, by the last part of their names."""
     programs: list[Program | Absent] = []
     for name, maker in makers.items():
         if not settings.wants(name.rpartition("+")[2]):
@@ -35,7 +35,7 @@ def each(makers: Mapping[str, Maker], settings: Settings) -> list[Program | Abse
 
 
 def module(name: str) -> Any:
-    """A package that need not be there: imported when a rival is made."""
+    """Import an optional package, when a rival is made."""
     return importlib.import_module(name)
 
 

@@ -1,9 +1,9 @@
 """CUB's top-k, compiled for the case at hand and called by XLA.
 
-`cub::DeviceBatchedTopK` takes all rows at once, `cub::DeviceTopK` one row. Both give slots in any
-order. `cub` and `cub_rows` may take any of equal scores, another one each time; `cub_stable` takes
-the first ones. The sizes are constants of the program, as CUB's documentation asks for. The headers
-are those of the package `cuda-cccl`: nvcc comes with older ones.
+`cub::DeviceBatchedTopK` takes all rows in one call, `cub::DeviceTopK` one row. Both return slots in
+any order. `cub` and `cub_rows` may select any of equal scores, which may vary from call to call;
+`cub_stable` selects the first ones. The sizes are compile-time constants, as CUB's documentation
+recommends. The headers are those of the package `cuda-cccl`: nvcc comes with older ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jspec.typing import Array
 CALLS = {"cub": "CUB_BATCHED", "cub_stable": "CUB_STABLE", "cub_rows": "CUB_ROWS"}
 NAMES = tuple(CALLS)
 SOURCE = Path(__file__).with_name("cub.cu")
-OLDEST = (3, 6)  # of CCCL, whose batched top-k takes rows that no block holds, by clusters of them
+OLDEST = (3, 6)  # of CCCL: its batched top-k takes rows larger than a block, by clusters
 HOPPER = (9, 0)  # the least compute capability with clusters
 TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "int32": "int"}
 
@@ -40,7 +40,7 @@ TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "int32": "int"}
 def cub(
     scores: np.ndarray, k: int, checks: Mapping[str, Callable[[Any], bool]], settings: Settings
 ) -> list[Program | Absent]:
-    """The calls that the settings want; ``checks`` of their slots, by the names of the calls."""
+    """The calls that the settings select; ``checks`` of their slots by call name."""
     array = jnp.asarray(scores)
     names = [name for name in NAMES if settings.wants(name)]
     with ThreadPoolExecutor() as pool:  # each runs a compiler
@@ -124,7 +124,7 @@ def call(name: str, dtype: str, rows: int, n: int, k: int) -> Callable[[Array], 
 def command(
     name: str, dtype: str, n: int, k: int, gpu: tuple[int, int], include: Path, output: Path
 ) -> list[str]:
-    """What compiles a call for a compute capability, against CUB's headers."""
+    """The command that compiles a call for a compute capability, against CUB's headers."""
     defined = {CALLS[name]: 1, "CUB_SCORES": TYPES[dtype], "CUB_N": n, "CUB_K": k}
     options = (
         *toolchain.FLAGS["CUDA"],

@@ -1,4 +1,4 @@
-"""What the rivals of attention share: FlashAttention-3, twice, and FlashInfer."""
+"""Shared by rivals of attention: FlashAttention-3 by PyTorch and by JAX, and FlashInfer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Arrays = tuple[Array, Array, Array]  # queries [B, T, N, H], keys and values [B,
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """A cache as pages, where it lies: each key and value array is seen as ``[P, page, K, H]``.
+    """A view of a cache as pages: each key and value array viewed as ``[P, page, K, H]``.
 
     ``table``, int32 ``[B, n]``: the pages of each row; those after its last one are unused.
     """

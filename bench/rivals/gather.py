@@ -20,7 +20,7 @@ NAMES = flash.NAMES
 
 
 def gather(data: Selected, check: Check, settings: Settings) -> list[Program | Absent]:
-    """All of them; none copies the cache, and the page tables are made beforehand."""
+    """All rivals; none copies the cache, and page tables are made beforehand."""
     arrays, pages, restore = paged(data)
     rows, count = pages.table.shape
     lengths = np.full(rows, count, np.int32)
@@ -38,8 +38,8 @@ def gather(data: Selected, check: Check, settings: Settings) -> list[Program | A
 
 
 def paged(data: Selected) -> tuple[flash.Arrays, flash.Pages, Callable[[np.ndarray], np.ndarray]]:
-    """Queries, keys and values, the cache as pages of one token, and what brings an output back to
-    ``[B, T, N, H]``.
+    """Queries, keys and values, the cache as pages of one token, and a function that restores the
+    output shape ``[B, T, N, H]``.
 
     Where each KV head has its own selection, each is a row of its own, with pages of one head.
     """

@@ -49,7 +49,7 @@ def sampling(
             return flashinfer.sampling.chain_speculative_sampling(q, short, p)[0]
 
         def check(out: Any) -> bool:
-            # Its random numbers are its own: each row must be its draft up to one other token.
+            # Its random numbers differ: each row must be a prefix of its draft and one other token.
             blocks = out.cpu().numpy()
             committed = (blocks >= 0).sum(axis=1)
             index = np.arange(gamma)[None]

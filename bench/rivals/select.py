@@ -1,6 +1,6 @@
 """Rivals of selection: the top-k of PyTorch, of FlashInfer and of CUB, which do not sort it.
 
-FlashInfer's result is the same each time.
+FlashInfer's result is deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMES = ("torch", "flashinfer", *cub.NAMES)
 
 
 def select(scores: np.ndarray, want: np.ndarray, settings: Settings) -> list[Program | Absent]:
-    """All of them. ``want``: the slots of a stable sort, ascending."""
+    """All rivals of selection. ``want``: the slots of a stable sort, ascending."""
     as_float32, k = scores.astype(np.float32), want.shape[1]
     highest = np.sort(np.take_along_axis(as_float32, want, axis=1), axis=1)
 
@@ -26,10 +26,10 @@ def select(scores: np.ndarray, want: np.ndarray, settings: Settings) -> list[Pro
         return np.array_equal(np.sort(slots, axis=1), want)
 
     def right(slots: Any) -> bool:
-        """Their ties may be others: they are k slots with the highest scores."""
-        slots_sorted = np.sort(np.asarray(slots).astype(np.int64), axis=1)
-        selected = np.sort(np.take_along_axis(as_float32, slots_sorted, axis=1), axis=1)
-        return bool((np.diff(slots_sorted, axis=1) > 0).all()) and np.array_equal(selected, highest)
+        """Whether ``slots`` are k distinct slots with the highest scores; ties may differ."""
+        sorted_slots = np.sort(np.asarray(slots).astype(np.int64), axis=1)
+        selected = np.sort(np.take_along_axis(as_float32, sorted_slots, axis=1), axis=1)
+        return bool((np.diff(sorted_slots, axis=1) > 0).all()) and np.array_equal(selected, highest)
 
     def of_tensor(slots: Any) -> bool:
         return right(slots.cpu().numpy())

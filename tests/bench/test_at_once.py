@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from bench import at_once
-from bench.at_once import Task, as_they_end
+from bench.at_once import Task, as_completed
 
 
 def raises():
@@ -15,7 +15,7 @@ def raises():
 def test_what_ends_first_comes_first():
     last = threading.Event()
     tasks = [Task("slow", lambda: last.wait(60)), Task("quick", lambda: 1), Task("next", lambda: 2)]
-    found = as_they_end("some", tasks, 2)
+    found = as_completed("some", tasks, 2)
     assert [next(found), next(found)] == [1, 2]
     last.set()
     assert list(found) == [True]
@@ -24,13 +24,15 @@ def test_what_ends_first_comes_first():
 def test_as_many_run_at_once_as_there_are_workers():
     meeting = threading.Barrier(3, timeout=60)
     tasks = [Task(str(i), meeting.wait) for i in range(3)]
-    assert sorted(as_they_end("some", tasks, 3)) == [0, 1, 2]
+    assert sorted(as_completed("some", tasks, 3)) == [0, 1, 2]
 
 
 def test_a_wait_says_what_runs_and_where(monkeypatch, capsys):
-    monkeypatch.setattr(at_once, "EVERY", 0.05)
+    monkeypatch.setattr(at_once, "STATUS_INTERVAL", 0.05)
     last = threading.Event()
-    found = as_they_end("some", [Task("quick", lambda: 1), Task("slow", lambda: last.wait(0.5))], 1)
+    found = as_completed(
+        "some", [Task("quick", lambda: 1), Task("slow", lambda: last.wait(0.5))], 1
+    )
     assert list(found) == [1, False]
     line = capsys.readouterr().err.splitlines()[0]
     assert line.startswith("some: 1 of 2, at work: slow (0 s, at bench/at_once.py:")
@@ -41,7 +43,7 @@ def test_an_error_is_raised_at_once_and_nothing_else_begins(capsys):
     tasks = [Task("slow", lambda: last.wait(60)), Task("wrong", raises)]
     tasks += [Task("late", lambda: begun.append(last.wait(60)))] * 4
     with pytest.raises(ValueError, match="wrong"):
-        list(as_they_end("some", tasks, 2))
+        list(as_completed("some", tasks, 2))
     assert "some: 0 of 6, at work: slow (0 s" in capsys.readouterr().err
     last.set()
     assert len(begun) <= 1  # what the thread of the error had taken up by then

@@ -260,7 +260,7 @@ def test_rounding_says_what_is_wrong_beyond_the_tolerance(most, times, right, mo
     def other(*arguments):
         return dataclasses.replace(wanted[0], target=target + times * off)
 
-    monkeypatch.setattr(draft_check, "ROUNDED", most * rounding)
+    monkeypatch.setattr(draft_check, "MAX_ROUNDING", most * rounding)
     monkeypatch.setattr(draft_check, "TOLERANCE", 0.1 * rounding)
     reason, error = check.wrong(state, {"own": other, "reference": reference})
     largest = draft_check._error(wanted[0].target, target)

@@ -196,7 +196,7 @@ def test_signals_that_come_together_count_as_one(monkeypatch):
         command._interrupt(signal.SIGINT, None)
     except KeyboardInterrupt:  # which would end pytest
         pytest.fail("the second one counted as well")
-    monkeypatch.setattr(command, "TOGETHER", 0.0)
+    monkeypatch.setattr(command, "SIGNAL_WINDOW", 0.0)
     with pytest.raises(KeyboardInterrupt):
         command._interrupt(signal.SIGINT, None)
 

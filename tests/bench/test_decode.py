@@ -280,8 +280,8 @@ def test_the_cases_are_those_that_were_asked_for(monkeypatch):
         ("decode --backend attention=cuba", "attention has no implementation 'cuba'"),
         ("decode --backend attend=xla", "there is no operation 'attend'"),
         ("decode --model gpt-5", "invalid choice: 'gpt-5'"),
-        ("decode --batch 0", "'0' must be a whole number from 1 on, or as 8K"),
-        ("decode --context 8M", "'8M' must be a whole number from 1 on, or as 8K"),
+        ("decode --batch 0", "'0' must be a whole number of at least 1, such as 8192 or 8K"),
+        ("decode --context 8M", "'8M' must be a whole number of at least 1, such as 8192 or 8K"),
     ],
 )
 def test_what_cannot_be_asked_for_is_said(arguments, message, capsys):

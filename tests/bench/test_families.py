@@ -59,18 +59,18 @@ def test_a_pass_of_padding_has_a_token_of_its_own_at_each_position():
 def test_random_weights_keep_their_size_from_layer_to_layer():
     """A kernel is drawn by its inputs, and a centred norm scales by 1."""
     model = shapes.random_model(MIXTURE)
-    for kernel, inputs, factor in (("gate_up", 32, 1), ("down", 16, shapes.EXPERTS_GIVE)):
+    for kernel, inputs, factor in (("gate_up", 32, 1), ("down", 16, shapes.EXPERT_SCALE)):
         drawn = getattr(model.layers[0].mlp.experts, kernel).kernel[...].astype(jnp.float32)
         assert float(drawn.std()) == pytest.approx(factor * inputs**-0.5, rel=0.05)
     router = model.layers[0].mlp.router.kernel[...].astype(jnp.float32)
-    assert float(router.std()) == pytest.approx(shapes.ROUTERS_TELL * 32**-0.5, rel=0.1)
+    assert float(router.std()) == pytest.approx(shapes.ROUTER_SCALE * 32**-0.5, rel=0.1)
     assert not shapes.random_model(WINDOWS).layers[0].mlp_norm.scale[...].any()
 
 
 def test_experts_in_mxfp4_are_those_in_bfloat16_in_fewer_bytes():
     config = dataclasses.replace(MIXTURE, experts=Experts(routed=8, chosen=2, size=64))
     narrow, wide = (shapes.random_model(config, mxfp4=kind) for kind in (True, False))
-    for kernel, inputs, factor in (("gate_up", 32, 1), ("down", 64, shapes.EXPERTS_GIVE)):
+    for kernel, inputs, factor in (("gate_up", 32, 1), ("down", 64, shapes.EXPERT_SCALE)):
         mine, own = (
             getattr(model.layers[0].mlp.experts, kernel).kernel.get_value()
             for model in (narrow, wide)

@@ -118,7 +118,7 @@ STUCK = """
 import runpy, sys, types
 from bench import parity
 
-def made(bed, case, mode, settings):
+def made(baseline, case, mode, settings):
     if case["draft"] == "ngram":
         libc = __import__("ctypes").CDLL(None)
         while True:
@@ -126,7 +126,7 @@ def made(bed, case, mode, settings):
     row = {"case": case, "mode": mode, "kind": "decode", "mean_accepted_length": 1.0}
     return row | parity.Flips(1, []).figures | {"checked": True}
 
-parity.Bed.of = lambda case: types.SimpleNamespace(workers=2)
+parity.Baseline.of = lambda case: types.SimpleNamespace(workers=2)
 parity._of_drafter = made
 sys.argv = ["bench", "parity", "--backend", "exact", "--json", sys.argv[1]]
 for draft in ("ngram", "none", "vegas"):

@@ -290,7 +290,7 @@ def test_a_run_and_one_that_goes_on(folder, tmp_path, capsys):
         ("real --model . --resume", "--resume needs --json"),
         ("verify --resume", "--resume does not apply to verify"),
         ("real --model . --case drafts=some", "drafts=some must be one of few, all"),
-        ("real --model . --backend gpt", "--backend gpt is none of"),
+        ("real --model . --backend gpt", "--backend gpt must be one of"),
     ],
 )
 def test_what_cannot_be_asked(asked, error, capsys):

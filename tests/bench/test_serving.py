@@ -71,7 +71,7 @@ def test_the_chunks_of_a_sample_follow_each_other(tiny, monkeypatch):
     monkeypatch.setattr(load.time, "perf_counter", lambda: float(len(waits)))
     config = StepConfig(0, NoDraft())
     found = load.step_seconds(tiny, prompts((5, 3)), 100, config, steps=2)
-    assert found == pytest.approx(1 / (load.IN_A_ROW * 2))
+    assert found == pytest.approx(1 / (load.CHUNKS_PER_SAMPLE * 2))
     assert len(waits) == 1 + 5  # the first chunk compiles
 
 
