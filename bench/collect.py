@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.table import Table
 
 from bench import attention, ceilings, point, table
 from bench.caches import TOLERANCE, Check, bytes_of, dense
 from bench.cases import Case
 from bench.program import Source, bound, compile_all
-from bench.settings import Settings, bar
+from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.dense import attention as attend
@@ -140,7 +141,18 @@ def over_alone(result: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, f
 
 
 def show(result: dict[str, Any]) -> None:
+    """The times, and by how many percent each pass takes longer than attention alone."""
     table.show(result, COLUMNS, attention.floor(result))
+    compared = over_alone(result)
+    names = list(dict.fromkeys(name for _, more in compared for name in more))
+    if compared:
+        over = Table(title="percent above attention alone", title_justify="left", box=None)
+        for heading in (*COLUMNS, *names):
+            over.add_column(heading, justify="right")
+        for case, more in compared:
+            cells = (f"{100 * more[name]:+.1f}" if name in more else "" for name in names)
+            over.add_row(*(table.cell(x, case[x]) for x in COLUMNS), *cells)
+        console().print(over)
 
 
 SUITE = Suite(

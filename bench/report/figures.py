@@ -16,9 +16,6 @@ COLOURS = {
     "xla": "#805ad5",
     "cuda": "#2b6cb0",
     "cuda_naive": "#e53e3e",
-    "cuda_single": "#e53e3e",
-    "cuda+torch": "#718096",
-    "two_steps": "#00a3c4",
     "triton": "#38a169",
     "pallas": "#d69e2e",
     "torch": "#718096",
@@ -126,15 +123,9 @@ def _budget(figure: Any, result: dict[str, Any]) -> bool:
     return _panels(figure, panels, "budget, % of the context", "score, %", scales=LOG_X)
 
 
-def _series(
-    result: dict[str, Any],
-    key: str,
-    xs: list[Any],
-    *,
-    operation: str = "verify_greedy",
-    **at: Any,
-) -> Lines:
+def _series(result: dict[str, Any], key: str, xs: list[Any], **at: Any) -> Lines:
     """Each name's medians against ``key``, where the rest of the case is ``at``."""
+    operation = "verify_greedy"
     lines: Lines = {}
     for name in names(result, operation):
         points = [(x, median(pick(result, operation, **{key: x}, **at), name)) for x in xs]
@@ -162,10 +153,8 @@ def _panels(
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axis, (title, lines) in zip(axes, panels, strict=True):
         for name, line in lines.items():
-            style = "--" if name in ("floor", "best two-step") else "-"
             xs, ys = zip(*line, strict=True)
-            colour = COLOURS.get(name, "#1a202c" if style == "--" else "#a0aec0")
-            axis.plot(xs, ys, style, marker=".", color=colour, label=name)
+            axis.plot(xs, ys, marker=".", color=COLOURS.get(name, "#a0aec0"), label=name)
         axis.set(title=title, xlabel=xlabel, xscale=scales[0], yscale=scales[1])
         ticks = sorted({x for line in lines.values() for x, _ in line})
         labels = [f"{tick:.6g}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks]

@@ -121,7 +121,8 @@ def steps(runs: Sequence[Run]) -> str:
                 over = time.median * 1e3 / row["floor_ns"]
                 by_case.setdefault(at, {}).setdefault(case["T"], (time.median, over))
     shown = {max((x for x in by_case if x[:2] == at[:2]), key=_size) for at in by_case}
-    shown.add(max(by_case, key=lambda at: max(over for _, over in by_case[at].values())))
+    if by_case:
+        shown.add(max(by_case, key=lambda at: max(over for _, over in by_case[at].values())))
     rows = []
     for at in (at for at in by_case if at in shown):
         card, model, batch, context = at
@@ -293,7 +294,7 @@ def _by_mesh(
                 at = (run.card, shape(case), str(case["B"]), kilo(case["S"]))
                 by_case.setdefault(at, {}).setdefault(_mesh(case), (row, time.median))
     sizes = [row["case"]["S"] for of_case in by_case.values() for row, _ in of_case.values()]
-    ends = {kilo(size) for size in (min(sizes), max(sizes))}
+    ends = {kilo(pick(sizes)) for pick in (min, max) if sizes}
     by_case = {at: of_case for at, of_case in by_case.items() if at[-1] in ends}
     names = list(dict.fromkeys(name for of_case in by_case.values() for name in of_case))
     rows = []

@@ -220,7 +220,8 @@ def test_the_report_says_where_the_time_goes(tmp_path):
     (tmp_path / "docs").mkdir()
     report.write(tmp_path / "results", tmp_path / "docs")
     text = (tmp_path / "docs" / "RESULTS.md").read_text()
-    assert "| qwen3-8b | 36 | 4 | 120K | vegas | 9 | 40.00 | 21.50 | 1.86 | 10.0% | 5.3% |" in text
+    assert "| vegas | 9 | 40.00 | 1.86 | " in text
+    assert "| 5.3% |" in text
     assert (tmp_path / "docs" / "some-vegas-breakdown.png").exists()
 
 

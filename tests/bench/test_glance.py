@@ -1,6 +1,7 @@
 """The tables at the head of RESULTS.md: what they show, against what, and where links lead."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_an_engine_stands_beside_itself_without_drafts():
         case = {"model": "m", "mix": "short", "B": 2, "load": load}
         return {"case": case, "name": name, "tokens_per_s": rate, "checked": True} | rest
 
-    busy = {"full_tokens_per_s": 90.0, "mean_accepted_length": 5.0, "step_s": 0.1}
+    busy: dict[str, Any] = {"full_tokens_per_s": 90.0, "mean_accepted_length": 5.0, "step_s": 0.1}
     rows = [row("none", 10.0), row("ngram", 40.0, **busy), row("ngram", 9.0, load="50%")]
     (drafted,) = glance.LINES["serving"]({"rows": rows})
     assert drafted[1] == "40 tokens/s"

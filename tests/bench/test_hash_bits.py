@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import hash_bits, report, ruler
+from bench import hash_bits, ruler
 from bench.__main__ import main
 from jspec.eval.evaluate import Score
 from jspec.eval.ruler import TASKS
@@ -38,7 +38,7 @@ def results(monkeypatch, tmp_path):
     return tmp_path / "results"
 
 
-def test_bits_have_their_rows_and_what_learned_nothing_is_told(results, tmp_path, capsys):
+def test_bits_have_their_rows_and_what_learned_nothing_is_told(results, capsys):
     path = results / "some" / "hash-bits.json"
     case = "S=2K,texts=3,questions=1"
     assert main(["hash-bits", "--case", case, "--json", str(path)]) == 1
@@ -48,9 +48,6 @@ def test_bits_have_their_rows_and_what_learned_nothing_is_told(results, tmp_path
     shown = capsys.readouterr().out
     assert "R=64: learned hashes find no more than random ones" in shown
     assert max(map(len, shown.splitlines())) <= 100
-    pytest.importorskip("matplotlib")
-    report.write(results, tmp_path / "docs")
-    text = (tmp_path / "docs" / "RESULTS.md").read_text()
-    assert "| hata | 128 | 16 | 0.500 | 0.200 | 0.500 | 32.0 |" in text
-    assert "| exact |  |  | 1.000 |  | 1.000 | 90.0 |" in text
-    assert (tmp_path / "docs" / "some-hash-bits.png").exists()
+    cells = [tuple(hash_bits.cells(row)) for row in rows]
+    assert ("hata", "128", "16", "0.500", "0.200", "0.500", "32.0") in cells
+    assert ("exact", "", "", "1.000", "", "1.000", "90.0") in cells

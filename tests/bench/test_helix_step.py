@@ -15,7 +15,6 @@ from bench import helix_check, helix_programs, helix_state, helix_step
 from bench.__main__ import SUITES
 from bench.helix_check import Computed
 from bench.helix_programs import Programs
-from bench.report import SECTIONS
 from bench.settings import Settings
 from jspec.helix import attention as exchange
 from jspec.models.decoder import Decoder
@@ -258,13 +257,12 @@ def test_tables_say_what_was_measured_and_why_not(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert "[1] it needs 2 devices" in lines
+    shown = [" ".join(line.split()) for line in lines]
+    assert any("10.000 2.00 5.000 3.4% 12" in line for line in shown)
+    assert any("10.000 2.00 5.000 12" in line for line in shown)
     assert SUITES["helix-step"].compare(result, result) == 2
     SUITES["helix-step"].show(result)
     assert " 1.00x" in capsys.readouterr().out
-    found = SECTIONS["helix-step"](result, {}, {})
-    assert "| 10.000 | 2.00 | 5.000 | 3.4% | 12 |" in found
-    assert "| 10.000 | 2.00 | 5.000 |  | 12 |" in found
-    assert "| it needs 2 devices |" in found
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_the_report_has_a_line_a_policy_and_a_picture(tmp_path):
 
     rows = [row("dense", None, "read", 99.0)]
     rows += [row("hata", budget, "read", 100 * budget) for budget in (1 / 64, 1 / 32)]
-    rows += [row("hata", 1 / 32, "draft", 99.0)]
+    rows += [row("hata", 1 / 64, "draft", 99.0)]
     result = {"suite": "ruler", "machine": MACHINE, "dtype": "float32", "gamma": 4, "rows": rows}
     result["tasks"] = list(TASKS)
     folder = tmp_path / "results" / "some"
@@ -80,11 +80,7 @@ def test_the_report_has_a_line_a_policy_and_a_picture(tmp_path):
     (folder / "ruler.json").write_text(json.dumps(result))
     report.write(tmp_path / "results", tmp_path / "docs")
     text = (tmp_path / "docs" / "RESULTS.md").read_text()
-    assert "| 8K | 3.12% | hata | 16 | 3.1 | 4.50 |" in text
-    assert "| 8K | all | dense | 16 | 99.0 |  |" in text
-    # Table 6 of the paper: Llama 3.1 at 1.56 %, Llama 2 at 3.13 %.
-    assert "| 1.56% | hata | 1.6 (8K) | 80.57 | Llama-3.1-8B-Instruct, 128K |" in text
-    assert "| 3.12% | dense | 99.0 (8K) | 65.04 | Llama-2-7B-32K-Instruct, 32K |" in text
-    assert "| 1.56% | quest |" not in text
+    assert "| Test | 8K | dense | 16 |  |  |  |  |  | 99.0 |  |" in text
+    assert "|  |  | hata | 16 |  |  | 1.6 | 3.1 |  |  | 4.50 |" in text
     assert "some-ruler-budget.png" in text
     assert (tmp_path / "docs" / "some-ruler-budget.png").exists()

@@ -7,11 +7,10 @@ import pytest
 from scipy import stats
 
 import jspec
-from bench import acceptance, attention, caches, collect, overlap, report
+from bench import acceptance, attention, caches, collect, overlap
 from bench.__main__ import main
 from jspec.decode.draft import named_draft
 from jspec.policies import Vegas
-from tests.bench.test_report import MACHINE
 
 CASE = attention.case("B=2,S=96,heads=4/2,H=16,T=3,lengths=ragged")
 
@@ -59,28 +58,21 @@ def row(name: str, temperature: float, committed: int, per_text=(1.5, 2.5)) -> d
     }
 
 
-def test_a_report_of_all_three(tmp_path):
-    """Drafters by their means, highest first; one of which a temperature is missing is left out."""
-    pytest.importorskip("matplotlib")
-    folder = tmp_path / "results" / "some"
-    folder.mkdir(parents=True)
+def test_the_lines_of_drafters():
+    """By their means, highest first; one of which a temperature is missing is left out."""
     published, found = acceptance.PUBLISHED, [("b", 0.0, 25, (2.5, 2.5)), ("b", 1.0, 30)]
     rows = [row(*x) for x in ((published, 0.0, 20), (published, 1.0, 15), *found)]
-    accepted = {"suite": "vegas-accept", "machine": MACHINE, "rows": [*rows, row("c", 0.0, 30)]}
-    case = {"texts": 2, "context": 512, "ratio": 0.07}
-    alike = {"case": case, "overlap": [[1, 0.5, 0.2], [0.5, 1, 0.7], [0.2, 0.7, 1]]}
-    common = {"suite": "vegas-overlap", "machine": MACHINE, "rows": [alike]}
-    for result in (accepted, common):
-        (folder / f"{result['suite']}.json").write_text(json.dumps(result))
-    (tmp_path / "docs").mkdir()
-    report.write(tmp_path / "results", tmp_path / "docs")
-    text = (tmp_path / "docs" / "RESULTS.md").read_text()
-    assert "2 texts of 512 tokens, 8 new ones each, gamma 2, 7 % of the context" in text
+    ((title, lines),) = acceptance.by_plan({"rows": [*rows, row("c", 0.0, 30)]}).items()
+    assert title == "2 texts of 512 tokens, 8 new ones each, gamma 2, 7 % of the context"
     # Differences of 1 and 0: their mean, and sqrt(0.5 / 2).
-    first = "| b | 2.50 | +0.50 ± 0.50 | 3.00 | +0.00 ± 0.00 | 0.80 0.40 |"
-    assert text.index(first) < text.index(f"| {published} | 2.00 |  | 1.50 |  | ")
-    assert "| c |" not in text
-    assert "| 0.600 | 0.200 |" in text
+    assert lines[0] == ["b", "2.50", "+0.50 ± 0.50", "3.00", "+0.00 ± 0.00", "0.80 0.40"]
+    assert lines[1][:5] == [published, "2.00", "", "1.50", ""]
+    assert len(lines) == 2
+
+
+def test_what_tokens_have_in_common_by_distance():
+    alike = {"overlap": [[1, 0.5, 0.2], [0.5, 1, 0.7], [0.2, 0.7, 1]]}
+    assert list(overlap.by_distance(alike)) == ["0.600", "0.200"]
 
 
 def test_the_error_of_a_difference_is_that_of_pairs():
