@@ -91,8 +91,8 @@ def _verdict(every: dict[str, list[Cell]]) -> str:
         f"`{VEGAS}`, which drafts with 7 % of the context, wins where many rows have long contexts"
         f"{best}: there a plain step is mostly the reading of their caches. "
         f"{loses}With few rows or short contexts a step waits for its kernels, not for memory. "
-        "[docs/RESULTS.md](docs/RESULTS.md) has all cells and drafters, acceptance by position, "
-        "other libraries, and what limits each cell."
+        "[docs/RESULTS.md](docs/RESULTS.md) has all cells, every drafter at the largest batch, "
+        "acceptance by position, other libraries, and what limits the largest and slowest cells."
     )
 
 
