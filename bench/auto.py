@@ -3,13 +3,11 @@
 A row is a case and a gamma. Its clock is wall time of chunks of steps, the host reading each
 chunk's tokens, without compiling and prefill, over many texts; ± is the standard error over their
 batches. That of auto has the chunks of all of them: the gamma that it chose, nanoseconds a step,
-and the draft tokens that a step of a row accepted. Where drafts may end early, auto has two rows:
-``auto`` is what jspec does on this device, `WHOLE` or `EARLY` the other.
+and the draft tokens that a step of a row accepted.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
@@ -26,9 +24,8 @@ from bench.settings import Settings, bar, console
 from bench.suite import Suite
 from bench.table import times
 from jspec.decode.acceptance import RowAcceptance
-from jspec.decode.auto import GammaChoice, Gammas, may_ask
+from jspec.decode.auto import GammaChoice, Gammas
 from jspec.decode.programs import PROGRAMS
-from jspec.decode.state import Models
 
 NEW_TOKENS = 512
 CHUNK = 16  # steps of a program, as `jspec.generate` takes on a GPU
@@ -39,7 +36,6 @@ ROWS = 128
 WARM = 3  # batches that are decoded first, in which auto measures its ladder
 DRAFTS = ("ngram", "streaming")
 KNOWN = (*DRAFTS, "vegas")
-WHOLE, EARLY = "auto, whole", "auto, early"
 SHAPES = ((1, 8192), (8, 8192), (32, 2048))  # batch and context
 TEMPERATURES = (0.0, 0.8)
 Case = dict[str, Any]
@@ -112,25 +108,21 @@ def _of_case(
     model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: Case, settings: Settings
 ) -> list[dict[str, Any]]:
     config = jspec.StepConfig(draft=jspec.named_draft(case["draft"]))
-    gammas, whole = Gammas(config), Gammas(config, early=False).configs
+    gammas = Gammas(config)
     sets = SETS
     if jax.default_backend() != "cpu" and not settings.quick:
         sets = max(SETS, ROWS // case["B"])
     prompts = decoding.texts(tokenizer, case["B"] * sets, case["S"] - NEW_TOKENS - 1)
     states = list(_states(model, prompts, case, gammas))
     ladder = list(gammas.configs)
-    choices: list[tuple[int | str, GammaChoice | Fixed, Configs]]
-    choices = [(gamma, Fixed(gamma), whole) for gamma in ladder]
-    for early, configs in (False, whole), *([(True, gammas.configs)] if gammas.early else []):
-        is_usual = early == (gammas.early and may_ask(Models(model)))
-        name = "auto" if is_usual else EARLY if early else WHOLE
-        auto = GammaChoice(ladder, gammas.draft.usual_gamma, warm=2, early=early)
-        choices.append((name, auto, configs))
+    choices: list[tuple[int | str, GammaChoice | Fixed]]
+    choices = [(gamma, Fixed(gamma)) for gamma in ladder]
+    choices.append(("auto", GammaChoice(ladder, gammas.draft.usual_gamma, warm=2)))
     rows, plain = [], None
-    for gamma, choice, configs in choices:
+    for gamma, choice in choices:
         for state in states[:WARM]:
-            _decode(model, state, configs, choice)
-        runs = [_decode(model, state, configs, choice) for state in states]
+            _decode(model, state, gammas.configs, choice)
+        runs = [_decode(model, state, gammas.configs, choice) for state in states]
         tokens = [text for _, texts, _ in runs for text in texts]
         plain = tokens if plain is None else plain
         samples = [sum(map(len, texts)) / seconds for seconds, texts, _ in runs]
@@ -179,17 +171,13 @@ def _decode(
     while not ended.all():
         gamma, compiled = choice.choose(rows, left), run.compile_s
         begin = time.perf_counter()
-        if isinstance(choice, GammaChoice) and configs[gamma].ends_early:
-            ending = state.ending.priced(choice.price(gamma))
-            state = dataclasses.replace(state, ending=ending)
         state, record = run(jspec.decode_chunk, model, state, config=configs[gamma], steps=CHUNK)
         record = jax.device_get(record)
         seconds = time.perf_counter() - begin - (run.compile_s - compiled)
         ended = record.done[-1]
         live, left = record.committed > 0, left - record.committed.sum(axis=0)
-        passes = record.drafted.max(axis=1)[live.any(axis=1)]
-        choice.saw(gamma, seconds / CHUNK, record.accepted, live, passes)
-        choice.met(rows.saw(gamma, record.accepted, live, passes))
+        choice.saw(gamma, seconds / CHUNK, record.accepted, live)
+        choice.met(rows.saw(gamma, record.accepted, live))
         mean = float(record.accepted[live].mean())
         chunks.append((gamma, round(seconds / CHUNK * 1e9), mean))
         total += seconds

@@ -155,8 +155,12 @@ def _logits(
     if isinstance(policy, Dense):
         inner = dense_attend(positions, backends=backends)
     else:
-        selection = {"policy": policy, "arrays": arrays, "backends": backends}
-        inner = selected_attend(positions, positions[:, 0], positions.shape[1], **selection)
+        inner = selected_attend(
+            *(positions, positions[:, 0], positions.shape[1]),
+            policy=policy,
+            policy_params=arrays,
+            backends=backends,
+        )
 
     def attend(layer: int, q: Any, k: Any, v: Any, cache: Cache, **rest: Any) -> Any:
         return inner(layer, q, jnp.asarray(NEW_KEY_SCALE, k.dtype) * k, v, cache, **rest)

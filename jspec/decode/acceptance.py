@@ -10,7 +10,7 @@ HORIZON = 512  # most tokens of a row to plan for: stop tokens may end it earlie
 
 
 class AcceptanceCounts:
-    """How often a count of accepted draft tokens, or of passes, that is at least i exceeds i.
+    """How often a count of accepted draft tokens that is at least i exceeds i.
 
     ``begun``, ``gone_on`` float64 ``[*rows, longest]``: how many steps had at least i, and how many
     of these at least i + 1. Older steps weigh less.
@@ -48,7 +48,7 @@ def mean(rates: np.ndarray) -> np.ndarray:
 
 
 class RowAcceptance:
-    """How many draft tokens each row of a session accepted, and how many passes drafts took.
+    """How many draft tokens each row of a session accepted.
 
     Args:
         batch: Rows.
@@ -58,12 +58,10 @@ class RowAcceptance:
     """
 
     def __init__(self, batch: int, longest: int, steps: int, *, together: bool) -> None:
-        self.accepted, self.passes = AcceptanceCounts(batch, longest), AcceptanceCounts(longest)
+        self.accepted = AcceptanceCounts(batch, longest)
         self.steps, self.together = steps, together
 
-    def saw(
-        self, gamma: int, accepted: np.ndarray, live: np.ndarray, passes: np.ndarray | None
-    ) -> np.ndarray:
+    def saw(self, gamma: int, accepted: np.ndarray, live: np.ndarray) -> np.ndarray:
         """Add a chunk, with arguments as in `GammaChoice.saw`.
 
         A row whose request came after the chunk began is not ``live``. Returns how many draft
@@ -73,8 +71,6 @@ class RowAcceptance:
         counts = ((accepted[..., None] >= up_to) & live[..., None]).sum(axis=0)
         is_new = live.any(axis=0) & ~self.accepted.begun.any(axis=1)
         self.accepted.add(counts, len(accepted))
-        if passes is not None:
-            self.passes.add((passes[:, None] >= up_to).sum(axis=0), len(passes))
         return counts[is_new] if gamma else counts[:0]
 
     def renew(self, rows: list[int]) -> None:

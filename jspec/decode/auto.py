@@ -7,17 +7,16 @@ import math
 import statistics
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jspec.decode.acceptance import AcceptanceCounts, RowAcceptance, mean
+from jspec.decode.acceptance import AcceptanceCounts, RowAcceptance
 from jspec.decode.draft import NoDraft, Paused
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
-from jspec.sharding import bytes_on_device
 
 LADDER = (0, 1, 2, 4, 8, 16)
 TIMES = 5  # last chunks whose median is the cost of a gamma
@@ -28,7 +27,6 @@ STALE = 16  # chunks after which a gamma may be measured again
 AHEAD = 1  # chunks that may still run when the gamma of the next one is chosen
 KINDS = 16  # latest rows whose acceptance a new row may resemble
 MAX_CHOICES = 32  # cached choices, by what their times depend on
-LONG = 2**32  # bytes of weights from which on a pass takes much longer than asking the host
 
 
 class Took(NamedTuple):
@@ -57,26 +55,17 @@ class GammaChoice:
 
     A gamma may be chosen while up to `AHEAD` chunks before it run. It depends only on chunks that
     were read.
-
-    Where steps end drafts early (``early``), `price` says how many tokens a pass must add. The cost
-    of a pass comes from the first timed chunk of a gamma, whose drafts are whole: how much longer
-    it takes than plain steps. From then on a step costs its passes, as many as ran lately, and the
-    median of the rest. So tokens and costs are those of the same steps.
     """
 
-    def __init__(
-        self, ladder: Sequence[int], start: int, warm: int = 1, *, early: bool = False
-    ) -> None:
+    def __init__(self, ladder: Sequence[int], start: int, warm: int = 1) -> None:
         self.ladder = tuple(ladder)
         self.start = min(self.ladder, key=lambda g: abs(g - start))
-        self.warm, self.early = warm, early
+        self.warm = warm
         self.times = {g: deque[Took](maxlen=TIMES) for g in self.ladder}
-        self.whole: dict[int, Took] = {}  # of a step whose draft is whole
-        self.a_pass: dict[int, float] = {}  # seconds of a draft pass, once they are known
         self.runs = dict.fromkeys(self.ladder, 0)
         self.last_run = dict.fromkeys(self.ladder, 0)
         longest = max(self.ladder)
-        self.accepted, self.passes = AcceptanceCounts(longest), AcceptanceCounts(longest)
+        self.accepted = AcceptanceCounts(longest)
         self.kinds = AcceptanceCounts(KINDS, longest)  # of the first chunks of the latest rows
         self.rows_met = 0
         self.chunks = 0
@@ -89,12 +78,7 @@ class GammaChoice:
         self.seconds_per_token = 0.0  # with the current gamma
 
     def saw(
-        self,
-        gamma: int,
-        seconds: float | None,
-        accepted: np.ndarray,
-        live: np.ndarray,
-        passes: np.ndarray | None = None,
+        self, gamma: int, seconds: float | None, accepted: np.ndarray, live: np.ndarray
     ) -> None:
         """Add a chunk.
 
@@ -103,22 +87,17 @@ class GammaChoice:
             seconds: Seconds of a step, None if unknown.
             accepted: int ``[steps, B]``: draft tokens accepted by each step.
             live: bool ``[steps, B]``: rows that were live then.
-            passes: int ``[steps]``: passes of the draft in each step, None where it had all of
-                them.
         """
         self.chunks += 1
         self.runs[gamma] += 1
         self.last_run[gamma] = self.chunks
         if seconds is not None:
-            every = float(gamma if passes is None else np.mean(passes))
             took = Took(seconds, live.sum() / len(live))
-            self._took(gamma, took, every, _tokens_of(accepted, live))
+            self._took(gamma, took, _tokens_of(accepted, live))
         if gamma == self.probing or self.chunks >= self.probe_end:
             self.probing = None
         up_to = np.arange(gamma + 1)
         self.accepted.add((accepted[live][:, None] >= up_to).sum(axis=0), len(accepted))
-        if passes is not None:
-            self.passes.add((passes[:, None] >= up_to).sum(axis=0), len(passes))
 
     def met(self, counts: np.ndarray) -> None:
         """Add rows that began: what `RowAcceptance.saw` returned."""
@@ -129,32 +108,26 @@ class GammaChoice:
             self.kinds.begun[at, :gamma], self.kinds.gone_on[at, :gamma] = row[:-1], row[1:]
             self.rows_met += 1
 
-    def _took(self, gamma: int, took: Took, passes: float, tokens: float) -> None:
-        """Add the time of a chunk with so many passes and tokens per step in the mean."""
-        seconds, live = took
+    def _took(self, gamma: int, took: Took, tokens: float) -> None:
+        """Add the time of a chunk with so many tokens per step in the mean."""
         if self.runs[gamma] > self.warm:
-            if self.early and gamma and gamma not in self.whole:
-                self.whole[gamma] = took
-            else:
-                rest = seconds - self.a_pass.get(gamma, 0.0) * passes
-                self._keep(gamma, Took(rest, live))
-            self._price_passes()
-        self.allowance += PROBING * seconds
-        if gamma == self.probing and self._ran(gamma):  # a program's first runs are slow only once
-            self.allowance -= max(seconds - self.seconds_per_token * tokens, 0.0)
+            self._keep(gamma, took)
+        self.allowance += PROBING * took.seconds
+        if gamma == self.probing and self.times[gamma]:  # a program's first runs are slow only once
+            self.allowance -= max(took.seconds - self.seconds_per_token * tokens, 0.0)
 
     def choose(self, rows: RowAcceptance, left: np.ndarray) -> int:
         """The gamma of the next chunk of ``rows``.
 
         ``left`` int ``[B]``: most tokens that each row still commits, 0 where it has ended.
         """
-        known = [g for g in self.ladder if self._ran(g)]
+        known = [g for g in self.ladder if self.times[g]]
         if not known:
             return self.start
         others = self.kinds.rates_with_prior(self.accepted.rates(ACCEPTED))
         tokens = {g: rows.tokens(g, left, others) for g in self.ladder}
         self.live = float((left > 0).sum()) or float(len(left))
-        costs = {g: self.cost(g, rows) for g in known}
+        costs = {g: self.cost(g) for g in known}
         rates = {g: tokens[g] / costs[g] for g in known}
         best = min(g for g, rate in rates.items() if WORTH * rate >= max(rates.values()))
         self.current, self.seconds_per_token = best, 1 / rates[best]
@@ -166,25 +139,10 @@ class GammaChoice:
             return max(hoped, key=hoped.__getitem__)
         return self._probe(best, costs)
 
-    def price(self, gamma: int) -> float:
-        """The tokens that a row commits in the time of a draft pass; 0 while that is unknown."""
-        if gamma not in self.a_pass:
-            return 0.0
-        tokens = 1 + mean(self.accepted.rates(ACCEPTED)[:gamma])
-        return float(self.a_pass[gamma] * tokens / self.cost(gamma))
-
-    def cost(self, gamma: int, rows: RowAcceptance | None = None) -> float:
-        """Seconds of a step, of ``rows`` or of those that were measured."""
-        seconds = self._with(self.live, self.times[gamma] or [self.whole[gamma]])
-        if gamma not in self.a_pass:
-            return seconds
-        rates = self.passes.rates(1.0)
-        rates = rates if rows is None else rows.passes.rates_with_prior(rates)
-        return seconds + self.a_pass[gamma] * float(mean(rates[:gamma]))
-
-    def _with(self, live: float, times: Iterable[Took]) -> float:
-        """Seconds of a step with ``live`` rows, by ``times`` of the same gamma."""
-        return statistics.median(t.seconds + self.a_row * (live - t.live) for t in times)
+    def cost(self, gamma: int) -> float:
+        """Seconds of a step with the live rows of the next chunk."""
+        times = self.times[gamma]
+        return statistics.median(t.seconds + self.a_row * (self.live - t.live) for t in times)
 
     def _keep(self, gamma: int, took: Took) -> None:
         """Add a time of a gamma, and fit again what a live row costs.
@@ -201,18 +159,6 @@ class GammaChoice:
             below += sum((t.live - live) ** 2 for t in times)
             share = min(share, *(t.seconds / max(t.live, 1.0) for t in times))
         self.a_row = max(min(above / below, share), 0.0) if below else 0.0
-
-    def _ran(self, gamma: int) -> bool:
-        """Whether a time of ``gamma`` is known."""
-        return bool(self.times[gamma]) or gamma in self.whole
-
-    def _price_passes(self) -> None:
-        """Compute what a pass costs, for each gamma that had whole drafts, once plain steps ran."""
-        for gamma, (seconds, live) in self.whole.items():
-            if self.times[0] and gamma not in self.a_pass:
-                plain = self._with(live, self.times[0])
-                self.a_pass[gamma] = max((seconds - plain) / gamma, 0.0)
-                self._keep(gamma, Took(seconds - self.a_pass[gamma] * gamma, live))
 
     def _probe(self, best: int, costs: dict[int, float]) -> int:
         """A neighbour of ``best`` that has not run for long, where the allowance pays for it."""
@@ -240,41 +186,26 @@ def _tokens_of(accepted: np.ndarray, live: np.ndarray) -> float:
     return float(ran.sum() / (steps[ran] / tokens[ran]).sum())
 
 
-def may_ask(models: Models) -> bool:
-    """Whether drafts may end early on this device.
-
-    In a loop of unknown length a GPU asks the host after each pass whether another one follows, and
-    waits for the answer. Passes of small models are too short for that.
-    """
-    if jax.default_backend() != "gpu":
-        return True
-    drafts = models.target if models.draft is None else models.draft
-    return bytes_on_device(drafts) >= LONG
-
-
 class Gammas:
     """The steps that ``gamma="auto"`` chooses from: ``config`` with each gamma.
 
     Choices are kept by all that times depend on, the capacity within a factor of two, so that later
-    calls begin with what earlier ones measured. ``early``: whether drafts end early, where the
-    drafter can. Raises `ValueError` for a drafter that never drafts.
+    calls begin with what earlier ones measured.
+
+    Raises:
+        ValueError: For a drafter that never drafts.
     """
 
-    def __init__(self, config: StepConfig, *, early: bool = True) -> None:
+    def __init__(self, config: StepConfig) -> None:
         draft = config.draft
         if isinstance(draft, NoDraft):
             raise ValueError(
                 "gamma='auto' chooses how much a drafter drafts; pass one, or gamma=0 for plain "
                 "decoding"
             )
-        self.draft, self.early = draft, early and draft.may_end_early
+        self.draft = draft
         self.configs = {
-            gamma: dataclasses.replace(
-                config,
-                gamma=gamma,
-                draft=draft if gamma else Paused(draft),
-                ends_early=gamma > 0 and self.early,
-            )
+            gamma: dataclasses.replace(config, gamma=gamma, draft=draft if gamma else Paused(draft))
             for gamma in LADDER
         }
 
@@ -295,7 +226,7 @@ class Gammas:
                 # A GPU records a program's launches in its second run.
                 warm = 1 if jax.default_backend() == "cpu" else 2
                 usual = self.draft.usual_gamma
-                choice = GammaChoice(list(self.configs), usual, warm, early=self.early)
+                choice = GammaChoice(list(self.configs), usual, warm)
             _CHOICES[key] = choice
             while len(_CHOICES) > MAX_CHOICES:
                 _CHOICES.popitem(last=False)

@@ -29,7 +29,6 @@ HOST_SECONDS = 0.002
 # Seconds of a chunk below which the next one starts earlier. Where chunks are longer, the host
 # takes a small share of the time, and a chunk that is not needed costs more than it saves.
 SHORT = 10 * HOST_SECONDS
-SAME = 0.02  # relative change of a price below which the device keeps the old one
 LATELY = 16  # chunks over which the share of rows that end is averaged
 
 
@@ -92,8 +91,6 @@ class Chunks:
         self._clocked = 0.0  # until when the last clock ran
         self._finished = 0.0  # when the last chunk did
         self._prompts: Array | None = None  # ready once the prompts before the next chunk are
-        self._price = 0.0  # the last one that was sent to the device
-        self._told: Array | None = None  # its array in the state, unless rows were inserted
 
     def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
         """Whether the next chunk is to start before the running one is finished.
@@ -179,19 +176,14 @@ class Chunks:
                     len(left), options.config.gamma, options.steps, together=self.together
                 )
             gamma = choice.choose(self._acceptance, self._left_after_work(left))
-            price = choice.price(gamma)
             if self._is_shared:
-                gamma, price = agreed((gamma, price))
+                gamma = agreed(gamma)
             config = options.gammas.configs[gamma]
             state = self._awake(state, config)
-            if config.ends_early:
-                state = self._priced(state, price)
         prompts, self._prompts = self._prompts, None
         with self.clock("decode_s" if prompts is None or self._at_work else "prefill_s"):
             begin = self._now()
             state, record = self._chunk(state, config)
-        if config.ends_early:
-            self._told = state.ending.price
         chunk = Chunk(record, config.gamma, choice, begin, self.programs.compile_s, prompts)
         self._at_work.append(chunk)
         return state, chunk
@@ -224,17 +216,14 @@ class Chunks:
         """Pass a chunk to what chooses gammas; ``a_step``: seconds of a step, None if unknown."""
         if chunk.choice is None or self._acceptance is None:
             return
-        drafted, accepted, committed, _ = counts_of(record)
+        _, accepted, committed, _ = counts_of(record)
         live = committed > 0
         if not live.any():  # all rows had ended before it
             return
-        passes = None
-        if self.options.gammas is not None and self.options.gammas.early:
-            passes = drafted.max(axis=1)[live.any(axis=1)]
-        chunk.choice.saw(chunk.gamma, a_step, accepted, live, passes)
+        chunk.choice.saw(chunk.gamma, a_step, accepted, live)
         same = np.ones(live.shape[1], bool)
         same[list(chunk.filled)] = False
-        chunk.choice.met(self._acceptance.saw(chunk.gamma, accepted, live & same, passes))
+        chunk.choice.met(self._acceptance.saw(chunk.gamma, accepted, live & same))
 
     def _left_after_work(self, left: np.ndarray) -> np.ndarray:
         """``left`` after the running chunks, at the pace of the last chunk."""
@@ -275,14 +264,6 @@ class Chunks:
 
     def _caught_up(self, state: DecodeState) -> DecodeState:
         return self.programs(catch_up, self.options.flat, state, config=self.options.config)
-
-    def _priced(self, state: DecodeState, price: float) -> DecodeState:
-        """``state`` with this price of a draft pass."""
-        is_told = state.ending.price is self._told
-        if is_told and abs(price - self._price) <= SAME * self._price:
-            return state
-        self._price = price
-        return dataclasses.replace(state, ending=state.ending.priced(price))
 
     def _awake(self, state: DecodeState, config: StepConfig) -> DecodeState:
         """``state`` for a chunk: a drafter with a model that paused has caught up."""

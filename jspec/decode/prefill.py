@@ -22,7 +22,6 @@ from jspec.decode.checks import (
     sampling_of,
     strongest,
 )
-from jspec.decode.ending import Ending
 from jspec.decode.exact import check_exact, check_started
 from jspec.decode.insert_rows import insert_row
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
@@ -195,7 +194,6 @@ def state_of(
     return DecodeState(
         cache=cache,
         sampling=sampling_of(params),
-        ending=Ending.unknown(len(params)),
         draft=drafter_state,
         mode=mode_of(params) if mode is None else mode,
         exact=exact,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import shown, whole_number
-from jspec.decode.auto import Gammas, may_ask
+from jspec.decode.auto import Gammas
 from jspec.decode.checks import check_models
 from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.exact import check_exact
@@ -69,7 +69,7 @@ class ResolvedOptions:
         check_draft(draft)
         max_gamma = draft.usual_gamma if gamma is None or gamma == "auto" else gamma
         config = StepConfig(max_gamma, draft, backends, target, rule, exact)
-        gammas = Gammas(config, early=may_ask(models)) if gamma == "auto" else None
+        gammas = Gammas(config) if gamma == "auto" else None
         config = config if gammas is None else gammas.longest
         if exact:
             check_exact(model, config.cache_policy)

@@ -65,8 +65,6 @@ class StepConfig:
             Greedy rows and drafts without logits do not depend on it.
         exact: Whether the model's logits have the same bits whatever is drafted and batched, where
             that is possible (docs/exact.md).
-        ends_early: Whether drafts end where another pass would not pay, by `DecodeState.ending`
-            (docs/drafting.md); for drafters with ``may_end_early``.
 
     Raises:
         BackendError: For the name of a backend that does not exist.
@@ -80,7 +78,6 @@ class StepConfig:
     target: Policy = Dense()
     rule: Rule = "token"
     exact: bool = False
-    ends_early: bool = False
 
     def __post_init__(self) -> None:
         check_draft(self.draft)
@@ -107,13 +104,6 @@ class StepConfig:
         check_target(self.target, self.draft, self.gamma)
         check_rule(self.rule)
         self._check_exact()
-        if type(self.ends_early) is not bool:
-            raise TypeError(f"ends_early={shown(self.ends_early)} must be True or False")
-        if self.ends_early and not self.draft.may_end_early:
-            raise ValueError(
-                f"draft={shown(self.draft)} does not draw tokens one by one, so that ends_early="
-                "True cannot end it; leave that out"
-            )
 
     def _check_exact(self) -> None:
         """Raise `TypeError` or `ValueError` for settings that do not go with ``exact``."""
@@ -143,10 +133,9 @@ class StepConfig:
         """Whether each step samples with random numbers of its own under the token rule too.
 
         It must where drafts of a step depend on tokens that an earlier step rejected
-        (docs/sampling.md). With ``ends_early``, the tokens of one row may have ended the drafts of
-        another.
+        (docs/sampling.md).
         """
-        return self.ends_early or self.draft.learns_from_rejected
+        return self.draft.learns_from_rejected
 
     @property
     def cache_policy(self) -> Policy:

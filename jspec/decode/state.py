@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.config import SamplingMode
-from jspec.decode.ending import Ending
 from jspec.ops.sample import Sampling
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array, Model
@@ -124,7 +123,7 @@ class StepRecord:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields="cache tokens limits done sampling stop_tokens draft_limits ending draft".split(),
+    data_fields="cache tokens limits done sampling stop_tokens draft_limits draft".split(),
     meta_fields=["mode", "exact"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +139,6 @@ class DecodeState:
         sampling: Sampling settings of each row.
         stop_tokens: int32 ``[B, M]``: stop tokens of each row, -1 for none.
         draft_limits: int32 ``[B]``: most draft tokens per step.
-        ending: What decides where drafts end, for steps with ``ends_early``.
         draft: The drafter's own pytree, None where it has none.
         mode: How much sampling the rows need, static: ``greedy`` (argmax only), ``sampled`` or
             ``filtered`` (some row has top-k, top-p or min-p). A row's tokens do not depend on which
@@ -155,7 +153,6 @@ class DecodeState:
     sampling: Sampling
     stop_tokens: Array
     draft_limits: Array
-    ending: Ending
     draft: Any
     mode: SamplingMode
     exact: bool

@@ -110,9 +110,6 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     after, max_new = state.cache.lengths, config.gamma + 1
     cache = with_pages(config.cache_policy, models.policy, state.cache, before, after, max_new)
     state = dataclasses.replace(state, cache=cache)
-    if drafted.levels is not None:
-        ending = state.ending.learned(drafted.levels, drafted.lengths, verified.accepted)
-        state = dataclasses.replace(state, ending=ending)
     return config.draft.learn(state, target_pass, verified), record
 
 

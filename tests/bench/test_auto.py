@@ -44,15 +44,6 @@ def test_it_holds_auto_against_each_gamma(small, tmp_path, capsys):
     assert f"{min(rows[2]['vs_plain'], rows[5]['vs_plain']):.2f}x plain decoding" in shown
 
 
-def test_auto_that_ends_drafts_early_is_held_against_whole_ones(small, tmp_path):
-    path = tmp_path / "auto.json"
-    assert main(["auto", "--case", "streaming,B=1,S=48,t=0", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["gamma"] for row in rows] == [0, 2, "auto, whole", "auto"]
-    assert all(row["checked"] for row in rows)
-    assert max(row["vs_best"] for row in rows[:2]) == 1
-
-
 def test_every_row_of_every_batch_has_a_text_and_a_seed_of_its_own(monkeypatch):
     taken = []
     monkeypatch.setattr(auto.jspec, "start_decoding", lambda *given: taken.append(given[1:3]))

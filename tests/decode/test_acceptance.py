@@ -52,7 +52,7 @@ def test_rows_that_accept_little_weigh_as_much_as_their_steps(slots):
 
     def saw(gamma, seconds, accepted, live, rows):
         choice.saw(gamma, seconds, accepted, live)
-        choice.met(rows.saw(gamma, accepted, live, None))
+        choice.met(rows.saw(gamma, accepted, live))
 
     found = [decode(choice.choose, saw, costs, rates, slots, seed) for seed in range(8)][2:]
     assert np.mean(found) < min(fixed.values()) / 0.95
@@ -66,7 +66,7 @@ def test_a_row_goes_by_others_until_it_is_known():
     for turn, gamma in enumerate((4, 2, 4)):
         accepted, live = rng.integers(0, gamma + 1, (STEPS, 3)), rng.random((STEPS, 3)) < 0.8
         live[:, 2] &= turn > 0
-        first = rows.saw(gamma, accepted, live, None)
+        first = rows.saw(gamma, accepted, live)
         new = ([0, 1], [2], [])[turn]
         right = [[(accepted[live[:, r], r] >= n).sum() for n in range(gamma + 1)] for r in new]
         assert first.tolist() == right

@@ -217,9 +217,8 @@ def test_each_gamma_is_told_of_its_own_chunks(sharp, watch, monkeypatch):
         got = generate(sharp, prompts()[:4], NEW, **settings)
         found.append([seconds is not None for _, seconds, *_ in seen])
         assert [gamma for gamma, *_ in seen[:4]] == [0, 4, 1, 0]
-        assert (
-            sum(int(accepted[live].sum()) for _, _, accepted, live, _ in seen) == got.stats.accepted
-        )
+        accepted = sum(int(accepted[live].sum()) for _, _, accepted, live in seen)
+        assert accepted == got.stats.accepted
         return told(got), [gamma for gamma, *_ in seen]
 
     _, ((tokens, *_), _) = check_same(watch, run)

@@ -89,7 +89,7 @@ def run(choice: GammaChoice, world: World, chunks: int, ahead: int = 0) -> tuple
         gamma = chosen.popleft()
         seconds, accepted = world.chunk(gamma)
         choice.saw(gamma, seconds, accepted, live)
-        choice.met(rows.saw(gamma, accepted, live, None))
+        choice.met(rows.saw(gamma, accepted, live))
         tokens += (1 + accepted).mean() * STEPS
         time += seconds * STEPS
         taken.append(gamma)
@@ -232,7 +232,7 @@ def in_turn(monkeypatch, gammas):
     turns, seen = itertools.cycle(gammas), []
     monkeypatch.setattr(GammaChoice, "choose", lambda *_: next(turns))
 
-    def saw(self, gamma, seconds, accepted, live, passes):
+    def saw(self, gamma, seconds, accepted, live):
         seen.append((gamma, seconds, accepted[live]))
 
     monkeypatch.setattr(GammaChoice, "saw", saw)

@@ -28,8 +28,9 @@ def rows() -> DecodeState:
     cache: Any = None
     found = state_of(tokens, lengths, PARAMS, ENDS, ROOM, cache, None, mode="greedy", exact=False)
     found = dataclasses.replace(found, done=np.array([True, False]))
-    price = np.array([np.nan, -0.0], np.float32)
-    return dataclasses.replace(found, ending=dataclasses.replace(found.ending, price=price))
+    temperature = np.array([np.nan, -0.0], np.float32)
+    sampling = dataclasses.replace(found.sampling, temperature=temperature)
+    return dataclasses.replace(found, sampling=sampling)
 
 
 @pytest.fixture

@@ -65,10 +65,9 @@ def lowered(
     batch: int,
     backends: Backends,
     draft: Drafter = PLAIN,
-    early: bool = False,
 ) -> jax.stages.Lowered:
     """One of the three programs for a state of ``batch`` rows of `SLOTS` slots."""
-    config, specs = StepConfig(GAMMA, draft, backends, ends_early=early), model.config.layers
+    config, specs = StepConfig(GAMMA, draft, backends), model.config.layers
     models = Models(model, policy=prepare(config.cache_policy, model))
     small = start_decoding(models, [[1]] * batch, SamplingParams(max_new_tokens=1), config)
     layouts = layouts_of(specs, SLOTS, GAMMA)
@@ -108,19 +107,18 @@ def test_no_program_holds_a_second_cache(model, backend, batch, program):
 
 
 @pytest.mark.parametrize(
-    ("draft", "early"),
+    "draft",
     [
-        pytest.param(GuidedDraft(), False, marks=pytest.mark.slow),
-        (GuidedDraft(), True),
-        pytest.param(GuidedDraft(Vegas(refresh=4)), False, marks=pytest.mark.slow),
-        pytest.param(Chain(SuffixDraft(), GuidedDraft()), False, marks=pytest.mark.slow),
+        GuidedDraft(),
+        pytest.param(GuidedDraft(Vegas(refresh=4)), marks=pytest.mark.slow),
+        pytest.param(Chain(SuffixDraft(), GuidedDraft()), marks=pytest.mark.slow),
     ],
-    ids=["vegas", "vegas-early", "refreshed", "chain"],
+    ids=["vegas", "refreshed", "chain"],
 )
-def test_guided_drafts_hold_no_second_cache(draft, early):
+def test_guided_drafts_hold_no_second_cache(draft):
     """On a CPU, XLA's scored attention turns the keys and values of one layer at a time."""
     layers, batch = (2, 1) if CPU else (LAYERS, 4)
-    ready = lowered("chunk", made(layers), batch, Backends(), draft, early)
+    ready = lowered("chunk", made(layers), batch, Backends(), draft)
     memory = ready.compile().memory_analysis()
     assert memory is not None
     cache = batch * SLOTS * layers * 2 * 2 * 128 * jnp.dtype(DTYPE).itemsize

@@ -110,16 +110,15 @@ def test_another_seed_gives_other_tokens(sharp):
         ("token", False, [9, 9]),
         ("block", False, [[3, 9], [1, 9]]),
         ("token", True, [[3, 9], [1, 9]]),
-        ("ends early", True, [[3, 9], [1, 9]]),
     ],
-    ids=["token", "block", "learns-from-rejected", "ends-early"],
+    ids=["token", "block", "learns-from-rejected"],
 )
 def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, monkeypatch):
     """The first draft token's position is the upper word, and the state keeps the request's.
 
     Verification gets the same seeds; under the block rule it makes them itself.
     """
-    seen, judged, early = [], [], rule == "ends early"
+    seen, judged = [], []
     verify = step_module.verify_stochastic
 
     def listening(tokens, logits, lengths, stops, sampling, *rest, **settings):
@@ -127,14 +126,13 @@ def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, mo
         return verify(tokens, logits, lengths, stops, sampling, *rest, **settings)
 
     class Listening(NoDraft):
-        learns_from_rejected = learns and not early
-        may_end_early = early
+        learns_from_rejected = learns
 
         def draft(self, models, state, config):
             seen.append(state.sampling.seeds)
             return super().draft(models, state, config)
 
-    config = StepConfig(2, Listening(), rule="token" if early else rule, ends_early=early)
+    config = StepConfig(2, Listening(), rule=rule)
     hot = SamplingParams(temperature=1.0, seed=9, max_new_tokens=4)
     state = prefill.start_decoding(sharp, [[1, 2, 3], [4]], [hot, hot], config)
     _, after = step_module.draft(Models(sharp), state, config)

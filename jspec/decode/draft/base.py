@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.cache import Cache
-from jspec.decode.draft.early import while_it_pays
 from jspec.decode.state import DecodeState, Models
 from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import KINDS
@@ -43,13 +42,11 @@ class Drafted:
         lengths: int32 ``[B]``: how many of them count; the step cuts this at the row's limits.
         logits: float32 ``[B, gamma, V]`` that the tokens were drawn from; None for a draft without
             probabilities.
-        levels: int32 ``[B, gamma]``: how certain each token was, for a draft that may end early.
     """
 
     tokens: Array
     lengths: Array
     logits: Array | None = None
-    levels: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -106,14 +103,6 @@ class Drafter:
 
         Each step then samples with random numbers of its own (docs/sampling.md, *Numbers of a
         block*).
-        """
-        return False
-
-    @property
-    def may_end_early(self) -> bool:
-        """Whether its tokens are drawn one by one, by `autoregressive`.
-
-        Such a draft may end before gamma tokens: `StepConfig.ends_early`.
         """
         return False
 
@@ -344,7 +333,7 @@ def autoregressive(
     advance_refresh: Callable[[Array, Array, Array, Any], tuple[Array, Any]] | None = None,
     every: int = 0,
 ) -> tuple[Drafted, Any]:
-    """Draw gamma tokens one by one; fewer where ``config.ends_early`` and they do not pay.
+    """Draw gamma tokens one by one.
 
     Args:
         state: The batch.
@@ -381,23 +370,14 @@ def autoregressive(
         # Of tokens that the loop stacks itself, XLA makes a copy a step on a stream of its own,
         # for which a GPU waits longer than for this kernel.
         drafted = jnp.where(index[None] == step, token[:, None], drafted)
-        return (token, drafted, carry), logits
-
-    def scan_body(advance, carried, step):
-        carried, logits = body(advance, carried, step)
-        return carried, None if state.mode == "greedy" else logits
+        return (token, drafted, carry), None if state.mode == "greedy" else logits
 
     token = state.last_token
     drafted = jnp.broadcast_to(token[:, None], (len(token), config.gamma))
     carried = token, drafted, carry
-    if config.ends_early:
-        usual, room = functools.partial(body, advance), _room(state)
-        outcome = while_it_pays(state, config.gamma, room, usual, carried, axis_name)
-        count, levels, (_, tokens, carry), logits = outcome
-        return Drafted(tokens, jnp.full(room.shape, count, jnp.int32), logits, levels), carry
     usual, other = (
-        functools.partial(scan_body, advance),
-        functools.partial(scan_body, advance_refresh),
+        functools.partial(body, advance),
+        functools.partial(body, advance_refresh),
     )
     (_, tokens, carry), logits = alternating_scan(usual, other, every, carried, config.gamma)
     lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)

@@ -76,10 +76,6 @@ class GuidedDraft(SparseDrafter):
         return self.policy
 
     @property
-    def may_end_early(self) -> bool:
-        return not self.refresh  # the passes that select again are compiled in
-
-    @property
     def learns_from_rejected(self) -> bool:
         return not self.policy.needs_verdict
 

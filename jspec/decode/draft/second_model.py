@@ -76,10 +76,6 @@ class ModelDraft(Drafter):
     def needs_model(self) -> bool:
         return True
 
-    @property
-    def may_end_early(self) -> bool:
-        return True
-
     def undone(self, drafter_state: Any, before: Any) -> Cache:
         return drafter_state.with_lengths(before.lengths)
 

@@ -42,10 +42,6 @@ class SelfDraft(SparseDrafter):
     def cache_policy(self) -> Policy:
         return self.policy
 
-    @property
-    def may_end_early(self) -> bool:
-        return True
-
     def view(self, models: Models, drafter_state: Any, context_len: Array) -> tuple[Policy, Any]:
         return self.policy, models.policy
 
