@@ -304,5 +304,5 @@ def test_a_wrong_draft_is_found_and_a_right_one_is_timed(tmp_path, monkeypatch):
     assert main([*asked, "--backend", "vegas"]) == 1
     (row,) = json.loads(path.read_text())["rows"]
     assert row["checked"] is False
-    assert "verification are wrong by" in row["reason"]
+    assert "from the reference's" in row["reason"]
     jax.clear_caches()
