@@ -61,8 +61,7 @@ DEFAULT_CASES = (
     "model=gpt-oss-20b-attention,B=20,S=120K,gamma=7",
 )
 BUNDLED_GAMMA = 9
-# The case of the bundled model, which always runs with all of its layers.
-BUNDLED: cases.Case = {"model": "bundled", "B": 8, "S": 8192, "gamma": BUNDLED_GAMMA, "new": 1024}
+QUICK = "model=bundled,B=2,S=256,new=24"  # on a CPU
 FOOT = (
     "imposed: random weights; iteration and floor in ms, the median; tokens of a row and iteration "
     "by the paper's rate of acceptance ({source}), with drafts as long as those of the same chain "
@@ -76,7 +75,14 @@ FOOT = (
 def case(text: str) -> cases.Case:
     """A case of ``--case``; ``model=bundled`` for the rows of the bundled model and no others."""
     is_bundled = "model=bundled" in text.split(",")
-    return cases.parse(text, BUNDLED if is_bundled else drafting.DEFAULT, CHOICES)
+    return cases.parse(text, _bundled_default() if is_bundled else drafting.DEFAULT, CHOICES)
+
+
+def _bundled_default() -> cases.Case:
+    """The usual case of the bundled model, which always runs with all of its layers."""
+    sizes = (4, 2048, 64) if jax.default_backend() == "cpu" else (8, 8192, 1024)
+    sizes_of = dict(zip(("B", "S", "new"), sizes, strict=True))
+    return {"model": "bundled", "gamma": BUNDLED_GAMMA, **sizes_of}
 
 
 def draftings(gamma: int, settings: Settings) -> list[Drafting]:
@@ -154,14 +160,10 @@ def imposed(row: Row, drafted: dict[str, list[float]]) -> Row:
 
 def plans(settings: Settings) -> list[Plan]:
     """The plans of the bundled model: the requested cases of it, or the default."""
+    is_quick = settings.quick and jax.default_backend() == "cpu"
     named = [x for x in map(case, settings.cases) if x["model"] == "bundled"]
-    if named:
-        return [Plan(x["S"], x["B"], x["new"], x["gamma"], RATIO) for x in named]
-    if settings.quick and jax.default_backend() == "cpu":
-        return [Plan(256, 2, 24, BUNDLED_GAMMA, RATIO)]
-    if jax.default_backend() == "cpu":
-        return [Plan(2048, 4, 64, BUNDLED_GAMMA, RATIO)]
-    return [Plan(8192, 8, 1024, BUNDLED_GAMMA, RATIO)]
+    named = named or [case(QUICK if is_quick else "model=bundled")]
+    return [Plan(x["S"], x["B"], x["new"], x["gamma"], RATIO) for x in named]
 
 
 def bundled(plan: Plan, settings: Settings) -> Iterator[Row]:

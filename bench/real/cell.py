@@ -278,6 +278,7 @@ class Cell:
     def _starting(
         self, models: Models, config: jspec.StepConfig, sampling: str
     ) -> Callable[[DecodeState], DecodeState]:
+        """What makes `_started` of the prefilled state of the first batch; `_shapes` traces it."""
         rows = self.batches[0]
         tokens, lengths = jax.device_get((self.prefilled[0].tokens, self.prefilled[0].lengths))
         params = [
