@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
     from jspec.models.decoder import Decoder
     from jspec.models.tokenizer import Tokenizer
 
@@ -16,7 +18,7 @@ def bundled_path() -> Path:
     return Path(str(resources.files("jspec.models") / "bundled_model"))
 
 
-def load_bundled(dtype=None) -> tuple[Decoder, Tokenizer]:
+def load_bundled(dtype: DTypeLike | None = None) -> tuple[Decoder, Tokenizer]:
     """Load the small byte-level model that ships with jspec.
 
     Args:

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from jspec.config import LayerSpec, ModelConfig
 from jspec.models.experts import MixtureOfExperts
@@ -207,7 +208,9 @@ class Decoder(nnx.Module):
         ValueError: a layer has ``values_in_keys`` without `ModelConfig.latent`.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs | None):
+    def __init__(
+        self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs | None
+    ):
         for index, spec in enumerate(config.layers):
             if spec.values_in_keys and config.latent is None:
                 raise ValueError(
