@@ -94,7 +94,7 @@ def clock() -> dict[str, Any]:
 
 
 def shapes(case: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Of the arguments of the backends of `jspec.attention` at a case."""
+    """Of the arguments of the backends of `jspec.ops.attention` at a case."""
     (query_heads, kv_heads), size = heads(case), case["H"]
     q = jax.ShapeDtypeStruct((case["B"], case["T"], query_heads, size), DTYPE)
     kv = jax.ShapeDtypeStruct((case["B"], case["S"], kv_heads, size), DTYPE)
@@ -102,7 +102,7 @@ def shapes(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def static(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The static arguments of the backends of `jspec.attention`."""
+    """The static arguments of the backends of `jspec.ops.attention`."""
     none = ("key_positions", "window", "softcap", "value_size")
     return {**dict.fromkeys(none), "scale": case["H"] ** -0.5}
 

@@ -36,7 +36,7 @@ NEAR_TIE = 0.25  # margin of logits that bf16 rounding of a long sum may reverse
 SOURCES = {
     "none": jspec.PLAIN,
     "ngram": jspec.StepConfig(8, jspec.NgramDraft()),
-    "stream": jspec.StepConfig(4, jspec.SelfDraft(jspec.Streaming())),
+    "stream": jspec.StepConfig(4, jspec.SelfDraft(jspec.policies.Streaming())),
 }
 
 
@@ -196,7 +196,7 @@ def check_tokens(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]
 @jax.jit
 def _logits_of_next(model: jspec.Decoder, state: jspec.DecodeState) -> jax.Array:
     positions = state.cache.lengths[:, None]
-    attend = jspec.dense_attend(positions)
+    attend = jspec.policies.dense_attend(positions)
     hidden, _ = model(state.last_token[:, None], positions, attend, state.cache)
     return model.logits(hidden)[:, 0]
 

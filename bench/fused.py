@@ -31,7 +31,7 @@ from bench.settings import Settings, bar
 from bench.suite import Suite
 from bench.verify import checks, compiled_verifies
 from jspec.ops.fused import VERIFY_AND_PACK
-from jspec.ops.pack import PACK
+from jspec.ops.packing import PACK
 from jspec.ops.verify import VERIFY_GREEDY
 
 COLUMNS = pack.COLUMNS
@@ -57,7 +57,7 @@ def _inputs(shape: Shape, alpha: float) -> tuple[workload.Tokens, np.ndarray]:
 
 
 def _shapes(shape: Shape) -> tuple[Any, ...]:
-    """Of the arguments of `jspec.verify_and_pack`."""
+    """Of the arguments of `jspec.ops.verify_and_pack`."""
     tokens = workload.make_tokens(*shape[:2], 0.5)
     return *shapes(tokens.inputs), jax.ShapeDtypeStruct(shape, np.float16)
 

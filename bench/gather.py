@@ -82,7 +82,7 @@ class Selected:
 
     @property
     def arguments(self) -> tuple[Array, ...]:
-        """Of the backends of `jspec.gathered_attention`."""
+        """Of the backends of `jspec.ops.gathered_attention`."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
@@ -228,7 +228,7 @@ def _needed(case: Mapping[str, Any]) -> int:
 
 
 def argument_shapes(case: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Of the arguments of the backends of `jspec.gathered_attention` at a case."""
+    """Of the arguments of the backends of `jspec.ops.gathered_attention` at a case."""
     batch, tokens = case["B"], case["T"]
     q, k, v, positions = attention.shapes(case)
     per_head = (heads(case)[1],) if case["indices"] == "per-head" else ()
@@ -248,7 +248,7 @@ def argument_shapes(case: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def static(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The static arguments of the backends of `jspec.gathered_attention`."""
+    """The static arguments of the backends of `jspec.ops.gathered_attention`."""
     return {
         **dict.fromkeys(("counts", "log_weights", "softcap", "value_size")),
         "scale": case["H"] ** -0.5,

@@ -22,7 +22,7 @@ from jspec.dispatch import Operation
 from jspec.ops.append import APPEND_ENCODE, QKRope
 from jspec.ops.collisions import COLLISION_SCORES, LEAST, code_words
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
-from jspec.ops.hash_select import HASH_SELECT
+from jspec.ops.hash_selection import HASH_SELECT
 from jspec.policies import MagicPIG
 
 COLUMNS = ("B", "S", "n", "heads", "T", "R", "part")
@@ -205,7 +205,7 @@ def collisions_of(q: np.ndarray, k: np.ndarray, tables: int) -> np.ndarray:
 
 
 def static(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The static arguments of the backends of `jspec.hash_select`."""
+    """The static arguments of the backends of `jspec.ops.hash_select`."""
     return {"k": case["n"], "sinks": 0, "recent": 0}
 
 

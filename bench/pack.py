@@ -14,7 +14,7 @@ from bench.program import Absent, bound, chosen, compile_all, shapes, sources
 from bench.rivals import pack as rivals
 from bench.settings import Settings, bar
 from bench.suite import Suite
-from jspec.ops.pack import PACK
+from jspec.ops.packing import PACK
 
 COLUMNS = ("B", "gamma", "alpha", "D", "l2")
 STATES = ("warm", "cold")

@@ -102,7 +102,7 @@ def _shapes(case: Case) -> tuple[Any, ...]:
 
 
 def _inputs(case: Case) -> tuple[workload.Logits, tuple[Any, ...]]:
-    """The logits, and the arguments of the backends of `jspec.verify_stochastic`."""
+    """The logits, and the arguments of the backends of `jspec.ops.verify_stochastic`."""
     batch, vocabulary, draft = case
     logits = workload.make_logits(batch, GAMMA, vocabulary, one_hot=draft == "one-hot")
     lengths, stops = np.full(batch, GAMMA, np.int32), np.full((batch, 1), -1, np.int32)

@@ -14,7 +14,7 @@ from bench.program import Absent, Program, Source, bound, chosen, compile_all, s
 from bench.rivals import select as rivals
 from bench.settings import Settings, bar
 from bench.suite import Suite
-from jspec.ops.select import SELECT
+from jspec.ops.selection import SELECT
 
 COLUMNS = ("rows", "n", "k", "scores")
 BYTES = "every score once, and 4 bytes a selected slot"
@@ -68,7 +68,7 @@ def expected(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def static(case: Case) -> dict[str, Any]:
-    """The static arguments of the backends of `jspec.select`."""
+    """The static arguments of the backends of `jspec.ops.select`."""
     highest = BITS if case["scores"] == "0..128" else None
     return {"k": case["k"], "sinks": 0, "recent": 0, "highest": highest}
 

@@ -31,7 +31,7 @@ from jspec.ops import operations
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
 from jspec.ops.fused import VERIFY_AND_PACK
-from jspec.ops.pack import PACK
+from jspec.ops.packing import PACK
 from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY

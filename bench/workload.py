@@ -36,7 +36,7 @@ class Tokens:
 
     @property
     def inputs(self) -> tuple[np.ndarray, ...]:
-        """The arguments of `jspec.verify_greedy`."""
+        """The arguments of `jspec.ops.verify_greedy`."""
         return self.draft, self.target, self.lengths, self.stops
 
 

@@ -17,7 +17,7 @@ from jspec.decode.checks import one_each
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
 from jspec.decode.generation import generate
 from jspec.decode.resolved_options import Gamma
-from jspec.decode.score import score
+from jspec.decode.score import score_tokens
 from jspec.decode.settings import check_draft, check_target
 from jspec.decode.state import Models
 from jspec.dispatch import Backends
@@ -294,7 +294,7 @@ class LLM:
         if logprobs:
             whole = [[*prompt, *tokens] for prompt, tokens in zip(prompts, got.tokens, strict=True)]
             named = {name: self._settings[name] for name in ("backends", "exact")}
-            scores = score(self.model, whole, **named)
+            scores = score_tokens(self.model, whole, **named)
             marks = [s[-len(t) :] for s, t in zip(scores, got.tokens, strict=True)]
         return [
             Completion(row.text, tokens, "stop" if row.stopped else why, seed, mark)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jspec.dispatch import Case
-from jspec.ops.pack import pack_xla
+from jspec.ops.packing import pack_xla
 from jspec.ops.verify import greedy_xla
 
 

@@ -63,8 +63,11 @@ def test_the_code_that_two_places_show_is_the_same():
 
 
 def test_every_public_name_is_in_the_api():
-    listed = re.findall(r"^::: jspec\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(jspec.__all__)
+    listed = re.findall(r"^::: jspec\.([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    names = set(jspec.__all__) - {"helix", "ops", "policies"}
+    names |= {f"ops.{name}" for name in set(jspec.ops.__all__) - {"operations"}}
+    names |= {f"policies.{name}" for name in set(jspec.policies.__all__) - {"GUIDED", "POLICIES"}}
+    assert sorted(listed) == sorted(names)
 
 
 def test_every_page_is_in_the_navigation():

@@ -91,7 +91,7 @@ def test_log_probabilities_are_the_models(llm):
     found = llm.generate([CODE, "x = "], SHORT, logprobs=True)
     for prompt, completion in zip((CODE, "x = "), found, strict=True):
         whole = [*llm.tokenizer.encode(prompt), *completion.tokens]
-        expected = jspec.score(llm.model, [whole])[0][-12:]
+        expected = jspec.score_tokens(llm.model, [whole])[0][-12:]
         assert completion.logprobs is not None
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
         # Greedy tokens are the likeliest of 256 and more.
@@ -131,8 +131,8 @@ def test_bad_calls_say_the_way_out(llm, call, message):
     [
         ({"draft": "ngram"}, r"pass jspec.named_draft\('ngram'\)"),
         ({"draft": jspec.NgramDraft}, r"pass one of it, NgramDraft\(\)"),
-        ({"draft": jspec.Quest()}, r"is a policy; pass SelfDraft\(Quest"),
-        ({"draft": None, "target": "quest"}, "must be a policy; pass jspec.named_policy"),
+        ({"draft": jspec.policies.Quest()}, r"is a policy; pass SelfDraft\(Quest"),
+        ({"draft": None, "target": "quest"}, "must be a policy; pass jspec.policies.named_policy"),
     ],
     ids=["name", "class", "policy", "target"],
 )

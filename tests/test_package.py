@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Where a distribution has another name than what is imported.
-IMPORTED_AS = {"orbax-checkpoint": "orbax", "jax-triton": "jax_triton"}
+IMPORTED_AS = {
+    "lazy-loader": "lazy_loader",
+    "orbax-checkpoint": "orbax",
+    "jax-triton": "jax_triton",
+}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jspec.config import SamplingParams
-from jspec.ops.law import law, rate_of
+from jspec.ops.exact_probabilities import rate_of, token_probabilities
 from jspec.ops.vocabulary import TILE
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -67,7 +67,7 @@ def compare(found: np.ndarray, expected: np.ndarray) -> Enumerated:
 
 def enumerate_law(logits: np.ndarray, temperature: float) -> Enumerated:
     """The law of ``logits [V]``."""
-    found = law(logits, SamplingParams(temperature=temperature))
+    found = token_probabilities(logits, SamplingParams(temperature=temperature))
     return compare(found, softmax(logits, temperature))
 
 
@@ -142,7 +142,7 @@ def _ratios(axes: Any) -> None:
             coarse_law(expected, number_bits=23, mass_bits=30),
             "#e53e3e",
         ),
-        "64 bits": (law(logits, SamplingParams(temperature=1.0)), "#2b6cb0"),
+        "64 bits": (token_probabilities(logits, SamplingParams(temperature=1.0)), "#2b6cb0"),
     }
     some = np.random.default_rng(0).choice(expected.size, 6000, replace=False)
     for name, (found, colour) in laws.items():

@@ -20,7 +20,7 @@ CHANNELS, MAX_ROWS, MAX_TOKENS, PARTS = 64, 128, 32, 16
 def attention_cuda(
     q: Array, k: Array, v: Array | None, positions: Array, *, scale: float, **_settings: Any
 ) -> tuple[Array, Array]:
-    """As `jspec.attention`, for what `refuses` lets pass."""
+    """As `jspec.ops.attention`, for what `refuses` lets pass."""
     assert v is not None  # `refuses`
     out, lse, *_ = _launch("attention", q, k, v, positions, scale=scale)
     return out, lse
@@ -36,7 +36,7 @@ def scored_attention_cuda(
     scale: float,
     **_settings: Any,
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.scored_attention`, for what `refuses` lets pass."""
+    """As `jspec.ops.scored_attention`, for what `refuses` lets pass."""
     assert v is not None  # `refuses`
     out, lse, _, _, scores = _launch("scored_attention", q, k, v, positions, probe, scale=scale)
     return out, lse, scores

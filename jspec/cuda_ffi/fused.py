@@ -8,7 +8,7 @@ from jspec.cuda_ffi import library, pack, verify
 from jspec.cuda_ffi.pack import cut_for
 from jspec.dispatch import Backend
 from jspec.ops.fused import fused_sizes
-from jspec.ops.pack import packed_like
+from jspec.ops.packing import packed_like
 from jspec.ops.verify import verified_like
 from jspec.typing import Array
 

@@ -101,7 +101,7 @@ def hash_select_cuda(
     recent: int,
     cut: HashCut | None = None,
 ) -> Array:
-    """As `jspec.ops.hash_select.hash_select`."""
+    """As `jspec.ops.hash_selection.hash_select`."""
     batch, n, heads, _ = k_codes.shape
     highest = max_score(q_codes, k_codes)
     cut = cut or cut_for(k_codes, highest)

@@ -12,7 +12,7 @@ import numpy as np
 from jspec import tuned
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
-from jspec.ops.pack import kv_sizes, packed_like
+from jspec.ops.packing import kv_sizes, packed_like
 from jspec.typing import Array
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
 from jspec.gpu import multiprocessors
-from jspec.ops.select import selected_like
+from jspec.ops.selection import selected_like
 from jspec.typing import Array
 
 MIN_CHUNK, MAX_CHUNK = 1024, 32768  # slots of a row that a block takes
@@ -97,7 +97,7 @@ def select_cuda(
     highest: int | None,
     cut: Cut | None = None,
 ) -> Array:
-    """As `jspec.ops.select.select`."""
+    """As `jspec.ops.selection.select`."""
     lead, n = scores.shape[:-1], scores.shape[-1]
     keys = keys_of(scores.dtype, highest)
     cut = cut or cut_for(math.prod(lead), n)

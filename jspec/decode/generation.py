@@ -112,7 +112,7 @@ def generate(
         target: The policy by which the model itself reads the context when it decodes. Any but
             ``Dense()`` is not lossless, and needs ``draft=None``.
         rule: ``"token"`` or ``"block"``, as in `StepConfig`.
-        policy_params: What `jspec.prepare` made for a policy that needs parameters.
+        policy_params: What `jspec.policies.prepare_params` made for a policy that needs parameters.
         steps_per_chunk: Steps between two calls of ``on_tokens``. None is 4 on a CPU, or where
             drafts take passes of a model and gamma is a number, else 16.
         prefill_chunk: Prompt tokens per row and prefill pass; None chooses by the batch.

@@ -20,7 +20,7 @@ from jspec.decode.settings import StepConfig, check_draft
 from jspec.decode.state import FlatModels, Models
 from jspec.ops.stochastic import Rule
 from jspec.policies import Policy
-from jspec.policies.prepare import prepare
+from jspec.policies.prepare import prepare_params
 from jspec.typing import Model
 
 Gamma = int | Literal["auto"] | None
@@ -74,7 +74,7 @@ class ResolvedOptions:
         if exact:
             check_exact(model, config.cache_policy)
         if config.cache_policy.needs_arrays and policy_params is None:
-            models = models._replace(policy=prepare(config.cache_policy, model))
+            models = models._replace(policy=prepare_params(config.cache_policy, model))
         on_mesh = mesh_model(model)
         if on_mesh is not None:
             on_mesh.check(config)

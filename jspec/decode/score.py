@@ -26,7 +26,7 @@ from jspec.typing import Array, Model
 CHUNK = 64  # tokens a row whose logits are in memory at once
 
 
-def score(
+def score_tokens(
     model: Model,
     texts: Sequence[Sequence[int]],
     *,

@@ -22,13 +22,13 @@ from jspec.ops.collisions import COLLISION_SCORES
 from jspec.ops.commit import VERIFY_AND_COMMIT
 from jspec.ops.grouped import GROUPED
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
-from jspec.ops.hash_select import HASH_SELECT
+from jspec.ops.hash_selection import HASH_SELECT
 from jspec.ops.host_rows import FETCH_AHEAD, FETCH_ROWS, STORE_ROWS
 from jspec.ops.linear import LINEAR
 from jspec.ops.linear_chain import LINEAR_CHAIN
 from jspec.ops.route import ROUTE
 from jspec.ops.sample import SAMPLE
-from jspec.ops.select import SELECT
+from jspec.ops.selection import SELECT
 from jspec.ops.stochastic import VERIFY_STOCHASTIC, Rule, check_rule
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Dense, Guided, Policy
@@ -180,7 +180,11 @@ def check_draft(draft: Any) -> None:
 def check_target(target: Any, draft: Drafter, gamma: int) -> None:
     """Raise `TypeError` for a value that is no policy, `ValueError` where it cannot decode."""
     if not isinstance(target, Policy):
-        way_out = "pass jspec.named_policy(...)" if isinstance(target, str) else "as Quest() is one"
+        way_out = (
+            "pass jspec.policies.named_policy(...)"
+            if isinstance(target, str)
+            else "as Quest() is one"
+        )
         raise TypeError(f"target={shown(target)} must be a policy; {way_out}")
     if isinstance(target, Guided):
         raise ValueError(
@@ -195,11 +199,11 @@ def check_target(target: Any, draft: Drafter, gamma: int) -> None:
 
 
 def check_arrays(models: Models, config: StepConfig) -> None:
-    """Raise `ValueError` where a policy lacks what `jspec.prepare` makes for it."""
+    """Raise `ValueError` where a policy lacks what `jspec.policies.prepare_params` makes for it."""
     if config.cache_policy.needs_arrays and models.policy is None:
         raise ValueError(
-            f"{type(config.cache_policy).__name__} needs arrays of its own; pass jspec.Models("
-            "target, policy=jspec.prepare(policy, target, tokens)), with a sample text of the model"
+            f"{type(config.cache_policy).__name__} needs parameters; pass jspec.Models(target, "
+            "policy=jspec.policies.prepare_params(policy, target, tokens)), with a sample text"
         )
 
 

@@ -23,7 +23,8 @@ class Models(NamedTuple):
     Attributes:
         target: The model whose tokens are decoded.
         draft: A second model, for `ModelDraft`, or what `Drafter.prepare` made of the target.
-        policy: What `jspec.prepare` made for the policy of the step, None where it needs nothing.
+        policy: What `jspec.policies.prepare_params` made for the policy of the step, None where it
+            needs nothing.
     """
 
     target: Model

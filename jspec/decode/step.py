@@ -43,7 +43,7 @@ def speculative_step(models: Model | Models, state: DecodeState, config: StepCon
     Returns:
         The state after the step.
     """
-    return step(models, state, config)[0]
+    return decode_step(models, state, config)[0]
 
 
 @jit_steps(static_argnames=("config", "steps"), donate_argnames="state")
@@ -63,7 +63,9 @@ def decode_chunk(
     """
     cache = with_room_for_device_rows(state.cache, config.cache_policy)
     state = dataclasses.replace(state, cache=cache)
-    state, records = lax.scan(lambda state, _: step(models, state, config), state, length=steps)
+    state, records = lax.scan(
+        lambda state, _: decode_step(models, state, config), state, length=steps
+    )
     return dataclasses.replace(
         state, cache=dataclasses.replace(state.cache, device_rows=())
     ), records
@@ -83,7 +85,7 @@ def catch_up(
         return on_mesh_of(models.target, config, caught_up, models, state, like=state)
 
 
-def step(
+def decode_step(
     models: Model | Models | FlatModels, state: DecodeState, config: StepConfig
 ) -> tuple[DecodeState, StepRecord]:
     """The body of `speculative_step`, for a jitted loop of the caller's own.

@@ -9,7 +9,7 @@ import numpy as np
 from jspec.eval.ruler import training_document
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Policy
-from jspec.policies.prepare import prepare
+from jspec.policies.prepare import prepare_params
 from jspec.typing import Model
 
 TOKENS = 2048
@@ -17,11 +17,11 @@ _BYTES_A_TOKEN = 8  # more than any text has
 
 
 def prepared(policy: Policy, model: Model, tokenizer: Tokenizer) -> Any:
-    """`jspec.prepare` with the text that ships with jspec; None where the policy needs nothing."""
+    """The parameters of ``policy`` from the text that ships with jspec; None if it needs none."""
     if not policy.needs_arrays:
         return None
     if not policy.needs_keys:
-        return prepare(policy, model)
+        return prepare_params(policy, model)
     max_tokens = min(TOKENS, model.config.max_context)
     text, _ = training_document(_BYTES_A_TOKEN * TOKENS, np.random.default_rng(0))
-    return prepare(policy, model, tokenizer.encode(text)[:max_tokens])
+    return prepare_params(policy, model, tokenizer.encode(text)[:max_tokens])

@@ -115,7 +115,8 @@ class Bench:
         prompts: token ids of each request.
         params: sampling parameters of each request.
         longest: the most draft tokens that will be measured.
-        arrays: ``arrays(draft)`` returns the arrays of the draft's policy, as `jspec.prepare`.
+        arrays: ``arrays(draft)`` returns the parameters of the draft's policy, as
+            `jspec.policies.prepare_params` makes them.
         backends: as in `jspec.generate`.
         report: called after each measurement.
     """

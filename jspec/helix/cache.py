@@ -56,8 +56,8 @@ def cache_specs(helix: HelixConfig, cache: Cache) -> Cache:
 def part_of(helix: HelixConfig, cache: Cache) -> Cache:
     """The view of ``cache`` inside the mesh: this device's slots and heads, and the exchange.
 
-    With it, `jspec.dense_attend` computes exact attention over the keys of all devices, for the
-    heads of this device's part of the output projection.
+    With it, `jspec.policies.dense_attend` computes exact attention over the keys of all devices,
+    for the heads of this device's part of the output projection.
 
     Args:
         helix: the layout of the model.

@@ -81,8 +81,8 @@ def load_hashes(path: str | os.PathLike | None = None) -> Hashes:
         path: the directory; None for the hashes of the bundled model.
 
     Returns:
-        One entry per layer: float32 ``[K, H, R]``, as `jspec.hash_encode` takes them, or None for
-        a layer with a sliding window, which is read whole.
+        One entry per layer: float32 ``[K, H, R]``, as `jspec.ops.hash_encode` takes them, or None
+        for a layer with a sliding window, which is read whole.
 
     Raises:
         CheckpointError: files are missing, malformed or do not fit together.

@@ -101,7 +101,7 @@ def rotate_append_encode(
     *,
     implementation: str | None = None,
 ) -> tuple[Array, Array, Array, Array]:
-    """`rotate_and_append`, and `jspec.hash_encode` of the new keys into the column ``codes``.
+    """`rotate_and_append`, and `jspec.ops.hash_encode` of the new keys into the column ``codes``.
 
     The code of a key is that of the key as the cache holds it, rounded to its dtype. Triton does
     all of it in one launch for few tokens.

@@ -51,7 +51,7 @@ def verify_and_commit(
     *,
     implementation: str | None = None,
 ) -> tuple[Verified, Array, Rows]:
-    """`jspec.verify_greedy` by the target's argmax, and `commit` of its outcome.
+    """`jspec.ops.verify_greedy` by the target's argmax, and `commit` of its outcome.
 
     A block should fit into S: tokens past the last slot are dropped. Donate the rows to update them
     without a copy.

@@ -11,7 +11,7 @@ from typing import Any
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.cases import accepted_tokens, kv_rows, ragged_tokens
-from jspec.ops.pack import PACK, Packed, kv_sizes, pack_xla
+from jspec.ops.packing import PACK, Packed, kv_sizes, pack_xla
 from jspec.ops.verify import VERIFY_GREEDY, Verified, check_greedy, greedy_sizes, greedy_xla
 from jspec.typing import Array
 
@@ -25,7 +25,7 @@ def verify_and_pack(
     *,
     implementation: str | None = None,
 ) -> tuple[Verified, Packed]:
-    """`jspec.verify_greedy`, then `jspec.pack` of the accepted rows of ``kv``.
+    """`jspec.ops.verify_greedy`, then `jspec.ops.pack` of the accepted rows of ``kv``.
 
     Args:
         draft_tokens: int32 or int64 ``[B, gamma]``.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.ops.hash import lengths_or
-from jspec.ops.select import check_budget, rising, select
+from jspec.ops.selection import check_budget, rising, select
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
 
@@ -32,8 +32,8 @@ def select_sharded(
 ) -> Array:
     """This device's slots among the ``k`` best positions of each row, in ascending order.
 
-    Called inside a `jax.shard_map`. Over all devices, the selection is that of `jspec.select` with
-    the scores in the order of their positions.
+    Called inside a `jax.shard_map`. Over all devices, the selection is that of `jspec.ops.select`
+    with the scores in the order of their positions.
 
     Args:
         scores: ``[B, n]`` or ``[B, K, n]``, of this device's slots.
@@ -42,11 +42,11 @@ def select_sharded(
         k: positions that are selected of a row, at most.
         axis_name: the mesh axes that share the positions.
         capacity: the bound of the positions.
-        counts: as in `jspec.select`.
+        counts: as in `jspec.ops.select`.
         lengths: int32 ``[B]``, positions of each row over all devices.
-        sinks: as in `jspec.select`.
-        recent: as in `jspec.select`.
-        highest: as in `jspec.select`; with it one histogram is exchanged, without it three.
+        sinks: as in `jspec.ops.select`.
+        recent: as in `jspec.ops.select`.
+        highest: as in `jspec.ops.select`; with it one histogram is exchanged, without it three.
 
     Returns:
         int32 ``[..., min(k, n)]``: slots, then -1.

@@ -63,7 +63,7 @@ def attention_pallas(
 def scored_attention_pallas(
     q: Array, k: Array, v: Array | None, positions: Array, probe: Array, **settings: Any
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.scored_attention`; ``settings`` as `attention_pallas` takes them."""
+    """As `jspec.ops.scored_attention`; ``settings`` as `attention_pallas` takes them."""
     out, lse, scores = _attended(q, k, v, positions, probe, **settings)
     assert scores is not None
     return out, lse, scores

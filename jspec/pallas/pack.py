@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec import tuned
 from jspec.dispatch import Backend
-from jspec.ops.pack import kv_sizes
+from jspec.ops.packing import kv_sizes
 from jspec.pallas.mosaic import Spread, floor_power, iota, load, refuses_pallas, starts, store
 from jspec.sharding import opaque
 from jspec.typing import Array
@@ -42,7 +42,7 @@ def blocks_for(sizes: Mapping[str, int]) -> Blocks:
 def pack_pallas(
     kv: Array, accepted: Array, *, blocks: Blocks | None = None
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.ops.pack.pack_xla`; rows past the total are not specified."""
+    """As `jspec.ops.packing.pack_xla`; rows past the total are not specified."""
     batch, gamma, width = kv.shape
     size = kv.dtype.itemsize
     span = (blocks or blocks_for(kv_sizes(kv))).span // size

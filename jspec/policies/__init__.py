@@ -4,6 +4,7 @@ Adding one is a file with a subclass of `Policy` and a line in `named.POLICIES`,
 verification guides it, a subclass of `Guided` and a line in `named.GUIDED`.
 """
 
+from jspec.policies.attend import dense_attend
 from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.dense import Dense
 from jspec.policies.exact_topk import ExactTopK
@@ -14,6 +15,7 @@ from jspec.policies.loki import Loki
 from jspec.policies.magicpig import MagicPIG
 from jspec.policies.named import GUIDED, POLICIES, named_policy
 from jspec.policies.policy import Policy
+from jspec.policies.prepare import prepare_params
 from jspec.policies.quantspec import QuantSpec
 from jspec.policies.quest import Quest
 from jspec.policies.streaming import Streaming
@@ -37,5 +39,7 @@ __all__ = [
     "SpecExtend",
     "Streaming",
     "Vegas",
+    "dense_attend",
     "named_policy",
+    "prepare_params",
 ]

@@ -60,7 +60,7 @@ def dense_attend(
     Args:
         positions: int32 ``[B, T]``: positions of the new tokens, -1 for padding.
         policy: The policy whose columns are appended with keys and values.
-        policy_params: What `jspec.prepare` made for it.
+        policy_params: What `jspec.policies.prepare_params` made for it.
         backends: Named backends of operations.
     """
 
@@ -109,7 +109,7 @@ def selected_attend(
         num_new: How many positions from ``context_len`` on are read whole: those of this pass, and
             those that earlier passes of the draft wrote.
         policy: The policy that selects.
-        policy_params: What `jspec.prepare` made for it.
+        policy_params: What `jspec.policies.prepare_params` made for it.
         backends: Named backends of operations.
     """
 

@@ -66,7 +66,7 @@ class Budgeted(Policy):
 
         Args:
             best: ``best(k, counts=, lengths=, sinks=, recent=)`` returns the positions, or pages,
-                of the ``k`` highest scores, as `jspec.select` does.
+                of the ``k`` highest scores, as `jspec.ops.select` does.
             size: The capacity of the layer.
             context_len: int32 ``[B]``: committed positions per row.
         """
@@ -145,8 +145,8 @@ class ScoredPolicy(Budgeted):
     ) -> Array:
         """The positions, or pages, of the ``k`` highest scores, int32 ``[B, ..., k]``.
 
-        ``budget``: other arguments of `jspec.select`. Minus infinity, or a whole number below 0, is
-        not read, unless it is a sink or recent.
+        ``budget``: other arguments of `jspec.ops.select`. Minus infinity, or a whole number below
+        0, is not read, unless it is a sink or recent.
         """
         scores = self.score(policy_params, layer, cache, q)
         if self.page_size == 1:

@@ -13,7 +13,7 @@ from jax import lax
 from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
-from jspec.ops.select import select
+from jspec.ops.selection import select
 from jspec.policies.budgeted import Budgeted, whole_pages
 from jspec.policies.dense import Dense
 from jspec.policies.hata import Hata

@@ -18,7 +18,7 @@ from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hash
 from jspec.ops.append import QKRope
 from jspec.ops.attention.hashed import PARTS, hash_attention
 from jspec.ops.hash import BITS, hamming_scores, hash_encode
-from jspec.ops.hash_select import hash_select
+from jspec.ops.hash_selection import hash_select
 from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.policy import Policy
 from jspec.policies.scores import best_positions

@@ -42,8 +42,8 @@ class Loki(ScoredPolicy):
         """The components of each layer, float32 ``[K, H, channels]``, the largest first."""
         if keys is None:
             raise ValueError(
-                "loki needs the keys of a sample text: jspec.prepare(policy, model, tokens) takes "
-                "one, and makes the policy_params that generate takes"
+                "loki needs the keys of a sample text: pass policy_params="
+                "jspec.policies.prepare_params(policy, model, tokens)"
             )
         return tuple(jnp.asarray(self._components(k)) for k in keys)
 

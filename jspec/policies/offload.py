@@ -102,8 +102,8 @@ def rows_of(
 
     Returns:
         The fetched columns by name, ``[B, n + m, K, H]``; the slots in them of the chosen
-        positions and of the new ones, as `jspec.gathered_attention` takes them; and the cache, with
-        the chosen rows as its `device_rows`.
+        positions and of the new ones, as `jspec.ops.gathered_attention` takes them; and the cache,
+        with the chosen rows as its `device_rows`.
     """
     host_columns, slots = _host_columns(cache, layer), cache.layouts[layer].slots
     heads = cache.specs[layer].kv_heads
@@ -168,7 +168,7 @@ def fetch_next(
         through: What this layer computes with; it is returned unchanged, after the fetch has begun.
         context_len: int32 ``[B]``: committed positions per row.
         policy: The policy.
-        policy_params: What `jspec.prepare` made for it.
+        policy_params: What `jspec.policies.prepare_params` made for it.
         backends: Named backends of operations.
     """
     following = layer + 1

@@ -102,7 +102,7 @@ class Policy:
         return None
 
     def prepare_for(self, model: Model, keys: Sequence[np.ndarray] | None) -> Any:
-        """What `jspec.prepare` returns: by `prepare`, unless the policy needs more of the model."""
+        """What `jspec.policies.prepare_params` returns: `prepare`, unless it needs the model."""
         return self.prepare(model.config.layers, keys)
 
     def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
@@ -114,7 +114,7 @@ class Policy:
         return {}
 
     def codes_by(self, policy_params: Any, layer: int) -> Array | None:
-        """The matrices ``[K, H, R]`` by which `jspec.hash_encode` makes the only column, ``codes``.
+        """The matrices ``[K, H, R]`` of `jspec.ops.hash_encode` for the only column, ``codes``.
 
         None where `encode` does anything else. Otherwise the codes are made as the keys are
         written.
@@ -187,8 +187,8 @@ class Policy:
     ) -> Array | None:
         """The log-weights of the positions ``chosen`` that `select` returned for the queries ``q``.
 
-        float32 ``[B, T, N, n]``, as `jspec.gathered_attention` takes them; None weighs all equally.
-        It is not called for layers that read the selection of another one.
+        float32 ``[B, T, N, n]``, as `jspec.ops.gathered_attention` takes them; None weighs all
+        equally. It is not called for layers that read the selection of another one.
         """
         return None
 

@@ -21,7 +21,7 @@ from jspec.typing import Array, Model
 CHUNK = 256  # tokens of the sample that the model takes up at once
 
 
-def prepare(
+def prepare_params(
     policy: Policy,
     model: Model,
     tokens: Sequence[int] | None = None,

@@ -51,7 +51,7 @@ def read_at(
 
 
 def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array | None]:
-    """Positions ``[B, T]`` of queries and ``[B, S]`` of a layer's slots for `jspec.attention`.
+    """Positions ``[B, T]`` of queries and ``[B, S]`` of a layer's slots for `jspec.ops.attention`.
 
     None for the latter where a slot's position is its index.
     """

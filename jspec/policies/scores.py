@@ -12,8 +12,8 @@ from jax.experimental.layout import with_layout_constraint
 
 from jspec.cache import LinearLayout, Stripe
 from jspec.cache.layout import Layout
-from jspec.ops.select import select
 from jspec.ops.select_sharded import select_sharded
+from jspec.ops.selection import select
 from jspec.typing import Array
 
 
@@ -44,9 +44,9 @@ def dots(*pairs: tuple[Array, Array]) -> Array:
 def best_positions(scores: Array, layout: Layout, k: int, **budget: Any) -> Array:
     """The positions of the ``k`` highest of the scores ``[..., S]`` of all slots.
 
-    int32 ``[..., k]``, as `jspec.select` returns; of a `Stripe` those of this device. ``budget``:
-    other arguments of `jspec.select`. Minus infinity, or a whole number below 0, is not read,
-    unless ``budget`` forces it.
+    int32 ``[..., k]``, as `jspec.ops.select` returns; of a `Stripe` those of this device.
+    ``budget``: other arguments of `jspec.ops.select`. Minus infinity, or a whole number below 0, is
+    not read, unless ``budget`` forces it.
     """
     if not isinstance(layout, Stripe):
         return highest(in_order(scores, layout), k, **budget)
@@ -138,7 +138,7 @@ def in_order(scores: Array, layout: Layout) -> Array:
 
 
 def highest(scores: Array, k: int, **budget: Any) -> Array:
-    """The indices of the ``k`` highest scores, int32 ``[..., k]``, as `jspec.select` returns.
+    """The indices of the ``k`` highest scores, int32 ``[..., k]``, as `jspec.ops.select` returns.
 
     Minus infinity, or a whole number below 0, is not read, unless ``budget`` forces it.
     """

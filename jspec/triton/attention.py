@@ -74,7 +74,7 @@ def attention_triton(
     blocks: Blocks | None = None,
     exact: bool = False,
 ) -> tuple[Array, Array]:
-    """As `jspec.attention`.
+    """As `jspec.ops.attention`.
 
     ``exact``: the cut does not follow from T either, so that a row's bits follow from it alone.
     """
@@ -94,7 +94,7 @@ def attention_triton(
 def scored_attention_triton(
     q: Array, k: Array, v: Array | None, positions: Array, probe: Array, **settings: Any
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.scored_attention`; ``settings`` as `attention_triton` takes them."""
+    """As `jspec.ops.scored_attention`; ``settings`` as `attention_triton` takes them."""
     return _attended(q, k, v, positions, probe, **settings)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.fused import fused_sizes
-from jspec.ops.pack import packed_like
+from jspec.ops.packing import packed_like
 from jspec.ops.verify import verified_like
 from jspec.triton import pack, verify
 from jspec.triton.call import next_power, refuses_triton, triton_call

@@ -71,7 +71,7 @@ def gathered_triton(
     value_size: int | None,
     blocks: Blocks | None = None,
 ) -> tuple[Array, Array]:
-    """As `jspec.gathered_attention`."""
+    """As `jspec.ops.gathered_attention`."""
     from jspec.triton.gathered_kernel import gathered_kernel
 
     sizes = gathered_sizes(q, k, v, positions, selected)

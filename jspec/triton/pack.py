@@ -10,7 +10,7 @@ from jax import lax
 
 from jspec import tuned
 from jspec.dispatch import Backend
-from jspec.ops.pack import kv_sizes, packed_like
+from jspec.ops.packing import kv_sizes, packed_like
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
@@ -41,7 +41,7 @@ def uncarry(packed: Array, dtype: jnp.dtype) -> Array:
 def pack_triton(
     kv: Array, accepted: Array, *, blocks: Blocks | None = None
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.ops.pack.pack_xla`; rows past the total are not specified."""
+    """As `jspec.ops.packing.pack_xla`; rows past the total are not specified."""
     from jspec.triton.pack_kernel import pack_kernel
 
     batch, gamma, width = kv.shape

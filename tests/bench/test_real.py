@@ -111,7 +111,7 @@ def test_the_error_of_tokens_per_step_against_the_bootstrap():
 
 @pytest.mark.parametrize("sampling", ["t0.8", "paper"])
 def test_scores_of_answers_against_the_sampling_law(cell, sampling):
-    """Mean and variance of the log-probability under `jspec.law`, from logits without a cache."""
+    """Mean and variance of the log-probability, from logits without a cache."""
     params = params_of(sampling, 1, 1)[0]
     answer = list(np.random.default_rng(1).integers(0, 256, 5))
     (scores,) = cell._score([3], [answer], params)
@@ -122,7 +122,7 @@ def test_scores_of_answers_against_the_sampling_law(cell, sampling):
     tokens = jnp.asarray([[*cell.prompts[3], *answer]], jnp.int32)
     hidden, _ = cell.model(tokens, jnp.arange(tokens.shape[1])[None], attend, None)
     logits = np.asarray(cell.model.logits(hidden))[0, -len(answer) - 1 : -1]
-    shares = jspec.law(logits, params)
+    shares = jspec.ops.token_probabilities(logits, params)
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(shares)
         terms = np.where(shares > 0, shares * logs, 0)

@@ -15,7 +15,7 @@ from jspec.dispatch import Backend, always
 from jspec.policies import MagicPIG
 from tests.ops.test_collisions import collided
 from tests.ops.test_hash import shared_bits
-from tests.ops.test_select import by_sorting
+from tests.ops.test_selection import by_sorting
 
 SMALL = {
     "select": [

@@ -19,7 +19,7 @@ from jspec.dispatch import Backend, always
 from jspec.extras import install_gpu
 from jspec.ops import operations
 from jspec.ops.attention.dense import ATTENTION
-from jspec.ops.pack import PACK, pack_xla
+from jspec.ops.packing import PACK, pack_xla
 
 
 def test_doctor_finds_what_decoding_needs(capsys, monkeypatch):

@@ -307,7 +307,7 @@ def test_a_platform_without_kernels_is_a_reason():
 
 
 def stochastic_arguments(batch: int, vocabulary: int, *, drafted: bool) -> tuple:
-    """Of the backends of `jspec.verify_stochastic`: bfloat16 logits and 5 draft tokens a row."""
+    """For backends of `jspec.ops.verify_stochastic`: bfloat16 logits, 5 draft tokens a row."""
     settings = settings_of(sampling_of([SamplingParams(temperature=1.0)] * batch, range(batch)))
     tokens, logits, lengths, stops, positions, draft = like(
         ((batch, 5), jnp.int32),

@@ -60,7 +60,7 @@ def draft_of(source: str, draft_model):
     if source in POLICIES:
         return jspec.named_draft(POLICIES[source]), None
     drafts = {
-        "streaming": (jspec.SelfDraft(jspec.Streaming(sinks=8, window=56)), None),
+        "streaming": (jspec.SelfDraft(jspec.policies.Streaming(sinks=8, window=56)), None),
         "ngram": (jspec.NgramDraft(), None),
         "model": (jspec.ModelDraft(), draft_model),
     }

@@ -110,7 +110,7 @@ def test_what_it_cannot_make_is_refused(tiny, windowed, other):
     with pytest.raises(ValueError, match="gamma=3 does not fit"):
         convert_state(windowed, state, StepConfig(3, SelfDraft(MATRIX["streaming"])))
     state = start_decoding(tiny, PROMPTS, PARAMS, PLAIN)
-    with pytest.raises(ValueError, match="Loki needs arrays of its own"):
+    with pytest.raises(ValueError, match="Loki needs parameters"):
         convert_state(tiny, state, dataclasses.replace(PLAIN, target=MATRIX["loki"]))
     with pytest.raises(ValueError, match=r"ModelDraft\(\) takes up prompts with a model"):
         convert_state(Models(tiny, other), state, StepConfig(3, ModelDraft()))

@@ -17,7 +17,7 @@ from jspec.decode.generation import generate
 from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
-from jspec.decode.step import step
+from jspec.decode.step import decode_step
 from tests.decode.common import DRAFTERS, NGRAM, STREAMING, prompts
 from tests.decode.test_own_model import OneLayer
 
@@ -52,7 +52,7 @@ def traced(source: str, first, second, params: SamplingParams, **settings):
 
     texts = prompts((9, 1, 4), vocabulary=13)
     state = start_decoding(models, texts, params, config, run=trace, **settings)
-    return state, jax.eval_shape(lambda *args: step(*args, config), models, state)
+    return state, jax.eval_shape(lambda *args: decode_step(*args, config), models, state)
 
 
 def dtypes(tree) -> list:

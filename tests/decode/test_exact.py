@@ -32,7 +32,7 @@ WIDE = LayerSpec(kv_heads=2, key_size=16, value_size=320)
     [
         lambda model: jspec.generate(model, [[1, 2]], draft=None, exact=True),
         lambda model: jspec.Engine(model, slots=1, capacity=64, exact=True),
-        lambda model: jspec.score(model, [[1, 2]], exact=True),
+        lambda model: jspec.score_tokens(model, [[1, 2]], exact=True),
         lambda model: start_decoding(model, [[1, 2]], config=EXACTLY),
         lambda model: jspec.LLM(
             model, tokenizer=jspec.load_bundled()[1], draft=None, exact=True

@@ -15,10 +15,10 @@ from jspec.decode.growth import grow_capacity
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
-from jspec.decode.step import step
+from jspec.decode.step import decode_step
 from jspec.ops.hash import hash_encode
 from jspec.policies import Hata, SparseSpec, SpecExtend, Streaming, Vegas
-from jspec.policies.prepare import prepare
+from jspec.policies.prepare import prepare_params
 from tests.conftest import TINY
 from tests.decode.common import prompts, requests
 
@@ -68,7 +68,7 @@ def test_a_step_leaves_what_the_next_draft_reads(tiny):
     config = StepConfig(3, GuidedDraft(policy))
     params = [SamplingParams(max_new_tokens=new) for new in (30, 30, 1)]
     state = start_decoding(tiny, prompts((20, 9, 5)), params, config, capacity=64)
-    run = jax.jit(lambda models, state: step(models, state, config))
+    run = jax.jit(lambda models, state: decode_step(models, state, config))
     models = Models(tiny)
     for _ in range(3):
         before = np.asarray(state.cache.lengths)
@@ -96,7 +96,7 @@ def test_more_room_gives_a_ratio_more_room(sharp):
     grown = grow_capacity(small, 80, config)
     assert grown.draft.picked[0].shape == (2, 20)
     large = start_decoding(sharp, texts, params, config, capacity=80)
-    run = jax.jit(lambda models, state: step(models, state, config)[0])
+    run = jax.jit(lambda models, state: decode_step(models, state, config)[0])
     for _ in range(6):
         grown, large = (run(Models(sharp), state) for state in (grown, large))
     np.testing.assert_array_equal(grown.tokens, large.tokens)
@@ -131,10 +131,10 @@ def test_what_is_not_a_guided_draft_is_refused(made, error, message):
 def after_steps(model, policy, gamma: int, drafter: Any = None, steps: int = 1):
     """The models and the state of ragged rows behind some steps, and the draft that comes next."""
     config = StepConfig(gamma, drafter or GuidedDraft(policy))
-    models = Models(model, policy=prepare(config.cache_policy, model))
+    models = Models(model, policy=prepare_params(config.cache_policy, model))
     params = [SamplingParams(max_new_tokens=40, temperature=t, seed=7) for t in (1.0, 0.0, 0.6)]
     state = start_decoding(models, prompts((31, 9, 4)), params, config, capacity=96)
-    run = jax.jit(lambda models, state: step(models, state, config)[0])
+    run = jax.jit(lambda models, state: decode_step(models, state, config)[0])
     for _ in range(steps):
         state = run(models, state)
     draft = jax.jit(lambda models, state: config.draft.draft(models, state, config)[0])
@@ -261,10 +261,10 @@ def test_without_refresh_a_cache_keeps_no_codes(tiny):
 
 
 def test_without_hashes_it_says_what_hata_says(tiny):
-    """Before the prefill, as for any policy that takes arrays of its own."""
+    """Before the prefill, as for any policy that takes parameters."""
     found = []
     for draft in (named_draft("vegas:refresh=2"), SelfDraft(Hata())):
-        with pytest.raises(ValueError, match=r"Hata needs arrays of its own; pass jspec\.Mo") as e:
+        with pytest.raises(ValueError, match=r"Hata needs parameters; pass jspec\.Mo") as e:
             start_decoding(tiny, prompts((9,)), config=StepConfig(3, draft))
         found.append(str(e.value))
     assert found[0] == found[1]

@@ -18,7 +18,7 @@ from jspec.models.decoder import Decoder
 from jspec.ops.attention.dense import ATTENTION
 from jspec.policies import Vegas
 from jspec.policies.policy import create_cache
-from jspec.policies.prepare import prepare
+from jspec.policies.prepare import prepare_params
 
 SHARE = 0.03
 PLAIN = NoDraft()
@@ -68,7 +68,7 @@ def lowered(
 ) -> jax.stages.Lowered:
     """One of the three programs for a state of ``batch`` rows of `SLOTS` slots."""
     config, specs = StepConfig(GAMMA, draft, backends), model.config.layers
-    models = Models(model, policy=prepare(config.cache_policy, model))
+    models = Models(model, policy=prepare_params(config.cache_policy, model))
     small = start_decoding(models, [[1]] * batch, SamplingParams(max_new_tokens=1), config)
     layouts = layouts_of(specs, SLOTS, GAMMA)
 

@@ -13,7 +13,7 @@ from jspec.config import SamplingParams
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
-from jspec.decode.step import step
+from jspec.decode.step import decode_step
 from jspec.dispatch import Backends
 from jspec.ops.attention.dense import ATTENTION
 from tests.decode.common import DRAFT_LIMITS, DRAFTERS, prompts
@@ -34,7 +34,7 @@ def filled(cache: Cache, junk) -> Cache:
 
 @functools.partial(jax.jit, static_argnames="config")
 def poisoned_step(models, state, config, junk):
-    state, record = step(models, state, config)
+    state, record = decode_step(models, state, config)
     caches = {"cache": filled(state.cache, junk)}
     if state.draft is not None:
         caches["draft"] = filled(state.draft, junk)

@@ -115,7 +115,11 @@ OTHERS = [
     ({"params": []}, ValueError, "got 1 prompts but 0 sampling params; pass one or each"),
     ({"draft": "ngram"}, TypeError, "draft='ngram' is a string; pass jspec.named_draft('ngram')"),
     ({"draft": jspec.NgramDraft}, TypeError, "draft=NgramDraft is a class; pass one of it, NgramD"),
-    ({"draft": jspec.Dense()}, TypeError, "draft=Dense() is a policy; pass SelfDraft(Dense())"),
+    (
+        {"draft": jspec.policies.Dense()},
+        TypeError,
+        "draft=Dense() is a policy; pass SelfDraft(Dense())",
+    ),
     ({"draft": 3}, TypeError, "draft=3 must be a drafter, as NgramDraft() is"),
     ({"gamma": 2.0}, TypeError, "gamma=2.0 must be a whole number"),
     ({"gamma": "4"}, TypeError, "gamma='4' must be a whole number"),

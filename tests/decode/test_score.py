@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.decode.score import score
+from jspec.decode.score import score_tokens
 from tests.decode.common import full_logits, prompts
 
 
 def test_log_probabilities_are_those_of_a_full_pass(tiny):
     texts = prompts((130, 1, 64, 65, 2))
-    got = score(tiny, texts)
+    got = score_tokens(tiny, texts)
     for text, ours in zip(texts, got, strict=True):
         law = jax.nn.log_softmax(full_logits(tiny, jnp.asarray([text])))[0]
         expected = np.asarray(law)[np.arange(len(text) - 1), text[1:]]
@@ -21,18 +21,18 @@ def test_log_probabilities_are_those_of_a_full_pass(tiny):
 
 def test_a_text_may_fill_the_context(tiny):
     """512 tokens are scored, 513 are not."""
-    assert len(score(tiny, [[1] * 512])[0]) == 511
+    assert len(score_tokens(tiny, [[1] * 512])[0]) == 511
     with pytest.raises(ValueError, match="exceeds the context of 512"):
-        score(tiny, [[1] * 513])
+        score_tokens(tiny, [[1] * 513])
 
 
 def test_no_texts_have_no_scores(tiny):
-    assert score(tiny, []) == []
+    assert score_tokens(tiny, []) == []
 
 
 def test_texts_may_be_rows_of_an_array(tiny):
     rows = np.array([[1, 2, 3], [3, 4, 5]])
-    np.testing.assert_array_equal(score(tiny, rows), score(tiny, rows.tolist()))
+    np.testing.assert_array_equal(score_tokens(tiny, rows), score_tokens(tiny, rows.tolist()))
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_texts_may_be_rows_of_an_array(tiny):
 )
 def test_bad_texts_are_refused(tiny, texts, message):
     with pytest.raises(ValueError, match=message):
-        score(tiny, texts)
+        score_tokens(tiny, texts)

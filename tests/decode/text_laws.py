@@ -30,7 +30,7 @@ from jspec.ops import vocabulary as vocabulary_module
 from jspec.ops.sample import Role
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, ExactTopK, Hata, Loki, MagicPIG, Quest, Streaming, Vegas
-from jspec.policies.prepare import prepare
+from jspec.policies.prepare import prepare_params
 from tests.conftest import make_decoder
 from tests.decode.common import full_logits
 from tests.ops.laws import check_counts, filtered_law
@@ -150,7 +150,9 @@ def check_law(
     """
     draft = SelfDraft(OTHER_POLICIES[source]) if source in OTHER_POLICIES else SOURCES[source]
     arrays = (
-        prepare(draft.cache_policy, target(), PROMPT) if draft.cache_policy.needs_arrays else None
+        prepare_params(draft.cache_policy, target(), PROMPT)
+        if draft.cache_policy.needs_arrays
+        else None
     )
     decode_chunk = step_module.decode_chunk.__wrapped__
 

@@ -36,8 +36,8 @@ SECONDS = 900  # far beyond what any of them takes: a hang fails the test
 TEXTS = prompts((40, 1, 17), vocabulary=112)
 SEEDED = jspec.SamplingParams(max_new_tokens=12, temperature=0.9, seed=5, ignore_eos=True)
 DRAFTS = {
-    "loki": jspec.SelfDraft(jspec.Loki(budget=8, sinks=1, recent=2, dense_layers=0)),
-    "vegas": jspec.GuidedDraft(jspec.Vegas(budget=8, least=0)),
+    "loki": jspec.SelfDraft(jspec.policies.Loki(budget=8, sinks=1, recent=2, dense_layers=0)),
+    "vegas": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0)),
 }
 
 
@@ -87,7 +87,7 @@ def drafted(model: Any, plain: Any, name: str) -> tuple[tuple[int, ...], ...]:
     """Tokens with the drafter ``name``, what it takes prepared with ``plain``, on no mesh."""
     policy = jspec.StepConfig(3, DRAFTS[name]).cache_policy
     text = [token for prompt in TEXTS for token in prompt]
-    arrays = jspec.prepare(policy, plain, text) if policy.needs_arrays else None
+    arrays = jspec.policies.prepare_params(policy, plain, text) if policy.needs_arrays else None
     return tokens_of(model, draft=DRAFTS[name], policy_params=arrays)
 
 
@@ -131,7 +131,7 @@ def together(index: int) -> dict[str, Any]:
         "held": [shard.data.shape for shard in kernel.addressable_shards],
         "tokens": tokens_of(model, draft=NGRAM),
         "grown": grown(model),
-        "scores": [row.tolist() for row in jspec.score(model, TEXTS)],
+        "scores": [row.tolist() for row in jspec.score_tokens(model, TEXTS)],
         "ended by process 0": (ended.tokens, ended.seeds),
         "all": from_all({"index": index, "text": "é" * 300 * index}),
         "first": from_first(index),

@@ -13,13 +13,13 @@ import pytest
 from flax import nnx
 
 import jspec
-from jspec import helix
+from jspec import helix, policies
 from jspec.config import ModelConfig
 from jspec.decode.draft import Drafter
 from jspec.helix.mesh import STRATEGIES
 from jspec.helix.sharded import decoder_spec
 from jspec.models.decoder import Decoder
-from jspec.policies.prepare import prepare
+from jspec.policies.prepare import prepare_params
 from tests.decode.common import NGRAM, STREAMING, prompts
 from tests.models.goldens import GOLDEN
 
@@ -43,11 +43,11 @@ DRAFTERS: dict[str, Drafter] = {
     "ngram": NGRAM,
     "suffix": jspec.SuffixDraft(),
     "streaming": STREAMING,
-    "exact": jspec.SelfDraft(jspec.ExactTopK(**SPARSE)),
-    "hata": jspec.SelfDraft(jspec.Hata(bits=64, **SPARSE)),
-    "vegas": jspec.GuidedDraft(jspec.Vegas(budget=8, least=0)),
-    "refreshed": jspec.GuidedDraft(jspec.Vegas(budget=8, least=0, refresh=1)),
-    "ahead": jspec.GuidedDraft(jspec.Vegas(budget=8, least=0, score="softmax", ahead=3)),
+    "exact": jspec.SelfDraft(jspec.policies.ExactTopK(**SPARSE)),
+    "hata": jspec.SelfDraft(jspec.policies.Hata(bits=64, **SPARSE)),
+    "vegas": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0)),
+    "refreshed": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0, refresh=1)),
+    "ahead": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0, score="softmax", ahead=3)),
 }
 LENGTHS = (40, 1, 17, 6)  # blocks of 4 end before, in and behind a group of 4
 GREEDY, SAMPLED, FILTERED = {}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9}
@@ -66,7 +66,9 @@ def decoded(model, draft: Drafter, *modes: dict) -> tuple[list[list[int]], str]:
     rows = enumerate(itertools.islice(itertools.cycle(modes), len(TEXTS)))
     params = [jspec.SamplingParams(max_new_tokens=16, seed=i, **own) for i, own in rows]
     config = jspec.StepConfig(0 if isinstance(draft, jspec.NoDraft) else 3, draft)
-    arrays = prepare(config.cache_policy, model) if config.cache_policy.needs_arrays else None
+    arrays = (
+        prepare_params(config.cache_policy, model) if config.cache_policy.needs_arrays else None
+    )
     models = jspec.Models(model, policy=arrays)
     state = jspec.start_decoding(models, TEXTS, params, config, capacity=256)
     program = jspec.decode_chunk.lower(models, state, config, 4).compile()
@@ -220,17 +222,31 @@ def test_a_checkpoint_goes_straight_to_its_shards():
             "SelfDraft or GuidedDraft without a quantized copy",
         ),
         (jspec.StepConfig(2, jspec.SelfDraft(quantized="int8")), "take NoDraft, NgramDraft, Suf"),
-        (jspec.StepConfig(2, jspec.SelfDraft(jspec.Quest())), r"Quest\(.* does not run on the m"),
-        (jspec.StepConfig(2, jspec.GuidedDraft(jspec.SpecExtend())), r"take Dense, .* or Vegas"),
-        (jspec.StepConfig(2, jspec.SelfDraft(jspec.MagicPIG())), r"MagicPIG\(.* does not run on"),
-        (jspec.StepConfig(2, jspec.SelfDraft(jspec.HataOff())), r"HataOff\(.* does not run on"),
+        (
+            jspec.StepConfig(2, jspec.SelfDraft(policies.Quest())),
+            r"Quest\(.* does not run on",
+        ),
+        (
+            jspec.StepConfig(2, jspec.GuidedDraft(policies.SpecExtend())),
+            r"take Dense, .* or Vegas",
+        ),
+        (
+            jspec.StepConfig(2, jspec.SelfDraft(policies.MagicPIG())),
+            r"MagicPIG\(.* does not run on",
+        ),
+        (
+            jspec.StepConfig(2, jspec.SelfDraft(policies.HataOff())),
+            r"HataOff\(.* does not run on",
+        ),
     ],
     ids=["model", "quantized-guided", "quantized", "pages", "weights", "tables", "host"],
 )
 def test_what_needs_a_whole_row_is_refused(config, message, model):
     sharded = helix.shard(model, helix.HelixConfig(kvp=2))
     arrays = (
-        prepare(config.cache_policy, model, [1, 2, 3]) if config.cache_policy.needs_arrays else None
+        prepare_params(config.cache_policy, model, [1, 2, 3])
+        if config.cache_policy.needs_arrays
+        else None
     )
     with pytest.raises(ValueError, match=message):
         jspec.start_decoding(jspec.Models(sharded, model, arrays), [[1, 2]], config=config)

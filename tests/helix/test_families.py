@@ -11,7 +11,8 @@ from tests.decode.common import NGRAM, prompts
 from tests.models.goldens import GOLDEN
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-SPARSE = jspec.SelfDraft(jspec.ExactTopK(budget=8, sinks=1, recent=2, dense_layers=0))
+VEGAS = jspec.GuidedDraft(jspec.policies.Vegas(budget=8))
+SPARSE = jspec.SelfDraft(jspec.policies.ExactTopK(budget=8, sinks=1, recent=2, dense_layers=0))
 TEXTS = prompts((40, 1, 17), vocabulary=112)
 CONFIG = functools.partial(helix.HelixConfig, block=4)
 
@@ -33,7 +34,9 @@ def alone(name: str = "deepseek_v3") -> tuple[tuple[int, ...], ...]:
         (4, 2, NGRAM),
         pytest.param(4, 4, SPARSE, marks=pytest.mark.slow),
         pytest.param(2, 1, None, marks=pytest.mark.slow),
-        pytest.param(2, 2, jspec.GuidedDraft(jspec.Vegas(budget=8)), marks=pytest.mark.slow),
+        pytest.param(
+            2, 2, jspec.GuidedDraft(jspec.policies.Vegas(budget=8)), marks=pytest.mark.slow
+        ),
     ],
     ids=["grid", "experts", "channels", "vegas"],
 )
@@ -45,7 +48,7 @@ def test_tokens_are_those_of_one_device(kvp, ep, draft):
     assert generated(model, draft) == alone()
 
 
-VEGAS = jspec.GuidedDraft(jspec.Vegas(budget=8, least=0))
+VEGAS = jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0))
 
 
 @pytest.mark.parametrize(

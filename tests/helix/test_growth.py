@@ -19,7 +19,9 @@ from tests.helix.test_decoding import DRAFTERS, SPARSE
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 TEXTS = prompts((20, 1, 7))
 LONG = [jspec.SamplingParams(max_new_tokens=n, seed=n) for n in (9, 50, 30)]
-SHARE = jspec.GuidedDraft(jspec.Vegas(budget=0.5, least=0))  # picks more of a larger capacity
+SHARE = jspec.GuidedDraft(
+    jspec.policies.Vegas(budget=0.5, least=0)
+)  # picks more of a larger capacity
 COLLECTIVE = re.compile(r"all-gather|all-to-all|collective-permute|all-reduce|dynamic-slice")
 
 
@@ -83,8 +85,8 @@ def test_nothing_is_sent_and_no_device_holds_another_share():
                 SHARE,
                 jspec.GuidedDraft(dataclasses.replace(SHARE.policy, refresh=1)),
                 DRAFTERS["suffix"],
-                jspec.SelfDraft(jspec.Hata(bits=64, **SPARSE)),
-                jspec.SelfDraft(jspec.Streaming(sinks=2, window=0.3)),
+                jspec.SelfDraft(jspec.policies.Hata(bits=64, **SPARSE)),
+                jspec.SelfDraft(jspec.policies.Streaming(sinks=2, window=0.3)),
             )
         ),
     ],

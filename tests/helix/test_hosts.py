@@ -71,7 +71,7 @@ def test_two_processes_decode_as_one_device_does():
     model = jspec.load_model(GOLDEN / "qwen3")
     assert first["tokens"] == [list(row) for row in tokens_of(model, draft=NGRAM)]
     assert first["grown"] == [list(row) for row in grown(model)]
-    for own, alone in zip(first["scores"], jspec.score(model, TEXTS), strict=True):
+    for own, alone in zip(first["scores"], jspec.score_tokens(model, TEXTS), strict=True):
         np.testing.assert_allclose(own, alone, rtol=0, atol=1e-5)
     assert all(0 < len(row) < 12 for row in first["ended by process 0"][0])
     assert first["all"] == [{"index": 0, "text": ""}, {"index": 1, "text": "é" * 300}]

@@ -43,9 +43,9 @@ def attended(config: HelixConfig, tokens: int, *, latent: bool = False, top: int
     def body(q, k, v, cache):
         cache = part_of(config, cache)
         positions = cache.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
-        attend: Any = jspec.dense_attend(positions)
+        attend: Any = jspec.policies.dense_attend(positions)
         if top:
-            policy = jspec.ExactTopK(**SPARSE | {"budget": top})
+            policy = jspec.policies.ExactTopK(**SPARSE | {"budget": top})
             attend = selected_attend(positions, cache.lengths, tokens, policy=policy)
         more = {"up": jnp.asarray(up)} if latent else {}
         return attend(0, q, k, None if latent else v, cache, sinks=jnp.asarray(sinks), **more)[0]

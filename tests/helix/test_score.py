@@ -59,9 +59,9 @@ def test_log_probabilities_are_those_of_one_device(make, axes, monkeypatch):
     assert sharded.vocabulary_axes == sharded.helix.axes
     size = model.config.vocab_size
     texts = prompts(LENGTHS, vocabulary=size)
-    right = jspec.score(model, texts)
+    right = jspec.score_tokens(model, texts)
     programs = watched(monkeypatch)
-    found = jspec.score(sharded, texts)
+    found = jspec.score_tokens(sharded, texts)
     for ours, theirs in zip(found, right, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     assert len(programs) == 2
@@ -78,11 +78,11 @@ def test_log_probabilities_are_those_of_one_device(make, axes, monkeypatch):
 def test_a_vocabulary_that_does_not_divide_is_whole(tiny):
     """41 tokens on two devices."""
     texts = prompts((20, 5))
-    found = jspec.score(helix.shard(tiny, helix.HelixConfig(kvp=2, block=4)), texts)
-    for ours, theirs in zip(found, jspec.score(tiny, texts), strict=True):
+    found = jspec.score_tokens(helix.shard(tiny, helix.HelixConfig(kvp=2, block=4)), texts)
+    for ours, theirs in zip(found, jspec.score_tokens(tiny, texts), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_what_a_text_exceeds_is_said(tiny):
     with pytest.raises(ValueError, match=r"prompt 0: .* exceeds the context of 512"):
-        jspec.score(helix.shard(tiny, helix.HelixConfig(kvp=2)), [[1] * 513])
+        jspec.score_tokens(helix.shard(tiny, helix.HelixConfig(kvp=2)), [[1] * 513])

@@ -14,7 +14,8 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jspec import Cache, Decoder, LinearLayout, ModelConfig, dense_attend
+from jspec import Cache, Decoder, LinearLayout, ModelConfig
+from jspec.policies import dense_attend
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

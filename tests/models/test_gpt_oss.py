@@ -21,14 +21,13 @@ from jspec import (
     SamplingParams,
     SelfDraft,
     StepConfig,
-    Vegas,
     generate,
     load_model,
     save_model,
     start_decoding,
 )
 from jspec.models.families import model_config
-from jspec.policies import ExactTopK
+from jspec.policies import ExactTopK, Vegas
 from tests.models.goldens import GOLDEN
 from tests.models.helpers import assert_equal, logits_of, one_pass, parameters
 

@@ -16,7 +16,6 @@ from jspec import (
     CheckpointError,
     GuidedDraft,
     SamplingParams,
-    Vegas,
     generate,
     helix,
     load_model,
@@ -25,6 +24,7 @@ from jspec import (
 from jspec.models import packed
 from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import MXFP4, dequantized
+from jspec.policies import Vegas
 from jspec.sharding import bytes_on_device
 from tests.models.goldens import GOLDEN
 from tests.models.goldens import MXFP4 as CASE

@@ -35,7 +35,7 @@ def test_the_model_is_a_page_of_code():
 
 
 def by_brute_force(model, prompt, params: SamplingParams, gamma: int) -> list[int]:
-    """A pass over the whole text for each token, which is drawn from `jspec.law` by the numbers
+    """A pass over the whole text for each token, drawn from its exact probabilities by the numbers
     of docs/sampling.md. In a draft that is always accepted these are of role DRAFT, 0, and that of
     the token behind it is of role BONUS, 3."""
     text, end = list(prompt), len(prompt) + params.max_new_tokens
@@ -43,7 +43,9 @@ def by_brute_force(model, prompt, params: SamplingParams, gamma: int) -> list[in
         drafted = min(gamma, end - len(text) - 1)
         for role in [0] * drafted + [3]:
             padded = jnp.asarray([text + [0] * (model.config.max_context - len(text))])
-            law = jspec.law(full_logits(model, padded)[0, len(text) - 1], params)
+            law = jspec.ops.token_probabilities(
+                full_logits(model, padded)[0, len(text) - 1], params
+            )
             with jax.enable_x64(True):
                 key = jax.random.fold_in(jax.random.key(params.seed or 0), len(text))
                 number = int(jax.random.bits(jax.random.fold_in(key, role), dtype="uint64"))

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jspec import NgramDraft, SamplingParams, SelfDraft, Streaming, generate, load_model
+from jspec import NgramDraft, SamplingParams, SelfDraft, generate, load_model
 from jspec.ops.quantized import dequantized
+from jspec.policies import Streaming
 from tests.models import goldens
 from tests.models.helpers import logits_of, one_pass, ragged
 

@@ -17,7 +17,7 @@ from scipy import stats
 import jspec.cuda_ffi.stochastic  # noqa: F401 - it takes TILE, which `run_blocks` patches
 from jspec.config import SamplingParams
 from jspec.ops.distribution import ONE, distribution
-from jspec.ops.law import law, rate_of
+from jspec.ops.exact_probabilities import rate_of, token_probabilities
 from jspec.ops.sample import Sampling, settings_of
 from jspec.ops.uint64 import in_64_bits
 from jspec.ops.vocabulary import Vocabulary
@@ -120,7 +120,7 @@ def gaussian_logits(vocabulary: int, spread: float = 3.0) -> np.ndarray:
 @functools.cache
 def unreachable() -> tuple[np.ndarray, np.ndarray]:
     """Where each token ends, in 0..1, and which no number of 24 bits can draw: V = 128256."""
-    ends = np.cumsum(law(gaussian_logits(128256), SAMPLED))
+    ends = np.cumsum(token_probabilities(gaussian_logits(128256), SAMPLED))
     return ends, np.diff(np.floor(ends * 2**24), prepend=-1) == 0
 
 

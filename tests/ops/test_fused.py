@@ -16,7 +16,7 @@ from jspec.ops.fused import (
 )
 from jspec.ops.verify import verify_greedy
 from tests.ops.backends import every_backend, every_case, run_or_skip
-from tests.ops.test_pack import assert_packed, random_kv
+from tests.ops.test_packing import assert_packed, random_kv
 
 verify_alone = jax.jit(functools.partial(verify_greedy, implementation="xla"))
 

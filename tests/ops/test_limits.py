@@ -14,7 +14,7 @@ import pytest
 from jspec.dispatch import BackendError, Operation
 from jspec.ops.cases import counts, kv_rows, ragged_tokens
 from jspec.ops.fused import VERIFY_AND_PACK
-from jspec.ops.pack import PACK
+from jspec.ops.packing import PACK
 from jspec.ops.sample import SAMPLE, Role, unfiltered
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY

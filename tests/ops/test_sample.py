@@ -16,7 +16,7 @@ from scipy import stats
 from jspec.config import SamplingParams
 from jspec.ops import vocabulary as module
 from jspec.ops.distribution import ONE, draw
-from jspec.ops.law import law
+from jspec.ops.exact_probabilities import token_probabilities
 from jspec.ops.sample import SAMPLE, Role, number, sample, settings_of
 from jspec.ops.vocabulary import Vocabulary
 from tests.ops.laws import (
@@ -193,7 +193,7 @@ BORDERS = [
 
 def test_the_law_keeps_what_reaches_a_threshold():
     for logits, settings, wanted in BORDERS:
-        shares = law(logits, SamplingParams(**{"temperature": ONE_BIT} | settings))
+        shares = token_probabilities(logits, SamplingParams(**{"temperature": ONE_BIT} | settings))
         assert set(np.flatnonzero(shares)) == wanted, settings
 
 

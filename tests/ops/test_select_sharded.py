@@ -8,8 +8,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jspec.cache import StripedLayout
-from jspec.ops.select import ragged, rows_of_scores, select
 from jspec.ops.select_sharded import select_sharded
+from jspec.ops.selection import ragged, rows_of_scores, select
 from tests.ops.test_sharded import collective_bytes
 
 RANKS = 4

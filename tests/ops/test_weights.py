@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jspec.config import SamplingParams
 from jspec.ops.distribution import POLYNOMIAL, exp2, power
-from jspec.ops.law import rate_of
+from jspec.ops.exact_probabilities import rate_of
 from jspec.ops.sample import settings_of
 from tests.ops.laws import sampling_of
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.ops.cases import counts, kv_rows
-from jspec.ops.pack import PACK as OPERATION
+from jspec.ops.packing import PACK as OPERATION
 from jspec.pallas.mosaic import refuses_pallas
 from jspec.pallas.pack import PACK, Blocks, pack_pallas, refuses
 from tests.kernels import assert_packed, takes

@@ -19,7 +19,7 @@ from jspec.policies import Dense, Guided, SparseSpec, SpecExtend, Vegas, named_p
 from jspec.policies.attend import dense_attend, run_selected
 from jspec.policies.collect import Collecting, collecting_attend, picks
 from jspec.policies.guided import Guidance, mean_query
-from jspec.policies.prepare import prepare
+from jspec.policies.prepare import prepare_params
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 from tests.policies.common import BATCH, CAPACITY, LENGTHS, arrays_of, filled, random
@@ -173,7 +173,7 @@ def test_layers_that_follow_read_what_their_leader_picks_anew():
     model = make_decoder(dataclasses.replace(TINY, layers=layers), seed=3)
     policy = Vegas(**SOME, refresh=2, every=2, dense_layers=1)
     config = StepConfig(3, GuidedDraft(policy))
-    models = Models(model, policy=prepare(config.cache_policy, model))
+    models = Models(model, policy=prepare_params(config.cache_policy, model))
     state = start_decoding(models, prompts((30, 7)), config=config)
     assert ["codes" in x for x in state.cache.columns] == [False, True, False, True, True, True]
     _, policy_params = config.draft.view(models, state.draft, state.cache.lengths)

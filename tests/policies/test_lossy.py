@@ -203,7 +203,7 @@ def test_a_cache_that_was_started_for_another_policy_is_refused(tiny):
 
 def test_a_policy_without_its_arrays_is_refused(tiny):
     config = StepConfig(3, SelfDraft(Loki()))
-    with pytest.raises(ValueError, match=r"Loki needs arrays of its own; pass jspec\.Models"):
+    with pytest.raises(ValueError, match=r"Loki needs parameters; pass jspec\.Models"):
         start_decoding(tiny, prompts(), config=config)
     with pytest.raises(ValueError, match="loki needs the keys of a sample text"):
         generate(tiny, prompts(), draft=SelfDraft(Loki()))

@@ -31,7 +31,7 @@ def windowed():
 def test_the_keys_are_those_of_decoding(windowed, monkeypatch):
     (text,) = prompts((43,))
     monkeypatch.setattr(prepare, "CHUNK", 16)
-    keys = prepare.prepare(Kept(), windowed, text)
+    keys = prepare.prepare_params(Kept(), windowed, text)
     params = jspec.SamplingParams(max_new_tokens=1)
     state = jspec.start_decoding(windowed, [[*text, 0]], params, jspec.PLAIN, chunk=64)
     assert [k.shape for k in keys] == [(43, 2, 16)] * 2
@@ -41,7 +41,7 @@ def test_the_keys_are_those_of_decoding(windowed, monkeypatch):
 def test_a_sample_must_fit_the_context(windowed):
     for count in (0, 513):
         with pytest.raises(ValueError, match=f"a sample of {count} tokens must have at least 1"):
-            jspec.prepare(Loki(), windowed, [1] * count)
+            jspec.policies.prepare_params(Loki(), windowed, [1] * count)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_sample_must_fit_the_context(windowed):
 )
 def test_a_sample_holds_the_models_tokens(tiny, sample, message):
     with pytest.raises(ValueError, match=message):
-        jspec.prepare(Loki(channels=4), tiny, sample)
+        jspec.policies.prepare_params(Loki(channels=4), tiny, sample)
 
 
 def test_the_text_that_ships_with_jspec_serves_any_model():

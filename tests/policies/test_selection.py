@@ -165,7 +165,7 @@ def test_hata_counts_a_bit_times_the_norm_of_its_key():
 
 
 def test_loki_needs_a_sample():
-    with pytest.raises(ValueError, match=r"jspec\.prepare"):
+    with pytest.raises(ValueError, match=r"jspec\.policies\.prepare_params"):
         MATRIX["loki"].prepare([SPEC], None)
 
 

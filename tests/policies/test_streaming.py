@@ -17,7 +17,7 @@ from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN
 from jspec.policies import Streaming
 from jspec.policies.attend import Compact, accepting_qk_rope, compact_attend, run_selected
-from jspec.policies.prepare import prepare
+from jspec.policies.prepare import prepare_params
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 
@@ -149,7 +149,7 @@ def test_positions_inside_the_window_are_those_of_the_paper(families, texts, pla
 
 def test_a_draft_reads_what_the_model_itself_would_and_stays_lossless(families, texts, plain):
     state = start_decoding(families, texts, PARAMS, PLAIN)
-    policy_params = prepare(POLICY, families)
+    policy_params = prepare_params(POLICY, families)
     positions = state.cache.lengths[:, None]
 
     @jax.jit
@@ -174,4 +174,4 @@ def test_a_model_without_ropes_is_refused():
         config = types.SimpleNamespace(layers=[SPEC])
 
     with pytest.raises(ValueError, match=r"config\.ropes .* which Own does not; use positions="):
-        prepare(Streaming(positions="window"), Own())
+        prepare_params(Streaming(positions="window"), Own())

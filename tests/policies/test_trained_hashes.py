@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec import Hata, LayerSpec
+from jspec import LayerSpec
 from jspec.models.bundled import bundled_path
 from jspec.models.hashes import save_hashes
-from jspec.policies import ExactTopK
+from jspec.policies import ExactTopK, Hata
 from jspec.policies.hata import with_hashes
 
 SPECS = [LayerSpec(2, 8, 8), LayerSpec(2, 8, 8, window=4)]

@@ -20,7 +20,7 @@ from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import decode_chunk
 from jspec.models.decoder import Decoder
 from jspec.policies import Vegas
-from jspec.policies.prepare import prepare
+from jspec.policies.prepare import prepare_params
 from jspec.triton import append, attention, linear
 from jspec.triton.call import refuses_triton
 from tests.conftest import make_decoder
@@ -179,7 +179,7 @@ def test_every_drafter_leaves_the_bits_of_plain_decoding_on_a_gpu(
     config = StepConfig(0 if name == "plain" else gamma, draft, exact=True)
     models = Models(bundled, other)
     if config.cache_policy.needs_arrays:
-        models = models._replace(policy=prepare(config.cache_policy, bundled))
+        models = models._replace(policy=prepare_params(config.cache_policy, bundled))
     found = decoded(models, texts[:batch], config, 48)
     for row in range(batch):
         assert_same(found, row, plain[row], 0)
@@ -208,6 +208,6 @@ def test_an_engine_leaves_the_tokens_of_plain_decoding_on_a_gpu(name, bundled, a
 def test_scores_are_of_the_same_logits_on_a_gpu(bundled):
     """A text's log-probabilities are the same bits alone and beside others."""
     texts = prompts((300, 41, 170), vocabulary=256)
-    together = jspec.score(bundled, texts, exact=True)
+    together = jspec.score_tokens(bundled, texts, exact=True)
     for text, row in zip(texts, together, strict=True):
-        np.testing.assert_array_equal(jspec.score(bundled, [text], exact=True)[0], row)
+        np.testing.assert_array_equal(jspec.score_tokens(bundled, [text], exact=True)[0], row)

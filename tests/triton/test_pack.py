@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.ops.cases import counts, kv_rows
-from jspec.ops.pack import PACK as OPERATION
+from jspec.ops.packing import PACK as OPERATION
 from jspec.triton import pack as module
 from jspec.triton.call import refuses_triton
 from jspec.triton.pack import PACK, Blocks, pack_triton, refuses

@@ -39,7 +39,7 @@ def gathered_attention(
     Args:
         q: ``[B, T, N, H]``.
         k: ``[B, S, K, H]``.
-        v: ``[B, S, K, H']``, or None as in `jspec.attention`.
+        v: ``[B, S, K, H']``, or None as in `jspec.ops.attention`.
         positions: int32 ``[B, T]``, absolute, -1 for padding.
         selected: int32 ``[B, n]``, or ``[B, K, n]`` for a list of each KV head: slots that every
             query reads, each once, -1 for none.
@@ -52,8 +52,8 @@ def gathered_attention(
             soft cap; -inf leaves a slot out for that query. For importance sampling: the negative
             logarithm of a slot's probability.
         scale: of the scores; None is ``H ** -0.5``.
-        softcap: as in `jspec.attention`.
-        value_size: as in `jspec.attention`.
+        softcap: as in `jspec.ops.attention`.
+        value_size: as in `jspec.ops.attention`.
         implementation: the backend by name; None is the best one.
 
     Returns:

@@ -18,9 +18,9 @@ from jspec.ops.append import APPEND, APPEND_ENCODE, QKRope, check_encode, rotate
 from jspec.ops.attention.dense import check_heads
 from jspec.ops.attention.gathered import GATHERED, gathered_attention
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE, hash_encode
-from jspec.ops.hash_select import HASH_SELECT, hash_select
+from jspec.ops.hash_selection import HASH_SELECT, hash_select
 from jspec.ops.norm import RMS
-from jspec.ops.select import SELECT, check_budget
+from jspec.ops.selection import SELECT, check_budget
 from jspec.typing import Array
 
 # What it takes the place of: who names a backend for one of these wants it to run.
@@ -68,7 +68,7 @@ def hash_attention(
         qk_rope: norms and rotary embeddings of queries and keys.
         keys: ``[B, S, K, H]``, updated at ``positions``.
         values: ``[B, S, K, H']``, updated at ``positions``.
-        codes: uint32 ``[B, S, K, R / 32]`` of `jspec.hash_encode`, updated at ``positions``.
+        codes: uint32 ``[B, S, K, R / 32]`` of `jspec.ops.hash_encode`, updated at ``positions``.
         w: ``[K, H, R]``, the hash matrices.
         positions: int32 ``[B, 1]``, -1 for padding, which appends nothing.
         context_len: int32 ``[B]``: slots below it are selected from.
@@ -78,7 +78,7 @@ def hash_attention(
         recent: the last slots of a row below ``context_len``, always selected.
         num_new: slots from ``context_len`` on that are read as well, up to the query's own.
         scale: of the scores; None is ``H ** -0.5``.
-        softcap: as in `jspec.attention`.
+        softcap: as in `jspec.ops.attention`.
         implementation: the backend by name; None is the best one.
 
     Returns:

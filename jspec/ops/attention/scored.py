@@ -27,7 +27,7 @@ def scored_attention(
     value_size: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array, Array]:
-    """`jspec.attention`, and the scores of one more query of each KV head, which reads no value.
+    """`jspec.ops.attention`, and the scores of one more query per KV head, which reads no value.
 
     Scores are linear in the query: with the mean query of a KV head as ``probe``, a verification
     pass ranks its keys at the cost of one query row.
@@ -35,18 +35,18 @@ def scored_attention(
     Args:
         q: ``[B, T, N, H]``.
         k: ``[B, S, K, H]``.
-        v: ``[B, S, K, H']``, or None as in `jspec.attention`.
+        v: ``[B, S, K, H']``, or None as in `jspec.ops.attention`.
         positions: int32 ``[B, T]``, absolute, -1 for padding.
         probe: ``[B, K, H]`` of the dtype of ``q``.
-        key_positions: as in `jspec.attention`.
+        key_positions: as in `jspec.ops.attention`.
         scale: of the scores; None is ``H ** -0.5``.
-        window: as in `jspec.attention`.
-        softcap: as in `jspec.attention`; not applied to the scores of ``probe``.
-        value_size: as in `jspec.attention`.
+        window: as in `jspec.ops.attention`.
+        softcap: as in `jspec.ops.attention`; not applied to the scores of ``probe``.
+        value_size: as in `jspec.ops.attention`.
         implementation: the backend by name; None is the best one.
 
     Returns:
-        Output and log-sum-exp of `jspec.attention`, and the scores, float32 ``[B, K, S]``:
+        Output and log-sum-exp of `jspec.ops.attention`, and the scores, float32 ``[B, K, S]``:
         ``scale`` times the dot product of probe and key. Scores of slots that no query of the row
         reads are not specified.
 

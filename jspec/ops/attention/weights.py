@@ -31,10 +31,10 @@ def mean_weights(
     Args:
         q: ``[B, T, N, H]``.
         k: ``[B, S, K, H]``.
-        lse: float32 ``[B, T, N]``, the log-sum-exp of `jspec.attention`; queries with -inf, such as
-            padding, are left out of the mean.
+        lse: float32 ``[B, T, N]``, the log-sum-exp of `jspec.ops.attention`; queries with -inf,
+            such as padding, are left out of the mean.
         scale: of the scores; None is ``H ** -0.5``.
-        softcap: as in `jspec.attention`.
+        softcap: as in `jspec.ops.attention`.
         implementation: the backend by name; None is the best one.
 
     Returns:

@@ -11,7 +11,7 @@ import pytest
 from jspec.dispatch import preferring
 from jspec.ops.append import APPEND_ENCODE
 from jspec.ops.attention.hashed import HASH_ATTENTION, PARTS, hash_attention
-from jspec.ops.hash_select import HASH_SELECT
+from jspec.ops.hash_selection import HASH_SELECT
 from tests.ops.backends import every_backend, every_case
 
 NAMES = "q k v qk_rope keys values codes w positions context_len counts".split()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspec.dispatch import BackendError
-from jspec.ops.pack import PACK, pack
+from jspec.ops.packing import PACK, pack
 from tests.ops.backends import every_backend, every_case, run_or_skip
 
 over_backends = every_backend(PACK)

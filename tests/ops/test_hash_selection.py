@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.ops.hash_select import HASH_SELECT, hash_select
+from jspec.ops.hash_selection import HASH_SELECT, hash_select
 from tests.ops.backends import every_backend, every_case
 from tests.ops.test_hash import shared_bits
-from tests.ops.test_select import by_sorting
+from tests.ops.test_selection import by_sorting
 
 
 @every_backend(HASH_SELECT)

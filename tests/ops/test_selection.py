@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.ops.select import DTYPES, SELECT, rows_of_scores, select
+from jspec.ops.selection import DTYPES, SELECT, rows_of_scores, select
 from tests.ops.backends import every_backend, every_case
 
 

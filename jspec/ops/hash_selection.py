@@ -19,7 +19,7 @@ from jspec.ops.hash import (
     lengths_or,
     max_score,
 )
-from jspec.ops.select import SELECT, check_budget, ragged, select_xla
+from jspec.ops.selection import SELECT, check_budget, ragged, select_xla
 from jspec.typing import Array
 
 
@@ -34,7 +34,7 @@ def hash_select(
     recent: int = 0,
     implementation: str | None = None,
 ) -> Array:
-    """`jspec.select` of the `jspec.hamming_scores` of codes, a list of slots for each KV head.
+    """`jspec.ops.select` of the `jspec.ops.hamming_scores` of codes, slots for each KV head.
 
     The CUDA backend counts scores while it computes them, and reads the codes once.
 

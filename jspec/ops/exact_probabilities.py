@@ -15,7 +15,7 @@ from jspec.ops.vocabulary import TILE
 Integers = NDArray[np.uint64]
 
 
-def law(logits: ArrayLike, params: SamplingParams) -> NDArray[np.float64]:
+def token_probabilities(logits: ArrayLike, params: SamplingParams) -> NDArray[np.float64]:
     """The exact probability with which each token is drawn.
 
     Every backend draws by this law, up to the 2**-64 of a random number: probabilities are integer
@@ -124,4 +124,4 @@ def _shifted(x: Integers, count: NDArray[np.int64]) -> Integers:
     return np.where(count < 64, x >> np.minimum(count, 63).astype(np.uint64), np.uint64(0))
 
 
-__all__ = ["law"]
+__all__ = ["token_probabilities"]

@@ -20,7 +20,7 @@ from bench.report.law import (
 )
 from jspec.config import SamplingParams
 from jspec.ops.distribution import ONE, distribution, draw
-from jspec.ops.law import law, masses
+from jspec.ops.exact_probabilities import masses, token_probabilities
 from jspec.ops.sample import SAMPLE, Role, greedy, number, sample, settings_of
 from jspec.ops.vocabulary import Vocabulary
 from tests.ops.laws import (
@@ -102,7 +102,7 @@ def test_a_token_is_drawn_by_exactly_its_share_of_the_numbers(vocabulary):
     tokens, first, last = [], [], []
     for x, params in rows:
         ends = np.cumsum(masses(x, params)).tolist()
-        token = int(rng.choice(np.flatnonzero(law(x, params))))
+        token = int(rng.choice(np.flatnonzero(token_probabilities(x, params))))
         begin, total = ends[token - 1] if token else 0, ends[-1]
         tokens.append(token)
         # The smallest number n with n * total // 2**64 == begin, and the largest below the end.
@@ -165,7 +165,7 @@ def test_every_backend_draws_by_all_bits_of_a_number(backend):
 @pytest.mark.parametrize("params", SETTINGS, ids=str)
 def test_the_law_filters_by_definition(params):
     logits = corners(2500)[[0, 5, 7]]
-    for row, shares in zip(logits, law(logits, params), strict=True):
+    for row, shares in zip(logits, token_probabilities(logits, params), strict=True):
         expected = filtered_law(row, params)
         certain = (expected == 0) | (expected > 2**-30)
         np.testing.assert_array_equal(shares[certain] > 0, expected[certain] > 0)
@@ -181,7 +181,7 @@ def test_acceptance_uses_the_law_of_the_draws():
             jnp.asarray(logits)[:, None], of_rows, vocabulary=Vocabulary(2500), filtered=True
         )
         p = np.asarray(got.probabilities()).reshape(len(logits), -1)[:, :2500] / ONE
-        np.testing.assert_allclose(p, law(logits, params), rtol=2**-28, atol=2**-50)
+        np.testing.assert_allclose(p, token_probabilities(logits, params), rtol=2**-28, atol=2**-50)
 
 
 def test_greedy_rows_take_the_same_token_everywhere():
@@ -191,7 +191,7 @@ def test_greedy_rows_take_the_same_token_everywhere():
     expected = [int(row.argmax()) for row in clean]
     np.testing.assert_array_equal(greedy(jnp.asarray(logits)), expected)
     np.testing.assert_array_equal(greedy(jnp.asarray(logits, jnp.bfloat16))[3:5], [0, 0])
-    np.testing.assert_array_equal(law(logits, GREEDY).argmax(axis=-1), expected)
+    np.testing.assert_array_equal(token_probabilities(logits, GREEDY).argmax(axis=-1), expected)
     rows, positions = sampling_of([GREEDY] * 10), jnp.zeros((10, 1), jnp.int32)
     for backend in SAMPLE.backends:
         arguments = (jnp.asarray(logits)[:, None], settings_of(rows), positions)
@@ -206,7 +206,9 @@ def test_greedy_rows_take_the_same_token_everywhere():
 
 
 def test_the_law_is_public_and_refuses_what_has_no_tokens():
-    assert jspec.law is law
-    np.testing.assert_allclose(jspec.law([[0.0, np.log(3)]], SAMPLED), [[0.25, 0.75]], rtol=1e-4)
+    assert jspec.ops.token_probabilities is token_probabilities
+    np.testing.assert_allclose(
+        jspec.ops.token_probabilities([[0.0, np.log(3)]], SAMPLED), [[0.25, 0.75]], rtol=1e-4
+    )
     with pytest.raises(ValueError, match=r"logits \(2, 0\) must be"):
-        jspec.law(np.zeros((2, 0)), SAMPLED)
+        jspec.ops.token_probabilities(np.zeros((2, 0)), SAMPLED)

@@ -1,0 +1,30 @@
+"""Public operations, each loaded on first use."""
+
+from .attention.dense import attention as attention
+from .attention.gathered import gathered_attention as gathered_attention
+from .attention.hashed import hash_attention as hash_attention
+from .attention.merge import merge_attention as merge_attention
+from .attention.scored import scored_attention as scored_attention
+from .attention.weights import mean_weights as mean_weights
+from .collisions import bucket_codes as bucket_codes
+from .collisions import collision_scores as collision_scores
+from .exact_probabilities import token_probabilities as token_probabilities
+from .fused import verify_and_pack as verify_and_pack
+from .hash import (
+    hamming_scores as hamming_scores,
+)
+from .hash import (
+    hash_encode as hash_encode,
+)
+from .hash import (
+    hash_encode_both as hash_encode_both,
+)
+from .hash_selection import hash_select as hash_select
+from .packing import Packed as Packed
+from .packing import pack as pack
+from .registry import operations as operations
+from .sample import Sampling as Sampling
+from .selection import select as select
+from .stochastic import verify_stochastic as verify_stochastic
+from .verify import Verified as Verified
+from .verify import verify_greedy as verify_greedy

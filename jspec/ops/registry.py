@@ -1,0 +1,45 @@
+"""All operations, by the module that defines each."""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jspec.dispatch import Operation
+
+_HOMES = (
+    "jspec.ops.attention.dense:ATTENTION",
+    "jspec.ops.attention.scored:SCORED",
+    "jspec.ops.attention.weights:WEIGHTS",
+    "jspec.ops.attention.gathered:GATHERED",
+    "jspec.ops.append:APPEND",
+    "jspec.ops.append:APPEND_ENCODE",
+    "jspec.ops.host_rows:FETCH_ROWS",
+    "jspec.ops.host_rows:FETCH_AHEAD",
+    "jspec.ops.host_rows:STORE_ROWS",
+    "jspec.ops.hash:HASH_ENCODE",
+    "jspec.ops.hash:HAMMING_SCORES",
+    "jspec.ops.collisions:COLLISION_SCORES",
+    "jspec.ops.selection:SELECT",
+    "jspec.ops.hash_selection:HASH_SELECT",
+    "jspec.ops.attention.hashed:HASH_ATTENTION",
+    "jspec.ops.linear:LINEAR",
+    "jspec.ops.linear_chain:LINEAR_CHAIN",
+    "jspec.ops.route:ROUTE",
+    "jspec.ops.grouped:GROUPED",
+    "jspec.ops.verify:VERIFY_GREEDY",
+    "jspec.ops.stochastic:VERIFY_STOCHASTIC",
+    "jspec.ops.sample:SAMPLE",
+    "jspec.ops.packing:PACK",
+    "jspec.ops.fused:VERIFY_AND_PACK",
+    "jspec.ops.commit:VERIFY_AND_COMMIT",
+)
+
+
+@functools.cache
+def operations() -> tuple[Operation, ...]:
+    """Every operation of jspec; their modules are imported when this is first called."""
+    pairs = (home.split(":") for home in _HOMES)
+    return tuple(getattr(import_module(module), name) for module, name in pairs)
