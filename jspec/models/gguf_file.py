@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from jspec.models.errors import CheckpointError, quoted
-from jspec.models.files import GGUF_SUFFIX, TENSOR_LIMIT
+from jspec.models.files import GGUF_SUFFIX
 
 # A directory that holds any of these is a model of another format.
 _OTHER_SETTINGS = ("config.json", "jspec.json")
 # Far beyond any real file: they bound the time and memory that a damaged one can cost.
 HEADER_LIMIT = 256 << 20  # bytes of the metadata and of the table of tensors
 FIELD_LIMIT = 1 << 16
+TENSOR_LIMIT = 1 << 17
 STRING_LIMIT = 1 << 22  # strings of a list; the largest have half a million
 DIMENSION_LIMIT = 4
 _VERSIONS = (2, 3)

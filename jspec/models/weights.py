@@ -14,18 +14,13 @@ from jspec.models import packed
 from jspec.models.block_scales import DTYPE, SUFFIX, BlockScales, read_block_scales
 from jspec.models.errors import CheckpointError, quoted
 from jspec.models.families.family import Family
-from jspec.models.files import (
-    HEADER_LIMIT,
-    TENSOR_LIMIT,
-    Entry,
-    Fields,
-    TensorFile,
-    read_json,
-)
+from jspec.models.files import Fields, read_json
+from jspec.models.safetensors_file import StoredTensor, stored_tensors
 from jspec.ops.quantized import BLOCK, MXFP4
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+INDEX_LIMIT = 16 << 20  # bytes
 # File systems take names of 255 bytes.
 _SHARD = re.compile(r"[\w.-]{1,240}\.safetensors", re.ASCII)
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
@@ -93,18 +88,17 @@ class Weights:
         self.directory = directory
         self.family = family
         self.quantization = quantization
-        self.files: dict[str, TensorFile] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         for path in self._paths(directory):
-            file = TensorFile(path)
-            file.rename(family.tensor_name)
-            if len(self.files) + len(file.entries) > TENSOR_LIMIT:
-                raise CheckpointError(f"{directory} has more than {TENSOR_LIMIT} tensors")
-            for name in file.entries:
-                if name in self.files:
-                    raise CheckpointError(
-                        f"{self.files[name].path} and {path} both have {quoted(name)}"
+            for tensor in stored_tensors(path):
+                name = family.tensor_name(tensor.name)
+                if name in self.tensors:
+                    other = self.tensors[name]
+                    raise tensor.error(
+                        f"is {quoted(other.name)} of {other.path} a second time; remove one"
                     )
-                self.files[name] = file
+                if name is not None:
+                    self.tensors[name] = tensor
 
     def _paths(self, directory: Path) -> list[Path]:
         single, index = directory / SINGLE, directory / INDEX
@@ -115,7 +109,7 @@ class Weights:
                 f"{directory} has neither {SINGLE} nor {INDEX}; jspec reads safetensors alone, "
                 "never pickles: convert other files with transformers' save_pretrained"
             )
-        weight_map = Fields(read_json(index, HEADER_LIMIT), str(index)).object("weight_map").values
+        weight_map = Fields(read_json(index, INDEX_LIMIT), str(index)).object("weight_map").values
         if not weight_map:
             raise CheckpointError(f"{index}: weight_map is missing or empty")
         for name, shard in weight_map.items():
@@ -133,17 +127,14 @@ class Weights:
                 )
         return [directory / shard for shard in sorted(shards)]
 
-    def entry(self, name: str) -> Entry:
-        return self.files[name].entries[name]
-
     def check_layers(self, num_layers: int) -> None:
         """Compare the number of layers with the names of the tensors, before work on each.
 
         Further layers that files of the family may hold are ignored after this call.
         """
         if self.family.more_layers:
-            self.files = {n: f for n, f in self.files.items() if _layer(n) < num_layers}
-        stored = {layer for layer in map(_layer, self.files) if layer >= 0}
+            self.tensors = {n: t for n, t in self.tensors.items() if _layer(n) < num_layers}
+        stored = {layer for layer in map(_layer, self.tensors) if layer >= 0}
         if len(stored) != num_layers:
             raise CheckpointError(
                 f"{self.directory} has tensors of {len(stored)} layers, but config.json asks for "
@@ -158,7 +149,7 @@ class Weights:
             for p, stored_shapes in shapes.items()
             for name, shape in stored_shapes.items()
         }
-        missing = [name for name in stored if name not in self.files]
+        missing = [name for name in stored if name not in self.tensors]
         if missing:
             raise CheckpointError(
                 f"{self.directory} lacks {listed(missing)}, which config.json asks for with shape "
@@ -167,17 +158,18 @@ class Weights:
         used = set(stored)
         for name, (parameter, shape) in stored.items():
             self._check_tensor(name, shape, bytes_of_mxfp4=len(shapes[parameter]) > 1)
-            if self.entry(name).dtype in _QUANTIZED:
+            if self.tensors[name].dtype in _QUANTIZED:
                 used.add(self._check_scale(name, parameter))
-        extra = [name for name in self.files if name not in used and not _is_harmless(name)]
+        extra = [name for name in self.tensors if name not in used and not _is_harmless(name)]
         head = self.family.stored_name("head.kernel")
         if tied and head in extra:
             extra.remove(head)
             self._check_tied(head, self.family.stored_name("embedding"))
         if extra:
+            first = self.tensors[extra[0]]
             raise CheckpointError(
-                f"{self.files[extra[0]].path} has {listed(extra)} that config.json does not ask "
-                f"for, the first with shape {self.entry(extra[0]).shape}; are they of one model?"
+                f"{first.path} has {listed(extra)} that config.json does not ask for, the first "
+                f"with shape {quoted(first.shape)}; are they of one model?"
             )
 
     def _stored(self, parameter: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -198,51 +190,46 @@ class Weights:
     def _check_tensor(
         self, name: str, shape: tuple[int, ...], *, bytes_of_mxfp4: bool = False
     ) -> None:
-        entry, path = self.entry(name), self.files[name].path
-        if entry.shape != shape:
-            raise CheckpointError(
-                f"{path}: tensor {quoted(name)} has shape {entry.shape}, but config.json asks for "
-                f"{shape}; are they of one model?"
+        tensor = self.tensors[name]
+        if tensor.shape != shape:
+            raise tensor.error(
+                f"has shape {quoted(tensor.shape)}, but config.json asks for {shape}; are they of "
+                "one model?"
             )
-        if bytes_of_mxfp4 and entry.dtype != np.uint8:
-            raise CheckpointError(
-                f"{path}: tensor {quoted(name)} has dtype {entry.dtype.name}; MXFP4 is in U8"
-            )
-        if not bytes_of_mxfp4 and entry.dtype not in (*_FLOATS, *_QUANTIZED):
-            raise CheckpointError(
-                f"{path}: tensor {quoted(name)} has dtype {entry.dtype.name}, which is not "
-                "supported; convert it to F32, F16 or BF16"
+        if bytes_of_mxfp4 and tensor.dtype != np.uint8:
+            raise tensor.error(f"has dtype {tensor.dtype.name}; MXFP4 is in U8")
+        if not bytes_of_mxfp4 and tensor.dtype not in (*_FLOATS, *_QUANTIZED):
+            raise tensor.error(
+                f"has dtype {tensor.dtype.name}, which is not supported; convert it to F32, F16 or "
+                "BF16"
             )
 
     def _check_scale(self, name: str, parameter: str) -> str:
-        entry, path = self.entry(name), self.files[name].path
-        kind, blocks = entry.dtype.name, self.quantization
+        tensor = self.tensors[name]
+        kind, blocks = tensor.dtype.name, self.quantization
         is_int8, is_fp8 = blocks == "int8", isinstance(blocks, BlockScales)
-        fits = is_int8 if entry.dtype == np.int8 else is_fp8
+        fits = is_int8 if tensor.dtype == np.int8 else is_fp8
         if not fits or not parameter.endswith(".kernel"):
-            raise CheckpointError(
-                f"{path}: tensor {quoted(name)} with shape {entry.shape} is {kind}, but "
-                "config.json has no quantization_config that covers it"
+            raise tensor.error(
+                f"with shape {tensor.shape} is {kind}, but config.json has no quantization_config "
+                "that covers it"
             )
-        scale, shape = f"{name}_scale", (entry.shape[0], 1)
+        scale, shape = f"{name}_scale", (tensor.shape[0], 1)
         if isinstance(blocks, BlockScales):
-            scale, shape = f"{name}{SUFFIX}", blocks.shape(entry.shape)
-        if scale not in self.files:
-            raise CheckpointError(
-                f"{path}: tensor {quoted(name)} is {kind}, but {quoted(scale)} {shape} is missing"
-            )
+            scale, shape = f"{name}{SUFFIX}", blocks.shape(tensor.shape)
+        if scale not in self.tensors:
+            raise tensor.error(f"is {kind}, but {quoted(scale)} {shape} is missing")
         self._check_tensor(scale, shape)
-        if self.entry(scale).dtype not in _FLOATS:
-            path = self.files[scale].path
-            raise CheckpointError(f"{path}: tensor {quoted(scale)} must be of floats")
+        if self.tensors[scale].dtype not in _FLOATS:
+            raise self.tensors[scale].error("must be of floats")
         return scale
 
     def _check_tied(self, head: str, embedding: str) -> None:
-        if not self.files[head].same(head, self.files[embedding], embedding):
-            raise CheckpointError(
-                f"{self.files[head].path}: tensor {quoted(head)} {self.entry(head).shape} differs "
-                f"from {quoted(embedding)} {self.entry(embedding).shape}, though config.json says "
-                "tie_word_embeddings=true; set it to false to use both"
+        tensor, other = self.tensors[head], self.tensors[embedding]
+        if not tensor.equals(other):
+            raise tensor.error(
+                f"{quoted(tensor.shape)} differs from {quoted(embedding)} {other.shape}, though "
+                "config.json says tie_word_embeddings=true; set it to false to use both"
             )
 
     def in_mxfp4(self, parameter: str) -> bool:
@@ -268,18 +255,18 @@ class Weights:
             for expert, stored in enumerate(self._experts(name)):
                 packed.fill(out[expert], stored)
             return
-        entry = self.entry(name)
-        scales = self._scales(name) if entry.dtype in _QUANTIZED else None
+        tensor = self.tensors[name]
+        scales = self._scales(name) if tensor.dtype in _QUANTIZED else None
 
         def in_rows(array: np.ndarray) -> np.ndarray:
             array = np.moveaxis(array, 0, -1) if parameter.endswith(".kernel") else array
-            return array[None] if array.ndim == len(entry.shape) else array
+            return array[None] if array.ndim == len(tensor.shape) else array
 
         target = in_rows(out)
         row_mask = np.ones(target.shape[:2], bool)
         for mask in map(in_rows, axes):
             row_mask &= mask.any(axis=tuple(range(2, mask.ndim)))
-        for rows, block in self.files[name].blocks(name, row_mask=row_mask.reshape(-1)):
+        for rows, block in tensor.blocks(row_mask=row_mask.reshape(-1)):
             if scales is not None and isinstance(self.quantization, BlockScales):
                 block = self.quantization.dequantized(block, rows.start, scales)
             elif scales is not None:
@@ -288,8 +275,8 @@ class Weights:
 
     def _experts(self, name: str) -> Iterator[np.ndarray]:
         """Yield the dequantised weights of each expert of a packed tensor."""
-        if name in self.files:
-            for _, block in self.files[name].blocks(name, nbytes=1):
+        if name in self.tensors:
+            for _, block in self.tensors[name].blocks(nbytes=1):
                 yield block[0]
             return
         for blocks, scales in self._mxfp4(name):
@@ -298,19 +285,18 @@ class Weights:
     def _mxfp4(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Blocks ``[out, in / 32, 16]`` and scales ``[out, in / 32]`` of each packed expert."""
         blocks, scales = packed.mxfp4_names(name)
-        both = (self.files[part].blocks(part, nbytes=1) for part in (blocks, scales))
+        both = (self.tensors[part].blocks(nbytes=1) for part in (blocks, scales))
         for (_, block), (_, scale) in zip(*both, strict=True):
             try:
                 packed.check_scales(scale)
             except ValueError as error:
-                path = self.files[scales].path
-                raise CheckpointError(f"{path}: tensor {quoted(scales)}: {error}") from None
+                raise self.tensors[scales].error(f"cannot be read: {error}") from None
             yield block[0], scale[0]
 
     def _scales(self, name: str) -> np.ndarray:
         name += SUFFIX if isinstance(self.quantization, BlockScales) else "_scale"
-        scale = np.empty(self.entry(name).shape, np.float32)
-        for rows, block in self.files[name].blocks(name):
+        scale = np.empty(self.tensors[name].shape, np.float32)
+        for rows, block in self.tensors[name].blocks():
             scale[rows] = block
         return scale
 

@@ -27,7 +27,7 @@ from jspec.decode import growth, prefill
 from jspec.decode.chunks import Chunks
 from jspec.helix.sharded import decoder_sharding
 from jspec.models import checkpoint
-from jspec.models.files import TensorFile
+from jspec.models.safetensors_file import StoredTensor
 from jspec.processes import all_or_none, check_same, from_all, from_first
 from tests.decode.common import NGRAM, prompts
 from tests.models.goldens import GOLDEN
@@ -114,13 +114,13 @@ def together(index: int) -> dict[str, Any]:
                 raise OSError("the disk is full")
 
     read: set[str] = set()
-    blocks = TensorFile.blocks
+    blocks = StoredTensor.blocks
 
-    def counted(file: TensorFile, name: str, **settings: Any):
-        read.add(name)
-        return blocks(file, name, **settings)
+    def counted(tensor: StoredTensor, **settings: Any):
+        read.add(tensor.name)
+        return blocks(tensor, **settings)
 
-    with mock.patch.object(TensorFile, "blocks", counted):
+    with mock.patch.object(StoredTensor, "blocks", counted):
         experts = helix.load_model(GOLDEN / "deepseek_v3", helix.HelixConfig(kvp=2, ep=2))
     own = experts.model.layers[1].mlp.experts.down.kernel.get_value().addressable_data(0)
 

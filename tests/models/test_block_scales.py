@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jspec.models.checkpoint import load_model
 from jspec.models.errors import CheckpointError
-from jspec.models.files import TensorFile
+from jspec.models.safetensors_file import StoredTensor
 from tests.models.goldens import GOLDEN
 from tests.models.helpers import assert_equal, edit_config, parameters
 
@@ -77,9 +77,9 @@ def test_weights_are_their_codes_times_the_scales(both, nbytes, monkeypatch):
     """Whatever rows of a tensor are read at once."""
     fp8, plain, _ = both
     right = parameters(load_model(plain))
-    blocks = TensorFile.blocks
+    blocks = StoredTensor.blocks
     monkeypatch.setattr(
-        TensorFile, "blocks", lambda file, name, row_mask=None: blocks(file, name, nbytes, row_mask)
+        StoredTensor, "blocks", lambda tensor, row_mask=None: blocks(tensor, nbytes, row_mask)
     )
     assert_equal(load_model(fp8), right)
     changed = parameters(load_model(GOLDEN / "deepseek_v3"))

@@ -9,9 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec import CheckpointError, load_model
-from jspec.models import files, weights
+from jspec.models import weights
 from jspec.models.errors import on_one_line, quoted
-from jspec.models.files import TensorFile, read_json
+from jspec.models.files import read_json
+from jspec.models.safetensors_file import stored_tensors
 from tests.models.helpers import LLAMA, edit_config, edit_tensors, shapes_of, write_checkpoint
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -149,100 +150,68 @@ def tensor(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 
 LIES = {
-    "empty": (b"", "has 0 bytes"),
-    "short": (b"1234567", "has 7 bytes"),
-    "longer header than file": (header({}, 0, length=1 << 40), f"claims {1 << 40} bytes, but the"),
-    "header too long": (header({}, length=2**64 - 1), f"claims {2**64 - 1} bytes"),
-    "no json": (header(b"{" * 20), "its header is not valid JSON"),
-    "no utf-8": (header(b"\xff" * 20), "its header is not valid JSON"),
-    "deep json": (header(b"[" * 200_000), "its header is nested too deeply"),
-    "list": (header(b"[]"), "its header must be a JSON object"),
-    "entry": (
-        header({"x": 1}),
-        "tensor 'x' needs a dtype, a shape of at most 8 sizes and two data_offsets",
-    ),
-    "no shape": (header({"x": {"dtype": "F32"}}), "tensor 'x' needs a dtype"),
-    "negative": (header({"x": tensor(shape=(-2,))}), "tensor 'x' needs a dtype, a shape"),
-    "float": (header({"x": tensor(shape=(2.0,))}), "tensor 'x' needs a dtype, a shape"),
-    "one offset": (header({"x": tensor(offsets=(8,))}), "tensor 'x' needs a dtype, a shape"),
-    "dtype": (header({"x": tensor(dtype="F4")}), "tensor 'x' has dtype 'F4', which jspec does not"),
-    "too small": (
-        header({"x": tensor(shape=(3,))}),
-        "'x' of dtype F32 and shape (3,) needs 12",
-    ),
-    "huge": (header({"x": tensor(shape=(2**62, 2**62))}), "tensor 'x' of dtype F32"),
-    "past the end": (
-        header({"x": tensor(shape=(4,), offsets=(0, 16))}),
-        "tensor 'x' ends at byte 86, but the file has 78",
-    ),
-    "overlap": (header({"x": tensor(), "y": tensor()}), "tensor 'y' starts at byte"),
-    "hole": (header({"x": tensor(offsets=(4, 12))}, 12), "tensor 'x' starts at byte"),
-    "trailing": (header({"x": tensor()}, 9), "has 78 bytes, but its tensors end at byte 77"),
-    "many sizes": (header({"x": tensor(shape=[1] * 400_000)}), "a shape of at most 8 sizes"),
-    "huge sizes": (header({"x": tensor(shape=[2**62] * 300)}), "a shape of at most 8 sizes"),
-    "sizes beyond int64": (header({"x": tensor(shape=[2**63])}), "a shape of at most 8 sizes"),
-    "nine sizes": (header({"x": tensor(shape=[1] * 8 + [2])}), "a shape of at most 8 sizes"),
-    "many digits": (
-        header(b'{"x": {"dtype": "F32", "shape": [%b]}}' % (b"9" * 5000)),
-        "an integer has 5000 digits; 1000 are read",
-    ),
-    "escapes": (
-        header({"\x1b[31m\nx": tensor(dtype="F4")}),
-        r"tensor '\x1b[31m\nx' has dtype 'F4'",
-    ),
-    "a long name": (header({"x" * 8192: tensor(dtype="F4")}), "xxx...xxx"),
-    "utf-16": (header('{"x": 1}'.encode("utf-16")), "its header is not valid JSON"),
-    "twice": (
-        header(b'{"x":%b,"x":%b}' % ((json.dumps(tensor()).encode(),) * 2)),
-        "its header is not valid JSON: 'x' appears twice",
-    ),
+    "empty": b"",
+    "short": b"1234567",
+    "longer header than file": header({}, 0, length=1 << 40),
+    "header too long": header({}, length=2**64 - 1),
+    "no json": header(b"{" * 20),
+    "no utf-8": header(b"\xff" * 20),
+    "deep json": header(b"[" * 200_000),
+    "list": header(b"[]"),
+    "entry": header({"x": 1}),
+    "no shape": header({"x": {"dtype": "F32"}}),
+    "negative": header({"x": tensor(shape=(-2,))}),
+    "float": header({"x": tensor(shape=(2.0,))}),
+    "one offset": header({"x": tensor(offsets=(8,))}),
+    "too small": header({"x": tensor(shape=(3,))}),
+    "huge": header({"x": tensor(shape=(2**62, 2**62))}),
+    "past the end": header({"x": tensor(shape=(4,), offsets=(0, 16))}),
+    "overlap": header({"x": tensor(), "y": tensor()}),
+    "hole": header({"x": tensor(offsets=(4, 12))}, 12),
+    "trailing": header({"x": tensor()}, 9),
+    "huge sizes": header({"x": tensor(shape=[2**62] * 300)}),
+    "many digits": header(b'{"x": {"dtype": "F32", "shape": [%b]}}' % (b"9" * 5000)),
+    "escapes": header(b'{"x": {"dtype": "\x1b[31m\n"}}'),
+    "unknown dtype": header({"x": tensor(dtype="\x1b[31m" + "F" * 9000)}),
+    "utf-16": header('{"x": 1}'.encode("utf-16")),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_lying_safetensors(tmp_path, name):
-    content, message = LIES[name]
     path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError) as caught:
-        TensorFile(path)
+    path.write_bytes(LIES[name])
+    with pytest.raises(CheckpointError, match="is damaged or no safetensors file") as caught:
+        stored_tensors(path)
     assert str(path) in str(caught.value)
-    assert message in str(caught.value)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < len(str(path)) + 400
 
 
-def test_eight_sizes_are_read(tmp_path):
+def test_a_dtype_that_jspec_does_not_read(tmp_path):
     path = tmp_path / "model.safetensors"
-    path.write_bytes(header({"x": tensor(shape=[1] * 7 + [2])}))
-    assert TensorFile(path).entries["x"].shape == (1,) * 7 + (2,)
+    path.write_bytes(header({"\x1b[31m\nx": tensor(dtype="F4", shape=(16,))}))
+    with pytest.raises(CheckpointError, match=r"tensor '\\x1b\[31m\\nx' has dtype F4, which jspec"):
+        stored_tensors(path)
 
 
-@pytest.mark.parametrize("over", [0, 1])
-def test_the_limit_of_a_header(tmp_path, over):
-    """A longer header is refused by its size alone: it would take seconds to parse."""
-    path, length = tmp_path / "model.safetensors", files.HEADER_LIMIT + over
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", length))
-        file.truncate(8 + length + 8)
-    message = f"claims {length} bytes" if over else "its header is not valid JSON"
-    with pytest.raises(CheckpointError, match=message):
-        TensorFile(path)
-
-
-def test_the_limit_of_tensors(checkpoint, monkeypatch):
-    tensors = len(load_file(checkpoint / "model.safetensors"))
-    monkeypatch.setattr(files, "TENSOR_LIMIT", tensors)
-    load_model(checkpoint)
-    monkeypatch.setattr(files, "TENSOR_LIMIT", tensors - 1)
-    refused(checkpoint, f"has {tensors} tensors, more than {tensors - 1} for a model")
+def test_a_shape_of_many_sizes_is_one_short_line(checkpoint):
+    path = checkpoint / "model.safetensors"
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:end])
+    entries[UP]["shape"] += [1] * 400_000
+    path.write_bytes(header(entries, 0) + content[end:])
+    with pytest.raises(CheckpointError, match="has shape") as caught:
+        load_model(checkpoint)
+    assert len(str(caught.value)) < len(str(path)) + 400
 
 
 def test_truncated_file(checkpoint):
     path = checkpoint / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-4])
-    refused(checkpoint, path, f"the file has {len(content) - 4}: it is truncated")
+    refused(checkpoint, path, "file not fully covered", "copy or download it again")
 
 
 def test_any_bit_of_a_header_may_flip(tmp_path):
@@ -255,12 +224,12 @@ def test_any_bit_of_a_header_may_flip(tmp_path):
         damaged[rng.integers(len(content) - 32)] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged)
         try:
-            file = TensorFile(path)
+            tensors = stored_tensors(path)
         except CheckpointError:
             continue
-        for name, entry in file.entries.items():
-            if entry.shape:
-                assert sum(block.nbytes for _, block in file.blocks(name)) == entry.nbytes
+        for x in tensors:
+            if x.shape:
+                assert sum(block.nbytes for _, block in x.blocks()) == x.nbytes
 
 
 # shards
@@ -289,9 +258,9 @@ def test_shards_load(sharded):
 
 def test_the_limit_of_an_index(sharded, monkeypatch):
     size = (sharded / "model.safetensors.index.json").stat().st_size
-    monkeypatch.setattr(weights, "HEADER_LIMIT", size)
+    monkeypatch.setattr(weights, "INDEX_LIMIT", size)
     load_model(sharded)
-    monkeypatch.setattr(weights, "HEADER_LIMIT", size - 1)
+    monkeypatch.setattr(weights, "INDEX_LIMIT", size - 1)
     refused(sharded, "index.json", f"has {size} bytes, more than the {size - 1} that it may have")
 
 
@@ -333,4 +302,4 @@ def test_bad_index(sharded, content):
 def test_a_tensor_in_two_shards(sharded):
     tensors = load_file(sharded / "a.safetensors") | load_file(sharded / "b.safetensors")
     save_file(tensors, sharded / "b.safetensors")
-    refused(sharded, sharded / "a.safetensors", sharded / "b.safetensors", "both have")
+    refused(sharded, sharded / "a.safetensors", sharded / "b.safetensors", "a second time")

@@ -10,7 +10,7 @@ import pytest
 from jspec.helix import HelixConfig
 from jspec.helix.sharded import decoder_sharding
 from jspec.models import checkpoint
-from jspec.models.files import TensorFile
+from jspec.models.safetensors_file import StoredTensor, stored_tensors
 from tests.models.goldens import GOLDEN
 from tests.models.helpers import parameters
 
@@ -55,10 +55,10 @@ def poisoned(shape, dtype=np.float64):
 def test_a_process_reads_its_parts(name, settings, mine, share, monkeypatch):
     whole = parameters(checkpoint.load_model(GOLDEN / name))
     found, read = [], []
-    blocks = TensorFile.blocks
+    blocks = StoredTensor.blocks
 
-    def small(file: TensorFile, name: str, row_mask: Any = None):
-        for rows, block in blocks(file, name, BLOCK, row_mask):
+    def small(tensor: StoredTensor, row_mask: Any = None):
+        for rows, block in blocks(tensor, BLOCK, row_mask):
             read.append(block.nbytes)
             yield rows, block
 
@@ -68,7 +68,7 @@ def test_a_process_reads_its_parts(name, settings, mine, share, monkeypatch):
         return jax.device_put(array)
 
     sharding = decoder_sharding(HelixConfig(**settings))
-    monkeypatch.setattr(TensorFile, "blocks", small)
+    monkeypatch.setattr(StoredTensor, "blocks", small)
     monkeypatch.setattr(checkpoint, "_place", keep)
     monkeypatch.setattr(np, "empty", poisoned)
     of_mine: Any = lambda name, shape: OfOther(sharding(name, shape), mine)  # noqa: E731
@@ -82,13 +82,13 @@ def test_a_process_reads_its_parts(name, settings, mine, share, monkeypatch):
 
 
 def test_blocks_without_a_selected_row_are_not_read():
-    file = TensorFile(GOLDEN / "qwen3" / "model.safetensors")
-    name = "model.embed_tokens.weight"
-    whole = np.concatenate([block.copy() for _, block in file.blocks(name)])
+    stored = stored_tensors(GOLDEN / "qwen3" / "model.safetensors")
+    tensor = next(x for x in stored if x.name == "model.embed_tokens.weight")
+    whole = np.concatenate([block.copy() for _, block in tensor.blocks()])
     row_mask = np.zeros(len(whole), bool)
     row_mask[[7, 8, 40]] = True
     row = whole[0].nbytes
-    found = [(rows, block.copy()) for rows, block in file.blocks(name, 4 * row, row_mask)]
+    found = [(rows, block.copy()) for rows, block in tensor.blocks(4 * row, row_mask)]
     assert [rows for rows, _ in found] == [slice(4, 8), slice(8, 12), slice(40, 44)]
     for rows, block in found:
         np.testing.assert_array_equal(block, whole[rows])
