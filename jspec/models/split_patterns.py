@@ -1,8 +1,8 @@
 """Regular expressions by which common byte-level tokenizers split a text into words.
 
-Each is matched in linear time: a test tries them on long runs of each kind of character. They are
-those of the models' own tokenizer.json or, where llama.cpp alone writes one, equal ones of its
-llama-vocab.cpp.
+They are those of the models' own tokenizer.json or, where llama.cpp alone writes one, equal ones of
+its llama-vocab.cpp. All but `SUPERBPE` are matched in linear time: a test tries them on long runs
+of each kind of character.
 """
 
 from __future__ import annotations
@@ -63,9 +63,4 @@ SEED_CODER = (rf"{_MARKS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
 BAILING = (rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
 MINICPM5 = (r"\p{N}{1,3}", rf"{_MARKS}|{_WORD}|\p{{N}}+|{_SIGNS}[\r\n]*|{_SPACES}")
 
-# Not among the known: its time grows with the square of a run of digits.
 SUPERBPE = (r"\p{N}+", r"(?=(\d{3})+(?!\d))")
-
-_GROUPS = (GPT2, LLAMA3, QWEN2, QWEN35, TEKKEN, GPT4O, DEEPSEEK_V3, DEEPSEEK_LLM, DEEPSEEK_CODER)
-_GROUPS += (FALCON, DEFAULT, DIGITS, BLOOM, VIKING, SEED_CODER, BAILING, MINICPM5)
-KNOWN_PATTERNS = frozenset(pattern for group in _GROUPS for pattern in group)

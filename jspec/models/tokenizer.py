@@ -10,32 +10,19 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from tokenizers import Tokenizer as LibraryTokenizer
 
 from jspec.models.errors import CheckpointError, on_one_line, quoted
 from jspec.models.files import directory_of, parse_json, read_file
 from jspec.models.gguf_file import GGUFFile, gguf_path
 from jspec.models.gguf_tokenizer import UnreadTokenizerError, tokenizer_fields
-from jspec.models.guarded import GuardedTokenizer
-from jspec.models.library_tokenizer import LibraryTokenizer
 from jspec.models.token_bytes import byte_alphabet, byte_decoder
-from jspec.models.tokenizer_kinds import unproven
 
 FILE_LIMIT = 64 << 20
 _BROKEN = "\ufffd"
 _MAX_PENDING = 4  # tokens that may wait for the rest of a character; its bytes are no more
-
-
-class Backend(Protocol):
-    """What `LibraryTokenizer` and `GuardedTokenizer` have; all raise `ValueError`."""
-
-    vocab_size: int
-
-    def encode(self, text: str, special: bool) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
-
-    def token(self, number: int) -> str | None: ...
 
 
 class Tokenizer:
@@ -51,10 +38,10 @@ class Tokenizer:
         byte_level: whether id b is byte b, so that bytes that are not UTF-8 can be encoded.
     """
 
-    def __init__(self, backend: Backend, values: dict[str, Any], content: bytes):
-        self._backend = backend
+    def __init__(self, library: LibraryTokenizer, values: dict[str, Any], content: bytes):
+        self._library = library
         self._content = content
-        self.vocab_size = backend.vocab_size
+        self.vocab_size = library.get_vocab_size(with_added_tokens=True)
         added = values.get("added_tokens") or []  # the library has read them
         self._added = [token["content"] for token in added]
         self._special = frozenset(token["content"] for token in added if token["special"])
@@ -66,8 +53,8 @@ class Tokenizer:
     def _read_template(self) -> tuple[list[int], list[int]] | None:
         """The special tokens before and after a text; None where a text is not kept as it is."""
         byte = ord("a")
-        around = self._backend.encode("a", True)
-        if self._backend.encode("a", False) != [byte] or around.count(byte) != 1:
+        around = self._encode("a", special=True)
+        if self._encode("a", special=False) != [byte] or around.count(byte) != 1:
             return None
         at = around.index(byte)
         return around[:at], around[at + 1 :]
@@ -105,8 +92,11 @@ class Tokenizer:
             return self._encode_bytes(data, self._template, special)
         if self._template is not None and not any(token in text for token in self._added):
             return self._encode_bytes(data, self._template, special)
-        with _failing(f"cannot encode a text of {len(text)} characters"):
-            return self._backend.encode(text, special)
+        return self._encode(text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        with _library_errors(f"the tokenizer cannot encode a text of {len(text)} characters"):
+            return self._library.encode(text, add_special_tokens=special).ids
 
     @staticmethod
     def _encode_bytes(data: bytes, template: tuple[list[int], list[int]], special: bool):
@@ -203,8 +193,8 @@ class Tokenizer:
         return advance
 
     def _decode(self, tokens: list[int]) -> str:
-        with _failing(f"cannot decode the token ids {quoted(tokens)}"):
-            return self._backend.decode(tokens)
+        with _library_errors(f"the tokenizer cannot decode the token ids {quoted(tokens)}"):
+            return self._library.decode(tokens, skip_special_tokens=True)
 
     def _known(self, tokens: Iterable[int]) -> list[int]:
         """``tokens`` without special tokens and unknown ids."""
@@ -217,8 +207,7 @@ class Tokenizer:
         """The bytes of a token, empty where unknown; None for special tokens and unknown ids."""
         number = operator.index(token)
         if number not in self._pieces and 0 <= number < 2**32:
-            with _failing(f"has no token for the id {number}"):
-                spelling = self._backend.token(number)
+            spelling = self._library.id_to_token(number)
             if spelling is not None and spelling not in self._special:
                 self._pieces[number] = self._joined.of(spelling) if self._joined else b""
         return self._pieces.get(number)
@@ -229,18 +218,21 @@ def _leading(data: bytes, limit: int) -> int:
 
 
 @contextlib.contextmanager
-def _failing(what: str) -> Iterator[None]:
+def _library_errors(message: str) -> Iterator[None]:
+    """Raise what the library raises as a `ValueError` that begins with ``message``."""
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"the model's tokenizer {what}: {on_one_line(error)}") from None
+    except BaseException as error:  # a panic of Rust is no Exception
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{message}: {on_one_line(error)}") from None
+        raise
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model: that in a GGUF file, else the tokenizer.json of its directory.
 
-    A tokenizer that could make the library hang runs in a separate process, with bounds on its
-    time and memory (docs/models.md).
+    A tokenizer is trusted as code is: with one that is made to do harm, the tokenizers library can
+    run without end, fill the memory or abort the process (docs/models.md says what to do).
 
     Args:
         path: a model directory or a GGUF file. Where the file has no tokenizer, or one of a kind
@@ -274,11 +266,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _made(values: dict[str, Any], content: bytes, source: Path) -> Tokenizer:
-    make = LibraryTokenizer if unproven(values) is None else GuardedTokenizer
     try:
-        return Tokenizer(make(content.decode("utf-8-sig")), values, content)
+        with _library_errors("not a tokenizer"):
+            library = LibraryTokenizer.from_str(content.decode("utf-8-sig"))
+            # Prompts are neither cut nor padded, whatever the file says.
+            library.no_truncation()
+            library.no_padding()
+        return Tokenizer(library, values, content)
     except ValueError as error:
-        raise CheckpointError(f"{source}: not a tokenizer ({on_one_line(error)})") from None
+        raise CheckpointError(f"{source}: {error}") from None
 
 
 def _is_byte_level(values: dict[str, Any]) -> bool:

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from jspec.models import guarded, saved, tokenizer
+from jspec.models import saved
 from jspec.models.errors import CheckpointError
 from jspec.models.families import model_config
 from jspec.models.files import read_json
-from jspec.models.guarded import GuardedTokenizer
 from jspec.models.rope import rope_frequencies
 from jspec.models.safetensors_file import stored_tensors
 from jspec.models.tokenizer import load_tokenizer
@@ -162,38 +161,12 @@ def test_saved_settings(tmp_path, count):
     campaign(file, (mutator.case() for _ in itertools.count()), use, count)
 
 
-class Reused(GuardedTokenizer):
-    """All tokenizers in one process, as long as it lives: starting one for each takes hours."""
-
-    shared = None
-
-    def _start(self) -> int:
-        if Reused.shared is None or Reused.shared._process is None:
-            Reused.shared = self
-            return super()._start()
-        self._process, self._end = Reused.shared._process, Reused.shared._forget
-        return self._ask("load", (self._text,), guarded.LOAD_SECONDS)
-
-    def _forget(self) -> None:
-        self._process = None
-        self._end()
-
-
-@pytest.fixture
-def reused(monkeypatch):
-    monkeypatch.setattr(tokenizer, "GuardedTokenizer", Reused)
-    monkeypatch.setattr(guarded, "CALL_SECONDS", 1)
-    monkeypatch.setattr(guarded, "LOAD_SECONDS", 1)
-    yield
-    Reused.shared = None
-
-
 def sequence(key: str, steps: list) -> dict:
     return {"type": "Sequence", key: steps}
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_tokenizer(tmp_path, reused, count):
+def test_tokenizer(tmp_path, count):
     file = tmp_path / "tokenizer.json"
     kinds = [made.with_added_tokens(kind()) for kind in (made.metaspace, made.word_piece)]
     kinds += [made.byte_fallback(), made.bytes_alone(), made.with_pattern(r"\p{N}{1,3}")]
@@ -226,7 +199,7 @@ def test_tokenizer(tmp_path, reused, count):
             loaded.decode([*tokens[:50], 3, 300, 2**31])
         except ValueError as error:
             failed = str(error)
-        assert re.fullmatch(r"(the model's tokenizer cannot .*)?", failed)
+        assert re.fullmatch(r"(the tokenizer cannot .*)?", failed)
         assert failed.isprintable()
 
     campaign(file, (mutator.case() for _ in itertools.count()), use, count)

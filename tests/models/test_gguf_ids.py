@@ -6,7 +6,6 @@ import pytest
 
 from jspec import load_tokenizer
 from jspec.models.gguf_tokenizer import SPLITTINGS
-from jspec.models.guarded import GuardedTokenizer
 from tests.models.gguf_files import write_vocabulary
 from tests.models.gguf_goldens import FOLDER, NAMES, TEXTS, files
 
@@ -44,9 +43,3 @@ def test_texts_come_back(name, tmp_path):
 
 def test_every_splitting_has_ids():
     assert {SPLITTINGS[name] for name in NAMES} >= set(SPLITTINGS.values()) - {SPLITTINGS["glm4"]}
-
-
-def test_a_splitting_that_is_not_linear_is_guarded(tmp_path):
-    for name in NAMES:
-        backend = tokenizer_of(f"byte_level {name}", tmp_path)[0]._backend
-        assert isinstance(backend, GuardedTokenizer) == (name == "superbpe")
