@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return fail(str(error))
     except MemoryError as error:
-        return fail(f"{getattr(error, 'what', 'out of memory')}; {SMALLER}")
+        # The part before the semicolon; the rest names arguments of Python.
+        return fail(f"{str(error).partition(';')[0] or 'out of memory'}; {SMALLER}")
     except RuntimeError as error:
         # XLA's own, as of a model that does not fit; naming its class would import JAX.
         if not str(error).startswith("RESOURCE_EXHAUSTED"):

@@ -15,6 +15,7 @@ from jspec.decode.acceptance import RowAcceptance
 from jspec.decode.auto import GammaChoice
 from jspec.decode.draft import CATCH_UP, LACKING
 from jspec.decode.programs import PROGRAMS, OnCompile
+from jspec.decode.request import Request
 from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, StepRecord
@@ -32,7 +33,7 @@ SHORT = 10 * HOST_SECONDS
 LATELY = 16  # chunks over which the share of rows that end is averaged
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Chunk:
     """A chunk of steps that was given to the device.
 
@@ -44,6 +45,8 @@ class Chunk:
         compiled: Seconds of compiling by then.
         prompts: An array that is ready once the prompts before it are prefilled, None without any.
         filled: Rows that other requests fill after it, so that none of them idles.
+        requests: The request of each row in it, None where its tokens are dropped.
+        read: The record on the host, None until it was read.
     """
 
     record: StepRecord
@@ -53,6 +56,8 @@ class Chunk:
     compiled: float
     prompts: Array | None = None
     filled: set[int] = dataclasses.field(default_factory=set)
+    requests: list[Request | None] = dataclasses.field(default_factory=list)
+    read: StepRecord | None = None
 
 
 class Chunks:
@@ -66,7 +71,8 @@ class Chunks:
         seconds: What `clock` measured by name, without compiling.
         last_s: Seconds of the last finished chunk.
         paces: int32 ``[B]``: tokens that each row commits in a chunk, by the last one.
-        together: As in `RowAcceptance`.
+        together: As in `RowAcceptance`. If not, its programs stay compiled as long as it lives.
+        is_shared: Whether several processes share the model.
     """
 
     def __init__(
@@ -74,17 +80,16 @@ class Chunks:
         options: ResolvedOptions,
         on_compile: OnCompile | None = None,
         *,
-        holds: bool = False,
         together: bool = False,
     ) -> None:
         self.options, self.together = options, together
-        self.programs = PROGRAMS.timed(on_compile, holds=holds)
+        self.programs = PROGRAMS.timed(on_compile, holds=not together)
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
         self.last_s = math.inf
         self.paces = np.zeros(0, np.int32)
         self._ending = 0.0  # share of rows that ended in each of the last chunks
         self._rested = 0  # steps since the drafter last drafted
-        self._is_shared = is_shared(options.models.target)
+        self.is_shared = is_shared(options.models.target)
         self._is_timed = True  # whether the end of the running chunk can be timed
         self._at_work: list[Chunk] = []  # that were started and not finished
         self._acceptance: RowAcceptance | None = None  # what they accepted, where that is asked for
@@ -108,7 +113,7 @@ class Chunks:
                 it has ended.
             waiting: Whether other requests wait for rows.
         """
-        if self._is_shared or steps_are_limited() or self.last_s >= SHORT:
+        if self.is_shared or steps_are_limited() or self.last_s >= SHORT:
             return False
         goes_on = left > self.paces
         if not goes_on.any():
@@ -176,7 +181,7 @@ class Chunks:
                     len(left), options.config.gamma, options.steps, together=self.together
                 )
             gamma = choice.choose(self._acceptance, self._left_after_work(left))
-            if self._is_shared:
+            if self.is_shared:
                 gamma = agreed(gamma)
             config = options.gammas.configs[gamma]
             state = self._awake(state, config)

@@ -12,16 +12,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.batch import Batch
 from jspec.decode.checks import Prompt, as_ids, check_request
 from jspec.decode.chunked_prefill import ChunkedPrefill
-from jspec.decode.chunks import Chunks
 from jspec.decode.draft import Drafter, SelfDraft
-from jspec.decode.generation import OutOfMemory, is_out_of_memory
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import OnTokens, Request
 from jspec.decode.resolved_options import Gamma, ResolvedOptions
+from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.scheduler import Scheduler
 from jspec.decode.short_prompts import ShortPrompts
 from jspec.decode.stats import Stats
@@ -116,11 +114,11 @@ class Engine:
             )
         self._max_stop_tokens = stop_tokens
         self._options, self._chunk = options, prefill_chunk
-        self._chunks = Chunks(options, on_compile, holds=True)
+        self._runner = Runner(options, slots, on_compile)
         self._prefix_tokens = 0
         self._is_at_work, self._is_closed = False, False
         with self._memory():
-            room, programs = rounded_capacity(capacity), self._chunks.programs
+            room, programs = rounded_capacity(capacity), self._runner.chunks.programs
             short = ShortPrompts(options, slots, room, prefill_chunk, programs)
             overtaken = "after prefixes" if short.sizes else "all" if slots > 1 else "none"
             piece = short.tokens if short.has_large_passes else prefill_chunk
@@ -130,8 +128,8 @@ class Engine:
             state = prefill.started([np.zeros(1, np.int32)] * slots)
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)
-            self._batch = Batch(self._chunks, dataclasses.replace(state, stop_tokens=stops))
-            self._scheduler = Scheduler(self._batch, prefill, short, prefill_chunk)
+            self._runner.state = dataclasses.replace(state, stop_tokens=stops)
+            self._scheduler = Scheduler(self._runner, prefill, short, prefill_chunk)
 
     def submit(
         self,
@@ -173,7 +171,7 @@ class Engine:
                 f"the request has {len(stops)} stop tokens, the model's included, and the engine "
                 f"room for stop_tokens={self._max_stop_tokens}; make it with more"
             )
-        request = Request(self, ids.astype(np.int32), params, stops, on_tokens)
+        request = Request(ids.astype(np.int32), params, stops, on_tokens, self)
         self._scheduler.add(request)
         return request
 
@@ -204,8 +202,8 @@ class Engine:
             row = self._scheduler.prefill.prefix(ids)
         while True:
             with self._device_work():
-                self._batch.settle()
-                with self._chunks.clock("prefill_s"):
+                self._runner.settle()
+                with self._runner.chunks.clock("prefill_s"):
                     self._scheduler.prefill.advance_prefix(row)
             if not row.left:
                 break
@@ -225,18 +223,13 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a request has not ended yet."""
-        return self._batch.busy or self._scheduler.busy
+        return self._runner.busy or self._scheduler.busy
 
     @property
     def stats(self) -> Stats:
         """Statistics so far; ``rows`` counts the requests whose prompts were prefilled."""
-        return self._batch.tally.stats(
-            rows=self._scheduler.admitted,
-            prompt_tokens=self._scheduler.prompt_tokens + self._prefix_tokens,
-            compilations=self._chunks.programs.compilations,
-            compile_s=self._chunks.programs.compile_s,
-            **self._chunks.seconds,
-        )
+        prompt_tokens = self._scheduler.prompt_tokens + self._prefix_tokens
+        return self._runner.stats(self._scheduler.admitted, prompt_tokens)
 
     def run(self) -> None:
         """`step` until no request is left."""
@@ -251,9 +244,9 @@ class Engine:
         """
         with self._device_work():
             if self._scheduler.can_take_up:
-                with self._chunks.clock_of_prompts():
-                    self._chunks.follow(self._scheduler.take_up())
-            return self._batch.decode(waiting=self._scheduler.busy)
+                with self._runner.chunks.clock_of_prompts():
+                    self._runner.chunks.follow(self._scheduler.take_up())
+            return self._runner.decode(waiting=self._scheduler.busy)
 
     def warm_up(self) -> None:
         """Compile every program that any mix of requests can need, before the first request."""
@@ -263,13 +256,13 @@ class Engine:
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
                 self._scheduler.warm()
-                self._batch.warm()
-            jax.block_until_ready(self._batch.state)
+                self._runner.warm()
+            jax.block_until_ready(self._runner.state)
 
     def _remove(self, request: Request) -> None:
         """Remove a request from the queue, from prefill or from its slot."""
         self._scheduler.remove(request)
-        self._batch.remove(request)
+        self._runner.remove(request)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -284,7 +277,7 @@ class Engine:
         self._is_at_work = True
         try:
             with self._memory():
-                self._batch.resume()
+                self._runner.resume()
                 yield
         except BaseException as error:
             self._close(error)
@@ -295,25 +288,16 @@ class Engine:
     def _close(self, error: BaseException) -> None:
         """End every request, and free the memory of the device."""
         self._is_closed = True
-        for request in [*self._scheduler.requests, *self._batch.requests]:
+        for request in [*self._scheduler.requests, *self._runner.requests]:
             if request.finished is None:
                 request.error = error if isinstance(error, Exception) else None
                 request._end("interrupted")
         self._scheduler.close()
-        self._batch.close()
-        self._chunks.programs.pinned = None
+        self._runner.close()
 
-    @contextlib.contextmanager
-    def _memory(self) -> Iterator[None]:
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemory(
-                f"the device is out of memory with {self.slots} slots of {self.capacity} positions",
-                "lower slots or capacity",
-            ) from error
+    def _memory(self) -> contextlib.AbstractContextManager[None]:
+        size = f"{self.slots} slots of {self.capacity} positions"
+        return memory_errors(size, "lower slots or capacity")
 
 
 def _size(name: str, value: Any) -> int:

@@ -1,14 +1,13 @@
-"""A request of an engine, and what its caller reads of it."""
+"""A request: its prompt, its settings, and the tokens that its caller reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jspec.config import SamplingParams
-from jspec.decode.generation import tokens_to_keep
+from jspec.config import SamplingParams, shown, whole_number
 
 if TYPE_CHECKING:
     from jspec.decode.engine import Engine
@@ -32,20 +31,21 @@ class Request:
 
     def __init__(
         self,
-        engine: Engine,
         prompt: np.ndarray,
         params: SamplingParams,
         stops: tuple[int, ...],
         on_tokens: OnTokens | None,
+        engine: Engine | None = None,  # None in `jspec.generate`, which drives itself
     ) -> None:
         self.params = params
         self.finished: str | None = None
         self.error: BaseException | None = None
         self.prompt_tokens = len(prompt)
-        self._engine: Engine | None = engine
+        self._engine = engine
         self._prompt: np.ndarray | None = prompt
         self._stops, self._on_tokens = frozenset(stops), on_tokens
         self._tokens: list[int] = []
+        self._steps = 0  # verification steps of its tokens
 
     def __repr__(self) -> str:
         state = self.finished or "in the engine"
@@ -92,30 +92,46 @@ class Request:
         if self.error is not None:
             raise self.error
 
-    def _take(self, new: tuple[int, ...], *, is_last: bool) -> int:
-        """Append the ``new`` tokens of a chunk; returns how many of them count."""
-        if self._engine is None:  # cancelled by a callback of this chunk
-            return 0
-        keep_count = None
-        if self._on_tokens is not None:
-            try:
-                keep_count = tokens_to_keep(self._on_tokens(new), len(new))
-            except Exception as error:
-                if self._engine is None:
-                    return 0
-                self.error = error
-        if self._engine is None:
-            return 0
-        new = new[:keep_count]
-        self._tokens.extend(new)
+    def _ask(self, new: tuple[int, ...]) -> int | None:
+        """How many of ``new`` tokens are its last ones, by its callback; None where it goes on."""
+        if self._on_tokens is None:
+            return None
+        return tokens_to_keep(self._on_tokens(new), len(new))
+
+    def _take(self, new: tuple[int, ...], keep_count: int | None, *, is_last: bool) -> None:
+        """Append the first ``keep_count`` of ``new`` tokens, None for all, and end where they say.
+
+        ``is_last``: whether a stop token or the limit ended it on the device.
+        """
+        self._tokens.extend(new[:keep_count])
         if self.error is not None:
             self._end("error")
         elif keep_count is not None:
             self._end("stop")
         elif is_last:
             self._end("stop" if new[-1] in self._stops else "length")
-        return len(new)
 
     def _end(self, why: str) -> None:
         # A request may outlive the engine: it must not hold it, nor what its callback holds.
         self.finished, self._engine, self._prompt, self._on_tokens = why, None, None, None
+
+
+def tokens_to_keep(answer: Any, count: int) -> int | None:
+    """How many of ``count`` new tokens a request keeps as its last ones; None where it goes on.
+
+    Args:
+        answer: What ``on_tokens`` returned.
+        count: How many tokens it was called with.
+
+    Raises:
+        ValueError: For an answer that is no bool, None, or number up to ``count``.
+    """
+    if answer is None or isinstance(answer, (bool, np.bool_)):
+        return count if answer else None
+    keep = whole_number(answer)
+    if keep is None or not 0 <= keep <= count:
+        raise ValueError(
+            f"on_tokens returned {shown(answer)} for {count} tokens; return how many of them the "
+            "row keeps as its last ones, True for all, or None to go on"
+        )
+    return keep

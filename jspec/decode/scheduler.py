@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jspec.config import SamplingParams
-from jspec.decode.batch import Batch
 from jspec.decode.chunked_prefill import ChunkedPrefill
 from jspec.decode.request import Request
+from jspec.decode.runner import Runner
 from jspec.decode.short_prompts import MAX_ROWS, ShortPrompts
 from jspec.decode.state import DecodeState
 from jspec.typing import Array
@@ -22,7 +22,7 @@ PASSES = 2  # most large passes of an engine's step
 
 
 class Scheduler:
-    """Queues requests, and prefills their prompts for the slots of ``batch``.
+    """Queues requests, and prefills their prompts for the slots of ``runner``.
 
     A step of the engine prefills up to ``chunk`` tokens for each free slot, for `PROMPTS` at most
     and for one in any case; where passes over short prompts are large, up to the tokens of `PASSES`
@@ -39,11 +39,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, batch: Batch, prefill: ChunkedPrefill, short: ShortPrompts, chunk: int
+        self, runner: Runner, prefill: ChunkedPrefill, short: ShortPrompts, chunk: int
     ) -> None:
         self.prefill, self.short = prefill, short
         self.admitted = self.prompt_tokens = 0
-        self._batch, self._chunk = batch, chunk
+        self._runner, self._chunk = runner, chunk
         self._queue: OrderedDict[Request, None] = OrderedDict()
         self._incoming: Request | None = None  # whose prompt is being prefilled
         self._was_overtaken = False  # in the last step
@@ -57,8 +57,8 @@ class Scheduler:
     def can_take_up(self) -> bool:
         """Whether a step can prefill tokens of a request."""
         if self._incoming is None:
-            return bool(self._queue) and (not self._first_needs_no_row or bool(self._batch.free))
-        return not self.prefill.ready or bool(self._batch.free)
+            return bool(self._queue) and (not self._first_needs_no_row or bool(self._runner.free))
+        return not self.prefill.ready or bool(self._runner.free)
 
     @property
     def requests(self) -> list[Request]:
@@ -86,16 +86,16 @@ class Scheduler:
         """Compile what any prompts may need. No request may be queued or in a slot."""
         self.prefill.warm()
         placeholder = SamplingParams(seed=0)
-        state = self.prefill.insert(self._batch.state, 0, placeholder)
-        self._batch.state = self.short.warmed(state)
-        self.prefill.mark(self._batch.state)
+        state = self.prefill.insert(self._runner.state, 0, placeholder)
+        self._runner.state = self.short.warmed(state)
+        self.prefill.mark(self._runner.state)
 
     def take_up(self) -> Array:
         """Prefill pieces of prompts up to the limit of a step; complete prompts go into slots.
 
         All of it runs after the running chunk. Returns an array that is ready when it is done.
         """
-        token_limit = self._chunk * min(PROMPTS, max(1, len(self._batch.free)))
+        token_limit = self._chunk * min(PROMPTS, max(1, len(self._runner.free)))
         if self.short.has_large_passes:
             token_limit = PASSES * self.short.tokens
         spent = 0 if self._was_overtaken else self._overtake(token_limit)
@@ -117,14 +117,14 @@ class Scheduler:
                     break
                 spent += piece
                 self.prefill.advance()
-            if not self.prefill.ready or not self._batch.free:
+            if not self.prefill.ready or not self._runner.free:
                 break
-            slot = self._batch.free[0]
-            state = self.prefill.insert(self._batch.state, slot, request.params)
-            self._batch.fill(state, [slot], [request])
+            slot = self._runner.free[0]
+            state = self.prefill.insert(self._runner.state, slot, request.params)
+            self._runner.fill(state, [slot], [request])
             self._incoming = None
             self.admitted += 1
-        return self.prefill.mark(self._batch.state)
+        return self.prefill.mark(self._runner.state)
 
     def _overtake(self, token_limit: int) -> int:
         """Prefill short prompts of up to ``token_limit`` tokens before a long one goes on.
@@ -152,7 +152,7 @@ class Scheduler:
         """The first requests of the queue that may overtake, at most one per free slot."""
         candidates = itertools.islice(self._queue, LOOKAHEAD_REQUESTS)
         short = filter(lambda x: self._size_of(x) or self._tokens_of(x), candidates)
-        return list(itertools.islice(short, len(self._batch.free)))
+        return list(itertools.islice(short, len(self._runner.free)))
 
     def _size_of(self, request: Request) -> int:
         """The size of a pass that puts the prompt into a slot; 0 where none is large enough."""
@@ -168,30 +168,30 @@ class Scheduler:
 
     def _together(self, waiting: Iterable[Request]) -> tuple[list[Request], int]:
         """The first requests whose prompts fit into one pass, and its size."""
-        some = list(itertools.islice(waiting, min(len(self._batch.free), MAX_ROWS)))
+        some = list(itertools.islice(waiting, min(len(self._runner.free), MAX_ROWS)))
         prompts = itertools.takewhile(self.prefill.is_fresh, map(_prompt, some))
         count, size = self.short.together([len(prompt) for prompt in prompts])
         return some[:count], size
 
     def _take_up_together(self, group: Sequence[Request], size: int) -> None:
         """Put requests into slots by one pass over their prompts."""
-        slots = self._batch.free[: len(group)]
+        slots = self._runner.free[: len(group)]
         prompts, params = [_prompt(x) for x in group], [x.params for x in group]
-        state = self.short.take_up(self._batch.state, size, slots, prompts, params)
+        state = self.short.take_up(self._runner.state, size, slots, prompts, params)
         self._fill(state, slots, group)
         self.prompt_tokens += sum(map(len, prompts))
 
     def _take_up_whole(self, request: Request) -> None:
         """Put a request into a slot while another prompt is being prefilled."""
-        slot, prompt = self._batch.free[0], _prompt(request)
+        slot, prompt = self._runner.free[0], _prompt(request)
         self.prompt_tokens += self.prefill.tokens_after_prefix(prompt)
-        state = self.prefill.overtake(self._batch.state, slot, prompt, request.params)
+        state = self.prefill.overtake(self._runner.state, slot, prompt, request.params)
         self._fill(state, [slot], [request])
 
     def _fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Move requests of the queue into slots, which ``state`` has."""
         # In this order, Ctrl-C between the two loses no request.
-        self._batch.fill(state, slots, requests)
+        self._runner.fill(state, slots, requests)
         for request in requests:
             self._queue.pop(request, None)  # gone if it was cancelled while a program compiled
         self.admitted += len(requests)

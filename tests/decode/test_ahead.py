@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode import chunks, generation, growth, prefill
+from jspec.decode import chunks, generation, growth, prefill, runner
 from jspec.decode.auto import GammaChoice
 from jspec.decode.chunks import Chunks
 from jspec.decode.draft import ModelDraft, second_model
@@ -150,7 +150,7 @@ def test_it_leaves_room_for_the_chunk_that_is_not_read_yet(sharp, watch, monkeyp
         grown.append((state.tokens.shape[1], capacity))
         return growth.grow_capacity(state, capacity, config)
 
-    monkeypatch.setattr(generation, "grow_capacity", watched)
+    monkeypatch.setattr(runner, "grow_capacity", watched)
     settings = {"draft": STREAMING, "gamma": 3, "steps_per_chunk": 2}
     params = [dataclasses.replace(NEW, max_new_tokens=new) for new in (60, 31)]
 

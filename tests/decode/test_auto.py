@@ -344,8 +344,8 @@ def test_a_second_model_that_rested_takes_up_no_more_than_a_row_holds(tiny, monk
         engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
         engine.run()
     in_turn(monkeypatch, (2,))
-    passes, run = [], engine._chunks._caught_up
-    monkeypatch.setattr(engine._chunks, "_caught_up", lambda x: passes.append(x) or run(x))
+    passes, run = [], engine._runner.chunks._caught_up
+    monkeypatch.setattr(engine._runner.chunks, "_caught_up", lambda x: passes.append(x) or run(x))
     request = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))
     want = generate(tiny, [[5, 6, 7]], SamplingParams(max_new_tokens=3), draft=None).tokens[0]
     assert request.result() == want

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode import batch, chunks
+from jspec.decode import chunks, runner
 from jspec.decode.acceptance import RowAcceptance
 from jspec.decode.chunks import HOST_SECONDS, Chunk, Chunks
 from jspec.decode.engine import Engine
@@ -125,7 +125,7 @@ def test_no_slot_idles_for_long_while_others_wait_for_it(waiting, sharp, watch):
     assert seen.at_work == [1, 0, 1, *[2, 1] * 3, *([0] if waiting == 40 else [2, 1])]
     assert first.finished
     if waiting == 3:  # it went into the slot before the fifth chunk was read
-        assert engine._batch.rows[0] is last
+        assert engine._runner.slots[0] is last
     engine.run()
 
 
@@ -196,7 +196,7 @@ def test_what_the_device_has_of_rows_stays_as_it_was(engine):
     """An aligned array goes to a CPU without a copy."""
     memory = np.zeros(128, bool)
     done = memory[-memory.ctypes.data % 64 :][:2]
-    state = batch._with_done(engine._batch.state, done)
+    state = runner._with_done(engine._runner.state, done)
     done[:] = True
     assert not np.asarray(state.done).any()
 
@@ -326,7 +326,7 @@ def test_time_in_which_nothing_ran_counts_nowhere(engine, monkeypatch):
     engine.submit(TEXTS[0], LONG)
     engine.step()
     engine.step()
-    jax.block_until_ready(engine._batch.state)
+    jax.block_until_ready(engine._runner.state)
     right, before = chunks.time.perf_counter, engine.stats
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: right() + 1000)
     engine.run()

@@ -145,5 +145,5 @@ def test_an_engine_on_a_mesh_takes_turns_with_rings():
     wanted = apart(model, "ngram", requests)
     sharded = helix.shard(model, helix.HelixConfig(kvp=4, block=2))
     engine = engine_of(sharded, "ngram")
-    assert engine._batch.state.cache.layouts[0] == StripedLayout(16, 4, 2, wraps=True)
+    assert engine._runner.state.cache.layouts[0] == StripedLayout(16, 4, 2, wraps=True)
     check_arrivals(engine, requests, wanted)

@@ -10,7 +10,7 @@ import pytest
 
 from jspec.cache import LinearLayout, RingLayout, StripedLayout
 from jspec.config import SamplingParams
-from jspec.decode import generation, growth, prefill
+from jspec.decode import growth, prefill, runner
 from jspec.decode.draft import ModelDraft
 from jspec.decode.generation import generate
 from jspec.decode.growth import first_capacity, grow_capacity
@@ -39,7 +39,7 @@ def test_a_batch_that_grows_gives_the_same_tokens(sharp, other, monkeypatch):
         seen.append((state.tokens.shape[1], capacity))
         return grow_capacity(state, capacity, config)
 
-    monkeypatch.setattr(generation, "grow_capacity", watched)
+    monkeypatch.setattr(runner, "grow_capacity", watched)
     monkeypatch.setattr(growth, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     grown = run()

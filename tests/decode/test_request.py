@@ -206,7 +206,7 @@ def test_what_was_dropped_counts_nowhere(engine, submit, monkeypatch):
     submit(1)
     engine.step()
     engine.step()
-    assert engine._batch.state.done.tolist().count(True) == 1  # no step goes on for nobody
+    assert engine._runner.state.done.tolist().count(True) == 1  # no step goes on for nobody
     engine.run()
     assert engine.stats.committed - before.committed == 21
     assert engine.stats.rows - before.rows == 2

@@ -121,7 +121,7 @@ def test_an_engine_leaves_the_bits_of_plain_decoding_in_the_interpreter(interpre
     for slot, which in ((0, 0), (1, 2)):
         text, tokens = texts[which], requests[which].tokens
         plain = decoded(model, [text], PLAIN, params[which].max_new_tokens)
-        assert_same(engine._batch.state, slot, plain, 0)
+        assert_same(engine._runner.state, slot, plain, 0)
         assert tokens == tuple(plain.tokens[0, len(text) :][: len(tokens)].tolist())
 
 

@@ -1,0 +1,283 @@
+"""The host loop: requests in the slots of a batch, which decodes by chunks of steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jspec.config import SamplingMode
+from jspec.decode.checks import MODES, strongest
+from jspec.decode.chunks import Chunk, Chunks, counts_of
+from jspec.decode.growth import grow_capacity
+from jspec.decode.prefill import rounded_capacity
+from jspec.decode.programs import OnCompile
+from jspec.decode.request import Request
+from jspec.decode.resolved_options import ResolvedOptions
+from jspec.decode.state import DecodeState, StepRecord
+from jspec.decode.stats import Stats, Tally, clip_records
+from jspec.decode.together import agreed
+from jspec.sharding import put
+
+
+@contextlib.contextmanager
+def memory_errors(size: str, way_out: str) -> Iterator[None]:
+    """A context in which a device without memory for ``size`` raises `MemoryError`."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise MemoryError(
+            f"the device is out of memory with {size}; {way_out}, or pass cache_dtype='bfloat16'"
+        ) from error
+
+
+class Runner:
+    """Decodes the requests in the slots of ``state``, a chunk of steps at a time.
+
+    The next chunk may run while one is read. It has rows that ended in the first one: those that
+    the device ended commit nothing in it, and what it commits for those that the caller ended is
+    dropped. Slots may be filled after the running chunk, in the order of the device.
+
+    Args:
+        options: Options of decoding.
+        count: Slots.
+        on_compile: As in `jspec.generate`.
+        together: Whether all requests begin together and are one call of `jspec.generate`: the call
+            ends with the last of them, and an error of a callback ends all.
+
+    Attributes:
+        state: The batch after all chunks that were started; whoever makes the runner sets it. Its
+            mode serves at least the requests without sampling, and a chunk takes a stronger one
+            where requests need it.
+        slots: The request of each slot, None for a free one.
+        chunks: Runs the chunks.
+    """
+
+    state: DecodeState
+
+    def __init__(
+        self,
+        options: ResolvedOptions,
+        count: int,
+        on_compile: OnCompile | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
+        self.slots: list[Request | None] = [None] * count
+        self.chunks = Chunks(options, on_compile, together=together)
+        self._tally = Tally(options.config.gamma)
+        self._is_done = np.zeros(count, bool)  # on the device, after the chunks that were read
+        self._running: list[Chunk] = []  # two at most
+
+    @property
+    def free(self) -> list[int]:
+        """Slots that may be filled: without a request, or with one that ends in a running chunk."""
+        return [
+            slot
+            for slot, request in enumerate(self.slots)
+            if request is None or request._left <= self._least(slot, request)
+        ]
+
+    @property
+    def requests(self) -> set[Request]:
+        """Requests that have not ended yet."""
+        every = [self.slots, *(chunk.requests for chunk in self._running)]
+        return {request for slots in every for request in slots if request is not None}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended yet."""
+        return bool(self.requests)
+
+    def stats(self, rows: int, prompt_tokens: int) -> Stats:
+        """Statistics of so many requests and prompt tokens, and of all tokens so far."""
+        return self._tally.stats(
+            rows=rows,
+            prompt_tokens=prompt_tokens,
+            compilations=self.chunks.programs.compilations,
+            compile_s=self.chunks.programs.compile_s,
+            **self.chunks.seconds,
+        )
+
+    def warm(self) -> None:
+        """Compile the steps of all modes. All slots must be free."""
+        state = _with_done(self.state, np.ones(len(self.slots), bool))
+        for mode in MODES:
+            state = self.chunks.warmed(dataclasses.replace(state, mode=mode))
+        self.state = dataclasses.replace(state, mode=self.state.mode)
+        self._is_done[:] = True
+
+    def fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Continue with ``state``, in which the prompts of ``requests`` are in ``slots``."""
+        self.state = state
+        for slot, request in zip(slots, requests, strict=True):
+            self.slots[slot], self._is_done[slot] = request, False
+        self.chunks.renew(list(slots))
+
+    def remove(self, request: Request) -> None:
+        """Free the slot of a request, and drop what running chunks decode for it."""
+        for slots in (self.slots, *(chunk.requests for chunk in self._running)):
+            slots[:] = [None if other is request else other for other in slots]
+
+    def decode(self, *, waiting: bool = False) -> tuple[Request, ...]:
+        """Run a chunk of steps, if there is a request; returns the requests that it ended.
+
+        ``waiting``: whether other requests wait for slots.
+        """
+        if not self._running:
+            if not self.busy:
+                self.chunks.wait_for_prompts()
+                return ()
+            self._start()
+        if self._looks_ahead(waiting):
+            self._start()
+        return self._read()
+
+    def settle(self) -> None:
+        """Wait for the running chunks; `decode` passes on their tokens later."""
+        for chunk in self._running:
+            self._record_of(chunk)
+
+    def resume(self) -> None:
+        """Keep the caller's time since the last step out of that of a chunk that had ended."""
+        for chunk in self._running:
+            if chunk.read is None:
+                self.chunks.resume(chunk)
+
+    def close(self) -> None:
+        """Free the slots and the memory of the device."""
+        self.slots = [None] * len(self.slots)
+        self._running.clear()
+        self.chunks.programs.pinned = None
+        del self.state
+
+    # --- chunks -----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Give the device a chunk of steps, with room for all that it may commit."""
+        mode = self.state.mode
+        modes: list[SamplingMode] = [x.params.mode for x in self.slots if x is not None]
+        state = dataclasses.replace(self.state, mode=strongest([mode, *modes]))
+        if (idle := self._idle()) is not None:
+            state, self._is_done = _with_done(state, idle), idle
+        capacity = state.tokens.shape[1]
+        if (reach := self._reach(1)) > capacity:
+            capacity = rounded_capacity(min(max(reach, 2 * capacity), self._reach(math.inf)))
+            with self.chunks.clock("decode_s"):
+                state = grow_capacity(state, capacity, self.chunks.options.config)
+        state, chunk = self.chunks.start(state, self._left())
+        chunk.requests = list(self.slots)
+        self.state = dataclasses.replace(state, mode=mode)
+        self._running.append(chunk)
+
+    def _looks_ahead(self, waiting: bool) -> bool:
+        """Whether to start the next chunk before the running one is read.
+
+        Not while the device must be told of rows that the caller ended: it is unknown which other
+        rows end in the running chunk. Nor where both chunks together need more capacity.
+        """
+        if self._idle() is not None or self._reach(2) > self.state.tokens.shape[1]:
+            return False
+        left = self._left()
+        # Slots that were filled after the running chunk begin with the next one.
+        left[list(self._running[0].filled)] = np.iinfo(left.dtype).max
+        return self.chunks.looks_ahead(left, waiting=waiting)
+
+    def _left(self) -> np.ndarray:
+        """Most tokens that the request in each slot can still get after those read, int ``[B]``."""
+        return np.array([0 if request is None else request._left for request in self.slots])
+
+    def _least(self, slot: int, request: Request) -> int:
+        """Tokens that running chunks decode for a request at least: one per step, or to its end."""
+        chunks = sum(chunk.requests[slot] is request for chunk in self._running)
+        return chunks * self.chunks.options.steps
+
+    def _reach(self, chunks: float) -> int:
+        """Positions of the longest row after so many chunks more than were read, at most."""
+        options = self.chunks.options
+        new = chunks * options.steps * (options.config.gamma + 1)
+        requests = [request for request in self.slots if request is not None]
+        reaches = [x.prompt_tokens + len(x.tokens) + int(min(new, x._left)) for x in requests]
+        return max(reaches, default=0)
+
+    def _idle(self) -> np.ndarray | None:
+        """Slots without a request, bool ``[B]``; None where the device has the same."""
+        idle = np.array([request is None for request in self.slots])
+        return idle if (idle != self._is_done).any() else None
+
+    # --- tokens -----------------------------------------------------------------------------------
+
+    def _read(self) -> tuple[Request, ...]:
+        """Pass on the tokens of the earliest running chunk; returns the requests that it ended."""
+        chunk = self._running[0]
+        record = self._record_of(chunk)
+        others = [slot for slot in range(len(self.slots)) if slot not in chunk.filled]
+        self._is_done[others] = record.done[-1][others]
+        live = {slot: request for slot, request in enumerate(chunk.requests) if request is not None}
+        before = {slot: len(request._tokens) for slot, request in live.items()}
+        try:
+            self._pass_on(live, record)
+        finally:  # an exception of a callback leaves the tokens of the requests before it
+            self._count(live, before, record)
+        self._running.pop(0)
+        ended = tuple(request for request in live.values() if request.finished is not None)
+        for request in ended:
+            self.remove(request)
+        return ended
+
+    def _record_of(self, chunk: Chunk) -> StepRecord:
+        """The record of the earliest running chunk; waits for it once."""
+        if chunk.read is None:
+            chunk.read = self.chunks.finish(chunk)
+        return chunk.read
+
+    def _pass_on(self, live: dict[int, Request], record: StepRecord) -> None:
+        """Give each live request its new tokens, up to where its callback ends it."""
+        done = record.done[-1]
+        blocks = {slot: record.tokens[:, slot] for slot in live}
+        new_tokens = {slot: tuple(block[block >= 0].tolist()) for slot, block in blocks.items()}
+        answers: Iterable[int | None] = (
+            self._ask(request, new_tokens[slot]) for slot, request in live.items()
+        )
+        may_differ = self.chunks.together and self.chunks.is_shared
+        if may_differ and any(request._on_tokens for request in live.values()):
+            answers = agreed(list(answers))  # those of process 0
+        for (slot, request), keep_count in zip(live.items(), answers, strict=True):
+            if request.finished is None:
+                request._take(new_tokens[slot], keep_count, is_last=bool(done[slot]))
+
+    def _ask(self, request: Request, new: tuple[int, ...]) -> int | None:
+        """As `Request._ask`; in an engine, what the callback raises is the request's ``error``."""
+        if request.finished is not None:  # cancelled by a callback of this chunk
+            return None
+        try:
+            return request._ask(new)
+        except Exception as error:
+            if self.chunks.together:
+                raise
+            if request.finished is None:
+                request.error = error
+            return None
+
+    def _count(self, live: dict[int, Request], before: dict[int, int], record: StepRecord) -> None:
+        """Count the steps whose tokens requests got; they had ``before`` tokens before them."""
+        token_counts = np.zeros(len(self.slots), np.int64)
+        for slot, request in live.items():
+            token_counts[slot] = len(request._tokens) - before[slot]
+        *counts, gammas = counts_of(record)
+        drafted, accepted, committed = clip_records(*counts, token_counts=token_counts)
+        self._tally.add(drafted, accepted, committed, gammas=gammas)
+        for slot, request in live.items():
+            request._steps += int((committed[:, slot] > 0).sum())
+
+
+def _with_done(state: DecodeState, done: np.ndarray) -> DecodeState:
+    """``state`` with the rows ``done [B]`` ended, and the others not."""
+    # A copy: an array on a CPU may share memory with what it was made of.
+    return dataclasses.replace(state, done=put(done.copy(), state.done.sharding))
