@@ -1,7 +1,7 @@
 """Recall of learned hashes by training loss, and of other methods that read as many bytes.
 
 Hashes of the bundled model are learned three times from the same texts: by jspec's own loss, by the
-paper's (HATA, arXiv 2506.02572, Eq. 9) and by the authors' (docs/hashes.md). The texts are
+paper's (HATA, arXiv 2506.02572, Eq. 9) and by the authors' (docs/hash_training.md). The texts are
 synthetic documents of RULER's kinds; recall and mass are of documents of other seeds. Rows do
 not depend on the machine.
 """

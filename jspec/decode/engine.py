@@ -39,13 +39,14 @@ class Engine:
     `submit` queues a request, and each `step` prefills prompts and then runs ``steps_per_chunk``
     decode steps of all slots. A `step` prefills up to ``prefill_chunk`` prompt tokens for each free
     slot, for four at most, so that a long prompt stalls no one. Short ones are prefilled several
-    at a time, and before a long one that is being prefilled (docs/serving.md). Where chunks are
+    at a time, and before a long one that is being prefilled (docs/scheduling.md). Where chunks are
     short the next one runs while one is read.
 
     The caller drives: nothing runs outside `step`, `run`, and reading a request. An engine is for
     one thread. It has ``slots + 1`` rows of cache, one of them for the prompt that is being
-    prefilled, and more for shared prefixes and on a mesh (docs/serving.md). An exception in `step`
-    that is not a callback's, Ctrl-C included, ends the engine: every request keeps its tokens.
+    prefilled, and more for shared prefixes and on a mesh (docs/scheduling.md). An exception in
+    `step` that is not a callback's, Ctrl-C included, ends the engine: every request keeps its
+    tokens.
 
     A request with a seed gives the tokens that it gives alone, where the model's logits are the
     same, except a sampled one with ``gamma="auto"``. Where several processes share the model's
@@ -240,7 +241,7 @@ class Engine:
         """Prefill prompts, then run a chunk of steps; returns the requests that ended.
 
         The next chunk may still run when it returns, and is read by the next `step`
-        (docs/serving.md).
+        (docs/scheduling.md).
         """
         with self._device_work():
             if self._scheduler.can_take_up:

@@ -1,6 +1,6 @@
 """Bit-exact decoding: the backends of the target's passes, and what they cannot serve.
 
-docs/exact.md says why a token's bits then follow from its own row alone.
+docs/batch_invariance.md says why a token's bits then follow from its own row alone.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model: that in a GGUF file, else the tokenizer.json of its directory.
 
     A tokenizer is trusted as code is: with one that is made to do harm, the tokenizers library can
-    run without end, fill the memory or abort the process (docs/models.md says what to do).
+    run without end, fill the memory or abort the process (docs/checkpoints.md says what to do).
 
     Args:
         path: a model directory or a GGUF file. Where the file has no tokenizer, or one of a kind

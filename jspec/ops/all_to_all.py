@@ -1,7 +1,7 @@
 """An all-to-all between the devices of a mesh, by XLA or by one-sided kernels.
 
 In a one-sided exchange, a device stores its pieces directly in the memory of its peers, and waits
-until they have stored theirs (docs/helix.md).
+until they have stored theirs (docs/helix_exchange.md).
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ def exact_attention_kernel(
     """`attend` for any number of tokens, slots, tiles and parts: these are the ``sizes``.
 
     One machine program serves all of them, so that a row's arithmetic cannot follow from them
-    (docs/exact.md).
+    (docs/batch_invariance.md).
     """
     attend(
         q,

@@ -195,7 +195,7 @@ def exact_linear_kernel(
     """A program takes TILE of the ``count[0]`` rows and WIDTH columns of the result.
 
     Tiles that share weights follow each other. One machine program serves any number of rows, so
-    that a row's arithmetic cannot follow from it (docs/exact.md).
+    that a row's arithmetic cannot follow from it (docs/batch_invariance.md).
     """
     rows = tl.load(count)
     tiles = tl.cdiv(rows, TILE)

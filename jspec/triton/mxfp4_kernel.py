@@ -1,6 +1,6 @@
 """Matmuls with MXFP4 weights, for the Triton bodies of `linear` and `grouped_linear`.
 
-docs/models.md has a picture of the bits.
+docs/matmuls.md shows the bits.
 """
 
 import triton

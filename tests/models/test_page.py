@@ -1,4 +1,4 @@
-"""docs/models.md: its code runs as it stands, and its tables name what there is."""
+"""docs/models.md and docs/checkpoints.md: the code runs, and the tables are complete."""
 
 import dataclasses
 import re
@@ -15,13 +15,14 @@ from jspec.models.families import FAMILIES
 from jspec.typing import Model
 from tests.decode.common import full_logits
 
-PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, FAMILIES_PAGE = ((DOCS / name).read_text() for name in ("models.md", "checkpoints.md"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def example():
-    """What the page's code blocks define, run one behind the other."""
+    """What the page's code blocks define, run in order."""
     names = {"__name__": "page"}
     for code in BLOCKS:
         exec(compile(code, "docs/models.md", "exec"), names)
@@ -53,9 +54,10 @@ def by_brute_force(model, prompt, params: SamplingParams, gamma: int) -> list[in
     return text[len(prompt) :]
 
 
-def test_the_example_decodes_what_brute_force_does(example):
+@pytest.mark.parametrize("prefix", ["", "stacked_", "linen_"])
+def test_the_examples_decode_what_brute_force_does(example, prefix):
     """A greedy and a sampled row, by the default draft, which reads all of a text so short."""
-    model, result = example["model"], example["result"]
+    model, result = example[f"{prefix}model"], example[f"{prefix}result"]
     assert result.stats.acceptance_rate == 1
     for prompt, params, tokens in zip(
         example["prompts"], example["params"], result.tokens, strict=True
@@ -74,9 +76,9 @@ def test_the_example_decodes_to_the_last_of_its_learned_positions(example):
         assert list(tokens) == by_brute_force(model, prompt, row, gamma=4)
 
 
-def table(heading: str, pattern: str) -> list[str]:
-    """What ``pattern`` finds in the first cells of the table below ``heading``."""
-    rows = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
+def table(heading: str, pattern: str, page: str = PAGE) -> list[str]:
+    """The matches of ``pattern`` in the first cells of the table below ``heading``."""
+    rows = page.split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
     cells = [row.split("|")[1] for row in rows if row.startswith("| ")]
     return [name for cell in cells[1:] for name in re.findall(pattern, cell)]
 
@@ -84,7 +86,7 @@ def table(heading: str, pattern: str) -> list[str]:
 def test_the_tables_are_complete():
     fields = [field.name for field in dataclasses.fields(LayerSpec)]
     assert table("What a layer says of itself", r"`(\w+)`") == fields
-    assert table("Families that jspec loads", r"`(\w+)`") == list(FAMILIES)
+    assert table("Families", r"`(\w+)`", FAMILIES_PAGE) == list(FAMILIES)
     assert table("What `attend` does", r"`(\w+)`") == ["q", "k", "v", "sinks", "up"]
 
 
