@@ -13,7 +13,7 @@ import numpy as np
 from jspec.models import packed
 from jspec.models.block_scales import DTYPE, SUFFIX, BlockScales, read_block_scales
 from jspec.models.errors import CheckpointError, quoted
-from jspec.models.families.family import Family
+from jspec.models.families.shared.family import Family
 from jspec.models.files import Fields, read_json
 from jspec.models.safetensors_file import StoredTensor, stored_tensors
 from jspec.ops.quantized import BLOCK, MXFP4

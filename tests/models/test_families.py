@@ -1,20 +1,16 @@
 """config.json of each family: what it becomes, and what is refused."""
 
-import dataclasses
-import sys
-import types
+from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec import CheckpointError, LayerSpec, Rope, RopeScaling, load_model
 from jspec.models import families
-from jspec.models.families import FAMILIES, family, llama, model_config
-from jspec.models.families.family import Family
-from jspec.models.files import Fields
-from tests.models import goldens
+from jspec.models.families import FAMILIES, model_config
 from tests.models.helpers import LLAMA, assert_equal, parameters, write_checkpoint
 
+FOLDER = Path(families.__file__).parent
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "model_type": "qwen3"}
 LLAMA3 = {
@@ -112,7 +108,7 @@ def test_unused_sliding_windows_are_no_obstacle():
 
 
 REFUSED = [
-    ({"model_type": "mixtral"}, "model_type='mixtral' is unknown; jspec has llama, qwen2"),
+    ({"model_type": "mixtral"}, "model_type='mixtral' is unknown; jspec has deepseek_v2"),
     ({"model_type": None}, "model_type is null"),
     ({"model_type": 3}, "model_type=3 must be a string"),
     ({"hidden_size": ...}, "hidden_size is missing; it must be a positive integer"),
@@ -182,30 +178,17 @@ def test_qwen3_needs_its_sizes(key):
         model_config(without(QWEN3, key))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_says_its_name(name):
-    fields = {**LLAMA, "model_type": name, "head_dim": 8}
-    if name.startswith("deepseek"):
-        fields |= {**goldens.LATENT, **goldens.IN_GROUPS}
-    elif name in ("qwen3_moe", "gpt_oss"):
-        fields |= goldens.QWEN3_MOE if name == "qwen3_moe" else goldens.GPT_OSS
-    elif name.startswith("gemma"):
-        fields = {**without(fields, "hidden_act"), "sliding_window": 8}
-    if name == "gemma3":
-        fields = {"model_type": name, "text_config": without(fields, "model_type")}
-    assert family(name).read(Fields(fields, "here")).family == name
-
-
-def test_a_family_is_a_file_and_a_line(tmp_path, monkeypatch):
+def test_a_family_is_a_file(tmp_path, monkeypatch):
     """A Llama with other tensor names, as a file of the folder would have it."""
-
-    def read(fields: Fields):
-        return dataclasses.replace(llama.read(fields), family="toy")
-
-    toy = types.ModuleType("jspec.models.families.toy")
-    toy.FAMILY = Family(read, {**llama.MODULES, "mlp.up": "mlp.wide", "head": "out_head"})
-    monkeypatch.setitem(sys.modules, toy.__name__, toy)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    (tmp_path / "toy.py").write_text(
+        "from jspec.models.families import llama\n"
+        "from jspec.models.families.shared.family import Family\n"
+        "NAMES = {**llama.MODULES, 'mlp.up': 'mlp.wide', 'head': 'out_head'}\n"
+        "FAMILY = Family(llama.read, NAMES)\n"
+    )
     monkeypatch.setattr(families, "FAMILIES", (*FAMILIES, "toy"))
+    assert {*FAMILIES} == {file.stem for file in FOLDER.glob("*.py")} - {"__init__"}
 
     expected = parameters(load_model(write_checkpoint(tmp_path / "llama")))
     path = write_checkpoint(tmp_path / "toy", model_type="toy")

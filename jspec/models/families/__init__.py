@@ -1,32 +1,22 @@
 """Families of Hugging Face checkpoints: one file each, with its settings and its tensor names.
 
-A new family is a file whose `Family` is called FAMILY, and its name in the table.
+A file is named as the model_type that it reads, and holds a `Family` called FAMILY.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import pkgutil
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from jspec.config import ModelConfig
 from jspec.models.errors import CheckpointError, quoted
-from jspec.models.families.family import Family
+from jspec.models.families.shared.family import Family
 from jspec.models.files import Fields
 
-# The model_type of a config.json, and the name of the family's file.
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gemma3",
-    "gpt_oss",
-)
+FAMILIES = tuple(file.name for file in pkgutil.iter_modules(__path__) if not file.ispkg)
 
 
 def family(name: str) -> Family:
@@ -45,7 +35,7 @@ def model_config(values: Mapping[str, Any], *, source: str = "config.json") -> M
     if name not in FAMILIES:
         raise fields.error(f"model_type={quoted(name)} is unknown; jspec has {', '.join(FAMILIES)}")
     try:
-        return family(name).read(fields)
+        return dataclasses.replace(family(name).read(fields), family=name)
     except CheckpointError:
         raise
     except ValueError as error:

@@ -6,8 +6,8 @@ from typing import Any
 
 from jspec.config import ModelConfig
 from jspec.models.errors import quoted
-from jspec.models.families.family import Family
-from jspec.models.families.latent_layers import (
+from jspec.models.families.shared.family import Family
+from jspec.models.families.shared.latent_layers import (
     MODULES,
     read_experts,
     read_latent_layers,
@@ -31,7 +31,7 @@ def read(fields: Fields) -> ModelConfig:
             f"topk_method={quoted(method)} is not supported; jspec has greedy and "
             "group_limited_greedy"
         )
-    return read_latent_layers(fields, family="deepseek_v2", experts=read_experts(fields, **groups))
+    return read_latent_layers(fields, read_experts(fields, **groups))
 
 
 FAMILY = Family(read, MODULES)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jspec.config import ModelConfig
-from jspec.models.families.family import Family
-from jspec.models.families.latent_layers import (
+from jspec.models.families.shared.family import Family
+from jspec.models.families.shared.latent_layers import (
     MODULES,
     read_experts,
     read_latent_layers,
@@ -24,7 +24,7 @@ def read(fields: Fields) -> ModelConfig:
         corrected=True,
         normalized=fields.boolean("norm_topk_prob", True),
     )
-    return read_latent_layers(fields, family="deepseek_v3", experts=experts)
+    return read_latent_layers(fields, experts)
 
 
 CORRECTION = {"mlp.router.correction": "mlp.gate.e_score_correction_bias"}

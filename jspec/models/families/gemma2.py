@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from jspec.config import ModelConfig
-from jspec.models.families.family import Family
-from jspec.models.families.gemma_layers import MODULES, read_gemma
-from jspec.models.families.rope_fields import read_rope
+from jspec.models.families.shared.family import Family
+from jspec.models.families.shared.gemma_layers import MODULES, read_gemma
+from jspec.models.families.shared.rope_fields import read_rope
 from jspec.models.files import Fields
 
 
 def read(fields: Fields) -> ModelConfig:
     return read_gemma(
         fields,
-        family="gemma2",
         every=2,
         ropes=(read_rope(fields),),
         softcap=50.0,

@@ -6,7 +6,7 @@ import dataclasses
 
 from jspec.config import ModelConfig
 from jspec.models.families import gemma3_text
-from jspec.models.families.family import Family, refuse_unknown
+from jspec.models.families.shared.family import Family, refuse_unknown
 from jspec.models.files import Fields
 
 # Sizes that the hub's files leave out, as transformers fills them.
@@ -41,7 +41,7 @@ def read(fields: Fields) -> ModelConfig:
     tied = fields.boolean("tie_word_embeddings", config.tie_embeddings)
     stops = fields.tokens("eos_token_id", config.vocab_size) or config.stop_tokens
     refuse_unknown(fields)
-    return dataclasses.replace(config, family="gemma3", tie_embeddings=tied, stop_tokens=stops)
+    return dataclasses.replace(config, tie_embeddings=tied, stop_tokens=stops)
 
 
 def tensor_name(name: str) -> str | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from jspec.config import ModelConfig, Rope
 from jspec.models.errors import quoted
-from jspec.models.families.family import Family
-from jspec.models.families.gemma_layers import MODULES as GEMMA
-from jspec.models.families.gemma_layers import read_gemma
 from jspec.models.families.qwen3 import NORMS
-from jspec.models.families.rope_fields import read_rope, rope_of
+from jspec.models.families.shared.family import Family
+from jspec.models.families.shared.gemma_layers import MODULES as GEMMA
+from jspec.models.families.shared.gemma_layers import read_gemma
+from jspec.models.families.shared.rope_fields import read_rope, rope_of
 from jspec.models.files import Fields
 
 _THETA, _LOCAL_THETA = 1e6, 1e4
@@ -19,7 +19,6 @@ def read(fields: Fields) -> ModelConfig:
     every = fields.integer("_sliding_window_pattern", every)
     return read_gemma(
         fields,
-        family="gemma3_text",
         every=every,
         ropes=_ropes(fields),
         window_rope=1,

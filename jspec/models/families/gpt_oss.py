@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jspec.config import ModelConfig
 from jspec.models.errors import quoted
-from jspec.models.families.family import Family, refuse_unknown
 from jspec.models.families.llama import MODULES
-from jspec.models.families.rope_fields import read_rope
-from jspec.models.families.window_layers import read_window_layers
+from jspec.models.families.shared.family import Family, refuse_unknown
+from jspec.models.families.shared.rope_fields import read_rope
+from jspec.models.families.shared.window_layers import read_window_layers
 from jspec.models.files import Fields
 from jspec.parts import ClampedSwiGLU, Experts
 
@@ -34,7 +34,6 @@ def read(fields: Fields) -> ModelConfig:
         _refuse_other(fields, "initial_context_length", rope.scaling.original_context)
     config = read_window_layers(
         fields,
-        family="gpt_oss",
         every=2,
         ropes=(rope,),
         qkv_bias=bias,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jspec.config import ModelConfig
-from jspec.models.families.equal_layers import read_equal_layers
-from jspec.models.families.family import Family
+from jspec.models.families.shared.equal_layers import read_equal_layers
+from jspec.models.families.shared.family import Family
 from jspec.models.files import Fields
 
 MODULES = {
@@ -27,7 +27,6 @@ def read(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
     return read_equal_layers(
         fields,
-        family="llama",
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=fields.boolean("mlp_bias", False),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from jspec.config import ModelConfig
-from jspec.models.families.equal_layers import read_equal_layers
-from jspec.models.families.family import Family
 from jspec.models.families.llama import MODULES
+from jspec.models.families.shared.equal_layers import read_equal_layers
+from jspec.models.families.shared.family import Family
 from jspec.models.files import Fields
 
 
 def read(fields: Fields) -> ModelConfig:
     # transformers fills it with the size of one certain model.
     fields.integer("num_key_value_heads")
-    return read_equal_layers(fields, family="qwen2", qkv_bias=True)
+    return read_equal_layers(fields, qkv_bias=True)
 
 
 FAMILY = Family(read, MODULES)

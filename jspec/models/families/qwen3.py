@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from jspec.config import ModelConfig
-from jspec.models.families.equal_layers import read_equal_layers
-from jspec.models.families.family import Family
 from jspec.models.families.llama import MODULES as LLAMA
+from jspec.models.families.shared.equal_layers import read_equal_layers
+from jspec.models.families.shared.family import Family
 from jspec.models.files import Fields
 
 
@@ -14,7 +14,7 @@ def read(fields: Fields) -> ModelConfig:
     fields.integer("num_key_value_heads")
     fields.integer("head_dim")
     bias = fields.boolean("attention_bias", False)
-    return read_equal_layers(fields, family="qwen3", qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return read_equal_layers(fields, qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
 NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}

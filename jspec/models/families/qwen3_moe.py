@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jspec.config import ModelConfig
-from jspec.models.families.equal_layers import layer_count, read_equal_layers
-from jspec.models.families.family import Family, refuse_unknown
-from jspec.models.families.latent_layers import EXPERTS
 from jspec.models.families.qwen3 import MODULES
+from jspec.models.families.shared.equal_layers import layer_count, read_equal_layers
+from jspec.models.families.shared.family import Family, refuse_unknown
+from jspec.models.families.shared.latent_layers import EXPERTS
 from jspec.models.files import Fields
 from jspec.parts import Experts
 
@@ -24,9 +24,7 @@ def read(fields: Fields) -> ModelConfig:
         dense_layers=_dense_layers(fields),
         normalized=fields.boolean("norm_topk_prob", False),
     )
-    config = read_equal_layers(
-        fields, family="qwen3_moe", qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts
-    )
+    config = read_equal_layers(fields, qkv_bias=bias, out_bias=bias, qk_norm=True, experts=experts)
     refuse_unknown(fields)
     return config
 

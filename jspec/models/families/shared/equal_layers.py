@@ -6,7 +6,7 @@ from typing import Any
 
 from jspec.config import LAYER_LIMIT, ModelConfig, RopeScaling
 from jspec.models.errors import quoted
-from jspec.models.families.rope_fields import read_rope
+from jspec.models.families.shared.rope_fields import read_rope
 from jspec.models.files import INTEGER_LIMIT, Fields
 
 _FULL = "full_attention"

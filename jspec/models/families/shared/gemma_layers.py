@@ -7,9 +7,9 @@ from typing import Any
 
 from jspec.config import ModelConfig
 from jspec.models.errors import quoted
-from jspec.models.families.family import refuse_unknown
 from jspec.models.families.llama import MODULES as LLAMA
-from jspec.models.families.window_layers import read_window_layers
+from jspec.models.families.shared.family import refuse_unknown
+from jspec.models.families.shared.window_layers import read_window_layers
 from jspec.models.files import Fields
 
 _ACTIVATION = "gelu_pytorch_tanh"

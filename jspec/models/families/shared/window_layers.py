@@ -6,7 +6,7 @@ from typing import Any
 
 from jspec.config import LayerSpec, ModelConfig, Rope
 from jspec.models.errors import quoted
-from jspec.models.families.equal_layers import head_size, layer_count, max_context
+from jspec.models.families.shared.equal_layers import head_size, layer_count, max_context
 from jspec.models.files import Fields
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

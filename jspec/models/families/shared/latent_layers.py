@@ -6,9 +6,9 @@ from typing import Any
 
 from jspec.config import LayerSpec, ModelConfig
 from jspec.models.errors import quoted
-from jspec.models.families.equal_layers import layer_count, max_context, refuse_variants
 from jspec.models.families.llama import MODULES as LLAMA
-from jspec.models.families.rope_fields import read_rope, read_score_factor
+from jspec.models.families.shared.equal_layers import layer_count, max_context, refuse_variants
+from jspec.models.families.shared.rope_fields import read_rope, read_score_factor
 from jspec.models.files import Fields
 from jspec.parts import Experts, Latent
 
@@ -34,7 +34,7 @@ MODULES = {
 }
 
 
-def read_latent_layers(fields: Fields, *, family: str, experts: Experts) -> ModelConfig:
+def read_latent_layers(fields: Fields, experts: Experts) -> ModelConfig:
     """The fields that the families share; ``experts`` are as the family reads them."""
     refuse_variants(fields)
     for key in ("attention_bias", "mlp_bias"):
@@ -66,7 +66,6 @@ def read_latent_layers(fields: Fields, *, family: str, experts: Experts) -> Mode
         num_heads=fields.integer("num_attention_heads"),
         layers=(spec,) * layer_count(fields),
         ropes=(rope,),
-        family=family,
         norm_eps=float(fields.number("rms_norm_eps")),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
         latent=latent,
